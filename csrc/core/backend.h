@@ -1,0 +1,49 @@
+// What every operator family asks of a back end: a plan made from the arguments alone, and a run
+// that follows it. Back ends never allocate: ops/ allocates what the plan asks for.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace onepass {
+
+// What a plan may depend on besides the arguments. Results never depend on it, only speed does.
+struct Machine {
+  int32_t threads;
+};
+
+struct Plan {
+  int64_t workspace_bytes;   // scratch that run() receives, 64-byte aligned
+  int64_t zeroed_bytes;      // its leading part that must be zero
+  const char* kernel_name;   // the function a profiler shows
+  int64_t rows_per_tile;     // rows that a kernel call takes together
+  int64_t splits;            // pieces that the work is cut into; a function of the shape alone
+  int32_t parallel;          // whether the pieces are spread over threads
+  const char* reason;        // why this path and no other
+};
+
+// body(begin, end, state) over [0, count) in pieces of at least grain.
+using ParallelBody = void (*)(int64_t begin, int64_t end, void* state);
+
+struct Context {
+  void* stream;  // CUDA stream, null on CPU
+  void (*parallel_for)(int64_t count, int64_t grain, ParallelBody body, void* state);  // CPU only
+
+  template <class F>
+  void for_each(int64_t count, int64_t grain, F&& body) const {
+    using Body = std::remove_reference_t<F>;
+    parallel_for(
+        count, grain,
+        [](int64_t begin, int64_t end, void* state) { (*static_cast<Body*>(state))(begin, end); },
+        const_cast<void*>(static_cast<const void*>(&body)));
+  }
+};
+
+// The two functions of one operator on one back end.
+template <class Args>
+struct Operator {
+  Plan (*plan)(const Args& args, const Machine& machine);
+  void (*run)(const Args& args, const Plan& plan, void* workspace, const Context& context);
+};
+
+}  // namespace onepass

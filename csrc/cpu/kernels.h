@@ -1,0 +1,13 @@
+// The families' entry points of this CPU level, gathered into its table by kernels.cpp.
+#pragma once
+
+#include "ops/backend.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+NormBackend norm_backend();
+DropoutBackend dropout_backend();
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

@@ -1,0 +1,247 @@
+// Layer norm and RMS norm, forward: y = (x - mean) * rstd * weight + bias per row.
+//
+// A row is read from memory once: the passes after the first (centred squares, scaling) find it in
+// L1. With a residual, x = residual + dropout(input) is rounded to residual_out's dtype first and the
+// norm is that of the rounded x, which is what the backward will see. Bytes per element: input +
+// output (+ residual + residual_out). Done when it runs at the speed of a copy of that size.
+#include <cmath>
+
+#include "cpu/norm/norm.h"
+#include "cpu/norm/rows.h"
+#include "cpu/parallel.h"
+#include "cpu/random.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+namespace {
+
+template <class A>
+struct Moments {
+  A mean;
+  A rstd;
+};
+
+// Mean first, then centred squares, not Welford: the row is in L1, so the second pass costs no
+// memory traffic, while Welford costs a division per element. The sum of the centred values itself
+// corrects the mean's rounding, which matters where the mean is large beside the deviation.
+template <class A, class X, bool kRms>
+ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, A eps) {
+  const A n = static_cast<A>(cols);
+  if constexpr (kRms) {
+    const auto [squares] = sum_columns<A, 1>(cols, [&](Vec<A>* sum, int64_t j, auto count) {
+      const Vec<A> v = load<A>(x + j, count);
+      sum[0] = fma<A>(v, v, sum[0]);
+    });
+    return {A(0), A(1) / std::sqrt(squares / n + eps)};
+  } else {
+    const auto [sum] = sum_columns<A, 1>(
+        cols, [&](Vec<A>* acc, int64_t j, auto count) { acc[0] += load<A>(x + j, count); });
+    const A guess = sum / n;
+    const Vec<A> centre = broadcast<A>(guess);
+    const auto [deviation, squares] =
+        sum_columns<A, 2>(cols, [&](Vec<A>* acc, int64_t j, auto count) {
+          const Vec<A> d = keep_lanes<A>(load<A>(x + j, count) - centre, count);
+          acc[0] += d;
+          acc[1] = fma<A>(d, d, acc[1]);
+        });
+    const A correction = deviation / n;
+    const A variance = squares / n - correction * correction;
+    return {guess + correction, A(1) / std::sqrt((variance < A(0) ? A(0) : variance) + eps)};
+  }
+}
+
+template <class A>
+struct ForwardRows {
+  const void* x[kRowsPerBlock];  // (cols,) each
+  void* output[kRowsPerBlock];   // (cols,) each
+  const A* weight;               // (cols,)
+  const A* bias;                 // (cols,), unused without kBias
+  A* mean;                       // (rows of the block,) or null
+  A* rstd;                       // (rows of the block,) or null
+  int64_t cols;
+  A eps;
+};
+
+template <class A, class X, class Y, bool kRms, bool kBias, int kRows>
+void norm_forward_kernel(const ForwardRows<A>& rows) {
+  const X* x[kRows];
+  Y* y[kRows];
+  Vec<A> mean[kRows];
+  Vec<A> rstd[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    x[r] = static_cast<const X*>(rows.x[r]);
+    y[r] = static_cast<Y*>(rows.output[r]);
+    const Moments<A> moments = moments_of<A, X, kRms>(x[r], rows.cols, rows.eps);
+    if (rows.mean) rows.mean[r] = moments.mean;
+    if (rows.rstd) rows.rstd[r] = moments.rstd;
+    mean[r] = broadcast<A>(moments.mean);
+    rstd[r] = broadcast<A>(moments.rstd);
+  }
+  // scalar: y[r][j] = (x[r][j] - mean[r]) * rstd[r] * weight[j] + bias[j]
+  for_each_vector<A>(0, rows.cols, [&](int64_t j, auto count) {
+    const Vec<A> weight = load<A>(rows.weight + j, count);
+    Vec<A> bias = {};
+    if constexpr (kBias) bias = load<A>(rows.bias + j, count);
+    for (int r = 0; r < kRows; ++r) {
+      const Vec<A> v = load<A>(x[r] + j, count);
+      const Vec<A> normalized = kRms ? v * rstd[r] : (v - mean[r]) * rstd[r];
+      store<A>(y[r] + j, kBias ? fma<A>(normalized, weight, bias) : normalized * weight, count);
+    }
+  });
+}
+
+// residual_out = residual + dropout(input), one row.
+template <class A, class T, class R, class O, bool kDropout>
+void add_row(const void* input_, const void* residual_, void* sum_, int64_t cols,
+             const Dropout& dropout, int64_t first_element) {
+  const T* input = static_cast<const T*>(input_);
+  const R* residual = static_cast<const R*>(residual_);
+  O* sum = static_cast<O*>(sum_);
+  if constexpr (kDropout) {
+    KeepTile keep;
+    for (int64_t tile = 0; tile < cols; tile += kDropoutTile) {
+      const int64_t end = std::min(tile + kDropoutTile, cols);
+      keep.fill(dropout, first_element + tile, end - tile);
+      for_each_vector<A>(tile, end, [&](int64_t j, auto count) {
+        const Vec<A> kept = load<A>(input + j, count) * keep.scale<A>(dropout, j - tile);
+        store<A>(sum + j, load<A>(residual + j, count) + kept, count);
+      });
+    }
+  } else {
+    for_each_vector<A>(0, cols, [&](int64_t j, auto count) {
+      store<A>(sum + j, load<A>(residual + j, count) + load<A>(input + j, count), count);
+    });
+  }
+}
+
+template <class A>
+struct ForwardKernels {
+  void (*block)(const ForwardRows<A>&);
+  void (*single)(const ForwardRows<A>&);
+};
+
+template <class A, class X, class Y>
+ForwardKernels<A> kernels_of(const NormForward& args) {
+  if (args.rms) {  // which has no bias
+    return {norm_forward_kernel<A, X, Y, true, false, kRowsPerBlock>,
+            norm_forward_kernel<A, X, Y, true, false, 1>};
+  }
+  return visit_bool(args.bias != nullptr, [&]<bool kBias>() -> ForwardKernels<A> {
+    return {norm_forward_kernel<A, X, Y, false, kBias, kRowsPerBlock>,
+            norm_forward_kernel<A, X, Y, false, kBias, 1>};
+  });
+}
+
+using AddRow = void (*)(const void*, const void*, void*, int64_t, const Dropout&, int64_t);
+
+template <class A>
+struct ForwardPath {
+  ForwardKernels<A> kernels;
+  AddRow add_row;
+};
+
+ForwardPath<double> path_of(const NormForward& args, double) {
+  return {kernels_of<double, double, double>(args),
+          args.seed ? add_row<double, double, double, double, true>
+                    : add_row<double, double, double, double, false>};
+}
+
+ForwardPath<float> path_of(const NormForward& args, float) {
+  ForwardPath<float> path;
+  const DType x_dtype = args.residual ? args.residual_out_dtype : args.input_dtype;
+  path.kernels = visit_dtype_up_to_float32(x_dtype, [&]<class X>() {
+    return visit_dtype_up_to_float32(args.output_dtype,
+                                     [&]<class Y>() { return kernels_of<float, X, Y>(args); });
+  });
+  path.add_row = visit_dtype_up_to_float32(args.input_dtype, [&]<class T>() {
+    return visit_dtype_up_to_float32(args.residual_dtype, [&]<class R>() {
+      return visit_dtype_up_to_float32(args.residual_out_dtype, [&]<class O>() -> AddRow {
+        return args.seed ? add_row<float, T, R, O, true> : add_row<float, T, R, O, false>;
+      });
+    });
+  });
+  return path;
+}
+
+template <class A>
+void run(const NormForward& args, const Plan& plan, void* workspace, const Context& context) {
+  A* buffer = static_cast<A*>(workspace);
+  const int64_t buffer_size = widened_bytes(args.cols, sizeof(A)) / sizeof(A);
+  const A* weight = widened<A>(args.weight, args.weight_dtype, static_cast<A>(args.weight_offset),
+                               A(1), args.cols, buffer);
+  const A* bias = args.bias ? widened<A>(args.bias, args.bias_dtype, A(0), A(0), args.cols,
+                                         buffer + buffer_size)
+                            : nullptr;
+  const ForwardPath<A> path = path_of(args, A());
+  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
+  const RowAddress address(args);
+  const char* input = static_cast<const char*>(args.input);
+  const char* residual = static_cast<const char*>(args.residual);
+  char* output = static_cast<char*>(args.output);
+  char* residual_out = static_cast<char*>(args.residual_out);
+  const int64_t input_size = size_of(args.input_dtype);
+  const int64_t residual_size = size_of(args.residual_dtype);
+  const int64_t output_row_bytes = args.cols * size_of(args.output_dtype);
+  const int64_t residual_out_row_bytes = args.cols * size_of(args.residual_out_dtype);
+
+  for_each_piece(
+      context, plan.parallel, args.rows, forward_row_bytes(args), [&](int64_t begin, int64_t end) {
+        for_each_row_block(begin, end, args.cols, [&](int64_t row, auto row_count) {
+          ForwardRows<A> rows;
+          for (int r = 0; r < row_count; ++r) {
+            const char* x = input + address(args.input_stride, row + r) * input_size;
+            if (residual) {
+              char* sum = residual_out + (row + r) * residual_out_row_bytes;
+              path.add_row(x,
+                           residual + address(args.residual_stride, row + r) * residual_size, sum,
+                           args.cols, dropout, (row + r) * args.cols);
+              x = sum;
+            }
+            rows.x[r] = x;
+            rows.output[r] = output + (row + r) * output_row_bytes;
+          }
+          rows.weight = weight;
+          rows.bias = bias;
+          rows.mean = args.mean ? static_cast<A*>(args.mean) + row : nullptr;
+          rows.rstd = args.rstd ? static_cast<A*>(args.rstd) + row : nullptr;
+          rows.cols = args.cols;
+          rows.eps = static_cast<A>(args.eps);
+          (row_count == kRowsPerBlock ? path.kernels.block : path.kernels.single)(rows);
+        });
+      });
+}
+
+}  // namespace
+
+int64_t forward_row_bytes(const NormForward& args) {
+  int64_t element = size_of(args.input_dtype) + size_of(args.output_dtype);
+  if (args.residual) element += size_of(args.residual_dtype) + size_of(args.residual_out_dtype);
+  return element * args.cols;
+}
+
+Plan plan_norm_forward(const NormForward& args, const Machine& machine) {
+  const int64_t accumulator_size = args.input_dtype == DType::kFloat64 ? 8 : 4;
+  const bool parallel =
+      machine.threads > 1 && args.rows > 1 && args.rows * forward_row_bytes(args) > kSerialBytes;
+  return {.workspace_bytes = 2 * widened_bytes(args.cols, accumulator_size),
+          .zeroed_bytes = 0,
+          .kernel_name = "norm_forward_kernel",
+          .rows_per_tile = rows_per_block(args.cols),
+          .splits = args.rows,
+          .parallel = parallel,
+          .reason = parallel         ? "rows spread over threads"
+                    : args.rows <= 1 ? "one row is not cut"
+                                     : "too small for a parallel region"};
+}
+
+void run_norm_forward(const NormForward& args, const Plan& plan, void* workspace,
+                      const Context& context) {
+  if (args.input_dtype == DType::kFloat64) {
+    run<double>(args, plan, workspace, context);
+  } else {
+    run<float>(args, plan, workspace, context);
+  }
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

@@ -1,0 +1,119 @@
+// What the forward and the backward of the norm family share: addressing of strided rows, column
+// sums of a fixed order, and the weight in the accumulator's type.
+#pragma once
+
+#include <algorithm>
+#include <array>
+
+#include "core/visit.h"
+#include "cpu/vec.h"
+#include "ops/norm.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// Rows taken together share each load of weight and bias (and, in the backward, of the weight
+// gradients). Rows too long for that to stay in L1 are taken one at a time.
+inline constexpr int kRowsPerBlock = 4;
+inline constexpr int64_t kMaxBlockedColumns = 4096;
+
+inline int rows_per_block(int64_t cols) { return cols <= kMaxBlockedColumns ? kRowsPerBlock : 1; }
+
+struct RowAddress {
+  int64_t size[kRowDims];
+  bool simple;  // rows lie along the last of the collapsed dimensions alone
+
+  template <class Args>
+  explicit RowAddress(const Args& args)
+      : size{args.row_size[0], args.row_size[1], args.row_size[2]},
+        simple(args.row_size[0] == 1 && args.row_size[1] == 1) {}
+
+  // Element offset of a row.
+  ONEPASS_INLINE int64_t operator()(const RowStride& stride, int64_t row) const {
+    if (simple) return row * stride.stride[2];
+    const int64_t outer = row / size[2];
+    return (outer / size[1]) * stride.stride[0] + (outer % size[1]) * stride.stride[1] +
+           (row % size[2]) * stride.stride[2];
+  }
+};
+
+// Runs block(first_row, std::integral_constant rows) over [begin, end) in blocks of kRowsPerBlock,
+// the rest one at a time. Both instances compute a row in the same order, bit for bit.
+template <class Block>
+ONEPASS_INLINE void for_each_row_block(int64_t begin, int64_t end, int64_t cols, Block&& block) {
+  int64_t row = begin;
+  if (rows_per_block(cols) == kRowsPerBlock) {
+    for (; row + kRowsPerBlock <= end; row += kRowsPerBlock) {
+      block(row, std::integral_constant<int, kRowsPerBlock>{});
+    }
+  }
+  for (; row < end; ++row) block(row, std::integral_constant<int, 1>{});
+}
+
+// kSums sums over the columns [0, cols). accumulate(sum, column, count) adds one vector to each of
+// sum[0..kSums). Four chains hide the latency of the additions; runs of 64 vectors are summed on
+// their own first, so that the error grows with the square root of a few hundred additions and not
+// of a whole row's. The order depends on cols alone.
+template <class A, int kSums, class Accumulate>
+ONEPASS_INLINE std::array<A, kSums> sum_columns(int64_t cols, Accumulate&& accumulate) {
+  constexpr int kChains = 4;
+  constexpr int64_t kStep = kChains * kLanes<A>;
+  constexpr int64_t kRun = 64 * kStep;
+  Vec<A> total[kChains][kSums] = {};
+  const int64_t stepped = cols - cols % kStep;
+  int64_t j = 0;
+  while (j < stepped) {
+    const int64_t run_end = std::min(j + kRun, stepped);
+    Vec<A> run[kChains][kSums] = {};
+    for (; j < run_end; j += kStep) {
+      for (int chain = 0; chain < kChains; ++chain) {
+        accumulate(run[chain], j + chain * kLanes<A>, WholeVector<A>{});
+      }
+    }
+    for (int chain = 0; chain < kChains; ++chain) {
+      for (int s = 0; s < kSums; ++s) total[chain][s] += run[chain][s];
+    }
+  }
+  for (; j + kLanes<A> <= cols; j += kLanes<A>) accumulate(total[0], j, WholeVector<A>{});
+  if (j < cols) accumulate(total[1], j, Tail{cols - j});
+  std::array<A, kSums> sums;
+  for (int s = 0; s < kSums; ++s) {
+    sums[s] = sum_of_lanes<A>((total[0][s] + total[1][s]) + (total[2][s] + total[3][s]));
+  }
+  return sums;
+}
+
+// Bytes of workspace that widened() needs, a multiple of 64.
+inline int64_t widened_bytes(int64_t cols, int64_t accumulator_size) {
+  return (cols * accumulator_size + 63) / 64 * 64;
+}
+
+// source + offset as (cols,) accumulators: source itself where it already is that, else a copy in
+// `buffer`, made once per call. A missing source is `missing` everywhere.
+template <class A>
+const A* widened(const void* source, DType dtype, A offset, A missing, int64_t cols, A* buffer) {
+  constexpr bool kDouble = sizeof(A) == 8;
+  if (source && offset == A(0) && (dtype == DType::kFloat64) == kDouble &&
+      size_of(dtype) == sizeof(A)) {
+    return static_cast<const A*>(source);
+  }
+  if (!source) {
+    std::fill(buffer, buffer + cols, missing + offset);
+    return buffer;
+  }
+  const auto convert = [&]<class T>() {
+    for_each_vector<A>(0, cols, [&](int64_t j, auto count) {
+      store<A>(buffer + j, load<A>(static_cast<const T*>(source) + j, count) + broadcast<A>(offset),
+               count);
+    });
+  };
+  if constexpr (kDouble) {
+    convert.template operator()<double>();
+  } else {
+    visit_dtype_up_to_float32(dtype, convert);
+  }
+  return buffer;
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

@@ -1,0 +1,268 @@
+// The thin SIMD layer. This folder is compiled once per CPU level, so a vector is as wide as the
+// level's registers and code above this header never names an instruction set.
+//
+// Arithmetic is the compiler's own on vector types (+, -, *, comparisons); this header adds what
+// that lacks: conversion while loading and storing, partial vectors for row tails, fused
+// multiply-add, reductions. The build sets -ffp-contract=off: a multiply-add is fused exactly where
+// fma() is written, so a row comes out the same bit for bit in a block of rows and alone.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "core/dtype.h"
+
+#if defined(__x86_64__)
+// g++ 12 warns of the deliberately undefined vectors inside its own AVX-512 intrinsics.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#define ONEPASS_INLINE inline __attribute__((always_inline))
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+inline constexpr int kVectorBytes = 32;
+#else
+inline constexpr int kVectorBytes = 16;
+#endif
+
+template <class A>
+struct VecOf {
+  static constexpr int kLanes = kVectorBytes / sizeof(A);
+  typedef A type __attribute__((vector_size(kVectorBytes)));
+  typedef A unaligned __attribute__((vector_size(kVectorBytes), aligned(alignof(A)), may_alias));
+};
+template <class A>
+using Vec = typename VecOf<A>::type;  // A is float or double
+template <class A>
+inline constexpr int kLanes = VecOf<A>::kLanes;
+
+typedef uint16_t HalfBits __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint16_t HalfBitsUnaligned
+    __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+typedef uint32_t WordBits __attribute__((vector_size(kVectorBytes)));
+
+template <class A>
+ONEPASS_INLINE Vec<A> broadcast(A value) {
+  return value - Vec<A>{};
+}
+
+template <class A>
+ONEPASS_INLINE Vec<A> fma(Vec<A> a, Vec<A> b, Vec<A> c) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4) {
+    return (Vec<A>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  } else {
+    return (Vec<A>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+  }
+#elif defined(__FMA__)
+  if constexpr (sizeof(A) == 4) {
+    return (Vec<A>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  } else {
+    return (Vec<A>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+  }
+#else
+  return a * b + c;
+#endif
+}
+
+// Sum of the lanes by halving: a fixed tree.
+template <class A>
+ONEPASS_INLINE A sum_of_lanes(Vec<A> v) {
+  A lane[kLanes<A>];
+  std::memcpy(lane, &v, sizeof(v));
+  for (int width = kLanes<A> / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+  }
+  return lane[0];
+}
+
+// ---- conversion of one vector of 16-bit elements ------------------------------------------------
+
+ONEPASS_INLINE Vec<float> widen_bfloat16(HalfBits bits) {
+  return (Vec<float>)(__builtin_convertvector(bits, WordBits) << 16);
+}
+
+ONEPASS_INLINE HalfBits narrow_bfloat16(Vec<float> v) {
+#if defined(__AVX512BF16__)
+  return (HalfBits)_mm512_cvtneps_pbh((__m512)v);  // nearest even; flushes subnormals to zero
+#else
+  const WordBits bits = (WordBits)v;
+  const WordBits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const WordBits quiet = (bits >> 16) | 0x40u;
+  const WordBits word = v != v ? quiet : rounded;
+#if defined(__AVX512F__)
+  return (HalfBits)_mm512_cvtepi32_epi16((__m512i)word);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)word, (__m256i)word);
+  return (HalfBits)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  return __builtin_convertvector(word, HalfBits);
+#endif
+#endif
+}
+
+ONEPASS_INLINE Vec<float> widen_float16(HalfBits bits) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__F16C__)
+  return (Vec<float>)_mm256_cvtph_ps((__m128i)bits);
+#else
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = widen(Float16{bits[i]});
+  return v;
+#endif
+}
+
+ONEPASS_INLINE HalfBits narrow_float16(Vec<float> v) {
+#if defined(__AVX512F__)
+  return (HalfBits)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+  return (HalfBits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+  HalfBits bits;
+  for (int i = 0; i < kLanes<float>; ++i) bits[i] = narrow_to_float16(v[i]).bits;
+  return bits;
+#endif
+}
+
+// ---- loads and stores: kLanes<A> elements of type T, as accumulators ----------------------------
+
+template <class A, class T>
+ONEPASS_INLINE Vec<A> load(const T* p) {
+  if constexpr (sizeof(T) == 2) {
+    const HalfBits bits = *reinterpret_cast<const HalfBitsUnaligned*>(p);
+    if constexpr (__is_same(T, BFloat16)) {
+      return widen_bfloat16(bits);
+    } else {
+      return widen_float16(bits);
+    }
+  } else {
+    static_assert(__is_same(T, A), "an accumulator is never narrower than its elements");
+    return *reinterpret_cast<const typename VecOf<A>::unaligned*>(p);
+  }
+}
+
+template <class A, class T>
+ONEPASS_INLINE void store(T* p, Vec<A> v) {
+  if constexpr (__is_same(T, BFloat16)) {
+    *reinterpret_cast<HalfBitsUnaligned*>(p) = narrow_bfloat16(v);
+  } else if constexpr (__is_same(T, Float16)) {
+    *reinterpret_cast<HalfBitsUnaligned*>(p) = narrow_float16(v);
+  } else {
+    static_assert(__is_same(T, A), "an accumulator is never narrower than its elements");
+    *reinterpret_cast<typename VecOf<A>::unaligned*>(p) = v;
+  }
+}
+
+// The first `count` lanes (1 <= count < kLanes); the others load as zero and are not stored. Memory
+// beyond them is not touched.
+template <class A, class T>
+ONEPASS_INLINE Vec<A> load_partial(const T* p, int64_t count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<A>)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
+  } else if constexpr (sizeof(T) == 8) {
+    return (Vec<A>)_mm512_maskz_loadu_pd(static_cast<__mmask8>((1u << count) - 1), p);
+  } else {
+    const HalfBits bits =
+        (HalfBits)_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), p);
+    if constexpr (__is_same(T, BFloat16)) {
+      return widen_bfloat16(bits);
+    } else {
+      return widen_float16(bits);
+    }
+  }
+#else
+  T lane[kLanes<A>] = {};
+  for (int64_t i = 0; i < count; ++i) lane[i] = p[i];
+  return load<A>(lane);
+#endif
+}
+
+template <class A, class T>
+ONEPASS_INLINE void store_partial(T* p, Vec<A> v, int64_t count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1), (__m512)v);
+  } else if constexpr (sizeof(T) == 8) {
+    _mm512_mask_storeu_pd(p, static_cast<__mmask8>((1u << count) - 1), (__m512d)v);
+  } else {
+    HalfBits bits;
+    if constexpr (__is_same(T, BFloat16)) {
+      bits = narrow_bfloat16(v);
+    } else {
+      bits = narrow_float16(v);
+    }
+    _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << count) - 1), (__m256i)bits);
+  }
+#else
+  T lane[kLanes<A>];
+  store<A>(lane, v);
+  for (int64_t i = 0; i < count; ++i) p[i] = lane[i];
+#endif
+}
+
+// Lanes beyond `count` as zero: for sums over a tail whose filler is not zero any more.
+template <class A, class Count>
+ONEPASS_INLINE Vec<A> keep_lanes(Vec<A> v, Count count) {
+  if constexpr (Count::kWhole) {
+    return v;
+  } else {
+    typedef decltype(v < v) Index;  // signed integers of the lanes' width
+    Index lane;
+    for (int i = 0; i < kLanes<A>; ++i) lane[i] = i;
+    using Element = __typeof__(lane[0] + lane[0]);
+    return lane < static_cast<Element>(count.count) ? v : Vec<A>{};
+  }
+}
+
+// body(column, count) over [begin, end), a full vector at a time: count is a compile-time kLanes for
+// whole vectors (std::integral_constant-like) and a run-time value for the tail.
+template <class A>
+struct WholeVector {
+  static constexpr bool kWhole = true;
+  constexpr operator int64_t() const { return kLanes<A>; }
+};
+struct Tail {
+  static constexpr bool kWhole = false;
+  int64_t count;
+  constexpr operator int64_t() const { return count; }
+};
+
+template <class A, class Body>
+ONEPASS_INLINE void for_each_vector(int64_t begin, int64_t end, Body&& body) {
+  int64_t j = begin;
+  for (; j + kLanes<A> <= end; j += kLanes<A>) body(j, WholeVector<A>{});
+  if (j < end) body(j, Tail{end - j});
+}
+
+template <class A, class T, class Count>
+ONEPASS_INLINE Vec<A> load(const T* p, Count count) {
+  if constexpr (Count::kWhole) {
+    return load<A>(p);
+  } else {
+    return load_partial<A>(p, count);
+  }
+}
+
+template <class A, class T, class Count>
+ONEPASS_INLINE void store(T* p, Vec<A> v, Count count) {
+  if constexpr (Count::kWhole) {
+    store<A>(p, v);
+  } else {
+    store_partial<A>(p, v, count);
+  }
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

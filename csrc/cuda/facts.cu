@@ -1,0 +1,31 @@
+// What `onepass doctor` asks about CUDA: the toolkit this library was built with, and the device
+// that the driver shows. Plain C functions, read through ctypes.
+#include <cuda_runtime.h>
+
+#define ONEPASS_EXPORT extern "C" __attribute__((visibility("default")))
+
+// The CUDA toolkit of the build, as 1000 * major + 10 * minor.
+ONEPASS_EXPORT int onepass_cuda_toolkit() { return CUDART_VERSION; }
+
+// Devices seen, or minus the cudaError where the driver cannot be used.
+ONEPASS_EXPORT int onepass_cuda_device_count() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  return error == cudaSuccess ? count : -static_cast<int>(error);
+}
+
+// What an error code means.
+ONEPASS_EXPORT const char* onepass_cuda_error(int code) {
+  return cudaGetErrorString(static_cast<cudaError_t>(code));
+}
+
+// 10 * major + minor of a device, or minus the cudaError.
+ONEPASS_EXPORT int onepass_cuda_capability(int device) {
+  int major = 0;
+  int minor = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  }
+  return error == cudaSuccess ? 10 * major + minor : -static_cast<int>(error);
+}

@@ -1,0 +1,17 @@
+// One table per back end and CPU level: what ops/ calls and what `explain` plans with.
+#pragma once
+
+#include "ops/dropout.h"
+#include "ops/norm.h"
+
+namespace onepass {
+
+struct Backend {
+  const char* name;  // the CPU level, or the CUDA architecture
+  NormBackend norm;
+  DropoutBackend dropout;
+  double (*fma_ceiling)(double seconds);       // measured GFLOP/s of one thread, or null
+  double (*bf16_dot_ceiling)(double seconds);  // likewise; 0 where the level has no such instruction
+};
+
+}  // namespace onepass

@@ -1,0 +1,96 @@
+// The error grammar: `<op>: <argument> must <rule>, got <value>`, thrown as std::runtime_error before
+// anything is written and outside any parallel region, so that the message reaches Python unchanged.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "ops/tensor.h"
+
+namespace onepass {
+
+// require(condition, op, ": ", argument, " must ...", ", got ", value)
+template <class... Parts>
+void require(bool condition, const Parts&... parts) {
+  if (!condition) [[unlikely]] {
+    std::ostringstream text;
+    (text << ... << parts);
+    throw std::runtime_error(text.str());
+  }
+}
+
+// (2, 3) and (3,), as Python writes shapes.
+inline std::string shape_text(const int64_t* sizes, int64_t dims) {
+  std::ostringstream text;
+  text << "(";
+  for (int64_t d = 0; d < dims; ++d) text << (d ? ", " : "") << sizes[d];
+  text << (dims == 1 ? ",)" : ")");
+  return text.str();
+}
+
+inline std::string shape_text(const TensorInfo& tensor) {
+  return shape_text(tensor.sizes, tensor.dims);
+}
+
+inline DType require_dtype(const char* op, const char* name, int32_t scalar_type) {
+  const std::optional<DType> dtype = dtype_of(scalar_type);
+  require(dtype.has_value(), op, ": ", name,
+          " must have dtype float32, bfloat16, float16 or float64, got ",
+          scalar_type_name(scalar_type));
+  return *dtype;
+}
+
+// The rules that tie the tensors of a call to its first one.
+class CheckedAgainst {
+ public:
+  CheckedAgainst(const char* op, const char* first_name, const TensorInfo& first)
+      : op_(op),
+        first_name_(first_name),
+        first_(first),
+        first_dtype_(require_dtype(op, first_name, first.scalar_type)) {}
+
+  DType first_dtype() const { return first_dtype_; }
+
+  // float64 is computed in float64 throughout, so it does not mix with the other dtypes.
+  DType dtype(const char* name, int32_t scalar_type) const {
+    const DType dtype = require_dtype(op_, name, scalar_type);
+    const bool wide = first_dtype_ == DType::kFloat64;
+    require((dtype == DType::kFloat64) == wide, op_, ": ", name, " must have dtype ",
+            wide ? "float64 like " : "float32, bfloat16 or float16 beside ", first_name_, ", got ",
+            name_of(dtype));
+    return dtype;
+  }
+
+  DType tensor(const char* name, const TensorInfo& info, const int64_t* shape,
+               int64_t dims) const {
+    require(info.dims == dims && std::equal(shape, shape + dims, info.sizes), op_, ": ", name,
+            " must have shape ", shape_text(shape, dims), ", got ", shape_text(info));
+    require(info.device == first_.device, op_, ": ", name, " must be on the device of ",
+            first_name_, ", ", device_text(first_.device), ", got ", device_text(info.device));
+    return dtype(name, info.scalar_type);
+  }
+
+  void seed(const Tensor& seed) const {
+    const TensorInfo info = info_of(seed);
+    require(info.dims == 1 && info.sizes[0] == 2 && info.strides[0] == 1 &&
+                is_int64(info.scalar_type) && info.device == first_.device,
+            op_, ": seed must be a dense int64 tensor of shape (2,) on ",
+            device_text(first_.device), ", got ", shape_text(info), " of ",
+            scalar_type_name(info.scalar_type), " on ", device_text(info.device));
+  }
+
+ private:
+  const char* op_;
+  const char* first_name_;
+  const TensorInfo& first_;
+  DType first_dtype_;
+};
+
+inline void require_probability(const char* op, const char* name, double p) {
+  require(p >= 0.0 && p <= 1.0, op, ": ", name, " must lie between 0 and 1, got ", p);
+}
+
+}  // namespace onepass

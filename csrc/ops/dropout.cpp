@@ -1,0 +1,99 @@
+// Dropout, alone or with a residual add: schema, checks, allocation.
+#include "ops/dropout.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "ops/check.h"
+#include "ops/runtime.h"
+
+namespace onepass {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+using OptionalTensor = std::optional<Tensor>;
+
+struct CheckedDropout {
+  DropoutForward args{};
+  TensorInfo input;
+};
+
+CheckedDropout check_dropout(const Tensor& input, const OptionalTensor& residual,
+                             const Tensor& seed, double p,
+                             const std::optional<ScalarType>& out_dtype) {
+  const char* op = residual ? "add_dropout" : "dropout";
+  CheckedDropout call{.input = info_of(input)};
+  DropoutForward& args = call.args;
+  const TensorInfo& shape = call.input;
+  const CheckedAgainst checked(op, "input", shape);
+  args.input_dtype = args.output_dtype = checked.first_dtype();
+  if (residual) {
+    args.residual_dtype = args.output_dtype =
+        checked.tensor("residual", info_of(*residual), shape.sizes, shape.dims);
+  }
+  if (out_dtype) {
+    require(!residual, op, ": out_dtype must not be given with a residual, got one");
+    args.output_dtype = checked.dtype("out_dtype", static_cast<int32_t>(*out_dtype));
+  }
+  require_probability(op, "p", p);
+  checked.seed(seed);
+  args.dropout_p = p;
+  args.numel = 1;
+  for (int64_t d = 0; d < shape.dims; ++d) args.numel *= shape.sizes[d];
+  return call;
+}
+
+Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual, const Tensor& seed,
+                       double p, std::optional<ScalarType> out_dtype) {
+  CheckedDropout call = check_dropout(input, residual, seed, p, out_dtype);
+  DropoutForward& args = call.args;
+  Tensor output =
+      empty(call.input.sizes, call.input.dims, args.output_dtype, call.input.device);
+  const OptionalTensor dense_input = dense(input);
+  const OptionalTensor dense_residual = dense(residual);
+  args.input = data_of(dense_input);
+  args.residual = data_of(dense_residual);
+  args.seed = static_cast<const int64_t*>(seed.const_data_ptr());
+  args.output = output.mutable_data_ptr();
+  if (args.numel > 0) {
+    run_operator(backend().dropout.forward, args, call.input.device, [&]() -> Dispatch {
+      std::ostringstream text;
+      text << args.numel << " elements, input " << name_of(args.input_dtype) << ", output "
+           << name_of(args.output_dtype) << ", p " << args.dropout_p;
+      return {.op = residual ? "add_dropout" : "dropout", .arguments = text.str()};
+    });
+  }
+  return output;
+}
+
+// On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
+void dropout_forward_check(const Tensor& input, const OptionalTensor& residual, const Tensor& seed,
+                           double p, std::optional<ScalarType> out_dtype) {
+  check_dropout(input, residual, seed, p, out_dtype);
+}
+
+}  // namespace
+
+#define ONEPASS_DROPOUT_FORWARD_ARGUMENTS \
+  "(Tensor input, Tensor? residual, Tensor seed, float p, ScalarType? out_dtype)"
+
+#ifndef ONEPASS_CUDA
+STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
+  // output = dropout(input) + residual. Its own backward: the same map on the gradient.
+  m.def("dropout_forward" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> Tensor");
+  m.def("dropout_forward_check" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(onepass, CompositeExplicitAutograd, m) {
+  m.impl("dropout_forward_check", TORCH_BOX(&dropout_forward_check));
+}
+STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
+  m.impl("dropout_forward", TORCH_BOX(&dropout_forward));
+}
+#else
+STABLE_TORCH_LIBRARY_IMPL(onepass, CUDA, m) {
+  m.impl("dropout_forward", TORCH_BOX(&dropout_forward));
+}
+#endif
+
+}  // namespace onepass

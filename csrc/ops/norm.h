@@ -1,0 +1,89 @@
+// The contract of the norm family between ops/norm.cpp and a back end.
+//
+// A row is the flattened normalized_shape and is dense; rows are addressed through up to three
+// collapsed leading dimensions, so that slices and transposes of a batch are read in place.
+#pragma once
+
+#include <cstdint>
+
+#include "core/backend.h"
+#include "core/dtype.h"
+
+namespace onepass {
+
+inline constexpr int kRowDims = 3;
+
+// Element offset of row r: sum over dimensions of index[d] * stride[d].
+struct RowStride {
+  int64_t stride[kRowDims];
+};
+
+// x = residual + dropout(input), or input itself without a residual;
+// output = (x - mean) * rstd * (weight + weight_offset) + bias; rms has no mean.
+struct NormForward {
+  const void* input;      // (rows, cols)
+  const void* residual;   // (rows, cols) or null
+  const void* weight;     // (cols,) or null, which is 1
+  const void* bias;       // (cols,) or null, which is 0
+  const int64_t* seed;    // (2,) or null, which is no dropout
+  void* output;           // (rows, cols) contiguous
+  void* residual_out;     // (rows, cols) contiguous, x rounded to its dtype; null without a residual
+  void* mean;             // (rows,) contiguous in the accumulator's dtype; null if not kept or rms
+  void* rstd;             // (rows,) contiguous in the accumulator's dtype; null if not kept
+  int64_t rows;
+  int64_t cols;
+  int64_t row_size[kRowDims];  // product is rows
+  RowStride input_stride;
+  RowStride residual_stride;
+  DType input_dtype;
+  DType residual_dtype;
+  DType weight_dtype;
+  DType bias_dtype;
+  DType output_dtype;
+  DType residual_out_dtype;
+  double eps;
+  double weight_offset;
+  double dropout_p;
+  bool rms;
+};
+
+// With g = doutput * (weight + weight_offset) and h = (x - mean) * rstd:
+//   dx = rstd * (g - mean(g) - h * mean(g * h)) + dresidual_out     (rms: without mean(g))
+//   dinput = dropout(dx), dresidual = dx, dweight = sum over rows of doutput * h,
+//   dbias = sum over rows of doutput.
+struct NormBackward {
+  const void* doutput;        // (rows, cols)
+  const void* dresidual_out;  // (rows, cols) or null, which is 0; in x's dtype
+  const void* x;              // (rows, cols) what was normalised: input or residual_out
+  const void* weight;         // (cols,) or null
+  const void* mean;           // (rows,) contiguous; null for rms
+  const void* rstd;           // (rows,) contiguous
+  const int64_t* seed;        // (2,) or null
+  void* dinput;               // (rows, cols) contiguous, or null if not wanted
+  void* dresidual;            // (rows, cols) contiguous, or null if not wanted
+  void* dweight;              // (cols,) or null if not wanted
+  void* dbias;                // (cols,) or null if not wanted
+  int64_t rows;
+  int64_t cols;
+  int64_t row_size[kRowDims];
+  RowStride doutput_stride;
+  RowStride dresidual_out_stride;
+  RowStride x_stride;
+  DType doutput_dtype;
+  DType x_dtype;
+  DType weight_dtype;
+  DType dinput_dtype;
+  DType dresidual_dtype;
+  DType dweight_dtype;
+  DType dbias_dtype;
+  double weight_offset;
+  double dropout_p;
+  bool rms;
+};
+
+struct NormBackend {
+  Operator<NormForward> forward;
+  Operator<NormBackward> backward;
+};
+
+}  // namespace onepass

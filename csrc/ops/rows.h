@@ -1,0 +1,28 @@
+// Views tensors as rows of dense columns: leading dimensions are merged, for all tensors of an
+// operator together, into at most kRowDims.
+#pragma once
+
+#include <initializer_list>
+#include <optional>
+
+#include "ops/norm.h"
+#include "ops/tensor.h"
+
+namespace onepass {
+
+// One tensor of a call, or none. All of a call have the same shape.
+struct RowTensor {
+  std::optional<Tensor> tensor;
+  TensorInfo info{};
+  RowStride stride{};
+
+  const void* data() const { return tensor ? tensor->const_data_ptr() : nullptr; }
+};
+
+// Merges the leading (all but `row_dims`) dimensions into row_size, most significant first, and sets
+// every stride. A tensor that cannot be addressed so is replaced by a contiguous copy: one whose
+// rows are not dense, or all that are not contiguous if more than kRowDims dimensions remain.
+void address_rows(std::initializer_list<RowTensor*> tensors, int64_t row_dims,
+                  int64_t (&row_size)[kRowDims]);
+
+}  // namespace onepass

@@ -1,0 +1,132 @@
+#include "ops/tensor.h"
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <array>
+#include <stdexcept>
+
+namespace onepass {
+
+using torch::headeronly::ScalarType;
+
+namespace {
+
+void check(AOTITorchError error, const char* what) {
+  if (error != AOTI_TORCH_SUCCESS) [[unlikely]] {
+    throw std::runtime_error(std::string("onepass: ") + what + " failed");
+  }
+}
+
+}  // namespace
+
+TensorInfo info_of(const Tensor& tensor) {
+  TensorInfo info;
+  const AtenTensorHandle handle = tensor.get();
+  int64_t* sizes;
+  int64_t* strides;
+  check(aoti_torch_get_dim(handle, &info.dims), "reading a tensor's rank");
+  check(aoti_torch_get_sizes(handle, &sizes), "reading a tensor's shape");
+  check(aoti_torch_get_strides(handle, &strides), "reading a tensor's strides");
+  check(aoti_torch_get_dtype(handle, &info.scalar_type), "reading a tensor's dtype");
+  check(aoti_torch_get_device_type(handle, &info.device.type), "reading a tensor's device");
+  check(aoti_torch_get_device_index(handle, &info.device.index), "reading a tensor's device");
+  info.sizes = sizes;
+  info.strides = strides;
+  return info;
+}
+
+std::optional<DType> dtype_of(int32_t scalar_type) {
+  switch (static_cast<ScalarType>(scalar_type)) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    default:
+      return std::nullopt;
+  }
+}
+
+int32_t scalar_type_of(DType dtype) {
+  constexpr std::array<ScalarType, 4> types = {ScalarType::Float, ScalarType::BFloat16,
+                                               ScalarType::Half, ScalarType::Double};
+  return static_cast<int32_t>(types[static_cast<int>(dtype)]);
+}
+
+std::string scalar_type_name(int32_t scalar_type) {
+  switch (static_cast<ScalarType>(scalar_type)) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    default:
+      if (const std::optional<DType> dtype = dtype_of(scalar_type)) return name_of(*dtype);
+      return torch::headeronly::toString(static_cast<ScalarType>(scalar_type));
+  }
+}
+
+bool is_int64(int32_t scalar_type) {
+  return static_cast<ScalarType>(scalar_type) == ScalarType::Long;
+}
+
+std::string device_text(const Device& device) {
+  std::string text = device.type == aoti_torch_device_type_cpu()    ? "cpu"
+                     : device.type == aoti_torch_device_type_cuda() ? "cuda"
+                     : device.type == aoti_torch_device_type_meta() ? "meta"
+                                                                    : "another device";
+  if (device.index >= 0) text += ":" + std::to_string(device.index);
+  return text;
+}
+
+Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device) {
+  constexpr int64_t kMaxDims = 64;  // as torch
+  if (dims > kMaxDims) throw std::runtime_error("onepass: a tensor must have at most 64 dimensions");
+  std::array<int64_t, kMaxDims> strides;
+  int64_t stride = 1;
+  for (int64_t d = dims - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= sizes[d] > 0 ? sizes[d] : 1;
+  }
+  AtenTensorHandle handle;
+  check(aoti_torch_empty_strided(dims, sizes, strides.data(), scalar_type_of(dtype), device.type,
+                                 device.index, &handle),
+        "allocating an output");
+  return Tensor(handle);
+}
+
+Tensor zeros_like(const Tensor& like, DType dtype) {
+  const TensorInfo info = info_of(like);
+  Tensor zeros = empty(info.sizes, info.dims, dtype, info.device);
+  torch::stable::zero_(zeros);
+  return zeros;
+}
+
+std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
+  if (!tensor || tensor->is_contiguous()) return tensor;
+  return torch::stable::contiguous(*tensor);
+}
+
+Workspace::Workspace(int64_t bytes, Device device) {
+  if (bytes == 0) return;
+  owner_ = empty_1d((bytes + 64) / 4 + 1, DType::kFloat32, device);
+  const auto address = reinterpret_cast<uintptr_t>(owner_->mutable_data_ptr());
+  data_ = reinterpret_cast<void*>((address + 63) / 64 * 64);
+}
+
+}  // namespace onepass

@@ -1,0 +1,66 @@
+// What ops/ asks of a tensor, read once: each query through the stable ABI is a function call.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "core/dtype.h"
+
+namespace onepass {
+
+using torch::stable::Tensor;
+
+struct Device {
+  int32_t type;
+  int32_t index;
+  bool operator==(const Device&) const = default;
+};
+
+struct TensorInfo {
+  const int64_t* sizes;    // (dims,)
+  const int64_t* strides;  // (dims,)
+  int64_t dims;
+  int32_t scalar_type;
+  Device device;
+};
+
+// A failing query means a tensor without strided storage, which no operator here takes.
+TensorInfo info_of(const Tensor& tensor);
+
+// The element type, or nothing where no kernel takes it.
+std::optional<DType> dtype_of(int32_t scalar_type);
+int32_t scalar_type_of(DType dtype);
+std::string scalar_type_name(int32_t scalar_type);  // as Python writes it, without "torch."
+bool is_int64(int32_t scalar_type);
+std::string device_text(const Device& device);
+
+Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device);
+inline Tensor empty_1d(int64_t size, DType dtype, Device device) {
+  return empty(&size, 1, dtype, device);
+}
+
+Tensor zeros_like(const Tensor& like, DType dtype);
+
+// The tensor itself if it is contiguous, else a contiguous copy.
+std::optional<Tensor> dense(const std::optional<Tensor>& tensor);
+
+inline const void* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+// Scratch for a run, 64-byte aligned; holds the tensor that owns it.
+class Workspace {
+ public:
+  Workspace(int64_t bytes, Device device);
+  void* data() const { return data_; }
+
+ private:
+  std::optional<Tensor> owner_;
+  void* data_ = nullptr;
+};
+
+}  // namespace onepass

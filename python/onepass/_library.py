@@ -1,0 +1,88 @@
+"""Finds and loads the op libraries, and says what is wrong where it cannot.
+
+Two shared libraries hold the operators: libonepass_cpu.so (schemas and CPU kernels) always,
+libonepass_cuda.so where this torch has CUDA. They are loaded by torch, not by Python's importer;
+`onepass._C` is the extension module beside them. `load()` is called once, by the package's import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+REINSTALL = "reinstall it: pip install --force-reinstall --no-deps onepass"
+OLDEST_TORCH = (2, 10)
+
+# Facts for `onepass doctor`: library name -> path once loaded, or -> the reason why it is not.
+loaded: dict[str, Path] = {}
+not_loaded: dict[str, str] = {}
+
+
+def load() -> None:
+    """Loads what belongs to this host.
+
+    Raises:
+        ImportError: torch is missing or too old, or a part of this package is missing or was built
+            for another Python; the message says what to do.
+    """
+    torch = _import_torch()
+    directory = library_directory()
+    cpu = directory / "libonepass_cpu.so"
+    _load_library(torch, cpu)
+    from onepass import _C
+
+    _C.attach(str(cpu))
+    cuda = directory / "libonepass_cuda.so"
+    if torch.version.cuda is None:
+        not_loaded[cuda.name] = "this torch has no CUDA"
+    elif not cuda.exists():
+        not_loaded[cuda.name] = "this onepass was built without CUDA"
+    else:
+        _load_library(torch, cuda)
+
+
+def library_directory() -> Path:
+    """The directory of the op libraries: beside the extension module.
+
+    In editable installs that is not where this file is, so the extension module is asked for.
+    """
+    spec = importlib.util.find_spec("onepass._C")
+    if spec is None or spec.origin is None:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise ImportError(
+            f"onepass: its extension module for Python {version} is missing: the package was "
+            f"installed for another Python, or is imported from its source directory; {REINSTALL}"
+        )
+    return Path(spec.origin).parent / "_lib"
+
+
+def _import_torch():
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise ImportError(
+            "onepass: torch is not installed; install torch 2.10 or newer (pytorch.org says how)"
+        ) from None
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        raise ImportError(
+            f"onepass: needs torch 2.10 or newer, and this is torch {torch.__version__}; "
+            "pip install 'torch>=2.10' upgrades it"
+        )
+    return torch
+
+
+def _load_library(torch, path: Path) -> None:
+    if not path.exists():
+        raise ImportError(f"onepass: {path.name} is missing from the installation; {REINSTALL}")
+    try:
+        torch.ops.load_library(os.fspath(path))
+    except OSError as error:
+        reason = str(error).replace(os.fspath(path), path.name)
+        raise ImportError(
+            f"onepass: {path.name} cannot be loaded under torch {torch.__version__}: {reason}; "
+            f"{REINSTALL}"
+        ) from None
+    loaded[path.name] = path

@@ -1,0 +1,83 @@
+"""The dropout family's ops: fakes, autograd, seeds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onepass._ops.dispatch_log import logged
+from onepass._ops.random import draw_seed
+
+_forward = torch.ops.onepass.dropout_forward.default
+_forward_check = torch.ops.onepass.dropout_forward_check.default
+
+
+@logged
+def dropout(input: Tensor, p: float) -> Tensor:
+    """dropout(input), p > 0."""
+    seed = draw_seed(input.device)
+    if torch.is_grad_enabled() and input.requires_grad:
+        return _Dropout.apply(input, seed, p, None)
+    return _forward(input, None, seed, p, None)
+
+
+@logged
+def add_dropout(input: Tensor, residual: Tensor, p: float) -> Tensor:
+    """residual + dropout(input), p > 0."""
+    seed = draw_seed(input.device)
+    if torch.is_grad_enabled() and (input.requires_grad or residual.requires_grad):
+        return _AddDropout.apply(input, residual, seed, p)
+    return _forward(input, residual, seed, p, None)
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout is linear in its input: its backward is dropout with the same seed, and so on."""
+
+    @staticmethod
+    def forward(input, seed, p, out_dtype):
+        return _forward(input, None, seed, p, out_dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        input, seed, ctx.p, _ = inputs
+        ctx.input_dtype = input.dtype
+        ctx.save_for_backward(seed)
+
+    @staticmethod
+    def backward(ctx, doutput):
+        (seed,) = ctx.saved_tensors
+        return _drop(doutput, seed, ctx.p, ctx.input_dtype), None, None, None
+
+
+class _AddDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(input, residual, seed, p):
+        return _forward(input, residual, seed, p, None)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        input, _, seed, ctx.p = inputs
+        ctx.input_dtype = input.dtype
+        ctx.save_for_backward(seed)
+
+    @staticmethod
+    def backward(ctx, doutput):
+        (seed,) = ctx.saved_tensors
+        dinput = (
+            _drop(doutput, seed, ctx.p, ctx.input_dtype) if ctx.needs_input_grad[0] else None
+        )
+        return dinput, doutput if ctx.needs_input_grad[1] else None, None, None
+
+
+def _drop(doutput: Tensor, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    if torch.is_grad_enabled():  # create_graph=True
+        return _Dropout.apply(doutput, seed, p, dtype)
+    return _forward(doutput, None, seed, p, dtype)
+
+
+@torch.library.register_fake("onepass::dropout_forward")
+def _(input, residual, seed, p, out_dtype):
+    if type(input) is Tensor:  # a meta tensor, whose sizes are numbers
+        _forward_check(input, residual, seed, p, out_dtype)
+    stream = input if residual is None else residual
+    return input.new_empty(input.shape, dtype=out_dtype or stream.dtype)

@@ -1,0 +1,250 @@
+"""The norm family's ops: fakes, autograd, seeds. One differentiable entry, `norm`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from onepass._ops import double_backward
+from onepass._ops.dispatch_log import logged
+from onepass._ops.random import draw_seed
+from onepass.reference import norm as reference
+from onepass.reference.dropout import dropout as reference_dropout
+
+_forward = torch.ops.onepass.norm_forward.default
+_forward_check = torch.ops.onepass.norm_forward_check.default
+_backward = torch.ops.onepass.norm_backward.default
+
+# Bits of norm_backward's grad_mask.
+_INPUT, _RESIDUAL, _WEIGHT, _BIAS = 1, 2, 4, 8
+
+# What rms_norm(eps=None) adds: torch takes the epsilon of the dtype it computes in.
+_DEFAULT_EPS = torch.finfo(torch.float32).eps
+_DEFAULT_EPS_FLOAT64 = torch.finfo(torch.float64).eps
+
+
+@logged
+def norm(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape,
+    *,
+    rms: bool,
+    eps: float | None,
+    weight_offset: float = 0.0,
+    dropout_p: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(output, residual_out) of layer norm (or RMS norm), residual_out None without a residual.
+
+    `out_dtype` is the output's dtype, input's by default; the other arguments are those of
+    `onepass.functional`, with dropout_p 0 where dropout is off.
+    """
+    if isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    if eps is None:
+        eps = _DEFAULT_EPS_FLOAT64 if input.dtype is torch.float64 else _DEFAULT_EPS
+    if out_dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
+        out_dtype = _cuda_autocast_dtype(input.dtype, rms)
+    seed = draw_seed(input.device) if dropout_p > 0.0 else None
+    arguments = (input, residual, weight, bias, seed, normalized_shape, rms, eps, weight_offset)
+    arguments += (dropout_p, out_dtype, residual_dtype)
+    if torch.is_grad_enabled() and (
+        input.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+    ):
+        output, residual_out, _, _ = _Norm.apply(*arguments)
+    else:
+        output, residual_out, _, _ = _forward(*arguments, False)
+    return output, residual_out if residual is not None else None
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments):
+        return _forward(*arguments, True)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        input, residual, weight, bias, seed, normalized_shape, rms, ctx.eps, offset = inputs[:9]
+        _, residual_out, mean, rstd = outputs
+        ctx.set_materialize_grads(False)
+        if residual is None:
+            x = input
+            ctx.mark_non_differentiable(residual_out, mean, rstd)
+        else:
+            x = residual_out
+            ctx.mark_non_differentiable(mean, rstd)
+        ctx.save_for_backward(x, weight, bias, seed, mean, rstd)
+        ctx.input_dtype = input.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        ctx.constants = (normalized_shape, rms, offset, inputs[9])
+
+    @staticmethod
+    def backward(ctx, doutput, dresidual_out, _dmean, _drstd):
+        needs = ctx.needs_input_grad
+        if doutput is None and dresidual_out is None:
+            return (None,) * len(needs)
+        x, weight, bias, seed, mean, rstd = ctx.saved_tensors
+        normalized_shape, rms, weight_offset, dropout_p = ctx.constants
+        # Without dropout, input and residual have one gradient: computed once, returned twice.
+        shared = needs[0] and needs[1] and seed is None and ctx.input_dtype == ctx.residual_dtype
+        mask = (
+            (_INPUT if needs[0] and not shared else 0)
+            | (_RESIDUAL if needs[1] else 0)
+            | (_WEIGHT if needs[2] else 0)
+            | (_BIAS if needs[3] else 0)
+        )
+        arguments = (doutput, dresidual_out, x, weight, bias, seed, mean, rstd, normalized_shape)
+        arguments += (rms, weight_offset, dropout_p, ctx.input_dtype, ctx.residual_dtype, mask)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _NormBackward.apply(ctx.eps, *arguments)
+        else:
+            gradients = _backward(*arguments)
+        dinput, dresidual, dweight, dbias = gradients
+        return (
+            (dresidual if shared else dinput) if needs[0] else None,
+            dresidual if needs[1] else None,
+            dweight if needs[2] else None,
+            dbias if needs[3] else None,
+            *(None,) * (len(needs) - 4),
+        )
+
+
+class _NormBackward(torch.autograd.Function):
+    """The backward as a function of its own, so that it can be differentiated once more."""
+
+    @staticmethod
+    def forward(eps, *arguments):
+        return _backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        ctx.set_materialize_grads(False)
+        ctx.eps, doutput, dresidual_out, x, weight, bias, seed = inputs[:7]
+        ctx.save_for_backward(doutput, dresidual_out, x, weight, bias, seed)
+        ctx.constants = inputs[9:]
+
+    @staticmethod
+    def backward(ctx, *second):
+        *inputs, seed = ctx.saved_tensors
+        shape, rms, weight_offset, dropout_p, _, _, mask = ctx.constants
+
+        def formula(doutput, dresidual_out, x, weight, bias):
+            if doutput is None:
+                return _dropped(dresidual_out, dropout_p, seed), dresidual_out, None, None
+            if rms:
+                y = reference.rms_norm(x, shape, weight, ctx.eps, weight_offset=weight_offset)
+            else:
+                y = reference.layer_norm(x, shape, weight, bias, ctx.eps)
+            of = [t for t in (x, weight, bias) if t is not None]
+            first = iter(torch.autograd.grad(y, of, doutput, create_graph=True))
+            dx = next(first)
+            if dresidual_out is not None:
+                dx = dx + dresidual_out
+            dweight = None if weight is None else next(first)
+            dbias = None if bias is None else next(first)
+            return _dropped(dx, dropout_p, seed), dx, dweight, dbias
+
+        wanted = [bool(mask & bit) for bit in (_INPUT, _RESIDUAL, _WEIGHT, _BIAS)]
+        gradients = double_backward.vjp(
+            formula,
+            inputs,
+            [gradient if want else None for gradient, want in zip(second, wanted, strict=True)],
+        )
+        return (None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 1 - len(gradients)))
+
+
+def _dropped(dx: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    return dx if seed is None else reference_dropout(dx, p, seed)
+
+
+@torch.library.register_fake("onepass::norm_forward")
+def _(
+    input,
+    residual,
+    weight,
+    bias,
+    seed,
+    normalized_shape,
+    rms,
+    eps,
+    weight_offset,
+    dropout_p,
+    out_dtype,
+    residual_dtype,
+    save_statistics,
+):
+    if type(input) is Tensor:  # a meta tensor, whose sizes are numbers
+        _forward_check(
+            input,
+            residual,
+            weight,
+            bias,
+            seed,
+            normalized_shape,
+            rms,
+            eps,
+            weight_offset,
+            dropout_p,
+            out_dtype,
+            residual_dtype,
+            save_statistics,
+        )
+    accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
+    rows = input.shape[: input.dim() - len(normalized_shape)]
+    stream = input if residual is None else residual
+    return (
+        input.new_empty(input.shape, dtype=out_dtype or input.dtype),
+        input.new_empty(
+            (0,) if residual is None else input.shape, dtype=residual_dtype or stream.dtype
+        ),
+        input.new_empty(rows if save_statistics and not rms else (0,), dtype=accumulator),
+        input.new_empty(rows if save_statistics else (0,), dtype=accumulator),
+    )
+
+
+@torch.library.register_fake("onepass::norm_backward")
+def _(
+    doutput,
+    dresidual_out,
+    x,
+    weight,
+    bias,
+    seed,
+    mean,
+    rstd,
+    normalized_shape,
+    rms,
+    weight_offset,
+    dropout_p,
+    input_dtype,
+    residual_dtype,
+    grad_mask,
+):
+    def like(shape, wanted, dtype):
+        return x.new_empty(shape if wanted else (0,), dtype=dtype)
+
+    want_weight = bool(grad_mask & _WEIGHT) and weight is not None
+    want_bias = bool(grad_mask & _BIAS) and bias is not None
+    return (
+        like(x.shape, grad_mask & _INPUT, input_dtype or x.dtype),
+        like(x.shape, grad_mask & _RESIDUAL, residual_dtype or x.dtype),
+        like(normalized_shape, want_weight, x.dtype if weight is None else weight.dtype),
+        like(normalized_shape, want_bias, x.dtype if bias is None else bias.dtype),
+    )
+
+
+@functools.cache
+def _cuda_autocast_dtype(dtype: torch.dtype, rms: bool) -> torch.dtype:
+    """The dtype that torch's own norm returns under CUDA autocast, asked of torch itself once."""
+    function = torch.nn.functional.rms_norm if rms else torch.nn.functional.layer_norm
+    with torch.no_grad(), torch.autocast("cuda", enabled=True):
+        return function(torch.zeros(1, 8, dtype=dtype, device="cuda"), (8,)).dtype

@@ -1,0 +1,73 @@
+"""What this machine can do at best, measured in this process with the threads of the benchmark.
+
+A kernel is judged by its share of the ceiling that binds it; on shared machines a fixed number of
+gigabytes per second would mean nothing.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import torch
+
+from onepass.bench.harness import measure_pairs
+
+BIG_BYTES = 192 << 20  # per tensor: well beyond any cache here
+ARITHMETIC_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """GB/s count bytes read plus bytes written; None is not measured."""
+
+    threads: int
+    copy_gbps: float  # out[:] = in, both beyond the cache
+    update_gbps: float  # x *= c in place, beyond the cache
+    fma_gflops: float | None  # float32 multiply-add, all threads
+    bf16_dot_gflops: float | None  # bfloat16 dot products, all threads; 0 where the CPU has none
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        arithmetic = "FMA float32 not measured"
+        if self.fma_gflops is not None:
+            arithmetic = f"FMA float32 {self.fma_gflops:.0f} GFLOP/s"
+            if self.bf16_dot_gflops:
+                arithmetic += f", dot bfloat16 {self.bf16_dot_gflops:.0f} GFLOP/s"
+        return (
+            f"copy {self.copy_gbps:.1f} GB/s, update in place {self.update_gbps:.1f} GB/s "
+            f"(beyond the cache), {arithmetic}, {self.threads} threads"
+        )
+
+
+def ceilings(big_bytes: int = BIG_BYTES) -> Ceilings:
+    """Measures them all, in about a second; `big_bytes` is the size of each tensor of the copy."""
+    threads = torch.get_num_threads()
+    source = torch.ones(big_bytes // 4)
+    target = torch.ones_like(source)
+    timing = measure_pairs(
+        {"copy": lambda: target.copy_(source), "update": lambda: target.mul_(1.0)},
+        rounds=5,
+        seconds=0.5,
+    )
+    gigabytes = 2 * source.nbytes / 1e9
+    return Ceilings(
+        threads,
+        gigabytes / timing.median("copy"),
+        gigabytes / timing.median("update"),
+        _on_all_threads("fma_ceiling", threads),
+        _on_all_threads("bf16_dot_ceiling", threads),
+    )
+
+
+def _on_all_threads(function: str, threads: int) -> float | None:
+    """The sum over as many Python threads, running at once: the functions release the GIL."""
+    try:
+        from onepass import _C
+    except ImportError:
+        return None
+    measure = getattr(_C, function)
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(measure, [ARITHMETIC_SECONDS] * threads))

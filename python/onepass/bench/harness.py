@@ -1,0 +1,166 @@
+"""Timing of several variants side by side, and the statistics of it.
+
+On a shared machine the same code runs at a different speed a second later. So variants take turns
+in short batches, in an order that rotates from round to round; a ratio is taken within each round
+and its median reported, with a bootstrap interval. Whatever slows the machine down for a while then
+slows all variants.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy
+
+from onepass.bench.machine import machine_facts, page_faults
+
+__all__ = ["Interval", "Timing", "bootstrap_median", "machine_facts", "measure_pairs"]
+
+BATCH_SECONDS = 1.5e-3  # long against the clock and the call around it, short against a neighbour
+MIN_ROUNDS = 15
+MAX_ROUNDS = 500
+WARM_UP_CALLS = 3
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median with its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}-{self.high:.2f}]"
+
+    def to_dict(self) -> dict[str, float]:
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+
+def bootstrap_median(values: Sequence[float]) -> Interval:
+    """The median of values and its percentile bootstrap interval; the resampling has a fixed seed.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    sample = numpy.asarray(values, dtype=float)
+    if sample.size == 0:
+        raise ValueError("bootstrap_median: values must hold at least one value, got none")
+    picks = numpy.random.default_rng(0).integers(sample.size, size=(RESAMPLES, sample.size))
+    low, high = numpy.percentile(numpy.median(sample[picks], axis=1), [2.5, 97.5])
+    return Interval(float(numpy.median(sample)), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call, by variant and round."""
+
+    times: dict[str, list[float]]
+    calls: dict[str, int]  # per batch
+    faults: dict[str, float]  # page faults per call
+
+    @property
+    def rounds(self) -> int:
+        return len(next(iter(self.times.values())))
+
+    def median(self, name: str) -> float:
+        return float(numpy.median(self.times[name]))
+
+    def percentile(self, name: str, percent: float) -> float:
+        return float(numpy.percentile(self.times[name], percent))
+
+    def ratio(self, name: str, against: str) -> Interval:
+        """How many times faster name is than against; above 1 is faster."""
+        pairs = zip(self.times[against], self.times[name], strict=True)
+        return bootstrap_median([slow / fast for slow, fast in pairs])
+
+    def difference(self, name: str, against: str) -> Interval:
+        """Seconds that name takes more than against."""
+        pairs = zip(self.times[name], self.times[against], strict=True)
+        return bootstrap_median([mine - theirs for mine, theirs in pairs])
+
+    def to_dict(self) -> dict:
+        return {
+            name: {
+                "median_us": self.median(name) * 1e6,
+                "p10_us": self.percentile(name, 10) * 1e6,
+                "p90_us": self.percentile(name, 90) * 1e6,
+                "calls_per_batch": self.calls[name],
+                "page_faults_per_call": self.faults[name],
+            }
+            for name in self.times
+        }
+
+
+def measure_pairs(
+    functions: dict[str, Callable[[], object]],
+    *,
+    rounds: int = MIN_ROUNDS,
+    seconds: float = 0.5,
+    max_rounds: int = MAX_ROUNDS,
+    batch_seconds: float = BATCH_SECONDS,
+) -> Timing:
+    """Times functions without arguments in turn, each in batches of about `batch_seconds`.
+
+    Args:
+        functions: variants by name; every one is warmed up alike.
+        rounds: at least this many batches of each.
+        seconds: more rounds follow, up to max_rounds, while all of them took less than this.
+
+    Raises:
+        ValueError: there are no functions, or rounds is not positive.
+    """
+    if not functions or rounds < 1:
+        raise ValueError("measure_pairs: functions and rounds must not be empty")
+    calls = {}
+    for name, function in functions.items():
+        for _ in range(WARM_UP_CALLS):
+            function()
+        calls[name] = _calls_per_batch(function, batch_seconds)
+    names = list(functions)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    faults = dict.fromkeys(names, 0)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        begin = time.perf_counter()
+        for number in range(max(rounds, max_rounds)):
+            if number >= rounds and time.perf_counter() - begin > seconds:
+                break
+            for name in _order(names, number):
+                faults_before = page_faults()
+                times[name].append(_time_batch(functions[name], calls[name]) / calls[name])
+                faults[name] += page_faults() - faults_before
+    finally:
+        if collecting:
+            gc.enable()
+    taken = len(times[names[0]])
+    return Timing(times, calls, {name: faults[name] / taken / calls[name] for name in names})
+
+
+def _order(names: list[str], number: int) -> list[str]:
+    """Rotated, and turned around every other time: each variant follows every other one."""
+    shift = number // 2 % len(names)
+    rotated = names[shift:] + names[:shift]
+    return rotated if number % 2 == 0 else rotated[::-1]
+
+
+def _time_batch(function: Callable[[], object], calls: int) -> float:
+    repetitions = range(calls)
+    start = time.perf_counter()
+    for _ in repetitions:
+        function()
+    return time.perf_counter() - start
+
+
+def _calls_per_batch(function: Callable[[], object], batch_seconds: float) -> int:
+    calls = 1
+    while (elapsed := _time_batch(function, calls)) < batch_seconds / 4:
+        calls *= 4
+    return max(1, math.ceil(calls * batch_seconds / elapsed))

@@ -1,0 +1,117 @@
+"""What a figure depends on besides the code: the machine, the software, the allocator."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+# Parameters of mallopt(3).
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_MMAP_MAX_DEFAULT = 65536
+_TRIM_THRESHOLD_DEFAULT = 128 * 1024
+
+
+def machine_facts() -> dict[str, str | int]:
+    """CPU, instruction sets, threads, versions and commit: the footer of every table."""
+    facts: dict[str, str | int] = {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "isa": _level(),
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        "onepass": _version(),
+        "commit": _commit(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def command_line() -> str:
+    """The command that this process was started with, to be run again."""
+    return "onepass " + shlex.join(sys.argv[1:])
+
+
+def page_faults() -> int:
+    """Page faults of this process so far that needed no disk: pages touched for the first time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@contextlib.contextmanager
+def recycled_memory() -> Iterator[bool]:
+    """Inside, memory that is freed stays with the process; yields whether the allocator obeys.
+
+    Under its defaults glibc returns large blocks to the system when they are freed, so that every
+    large output costs a page fault per 4 KiB, whoever computes it: beyond the cache these faults
+    take longer than any kernel here. With M_MMAP_MAX=0 and no M_TRIM_THRESHOLD (the environment
+    variables MALLOC_MMAP_MAX_ and MALLOC_TRIM_THRESHOLD_) a loop reuses its blocks from the second
+    iteration on, as it does under jemalloc or in a process that has set these variables.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield False
+        return
+    obeyed = mallopt(_M_MMAP_MAX, 0) == 1 and mallopt(_M_TRIM_THRESHOLD, -1) == 1
+    try:
+        yield obeyed
+    finally:
+        mallopt(_M_MMAP_MAX, _MMAP_MAX_DEFAULT)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_DEFAULT)
+
+
+def _cpu_name() -> str:
+    """The model name and, since virtual machines shorten it, family and model number."""
+    fields = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in fields:
+        name += f" (family {fields['cpu family']}, model {fields['model']})"
+    return name
+
+
+def _level() -> str:
+    try:
+        from onepass import _C
+    except ImportError:
+        return "not built"
+    return _C.cpu_level()
+
+
+def _version() -> str:
+    import onepass
+
+    return getattr(onepass, "__version__", "unknown")
+
+
+def _commit() -> str:
+    """The commit of the checkout that this package is imported from; an installed wheel has none."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if not git("ls-files", Path(__file__).name):
+            return "none (not a checkout)"
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + (" and changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "none (not a checkout)"

@@ -1,0 +1,129 @@
+"""`onepass compare`: the same model on the same text, stock and swapped.
+
+Two phases. Speed: whole training steps of both, interleaved, with what each part of a step takes
+and what it keeps in memory. Sameness: loss curves of both, against the band that stock runs alone
+span when nothing but rounding or the dropout seed differs. See :mod:`onepass.compare.attribution`
+for how a step is divided, :mod:`onepass.compare.model` for the GPT and for what ``--model`` takes.
+
+``--json`` writes one object; keys are added in later versions, never changed:
+
+- ``schema_version`` 1; ``command``: what repeats the run; ``seconds``: how long it took
+- ``machine``: facts of the machine and the software, text per key
+- ``settings``: every flag as it was used; ``speed`` and ``sameness`` in it are the GPT's sizes
+- ``data``: what was trained on; ``parameters``: of the model in the speed phase
+- ``speed``: per dropout probability ``{dropout, items_per_batch, variants}``; dropout is null for
+  ``--model``; variants by name (stock, swapped, compiled stock, compiled swapped):
+  ``step_ms {median, p10, p90, rounds}``, ``items_per_second`` (tokens), ``ratio_to_stock`` and
+  ``ratio_to_baseline`` ``{median, low, high}`` (how many times faster, 95 % interval; the
+  ``baseline`` of a swapped variant is the stock one treated alike), ``parts_ms`` by phase (forward,
+  backward, update) and part (linear, attention, norm, dropout, activation, loss, optimizer,
+  unattributed), null for compiled variants, ``saved_bytes`` and ``peak_bytes``
+- ``first_step``: per variant ``{loss, loss_difference, gradient_error, gradient_name}``
+- ``sameness``: per dropout probability ``{dropout, stock_runs_differ_by, curve, steps,
+  stock_losses, swapped_losses, gap, stock_gap, band_factor, same}``; losses in nats per byte
+- ``swap_report``: ``Report.to_dict()`` of the swap
+- ``verdict``: ``{same, not_accelerated, sentence}``; not_accelerated: share of the swapped step per
+  part and dropout
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from onepass.compare.errors import BadInput
+from onepass.compare.settings import STDOUT, add_arguments, read_settings
+
+__all__ = ["add_arguments", "main"]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the comparison that args ask for; returns the exit code: 2 for bad input, else 0."""
+    try:
+        _require_tools(args)
+        settings = read_settings(args)
+        result = run(settings)
+    except BadInput as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    _write(result, args)
+    return 0
+
+
+def _require_tools(args: argparse.Namespace) -> None:
+    for name in ("rich", "numpy") + (("matplotlib",) if args.plot else ()):
+        try:
+            __import__(name)
+        except ImportError:
+            raise BadInput(f"{name} is missing: pip install 'onepass[tools]'") from None
+
+
+def run(settings):
+    """Both phases for every dropout probability; returns a `report.Result`."""
+    import torch
+
+    from onepass.compare.data import load_text
+    from onepass.compare.measure import compare_speed
+    from onepass.compare.progress import Progress
+    from onepass.compare.report import Result, machine_facts
+    from onepass.compare.train import STOCK_RUNS, compare_training
+    from onepass.compare.workload import GptWorkload, UserWorkload
+
+    start = time.perf_counter()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    try:
+        if settings.model:
+            data = f"batches of {settings.model}"
+            fast = slow = [UserWorkload(settings)]
+        else:
+            text = load_text(settings.text)
+            data = text.describe()
+            for sizes in (settings.speed, settings.sameness):
+                text.check(sizes.block)
+            fast, slow = (
+                [GptWorkload(settings, text, sizes, p) for p in settings.dropouts]
+                for sizes in (settings.speed, settings.sameness)
+            )
+        # One dropout probability is enough to compare first steps, best the one without.
+        checked = next((w for w in fast if w.dropout == 0.0), fast[0])
+        speeds, sameness = [], []
+        with Progress() as progress:
+            for workload in fast:
+                advance = progress.phase("Speed", workload, settings.pairs)
+                speed, report = compare_speed(workload, settings, workload is checked, advance)
+                speeds.append(speed)
+            for workload in slow:
+                steps = (settings.steps or 0) * (STOCK_RUNS + 1)
+                advance = progress.phase("Sameness", workload, steps)
+                sameness.append(compare_training(workload, settings, advance))
+        parameters = sum(p.numel() for p in fast[0].build().parameters())
+    finally:
+        torch.set_num_threads(threads)
+    return Result(
+        settings, machine_facts(settings), data, parameters, speeds, sameness,
+        report.to_dict(), time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _write(result, args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from onepass.compare.report import print_tables
+
+    if args.plot:
+        from onepass.compare.plot import plot
+
+        plot(result, args.plot)
+    if args.json == STDOUT:
+        print(json.dumps(result.to_dict(), indent=2))
+        return
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(result.to_dict(), file, indent=2)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a pipe has no width: keep the tables whole
+    print_tables(result, console)

@@ -1,0 +1,204 @@
+"""The speed phase: interleaved steps of stock and swapped, where their time goes, what they keep.
+
+Every variant starts from the same weights and sees the same batches. A round runs one step of each
+variant, in an order that turns around from round to round; the ratio is taken within rounds, so
+that whatever slows the machine down for a while slows both sides.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.compare import attribution, memory
+from onepass.compare.pairs import Timing, time_rounds
+from onepass.compare.settings import Settings
+from onepass.compare.train import Trainer
+
+SECONDS = 20.0  # rounds go on this long when the asked-for number takes less
+MAX_ROUNDS = 40
+WATCHED_STEPS = 2
+# A parameter whose gradient is rounding noise alone (a key's bias: softmax does not see it) is
+# measured against this share of the largest gradient of all.
+NOISE_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """A variant against stock, from the same weights on the same batch, dropout off."""
+
+    loss: float
+    loss_difference: float
+    gradient_error: float  # worst max|difference| / max|stock gradient| over the parameters
+    gradient_name: str
+
+    def to_dict(self) -> dict:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What was measured of one variant at one dropout probability, beside its times."""
+
+    parts: dict[str, dict[str, float]] | None  # ms by phase and part; None for compiled graphs
+    saved_bytes: int
+    peak_bytes: int
+    first_step: FirstStep | None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The variants at one dropout probability; None is what --model brings."""
+
+    dropout: float | None
+    items_per_batch: int
+    timing: Timing
+    variants: dict[str, Variant]
+
+    def items_per_second(self, name: str) -> float:
+        return self.items_per_batch / self.timing.median(name) * 1e3
+
+
+def compare_speed(
+    workload, settings: Settings, check: bool, advance: Callable[[], None]
+) -> tuple[Speed, onepass.Report]:
+    """Measures all variants of a workload; `check` adds the comparison of the first step."""
+    trainers, report = _trainers(workload, settings)
+    first_steps = {}
+    if check:
+        first_steps = _first_steps(trainers, workload.batch(0), workload.dropout != 0.0)
+    torch.manual_seed(settings.seed)
+    saved = {}
+    for name, trainer in trainers.items():  # the warm-up as well
+        saved[name] = saved_bytes(trainer, workload.batch(0))
+        advance()
+
+    def step(trainer: Trainer, number: int) -> None:
+        trainer.step(batches[number])
+        trainer.synchronize()
+
+    batches = _Lazy(workload.batch)
+    steps = {
+        name: lambda number, trainer=trainer: step(trainer, number)
+        for name, trainer in trainers.items()
+    }
+    seconds = 0.0 if settings.quick else SECONDS
+    timing = time_rounds(steps, settings.pairs, seconds, MAX_ROUNDS, advance)
+    parts = {}
+    for name, trainer in trainers.items():
+        parts[name] = None
+        if not name.startswith("compiled"):
+            watched = [trainer.watched_step(workload.batch(k)) for k in range(WATCHED_STEPS)]
+            parts[name] = attribution.scaled(attribution.mean(watched), timing.median(name))
+        advance()
+    del trainers, steps, trainer
+    variants = {}
+    for name in timing.times:
+        peak = memory.peak_of_step(name, workload.dropout, settings)
+        variants[name] = Variant(parts[name], saved[name], peak, first_steps.get(name))
+        advance()
+    return Speed(workload.dropout, workload.items_per_batch, timing, variants), report
+
+
+def _trainers(workload, settings: Settings) -> tuple[dict[str, Trainer], onepass.Report]:
+    stock = workload.build()
+    swapped = copy.deepcopy(stock)
+    report = onepass.swap(swapped)
+    models = {"stock": stock, "swapped": swapped}
+    if settings.compile:
+        models |= {f"compiled {name}": copy.deepcopy(model) for name, model in models.items()}
+    trainers = {
+        name: Trainer(model, settings, compiled=name.startswith("compiled"))
+        for name, model in models.items()
+    }
+    return trainers, report
+
+
+class _Lazy(dict):
+    """Batches made once per round, by whichever variant comes first, and shared by the others."""
+
+    def __init__(self, make: Callable[[int], object]):
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, step: int):
+        self.clear()
+        self[step] = self._make(step)
+        return self[step]
+
+
+def saved_bytes(trainer: Trainer, batch) -> int:
+    """Runs a step; returns the bytes that its forward keeps alive for the backward.
+
+    Unique storages, whole, since a view keeps its storage alive; parameters are there anyway and
+    do not count.
+    """
+    parameters = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = trainer.loss(batch)
+    total = sum(storages.values())
+    loss.backward()
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    return total
+
+
+def _first_steps(
+    trainers: dict[str, Trainer], batch, eval_mode: bool
+) -> dict[str, FirstStep | None]:
+    """Every variant's first loss and gradients against stock's.
+
+    Dropout draws other numbers in each variant, so a model that has any is compared in eval mode;
+    compiled graphs, which would have to be compiled once more for that, then are not.
+    """
+    results: dict[str, FirstStep | None] = {}
+    reference = None
+    for name, trainer in trainers.items():
+        if eval_mode and name.startswith("compiled"):
+            continue
+        trainer.model.train(not eval_mode)
+        loss = trainer.loss(batch)
+        loss.backward()
+        gradients = {
+            name: parameter.grad
+            for name, parameter in trainer.model.named_parameters()
+            if parameter.grad is not None
+        }
+        trainer.optimizer.zero_grad()
+        trainer.model.train()
+        if reference is None:
+            reference = loss.item(), gradients
+        else:
+            worst, error = worst_gradient(gradients, reference[1])
+            results[name] = FirstStep(loss.item(), loss.item() - reference[0], error, worst)
+    return results
+
+
+def worst_gradient(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[str, float]:
+    """Name and relative error of the parameter whose gradient differs most.
+
+    The error is max|difference| over max|reference gradient of that parameter|.
+    """
+    largest = {name: gradient.abs().max().item() for name, gradient in reference.items()}
+    floor = NOISE_FLOOR * max(largest.values())
+    errors = {}
+    for name, expected in reference.items():
+        if name not in gradients:
+            return name, float("inf")
+        difference = (gradients[name].double() - expected.double()).abs().max().item()
+        errors[name] = difference / max(largest[name], floor)
+    # A NaN compares as the largest: it must not hide behind a number.
+    return max(errors.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])

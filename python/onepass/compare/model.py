@@ -1,0 +1,228 @@
+"""What is compared: a byte-level GPT of plain torch modules, or a model that the user names.
+
+The GPT is pre-norm with learned positions, a GELU MLP of four times the width, and the output head
+tied to the token embedding. The LayerNorm layout has biases, as GPT-2; ``rmsnorm=True`` gives the
+Llama layout: nn.RMSNorm and no bias anywhere. Nothing in it knows onepass: :func:`onepass.swap`
+has to find everything by itself, as in anybody's model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onepass.compare.errors import BadInput
+
+BYTES = 256  # the vocabulary: every file is text
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shape of a GPT and of its batches: batch sequences of block bytes."""
+
+    layers: int = 6
+    heads: int = 6
+    width: int = 384
+    block: int = 1024
+    batch: int = 2
+
+    def __post_init__(self):
+        for name in ("layers", "heads", "width", "block", "batch"):
+            value = getattr(self, name)
+            if value < 1:
+                raise BadInput(f"--{name} must be at least 1, got {value}")
+        if self.width % self.heads:
+            raise BadInput(f"--width must be a multiple of --heads, got {self.width}, {self.heads}")
+
+    def __str__(self):
+        return (
+            f"{self.layers} layers, {self.heads} heads, width {self.width}, "
+            f"block {self.block}, batch {self.batch}"
+        )
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, sizes: Sizes, dropout: float, bias: bool):
+        super().__init__()
+        self.heads, self.dropout = sizes.heads, dropout
+        self.qkv = nn.Linear(sizes.width, 3 * sizes.width, bias=bias)
+        self.out = nn.Linear(sizes.width, sizes.width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, width)
+        batch, seq, width = x.shape
+        qkv = self.qkv(x).view(batch, seq, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, head_dim)
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, seq, width))
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: Sizes, dropout: float, norm: Callable[[int], nn.Module], bias: bool):
+        super().__init__()
+        width = sizes.width
+        self.norm_attention = norm(width)
+        self.attention = SelfAttention(sizes, dropout, bias)
+        self.drop_attention = nn.Dropout(dropout)
+        self.norm_mlp = norm(width)
+        self.expand = nn.Linear(width, 4 * width, bias=bias)
+        self.activation = nn.GELU()
+        self.contract = nn.Linear(4 * width, width, bias=bias)
+        self.drop_mlp = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, width)
+        x = x + self.drop_attention(self.attention(self.norm_attention(x)))
+        return x + self.drop_mlp(self.contract(self.activation(self.expand(self.norm_mlp(x)))))
+
+
+class GPT(nn.Module):
+    """Byte-level GPT; called with (tokens, targets), int64 (batch, seq), it returns the mean loss.
+
+    The loss is the cross entropy in nats per byte, float32.
+    """
+
+    def __init__(self, sizes: Sizes, dropout: float = 0.0, rmsnorm: bool = False):
+        super().__init__()
+        norm = nn.RMSNorm if rmsnorm else nn.LayerNorm
+        self.tokens = nn.Embedding(BYTES, sizes.width)
+        self.positions = nn.Embedding(sizes.block, sizes.width)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(sizes, dropout, norm, bias=not rmsnorm) for _ in range(sizes.layers)
+        )
+        self.norm = norm(sizes.width)
+        self.head = nn.Linear(sizes.width, BYTES, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                # GPT-2: what is added to the residual stream starts smaller, by the number of adds.
+                adds = 2 * sizes.layers if name.endswith(("out.weight", "contract.weight")) else 1
+                nn.init.normal_(parameter, std=0.02 / adds**0.5)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.drop(self.tokens(tokens) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))  # (batch, seq, 256)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    @torch.no_grad()
+    def reorder_features(self, generator: torch.Generator) -> None:
+        """Renumbers the features of the residual stream and of every MLP, at random.
+
+        It stays the same function of the same training run, but every sum over the width, in norms
+        as in products, is taken in another order: stock against stock with nothing but rounding
+        between them.
+        """
+        stream = torch.randperm(self.tokens.embedding_dim, generator=generator)
+        for name, parameter in self.named_parameters():
+            stem = name.rpartition(".")[0]
+            rows = stem.endswith((".out", ".contract")) or "norm" in stem
+            along = 0 if rows else 1  # the stream's dimension of this parameter
+            if along < parameter.dim():
+                parameter.copy_(parameter.index_select(along, stream.to(parameter.device)))
+        for block in self.blocks:
+            hidden = torch.randperm(block.expand.out_features, generator=generator)
+            hidden = hidden.to(block.expand.weight.device)
+            for parameter in block.expand.parameters():
+                parameter.copy_(parameter[hidden])
+            block.contract.weight.copy_(block.contract.weight[:, hidden])
+
+
+def call(model: Callable, batch) -> object:
+    """Calls model with a batch: a mapping as keywords, a tuple or list as arguments, else alone."""
+    if hasattr(batch, "keys"):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def loss_of(output) -> Tensor:
+    """The scalar to differentiate: a scalar output itself, else its `.loss`, else the mean square.
+
+    The mean square is that of the first floating-point tensor in the output: no training goal, but
+    every parameter that the output depends on gets a gradient.
+    """
+    if isinstance(output, Tensor) and output.dim() == 0:
+        return output
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss if loss.dim() == 0 else loss.mean()
+    first = _first_floating(output)
+    if first is None:
+        raise BadInput("--model must return a floating-point tensor, a tuple of them or a .loss")
+    return first if first.dim() == 0 else first.float().square().mean()
+
+
+def _first_floating(output) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    if hasattr(output, "values"):
+        output = list(output.values())
+    if isinstance(output, (tuple, list)):
+        found = (_first_floating(item) for item in output)
+        return next((tensor for tensor in found if tensor is not None), None)
+    return None
+
+
+def move(batch, device: torch.device):
+    """The batch with every tensor in it on device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if hasattr(batch, "items"):
+        return {name: move(value, device) for name, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(move(value, device) for value in batch)
+    return batch
+
+
+def tokens_in(batch) -> int:
+    """Items of a batch: elements of its first integer tensor, else rows of its first tensor."""
+    values = batch.values() if hasattr(batch, "values") else batch
+    values = [values] if isinstance(values, Tensor) else list(values)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    whole = [value for value in tensors if not value.is_floating_point() and value.dim() > 1]
+    if whole:
+        return whole[0].numel()
+    return tensors[0].shape[0] if tensors and tensors[0].dim() else 1
+
+
+def load_user_model(spec: str, seed: int) -> tuple[nn.Module, Callable[[int], object]]:
+    """Calls the function that ``package.module:function`` names.
+
+    It takes no argument and returns (model, batch) or (model, batch_function); batch_function gets
+    the step's number and returns that step's batch: the same one each time it is asked, since
+    every variant is fed from it. The current directory is searched as well.
+    """
+    path, separator, name = spec.partition(":")
+    if not (path and separator and name):
+        raise BadInput(f"--model must be package.module:function, got {spec!r}")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(path), name)
+    except (ImportError, AttributeError) as error:
+        raise BadInput(f"--model must name a function that can be imported: {error}") from error
+    torch.manual_seed(seed)
+    try:
+        result = function()
+    except Exception as error:
+        raise BadInput(f"--model: {spec} raised {type(error).__name__}: {error}") from error
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
+        raise BadInput(
+            f"--model: {spec} must return (model, batch) or (model, batch_function), "
+            f"got {type(result).__name__}"
+        )
+    model, batch = result
+    return model, batch if callable(batch) else lambda step: batch

@@ -1,0 +1,178 @@
+"""The flags of `onepass compare`, checked and filled in."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from onepass.compare.errors import BadInput
+from onepass.compare.model import Sizes
+
+# One step of the speed phase at these sizes takes a few seconds on two cores; the sameness phase
+# trains a model small enough for a thousand steps in the time of thirty such steps.
+SPEED = Sizes()
+SAMENESS = Sizes(layers=2, heads=4, width=128, block=128, batch=4)
+QUICK_SPEED = Sizes(layers=2, heads=2, width=32, block=64, batch=2)
+QUICK_SAMENESS = Sizes(layers=1, heads=2, width=32, block=32, batch=4)
+SIZE_FLAGS = ("layers", "heads", "width", "block", "batch")
+STDOUT = "-"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what is measured; JSON-able but for the device and the dtype."""
+
+    speed: Sizes
+    sameness: Sizes
+    dropouts: tuple[float, ...]  # empty for --model: it has whatever dropout it has
+    rmsnorm: bool
+    text: tuple[str, ...]
+    steps: int | None  # None: chosen by the time that a step of --model takes
+    pairs: int
+    compile: bool
+    model: str | None
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    threads: int
+    quick: bool
+    command: str
+
+    def to_dict(self) -> dict:
+        fields = asdict(self)
+        del fields["command"]
+        return fields | {
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "dropouts": list(self.dropouts),
+            "text": list(self.text),
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict, command: str) -> Settings:
+        """The inverse of :meth:`to_dict`."""
+        return cls(
+            **fields
+            | {
+                "speed": Sizes(**fields["speed"]),
+                "sameness": Sizes(**fields["sameness"]),
+                "dropouts": tuple(fields["dropouts"]),
+                "text": tuple(fields["text"]),
+                "device": torch.device(fields["device"]),
+                "dtype": getattr(torch, fields["dtype"]),
+                "command": command,
+            }
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `onepass compare` to parser."""
+    add = parser.add_argument
+    add("--text", nargs="+", metavar="FILE", help="train on these files, not the standard library")
+    add("--rmsnorm", action="store_true", help="Llama layout: nn.RMSNorm and no bias")
+    for name in SIZE_FLAGS:
+        default = getattr(SPEED, name)
+        add(f"--{name}", type=int, metavar="N", help=f"speed phase (default {default})")
+    add("--dropout", type=float, nargs="+", metavar="P", help="one or more (default 0.1 0)")
+    add("--steps", type=int, metavar="N", help="steps of the sameness phase (default 200)")
+    add("--pairs", type=int, metavar="N", help="timed pairs of steps, at least (default 8)")
+    add("--compile", action="store_true", help="add compiled stock and compiled swapped")
+    add("--model", metavar="PACKAGE.MODULE:FUNCTION", help="compare a model of your own: the "
+        "function returns (model, batch) or (model, batch_function of the step)")  # fmt: skip
+    add("--device", default="cpu", metavar="DEVICE", help="default cpu")
+    add("--dtype", default="auto", metavar="auto|float32|bfloat16",
+        help="bfloat16 is autocast over float32 weights; auto is that on CUDA, float32 on CPU")  # fmt: skip
+    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="JSON to FILE, or to stdout alone")
+    add("--plot", nargs="?", const="onepass-compare.png", metavar="FILE",
+        help="write a picture (default onepass-compare.png)")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="weights, batches, dropout (default 0)")
+    add("--threads", type=int, metavar="N", help="torch's threads (default: as torch chooses)")
+    add("--quick", action="store_true", help="tiny sizes: a trial of the tool, not a measurement")
+
+
+def read_settings(args: argparse.Namespace) -> Settings:
+    """Settings from parsed flags; raises BadInput with one line on what cannot be used."""
+    default = QUICK_SPEED if args.quick else SPEED
+    sizes = {name: getattr(args, name) for name in SIZE_FLAGS}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if args.model and (given or args.dropout or args.text or args.rmsnorm):
+        raise BadInput("--model brings its own sizes, dropout and data: drop the flags for those")
+    if args.dropout is not None and len(set(args.dropout)) != len(args.dropout):
+        raise BadInput(f"--dropout must list different values, got {args.dropout}")
+    for p in args.dropout or ():
+        if not 0.0 <= p < 1.0:
+            raise BadInput(f"--dropout must lie in [0, 1), got {p:g}")
+    for name in ("steps", "pairs", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise BadInput(f"--{name} must be at least 1, got {value}")
+    if args.seed < 0:
+        raise BadInput(f"--seed must be at least 0, got {args.seed}")
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path not in (None, STDOUT) and not Path(path).resolve().parent.is_dir():
+            raise BadInput(f"--{name} must name a file in an existing folder, got {path}")
+    steps = args.steps or (10 if args.quick else None if args.model else 200)
+    device = _device(args.device)
+    return Settings(
+        speed=Sizes(**{**default.__dict__, **given}),
+        sameness=QUICK_SAMENESS if args.quick else SAMENESS,
+        dropouts=() if args.model else tuple(args.dropout or (0.1, 0.0)),
+        rmsnorm=args.rmsnorm,
+        text=tuple(args.text or ()),
+        steps=steps,
+        pairs=args.pairs or (3 if args.quick else 8),
+        compile=args.compile,
+        model=args.model,
+        device=device,
+        dtype=_dtype(args.dtype, device),
+        seed=args.seed,
+        threads=args.threads or torch.get_num_threads(),
+        quick=args.quick,
+        command=_command(args),
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadInput(f"--device must be cpu or cuda, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"--device must be cpu or cuda, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput(f"--device must be one that torch sees, got {name!r}: torch has no CUDA")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    # bfloat16 does not pay on most CPUs: without the instructions torch has no usable bf16 GEMM.
+    known = {
+        "auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+    }
+    if name not in known:
+        raise BadInput(f"--dtype must be auto, float32 or bfloat16, got {name!r}")
+    return known[name]
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line that repeats this run."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["onepass", "compare"]
+    for action in parser._actions:
+        value = getattr(args, action.dest, action.default)
+        if value == action.default or not action.option_strings or action.dest == "help":
+            continue
+        words.append(action.option_strings[-1])
+        if isinstance(value, list):
+            words.extend(f"{item:g}" if isinstance(item, float) else str(item) for item in value)
+        elif value is not True and value != action.const:
+            words.append(str(value))
+    return shlex.join(words)

@@ -1,0 +1,178 @@
+"""One training step, as everybody writes it, and the sameness phase made of many."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import onepass
+from onepass.compare import attribution
+from onepass.compare.errors import BadInput
+from onepass.compare.model import call, loss_of
+from onepass.compare.settings import Settings
+
+STOCK_RUNS = 4  # span the stock-versus-stock band
+CURVE_POINTS = 20
+# The factor of the numerics rule: the swapped run is one more draw of what the stock runs are a few
+# draws of, and the next draw is often a little farther out than all before it.
+BAND_FACTOR = 2.0
+USER_SECONDS = 60.0  # for the sameness phase of --model, whose steps cost what they cost
+
+
+class Trainer:
+    """A model with its optimizer: torch's own fused AdamW for every variant."""
+
+    def __init__(self, model: nn.Module, settings: Settings, compiled: bool = False):
+        self.model = model.train()
+        self.device, self.dtype = settings.device, settings.dtype
+        self.forward: Callable = torch.compile(model) if compiled else model
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise BadInput("--model must have a parameter that requires a gradient")
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), fused=True)
+
+    def loss(self, batch) -> Tensor:
+        """Scalar loss of a batch, under autocast when the dtype asks for it."""
+        with torch.autocast(self.device.type, torch.bfloat16, self.dtype == torch.bfloat16):
+            return loss_of(call(self.forward, batch))
+
+    def step(self, batch) -> Tensor:
+        """Forward, loss, backward, AdamW step, zero_grad; returns the loss, detached."""
+        loss = self.loss(batch)
+        if not loss.requires_grad:
+            raise BadInput("--model must return something that depends on its parameters")
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def watched_step(self, batch) -> dict[str, dict[str, float]]:
+        """The same step, its milliseconds divided by phase and part; see `attribution`."""
+        timeline = attribution.Timeline(self.device)
+        with timeline.watch(self.model):
+            timeline.enter_phase("forward")
+            loss = self.loss(batch)
+            timeline.enter_phase(attribution.PAUSED)
+            timeline.watch_backward(loss)
+            timeline.enter_phase("backward")
+            loss.backward()
+            timeline.enter_phase("update", "optimizer")
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            timeline.enter_phase(attribution.PAUSED)
+        return timeline.milliseconds()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass
+class Sameness:
+    """Loss curves of one dropout probability: what stock spans, and where swapped lies."""
+
+    dropout: float | None
+    stock_runs_differ_by: str
+    curve_name: str
+    steps: list[int]
+    stock: list[list[float]]  # per run and point; the first run is the one swapped is compared with
+    swapped: list[float]
+
+    @property
+    def difference(self) -> list[float]:
+        """|swapped - stock| per point."""
+        return [abs(a - b) for a, b in zip(self.swapped, self.stock[0], strict=True)]
+
+    @property
+    def band(self) -> list[float]:
+        """Largest difference between any two stock runs, per point."""
+        return [max(point) - min(point) for point in zip(*self.stock, strict=True)]
+
+    @property
+    def gap(self) -> float:
+        return _worst(self.difference)
+
+    @property
+    def stock_gap(self) -> float:
+        return _worst(self.band)
+
+    @property
+    def same(self) -> bool:
+        """Whether the gap lies in the band; a loss that is no number never does."""
+        return self.gap <= BAND_FACTOR * self.stock_gap
+
+    def to_dict(self) -> dict:
+        return {
+            "dropout": self.dropout,
+            "stock_runs_differ_by": self.stock_runs_differ_by,
+            "curve": self.curve_name,
+            "steps": self.steps,
+            "stock_losses": self.stock,
+            "swapped_losses": self.swapped,
+            "gap": self.gap,
+            "stock_gap": self.stock_gap,
+            "band_factor": BAND_FACTOR,
+            "same": self.same,
+        }
+
+
+def _worst(values: list[float]) -> float:
+    return math.nan if any(math.isnan(value) for value in values) else max(values)
+
+
+def compare_training(workload, settings: Settings, advance: Callable[[], None]) -> Sameness:
+    """Trains stock STOCK_RUNS times and swapped once, on the same batches.
+
+    Without dropout the stock runs differ by the order of their sums alone, with dropout by its
+    seed: swapped draws other random numbers by design, so it can only be one more seed.
+    """
+    dropout = workload.dropout
+    steps = settings.steps or _affordable_steps(workload, settings)
+    points = sorted({round(k * steps / CURVE_POINTS) for k in range(CURVE_POINTS + 1)})
+
+    def run(seed: int, swapped: bool) -> list[float]:
+        model = workload.build()
+        if seed and not dropout:
+            workload.reorder(model, seed)
+        if swapped:
+            onepass.swap(model)
+        trainer = Trainer(model, settings)
+        torch.manual_seed(settings.seed + seed)
+        losses, loss = [], None
+        for step in range(steps + 1):
+            if step in points:
+                losses.append(workload.curve_point(trainer, loss))
+            if step < steps:
+                loss = trainer.step(workload.batch(step))
+                advance()
+        return losses
+
+    stock = [run(seed, swapped=False) for seed in range(STOCK_RUNS)]
+    swapped = run(0, swapped=True)
+    if dropout is None:  # a training loss has no value before the first step
+        points, stock, swapped = points[1:], [losses[1:] for losses in stock], swapped[1:]
+    differ_by = {None: "rounding of the initial weights, random seed", 0.0: "summation order"}
+    return Sameness(
+        dropout,
+        differ_by.get(dropout, "dropout seed"),
+        workload.curve_name,
+        points,
+        stock,
+        swapped,
+    )
+
+
+def _affordable_steps(workload, settings: Settings) -> int:
+    trainer = Trainer(workload.build(), settings)
+    trainer.step(workload.batch(0))
+    trainer.synchronize()
+    start = time.perf_counter()
+    trainer.step(workload.batch(0))
+    trainer.synchronize()
+    seconds = time.perf_counter() - start
+    return max(5, min(200, int(USER_SECONDS / seconds / (STOCK_RUNS + 1))))

@@ -1,0 +1,2 @@
+class Explanation: pass
+def explain(): pass

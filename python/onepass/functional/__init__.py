@@ -1,0 +1,13 @@
+"""The operators as functions, with the signatures and semantics of `torch.nn.functional`."""
+
+from onepass.functional.dropout import add_dropout, dropout
+from onepass.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+__all__ = [
+    "add_dropout",
+    "add_layer_norm",
+    "add_rms_norm",
+    "dropout",
+    "layer_norm",
+    "rms_norm",
+]

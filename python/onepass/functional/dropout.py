@@ -1,0 +1,58 @@
+"""Dropout without a stored mask, alone or fused with the residual add behind it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from onepass._ops import dropout as _dropout
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Zeroes elements with probability p and scales the others, as `torch.nn.functional.dropout`.
+
+    The fate of an element follows from a seed, drawn from torch's generator of input's device, and
+    the element's index (Philox4x32-10: Salmon, Moraes, Dror, Shaw, SC 2011), so the backward
+    regenerates it and no mask is stored. The probability is quantised to 1/65536, and kept elements
+    are divided by the quantised keep probability.
+
+    Args:
+        input: any shape; float32, bfloat16, float16 or float64.
+        p: probability of dropping an element; 0 draws nothing from the generator.
+        training: False returns input unchanged, as torch does.
+        inplace: writes the result into input.
+
+    Returns:
+        Tensor of input's shape and dtype.
+
+    Raises:
+        ValueError: p is outside [0, 1].
+    """
+    _check_p("dropout", p)
+    if not training or p == 0.0:
+        return input
+    output = _dropout.dropout(input, p)
+    return input.copy_(output) if inplace else output
+
+
+def add_dropout(input: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """``residual + dropout(input)`` in one pass over memory.
+
+    Args:
+        input: the branch, any shape; float32, bfloat16, float16 or float64.
+        residual: the stream, input's shape; its dtype may be wider.
+        p, training: as in :func:`dropout`.
+
+    Returns:
+        Tensor of residual's shape and dtype.
+
+    Raises:
+        RuntimeError: residual differs from input in shape or device.
+        ValueError: p is outside [0, 1].
+    """
+    _check_p("add_dropout", p)
+    return _dropout.add_dropout(input, residual, p if training else 0.0)
+
+
+def _check_p(op: str, p: float) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: p must lie between 0 and 1, got {p}")

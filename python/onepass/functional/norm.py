@@ -1,0 +1,153 @@
+"""Layer norm and RMS norm, alone or fused with the residual add (and dropout) in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onepass._ops.norm import norm
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Layer norm over the last dimensions, as `torch.nn.functional.layer_norm`.
+
+    ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` per row, with the biased variance
+    (Ba, Kiros, Hinton: Layer Normalization, 2016). Sums are taken in float32 (float64 for float64)
+    and the result is rounded once.
+
+    Args:
+        input: shape (*, *normalized_shape); float32, bfloat16, float16 or float64. Any strides; a
+            dense last dimension is read in place, other layouts are copied once.
+        normalized_shape: the trailing dimensions that form a row.
+        weight, bias: shape normalized_shape, each optional; any of float32, bfloat16, float16, or
+            float64 when input is float64.
+        eps: added to the variance.
+
+    Returns:
+        Tensor of input's shape and dtype (under autocast: of the dtype that torch gives).
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+    """
+    return norm(input, None, weight, bias, normalized_shape, rms=False, eps=eps)[0]
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+) -> Tensor:
+    """RMS norm over the last dimensions, as `torch.nn.functional.rms_norm`.
+
+    ``y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`` per row (Zhang, Sennrich: Root Mean
+    Square Layer Normalization, 2019).
+
+    Args:
+        input: shape (*, *normalized_shape); dtypes and strides as in :func:`layer_norm`.
+        normalized_shape: the trailing dimensions that form a row.
+        weight: shape normalized_shape, optional.
+        eps: added to the mean square; None is the epsilon of float32 (of float64 for float64).
+        weight_offset: added to the weight: 1.0 for models that store the weight minus one.
+
+    Returns:
+        Tensor of input's shape and dtype (under autocast: of the dtype that torch gives).
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+    """
+    return norm(
+        input, None, weight, None, normalized_shape, rms=True, eps=eps, weight_offset=weight_offset
+    )[0]
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual add and layer norm in one pass over memory, as in a pre-norm transformer block.
+
+    ``residual_out = residual + dropout(input)``, ``y = layer_norm(residual_out)``.
+
+    Args:
+        input: the branch, shape (*, *normalized_shape).
+        residual: the stream, input's shape; may be wider (float32 beside bfloat16 activations).
+        normalized_shape, weight, bias, eps: as in :func:`layer_norm`.
+        dropout_p: probability of dropping an element of input; no mask is stored, the backward
+            regenerates it.
+        training: False turns dropout off.
+        residual_dtype: dtype of residual_out; None is residual's.
+
+    Returns:
+        (y, residual_out): y in input's dtype, residual_out in residual_dtype.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+        ValueError: dropout_p is outside [0, 1].
+    """
+    return norm(
+        input,
+        residual,
+        weight,
+        bias,
+        normalized_shape,
+        rms=False,
+        eps=eps,
+        dropout_p=_active_p("add_layer_norm", dropout_p, training),
+        residual_dtype=residual_dtype,
+    )
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual add and RMS norm in one pass over memory.
+
+    ``residual_out = residual + dropout(input)``, ``y = rms_norm(residual_out)``. Arguments, results
+    and errors as in :func:`add_layer_norm` and :func:`rms_norm`.
+    """
+    return norm(
+        input,
+        residual,
+        weight,
+        None,
+        normalized_shape,
+        rms=True,
+        eps=eps,
+        weight_offset=weight_offset,
+        dropout_p=_active_p("add_rms_norm", dropout_p, training),
+        residual_dtype=residual_dtype,
+    )
+
+
+def _active_p(op: str, p: float, training: bool) -> float:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: dropout_p must lie between 0 and 1, got {p}")
+    return p if training else 0.0

@@ -1,0 +1,102 @@
+"""Layer norm and RMS norm as modules, and the residual add fused with each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onepass import functional
+from onepass._ops.norm import norm
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` in one pass over memory; see :func:`onepass.functional.layer_norm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return norm(
+            input, None, self.weight, self.bias, self.normalized_shape, rms=False, eps=self.eps
+        )[0]
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` in one pass over memory; see :func:`onepass.functional.rms_norm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, None, self.weight, None, self.normalized_shape, rms=True, eps=self.eps)[0]
+
+
+class AddLayerNorm(torch.nn.LayerNorm):
+    """Residual add and layer norm in one pass; see :func:`onepass.functional.add_layer_norm`.
+
+    Parameters and state_dict keys are those of `torch.nn.LayerNorm`; called with (input, residual),
+    returns (y, residual_out).
+
+    Args:
+        dropout_p: probability of dropping an element of input before the add, while training.
+        residual_dtype: dtype of residual_out; None is residual's.
+    """
+
+    def __init__(
+        self, *args, dropout_p: float = 0.0, residual_dtype: torch.dtype | None = None, **kwargs
+    ):
+        super().__init__(*args, **kwargs)
+        self.dropout_p = dropout_p
+        self.residual_dtype = residual_dtype
+
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.add_layer_norm(
+            input,
+            residual,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            dropout_p=self.dropout_p,
+            training=self.training,
+            residual_dtype=self.residual_dtype,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout_p={self.dropout_p}"
+
+
+class AddRMSNorm(torch.nn.RMSNorm):
+    """Residual add and RMS norm in one pass; see :func:`onepass.functional.add_rms_norm`.
+
+    Parameters and state_dict keys are those of `torch.nn.RMSNorm`; called with (input, residual),
+    returns (y, residual_out).
+
+    Args:
+        weight_offset: added to the weight: 1.0 for models that store the weight minus one.
+        dropout_p: probability of dropping an element of input before the add, while training.
+        residual_dtype: dtype of residual_out; None is residual's.
+    """
+
+    def __init__(
+        self,
+        *args,
+        weight_offset: float = 0.0,
+        dropout_p: float = 0.0,
+        residual_dtype: torch.dtype | None = None,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.weight_offset = weight_offset
+        self.dropout_p = dropout_p
+        self.residual_dtype = residual_dtype
+
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.add_rms_norm(
+            input,
+            residual,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            weight_offset=self.weight_offset,
+            dropout_p=self.dropout_p,
+            training=self.training,
+            residual_dtype=self.residual_dtype,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout_p={self.dropout_p}"

@@ -1,0 +1,10 @@
+"""Every operator in plain PyTorch, a few lines each: the definition that tests, probe, verify,
+benchmarks and notebooks share.
+
+They compute in the dtype they are given, so float64 inputs give float64 references, and are
+differentiable. Random operators take the seed that the fused ones draw.
+"""
+
+from onepass.reference import dropout, norm
+
+__all__ = ["dropout", "norm"]

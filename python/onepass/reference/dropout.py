@@ -1,0 +1,70 @@
+"""Dropout's definition: Philox4x32-10 on the element index, in int64 arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox4x32(key: tuple[int, int], counter: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Four random 32-bit words, as int64 tensors, from a key and a counter of four such words.
+
+    Philox4x32-10: Salmon, Moraes, Dror, Shaw, SC 2011.
+    """
+    low, high = key
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        # A product of two 32-bit words overflows int64 in its sign only; its bits are right.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (product1 >> 32) & _WORD ^ c1 ^ low,
+            product1 & _WORD,
+            (product0 >> 32) & _WORD ^ c3 ^ high,
+            product0 & _WORD,
+        )
+        low, high = (low + _WEYL[0]) & _WORD, (high + _WEYL[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def keep_scale(
+    seed: Tensor,
+    numel: int,
+    p: float,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """(numel,) the factor of each element: 0 if dropped, else the inverse keep probability.
+
+    Element i takes 16 bits of block i // 8, low halves of the four words first; it is dropped if
+    they are below round(65536 p).
+
+    Args:
+        seed: int64[2]: seed, offset.
+    """
+    first, second = (int(value) for value in seed)
+    block = torch.arange((numel + 7) // 8, device=device)
+    zero = torch.zeros_like(block)
+    words = philox4x32(
+        (first & _WORD, (first >> 32) & _WORD),
+        (block & _WORD, block >> 32, zero, zero + (second & _WORD)),
+    )
+    halves = [(word >> shift) & 0xFFFF for word in words for shift in (0, 16)]
+    drawn = torch.stack(halves, dim=1).flatten()[:numel]
+    threshold = round(65536 * p)
+    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+    return torch.where(drawn < threshold, 0.0, scale).to(dtype)
+
+
+def dropout(input: Tensor, p: float, seed: Tensor) -> Tensor:
+    """input * keep_scale: dropped elements are input * 0, so NaN and infinity show as in torch."""
+    factor = keep_scale(seed, input.numel(), p, input.dtype, input.device)
+    return input * factor.reshape(input.shape)
+
+
+def add_dropout(input: Tensor, residual: Tensor, p: float, seed: Tensor) -> Tensor:
+    """residual + dropout(input), in residual's dtype."""
+    return (residual + dropout(input, p, seed)).to(residual.dtype)

@@ -1,0 +1,4 @@
+class Report: pass
+def swap(): pass
+def swapped(): pass
+def unswap(): pass
