@@ -75,10 +75,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_level", [] { return std::string(attached().backend().name); }, "The level in use.");
   m.def("record", [](bool on) { attached().record(on); }, "Starts or stops recording plans.");
   m.def("take", &take, "Plans recorded since the last take.");
-  m.def("fma_ceiling",
-        [](double seconds) { return ceiling(attached().backend().fma_ceiling, seconds); },
-        "GFLOP/s of one thread in float32 fused multiply-add, measured for about this long.");
-  m.def("bf16_dot_ceiling",
-        [](double seconds) { return ceiling(attached().backend().bf16_dot_ceiling, seconds); },
-        "GFLOP/s of one thread in bfloat16 dot products; 0 where the level has none.");
+  m.def(
+      "fma_ceiling",
+      [](double seconds) { return ceiling(attached().backend().fma_ceiling, seconds); },
+      "GFLOP/s of one thread in float32 fused multiply-add, measured for about this long.");
+  m.def(
+      "bf16_dot_ceiling",
+      [](double seconds) { return ceiling(attached().backend().bf16_dot_ceiling, seconds); },
+      "GFLOP/s of one thread in bfloat16 dot products; 0 where the level has none.");
 }

@@ -13,13 +13,13 @@ struct Machine {
 };
 
 struct Plan {
-  int64_t workspace_bytes;   // scratch that run() receives, 64-byte aligned
-  int64_t zeroed_bytes;      // its leading part that must be zero
-  const char* kernel_name;   // the function a profiler shows
-  int64_t rows_per_tile;     // rows that a kernel call takes together
-  int64_t splits;            // pieces that the work is cut into; a function of the shape alone
-  int32_t parallel;          // whether the pieces are spread over threads
-  const char* reason;        // why this path and no other
+  int64_t workspace_bytes;  // scratch that run() receives, 64-byte aligned
+  int64_t zeroed_bytes;     // its leading part that must be zero
+  const char* kernel_name;  // the function a profiler shows
+  int64_t rows_per_tile;    // rows that a kernel call takes together
+  int64_t splits;           // pieces that the work is cut into; a function of the shape alone
+  int32_t parallel;         // whether the pieces are spread over threads
+  const char* reason;       // why this path and no other
 };
 
 // body(begin, end, state) over [0, count) in pieces of at least grain.

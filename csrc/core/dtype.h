@@ -49,9 +49,9 @@ constexpr float widen(BFloat16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// Adding 0x7fff plus the lowest kept bit carries into the kept half exactly when the dropped half is
-// above one half, or equal to it with an odd kept half: round to nearest, ties to even. A NaN could
-// carry into infinity, so it is made a quiet NaN instead.
+// Adding 0x7fff plus the lowest kept bit carries into the kept half exactly when the dropped half
+// is above one half, or equal to it with an odd kept half: round to nearest, ties to even. A NaN
+// could carry into infinity, so it is made a quiet NaN instead.
 constexpr BFloat16 narrow_to_bfloat16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {

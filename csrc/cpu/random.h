@@ -8,8 +8,8 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-inline constexpr int kPhiloxLanes = kVectorBytes / 4;          // blocks per vector
-inline constexpr int kElementsPerBlock = 8;                    // 16-bit values per block
+inline constexpr int kPhiloxLanes = kVectorBytes / 4;  // blocks per vector
+inline constexpr int kElementsPerBlock = 8;            // 16-bit values per block
 inline constexpr int kElementsPerDraw = kPhiloxLanes * kElementsPerBlock;
 
 struct WordPair {
@@ -42,7 +42,8 @@ ONEPASS_INLINE WordPair multiply(WordBits a, uint32_t factor) {
 #endif
 }
 
-// values: (kElementsPerDraw,) the 16-bit values of kPhiloxLanes consecutive blocks from first_block.
+// values: (kElementsPerDraw,) the 16-bit values of kPhiloxLanes consecutive blocks from
+// first_block.
 inline void draw(const Dropout& dropout, uint64_t first_block, uint16_t* values) {
   // Lane 4k + j holds block j * (lanes / 4) + k. After a 4 x 4 transpose of words within each
   // 128-bit group, vector j then holds lanes / 4 whole consecutive blocks, in memory order.

@@ -75,9 +75,22 @@ ONEPASS_INLINE Vec<A> fma(Vec<A> a, Vec<A> b, Vec<A> c) {
 #endif
 }
 
-// Sum of the lanes by halving: a fixed tree.
+// Sum of the lanes by halving: lane i + lane i + half, and so on. A fixed tree.
 template <class A>
 ONEPASS_INLINE A sum_of_lanes(Vec<A> v) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(A) == 4) {
+#if defined(__AVX512F__)
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)v),
+                                      _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+    const __m256 half = (__m256)v;
+#endif
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+#endif
   A lane[kLanes<A>];
   std::memcpy(lane, &v, sizeof(v));
   for (int width = kLanes<A> / 2; width > 0; width /= 2) {
@@ -226,8 +239,8 @@ ONEPASS_INLINE Vec<A> keep_lanes(Vec<A> v, Count count) {
   }
 }
 
-// body(column, count) over [begin, end), a full vector at a time: count is a compile-time kLanes for
-// whole vectors (std::integral_constant-like) and a run-time value for the tail.
+// body(column, count) over [begin, end), a full vector at a time: count is a compile-time kLanes
+// for whole vectors (std::integral_constant-like) and a run-time value for the tail.
 template <class A>
 struct WholeVector {
   static constexpr bool kWhole = true;

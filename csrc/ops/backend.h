@@ -10,8 +10,9 @@ struct Backend {
   const char* name;  // the CPU level, or the CUDA architecture
   NormBackend norm;
   DropoutBackend dropout;
-  double (*fma_ceiling)(double seconds);       // measured GFLOP/s of one thread, or null
-  double (*bf16_dot_ceiling)(double seconds);  // likewise; 0 where the level has no such instruction
+  double (*fma_ceiling)(double seconds);  // measured GFLOP/s of one thread, or null
+  double (*bf16_dot_ceiling)(
+      double seconds);  // likewise; 0 where the level has no such instruction
 };
 
 }  // namespace onepass

@@ -1,5 +1,6 @@
-// The error grammar: `<op>: <argument> must <rule>, got <value>`, thrown as std::runtime_error before
-// anything is written and outside any parallel region, so that the message reaches Python unchanged.
+// The error grammar: `<op>: <argument> must <rule>, got <value>`, thrown as std::runtime_error
+// before anything is written and outside any parallel region, so that the message reaches Python
+// unchanged.
 #pragma once
 
 #include <algorithm>
@@ -64,8 +65,7 @@ class CheckedAgainst {
     return dtype;
   }
 
-  DType tensor(const char* name, const TensorInfo& info, const int64_t* shape,
-               int64_t dims) const {
+  DType tensor(const char* name, const TensorInfo& info, const int64_t* shape, int64_t dims) const {
     require(info.dims == dims && std::equal(shape, shape + dims, info.sizes), op_, ": ", name,
             " must have shape ", shape_text(shape, dims), ", got ", shape_text(info));
     require(info.device == first_.device, op_, ": ", name, " must be on the device of ",

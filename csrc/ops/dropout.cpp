@@ -48,8 +48,7 @@ Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual, cons
                        double p, std::optional<ScalarType> out_dtype) {
   CheckedDropout call = check_dropout(input, residual, seed, p, out_dtype);
   DropoutForward& args = call.args;
-  Tensor output =
-      empty(call.input.sizes, call.input.dims, args.output_dtype, call.input.device);
+  Tensor output = empty(call.input.sizes, call.input.dims, args.output_dtype, call.input.device);
   const OptionalTensor dense_input = dense(input);
   const OptionalTensor dense_residual = dense(residual);
   args.input = data_of(dense_input);

@@ -101,8 +101,7 @@ CheckedForward check_forward(const Tensor& input, const OptionalTensor& residual
   const int64_t row_dims = static_cast<int64_t>(normalized_shape.size());
   args.input_dtype = args.residual_dtype = checked.first_dtype();
   if (residual) {
-    args.residual_dtype =
-        checked.tensor("residual", call.residual.info, shape.sizes, shape.dims);
+    args.residual_dtype = checked.tensor("residual", call.residual.info, shape.sizes, shape.dims);
   }
   if (weight) {
     args.weight_dtype =
@@ -122,7 +121,8 @@ CheckedForward check_forward(const Tensor& input, const OptionalTensor& residual
   require_probability(op, "dropout_p", dropout_p);
   require(dropout_p == 0.0 || residual, op, ": dropout_p must be 0 without a residual, got ",
           dropout_p);
-  require((dropout_p > 0.0) == seed.has_value(), op, ": seed must be given with dropout_p > 0 only");
+  require((dropout_p > 0.0) == seed.has_value(), op,
+          ": seed must be given with dropout_p > 0 only");
   if (seed) checked.seed(*seed);
 
   call.leading = set_size(args, shape, normalized_shape);
@@ -140,9 +140,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(
     const OptionalTensor& bias, const OptionalTensor& seed, const Shape& normalized_shape, bool rms,
     double eps, double weight_offset, double dropout_p, std::optional<ScalarType> out_dtype,
     std::optional<ScalarType> residual_dtype, bool save_statistics) {
-  CheckedForward call =
-      check_forward(input, residual, weight, bias, seed, normalized_shape, rms, eps, weight_offset,
-                    dropout_p, out_dtype, residual_dtype);
+  CheckedForward call = check_forward(input, residual, weight, bias, seed, normalized_shape, rms,
+                                      eps, weight_offset, dropout_p, out_dtype, residual_dtype);
   NormForward& args = call.args;
   const TensorInfo shape = call.input.info;
   const DType statistics_dtype =
@@ -152,9 +151,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(
                   : empty_1d(0, statistics_dtype, shape.device);
   };
   Tensor output = empty(shape.sizes, shape.dims, args.output_dtype, shape.device);
-  Tensor residual_out =
-      residual ? empty(shape.sizes, shape.dims, args.residual_out_dtype, shape.device)
-               : empty_1d(0, args.residual_out_dtype, shape.device);
+  Tensor residual_out = residual
+                            ? empty(shape.sizes, shape.dims, args.residual_out_dtype, shape.device)
+                            : empty_1d(0, args.residual_out_dtype, shape.device);
   Tensor mean = statistics(save_statistics && !rms);
   Tensor rstd = statistics(save_statistics);
 
@@ -239,7 +238,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
   check_statistics("rstd", rstd);
   if (!rms) check_statistics("mean", mean);
   require_probability(op, "dropout_p", dropout_p);
-  require((dropout_p > 0.0) == seed.has_value(), op, ": seed must be given with dropout_p > 0 only");
+  require((dropout_p > 0.0) == seed.has_value(), op,
+          ": seed must be given with dropout_p > 0 only");
   if (seed) checked.seed(*seed);
   const bool want_input = grad_mask & kWantInput;
   const bool want_residual = grad_mask & kWantResidual;
@@ -288,9 +288,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
 
 }  // namespace
 
-#define ONEPASS_NORM_FORWARD_ARGUMENTS                                                        \
-  "(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, "             \
-  "SymInt[] normalized_shape, bool rms, float eps, float weight_offset, float dropout_p, "    \
+#define ONEPASS_NORM_FORWARD_ARGUMENTS                                                     \
+  "(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, "          \
+  "SymInt[] normalized_shape, bool rms, float eps, float weight_offset, float dropout_p, " \
   "ScalarType? out_dtype, ScalarType? residual_dtype, bool save_statistics)"
 
 #ifndef ONEPASS_CUDA

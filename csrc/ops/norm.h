@@ -21,15 +21,15 @@ struct RowStride {
 // x = residual + dropout(input), or input itself without a residual;
 // output = (x - mean) * rstd * (weight + weight_offset) + bias; rms has no mean.
 struct NormForward {
-  const void* input;      // (rows, cols)
-  const void* residual;   // (rows, cols) or null
-  const void* weight;     // (cols,) or null, which is 1
-  const void* bias;       // (cols,) or null, which is 0
-  const int64_t* seed;    // (2,) or null, which is no dropout
-  void* output;           // (rows, cols) contiguous
-  void* residual_out;     // (rows, cols) contiguous, x rounded to its dtype; null without a residual
-  void* mean;             // (rows,) contiguous in the accumulator's dtype; null if not kept or rms
-  void* rstd;             // (rows,) contiguous in the accumulator's dtype; null if not kept
+  const void* input;     // (rows, cols)
+  const void* residual;  // (rows, cols) or null
+  const void* weight;    // (cols,) or null, which is 1
+  const void* bias;      // (cols,) or null, which is 0
+  const int64_t* seed;   // (2,) or null, which is no dropout
+  void* output;          // (rows, cols) contiguous
+  void* residual_out;    // (rows, cols) contiguous, x rounded to its dtype; null without a residual
+  void* mean;            // (rows,) contiguous in the accumulator's dtype; null if not kept or rms
+  void* rstd;            // (rows,) contiguous in the accumulator's dtype; null if not kept
   int64_t rows;
   int64_t cols;
   int64_t row_size[kRowDims];  // product is rows

@@ -19,9 +19,9 @@ struct RowTensor {
   const void* data() const { return tensor ? tensor->const_data_ptr() : nullptr; }
 };
 
-// Merges the leading (all but `row_dims`) dimensions into row_size, most significant first, and sets
-// every stride. A tensor that cannot be addressed so is replaced by a contiguous copy: one whose
-// rows are not dense, or all that are not contiguous if more than kRowDims dimensions remain.
+// Merges the leading (all but `row_dims`) dimensions into row_size, most significant first, and
+// sets every stride. A tensor that cannot be addressed so is replaced by a contiguous copy: one
+// whose rows are not dense, or all that are not contiguous if more than kRowDims dimensions remain.
 void address_rows(std::initializer_list<RowTensor*> tensors, int64_t row_dims,
                   int64_t (&row_size)[kRowDims]);
 

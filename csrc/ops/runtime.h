@@ -1,4 +1,5 @@
-// The back end that an operator runs on, the machine its plan may count on, and the record of plans.
+// The back end that an operator runs on, the machine its plan may count on, and the record of
+// plans.
 #pragma once
 
 #include <string>

@@ -96,7 +96,8 @@ std::string device_text(const Device& device) {
 
 Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device) {
   constexpr int64_t kMaxDims = 64;  // as torch
-  if (dims > kMaxDims) throw std::runtime_error("onepass: a tensor must have at most 64 dimensions");
+  if (dims > kMaxDims)
+    throw std::runtime_error("onepass: a tensor must have at most 64 dimensions");
   std::array<int64_t, kMaxDims> strides;
   int64_t stride = 1;
   for (int64_t d = dims - 1; d >= 0; --d) {

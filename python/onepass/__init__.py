@@ -7,19 +7,11 @@ The operators are in `onepass.functional` and `onepass.nn`; `python -m onepass d
 installation, `python -m onepass compare` measures a model, stock against swapped.
 """
 
-import os as _os
-
-if _os.environ.get("ONEPASS_DOCTOR") != "1":  # `doctor` looks at installations that do not load
-    from onepass import _library
-
-    _library.load()
-
-    from onepass import functional, nn
-    from onepass.explain import Explanation, explain
-    from onepass.swapping import Report, swap, swapped, unswap
-
+import sys as _sys
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
+
+from onepass import _library
 
 try:
     __version__ = _version("onepass")
@@ -36,3 +28,17 @@ __all__ = [
     "swapped",
     "unswap",
 ]
+
+# Why the op libraries could not be loaded. The command line alone goes on with it, so that
+# `onepass doctor` can look at a broken installation; everybody else gets the ImportError.
+load_error: ImportError | None = None
+try:
+    _library.load()
+except ImportError as _error:
+    if not _library.is_command_line(_sys.argv, _sys.orig_argv):
+        raise
+    load_error = _error
+else:
+    from onepass import functional, nn
+    from onepass.explain import Explanation, explain
+    from onepass.swapping import Report, swap, swapped, unswap

@@ -43,6 +43,14 @@ def load() -> None:
         _load_library(torch, cuda)
 
 
+def is_command_line(argv: list[str], orig_argv: list[str]) -> bool:
+    """Whether this process is `python -m onepass ...` or the console script."""
+    program = os.path.basename(argv[0]) if argv else ""
+    return program == "onepass" or any(
+        flag == "-m" and module == "onepass" for flag, module in zip(orig_argv, orig_argv[1:])
+    )
+
+
 def library_directory() -> Path:
     """The directory of the op libraries: beside the extension module.
 

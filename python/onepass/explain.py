@@ -1,2 +1,6 @@
-class Explanation: pass
-def explain(): pass
+class Explanation:
+    pass
+
+
+def explain():
+    pass

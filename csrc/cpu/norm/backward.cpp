@@ -125,12 +125,11 @@ struct BackwardKernels {
 template <class A, class D, class X, class DX>
 BackwardKernels<A> kernels_of(const NormBackward& args) {
   return visit_bool(args.rms, [&]<bool kRms>() {
-    return visit_bool(
-        args.dresidual_out != nullptr, [&]<bool kResidual>() -> BackwardKernels<A> {
-          return {norm_backward_sums_kernel<A, D, X, kRms>,
-                  norm_backward_kernel<A, D, X, DX, kRms, kResidual, kRowsPerBlock>,
-                  norm_backward_kernel<A, D, X, DX, kRms, kResidual, 1>};
-        });
+    return visit_bool(args.dresidual_out != nullptr, [&]<bool kResidual>() -> BackwardKernels<A> {
+      return {norm_backward_sums_kernel<A, D, X, kRms>,
+              norm_backward_kernel<A, D, X, DX, kRms, kResidual, kRowsPerBlock>,
+              norm_backward_kernel<A, D, X, DX, kRms, kResidual, 1>};
+    });
   });
 }
 
@@ -218,8 +217,7 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
 
   const auto run_block = [&](BackwardRows<A>& rows, int64_t row, auto row_count) {
     for (int r = 0; r < row_count; ++r) {
-      rows.doutput[r] =
-          at(args.doutput, address(args.doutput_stride, row + r) * doutput_size);
+      rows.doutput[r] = at(args.doutput, address(args.doutput_stride, row + r) * doutput_size);
       rows.x[r] = at(args.x, address(args.x_stride, row + r) * x_size);
       rows.dresidual_out[r] =
           args.dresidual_out
@@ -258,22 +256,21 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
     }
   };
 
-  for_each_piece(context, plan.parallel, plan.splits, kSerialBytes,
-                 [&](int64_t begin, int64_t end) {
-                   for (int64_t chunk = begin; chunk < end; ++chunk) {
-                     BackwardRows<A> rows;
-                     rows.weight = weight;
-                     rows.cols = args.cols;
-                     rows.dweight = partials + chunk * chunk_stride;
-                     rows.dbias = rows.dweight + buffer_size;
-                     std::fill(rows.dweight, rows.dweight + chunk_stride, A(0));
-                     for (int r = 0; r < kRowsPerBlock; ++r) rows.mean_g[r] = A(0);
-                     for_each_row_block(
-                         args.rows * chunk / plan.splits, args.rows * (chunk + 1) / plan.splits,
-                         args.cols,
-                         [&](int64_t row, auto row_count) { run_block(rows, row, row_count); });
-                   }
-                 });
+  for_each_piece(
+      context, plan.parallel, plan.splits, kSerialBytes, [&](int64_t begin, int64_t end) {
+        for (int64_t chunk = begin; chunk < end; ++chunk) {
+          BackwardRows<A> rows;
+          rows.weight = weight;
+          rows.cols = args.cols;
+          rows.dweight = partials + chunk * chunk_stride;
+          rows.dbias = rows.dweight + buffer_size;
+          std::fill(rows.dweight, rows.dweight + chunk_stride, A(0));
+          for (int r = 0; r < kRowsPerBlock; ++r) rows.mean_g[r] = A(0);
+          for_each_row_block(args.rows * chunk / plan.splits, args.rows * (chunk + 1) / plan.splits,
+                             args.cols,
+                             [&](int64_t row, auto row_count) { run_block(rows, row, row_count); });
+        }
+      });
   const auto reduce = [&](int64_t begin, int64_t end) {
     if (args.dweight) {
       reduce_partials<A>(partials, plan.splits, chunk_stride, begin, end, args.dweight,
@@ -295,8 +292,7 @@ Plan plan_norm_backward(const NormBackward& args, const Machine& machine) {
   const int64_t bytes = size_of(args.doutput_dtype) + 2 * size_of(args.x_dtype);
   const bool parallel =
       machine.threads > 1 && chunks > 1 && args.rows * args.cols * bytes > kSerialBytes;
-  return {.workspace_bytes =
-              (1 + 2 * chunks) * widened_bytes(args.cols, accumulator_size_of(args)),
+  return {.workspace_bytes = (1 + 2 * chunks) * widened_bytes(args.cols, accumulator_size_of(args)),
           .zeroed_bytes = 0,
           .kernel_name = "norm_backward_kernel",
           .rows_per_tile = rows_per_block(args.cols),

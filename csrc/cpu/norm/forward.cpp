@@ -1,9 +1,9 @@
 // Layer norm and RMS norm, forward: y = (x - mean) * rstd * weight + bias per row.
 //
 // A row is read from memory once: the passes after the first (centred squares, scaling) find it in
-// L1. With a residual, x = residual + dropout(input) is rounded to residual_out's dtype first and the
-// norm is that of the rounded x, which is what the backward will see. Bytes per element: input +
-// output (+ residual + residual_out). Done when it runs at the speed of a copy of that size.
+// L1. With a residual, x = residual + dropout(input) is rounded to residual_out's dtype first and
+// the norm is that of the rounded x, which is what the backward will see. Bytes per element: input
+// + output (+ residual + residual_out). Done when it runs at the speed of a copy of that size.
 #include <cmath>
 
 #include "cpu/norm/norm.h"
@@ -192,9 +192,8 @@ void run(const NormForward& args, const Plan& plan, void* workspace, const Conte
             const char* x = input + address(args.input_stride, row + r) * input_size;
             if (residual) {
               char* sum = residual_out + (row + r) * residual_out_row_bytes;
-              path.add_row(x,
-                           residual + address(args.residual_stride, row + r) * residual_size, sum,
-                           args.cols, dropout, (row + r) * args.cols);
+              path.add_row(x, residual + address(args.residual_stride, row + r) * residual_size,
+                           sum, args.cols, dropout, (row + r) * args.cols);
               x = sum;
             }
             rows.x[r] = x;

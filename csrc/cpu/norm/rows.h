@@ -56,30 +56,39 @@ ONEPASS_INLINE void for_each_row_block(int64_t begin, int64_t end, int64_t cols,
 // of a whole row's. The order depends on cols alone.
 template <class A, int kSums, class Accumulate>
 ONEPASS_INLINE std::array<A, kSums> sum_columns(int64_t cols, Accumulate&& accumulate) {
-  constexpr int kChains = 4;
-  constexpr int64_t kStep = kChains * kLanes<A>;
+  constexpr int64_t kStep = 4 * kLanes<A>;
   constexpr int64_t kRun = 64 * kStep;
-  Vec<A> total[kChains][kSums] = {};
+  // Four named structs rather than an array: g++ then keeps every sum in a register.
+  struct Chain {
+    Vec<A> sum[kSums] = {};
+    ONEPASS_INLINE void add(const Chain& other) {
+      for (int s = 0; s < kSums; ++s) sum[s] += other.sum[s];
+    }
+  };
+  Chain total0, total1, total2, total3;
   const int64_t stepped = cols - cols % kStep;
   int64_t j = 0;
   while (j < stepped) {
     const int64_t run_end = std::min(j + kRun, stepped);
-    Vec<A> run[kChains][kSums] = {};
+    Chain run0, run1, run2, run3;
     for (; j < run_end; j += kStep) {
-      for (int chain = 0; chain < kChains; ++chain) {
-        accumulate(run[chain], j + chain * kLanes<A>, WholeVector<A>{});
-      }
+      accumulate(run0.sum, j, WholeVector<A>{});
+      accumulate(run1.sum, j + kLanes<A>, WholeVector<A>{});
+      accumulate(run2.sum, j + 2 * kLanes<A>, WholeVector<A>{});
+      accumulate(run3.sum, j + 3 * kLanes<A>, WholeVector<A>{});
     }
-    for (int chain = 0; chain < kChains; ++chain) {
-      for (int s = 0; s < kSums; ++s) total[chain][s] += run[chain][s];
-    }
+    total0.add(run0);
+    total1.add(run1);
+    total2.add(run2);
+    total3.add(run3);
   }
-  for (; j + kLanes<A> <= cols; j += kLanes<A>) accumulate(total[0], j, WholeVector<A>{});
-  if (j < cols) accumulate(total[1], j, Tail{cols - j});
+  for (; j + kLanes<A> <= cols; j += kLanes<A>) accumulate(total0.sum, j, WholeVector<A>{});
+  if (j < cols) accumulate(total1.sum, j, Tail{cols - j});
+  total0.add(total1);
+  total2.add(total3);
+  total0.add(total2);
   std::array<A, kSums> sums;
-  for (int s = 0; s < kSums; ++s) {
-    sums[s] = sum_of_lanes<A>((total[0][s] + total[1][s]) + (total[2][s] + total[3][s]));
-  }
+  for (int s = 0; s < kSums; ++s) sums[s] = sum_of_lanes<A>(total0.sum[s]);
   return sums;
 }
 

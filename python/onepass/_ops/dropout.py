@@ -63,9 +63,7 @@ class _AddDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, doutput):
         (seed,) = ctx.saved_tensors
-        dinput = (
-            _drop(doutput, seed, ctx.p, ctx.input_dtype) if ctx.needs_input_grad[0] else None
-        )
+        dinput = _drop(doutput, seed, ctx.p, ctx.input_dtype) if ctx.needs_input_grad[0] else None
         return dinput, doutput if ctx.needs_input_grad[1] else None, None, None
 
 

@@ -1,0 +1,39 @@
+"""The command line: doctor, compare, bench, explain.
+
+Each subcommand is a module with `add_arguments(parser)` and `main(args) -> exit code`, imported only
+when it is the one asked for. Bad input ends in one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+import onepass
+
+COMMANDS = {
+    "doctor": "check this installation: versions, CPU levels, libraries, one self-test per operator",
+    "compare": "train a model on real text, stock against swapped: time, memory, sameness",
+    "bench": "time the operators against torch's and the machine's ceilings",
+    "explain": "say which kernels a model's forward runs, and why",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="onepass", description=onepass.__doc__.split("\n\n")[0])
+    parser.add_argument("--version", action="version", version=f"onepass {onepass.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name == asked:
+            if name != "doctor" and onepass.load_error is not None:
+                print(onepass.load_error, file=sys.stderr)
+                return 1
+            module = importlib.import_module(f"onepass.{name}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(main=module.main)
+    args = parser.parse_args(argv)
+    return args.main(args)
