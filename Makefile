@@ -1,7 +1,7 @@
 # Two commands from a bare machine (Python 3.10 or newer, a C++20 compiler):
 #   make compare   a real transformer on real text, stock against swapped, with a picture
 #   make test      the whole test suite
-# Everything happens in .venv; TORCH is pinned there and nowhere else.
+# Everything happens in .venv; TORCH is pinned there and nowhere else. ARGS is passed on.
 
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
@@ -9,46 +9,51 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-SOURCES := $(shell find csrc cmake build_backend -type f) CMakeLists.txt pyproject.toml
+# This file rebuilds when a source has changed, so that imports need not look.
+INSTALL := $(PIP) --no-build-isolation --config-settings=editable.rebuild=false --editable
+SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
+	CMakeLists.txt pyproject.toml
+CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
 .PHONY: build compare test lint format bench clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) "pip>=23"
 	$(PIP) "$(TORCH)"
-	$(PIP) "scikit-build-core>=0.11" "pybind11>=2.13" ninja "cmake>=3.25"
+	$(PIP) "scikit-build-core>=0.11" "pybind11>=2.13" "cmake>=3.25" ninja
 	touch $@
 
-# The test extra is installed after torch, so that what needs torch finds it and brings no other.
 $(VENV)/build.stamp: $(VENV)/torch.stamp $(SOURCES)
-	$(PIP) --no-build-isolation --config-settings=cmake.define.ONEPASS_WERROR=ON --editable ".[tools]"
+	$(INSTALL) ".[tools]"
 	touch $@
 
-$(VENV)/test.stamp: $(VENV)/build.stamp pyproject.toml
-	$(PIP) --no-build-isolation --config-settings=cmake.define.ONEPASS_WERROR=ON --editable ".[test,lint]"
-	touch $@
+# After torch, so that what needs torch finds it and brings no other.
+$(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(INSTALL) ".[test,lint]"
+	touch $@ $(VENV)/build.stamp
 
 build: $(VENV)/build.stamp
 
 compare: build
 	$(BIN)/python -m onepass compare --plot compare.png $(ARGS)
-	@echo "the picture is in compare.png"
+	@echo "The picture is in compare.png."
 
 bench: build
-	$(BIN)/python -m onepass bench all $(ARGS)
+	$(BIN)/python -m onepass bench $(or $(ARGS),all)
 
-test: $(VENV)/test.stamp
+test: $(VENV)/test.stamp build
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --nbmake --nbmake-timeout=300 tests notebooks $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' | xargs $(BIN)/clang-format --dry-run --Werror
+	$(CXX_FILES) | xargs $(BIN)/clang-format --dry-run --Werror
 
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' | xargs $(BIN)/clang-format -i
+	$(CXX_FILES) | xargs $(BIN)/clang-format -i
 
 clean:
 	rm -rf $(VENV) build compare.png

@@ -37,10 +37,23 @@ void dropout_forward_kernel(const DropoutForward& args, const Dropout& dropout, 
   }
 }
 
+// Without dropout only the add is left.
+template <class T, class R>
+void add_kernel(const DropoutForward& args, const Dropout&, int64_t begin, int64_t end) {
+  using A = Accumulator<T>;
+  const T* input = static_cast<const T*>(args.input);
+  const R* residual = static_cast<const R*>(args.residual);
+  R* output = static_cast<R*>(args.output);
+  for_each_vector<A>(begin, end, [&](int64_t i, auto lanes) {
+    store<A>(output + i, load<A>(residual + i, lanes) + load<A>(input + i, lanes), lanes);
+  });
+}
+
 using Kernel = void (*)(const DropoutForward&, const Dropout&, int64_t, int64_t);
 
 Kernel kernel_for(const DropoutForward& args) {
   if (args.input_dtype == DType::kFloat64) {
+    if (!args.seed) return add_kernel<double, double>;
     return args.residual ? dropout_forward_kernel<double, double, double, true>
                          : dropout_forward_kernel<double, double, double, false>;
   }
@@ -51,6 +64,7 @@ Kernel kernel_for(const DropoutForward& args) {
       });
     }
     return visit_dtype_up_to_float32(args.residual_dtype, [&]<class R>() -> Kernel {
+      if (!args.seed) return add_kernel<T, R>;
       return dropout_forward_kernel<T, R, R, true>;
     });
   });
@@ -65,7 +79,7 @@ Plan plan_forward(const DropoutForward& args, const Machine& machine) {
   const bool parallel = machine.threads > 1 && args.numel * bytes_per_element(args) > kSerialBytes;
   return {.workspace_bytes = 0,
           .zeroed_bytes = 0,
-          .kernel_name = "dropout_forward_kernel",
+          .kernel_name = args.seed ? "dropout_forward_kernel" : "add_kernel",
           .rows_per_tile = 1,
           .splits = (args.numel + kDropoutTile - 1) / kDropoutTile,
           .parallel = parallel,
@@ -73,7 +87,7 @@ Plan plan_forward(const DropoutForward& args, const Machine& machine) {
 }
 
 void run_forward(const DropoutForward& args, const Plan& plan, void*, const Context& context) {
-  const Dropout dropout = make_dropout(args.seed, args.dropout_p);
+  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
   const Kernel kernel = kernel_for(args);
   // Pieces begin at whole tiles, so no two threads draw the same block.
   for_each_piece(context, plan.parallel, plan.splits, kDropoutTile * bytes_per_element(args),

@@ -2,6 +2,8 @@
 // that the driver shows. Plain C functions, read through ctypes.
 #include <cuda_runtime.h>
 
+#include <cstring>
+
 #define ONEPASS_EXPORT extern "C" __attribute__((visibility("default")))
 
 // The CUDA toolkit of the build, as 1000 * major + 10 * minor.
@@ -28,4 +30,14 @@ ONEPASS_EXPORT int onepass_cuda_capability(int device) {
     error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   }
   return error == cudaSuccess ? 10 * major + minor : -static_cast<int>(error);
+}
+
+// A device's name, at most size - 1 characters of it. Returns 0, or minus the cudaError.
+ONEPASS_EXPORT int onepass_cuda_device_name(int device, char* name, int size) {
+  cudaDeviceProp properties;
+  const cudaError_t error = cudaGetDeviceProperties(&properties, device);
+  if (error != cudaSuccess) return -static_cast<int>(error);
+  std::strncpy(name, properties.name, size - 1);
+  name[size - 1] = '\0';
+  return 0;
 }

@@ -20,7 +20,7 @@ struct CheckedDropout {
 };
 
 CheckedDropout check_dropout(const Tensor& input, const OptionalTensor& residual,
-                             const Tensor& seed, double p,
+                             const OptionalTensor& seed, double p,
                              const std::optional<ScalarType>& out_dtype) {
   const char* op = residual ? "add_dropout" : "dropout";
   CheckedDropout call{.input = info_of(input)};
@@ -37,14 +37,16 @@ CheckedDropout check_dropout(const Tensor& input, const OptionalTensor& residual
     args.output_dtype = checked.dtype("out_dtype", static_cast<int32_t>(*out_dtype));
   }
   require_probability(op, "p", p);
-  checked.seed(seed);
+  require(seed.has_value() || (p == 0.0 && residual), op,
+          ": seed must be given but for p = 0 with a residual");
+  if (seed) checked.seed(*seed);
   args.dropout_p = p;
   args.numel = 1;
   for (int64_t d = 0; d < shape.dims; ++d) args.numel *= shape.sizes[d];
   return call;
 }
 
-Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual, const Tensor& seed,
+Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual, const OptionalTensor& seed,
                        double p, std::optional<ScalarType> out_dtype) {
   CheckedDropout call = check_dropout(input, residual, seed, p, out_dtype);
   DropoutForward& args = call.args;
@@ -53,7 +55,7 @@ Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual, cons
   const OptionalTensor dense_residual = dense(residual);
   args.input = data_of(dense_input);
   args.residual = data_of(dense_residual);
-  args.seed = static_cast<const int64_t*>(seed.const_data_ptr());
+  args.seed = static_cast<const int64_t*>(data_of(seed));
   args.output = output.mutable_data_ptr();
   if (args.numel > 0) {
     run_operator(backend().dropout.forward, args, call.input.device, [&]() -> Dispatch {
@@ -67,7 +69,7 @@ Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual, cons
 }
 
 // On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
-void dropout_forward_check(const Tensor& input, const OptionalTensor& residual, const Tensor& seed,
+void dropout_forward_check(const Tensor& input, const OptionalTensor& residual, const OptionalTensor& seed,
                            double p, std::optional<ScalarType> out_dtype) {
   check_dropout(input, residual, seed, p, out_dtype);
 }
@@ -75,7 +77,7 @@ void dropout_forward_check(const Tensor& input, const OptionalTensor& residual, 
 }  // namespace
 
 #define ONEPASS_DROPOUT_FORWARD_ARGUMENTS \
-  "(Tensor input, Tensor? residual, Tensor seed, float p, ScalarType? out_dtype)"
+  "(Tensor input, Tensor? residual, Tensor? seed, float p, ScalarType? out_dtype)"
 
 #ifndef ONEPASS_CUDA
 STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {

@@ -13,7 +13,7 @@ namespace onepass {
 struct DropoutForward {
   const void* input;     // (numel,) contiguous
   const void* residual;  // (numel,) contiguous, or null, which is 0
-  const int64_t* seed;   // (2,)
+  const int64_t* seed;   // (2,) or null, which is no dropout: then there is a residual
   void* output;          // (numel,) contiguous
   int64_t numel;
   DType input_dtype;

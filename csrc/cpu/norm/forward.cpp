@@ -24,19 +24,22 @@ struct Moments {
 // Mean first, then centred squares, not Welford: the row is in L1, so the second pass costs no
 // memory traffic, while Welford costs a division per element. The sum of the centred values itself
 // corrects the mean's rounding, which matters where the mean is large beside the deviation.
+//
+// The few operations per row that end it are done in float64: each of their roundings would show in
+// every element.
 template <class A, class X, bool kRms>
-ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, A eps) {
-  const A n = static_cast<A>(cols);
+ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, double eps) {
+  const double n = static_cast<double>(cols);
   if constexpr (kRms) {
     const auto [squares] = sum_columns<A, 1>(cols, [&](Vec<A>* sum, int64_t j, auto count) {
       const Vec<A> v = load<A>(x + j, count);
       sum[0] = fma<A>(v, v, sum[0]);
     });
-    return {A(0), A(1) / std::sqrt(squares / n + eps)};
+    return {A(0), static_cast<A>(1.0 / std::sqrt(squares / n + eps))};
   } else {
     const auto [sum] = sum_columns<A, 1>(
         cols, [&](Vec<A>* acc, int64_t j, auto count) { acc[0] += load<A>(x + j, count); });
-    const A guess = sum / n;
+    const A guess = static_cast<A>(sum / n);
     const Vec<A> centre = broadcast<A>(guess);
     const auto [deviation, squares] =
         sum_columns<A, 2>(cols, [&](Vec<A>* acc, int64_t j, auto count) {
@@ -44,9 +47,10 @@ ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, A eps) {
           acc[0] += d;
           acc[1] = fma<A>(d, d, acc[1]);
         });
-    const A correction = deviation / n;
-    const A variance = squares / n - correction * correction;
-    return {guess + correction, A(1) / std::sqrt((variance < A(0) ? A(0) : variance) + eps)};
+    const double correction = deviation / n;
+    const double variance = squares / n - correction * correction;
+    return {static_cast<A>(guess + correction),
+            static_cast<A>(1.0 / std::sqrt((variance < 0.0 ? 0.0 : variance) + eps))};
   }
 }
 
@@ -59,7 +63,7 @@ struct ForwardRows {
   A* mean;                       // (rows of the block,) or null
   A* rstd;                       // (rows of the block,) or null
   int64_t cols;
-  A eps;
+  double eps;
 };
 
 template <class A, class X, class Y, bool kRms, bool kBias, int kRows>
@@ -204,7 +208,7 @@ void run(const NormForward& args, const Plan& plan, void* workspace, const Conte
           rows.mean = args.mean ? static_cast<A*>(args.mean) + row : nullptr;
           rows.rstd = args.rstd ? static_cast<A*>(args.rstd) + row : nullptr;
           rows.cols = args.cols;
-          rows.eps = static_cast<A>(args.eps);
+          rows.eps = args.eps;
           (row_count == kRowsPerBlock ? path.kernels.block : path.kernels.single)(rows);
         });
       });

@@ -52,12 +52,12 @@ ONEPASS_INLINE void for_each_row_block(int64_t begin, int64_t end, int64_t cols,
 
 // kSums sums over the columns [0, cols). accumulate(sum, column, count) adds one vector to each of
 // sum[0..kSums). Four chains hide the latency of the additions; runs of 64 vectors are summed on
-// their own first, so that the error grows with the square root of a few hundred additions and not
+// their own first, so that the error grows with the square root of some tens of additions and not
 // of a whole row's. The order depends on cols alone.
 template <class A, int kSums, class Accumulate>
 ONEPASS_INLINE std::array<A, kSums> sum_columns(int64_t cols, Accumulate&& accumulate) {
   constexpr int64_t kStep = 4 * kLanes<A>;
-  constexpr int64_t kRun = 64 * kStep;
+  constexpr int64_t kRun = 16 * kStep;
   // Four named structs rather than an array: g++ then keeps every sum in a register.
   struct Chain {
     Vec<A> sum[kSums] = {};

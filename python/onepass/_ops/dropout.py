@@ -23,8 +23,8 @@ def dropout(input: Tensor, p: float) -> Tensor:
 
 @logged
 def add_dropout(input: Tensor, residual: Tensor, p: float) -> Tensor:
-    """residual + dropout(input), p > 0."""
-    seed = draw_seed(input.device)
+    """residual + dropout(input); p = 0 draws nothing."""
+    seed = draw_seed(input.device) if p > 0.0 else None
     if torch.is_grad_enabled() and (input.requires_grad or residual.requires_grad):
         return _AddDropout.apply(input, residual, seed, p)
     return _forward(input, residual, seed, p, None)
@@ -63,7 +63,12 @@ class _AddDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, doutput):
         (seed,) = ctx.saved_tensors
-        dinput = _drop(doutput, seed, ctx.p, ctx.input_dtype) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[0]:
+            dinput = None
+        elif seed is None:
+            dinput = doutput.to(ctx.input_dtype)
+        else:
+            dinput = _drop(doutput, seed, ctx.p, ctx.input_dtype)
         return dinput, doutput if ctx.needs_input_grad[1] else None, None, None
 
 

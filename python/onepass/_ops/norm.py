@@ -76,12 +76,11 @@ class _Norm(torch.autograd.Function):
         input, residual, weight, bias, seed, normalized_shape, rms, ctx.eps, offset = inputs[:9]
         _, residual_out, mean, rstd = outputs
         ctx.set_materialize_grads(False)
-        if residual is None:
-            x = input
-            ctx.mark_non_differentiable(residual_out, mean, rstd)
-        else:
-            x = residual_out
+        x = input if residual is None else residual_out
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             ctx.mark_non_differentiable(mean, rstd)
+        else:  # the sum depends on nothing that is trained
+            ctx.mark_non_differentiable(residual_out, mean, rstd)
         ctx.save_for_backward(x, weight, bias, seed, mean, rstd)
         ctx.input_dtype = input.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
@@ -90,6 +89,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, doutput, dresidual_out, _dmean, _drstd):
         needs = ctx.needs_input_grad
+        if ctx.residual_dtype is None:
+            dresidual_out = None  # compiled graphs hand over a gradient of the size-0 output
         if doutput is None and dresidual_out is None:
             return (None,) * len(needs)
         x, weight, bias, seed, mean, rstd = ctx.saved_tensors
@@ -99,8 +100,8 @@ class _Norm(torch.autograd.Function):
         mask = (
             (_INPUT if needs[0] and not shared else 0)
             | (_RESIDUAL if needs[1] else 0)
-            | (_WEIGHT if needs[2] else 0)
-            | (_BIAS if needs[3] else 0)
+            | (_WEIGHT if needs[2] and doutput is not None else 0)
+            | (_BIAS if needs[3] and doutput is not None else 0)
         )
         arguments = (doutput, dresidual_out, x, weight, bias, seed, mean, rstd, normalized_shape)
         arguments += (rms, weight_offset, dropout_p, ctx.input_dtype, ctx.residual_dtype, mask)
@@ -112,8 +113,8 @@ class _Norm(torch.autograd.Function):
         return (
             (dresidual if shared else dinput) if needs[0] else None,
             dresidual if needs[1] else None,
-            dweight if needs[2] else None,
-            dbias if needs[3] else None,
+            dweight if mask & _WEIGHT else None,
+            dbias if mask & _BIAS else None,
             *(None,) * (len(needs) - 4),
         )
 

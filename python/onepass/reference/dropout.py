@@ -56,7 +56,7 @@ def keep_scale(
     drawn = torch.stack(halves, dim=1).flatten()[:numel]
     threshold = round(65536 * p)
     scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
-    return torch.where(drawn < threshold, 0.0, scale).to(dtype)
+    return (drawn >= threshold).to(dtype) * scale
 
 
 def dropout(input: Tensor, p: float, seed: Tensor) -> Tensor:

@@ -1,0 +1,136 @@
+"""When is a result right? One rule, used by the tests, swap's probe, verify, doctor and bench.
+
+With `ref` the reference computed in float64 and `base` the same formula computed by stock PyTorch in
+the result's own dtype,
+
+    max|ours - ref| <= 2 * max|base - ref| + ulp(dtype, max|ref|)
+
+so an operator may be at most about as wrong as PyTorch is, for every shape and dtype, without a
+tolerance to tune. float64 results are held to 1e-11 of max|ref| instead. Half an ulp of bfloat16
+hides a scaling error of 0.4 %, so a 16-bit result of 4,096 elements or more must be unbiased too:
+
+    |mean((ours - ref) * sign(ref))| / mean|ref| <= 2 * (the same of base) + 0.02 * eps(dtype)
+
+Where one draw says little (a single column, say), pass lists of draws: they are pooled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FACTOR = 2.0
+FLOAT64_RELATIVE = 1e-11
+BIAS_MIN_ELEMENTS = 4096
+BIAS_ULPS = 0.02
+
+# Where an operator's definition differs from torch's, so that `base` cannot be torch's function
+# alone: what, and why.
+EXCEPTIONS = {
+    "dropout scaling": (
+        "kept elements are scaled by 65536 / (65536 - round(65536 p)), the inverse of the quantised "
+        "keep probability, not by 1 / (1 - p): the expectation is then exact for 16 random bits per "
+        "element"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rule applied to one result: errors, what they were held to, and the verdict."""
+
+    max_error: float
+    bound: float
+    bias: float  # 0 where too few elements, or too precise a dtype, make it no question
+    bias_bound: float
+    ok: bool
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def ulp(dtype: torch.dtype, magnitude: float) -> float:
+    """The distance of neighbouring numbers of `dtype` at `magnitude`."""
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal
+    exponent = math.floor(math.log2(max(abs(magnitude), smallest)))
+    return 2.0**exponent * info.eps
+
+
+def compare(
+    ours: Tensor | Sequence[Tensor],
+    ref: Tensor | Sequence[Tensor],
+    base: Tensor | Sequence[Tensor],
+) -> Comparison:
+    """Holds `ours` against `ref` by the error of `base`.
+
+    Args:
+        ours: the result, in its dtype; or several draws of it.
+        ref: the same in float64.
+        base: the same by stock PyTorch; its dtype is not looked at.
+
+    Returns:
+        A Comparison. Infinities and NaNs must stand where the reference, rounded to ours' dtype, has
+        them.
+    """
+    ours, ref, base = (_draws(tensors) for tensors in (ours, ref, base))
+    dtype = ours[0].dtype
+    for mine, definition, stock in zip(ours, ref, base, strict=True):
+        if not mine.shape == definition.shape == stock.shape:
+            shapes = f"{tuple(mine.shape)}, {tuple(definition.shape)}, {tuple(stock.shape)}"
+            return Comparison(math.inf, 0.0, 0.0, 0.0, False, f"shapes differ: {shapes}")
+    mine, definition, stock = (
+        torch.cat([tensor.detach().double().flatten().cpu() for tensor in tensors])
+        for tensors in (ours, ref, base)
+    )
+    rounded = definition.to(dtype).double()
+    same_kind = (mine == rounded) | (mine.isnan() & rounded.isnan())
+    if not bool((same_kind | (mine.isfinite() & rounded.isfinite())).all()):
+        count = int((~(same_kind | (mine.isfinite() & rounded.isfinite()))).sum())
+        return Comparison(math.inf, 0.0, 0.0, 0.0, False, f"{count} elements not finite like ref")
+    finite = mine.isfinite() & definition.isfinite() & stock.isfinite()
+    mine, definition, stock = mine[finite], definition[finite], stock[finite]
+    if mine.numel() == 0:
+        return Comparison(0.0, 0.0, 0.0, 0.0, True, "nothing finite to compare")
+
+    largest = float(definition.abs().max())
+    error = float((mine - definition).abs().max())
+    if dtype is torch.float64:
+        bound = FLOAT64_RELATIVE * largest + ulp(dtype, 0.0)
+    else:
+        bound = FACTOR * float((stock - definition).abs().max()) + ulp(dtype, largest)
+    bias = bias_bound = 0.0
+    mean = float(definition.abs().mean())
+    if dtype.itemsize == 2 and mine.numel() >= BIAS_MIN_ELEMENTS and mean > 0:
+        bias = _bias(mine, definition, mean)
+        bias_bound = FACTOR * _bias(stock, definition, mean) + BIAS_ULPS * torch.finfo(dtype).eps
+    ok = error <= bound and bias <= bias_bound
+    text = f"error {error:.2e} of at most {bound:.2e}"
+    if bias_bound:
+        text += f", bias {bias:.2e} of at most {bias_bound:.2e}"
+    return Comparison(error, bound, bias, bias_bound, ok, text)
+
+
+def assert_close(
+    ours: Tensor | Sequence[Tensor],
+    ref: Tensor | Sequence[Tensor],
+    base: Tensor | Sequence[Tensor],
+    case: str = "",
+) -> None:
+    """Raises AssertionError with the errors and `case` unless :func:`compare` is ok."""
+    result = compare(ours, ref, base)
+    if not result.ok:
+        raise AssertionError(f"{case + ': ' if case else ''}{result.text}")
+
+
+def _draws(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _bias(result: Tensor, ref: Tensor, mean: float) -> float:
+    return abs(float(((result - ref) * ref.sign()).mean())) / mean

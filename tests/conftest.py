@@ -1,0 +1,22 @@
+"""Shared by all tests: threads, seeds, and the runs at lower CPU levels."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    """Every test begins with the same seed and two threads, whatever ran before it."""
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+
+
+def pytest_report_header() -> str:
+    from onepass import _C
+
+    wanted = os.environ.get("ONEPASS_CPU_ISA", "not set")
+    return f"onepass: CPU level {_C.cpu_level()} (ONEPASS_CPU_ISA {wanted})"

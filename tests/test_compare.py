@@ -1,0 +1,411 @@
+"""The pieces of `onepass compare`: text, model, attribution, memory, statistics, sentences."""
+
+import argparse
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass.bench.harness import Timing
+from onepass.compare import attribution, measure, memory, report, train
+from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
+from onepass.compare.data import Batches, held_out_batch, load_text, standard_library
+from onepass.compare.errors import BadInput
+from onepass.compare.model import GPT, Sizes, loss_of, tokens_in
+from onepass.compare.pairs import time_rounds
+from onepass.compare.settings import add_arguments, read_settings
+from onepass.compare.workload import GptWorkload
+
+TINY = Sizes(layers=2, heads=2, width=16, block=16, batch=2)
+
+
+def settings_of(*flags):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return read_settings(parser.parse_args(["--quick", *flags]))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(256)) * 40)
+    return load_text([str(path)])
+
+
+def tokens(sizes=TINY):
+    return torch.randint(256, (sizes.batch, sizes.block + 1), generator=torch.Generator())
+
+
+# Text
+
+
+def test_default_text_is_the_sorted_standard_library():
+    files = standard_library()
+    assert [path.name for path in files if path.parent.name == "json"][:2] == [
+        "__init__.py",
+        "decoder.py",
+    ]
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in files)
+    assert load_text().train.numel() > 1_000_000
+
+
+def test_held_out_part_is_the_last_tenth_of_every_file(tmp_path):
+    for name, byte in (("a", b"a"), ("b", b"b")):
+        (tmp_path / name).write_bytes(byte * 90 + byte.upper() * 10)
+    text = load_text([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert bytes(text.train.tolist()) == b"a" * 90 + b"b" * 90
+    assert bytes(text.held_out.tolist()) == b"A" * 10 + b"B" * 10
+
+
+def test_batches_follow_their_own_seed_and_step_alone(text):
+    batches = Batches(text, block=8, batch=3, seed=1)
+    torch.manual_seed(0)
+    first = batches(5)
+    torch.rand(10)
+    again = batches(5)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], batches(6)[0])
+    assert not torch.equal(first[0], Batches(text, 8, 3, seed=2)(5)[0])
+    assert torch.equal(first[0][:, 1:], first[1][:, :-1])  # targets are the next bytes
+
+
+def test_held_out_windows_reach_from_end_to_end(text):
+    inputs, targets = held_out_batch(text, block=8, rows=4)
+    assert inputs.shape == targets.shape == (4, 8)
+    assert inputs[0].tolist() == text.held_out[:8].tolist()
+    assert targets[-1].tolist() == text.held_out[-8:].tolist()
+
+
+def test_text_must_hold_a_block(text):
+    text.check(block=1000)
+    with pytest.raises(BadInput, match="held-out tenth must hold 1025 bytes"):
+        text.check(block=1024)
+
+
+# Model
+
+
+@pytest.mark.parametrize("rmsnorm", [False, True])
+def test_gpt_layouts(rmsnorm):
+    model = GPT(TINY, dropout=0.1, rmsnorm=rmsnorm)
+    norms = [module for module in model.modules() if part_of_module(module) == "norm"]
+    assert {type(norm) for norm in norms} == {nn.RMSNorm if rmsnorm else nn.LayerNorm}
+    assert len(norms) == 2 * TINY.layers + 1
+    assert model.head.weight is model.tokens.weight
+    assert any(name.endswith("bias") for name, _ in model.named_parameters()) is not rmsnorm
+    data = tokens()
+    assert model(data[:, :-1], data[:, 1:]).item() == pytest.approx(5.545, abs=0.1)  # log 256
+
+
+def test_gpt_is_causal():
+    model = GPT(TINY).eval()
+    logits = []
+    model.head.register_forward_hook(lambda _module, _args, output: logits.append(output))
+    data = tokens()[:, :-1]
+    model(data, data)
+    changed = data.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    model(changed, data)
+    assert torch.equal(logits[0][:, :9], logits[1][:, :9])
+    assert not torch.equal(logits[0][:, 9:], logits[1][:, 9:])
+
+
+@pytest.mark.parametrize("rmsnorm", [False, True])
+def test_reordered_features_change_nothing_but_rounding(rmsnorm):
+    torch.manual_seed(0)
+    model, other = GPT(TINY, rmsnorm=rmsnorm).double(), GPT(TINY, rmsnorm=rmsnorm).double()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for module in (model, other):
+            torch.manual_seed(1)
+            for parameter in module.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    other.reorder_features(torch.Generator().manual_seed(3))
+    data = tokens()
+    losses = []
+    for module in (model, other):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for _ in range(3):
+            loss = module(data[:, :-1], data[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert not torch.equal(model.tokens.weight, other.tokens.weight)
+    # The loss itself is taken in float32, whatever the model's dtype.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_loss_of_an_output():
+    scalar = torch.tensor(2.0)
+    assert loss_of(scalar) is scalar
+    assert loss_of(SimpleNamespace(loss=scalar)) is scalar
+    assert loss_of((torch.tensor([1, 2]), torch.tensor([3.0, 4.0]))).item() == 12.5
+    assert loss_of({"logits": torch.tensor([3.0, 4.0])}).item() == 12.5
+    with pytest.raises(BadInput, match="must return a floating-point tensor"):
+        loss_of("nothing")
+
+
+def test_items_of_a_batch():
+    assert tokens_in((torch.zeros(2, 5, dtype=torch.long), torch.zeros(2))) == 10
+    assert tokens_in({"x": torch.zeros(3, 4)}) == 3
+    assert tokens_in(torch.zeros(6, 4)) == 6
+
+
+# Attribution
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward_seconds, backward_seconds):
+        ctx.seconds = backward_seconds
+        time.sleep(forward_seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient.clone(), None, None
+
+
+class SleepyDropout(nn.Dropout):
+    def forward(self, x):
+        return super().forward(_Sleep.apply(x, 0.03, 0.06))
+
+
+class SleepyRmsNorm(nn.Module):
+    """Somebody's own norm, composed of several operations."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        x = _Sleep.apply(x, 0.02, 0.05)
+        return x * x.square().mean(-1, keepdim=True).rsqrt() * self.weight
+
+
+def watch(model, *batch):
+    settings = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    trainer = train.Trainer(model, settings)
+    trainer.step(batch)
+    start = time.perf_counter()
+    spent = trainer.watched_step(batch)
+    return spent, 1e3 * (time.perf_counter() - start)
+
+
+def test_parts_sum_to_the_step():
+    torch.manual_seed(0)
+    sizes = Sizes(layers=2, heads=2, width=64, block=128, batch=2)
+    data = tokens(sizes)
+    spent, outside = watch(GPT(sizes, dropout=0.1), data[:, :-1], data[:, 1:])
+    total = sum(by_part(spent).values())
+    # The rest is the watching: installing hooks and walking the graph.
+    assert 0.3 * outside < total <= outside
+    scaled = attribution.scaled(spent, 123.0)
+    assert sum(by_part(scaled).values()) == pytest.approx(123.0)
+    for part in PARTS[:6]:
+        assert spent["forward"][part] > 0 and spent["backward"][part] > 0, part
+    assert spent["update"]["optimizer"] > 0
+    assert sum(spent["update"].values()) == spent["update"]["optimizer"]
+
+
+def test_slow_dropout_and_slow_norm_show_up_where_they_are():
+    model = nn.Sequential(nn.Linear(8, 8), SleepyDropout(0.5), SleepyRmsNorm(8), nn.GELU())
+    spent, _ = watch(model, torch.randn(4, 8))
+    assert 30 <= spent["forward"]["dropout"] < 50
+    assert 60 <= spent["backward"]["dropout"] < 80
+    assert 20 <= spent["forward"]["norm"] < 40
+    assert 50 <= spent["backward"]["norm"] < 70
+    others = [part for part in PARTS if part not in ("dropout", "norm")]
+    assert sum(by_part(spent)[part] for part in others) < 20
+
+
+def test_swapped_modules_are_attributed_backward_too():
+    # Sleeps in the gradient's way on both sides would be unattributed: the norm's own node is not.
+    sizes = Sizes(layers=1, heads=2, width=64, block=64, batch=2)
+    model = GPT(sizes, dropout=0.1)
+    onepass.swap(model)
+    data = tokens(sizes)
+    timeline = Timeline(torch.device("cpu"))
+    with timeline.watch(model):
+        loss = model(data[:, :-1], data[:, 1:])
+    owners = {}
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        owners[node.name()] = timeline._owner(node._sequence_nr())
+        pending += [child for child, _ in node.next_functions if child and child.next_functions]
+    ours = {part for name, part in owners.items() if "Norm" in name or "Dropout" in name}
+    assert ours == {"norm", "dropout"}
+    assert owners["AddmmBackward0"] == "linear"
+    assert owners["AddBackward0"] == attribution.UNATTRIBUTED
+
+
+def test_hand_written_attention_is_told_from_linear():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            projected = x @ self.weight.t()
+            return torch.softmax(projected @ projected.transpose(1, 2), -1) @ projected
+
+    model = Attention()
+    timeline = Timeline(torch.device("cpu"))
+    with timeline.watch(model):
+        timeline.enter_phase("forward")
+        model(torch.randn(2, 4, 8))
+        timeline.enter_phase("backward")
+    entered = [part for _, _, part in timeline._marks if part != attribution.UNATTRIBUTED]
+    assert entered == ["linear", "attention", "attention", "attention"]
+
+
+def test_adaptive_norm_with_a_projection_is_looked_into():
+    class AdaptiveNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(4, 4)
+
+    assert part_of_module(AdaptiveNorm()) is None
+    assert part_of_module(nn.GroupNorm(1, 4)) == "norm"
+
+
+# Memory
+
+
+def test_saved_bytes_are_unique_storages_without_parameters():
+    model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.ReLU(), nn.Linear(32, 16, bias=False))
+    settings = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    trainer = train.Trainer(model, settings)
+    x = torch.randn(4, 8)
+    # The input, ReLU's output (saved by ReLU and by the second Linear: once), and for the mean
+    # square the output.
+    assert measure.saved_bytes(trainer, (x,)) == 4 * (4 * 8 + 4 * 32 + 4 * 16)
+
+
+def test_peak_memory_of_a_step():
+    mebibytes = 64
+    peak = memory._cpu_peak(lambda: torch.ones(mebibytes * 2**18).sum())
+    assert mebibytes * 2**20 <= peak + 2**20 < (mebibytes + 16) * 2**20
+
+
+# Statistics and sentences
+
+
+def test_rounds_turn_around_and_share_their_number():
+    calls = []
+    steps = {name: lambda number, name=name: calls.append((number, name)) for name in "ab"}
+    timing = time_rounds(steps, rounds=3, seconds=0.0, max_rounds=9, advance=lambda: None)
+    assert calls == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+    assert timing.rounds == 3
+    longer = time_rounds(steps, rounds=3, seconds=9.0, max_rounds=5, advance=lambda: None)
+    assert longer.rounds == 5
+
+
+def test_worst_gradient_names_the_parameter():
+    reference = {"a": torch.tensor([1.0, 100.0]), "b": torch.tensor([2.0]), "c": torch.zeros(1)}
+    gradients = {"a": torch.tensor([1.0, 101.0]), "b": torch.tensor([2.1]), "c": torch.zeros(1)}
+    name, error = measure.worst_gradient(gradients, reference)
+    assert name == "b" and error == pytest.approx(0.05)
+    gradients["a"][0] = torch.nan
+    assert measure.worst_gradient(gradients, reference)[0] == "a"
+    assert measure.worst_gradient({"a": reference["a"]}, reference) == ("b", float("inf"))
+
+
+def sameness(swapped, stock=((2.0, 1.0), (2.0, 1.001)), dropout=0.0):
+    return train.Sameness(dropout, "summation order", "loss", [0, 10], list(stock), list(swapped))
+
+
+def test_sameness_is_the_band_doubled():
+    assert sameness((2.0, 1.0019)).same
+    assert not sameness((2.0, 1.0021)).same
+    assert not sameness((2.0, float("nan"))).same
+    assert sameness((2.0, 1.0)).gap == 0.0
+
+
+def result(ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6):
+    spent = {phase: dict.fromkeys(PARTS, 0.0) for phase in attribution.PHASES}
+    spent["forward"] |= {"linear": linear, "norm": 1 - linear}
+    variant = measure.Variant(spent, 1, 1, None)
+    speeds = [
+        measure.Speed(
+            dropout,
+            10,
+            Timing({"stock": [ratio] * 8, "swapped": [1.0] * 8}, {}, {}),
+            {"stock": variant, "swapped": variant},
+        )
+        for dropout in dropouts
+    ]
+    swap_report = {"swapped": [{"kind": kind} for kind in kinds]}
+    return report.Result(
+        settings_of(), {}, "text", 1, speeds, list(phases or [sameness((2.0, 1.0))]), swap_report, 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "sentence"),
+    [
+        (
+            result(1.32),
+            "1.32x [1.32-1.32]; loss gap 0 against 0.001 stock-versus-stock: same. "
+            "Not accelerated: Linear, 60 %.",
+        ),
+        (
+            result(0.9, sameness((2.0, 1.5)), linear=0.05),
+            "0.90x [0.90-0.90]: slower; loss gap 0.5 against 0.001 stock-versus-stock: different.",
+        ),
+        (
+            result(1.0, kinds=()),
+            "1.00x [1.00-1.00]: no difference measured; loss gap 0 against 0.001 "
+            "stock-versus-stock: same. Nothing was swapped.",
+        ),
+        (
+            result(
+                1.5,
+                sameness((2.0, 1.5), dropout=0.1),
+                sameness((2.0, 1.000002)),
+                dropouts=(0.1, 0.0),
+                kinds=("norm", "linear"),
+            ),
+            "1.50x [1.50-1.50] with dropout 0.1, 1.50x [1.50-1.50] without dropout; loss gap 0.5 "
+            "against 0.001 stock-versus-stock with dropout 0.1 (different), 2e-6 against 0.001 "
+            "without dropout: different.",
+        ),
+    ],
+)
+def test_verdict(outcome, sentence):
+    assert report.verdict(outcome) == sentence
+
+
+def test_a_norm_that_is_off_by_little_is_different(monkeypatch, text):
+    class Off(nn.LayerNorm):
+        def forward(self, x):
+            return 1.0001 * super().forward(x)
+
+    def swap(model):
+        for module in model.modules():
+            if type(module) is nn.LayerNorm:
+                module.__class__ = Off
+
+    settings = settings_of("--steps", "20")
+    workload = GptWorkload(settings, text, TINY, dropout=0.0)
+    monkeypatch.setattr(train.onepass, "swap", lambda model: None)
+    unchanged = train.compare_training(workload, settings, lambda: None)
+    assert unchanged.same and unchanged.stock_gap > 0
+    monkeypatch.setattr(train.onepass, "swap", swap)
+    assert not train.compare_training(workload, settings, lambda: None).same
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_swapped_training_is_the_same(text, dropout):
+    settings = settings_of("--steps", "20")
+    workload = GptWorkload(settings, text, TINY, dropout)
+    outcome = train.compare_training(workload, settings, lambda: None)
+    assert outcome.same, outcome.to_dict()
+    assert len(outcome.steps) == len(outcome.swapped) == train.CURVE_POINTS + 1
+    assert outcome.swapped[-1] < outcome.swapped[0]

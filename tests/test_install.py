@@ -1,0 +1,113 @@
+"""Broken installations: one clear sentence each, and a doctor that still runs.
+
+Each case imports a copy of the installed package with a part taken away, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import onepass
+from onepass import _C, _library
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A directory that holds a whole copy of the package, extension and libraries included."""
+    package = tmp_path / "site" / "onepass"
+    shutil.copytree(
+        Path(onepass.__file__).parent,
+        package,
+        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+    )
+    shutil.copy(_C.__file__, package)
+    shutil.copytree(_library.library_directory(), package / "_lib", dirs_exist_ok=True)
+    return package.parent
+
+
+def run(site: Path, *arguments: str) -> subprocess.CompletedProcess:
+    # -S and an explicit path: an editable installation's import hook would find the real package.
+    packages = [entry for entry in sys.path if entry.endswith("-packages")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.fspath(site), *packages])}
+    command = [sys.executable, "-S", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=site, timeout=120
+    )
+
+
+def import_error(site: Path) -> str:
+    result = run(site, "-c", "import onepass")
+    assert result.returncode == 1
+    return result.stderr.splitlines()[-1]
+
+
+def test_the_copy_works(copy):
+    result = run(copy, "-c", "import onepass; print(onepass.__file__)")
+    assert result.stdout.startswith(os.fspath(copy)), result.stderr
+
+
+def test_missing_library(copy):
+    (copy / "onepass/_lib/libonepass_cpu.so").unlink()
+    message = import_error(copy)
+    assert "libonepass_cpu.so is missing from the installation" in message
+    assert "pip install --force-reinstall --no-deps onepass" in message
+
+
+def test_library_that_does_not_load(copy):
+    (copy / "onepass/_lib/libonepass_cpu.so").write_bytes(b"not a library")
+    message = import_error(copy)
+    assert "libonepass_cpu.so cannot be loaded under torch" in message
+    assert "pip install --force-reinstall --no-deps onepass" in message
+    assert os.fspath(copy) not in message
+
+
+def test_missing_extension_module(copy):
+    for path in (copy / "onepass").glob("_C*"):
+        path.unlink()
+    assert "extension module for Python" in import_error(copy)
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "1.13.0+cu117"])
+def test_torch_too_old(copy, version):
+    (copy / "torch.py").write_text(f"__version__ = {version!r}\n")
+    message = import_error(copy)
+    assert f"needs torch 2.10 or newer, and this is torch {version}" in message
+    assert "pip install 'torch>=2.10'" in message
+
+
+def test_torch_missing(copy):
+    (copy / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")
+    assert "torch is not installed" in import_error(copy)
+
+
+def test_unknown_level_says_which_there_are():
+    code = "import torch, onepass; onepass.functional.layer_norm(torch.ones(2, 2), 2)"
+    environment = {**os.environ, "ONEPASS_CPU_ISA": "avx1024"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 1
+    message = result.stderr.splitlines()[-1]
+    assert "ONEPASS_CPU_ISA must be one of baseline" in message and "got avx1024" in message
+
+
+def test_doctor_on_a_broken_installation(copy):
+    (copy / "onepass/_lib/libonepass_cpu.so").unlink()
+    result = run(copy, "-m", "onepass", "doctor")
+    assert result.returncode == 1
+    assert "FAIL op libraries" in result.stdout
+    assert "fix: reinstall it: pip install" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_other_commands_on_a_broken_installation(copy):
+    (copy / "onepass/_lib/libonepass_cpu.so").unlink()
+    result = run(copy, "-m", "onepass", "bench")
+    assert result.returncode == 1
+    assert result.stderr.strip().count("\n") == 0 and "is missing" in result.stderr
