@@ -1,16 +1,24 @@
-"""PEP 517 wrapper around scikit-build-core.
+"""PEP 517 wrapper around scikit-build-core, for two things that it cannot be configured to do.
 
 The build needs torch's headers. Listing torch under build-system.requires would download one into
 every isolated build, of whatever version is newest, even where the environment has its own. So it
 is asked for only when the environment has none. CMake finds an installed one by its headers, and
 the one that an isolated build brought through the hint below.
+
+An editable install rebuilds itself on import after an edit to C++ (`editable.rebuild`), but only
+where the tools for that outlive the build: where cmake came with an isolated build alone, every
+later import would fail.
 """
+
+from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 
+import scikit_build_core
 from scikit_build_core import build as _build
 from scikit_build_core.build import (
     build_sdist,
@@ -30,17 +38,18 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-_HEADER = "torch/include/torch/csrc/stable/library.h"
+_HEADER = "torch/csrc/stable/library.h"
 
 
-def _has_torch() -> bool:
-    if os.environ.get("ONEPASS_TORCH_INCLUDE"):
-        return True
-    return any(Path(sysconfig.get_path(key), _HEADER).exists() for key in ("purelib", "platlib"))
+def _site_packages() -> list[Path]:
+    return [Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")]
 
 
 def _torch_requirement() -> list[str]:
-    return [] if _has_torch() else ["torch>=2.10"]
+    if os.environ.get("ONEPASS_TORCH_INCLUDE"):
+        return []
+    installed = any((site / "torch/include" / _HEADER).exists() for site in _site_packages())
+    return [] if installed else ["torch>=2.10"]
 
 
 def get_requires_for_build_wheel(config_settings=None):
@@ -58,8 +67,23 @@ def _hint_torch() -> None:
     spec = importlib.util.find_spec("torch")
     for location in (spec.submodule_search_locations or []) if spec else []:
         include = Path(location, "include")
-        if (include / "torch/csrc/stable/library.h").exists():
+        if (include / _HEADER).exists():
             os.environ["ONEPASS_TORCH_INCLUDE"] = str(include)
+
+
+def _can_rebuild() -> bool:
+    """Whether cmake and torch's headers will still be there when the package is imported."""
+    backend = Path(scikit_build_core.__file__)
+    isolated = not any(backend.is_relative_to(site) for site in _site_packages())
+    if isolated and _torch_requirement():
+        return False
+    lasting = [
+        entry
+        for entry in os.environ.get("PATH", "").split(os.pathsep)
+        if not (isolated and backend.is_relative_to(Path(entry).parent))
+    ]
+    found = [shutil.which(tool, path=os.pathsep.join(lasting)) for tool in ("cmake", "ninja")]
+    return None not in found
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
@@ -69,4 +93,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     _hint_torch()
-    return _build.build_editable(wheel_directory, config_settings, metadata_directory)
+    rebuild = {"editable.rebuild": "true" if _can_rebuild() else "false"}
+    return _build.build_editable(
+        wheel_directory, rebuild | (config_settings or {}), metadata_directory
+    )

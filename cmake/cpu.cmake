@@ -12,6 +12,9 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
 endif()
 list(JOIN levels ", " ONEPASS_CPU_LEVELS_TEXT)
 
+# GNU ld by name: other linkers that a compiler may prefer know no --force-group-allocation.
+find_program(ONEPASS_LD NAMES ld.bfd ld REQUIRED)
+
 file(GLOB cpu_sources CONFIGURE_DEPENDS csrc/cpu/*.cpp csrc/cpu/*/*.cpp)
 set(level_objects "")
 foreach(level ${levels})
@@ -23,7 +26,7 @@ foreach(level ${levels})
     ${flags_${level}})
   set(object ${CMAKE_BINARY_DIR}/cpu_${level}.o)
   add_custom_command(OUTPUT ${object}
-    COMMAND ${CMAKE_LINKER} -r --force-group-allocation -o ${object} $<TARGET_OBJECTS:cpu_${level}>
+    COMMAND ${ONEPASS_LD} -r --force-group-allocation -o ${object} $<TARGET_OBJECTS:cpu_${level}>
     COMMAND ${CMAKE_OBJCOPY} --keep-global-symbol=onepass_cpu_kernels_${level} ${object}
     DEPENDS cpu_${level} $<TARGET_OBJECTS:cpu_${level}>
     COMMAND_EXPAND_LISTS VERBATIM)
@@ -31,4 +34,4 @@ foreach(level ${levels})
   list(APPEND level_objects ${object})
 endforeach()
 
-onepass_op_library(onepass_cpu ${level_objects})
+onepass_op_library(onepass_cpu ${ops_sources} ${level_objects})

@@ -32,16 +32,15 @@ foreach(name torch_cpu torch_cuda)
     LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/stubs)
 endforeach()
 
-# An op library: the contract layer csrc/ops, one back end, the stable ABI, no Python.
+# An op library: the contract layer ${ops_sources}, one back end, the stable ABI, no Python.
+file(GLOB ops_sources CONFIGURE_DEPENDS csrc/ops/*.cpp)
 function(onepass_op_library target)
-  file(GLOB ops CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/ops/*.cpp)
-  add_library(${target} SHARED ${ops} ${ARGN})
+  add_library(${target} SHARED ${ARGN})
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
   target_include_directories(${target} SYSTEM PRIVATE ${ONEPASS_TORCH_INCLUDE})
   target_compile_definitions(${target} PRIVATE TORCH_TARGET_VERSION=0x020a000000000000)
   target_link_libraries(${target} PRIVATE torch_cpu_stub)
   target_link_options(${target} PRIVATE -Wl,--no-as-needed)
-  set_target_properties(${target} PROPERTIES SKIP_BUILD_RPATH ON SKIP_INSTALL_RPATH ON
-    INSTALL_RPATH "")
+  set_target_properties(${target} PROPERTIES SKIP_BUILD_RPATH ON SKIP_INSTALL_RPATH ON)
   install(TARGETS ${target} LIBRARY DESTINATION onepass/_lib)
 endfunction()

@@ -10,9 +10,13 @@ import torch
 
 @pytest.fixture(autouse=True)
 def same_start():
-    """Every test begins with the same seed and two threads, whatever ran before it."""
+    """Every test begins with the same seed and one thread, whatever ran before it.
+
+    One, because the spinning threads of two pytest workers slow each other down tenfold; results do
+    not depend on the number, which has tests of its own.
+    """
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
 
 
 def pytest_report_header() -> str:

@@ -1,4 +1,4 @@
-"""Norms as other people write them: those that are RMS or layer norm, and those that only look so."""
+"""Norms as other people write them: RMS and layer norm, and what only looks so."""
 
 from __future__ import annotations
 
@@ -31,15 +31,6 @@ class OnePlusRMS(Weighted):
         return (x.float() * self.rstd(x.float()) * (1 + self.weight.float())).type_as(x)
 
 
-class RMSWithBias(Weighted):
-    def __init__(self, cols):
-        super().__init__(cols)
-        self.bias = nn.Parameter(torch.zeros(cols))
-
-    def forward(self, x):
-        return x * self.rstd(x) * self.weight + self.bias
-
-
 class GammaBeta(nn.Module):
     """Layer norm under other names."""
 
@@ -66,6 +57,15 @@ class LayerNormOverridden(nn.LayerNorm):
 
 
 # Norms that are refused, each with words of the reason.
+
+
+class RMSWithBias(Weighted):
+    def __init__(self, cols):
+        super().__init__(cols)
+        self.bias = nn.Parameter(torch.zeros(cols))
+
+    def forward(self, x):
+        return x * self.rstd(x) * self.weight + self.bias
 
 
 class EpsOutside(Weighted):
@@ -239,7 +239,10 @@ class NoEpsNorm(nn.Module):
 
 
 class WeightlessNorm(nn.Module):
-    eps = 1e-6
+    def __init__(self, cols):
+        super().__init__()
+        self.cols = cols
+        self.eps = 1e-6
 
     def forward(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -264,16 +267,16 @@ class ChannelsFirst(Weighted):
 ACCEPTED = {
     RMS: "onepass rms_norm",
     OnePlusRMS: "onepass rms_norm, weight_offset 1",
-    RMSWithBias: "onepass rms_norm",
     GammaBeta: "onepass layer_norm",
     OnePlusLayer: "onepass layer_norm, weight_offset 1",
     LayerNormOverridden: "onepass layer_norm",
 }
 
 REFUSED = {
+    RMSWithBias: "is an RMS norm with a bias",
     EpsOutside: "differs from rms_norm for small inputs in float32",
     EpsAsFloor: "differs from rms_norm for small inputs in float32",
-    OtherEps: "differs from rms_norm for small inputs in float32",
+    OtherEps: "differs from rms_norm for unit inputs in float32",
     L1: "is no RMS or layer norm",
     Max: "is no RMS or layer norm",
     Unbiased: "is no RMS or layer norm",

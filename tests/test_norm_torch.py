@@ -374,9 +374,11 @@ def test_lower_levels(level):
         pytest.skip(f"{level} is not a lower level of this machine")
     if "ONEPASS_CPU_ISA" in os.environ:
         pytest.skip("already at a chosen level")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "isa", "-p", "no:cacheprovider"]
+    folder = Path(__file__).parent
+    files = [file for file in folder.glob("test_*.py") if "mark.isa" in file.read_text()]
+    command = [sys.executable, "-m", "pytest", "-x", "-m", "isa", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, str(Path(__file__).parent)],
+        [*command, *map(str, sorted(files))],
         env={**os.environ, "ONEPASS_CPU_ISA": level},
         capture_output=True,
         text=True,

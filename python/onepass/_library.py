@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -31,9 +32,7 @@ def load() -> None:
     directory = library_directory()
     cpu = directory / "libonepass_cpu.so"
     _load_library(torch, cpu)
-    from onepass import _C
-
-    _C.attach(str(cpu))
+    _attach(cpu)
     cuda = directory / "libonepass_cuda.so"
     if torch.version.cuda is None:
         not_loaded[cuda.name] = "this torch has no CUDA"
@@ -47,7 +46,8 @@ def is_command_line(argv: list[str], orig_argv: list[str]) -> bool:
     """Whether this process is `python -m onepass ...` or the console script."""
     program = os.path.basename(argv[0]) if argv else ""
     return program == "onepass" or any(
-        flag == "-m" and module == "onepass" for flag, module in zip(orig_argv, orig_argv[1:])
+        flag == "-m" and module == "onepass"
+        for flag, module in zip(orig_argv, orig_argv[1:], strict=False)
     )
 
 
@@ -69,17 +69,35 @@ def library_directory() -> Path:
 def _import_torch():
     try:
         import torch
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name not in (None, "torch"):
+            raise
         raise ImportError(
             "onepass: torch is not installed; install torch 2.10 or newer (pytorch.org says how)"
         ) from None
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST_TORCH:
+    except (ImportError, OSError) as error:
+        raise ImportError(
+            f"onepass: torch is installed but cannot be imported ({error}); "
+            "reinstall torch (pytorch.org says how)"
+        ) from None
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if version and (int(version[1]), int(version[2])) < OLDEST_TORCH:
         raise ImportError(
             f"onepass: needs torch 2.10 or newer, and this is torch {torch.__version__}; "
             "pip install 'torch>=2.10' upgrades it"
         )
     return torch
+
+
+def _attach(cpu_library: Path) -> None:
+    try:
+        from onepass import _C
+
+        _C.attach(os.fspath(cpu_library))
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"onepass: its extension module does not work with its libraries ({error}); {REINSTALL}"
+        ) from None
 
 
 def _load_library(torch, path: Path) -> None:

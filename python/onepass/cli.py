@@ -1,7 +1,7 @@
 """The command line: doctor, compare, bench, explain.
 
-Each subcommand is a module with `add_arguments(parser)` and `main(args) -> exit code`, imported only
-when it is the one asked for. Bad input ends in one line on stderr and exit code 2.
+Each subcommand is a module with `add_arguments(parser)` and `main(args) -> exit code`, imported
+only when it is the one asked for. Bad input ends in one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import onepass
 
 COMMANDS = {
-    "doctor": "check this installation: versions, CPU levels, libraries, one self-test per operator",
+    "doctor": "check this installation: versions, libraries, CPU levels, a self-test per operator",
     "compare": "train a model on real text, stock against swapped: time, memory, sameness",
     "bench": "time the operators against torch's and the machine's ceilings",
     "explain": "say which kernels a model's forward runs, and why",

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import onepass
 from onepass import _library
@@ -30,12 +31,16 @@ SWITCHES = {
 
 @dataclass
 class Line:
-    """One finding. `ok` is None for plain facts."""
+    """One finding. `ok` is None for plain facts; `fix` is kept where it is needed only."""
 
     name: str
     value: str
     ok: bool | None = None
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ok is not False:
+            self.fix = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         for line in lines:
             mark = {True: "ok  ", False: "FAIL", None: "    "}[line.ok]
             print(f"{mark} {line.name:<{width}}  {line.value}")
-            if line.ok is False and line.fix:
+            if line.fix:
                 print(f"     {'':<{width}}  fix: {line.fix}")
         print(f"{len(failed)} failed" if failed else "everything is in order")
     return 1 if failed else 0
@@ -77,7 +82,8 @@ def _versions() -> Iterator[Line]:
     except Exception as error:  # a broken torch can raise anything while importing
         yield Line("torch", f"{type(error).__name__}: {error}", False, "pip install 'torch>=2.10'")
         return
-    yield Line("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    yield Line("torch", f"{torch.__version__}, {cuda}, {torch.get_num_threads()} threads")
 
 
 def _libraries() -> Iterator[Line]:
@@ -113,7 +119,10 @@ def _levels() -> Iterator[Line]:
     from onepass import _C
 
     supported = _C.cpu_levels()
-    yield Line("CPU levels here", ", ".join(supported))
+    built = _C.build_info()["cpu_levels"].split(", ")
+    missing = ", ".join(level for level in built if level not in supported)
+    lacking = f" (this CPU has no {missing})" if missing else ""
+    yield Line("CPU levels here", ", ".join(supported) + lacking)
     try:
         level = _C.cpu_level()
     except RuntimeError as error:
@@ -125,127 +134,132 @@ def _levels() -> Iterator[Line]:
 
 
 def _cuda() -> Iterator[Line]:
+    """What the CUDA library was built for, and whether the devices of this machine are among it."""
     try:
-        directory = _library.library_directory()
         info = importlib.import_module("onepass._C").build_info()
     except ImportError:
         return
-    path = directory / "libonepass_cuda.so"
-    if not info["cuda_archs"] or not path.exists():
+    archs = info["cuda_archs"]
+    if not archs:
         yield Line("CUDA", "not built (no nvcc at build time, or ONEPASS_CUDA=OFF)")
         return
-    yield Line("CUDA built for", f"sm {info['cuda_archs']}, toolkit {info['cuda_version']}")
+    yield Line("CUDA built for", f"sm {archs} (PTX unless -real), toolkit {info['cuda_version']}")
+    path = _library.loaded.get("libonepass_cuda.so")
+    if path is None:
+        return
     library = ctypes.CDLL(os.fspath(path))
     library.onepass_cuda_error.restype = ctypes.c_char_p
     count = library.onepass_cuda_device_count()
     if count < 0:
-        yield Line("CUDA device", library.onepass_cuda_error(-count).decode())
-    for device in range(max(count, 0)):
+        yield _no_device(library.onepass_cuda_error(-count).decode(), info["cuda_version"])
+    name = ctypes.create_string_buffer(256)
+    for device in range(count):
+        library.onepass_cuda_device_name(device, name, len(name))
         capability = library.onepass_cuda_capability(device)
-        yield Line(f"CUDA device {device}", f"compute capability {capability / 10:.1f}")
+        code = code_for(capability, archs)
+        yield Line(
+            f"CUDA device {device}",
+            f"{name.value.decode()}, sm_{capability}: {code or 'nothing built runs on it'}",
+            bool(code),
+            f"pip install with --config-settings=cmake.define.ONEPASS_CUDA_ARCHS={capability}",
+        )
+
+
+def _no_device(error: str, toolkit: str) -> Line:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Line("CUDA device", f"none: {error}")
+    # torch reaches its device and this library does not: its CUDA runtime is newer than the driver.
+    fix = f"update the driver for CUDA {toolkit}, or build onepass with the toolkit of this driver"
+    return Line("CUDA device", error, False, fix)
+
+
+def code_for(capability: int, archs: str) -> str:
+    """The code in a build for `archs` ("80-real, 90") that runs on a device, or "" for none.
+
+    Binary code runs on devices of its major version and at least its minor one; PTX, which all but
+    `-real` entries bring, is compiled by the driver for any newer device.
+    """
+    entries = [(int(entry.split("-")[0].rstrip("af")), entry) for entry in archs.split(", ")]
+    binary = [a for a, entry in entries if a // 10 == capability // 10 and a <= capability]
+    if binary:
+        return f"sm_{max(binary)} code"
+    ptx = [a for a, entry in entries if a <= capability and not entry.endswith("-real")]
+    return f"compute_{max(ptx)} PTX, compiled by the driver" if ptx else ""
 
 
 def _self_tests() -> Iterator[Line]:
-    """One small case per operator, forward and backward, against the reference in float64."""
+    """One small case per operator: norms forward and backward by the numerics rule against the
+    reference in float64, dropout bit for bit against its reference with the same seed."""
     import torch
+    import torch.nn.functional as F
 
     from onepass import functional, numerics, reference
 
-    shape, cols = (6, 40), 40
     generator = torch.Generator().manual_seed(0)
+    x, residual, dy = (torch.randn(6, 40, generator=generator) for _ in range(3))
+    weight, bias = (torch.randn(40, generator=generator) for _ in range(2))
+    shape, eps, p = (40,), 1e-6, 0.3
 
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator)
-
-    x, residual, weight, bias = random(*shape), random(*shape), random(cols), random(cols)
-    dy = random(*shape)
-    ours, stock = functional, torch.nn.functional
-
-    def add_norm(norm: Callable) -> Callable:
-        return lambda x, r, *rest: norm(x + r, (cols,), *rest)
-
-    cases = {
-        "layer_norm": (
-            lambda x, w, b: ours.layer_norm(x, (cols,), w, b),
-            lambda x, w, b: reference.norm.layer_norm(x, (cols,), w, b),
-            lambda x, w, b: stock.layer_norm(x, (cols,), w, b),
-            (x, weight, bias),
-        ),
-        "rms_norm": (
-            lambda x, w: ours.rms_norm(x, (cols,), w),
-            lambda x, w: reference.norm.rms_norm(x, (cols,), w),
-            lambda x, w: stock.rms_norm(x, (cols,), w),
-            (x, weight),
-        ),
+    stock = SimpleNamespace(
+        layer_norm=F.layer_norm,
+        rms_norm=F.rms_norm,
+        add_layer_norm=lambda x, r, *rest: (F.layer_norm(x + r, *rest), x + r),
+        add_rms_norm=lambda x, r, *rest: (F.rms_norm(x + r, *rest), x + r),
+    )
+    norms = {
+        "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, shape, w, b, eps), (x, weight, bias)),
+        "rms_norm": (lambda ops, x, w: ops.rms_norm(x, shape, w, eps), (x, weight)),
         "add_layer_norm": (
-            lambda x, r, w, b: ours.add_layer_norm(x, r, (cols,), w, b)[0],
-            lambda x, r, w, b: reference.norm.add_layer_norm(x, r, (cols,), w, b)[0],
-            add_norm(stock.layer_norm),
+            lambda ops, x, r, w, b: ops.add_layer_norm(x, r, shape, w, b, eps)[0],
             (x, residual, weight, bias),
         ),
         "add_rms_norm": (
-            lambda x, r, w: ours.add_rms_norm(x, r, (cols,), w)[0],
-            lambda x, r, w: reference.norm.add_rms_norm(x, r, (cols,), w, torch.finfo(x.dtype).eps)[
-                0
-            ],
-            add_norm(stock.rms_norm),
+            lambda ops, x, r, w: ops.add_rms_norm(x, r, shape, w, eps)[0],
             (x, residual, weight),
         ),
     }
-    # float64 references take float32's epsilon, as the float32 calls do.
-    float32_eps = torch.finfo(torch.float32).eps
-    cases["rms_norm"] = (
-        cases["rms_norm"][0],
-        lambda x, w: reference.norm.rms_norm(x, (cols,), w, float32_eps),
-        *cases["rms_norm"][2:],
-    )
-    cases["add_rms_norm"] = (
-        cases["add_rms_norm"][0],
-        lambda x, r, w: reference.norm.add_rms_norm(x, r, (cols,), w, float32_eps)[0],
-        *cases["add_rms_norm"][2:],
-    )
 
-    def run(function: Callable, inputs: tuple, dtype: torch.dtype) -> list[torch.Tensor]:
+    def output_and_gradients(call: Callable, ops, inputs, dtype) -> list[torch.Tensor]:
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
-        output = function(*leaves)
+        output = call(ops, *leaves)
         return [output.detach(), *torch.autograd.grad(output, leaves, dy.to(dtype))]
 
-    for name, (fused, formula, base, inputs) in cases.items():
-        results = [
-            numerics.compare(ours, ref, stock)
-            for ours, ref, stock in zip(
-                run(fused, inputs, torch.float32),
-                run(formula, inputs, torch.float64),
-                run(base, inputs, torch.float32),
-                strict=True,
-            )
-        ]
-        worst = max(results, key=lambda r: r.max_error / r.bound)
-        yield _verdict(name, all(result.ok for result in results), worst.text)
+    def norm_verdict(call: Callable, inputs) -> tuple[bool, str]:
+        ours = output_and_gradients(call, functional, inputs, torch.float32)
+        ref = output_and_gradients(call, reference.norm, inputs, torch.float64)
+        base = output_and_gradients(call, stock, inputs, torch.float32)
+        results = [numerics.compare(*each) for each in zip(ours, ref, base, strict=True)]
+        worst = max(results, key=lambda result: result.max_error / result.bound)
+        return all(result.ok for result in results), worst.text
 
-    seed_state = torch.get_rng_state()
-    try:
-        for name, fused, formula in (
-            (
-                "dropout",
-                lambda: ours.dropout(x, 0.3),
-                lambda s: reference.dropout.dropout(x, 0.3, s),
-            ),
-            (
-                "add_dropout",
-                lambda: ours.add_dropout(x, residual, 0.3),
-                lambda s: reference.dropout.add_dropout(x, residual, 0.3, s),
-            ),
-        ):
+    dropouts = {
+        "dropout": (
+            lambda: functional.dropout(x, p),
+            lambda seed: reference.dropout.dropout(x, p, seed),
+        ),
+        "add_dropout": (
+            lambda: functional.add_dropout(x, residual, p),
+            lambda seed: reference.dropout.add_dropout(x, residual, p, seed),
+        ),
+    }
+
+    def dropout_verdict(fused: Callable, formula: Callable) -> tuple[bool, str]:
+        from onepass._ops.random import draw_seed
+
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             output = fused()
             torch.manual_seed(1)
-            seed = torch.randint(-(2**63), 2**63 - 1, (2,))
-            same = torch.equal(output, formula(seed))
-            yield _verdict(name, same, "bitwise the reference" if same else "not the reference")
-    finally:
-        torch.set_rng_state(seed_state)
+            same = torch.equal(output, formula(draw_seed(x.device)))
+        return same, "bitwise the reference" if same else "differs from the reference"
 
-
-def _verdict(name: str, ok: bool, text: str) -> Line:
-    return Line(f"self-test {name}", text, ok, "" if ok else f"report it, and {_library.REINSTALL}")
+    for cases, verdict in ((norms, norm_verdict), (dropouts, dropout_verdict)):
+        for name, case in cases.items():
+            try:
+                ok, text = verdict(*case)
+            except Exception as error:  # whatever it is, the other lines are still wanted
+                ok, text = False, f"{type(error).__name__}: {error}"
+            fix = f"{_library.REINSTALL}; if that does not help, please report this line"
+            yield Line(f"self-test {name}", text, ok, fix)

@@ -1,6 +1,135 @@
+"""`onepass.explain`: which kernels a call runs and why, from the plans that the kernels followed.
+
+The call is made; what is printed is the record of the very plans it ran by, so it cannot drift from
+the truth. For a module, stock modules that onepass could have replaced are named too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import importlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from onepass import _C
+from onepass._ops import dispatch_log
+
+
+@dataclass(frozen=True)
 class Explanation:
-    pass
+    """What ran, and what did not run through onepass.
+
+    Attributes:
+        calls: one dict per distinct call: op, arguments, kernel, level, threads, rows_per_tile,
+            splits, workspace_bytes, reason, and `count`, how often it was made.
+        level_reason: why this CPU level and no other.
+        not_accelerated: {"name", "type", "reason"} of modules that stayed stock.
+    """
+
+    calls: list[dict]
+    level_reason: str
+    not_accelerated: list[dict] = field(default_factory=list)
+
+    def to_dict(self) -> dict:
+        return {
+            "calls": self.calls,
+            "level_reason": self.level_reason,
+            "not_accelerated": self.not_accelerated,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{call['count']} x {dispatch_log.line(call)}" for call in self.calls]
+        lines = lines or ["no onepass operator ran"]
+        lines.append(self.level_reason)
+        lines += [
+            f"stock: {entry['name'] or '(the module itself)'} ({entry['type']}): {entry['reason']}"
+            for entry in self.not_accelerated
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "<pre>" + html.escape(str(self)) + "</pre>"
 
 
-def explain():
-    pass
+def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
+    """Runs ``fn_or_module(*args, **kwargs)`` and says which onepass kernels ran, and why those.
+
+    A backward inside the function is recorded too. The result of the call is dropped; gradients and
+    buffers change as the call changes them.
+
+    Returns:
+        An Explanation, which prints as text and as HTML and has `to_dict()`.
+    """
+    with dispatch_log.record() as records:
+        fn_or_module(*args, **kwargs)
+    counts = Counter(tuple(record.items()) for record in records)
+    calls = [{**dict(items), "count": count} for items, count in counts.items()]
+    stock = _stock_modules(fn_or_module) if isinstance(fn_or_module, torch.nn.Module) else []
+    return Explanation(calls, _level_reason(), stock)
+
+
+def _level_reason() -> str:
+    level, supported = _C.cpu_level(), _C.cpu_levels()
+    above = supported[supported.index(level) + 1 :]
+    if above:
+        return f"CPU level {level}: ONEPASS_CPU_ISA asks for it; the machine has {', '.join(above)}"
+    built = _C.build_info()["cpu_levels"].split(", ")
+    missing = built[built.index(level) + 1 :]
+    if missing:
+        return f"CPU level {level}: the highest here; this CPU lacks {', '.join(missing)}"
+    return f"CPU level {level}: the highest that there is"
+
+
+def _stock_modules(module: torch.nn.Module) -> list[dict]:
+    """What a swap of this module would do: what it would replace was not replaced yet."""
+    from onepass.swapping import swap
+    from onepass.swapping.classes import is_swapped
+
+    types = {name: type(part) for name, part in module.named_modules()}
+    report = swap(module, dry_run=True).to_dict()
+    would = [
+        {"name": entry["name"], "type": entry["from"], "reason": "not swapped: onepass.swap(model)"}
+        for entry in report["swapped"]
+        if not is_swapped(types[entry["name"]])
+    ]
+    return [*would, *report["skipped"], *report["unknown"]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="a function without arguments that returns (model, batch), batch a tensor or a tuple",
+    )
+    parser.add_argument("--swap", action="store_true", help="swap the model first")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    module_name, _, function_name = args.model.partition(":")
+    sys.path.insert(0, "")
+    try:
+        model, batch = getattr(importlib.import_module(module_name), function_name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        print(
+            f"explain: --model must name a function that returns (model, batch): {error}",
+            file=sys.stderr,
+        )
+        return 2
+    if args.swap:
+        from onepass.swapping import swap
+
+        swap(model)
+    batch = batch if isinstance(batch, (tuple, list)) else (batch,)
+    explanation = explain(model, *batch)
+    print(json.dumps(explanation.to_dict(), indent=1) if args.json else explanation)
+    return 0

@@ -13,7 +13,8 @@ for how a step is divided, :mod:`onepass.compare.model` for the GPT and for what
 - ``data``: what was trained on; ``parameters``: of the model in the speed phase
 - ``speed``: per dropout probability ``{dropout, items_per_batch, variants}``; dropout is null for
   ``--model``; variants by name (stock, swapped, compiled stock, compiled swapped):
-  ``step_ms {median, p10, p90, rounds}``, ``items_per_second`` (tokens), ``ratio_to_stock`` and
+  ``step_ms {median, p10, p90, rounds}``, ``items_per_second`` (tokens), ``page_faults`` per
+  step, ``ratio_to_stock`` and
   ``ratio_to_baseline`` ``{median, low, high}`` (how many times faster, 95 % interval; the
   ``baseline`` of a swapped variant is the stock one treated alike), ``parts_ms`` by phase (forward,
   backward, update) and part (linear, attention, norm, dropout, activation, loss, optimizer,
@@ -37,6 +38,8 @@ from onepass.compare.errors import BadInput
 from onepass.compare.settings import STDOUT, add_arguments, read_settings
 
 __all__ = ["add_arguments", "main"]
+
+TABLE_WIDTH = 110
 
 
 def main(args: argparse.Namespace) -> int:
@@ -64,10 +67,11 @@ def run(settings):
     """Both phases for every dropout probability; returns a `report.Result`."""
     import torch
 
+    from onepass.bench.machine import machine_facts
     from onepass.compare.data import load_text
     from onepass.compare.measure import compare_speed
     from onepass.compare.progress import Progress
-    from onepass.compare.report import Result, machine_facts
+    from onepass.compare.report import Result, label
     from onepass.compare.train import STOCK_RUNS, compare_training
     from onepass.compare.workload import GptWorkload, UserWorkload
 
@@ -75,6 +79,7 @@ def run(settings):
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
+        machine = machine_facts()
         if settings.model:
             data = f"batches of {settings.model}"
             fast = slow = [UserWorkload(settings)]
@@ -92,18 +97,18 @@ def run(settings):
         speeds, sameness = [], []
         with Progress() as progress:
             for workload in fast:
-                advance = progress.phase("Speed", workload, settings.pairs)
+                advance = progress.phase(f"Speed, dropout {label(workload.dropout)}")
                 speed, report = compare_speed(workload, settings, workload is checked, advance)
                 speeds.append(speed)
             for workload in slow:
-                steps = (settings.steps or 0) * (STOCK_RUNS + 1)
-                advance = progress.phase("Sameness", workload, steps)
+                steps = settings.steps and settings.steps * (STOCK_RUNS + 1)
+                advance = progress.phase(f"Sameness, dropout {label(workload.dropout)}", steps)
                 sameness.append(compare_training(workload, settings, advance))
         parameters = sum(p.numel() for p in fast[0].build().parameters())
     finally:
         torch.set_num_threads(threads)
     return Result(
-        settings, machine_facts(settings), data, parameters, speeds, sameness,
+        settings, machine, data, parameters, speeds, sameness,
         report.to_dict(), time.perf_counter() - start,
     )  # fmt: skip
 
@@ -111,7 +116,7 @@ def run(settings):
 def _write(result, args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from onepass.compare.report import print_tables
+    from onepass.compare.report import print_result
 
     if args.plot:
         from onepass.compare.plot import plot
@@ -123,7 +128,5 @@ def _write(result, args: argparse.Namespace) -> None:
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(result.to_dict(), file, indent=2)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)  # a pipe has no width: keep the tables whole
-    print_tables(result, console)
+    # A pipe has no width and a terminal may be narrow: lines rather wrap than get cut short.
+    print_result(result, Console(width=max(Console().width, TABLE_WIDTH)))

@@ -10,6 +10,7 @@ and what lies between them sum to the step by construction.
   it, hence belongs to the part that was open then. A hook before and one after each node stamp the
   clock. What the engine does between nodes (summing gradients of the residual stream, for one) is
   unattributed, as are residual adds, embeddings and Python itself in the forward.
+  What activation checkpointing recomputes counts for the part whose backward asks for it first.
 - On CUDA the stamps are events on the stream: the GPU's own time line, idle gaps included.
 
 nn.MultiheadAttention counts whole as attention: torch shows its projections to nobody. Convolutions
@@ -19,19 +20,21 @@ and products with a parameter count as linear, products of two activations as at
 from __future__ import annotations
 
 import bisect
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 UNATTRIBUTED = "unattributed"
 PARTS = (
     "linear", "attention", "norm", "dropout", "activation", "loss", "optimizer", UNATTRIBUTED,
 )  # fmt: skip
 PHASES = ("forward", "backward", "update")
+clock = time.perf_counter
 PAUSED = "paused"  # time that counts for nothing: what the watching itself takes
 
 _PRODUCTS = {
@@ -110,6 +113,7 @@ class Timeline(TorchFunctionMode):
         self._marks: list[tuple[object, str, str]] = []  # (stamp, phase and part from here on)
         self._phase = PHASES[0]
         self._depth = 0
+        self._listening = True
         self._starts: list[int] = []  # sequence numbers at which the owner changes, ascending
         self._owners: list[str] = []
 
@@ -118,7 +122,7 @@ class Timeline(TorchFunctionMode):
             stamp = torch.cuda.Event(enable_timing=True)
             stamp.record()
         else:
-            stamp = time.perf_counter()
+            stamp = clock()
         self._marks.append((stamp, self._phase, part))
 
     def enter_phase(self, phase: str, part: str = UNATTRIBUTED) -> None:
@@ -159,16 +163,35 @@ class Timeline(TorchFunctionMode):
         for module in model.modules():
             part = part_of_module(module)
             if part is not None:
-                enter = lambda _module, _args, part=part: self.push(part)  # noqa: E731
-                leave = lambda _module, _args, _output: self.pop()  # noqa: E731
+                enter = lambda _module, _args, part=part: self._enter_module(part)  # noqa: E731
+                leave = lambda _module, _args, _output: self._leave_module()  # noqa: E731
                 handles.append(module.register_forward_pre_hook(enter, prepend=True))
-                handles.append(module.register_forward_hook(leave))
+                # A checkpoint ends its second forward by an exception as soon as it has enough.
+                handles.append(module.register_forward_hook(leave, always_call=True))
+        self.__enter__()
         try:
-            with self:
-                yield
+            yield
         finally:
+            if self._listening:
+                self.__exit__(None, None, None)
             for handle in handles:
                 handle.remove()
+
+    def _enter_module(self, part: str) -> None:
+        self.push(part)
+        # Inside a known module nothing is left to find out, and a mode costs a microsecond at every
+        # property of a tensor that Python reads: more of them in some modules than in others, so
+        # that the watching would tilt the outcome. Not in force where autograd's own threads
+        # recompute a checkpointed forward: modes belong to a thread.
+        if self._depth == 1 and _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+            self._listening = False
+
+    def _leave_module(self) -> None:
+        if self._depth == 1 and not self._listening:
+            self.__enter__()
+            self._listening = True
+        self.pop()
 
     def watch_backward(self, loss: Tensor) -> None:
         """Hooks the graph under loss: each node's time goes to the part that made the node."""
@@ -201,10 +224,10 @@ class Timeline(TorchFunctionMode):
         return spent
 
 
-def mean(steps: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Part by part, the mean of several watched steps."""
+def median(steps: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Part by part, the median of several watched steps."""
     return {
-        phase: {part: sum(step[phase][part] for step in steps) / len(steps) for part in PARTS}
+        phase: {part: statistics.median(step[phase][part] for step in steps) for part in PARTS}
         for phase in PHASES
     }
 

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.bench.harness import Timing
 from onepass.compare import attribution, memory
-from onepass.compare.pairs import Timing, time_rounds
+from onepass.compare.pairs import time_rounds
 from onepass.compare.settings import Settings
 from onepass.compare.train import Trainer
 
 SECONDS = 20.0  # rounds go on this long when the asked-for number takes less
 MAX_ROUNDS = 40
-WATCHED_STEPS = 2
+WATCHED_SECONDS = 10.0
+WATCHED_STEPS = (2, 6)  # at least and at most, of each variant
 # A parameter whose gradient is rounding noise alone (a key's bias: softmax does not see it) is
 # measured against this share of the largest gradient of all.
 NOISE_FLOOR = 1e-6
@@ -60,8 +62,14 @@ class Speed:
     timing: Timing
     variants: dict[str, Variant]
 
+    def milliseconds(self, name: str) -> tuple[float, float, float]:
+        """Median, 10th and 90th percentile of a variant's step."""
+        percentiles = (self.timing.percentile(name, percent) for percent in (50, 10, 90))
+        median, low, high = (1e3 * seconds for seconds in percentiles)
+        return median, low, high
+
     def items_per_second(self, name: str) -> float:
-        return self.items_per_batch / self.timing.median(name) * 1e3
+        return self.items_per_batch / self.timing.median(name)
 
 
 def compare_speed(
@@ -89,20 +97,32 @@ def compare_speed(
     }
     seconds = 0.0 if settings.quick else SECONDS
     timing = time_rounds(steps, settings.pairs, seconds, MAX_ROUNDS, advance)
-    parts = {}
-    for name, trainer in trainers.items():
-        parts[name] = None
-        if not name.startswith("compiled"):
-            watched = [trainer.watched_step(workload.batch(k)) for k in range(WATCHED_STEPS)]
-            parts[name] = attribution.scaled(attribution.mean(watched), timing.median(name))
-        advance()
-    del trainers, steps, trainer
+    parts = _parts(trainers, workload, timing)
+    del trainers, steps
     variants = {}
     for name in timing.times:
         peak = memory.peak_of_step(name, workload.dropout, settings)
         variants[name] = Variant(parts[name], saved[name], peak, first_steps.get(name))
         advance()
     return Speed(workload.dropout, workload.items_per_batch, timing, variants), report
+
+
+def _parts(
+    trainers: dict[str, Trainer], workload, timing: Timing
+) -> dict[str, dict[str, dict[str, float]] | None]:
+    """Watches more steps, in turn as well, and scales each variant's shares to its median step."""
+    names = [name for name in trainers if not name.startswith("compiled")]
+    fewest, most = WATCHED_STEPS
+    affordable = int(WATCHED_SECONDS / sum(timing.median(name) for name in names))
+    watched: dict[str, list] = {name: [] for name in names}
+    for number in range(max(fewest, min(affordable, most))):
+        batch = workload.batch(number)
+        for name in names[:: 1 if number % 2 == 0 else -1]:
+            watched[name].append(trainers[name].watched_step(batch))
+    return dict.fromkeys(trainers) | {
+        name: attribution.scaled(attribution.median(steps), 1e3 * timing.median(name))
+        for name, steps in watched.items()
+    }
 
 
 def _trainers(workload, settings: Settings) -> tuple[dict[str, Trainer], onepass.Report]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -141,7 +141,7 @@ class GPT(nn.Module):
 
 def call(model: Callable, batch) -> object:
     """Calls model with a batch: a mapping as keywords, a tuple or list as arguments, else alone."""
-    if hasattr(batch, "keys"):
+    if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)):
         return model(*batch)
@@ -168,7 +168,7 @@ def loss_of(output) -> Tensor:
 def _first_floating(output) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if output.is_floating_point() else None
-    if hasattr(output, "values"):
+    if isinstance(output, Mapping):
         output = list(output.values())
     if isinstance(output, (tuple, list)):
         found = (_first_floating(item) for item in output)
@@ -180,7 +180,7 @@ def move(batch, device: torch.device):
     """The batch with every tensor in it on device."""
     if isinstance(batch, Tensor):
         return batch.to(device)
-    if hasattr(batch, "items"):
+    if isinstance(batch, Mapping):
         return {name: move(value, device) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         return type(batch)(move(value, device) for value in batch)
@@ -189,8 +189,8 @@ def move(batch, device: torch.device):
 
 def tokens_in(batch) -> int:
     """Items of a batch: elements of its first integer tensor, else rows of its first tensor."""
-    values = batch.values() if hasattr(batch, "values") else batch
-    values = [values] if isinstance(values, Tensor) else list(values)
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    values = [values] if isinstance(values, Tensor) else values
     tensors = [value for value in values if isinstance(value, Tensor)]
     whole = [value for value in tensors if not value.is_floating_point() and value.dim() > 1]
     if whole:

@@ -30,7 +30,7 @@ class Progress:
     def __exit__(self, *_) -> None:
         self._bars.stop()
 
-    def phase(self, description: str, total: int | None) -> Callable[[], None]:
+    def phase(self, description: str, total: int | None = None) -> Callable[[], None]:
         """Starts a bar of total units (None: unknown); returns what moves it on by one."""
         for task in self._bars.tasks:
             self._bars.stop_task(task.id)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
@@ -71,13 +72,15 @@ def _speed_dict(speed: Speed) -> dict:
     variants = {}
     for name, variant in speed.variants.items():
         baseline = baseline_of(name)
+        median, low, high = speed.milliseconds(name)
         variants[name] = {
             "step_ms": {
-                "median": timing.median(name),
-                "p10": timing.percentile(name, 10),
-                "p90": timing.percentile(name, 90),
-                "rounds": timing.times[name],
+                "median": median,
+                "p10": low,
+                "p90": high,
+                "rounds": [1e3 * seconds for seconds in timing.times[name]],
             },
+            "page_faults": timing.faults[name],
             "items_per_second": speed.items_per_second(name),
             "ratio_to_stock": timing.ratio(name, "stock").to_dict(),
             "ratio_to_baseline": timing.ratio(name, baseline).to_dict(),
@@ -130,29 +133,36 @@ def verdict(result: Result) -> str:
     speeds = []
     for speed in result.speeds:
         interval = speed.timing.ratio("swapped", "stock")
+        digits = 3 if abs(interval.median - 1.0) < 0.02 else 2  # never "1.00x: slower"
         remark = ""
         if interval.high < 1.0:
             remark = ": slower"
         elif interval.low <= 1.0:
             remark = ": no difference measured"
-        text = f"{interval.median:.2f}x [{interval.low:.2f}-{interval.high:.2f}]{remark}"
-        speeds.append(text + with_dropout(speed.dropout))
+        low, high = (f"{limit:.{digits}f}" for limit in (interval.low, interval.high))
+        text = f"{interval.median:.{digits}f}x [{low}-{high}]"
+        speeds.append(text + with_dropout(speed.dropout) + remark)
     gaps = []
     for phase in result.sameness:
-        remark = f" stock-versus-stock{with_dropout(phase.dropout)}"
-        if several and not phase.same:
-            remark += " (different)"
-        gaps.append(f"{phase.gap:.0e} against {phase.stock_gap:.0e}{remark}")
-    sameness = "same" if result.same else "different"
-    sentence = f"{', '.join(speeds)}; loss gap {', '.join(gaps)}: {sentence_end(sameness, result)}"
-    return sentence
-
-
-def sentence_end(sameness: str, result: Result) -> str:
-    left = [f"{_title(part)}, {_range(shares)}" for part, shares in not_accelerated(result).items()]
+        words = "" if gaps else " stock-versus-stock"
+        outside = " (different)" if several and not phase.same else ""
+        numbers = f"{_short(phase.gap)} against {_short(phase.stock_gap)}"
+        gaps.append(numbers + words + with_dropout(phase.dropout) + outside)
+    same = "same" if result.same else "different"
+    rest = [f"{_title(part)}, {_range(share)}" for part, share in not_accelerated(result).items()]
     if not result.swap_report["swapped"]:
-        return f"{sameness}. Nothing was swapped."
-    return f"{sameness}." + (f" Not accelerated: {'; '.join(left)}." if left else "")
+        tail = " Nothing was swapped."
+    else:
+        tail = f" Not accelerated: {'; '.join(rest)}." if rest else ""
+    return f"{', '.join(speeds)}; loss gap {', '.join(gaps)}: {same}.{tail}"
+
+
+def _short(number: float) -> str:
+    """3e-6, 0.02: one digit, as small as it reads."""
+    mantissa, _, exponent = f"{number:.0e}".partition("e")
+    if not exponent or -3 <= int(exponent) <= 0:
+        return f"{number:.1g}"
+    return f"{mantissa}e{int(exponent)}"
 
 
 def _title(part: str) -> str:
@@ -164,28 +174,33 @@ def _range(shares: list[float]) -> str:
     return f"{low} %" if low == high else f"{low}-{high} %"
 
 
-def print_tables(result: Result, console: Console) -> None:
-    """Prints the tables, the verdict and the footer."""
+def print_result(result: Result, console: Console) -> None:
+    """Prints the tables, the verdict and the footer.
+
+    Saved is what the forward keeps for the backward, peak the step's high-water mark.
+    """
     console.print(_speed_table(result))
-    console.print(_parts_table(result))
+    for speed in result.speeds:
+        console.print(_parts_table(speed))
     console.print(_sameness_table(result))
     for name, step in result.first_steps.items():
         console.print(
             f"First step, {name} against stock, dropout off: loss difference "
             f"{step.loss_difference:.1e} of {step.loss:.4f}; worst gradient error "
-            f"{step.gradient_error:.1e} of that gradient's largest, in {step.gradient_name}."
+            f"{step.gradient_error:.1e} of that gradient's largest, in {step.gradient_name}.",
+            markup=False,
         )
     console.print()
-    console.print(verdict(result), style="bold", highlight=False)
+    console.print(verdict(result), style="bold", highlight=False, markup=False)
     console.print()
     for line in footer(result):
-        console.print(line, style="dim", highlight=False)
+        console.print(line, style="dim", highlight=False, markup=False)
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index > 1 else "left", no_wrap=True)
+        table.add_column(escape(column), justify="right" if index > 1 else "left", no_wrap=True)
     return table
 
 
@@ -194,18 +209,18 @@ def _speed_table(result: Result) -> Table:
     table = _table(
         "Speed: one training step",
         "dropout", "variant", "median ms [p10-p90]", "times stock [95 %]", unit,
-        "saved for backward", "peak memory",
+        "saved MiB", "peak MiB",
     )  # fmt: skip
     for speed in result.speeds:
         timing = speed.timing
         for name, variant in speed.variants.items():
             ratio = timing.ratio(name, "stock")
-            low, high = timing.percentile(name, 10), timing.percentile(name, 90)
+            median, low, high = speed.milliseconds(name)
             table.add_row(
                 label(speed.dropout),
                 name,
-                f"{timing.median(name):.4g} [{low:.4g}-{high:.4g}]",
-                "1" if name == "stock" else f"{ratio.median:.2f} [{ratio.low:.2f}-{ratio.high:.2f}]",
+                f"{median:.4g} [{low:.4g}-{high:.4g}]",
+                "1" if name == "stock" else str(ratio),
                 f"{speed.items_per_second(name):,.0f}",
                 _mebibytes(variant.saved_bytes),
                 _mebibytes(variant.peak_bytes),
@@ -214,21 +229,25 @@ def _speed_table(result: Result) -> Table:
     return table
 
 
-def _parts_table(result: Result) -> Table:
-    columns = ["part"]
-    for speed in result.speeds:
-        tail = "" if speed.dropout is None else f", {speed.dropout:g}"
-        columns += [f"stock{tail}", f"swapped{tail}", "saved"]
-    table = _table("Where the step goes: ms (forward + backward), per dropout", *columns)
+def _parts_table(speed: Speed) -> Table:
+    tail = "" if speed.dropout is None else f" with dropout {speed.dropout:g}"
+    table = _table(
+        f"Where a step goes{tail}, in ms", "part",
+        "stock", "forward", "backward", "swapped", "forward", "backward", "saved",
+    )  # fmt: skip
     for column in table.columns[1:]:
         column.justify = "right"
-
+        column.style = "dim" if column.header in ("forward", "backward") else ""
+    spent = [speed.variants[name].parts for name in ("stock", "swapped")]
     for part in (*PARTS, "step"):
+        totals = [_part_ms(parts, part) for parts in spent]
         row = [part]
-        for speed in result.speeds:
-            spent = [speed.variants[name].parts for name in ("stock", "swapped")]
-            row += [_part_text(parts, part) for parts in spent]
-            row.append(f"{_part_ms(spent[0], part) - _part_ms(spent[1], part):.1f}")
+        for parts, total in zip(spent, totals, strict=True):
+            row.append(number(total))
+            phases = ("forward", "backward")
+            split = part not in ("optimizer", "step")
+            row += [number(parts[phase][part]) if split else "" for phase in phases]
+        row.append(number(totals[0] - totals[1]))
         table.add_row(*row, end_section=part == UNATTRIBUTED)
     return table
 
@@ -238,11 +257,9 @@ def _part_ms(parts: dict[str, dict[str, float]], part: str) -> float:
     return sum(totals.values()) if part == "step" else totals[part]
 
 
-def _part_text(parts: dict[str, dict[str, float]], part: str) -> str:
-    if part in ("optimizer", "step"):
-        return f"{_part_ms(parts, part):.1f}"
-    forward, backward = parts["forward"][part], parts["backward"][part]
-    return f"{_part_ms(parts, part):.1f} ({forward:.1f} + {backward:.1f})"
+def number(ms: float) -> str:
+    """Three digits or so, whatever the size."""
+    return f"{ms:.{0 if abs(ms) >= 99.95 else 1 if abs(ms) >= 9.995 else 2}f}"
 
 
 def _sameness_table(result: Result) -> Table:
@@ -263,7 +280,7 @@ def _sameness_table(result: Result) -> Table:
 
 
 def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
+    return f"{count / 2**20:,.1f}"
 
 
 def footer(result: Result) -> list[str]:

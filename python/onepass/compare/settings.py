@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "function returns (model, batch) or (model, batch_function of the step)")  # fmt: skip
     add("--device", default="cpu", metavar="DEVICE", help="default cpu")
     add("--dtype", default="auto", metavar="auto|float32|bfloat16",
-        help="bfloat16 is autocast over float32 weights; auto is that on CUDA, float32 on CPU")  # fmt: skip
+        help="bfloat16 is autocast; auto: bfloat16 on CUDA, float32 on CPU")  # fmt: skip
     add("--json", nargs="?", const=STDOUT, metavar="FILE", help="JSON to FILE, or to stdout alone")
     add("--plot", nargs="?", const="onepass-compare.png", metavar="FILE",
         help="write a picture (default onepass-compare.png)")  # fmt: skip

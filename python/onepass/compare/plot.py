@@ -1,0 +1,194 @@
+"""The picture: what training does, how every pair of steps went, and where the time goes."""
+
+from __future__ import annotations
+
+import textwrap
+
+import matplotlib
+import matplotlib.patches
+import matplotlib.ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpecFromSubplotSpec
+
+from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
+from onepass.compare.measure import Speed
+from onepass.compare.report import Result, baseline_of, footer, number, verdict
+from onepass.compare.train import BAND_FACTOR, Sameness
+
+STOCK, SWAPPED = "#5b6573", "#e4572e"
+BAND = "#a9c4dd"
+# From what a swap cannot reach, in greys and blues, to what it is about, in warm colours.
+PART_COLORS = {
+    "linear": "#33658a",
+    "attention": "#6fa3c7",
+    "norm": "#e4572e",
+    "dropout": "#f6ae2d",
+    "activation": "#7a9e7e",
+    "loss": "#b8c9a9",
+    "optimizer": "#8d7b9e",
+    UNATTRIBUTED: "#d5d8dc",
+}
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#e6e8eb",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+
+
+def plot(result: Result, path: str) -> None:
+    """Writes the picture to path, as PNG or what its suffix asks for."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(13, 11), layout="constrained")
+        top, bottom = figure.add_gridspec(2, 1, height_ratios=[1.15, 1])
+        curves = GridSpecFromSubplotSpec(
+            2, len(result.sameness), subplot_spec=top, height_ratios=[2, 1.2]
+        )
+        for column, phase in enumerate(result.sameness):
+            upper = figure.add_subplot(curves[0, column])
+            lower = figure.add_subplot(curves[1, column], sharex=upper)
+            _plot_losses(upper, phase)
+            _plot_difference(lower, phase)
+        pairs, parts = GridSpecFromSubplotSpec(1, 2, subplot_spec=bottom, width_ratios=[1, 1.35])
+        _plot_ratios(figure.add_subplot(pairs), result.speeds)
+        _plot_parts(figure.add_subplot(parts), result.speeds)
+        figure.suptitle(_wrapped(verdict(result), 130), x=0.01, ha="left", fontsize=13)
+        small = "\n".join(_wrapped(line, 190) for line in footer(result))
+        figure.supxlabel(small, x=0.01, ha="left", fontsize=7.5, color="#6b7280")
+        figure.savefig(path, dpi=130, facecolor="white")
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(text, width, break_long_words=False))
+
+
+def _with(dropout: float | None) -> str:
+    return "" if dropout is None else f", dropout {dropout:g}"
+
+
+def _plot_losses(axes: Axes, phase: Sameness) -> None:
+    low = [min(point) for point in zip(*phase.stock, strict=True)]
+    high = [max(point) for point in zip(*phase.stock, strict=True)]
+    axes.fill_between(phase.steps, low, high, color=BAND, label="all stock runs")
+    axes.plot(phase.steps, phase.stock[0], color=STOCK, lw=2.6, label="stock")
+    axes.plot(phase.steps, phase.swapped, color=SWAPPED, lw=1.4, ls="--", label="swapped")
+    axes.set_title(f"{phase.curve_name[0].upper()}{phase.curve_name[1:]}{_with(phase.dropout)}")
+    axes.tick_params(labelbottom=False)
+    axes.legend()
+
+
+def _plot_difference(axes: Axes, phase: Sameness) -> None:
+    limit = [BAND_FACTOR * width for width in phase.band]
+    positive = [value for value in (*phase.difference, *limit) if value > 0]
+    top = max(positive, default=1e-9)
+    floor = max(min(positive, default=1e-9) / 2, top / 1e5)  # zero has no logarithm
+    axes.fill_between(
+        phase.steps, floor, [max(v, floor) for v in limit], color=BAND, alpha=0.35,
+        label=f"{BAND_FACTOR:g} x stock-versus-stock",
+    )  # fmt: skip
+    axes.fill_between(
+        phase.steps, floor, [max(v, floor) for v in phase.band], color=BAND,
+        label=f"stock-versus-stock ({phase.stock_runs_differ_by})",
+    )  # fmt: skip
+    axes.plot(
+        phase.steps, [max(v, floor) for v in phase.difference], color=SWAPPED, marker="o", ms=3.5,
+        lw=1.2, label="|swapped - stock|",
+    )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_ylim(min(floor, top / 50), top * 2.5)
+    axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axes.set_xlabel("step")
+    axes.set_ylabel("|difference|")
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, fontsize=8, borderaxespad=0.2,
+        columnspacing=1.2,
+    )  # fmt: skip
+
+
+def _plot_ratios(axes: Axes, speeds: list[Speed]) -> None:
+    labels, position = [], 0
+    for speed in speeds:
+        for name in speed.variants:
+            baseline = baseline_of(name)
+            if name == baseline:
+                continue
+            times = speed.timing.times
+            ratios = [a / b for a, b in zip(times[baseline], times[name], strict=True)]
+            interval = speed.timing.ratio(name, baseline)
+            spread = [(k * 0.618 % 1 - 0.5) * 0.35 + position for k in range(len(ratios))]
+            axes.scatter(spread, ratios, s=22, color=SWAPPED, alpha=0.45, lw=0)
+            axes.errorbar(
+                position, interval.median, capsize=6, color="#1f2933", marker="D", ms=6, lw=1.8,
+                yerr=[[interval.median - interval.low], [interval.high - interval.median]],
+            )  # fmt: skip
+            axes.annotate(
+                f"{interval.median:.3g}x\n[{interval.low:.3g}-{interval.high:.3g}]",
+                (position + 0.22, interval.median), va="center", fontsize=9,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
+            )  # fmt: skip
+            labels.append(f"{name}\nvs {baseline}{_with(speed.dropout)}")
+            position += 1
+    axes.axhline(1.0, color=STOCK, lw=1.4)
+    axes.annotate("stock", (-0.47, 1.0), va="bottom", color=STOCK, fontsize=9)
+    axes.set_xticks(range(position), labels)
+    axes.set_xlim(-0.5, position - 0.25)
+    axes.grid(axis="x", visible=False)
+    axes.set_title("Pairs of steps: how many times faster")
+
+
+def _plot_parts(axes: Axes, speeds: list[Speed]) -> None:
+    rows, labels = [], []
+    for speed in speeds:
+        for name in ("stock", "swapped"):
+            rows.append(by_part(speed.variants[name].parts))
+            labels.append(f"{name}{_with(speed.dropout)}")
+    widest = max(sum(parts.values()) for parts in rows)
+    # Two bars per dropout, and a gap before the next pair.
+    places = [index + 0.6 * (index // 2) for index in range(len(rows))]
+    for place, parts in zip(places, rows, strict=True):
+        left = 0.0
+        for part in PARTS:
+            width = parts[part]
+            axes.barh(place, width, left=left, height=0.78, color=PART_COLORS[part], lw=0)
+            if width > 0.05 * widest:
+                dark = part in ("linear", "norm", "optimizer")
+                axes.text(
+                    left + width / 2, place, number(width), ha="center", va="center", fontsize=8,
+                    color="white" if dark else "#1f2933",
+                )  # fmt: skip
+            left += width
+        axes.text(left + 0.01 * widest, place, f"{number(left)} ms", va="center", fontsize=9)
+    for stock, swapped, place in zip(rows[::2], rows[1::2], places[1::2], strict=True):
+        axes.text(
+            0.004 * widest,
+            place + 0.48,
+            _saved_text(stock, swapped),
+            va="top",
+            fontsize=9,
+            color="#b23a1a",
+        )
+    axes.set_yticks(places, labels)
+    axes.set_ylim(places[-1] + 0.95, -0.6)
+    axes.set_xlim(0, widest * 1.13)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("ms per step")
+    axes.set_title("Where a step goes")
+    handles = [matplotlib.patches.Patch(color=PART_COLORS[part], label=part) for part in PARTS]
+    axes.legend(handles=handles, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+
+
+def _saved_text(stock: dict[str, float], swapped: dict[str, float]) -> str:
+    """What the swap saves or costs, and in which parts most."""
+    saved = {part: stock[part] - swapped[part] for part in PARTS}
+    total = sum(saved.values())
+    named = sorted(saved.items(), key=lambda item: -abs(item[1]))[:3]
+    words = ", ".join(f"{part} {'+' if ms < 0 else '-'}{number(abs(ms))}" for part, ms in named)
+    return f"{'saves' if total >= 0 else 'costs'} {number(abs(total))} ms: {words}"

@@ -1,0 +1,347 @@
+"""The numeric proof that someone else's norm is one that onepass computes.
+
+A twin of the module, with random weights, without hooks and on the CPU, is run next to the four
+formulas that the fused operator knows (RMS or layer norm, weight or 1 + weight), in 2-D, 3-D and
+4-D, on inputs of unit size, of the size of sqrt(eps) (which shows where eps stands) and large ones,
+output and all gradients. Two things are asked of every case:
+
+1. The original is the formula: its error against float64 is of the size that the same formula has
+   in plain PyTorch. Another formula is off by 1e-3 or more, another order of roundings by 1e-6.
+2. onepass is not worse: the rule of `onepass.numerics` with the original as the base.
+
+float32 and bfloat16 must pass. Other dtype combinations are tried as well, and those that pass join
+the table by which the swapped module decides; with any other it runs the original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import textwrap
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onepass import numerics
+from onepass._ops.norm import norm
+from onepass.reference import norm as reference
+from onepass.swapping.classes import NormSpec
+from onepass.swapping.matchers import Structure
+
+_REQUIRED = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16))
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FORMULAS = tuple(itertools.product((True, False), (0.0, 1.0)))  # (rms, weight_offset)
+
+# How much further than plain PyTorch the original may be from float64, per step 1 above. A wrong
+# formula misses this by orders of magnitude in float32; 16-bit runs prove its casts, not itself.
+_SLACK = {torch.float32: 8.0, torch.float64: 8.0, torch.bfloat16: 2.0, torch.float16: 2.0}
+
+
+# Leading sizes of the 2-D, 3-D and 4-D inputs; and how many numbers a gradient of the weight must
+# have, pooled over them and repeated draws, so that its largest error says something.
+_ROWS = ((5,), (2, 3), (2, 1, 3))
+_POOLED = 512
+
+
+class _Size(NamedTuple):
+    """Inputs are scale * (normal + shift)."""
+
+    name: str
+    scale: float
+    shift: float
+
+
+class _Refused(Exception):
+    """Carries the reason for the report."""
+
+
+def probe(module: nn.Module, structure: Structure) -> NormSpec | str:
+    """What `module` computes, or the reason why it is not swapped.
+
+    The module is only read: its tensors, gradients and hooks, and torch's random state, stay as
+    they are.
+    """
+    with _isolated():
+        try:
+            return _Probe(module, structure).run()
+        except _Refused as refusal:
+            return str(refusal)
+
+
+def configuration(module: nn.Module, structure: Structure) -> tuple:
+    """Two modules with the same configuration get the same verdict. Valid while both are alive."""
+    cls = type(module)
+    shape = tuple(getattr(module, structure.weight).shape)
+    return cls, cls.forward, structure, shape, tuple(sorted(_attributes(module).items()))
+
+
+class _Probe:
+    def __init__(self, module: nn.Module, structure: Structure):
+        self.structure = structure
+        self.eps = float(getattr(module, structure.eps))
+        self.cols = getattr(module, structure.weight).shape[0]
+        self.random = torch.Generator().manual_seed(20)
+        if self.cols == 0:
+            raise _Refused("its weight is empty")
+        if not self.eps >= 0.0 or math.isinf(self.eps):
+            raise _Refused(f"its {structure.eps} is {self.eps}")
+        self.twin = _twin(module)
+        small = math.sqrt(self.eps) if self.eps > 0.0 else 1e-3
+        self.unit = _Size("unit", 1.0, 0.3)
+        self.sizes = (self.unit, _Size("small", small, 0.1), _Size("large", 500.0, 0.5))
+
+    def run(self) -> NormSpec:
+        self._check_pure()
+        self.rms, self.weight_offset = self._nearest_formula()
+        if self.rms and self.structure.bias is not None:
+            raise _Refused("is an RMS norm with a bias, which onepass does not compute")
+        table = []
+        for dtypes in _REQUIRED:
+            for size in self.sizes:
+                out_dtype = self._judge(size, *dtypes)
+            table.append((*dtypes, out_dtype))
+        for dtypes in itertools.product(_DTYPES, _DTYPES):
+            if dtypes not in _REQUIRED:
+                with contextlib.suppress(_Refused):
+                    table.append((*dtypes, self._judge(self.unit, *dtypes)))
+        return NormSpec(
+            rms=self.rms,
+            weight_offset=self.weight_offset,
+            weight=self.structure.weight,
+            bias=self.structure.bias,
+            eps=self.structure.eps,
+            argument=self.structure.argument,
+            dtypes=tuple(table),
+        )
+
+    def _check_pure(self) -> None:
+        """The output must be a function of input, weight and bias alone."""
+        tensors = self._draw(_ROWS[0], self.unit, torch.float32, torch.float32)
+        input = tensors[0].clone()
+        state, before = torch.get_rng_state(), _attributes(self.twin)
+        first = self._original(*tensors)[0]
+        if not torch.equal(torch.get_rng_state(), state):
+            raise _Refused("draws random numbers in training")
+        second = self._original(*tensors)[0]
+        for name, value in _attributes(self.twin).items():
+            if before.get(name) != value:
+                raise _Refused(f"keeps state: a call changes its attribute {name!r}")
+        if self.twin._buffers or self.twin._modules:
+            raise _Refused("keeps state: a call adds to its buffers or modules")
+        if not torch.equal(first, second):
+            raise _Refused("keeps state: two calls with the same input differ")
+        self.twin.training = False
+        evaluated = self._original(*tensors)[0]
+        self.twin.training = True
+        if not torch.equal(first, evaluated):
+            raise _Refused("differs between training and eval")
+        if not torch.equal(tensors[0], input):
+            raise _Refused("changes its input")
+
+    def _nearest_formula(self) -> tuple[bool, float]:
+        tensors = self._draw(_ROWS[0], self.unit, torch.float32, torch.float32)
+        output = self._original(*tensors)[0]
+        errors = {}
+        for self.rms, self.weight_offset in _FORMULAS:
+            ref = self._formula(*map(_double, tensors))[0]
+            errors[self.rms, self.weight_offset] = _distance(output, ref)
+        (rms, offset), error = min(errors.items(), key=lambda item: item[1])
+        if not error < 1e-3:
+            raise _Refused(
+                "is no RMS or layer norm over the last dimension: nearest is "
+                f"{_formula_name(rms, offset)}, off by {error:.2g}"
+            )
+        return rms, offset
+
+    def _judge(self, size: _Size, input_dtype, weight_dtype) -> torch.dtype:
+        """The original's output dtype, once both steps hold for inputs of this size and dtypes."""
+        where = f"{size.name} inputs in {_dtype_name(input_dtype)}"
+        if weight_dtype != input_dtype:
+            where += f" with {_dtype_name(weight_dtype)} weight"
+        draws = []
+        for rows in _ROWS * math.ceil(_POOLED / len(_ROWS) / self.cols):
+            tensors = self._draw(rows, size, input_dtype, weight_dtype)
+            original = self._original(*tensors)
+            out_dtype = original[0].dtype
+            try:
+                ours = self._gradients(self._onepass(out_dtype), *tensors)
+            except RuntimeError as error:
+                raise _Refused(f"onepass cannot run {where}: {error}") from None
+            ref = self._formula(*map(_double, tensors))
+            draws.append((ours, original, ref, self._formula(*tensors)))
+        for index, name in enumerate(_OUTPUTS):
+            if draws[0][0][index] is None:
+                continue
+            ours, original, ref, base = (
+                [results[index] for results in column] for column in zip(*draws, strict=True)
+            )
+            if len({tensor.dtype for tensor in original}) > 1:
+                raise _Refused(f"the dtype of its result depends on the shape of {where}")
+            verdict = numerics.compare(original, ref, base)
+            allowed = _SLACK[input_dtype] * verdict.bound
+            if not verdict.max_error <= allowed:
+                raise _Refused(
+                    f"differs from {_formula_name(self.rms, self.weight_offset)} for {where}: "
+                    f"{name} off by {verdict.max_error:.2g}, allowed {allowed:.2g}"
+                )
+            verdict = numerics.compare(ours, ref, original)
+            if not verdict.ok:
+                raise _Refused(
+                    f"onepass would be less accurate for {where}: {name}: {verdict.text}"
+                )
+        return out_dtype
+
+    def _draw(self, rows, size: _Size, input_dtype, weight_dtype) -> tuple[Tensor | None, ...]:
+        """(input, weight, bias, gradient of the output), the bias None where there is none."""
+
+        def normal(*shape, dtype, scale=1.0, shift=0.0):
+            drawn = torch.randn(shape, generator=self.random, device="cpu", dtype=torch.float64)
+            return (scale * (drawn + shift)).to(dtype)
+
+        shape = (*rows, self.cols)
+        input = normal(*shape, dtype=input_dtype, scale=size.scale, shift=size.shift)
+        weight = normal(self.cols, dtype=weight_dtype)
+        bias = None if self.structure.bias is None else normal(self.cols, dtype=weight_dtype)
+        return input, weight, bias, normal(*shape, dtype=torch.float32)
+
+    def _original(self, input, weight, bias, dy) -> tuple[Tensor | None, ...]:
+        def forward(input, weight, bias):
+            self.twin._parameters[self.structure.weight] = weight
+            if bias is not None:
+                self.twin._parameters[self.structure.bias] = bias
+            return type(self.twin).forward(self.twin, input)
+
+        try:
+            return self._gradients(forward, input, weight, bias, dy)
+        except _Refused:
+            raise
+        except Exception as error:  # anything may happen in foreign code; all of it is a reason
+            text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
+            dtypes = f"{_dtype_name(input.dtype)} input, {_dtype_name(weight.dtype)} weight"
+            raise _Refused(f"fails on a {input.dim()}-D {dtypes}: {text}") from None
+
+    def _gradients(self, forward, input, weight, bias, dy) -> tuple[Tensor | None, ...]:
+        """(output, and the gradients of input, weight, bias) of a function of these three."""
+        leaves = [None if x is None else nn.Parameter(x.clone()) for x in (input, weight, bias)]
+        output = forward(*leaves)
+        if not isinstance(output, Tensor) or output.shape != input.shape:
+            got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise _Refused(f"returns {got} for an input of shape {tuple(input.shape)}")
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        gradients = iter(torch.autograd.grad(output, wanted, dy.to(output.dtype)))
+        return output.detach(), *(None if leaf is None else next(gradients) for leaf in leaves)
+
+    def _formula(self, input, weight, bias, dy) -> tuple[Tensor | None, ...]:
+        def forward(input, weight, bias):
+            if self.rms:
+                y = reference.rms_norm(
+                    input, (self.cols,), weight, self.eps, weight_offset=self.weight_offset
+                )
+                return y if bias is None else y + bias  # known, to be refused by its name
+            return reference.layer_norm(
+                input, (self.cols,), weight + self.weight_offset, bias, self.eps
+            )
+
+        return self._gradients(forward, input, weight, bias, dy)
+
+    def _onepass(self, out_dtype):
+        def forward(input, weight, bias):
+            return norm(
+                input,
+                None,
+                weight,
+                bias,
+                (self.cols,),
+                rms=self.rms,
+                eps=self.eps,
+                weight_offset=self.weight_offset,
+                out_dtype=out_dtype,
+            )[0]
+
+        return forward
+
+
+_OUTPUTS = ("output", "gradient of the input", "gradient of the weight", "gradient of the bias")
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A deep copy without tensors and hooks (whose copies might drag a whole model along)."""
+    try:
+        twin = type(module).__new__(type(module))
+        nn.Module.__init__(twin)
+        for name, value in vars(module).items():
+            if name not in _MODULE_ATTRIBUTES:
+                vars(twin)[name] = copy.deepcopy(value)
+    except Exception as error:  # foreign __new__ and __deepcopy__
+        raise _Refused(f"cannot be copied: {error}") from None
+    twin._parameters.update(dict.fromkeys(module._parameters))
+    return twin
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple]:
+    """What an instance holds beside tensors and torch's own fields, by value where it has one."""
+    return {
+        name: (type(value).__name__, repr(value) if _is_value(value) else str(id(value)))
+        for name, value in vars(module).items()
+        if name not in _MODULE_ATTRIBUTES
+    }
+
+
+def _is_value(value) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_value, value))
+    if isinstance(value, dict):
+        return all(map(_is_value, value)) and all(map(_is_value, value.values()))
+    return value is None or isinstance(
+        value, (bool, int, float, str, bytes, torch.dtype, torch.device)
+    )
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """Neither the caller's modes reach the probe, nor the probe's draws the caller.
+
+    One thread: the inputs are small, and a busy machine makes every parallel region wait.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with _modes():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _modes() -> Iterator[None]:
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
+        yield
+
+
+def _double(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.double()
+
+
+def _distance(output: Tensor, ref: Tensor) -> float:
+    """Largest difference, relative to ref's largest value; infinite if there is a NaN."""
+    distance = ((output.double() - ref).abs().max() / ref.abs().max()).item()
+    return distance if math.isfinite(distance) else math.inf
+
+
+def _formula_name(rms: bool, weight_offset: float) -> str:
+    return ("rms_norm" if rms else "layer_norm") + (" with 1 + weight" if weight_offset else "")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,169 @@
+"""What `swap` did, to be read by people, notebooks and programs."""
+
+from __future__ import annotations
+
+import html
+import re
+import weakref
+from typing import NamedTuple
+
+from torch import nn
+
+_HINT = "swap changes the model in place; drop the assignment"
+_COLUMNS = {
+    "swapped": ("name", "count", "kind", "from", "to"),
+    "skipped": ("name", "count", "type", "reason"),
+    "unknown": ("name", "count", "type", "reason"),
+}
+
+
+class Change(NamedTuple):
+    """One module's two classes, so that `verify` can run it either way."""
+
+    module: weakref.ref[nn.Module]
+    original: type[nn.Module]
+    swapped: type[nn.Module]
+    new: bool  # False if an earlier call had swapped it
+
+
+class Report:
+    """The result of :func:`onepass.swap`; `print` shows it as a table.
+
+    Attributes:
+        swapped: dicts with name (fully qualified), from, to, kind.
+        skipped: candidates that kept their class; dicts with name, type, reason.
+        unknown: modules that look related and have no rule; dicts with name, type, reason.
+        notes: what the swap changes beyond speed, as sentences.
+        dry_run: True if nothing was changed.
+    """
+
+    def __init__(self, model: nn.Module, *, dry_run: bool):
+        self.swapped: list[dict[str, str]] = []
+        self.skipped: list[dict[str, str]] = []
+        self.unknown: list[dict[str, str]] = []
+        self.notes: list[str] = []
+        self.dry_run = dry_run
+        self._model = weakref.ref(model)
+        self._changes: list[Change] = []
+
+    def to_dict(self) -> dict[str, list]:
+        """The lists as plain JSON-able data."""
+        return {
+            "swapped": [dict(entry) for entry in self.swapped],
+            "skipped": [dict(entry) for entry in self.skipped],
+            "unknown": [dict(entry) for entry in self.unknown],
+            "notes": list(self.notes),
+        }
+
+    def verify(self, *batch, loss_fn=None):
+        """Runs the model stock and swapped on one batch and compares output, loss and gradients.
+
+        Both runs are in eval mode (dropout off) with gradients enabled, from the same random state.
+        The model's gradients, buffers, training flags and torch's random state are as before
+        afterwards; its forward hooks do run.
+
+        Args:
+            batch: the model's positional arguments; a single dict is passed as keywords.
+            loss_fn: takes the model's output and returns a scalar. Without it the loss is the
+                output's `loss`, or the scalar in it, or else a fixed random projection of it.
+
+        Returns:
+            Verification: prints as one line; `ok`, `worst` (name), `to_dict()`.
+
+        Raises:
+            RuntimeError: the model is gone, on the meta device, or its classes changed meanwhile;
+                the report comes from a dry run.
+        """
+        from onepass.swapping.verify import verify
+
+        return verify(self, batch, loss_fn)
+
+    def __str__(self) -> str:
+        verb = "would swap" if self.dry_run else "swapped"
+        counts = f"{len(self.skipped)} skipped, {len(self.unknown)} unknown"
+        lines = [f"onepass.swap: {verb} {len(self.swapped)}, {counts}"]
+        for section, columns in _COLUMNS.items():
+            rows = self._rows(section)
+            if rows:
+                lines += ["", *_table(section, columns, rows)]
+        if self.notes:
+            lines += ["", "notes"]
+            lines += [f"  - {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        parts = [f"<b>{html.escape(str(self).splitlines()[0])}</b>"]
+        for section, columns in _COLUMNS.items():
+            rows = self._rows(section)
+            if rows:
+                head = "".join(f"<th>{column}</th>" for column in columns)
+                body = "".join(
+                    "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+                    for row in rows
+                )
+                parts.append(f"<table><caption>{section}</caption><tr>{head}</tr>{body}</table>")
+        if self.notes:
+            notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+            parts.append(f"<ul>{notes}</ul>")
+        return "\n".join(parts)
+
+    def _rows(self, section: str) -> list[tuple[str, ...]]:
+        """Rows of the printed table: names that differ in their numbers alone share one."""
+        groups: dict[tuple, list[str]] = {}
+        for entry in getattr(self, section):
+            facts = tuple(
+                _short(entry[column]) if column in ("from", "type") else entry[column]
+                for column in _COLUMNS[section][2:]
+            )
+            groups.setdefault((_pattern(entry["name"]), facts), []).append(entry["name"])
+        return [(_common(names), str(len(names)), *facts) for (_, facts), names in groups.items()]
+
+    def __call__(self, *_, **__):
+        raise TypeError(f"a swap report is not a model: {_HINT}")
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"a swap report has no attribute {name!r}: {_HINT}")
+
+    def __getstate__(self) -> dict:
+        """A copy of a report reads like it, but knows no model to verify."""
+        return {**vars(self), "_model": None, "_changes": []}
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def grouped(names: list[str]) -> list[str]:
+    """Names that differ in their numbers alone, as one: "layers.*.norm" for all layers."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_pattern(name), []).append(name)
+    return [_common(group) for group in groups.values()]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _common(names: list[str]) -> str:
+    """One name for names with the same parts, with * for the parts in which they differ."""
+    parts = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts) or "(root)"
+
+
+def _table(section: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    indent = " " * (len(section) + 2)
+
+    def line(cells, start):
+        padded = (
+            cell.rjust(width) if name == "count" else cell.ljust(width)
+            for name, cell, width in zip(columns, cells, widths, strict=True)
+        )
+        return (start + "  ".join(padded)).rstrip()
+
+    return [line(columns, f"{section}  "), *(line(row, indent) for row in rows)]

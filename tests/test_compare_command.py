@@ -1,0 +1,298 @@
+"""`onepass compare` as a command: output, JSON, picture, flags, bad input."""
+
+import argparse
+import functools
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from onepass import cli
+from onepass.compare import attribution, measure, settings, train
+
+QUICK = ("--quick", "--threads", "1", "--steps", "4", "--pairs", "2")
+ONE_LAYER = ("--layers", "1", "--width", "16", "--heads", "2", "--block", "32", "--batch", "1")
+
+USER_MODELS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.project, self.drop = nn.RMSNorm(16), nn.Linear(16, 4), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.drop(self.project(self.norm(x)))
+
+
+class WithLoss(Net):
+    def forward(self, x, target):
+        return Output((super().forward(x) - target).square().mean())
+
+
+class Output:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+def fixed():
+    return Net(), torch.randn(8, 16)
+
+
+def by_step():
+    def batch(step):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        return {"x": x, "target": torch.zeros(8, 4)}
+
+    return WithLoss(), batch
+
+
+def wrong():
+    return Net()
+
+
+def broken():
+    raise KeyError("no such weights")
+
+
+def no_gradient():
+    return Net().requires_grad_(False), torch.randn(8, 16)
+"""
+
+
+@pytest.fixture
+def user_models(tmp_path, monkeypatch):
+    (tmp_path / "user_models.py").write_text(USER_MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("user_models", None)
+
+
+def parsed(*flags):
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def run_json(capsys, *flags):
+    assert cli.main(["compare", "--json", *flags]) == 0
+    output, errors = capsys.readouterr()
+    assert errors == ""
+    return json.loads(output)
+
+
+# Outcome
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """A run as a user's shell would start it: the process, its JSON and its picture."""
+    folder = tmp_path_factory.mktemp("compare")
+    flags = [*QUICK, "--json", "out.json", "--plot", "out.png", "--rmsnorm", "--seed", "3"]
+    process = subprocess.run(
+        [sys.executable, "-m", "onepass", "compare", *flags],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    return process, json.loads((folder / "out.json").read_text()), folder / "out.png"
+
+
+def test_quiet_when_not_a_terminal(outcome):
+    assert outcome[0].stderr == ""
+    assert "\x1b" not in outcome[0].stdout and "\r" not in outcome[0].stdout
+
+
+def test_tables_verdict_and_footer(outcome):
+    process, data, _ = outcome
+    for words in ("median ms [p10-p90]", "Where a step goes", "Sameness", "worst gradient error"):
+        assert words in process.stdout
+    assert "…" not in process.stdout  # nothing was cut short
+    flat = " ".join(process.stdout.split())
+    assert data["verdict"]["sentence"] in flat
+    number = r"\d+\.\d+"
+    assert re.search(rf"{number}x \[{number}-{number}\]", data["verdict"]["sentence"])
+    assert re.search(r": (same|different)\.", data["verdict"]["sentence"])
+    assert "--quick: tiny sizes" in flat
+    assert torch.__version__ in flat and data["machine"]["cpu"] in flat
+
+
+def test_json_schema(outcome):
+    data = outcome[1]
+    assert list(data) == [
+        "schema_version", "command", "machine", "settings", "data", "parameters", "speed",
+        "first_step", "sameness", "swap_report", "verdict", "seconds",
+    ]  # fmt: skip
+    assert data["schema_version"] == 1
+    assert {"cpu", "isa", "threads", "torch", "commit"} <= set(data["machine"])
+    assert [speed["dropout"] for speed in data["speed"]] == [0.1, 0.0]
+    for speed in data["speed"]:
+        assert list(speed["variants"]) == ["stock", "swapped"]
+        for variant in speed["variants"].values():
+            assert list(variant) == [
+                "step_ms", "page_faults", "items_per_second", "ratio_to_stock",
+                "ratio_to_baseline", "baseline", "parts_ms", "saved_bytes", "peak_bytes",
+            ]  # fmt: skip
+            step = variant["step_ms"]
+            assert len(step["rounds"]) == 2 and step["p10"] <= step["median"] <= step["p90"]
+            ratio = variant["ratio_to_stock"]
+            assert ratio["low"] <= ratio["median"] <= ratio["high"]
+            assert variant["saved_bytes"] > 0 and variant["peak_bytes"] > 0
+            tokens = speed["items_per_batch"]
+            assert variant["items_per_second"] == pytest.approx(1e3 * tokens / step["median"])
+    assert list(data["first_step"]) == ["swapped"]
+    assert abs(data["first_step"]["swapped"]["loss_difference"]) < 1e-5
+    assert data["first_step"]["swapped"]["gradient_error"] < 1e-3
+    for phase in data["sameness"]:
+        assert phase["steps"][0] == 0 and phase["steps"][-1] == 4
+        assert len(phase["stock_losses"]) == train.STOCK_RUNS
+        assert len(phase["swapped_losses"]) == len(phase["steps"])
+    assert [phase["stock_runs_differ_by"] for phase in data["sameness"]] == [
+        "dropout seed",
+        "summation order",
+    ]
+    assert {entry["kind"] for entry in data["swap_report"]["swapped"]} == {"norm", "dropout"}
+    assert data["settings"]["seed"] == 3 and data["settings"]["rmsnorm"] is True
+
+
+def test_parts_sum_to_the_median_step(outcome):
+    for speed in outcome[1]["speed"]:
+        for variant in speed["variants"].values():
+            total = sum(attribution.by_part(variant["parts_ms"]).values())
+            assert total == pytest.approx(variant["step_ms"]["median"])
+
+
+def test_dropout_keeps_no_mask(outcome):
+    """Stock dropout saves a mask beside the values; ours regenerates it."""
+    with_dropout = outcome[1]["speed"][0]["variants"]
+    assert with_dropout["swapped"]["saved_bytes"] < with_dropout["stock"]["saved_bytes"]
+
+
+def test_command_repeats_the_run(outcome):
+    data = outcome[1]
+    words = shlex.split(data["command"])
+    assert words[:2] == ["onepass", "compare"]
+    again = settings.read_settings(parsed(*words[2:]))
+    assert again.to_dict() == data["settings"]
+    assert settings.Settings.from_dict(again.to_dict(), again.command) == again
+
+
+def test_picture(outcome):
+    header = outcome[2].read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(header[16:20], "big") > 1000  # width
+
+
+# Flags
+
+
+def test_json_to_stdout_is_nothing_but_json(capsys, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox " * 200)
+    data = run_json(
+        capsys, *QUICK, *ONE_LAYER, "--dropout", "0", "--text", str(text), "--dtype", "bfloat16"
+    )
+    assert [speed["dropout"] for speed in data["speed"]] == [0.0]
+    assert data["speed"][0]["items_per_batch"] == 32
+    assert data["settings"]["speed"] == {
+        "layers": 1, "heads": 2, "width": 16, "block": 32, "batch": 1,
+    }  # fmt: skip
+    assert data["settings"]["dtype"] == "bfloat16"
+    assert data["data"].startswith(str(text))
+    assert data["machine"]["threads"] == 1
+    assert " with dropout" not in data["verdict"]["sentence"]
+
+
+def test_defaults_are_those_of_the_documentation():
+    default = settings.read_settings(parsed())
+    assert default.speed == settings.Sizes(6, 6, 384, 1024, 2)
+    assert default.dropouts == (0.1, 0.0) and default.pairs == 8 and default.steps == 200
+    assert default.dtype == torch.float32 and default.device == torch.device("cpu")
+    assert default.command == "onepass compare"
+    assert parsed("--plot").plot == "onepass-compare.png"
+
+
+@pytest.mark.parametrize("function", ["fixed", "by_step"])
+def test_own_model(capsys, user_models, function):
+    data = run_json(capsys, *QUICK, "--model", f"user_models:{function}")
+    speed = data["speed"][0]
+    assert speed["dropout"] is None and speed["items_per_batch"] == 8
+    assert speed["variants"]["swapped"]["peak_bytes"] >= 0
+    phase = data["sameness"][0]
+    assert phase["curve"] == "training loss" and phase["steps"][-1] == 4
+    assert len(phase["swapped_losses"]) == len(phase["steps"])
+    assert data["first_step"]["swapped"]["gradient_error"] < 1e-3
+    kinds = [entry["kind"] for entry in data["swap_report"]["swapped"]]
+    assert sorted(kinds) == ["dropout", "norm"]
+
+
+def test_compile_adds_two_variants(capsys, user_models, monkeypatch):
+    # The graph is captured and differentiated, but not compiled to C++: that takes half a minute.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
+    variants = run_json(capsys, *QUICK, "--model", "user_models:fixed", "--compile")["speed"][0][
+        "variants"
+    ]
+    assert list(variants) == ["stock", "swapped", "compiled stock", "compiled swapped"]
+    assert variants["compiled swapped"]["baseline"] == "compiled stock"
+    assert variants["compiled swapped"]["parts_ms"] is None
+    assert variants["compiled swapped"]["saved_bytes"] > 0
+
+
+# Bad input
+
+
+BAD_INPUT = [
+    (["--text", "no-such-file"], "--text must name readable files: no-such-file"),
+    (["--text", "short.txt"], "text must be longer"),
+    (["--dtype", "fp8"], "--dtype must be auto, float32 or bfloat16, got 'fp8'"),
+    (["--device", "tpu"], "--device must be cpu or cuda, got 'tpu'"),
+    (["--device", "meta"], "--device must be cpu or cuda, got 'meta'"),
+    (["--heads", "5"], "--width must be a multiple of --heads"),
+    (["--layers", "0"], "--layers must be at least 1, got 0"),
+    (["--dropout", "1.5"], "--dropout must lie in [0, 1), got 1.5"),
+    (["--dropout", "0", "0"], "--dropout must list different values"),
+    (["--steps", "0"], "--steps must be at least 1, got 0"),
+    (["--threads", "-1"], "--threads must be at least 1, got -1"),
+    (["--seed", "-1"], "--seed must be at least 0"),
+    (["--json", "no-such-folder/out.json"], "--json must name a file in an existing folder"),
+    (["--plot", "no-such-folder/out.png"], "--plot must name a file in an existing folder"),
+    (["--model", "user_models"], "--model must be package.module:function"),
+    (["--model", "no_such_module:f"], "--model must name a function that can be imported"),
+    (["--model", "user_models:f"], "--model must name a function that can be imported"),
+    (["--model", "user_models:wrong"], "must return (model, batch) or (model, batch_function)"),
+    (["--model", "user_models:broken"], "raised KeyError: 'no such weights'"),
+    (["--model", "user_models:no_gradient"], "must have a parameter that requires a gradient"),
+    (["--model", "user_models:fixed", "--layers", "2"], "--model brings its own sizes"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, user_models, flags, message):
+    with open("short.txt", "wb") as file:
+        file.write(b"short")
+    assert cli.main(["compare", "--quick", *flags]) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.count("\n") == 1 and errors.startswith("compare: ")
+    assert message in errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a CUDA device")
+def test_cuda_without_cuda(capsys):
+    assert cli.main(["compare", "--device", "cuda"]) == 2
+    assert "torch has no CUDA" in capsys.readouterr().err
+
+
+def test_missing_tools_are_asked_for_by_name(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert cli.main(["compare", "--quick"]) == 2
+    assert capsys.readouterr().err == "compare: rich is missing: pip install 'onepass[tools]'\n"

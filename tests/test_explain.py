@@ -1,0 +1,139 @@
+"""`explain` and the dispatch log: they print the plans that ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import onepass
+from onepass import _C, cli, functional
+from onepass._ops import dispatch_log
+
+
+def calls_of(function, *args) -> list[dict]:
+    return onepass.explain(function, *args).calls
+
+
+def test_every_family_is_explained():
+    x, w = torch.randn(600, 96), torch.randn(96)
+    expected = {
+        "layer_norm": lambda: functional.layer_norm(x, 96, w),
+        "rms_norm": lambda: functional.rms_norm(x, 96, w),
+        "add_rms_norm": lambda: functional.add_rms_norm(x, x, 96, w),
+        "dropout": lambda: functional.dropout(x, 0.5),
+        "add_dropout": lambda: functional.add_dropout(x, x, 0.5),
+    }
+    for op, function in expected.items():
+        (call,) = calls_of(function)
+        assert call["op"] == op and call["count"] == 1
+        assert call["level"] == _C.cpu_level()
+        assert call["kernel"].endswith("_kernel")
+        assert call["reason"]
+
+
+def test_the_plan_follows_shape_and_threads():
+    def norm(rows, cols):
+        (call,) = calls_of(functional.rms_norm, torch.randn(rows, cols), cols)
+        return call
+
+    torch.set_num_threads(2)
+    large, small, single = norm(600, 512), norm(4, 8), norm(1, 100_000)
+    assert large["threads"] == 2 and large["rows_per_tile"] == 4
+    assert small["threads"] == 1 and "too small" in small["reason"]
+    assert single["threads"] == 1 and "one row" in single["reason"]
+    assert norm(3, 10_000)["rows_per_tile"] == 1
+    torch.set_num_threads(1)
+    assert norm(600, 512)["threads"] == 1
+
+
+def test_backward_and_counts():
+    x = torch.randn(5, 16, requires_grad=True)
+
+    def step():
+        for _ in range(3):
+            functional.layer_norm(x, 16).sum().backward()
+
+    explanation = onepass.explain(step)
+    assert [(c["op"], c["count"]) for c in explanation.calls] == [
+        ("layer_norm", 3),
+        ("layer_norm_backward", 3),
+    ]
+    text = str(explanation)
+    assert "3 x layer_norm_backward" in text and f"CPU level {_C.cpu_level()}" in text
+    assert "layer_norm_backward" in explanation._repr_html_()
+    assert json.loads(json.dumps(explanation.to_dict())) == explanation.to_dict()
+
+
+def test_stock_modules_are_named():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    before = onepass.explain(model, torch.randn(2, 8))
+    assert before.calls == []
+    assert [entry["name"] for entry in before.not_accelerated] == ["1"]
+    assert "no onepass operator ran" in str(before) and "not swapped" in str(before)
+    onepass.swap(model)
+    after = onepass.explain(model, torch.randn(2, 8))
+    assert [call["op"] for call in after.calls] == ["layer_norm"]
+    assert after.not_accelerated == []
+
+
+def test_nothing_is_recorded_outside():
+    functional.rms_norm(torch.randn(2, 8), 8)
+    with dispatch_log.record() as records:
+        pass
+    assert records == []
+
+
+def test_a_lower_level_says_who_asked_for_it():
+    code = (
+        "import torch, onepass;"
+        "print(onepass.explain(onepass.functional.rms_norm, torch.ones(2, 8), 8))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ONEPASS_CPU_ISA": "baseline"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "baseline" in result.stdout
+    if len(_C.cpu_levels()) > 1:
+        assert "ONEPASS_CPU_ISA asks for it" in result.stdout
+
+
+def test_dispatch_log_writes_each_line_once():
+    code = (
+        "import torch, onepass\n"
+        "x = torch.ones(2, 8, requires_grad=True)\n"
+        "for _ in range(3): onepass.functional.rms_norm(x, 8).sum().backward()\n"
+    )
+    environment = {**os.environ, "ONEPASS_LOG": "dispatch"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    lines = [line for line in result.stderr.splitlines() if line.startswith("onepass: ")]
+    assert len(lines) == 2
+    assert "rms_norm (2 x 8" in lines[0] and "rms_norm_backward" in lines[1]
+
+
+def test_command(capsys, tmp_path, monkeypatch):
+    (tmp_path / "somebodys_model.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    return torch.nn.LayerNorm(8), torch.randn(2, 8)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["explain", "--model", "somebodys_model:make"]) == 0
+    assert "not swapped" in capsys.readouterr().out
+    assert cli.main(["explain", "--model", "somebodys_model:make", "--swap", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calls"][0]["op"] == "layer_norm"
+
+
+@pytest.mark.parametrize("model", ["nonsense", "no_such_module:make", "torch:no_such_function"])
+def test_bad_models_exit_with_2(model, capsys):
+    assert cli.main(["explain", "--model", model]) == 2
+    assert capsys.readouterr().err.startswith("explain: --model must name a function")
