@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from seeds import drawn_seed
 from torch import Tensor
 
 from onepass import functional, numerics, reference
@@ -28,6 +29,7 @@ class Case:
     eps: float = 1e-5
     weight_offset: float = 0.0
     residual_dtype: torch.dtype | None = None
+    dropout_p: float = 0.0
     gradients: tuple[Tensor | None, ...] = field(default=(), repr=False)
 
     def __post_init__(self):
@@ -56,15 +58,20 @@ class Case:
         rest = (weight, self.eps) if self.rms else (weight, bias, self.eps)
         if residual is None:
             return (getattr(functional, self.name)(input, self.shape, *rest, **keywords),)
-        return getattr(functional, self.name)(
-            input, residual, self.shape, *rest, residual_dtype=self.residual_dtype, **keywords
-        )
+        keywords |= {"dropout_p": self.dropout_p, "residual_dtype": self.residual_dtype}
+        torch.manual_seed(5)
+        return getattr(functional, self.name)(input, residual, self.shape, *rest, **keywords)
+
+    def dropped(self, input):
+        if not self.dropout_p:
+            return input
+        return reference.dropout.dropout(input, self.dropout_p, drawn_seed(5))
 
     def definition(self, input, residual=None, weight=None, bias=None):
         """The reference in float64; residual_out is rounded as the operator rounds it."""
         x = input
         if residual is not None:
-            x = residual + input
+            x = residual + self.dropped(input)
             # The norm is that of the rounded sum; its gradient passes through the rounding.
             dtype = self.residual_dtype or self.residual.dtype
             x = x + (x.detach().to(dtype).double() - x.detach())
@@ -80,7 +87,7 @@ class Case:
         """torch's own functions in the call's dtypes."""
         x = input
         if residual is not None:
-            x = (residual + input).to(self.residual_dtype or residual.dtype)
+            x = (residual + self.dropped(input)).to(self.residual_dtype or residual.dtype)
         if self.rms:
             scaled = weight + self.weight_offset if weight is not None else None
             if weight is None and self.weight_offset:

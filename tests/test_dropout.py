@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
+from seeds import drawn_seed
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -14,12 +17,6 @@ from onepass import functional, numerics, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PROBABILITIES = (1e-6, 0.1, 0.5, 0.9, 1.0)
-
-
-def drawn_seed(seed: int) -> torch.Tensor:
-    """The seed tensor that an op draws after manual_seed(seed)."""
-    torch.manual_seed(seed)
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64)
 
 
 # ---- values and gradients -----------------------------------------------------------------------
@@ -69,6 +66,42 @@ def test_add_dropout(dtype, wide):
     numerics.assert_close(y, ref, base)
     factor = reference.dropout.keep_scale(seed, g.numel(), 0.3, torch.float64).view(g.shape)
     numerics.assert_close(dx, g.double() * factor, (g * factor.to(g.dtype)).to(dtype))
+
+
+@pytest.mark.isa
+def test_scales_beyond_float16():
+    """One element in 65,536 kept, scaled by 65,536: the product fits where the factor does not."""
+    x = torch.full((400_000,), 0.5, dtype=torch.float16)
+    seed = drawn_seed(5)
+    torch.manual_seed(5)
+    y = functional.dropout(x, 65535 / 65536)
+    ref = reference.dropout.dropout(x.double(), 65535 / 65536, seed)
+    assert (ref == 32768).any()
+    assert torch.equal(y.double(), ref)
+
+
+@pytest.mark.isa
+def test_upstream_gradients_of_any_layout():
+    x = torch.randn(30, 41, requires_grad=True)
+    r = torch.randn(30, 41, requires_grad=True)
+    seed = drawn_seed(5)
+    factor = reference.dropout.keep_scale(seed, x.numel(), 0.3).view(x.shape)
+    for g in (torch.randn(41, 30).t(), torch.randn(41).expand(30, 41), torch.randn(30, 82)[:, ::2]):
+        torch.manual_seed(5)
+        dx, dr = torch.autograd.grad(functional.add_dropout(x, r, 0.3), (x, r), g)
+        assert torch.equal(dx, g * factor) and torch.equal(dr, g)
+        torch.manual_seed(5)
+        (dx,) = torch.autograd.grad(functional.dropout(x, 0.3), x, g)
+        assert torch.equal(dx, g * factor)
+
+
+def test_gradients_for_one_argument_only():
+    x, r = torch.randn(5, 6), torch.randn(5, 6)
+    y = functional.add_dropout(x, r.requires_grad_(), 0.5)
+    assert torch.equal(torch.autograd.grad(y.sum(), r)[0], torch.ones(5, 6))
+    r = r.detach()
+    assert not functional.add_dropout(x, r, 0.5).requires_grad
+    assert functional.add_dropout(x.requires_grad_(), r, 0.5).requires_grad
 
 
 def test_gradcheck_twice():
@@ -139,9 +172,26 @@ def test_fate_follows_the_logical_index_whatever_the_strides():
     for layout in (x.transpose(0, 2).contiguous().transpose(0, 2), torch.cat([x, x], 2)[..., :8]):
         torch.manual_seed(1)
         assert torch.equal(functional.dropout(layout, 0.5), expected)
+        torch.manual_seed(1)
+        assert torch.equal(functional.add_dropout(x, layout, 0.5), x + expected)
 
 
-@pytest.mark.parametrize("threads", [1, 3, 5])
+def test_borders_of_a_buffer_stay_unread_and_unwritten():
+    buffer = torch.full((9, 20), float("nan"))
+    view = buffer[1:8, 3:17]
+    view.fill_(2.0)
+    before = buffer.clone()
+    assert not functional.dropout(view, 0.5).isnan().any()
+    assert torch.equal(buffer.nan_to_num(-1), before.nan_to_num(-1))
+    functional.dropout(view, 0.5, inplace=True)
+    inside = torch.zeros(9, 20, dtype=torch.bool)
+    inside[1:8, 3:17] = True
+    assert torch.equal(buffer.isnan(), ~inside)
+    assert set(view.unique().tolist()) == {0.0, 4.0}
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("threads", [2, 3, 5])
 def test_fate_does_not_depend_on_threads(threads):
     x = torch.randn(300_001)
     torch.manual_seed(1)
@@ -235,6 +285,8 @@ def test_module_is_torchs():
     module = onepass.nn.Dropout(0.25, inplace=True)
     assert isinstance(module, torch.nn.Dropout)
     assert repr(module) == repr(torch.nn.Dropout(0.25, inplace=True))
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(twin) is onepass.nn.Dropout and (twin.p, twin.inplace) == (0.25, True)
 
 
 def test_inplace():
@@ -260,11 +312,12 @@ def test_inplace_under_autograd():
     assert torch.equal(*gradients)
 
 
-def test_activation_checkpointing():
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
     x = torch.randn(50, 50)
     module = torch.nn.Sequential(torch.nn.Linear(50, 50), onepass.nn.Dropout(0.5), torch.nn.Tanh())
     gradients = []
-    for wrapped in (module, lambda t: checkpoint(module, t, use_reentrant=False)):
+    for wrapped in (module, lambda t: checkpoint(module, t, use_reentrant=use_reentrant)):
         torch.manual_seed(6)
         leaf = x.clone().requires_grad_()
         wrapped(leaf).sum().backward()
@@ -280,9 +333,17 @@ def test_no_mask_is_stored():
     assert sum(tensor.numel() for tensor in saved) == 2  # the seed
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_under_autocast_are_torchs(dtype):
+    x = torch.randn(8, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert functional.dropout(x, 0.5).dtype == F.dropout(x, 0.5).dtype
+
+
 @pytest.mark.parametrize("residual", [False, True])
-def test_opcheck(residual):
-    x = torch.randn(3, 10)
+@pytest.mark.parametrize("strided", [False, True])
+def test_opcheck(residual, strided):
+    x = torch.randn(10, 3).t() if strided else torch.randn(3, 10)
     seed = torch.tensor([1, 2])
     arguments = (x, x if residual else None, seed, 0.3, None)
     torch.library.opcheck(torch.ops.onepass.dropout_forward.default, arguments)

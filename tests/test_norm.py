@@ -5,8 +5,12 @@ Every result is held to the reference in float64 by the numerics rule; `base` is
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from norm_cases import DTYPES, FLOATS, Case, check, make, mixes, outputs_and_gradients
 
 from onepass import functional
@@ -80,6 +84,21 @@ def test_residual_dtype(rms, residual_dtype):
         check(case)
 
 
+@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["same", "wide"])
+def test_dropout_before_the_add(rms, dtype, wide):
+    # 77 columns: blocks of eight elements straddle the rows.
+    stream = torch.float32 if wide and dtype != torch.float64 else dtype
+    draws = [
+        make(rms, 17, 77, dtype, residual=True, residual_in=stream, dropout_p=0.3, seed=seed)
+        for seed in range(2)
+    ]
+    check(*draws)
+    for wrt in (["input"], ["residual"], ["weight"]):
+        check(*draws, wrt=wrt)
+
+
 @pytest.mark.parametrize("weight", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_optional_weight_and_bias(weight, bias):
@@ -128,6 +147,13 @@ def test_upstream_gradients_of_any_layout(rms, residual):
         case = make(rms, 21, 65, residual=residual)
         case.gradients = (gradient, gradient) if residual else (gradient,)
         check(case)
+
+
+@kinds
+def test_one_dimension(rms, residual):
+    cases = [make(rms, (), 33, residual=residual, seed=seed) for seed in range(2)]
+    assert cases[0].input.shape == (33,)
+    check(*cases)
 
 
 # ---- layouts ------------------------------------------------------------------------------------
@@ -179,10 +205,88 @@ def test_four_row_dimensions_that_do_not_merge(rms, residual):
             assert torch.equal(expected[name], found[name]), name
 
 
-def test_expanded_rows():
-    row = torch.randn(1, 64)
+@kinds
+def test_expanded_rows(rms, residual):
+    for name in ("input", "residual") if residual else ("input",):
+        case = make(rms, (10,), 64, residual=residual)
+        setattr(case, name, getattr(case, name)[:1].expand(10, 64))
+        check(case)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weight_and_bias_of_any_layout(rms, dtype):
+    plain = make(rms, 11, 45, dtype)
+    expected = outputs_and_gradients(plain.ours, plain)
+    views = {
+        "odd offset": lambda t: torch.full((47,), float("nan"), dtype=dtype)[1:46].copy_(t),
+        "every third": lambda t: torch.full((135,), float("nan"), dtype=dtype)[::3].copy_(t),
+    }
+    for layout, view in views.items():
+        case = make(rms, 11, 45, dtype)
+        case.weight = view(case.weight)
+        case.bias = None if rms else view(case.bias)
+        found = outputs_and_gradients(case.ours, case)
+        for part in range(2):
+            for name in expected[part]:
+                assert torch.equal(expected[part][name], found[part][name]), f"{layout}: {name}"
+
+
+def test_offsets_beyond_32_bits():
+    """Two rows 2^31 + 5 elements apart; the memory between them is never touched."""
+    try:
+        buffer = torch.empty(2**31 + 5 + 64, dtype=torch.bfloat16)
+    except RuntimeError:
+        pytest.skip("no address space for 4 GiB")
+    x = buffer.as_strided((2, 64), (2**31 + 5, 1))
+    x.copy_(torch.randn(2, 64))
     for rms in (False, True):
-        check(Case(rms, row.expand(10, 64), weight=torch.randn(64)))
+        case = Case(rms, x, weight=torch.randn(64))
+        strided_results = outputs_and_gradients(case.ours, case)
+        case.input = x.clone(memory_format=torch.contiguous_format)
+        dense_results = outputs_and_gradients(case.ours, case)
+        for part in range(2):
+            for name, value in dense_results[part].items():
+                assert torch.equal(value, strided_results[part][name]), name
+
+
+PERMUTATIONS = list(itertools.permutations(range(3)))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_any_combination(data):
+    """What the grids above leave out: mixed layouts, dtypes and options at once.
+
+    In any layout a result is bitwise that of the dense tensors, which the rule judges.
+    """
+    rms, residual = data.draw(st.booleans()), data.draw(st.booleans())
+    case = make(
+        rms,
+        (data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))),
+        data.draw(st.integers(8, 90)),
+        data.draw(st.sampled_from(FLOATS)),
+        weight=data.draw(st.booleans()),
+        bias=data.draw(st.booleans()),
+        residual=residual,
+        weight_dtype=data.draw(st.sampled_from(FLOATS)),
+        residual_in=data.draw(st.sampled_from(FLOATS)),
+        weight_offset=data.draw(st.sampled_from((0.0, 1.0))) if rms else 0.0,
+        dropout_p=data.draw(st.sampled_from((0.0, 0.5))) if residual else 0.0,
+    )
+    check(case)
+    dense = outputs_and_gradients(case.ours, case)
+    for name in ("input", "residual") if residual else ("input",):
+        order = data.draw(st.sampled_from(PERMUTATIONS))
+        tensor = getattr(case, name).permute(order).contiguous()
+        setattr(case, name, tensor.permute([order.index(d) for d in range(3)]))
+    other = outputs_and_gradients(case.ours, case)
+    for expected, found in zip(dense, other, strict=True):
+        for name in expected:
+            same = (expected[name] is None and found[name] is None) or torch.equal(
+                expected[name], found[name]
+            )
+            assert same, f"{case.text}: {name}"
 
 
 @kinds
@@ -201,8 +305,9 @@ def test_empty(rms, residual, size):
 
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bitwise_equal_for_any_number_of_threads(rms, residual, dtype):
-    case = make(rms, 301, 513, dtype, residual=residual)
+@pytest.mark.parametrize("rows, cols", [(301, 513), (3, 100_003), (20_001, 3)])
+def test_bitwise_equal_for_any_number_of_threads(rms, residual, dtype, rows, cols):
+    case = make(rms, rows, cols, dtype, residual=residual, dropout_p=0.2 if residual else 0.0)
     results = []
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)
@@ -278,6 +383,40 @@ def test_not_finite_rows(rms, residual, value):
     assert torch.equal(spoilt["y"][3].isnan(), stock["y"][3].isnan())
     others = [0, 1, 2, 4, 5]
     assert torch.equal(spoilt["y"][others], clean["y"][others])
+
+
+@kinds
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradients_of_a_not_finite_row_stay_in_it(rms, residual, value):
+    case = make(rms, 6, 50, residual=residual)
+    _, clean = outputs_and_gradients(case.ours, case)
+    case.input[3, 17] = value
+    _, spoilt = outputs_and_gradients(case.ours, case)
+    _, stock = outputs_and_gradients(case.stock, case)
+    others = [0, 1, 2, 4, 5]
+    for name in ("input", "residual") if residual else ("input",):
+        assert torch.equal(spoilt[name][others], clean[name][others]), name
+        assert torch.equal(spoilt[name][3].isnan(), stock[name][3].isnan()), name
+    # A column sum over all rows holds what the row gives it, the bias's does not see the input.
+    assert torch.equal(spoilt["weight"].isnan(), stock["weight"].isnan())
+    if not rms:
+        assert torch.equal(spoilt["bias"], clean["bias"])
+
+
+@kinds
+def test_squares_beyond_float16(rms, residual):
+    """Elements of 20,000: their squares, and the sum of 300 of them, exist in float32 only."""
+    cases = [make(rms, 9, 300, torch.float16, residual=residual, seed=seed) for seed in range(2)]
+    for case in cases:
+        case.input = (case.input * 3e3).clamp(-2e4, 2e4)
+    check(*cases)
+
+
+def test_a_sum_beyond_float16_is_infinite_as_in_torch():
+    x = torch.full((2, 8), 6e4, dtype=torch.float16)
+    y, stream = functional.add_rms_norm(x, x, 8)
+    assert torch.equal(stream, x + x) and stream.isinf().all()
+    assert torch.equal(y.isnan(), torch.nn.functional.rms_norm(x + x, (8,)).isnan())
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0, -1e-5])

@@ -1,9 +1,13 @@
-"""One benchmark case: the variants to time, the bytes they must move, and how to check them."""
+"""One benchmark case: an operator on one input, ours and torch's, checked and then timed.
+
+A case is a name until it is measured: only then its tensors are made, so that cases do not share
+the cache with each other's inputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,89 +15,183 @@ from torch import Tensor
 from onepass import numerics
 from onepass.bench.harness import Interval, Timing, measure_pairs
 
+SEED = 0
+Function = Callable[..., tuple[Tensor, ...]]
 
-@dataclass
-class Case:
-    """A case compares `ours` with torch's fastest eager way and, if given, with torch.compile's.
+
+@dataclass(frozen=True)
+class Operator:
+    """The same function four times; each takes the same tensors and returns a tuple of tensors.
 
     Attributes:
-        name: family/what/dtype/shape/phase, matched by --case.
-        ours, eager: calls without arguments that return the tensors to check, first to last.
-        compiled: the same by torch.compile; None where it is not measured.
-        reference: the same in float64, for the correctness column; None where results are random.
-        bytes: bytes that must move: each input read once, each output written once.
-        copy: a tensor of the case's shape; its copy, in the same cache state, is the ceiling.
-        goal: the factors to reach against (eager, compiled), and the share of the copy; see GOALS.
+        ours: by onepass.
+        stock: by torch in its fastest eager way; torch.compile compiles this one.
+        formula: the reference, which is also called with float64 tensors.
+        base: whose error ours is held against (`onepass.numerics`): torch's own function, or the
+            formula where torch draws other random numbers.
+    """
+
+    ours: Function
+    stock: Function
+    formula: Function
+    base: Function
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Factors against eager and against torch.compile, and share of the copy; None: no goal."""
+
+    eager: float | None = None
+    compiled: float | None = None
+    share: float | None = None
+
+    def to_dict(self) -> dict[str, float | None]:
+        return {
+            "against_eager": self.eager,
+            "against_compile": self.compiled,
+            "share_of_copy": self.share,
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to measure.
+
+    Attributes:
+        name: family/operator/dtype/shape/phase, which --case matches.
+        operator: the variants.
+        make: returns the operator's tensors; those that require grad get gradients.
+        backward: whether a call includes torch.autograd.grad with respect to all of them.
+        tensors: tensors of the first input's size that must cross memory, each read or written
+            once; None for the overhead of a call, where memory is no limit.
+        fresh: outputs live in fresh memory as glibc's defaults have it, not in recycled memory.
     """
 
     name: str
-    ours: Callable[[], tuple[Tensor, ...]]
-    eager: Callable[[], tuple[Tensor, ...]]
-    compiled: Callable[[], tuple[Tensor, ...]] | None
-    reference: Callable[[], tuple[Tensor, ...]] | None
-    bytes: int | None
-    copy: Tensor
-    goal: tuple[float | None, float | None, float | None] = field(default=(None, None, None))
+    operator: Operator
+    make: Callable[[], list[Tensor]]
+    backward: bool
+    tensors: int | None
+    goal: Goal = Goal()
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
     """The measured case."""
 
-    name: str
+    case: Case
     timing: Timing
-    eager: Interval  # how many times faster than eager torch
-    compiled: Interval | None
-    share: float | None  # of the copy ceiling, by bytes
-    correct: str
-    goal: tuple[float | None, float | None, float | None]
+    check: str  # empty if all results are right, else what is wrong
+    margin: float  # the worst error as a share of what the numerics rule allows
+    compile_error: str
+
+    @property
+    def against_eager(self) -> Interval:
+        return self.timing.ratio("ours", "eager")
+
+    @property
+    def against_compile(self) -> Interval | None:
+        return self.timing.ratio("ours", "compile") if "compile" in self.timing.times else None
+
+    @property
+    def share(self) -> float | None:
+        """Of the speed of a copy of the first input, by bytes; a copy moves it twice."""
+        if self.case.tensors is None:
+            return None
+        return self.timing.ratio("ours", "copy").median * self.case.tensors / 2
 
     def to_dict(self) -> dict:
+        compiled = self.against_compile
         return {
-            "name": self.name,
+            "name": self.case.name,
+            "memory": "fresh" if self.case.fresh else "recycled",
             "times": self.timing.to_dict(),
             "rounds": self.timing.rounds,
-            "against_eager": self.eager.to_dict(),
-            "against_compile": None if self.compiled is None else self.compiled.to_dict(),
+            "against_eager": self.against_eager.to_dict(),
+            "against_compile": compiled and compiled.to_dict(),
+            "compile_error": self.compile_error or None,
             "share_of_copy": self.share,
-            "correct": self.correct,
-            "goal": {
-                "against_eager": self.goal[0],
-                "against_compile": self.goal[1],
-                "share_of_copy": self.goal[2],
-            },
+            "right": not self.check,
+            "check": self.check or None,
+            "error_share_of_bound": self.margin,
+            "goal": self.case.goal.to_dict(),
         }
 
 
 def measure(case: Case, *, seconds: float, compiled: bool) -> Row:
     """Checks the case's results, then times its variants in turn for about `seconds`."""
-    correct = _check(case)
-    target = torch.empty_like(case.copy)
-    functions = {"ours": case.ours, "eager": case.eager, "copy": lambda: target.copy_(case.copy)}
-    if compiled and case.compiled is not None:
-        functions["compile"] = case.compiled
+    torch.manual_seed(SEED)
+    tensors = case.make()
+    upstream = _upstream(case, tensors)
+    check, margin = _check(case.operator, tensors, upstream)
+    functions = {
+        "ours": _call(case.operator.ours, tensors, upstream),
+        "eager": _call(case.operator.stock, tensors, upstream),
+    }
+    error = ""
+    if compiled:
+        # Compiled functions of one source share a cache of few entries; a full one means eager.
+        torch._dynamo.reset()
+        stock = torch.compile(case.operator.stock, dynamic=False, fullgraph=True)
+        functions["compile"] = _call(stock, tensors, upstream)
+        try:
+            functions["compile"]()
+        except Exception as problem:  # no compiler on this machine, for one
+            error = str(problem).strip().partition("\n")[0] or type(problem).__name__
+            del functions["compile"]
+    if case.tensors is not None:
+        source = tensors[0].detach()
+        target = torch.empty_like(source)
+        functions["copy"] = lambda: target.copy_(source)
     timing = measure_pairs(functions, seconds=seconds)
-    share = None
-    if case.bytes is not None:
-        copied = 2 * case.copy.nbytes
-        share = timing.ratio("ours", "copy").median * case.bytes / copied
-    return Row(
-        case.name,
-        timing,
-        timing.ratio("ours", "eager"),
-        timing.ratio("ours", "compile") if "compile" in functions else None,
-        share,
-        correct,
-        case.goal,
+    return Row(case, timing, check, margin, error)
+
+
+def _upstream(case: Case, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    if not case.backward:
+        return None
+    return [torch.randn_like(output) for output in case.operator.stock(*tensors)]
+
+
+def _call(
+    function: Function, tensors: Sequence[Tensor], upstream: Sequence[Tensor] | None
+) -> Callable[[], tuple[Tensor, ...]]:
+    """What is timed: without gradients the function alone."""
+    if upstream is None:
+        return lambda: function(*tensors)
+    return lambda: torch.autograd.grad(function(*tensors), tensors, upstream)
+
+
+def _check(
+    operator: Operator, tensors: Sequence[Tensor], upstream: Sequence[Tensor] | None
+) -> tuple[str, float]:
+    """(what is wrong, worst error over bound): outputs and gradients by the numerics rule."""
+
+    def results(function: Function, wide: bool = False) -> list[Tensor]:
+        inputs = [
+            tensor.detach().to(torch.float64 if wide else tensor.dtype).requires_grad_(grad)
+            for tensor, grad in zip(tensors, (t.requires_grad for t in tensors), strict=True)
+        ]
+        torch.manual_seed(SEED)  # every variant that draws a seed draws this one
+        outputs = function(*inputs)
+        if upstream is None:
+            return list(outputs)
+        gradients = torch.autograd.grad(
+            outputs, inputs, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)]
+        )
+        return [*outputs, *gradients]
+
+    wrong, margin = "", 0.0
+    triples = zip(
+        results(operator.ours),
+        results(operator.formula, wide=True),
+        results(operator.base),
+        strict=True,
     )
-
-
-def _check(case: Case) -> str:
-    if case.reference is None:
-        return "see tests"  # random results: the tests hold them to the reference bit for bit
-    results = [
-        numerics.compare(ours, ref, base)
-        for ours, ref, base in zip(case.ours(), case.reference(), case.eager(), strict=True)
-    ]
-    worst = max(results, key=lambda result: result.max_error / (result.bound or 1.0))
-    return "yes" if all(result.ok for result in results) else f"NO: {worst.text}"
+    for number, triple in enumerate(triples):
+        comparison = numerics.compare(*triple)
+        margin = max(margin, comparison.max_error / comparison.bound if comparison.bound else 0.0)
+        if not comparison.ok and not wrong:
+            wrong = f"result {number}: {comparison.text}"
+    return wrong, margin

@@ -1,7 +1,7 @@
 """Cases of the dropout family, forward and backward, against torch's own dropout.
 
-Bytes: the forward reads input and writes output, the backward reads the upstream gradient and
-writes its own; the residual add reads one tensor more. Nothing is stored between the two.
+Tensors that must cross memory: the forward reads input and writes output, the backward reads the
+upstream gradient and writes its own; a residual is one read more. No mask is stored between them.
 """
 
 from __future__ import annotations
@@ -12,49 +12,49 @@ import torch
 import torch.nn.functional as F
 
 from onepass import functional
-from onepass.bench.case import Case
+from onepass._ops.random import draw_seed
+from onepass.bench.case import Case, Goal, Operator
+from onepass.reference import dropout as reference
 
 SHAPE = (2048, 1024)
+QUICK = (64, 96)
 P = 0.1
-GOAL_FLOAT32 = (6.0, None, None)
+# To reach on a machine with AVX2, two threads: (operator, dtype).
+GOALS = {("dropout", torch.float32): Goal(eager=6.0)}
+
+
+def _operator(ours, stock, formula) -> Operator:
+    return Operator(ours, stock, formula, base=formula)
+
+
+OPERATORS = {
+    "dropout": _operator(
+        lambda x: (functional.dropout(x, P),),
+        lambda x: (F.dropout(x, P),),
+        lambda x: (reference.dropout(x, P, draw_seed(x.device)),),
+    ),
+    "add_dropout": _operator(
+        lambda x, r: (functional.add_dropout(x, r, P),),
+        lambda x, r: (r + F.dropout(x, P),),
+        lambda x, r: (reference.add_dropout(x, r, P, draw_seed(x.device)),),
+    ),
+}
 
 
 def cases(quick: bool = False) -> Iterator[Case]:
     """All cases; `quick` keeps a small shape."""
-    shape = (64, 96) if quick else SHAPE
-    for dtype in (torch.float32, torch.bfloat16):
-        for residual in (False, True):
-            yield _case(shape, dtype, residual)
-
-
-def _case(shape: tuple[int, int], dtype: torch.dtype, residual: bool) -> Case:
-    count = 2 if residual else 1
-    arguments = [torch.randn(shape).to(dtype).requires_grad_() for _ in range(count)]
-    upstream = torch.randn(shape).to(dtype)
-
-    def runner(function):
-        def run():
-            output = function(*arguments)
-            return (output.detach(), *torch.autograd.grad(output, arguments, upstream))
-
-        return run
-
-    if residual:
-        ours, stock = (
-            lambda x, r: functional.add_dropout(x, r, P),
-            lambda x, r: r + F.dropout(x, P),
-        )
-    else:
-        ours, stock = (lambda x: functional.dropout(x, P), lambda x: F.dropout(x, P))
-    name = "add_dropout" if residual else "dropout"
-    goal = GOAL_FLOAT32 if dtype == torch.float32 and not residual else (None, None, None)
-    return Case(
-        f"dropout/{name}/{str(dtype)[6:]}/{shape[0]}x{shape[1]}/forward+backward",
-        runner(ours),
-        runner(stock),
-        runner(torch.compile(stock, dynamic=False)),
-        None,
-        (4 + residual) * upstream.nbytes,
-        upstream,
-        goal,
-    )
+    shape = QUICK if quick else SHAPE
+    for name, operator in OPERATORS.items():
+        inputs = 2 if name == "add_dropout" else 1
+        for dtype in (torch.float32, torch.bfloat16):
+            yield Case(
+                f"dropout/{name}/{str(dtype).removeprefix('torch.')}/"
+                f"{shape[0]}x{shape[1]}/forward+backward",
+                operator,
+                lambda inputs=inputs, dtype=dtype: [
+                    torch.randn(shape).to(dtype).requires_grad_() for _ in range(inputs)
+                ],
+                True,
+                3 + inputs,
+                Goal() if quick else GOALS.get((name, dtype), Goal()),
+            )

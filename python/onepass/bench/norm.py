@@ -1,8 +1,9 @@
 """Cases of the norm family: forward, forward and backward, and the overhead of a call.
 
-Baselines are torch's own functions; before an add+norm stands torch's add. Bytes by element, each
-tensor once: a forward reads input and writes output; a backward reads the upstream gradient and
-input, and writes its gradient; the residual add reads and writes one tensor more.
+Tensors that must cross memory: a forward reads input and writes output; a backward reads the
+upstream gradient and input, and writes the gradient. The residual add brings a read of residual and
+a write of residual_out forward, a read of its upstream gradient backward; input and residual share
+one gradient. Weights and statistics are small beside that.
 """
 
 from __future__ import annotations
@@ -13,145 +14,121 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass import functional, reference
-from onepass.bench.case import Case
+from onepass import functional
+from onepass.bench.case import Case, Goal, Operator
+from onepass.reference import norm as reference
 
 SHAPES = ((512, 768), (2048, 1024))
 BEYOND_CACHE = (4096, 4096)
+QUICK = (64, 96)
 OVERHEAD = (4, 8)
 DTYPES = (torch.float32, torch.bfloat16)
-KINDS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 EPS = 1e-5
 
-# (against eager, against torch.compile, share of a copy of that size) to reach with AVX2 on two
-# threads: (kind, dtype, with backward).
-_RMS32, _RMS16 = (3.0, 2.0, 0.55), (2.5, 2.0, None)
+# To reach at SHAPES on a machine with AVX2, two threads: (operator, dtype, with backward).
+_RMS_BFLOAT16 = Goal(2.5, 2.0), Goal(4.0, 3.0)
 GOALS = {
-    ("layer_norm", torch.float32, False): (1.4, 2.0, 0.50),
-    ("layer_norm", torch.float32, True): (1.3, 1.8, 0.30),
-    ("rms_norm", torch.float32, False): _RMS32,
-    ("rms_norm", torch.float32, True): (5.0, 2.0, 0.30),
-    ("add_rms_norm", torch.float32, False): (3.0, 2.5, 0.55),
-    ("add_rms_norm", torch.float32, True): (5.0, 2.2, 0.30),
-    ("layer_norm", torch.bfloat16, False): (1.5, 2.0, None),
-    ("layer_norm", torch.bfloat16, True): (1.5, 3.0, None),
-    ("rms_norm", torch.bfloat16, False): _RMS16,
-    ("rms_norm", torch.bfloat16, True): (4.0, 3.0, None),
-    ("add_rms_norm", torch.bfloat16, False): _RMS16,
-    ("add_rms_norm", torch.bfloat16, True): (4.0, 3.0, None),
+    ("layer_norm", torch.float32): (Goal(1.4, 2.0, 0.50), Goal(1.3, 1.8, 0.30)),
+    ("rms_norm", torch.float32): (Goal(3.0, 2.0, 0.55), Goal(5.0, 2.0, 0.30)),
+    ("add_rms_norm", torch.float32): (Goal(3.0, 2.5, 0.55), Goal(5.0, 2.2, 0.30)),
+    ("layer_norm", torch.bfloat16): (Goal(1.5, 2.0), Goal(1.5, 3.0)),
+    ("rms_norm", torch.bfloat16): _RMS_BFLOAT16,
+    ("add_rms_norm", torch.bfloat16): _RMS_BFLOAT16,
+}
+
+
+def _stock_add_layer_norm(x, residual, weight, bias):
+    total = residual + x
+    return F.layer_norm(total, total.shape[-1:], weight, bias, EPS), total
+
+
+def _stock_add_rms_norm(x, residual, weight):
+    total = residual + x
+    return F.rms_norm(total, total.shape[-1:], weight, EPS), total
+
+
+def _operator(ours, stock, formula) -> Operator:
+    return Operator(ours, stock, formula, base=stock)
+
+
+OPERATORS = {
+    "layer_norm": _operator(
+        lambda x, w, b: (functional.layer_norm(x, x.shape[-1:], w, b, EPS),),
+        lambda x, w, b: (F.layer_norm(x, x.shape[-1:], w, b, EPS),),
+        lambda x, w, b: (reference.layer_norm(x, x.shape[-1:], w, b, EPS),),
+    ),
+    "rms_norm": _operator(
+        lambda x, w: (functional.rms_norm(x, x.shape[-1:], w, EPS),),
+        lambda x, w: (F.rms_norm(x, x.shape[-1:], w, EPS),),
+        lambda x, w: (reference.rms_norm(x, x.shape[-1:], w, EPS),),
+    ),
+    "add_layer_norm": _operator(
+        lambda x, r, w, b: functional.add_layer_norm(x, r, x.shape[-1:], w, b, EPS),
+        _stock_add_layer_norm,
+        lambda x, r, w, b: reference.add_layer_norm(x, r, x.shape[-1:], w, b, EPS),
+    ),
+    "add_rms_norm": _operator(
+        lambda x, r, w: functional.add_rms_norm(x, r, x.shape[-1:], w, EPS),
+        _stock_add_rms_norm,
+        lambda x, r, w: reference.add_rms_norm(x, r, x.shape[-1:], w, EPS),
+    ),
 }
 
 
 def cases(quick: bool = False) -> Iterator[Case]:
     """All cases; `quick` keeps one small shape."""
-    for shape in ((64, 96),) if quick else (*SHAPES, BEYOND_CACHE):
-        for kind in KINDS[:2] if shape == BEYOND_CACHE else KINDS:
+    for shape in (QUICK,) if quick else SHAPES:
+        for name in OPERATORS:
             for dtype in DTYPES:
                 for backward in (False, True):
-                    yield _case(kind, shape, dtype, backward)
-    for kind in KINDS[:2]:
-        yield from _overhead(kind)
+                    yield _case(name, shape, dtype, backward)
+    if not quick:
+        for shape, fresh in ((SHAPES[-1], True), (BEYOND_CACHE, False), (BEYOND_CACHE, True)):
+            for name in ("layer_norm", "rms_norm"):
+                for backward in (False, True):
+                    yield _case(name, shape, torch.float32, backward, fresh)
+    for name in ("layer_norm", "rms_norm"):
+        yield from _overhead(name)
 
 
-def _case(kind: str, shape: tuple[int, int], dtype: torch.dtype, backward: bool) -> Case:
-    arguments = _arguments(kind, shape, dtype, backward)
-    upstream = torch.randn(shape).to(dtype)
+def _case(name: str, shape: tuple, dtype: torch.dtype, backward: bool, fresh=False) -> Case:
+    adds = name.startswith("add_")
+    tensors = 4 if adds else 2
+    if backward:
+        tensors += 4 if adds else 3
+    goal = Goal()
+    if shape in SHAPES and not fresh:
+        goal = GOALS.get((name, dtype), (goal, goal))[backward]
     phase = "forward+backward" if backward else "forward"
-    name = f"norm/{kind}/{str(dtype)[6:]}/{shape[0]}x{shape[1]}/{phase}"
-    goal = (
-        GOALS.get((kind, dtype, backward), (None, None, None)) if shape in SHAPES else (None,) * 3
-    )
-
-    def runner(function, arguments=arguments, upstream=upstream):
-        if not backward:
-            return lambda: function(*arguments)
-
-        def run():
-            outputs = function(*arguments)
-            gradients = torch.autograd.grad(outputs, arguments, [upstream] * len(outputs))
-            return (*(output.detach() for output in outputs), *gradients)
-
-        return run
-
-    def formula():
-        wide = [t.detach().double().requires_grad_(backward) for t in arguments]
-        return runner(FORMULAS[kind], wide, upstream.double())()
-
-    tensors = (4 if kind.startswith("add_") else 2) + (
-        0 if not backward else 4 if kind.startswith("add_") else 3
-    )
     return Case(
-        name,
-        runner(OURS[kind]),
-        runner(STOCK[kind]),
-        runner(torch.compile(STOCK[kind], dynamic=False)),
-        formula,
-        tensors * upstream.nbytes,
-        upstream,
+        f"norm/{name}/{_text(dtype)}/{shape[0]}x{shape[1]}/{phase}" + ("/fresh" if fresh else ""),
+        OPERATORS[name],
+        lambda: _tensors(name, shape, dtype, backward),
+        backward,
+        tensors,
         goal,
+        fresh,
     )
 
 
-def _arguments(kind: str, shape, dtype: torch.dtype, grad: bool) -> list[Tensor]:
-    """input, (residual,) weight, (bias)."""
-    sizes = [shape] * (2 if kind.startswith("add_") else 1)
-    sizes += [shape[-1:]] * (1 if kind.endswith("rms_norm") else 2)
-    return [torch.randn(size).to(dtype).requires_grad_(grad) for size in sizes]
-
-
-def _overhead(kind: str) -> Iterator[Case]:
+def _overhead(name: str) -> Iterator[Case]:
     for phase in ("no grad", "forward under grad", "forward+backward"):
-        arguments = _arguments(kind, OVERHEAD, torch.float32, phase != "no grad")
-        upstream = torch.randn(OVERHEAD)
-
-        def runner(function, arguments=arguments, upstream=upstream, phase=phase):
-            if phase != "forward+backward":
-                return lambda: tuple(output.detach() for output in function(*arguments))
-            return lambda: torch.autograd.grad(function(*arguments), arguments, [upstream])
-
+        grad = phase != "no grad"
         yield Case(
-            f"norm/{kind}/overhead/4x8/{phase}",
-            runner(OURS[kind]),
-            runner(STOCK[kind]),
+            f"norm/{name}/float32/{OVERHEAD[0]}x{OVERHEAD[1]}/{phase}",
+            OPERATORS[name],
+            lambda grad=grad: _tensors(name, OVERHEAD, torch.float32, grad),
+            phase == "forward+backward",
             None,
-            None,
-            None,
-            upstream,
         )
 
 
-def _last(x: Tensor) -> tuple[int]:
-    return (x.shape[-1],)
+def _tensors(name: str, shape: tuple, dtype: torch.dtype, grad: bool) -> list[Tensor]:
+    """input, (residual,) weight, (bias)."""
+    sizes = [shape] * (2 if name.startswith("add_") else 1)
+    sizes += [shape[-1:]] * (1 if name.endswith("rms_norm") else 2)
+    return [torch.randn(size).to(dtype).requires_grad_(grad) for size in sizes]
 
 
-OURS = {
-    "layer_norm": lambda x, w, b: (functional.layer_norm(x, _last(x), w, b, EPS),),
-    "rms_norm": lambda x, w: (functional.rms_norm(x, _last(x), w, EPS),),
-    "add_layer_norm": lambda x, r, w, b: functional.add_layer_norm(x, r, _last(x), w, b, EPS),
-    "add_rms_norm": lambda x, r, w: functional.add_rms_norm(x, r, _last(x), w, EPS),
-}
-
-
-def _stock_add_layer_norm(x, r, w, b):
-    total = r + x
-    return F.layer_norm(total, _last(x), w, b, EPS), total
-
-
-def _stock_add_rms_norm(x, r, w):
-    total = r + x
-    return F.rms_norm(total, _last(x), w, EPS), total
-
-
-STOCK = {
-    "layer_norm": lambda x, w, b: (F.layer_norm(x, _last(x), w, b, EPS),),
-    "rms_norm": lambda x, w: (F.rms_norm(x, _last(x), w, EPS),),
-    "add_layer_norm": _stock_add_layer_norm,
-    "add_rms_norm": _stock_add_rms_norm,
-}
-
-FORMULAS = {
-    "layer_norm": lambda x, w, b: (reference.norm.layer_norm(x, _last(x), w, b, EPS),),
-    "rms_norm": lambda x, w: (reference.norm.rms_norm(x, _last(x), w, EPS),),
-    "add_layer_norm": lambda x, r, w, b: reference.norm.add_layer_norm(x, r, _last(x), w, b, EPS),
-    "add_rms_norm": lambda x, r, w: reference.norm.add_rms_norm(x, r, _last(x), w, EPS),
-}
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,17 +1,18 @@
-"""The table of `onepass bench` and what stands under it."""
+"""The tables of `onepass bench` and what stands under them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from onepass.bench.case import Case, Row
 from onepass.bench.ceilings import Ceilings
 
-WIDTH_OFF_TERMINAL = 160
+WIDTH_OFF_TERMINAL = 170
 
 
 def progress(cases: Sequence[Case]) -> Iterator[Case]:
@@ -28,50 +29,127 @@ def progress(cases: Sequence[Case]) -> Iterator[Case]:
             bar.advance(task)
 
 
-def print_table(rows: Iterable[Row]) -> None:
+def print_tables(rows: Sequence[Row]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH_OFF_TERMINAL)
-    table = Table("case", box=None)
-    columns = ("ours us [p10-p90]", "eager us", "compile us", "x eager [95 %]", "x compile")
-    for column in (*columns, "% of copy", "goal", "right"):
-        table.add_column(column, justify="right", no_wrap=True)
+    throughput = [row for row in rows if row.share is not None]
+    overhead = [row for row in rows if row.share is None]
+    if throughput:
+        console.print(_throughput_table(throughput))
+    if overhead:
+        console.print(_overhead_table(overhead))
     for row in rows:
-        time = row.timing
-        span = f"[{time.percentile('ours', 10) * 1e6:.1f}-{time.percentile('ours', 90) * 1e6:.1f}]"
-        table.add_row(
-            row.name,
-            f"{time.median('ours') * 1e6:.1f} \\{span}",
-            f"{time.median('eager') * 1e6:.1f}",
-            "-" if row.compiled is None else f"{time.median('compile') * 1e6:.1f}",
-            str(row.eager).replace("[", "\\["),
-            "-" if row.compiled is None else f"{row.compiled.median:.2f}",
-            "-" if row.share is None else f"{row.share:.0%}",
+        if row.check:
+            console.print(Text(f"WRONG: {row.case.name}: {row.check}", style="bold red"))
+    errors = {row.compile_error for row in rows if row.compile_error}
+    for error in sorted(errors):
+        console.print(Text(f"torch.compile failed: {error}"))
+
+
+def _table(*columns: str) -> Table:
+    table = Table("case", box=None, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _throughput_table(rows: Sequence[Row]) -> Table:
+    faults = any(_faults(row, name) >= 1 for row in rows for name in ("ours", "eager"))
+    table = _table(
+        "ours us [p10-p90]",
+        "eager us",
+        "compile us",
+        "x eager [95 %]",
+        "x compile [95 %]",
+        "of copy",
+        *(("faults ours/eager",) if faults else ()),
+        "goal",
+        "right",
+    )
+    for row in rows:
+        cells = [
+            row.case.name,
+            _spread(row, "ours"),
+            _micros(row, "eager"),
+            _micros(row, "compile"),
+            str(row.against_eager),
+            str(row.against_compile or "-"),
+            f"{row.share:.0%}",
+            *((f"{_faults(row, 'ours'):.0f}/{_faults(row, 'eager'):.0f}",) if faults else ()),
             _goal(row),
-            row.correct,
-        )
-    console.print(table)
+            _right(row),
+        ]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _overhead_table(rows: Sequence[Row]) -> Table:
+    columns = "ours us [p10-p90]", "eager us", "compile us", "ours - eager us [95 %]"
+    table = _table(*columns, "x eager [95 %]", "right")
+    for row in rows:
+        more = row.timing.difference("ours", "eager")
+        cells = [
+            row.case.name,
+            _spread(row, "ours"),
+            _micros(row, "eager"),
+            _micros(row, "compile"),
+            f"{more.median * 1e6:+.1f} [{more.low * 1e6:+.1f} to {more.high * 1e6:+.1f}]",
+            str(row.against_eager),
+            _right(row),
+        ]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _spread(row: Row, name: str) -> str:
+    low, high = (row.timing.percentile(name, percent) * 1e6 for percent in (10, 90))
+    return f"{row.timing.median(name) * 1e6:.1f} [{low:.1f}-{high:.1f}]"
+
+
+def _micros(row: Row, name: str) -> str:
+    if name not in row.timing.times:
+        return "failed" if row.compile_error else "-"
+    return f"{row.timing.median(name) * 1e6:.1f}"
+
+
+def _faults(row: Row, name: str) -> float:
+    return row.timing.faults[name]
+
+
+def _right(row: Row) -> str:
+    """The worst error, of what the numerics rule allows."""
+    return "NO" if row.check else f"{row.margin:.2f}"
 
 
 def _goal(row: Row) -> str:
     """The goals, each with whether it was reached here."""
+    goal, compiled = row.case.goal, row.against_compile
     reached = (
-        row.eager.median,
-        None if row.compiled is None else row.compiled.median,
-        row.share,
+        (goal.eager, row.against_eager.median, "{:.1f}x"),
+        (goal.compiled, compiled and compiled.median, "{:.1f}x"),
+        (goal.share, row.share, "{:.0%}"),
     )
     parts = []
-    for goal, value, form in zip(row.goal, reached, ("{:.1f}x", "{:.1f}x", "{:.0%}"), strict=True):
-        if goal is not None:
-            mark = "?" if value is None else "+" if value >= goal else "-"
-            parts.append(form.format(goal) + mark)
+    for wanted, value, form in reached:
+        if wanted is not None:
+            mark = "?" if value is None else "+" if value >= wanted else "-"
+            parts.append(form.format(wanted) + mark)
     return " ".join(parts) or "-"
 
 
 def print_footer(facts: dict, limits: Ceilings, recycled: bool, command: str) -> None:
-    print(f"\nceilings: {limits}")
-    print("goal: against eager, against compile, share of a copy of that size; + reached, - not")
-    memory = "kept by the process (recycled outputs)" if recycled else "the allocator's default"
-    print(f"freed memory: {memory}")
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    print(command)
+    lines = [
+        f"ceilings here: {limits}",
+        "of copy: bytes that must move per second, of those of a copy of the input, in the same "
+        "cache state; autograd included",
+        "goal: for AVX2, against eager, against compile, of copy; + reached, - not, ? not measured",
+        "right: worst error of outputs and gradients, of what the numerics rule allows (at most 1)",
+    ]
+    memory = "freed memory stays with the process, for all variants (M_MMAP_MAX=0, no trimming)"
+    if not recycled:
+        memory = "this allocator does not obey mallopt: every case is 'fresh'"
+    lines.append(f"memory: {memory}; cases named fresh: the allocator's defaults")
+    lines.append(", ".join(f"{key} {value}" for key, value in facts.items()))
+    lines.append(command)
+    print("\n" + "\n".join(lines))
