@@ -1,71 +1,293 @@
-"""The benchmark harness: statistics, ceilings, and a whole quick run with its JSON."""
+"""`onepass bench`: statistics, interleaving, the check, the flags. No time is ever asserted."""
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import math
 import time
 
 import pytest
+import torch
 
-from onepass import cli
-from onepass.bench import dropout, norm
-from onepass.bench.harness import Timing, bootstrap_median, measure_pairs
-
-
-def test_bootstrap_interval():
-    interval = bootstrap_median([1.0] * 20 + [100.0])
-    assert interval.median == interval.low == interval.high == 1.0
-    wide = bootstrap_median([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert wide.low < wide.median == 3.0 < wide.high
-    assert str(interval) == "1.00 [1.00-1.00]"
-    with pytest.raises(ValueError):
-        bootstrap_median([])
+from onepass import bench
+from onepass.bench import case as cases
+from onepass.bench import dropout, harness, machine, norm
+from onepass.bench.ceilings import Ceilings, ceilings
 
 
-def test_ratios_are_taken_round_by_round():
-    # The machine doubles its speed midway: the ratio does not move.
-    timing = Timing({"a": [2.0, 2.0, 1.0, 1.0], "b": [4.0, 4.0, 2.0, 2.0]}, {}, {})
-    ratio = timing.ratio("a", "b")
-    assert (ratio.median, ratio.low, ratio.high) == (2.0, 2.0, 2.0)
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return bench.main(parser.parse_args(words))
 
 
-def test_measured_times_tell_slow_from_fast():
-    timing = measure_pairs(
-        {"slow": lambda: time.sleep(0.004), "fast": lambda: time.sleep(0.001)}, rounds=5, seconds=0
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def test_bootstrap_median_of_equal_values_has_no_width():
+    assert harness.bootstrap_median([2.0] * 20).to_dict() == {"median": 2, "low": 2, "high": 2}
+
+
+def test_bootstrap_median_holds_the_middle_and_narrows_with_more_values():
+    values = torch.randn(1000).tolist()
+    few, many = harness.bootstrap_median(values[:20]), harness.bootstrap_median(values)
+    for interval in (few, many):
+        assert interval.low <= interval.median <= interval.high
+    assert many.high - many.low < few.high - few.low
+    assert many == harness.bootstrap_median(values), "the same figures give the same interval"
+
+
+def test_bootstrap_median_covers_the_true_median():
+    """95 % intervals: of 60 samples of a known distribution nearly all hold its median."""
+    draws = torch.rand(60, 41, generator=torch.Generator().manual_seed(1)).tolist()
+    held = sum(i.low <= 0.5 <= i.high for i in map(harness.bootstrap_median, draws))
+    assert 51 <= held
+
+
+def test_bootstrap_median_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="must hold at least one value"):
+        harness.bootstrap_median([])
+
+
+def test_ratio_is_taken_within_rounds():
+    """The machine became ten times slower on the way: the ratio does not move."""
+    slow = [1.0] * 10 + [10.0] * 10
+    timing = harness.Timing({"ours": [t / 2 for t in slow], "eager": slow}, {}, {})
+    assert timing.ratio("ours", "eager") == harness.Interval(2.0, 2.0, 2.0)
+    assert timing.difference("ours", "eager").high < 0
+
+
+# ---- interleaving --------------------------------------------------------------------------------
+
+
+def test_variants_take_turns_and_each_follows_each():
+    names = ["a", "b", "c"]
+    orders = [harness._order(names, number) for number in range(6)]
+    assert all(sorted(order) == names for order in orders)
+    assert {order[0] for order in orders} == set(names)
+    follows = {pair for order in orders for pair in zip(order, order[1:], strict=False)}
+    assert follows == {(a, b) for a in names for b in names if a != b}
+
+
+def test_every_variant_gets_the_same_number_of_batches_of_like_length():
+    calls = {"short": 0, "long": 0}
+
+    def work(name: str, seconds: float):
+        def function():
+            calls[name] += 1
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                pass
+
+        return function
+
+    timing = harness.measure_pairs(
+        {"short": work("short", 2e-5), "long": work("long", 2e-4)}, rounds=4, seconds=0
     )
-    assert timing.rounds == 5
-    assert 2 < timing.ratio("fast", "slow").median < 6
+    assert timing.rounds == 4
+    assert len(timing.times["short"]) == len(timing.times["long"]) == 4
+    assert timing.calls["short"] > timing.calls["long"] >= 1
+    assert calls["short"] > 4 * timing.calls["short"], "it was warmed up"
+    assert timing.median("short") >= 2e-5
+    assert timing.percentile("long", 10) <= timing.median("long") <= timing.percentile("long", 90)
 
 
-def test_cases_have_names_of_their_own_and_goals():
-    names = [case.name for module in (norm, dropout) for case in module.cases(quick=True)]
-    assert len(names) == len(set(names))
-    assert any(goal is not None for goals in norm.GOALS.values() for goal in goals)
+def test_garbage_collection_is_back_on_even_after_an_error():
+    calls = iter(range(20))
+
+    def fails():
+        if next(calls) == 10:
+            raise KeyError("here")
+
+    with pytest.raises(KeyError):
+        harness.measure_pairs({"fails": fails}, rounds=50, batch_seconds=1e-9)
+    assert gc.isenabled()
 
 
-def test_a_quick_run(tmp_path, capsys):
-    path = tmp_path / "bench.json"
-    arguments = ["bench", "all", "--quick", "--no-compile", "--json", str(path)]
-    assert cli.main(arguments) == 0
-    text = capsys.readouterr().out
-    assert "ceilings: copy" in text and "onepass" in text
-    result = json.loads(path.read_text())
-    assert result["machine"]["threads"] and result["ceilings"]["copy_gbps"] > 0
-    assert {row["name"].split("/")[0] for row in result["rows"]} == {"norm", "dropout"}
+@pytest.mark.parametrize("arguments", [({},), ({"a": int}, 0)])
+def test_nothing_to_measure_is_refused(arguments):
+    functions, *rounds = arguments
+    with pytest.raises(ValueError, match="must not be empty"):
+        harness.measure_pairs(functions, **({"rounds": rounds[0]} if rounds else {}))
+
+
+# ---- machine -------------------------------------------------------------------------------------
+
+
+def test_machine_facts_are_plain_and_name_the_build():
+    from onepass import _C
+
+    facts = harness.machine_facts()
+    assert facts["isa"] == _C.cpu_level() and facts["torch"] == torch.__version__
+    assert facts["threads"] == torch.get_num_threads()
+    assert json.loads(json.dumps(facts)) == facts
+    assert not any("/" in str(facts[key]) for key in ("commit", "onepass", "system"))
+
+
+def test_recycled_memory_ends_the_page_faults_of_large_outputs():
+    """64 MiB, never cached by malloc's defaults: one fault per page, or (huge pages) per 2 MiB."""
+
+    def faults() -> int:
+        torch.zeros(16 << 20)
+        before = machine.page_faults()
+        for _ in range(4):
+            torch.zeros(16 << 20)
+        return machine.page_faults() - before
+
+    fresh = faults()
+    with machine.recycled_memory() as recycled:
+        kept = faults()
+    if not recycled:
+        pytest.skip("this allocator has no mallopt")
+    assert fresh >= 4 * 32
+    assert kept < fresh / 4
+    assert faults() >= fresh / 2, "the defaults are back"
+
+
+def test_ceilings_are_positive_and_arithmetic_grows_with_the_level():
+    from onepass import _C
+
+    limits = ceilings(1 << 20)
+    assert limits.threads == torch.get_num_threads()
+    for value in (limits.copy_gbps, limits.update_gbps, limits.fma_gflops):
+        assert value > 0 and math.isfinite(value)
+    assert (limits.bf16_dot_gflops > 0) == (_C.cpu_level() == "avx512_bf16")
+
+
+def test_ceilings_that_were_not_measured_say_so():
+    assert "not measured" in str(Ceilings(2, 1 << 20, 10.0, 20.0, None, None))
+
+
+# ---- cases ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_case_names_are_unique_and_carry_the_family(quick):
+    for family, module in (("norm", norm), ("dropout", dropout)):
+        names = [case.name for case in module.cases(quick)]
+        assert len(set(names)) == len(names)
+        assert all(name.startswith(family + "/") for name in names)
+
+
+def test_every_goal_belongs_to_a_case():
+    """A goal under a name that no case has would silently never be shown."""
+    wanted = [goal for pair in norm.GOALS.values() for goal in pair] + [*dropout.GOALS.values()]
+    shown = [case.goal for module in (norm, dropout) for case in module.cases()]
+    assert all(goal in shown for goal in wanted)
+
+
+def test_operators_agree_with_the_reference():
+    for module in (norm, dropout):
+        for case in module.cases(quick=True):
+            torch.manual_seed(1)
+            tensors = case.make()
+            wrong, margin = cases._check(case.operator, tensors, cases._upstream(case, tensors))
+            assert not wrong, f"{case.name}: {wrong}"
+            assert 0 <= margin <= 1
+
+
+def test_a_wrong_result_is_seen_in_outputs_and_in_gradients():
+    good = norm.OPERATORS["layer_norm"]
+
+    class WrongGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return upstream * 1.01
+
+    def off_by_little(x, w, b):
+        return (good.ours(x, w, b)[0] * 1.001,)
+
+    def off_in_gradient(x, w, b):
+        return good.ours(WrongGradient.apply(x), w, b)
+
+    tensors = norm._tensors("layer_norm", (16, 64), torch.float32, True)
+    upstream = [torch.randn(16, 64)]
+    for function, result in ((off_by_little, 0), (off_in_gradient, 1)):
+        operator = cases.Operator(function, good.stock, good.formula, good.base)
+        wrong, margin = cases._check(operator, tensors, upstream)
+        assert wrong.startswith(f"result {result}: error") and margin > 1
+
+
+def test_share_of_copy_counts_bytes():
+    """Three tensors moved in the time of a copy, which moves two: 150 % of the copy's speed."""
+    case = cases.Case("x", norm.OPERATORS["rms_norm"], list, False, tensors=3)
+    timing = harness.Timing({"ours": [1.0] * 5, "eager": [2.0] * 5, "copy": [1.0] * 5}, {}, {})
+    row = cases.Row(case, timing, "", 0.0, "")
+    assert row.share == pytest.approx(1.5)
+    assert row.against_eager.median == 2.0 and row.against_compile is None
+
+
+def test_torch_compile_that_fails_is_reported(monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("no compiler found\nand much more")
+
+    case = next(c for c in norm.cases(quick=True))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: broken)
+    row = cases.measure(case, seconds=0, compiled=True)
+    assert row.compile_error == "no compiler found"
+    assert row.against_compile is None and row.to_dict()["compile_error"] == "no compiler found"
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_command_prints_and_writes_the_same_rows(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    code = run("norm", "--quick", "--no-compile", "--case", "*/layer_norm/*", "--json", str(file))
+    printed = capsys.readouterr().out
+    assert code == 0
+    result = json.loads(file.read_text())
+    names = [row["name"] for row in result["rows"]]
+    assert len(names) == 7 and all("/layer_norm/" in name for name in names)
     for row in result["rows"]:
-        assert math.isfinite(row["against_eager"]["median"])
-        assert row["correct"] in ("yes", "see tests")
-        assert row["times"]["ours"]["median_us"] > 0
+        assert row["name"] in printed and row["right"] is True
+        assert {"ours", "eager"} <= row["times"].keys() and "compile" not in row["times"]
+        low, high = row["against_eager"]["low"], row["against_eager"]["high"]
+        assert 0 < low <= row["against_eager"]["median"] <= high
+    assert result["machine"]["torch"] in printed
+    assert result["ceilings"]["copy_gbps"] > 0
+
+
+def test_json_on_stdout_is_all_there_is(capsys):
+    args = "dropout", "--quick", "--no-compile", "--case", "*/dropout/float32/*", "--json", "-"
+    assert run(*args) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["name"].startswith("dropout/dropout/float32/")
+
+
+def test_threads_are_set_and_put_back(capsys):
+    before = torch.get_num_threads()
+    args = "--quick", "--no-compile", "--case", "norm/rms_norm/*/no grad", "--json", "-"
+    assert run(*args, "--threads", "1") == 0
+    assert json.loads(capsys.readouterr().out)["machine"]["threads"] == 1
+    assert torch.get_num_threads() == before
+
+
+def test_a_wrong_result_gives_exit_code_one(monkeypatch, capsys):
+    good = norm.OPERATORS["rms_norm"]
+    wrong = cases.Operator(lambda x, w: (x * 2,), good.stock, good.formula, good.base)
+    monkeypatch.setitem(norm.OPERATORS, "rms_norm", wrong)
+    assert run("--quick", "--no-compile", "--case", "norm/rms_norm/float32/64x96/forward") == 1
+    assert "WRONG: norm/rms_norm/float32/64x96/forward" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "words, message",
     [
-        (["--case", "nothing*"], "--case must match a case"),
-        (["--threads", "0"], "--threads must be at least 1"),
+        (("--case", "nothing"), "--case must match a case"),
+        (("--threads", "0"), "--threads must be at least 1, got 0"),
+        (("--seconds", "-1"), "--seconds must be positive, got -1"),
+        (("--quick", "--json", "no/such/folder/x.json"), "--json must name a file to write"),
     ],
 )
-def test_bad_arguments_exit_with_2(arguments, message, capsys):
-    assert cli.main(["bench", "norm", "--quick", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_bad_input_is_one_line_and_exit_code_two(words, message, capsys):
+    assert run(*words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"bench: {message}") and captured.err.count("\n") == 1

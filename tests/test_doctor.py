@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +49,52 @@ def test_a_wrong_operator_fails_with_a_fix(capsys, monkeypatch):
     assert doctor.main(argparse.Namespace(json=False)) == 1
     text = capsys.readouterr().out
     assert "FAIL self-test rms_norm" in text and "fix: " in text and "1 failed" in text
+
+
+def test_an_operator_that_raises_does_not_hide_the_others(capsys, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(functional, "layer_norm", broken)
+    assert doctor.main(argparse.Namespace(json=False)) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"FAIL self-test layer_norm +RuntimeError: no such kernel", text)
+    assert "ok   self-test rms_norm" in text
+
+
+def test_a_level_that_is_not_there_fails_with_a_fix(monkeypatch):
+    def unknown():
+        raise RuntimeError("onepass: ONEPASS_CPU_ISA must be one of baseline, got avx1024")
+
+    monkeypatch.setattr(_C, "cpu_level", unknown)
+    (line,) = [line for line in doctor.findings() if line.name == "CPU level in use"]
+    assert line.ok is False and line.fix == "unset ONEPASS_CPU_ISA"
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "expected"),
+    [
+        (80, "80", "sm_80 code"),
+        (86, "80", "sm_80 code"),
+        (90, "80", "compute_80 PTX, compiled by the driver"),
+        (75, "80", ""),
+        (89, "80-real, 90-real, 100-real, 120", "sm_80 code"),
+        (103, "80-real, 90-real, 100-real, 120", "sm_100 code"),
+        (110, "80-real, 90-real, 100-real, 120", ""),
+        (121, "80-real, 90-real, 100-real, 120", "sm_120 code"),
+        (130, "80-real, 90-real, 100-real, 120", "compute_120 PTX, compiled by the driver"),
+    ],
+)
+def test_which_code_a_device_runs(capability, archs, expected):
+    assert doctor.code_for(capability, archs) == expected
+
+
+def test_every_switch_is_listed():
+    root = Path(__file__).parents[1]
+    sources = [*root.glob("python/**/*.py"), *root.glob("csrc/**/*.cpp")]
+    read = re.compile(r'(?:environ\.get|environ|getenv)[(\[]\s*"(ONEPASS_\w+)"')
+    switches = {name for path in sources for name in read.findall(path.read_text())}
+    assert switches == set(doctor.SWITCHES)
 
 
 def test_random_state_is_left_alone():

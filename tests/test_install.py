@@ -1,14 +1,20 @@
-"""Broken installations: one clear sentence each, and a doctor that still runs.
+"""Installations: the source archive and the wheel, and broken ones: one clear sentence each, and a
+doctor that still runs.
 
-Each case imports a copy of the installed package with a part taken away, in a process of its own.
+Each broken case imports a copy of the installed package with a part taken away, in a process of its
+own.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -86,6 +92,20 @@ def test_torch_missing(copy):
     assert "torch is not installed" in import_error(copy)
 
 
+def test_torch_that_does_not_import(copy):
+    (copy / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object')\n")
+    message = import_error(copy)
+    assert "torch is installed but cannot be imported (libcudart.so.12: cannot open" in message
+
+
+def test_extension_module_of_something_else(copy):
+    (extension,) = (copy / "onepass").glob("_C*")
+    extension.write_bytes(b"not an extension module")
+    message = import_error(copy)
+    assert "its extension module does not work with its libraries" in message
+    assert "pip install --force-reinstall --no-deps onepass" in message
+
+
 def test_unknown_level_says_which_there_are():
     code = "import torch, onepass; onepass.functional.layer_norm(torch.ones(2, 2), 2)"
     environment = {**os.environ, "ONEPASS_CPU_ISA": "avx1024"}
@@ -111,3 +131,62 @@ def test_other_commands_on_a_broken_installation(copy):
     result = run(copy, "-m", "onepass", "bench")
     assert result.returncode == 1
     assert result.stderr.strip().count("\n") == 0 and "is missing" in result.stderr
+
+
+ROOT = Path(__file__).parents[1]
+BUILDS = pytest.mark.skipif(
+    importlib.util.find_spec("scikit_build_core") is None
+    or not list(ROOT.glob("build/cp*/cpu_baseline.o")),
+    reason="this onepass was not built in this source tree",
+)
+
+
+@BUILDS
+def test_the_source_archive_holds_what_a_build_needs(tmp_path):
+    code = f"import onepass_build; print(onepass_build.build_sdist({os.fspath(tmp_path)!r}))"
+    environment = {**os.environ, "PYTHONPATH": os.fspath(ROOT / "build_backend")}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)
+    (archive,) = tmp_path.glob("onepass-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    sources = [
+        path for folder in ("csrc", "cmake", "python") for path in (ROOT / folder).rglob("*")
+    ]
+    wanted = {
+        os.fspath(path.relative_to(ROOT))
+        for path in sources
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert wanted <= names
+    assert {"build_backend/onepass_build.py", "CMakeLists.txt", "LICENSE", "README.md"} <= names
+    assert not [name for name in names if re.search(r"\.so$|\.o$|^build/|\.venv", name)]
+
+
+@BUILDS
+@pytest.mark.slow
+def test_the_wheel_works_outside_the_checkout(tmp_path):
+    """Uses the build folder of this source tree, so that little is compiled again."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "."]
+    subprocess.run([*command, "-w", os.fspath(tmp_path)], check=True, cwd=ROOT, capture_output=True)
+    (wheel,) = tmp_path.glob("onepass-*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(site)
+    libraries = {f"onepass/_lib/{path.name}" for path in _library.library_directory().glob("*.so")}
+    assert libraries <= set(names)
+    assert "onepass/py.typed" in names and any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [
+        name for name in names if not re.match(r"onepass/|onepass-[\d.]+\.dist-info/", name)
+    ]
+    result = run(site, "-m", "onepass", "doctor")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "everything is in order" in result.stdout
+
+
+def test_formatters_are_pinned_alike():
+    pins = re.findall(r"(ruff|clang-format)==([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    hooks = re.findall(
+        r"(ruff|clang-format)==([\d.]+)", (ROOT / ".pre-commit-config.yaml").read_text()
+    )
+    assert len(pins) == 2 and set(hooks) == set(pins)

@@ -320,3 +320,14 @@ def test_eps_that_is_changed_later_counts():
     norm.eps = stock.eps = 0.5
     x = torch.randn(3, 8)
     torch.testing.assert_close(norm(x), stock(x))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RmsNorm", "LayerNorm2d", "RmsNorm2d"])
+def test_timm_norms_compute_the_same_whatever_the_verdict(name):
+    layers = pytest.importorskip("timm.layers", exc_type=ImportError)
+    norm = getattr(layers, name)(COLS).eval()
+    x = torch.randn(2, COLS, 3, 3) if name.endswith("2d") else torch.randn(2, 3, COLS)
+    expected = norm(x)
+    report = onepass.swap(norm)
+    assert len(report.swapped) + len(report.skipped) == 1
+    torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)

@@ -4,10 +4,10 @@ Results are checked before they are timed. Memory that is freed stays with the p
 variants alike (see `machine.recycled_memory`): otherwise page faults of fresh outputs hide every
 kernel beyond the cache. Cases named `fresh` show that, under the allocator's defaults.
 
-``--json`` writes one object: ``command``, ``machine`` (facts by name), ``ceilings`` (GB/s, GFLOP/s),
-``recycled_memory`` (whether the allocator obeyed) and ``rows``: ``name``, ``memory``, ``times`` by
-variant (ours, eager, compile, copy: median, p10, p90, calls per batch, page faults per call),
-``rounds``, ``against_eager`` and ``against_compile`` (how many times faster, with the 95 %
+``--json`` writes one object: ``command``, ``machine`` (facts by name), ``ceilings`` (GB/s and
+GFLOP/s), ``recycled_memory`` (whether the allocator obeyed) and ``rows``: ``name``, ``memory``,
+``times`` by variant (ours, eager, compile, copy: median, p10, p90, calls per batch, page faults per
+call), ``rounds``, ``against_eager`` and ``against_compile`` (how many times faster, with the 95 %
 interval), ``share_of_copy``, ``right``, ``check``, ``error_share_of_bound`` and ``goal``.
 """
 
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     file = None
     if args.json not in (None, STDOUT):
         try:
-            file = open(args.json, "w", encoding="utf-8")  # noqa: SIM115
+            file = open(args.json, "w", encoding="utf-8")
         except OSError as error:
             return _refuse(f"--json must name a file to write: {error.strerror}: {args.json}")
     threads = torch.get_num_threads()
@@ -112,9 +112,9 @@ def _run(cases: list, args: argparse.Namespace):
             rows[pending.name] = measure(pending, seconds=seconds, compiled=not args.no_compile)
             pending = next(ordered, None)
 
+    limits = ceilings(BIG_BYTES // 16 if args.quick else BIG_BYTES)
     run_while(fresh=True)  # first: malloc's own adaptation ends with the first mallopt
     with recycled_memory() as recycled:
-        limits = ceilings(BIG_BYTES // 16 if args.quick else BIG_BYTES)
         run_while(fresh=False)
     in_order = [rows[case.name] for case in cases]
     result = {

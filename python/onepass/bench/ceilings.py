@@ -22,8 +22,9 @@ class Ceilings:
     """GB/s count bytes read plus bytes written; None is not measured."""
 
     threads: int
-    copy_gbps: float  # out[:] = in, both beyond the cache
-    update_gbps: float  # x *= c in place, beyond the cache
+    tensor_bytes: int
+    copy_gbps: float  # out[:] = in, tensors of tensor_bytes
+    update_gbps: float  # x *= c in place, the same size
     fma_gflops: float | None  # float32 multiply-add, all threads
     bf16_dot_gflops: float | None  # bfloat16 dot products, all threads; 0 where the CPU has none
 
@@ -38,7 +39,7 @@ class Ceilings:
                 arithmetic += f", dot bfloat16 {self.bf16_dot_gflops:.0f} GFLOP/s"
         return (
             f"copy {self.copy_gbps:.1f} GB/s, update in place {self.update_gbps:.1f} GB/s "
-            f"(beyond the cache), {arithmetic}, {self.threads} threads"
+            f"(tensors of {self.tensor_bytes >> 20} MiB), {arithmetic}, {self.threads} threads"
         )
 
 
@@ -55,6 +56,7 @@ def ceilings(big_bytes: int = BIG_BYTES) -> Ceilings:
     gigabytes = 2 * source.nbytes / 1e9
     return Ceilings(
         threads,
+        source.nbytes,
         gigabytes / timing.median("copy"),
         gigabytes / timing.median("update"),
         _on_all_threads("fma_ceiling", threads),

@@ -101,7 +101,7 @@ def _version() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this package is imported from; an installed wheel has none."""
+    """The commit of the checkout that this is imported from; an installed wheel has none."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from onepass.bench.case import Case, Row
 from onepass.bench.ceilings import Ceilings
 
-WIDTH_OFF_TERMINAL = 170
+WIDTH_OFF_TERMINAL = 200
 
 
 def progress(cases: Sequence[Case]) -> Iterator[Case]:
@@ -48,7 +48,8 @@ def print_tables(rows: Sequence[Row]) -> None:
 
 
 def _table(*columns: str) -> Table:
-    table = Table("case", box=None, header_style="bold")
+    table = Table(box=None, header_style="bold")
+    table.add_column("case", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table

@@ -21,7 +21,7 @@ from onepass.compare.pairs import time_rounds
 from onepass.compare.settings import Settings
 from onepass.compare.train import Trainer
 
-SECONDS = 20.0  # rounds go on this long when the asked-for number takes less
+SECONDS = 35.0  # rounds go on this long when the asked-for number takes less
 MAX_ROUNDS = 40
 WATCHED_SECONDS = 10.0
 WATCHED_STEPS = (2, 6)  # at least and at most, of each variant

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -108,7 +107,7 @@ def swap(
             if kind in kinds:
                 original = cls._onepass_original
                 report.swapped.append(_swapped_entry(names[0], kind, original, cls))
-                report._changes.append(Change(weakref.ref(module), original, cls, new=False))
+                report._changes.append(Change(module, original, cls, new=False))
             continue
         found_match = matchers.match(module, kinds)
         if found_match is None:
@@ -143,8 +142,7 @@ def swap(
     if not dry_run:
         _apply([(plan.module, plan.cls) for plan in plans])
         report._changes += [
-            Change(weakref.ref(plan.module), plan.cls._onepass_original, plan.cls, new=True)
-            for plan in plans
+            Change(plan.module, plan.cls._onepass_original, plan.cls, new=True) for plan in plans
         ]
     return report
 
@@ -177,7 +175,7 @@ def swapped(model: nn.Module, **options) -> Iterator[Report]:
     try:
         yield report
     finally:
-        modules = [change.module() for change in report._changes if change.new]
+        modules = [change.module for change in report._changes if change.new]
         found = {id(item.module): item for item in _walk(model)}
         _restore(
             [
@@ -311,7 +309,7 @@ def _notes(model, found, report, plans, include, exclude) -> list[str]:
     bypassed = [
         item.names[0]
         for item in found
-        if type(item.module).forward is nn.TransformerEncoderLayer.forward
+        if getattr(type(item.module), "forward", None) is nn.TransformerEncoderLayer.forward
         and any(id(child) in touched for child in item.module.modules())
     ]
     if bypassed:

@@ -45,6 +45,7 @@ _SLACK = {torch.float32: 8.0, torch.float64: 8.0, torch.bfloat16: 2.0, torch.flo
 # have, pooled over them and repeated draws, so that its largest error says something.
 _ROWS = ((5,), (2, 3), (2, 1, 3))
 _POOLED = 512
+_MOST_REPEATS = 16
 
 
 class _Size(NamedTuple):
@@ -163,7 +164,8 @@ class _Probe:
         if weight_dtype != input_dtype:
             where += f" with {_dtype_name(weight_dtype)} weight"
         draws = []
-        for rows in _ROWS * math.ceil(_POOLED / len(_ROWS) / self.cols):
+        repeats = min(math.ceil(_POOLED / len(_ROWS) / self.cols), _MOST_REPEATS)
+        for rows in _ROWS * repeats:
             tensors = self._draw(rows, size, input_dtype, weight_dtype)
             original = self._original(*tensors)
             out_dtype = original[0].dtype
@@ -304,22 +306,9 @@ def _is_value(value) -> bool:
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """Neither the caller's modes reach the probe, nor the probe's draws the caller.
-
-    One thread: the inputs are small, and a busy machine makes every parallel region wait.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with _modes():
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _modes() -> Iterator[None]:
+    """Neither the caller's modes reach the probe, nor the probe's draws the caller."""
     with (
+        _one_thread(),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -327,6 +316,17 @@ def _modes() -> Iterator[None]:
         torch.device("cpu"),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The inputs are small, and on a busy machine every parallel region waits for its turn."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _double(tensor: Tensor | None) -> Tensor | None:

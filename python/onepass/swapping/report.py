@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-import weakref
 from typing import NamedTuple
 
 from torch import nn
@@ -20,14 +19,14 @@ _COLUMNS = {
 class Change(NamedTuple):
     """One module's two classes, so that `verify` can run it either way."""
 
-    module: weakref.ref[nn.Module]
+    module: nn.Module
     original: type[nn.Module]
     swapped: type[nn.Module]
     new: bool  # False if an earlier call had swapped it
 
 
 class Report:
-    """The result of :func:`onepass.swap`; `print` shows it as a table.
+    """The result of :func:`onepass.swap`; `print` shows it as a table. It refers to the model.
 
     Attributes:
         swapped: dicts with name (fully qualified), from, to, kind.
@@ -43,7 +42,7 @@ class Report:
         self.unknown: list[dict[str, str]] = []
         self.notes: list[str] = []
         self.dry_run = dry_run
-        self._model = weakref.ref(model)
+        self._model = model
         self._changes: list[Change] = []
 
     def to_dict(self) -> dict[str, list]:
@@ -71,8 +70,8 @@ class Report:
             Verification: prints as one line; `ok`, `worst` (name), `to_dict()`.
 
         Raises:
-            RuntimeError: the model is gone, on the meta device, or its classes changed meanwhile;
-                the report comes from a dry run.
+            RuntimeError: the model is on the meta device, or its classes changed meanwhile; the
+                report comes from a dry run, or is a copy.
         """
         from onepass.swapping.verify import verify
 
@@ -129,7 +128,7 @@ class Report:
         raise AttributeError(f"a swap report has no attribute {name!r}: {_HINT}")
 
     def __getstate__(self) -> dict:
-        """A copy of a report reads like it, but knows no model to verify."""
+        """A copy of a report reads like it, and has no model to verify."""
         return {**vars(self), "_model": None, "_changes": []}
 
 

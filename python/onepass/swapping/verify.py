@@ -96,11 +96,11 @@ class _Run(NamedTuple):
 
 def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
     """See :meth:`onepass.swapping.Report.verify`."""
-    model = report._model() if report._model is not None else None
+    model = report._model
     if report.dry_run:
         raise RuntimeError("verify: the report must come from a swap, got a dry run")
     if model is None:
-        raise RuntimeError("verify: the report's model must be alive, got one that was deleted")
+        raise RuntimeError("verify: the report must be swap's own, got a copy, which has no model")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RuntimeError("verify: model must have data, got tensors on the meta device")
     modules = _modules(report)
@@ -122,18 +122,13 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
 
 def _modules(report) -> list[tuple[nn.Module, type, type]]:
     """(module, original class, swapped class) of every module that the report's swap changed."""
-    modules = []
     for change in report._changes:
-        module = change.module()
-        if module is None:
-            continue
-        if type(module) not in (change.original, change.swapped):
+        if type(change.module) not in (change.original, change.swapped):
             raise RuntimeError(
-                f"verify: modules must have the classes of the swap, got {type(module).__name__}, "
-                "which replaced one of them (sharding does)"
+                "verify: modules must have the classes of the swap, got "
+                f"{type(change.module).__name__}, which replaced one of them (sharding does)"
             )
-        modules.append((module, change.original, change.swapped))
-    return modules
+    return [(change.module, change.original, change.swapped) for change in report._changes]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,148 @@
+"""Swapped transformers models under peft: LoRA, modules_to_save, merging, adapters on disk."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import onepass
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+IDS = torch.arange(20).reshape(2, 10) % 32
+NORMS = {
+    f"model.layers.{layer}.{norm}"
+    for layer in range(2)
+    for norm in ("input_layernorm", "post_attention_layernorm")
+} | {"model.norm"}
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, attention_dropout=0.0,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def lora(**options):
+    return peft.LoraConfig(
+        r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], **options
+    )
+
+
+def perturb(model) -> None:
+    """Adapters start as zero; random ones show whether they are there."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.normal_(std=0.2)
+
+
+def logits(model):
+    return model.eval()(IDS).logits
+
+
+def close(a, b) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def swapped_names(model) -> set[str]:
+    return {n for n, module in model.named_modules() if hasattr(type(module), "_onepass_original")}
+
+
+def test_llama_swapped_is_the_same_and_stays_a_llama():
+    model = llama()
+    expected = logits(model)
+    report = onepass.swap(model)
+    assert {entry["name"] for entry in report.swapped} == NORMS
+    assert all("LlamaAttention" in entry["type"] for entry in report.unknown)
+    close(logits(model), expected)
+    result = report.verify({"input_ids": IDS, "labels": IDS})
+    assert result.ok and result.judged == "float64", result
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_generate_and_save_pretrained(tmp_path):
+    model = llama()
+    expected = model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    onepass.swap(model)
+    tokens = model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert torch.equal(tokens, expected)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert not swapped_names(loaded)
+    close(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("order", ["swap first", "adapters first"])
+def test_lora_trains_merges_and_reloads(tmp_path, order):
+    base = llama()
+    stock = peft.get_peft_model(copy.deepcopy(base), lora())
+    if order == "swap first":
+        onepass.swap(base)
+    model = peft.get_peft_model(base, lora())
+    if order == "adapters first":
+        report = onepass.swap(model)
+        assert {e["name"] for e in report.swapped if e["kind"] == "norm"} == {
+            f"base_model.model.{name}" for name in NORMS
+        }
+    perturb(stock)
+    model.load_state_dict(stock.state_dict())
+    close(logits(model), logits(stock))
+
+    stock(IDS, labels=IDS).loss.backward()
+    model(IDS, labels=IDS).loss.backward()
+    trained = 0
+    for name, parameter in stock.named_parameters():
+        got = model.get_parameter(name).grad
+        assert (got is None) == (parameter.grad is None)
+        if got is not None:
+            close(got, parameter.grad)
+            trained += 1
+    assert trained == 8
+
+    model.save_pretrained(tmp_path)
+    reloaded = llama()
+    onepass.swap(reloaded)
+    reloaded = peft.PeftModel.from_pretrained(reloaded, tmp_path)
+    close(logits(reloaded), logits(stock))
+    merged = model.merge_and_unload()
+    assert swapped_names(merged) >= NORMS
+    close(logits(merged), logits(stock))
+    onepass.unswap(merged)
+    close(logits(merged), logits(stock))
+
+
+@pytest.mark.parametrize("order", ["swap first", "adapters first"])
+def test_norms_among_modules_to_save(tmp_path, order):
+    config = lora(modules_to_save=["input_layernorm", "norm"])
+    base = llama()
+    stock = peft.get_peft_model(copy.deepcopy(base), config)
+    if order == "swap first":
+        onepass.swap(base)
+    model = peft.get_peft_model(base, config)
+    if order == "adapters first":
+        onepass.swap(model)
+    saved = {name for name in swapped_names(model) if "modules_to_save" in name}
+    assert len(saved) == 5  # names are matched by their end; the trainable copies are swapped too
+    perturb(stock)
+    model.load_state_dict(stock.state_dict())
+    close(logits(model), logits(stock))
+    stock(IDS, labels=IDS).loss.backward()
+    model(IDS, labels=IDS).loss.backward()
+    for name, parameter in stock.named_parameters():
+        if "modules_to_save" in name and "norm" in name:
+            close(model.get_parameter(name).grad, parameter.grad)
+    model.save_pretrained(tmp_path)
+    reloaded = peft.PeftModel.from_pretrained(llama(), tmp_path)
+    report = onepass.swap(reloaded)
+    assert report.verify(IDS).ok
+    close(logits(reloaded), logits(stock))
+    merged = model.merge_and_unload()
+    close(logits(merged), logits(stock))
