@@ -154,7 +154,9 @@ def check(*cases: Case, wrt=None) -> None:
             ]
         )
         for name, tensor in case.tensors().items():
-            assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), f"{name} was written"
+            assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), (
+                f"{name} was written"
+            )
     first = cases[0]
     for part, kind in enumerate(("", "gradient of ")):
         for name in results[0][0][part]:

@@ -37,7 +37,9 @@ def project_files() -> list[Path]:
 
 def families() -> list[str]:
     """The stems of csrc/ops that declare operators."""
-    return sorted(file.stem for file in (CSRC / "ops").glob("*.cpp") if "m.def(" in file.read_text())
+    return sorted(
+        file.stem for file in (CSRC / "ops").glob("*.cpp") if "m.def(" in file.read_text()
+    )
 
 
 def relative(file: Path) -> str:
@@ -104,7 +106,11 @@ def test_bindings_know_no_torch():
 
 @pytest.mark.parametrize(
     "folder, allowed",
-    [("core", ("core/",)), ("cpu", ("core/", "cpu/", "ops/")), ("cuda", ("core/", "cuda/", "ops/"))],
+    [
+        ("core", ("core/",)),
+        ("cpu", ("core/", "cpu/", "ops/")),
+        ("cuda", ("core/", "cuda/", "ops/")),
+    ],
 )
 def test_layers(folder, allowed):
     for file in sources(folder):
@@ -150,7 +156,9 @@ def test_python_layers():
 
 def test_checks_live_in_ops_alone():
     for file in sorted((PYTHON / "_ops").glob("*.py")):
-        raised = [n.lineno for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Raise)]
+        raised = [
+            n.lineno for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Raise)
+        ]
         assert not raised, f"{relative(file)}:{raised[0]} raises: checks belong into csrc/ops"
 
 
@@ -203,10 +211,9 @@ def test_every_schema_has_a_cpu_kernel_and_a_fake(name):
 @pytest.mark.parametrize("name", declared_ops())
 def test_sizes_in_schemas_are_symbolic(name):
     """A plain int specialises compiled graphs; only flags and masks may be one."""
-    schema = torch._C._get_schema(name, "")
-    for argument in schema.arguments:
-        if str(argument.type) in ("int", "List[int]") and "SymInt" not in str(argument.real_type):
-            assert argument.name.endswith(("_mask", "_dtype")), f"{name}: {argument.name} is an int"
+    schema = str(torch._C._get_schema(name, ""))
+    for argument in re.findall(r"\bint(?:\[\d*\])?\??\s+(\w+)", schema):
+        assert argument.endswith("_mask"), f"{name}: {argument} is an int"
 
 
 # ---- messages -----------------------------------------------------------------------------------
@@ -258,7 +265,7 @@ def test_messages_follow_the_grammar():
         for message in calls(file.read_text(), "require"):
             joined = re.sub(r'"\s*"', "", message)
             assert " must " in joined, f"{relative(file)}: no rule in {joined}"
-            assert ", got " in joined or "got" in joined or " only" in joined or " but for " in joined
+            assert ", got" in joined, f"{relative(file)}: no value in {joined}"
 
 
 # ---- names, documentation, files ----------------------------------------------------------------
@@ -266,7 +273,9 @@ def test_messages_follow_the_grammar():
 
 @pytest.mark.parametrize("module", [onepass, onepass.functional, onepass.nn, onepass.reference])
 def test_public_names_are_documented(module):
-    assert list(module.__all__) == sorted(module.__all__), f"{module.__name__}.__all__ is not sorted"
+    assert list(module.__all__) == sorted(module.__all__), (
+        f"{module.__name__}.__all__ is not sorted"
+    )
     for name in module.__all__:
         member = getattr(module, name)
         own = vars(member).get("__doc__") if inspect.isclass(member) else member.__doc__

@@ -148,8 +148,11 @@ def test_messages(device):
         "add_dropout: out_dtype must not be given with a residual, got one": (
             lambda: forward(x, x, seed, 0.5, torch.bfloat16)
         ),
-        r"dropout: seed must be a dense int64 tensor of shape \(2,\) on .*, got \(2,\) of float32": (
+        rf"dropout: seed must be a dense int64 tensor of shape \(2,\) on {device}, got \(2,\) of": (
             lambda: forward(x, None, seed.float(), 0.5, None)
+        ),
+        "dropout: seed must be given but for p = 0 with a residual, got none": (
+            lambda: forward(x, None, None, 0.5, None)
         ),
         "add_dropout: residual must be on the device of input": (
             lambda: functional.add_dropout(

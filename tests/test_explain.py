@@ -122,9 +122,7 @@ def test_dispatch_log_writes_each_line_once():
 
 def test_command(capsys, tmp_path, monkeypatch):
     (tmp_path / "somebodys_model.py").write_text(
-        "import torch\n"
-        "def make():\n"
-        "    return torch.nn.LayerNorm(8), torch.randn(2, 8)\n"
+        "import torch\ndef make():\n    return torch.nn.LayerNorm(8), torch.randn(2, 8)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["explain", "--model", "somebodys_model:make"]) == 0

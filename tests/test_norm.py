@@ -1,6 +1,6 @@
 """Layer norm and RMS norm, plain and behind a residual add: values, gradients, layouts, extremes.
 
-Every result is held to the reference in float64 by the numerics rule; `base` is torch's own function.
+Every result is held to the reference in float64 by the numerics rule; `base` is torch's function.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def test_16_bit_results_are_unbiased(rms, residual, dtype):
 @pytest.mark.parametrize("residual_dtype", FLOATS, ids=str)
 def test_residual_dtype(rms, residual_dtype):
     for seed in range(2):
-        case = make(rms, 9, 100, torch.bfloat16, residual=True, residual_in=torch.float32, seed=seed)
+        case = make(
+            rms, 9, 100, torch.bfloat16, residual=True, residual_in=torch.float32, seed=seed
+        )
         case.residual_dtype = residual_dtype
         check(case)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from norm_cases import DTYPES, make
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
 from onepass import _C, functional, reference
@@ -129,7 +130,7 @@ def test_raw_op_messages():
         "add_rms_norm: dropout_p must lie between 0 and 1, got 2": lambda: forward(
             residual=x, dropout_p=2.0, seed=seed
         ),
-        "add_rms_norm: seed must be given with dropout_p > 0 only": lambda: forward(
+        "add_rms_norm: seed must be given with dropout_p > 0 only, got none": lambda: forward(
             residual=x, dropout_p=0.5
         ),
         r"add_rms_norm: seed must be a dense int64 tensor of shape \(2,\) on cpu, got \(3,\)": (
@@ -148,8 +149,8 @@ def test_raw_op_messages():
         r"layer_norm_backward: mean must have dtype float32, got bfloat16": lambda: backward(
             mean=statistics.bfloat16()
         ),
-        "layer_norm_backward: seed must be given with dropout_p > 0 only": lambda: backward(
-            seed=seed
+        "layer_norm_backward: seed must be given with dropout_p > 0 only, got one": lambda: (
+            backward(seed=seed)
         ),
     }
     for message, call in wrong.items():
@@ -231,6 +232,20 @@ def test_gradcheck_and_gradgradcheck(rms, residual, dropout_p):
     assert torch.autograd.gradgradcheck(function, tensors)
 
 
+@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("output", [0, 1], ids=["y", "residual_out"])
+def test_gradgradcheck_through_one_output(rms, output):
+    x, r, w = (torch.randn(s, dtype=torch.float64) for s in ((3, 5), (3, 5), (5,)))
+
+    def function(x, r):
+        torch.manual_seed(3)
+        add = functional.add_rms_norm if rms else functional.add_layer_norm
+        return add(x, r, 5, w, dropout_p=0.4)[output] ** 2
+
+    assert torch.autograd.gradgradcheck(function, (x.requires_grad_(), r.requires_grad_()))
+    assert torch.autograd.gradgradcheck(function, (x, r.detach()))
+
+
 def test_gradient_penalty_in_float32_and_16_bit():
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(6, 32, dtype=dtype, requires_grad=True)
@@ -269,6 +284,28 @@ def test_functional_transforms():
     )
 
 
+def test_functional_call():
+    module = onepass.nn.LayerNorm(8)
+    other = {"weight": torch.randn(8), "bias": torch.randn(8)}
+    x = torch.randn(4, 8)
+    found = torch.func.functional_call(module, other, (x,))
+    torch.testing.assert_close(found, F.layer_norm(x, (8,), other["weight"], other["bias"]))
+
+
+@kinds
+def test_saved_for_backward(rms, residual):
+    """One tensor of rows, the weight, a statistic or two per row, a seed: no mask, no other sum."""
+    saved = []
+    case = make(rms, 100, 64, residual=residual)
+    tensors = {name: tensor.requires_grad_() for name, tensor in case.tensors().items()}
+    case.dropout_p = 0.1 if residual else 0.0
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        outputs = case.ours(**tensors)
+    own = {id(t) for t in tensors.values()} | {t.data_ptr() for t in (*tensors.values(), *outputs)}
+    extra = sum(t.numel() for t in saved if id(t) not in own and t.data_ptr() not in own)
+    assert extra <= 2 * 100 + 2
+
+
 # ---- fakes, compile, export, autocast -----------------------------------------------------------
 
 
@@ -278,6 +315,15 @@ def test_opcheck_forward(rms, residual, grad):
     case = make(rms, (3, 2), 10, residual=residual)
     tensors = [getattr(case, name) for name in ("input", "residual", "weight", "bias")]
     arguments = (*tensors, None, [10], rms, 1e-5, 0.0, 0.0, None, None, grad)
+    torch.library.opcheck(torch.ops.onepass.norm_forward.default, arguments)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
+def test_opcheck_forward_of_strided_inputs_with_dropout(rms):
+    x, r = torch.randn(2, 10, 3).transpose(1, 2), torch.randn(3, 2, 10).transpose(0, 1)
+    seed = torch.tensor([1, 2])
+    arguments = (x, r, torch.randn(20)[::2], None, seed, [10], rms, 1e-5, 0.0, 0.3)
+    arguments += (torch.bfloat16, torch.float16, True)
     torch.library.opcheck(torch.ops.onepass.norm_forward.default, arguments)
 
 
@@ -299,6 +345,35 @@ def test_meta_shapes_and_dtypes(rms, residual, dtype):
     for real, fake in zip(case.ours(**case.tensors()), case.ours(**meta), strict=True):
         assert fake.device.type == "meta"
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+
+
+@kinds
+def test_fake_tensors(rms, residual):
+    case = make(rms, (3, 2), 10, torch.bfloat16, residual=residual, residual_in=torch.float32)
+    real = case.ours(**case.tensors())
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in case.tensors().items()}
+        for fake, value in zip(case.ours(**fakes), real, strict=True):
+            assert (fake.shape, fake.dtype, fake.stride()) == (
+                value.shape,
+                value.dtype,
+                value.stride(),
+            )
+
+
+@pytest.mark.slow
+def test_inductor():
+    """The default compiler, whose generated code relies on the fakes' strides."""
+    norm, add = onepass.nn.LayerNorm(24), onepass.nn.AddRMSNorm(24)
+
+    def step(x):
+        y, stream = add(norm(x.transpose(0, 1)).sin(), x.transpose(0, 1))
+        return (y * stream.cos()).sum()
+
+    x = torch.randn(5, 7, 24, requires_grad=True)
+    (expected,) = torch.autograd.grad(step(x), x)
+    (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(x), x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_compile_fullgraph_with_dynamic_shapes():

@@ -81,8 +81,8 @@ ONEPASS_INLINE A sum_of_lanes(Vec<A> v) {
 #if defined(__AVX2__)
   if constexpr (sizeof(A) == 4) {
 #if defined(__AVX512F__)
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)v),
-                                      _mm512_extractf32x8_ps((__m512)v, 1));
+    const __m256 half =
+        _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
 #else
     const __m256 half = (__m256)v;
 #endif

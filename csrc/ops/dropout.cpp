@@ -38,7 +38,7 @@ CheckedDropout check_dropout(const Tensor& input, const OptionalTensor& residual
   }
   require_probability(op, "p", p);
   require(seed.has_value() || (p == 0.0 && residual), op,
-          ": seed must be given but for p = 0 with a residual");
+          ": seed must be given but for p = 0 with a residual, got none");
   if (seed) checked.seed(*seed);
   args.dropout_p = p;
   args.numel = 1;
@@ -46,8 +46,8 @@ CheckedDropout check_dropout(const Tensor& input, const OptionalTensor& residual
   return call;
 }
 
-Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual, const OptionalTensor& seed,
-                       double p, std::optional<ScalarType> out_dtype) {
+Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual,
+                       const OptionalTensor& seed, double p, std::optional<ScalarType> out_dtype) {
   CheckedDropout call = check_dropout(input, residual, seed, p, out_dtype);
   DropoutForward& args = call.args;
   Tensor output = empty(call.input.sizes, call.input.dims, args.output_dtype, call.input.device);
@@ -69,8 +69,9 @@ Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual, cons
 }
 
 // On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
-void dropout_forward_check(const Tensor& input, const OptionalTensor& residual, const OptionalTensor& seed,
-                           double p, std::optional<ScalarType> out_dtype) {
+void dropout_forward_check(const Tensor& input, const OptionalTensor& residual,
+                           const OptionalTensor& seed, double p,
+                           std::optional<ScalarType> out_dtype) {
   check_dropout(input, residual, seed, p, out_dtype);
 }
 

@@ -122,7 +122,7 @@ CheckedForward check_forward(const Tensor& input, const OptionalTensor& residual
   require(dropout_p == 0.0 || residual, op, ": dropout_p must be 0 without a residual, got ",
           dropout_p);
   require((dropout_p > 0.0) == seed.has_value(), op,
-          ": seed must be given with dropout_p > 0 only");
+          ": seed must be given with dropout_p > 0 only, got ", seed ? "one" : "none");
   if (seed) checked.seed(*seed);
 
   call.leading = set_size(args, shape, normalized_shape);
@@ -239,7 +239,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
   if (!rms) check_statistics("mean", mean);
   require_probability(op, "dropout_p", dropout_p);
   require((dropout_p > 0.0) == seed.has_value(), op,
-          ": seed must be given with dropout_p > 0 only");
+          ": seed must be given with dropout_p > 0 only, got ", seed ? "one" : "none");
   if (seed) checked.seed(*seed);
   const bool want_input = grad_mask & kWantInput;
   const bool want_residual = grad_mask & kWantResidual;

@@ -1,7 +1,7 @@
 """When is a result right? One rule, used by the tests, swap's probe, verify, doctor and bench.
 
-With `ref` the reference computed in float64 and `base` the same formula computed by stock PyTorch in
-the result's own dtype,
+With `ref` the reference computed in float64 and `base` the same formula computed by stock PyTorch
+in the result's own dtype,
 
     max|ours - ref| <= 2 * max|base - ref| + ulp(dtype, max|ref|)
 
@@ -32,9 +32,9 @@ BIAS_ULPS = 0.02
 # alone: what, and why.
 EXCEPTIONS = {
     "dropout scaling": (
-        "kept elements are scaled by 65536 / (65536 - round(65536 p)), the inverse of the quantised "
-        "keep probability, not by 1 / (1 - p): the expectation is then exact for 16 random bits per "
-        "element"
+        "kept elements are scaled by 65536 / (65536 - round(65536 p)), the inverse of the "
+        "quantised keep probability, not by 1 / (1 - p): the expectation is then exact for 16 "
+        "random bits per element"
     ),
 }
 
@@ -75,8 +75,8 @@ def compare(
         base: the same by stock PyTorch; its dtype is not looked at.
 
     Returns:
-        A Comparison. Infinities and NaNs must stand where the reference, rounded to ours' dtype, has
-        them.
+        A Comparison. Infinities and NaNs must stand where the reference, rounded to ours' dtype,
+        has them.
     """
     ours, ref, base = (_draws(tensors) for tensors in (ours, ref, base))
     dtype = ours[0].dtype

@@ -15,8 +15,8 @@ def vjp(
 ) -> list[Tensor | None]:
     """Gradients of `formula(*inputs)` for `inputs`, weighted by `cotangents`.
 
-    16-bit inputs are computed in float32, and their gradients rounded once. The result can itself be
-    differentiated when the caller runs under create_graph.
+    16-bit inputs are computed in float32, and their gradients rounded once. The result can itself
+    be differentiated when the caller runs under create_graph.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():

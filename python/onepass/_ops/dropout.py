@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from onepass._ops.dispatch_log import logged
 from onepass._ops.random import draw_seed
@@ -80,7 +81,7 @@ def _drop(doutput: Tensor, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor
 
 @torch.library.register_fake("onepass::dropout_forward")
 def _(input, residual, seed, p, out_dtype):
-    if type(input) is Tensor:  # a meta tensor, whose sizes are numbers
+    if type(input) in (Tensor, Parameter):  # a meta tensor, whose sizes are numbers
         _forward_check(input, residual, seed, p, out_dtype)
     stream = input if residual is None else residual
     return input.new_empty(input.shape, dtype=out_dtype or stream.dtype)

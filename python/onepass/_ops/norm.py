@@ -6,6 +6,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from onepass._ops import double_backward
 from onepass._ops.dispatch_log import logged
@@ -49,6 +50,9 @@ def norm(
         normalized_shape = (normalized_shape,)
     if eps is None:
         eps = _DEFAULT_EPS_FLOAT64 if input.dtype is torch.float64 else _DEFAULT_EPS
+    if torch.compiler.is_compiling():
+        # Constants: a float that Dynamo made symbolic cannot enter a second autograd.Function.
+        eps, weight_offset = (float.fromhex(float(v).hex()) for v in (eps, weight_offset))
     if out_dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
         out_dtype = _cuda_autocast_dtype(input.dtype, rms)
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
@@ -183,7 +187,7 @@ def _(
     residual_dtype,
     save_statistics,
 ):
-    if type(input) is Tensor:  # a meta tensor, whose sizes are numbers
+    if type(input) in (Tensor, Parameter):  # a meta tensor, whose sizes are numbers
         _forward_check(
             input,
             residual,

@@ -12,7 +12,7 @@ from rich.text import Text
 from onepass.bench.case import Case, Row
 from onepass.bench.ceilings import Ceilings
 
-WIDTH_OFF_TERMINAL = 200
+WIDTH_OFF_TERMINAL = 230
 
 
 def progress(cases: Sequence[Case]) -> Iterator[Case]:

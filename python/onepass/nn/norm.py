@@ -6,23 +6,20 @@ import torch
 from torch import Tensor
 
 from onepass import functional
-from onepass._ops.norm import norm
 
 
 class LayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` in one pass over memory; see :func:`onepass.functional.layer_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return norm(
-            input, None, self.weight, self.bias, self.normalized_shape, rms=False, eps=self.eps
-        )[0]
+        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` in one pass over memory; see :func:`onepass.functional.rms_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, None, self.weight, None, self.normalized_shape, rms=True, eps=self.eps)[0]
+        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 class AddLayerNorm(torch.nn.LayerNorm):
