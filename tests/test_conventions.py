@@ -131,6 +131,21 @@ def test_families_do_not_include_each_other():
                         assert not foreign, f"{relative(file)} includes {header}"
 
 
+def test_instruction_sets_stay_in_the_simd_layer():
+    for file in sources("cpu"):
+        if file.name not in ("vec.h", "random.h", "ceilings.cpp"):
+            found = re.search(r"__AVX\w*|\b_mm\d*_\w+", file.read_text())
+            assert not found, f"{relative(file)}: {found[0]}"
+
+
+def test_no_abort_printf_or_openmp():
+    banned = r"\b(printf|fprintf|abort|exit|assert)\s*\(|std::cout|std::cerr|#\s*pragma omp"
+    folders = ("core", "cpu", "cuda", "ops")
+    for file in [CSRC / "bindings.cpp", *(file for folder in folders for file in sources(folder))]:
+        found = re.search(banned, file.read_text())
+        assert not found, f"{relative(file)}: {found[0]}"
+
+
 def test_python_layers():
     forbidden = {
         "functional": ("torch.ops", "onepass.nn", "onepass.swapping"),
@@ -176,6 +191,7 @@ def test_a_family_is_complete(family):
         f"csrc/cpu/{family}.cpp|csrc/cpu/{family}/",
         f"python/onepass/_ops/{family}.py",
         f"python/onepass/functional/{family}.py",
+        f"python/onepass/nn/{family}.py",
         f"python/onepass/reference/{family}.py",
         f"python/onepass/bench/{family}.py",
         f"tests/test_{family}.py",
@@ -214,6 +230,15 @@ def test_sizes_in_schemas_are_symbolic(name):
     schema = str(torch._C._get_schema(name, ""))
     for argument in re.findall(r"\bint(?:\[\d*\])?\??\s+(\w+)", schema):
         assert argument.endswith("_mask"), f"{name}: {argument} is an int"
+
+
+@pytest.mark.parametrize("name", declared_ops())
+def test_outputs_alias_nothing_and_every_op_has_an_opcheck(name):
+    schema = torch._C._get_schema(name, "")
+    assert all(value.alias_info is None for value in schema.returns), f"{name} returns an alias"
+    if schema.returns:  # a check returns nothing
+        tests = "".join(file.read_text() for file in (ROOT / "tests").glob("test_*.py"))
+        assert f"opcheck(torch.ops.{name.replace('::', '.')}" in tests, f"{name} has no opcheck"
 
 
 # ---- messages -----------------------------------------------------------------------------------
@@ -268,6 +293,27 @@ def test_messages_follow_the_grammar():
             assert ", got" in joined, f"{relative(file)}: no value in {joined}"
 
 
+def test_every_checked_argument_has_a_message_tested_by_name():
+    """A rule that several arguments share is tested for each of them."""
+    tests = "".join(
+        file.read_text() for file in (ROOT / "tests").glob("test_*.py") if file != Path(__file__)
+    )
+    checks = (
+        r'checked\.(?:tensor|dtype)\(\s*"(\w+)"',
+        r'CheckedAgainst checked\(op, "(\w+)"',
+        r'require_(?:probability|dtype)\(\w+, "(\w+)"',
+        r'check_statistics\("(\w+)"',
+        r'": (\w+) must ',
+    )
+    names = set()
+    for file in (CSRC / "ops").iterdir():
+        for pattern in checks:
+            names.update(re.findall(pattern, file.read_text()))
+    assert len(names) > 12  # the patterns still find them
+    for name in names:
+        assert re.search(rf"\b{name} must ", tests), f"no test of a message on {name}"
+
+
 # ---- names, documentation, files ----------------------------------------------------------------
 
 
@@ -291,6 +337,7 @@ def test_public_functions_describe_their_arguments():
             text += inspect.getdoc(getattr(onepass.functional, sibling))
         for argument in inspect.signature(function).parameters:
             assert re.search(rf"\b{argument}\b", text), f"{name}: {argument} is not described"
+        assert "Raises:" in text or "errors" in text, f"{name}: no errors described"
 
 
 def test_every_public_function_is_in_all():
@@ -311,16 +358,25 @@ def test_files_are_short():
     assert not long, f"more than {MAX_LINES} lines: split {long} into a folder of the same name"
 
 
-def test_no_paths_of_a_machine():
+def test_no_paths_of_a_machine_and_no_hosts_of_registries():
     folders = "root|work|home|Users|mnt|farm|opt"
-    path = re.compile(rf"(?<![\w.}})/])/(?:{folders})/\w")
+    hosts = "|".join((r"pypi\.(?:org|io)/simple", r"files\.pythonhosted", r"deb\.debian"))
+    pattern = re.compile(rf"(?<![\w.}})/])/(?:{folders})/\w|{hosts}")
     for file in project_files():
         try:
             lines = file.read_text().splitlines()
         except UnicodeDecodeError:
             continue  # a picture
         for number, line in enumerate(lines, 1):
-            assert not path.search(line), f"{relative(file)}:{number}: {line.strip()[:80]}"
+            found = None if file == Path(__file__) else pattern.search(line)
+            assert not found, f"{relative(file)}:{number}: {line.strip()[:80]}"
+
+
+def test_formatters_are_pinned_alike():
+    pins = (ROOT / ".pre-commit-config.yaml").read_text() + (ROOT / "pyproject.toml").read_text()
+    for tool in ("ruff", "clang-format"):
+        versions = set(re.findall(rf"{tool}==([\d.]+)", pins))
+        assert len(versions) == 1, f"{tool}: {versions}"
 
 
 def test_nothing_is_left_to_do():

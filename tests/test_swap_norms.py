@@ -126,8 +126,10 @@ def test_own_norms_accepted(cls):
 @pytest.mark.parametrize("cls", foreign_norms.REFUSED, ids=lambda cls: cls.__name__)
 def test_own_norms_refused(cls):
     norm = cls(COLS)
+    random = torch.get_rng_state()
     (entry,) = onepass.swap(norm).skipped
     assert foreign_norms.REFUSED[cls] in entry["reason"] and type(norm) is cls
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize("cols", [2, 3, 8, 33, 100, 768, 2048])
@@ -179,6 +181,17 @@ def test_probe_is_isolated_from_the_callers_modes():
         norm = foreign_norms.RMS(8)
         assert onepass.swap(norm).swapped
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_less_accurate_onepass_is_refused(monkeypatch):
+    def worse(*arguments, **options):
+        output, residual = original(*arguments, **options)
+        return output * (1 + 1e-5), residual
+
+    original = probing.norm
+    monkeypatch.setattr(probing, "norm", worse)
+    (entry,) = onepass.swap(foreign_norms.RMS(COLS)).skipped
+    assert entry["reason"].startswith("onepass would be less accurate for unit inputs in float32")
 
 
 class Uncopyable(foreign_norms.Weighted):
@@ -239,6 +252,25 @@ def test_output_dtype_is_the_originals(module, name, autocast):
             y = norm.to(weight_dtype)(x)
         assert y.dtype == expected.dtype, (input_dtype, weight_dtype)
         torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
+
+
+class CastsUnderAutocast(foreign_norms.RMS):
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            x = x.to(torch.get_autocast_dtype("cpu"))
+        return super().forward(x).to(x.dtype)
+
+
+def test_autocast_dtype_is_asked_of_the_original():
+    norm = CastsUnderAutocast(8)
+    onepass.swap(norm)
+    x = torch.randn(3, 8)
+    with onepass._ops.dispatch_log.record() as calls:
+        assert norm(x).dtype == torch.float32
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype=dtype):
+                assert norm(x).dtype == dtype
+    assert len(calls) == 4
 
 
 def test_llama_keeps_float32_where_torch_would_not():

@@ -6,10 +6,11 @@
 // Two sweeps over a block of rows: the first sums g and g * h, the second, over rows that are still
 // in L1, writes dx and adds to dweight and dbias, whose loads and stores the block's rows share.
 //
-// Rows are cut into chunks whose number depends on the shape alone. A chunk adds its rows in order
-// into float32 partials of its own, and the partials are added in a fixed tree at the end: the same
-// bits for any number of threads. Bytes per element: doutput + x + dx (+ dresidual_out). Done when
-// it runs at the speed of memory for those bytes.
+// Rows are cut into chunks whose number depends on the shape alone. A chunk adds runs of 64 rows,
+// and then the runs, into float32 partials of its own, and the partials are added in a fixed tree
+// at the end: the same bits for any number of threads, and an error that grows slowly with the
+// rows. Bytes per element: doutput + x + dx (+ dresidual_out). Done when it runs at the speed of
+// memory for those bytes.
 #include "cpu/kernels.h"
 #include "cpu/norm/norm.h"
 #include "cpu/norm/rows.h"
@@ -25,6 +26,7 @@ namespace {
 constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kMinChunkRows = 16;
 constexpr int64_t kMinChunkElements = 8192;
+constexpr int64_t kRunRows = 64;
 
 int64_t chunks_of(const NormBackward& args) {
   const int64_t by_rows = args.rows / kMinChunkRows;
@@ -43,8 +45,8 @@ struct BackwardRows {
   const void* dresidual_out[kRowsPerBlock];  // (cols,) each, unused without kResidual
   void* dx[kRowsPerBlock];                   // (end - begin,) each: columns [begin, end)
   const A* weight;                           // (cols,)
-  A* dweight;                                // (cols,) the chunk's partial
-  A* dbias;                                  // (cols,) the chunk's partial
+  A* dweight;                                // (cols,) the run's sum
+  A* dbias;                                  // (cols,) the run's sum
   A mean[kRowsPerBlock];
   A rstd[kRowsPerBlock];
   A mean_g[kRowsPerBlock];   // mean over columns of g
@@ -199,7 +201,8 @@ template <class A>
 void run(const NormBackward& args, const Plan& plan, void* workspace, const Context& context) {
   const int64_t buffer_size = widened_bytes(args.cols, sizeof(A)) / sizeof(A);
   A* buffer = static_cast<A*>(workspace);
-  A* partials = buffer + buffer_size;  // (chunks, 2, buffer_size): dweight, dbias
+  // (chunks, total and run, dweight and dbias, buffer_size)
+  A* partials = buffer + buffer_size;
   const int64_t chunk_stride = 2 * buffer_size;
   const A* weight = widened<A>(args.weight, args.weight_dtype, static_cast<A>(args.weight_offset),
                                A(1), args.cols, buffer);
@@ -256,29 +259,39 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
     }
   };
 
-  for_each_piece(
-      context, plan.parallel, plan.splits, kSerialBytes, [&](int64_t begin, int64_t end) {
-        for (int64_t chunk = begin; chunk < end; ++chunk) {
-          BackwardRows<A> rows;
-          rows.weight = weight;
-          rows.cols = args.cols;
-          rows.dweight = partials + chunk * chunk_stride;
-          rows.dbias = rows.dweight + buffer_size;
-          std::fill(rows.dweight, rows.dweight + chunk_stride, A(0));
-          for (int r = 0; r < kRowsPerBlock; ++r) rows.mean_g[r] = A(0);
-          for_each_row_block(args.rows * chunk / plan.splits, args.rows * (chunk + 1) / plan.splits,
-                             args.cols,
-                             [&](int64_t row, auto row_count) { run_block(rows, row, row_count); });
-        }
-      });
+  const auto run_chunk = [&](int64_t chunk) {
+    A* total = partials + chunk * 2 * chunk_stride;
+    A* run = total + chunk_stride;
+    std::fill(total, run, A(0));
+    BackwardRows<A> rows;
+    rows.weight = weight;
+    rows.cols = args.cols;
+    rows.dweight = run;
+    rows.dbias = run + buffer_size;
+    for (int r = 0; r < kRowsPerBlock; ++r) rows.mean_g[r] = A(0);
+    const int64_t last = args.rows * (chunk + 1) / plan.splits;
+    for (int64_t row = args.rows * chunk / plan.splits; row < last; row += kRunRows) {
+      std::fill(run, run + chunk_stride, A(0));
+      for_each_row_block(row, std::min(row + kRunRows, last), args.cols,
+                         [&](int64_t first, auto row_count) { run_block(rows, first, row_count); });
+      // buffer_size is a multiple of a vector, and what lies beyond cols is zero.
+      for (int64_t j = 0; j < chunk_stride; j += kLanes<A>) {
+        store<A>(total + j, load<A>(total + j) + load<A>(run + j));
+      }
+    }
+  };
+  for_each_piece(context, plan.parallel, plan.splits, kSerialBytes,
+                 [&](int64_t begin, int64_t end) {
+                   for (int64_t chunk = begin; chunk < end; ++chunk) run_chunk(chunk);
+                 });
   const auto reduce = [&](int64_t begin, int64_t end) {
     if (args.dweight) {
-      reduce_partials<A>(partials, plan.splits, chunk_stride, begin, end, args.dweight,
+      reduce_partials<A>(partials, plan.splits, 2 * chunk_stride, begin, end, args.dweight,
                          args.dweight_dtype);
     }
     if (args.dbias) {
-      reduce_partials<A>(partials + buffer_size, plan.splits, chunk_stride, begin, end, args.dbias,
-                         args.dbias_dtype);
+      reduce_partials<A>(partials + buffer_size, plan.splits, 2 * chunk_stride, begin, end,
+                         args.dbias, args.dbias_dtype);
     }
   };
   for_each_piece(context, plan.parallel && plan.splits * args.cols > kSerialBytes, args.cols,
@@ -292,7 +305,7 @@ Plan plan_norm_backward(const NormBackward& args, const Machine& machine) {
   const int64_t bytes = size_of(args.doutput_dtype) + 2 * size_of(args.x_dtype);
   const bool parallel =
       machine.threads > 1 && chunks > 1 && args.rows * args.cols * bytes > kSerialBytes;
-  return {.workspace_bytes = (1 + 2 * chunks) * widened_bytes(args.cols, accumulator_size_of(args)),
+  return {.workspace_bytes = (1 + 4 * chunks) * widened_bytes(args.cols, accumulator_size_of(args)),
           .zeroed_bytes = 0,
           .kernel_name = "norm_backward_kernel",
           .rows_per_tile = rows_per_block(args.cols),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from onepass._ops.differentiation import is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.random import draw_seed
 
@@ -17,7 +18,7 @@ _forward_check = torch.ops.onepass.dropout_forward_check.default
 def dropout(input: Tensor, p: float) -> Tensor:
     """dropout(input), p > 0."""
     seed = draw_seed(input.device)
-    if torch.is_grad_enabled() and input.requires_grad:
+    if is_differentiated(input):
         return _Dropout.apply(input, seed, p, None)
     return _forward(input, None, seed, p, None)
 
@@ -26,7 +27,7 @@ def dropout(input: Tensor, p: float) -> Tensor:
 def add_dropout(input: Tensor, residual: Tensor, p: float) -> Tensor:
     """residual + dropout(input); p = 0 draws nothing."""
     seed = draw_seed(input.device) if p > 0.0 else None
-    if torch.is_grad_enabled() and (input.requires_grad or residual.requires_grad):
+    if is_differentiated(input, residual):
         return _AddDropout.apply(input, residual, seed, p)
     return _forward(input, residual, seed, p, None)
 

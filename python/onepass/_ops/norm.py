@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onepass._ops import double_backward
+from onepass._ops.differentiation import is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.random import draw_seed
 from onepass.reference import norm as reference
@@ -58,12 +59,7 @@ def norm(
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
     arguments = (input, residual, weight, bias, seed, normalized_shape, rms, eps, weight_offset)
     arguments += (dropout_p, out_dtype, residual_dtype)
-    if torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-    ):
+    if is_differentiated(input, residual, weight, bias):
         output, residual_out, _, _ = _Norm.apply(*arguments)
     else:
         output, residual_out, _, _ = _forward(*arguments, False)

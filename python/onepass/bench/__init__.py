@@ -8,7 +8,8 @@ kernel beyond the cache. Cases named `fresh` show that, under the allocator's de
 GFLOP/s), ``recycled_memory`` (whether the allocator obeyed) and ``rows``: ``name``, ``memory``,
 ``times`` by variant (ours, eager, compile, copy: median, p10, p90, calls per batch, page faults per
 call), ``rounds``, ``against_eager`` and ``against_compile`` (how many times faster, with the 95 %
-interval), ``share_of_copy``, ``right``, ``check``, ``error_share_of_bound`` and ``goal``.
+interval), ``share_of_copy``, ``right``, ``check``, ``error_share_of_bound`` and ``goal``;
+``other_load`` is the number of cores that others kept busy meanwhile.
 """
 
 from __future__ import annotations
@@ -51,8 +52,6 @@ def main(args: argparse.Namespace) -> int:
 
     import torch
 
-    from onepass.bench.machine import command_line
-
     cases = _cases(args)
     if not cases:
         return _refuse(f"--case must match a case, such as norm/*/forward, got {args.case}")
@@ -77,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
         from onepass.bench.report import print_footer, print_tables
 
         print_tables(rows)
-        print_footer(result["machine"], limits, result["recycled_memory"], command_line())
+        print_footer(result, limits)
     return 1 if any(row.check for row in rows) else 0
 
 
@@ -98,7 +97,7 @@ def _run(cases: list, args: argparse.Namespace):
     """(the JSON object, rows in the order of cases, ceilings)."""
     from onepass.bench.case import measure
     from onepass.bench.ceilings import BIG_BYTES, ceilings
-    from onepass.bench.machine import command_line, machine_facts, recycled_memory
+    from onepass.bench.machine import OtherLoad, command_line, machine_facts, recycled_memory
     from onepass.bench.report import progress
 
     seconds = min(args.seconds, 0.02) if args.quick else args.seconds
@@ -112,6 +111,7 @@ def _run(cases: list, args: argparse.Namespace):
             rows[pending.name] = measure(pending, seconds=seconds, compiled=not args.no_compile)
             pending = next(ordered, None)
 
+    others = OtherLoad()
     limits = ceilings(BIG_BYTES // 16 if args.quick else BIG_BYTES)
     run_while(fresh=True)  # first: malloc's own adaptation ends with the first mallopt
     with recycled_memory() as recycled:
@@ -122,6 +122,7 @@ def _run(cases: list, args: argparse.Namespace):
         "machine": machine_facts(),
         "ceilings": limits.to_dict(),
         "recycled_memory": recycled,
+        "other_load": others.cores(),
         "rows": [row.to_dict() for row in in_order],
     }
     return result, in_order, limits

@@ -51,6 +51,36 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+class OtherLoad:
+    """How many cores were busy with anything but this process (and its children) since it was made.
+
+    On a busy machine threads wait for each other and every ratio becomes a lottery: a benchmark has
+    to say so. Time that a hypervisor took away counts as well.
+    """
+
+    def __init__(self):
+        self._start = self._read()
+
+    def cores(self) -> float | None:
+        """None where the system does not tell."""
+        if self._start is None or (now := self._read()) is None:
+            return None
+        busy, own, wall = (end - start for end, start in zip(now, self._start, strict=True))
+        return max(0.0, (busy - own) / wall) if wall > 0 else 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        try:
+            with open("/proc/stat", encoding="ascii") as file:
+                ticks = [int(word) for word in file.readline().split()[1:9]]
+        except (OSError, ValueError):
+            return None
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        times = os.times()
+        return busy, sum(times[:4]), times.elapsed
+
+
 @contextlib.contextmanager
 def recycled_memory() -> Iterator[bool]:
     """Inside, memory that is freed stays with the process; yields whether the allocator obeys.
@@ -61,7 +91,8 @@ def recycled_memory() -> Iterator[bool]:
     variables MALLOC_MMAP_MAX_ and MALLOC_TRIM_THRESHOLD_) a loop reuses its blocks from the second
     iteration on, as it does under jemalloc or in a process that has set these variables.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    libc = ctypes.CDLL(None)
+    mallopt = getattr(libc, "mallopt", None)
     if mallopt is None:
         yield False
         return
@@ -71,6 +102,7 @@ def recycled_memory() -> Iterator[bool]:
     finally:
         mallopt(_M_MMAP_MAX, _MMAP_MAX_DEFAULT)
         mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_DEFAULT)
+        libc.malloc_trim(0)
 
 
 def _cpu_name() -> str:

@@ -13,6 +13,7 @@ from onepass.bench.case import Case, Row
 from onepass.bench.ceilings import Ceilings
 
 WIDTH_OFF_TERMINAL = 230
+QUIET = 0.1  # cores; more makes threads wait for each other
 
 
 def progress(cases: Sequence[Case]) -> Iterator[Case]:
@@ -139,7 +140,8 @@ def _goal(row: Row) -> str:
     return " ".join(parts) or "-"
 
 
-def print_footer(facts: dict, limits: Ceilings, recycled: bool, command: str) -> None:
+def print_footer(result: dict, limits: Ceilings) -> None:
+    """What the tables above mean and rest on; `result` is the object that --json writes."""
     lines = [
         f"ceilings here: {limits}",
         "of copy: bytes that must move per second, of those of a copy of the input, in the same "
@@ -148,9 +150,13 @@ def print_footer(facts: dict, limits: Ceilings, recycled: bool, command: str) ->
         "right: worst error of outputs and gradients, of what the numerics rule allows (at most 1)",
     ]
     memory = "freed memory stays with the process, for all variants (M_MMAP_MAX=0, no trimming)"
-    if not recycled:
+    if not result["recycled_memory"]:
         memory = "this allocator does not obey mallopt: every case is 'fresh'"
     lines.append(f"memory: {memory}; cases named fresh: the allocator's defaults")
-    lines.append(", ".join(f"{key} {value}" for key, value in facts.items()))
-    lines.append(command)
+    if (busy := result["other_load"]) is not None:
+        lines.append(f"other load: {busy:.2f} cores were busy with other things meanwhile")
+        if busy > QUIET:
+            lines[-1] += "; NOT A QUIET MACHINE: do not trust these figures"
+    lines.append(", ".join(f"{key} {value}" for key, value in result["machine"].items()))
+    lines.append(result["command"])
     print("\n" + "\n".join(lines))

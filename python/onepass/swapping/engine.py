@@ -112,29 +112,21 @@ def swap(
         found_match = matchers.match(module, kinds)
         if found_match is None:
             continue
-        kind, forward, structure, reason, unknown = found_match
-        entry = {"name": names[0], "type": _full_name(cls), "reason": reason}
-        if unknown:
+        entry = {"name": names[0], "type": _full_name(cls), "reason": found_match.reason}
+        if found_match.unknown:
             report.unknown.append(entry)
             continue
-        filtered = _filtered(module, names, include, exclude, filter_fn)
-        if filtered:
-            report.skipped.append({**entry, "reason": filtered})
+        reason = _filtered(module, names, include, exclude, filter_fn)
+        if reason:
+            report.skipped.append({**entry, "reason": reason})
             continue
-        target = None
-        if wrapped:
-            reason = wrapped[0]
-        elif not reason and structure is not None and not probe:
-            reason = "not proven: probe is off"
-        elif not reason:
-            target, reason = _target(module, forward, structure, verdicts)
+        target, reason = _target(module, found_match, wrapped, probe, verdicts)
         if target is None:
-            entry["reason"] = reason
-            report.skipped.append(entry)
-            refused.append(entry)
+            refused.append({**entry, "reason": reason})
+            report.skipped.append(refused[-1])
             continue
-        plans.append(_Plan(kind, module, target))
-        report.swapped.append(_swapped_entry(names[0], kind, cls, target))
+        plans.append(_Plan(found_match.kind, module, target))
+        report.swapped.append(_swapped_entry(names[0], found_match.kind, cls, target))
 
     if strict:
         _check_strict(kinds if explicit else (), report, refused)
@@ -263,17 +255,28 @@ def _filtered(module, names, include, exclude, filter_fn) -> str:
     return ""
 
 
-def _target(module, forward, structure, verdicts) -> tuple[type[nn.Module] | None, str]:
-    """(the class to swap to, ""), or (None, the reason for leaving it)."""
-    spec = None
-    if structure is not None:
-        key = probing.configuration(module, structure)
+def _target(
+    module: nn.Module,
+    match: matchers.Match,
+    wrapped: list[str],
+    probe: bool,
+    verdicts: dict[tuple, NormSpec | str],
+) -> tuple[type[nn.Module] | None, str]:
+    """(the class to swap to, ""), or (None, the reason for refusing); fills the verdicts."""
+    if wrapped:
+        return None, wrapped[0]
+    if match.reason:
+        return None, match.reason
+    forward, spec = match.forward, None
+    if match.structure is not None:
+        if not probe:
+            return None, "not proven: probe is off"
+        key = probing.configuration(module, match.structure)
         if key not in verdicts:
-            verdicts[key] = probing.probe(module, structure)
-        spec = verdicts[key]
+            verdicts[key] = probing.probe(module, match.structure)
+        forward, spec = ForeignNormForward, verdicts[key]
         if isinstance(spec, str):
             return None, spec
-        forward = ForeignNormForward
     try:
         return make_class(type(module), forward, spec), ""
     except TypeError as error:

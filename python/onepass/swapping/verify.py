@@ -145,40 +145,42 @@ def _classes(modules, which: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards flags, buffers and random state are as before."""
+    """Eval mode inside; afterwards flags and buffers are as before."""
     training = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
-    devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad():
-        try:
-            model.eval()
-            yield
-        finally:
-            for module, flag in training:
-                module.training = flag
-            with torch.no_grad():
-                for buffer, version, value in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(value)
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, flag in training:
+            module.training = flag
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
 
 
 def _run(model, batch, loss_fn, *, nudged: bool = False) -> _Run:
-    """One forward and backward, drawn from the random state that holds now, and leaves it so."""
+    """One forward and backward, which draws from the random state that holds, and leaves it so."""
+    devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad():
+        return _forward_backward(model, batch, loss_fn, nudged)
+
+
+def _forward_backward(model, batch, loss_fn, nudged: bool) -> _Run:
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     inputs = {
         f"input {index}": leaf
         for index, leaf in enumerate(pytree.tree_leaves(batch))
         if isinstance(leaf, Tensor) and leaf.requires_grad
     }
-    devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        kwargs = batch[0] if len(batch) == 1 and isinstance(batch[0], dict) else {}
-        args = () if kwargs else batch
-        if nudged:
-            named = {name: _nudged(value) for name, value in named.items()}
-            output = torch.func.functional_call(model, named, args, kwargs)
-        else:
-            output = model(*args, **kwargs)
+    kwargs = batch[0] if len(batch) == 1 and isinstance(batch[0], dict) else {}
+    args = () if kwargs else batch
+    if nudged:
+        named = {name: _nudged(value) for name, value in named.items()}
+        output = torch.func.functional_call(model, named, args, kwargs)
+    else:
+        output = model(*args, **kwargs)
     leaves = [
         leaf
         for leaf in pytree.tree_leaves(_plain(output))
