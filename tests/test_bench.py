@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -52,6 +53,29 @@ def test_bootstrap_median_covers_the_true_median():
 def test_bootstrap_median_of_nothing_is_refused():
     with pytest.raises(ValueError, match="must hold at least one value"):
         harness.bootstrap_median([])
+
+
+def test_bootstrap_of_groups_covers_the_differences_between_them():
+    """Within a place nothing varies, between places much does."""
+    values = [1.0] * 30 + [2.0] * 30 + [3.0] * 30
+    alone = harness.bootstrap_median(values)
+    grouped = harness.bootstrap_median(values, [30, 30, 30])
+    assert (alone.low, alone.high) == (2.0, 2.0)
+    assert (grouped.median, grouped.low, grouped.high) == (2.0, 1.0, 3.0)
+    with pytest.raises(ValueError, match="groups must add up to 90, got \\[30, 30\\]"):
+        harness.bootstrap_median(values, [30, 30])
+
+
+def test_pooled_timings_keep_rounds_in_pairs_and_places_in_groups():
+    def timing(factor: float, rounds: int) -> harness.Timing:
+        times = {"ours": [factor] * rounds, "eager": [2 * factor] * rounds}
+        return harness.Timing(times, {"ours": 1, "eager": 1}, {"ours": 0.0, "eager": factor})
+
+    pooled = harness.pool([timing(1.0, 4), timing(3.0, 6)])
+    assert pooled.groups == [4, 6] and pooled.rounds == 10
+    assert pooled.times["ours"] == [1.0] * 4 + [3.0] * 6
+    assert pooled.faults == {"ours": 0.0, "eager": 2.0}
+    assert pooled.ratio("ours", "eager") == harness.Interval(2.0, 2.0, 2.0)
 
 
 def test_ratio_is_taken_within_rounds():
@@ -219,9 +243,7 @@ def test_every_goal_belongs_to_a_case():
 def test_operators_agree_with_the_reference():
     for module in (norm, dropout):
         for case in module.cases(quick=True):
-            torch.manual_seed(1)
-            tensors = case.make()
-            wrong, margin = cases._check(case.operator, tensors, cases._upstream(case, tensors))
+            wrong, margin = cases._check(case)
             assert not wrong, f"{case.name}: {wrong}"
             assert 0 <= margin <= 1
 
@@ -244,11 +266,10 @@ def test_a_wrong_result_is_seen_in_outputs_and_in_gradients():
     def off_in_gradient(x, w, b):
         return good.ours(WrongGradient.apply(x), w, b)
 
-    tensors = norm._tensors("layer_norm", (16, 64), torch.float32, True)
-    upstream = [torch.randn(16, 64)]
     for function, result in ((off_by_little, 0), (off_in_gradient, 1)):
         operator = cases.Operator(function, good.stock, good.formula, good.base)
-        wrong, margin = cases._check(operator, tensors, upstream)
+        make = partial(norm._tensors, "layer_norm", (16, 64), torch.float32, True)
+        wrong, margin = cases._check(cases.Case("x", operator, make, True, None))
         assert wrong.startswith(f"result {result}: error") and margin > 1
 
 

@@ -479,6 +479,15 @@ def test_refused_with_a_reason(module, reason):
     assert not report.swapped and types(model) == before
 
 
+def test_devices_without_kernels_are_refused(monkeypatch):
+    has_kernels = onepass.swapping.matchers.has_kernels
+    assert has_kernels("cpu") and has_kernels("meta")
+    assert not has_kernels("mps") and not has_kernels("no such device")
+    monkeypatch.setattr(onepass.swapping.matchers, "has_kernels", lambda device: False)
+    (entry,) = onepass.swap(nn.LayerNorm(8)).skipped
+    assert entry["reason"] == "onepass has no kernels for its device, cpu, in this build"
+
+
 class AdaptiveNorm(nn.Module):
     def __init__(self):
         super().__init__()

@@ -295,19 +295,20 @@ def test_llama_keeps_float32_where_torch_would_not():
 )
 def test_values_and_gradients_hold_the_rule(module, name, rms, offset, dtype):
     norm = real(module, name)(COLS).to(dtype)
-    for parameter in norm.parameters():
-        nn.init.normal_(parameter)
-    x = torch.randn(64, COLS).to(dtype)
-    dy = torch.randn(64, COLS).to(dtype)
     eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    parameters = dict(norm.named_parameters())
+
+    def draw():
+        tensors = [torch.randn(64, COLS), *(torch.randn(COLS) for _ in parameters)]
+        return [tensor.to(dtype) for tensor in tensors], torch.randn(64, COLS).to(dtype)
 
     def run(function, tensors, dy):
         leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
         y = function(*leaves)
         return y, *torch.autograd.grad(y, leaves, dy)
 
-    def call(x, *parameters):
-        named = dict(zip(dict(norm.named_parameters()), parameters, strict=True))
+    def call(x, *values):
+        named = dict(zip(parameters, values, strict=True))
         return torch.func.functional_call(norm, named, (x,))
 
     def formula(x, weight, bias=None):
@@ -315,15 +316,16 @@ def test_values_and_gradients_hold_the_rule(module, name, rms, offset, dtype):
             return reference.rms_norm(x, (COLS,), weight, eps, weight_offset=offset)
         return reference.layer_norm(x, (COLS,), weight + offset, bias, eps)
 
-    tensors = (x, *norm.parameters())
-    base = run(call, tensors, dy)
+    draws = [draw() for _ in range(8)]  # pooled: 48 numbers of a gradient say little
+    base = [run(call, *drawn) for drawn in draws]
     onepass.swap(norm)
     with onepass._ops.dispatch_log.record() as calls:
-        ours = run(call, tensors, dy)
-    assert len(calls) == 2
-    ref = run(formula, [tensor.double() for tensor in tensors], dy.double())
-    for index, triple in enumerate(zip(ours, ref, base, strict=True)):
-        numerics.assert_close(*triple, case=f"{name} {dtype} {index}")
+        ours = [run(call, *drawn) for drawn in draws]
+    assert len(calls) == 2 * len(draws)
+    ref = [run(formula, [tensor.double() for tensor in x], dy.double()) for x, dy in draws]
+    for index in range(2 + len(parameters)):
+        pooled = ([results[index] for results in runs] for runs in (ours, ref, base))
+        numerics.assert_close(*pooled, case=f"{name} {dtype} {index}")
 
 
 def test_dtypes_that_were_not_proven_run_the_original():

@@ -261,19 +261,22 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
 
   const auto run_chunk = [&](int64_t chunk) {
     A* total = partials + chunk * 2 * chunk_stride;
-    A* run = total + chunk_stride;
-    std::fill(total, run, A(0));
+    const int64_t first_row = args.rows * chunk / plan.splits;
+    const int64_t last_row = args.rows * (chunk + 1) / plan.splits;
+    // A chunk of one run adds straight into its total.
+    A* run = last_row - first_row > kRunRows ? total + chunk_stride : total;
+    std::fill(total, total + chunk_stride, A(0));
     BackwardRows<A> rows;
     rows.weight = weight;
     rows.cols = args.cols;
     rows.dweight = run;
     rows.dbias = run + buffer_size;
     for (int r = 0; r < kRowsPerBlock; ++r) rows.mean_g[r] = A(0);
-    const int64_t last = args.rows * (chunk + 1) / plan.splits;
-    for (int64_t row = args.rows * chunk / plan.splits; row < last; row += kRunRows) {
-      std::fill(run, run + chunk_stride, A(0));
-      for_each_row_block(row, std::min(row + kRunRows, last), args.cols,
+    for (int64_t row = first_row; row < last_row; row += kRunRows) {
+      if (run != total) std::fill(run, run + chunk_stride, A(0));
+      for_each_row_block(row, std::min(row + kRunRows, last_row), args.cols,
                          [&](int64_t first, auto row_count) { run_block(rows, first, row_count); });
+      if (run == total) continue;
       // buffer_size is a multiple of a vector, and what lies beyond cols is zero.
       for (int64_t j = 0; j < chunk_stride; j += kLanes<A>) {
         store<A>(total + j, load<A>(total + j) + load<A>(run + j));

@@ -7,9 +7,9 @@ kernel beyond the cache. Cases named `fresh` show that, under the allocator's de
 ``--json`` writes one object: ``command``, ``machine`` (facts by name), ``ceilings`` (GB/s and
 GFLOP/s), ``recycled_memory`` (whether the allocator obeyed) and ``rows``: ``name``, ``memory``,
 ``times`` by variant (ours, eager, compile, copy: median, p10, p90, calls per batch, page faults per
-call), ``rounds``, ``against_eager`` and ``against_compile`` (how many times faster, with the 95 %
-interval), ``share_of_copy``, ``right``, ``check``, ``error_share_of_bound`` and ``goal``;
-``other_load`` is the number of cores that others kept busy meanwhile.
+call), ``rounds_at_each_place``, ``against_eager`` and ``against_compile`` (how many times faster,
+with the 95 % interval), ``share_of_copy``, ``right``, ``check``, ``error_share_of_bound`` and
+``goal``; ``other_load`` is the number of cores that others kept busy meanwhile.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def _cases(args: argparse.Namespace) -> list:
 
 def _run(cases: list, args: argparse.Namespace):
     """(the JSON object, rows in the order of cases, ceilings)."""
-    from onepass.bench.case import measure
+    from onepass.bench.case import PLACES, measure
     from onepass.bench.ceilings import BIG_BYTES, ceilings
     from onepass.bench.machine import OtherLoad, command_line, machine_facts, recycled_memory
     from onepass.bench.report import progress
 
-    seconds = min(args.seconds, 0.02) if args.quick else args.seconds
+    seconds, places = (min(args.seconds, 0.02), 1) if args.quick else (args.seconds, PLACES)
     rows = {}
     ordered = progress(sorted(cases, key=lambda case: not case.fresh))
     pending = next(ordered, None)
@@ -108,7 +108,9 @@ def _run(cases: list, args: argparse.Namespace):
     def run_while(fresh: bool) -> None:
         nonlocal pending
         while pending is not None and pending.fresh == fresh:
-            rows[pending.name] = measure(pending, seconds=seconds, compiled=not args.no_compile)
+            rows[pending.name] = measure(
+                pending, seconds=seconds, compiled=not args.no_compile, places=places
+            )
             pending = next(ordered, None)
 
     others = OtherLoad()

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from onepass import numerics
-from onepass.bench.harness import Interval, Timing, measure_pairs
+from onepass.bench.harness import Interval, Timing, measure_pairs, pool
+from onepass.bench.machine import release_memory
 
 SEED = 0
+PLACES = 5
+MIN_ROUNDS = 4  # at each place
+SPACER_BYTES = 3 << 20
 Function = Callable[..., tuple[Tensor, ...]]
 
 
@@ -107,7 +111,7 @@ class Row:
             "name": self.case.name,
             "memory": "fresh" if self.case.fresh else "recycled",
             "times": self.timing.to_dict(),
-            "rounds": self.timing.rounds,
+            "rounds_at_each_place": self.timing.groups,
             "against_eager": self.against_eager.to_dict(),
             "against_compile": compiled and compiled.to_dict(),
             "compile_error": self.compile_error or None,
@@ -119,54 +123,65 @@ class Row:
         }
 
 
-def measure(case: Case, *, seconds: float, compiled: bool) -> Row:
-    """Checks the case's results, then times its variants in turn for about `seconds`."""
+def measure(case: Case, *, seconds: float, compiled: bool, places: int = PLACES) -> Row:
+    """Checks the case's results, then times its variants in turn for about `seconds`.
+
+    The time is shared between several places in memory; see `harness`.
+    """
     torch.manual_seed(SEED)
-    tensors = case.make()
-    upstream = _upstream(case, tensors)
-    check, margin = _check(case.operator, tensors, upstream)
-    functions = {
-        "ours": _call(case.operator.ours, tensors, upstream),
-        "eager": _call(case.operator.stock, tensors, upstream),
-    }
+    check, margin = _check(case)
+    functions = {"ours": case.operator.ours, "eager": case.operator.stock}
     error = ""
     if compiled:
         # Compiled functions of one source share a cache of few entries; a full one means eager.
         torch._dynamo.reset()
         stock = torch.compile(case.operator.stock, dynamic=False, fullgraph=True)
-        functions["compile"] = _call(stock, tensors, upstream)
         try:
-            functions["compile"]()
+            _call(case, stock, *_tensors(case))()
+            functions["compile"] = stock
         except Exception as problem:  # no compiler on this machine, for one
             error = str(problem).strip().partition("\n")[0] or type(problem).__name__
-            del functions["compile"]
-    if case.tensors is not None:
-        source = tensors[0].detach()
-        target = torch.empty_like(source)
-        functions["copy"] = lambda: target.copy_(source)
-    timing = measure_pairs(functions, seconds=seconds)
-    return Row(case, timing, check, margin, error)
+    timings, spacers = [], []
+    for place in range(places):
+        release_memory()
+        # Takes the pages that were given back last, which the new tensors would get once more.
+        spacers.append(torch.ones(SPACER_BYTES * place // 4))
+        tensors, upstream = _tensors(case)
+        calls = {
+            name: _call(case, function, tensors, upstream) for name, function in functions.items()
+        }
+        if case.tensors is not None:
+            calls["copy"] = _copy(tensors[0].detach())
+        timings.append(measure_pairs(calls, rounds=MIN_ROUNDS, seconds=seconds / places))
+    return Row(case, pool(timings), check, margin, error)
 
 
-def _upstream(case: Case, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+def _copy(source: Tensor) -> Callable[[], Tensor]:
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _tensors(case: Case) -> tuple[list[Tensor], list[Tensor] | None]:
+    """The operator's tensors and, with a backward, one upstream gradient for each output."""
+    tensors = case.make()
     if not case.backward:
-        return None
-    return [torch.randn_like(output) for output in case.operator.stock(*tensors)]
+        return tensors, None
+    return tensors, [torch.randn_like(output) for output in case.operator.stock(*tensors)]
 
 
 def _call(
-    function: Function, tensors: Sequence[Tensor], upstream: Sequence[Tensor] | None
+    case: Case, function: Function, tensors: Sequence[Tensor], upstream: Sequence[Tensor] | None
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """What is timed: without gradients the function alone."""
-    if upstream is None:
+    """What is timed: without a backward the function alone."""
+    if not case.backward:
         return lambda: function(*tensors)
     return lambda: torch.autograd.grad(function(*tensors), tensors, upstream)
 
 
-def _check(
-    operator: Operator, tensors: Sequence[Tensor], upstream: Sequence[Tensor] | None
-) -> tuple[str, float]:
+def _check(case: Case) -> tuple[str, float]:
     """(what is wrong, worst error over bound): outputs and gradients by the numerics rule."""
+    tensors, upstream = _tensors(case)
+    operator = case.operator
 
     def results(function: Function, wide: bool = False) -> list[Tensor]:
         inputs = [

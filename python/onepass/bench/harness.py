@@ -4,6 +4,10 @@ On a shared machine the same code runs at a different speed a second later. So v
 in short batches, in an order that rotates from round to round; a ratio is taken within each round
 and its median reported, with a bootstrap interval. Whatever slows the machine down for a while then
 slows all variants.
+
+Nor does the same code run alike in every process: which physical pages a tensor got decides how its
+lines share the cache, and moves a kernel in the cache by half, for as long as the tensor lives. So
+a case is measured at several places (`pool`), and the interval covers the luck of the place.
 """
 
 from __future__ import annotations
@@ -12,13 +16,13 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy
 
 from onepass.bench.machine import machine_facts, page_faults
 
-__all__ = ["Interval", "Timing", "bootstrap_median", "machine_facts", "measure_pairs"]
+__all__ = ["Interval", "Timing", "bootstrap_median", "machine_facts", "measure_pairs", "pool"]
 
 BATCH_SECONDS = 1.5e-3  # long against the clock and the call around it, short against a neighbour
 MIN_ROUNDS = 15
@@ -42,17 +46,43 @@ class Interval:
         return {"median": self.median, "low": self.low, "high": self.high}
 
 
-def bootstrap_median(values: Sequence[float]) -> Interval:
+def bootstrap_median(values: Sequence[float], groups: Sequence[int] = ()) -> Interval:
     """The median of values and its percentile bootstrap interval; the resampling has a fixed seed.
 
+    Args:
+        values: the sample.
+        groups: lengths of consecutive groups of values that have something in common: whole groups
+            are drawn, then values in each. Without, every value is on its own.
+
     Raises:
-        ValueError: there are no values.
+        ValueError: there are no values, or the groups do not add up to them.
     """
     sample = numpy.asarray(values, dtype=float)
     if sample.size == 0:
         raise ValueError("bootstrap_median: values must hold at least one value, got none")
-    picks = numpy.random.default_rng(0).integers(sample.size, size=(RESAMPLES, sample.size))
-    low, high = numpy.percentile(numpy.median(sample[picks], axis=1), [2.5, 97.5])
+    if groups and sum(groups) != sample.size:
+        raise ValueError(
+            f"bootstrap_median: groups must add up to {sample.size}, got {list(groups)}"
+        )
+    random = numpy.random.default_rng(0)
+    if len(groups) < 2:
+        medians = numpy.median(
+            sample[random.integers(sample.size, size=(RESAMPLES, sample.size))], 1
+        )
+    else:
+        parts = numpy.split(sample, numpy.cumsum(groups)[:-1])
+        medians = [
+            numpy.median(
+                numpy.concatenate(
+                    [
+                        parts[group][random.integers(len(parts[group]), size=len(parts[group]))]
+                        for group in random.integers(len(parts), size=len(parts))
+                    ]
+                )
+            )
+            for _ in range(RESAMPLES)
+        ]
+    low, high = numpy.percentile(medians, [2.5, 97.5])
     return Interval(float(numpy.median(sample)), float(low), float(high))
 
 
@@ -63,6 +93,7 @@ class Timing:
     times: dict[str, list[float]]
     calls: dict[str, int]  # per batch
     faults: dict[str, float]  # page faults per call
+    groups: list[int] = field(default_factory=list)  # rounds at each place; empty: at one
 
     @property
     def rounds(self) -> int:
@@ -77,12 +108,12 @@ class Timing:
     def ratio(self, name: str, against: str) -> Interval:
         """How many times faster name is than against; above 1 is faster."""
         pairs = zip(self.times[against], self.times[name], strict=True)
-        return bootstrap_median([slow / fast for slow, fast in pairs])
+        return bootstrap_median([slow / fast for slow, fast in pairs], self.groups)
 
     def difference(self, name: str, against: str) -> Interval:
         """Seconds that name takes more than against."""
         pairs = zip(self.times[name], self.times[against], strict=True)
-        return bootstrap_median([mine - theirs for mine, theirs in pairs])
+        return bootstrap_median([mine - theirs for mine, theirs in pairs], self.groups)
 
     def to_dict(self) -> dict:
         return {
@@ -142,6 +173,17 @@ def measure_pairs(
             gc.enable()
     taken = len(times[names[0]])
     return Timing(times, calls, {name: faults[name] / taken / calls[name] for name in names})
+
+
+def pool(timings: Sequence[Timing]) -> Timing:
+    """One Timing of the same variants measured at several places."""
+    names = timings[0].times
+    return Timing(
+        {name: [value for timing in timings for value in timing.times[name]] for name in names},
+        timings[0].calls,
+        {name: float(numpy.mean([timing.faults[name] for timing in timings])) for name in names},
+        [timing.rounds for timing in timings],
+    )
 
 
 def _order(names: list[str], number: int) -> list[str]:

@@ -91,8 +91,7 @@ def recycled_memory() -> Iterator[bool]:
     variables MALLOC_MMAP_MAX_ and MALLOC_TRIM_THRESHOLD_) a loop reuses its blocks from the second
     iteration on, as it does under jemalloc or in a process that has set these variables.
     """
-    libc = ctypes.CDLL(None)
-    mallopt = getattr(libc, "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         yield False
         return
@@ -102,7 +101,14 @@ def recycled_memory() -> Iterator[bool]:
     finally:
         mallopt(_M_MMAP_MAX, _MMAP_MAX_DEFAULT)
         mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_DEFAULT)
-        libc.malloc_trim(0)
+        release_memory()
+
+
+def release_memory() -> None:
+    """Gives what the process has freed back to the system, so that new tensors get new pages."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _cpu_name() -> str:
