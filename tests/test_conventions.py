@@ -360,7 +360,8 @@ def test_files_are_short():
 
 def test_no_paths_of_a_machine_and_no_hosts_of_registries():
     folders = "root|work|home|Users|mnt|farm|opt"
-    hosts = "|".join((r"pypi\.(?:org|io)/simple", r"files\.pythonhosted", r"deb\.debian"))
+    # An index is known by how it is named or reached, whichever host it has.
+    hosts = r"--(?:extra-)?index-url|https?://[\w.:-]+/(?:simple|packages|debian)\b"
     pattern = re.compile(rf"(?<![\w.}})/])/(?:{folders})/\w|{hosts}")
     for file in project_files():
         try:
