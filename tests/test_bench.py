@@ -188,6 +188,29 @@ def test_recycled_memory_ends_the_page_faults_of_large_outputs():
     pytest.fail(f"page faults fresh, kept, after: {figures}")
 
 
+def test_without_holes_outputs_come_from_one_address():
+    code = """if True:
+        import torch
+        from onepass.bench import machine
+
+        with machine.recycled_memory() as recycled:
+            blocks = [torch.empty((1 << 20) + 1024) for _ in range(8)]
+            del blocks[::2]  # four holes
+            held = machine.fill_holes(4 << 20)
+            addresses = set()
+            for _ in range(8):
+                output, small = torch.empty(1 << 20), torch.empty(10)
+                addresses.add(output.data_ptr())
+                del output, small
+        print(len(addresses), len(held) >= 4, recycled)
+    """
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    if output[2] != "True":
+        pytest.skip("this allocator has no mallopt")
+    assert output[:2] == ["1", "True"]
+
+
 def test_other_load_is_what_others_use():
     """Own work does not count; what a process that is no child of this one burns does."""
     load = machine.OtherLoad()

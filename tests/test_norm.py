@@ -370,12 +370,24 @@ def test_one_outlier():
     check(*cases)
 
 
-def test_constant_rows():
-    case = make(False, 4, 64)
-    case.input = torch.full_like(case.input, 3.7)
-    y = functional.layer_norm(case.input, (64,), case.weight, case.bias)
-    assert torch.allclose(y, case.bias.expand_as(y), atol=1e-3)  # 3.7 has no exact mean
-    assert torch.equal(functional.layer_norm(torch.zeros(4, 64), 64), torch.zeros(4, 64))
+@pytest.mark.parametrize("cols", [1, 3, 64, 77, 1000])
+def test_constant_rows(cols):
+    case = make(False, 4, cols)
+    case.input = torch.full_like(case.input, 3.7)  # which has no exact sum
+    y = functional.layer_norm(case.input, (cols,), case.weight, case.bias)
+    assert torch.equal(y, case.bias.expand_as(y))
+
+
+@pytest.mark.parametrize("cols", [100, 768, 5000])
+def test_rows_that_begin_unlike_the_rest(cols):
+    """The sums are taken around the mean of the first elements, where that is near the row's."""
+    cases = [make(False, 33, cols, seed=seed) for seed in range(4)]
+    for case, height in zip(cases, (3.0, 1e2, 1e4, 1e6), strict=True):
+        case.input[:, :70] += height  # more than four vectors of any level
+        check(case)
+    trend = make(False, 33, cols)
+    trend.input = trend.input + torch.linspace(0.0, 1e3, cols)
+    check(trend)
 
 
 @kinds

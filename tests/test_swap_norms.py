@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 
 import foreign_norms
 import pytest
 import torch
+from same_model import assert_computes_the_same
 from torch import nn
 
 import onepass
@@ -251,7 +253,11 @@ def test_output_dtype_is_the_originals(module, name, autocast):
                 continue
             y = norm.to(weight_dtype)(x)
         assert y.dtype == expected.dtype, (input_dtype, weight_dtype)
-        torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
+        # Stock rounds the normalized row before it multiplies, to whichever dtype is coarsest, and
+        # computes in float32 at best: two such roundings lie between the two.
+        dtypes = [input_dtype, weight_dtype, torch.bfloat16 if autocast else torch.float32]
+        eps = max(torch.finfo(dtype).eps for dtype in [*dtypes, torch.float32])
+        torch.testing.assert_close(y, expected, rtol=2 * eps, atol=2 * eps)
 
 
 class CastsUnderAutocast(foreign_norms.RMS):
@@ -361,7 +367,7 @@ def test_timm_norms_compute_the_same_whatever_the_verdict(name):
     layers = pytest.importorskip("timm.layers", exc_type=ImportError)
     norm = getattr(layers, name)(COLS).eval()
     x = torch.randn(2, COLS, 3, 3) if name.endswith("2d") else torch.randn(2, 3, COLS)
-    expected = norm(x)
+    stock = copy.deepcopy(norm)
     report = onepass.swap(norm)
     assert len(report.swapped) + len(report.skipped) == 1
-    torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
+    assert_computes_the_same(norm, stock, x)

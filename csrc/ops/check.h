@@ -13,7 +13,8 @@
 
 namespace onepass {
 
-// require(condition, op, ": ", argument, " must ...", ", got ", value)
+// require(condition, op, ": ", argument, " must ...", ", got ", value). The parts are evaluated on
+// every call and written out only by a failing one: hand over values that are cheap to make.
 template <class... Parts>
 void require(bool condition, const Parts&... parts) {
   if (!condition) [[unlikely]] {
@@ -23,24 +24,24 @@ void require(bool condition, const Parts&... parts) {
   }
 }
 
-// (2, 3) and (3,), as Python writes shapes.
-inline std::string shape_text(const int64_t* sizes, int64_t dims) {
-  std::ostringstream text;
-  text << "(";
-  for (int64_t d = 0; d < dims; ++d) text << (d ? ", " : "") << sizes[d];
-  text << (dims == 1 ? ",)" : ")");
-  return text.str();
-}
+// Written as (2, 3) or (3,), like Python's shapes.
+struct Shape {
+  const int64_t* sizes;
+  int64_t dims;
 
-inline std::string shape_text(const TensorInfo& tensor) {
-  return shape_text(tensor.sizes, tensor.dims);
-}
+  friend std::ostream& operator<<(std::ostream& text, const Shape& shape) {
+    text << "(";
+    for (int64_t d = 0; d < shape.dims; ++d) text << (d ? ", " : "") << shape.sizes[d];
+    return text << (shape.dims == 1 ? ",)" : ")");
+  }
+};
+
+inline Shape shape_of(const TensorInfo& tensor) { return {tensor.sizes, tensor.dims}; }
 
 inline DType require_dtype(const char* op, const char* name, int32_t scalar_type) {
   const std::optional<DType> dtype = dtype_of(scalar_type);
   require(dtype.has_value(), op, ": ", name,
-          " must have dtype float32, bfloat16, float16 or float64, got ",
-          scalar_type_name(scalar_type));
+          " must have dtype float32, bfloat16, float16 or float64, got ", TypeName{scalar_type});
   return *dtype;
 }
 
@@ -67,9 +68,9 @@ class CheckedAgainst {
 
   DType tensor(const char* name, const TensorInfo& info, const int64_t* shape, int64_t dims) const {
     require(info.dims == dims && std::equal(shape, shape + dims, info.sizes), op_, ": ", name,
-            " must have shape ", shape_text(shape, dims), ", got ", shape_text(info));
+            " must have shape ", Shape{shape, dims}, ", got ", shape_of(info));
     require(info.device == first_.device, op_, ": ", name, " must be on the device of ",
-            first_name_, ", ", device_text(first_.device), ", got ", device_text(info.device));
+            first_name_, ", ", first_.device, ", got ", info.device);
     return dtype(name, info.scalar_type);
   }
 
@@ -77,9 +78,8 @@ class CheckedAgainst {
     const TensorInfo info = info_of(seed);
     require(info.dims == 1 && info.sizes[0] == 2 && info.strides[0] == 1 &&
                 is_int64(info.scalar_type) && info.device == first_.device,
-            op_, ": seed must be a dense int64 tensor of shape (2,) on ",
-            device_text(first_.device), ", got ", shape_text(info), " of ",
-            scalar_type_name(info.scalar_type), " on ", device_text(info.device));
+            op_, ": seed must be a dense int64 tensor of shape (2,) on ", first_.device, ", got ",
+            shape_of(info), " of ", TypeName{info.scalar_type}, " on ", info.device);
   }
 
  private:

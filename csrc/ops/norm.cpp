@@ -17,7 +17,7 @@ namespace {
 using torch::headeronly::ScalarType;
 
 using OptionalTensor = std::optional<Tensor>;
-using Shape = std::vector<int64_t>;
+using Sizes = std::vector<int64_t>;
 
 // Bits of grad_mask.
 constexpr int64_t kWantInput = 1;
@@ -35,18 +35,18 @@ RowTensor row_tensor(const OptionalTensor& tensor) {
   return rows;
 }
 
-void check_normalized_shape(const char* op, const TensorInfo& input, const Shape& shape) {
+void check_normalized_shape(const char* op, const TensorInfo& input, const Sizes& shape) {
   const int64_t row_dims = static_cast<int64_t>(shape.size());
   require(row_dims > 0, op, ": normalized_shape must have at least one dimension, got ()");
   require(input.dims >= row_dims &&
               std::equal(shape.begin(), shape.end(), input.sizes + input.dims - row_dims),
-          op, ": input must end in normalized_shape ", shape_text(shape.data(), row_dims),
-          ", got shape ", shape_text(input));
+          op, ": input must end in normalized_shape ", Shape{shape.data(), row_dims},
+          ", got shape ", shape_of(input));
 }
 
 // Sets rows and cols; the statistics' shape is the leading dimensions.
 template <class Args>
-int64_t set_size(Args& args, const TensorInfo& input, const Shape& normalized_shape) {
+int64_t set_size(Args& args, const TensorInfo& input, const Sizes& normalized_shape) {
   const int64_t leading = input.dims - static_cast<int64_t>(normalized_shape.size());
   args.rows = 1;
   args.cols = 1;
@@ -88,7 +88,7 @@ struct CheckedForward {
 
 CheckedForward check_forward(const Tensor& input, const OptionalTensor& residual,
                              const OptionalTensor& weight, const OptionalTensor& bias,
-                             const OptionalTensor& seed, const Shape& normalized_shape, bool rms,
+                             const OptionalTensor& seed, const Sizes& normalized_shape, bool rms,
                              double eps, double weight_offset, double dropout_p,
                              const std::optional<ScalarType>& out_dtype,
                              const std::optional<ScalarType>& residual_dtype) {
@@ -137,7 +137,7 @@ CheckedForward check_forward(const Tensor& input, const OptionalTensor& residual
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(
     const Tensor& input, const OptionalTensor& residual, const OptionalTensor& weight,
-    const OptionalTensor& bias, const OptionalTensor& seed, const Shape& normalized_shape, bool rms,
+    const OptionalTensor& bias, const OptionalTensor& seed, const Sizes& normalized_shape, bool rms,
     double eps, double weight_offset, double dropout_p, std::optional<ScalarType> out_dtype,
     std::optional<ScalarType> residual_dtype, bool save_statistics) {
   CheckedForward call = check_forward(input, residual, weight, bias, seed, normalized_shape, rms,
@@ -179,7 +179,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(
 // On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
 void norm_forward_check(const Tensor& input, const OptionalTensor& residual,
                         const OptionalTensor& weight, const OptionalTensor& bias,
-                        const OptionalTensor& seed, const Shape& normalized_shape, bool rms,
+                        const OptionalTensor& seed, const Sizes& normalized_shape, bool rms,
                         double eps, double weight_offset, double dropout_p,
                         std::optional<ScalarType> out_dtype,
                         std::optional<ScalarType> residual_dtype, bool) {
@@ -190,7 +190,7 @@ void norm_forward_check(const Tensor& input, const OptionalTensor& residual,
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
     const OptionalTensor& doutput, const OptionalTensor& dresidual_out, const Tensor& x,
     const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& seed,
-    const Tensor& mean, const Tensor& rstd, const Shape& normalized_shape, bool rms,
+    const Tensor& mean, const Tensor& rstd, const Sizes& normalized_shape, bool rms,
     double weight_offset, double dropout_p, std::optional<ScalarType> input_dtype,
     std::optional<ScalarType> residual_dtype, int64_t grad_mask) {
   const char* op = rms ? "rms_norm_backward" : "layer_norm_backward";

@@ -57,27 +57,30 @@ int32_t scalar_type_of(DType dtype) {
   return static_cast<int32_t>(types[static_cast<int>(dtype)]);
 }
 
-std::string scalar_type_name(int32_t scalar_type) {
-  switch (static_cast<ScalarType>(scalar_type)) {
+std::ostream& operator<<(std::ostream& text, const TypeName& name) {
+  const auto type = static_cast<ScalarType>(name.scalar_type);
+  switch (type) {
     case ScalarType::Byte:
-      return "uint8";
+      return text << "uint8";
     case ScalarType::Char:
-      return "int8";
+      return text << "int8";
     case ScalarType::Short:
-      return "int16";
+      return text << "int16";
     case ScalarType::Int:
-      return "int32";
+      return text << "int32";
     case ScalarType::Long:
-      return "int64";
+      return text << "int64";
     case ScalarType::Bool:
-      return "bool";
+      return text << "bool";
     case ScalarType::ComplexFloat:
-      return "complex64";
+      return text << "complex64";
     case ScalarType::ComplexDouble:
-      return "complex128";
+      return text << "complex128";
     default:
-      if (const std::optional<DType> dtype = dtype_of(scalar_type)) return name_of(*dtype);
-      return torch::headeronly::toString(static_cast<ScalarType>(scalar_type));
+      if (const std::optional<DType> dtype = dtype_of(name.scalar_type)) {
+        return text << name_of(*dtype);
+      }
+      return text << torch::headeronly::toString(type);
   }
 }
 
@@ -85,12 +88,12 @@ bool is_int64(int32_t scalar_type) {
   return static_cast<ScalarType>(scalar_type) == ScalarType::Long;
 }
 
-std::string device_text(const Device& device) {
-  std::string text = device.type == aoti_torch_device_type_cpu()    ? "cpu"
-                     : device.type == aoti_torch_device_type_cuda() ? "cuda"
-                     : device.type == aoti_torch_device_type_meta() ? "meta"
-                                                                    : "another device";
-  if (device.index >= 0) text += ":" + std::to_string(device.index);
+std::ostream& operator<<(std::ostream& text, const Device& device) {
+  text << (device.type == aoti_torch_device_type_cpu()    ? "cpu"
+           : device.type == aoti_torch_device_type_cuda() ? "cuda"
+           : device.type == aoti_torch_device_type_meta() ? "meta"
+                                                          : "another device");
+  if (device.index >= 0) text << ":" << device.index;
   return text;
 }
 

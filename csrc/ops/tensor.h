@@ -6,7 +6,7 @@
 
 #include <cstdint>
 #include <optional>
-#include <string>
+#include <ostream>
 
 #include "core/dtype.h"
 
@@ -34,9 +34,15 @@ TensorInfo info_of(const Tensor& tensor);
 // The element type, or nothing where no kernel takes it.
 std::optional<DType> dtype_of(int32_t scalar_type);
 int32_t scalar_type_of(DType dtype);
-std::string scalar_type_name(int32_t scalar_type);  // as Python writes it, without "torch."
+
+// Written as Python names the dtype, without "torch.".
+struct TypeName {
+  int32_t scalar_type;
+};
+std::ostream& operator<<(std::ostream& text, const TypeName& name);
+
 bool is_int64(int32_t scalar_type);
-std::string device_text(const Device& device);
+std::ostream& operator<<(std::ostream& text, const Device& device);
 
 Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device);
 inline Tensor empty_1d(int64_t size, DType dtype, Device device) {

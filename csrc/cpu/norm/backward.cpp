@@ -24,8 +24,8 @@ namespace {
 // Enough chunks for many threads; enough rows in each for the partials to be a few percent of the
 // traffic.
 constexpr int64_t kMaxChunks = 64;
-constexpr int64_t kMinChunkRows = 16;
-constexpr int64_t kMinChunkElements = 8192;
+constexpr int64_t kMinChunkRows = 32;
+constexpr int64_t kMinChunkElements = 16384;
 constexpr int64_t kRunRows = 64;
 
 int64_t chunks_of(const NormBackward& args) {
@@ -143,14 +143,11 @@ bool is_direct(const NormBackward& args) {
   return args.dresidual && args.dresidual_dtype == args.x_dtype;
 }
 
-BackwardKernels<double> path_of(const NormBackward& args, bool, double) {
-  return kernels_of<double, double, double, double>(args);
-}
-
-BackwardKernels<float> path_of(const NormBackward& args, bool direct, float) {
-  return visit_dtype_up_to_float32(args.doutput_dtype, [&]<class D>() {
-    return visit_dtype_up_to_float32(args.x_dtype, [&]<class X>() {
-      return direct ? kernels_of<float, D, X, X>(args) : kernels_of<float, D, X, float>(args);
+template <class A>
+BackwardKernels<A> path_of(const NormBackward& args, bool direct) {
+  return visit_accumulated<A>(args.doutput_dtype, [&]<class D>() {
+    return visit_accumulated<A>(args.x_dtype, [&]<class X>() {
+      return direct ? kernels_of<A, D, X, X>(args) : kernels_of<A, D, X, A>(args);
     });
   });
 }
@@ -159,19 +156,14 @@ BackwardKernels<float> path_of(const NormBackward& args, bool direct, float) {
 template <class A>
 void emit(const A* dx, void* output, DType dtype, int64_t count, const Dropout* dropout,
           const KeepTile& keep) {
-  const auto write = [&]<class T>() {
+  visit_accumulated<A>(dtype, [&]<class T>() {
     T* out = static_cast<T*>(output);
     for_each_vector<A>(0, count, [&](int64_t j, auto lanes) {
       Vec<A> v = load<A>(dx + j, lanes);
       if (dropout) v *= keep.scale<A>(*dropout, j);
       store<A>(out + j, v, lanes);
     });
-  };
-  if constexpr (sizeof(A) == 8) {
-    write.template operator()<double>();
-  } else {
-    visit_dtype_up_to_float32(dtype, write);
-  }
+  });
 }
 
 // Adds the chunks' partials (chunks, stride) into one gradient (cols,): eight running sums over the
@@ -179,7 +171,7 @@ void emit(const A* dx, void* output, DType dtype, int64_t count, const Dropout* 
 template <class A>
 void reduce_partials(const A* partials, int64_t chunks, int64_t stride, int64_t begin, int64_t end,
                      void* output, DType dtype) {
-  const auto write = [&]<class T>() {
+  visit_accumulated<A>(dtype, [&]<class T>() {
     T* out = static_cast<T*>(output);
     for_each_vector<A>(begin, end, [&](int64_t j, auto count) {
       Vec<A> sum[8] = {};
@@ -189,25 +181,20 @@ void reduce_partials(const A* partials, int64_t chunks, int64_t stride, int64_t 
       }
       store<A>(out + j, sum[0], count);
     });
-  };
-  if constexpr (sizeof(A) == 8) {
-    write.template operator()<double>();
-  } else {
-    visit_dtype_up_to_float32(dtype, write);
-  }
+  });
 }
 
 template <class A>
 void run(const NormBackward& args, const Plan& plan, void* workspace, const Context& context) {
-  const int64_t buffer_size = widened_bytes(args.cols, sizeof(A)) / sizeof(A);
+  const int64_t buffer_size = padded_bytes(args.cols, sizeof(A)) / sizeof(A);
   A* buffer = static_cast<A*>(workspace);
   // (chunks, total and run, dweight and dbias, buffer_size)
   A* partials = buffer + buffer_size;
   const int64_t chunk_stride = 2 * buffer_size;
-  const A* weight = widened<A>(args.weight, args.weight_dtype, static_cast<A>(args.weight_offset),
-                               A(1), args.cols, buffer);
+  const A* weight =
+      widened<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, args.cols, buffer);
   const bool direct = is_direct(args);
-  const BackwardKernels<A> kernels = path_of(args, direct, A());
+  const BackwardKernels<A> kernels = path_of<A>(args, direct);
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
   const RowAddress address(args);
   const int64_t doutput_size = size_of(args.doutput_dtype);
@@ -308,7 +295,7 @@ Plan plan_norm_backward(const NormBackward& args, const Machine& machine) {
   const int64_t bytes = size_of(args.doutput_dtype) + 2 * size_of(args.x_dtype);
   const bool parallel =
       machine.threads > 1 && chunks > 1 && args.rows * args.cols * bytes > kSerialBytes;
-  return {.workspace_bytes = (1 + 4 * chunks) * widened_bytes(args.cols, accumulator_size_of(args)),
+  return {.workspace_bytes = (1 + 4 * chunks) * padded_bytes(args.cols, accumulator_size_of(args)),
           .zeroed_bytes = 0,
           .kernel_name = "norm_backward_kernel",
           .rows_per_tile = rows_per_block(args.cols),

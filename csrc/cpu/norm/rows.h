@@ -12,6 +12,17 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
+// f.operator()<T>() for the dtypes that are accumulated in A: float64 in double, the others in
+// float.
+template <class A, class F>
+decltype(auto) visit_accumulated(DType dtype, F&& f) {
+  if constexpr (sizeof(A) == 8) {
+    return f.template operator()<double>();
+  } else {
+    return visit_dtype_up_to_float32(dtype, std::forward<F>(f));
+  }
+}
+
 // Rows taken together share each load of weight and bias (and, in the backward, of the weight
 // gradients). Rows too long for that to stay in L1 are taken one at a time.
 inline constexpr int kRowsPerBlock = 4;
@@ -92,35 +103,32 @@ ONEPASS_INLINE std::array<A, kSums> sum_columns(int64_t cols, Accumulate&& accum
   return sums;
 }
 
-// Bytes of workspace that widened() needs, a multiple of 64.
-inline int64_t widened_bytes(int64_t cols, int64_t accumulator_size) {
+// Bytes of cols accumulators, rounded up to a multiple of 64.
+inline int64_t padded_bytes(int64_t cols, int64_t accumulator_size) {
   return (cols * accumulator_size + 63) / 64 * 64;
+}
+
+// Whether source + offset is there already, as accumulators.
+inline bool is_wide(const void* source, DType dtype, double offset, int64_t accumulator_size) {
+  return source && offset == 0.0 && size_of(dtype) == accumulator_size;
 }
 
 // source + offset as (cols,) accumulators: source itself where it already is that, else a copy in
 // `buffer`, made once per call. A missing source is `missing` everywhere.
 template <class A>
-const A* widened(const void* source, DType dtype, A offset, A missing, int64_t cols, A* buffer) {
-  constexpr bool kDouble = sizeof(A) == 8;
-  if (source && offset == A(0) && (dtype == DType::kFloat64) == kDouble &&
-      size_of(dtype) == sizeof(A)) {
-    return static_cast<const A*>(source);
-  }
+const A* widened(const void* source, DType dtype, double offset, double missing, int64_t cols,
+                 A* buffer) {
+  if (is_wide(source, dtype, offset, sizeof(A))) return static_cast<const A*>(source);
   if (!source) {
-    std::fill(buffer, buffer + cols, missing + offset);
+    std::fill(buffer, buffer + cols, static_cast<A>(missing + offset));
     return buffer;
   }
-  const auto convert = [&]<class T>() {
+  visit_accumulated<A>(dtype, [&]<class T>() {
     for_each_vector<A>(0, cols, [&](int64_t j, auto count) {
-      store<A>(buffer + j, load<A>(static_cast<const T*>(source) + j, count) + broadcast<A>(offset),
-               count);
+      const Vec<A> v = load<A>(static_cast<const T*>(source) + j, count);
+      store<A>(buffer + j, v + broadcast<A>(static_cast<A>(offset)), count);
     });
-  };
-  if constexpr (kDouble) {
-    convert.template operator()<double>();
-  } else {
-    visit_dtype_up_to_float32(dtype, convert);
-  }
+  });
   return buffer;
 }
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from onepass._ops.differentiation import is_differentiated
+from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.random import draw_seed
 
@@ -19,7 +19,7 @@ def dropout(input: Tensor, p: float) -> Tensor:
     """dropout(input), p > 0."""
     seed = draw_seed(input.device)
     if is_differentiated(input):
-        return _Dropout.apply(input, seed, p, None)
+        return _apply_dropout(input, None, seed, p, None)
     return _forward(input, None, seed, p, None)
 
 
@@ -28,7 +28,7 @@ def add_dropout(input: Tensor, residual: Tensor, p: float) -> Tensor:
     """residual + dropout(input); p = 0 draws nothing."""
     seed = draw_seed(input.device) if p > 0.0 else None
     if is_differentiated(input, residual):
-        return _AddDropout.apply(input, residual, seed, p)
+        return _apply_dropout(input, residual, seed, p, None)
     return _forward(input, residual, seed, p, None)
 
 
@@ -36,29 +36,12 @@ class _Dropout(torch.autograd.Function):
     """Dropout is linear in its input: its backward is dropout with the same seed, and so on."""
 
     @staticmethod
-    def forward(input, seed, p, out_dtype):
-        return _forward(input, None, seed, p, out_dtype)
+    def forward(input, residual, seed, p, out_dtype):
+        return _forward(input, residual, seed, p, out_dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        input, seed, ctx.p, _ = inputs
-        ctx.input_dtype = input.dtype
-        ctx.save_for_backward(seed)
-
-    @staticmethod
-    def backward(ctx, doutput):
-        (seed,) = ctx.saved_tensors
-        return _drop(doutput, seed, ctx.p, ctx.input_dtype), None, None, None
-
-
-class _AddDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(input, residual, seed, p):
-        return _forward(input, residual, seed, p, None)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        input, _, seed, ctx.p = inputs
+        input, _, seed, ctx.p, _ = inputs
         ctx.input_dtype = input.dtype
         ctx.save_for_backward(seed)
 
@@ -67,17 +50,16 @@ class _AddDropout(torch.autograd.Function):
         (seed,) = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             dinput = None
-        elif seed is None:
+        elif seed is None:  # p = 0
             dinput = doutput.to(ctx.input_dtype)
+        elif torch.is_grad_enabled():  # create_graph=True
+            dinput = _apply_dropout(doutput, None, seed, ctx.p, ctx.input_dtype)
         else:
-            dinput = _drop(doutput, seed, ctx.p, ctx.input_dtype)
-        return dinput, doutput if ctx.needs_input_grad[1] else None, None, None
+            dinput = _forward(doutput, None, seed, ctx.p, ctx.input_dtype)
+        return dinput, doutput if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def _drop(doutput: Tensor, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    if torch.is_grad_enabled():  # create_graph=True
-        return _Dropout.apply(doutput, seed, p, dtype)
-    return _forward(doutput, None, seed, p, dtype)
+_apply_dropout = applied(_Dropout)
 
 
 @torch.library.register_fake("onepass::dropout_forward")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onepass._ops import double_backward
-from onepass._ops.differentiation import is_differentiated
+from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.random import draw_seed
 from onepass.reference import norm as reference
@@ -60,7 +60,7 @@ def norm(
     arguments = (input, residual, weight, bias, seed, normalized_shape, rms, eps, weight_offset)
     arguments += (dropout_p, out_dtype, residual_dtype)
     if is_differentiated(input, residual, weight, bias):
-        output, residual_out, _, _ = _Norm.apply(*arguments)
+        output, residual_out, _, _ = _apply_norm(*arguments)
     else:
         output, residual_out, _, _ = _forward(*arguments, False)
     return output, residual_out if residual is not None else None
@@ -106,7 +106,7 @@ class _Norm(torch.autograd.Function):
         arguments = (doutput, dresidual_out, x, weight, bias, seed, mean, rstd, normalized_shape)
         arguments += (rms, weight_offset, dropout_p, ctx.input_dtype, ctx.residual_dtype, mask)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _NormBackward.apply(ctx.eps, *arguments)
+            gradients = _apply_norm_backward(ctx.eps, *arguments)
         else:
             gradients = _backward(*arguments)
         dinput, dresidual, dweight, dbias = gradients
@@ -161,6 +161,10 @@ class _NormBackward(torch.autograd.Function):
             [gradient if want else None for gradient, want in zip(second, wanted, strict=True)],
         )
         return (None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 1 - len(gradients)))
+
+
+_apply_norm = applied(_Norm)
+_apply_norm_backward = applied(_NormBackward)
 
 
 def _dropped(dx: Tensor, p: float, seed: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onepass import numerics
 from onepass.bench.harness import Interval, Timing, measure_pairs, pool
-from onepass.bench.machine import release_memory
+from onepass.bench.machine import fill_holes, release_memory
 
 SEED = 0
 PLACES = 5
@@ -141,17 +141,19 @@ def measure(case: Case, *, seconds: float, compiled: bool, places: int = PLACES)
             functions["compile"] = stock
         except Exception as problem:  # no compiler on this machine, for one
             error = str(problem).strip().partition("\n")[0] or type(problem).__name__
-    timings, spacers = [], []
+    timings, held = [], []
     for place in range(places):
         release_memory()
         # Takes the pages that were given back last, which the new tensors would get once more.
-        spacers.append(torch.ones(SPACER_BYTES * place // 4))
+        held.append(torch.ones(SPACER_BYTES * place // 4))
         tensors, upstream = _tensors(case)
         calls = {
             name: _call(case, function, tensors, upstream) for name, function in functions.items()
         }
         if case.tensors is not None:
             calls["copy"] = _copy(tensors[0].detach())
+        if case.tensors is not None and not case.fresh:
+            held.extend(fill_holes(tensors[0].nbytes))
         timings.append(measure_pairs(calls, rounds=MIN_ROUNDS, seconds=seconds / places))
     return Row(case, pool(timings), check, margin, error)
 

@@ -21,6 +21,8 @@ _M_MMAP_MAX = -4
 _MMAP_MAX_DEFAULT = 65536
 _TRIM_THRESHOLD_DEFAULT = 128 * 1024
 
+_MAX_HOLES = 256
+
 
 def machine_facts() -> dict[str, str | int]:
     """CPU, instruction sets, threads, versions and commit: the footer of every table."""
@@ -109,6 +111,27 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def fill_holes(block_bytes: int) -> list[torch.Tensor]:
+    """Takes every free block of that size below the top of the heap; they are held by the result.
+
+    From then on a large output comes from the top, and from the same address in every call. With
+    holes left, a loop's outputs wander between two or three of them, which can triple what it keeps
+    in the cache: by chance, for one variant and not for another.
+    """
+    break_of = getattr(ctypes.CDLL(None), "sbrk", None)
+    if break_of is None:
+        return []
+    break_of.argtypes, break_of.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+    taken = []
+    for _ in range(_MAX_HOLES):
+        before = break_of(0)
+        block = torch.empty(block_bytes, dtype=torch.uint8)
+        if break_of(0) != before:  # the heap had to grow for it
+            break
+        taken.append(block)
+    return taken
 
 
 def _cpu_name() -> str:
