@@ -215,3 +215,20 @@ def mixes(residual: bool):
         for i, w, r in itertools.product(FLOATS, FLOATS, FLOATS)
         if (FLOATS.index(i) + FLOATS.index(w) + FLOATS.index(r)) % 3 == 0
     ]
+
+
+def raw_forward(input: Tensor, **arguments):
+    """The op itself; what is not given is left out, the row is the last dimension."""
+    defaults = dict.fromkeys(("residual", "weight", "bias", "seed", "out_dtype", "residual_dtype"))
+    defaults |= dict(normalized_shape=list(input.shape[-1:]), rms=False, eps=0.0)
+    defaults |= dict(weight_offset=0.0, dropout_p=0.0, save_statistics=False)
+    return torch.ops.onepass.norm_forward(**defaults | {"input": input} | arguments)
+
+
+def raw_backward(x: Tensor, **arguments):
+    """As :func:`raw_forward`, with every gradient."""
+    defaults = dict.fromkeys(("doutput", "dresidual_out", "weight", "bias", "seed"))
+    defaults |= dict.fromkeys(("input_dtype", "residual_dtype"))
+    defaults |= dict(normalized_shape=list(x.shape[-1:]), rms=False)
+    defaults |= dict(weight_offset=0.0, dropout_p=0.0, grad_mask=15)
+    return torch.ops.onepass.norm_backward(**defaults | {"x": x} | arguments)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from norm_cases import DTYPES, FLOATS, make, outputs_and_gradients
+from norm_cases import DTYPES, FLOATS, make, outputs_and_gradients, raw_backward
 
 import onepass
 from onepass import functional, numerics, reference
@@ -148,25 +148,11 @@ def test_messages_of_the_backward_name_its_own_arguments():
     """What autograd never gets wrong, a direct call can: each argument by its name there."""
     x, w = torch.randn(4, 6), torch.ones(6)
     call = dict(
-        doutput=x,
-        dresidual_out=None,
-        x=x,
-        weight=w,
-        bias=w,
-        seed=None,
-        mean=torch.zeros(4),
-        rstd=torch.ones(4),
-        normalized_shape=[6],
-        rms=False,
-        weight_offset=0.0,
-        dropout_p=0.0,
-        input_dtype=None,
-        residual_dtype=None,
-        grad_mask=15,
+        doutput=x, x=x, weight=w, bias=w, mean=torch.zeros(4), rstd=torch.ones(4), grad_mask=15
     )
     wrong = {
         "x must have dtype float32, bfloat16, float16 or float64, got int64": {"x": x.long()},
-        r"input must end in normalized_shape \(5,\), got shape \(4, 6\)": {"normalized_shape": [5]},
+        r"x must end in normalized_shape \(5,\), got shape \(4, 6\)": {"normalized_shape": [5]},
         "input_dtype must have dtype float32, .*, got int32": {"input_dtype": torch.int32},
         "input_dtype must have dtype .* beside x, got float64": {"input_dtype": torch.float64},
         "residual_dtype must have dtype float32, .*, got bool": {"residual_dtype": torch.bool},
@@ -176,7 +162,7 @@ def test_messages_of_the_backward_name_its_own_arguments():
     }
     for message, changes in wrong.items():
         with pytest.raises(RuntimeError, match=f"^layer_norm_backward: {message}"):
-            torch.ops.onepass.norm_backward(**call | changes)
+            raw_backward(**call | changes)
 
 
 @pytest.mark.parametrize("name", [*NORMS, "dropout"])

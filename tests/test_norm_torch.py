@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_cases import DTYPES, make
+from norm_cases import DTYPES, make, raw_backward, raw_forward
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
@@ -83,44 +83,13 @@ def test_raw_op_messages():
     """What only a direct call of the raw ops can get wrong."""
     x, w, seed = torch.randn(4, 6), torch.ones(6), torch.zeros(2, dtype=torch.int64)
     statistics = torch.zeros(4)
+    right = dict(doutput=x, x=x, weight=w, mean=statistics, rstd=statistics)
 
     def forward(**changes):
-        arguments = dict(
-            input=x,
-            residual=None,
-            weight=w,
-            bias=None,
-            seed=None,
-            normalized_shape=[6],
-            rms=True,
-            eps=0.0,
-            weight_offset=0.0,
-            dropout_p=0.0,
-            out_dtype=None,
-            residual_dtype=None,
-            save_statistics=False,
-        )
-        return torch.ops.onepass.norm_forward(**arguments | changes)
+        return raw_forward(**{"input": x, "weight": w, "rms": True} | changes)
 
     def backward(**changes):
-        arguments = dict(
-            doutput=x,
-            dresidual_out=None,
-            x=x,
-            weight=w,
-            bias=None,
-            seed=None,
-            mean=statistics,
-            rstd=statistics,
-            normalized_shape=[6],
-            rms=False,
-            weight_offset=0.0,
-            dropout_p=0.0,
-            input_dtype=None,
-            residual_dtype=None,
-            grad_mask=15,
-        )
-        return torch.ops.onepass.norm_backward(**arguments | changes)
+        return raw_backward(**right | changes)
 
     wrong = {
         "rms_norm: bias must not be given, got one": lambda: forward(bias=w),

@@ -35,12 +35,13 @@ RowTensor row_tensor(const OptionalTensor& tensor) {
   return rows;
 }
 
-void check_normalized_shape(const char* op, const TensorInfo& input, const Sizes& shape) {
+void check_normalized_shape(const char* op, const char* name, const TensorInfo& input,
+                            const Sizes& shape) {
   const int64_t row_dims = static_cast<int64_t>(shape.size());
   require(row_dims > 0, op, ": normalized_shape must have at least one dimension, got ()");
   require(input.dims >= row_dims &&
               std::equal(shape.begin(), shape.end(), input.sizes + input.dims - row_dims),
-          op, ": input must end in normalized_shape ", Shape{shape.data(), row_dims},
+          op, ": ", name, " must end in normalized_shape ", Shape{shape.data(), row_dims},
           ", got shape ", shape_of(input));
 }
 
@@ -97,7 +98,7 @@ CheckedForward check_forward(const Tensor& input, const OptionalTensor& residual
   NormForward& args = call.args;
   const TensorInfo& shape = call.input.info;
   const CheckedAgainst checked(op, "input", shape);
-  check_normalized_shape(op, shape, normalized_shape);
+  check_normalized_shape(op, "input", shape, normalized_shape);
   const int64_t row_dims = static_cast<int64_t>(normalized_shape.size());
   args.input_dtype = args.residual_dtype = checked.first_dtype();
   if (residual) {
@@ -198,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
   RowTensor x_rows = row_tensor(x);
   const TensorInfo shape = x_rows.info;
   const CheckedAgainst checked(op, "x", shape);
-  check_normalized_shape(op, shape, normalized_shape);
+  check_normalized_shape(op, "x", shape, normalized_shape);
   const int64_t row_dims = static_cast<int64_t>(normalized_shape.size());
   args.x_dtype = args.dinput_dtype = args.dresidual_dtype = checked.first_dtype();
   if (input_dtype) {

@@ -188,21 +188,7 @@ def _(
     save_statistics,
 ):
     if type(input) in (Tensor, Parameter):  # a meta tensor, whose sizes are numbers
-        _forward_check(
-            input,
-            residual,
-            weight,
-            bias,
-            seed,
-            normalized_shape,
-            rms,
-            eps,
-            weight_offset,
-            dropout_p,
-            out_dtype,
-            residual_dtype,
-            save_statistics,
-        )
+        _forward_check(**locals())  # the same arguments by the same names
     accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
     rows = input.shape[: input.dim() - len(normalized_shape)]
     stream = input if residual is None else residual
