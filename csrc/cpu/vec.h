@@ -148,6 +148,11 @@ ONEPASS_INLINE HalfBits narrow_float16(Vec<float> v) {
 #endif
 }
 
+// How far ahead of a first pass over memory its lines are asked for: the hardware's prefetchers
+// stop at the end of a page. A layer norm of float32 2048x384 that is not in the cache ran at 0.47
+// of the speed of a copy without, at 0.62 to 0.94 with it; one that is in the cache lost up to 5 %.
+inline constexpr int64_t kPrefetchBytes = 4096;
+
 // ---- loads and stores: kLanes<A> elements of type T, as accumulators ----------------------------
 
 template <class A, class T>
@@ -175,6 +180,12 @@ ONEPASS_INLINE void store(T* p, Vec<A> v) {
     static_assert(__is_same(T, A), "an accumulator is never narrower than its elements");
     *reinterpret_cast<typename VecOf<A>::unaligned*>(p) = v;
   }
+}
+
+// Asks for the cache line kPrefetchBytes ahead of p, which need not exist.
+template <class T>
+ONEPASS_INLINE void prefetch_ahead(const T* p) {
+  __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes);
 }
 
 // The first `count` lanes (1 <= count < kLanes); the others load as zero and are not stored. Memory

@@ -37,6 +37,7 @@ ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, double eps) {
   const double n = static_cast<double>(cols);
   if constexpr (kRms) {
     const auto [squares] = sum_columns<A, 1>(cols, [&](Vec<A>* sum, int64_t j, auto count) {
+      prefetch_ahead(x + j);
       const Vec<A> v = load<A>(x + j, count);
       sum[0] = fma<A>(v, v, sum[0]);
     });
@@ -51,6 +52,7 @@ ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, double eps) {
       const Vec<A> from = broadcast<A>(centre);
       const auto [deviation, squares] =
           sum_columns<A, 2>(cols, [&](Vec<A>* sum, int64_t j, auto count) {
+            prefetch_ahead(x + j);
             const Vec<A> d = keep_lanes<A>(load<A>(x + j, count) - from, count);
             sum[0] += d;
             sum[1] = fma<A>(d, d, sum[1]);
@@ -119,12 +121,16 @@ void add_row(const void* input_, const void* residual_, void* sum_, int64_t cols
       const int64_t end = std::min(tile + kDropoutTile, cols);
       keep.fill(dropout, first_element + tile, end - tile);
       for_each_vector<A>(tile, end, [&](int64_t j, auto count) {
+        prefetch_ahead(input + j);
+        prefetch_ahead(residual + j);
         const Vec<A> kept = load<A>(input + j, count) * keep.scale<A>(dropout, j - tile);
         store<A>(sum + j, load<A>(residual + j, count) + kept, count);
       });
     }
   } else {
     for_each_vector<A>(0, cols, [&](int64_t j, auto count) {
+      prefetch_ahead(input + j);
+      prefetch_ahead(residual + j);
       store<A>(sum + j, load<A>(residual + j, count) + load<A>(input + j, count), count);
     });
   }
