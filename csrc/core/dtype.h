@@ -24,7 +24,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-constexpr int64_t size_of(DType dtype) {
+ONEPASS_HOST_DEVICE constexpr int64_t size_of(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
@@ -45,14 +45,14 @@ struct AccumulatorOf<double> {
 template <class T>
 using Accumulator = typename AccumulatorOf<T>::type;
 
-constexpr float widen(BFloat16 value) {
+ONEPASS_HOST_DEVICE constexpr float widen(BFloat16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
 // Adding 0x7fff plus the lowest kept bit carries into the kept half exactly when the dropped half
 // is above one half, or equal to it with an odd kept half: round to nearest, ties to even. A NaN
 // could carry into infinity, so it is made a quiet NaN instead.
-constexpr BFloat16 narrow_to_bfloat16(float value) {
+ONEPASS_HOST_DEVICE constexpr BFloat16 narrow_to_bfloat16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
     return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
@@ -60,7 +60,7 @@ constexpr BFloat16 narrow_to_bfloat16(float value) {
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
-constexpr float widen(Float16 value) {
+ONEPASS_HOST_DEVICE constexpr float widen(Float16 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t exponent = (value.bits >> 10) & 0x1fu;
   const uint32_t mantissa = value.bits & 0x3ffu;
@@ -73,7 +73,7 @@ constexpr float widen(Float16 value) {
   return std::bit_cast<float>(sign | (wide << 23) | (mantissa << 13) | quiet);
 }
 
-constexpr Float16 narrow_to_float16(float value) {
+ONEPASS_HOST_DEVICE constexpr Float16 narrow_to_float16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;

@@ -125,7 +125,7 @@ struct KeepTile {
     if constexpr (sizeof(A) == 4) {
       typedef int32_t Signed __attribute__((vector_size(kVectorBytes)));
       const HalfBits drawn = *reinterpret_cast<const HalfBitsUnaligned*>(first + column);
-      const Signed value = __builtin_convertvector(drawn, Signed);
+      const Signed value = (Signed)widen_bits(drawn);
       const Vec<float> kept = broadcast<float>(dropout.scale);
       return value < static_cast<int32_t>(dropout.threshold) ? Vec<float>{} : kept;
     } else {

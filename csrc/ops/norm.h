@@ -13,10 +13,18 @@ namespace onepass {
 
 inline constexpr int kRowDims = 3;
 
-// Element offset of row r: sum over dimensions of index[d] * stride[d].
 struct RowStride {
   int64_t stride[kRowDims];
 };
+
+// Element offset of a row: the sum over dimensions of index[d] * stride[d].
+ONEPASS_HOST_DEVICE inline int64_t row_offset(const int64_t (&size)[kRowDims],
+                                              const RowStride& stride, int64_t row) {
+  if (size[0] == 1 && size[1] == 1) return row * stride.stride[2];
+  const int64_t outer = row / size[2];
+  return (outer / size[1]) * stride.stride[0] + (outer % size[1]) * stride.stride[1] +
+         (row % size[2]) * stride.stride[2];
+}
 
 // x = residual + dropout(input), or input itself without a residual;
 // output = (x - mean) * rstd * (weight + weight_offset) + bias; rms has no mean.

@@ -25,13 +25,14 @@ namespace {
 // traffic.
 constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kMinChunkRows = 32;
-constexpr int64_t kMinChunkElements = 16384;
+constexpr int64_t kMinChunkElements = 32768;
 constexpr int64_t kRunRows = 64;
 
 int64_t chunks_of(const NormBackward& args) {
   const int64_t by_rows = args.rows / kMinChunkRows;
   const int64_t by_elements = args.rows * args.cols / kMinChunkElements;
-  return std::clamp<int64_t>(std::min(by_rows, by_elements), 1, kMaxChunks);
+  const int64_t most = std::clamp<int64_t>(std::min(by_rows, by_elements), 1, kMaxChunks);
+  return static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(most)));
 }
 
 int64_t accumulator_size_of(const NormBackward& args) {
@@ -198,7 +199,6 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
   const bool direct = is_direct(args);
   const BackwardKernels<A> kernels = path_of<A>(args, direct);
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-  const RowAddress address(args);
   const int64_t doutput_size = size_of(args.doutput_dtype);
   const int64_t x_size = size_of(args.x_dtype);
   const int64_t dinput_size = size_of(args.dinput_dtype);
@@ -209,11 +209,13 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
 
   const auto run_block = [&](BackwardRows<A>& rows, int64_t row, auto row_count) {
     for (int r = 0; r < row_count; ++r) {
-      rows.doutput[r] = at(args.doutput, address(args.doutput_stride, row + r) * doutput_size);
-      rows.x[r] = at(args.x, address(args.x_stride, row + r) * x_size);
+      rows.doutput[r] =
+          at(args.doutput, row_offset(args.row_size, args.doutput_stride, row + r) * doutput_size);
+      rows.x[r] = at(args.x, row_offset(args.row_size, args.x_stride, row + r) * x_size);
       rows.dresidual_out[r] =
           args.dresidual_out
-              ? at(args.dresidual_out, address(args.dresidual_out_stride, row + r) * x_size)
+              ? at(args.dresidual_out,
+                   row_offset(args.row_size, args.dresidual_out_stride, row + r) * x_size)
               : nullptr;
       rows.mean[r] = args.mean ? static_cast<const A*>(args.mean)[row + r] : A(0);
       rows.rstd[r] = static_cast<const A*>(args.rstd)[row + r];

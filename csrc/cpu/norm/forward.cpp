@@ -190,7 +190,6 @@ void run(const NormForward& args, const Plan& plan, void* workspace, const Conte
       args.bias ? widened<A>(args.bias, args.bias_dtype, 0.0, 0.0, args.cols, buffer) : nullptr;
   const ForwardPath<A> path = path_of<A>(args);
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-  const RowAddress address(args);
   const char* input = static_cast<const char*>(args.input);
   const char* residual = static_cast<const char*>(args.residual);
   char* output = static_cast<char*>(args.output);
@@ -205,10 +204,13 @@ void run(const NormForward& args, const Plan& plan, void* workspace, const Conte
         for_each_row_block(begin, end, args.cols, [&](int64_t row, auto row_count) {
           ForwardRows<A> rows;
           for (int r = 0; r < row_count; ++r) {
-            const char* x = input + address(args.input_stride, row + r) * input_size;
+            const char* x =
+                input + row_offset(args.row_size, args.input_stride, row + r) * input_size;
             if (residual) {
               char* sum = residual_out + (row + r) * residual_out_row_bytes;
-              path.add_row(x, residual + address(args.residual_stride, row + r) * residual_size,
+              path.add_row(x,
+                           residual + row_offset(args.row_size, args.residual_stride, row + r) *
+                                          residual_size,
                            sum, args.cols, dropout, (row + r) * args.cols);
               x = sum;
             }

@@ -30,24 +30,6 @@ inline constexpr int64_t kMaxBlockedColumns = 4096;
 
 inline int rows_per_block(int64_t cols) { return cols <= kMaxBlockedColumns ? kRowsPerBlock : 1; }
 
-struct RowAddress {
-  int64_t size[kRowDims];
-  bool simple;  // rows lie along the last of the collapsed dimensions alone
-
-  template <class Args>
-  explicit RowAddress(const Args& args)
-      : size{args.row_size[0], args.row_size[1], args.row_size[2]},
-        simple(args.row_size[0] == 1 && args.row_size[1] == 1) {}
-
-  // Element offset of a row.
-  ONEPASS_INLINE int64_t operator()(const RowStride& stride, int64_t row) const {
-    if (simple) return row * stride.stride[2];
-    const int64_t outer = row / size[2];
-    return (outer / size[1]) * stride.stride[0] + (outer % size[1]) * stride.stride[1] +
-           (row % size[2]) * stride.stride[2];
-  }
-};
-
 // Runs block(first_row, std::integral_constant rows) over [begin, end) in blocks of kRowsPerBlock,
 // the rest one at a time. Both instances compute a row in the same order, bit for bit.
 template <class Block>

@@ -57,23 +57,25 @@ def norm(
     if out_dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
         out_dtype = _cuda_autocast_dtype(input.dtype, rms)
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
-    arguments = (input, residual, weight, bias, seed, normalized_shape, rms, eps, weight_offset)
-    arguments += (dropout_p, out_dtype, residual_dtype)
+    constants = (normalized_shape, rms, eps, weight_offset, dropout_p, out_dtype, residual_dtype)
     if is_differentiated(input, residual, weight, bias):
-        output, residual_out, _, _ = _apply_norm(*arguments)
+        # One argument for all of them: autograd looks at each one it gets.
+        output, residual_out, _, _ = _apply_norm(input, residual, weight, bias, seed, constants)
     else:
-        output, residual_out, _, _ = _forward(*arguments, False)
+        output, residual_out, _, _ = _forward(
+            input, residual, weight, bias, seed, *constants, False
+        )
     return output, residual_out if residual is not None else None
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(*arguments):
-        return _forward(*arguments, True)
+    def forward(input, residual, weight, bias, seed, constants):
+        return _forward(input, residual, weight, bias, seed, *constants, True)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        input, residual, weight, bias, seed, normalized_shape, rms, ctx.eps, offset = inputs[:9]
+        input, residual, weight, bias, seed, ctx.constants = inputs
         _, residual_out, mean, rstd = outputs
         ctx.set_materialize_grads(False)
         x = input if residual is None else residual_out
@@ -84,7 +86,6 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, seed, mean, rstd)
         ctx.input_dtype = input.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
-        ctx.constants = (normalized_shape, rms, offset, inputs[9])
 
     @staticmethod
     def backward(ctx, doutput, dresidual_out, _dmean, _drstd):
@@ -94,7 +95,7 @@ class _Norm(torch.autograd.Function):
         if doutput is None and dresidual_out is None:
             return (None,) * len(needs)
         x, weight, bias, seed, mean, rstd = ctx.saved_tensors
-        normalized_shape, rms, weight_offset, dropout_p = ctx.constants
+        normalized_shape, rms, eps, weight_offset, dropout_p, _, _ = ctx.constants
         # Without dropout, input and residual have one gradient: computed once, returned twice.
         shared = needs[0] and needs[1] and seed is None and ctx.input_dtype == ctx.residual_dtype
         mask = (
@@ -106,7 +107,7 @@ class _Norm(torch.autograd.Function):
         arguments = (doutput, dresidual_out, x, weight, bias, seed, mean, rstd, normalized_shape)
         arguments += (rms, weight_offset, dropout_p, ctx.input_dtype, ctx.residual_dtype, mask)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _apply_norm_backward(ctx.eps, *arguments)
+            gradients = _apply_norm_backward(eps, *arguments)
         else:
             gradients = _backward(*arguments)
         dinput, dresidual, dweight, dbias = gradients
