@@ -1,0 +1,55 @@
+// The one way a kernel is started.
+#pragma once
+
+#include "cuda/ptx.cuh"
+
+#ifndef ONEPASS_EMULATE
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#endif
+
+namespace onepass::cuda {
+
+struct LaunchShape {
+  unsigned blocks;
+  unsigned threads;
+  size_t shared_bytes = 0;
+  int resident = 1;  // blocks that must run at the same time for the kernel to end
+};
+
+#ifdef ONEPASS_EMULATE
+
+template <auto kKernel, class... Args>
+void launch(const LaunchShape& shape, void* /*stream*/, const Args&... args) {
+  emulator::launch({.grid = {shape.blocks, 1, 1},
+                    .block = {shape.threads, 1, 1},
+                    .shared_bytes = shape.shared_bytes,
+                    .resident = shape.resident},
+                   [&] { kKernel(args...); });
+}
+
+#else
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("onepass: ") + what + ": " + cudaGetErrorString(error));
+  }
+}
+
+template <auto kKernel, class... Args>
+void launch(const LaunchShape& shape, void* stream, const Args&... args) {
+  constexpr size_t kWithoutAsking = 48 * 1024;
+  if (shape.shared_bytes > kWithoutAsking) {
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shape.shared_bytes)),
+          "asking for shared memory");
+  }
+  kKernel<<<shape.blocks, shape.threads, shape.shared_bytes, static_cast<cudaStream_t>(stream)> > >(
+      args...);
+  check(cudaGetLastError(), "starting a kernel");
+}
+
+#endif
+
+}  // namespace onepass::cuda

@@ -1,0 +1,208 @@
+// Every instruction that plain CUDA C++ has no word for, one thin wrapper each. Under the emulator
+// the same names come from tests/cuda_emulator/device.h, so a kernel never says asm.
+//
+// Fragments are those of the PTX ISA's figures for mma.m16n8k16 and mma.m16n8k8; g is lane / 4 and
+// t is lane % 4 throughout.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+#ifdef ONEPASS_EMULATE
+#include <cuda_emulator/device.h>
+#else
+
+#include <cuda_runtime.h>
+
+namespace onepass::cuda {
+
+// ---- matrix multiply-accumulate: d += a * b -----------------------------------------------------
+
+// a: 16 x 16 row-major, b: 16 x 8 column-major, 16-bit pairs with the lower column (row of b) in
+// the low half; d: 16 x 8 float32.
+template <class T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2]) {
+  if constexpr (__is_same(T, BFloat16)) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    static_assert(__is_same(T, Float16));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+// a: 16 x 8 row-major, b: 8 x 8 column-major, float32 bits of which tf32 keeps the upper 19.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4],
+                                                 const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// kMatrices 8 x 8 matrices of 16-bit elements from shared memory: lane i gives the address of row
+// i % 8 of matrix i / 8 (16 aligned bytes) and receives row g, columns 2t and 2t + 1, of each;
+// transposed: column g, rows 2t and 2t + 1.
+template <int kMatrices, bool kTranspose>
+__device__ __forceinline__ void ldmatrix(uint32_t (&d)[kMatrices], const void* row) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  if constexpr (kMatrices == 1 && !kTranspose) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+                 : "=r"(d[0])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (kMatrices == 1) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
+                 : "=r"(d[0])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (kMatrices == 2 && !kTranspose) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(d[0]), "=r"(d[1])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (kMatrices == 2) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(d[0]), "=r"(d[1])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (!kTranspose) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(address)
+                 : "memory");
+  }
+}
+
+// ---- asynchronous copies, global to shared ------------------------------------------------------
+
+// 16 aligned bytes; with `valid` false, 16 zero bytes and no read.
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true) {
+  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until at most kPending of the thread's own groups are in flight; other threads' data needs a
+// barrier behind it.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- ordered access to global memory ------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(address), "r"(value)
+               : "memory");
+  return old;
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// In loops that wait for another block.
+__device__ __forceinline__ void spin() { __nanosleep(20); }
+
+// ---- plain access to global memory: the loads and stores that a traffic test counts -------------
+
+template <class T>
+__device__ __forceinline__ T load_global(const T* address) {
+  return *address;
+}
+
+template <class T>
+__device__ __forceinline__ void store_global(T* address, const T& value) {
+  *address = value;
+}
+
+// ---- arithmetic ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats to a pair of 16-bit elements, `low` in the low half; nearest, ties to even.
+template <class T>
+__device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
+  uint32_t pair;
+  if constexpr (__is_same(T, BFloat16)) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    static_assert(__is_same(T, Float16));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+__device__ __forceinline__ float widen_half(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// ---- shared memory ------------------------------------------------------------------------------
+
+extern __shared__ __align__(16) unsigned char shared_memory[];
+
+// `index` numbers the pieces of a kernel; the emulator keeps gaps between them.
+template <class T>
+__device__ __forceinline__ T* shared_piece(int offset, int /*bytes*/, int /*index*/) {
+  return reinterpret_cast<T*>(shared_memory + offset);
+}
+
+}  // namespace onepass::cuda
+
+#endif  // ONEPASS_EMULATE
+
+namespace onepass::cuda {
+
+// A block's shared memory, taken piece by piece in the same order by all of its threads. All of it
+// is dynamic: the launch says how much, and nothing is lost to what another kernel declared.
+class SharedMemory {
+ public:
+  template <class T>
+  __device__ __forceinline__ T* take(int count) {
+    const int bytes = (count * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
+    T* piece = shared_piece<T>(offset_, bytes, index_);
+    offset_ += bytes;
+    ++index_;
+    return piece;
+  }
+
+ private:
+  int offset_ = 0;
+  int index_ = 0;
+};
+
+}  // namespace onepass::cuda

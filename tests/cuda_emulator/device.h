@@ -1,0 +1,181 @@
+// The emulator's side of csrc/cuda/ptx.cuh: the same functions, with the fragment layouts of the
+// PTX ISA. These are compiled with the sanitizers, because what a kernel reads and writes through
+// them counts as the calling thread's own access.
+#pragma once
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "core/dtype.h"
+#include "emulator.h"
+
+namespace onepass::cuda {
+
+// ---- matrix multiply-accumulate -----------------------------------------------------------------
+
+namespace detail {
+
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct Fragments {
+  uint32_t a[4];
+  uint32_t b[2];
+};
+
+template <class T>
+float element(uint32_t pair, int which) {
+  return widen(T{static_cast<uint16_t>(which ? pair >> 16 : pair)});
+}
+
+inline float tf32(uint32_t bits) { return std::bit_cast<float>(bits & 0xffffe000u); }
+
+}  // namespace detail
+
+// Register r of a holds rows g (+ 8 for odd r), columns 2t, 2t + 1 (+ 8 for r >= 2); register r of
+// b rows 2t, 2t + 1 (+ 8 for r = 1), column g; d[r] row g (+ 8 for r >= 2), column 2t + r % 2.
+template <class T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const detail::Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  detail::Fragments all[emulator::kWarpSize];
+  emulator::exchange(detail::kAllLanes, "mma.m16n8k16", &mine, sizeof(mine), all);
+  const int lane = emulator::self().lane;
+  for (int r = 0; r < 4; ++r) {
+    const int row = lane / 4 + (r >= 2 ? 8 : 0), column = lane % 4 * 2 + r % 2;
+    float sum = 0.0f;
+    for (int k = 0; k < 16; ++k) {
+      const detail::Fragments& of_a = all[row % 8 * 4 + k % 8 / 2];
+      const detail::Fragments& of_b = all[column * 4 + k % 8 / 2];
+      sum += detail::element<T>(of_a.a[(row >= 8 ? 1 : 0) + (k >= 8 ? 2 : 0)], k % 2) *
+             detail::element<T>(of_b.b[k >= 8 ? 1 : 0], k % 2);
+    }
+    d[r] += sum;
+  }
+}
+
+// Register r of a holds row g (+ 8 for odd r), column t (+ 4 for r >= 2); register r of b row t (+
+// 4 for r = 1), column g.
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const detail::Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  detail::Fragments all[emulator::kWarpSize];
+  emulator::exchange(detail::kAllLanes, "mma.m16n8k8", &mine, sizeof(mine), all);
+  const int lane = emulator::self().lane;
+  for (int r = 0; r < 4; ++r) {
+    const int row = lane / 4 + (r >= 2 ? 8 : 0), column = lane % 4 * 2 + r % 2;
+    float sum = 0.0f;
+    for (int k = 0; k < 8; ++k) {
+      sum += detail::tf32(all[row % 8 * 4 + k % 4].a[(row >= 8 ? 1 : 0) + (k >= 4 ? 2 : 0)]) *
+             detail::tf32(all[column * 4 + k % 4].b[k >= 4 ? 1 : 0]);
+    }
+    d[r] += sum;
+  }
+}
+
+template <int kMatrices, bool kTranspose>
+void ldmatrix(uint32_t (&d)[kMatrices], const void* row) {
+  struct alignas(16) Row {
+    uint16_t element[8];
+  };
+  const int lane = emulator::self().lane;
+  Row mine{};
+  if (lane < 8 * kMatrices) mine = *static_cast<const Row*>(row);
+  Row all[emulator::kWarpSize];
+  emulator::exchange(detail::kAllLanes, "ldmatrix", &mine, sizeof(mine), all);
+  for (int m = 0; m < kMatrices; ++m) {
+    const auto at = [&](int r, int c) { return static_cast<uint32_t>(all[8 * m + r].element[c]); };
+    const int g = lane / 4, t = lane % 4;
+    d[m] =
+        kTranspose ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
+  }
+}
+
+// ---- asynchronous copies ------------------------------------------------------------------------
+
+namespace detail {
+
+struct alignas(16) Bytes16 {
+  uint64_t half[2];
+};
+
+}  // namespace detail
+
+// The target is poison from here to the wait that the data arrives with.
+inline void cp_async_16(void* shared, const void* global, bool valid = true) {
+  auto* target = static_cast<detail::Bytes16*>(shared);
+  *target = {{~uint64_t{0}, ~uint64_t{0}}};
+  emulator::copies_in_flight().back().push_back({shared, global, valid});
+}
+
+inline void cp_async_commit() { emulator::copies_in_flight().emplace_back(); }
+
+template <int kPending>
+void cp_async_wait() {
+  auto& groups = emulator::copies_in_flight();
+  while (groups.size() > kPending + 1) {
+    for (const emulator::Copy& copy : groups.front()) {
+      if (copy.valid) emulator::count_read(16);
+      *static_cast<detail::Bytes16*>(copy.shared) =
+          copy.valid ? *static_cast<const detail::Bytes16*>(copy.global) : detail::Bytes16{};
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+// ---- ordered access to global memory ------------------------------------------------------------
+
+inline uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {
+  emulator::count_read(4);
+  emulator::count_written(4);
+  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+
+inline uint32_t load_acquire(const uint32_t* address) {
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+
+inline void store_release(uint32_t* address, uint32_t value) {
+  emulator::count_written(4);
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+
+inline void spin() { emulator::spin(); }
+
+// ---- plain access to global memory --------------------------------------------------------------
+
+template <class T>
+T load_global(const T* address) {
+  emulator::count_read(sizeof(T));
+  return *address;
+}
+
+template <class T>
+void store_global(T* address, const T& value) {
+  emulator::count_written(sizeof(T));
+  *address = value;
+}
+
+// ---- arithmetic ---------------------------------------------------------------------------------
+
+inline float exp2_approximate(float x) { return std::exp2(x); }
+
+template <class T>
+uint32_t narrow_pair(float low, float high) {
+  if constexpr (__is_same(T, BFloat16)) {
+    return narrow_to_bfloat16(low).bits | static_cast<uint32_t>(narrow_to_bfloat16(high).bits)
+                                              << 16;
+  } else {
+    static_assert(__is_same(T, Float16));
+    return narrow_to_float16(low).bits | static_cast<uint32_t>(narrow_to_float16(high).bits) << 16;
+  }
+}
+
+inline float widen_half(uint16_t bits) { return widen(Float16{bits}); }
+
+// ---- shared memory ------------------------------------------------------------------------------
+
+template <class T>
+T* shared_piece(int offset, int bytes, int index) {
+  return static_cast<T*>(emulator::shared_piece(offset, bytes, index));
+}
+
+}  // namespace onepass::cuda

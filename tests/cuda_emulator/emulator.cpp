@@ -1,0 +1,437 @@
+// The emulator's scheduler. This file is compiled without the thread sanitizer, so that what the
+// fibers tell it does not count as communication between them; the functions below say where the
+// sanitizers must hear of something.
+#include "emulator.h"
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <vector>
+
+#if defined(EMULATOR_ADDRESS)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#elif defined(EMULATOR_THREAD)
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_acquire(void* tag);
+void __tsan_release(void* tag);
+}
+#endif
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
+constexpr size_t kGapBytes = 64;
+constexpr int kMaxPieces = 64;
+constexpr size_t kMaxFibers = 4096;  // the thread sanitizer has room for about 8,000
+constexpr int kMaxIdleRounds = 100000;
+
+#if defined(EMULATOR_THREAD)
+void acquire(void* tag) { __tsan_acquire(tag); }
+void release(void* tag) { __tsan_release(tag); }
+#else
+void acquire(void*) {}
+void release(void*) {}
+#endif
+
+struct Stack {
+  std::unique_ptr<char[]> memory{new char[kStackBytes]};
+  void* fiber = nullptr;  // the thread sanitizer's
+};
+
+// Lanes that meet: one per mask that a warp uses. Everything that a next meeting of the same lanes
+// could overwrite exists twice, used in turn; two meetings ahead nobody can be.
+struct Meeting {
+  unsigned mask;
+  const char* what = nullptr;
+  unsigned arrived = 0;
+  uint64_t generation = 0;
+  alignas(16) unsigned char deposits[2][kWarpSize][kMaxDeposit];
+  char tags[2];
+};
+
+struct Warp {
+  std::vector<std::unique_ptr<Meeting>> meetings;
+};
+
+struct Block;
+
+enum class State { kReady, kAtBarrier, kInMeeting, kSpinning, kDone };
+
+struct Thread {
+  Self self;
+  ucontext_t context;
+  Stack* stack = nullptr;
+  Block* block = nullptr;
+  int warp = 0;
+  State state = State::kReady;
+  const Meeting* meeting = nullptr;
+  uint64_t waits_beyond = 0;  // generation of the barrier or meeting
+  void* fake_stack = nullptr;
+  std::vector<std::vector<Copy>> copies{1};
+};
+
+struct Block {
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::unique_ptr<char[]> arena;
+  size_t shared_bytes = 0;
+  int live = 0;
+  int at_barrier = 0;
+  uint64_t generation = 0;
+  char tags[2];
+  char start_tag;
+};
+
+struct Machine {  // the one device
+  ucontext_t host;
+  void* host_fake_stack = nullptr;
+  const void* host_bottom = nullptr;
+  size_t host_size = 0;
+  void* host_fiber = nullptr;
+  Thread* running = nullptr;
+  const std::function<void()>* kernel = nullptr;
+  std::vector<std::unique_ptr<Stack>> stacks;
+  std::vector<Stack*> free_stacks;
+  std::vector<std::unique_ptr<Block>> ended;  // of this launch: freed memory would be used again
+  std::mt19937_64 random{0};
+  Counters counters;
+  char end_tag;
+};
+
+Machine& machine() {
+  static Machine* one = new Machine;
+  return *one;
+}
+
+void resume(Thread& thread) {
+  Machine& m = machine();
+  m.running = &thread;
+#if defined(EMULATOR_ADDRESS)
+  __sanitizer_start_switch_fiber(&m.host_fake_stack, thread.stack->memory.get(), kStackBytes);
+#elif defined(EMULATOR_THREAD)
+  __tsan_switch_to_fiber(thread.stack->fiber, 1);  // 1: the switch itself orders nothing
+#endif
+  swapcontext(&m.host, &thread.context);
+#if defined(EMULATOR_ADDRESS)
+  __sanitizer_finish_switch_fiber(m.host_fake_stack, nullptr, nullptr);
+#endif
+  m.running = nullptr;
+}
+
+void yield() {
+  Machine& m = machine();
+  Thread& thread = *m.running;
+#if defined(EMULATOR_ADDRESS)
+  const bool done = thread.state == State::kDone;
+  __sanitizer_start_switch_fiber(done ? nullptr : &thread.fake_stack, m.host_bottom, m.host_size);
+#elif defined(EMULATOR_THREAD)
+  __tsan_switch_to_fiber(m.host_fiber, 1);
+#endif
+  swapcontext(&thread.context, &m.host);
+#if defined(EMULATOR_ADDRESS)
+  __sanitizer_finish_switch_fiber(thread.fake_stack, &m.host_bottom, &m.host_size);
+#endif
+}
+
+void run_thread() {
+  Machine& m = machine();
+#if defined(EMULATOR_ADDRESS)
+  __sanitizer_finish_switch_fiber(nullptr, &m.host_bottom, &m.host_size);
+#endif
+  acquire(&m.running->block->start_tag);
+  (*m.kernel)();
+  release(&m.end_tag);
+  Thread& thread = *m.running;
+  thread.state = State::kDone;
+  yield();
+}
+
+std::string name_of(const Thread& thread) {
+  const auto text = [](const dim3& d) {
+    return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) +
+           ")";
+  };
+  return "thread " + text(thread.self.thread) + " of block " + text(thread.self.block);
+}
+
+// A function of its own: getcontext may return twice as far as the compiler knows.
+void set_context(Thread& thread) {
+  getcontext(&thread.context);
+  thread.context.uc_stack.ss_sp = thread.stack->memory.get();
+  thread.context.uc_stack.ss_size = kStackBytes;
+  thread.context.uc_link = nullptr;
+  makecontext(&thread.context, run_thread, 0);
+}
+
+Stack* take_stack() {
+  Machine& m = machine();
+#if defined(EMULATOR_THREAD)
+  const bool from_before = m.stacks.size() >= kMaxFibers;  // new fibers have no history
+#else
+  const bool from_before = true;
+#endif
+  if (from_before && !m.free_stacks.empty()) {
+    Stack* stack = m.free_stacks.back();
+    m.free_stacks.pop_back();
+    return stack;
+  }
+  m.stacks.push_back(std::make_unique<Stack>());
+#if defined(EMULATOR_THREAD)
+  m.stacks.back()->fiber = __tsan_create_fiber(0);
+#endif
+  return m.stacks.back().get();
+}
+
+std::unique_ptr<Block> make_block(const Launch& launch, dim3 index) {
+  auto block = std::make_unique<Block>();
+  const int count = static_cast<int>(launch.block.x * launch.block.y * launch.block.z);
+  block->threads.resize(count);
+  block->warps.resize((count + kWarpSize - 1) / kWarpSize);
+  block->live = count;
+  block->shared_bytes = launch.shared_bytes;
+  const size_t arena_bytes = launch.shared_bytes + (kMaxPieces + 1) * kGapBytes + 16;
+  block->arena.reset(new char[arena_bytes]);
+  std::fill_n(block->arena.get(), arena_bytes, static_cast<char>(kPoison));
+#if defined(EMULATOR_ADDRESS)
+  __asan_poison_memory_region(block->arena.get(), arena_bytes);
+#endif
+  for (int i = 0; i < count; ++i) {
+    Thread& thread = block->threads[i];
+    const unsigned x = i % launch.block.x, rest = i / launch.block.x;
+    thread.self = {.thread = {x, rest % launch.block.y, rest / launch.block.y},
+                   .block = index,
+                   .block_size = launch.block,
+                   .grid_size = launch.grid,
+                   .lane = i % kWarpSize};
+    thread.block = block.get();
+    thread.warp = i / kWarpSize;
+    thread.stack = take_stack();
+    set_context(thread);
+  }
+  release(&block->start_tag);
+  return block;
+}
+
+void end_block(std::unique_ptr<Block> block) {
+  for (Thread& thread : block->threads) machine().free_stacks.push_back(thread.stack);
+#if defined(EMULATOR_ADDRESS)
+  __asan_unpoison_memory_region(block->arena.get(),
+                                block->shared_bytes + (kMaxPieces + 1) * kGapBytes + 16);
+#endif
+#if defined(EMULATOR_THREAD)
+  machine().ended.push_back(std::move(block));
+#endif
+}
+
+bool can_run(const Thread& thread) {
+  switch (thread.state) {
+    case State::kReady:
+    case State::kSpinning:
+      return true;
+    case State::kAtBarrier:
+      return thread.block->generation > thread.waits_beyond;
+    case State::kInMeeting:
+      return thread.meeting->generation > thread.waits_beyond;
+    default:
+      return false;
+  }
+}
+
+void open_barrier_if_all_are_there(Block& block) {
+  if (block.live > 0 && block.at_barrier == block.live) {
+    block.at_barrier = 0;
+    ++block.generation;
+  }
+}
+
+// Everybody waits and nobody can go on.
+[[noreturn]] void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
+  for (const auto& block : blocks) {
+    for (const Thread& thread : block->threads) {
+      if (thread.state != State::kInMeeting) continue;
+      for (int lane = 0; lane < kWarpSize; ++lane) {
+        const unsigned missing = thread.meeting->mask & ~thread.meeting->arrived;
+        if (missing >> lane & 1) {
+          fail("lane " + std::to_string(lane) + " is named in the mask of " + thread.meeting->what +
+               " and did not arrive, for " + name_of(thread));
+        }
+      }
+    }
+  }
+  fail("some threads of a block wait at a barrier that the others do not reach");
+}
+
+}  // namespace
+
+const Self& self() { return machine().running->self; }
+
+void fail(const std::string& what) {
+  std::fprintf(stderr, "emulator: %s\n", what.c_str());
+  std::fflush(nullptr);
+  std::_Exit(3);
+}
+
+const Counters& counters() { return machine().counters; }
+void count_read(size_t bytes) { machine().counters.global_read += bytes; }
+void count_written(size_t bytes) { machine().counters.global_written += bytes; }
+
+std::vector<std::vector<Copy>>& copies_in_flight() { return machine().running->copies; }
+
+void set_seed(uint64_t seed) { machine().random.seed(seed); }
+
+void block_barrier() {
+  Thread& thread = *machine().running;
+  Block& block = *thread.block;
+  void* tag = &block.tags[block.generation % 2];
+  release(tag);
+  thread.state = State::kAtBarrier;
+  thread.waits_beyond = block.generation;
+  ++block.at_barrier;
+  open_barrier_if_all_are_there(block);
+  yield();
+  thread.state = State::kReady;
+  acquire(tag);
+}
+
+// Returns the parity of the meeting's slots, after all lanes of the mask have arrived.
+static int meet(unsigned mask, const char* what, const void* deposit, size_t bytes, bool orders) {
+  Thread& thread = *machine().running;
+  const int lane = thread.self.lane;
+  if (!(mask >> lane & 1)) {
+    fail(std::string(what) + " by " + name_of(thread) + ", whose lane is not in the mask");
+  }
+  auto& meetings = thread.block->warps[thread.warp].meetings;
+  auto found = std::find_if(meetings.begin(), meetings.end(),
+                            [&](const auto& meeting) { return meeting->mask == mask; });
+  if (found == meetings.end()) {
+    meetings.push_back(std::make_unique<Meeting>());
+    found = meetings.end() - 1;
+    (*found)->mask = mask;
+  }
+  Meeting& meeting = **found;
+  const int parity = static_cast<int>(meeting.generation % 2);
+  if (meeting.arrived == 0) {
+    meeting.what = what;
+  } else if (std::string(meeting.what) != what) {
+    fail("lanes of one mask meet in " + std::string(meeting.what) + " and in " + what);
+  }
+  const auto* source = static_cast<const unsigned char*>(deposit);
+  volatile unsigned char* slot = meeting.deposits[parity][lane];  // volatile: no memcpy, which the
+  for (size_t i = 0; i < bytes; ++i) slot[i] = source[i];         // sanitizer would intercept
+  if (orders) release(&meeting.tags[parity]);
+  thread.state = State::kInMeeting;
+  thread.meeting = &meeting;
+  thread.waits_beyond = meeting.generation;
+  meeting.arrived |= 1u << lane;
+  if (meeting.arrived == mask) {
+    meeting.arrived = 0;
+    ++meeting.generation;
+  }
+  yield();
+  thread.state = State::kReady;
+  if (orders) acquire(&meeting.tags[parity]);
+  return parity;
+}
+
+void warp_barrier(unsigned mask, const char* what) { meet(mask, what, nullptr, 0, true); }
+
+void exchange(unsigned mask, const char* what, const void* mine, size_t bytes, void* all) {
+  if (bytes > kMaxDeposit) fail("an exchange of more bytes than a deposit holds");
+  const int parity = meet(mask, what, mine, bytes, false);
+  const Meeting& meeting = *machine().running->meeting;
+  auto* target = static_cast<volatile unsigned char*>(all);
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    for (size_t i = 0; i < bytes; ++i) target[lane * bytes + i] = meeting.deposits[parity][lane][i];
+  }
+}
+
+void spin() {
+  machine().running->state = State::kSpinning;
+  yield();
+  machine().running->state = State::kReady;
+}
+
+void* shared_piece(size_t offset, size_t bytes, int index) {
+  Block& block = *machine().running->block;
+  if (offset + bytes > block.shared_bytes) {
+    fail("the kernel takes " + std::to_string(offset + bytes) +
+         " bytes of shared memory and was launched with " + std::to_string(block.shared_bytes));
+  }
+  if (index >= kMaxPieces) fail("more pieces of shared memory than the emulator has gaps for");
+  const auto address = reinterpret_cast<uintptr_t>(block.arena.get());
+  char* base = reinterpret_cast<char*>((address + 15) / 16 * 16);
+  char* piece = base + offset + (index + 1) * kGapBytes;
+#if defined(EMULATOR_ADDRESS)
+  __asan_unpoison_memory_region(piece, bytes);
+#endif
+  return piece;
+}
+
+void launch(const Launch& launch, const std::function<void()>& kernel) {
+  Machine& m = machine();
+  const size_t threads = static_cast<size_t>(launch.block.x) * launch.block.y * launch.block.z;
+  if (threads == 0 || threads > 1024) fail("a block of " + std::to_string(threads) + " threads");
+  if (launch.shared_bytes > kMaxSharedBytes) {
+    fail(std::to_string(launch.shared_bytes) + " bytes of shared memory in one block");
+  }
+  ++m.counters.launches;
+  m.kernel = &kernel;
+#if defined(EMULATOR_THREAD)
+  m.host_fiber = __tsan_get_current_fiber();
+#endif
+  std::vector<dim3> order;
+  for (unsigned z = 0; z < launch.grid.z; ++z) {
+    for (unsigned y = 0; y < launch.grid.y; ++y) {
+      for (unsigned x = 0; x < launch.grid.x; ++x) order.push_back({x, y, z});
+    }
+  }
+  // Blocks that wait for one another are started in order, as the hardware does.
+  if (launch.resident == 1) std::shuffle(order.begin(), order.end(), m.random);
+  std::vector<std::unique_ptr<Block>> blocks;
+  size_t next = 0;
+  int idle_rounds = 0;
+  while (next < order.size() || !blocks.empty()) {
+    while (next < order.size() && blocks.size() < static_cast<size_t>(launch.resident)) {
+      blocks.push_back(make_block(launch, order[next++]));
+    }
+    std::vector<Thread*> ready;
+    for (auto& block : blocks) {
+      for (Thread& thread : block->threads) {
+        if (can_run(thread)) ready.push_back(&thread);
+      }
+    }
+    if (ready.empty()) report_deadlock(blocks);
+    bool only_spinning = true;
+    std::shuffle(ready.begin(), ready.end(), m.random);
+    for (Thread* thread : ready) {
+      only_spinning = only_spinning && thread->state == State::kSpinning;
+      resume(*thread);
+      if (thread->state == State::kDone) {
+        --thread->block->live;
+        open_barrier_if_all_are_there(*thread->block);
+      } else {
+        only_spinning = only_spinning && thread->state == State::kSpinning;
+      }
+    }
+    idle_rounds = only_spinning ? idle_rounds + 1 : 0;
+    if (idle_rounds > kMaxIdleRounds) fail("blocks spin and wait for one another");
+    std::erase_if(blocks, [](auto& block) {
+      if (block->live > 0) return false;
+      end_block(std::move(block));
+      return true;
+    });
+  }
+  acquire(&m.end_tag);
+  m.ended.clear();
+}
+
+}  // namespace emulator

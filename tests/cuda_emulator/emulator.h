@@ -1,0 +1,129 @@
+// A CUDA device on the CPU, for proving kernels right where there is no GPU: what the shipping .cu
+// files see instead of the CUDA toolkit when they are compiled with ONEPASS_EMULATE.
+//
+// A CUDA thread is a fiber, and all fibers run in turn on one OS thread, in an order drawn from a
+// seed. A barrier or a warp collective yields until everybody it waits for has arrived. Built three
+// times: plain (which counts bytes of global memory), with the address and undefined-behaviour
+// sanitizers, and with the thread sanitizer, for which every CUDA thread is a thread of its own.
+//
+// Ordering follows the PTX memory model, so that real races stay visible to the thread sanitizer:
+// only __syncthreads, __syncwarp and acquire/release atomics order memory. Shuffles, ballots, mma
+// and ldmatrix make lanes meet and order nothing.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __restrict__ __restrict
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+namespace emulator {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr size_t kMaxSharedBytes = 227 * 1024;
+inline constexpr uint8_t kPoison = 0xff;  // a NaN in every float type
+
+// The fiber that is running.
+struct Self {
+  dim3 thread, block, block_size, grid_size;
+  int lane;
+};
+const Self& self();
+
+// Ends the process: the kernel broke a rule of the programming model.
+[[noreturn]] void fail(const std::string& what);
+
+void block_barrier();
+void warp_barrier(unsigned mask, const char* what);
+// Lanes in mask hand over `bytes` (at most kMaxDeposit) each and get those of all lanes, by lane.
+inline constexpr size_t kMaxDeposit = 64;
+void exchange(unsigned mask, const char* what, const void* mine, size_t bytes, void* all);
+// Lets the others run; for loops that wait for another block.
+void spin();
+
+// `bytes` of the block's shared memory from `offset`, the `index`-th piece that is taken. Pieces
+// have poisoned gaps between them.
+void* shared_piece(size_t offset, size_t bytes, int index);
+
+struct Counters {
+  uint64_t global_read = 0;     // bytes
+  uint64_t global_written = 0;  // bytes
+  uint64_t launches = 0;
+};
+const Counters& counters();
+void count_read(size_t bytes);
+void count_written(size_t bytes);
+
+// One cp.async in flight, and the running thread's groups of them: oldest first, the last one open.
+struct Copy {
+  void* shared;
+  const void* global;
+  bool valid;
+};
+std::vector<std::vector<Copy>>& copies_in_flight();
+
+struct Launch {
+  dim3 grid;
+  dim3 block;
+  size_t shared_bytes = 0;
+  int resident = 1;  // blocks that run at the same time
+};
+void launch(const Launch& launch, const std::function<void()>& kernel);
+
+// Of the order in which blocks and threads run.
+void set_seed(uint64_t seed);
+
+// Lane `source`'s value for each lane; a source outside the mask is an error.
+template <class T>
+T shuffle(unsigned mask, const char* what, T value, int source) {
+  T all[kWarpSize];
+  exchange(mask, what, &value, sizeof(T), all);
+  if (!(mask >> source & 1)) fail(std::string(what) + " reads a lane that is not in its mask");
+  return all[source];
+}
+
+}  // namespace emulator
+
+#define threadIdx (::emulator::self().thread)
+#define blockIdx (::emulator::self().block)
+#define blockDim (::emulator::self().block_size)
+#define gridDim (::emulator::self().grid_size)
+
+inline void __syncthreads() { emulator::block_barrier(); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { emulator::warp_barrier(mask, "__syncwarp"); }
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int lane) {
+  return emulator::shuffle(mask, "__shfl_sync", value, lane % emulator::kWarpSize);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+  return emulator::shuffle(mask, "__shfl_xor_sync", value, emulator::self().lane ^ lanes);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, int delta) {
+  const int lane = emulator::self().lane;
+  return emulator::shuffle(mask, "__shfl_down_sync", value,
+                           lane + delta < emulator::kWarpSize ? lane + delta : lane);
+}
+inline unsigned __ballot_sync(unsigned mask, bool predicate) {
+  bool all[emulator::kWarpSize];
+  emulator::exchange(mask, "__ballot_sync", &predicate, 1, all);
+  unsigned bits = 0;
+  for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
+    if (mask >> lane & 1 && all[lane]) bits |= 1u << lane;
+  }
+  return bits;
+}

@@ -1,0 +1,339 @@
+// Kernels with one planted fault each, beside the same kernel without it: what the emulator must
+// catch, and what it must be silent on. `faults NAME` runs the faulty one, `faults NAME right` the
+// right one; the process ends with 0 if the results are right and no sanitizer spoke.
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/launch.cuh"
+
+using namespace onepass;
+using namespace onepass::cuda;
+
+namespace {
+
+constexpr int kThreads = 64;
+
+// Exact allocations: the address sanitizer's red zones lie right behind them.
+struct Buffers {
+  std::unique_ptr<float[]> input{new float[kThreads]};
+  std::unique_ptr<float[]> output{new float[kThreads]};
+  Buffers() {
+    for (int i = 0; i < kThreads; ++i) {
+      input[i] = static_cast<float>(i);
+      output[i] = -1.0f;
+    }
+  }
+  // output[i] == expected(i)
+  template <class Expected>
+  bool holds(Expected expected) const {
+    for (int i = 0; i < kThreads; ++i) {
+      if (!(output[i] == expected(i))) {
+        std::fprintf(stderr, "wrong value: output[%d] is %g, not %g\n", i, output[i],
+                     static_cast<double>(expected(i)));
+        return false;
+      }
+    }
+    return true;
+  }
+};
+
+int thread() { return static_cast<int>(threadIdx.x); }
+
+// ---- barriers -----------------------------------------------------------------------------------
+
+// Each thread reads what its neighbour wrote.
+template <bool kFault>
+void read_after_write(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  values[thread()] = load_global(input + thread());
+  if (!kFault) __syncthreads();
+  store_global(output + thread(), values[(thread() + 1) % kThreads]);
+}
+
+// The buffer is used twice: the second round of writes must wait for the first round of reads.
+template <bool kFault>
+void write_after_read(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  values[thread()] = load_global(input + thread());
+  __syncthreads();
+  const float first = values[(thread() + 1) % kThreads];
+  if (!kFault) __syncthreads();
+  values[thread()] = first;
+  __syncthreads();
+  store_global(output + thread(), values[(thread() + 1) % kThreads]);
+}
+
+// A shuffle makes the lanes of a warp meet and orders none of their memory.
+template <bool kFault>
+void hidden_behind_a_shuffle(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  values[thread()] = load_global(input + thread());
+  __shfl_xor_sync(0xffffffffu, 0, 1);
+  if (!kFault) __syncwarp();
+  store_global(output + thread(), values[thread() ^ 1]);
+}
+
+// ---- addresses ----------------------------------------------------------------------------------
+
+template <bool kFault>
+void global_out_of_bounds(const float* input, float* output) {
+  store_global(output + thread(), load_global(input + thread() + (kFault && thread() == 63)));
+}
+
+template <bool kFault>
+void shared_out_of_bounds(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  float* others = shared.take<float>(kThreads);
+  values[thread()] = load_global(input + thread());
+  others[thread()] = 0.0f;
+  __syncthreads();
+  const int neighbour = kFault ? thread() + 1 : (thread() + 1) % kThreads;
+  store_global(output + thread(), values[neighbour]);
+}
+
+struct alignas(16) Four {
+  float value[4];
+};
+
+template <bool kFault>
+void misaligned(const float* input, float* output) {
+  if (thread() < kThreads / 4 - 1) {
+    const Four four = load_global(reinterpret_cast<const Four*>(input + 4 * thread() + kFault));
+    for (int i = 0; i < 4; ++i) store_global(output + 4 * thread() + i, four.value[i] - kFault);
+  }
+}
+
+template <bool kFault>
+void more_shared_memory_than_launched_with(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kFault ? kThreads * 8 : kThreads);
+  values[thread()] = load_global(input + thread());
+  store_global(output + thread(), values[thread()]);
+}
+
+// ---- warps --------------------------------------------------------------------------------------
+
+template <bool kFault>
+void lane_missing(const float* input, float* output) {
+  float value = load_global(input + thread());
+  const int lanes = kFault ? 31 : 32;
+  if (thread() % 32 < lanes) value += 0.0f * __shfl_xor_sync(0xffffffffu, value, 0);
+  store_global(output + thread(), value);
+}
+
+template <bool kFault>
+void lane_not_in_its_mask(const float* input, float* output) {
+  const float value = load_global(input + thread());
+  const unsigned mask = kFault ? 0x7fffffffu : 0xffffffffu;
+  store_global(output + thread(), value + 0.0f * __shfl_xor_sync(mask, value, 0));
+}
+
+template <bool kFault>
+void barrier_that_some_never_reach(const float* input, float* output) {
+  if (!kFault || thread() < 32) __syncthreads();
+  if (kFault && thread() >= 32) __shfl_xor_sync(0x1u << thread() % 32 | 0x1u, 0, 0);
+  store_global(output + thread(), load_global(input + thread()));
+}
+
+// ---- shared memory that holds nothing yet -------------------------------------------------------
+
+template <bool kFault>
+void uninitialised(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  if (!kFault || thread() != 17) values[thread()] = 0.0f;
+  store_global(output + thread(), load_global(input + thread()) + values[thread()]);
+}
+
+template <bool kFault>
+void read_before_the_wait(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  if (thread() < kThreads / 4) cp_async_16(values + 4 * thread(), input + 4 * thread());
+  cp_async_commit();
+  if (!kFault) cp_async_wait<0>();
+  __syncthreads();
+  store_global(output + thread(), values[thread()]);
+  if (kFault) cp_async_wait<0>();
+}
+
+// Two groups; waiting for all but one leaves the second in flight.
+template <bool kFault>
+void wait_for_the_wrong_group(const float* input, float* output) {
+  SharedMemory shared;
+  float* first = shared.take<float>(4);
+  float* second = shared.take<float>(4);
+  if (thread() == 0) {
+    cp_async_16(first, input);
+    cp_async_commit();
+    cp_async_16(second, input + 4);
+    cp_async_commit();
+    cp_async_wait<kFault ? 1 : 0>();
+  }
+  __syncthreads();
+  const int i = thread();
+  const float value = i < 4 ? first[i] : i < 8 ? second[i - 4] : load_global(input + i);
+  store_global(output + i, value);
+}
+
+// The next tile is asked for while others still read this one.
+template <bool kFault>
+void overwrite_in_flight(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  if (thread() < kThreads / 4) cp_async_16(values + 4 * thread(), input + 4 * thread());
+  cp_async_commit();
+  if (!kFault) cp_async_wait<0>();
+  __syncthreads();
+  values[thread()] = 2.0f * load_global(input + thread());
+  if (kFault) cp_async_wait<0>();
+  __syncthreads();
+  store_global(output + thread(), values[thread()] / 2.0f);
+}
+
+// ---- several blocks -----------------------------------------------------------------------------
+
+// Every block adds to one number.
+template <bool kFault>
+void add_across_blocks(uint32_t* sum, float*) {
+  if (thread() != 0) return;
+  if (kFault) {
+    store_global(sum, load_global(sum) + 1);
+  } else {
+    atomic_add_acq_rel(sum, 1);
+  }
+}
+
+// Block b writes, then hands a ticket to block b + 1, which reads.
+template <bool kFault>
+void tickets(uint32_t* ticket, float* output) {
+  const int block = static_cast<int>(blockIdx.x);
+  if (thread() != 0) return;
+  while (load_acquire(ticket) < static_cast<uint32_t>(block)) spin();
+  const float before = block == 0 ? 0.0f : load_global(output + block - 1) + 1.0f;
+  if (kFault) store_release(ticket, block + 1);
+  store_global(output + block, before);
+  if (!kFault) store_release(ticket, block + 1);
+}
+
+// ---- traffic ------------------------------------------------------------------------------------
+
+template <bool kFault>
+void extra_pass(const float* input, float* output) {
+  float value = load_global(input + thread());
+  if (kFault) value = (value + load_global(input + thread())) / 2.0f;
+  store_global(output + thread(), value);
+}
+
+// ---- running ------------------------------------------------------------------------------------
+
+template <auto kKernel>
+bool run(int shift) {
+  Buffers buffers;
+  launch<kKernel>({.blocks = 1, .threads = kThreads, .shared_bytes = 2048}, nullptr,
+                  static_cast<const float*>(buffers.input.get()), buffers.output.get());
+  return buffers.holds([&](int i) { return static_cast<float>((i + shift) % kThreads); });
+}
+
+template <auto kKernel>
+bool run_tight(int shift) {  // exactly the shared memory that the right kernel takes
+  Buffers buffers;
+  launch<kKernel>({.blocks = 1, .threads = kThreads, .shared_bytes = kThreads * sizeof(float)},
+                  nullptr, static_cast<const float*>(buffers.input.get()), buffers.output.get());
+  return buffers.holds([&](int i) { return static_cast<float>((i + shift) % kThreads); });
+}
+
+template <auto kKernel>
+bool run_but_the_last_four(int) {
+  Buffers buffers;
+  launch<kKernel>({.blocks = 1, .threads = kThreads}, nullptr,
+                  static_cast<const float*>(buffers.input.get()), buffers.output.get());
+  return buffers.holds([](int i) { return i < kThreads - 4 ? static_cast<float>(i) : -1.0f; });
+}
+
+template <auto kKernel>
+bool run_hidden(int) {
+  Buffers buffers;
+  launch<kKernel>({.blocks = 1, .threads = kThreads, .shared_bytes = 2048}, nullptr,
+                  static_cast<const float*>(buffers.input.get()), buffers.output.get());
+  return buffers.holds([](int i) { return static_cast<float>(i ^ 1); });
+}
+
+template <auto kKernel>
+bool run_sum(int) {
+  auto sum = std::make_unique<uint32_t>(0);
+  launch<kKernel>({.blocks = 8, .threads = 32}, nullptr, sum.get(), static_cast<float*>(nullptr));
+  return *sum == 8;
+}
+
+template <auto kKernel>
+bool run_tickets(int) {
+  Buffers buffers;
+  auto ticket = std::make_unique<uint32_t>(0);
+  launch<kKernel>({.blocks = kThreads, .threads = 32, .resident = 5}, nullptr, ticket.get(),
+                  buffers.output.get());
+  return buffers.holds([](int i) { return static_cast<float>(i); });
+}
+
+template <auto kKernel>
+bool run_counted(int) {
+  const emulator::Counters before = emulator::counters();
+  const bool right = run<kKernel>(0);
+  const emulator::Counters& after = emulator::counters();
+  const uint64_t read = after.global_read - before.global_read;
+  const uint64_t written = after.global_written - before.global_written;
+  std::printf("read %llu written %llu\n", static_cast<unsigned long long>(read),
+              static_cast<unsigned long long>(written));
+  return right && read == kThreads * sizeof(float) && written == kThreads * sizeof(float);
+}
+
+struct Pair {
+  bool (*faulty)(int);
+  bool (*right)(int);
+  int shift = 0;
+};
+
+#define PAIR(runner, kernel) runner<kernel<true>>, runner<kernel<false>>
+
+const std::map<std::string, Pair> kPairs = {
+    {"read_after_write", {PAIR(run, read_after_write), 1}},
+    {"write_after_read", {PAIR(run, write_after_read), 2}},
+    {"hidden_behind_a_shuffle", {PAIR(run_hidden, hidden_behind_a_shuffle)}},
+    {"global_out_of_bounds", {PAIR(run, global_out_of_bounds)}},
+    {"shared_out_of_bounds", {PAIR(run, shared_out_of_bounds), 1}},
+    {"misaligned", {PAIR(run_but_the_last_four, misaligned)}},
+    {"more_shared_memory_than_launched_with",
+     {PAIR(run_tight, more_shared_memory_than_launched_with)}},
+    {"lane_missing", {PAIR(run, lane_missing)}},
+    {"lane_not_in_its_mask", {PAIR(run, lane_not_in_its_mask)}},
+    {"barrier_that_some_never_reach", {PAIR(run, barrier_that_some_never_reach)}},
+    {"uninitialised", {PAIR(run, uninitialised)}},
+    {"read_before_the_wait", {PAIR(run, read_before_the_wait)}},
+    {"wait_for_the_wrong_group", {PAIR(run, wait_for_the_wrong_group)}},
+    {"overwrite_in_flight", {PAIR(run, overwrite_in_flight)}},
+    {"add_across_blocks", {PAIR(run_sum, add_across_blocks)}},
+    {"tickets", {PAIR(run_tickets, tickets)}},
+    {"extra_pass", {PAIR(run_counted, extra_pass)}},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    for (const auto& [name, pair] : kPairs) std::puts(name.c_str());
+    return 0;
+  }
+  const Pair& pair = kPairs.at(argv[1]);
+  const bool faulty = argc == 2;
+  if (const char* seed = std::getenv("EMULATOR_SEED"))
+    emulator::set_seed(std::strtoull(seed, nullptr, 10));
+  return (faulty ? pair.faulty : pair.right)(pair.shift) ? 0 : 1;
+}
