@@ -1,0 +1,39 @@
+// Sums over the threads that share a row, in an order that depends on their number alone.
+#pragma once
+
+#include "cuda/ptx.cuh"
+
+namespace onepass::cuda {
+
+inline constexpr int kLanes = 32;
+inline constexpr int kMaxWarps = 16;  // of a block
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Elements of scratch that one reduce_row of kCount values needs.
+template <int kCount>
+inline constexpr int kReduceScratch = kCount * kMaxWarps;
+
+// value[i] becomes its sum over the row's threads, for all of them: a butterfly within warps, then,
+// where a row has the whole block, the warps' sums in order through scratch. Two calls in a row
+// must be given different scratch; a third may use the first one's again.
+template <int kCount, class A>
+__device__ __forceinline__ void reduce_row(A (&value)[kCount], int threads_per_row, A* scratch) {
+  for (int i = 0; i < kCount; ++i) {
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+      value[i] += __shfl_xor_sync(kAllLanes, value[i], lanes);
+    }
+  }
+  if (threads_per_row <= kLanes) return;
+  const int warps = threads_per_row / kLanes;
+  const int warp = static_cast<int>(threadIdx.x) / kLanes;
+  if (threadIdx.x % kLanes == 0) {
+    for (int i = 0; i < kCount; ++i) scratch[i * kMaxWarps + warp] = value[i];
+  }
+  __syncthreads();
+  for (int i = 0; i < kCount; ++i) {
+    value[i] = 0;
+    for (int w = 0; w < warps; ++w) value[i] += scratch[i * kMaxWarps + w];
+  }
+}
+
+}  // namespace onepass::cuda

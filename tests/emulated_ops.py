@@ -1,0 +1,210 @@
+"""The raw ops on the emulated CUDA back end: what `onepass._ops` calls, on files instead of a GPU.
+
+`on_emulated_cuda(monkeypatch)` puts them under the public functions, so that a test of the CPU
+kernels becomes one of the CUDA kernels by one line.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import emulated
+import torch
+from torch import Tensor
+
+from onepass._ops import dropout, norm
+
+KERNELS = ("norm.cu", "dropout.cu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass
+class Calls:
+    """The calls of one test: kernel names, pieces and counted bytes, by op."""
+
+    build: str = "plain"
+    seed: int = 0
+    misalign: int = 0  # bytes that tensors of rows begin beyond a multiple of 16
+    done: list[dict] = field(default_factory=list)
+
+    def of(self, op: str) -> list[dict]:
+        return [call for call in self.done if call["op"] == op]
+
+
+def on_emulated_cuda(monkeypatch, **options) -> Calls:
+    calls = Calls(**options)
+    monkeypatch.setattr(norm, "_forward", lambda *a: _norm_forward(calls, *a))
+    monkeypatch.setattr(norm, "_backward", lambda *a: _norm_backward(calls, *a))
+    monkeypatch.setattr(dropout, "_forward", lambda *a: _dropout_forward(calls, *a))
+    return calls
+
+
+def _run(calls: Calls, op: str, numbers: dict, tensors: dict[str, Tensor | None]) -> None:
+    """Runs the op; tensors that it writes change in place."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    with tempfile.TemporaryDirectory() as folder:
+        lines = [f"op {op}"]
+        lines += [f"{name} {_number(value)}" for name, value in numbers.items()]
+        for name, tensor in present.items():
+            data = _bytes(tensor)
+            offset = calls.misalign if tensor.dim() > 1 else 0
+            lines.append(f"{name}: {data.numel()} {offset}")
+            Path(folder, f"{name}.bin").write_bytes(data.numpy().tobytes())
+        Path(folder, "case.txt").write_text("\n".join(lines))
+        program = emulated.program("operators", calls.build, *KERNELS)
+        result = emulated.run(program, folder, seed=calls.seed)
+        assert result.returncode == 0, f"{numbers}\n{result.stderr[-3000:]}"
+        assert not result.stderr, result.stderr[-3000:]
+        kernel, splits = result.stdout.split()
+        counted = dict(
+            line.split() for line in Path(folder, "counters.txt").read_text().splitlines()
+        )
+        counted = {name: int(value) for name, value in counted.items()}
+        calls.done.append({"op": op, "kernel": kernel, "splits": int(splits), **counted})
+        for name, tensor in present.items():
+            read = torch.frombuffer(
+                bytearray(Path(folder, f"{name}.bin").read_bytes()) or bytearray(1),
+                dtype=torch.uint8,
+            )[: tensor.untyped_storage().nbytes()]
+            _bytes(tensor).copy_(read)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The tensor's whole storage."""
+    flat = torch.empty(0, dtype=torch.uint8)
+    return flat.set_(tensor.detach().untyped_storage())
+
+
+def _number(value) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, torch.dtype):
+        return str(DTYPES.index(value))
+    return repr(value)
+
+
+def _rows(tensor: Tensor | None, shape) -> Tensor | None:
+    """A copy as (rows, cols) in a storage of its own; rows of a 2-D slice stay apart."""
+    if tensor is None:
+        return None
+    cols = torch.Size(shape).numel()
+    rows = tensor.numel() // cols if cols else 0
+    tensor = tensor.detach()
+    if tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) > cols and rows:
+        apart = tensor.as_strided((rows - 1, tensor.stride(0)), (tensor.stride(0), 1))
+        last = tensor[-1:]
+        storage = torch.cat([apart.flatten(), last.flatten()])
+        return storage.as_strided((rows, cols), (tensor.stride(0), 1))
+    return tensor.reshape(rows, cols).clone(memory_format=torch.contiguous_format)
+
+
+def _poisoned(shape, dtype: torch.dtype, wanted: bool = True) -> Tensor | None:
+    return torch.full(shape, float("nan"), dtype=dtype) if wanted else None
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().flatten().clone()
+
+
+def _or_empty(tensor: Tensor | None, shape, dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype) if tensor is None else tensor.reshape(shape)
+
+
+def _accumulator(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def _norm_forward(
+    calls, input, residual, weight, bias, seed, shape, rms, eps, offset, p, out_dtype,
+    residual_dtype, save_statistics,
+):  # fmt: skip
+    x, stream = _rows(input, shape), _rows(residual, shape)
+    out_dtype = out_dtype or input.dtype
+    residual_dtype = residual_dtype or (input if residual is None else residual).dtype
+    accumulator = _accumulator(input)
+    y = _poisoned(x.shape, out_dtype)
+    total = _poisoned(x.shape, residual_dtype, residual is not None)
+    mean = _poisoned((x.shape[0],), accumulator, save_statistics and not rms)
+    rstd = _poisoned((x.shape[0],), accumulator, save_statistics)
+    numbers = dict(
+        rows=x.shape[0], cols=x.shape[1], input_stride=x.stride(0),
+        residual_stride=0 if stream is None else stream.stride(0),
+        input_dtype=input.dtype, residual_dtype=input.dtype if residual is None else residual.dtype,
+        weight_dtype=input.dtype if weight is None else weight.dtype,
+        bias_dtype=input.dtype if bias is None else bias.dtype,
+        output_dtype=out_dtype, residual_out_dtype=residual_dtype,
+        eps=float(eps), weight_offset=float(offset), dropout_p=float(p), rms=rms,
+    )  # fmt: skip
+    tensors = dict(
+        input=x, residual=stream, weight=_flat(weight), bias=_flat(bias), seed=seed, output=y,
+        residual_out=total, mean=mean, rstd=rstd,
+    )  # fmt: skip
+    if x.numel():
+        _run(calls, "norm_forward", numbers, tensors)
+    leading = input.shape[: input.dim() - len(shape)]
+    return (
+        y.reshape(input.shape),
+        _or_empty(total, input.shape, residual_dtype),
+        _or_empty(mean, leading, accumulator),
+        _or_empty(rstd, leading, accumulator),
+    )
+
+
+def _norm_backward(
+    calls, doutput, dresidual_out, x, weight, bias, seed, mean, rstd, shape, rms, offset, p,
+    input_dtype, residual_dtype, mask,
+):  # fmt: skip
+    input_dtype, residual_dtype = input_dtype or x.dtype, residual_dtype or x.dtype
+    d = _rows(torch.zeros_like(x) if doutput is None else doutput, shape)
+    above, rows = _rows(dresidual_out, shape), _rows(x, shape)
+    dinput = _poisoned(rows.shape, input_dtype, bool(mask & 1))
+    dresidual = _poisoned(rows.shape, residual_dtype, bool(mask & 2))
+    dweight = None
+    if mask & 4 and weight is not None:
+        dweight = _poisoned((rows.shape[1],), weight.dtype)
+    dbias = _poisoned((rows.shape[1],), bias.dtype) if mask & 8 and bias is not None else None
+    numbers = dict(
+        rows=rows.shape[0], cols=rows.shape[1], doutput_stride=d.stride(0),
+        dresidual_out_stride=0 if above is None else above.stride(0), x_stride=rows.stride(0),
+        doutput_dtype=d.dtype, x_dtype=x.dtype,
+        weight_dtype=x.dtype if weight is None else weight.dtype,
+        dinput_dtype=input_dtype, dresidual_dtype=residual_dtype,
+        dweight_dtype=x.dtype if weight is None else weight.dtype,
+        dbias_dtype=x.dtype if bias is None else bias.dtype,
+        weight_offset=float(offset), dropout_p=float(p), rms=rms,
+    )  # fmt: skip
+    tensors = dict(
+        doutput=d, dresidual_out=above, x=rows, weight=_flat(weight),
+        mean=None if rms else _flat(mean), rstd=_flat(rstd), seed=seed, dinput=dinput,
+        dresidual=dresidual, dweight=dweight, dbias=dbias,
+    )  # fmt: skip
+    if rows.shape[1]:
+        _run(calls, "norm_backward", numbers, tensors)
+    return (
+        _or_empty(dinput, x.shape, input_dtype),
+        _or_empty(dresidual, x.shape, residual_dtype),
+        _or_empty(dweight, shape, x.dtype if weight is None else weight.dtype),
+        _or_empty(dbias, shape, x.dtype if bias is None else bias.dtype),
+    )
+
+
+def _dropout_forward(calls, input, residual, seed, p, out_dtype):
+    dtype = (input if residual is None else residual).dtype if out_dtype is None else out_dtype
+    x = input.detach().contiguous().clone()
+    stream = None if residual is None else residual.detach().contiguous().clone()
+    output = _poisoned(x.shape, dtype)
+    numbers = dict(
+        numel=x.numel(), input_dtype=x.dtype,
+        residual_dtype=x.dtype if stream is None else stream.dtype, output_dtype=dtype,
+        dropout_p=float(p),
+    )  # fmt: skip
+    if x.numel():
+        _run(
+            calls,
+            "dropout_forward",
+            numbers,
+            dict(input=x, residual=stream, seed=seed, output=output),
+        )
+    return output

@@ -1,0 +1,198 @@
+"""The norm family's CUDA kernels under the emulator: values, gradients, layouts, traffic, races."""
+
+from __future__ import annotations
+
+import itertools
+
+import emulated
+import pytest
+import torch
+from emulated_ops import on_emulated_cuda
+from norm_cases import Case, check, make, outputs_and_gradients
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+KINDS = list(itertools.product((False, True), (False, True)))
+kinds = pytest.mark.parametrize("rms, residual", KINDS)
+
+# Columns for each kernel: one, two and four packs per thread in a warp, a block, several warps that
+# do not fill, a tail that no pack divides, and rows too long for registers.
+ALIGNED = [8, 256, 264, 1000, 1024, 2056, 4104]
+UNALIGNED = [1, 7, 33, 1023, 2049]
+LONG = {F32: 16392, BF16: 16392, F64: 8200}
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return on_emulated_cuda(monkeypatch)
+
+
+# ---- values and gradients ------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+def test_columns(cuda, rms, residual, dtype):
+    for cols in ALIGNED + UNALIGNED:
+        seeds = range(6 if cols < 16 else 1)
+        check(*(make(rms, 5, cols, dtype, residual=residual, seed=seed) for seed in seeds))
+    kernels = {call["kernel"] for call in cuda.done}
+    assert kernels >= {"norm_forward_kernel", "norm_backward_kernel"}
+
+
+@kinds
+@pytest.mark.parametrize("dtype", LONG, ids=str)
+def test_rows_too_long_for_registers(cuda, rms, residual, dtype):
+    for cols in (LONG[dtype], LONG[dtype] + 3):
+        check(make(rms, 3, cols, dtype, residual=residual))
+    kernels = {call["kernel"] for call in cuda.done}
+    assert kernels == {"norm_forward_long_kernel", "norm_backward_columns_kernel"}
+
+
+@kinds
+@pytest.mark.parametrize("rows", [1, 4, 33, 300])
+def test_rows(cuda, rms, residual, rows):
+    check(make(rms, rows, 72, residual=residual))
+
+
+@kinds
+def test_mixed_dtypes(cuda, rms, residual):
+    for input, weight in [(BF16, F32), (F32, BF16), (F16, F32)]:
+        for cols in (72, 33, 2056):
+            case = make(rms, 9, cols, input, residual=residual)
+            case.weight = case.weight.to(weight)
+            if case.bias is not None:
+                case.bias = case.bias.to(weight)
+            if residual:
+                case.residual = case.residual.to(F32)
+            check(case)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+def test_dropout_before_the_add(cuda, rms, dtype):
+    for cols in (72, 33, 2056):
+        check(make(rms, 9, cols, dtype, residual=True, dropout_p=0.25))
+
+
+@pytest.mark.parametrize("weight", [False, True])
+def test_optional_weight_and_offset(cuda, weight):
+    for rms in (False, True):
+        case = make(rms, 9, 72, weight_offset=1.0 if rms else 0.0)
+        if not weight:
+            case.weight = case.bias = None
+        check(case)
+
+
+def test_extremes(cuda):
+    case = make(False, 9, 1000)
+    case.input = case.input + 1e4
+    check(case)
+    constant = make(False, 4, 72)
+    constant.input = torch.full_like(constant.input, 3.7)
+    outputs, _ = outputs_and_gradients(constant.ours, constant)
+    assert not outputs["y"].isnan().any()
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("apart", [80, 77])  # rows that stay aligned, and rows that do not
+def test_strided_rows(cuda, rms, residual, apart):
+    case = make(rms, 6, 72, residual=residual)
+    case.input = torch.randn(6, apart)[:, :72]
+    check(case)
+
+
+@kinds
+def test_addresses_that_are_not_aligned(monkeypatch, rms, residual):
+    on_emulated_cuda(monkeypatch, misalign=4)
+    check(make(rms, 6, 72, residual=residual))
+    check(make(rms, 3, 2048, residual=residual))
+
+
+# ---- contracts -----------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("cols", [72, 33, 2056])
+def test_bitwise_equal_in_any_order_of_blocks_and_threads(monkeypatch, rms, residual, cols):
+    results = []
+    for seed in range(3):
+        on_emulated_cuda(monkeypatch, seed=seed)
+        case = make(rms, 100, cols, residual=residual)
+        results.append([v for of in outputs_and_gradients(case.ours, case) for v in of.values()])
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert torch.equal(one, two)
+
+
+def test_a_row_does_not_depend_on_its_batch(cuda):
+    case = make(False, 9, 2056)
+    whole, _ = outputs_and_gradients(case.ours, case)
+    one = Case(False, case.input[4:5].clone(), weight=case.weight, bias=case.bias)
+    alone, _ = outputs_and_gradients(one.ours, one)
+    assert torch.equal(whole["y"][4:5], alone["y"])
+
+
+# ---- traffic -------------------------------------------------------------------------------------
+
+
+def bytes_of(call: dict) -> int:
+    return call["read"] + call["written"]
+
+
+@pytest.mark.parametrize("cols", [256, 1024, 4096, 8192, 16384])
+@pytest.mark.parametrize(
+    "dtype, residual, forward, backward",
+    [(BF16, None, 4, 6), (F32, None, 8, 12), (BF16, BF16, 8, 8), (BF16, F32, 12, 16)],
+    ids=["bf16", "f32", "bf16+residual", "bf16+f32 residual"],
+)
+def test_one_pass(cuda, dtype, residual, forward, backward, cols):
+    if (dtype is F32 or residual is F32) and cols > 8192:
+        pytest.skip("beyond the registers: a second read is allowed")
+    rows = 16
+    case = make(False, rows, cols, dtype, residual=residual is not None)
+    if residual is not None:
+        case.residual = case.residual.to(residual)
+    outputs_and_gradients(case.ours, case)
+    (ahead,), (back,) = cuda.of("norm_forward"), cuda.of("norm_backward")
+    weights = 2 * cols * dtype.itemsize  # weight and bias
+    rows_of_block = rows // ahead["splits"]
+    assert bytes_of(ahead) <= (
+        forward * rows * cols + ahead["splits"] * rows_of_block * weights + 8 * rows
+    )
+    partials = 2 * 4 * cols  # written once, and read once by the last kernel
+    assert bytes_of(back) <= (
+        backward * rows * cols
+        + back["splits"] * (weights // 2 + 2 * partials)
+        + weights
+        + 8 * rows * 16  # every warp reads its row's statistics
+    )
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_long_rows_are_read_twice_at_most(cuda, dtype):
+    rows, cols = 3, LONG[dtype]
+    case = make(False, rows, cols, dtype)
+    outputs_and_gradients(case.ours, case)
+    (ahead,), (back,) = cuda.of("norm_forward"), cuda.of("norm_backward")
+    once, weights = rows * cols * dtype.itemsize, rows * 2 * cols * dtype.itemsize
+    assert ahead["read"] <= 2 * once + weights
+    assert ahead["written"] <= once + 8 * rows
+    assert back["read"] <= 4 * once + 2 * weights + 2 * 4 * cols * back["splits"] + 16 * cols * rows
+
+
+# ---- races, addresses, undefined behaviour -------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [b for b in emulated.BUILDS if b != "plain"])
+@pytest.mark.parametrize("cols", [72, 33, 1000, 2056, 16395])
+def test_sanitizers_are_silent(monkeypatch, build, cols):
+    for rms, residual in KINDS:
+        dropout_p = 0.25 if residual and rms else 0.0
+        for dtype in (F32, BF16):
+            on_emulated_cuda(monkeypatch, build=build, seed=cols)
+            case = make(rms, 9 if cols < 2000 else 3, cols, dtype, residual=residual,
+                        dropout_p=dropout_p)  # fmt: skip
+            outputs_and_gradients(case.ours, case)
