@@ -68,10 +68,11 @@ list(JOIN archs ", " ONEPASS_CUDA_ARCHS_TEXT)
 set(ONEPASS_CUDA_VERSION ${CMAKE_CUDA_COMPILER_VERSION})
 message(STATUS "onepass: CUDA ${ONEPASS_CUDA_VERSION} for ${ONEPASS_CUDA_ARCHS_TEXT}")
 
-# So far the library holds the device facts that `doctor` asks for. Once the operators have CUDA
-# kernels, ${ops_sources} joins the line below.
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/cuda/*/*.cu)
-onepass_op_library(onepass_cuda ${cuda_sources})
+onepass_op_library(onepass_cuda ${ops_sources} ${cuda_sources})
+# std::bit_cast and std::array are constexpr and nothing else says __device__.
+target_compile_options(onepass_cuda PRIVATE
+  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
 target_compile_definitions(onepass_cuda PRIVATE ONEPASS_CUDA USE_CUDA)
 target_include_directories(onepass_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_link_libraries(onepass_cuda PRIVATE torch_cuda_stub)

@@ -4,8 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "ops/host.h"
 
@@ -13,21 +16,31 @@ namespace py = pybind11;
 
 namespace {
 
-// The op library that torch.ops.load_library has loaded already; set by attach().
-const onepass::Host* host = nullptr;
+// The op libraries that torch.ops.load_library has loaded already; set by attach().
+const onepass::Host* cpu_host = nullptr;
+const onepass::Host* cuda_host = nullptr;
 
 void attach(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOLOAD | RTLD_LAZY);
   if (library == nullptr) throw std::runtime_error("onepass: " + path + " is not loaded");
   using Getter = const onepass::Host* (*)();
-  const auto getter = reinterpret_cast<Getter>(dlsym(library, "onepass_cpu_backend"));
-  if (getter == nullptr) throw std::runtime_error("onepass: " + path + " is not an op library");
-  host = getter();
+  if (const auto cpu = reinterpret_cast<Getter>(dlsym(library, "onepass_cpu_backend"))) {
+    cpu_host = cpu();
+  } else if (const auto cuda = reinterpret_cast<Getter>(dlsym(library, "onepass_cuda_backend"))) {
+    cuda_host = cuda();
+  } else {
+    throw std::runtime_error("onepass: " + path + " is not an op library");
+  }
 }
 
 const onepass::Host& attached() {
-  if (host == nullptr) throw std::runtime_error("onepass: the op library is not attached");
-  return *host;
+  if (cpu_host == nullptr) throw std::runtime_error("onepass: the op library is not attached");
+  return *cpu_host;
+}
+
+void record(bool on) {
+  attached().record(on);
+  if (cuda_host != nullptr) cuda_host->record(on);
 }
 
 py::dict build_info() {
@@ -44,7 +57,12 @@ py::dict build_info() {
 
 py::list take() {
   py::list records;
-  for (const onepass::Dispatch& dispatch : attached().take()) {
+  std::vector<onepass::Dispatch> calls = attached().take();
+  if (cuda_host != nullptr) {
+    std::vector<onepass::Dispatch> more = cuda_host->take();
+    std::move(more.begin(), more.end(), std::back_inserter(calls));
+  }
+  for (const onepass::Dispatch& dispatch : calls) {
     py::dict record;
     record["op"] = dispatch.op;
     record["arguments"] = dispatch.arguments;
@@ -69,11 +87,11 @@ double ceiling(double (*measure)(double), double seconds) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Build facts, CPU levels, recorded plans. No tensors.";
-  m.def("attach", &attach, "Finds the loaded CPU op library at this path.");
+  m.def("attach", &attach, "Finds the loaded op library at this path.");
   m.def("build_info", &build_info, "What this package was built from and for.");
   m.def("cpu_levels", [] { return attached().levels(); }, "Levels that this machine supports.");
   m.def("cpu_level", [] { return std::string(attached().backend().name); }, "The level in use.");
-  m.def("record", [](bool on) { attached().record(on); }, "Starts or stops recording plans.");
+  m.def("record", &record, "Starts or stops recording plans.");
   m.def("take", &take, "Plans recorded since the last take.");
   m.def(
       "fma_ceiling",

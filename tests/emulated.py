@@ -47,7 +47,7 @@ def program(name: str, build: str, *kernels: str) -> Path:
     sources = [(FOLDER / "emulator.cpp", for_scheduler), (FOLDER / f"{name}.cpp", for_kernels)]
     sources += [(ROOT / "csrc" / "cuda" / kernel, for_kernels) for kernel in kernels]
     digest = hashlib.sha256(repr((COMPILER, FLAGS, SANITIZED[build])).encode())
-    for folder, patterns in ((FOLDER, ("*.h", "*.cpp")), (ROOT / "csrc", ("*/*.h", "cuda/*.cu*"))):
+    for folder, patterns in ((FOLDER, ("*.h", "*.cpp")), (ROOT / "csrc", ("*/*.h", "cuda/**/*.cu*"))):
         for pattern in patterns:
             for path in sorted(folder.glob(pattern)):
                 digest.update(path.read_bytes())

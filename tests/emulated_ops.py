@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepass._ops import dropout, norm
 
-KERNELS = ("norm.cu", "dropout.cu")
+KERNELS = ("norm/forward.cu", "norm/backward.cu", "dropout.cu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

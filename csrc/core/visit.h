@@ -8,13 +8,13 @@
 namespace onepass {
 
 template <class F>
-decltype(auto) visit_bool(bool value, F&& f) {
+constexpr decltype(auto) visit_bool(bool value, F&& f) {
   return value ? f.template operator()<true>() : f.template operator()<false>();
 }
 
 // The types that mix freely with one another: all but float64.
 template <class F>
-decltype(auto) visit_dtype_up_to_float32(DType dtype, F&& f) {
+constexpr decltype(auto) visit_dtype_up_to_float32(DType dtype, F&& f) {
   switch (dtype) {
     case DType::kBFloat16:
       return f.template operator()<BFloat16>();
@@ -26,7 +26,7 @@ decltype(auto) visit_dtype_up_to_float32(DType dtype, F&& f) {
 }
 
 template <class F>
-decltype(auto) visit_dtype(DType dtype, F&& f) {
+constexpr decltype(auto) visit_dtype(DType dtype, F&& f) {
   return dtype == DType::kFloat64 ? f.template operator()<double>()
                                   : visit_dtype_up_to_float32(dtype, std::forward<F>(f));
 }

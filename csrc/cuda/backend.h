@@ -1,11 +1,12 @@
-// The families' entry points of the CUDA back end.
+// The operators of the CUDA back end.
 #pragma once
 
 #include "ops/backend.h"
 
 namespace onepass::cuda {
 
-NormBackend norm_backend();
-DropoutBackend dropout_backend();
+Operator<NormForward> norm_forward();
+Operator<NormBackward> norm_backward();
+Operator<DropoutForward> dropout_forward();
 
 }  // namespace onepass::cuda

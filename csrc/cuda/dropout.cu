@@ -30,14 +30,17 @@ __global__ void __launch_bounds__(kThreads) dropout_forward_kernel(const Dropout
     const Columns<kAligned> columns{1, 0, args.numel};
     const auto input = Types::load(args.input, args.input_dtype, 0, columns, pack);
     A value[kPack], factor[kPack];
+    ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       value[e] = Types::value(input, e);
       factor[e] = A(1);
     }
     if (args.seed) keep_factors(dropout, 0, columns, pack, factor);
+    ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) value[e] *= factor[e];
     if (args.residual) {
       const auto residual = Types::load(args.residual, args.residual_dtype, 0, columns, pack);
+      ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) value[e] += Types::value(residual, e);
     }
     Types::store(args.output, args.output_dtype, 0, columns, pack,
@@ -78,6 +81,6 @@ void run_forward(const DropoutForward& args, const Plan& plan, void*, const Cont
 
 }  // namespace
 
-DropoutBackend dropout_backend() { return {.forward = {plan_forward, run_forward}}; }
+Operator<DropoutForward> dropout_forward() { return {plan_forward, run_forward}; }
 
 }  // namespace onepass::cuda

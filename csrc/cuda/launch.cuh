@@ -45,9 +45,12 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
                                static_cast<int>(shape.shared_bytes)),
           "asking for shared memory");
   }
-  kKernel<<<shape.blocks, shape.threads, shape.shared_bytes, static_cast<cudaStream_t>(stream)> > >(
-      args...);
-  check(cudaGetLastError(), "starting a kernel");
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.blocks;
+  config.blockDim = shape.threads;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kKernel, args...), "starting a kernel");
 }
 
 #endif

@@ -11,9 +11,13 @@
 
 #ifdef ONEPASS_EMULATE
 #include <cuda_emulator/device.h>
+#define ONEPASS_UNROLL
 #else
 
 #include <cuda_runtime.h>
+
+// Before a loop over an array that must stay in registers.
+#define ONEPASS_UNROLL _Pragma("unroll")
 
 namespace onepass::cuda {
 

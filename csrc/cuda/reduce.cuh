@@ -18,7 +18,9 @@ inline constexpr int kReduceScratch = kCount * kMaxWarps;
 // must be given different scratch; a third may use the first one's again.
 template <int kCount, class A>
 __device__ __forceinline__ void reduce_row(A (&value)[kCount], int threads_per_row, A* scratch) {
+  ONEPASS_UNROLL
   for (int i = 0; i < kCount; ++i) {
+    ONEPASS_UNROLL
     for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
       value[i] += __shfl_xor_sync(kAllLanes, value[i], lanes);
     }
@@ -27,9 +29,11 @@ __device__ __forceinline__ void reduce_row(A (&value)[kCount], int threads_per_r
   const int warps = threads_per_row / kLanes;
   const int warp = static_cast<int>(threadIdx.x) / kLanes;
   if (threadIdx.x % kLanes == 0) {
+    ONEPASS_UNROLL
     for (int i = 0; i < kCount; ++i) scratch[i * kMaxWarps + warp] = value[i];
   }
   __syncthreads();
+  ONEPASS_UNROLL
   for (int i = 0; i < kCount; ++i) {
     value[i] = 0;
     for (int w = 0; w < warps; ++w) value[i] += scratch[i * kMaxWarps + w];

@@ -43,6 +43,7 @@ __device__ __forceinline__ Accumulator<T> element(const Raw<T>& raw, int e) {
 template <class T>
 __device__ __forceinline__ Raw<T> narrow(const Accumulator<T> (&value)[kPack]) {
   Raw<T> raw;
+  ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
     if constexpr (sizeof(T) == 8) {
       const uint64_t bits = std::bit_cast<uint64_t>(value[e]);
@@ -65,22 +66,21 @@ struct Columns {
   int thread;
   int64_t cols;  // a multiple of kPack if kAligned
 
-  __device__ __forceinline__ int64_t of(int64_t pack, int e) const {
+  // In the type of pack, so that a kernel whose rows are short computes in 32 bits.
+  __device__ __forceinline__ auto of(auto pack, int e) const {
     return kAligned ? (pack * threads + thread) * kPack + e : (pack * kPack + e) * threads + thread;
   }
-  __device__ __forceinline__ bool has(int64_t pack, int e) const {
+  __device__ __forceinline__ bool has(auto pack, int e) const {
     return of(pack, kAligned ? 0 : e) < cols;
   }
   // Whether any thread has something in this pack.
-  __device__ __forceinline__ bool reaches(int64_t pack) const {
-    return pack * kPack * threads < cols;
-  }
+  __device__ __forceinline__ bool reaches(auto pack) const { return pack * kPack * threads < cols; }
 };
 
 // Elements that are not there are zero.
 template <class T, bool kAligned>
 __device__ __forceinline__ Raw<T> load_pack(const T* row, const Columns<kAligned>& columns,
-                                            int64_t pack) {
+                                            auto pack) {
   if constexpr (kAligned) {
     Raw<T> raw{};
     if (columns.has(pack, 0)) {
@@ -92,6 +92,7 @@ __device__ __forceinline__ Raw<T> load_pack(const T* row, const Columns<kAligned
     return raw;
   } else {
     Accumulator<T> value[kPack];
+    ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       value[e] = 0;
       if (columns.has(pack, e)) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ Raw<T> load_pack(const T* row, const Columns<kAligned
 }
 
 template <class T, bool kAligned>
-__device__ __forceinline__ void store_pack(T* row, const Columns<kAligned>& columns, int64_t pack,
+__device__ __forceinline__ void store_pack(T* row, const Columns<kAligned>& columns, auto pack,
                                            const Raw<T>& raw) {
   if constexpr (kAligned) {
     if (!columns.has(pack, 0)) return;
@@ -117,6 +118,7 @@ __device__ __forceinline__ void store_pack(T* row, const Columns<kAligned>& colu
       store_global(target + i, raw.words[i]);
     }
   } else {
+    ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       if (!columns.has(pack, e)) continue;
       if constexpr (sizeof(T) == 2) {
@@ -138,7 +140,7 @@ struct Same {
 
   template <bool kAligned>
   static __device__ __forceinline__ Kept load(const void* base, DType, int64_t offset,
-                                              const Columns<kAligned>& columns, int64_t pack) {
+                                              const Columns<kAligned>& columns, auto pack) {
     return load_pack(static_cast<const T*>(base) + offset, columns, pack);
   }
   static __device__ __forceinline__ A value(const Kept& kept, int e) { return element<T>(kept, e); }
@@ -147,7 +149,7 @@ struct Same {
   }
   template <bool kAligned>
   static __device__ __forceinline__ void store(void* base, DType, int64_t offset,
-                                               const Columns<kAligned>& columns, int64_t pack,
+                                               const Columns<kAligned>& columns, auto pack,
                                                const Kept& kept) {
     store_pack(static_cast<T*>(base) + offset, columns, pack, kept);
   }
@@ -162,10 +164,11 @@ struct Mixed {
 
   template <bool kAligned>
   static __device__ __forceinline__ Kept load(const void* base, DType dtype, int64_t offset,
-                                              const Columns<kAligned>& columns, int64_t pack) {
+                                              const Columns<kAligned>& columns, auto pack) {
     Kept kept;
     visit_dtype_up_to_float32(dtype, [&]<class T>() {
       const Raw<T> raw = load_pack(static_cast<const T*>(base) + offset, columns, pack);
+      ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) kept.element[e] = cuda::element<T>(raw, e);
     });
     return kept;
@@ -175,13 +178,14 @@ struct Mixed {
     Kept kept;
     visit_dtype_up_to_float32(dtype, [&]<class T>() {
       const Raw<T> raw = narrow<T>(value);
+      ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) kept.element[e] = cuda::element<T>(raw, e);
     });
     return kept;
   }
   template <bool kAligned>
   static __device__ __forceinline__ void store(void* base, DType dtype, int64_t offset,
-                                               const Columns<kAligned>& columns, int64_t pack,
+                                               const Columns<kAligned>& columns, auto pack,
                                                const Kept& kept) {
     visit_dtype_up_to_float32(dtype, [&]<class T>() {
       store_pack(static_cast<T*>(base) + offset, columns, pack, narrow<T>(kept.element));
@@ -192,15 +196,18 @@ struct Mixed {
 // A pack of a tensor of any dtype that is accumulated in A, as values; for weight and bias.
 template <class A, bool kAligned>
 __device__ __forceinline__ void load_values(const void* base, DType dtype, const A& missing,
-                                            const Columns<kAligned>& columns, int64_t pack,
+                                            const Columns<kAligned>& columns, auto pack,
                                             A (&value)[kPack]) {
   if (!base) {
+    ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) value[e] = missing;
   } else if constexpr (sizeof(A) == 8) {
     const auto kept = Same<double>::load(base, dtype, 0, columns, pack);
+    ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) value[e] = Same<double>::value(kept, e);
   } else {
     const auto kept = Mixed::load(base, dtype, 0, columns, pack);
+    ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) value[e] = Mixed::value(kept, e);
   }
 }
@@ -208,7 +215,7 @@ __device__ __forceinline__ void load_values(const void* base, DType dtype, const
 // Dropout's factors, 0 or the scale, of a pack of the row that begins at `first_element`.
 template <class A, bool kAligned>
 __device__ __forceinline__ void keep_factors(const Dropout& dropout, int64_t first_element,
-                                             const Columns<kAligned>& columns, int64_t pack,
+                                             const Columns<kAligned>& columns, auto pack,
                                              A (&factor)[kPack]) {
   const A scale =
       sizeof(A) == 8 ? A(65536.0 / (65536.0 - dropout.threshold)) : static_cast<A>(dropout.scale);
@@ -216,6 +223,7 @@ __device__ __forceinline__ void keep_factors(const Dropout& dropout, int64_t fir
   if (kAligned) {
     words = dropout_block(dropout, static_cast<uint64_t>(first_element + columns.of(pack, 0)) / 8);
   }
+  ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
     int lane = e;
     if (!kAligned) {
@@ -223,7 +231,9 @@ __device__ __forceinline__ void keep_factors(const Dropout& dropout, int64_t fir
       words = dropout_block(dropout, index / 8);
       lane = static_cast<int>(index % 8);
     }
-    const uint32_t drawn = words[lane / 2] >> (lane % 2 * 16) & 0xffffu;
+    // Selected: an array with a computed index would leave the registers.
+    const uint32_t low = lane & 2 ? words[1] : words[0], high = lane & 2 ? words[3] : words[2];
+    const uint32_t drawn = (lane & 4 ? high : low) >> (lane % 2 * 16) & 0xffffu;
     factor[e] = drawn < dropout.threshold ? A(0) : scale;
   }
 }

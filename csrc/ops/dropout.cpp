@@ -68,12 +68,14 @@ Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual,
   return output;
 }
 
+#ifndef ONEPASS_CUDA
 // On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
 void dropout_forward_check(const Tensor& input, const OptionalTensor& residual,
                            const OptionalTensor& seed, double p,
                            std::optional<ScalarType> out_dtype) {
   check_dropout(input, residual, seed, p, out_dtype);
 }
+#endif
 
 }  // namespace
 

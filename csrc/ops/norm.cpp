@@ -177,6 +177,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(
   return {output, residual_out, mean, rstd};
 }
 
+#ifndef ONEPASS_CUDA
 // On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
 void norm_forward_check(const Tensor& input, const OptionalTensor& residual,
                         const OptionalTensor& weight, const OptionalTensor& bias,
@@ -187,6 +188,7 @@ void norm_forward_check(const Tensor& input, const OptionalTensor& residual,
   check_forward(input, residual, weight, bias, seed, normalized_shape, rms, eps, weight_offset,
                 dropout_p, out_dtype, residual_dtype);
 }
+#endif
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
     const OptionalTensor& doutput, const OptionalTensor& dresidual_out, const Tensor& x,

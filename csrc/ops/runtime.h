@@ -15,6 +15,18 @@ const Backend& backend();  // of the library this is compiled into
 Machine machine();
 Context context(const Device& device);
 
+// Makes the device torch's current one for as long as it lives; nothing on CPU.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const Device& device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  void* handle_ = nullptr;
+};
+
 // Recording is off unless `explain` or ONEPASS_LOG=dispatch turned it on; then each call leaves its
 // plan here for Python to print. Off, a call pays one relaxed load.
 bool recording();
@@ -35,6 +47,7 @@ void run_operator(const Operator<Args>& op, const Args& args, const Device& devi
     dispatch.threads = plan.parallel ? here.threads : 1;
     record(std::move(dispatch));
   }
+  const DeviceGuard guard(device);
   const Workspace workspace(plan.workspace_bytes, device);
   op.run(args, plan, workspace.data(), context(device));
 }

@@ -88,6 +88,9 @@ Machine machine() {
   return {.threads = static_cast<int32_t>(threads)};
 }
 
+DeviceGuard::DeviceGuard(const Device&) {}
+DeviceGuard::~DeviceGuard() = default;
+
 Context context(const Device&) { return {.stream = nullptr, .parallel_for = parallel_for}; }
 
 }  // namespace onepass

@@ -40,6 +40,7 @@ def load() -> None:
         not_loaded[cuda.name] = "this onepass was built without CUDA"
     else:
         _load_library(torch, cuda)
+        _attach(cuda)
 
 
 def is_command_line(argv: list[str], orig_argv: list[str]) -> bool:
@@ -89,11 +90,11 @@ def _import_torch():
     return torch
 
 
-def _attach(cpu_library: Path) -> None:
+def _attach(library: Path) -> None:
     try:
         from onepass import _C
 
-        _C.attach(os.fspath(cpu_library))
+        _C.attach(os.fspath(library))
     except (ImportError, RuntimeError) as error:
         raise ImportError(
             f"onepass: its extension module does not work with its libraries ({error}); {REINSTALL}"

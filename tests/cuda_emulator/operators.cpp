@@ -84,7 +84,7 @@ void get_rows(const Case& call, Args& args) {
   args.row_size[2] = args.rows;
 }
 
-NormForward norm_forward(const Case& call) {
+NormForward norm_forward_of(const Case& call) {
   NormForward args{};
   get_rows(call, args);
   GET(input), GET(residual), GET(bias), GET(output), GET(residual_out);
@@ -93,7 +93,7 @@ NormForward norm_forward(const Case& call) {
   return args;
 }
 
-NormBackward norm_backward(const Case& call) {
+NormBackward norm_backward_of(const Case& call) {
   NormBackward args{};
   get_rows(call, args);
   GET(doutput), GET(dresidual_out), GET(x), GET(dinput), GET(dresidual), GET(dweight), GET(dbias);
@@ -102,7 +102,7 @@ NormBackward norm_backward(const Case& call) {
   return args;
 }
 
-DropoutForward dropout_forward(const Case& call) {
+DropoutForward dropout_forward_of(const Case& call) {
   DropoutForward args{};
   GET(input), GET(residual), GET(seed), GET(output), GET(numel), GET(input_dtype);
   GET(residual_dtype), GET(output_dtype), GET(dropout_p);
@@ -129,9 +129,9 @@ int main(int argc, char** argv) {
   }
   const Case call(argv[1]);
   const std::string& op = call.values.at("op");
-  if (op == "norm_forward") run(cuda::norm_backend().forward, norm_forward(call));
-  if (op == "norm_backward") run(cuda::norm_backend().backward, norm_backward(call));
-  if (op == "dropout_forward") run(cuda::dropout_backend().forward, dropout_forward(call));
+  if (op == "norm_forward") run(cuda::norm_forward(), norm_forward_of(call));
+  if (op == "norm_backward") run(cuda::norm_backward(), norm_backward_of(call));
+  if (op == "dropout_forward") run(cuda::dropout_forward(), dropout_forward_of(call));
   call.write_back();
   return 0;
 }

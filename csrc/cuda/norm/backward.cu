@@ -1,258 +1,17 @@
-// Layer norm and RMS norm on CUDA, forward and backward.
+// Layer norm and RMS norm on CUDA, backward.
 //
-// A row is read once and stays in registers between the sums and the scaling, in the dtype it came
-// in: up to 1,024 columns a warp has a row (four rows per block), up to 16,384 in 16 bit and 8,192
-// in float32 a block has. Longer rows are read a second time. The backward keeps the sums for
-// dweight and dbias of its rows in registers and writes them once; which rows a block has follows
+// x and doutput are read once and stay in registers between the sums and the gradient (16-bit rows
+// up to 16,384 columns, float32 up to 8,192); longer rows are read a second time. The sums for dweight and
+// dbias stay in registers over a block's rows and are written once; which rows a block has follows
 // from the shape alone, so gradients are the same bits on every device, and no atomics are needed.
-//
-// Bytes per element: forward input + output (+ residual + residual_out), backward doutput + x + dx
-// (+ dresidual_out); per block and column weight (+ partials); per row the statistics. Done when it
-// runs at the speed of a copy of as many bytes.
-#include <algorithm>
-
+// Bytes per element: doutput + x + dx (+ dresidual_out); per block and column weight and partials,
+// which the last kernel reads once. Done when it runs at the speed of a copy of as many bytes.
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
-#include "cuda/reduce.cuh"
-#include "cuda/vec.cuh"
-#include "ops/norm.h"
+#include "cuda/norm/geometry.cuh"
 
 namespace onepass::cuda {
 namespace {
-
-constexpr int kMaxThreads = 512;
-constexpr int kWarpsPerBlock = 4;  // of rows that have one warp each
-
-// How the threads of a block share rows.
-struct Geometry {
-  int packs;            // of a thread; 0: rows are too long for registers
-  int threads_per_row;  // a warp, or the block
-  int threads;
-  bool aligned;
-
-  int rows_per_block() const { return threads / threads_per_row; }
-};
-
-Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
-  const int64_t lanes = kLanes * kPack;  // columns that a warp has with one pack per thread
-  if (!aligned) {
-    // Single elements: every thread has the most packs, and no other kernel exists.
-    if (cols <= lanes * max_packs) return {max_packs, kLanes, kLanes * kWarpsPerBlock, false};
-    if (cols > lanes * max_packs * kMaxWarps) return {0, kMaxThreads, kMaxThreads, false};
-    const int warps = static_cast<int>((cols + lanes * max_packs - 1) / (lanes * max_packs));
-    return {max_packs, warps * kLanes, warps * kLanes, false};
-  }
-  for (int packs = 1; packs <= max_packs; packs *= 2) {
-    if (cols <= lanes * packs) return {packs, kLanes, kLanes * kWarpsPerBlock, true};
-  }
-  const int64_t warps = (cols + lanes * max_packs - 1) / (lanes * max_packs);
-  if (warps > kMaxWarps) return {0, kMaxThreads, kMaxThreads, true};
-  const int threads = static_cast<int>(warps) * kLanes;
-  return {max_packs, threads, threads, true};
-}
-
-// 16-byte accesses need rows that begin at multiples of 16 bytes and end at multiples of a pack.
-class Alignment {
- public:
-  explicit Alignment(int64_t cols) : aligned_(cols % kPack == 0) {}
-
-  void rows(const void* base, DType dtype, const RowStride* stride = nullptr) {
-    if (!base) return;
-    vector(base);
-    if (!stride) return;
-    for (const int64_t s : stride->stride) aligned_ = aligned_ && s * size_of(dtype) % 16 == 0;
-  }
-  void vector(const void* base) {
-    aligned_ = aligned_ && reinterpret_cast<uintptr_t>(base) % 16 == 0;
-  }
-  bool value() const { return aligned_; }
-
- private:
-  bool aligned_;
-};
-
-// ---- forward ------------------------------------------------------------------------------------
-
-template <class A>
-struct Moments {
-  A count;
-  A mean;
-  A squares;  // sum of (x - mean)^2; for rms of x^2
-};
-
-// Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for sample variances, 1979.
-template <class A>
-__device__ __forceinline__ void merge(Moments<A>& into, const Moments<A>& other) {
-  const A count = into.count + other.count;
-  if (count == A(0)) return;
-  const A delta = other.mean - into.mean;
-  const A share = other.count / count;
-  into.mean += delta * share;
-  into.squares += other.squares + delta * delta * into.count * share;
-  into.count = count;
-}
-
-// x of one pack: input, or residual + dropout(input) rounded to residual_out, which is written.
-template <class Types, bool kAligned>
-__device__ __forceinline__ typename Types::Kept take_x(const NormForward& args,
-                                                       const Dropout& dropout, int64_t row,
-                                                       const Columns<kAligned>& columns,
-                                                       int64_t pack) {
-  using A = typename Types::A;
-  const auto input = Types::load(args.input, args.input_dtype,
-                                 row_offset(args.row_size, args.input_stride, row), columns, pack);
-  if (!args.residual) return input;
-  const auto residual =
-      Types::load(args.residual, args.residual_dtype,
-                  row_offset(args.row_size, args.residual_stride, row), columns, pack);
-  A sum[kPack];
-  for (int e = 0; e < kPack; ++e) sum[e] = Types::value(input, e);
-  if (args.seed) {
-    A factor[kPack];
-    keep_factors(dropout, row * args.cols, columns, pack, factor);
-    for (int e = 0; e < kPack; ++e) sum[e] *= factor[e];
-  }
-  for (int e = 0; e < kPack; ++e) sum[e] += Types::value(residual, e);
-  const auto x = Types::round(sum, args.residual_out_dtype);
-  Types::store(args.residual_out, args.residual_out_dtype, row * args.cols, columns, pack, x);
-  return x;
-}
-
-// y = (x - mean) * rstd * (weight + offset) + bias of one pack.
-template <class Types, bool kAligned>
-__device__ __forceinline__ void scale_pack(const NormForward& args, int64_t row,
-                                           const Columns<kAligned>& columns, int64_t pack,
-                                           const typename Types::Kept& x, typename Types::A mean,
-                                           typename Types::A rstd) {
-  using A = typename Types::A;
-  A weight[kPack], bias[kPack], y[kPack];
-  load_values(args.weight, args.weight_dtype, A(1), columns, pack, weight);
-  load_values(args.bias, args.bias_dtype, A(0), columns, pack, bias);
-  const A offset = static_cast<A>(args.weight_offset);
-  for (int e = 0; e < kPack; ++e) {
-    y[e] = (Types::value(x, e) - mean) * rstd * (weight[e] + offset) + bias[e];
-  }
-  Types::store(args.output, args.output_dtype, row * args.cols, columns, pack,
-               Types::round(y, args.output_dtype));
-}
-
-template <class A>
-__device__ __forceinline__ A inverse_root(A variance, double eps) {
-  return A(1) / sqrt((variance < A(0) ? A(0) : variance) + static_cast<A>(eps));
-}
-
-template <class A>
-__device__ __forceinline__ void store_statistics(const NormForward& args, int64_t row, A mean,
-                                                 A rstd) {
-  if (args.mean) store_global(static_cast<A*>(args.mean) + row, mean);
-  if (args.rstd) store_global(static_cast<A*>(args.rstd) + row, rstd);
-}
-
-// The row in registers: kPacks packs of each thread.
-template <class Types, int kPacks, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads)
-    norm_forward_kernel(const NormForward args, const int threads_per_row) {
-  using A = typename Types::A;
-  SharedMemory shared;
-  A* scratch = shared.take<A>(kReduceScratch<1>);
-  A* other_scratch = shared.take<A>(kReduceScratch<2>);
-  const int thread = static_cast<int>(threadIdx.x);
-  const int rows_per_block = static_cast<int>(blockDim.x) / threads_per_row;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + thread / threads_per_row;
-  if (row >= args.rows) return;  // whole warps, of blocks that meet at no barrier
-  const Columns<kAligned> columns{threads_per_row, thread % threads_per_row, args.cols};
-  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-  const A n = static_cast<A>(args.cols);
-
-  typename Types::Kept x[kPacks];
-  A sum[1] = {};
-  for (int p = 0; p < kPacks; ++p) {
-    x[p] = take_x<Types>(args, dropout, row, columns, p);
-    for (int e = 0; e < kPack; ++e) {
-      const A v = Types::value(x[p], e);
-      sum[0] += args.rms ? v * v : v;
-    }
-  }
-  reduce_row(sum, threads_per_row, scratch);
-  A mean = 0;
-  A variance = sum[0] / n;
-  if (!args.rms) {
-    // Around the mean as it was rounded, whose error the deviations then correct.
-    mean = sum[0] / n;
-    A sums[2] = {};  // deviations, squares
-    for (int p = 0; p < kPacks; ++p) {
-      for (int e = 0; e < kPack; ++e) {
-        const A d = columns.has(p, e) ? Types::value(x[p], e) - mean : A(0);
-        sums[0] += d;
-        sums[1] += d * d;
-      }
-    }
-    reduce_row(sums, threads_per_row, other_scratch);
-    const A correction = sums[0] / n;
-    mean += correction;
-    variance = sums[1] / n - correction * correction;
-  }
-  const A rstd = inverse_root(variance, args.eps);
-  if (columns.thread == 0) store_statistics(args, row, mean, rstd);
-  for (int p = 0; p < kPacks; ++p) {
-    if (columns.reaches(p)) scale_pack<Types>(args, row, columns, p, x[p], mean, rstd);
-  }
-}
-
-// A row that is too long for that: a block reads it twice.
-template <class Types, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads) norm_forward_long_kernel(const NormForward args) {
-  using A = typename Types::A;
-  SharedMemory shared;
-  Moments<A>* of_threads = shared.take<Moments<A>>(kMaxThreads);
-  const int thread = static_cast<int>(threadIdx.x);
-  const int threads = static_cast<int>(blockDim.x);
-  const int64_t row = blockIdx.x;
-  const Columns<kAligned> columns{threads, thread, args.cols};
-  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-
-  Moments<A> moments{};
-  for (int64_t p = 0; columns.reaches(p); ++p) {
-    const auto x = take_x<Types>(args, dropout, row, columns, p);
-    Moments<A> pack{};
-    for (int e = 0; e < kPack; ++e) {
-      if (!columns.has(p, e)) continue;
-      pack.count += A(1);
-      pack.mean += Types::value(x, e);
-    }
-    if (pack.count > A(0)) pack.mean = args.rms ? A(0) : pack.mean / pack.count;
-    for (int e = 0; e < kPack; ++e) {
-      const A d = columns.has(p, e) ? Types::value(x, e) - pack.mean : A(0);
-      pack.squares += d * d;
-    }
-    merge(moments, pack);
-  }
-  of_threads[thread] = moments;
-  for (int half = threads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (thread < half) {
-      Moments<A> mine = of_threads[thread];
-      merge(mine, of_threads[thread + half]);
-      of_threads[thread] = mine;
-    }
-  }
-  __syncthreads();
-  moments = of_threads[0];
-  const A rstd = inverse_root(moments.squares / static_cast<A>(args.cols), args.eps);
-  if (thread == 0) store_statistics(args, row, moments.mean, rstd);
-  // Each thread reads back what it wrote itself.
-  const bool summed = args.residual != nullptr;
-  for (int64_t p = 0; columns.reaches(p); ++p) {
-    const auto x =
-        summed
-            ? Types::load(args.residual_out, args.residual_out_dtype, row * args.cols, columns, p)
-            : Types::load(args.input, args.input_dtype,
-                          row_offset(args.row_size, args.input_stride, row), columns, p);
-    scale_pack<Types>(args, row, columns, p, x, moments.mean, rstd);
-  }
-}
-
-// ---- backward -----------------------------------------------------------------------------------
 
 // The sums over a row that its gradient needs.
 template <class A>
@@ -265,12 +24,13 @@ struct RowMeans {
 template <class Types, bool kAligned>
 __device__ __forceinline__ void apply_pack(
     const NormBackward& args, const Dropout& dropout, int64_t row, const Columns<kAligned>& columns,
-    int64_t pack, const typename Types::Kept& doutput, const typename Types::Kept& x,
+    auto pack, const typename Types::Kept& doutput, const typename Types::Kept& x,
     const typename Types::A* weight, typename Types::A mean, typename Types::A rstd,
     const RowMeans<typename Types::A>& means, typename Types::A (&dweight)[kPack],
     typename Types::A (&dbias)[kPack]) {
   using A = typename Types::A;
   A dx[kPack];
+  ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
     const A d = Types::value(doutput, e);
     const A h = (Types::value(x, e) - mean) * rstd;
@@ -282,6 +42,7 @@ __device__ __forceinline__ void apply_pack(
     const auto above =
         Types::load(args.dresidual_out, args.x_dtype,
                     row_offset(args.row_size, args.dresidual_out_stride, row), columns, pack);
+    ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) dx[e] += Types::value(above, e);
   }
   const int64_t first = row * args.cols;
@@ -293,6 +54,7 @@ __device__ __forceinline__ void apply_pack(
     if (args.seed) {
       A factor[kPack];
       keep_factors(dropout, first, columns, pack, factor);
+      ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) dx[e] *= factor[e];
     }
     Types::store(args.dinput, args.dinput_dtype, first, columns, pack,
@@ -314,7 +76,7 @@ __device__ __forceinline__ A statistic(const void* base, int64_t row) {
 template <class Types, bool kAligned>
 __device__ __forceinline__ typename Types::Kept take_doutput(const NormBackward& args, int64_t row,
                                                              const Columns<kAligned>& columns,
-                                                             int64_t pack) {
+                                                             auto pack) {
   return Types::load(args.doutput, args.doutput_dtype,
                      row_offset(args.row_size, args.doutput_stride, row), columns, pack);
 }
@@ -323,7 +85,7 @@ template <class Types, bool kAligned>
 __device__ __forceinline__ typename Types::Kept take_normalised(const NormBackward& args,
                                                                 int64_t row,
                                                                 const Columns<kAligned>& columns,
-                                                                int64_t pack) {
+                                                                auto pack) {
   return Types::load(args.x, args.x_dtype, row_offset(args.row_size, args.x_stride, row), columns,
                      pack);
 }
@@ -348,9 +110,11 @@ __global__ void __launch_bounds__(kMaxThreads)
 
   // Each row's threads would read the weight again: it is read once per block.
   if (group == 0) {
+    ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
       A weight[kPack];
       load_values(args.weight, args.weight_dtype, A(1), columns, p, weight);
+      ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) {
         weights[(p * kPack + e) * threads_per_row + columns.thread] =
             weight[e] + static_cast<A>(args.weight_offset);
@@ -369,9 +133,11 @@ __global__ void __launch_bounds__(kMaxThreads)
     const A rstd = statistic<A>(args.rstd, row);
     typename Types::Kept doutput[kPacks], x[kPacks];
     A means[2] = {};  // of g * (x - mean), of g
+    ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
       doutput[p] = take_doutput<Types>(args, row, columns, p);
       x[p] = take_normalised<Types>(args, row, columns, p);
+      ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) {
         const A g = Types::value(doutput[p], e) *
                     weights[(p * kPack + e) * threads_per_row + columns.thread];
@@ -381,9 +147,11 @@ __global__ void __launch_bounds__(kMaxThreads)
     }
     reduce_row(means, threads_per_row, scratch[turn]);
     const RowMeans<A> of_row{args.rms ? A(0) : means[1] / n, means[0] * rstd / n};
+    ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
       if (!columns.reaches(p)) continue;
       A weight[kPack];
+      ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) {
         weight[e] = weights[(p * kPack + e) * threads_per_row + columns.thread];
       }
@@ -399,7 +167,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     if (args.dbias) store_global(target + args.cols + columns.of(p, e), of_bias);
   };
   if (rows_per_block == 1) {
+    ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
+      ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) store(p, e, dweight[p][e], dbias[p][e]);
     }
     return;
@@ -408,7 +178,9 @@ __global__ void __launch_bounds__(kMaxThreads)
   A* sums = shared.take<A>(2 * row_elements);  // as weights, of dweight and of dbias
   for (int warp = 0; warp < rows_per_block; ++warp) {
     if (group == warp) {
+      ONEPASS_UNROLL
       for (int p = 0; p < kPacks; ++p) {
+        ONEPASS_UNROLL
         for (int e = 0; e < kPack; ++e) {
           A* const sum = sums + (p * kPack + e) * threads_per_row + columns.thread;
           const A of_weight = warp == 0 ? dweight[p][e] : sum[0] + dweight[p][e];
@@ -441,6 +213,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     const auto x = take_normalised<Types>(args, row, columns, p);
     A weight[kPack];
     load_values(args.weight, args.weight_dtype, A(1), columns, p, weight);
+    ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       const A g = Types::value(doutput, e) * (weight[e] + static_cast<A>(args.weight_offset));
       sums[0] += columns.has(p, e) ? g * (Types::value(x, e) - mean) : A(0);
@@ -468,6 +241,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
   A weight[kPack];
   load_values(args.weight, args.weight_dtype, A(1), columns, pack, weight);
+  ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) weight[e] += static_cast<A>(args.weight_offset);
   A dweight[kPack] = {}, dbias[kPack] = {};
   for (int64_t row = args.rows * part / parts; row < args.rows * (part + 1) / parts; ++row) {
@@ -479,6 +253,7 @@ __global__ void __launch_bounds__(kMaxThreads)
                       dbias);
   }
   A* const target = partials + part * 2 * args.cols;
+  ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
     if (!columns.has(pack, e)) continue;
     if (args.dweight) store_global(target + columns.of(pack, e), dweight[e]);
@@ -512,57 +287,27 @@ __global__ void __launch_bounds__(kMaxThreads)
     void* const target = which == 0 ? args.dweight : args.dbias;
     if (!target) continue;
     A sum[8] = {};
-    for (int64_t part = 0; part < parts; ++part) {
-      sum[part % 8] += load_global(partials + (part * 2 + which) * args.cols + column);
+    for (int64_t first = 0; first < parts; first += 8) {
+      ONEPASS_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        if (first + i >= parts) continue;
+        sum[i] += load_global(partials + ((first + i) * 2 + which) * args.cols + column);
+      }
     }
+    ONEPASS_UNROLL
     for (int width = 4; width > 0; width /= 2) {
+      ONEPASS_UNROLL
       for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
     }
     store_gradient<A>(target, which == 0 ? args.dweight_dtype : args.dbias_dtype, column, sum[0]);
   }
 }
 
-// ---- plans --------------------------------------------------------------------------------------
-
-// f.operator()<Types>() where all the dtypes given are the same, else with Mixed.
-template <class F>
-decltype(auto) visit_types(std::initializer_list<DType> dtypes, F&& f) {
-  const DType first = *dtypes.begin();
-  if (std::any_of(dtypes.begin(), dtypes.end(), [&](DType dtype) { return dtype != first; })) {
-    return f.template operator()<Mixed>();
-  }
-  return visit_dtype(first, [&]<class T>() { return f.template operator()<Same<T>>(); });
-}
-
-// Packs that a thread keeps of a row in the forward, and of x and doutput in the backward, without
-// running out of registers at 512 threads.
-template <class Types>
-inline constexpr int kForwardPacks = sizeof(typename Types::A) == 8 ? 2 : 4;
+// Packs that a thread keeps of x and of doutput, beside the sums of their columns.
 template <class Types>
 inline constexpr int kBackwardPacks = sizeof(typename Types::A) == 8       ? 1
                                       : sizeof(typename Types::Kept) == 16 ? 4
                                                                            : 2;
-
-// f.operator()<kPacks, kAligned>() for what geometry_of can give.
-template <int kMaxPacks, class F>
-void visit_geometry(const Geometry& geometry, F&& f) {
-  if (!geometry.aligned) {
-    f.template operator()<kMaxPacks, false>();
-  } else if (geometry.packs == 1) {
-    f.template operator()<1, true>();
-  } else if (geometry.packs == 2) {
-    if constexpr (kMaxPacks >= 2) f.template operator()<2, true>();
-  } else {
-    if constexpr (kMaxPacks >= 4) f.template operator()<4, true>();
-  }
-}
-
-template <class F>
-decltype(auto) visit_forward(const NormForward& args, F&& f) {
-  if (!args.residual) return visit_types({args.input_dtype, args.output_dtype}, f);
-  return visit_types(
-      {args.input_dtype, args.output_dtype, args.residual_dtype, args.residual_out_dtype}, f);
-}
 
 template <class F>
 decltype(auto) visit_backward(const NormBackward& args, F&& f) {
@@ -570,17 +315,6 @@ decltype(auto) visit_backward(const NormBackward& args, F&& f) {
       {args.x_dtype, args.doutput_dtype, args.dinput ? args.dinput_dtype : args.x_dtype,
        args.dresidual ? args.dresidual_dtype : args.x_dtype},
       f);
-}
-
-Geometry forward_geometry(const NormForward& args) {
-  Alignment alignment(args.cols);
-  alignment.rows(args.input, args.input_dtype, &args.input_stride);
-  alignment.rows(args.residual, args.residual_dtype, &args.residual_stride);
-  for (const void* base : {args.weight, args.bias}) alignment.vector(base);
-  for (const void* base : {args.output, args.residual_out}) alignment.vector(base);
-  return visit_forward(args, [&]<class Types>() {
-    return geometry_of(args.cols, kForwardPacks<Types>, alignment.value());
-  });
 }
 
 Geometry backward_geometry(const NormBackward& args) {
@@ -592,43 +326,6 @@ Geometry backward_geometry(const NormBackward& args) {
   for (const void* base : {args.dinput, args.dresidual}) alignment.vector(base);
   return visit_backward(args, [&]<class Types>() {
     return geometry_of(args.cols, kBackwardPacks<Types>, alignment.value());
-  });
-}
-
-Plan plan_forward(const NormForward& args, const Machine&) {
-  const Geometry geometry = forward_geometry(args);
-  const bool in_registers = geometry.packs > 0;
-  const int64_t per_block = in_registers ? geometry.rows_per_block() : 1;
-  return {.workspace_bytes = 0,
-          .zeroed_bytes = 0,
-          .kernel_name = in_registers ? "norm_forward_kernel" : "norm_forward_long_kernel",
-          .rows_per_tile = per_block,
-          .splits = (args.rows + per_block - 1) / per_block,
-          .parallel = true,
-          .reason = !in_registers      ? "rows too long for registers are read twice"
-                    : geometry.aligned ? "rows in registers, 16-byte accesses"
-                                       : "rows in registers, unaligned: single elements"};
-}
-
-void run_forward(const NormForward& args, const Plan& plan, void*, const Context& context) {
-  if (args.rows == 0) return;
-  const Geometry geometry = forward_geometry(args);
-  visit_forward(args, [&]<class Types>() {
-    using A = typename Types::A;
-    LaunchShape shape{.blocks = static_cast<unsigned>(plan.splits),
-                      .threads = static_cast<unsigned>(geometry.threads)};
-    if (geometry.packs == 0) {
-      shape.shared_bytes = kMaxThreads * sizeof(Moments<A>);
-      visit_bool(geometry.aligned, [&]<bool kAligned>() {
-        launch<norm_forward_long_kernel<Types, kAligned>>(shape, context.stream, args);
-      });
-      return;
-    }
-    shape.shared_bytes = (kReduceScratch<1> + kReduceScratch<2>)*sizeof(A);
-    visit_geometry<kForwardPacks<Types>>(geometry, [&]<int kPacks, bool kAligned>() {
-      launch<norm_forward_kernel<Types, kPacks, kAligned>>(shape, context.stream, args,
-                                                           geometry.threads_per_row);
-    });
   });
 }
 
@@ -706,8 +403,6 @@ void run_backward(const NormBackward& args, const Plan& plan, void* workspace,
 
 }  // namespace
 
-NormBackend norm_backend() {
-  return {.forward = {plan_forward, run_forward}, .backward = {plan_backward, run_backward}};
-}
+Operator<NormBackward> norm_backward() { return {plan_backward, run_backward}; }
 
 }  // namespace onepass::cuda

@@ -1,0 +1,11 @@
+// The CUDA back end's table.
+#include "cuda/backend.h"
+
+extern "C" onepass::Backend onepass_cuda_kernels() {
+  return {.name = "cuda",
+          .norm = {.forward = onepass::cuda::norm_forward(),
+                   .backward = onepass::cuda::norm_backward()},
+          .dropout = {.forward = onepass::cuda::dropout_forward()},
+          .fma_ceiling = nullptr,
+          .bf16_dot_ceiling = nullptr};
+}

@@ -1,0 +1,268 @@
+// Layer norm and RMS norm on CUDA, forward.
+//
+// A row is read once and stays in registers between the sums and the scaling, in the dtype it came
+// in: up to 1,024 columns a warp has a row (four rows per block), up to 16,384 a block has. Longer
+// rows are read a second time. Bytes per element: input + output (+ residual + residual_out); per
+// block and column weight and bias; per row the statistics. Done when it runs at the speed of a copy
+// of as many bytes.
+#include "cuda/backend.h"
+#include "cuda/launch.cuh"
+#include "cuda/norm/geometry.cuh"
+
+namespace onepass::cuda {
+namespace {
+
+template <class A>
+struct Moments {
+  A count;
+  A mean;
+  A squares;  // sum of (x - mean)^2; for rms of x^2
+};
+
+// Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for sample variances, 1979.
+template <class A>
+__device__ __forceinline__ void merge(Moments<A>& into, const Moments<A>& other) {
+  const A count = into.count + other.count;
+  if (count == A(0)) return;
+  const A delta = other.mean - into.mean;
+  const A share = other.count / count;
+  into.mean += delta * share;
+  into.squares += other.squares + delta * delta * into.count * share;
+  into.count = count;
+}
+
+// x of one pack: input, or residual + dropout(input) rounded to residual_out, which is written.
+template <class Types, bool kAligned>
+__device__ __forceinline__ typename Types::Kept take_x(const NormForward& args,
+                                                       const Dropout& dropout, int64_t row,
+                                                       const Columns<kAligned>& columns,
+                                                       auto pack) {
+  using A = typename Types::A;
+  const auto input = Types::load(args.input, args.input_dtype,
+                                 row_offset(args.row_size, args.input_stride, row), columns, pack);
+  if (!args.residual) return input;
+  const auto residual =
+      Types::load(args.residual, args.residual_dtype,
+                  row_offset(args.row_size, args.residual_stride, row), columns, pack);
+  A sum[kPack];
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) sum[e] = Types::value(input, e);
+  if (args.seed) {
+    A factor[kPack];
+    keep_factors(dropout, row * args.cols, columns, pack, factor);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) sum[e] *= factor[e];
+  }
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) sum[e] += Types::value(residual, e);
+  const auto x = Types::round(sum, args.residual_out_dtype);
+  Types::store(args.residual_out, args.residual_out_dtype, row * args.cols, columns, pack, x);
+  return x;
+}
+
+// y = (x - mean) * rstd * (weight + offset) + bias of one pack.
+template <class Types, bool kAligned>
+__device__ __forceinline__ void scale_pack(const NormForward& args, int64_t row,
+                                           const Columns<kAligned>& columns, auto pack,
+                                           const typename Types::Kept& x, typename Types::A mean,
+                                           typename Types::A rstd) {
+  using A = typename Types::A;
+  A weight[kPack], bias[kPack], y[kPack];
+  load_values(args.weight, args.weight_dtype, A(1), columns, pack, weight);
+  load_values(args.bias, args.bias_dtype, A(0), columns, pack, bias);
+  const A offset = static_cast<A>(args.weight_offset);
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) {
+    y[e] = (Types::value(x, e) - mean) * rstd * (weight[e] + offset) + bias[e];
+  }
+  Types::store(args.output, args.output_dtype, row * args.cols, columns, pack,
+               Types::round(y, args.output_dtype));
+}
+
+template <class A>
+__device__ __forceinline__ A inverse_root(A variance, double eps) {
+  return A(1) / sqrt((variance < A(0) ? A(0) : variance) + static_cast<A>(eps));
+}
+
+template <class A>
+__device__ __forceinline__ void store_statistics(const NormForward& args, int64_t row, A mean,
+                                                 A rstd) {
+  if (args.mean) store_global(static_cast<A*>(args.mean) + row, mean);
+  if (args.rstd) store_global(static_cast<A*>(args.rstd) + row, rstd);
+}
+
+// The row in registers: kPacks packs of each thread.
+template <class Types, int kPacks, bool kAligned>
+__global__ void __launch_bounds__(kMaxThreads)
+    norm_forward_kernel(const NormForward args, const int threads_per_row) {
+  using A = typename Types::A;
+  SharedMemory shared;
+  A* scratch = shared.take<A>(kReduceScratch<1>);
+  A* other_scratch = shared.take<A>(kReduceScratch<2>);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int rows_per_block = static_cast<int>(blockDim.x) / threads_per_row;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + thread / threads_per_row;
+  if (row >= args.rows) return;  // whole warps, of blocks that meet at no barrier
+  const Columns<kAligned> columns{threads_per_row, thread % threads_per_row, args.cols};
+  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
+  const A n = static_cast<A>(args.cols);
+
+  typename Types::Kept x[kPacks];
+  A sum[1] = {};
+  ONEPASS_UNROLL
+  for (int p = 0; p < kPacks; ++p) {
+    x[p] = take_x<Types>(args, dropout, row, columns, p);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      const A v = Types::value(x[p], e);
+      sum[0] += args.rms ? v * v : v;
+    }
+  }
+  reduce_row(sum, threads_per_row, scratch);
+  A mean = 0;
+  A variance = sum[0] / n;
+  if (!args.rms) {
+    // Around the mean as it was rounded, whose error the deviations then correct.
+    mean = sum[0] / n;
+    A sums[2] = {};  // deviations, squares
+    ONEPASS_UNROLL
+    for (int p = 0; p < kPacks; ++p) {
+      ONEPASS_UNROLL
+      for (int e = 0; e < kPack; ++e) {
+        const A d = columns.has(p, e) ? Types::value(x[p], e) - mean : A(0);
+        sums[0] += d;
+        sums[1] += d * d;
+      }
+    }
+    reduce_row(sums, threads_per_row, other_scratch);
+    const A correction = sums[0] / n;
+    mean += correction;
+    variance = sums[1] / n - correction * correction;
+  }
+  const A rstd = inverse_root(variance, args.eps);
+  if (columns.thread == 0) store_statistics(args, row, mean, rstd);
+  ONEPASS_UNROLL
+  for (int p = 0; p < kPacks; ++p) {
+    if (columns.reaches(p)) scale_pack<Types>(args, row, columns, p, x[p], mean, rstd);
+  }
+}
+
+// A row that is too long for that: a block reads it twice.
+template <class Types, bool kAligned>
+__global__ void __launch_bounds__(kMaxThreads) norm_forward_long_kernel(const NormForward args) {
+  using A = typename Types::A;
+  SharedMemory shared;
+  Moments<A>* of_threads = shared.take<Moments<A>>(kMaxThreads);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  const int64_t row = blockIdx.x;
+  const Columns<kAligned> columns{threads, thread, args.cols};
+  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
+
+  Moments<A> moments{};
+  for (int64_t p = 0; columns.reaches(p); ++p) {
+    const auto x = take_x<Types>(args, dropout, row, columns, p);
+    Moments<A> pack{};
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      if (!columns.has(p, e)) continue;
+      pack.count += A(1);
+      pack.mean += Types::value(x, e);
+    }
+    if (pack.count > A(0)) pack.mean = args.rms ? A(0) : pack.mean / pack.count;
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      const A d = columns.has(p, e) ? Types::value(x, e) - pack.mean : A(0);
+      pack.squares += d * d;
+    }
+    merge(moments, pack);
+  }
+  of_threads[thread] = moments;
+  for (int half = threads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (thread < half) {
+      Moments<A> mine = of_threads[thread];
+      merge(mine, of_threads[thread + half]);
+      of_threads[thread] = mine;
+    }
+  }
+  __syncthreads();
+  moments = of_threads[0];
+  const A rstd = inverse_root(moments.squares / static_cast<A>(args.cols), args.eps);
+  if (thread == 0) store_statistics(args, row, moments.mean, rstd);
+  // Each thread reads back what it wrote itself.
+  const bool summed = args.residual != nullptr;
+  for (int64_t p = 0; columns.reaches(p); ++p) {
+    const auto x =
+        summed
+            ? Types::load(args.residual_out, args.residual_out_dtype, row * args.cols, columns, p)
+            : Types::load(args.input, args.input_dtype,
+                          row_offset(args.row_size, args.input_stride, row), columns, p);
+    scale_pack<Types>(args, row, columns, p, x, moments.mean, rstd);
+  }
+}
+
+// Packs that a thread keeps of a row without running out of registers at kMaxThreads threads.
+template <class Types>
+inline constexpr int kForwardPacks = sizeof(typename Types::A) == 8 ? 2 : 4;
+
+template <class F>
+decltype(auto) visit_forward(const NormForward& args, F&& f) {
+  if (!args.residual) return visit_types({args.input_dtype, args.output_dtype}, f);
+  return visit_types(
+      {args.input_dtype, args.output_dtype, args.residual_dtype, args.residual_out_dtype}, f);
+}
+
+Geometry forward_geometry(const NormForward& args) {
+  Alignment alignment(args.cols);
+  alignment.rows(args.input, args.input_dtype, &args.input_stride);
+  alignment.rows(args.residual, args.residual_dtype, &args.residual_stride);
+  for (const void* base : {args.weight, args.bias}) alignment.vector(base);
+  for (const void* base : {args.output, args.residual_out}) alignment.vector(base);
+  return visit_forward(args, [&]<class Types>() {
+    return geometry_of(args.cols, kForwardPacks<Types>, alignment.value());
+  });
+}
+
+Plan plan_forward(const NormForward& args, const Machine&) {
+  const Geometry geometry = forward_geometry(args);
+  const bool in_registers = geometry.packs > 0;
+  const int64_t per_block = in_registers ? geometry.rows_per_block() : 1;
+  return {.workspace_bytes = 0,
+          .zeroed_bytes = 0,
+          .kernel_name = in_registers ? "norm_forward_kernel" : "norm_forward_long_kernel",
+          .rows_per_tile = per_block,
+          .splits = (args.rows + per_block - 1) / per_block,
+          .parallel = true,
+          .reason = !in_registers      ? "rows too long for registers are read twice"
+                    : geometry.aligned ? "rows in registers, 16-byte accesses"
+                                       : "rows in registers, unaligned: single elements"};
+}
+
+void run_forward(const NormForward& args, const Plan& plan, void*, const Context& context) {
+  if (args.rows == 0) return;
+  const Geometry geometry = forward_geometry(args);
+  visit_forward(args, [&]<class Types>() {
+    using A = typename Types::A;
+    LaunchShape shape{.blocks = static_cast<unsigned>(plan.splits),
+                      .threads = static_cast<unsigned>(geometry.threads)};
+    if (geometry.packs == 0) {
+      shape.shared_bytes = kMaxThreads * sizeof(Moments<A>);
+      visit_bool(geometry.aligned, [&]<bool kAligned>() {
+        launch<norm_forward_long_kernel<Types, kAligned>>(shape, context.stream, args);
+      });
+      return;
+    }
+    shape.shared_bytes = (kReduceScratch<1> + kReduceScratch<2>)*sizeof(A);
+    visit_geometry<kForwardPacks<Types>>(geometry, [&]<int kPacks, bool kAligned>() {
+      launch<norm_forward_kernel<Types, kPacks, kAligned>>(shape, context.stream, args,
+                                                           geometry.threads_per_row);
+    });
+  });
+}
+
+}  // namespace
+
+Operator<NormForward> norm_forward() { return {plan_forward, run_forward}; }
+
+}  // namespace onepass::cuda

@@ -1,0 +1,94 @@
+// How the kernels of the norm family share rows among threads, and which of their instances a call
+// takes.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
+#include "ops/norm.h"
+
+namespace onepass::cuda {
+
+
+inline constexpr int kMaxThreads = 512;
+inline constexpr int kWarpsPerBlock = 4;  // of rows that have one warp each
+
+// How the threads of a block share rows.
+struct Geometry {
+  int packs;            // of a thread; 0: rows are too long for registers
+  int threads_per_row;  // a warp, or the block
+  int threads;
+  bool aligned;
+
+  int rows_per_block() const { return threads / threads_per_row; }
+};
+
+constexpr int unaligned_packs(int max_packs) { return max_packs > 1 ? max_packs / 2 : 1; }
+
+inline Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
+  const int64_t lanes = kLanes * kPack;  // columns that a warp has with one pack per thread
+  if (!aligned) {
+    // Single elements: half as many, since each has an address of its own, and one kernel for all.
+    const int packs = unaligned_packs(max_packs);
+    if (cols <= lanes * packs) return {packs, kLanes, kLanes * kWarpsPerBlock, false};
+    const int64_t warps = (cols + lanes * packs - 1) / (lanes * packs);
+    if (warps > kMaxWarps) return {0, kMaxThreads, kMaxThreads, false};
+    const int threads = static_cast<int>(warps) * kLanes;
+    return {packs, threads, threads, false};
+  }
+  for (int packs = 1; packs <= max_packs; packs *= 2) {
+    if (cols <= lanes * packs) return {packs, kLanes, kLanes * kWarpsPerBlock, true};
+  }
+  const int64_t warps = (cols + lanes * max_packs - 1) / (lanes * max_packs);
+  if (warps > kMaxWarps) return {0, kMaxThreads, kMaxThreads, true};
+  const int threads = static_cast<int>(warps) * kLanes;
+  return {max_packs, threads, threads, true};
+}
+
+// 16-byte accesses need rows that begin at multiples of 16 bytes and end at multiples of a pack.
+class Alignment {
+ public:
+  explicit Alignment(int64_t cols) : aligned_(cols % kPack == 0) {}
+
+  void rows(const void* base, DType dtype, const RowStride* stride = nullptr) {
+    if (!base) return;
+    vector(base);
+    if (!stride) return;
+    for (const int64_t s : stride->stride) aligned_ = aligned_ && s * size_of(dtype) % 16 == 0;
+  }
+  void vector(const void* base) {
+    aligned_ = aligned_ && reinterpret_cast<uintptr_t>(base) % 16 == 0;
+  }
+  bool value() const { return aligned_; }
+
+ private:
+  bool aligned_;
+};
+
+// f.operator()<Types>() where all the dtypes given are the same, else with Mixed.
+template <class F>
+decltype(auto) visit_types(std::initializer_list<DType> dtypes, F&& f) {
+  const DType first = *dtypes.begin();
+  if (std::any_of(dtypes.begin(), dtypes.end(), [&](DType dtype) { return dtype != first; })) {
+    return f.template operator()<Mixed>();
+  }
+  return visit_dtype(first, [&]<class T>() { return f.template operator()<Same<T>>(); });
+}
+
+// f.operator()<kPacks, kAligned>() for what geometry_of can give.
+template <int kMaxPacks, class F>
+void visit_geometry(const Geometry& geometry, F&& f) {
+  if (!geometry.aligned) {
+    f.template operator()<unaligned_packs(kMaxPacks), false>();
+  } else if (geometry.packs == 1) {
+    f.template operator()<1, true>();
+  } else if (geometry.packs == 2) {
+    if constexpr (kMaxPacks >= 2) f.template operator()<2, true>();
+  } else {
+    if constexpr (kMaxPacks >= 4) f.template operator()<4, true>();
+  }
+}
+
+}  // namespace onepass::cuda
