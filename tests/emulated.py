@@ -47,10 +47,9 @@ def program(name: str, build: str, *kernels: str) -> Path:
     sources = [(FOLDER / "emulator.cpp", for_scheduler), (FOLDER / f"{name}.cpp", for_kernels)]
     sources += [(ROOT / "csrc" / "cuda" / kernel, for_kernels) for kernel in kernels]
     digest = hashlib.sha256(repr((COMPILER, FLAGS, SANITIZED[build])).encode())
-    for folder, patterns in ((FOLDER, ("*.h", "*.cpp")), (ROOT / "csrc", ("*/*.h", "cuda/**/*.cu*"))):
-        for pattern in patterns:
-            for path in sorted(folder.glob(pattern)):
-                digest.update(path.read_bytes())
+    for pattern in ("csrc/*/*.h", "csrc/cuda/**/*.cu*", "tests/cuda_emulator/*"):
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
     target = BUILD / f"{name}-{build}-{digest.hexdigest()[:16]}"
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / f"{name}-{build}.lock", "w") as lock:

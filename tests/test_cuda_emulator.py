@@ -47,3 +47,9 @@ def test_right_kernels_pass_in_silence(build):
         for seed in range(SEEDS):
             result = emulated.run(executable, name, "right", seed=seed)
             assert result.returncode == 0 and not result.stderr, f"{name}: {result.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_fragments_lie_where_the_ptx_isa_says(build):
+    result = emulated.run(emulated.program("fragments", build))
+    assert result.returncode == 0 and not result.stderr, result.stdout + result.stderr

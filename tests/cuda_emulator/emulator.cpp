@@ -58,8 +58,12 @@ struct Meeting {
   char tags[2];
 };
 
+// The vector never grows beyond its reserve: memory that a fiber frees is its own to the sanitizer.
+constexpr size_t kMaxMasks = 64;
+
 struct Warp {
   std::vector<std::unique_ptr<Meeting>> meetings;
+  Warp() { meetings.reserve(kMaxMasks); }
 };
 
 struct Block;
@@ -313,6 +317,7 @@ static int meet(unsigned mask, const char* what, const void* deposit, size_t byt
   auto found = std::find_if(meetings.begin(), meetings.end(),
                             [&](const auto& meeting) { return meeting->mask == mask; });
   if (found == meetings.end()) {
+    if (meetings.size() == kMaxMasks) fail("a warp meets under more masks than the emulator keeps");
     meetings.push_back(std::make_unique<Meeting>());
     found = meetings.end() - 1;
     (*found)->mask = mask;

@@ -11,7 +11,6 @@
 
 namespace onepass::cuda {
 
-
 inline constexpr int kMaxThreads = 512;
 inline constexpr int kWarpsPerBlock = 4;  // of rows that have one warp each
 
