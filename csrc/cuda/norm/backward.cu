@@ -21,14 +21,29 @@ struct RowMeans {
   A gh;  // of g * h
 };
 
+// Element offsets of a row in its tensors, taken once: their divisions need registers too.
+struct RowOffsets {
+  int64_t doutput;
+  int64_t x;
+  int64_t dresidual_out;
+  int64_t dense;  // in what is contiguous
+
+  __device__ __forceinline__ RowOffsets(const NormBackward& args, int64_t row)
+      : doutput(row_offset(args.row_size, args.doutput_stride, row)),
+        x(row_offset(args.row_size, args.x_stride, row)),
+        dresidual_out(args.dresidual_out ? row_offset(args.row_size, args.dresidual_out_stride, row)
+                                         : 0),
+        dense(row * args.cols) {}
+};
+
 // dx of one pack, and what it adds to dweight and dbias.
 template <class Types, bool kAligned>
 __device__ __forceinline__ void apply_pack(
-    const NormBackward& args, const Dropout& dropout, int64_t row, const Columns<kAligned>& columns,
-    auto pack, const typename Types::Kept& doutput, const typename Types::Kept& x,
-    const typename Types::A* weight, typename Types::A mean, typename Types::A rstd,
-    const RowMeans<typename Types::A>& means, typename Types::A (&dweight)[kPack],
-    typename Types::A (&dbias)[kPack]) {
+    const NormBackward& args, const Dropout& dropout, const RowOffsets& row,
+    const Columns<kAligned>& columns, auto pack, const typename Types::Kept& doutput,
+    const typename Types::Kept& x, const typename Types::A* weight, typename Types::A mean,
+    typename Types::A rstd, const RowMeans<typename Types::A>& means,
+    typename Types::A (&dweight)[kPack], typename Types::A (&dbias)[kPack]) {
   using A = typename Types::A;
   A dx[kPack];
   ONEPASS_UNROLL
@@ -41,24 +56,22 @@ __device__ __forceinline__ void apply_pack(
   }
   if (args.dresidual_out) {
     const auto above =
-        Types::load(args.dresidual_out, args.x_dtype,
-                    row_offset(args.row_size, args.dresidual_out_stride, row), columns, pack);
+        Types::load(args.dresidual_out, args.x_dtype, row.dresidual_out, columns, pack);
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) dx[e] += Types::value(above, e);
   }
-  const int64_t first = row * args.cols;
   if (args.dresidual) {
-    Types::store(args.dresidual, args.dresidual_dtype, first, columns, pack,
+    Types::store(args.dresidual, args.dresidual_dtype, row.dense, columns, pack,
                  Types::round(dx, args.dresidual_dtype));
   }
   if (args.dinput) {
     if (args.seed) {
       A factor[kPack];
-      keep_factors(dropout, first, columns, pack, factor);
+      keep_factors(dropout, row.dense, columns, pack, factor);
       ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) dx[e] *= factor[e];
     }
-    Types::store(args.dinput, args.dinput_dtype, first, columns, pack,
+    Types::store(args.dinput, args.dinput_dtype, row.dense, columns, pack,
                  Types::round(dx, args.dinput_dtype));
   }
 }
@@ -72,23 +85,6 @@ __device__ __forceinline__ A broadcast(const A* address) {
 template <class A>
 __device__ __forceinline__ A statistic(const void* base, int64_t row) {
   return base ? broadcast(static_cast<const A*>(base) + row) : A(0);
-}
-
-template <class Types, bool kAligned>
-__device__ __forceinline__ typename Types::Kept take_doutput(const NormBackward& args, int64_t row,
-                                                             const Columns<kAligned>& columns,
-                                                             auto pack) {
-  return Types::load(args.doutput, args.doutput_dtype,
-                     row_offset(args.row_size, args.doutput_stride, row), columns, pack);
-}
-
-template <class Types, bool kAligned>
-__device__ __forceinline__ typename Types::Kept take_normalised(const NormBackward& args,
-                                                                int64_t row,
-                                                                const Columns<kAligned>& columns,
-                                                                auto pack) {
-  return Types::load(args.x, args.x_dtype, row_offset(args.row_size, args.x_stride, row), columns,
-                     pack);
 }
 
 // Rows in registers. A block has a run of rows, in parts that follow from the shape, and leaves
@@ -130,14 +126,15 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t last = args.rows * (blockIdx.x + 1) / parts;
   int turn = 0;
   for (int64_t row = first + group; row < last; row += rows_per_block, turn ^= 1) {
+    const RowOffsets offsets(args, row);
     const A mean = statistic<A>(args.mean, row);
     const A rstd = statistic<A>(args.rstd, row);
     typename Types::Kept doutput[kPacks], x[kPacks];
     A means[2] = {};  // of g * (x - mean), of g
     ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
-      doutput[p] = take_doutput<Types>(args, row, columns, p);
-      x[p] = take_normalised<Types>(args, row, columns, p);
+      doutput[p] = Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, p);
+      x[p] = Types::load(args.x, args.x_dtype, offsets.x, columns, p);
       ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) {
         const A g = Types::value(doutput[p], e) *
@@ -156,7 +153,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       for (int e = 0; e < kPack; ++e) {
         weight[e] = weights[(p * kPack + e) * threads_per_row + columns.thread];
       }
-      apply_pack<Types>(args, dropout, row, columns, p, doutput[p], x[p], weight, mean, rstd,
+      apply_pack<Types>(args, dropout, offsets, columns, p, doutput[p], x[p], weight, mean, rstd,
                         of_row, dweight[p], dbias[p]);
     }
   }
@@ -206,12 +203,13 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t row = blockIdx.x;
   const Columns<kAligned> columns{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x),
                                   args.cols};
+  const RowOffsets offsets(args, row);
   const A mean = statistic<A>(args.mean, row);
   const A rstd = statistic<A>(args.rstd, row);
   A sums[2] = {};
   for (int64_t p = 0; columns.reaches(p); ++p) {
-    const auto doutput = take_doutput<Types>(args, row, columns, p);
-    const auto x = take_normalised<Types>(args, row, columns, p);
+    const auto doutput = Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, p);
+    const auto x = Types::load(args.x, args.x_dtype, offsets.x, columns, p);
     A weight[kPack];
     load_values(args.weight, args.weight_dtype, A(1), columns, p, weight);
     ONEPASS_UNROLL
@@ -246,10 +244,12 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (int e = 0; e < kPack; ++e) weight[e] += static_cast<A>(args.weight_offset);
   A dweight[kPack] = {}, dbias[kPack] = {};
   for (int64_t row = args.rows * part / parts; row < args.rows * (part + 1) / parts; ++row) {
-    const auto doutput = take_doutput<Types>(args, row, columns, pack);
-    const auto x = take_normalised<Types>(args, row, columns, pack);
+    const RowOffsets offsets(args, row);
+    const auto doutput =
+        Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, pack);
+    const auto x = Types::load(args.x, args.x_dtype, offsets.x, columns, pack);
     const RowMeans<A> of_row{broadcast(&means[row].g), broadcast(&means[row].gh)};
-    apply_pack<Types>(args, dropout, row, columns, pack, doutput, x, weight,
+    apply_pack<Types>(args, dropout, offsets, columns, pack, doutput, x, weight,
                       statistic<A>(args.mean, row), statistic<A>(args.rstd, row), of_row, dweight,
                       dbias);
   }
