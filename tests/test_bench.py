@@ -310,6 +310,36 @@ def test_share_of_copy_counts_bytes():
     assert row.against_eager.median == 2.0 and row.against_compile is None
 
 
+def test_cold_cases_never_take_the_same_tensors_twice_running(monkeypatch):
+    """All variants draw from one ring, else a variant would warm the next one's tensors."""
+    monkeypatch.setattr(cases, "COLD_BYTES", 64 * 1024)
+    drawn = []
+
+    def seen(x, *others):
+        drawn.append((x.data_ptr(), x.untyped_storage().nbytes()))
+        return good.ours(x, *others)
+
+    good = norm.OPERATORS["rms_norm"]
+    operator = cases.Operator(seen, seen, good.formula, good.base)
+    make = partial(norm._tensors, "rms_norm", (16, 64), torch.float32, True)
+    for cold in (False, True):
+        case = cases.Case("x", operator, make, True, None, cold=cold)
+        inputs = cases._inputs(case)
+        drawn.clear()  # of what making them called
+        functions = [cases._call(case, function, inputs) for function in (operator.ours,) * 2]
+        for _ in range(10):
+            for function in functions:
+                function()
+        distinct = {pointer for pointer, _ in drawn}
+        if not cold:
+            assert len(distinct) == 1
+            continue
+        assert len(distinct) >= 6 and sum(size for _, size in set(drawn)) <= 64 * 1024
+        for position in range(len(drawn) - 1):
+            window = [pointer for pointer, _ in drawn[position : position + len(distinct)]]
+            assert len(set(window)) == len(window)
+
+
 def test_torch_compile_that_fails_is_reported(monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("no compiler found\nand much more")

@@ -3,7 +3,7 @@
 // Two passes over a row: statistics, then scaling, which finds the row in L1. With a residual,
 // x = residual + dropout(input) is rounded to residual_out's dtype first, in a pass of its own, and
 // the norm is that of the rounded x, which is what the backward will see. (Summing in the pass for
-// the statistics lost: nothing in float32, 15 % in bfloat16.) Bytes per element: input + output
+// the statistics lost in bfloat16 and won nothing in float32.) Bytes per element: input + output
 // (+ residual + residual_out). Done when it runs at the speed of a copy of that size.
 #include <cmath>
 
@@ -27,8 +27,8 @@ struct Moments {
 // Layer norm sums x - centre and its square. The centre is the mean of the row's first four
 // vectors: near enough to the row's mean for the sums to lose nothing by cancellation. A row whose
 // mean turns out more than half a standard deviation away from there is summed once more around
-// that mean. A pass for the mean and one for the centred squares took half as long again (float32
-// 512x768), and Welford costs a division per element.
+// that mean. (A pass for the mean and one for the centred squares lost, and Welford costs a
+// division per element.)
 //
 // The few operations per row that end it are done in float64: each of their roundings would show in
 // every element.

@@ -2,7 +2,8 @@
 
 Results are checked before they are timed. Memory that is freed stays with the process, for all
 variants alike (see `machine.recycled_memory`): otherwise page faults of fresh outputs hide every
-kernel beyond the cache. Cases named `fresh` show that, under the allocator's defaults.
+kernel beyond the cache. Cases named `fresh` show that, under the allocator's defaults; those named
+`cold` take inputs that are not in the cache, as inside a model.
 
 ``--json`` writes one object: ``command``, ``machine`` (facts by name), ``ceilings`` (GB/s and
 GFLOP/s), ``recycled_memory`` (whether the allocator obeyed) and ``rows``: ``name``, ``memory``,

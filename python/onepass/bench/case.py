@@ -6,7 +6,8 @@ the cache with each other's inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,9 @@ SEED = 0
 PLACES = 5
 MIN_ROUNDS = 4  # at each place
 SPACER_BYTES = 3 << 20
+COLD_BYTES = 256 << 20  # beyond the last cache of the machines this is meant for
 Function = Callable[..., tuple[Tensor, ...]]
+Inputs = tuple[list[Tensor], list[Tensor] | None]  # an operator's tensors, upstream gradients
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Case:
         tensors: tensors of the first input's size that must cross memory, each read or written
             once; None for the overhead of a call, where memory is no limit.
         fresh: outputs live in fresh memory as glibc's defaults have it, not in recycled memory.
+        cold: every call takes other tensors, COLD_BYTES of them in turn, so that none is in the
+            cache: as in a model, where other operators ran meanwhile.
     """
 
     name: str
@@ -78,6 +83,7 @@ class Case:
     tensors: int | None
     goal: Goal = Goal()
     fresh: bool = False
+    cold: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ def measure(case: Case, *, seconds: float, compiled: bool, places: int = PLACES)
         torch._dynamo.reset()
         stock = torch.compile(case.operator.stock, dynamic=False, fullgraph=True)
         try:
-            _call(case, stock, *_tensors(case))()
+            _call(case, stock, itertools.repeat(_tensors(case)))()
             functions["compile"] = stock
         except Exception as problem:  # no compiler on this machine, for one
             error = str(problem).strip().partition("\n")[0] or type(problem).__name__
@@ -146,24 +152,32 @@ def measure(case: Case, *, seconds: float, compiled: bool, places: int = PLACES)
         release_memory()
         # Takes the pages that were given back last, which the new tensors would get once more.
         held.append(torch.ones(SPACER_BYTES * place // 4))
-        tensors, upstream = _tensors(case)
-        calls = {
-            name: _call(case, function, tensors, upstream) for name, function in functions.items()
-        }
+        inputs = _inputs(case)
+        calls = {name: _call(case, function, inputs) for name, function in functions.items()}
         if case.tensors is not None:
-            calls["copy"] = _copy(tensors[0].detach())
+            calls["copy"] = _copy(inputs)
         if case.tensors is not None and not case.fresh:
-            held.extend(fill_holes(tensors[0].nbytes))
+            held.extend(fill_holes(next(inputs)[0][0].nbytes))
         timings.append(measure_pairs(calls, rounds=MIN_ROUNDS, seconds=seconds / places))
     return Row(case, pool(timings), check, margin, error)
 
 
-def _copy(source: Tensor) -> Callable[[], Tensor]:
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
+def _inputs(case: Case) -> Iterator[Inputs]:
+    """What the calls of all variants take, one after the other."""
+    first = _tensors(case)
+    if not case.cold:
+        return itertools.repeat(first)
+    tensors, upstream = first
+    size = sum(tensor.nbytes for tensor in (*tensors, *(upstream or ())))
+    return itertools.cycle([first, *(_tensors(case) for _ in range(COLD_BYTES // size))])
 
 
-def _tensors(case: Case) -> tuple[list[Tensor], list[Tensor] | None]:
+def _copy(inputs: Iterator[Inputs]) -> Callable[[], Tensor]:
+    target = torch.empty_like(next(inputs)[0][0])
+    return lambda: target.copy_(next(inputs)[0][0].detach())
+
+
+def _tensors(case: Case) -> Inputs:
     """The operator's tensors and, with a backward, one upstream gradient for each output."""
     tensors = case.make()
     if not case.backward:
@@ -172,12 +186,17 @@ def _tensors(case: Case) -> tuple[list[Tensor], list[Tensor] | None]:
 
 
 def _call(
-    case: Case, function: Function, tensors: Sequence[Tensor], upstream: Sequence[Tensor] | None
+    case: Case, function: Function, inputs: Iterator[Inputs]
 ) -> Callable[[], tuple[Tensor, ...]]:
     """What is timed: without a backward the function alone."""
     if not case.backward:
-        return lambda: function(*tensors)
-    return lambda: torch.autograd.grad(function(*tensors), tensors, upstream)
+        return lambda: function(*next(inputs)[0])
+
+    def forward_and_backward() -> tuple[Tensor, ...]:
+        tensors, upstream = next(inputs)
+        return torch.autograd.grad(function(*tensors), tensors, upstream)
+
+    return forward_and_backward
 
 
 def _check(case: Case) -> tuple[str, float]:

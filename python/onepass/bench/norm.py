@@ -20,6 +20,7 @@ from onepass.reference import norm as reference
 
 SHAPES = ((512, 768), (2048, 1024))
 BEYOND_CACHE = (4096, 4096)
+COLD = (2048, 384)  # a layer of the model that `onepass compare` trains
 QUICK = (64, 96)
 OVERHEAD = (4, 8)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -86,28 +87,42 @@ def cases(quick: bool = False) -> Iterator[Case]:
         for fresh in (False, True):
             for name in ("layer_norm", "rms_norm"):
                 for backward in (False, True):
-                    yield _case(name, BEYOND_CACHE, torch.float32, backward, fresh)
+                    yield _case(name, BEYOND_CACHE, torch.float32, backward, fresh=fresh)
+        for name in ("layer_norm", "rms_norm"):
+            for backward in (False, True):
+                yield _case(name, COLD, torch.float32, backward, cold=True)
     for name in ("layer_norm", "rms_norm"):
         yield from _overhead(name)
 
 
-def _case(name: str, shape: tuple, dtype: torch.dtype, backward: bool, fresh=False) -> Case:
+def _case(
+    name: str,
+    shape: tuple,
+    dtype: torch.dtype,
+    backward: bool,
+    *,
+    fresh: bool = False,
+    cold: bool = False,
+) -> Case:
     adds = name.startswith("add_")
     tensors = 4 if adds else 2
     if backward:
         tensors += 4 if adds else 3
     goal = Goal()
-    if shape in SHAPES and not fresh:
+    if shape in SHAPES:
         goal = GOALS.get((name, dtype), (goal, goal))[backward]
     phase = "forward+backward" if backward else "forward"
     return Case(
-        f"norm/{name}/{_text(dtype)}/{shape[0]}x{shape[1]}/{phase}" + ("/fresh" if fresh else ""),
+        f"norm/{name}/{_text(dtype)}/{shape[0]}x{shape[1]}/{phase}"
+        + ("/fresh" if fresh else "")
+        + ("/cold" if cold else ""),
         OPERATORS[name],
         lambda: _tensors(name, shape, dtype, backward),
         backward,
         tensors,
         goal,
         fresh,
+        cold,
     )
 
 
