@@ -70,9 +70,10 @@ message(STATUS "onepass: CUDA ${ONEPASS_CUDA_VERSION} for ${ONEPASS_CUDA_ARCHS_T
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/cuda/*/*.cu)
 onepass_op_library(onepass_cuda ${ops_sources} ${cuda_sources})
-# std::bit_cast and std::array are constexpr and nothing else says __device__.
+# std::bit_cast and std::array are constexpr and nothing else says __device__. Multiply-adds are fused
+# where the source says so, as on the CPU.
 target_compile_options(onepass_cuda PRIVATE
-  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
+  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --fmad=false>)
 target_compile_definitions(onepass_cuda PRIVATE ONEPASS_CUDA USE_CUDA)
 target_include_directories(onepass_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_link_libraries(onepass_cuda PRIVATE torch_cuda_stub)

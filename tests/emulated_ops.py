@@ -24,13 +24,24 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Calls:
     """The calls of one test: kernel names, pieces and counted bytes, by op."""
 
+    program: tuple[str, ...] = ("operators", *KERNELS)
     build: str = "plain"
     seed: int = 0
     misalign: int = 0  # bytes that tensors of rows begin beyond a multiple of 16
     done: list[dict] = field(default_factory=list)
+    instances: set[str] = field(default_factory=set)  # of the kernels that ran
 
     def of(self, op: str) -> list[dict]:
         return [call for call in self.done if call["op"] == op]
+
+
+def all_instances(build: str = "plain") -> set[str]:
+    """Every instance of a kernel that the ops could launch."""
+    return set(
+        emulated.run(
+            emulated.program("operators", build, *KERNELS), "--kernels"
+        ).stdout.splitlines()
+    )
 
 
 def on_emulated_cuda(monkeypatch, **options) -> Calls:
@@ -41,7 +52,7 @@ def on_emulated_cuda(monkeypatch, **options) -> Calls:
     return calls
 
 
-def _run(calls: Calls, op: str, numbers: dict, tensors: dict[str, Tensor | None]) -> None:
+def run(calls: Calls, op: str, numbers: dict, tensors: dict[str, Tensor | None]) -> None:
     """Runs the op; tensors that it writes change in place."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +64,8 @@ def _run(calls: Calls, op: str, numbers: dict, tensors: dict[str, Tensor | None]
             lines.append(f"{name}: {data.numel()} {offset}")
             Path(folder, f"{name}.bin").write_bytes(data.numpy().tobytes())
         Path(folder, "case.txt").write_text("\n".join(lines))
-        program = emulated.program("operators", calls.build, *KERNELS)
+        name, *kernels = calls.program
+        program = emulated.program(name, calls.build, *kernels)
         result = emulated.run(program, folder, seed=calls.seed)
         assert result.returncode == 0, f"{numbers}\n{result.stderr[-3000:]}"
         assert not result.stderr, result.stderr[-3000:]
@@ -63,6 +75,7 @@ def _run(calls: Calls, op: str, numbers: dict, tensors: dict[str, Tensor | None]
         )
         counted = {name: int(value) for name, value in counted.items()}
         calls.done.append({"op": op, "kernel": kernel, "splits": int(splits), **counted})
+        calls.instances.update(Path(folder, "kernels.txt").read_text().splitlines())
         for name, tensor in present.items():
             read = torch.frombuffer(
                 bytearray(Path(folder, f"{name}.bin").read_bytes()) or bytearray(1),
@@ -82,22 +95,37 @@ def _number(value) -> str:
         return str(int(value))
     if isinstance(value, torch.dtype):
         return str(DTYPES.index(value))
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return repr(value)
 
 
 def _rows(tensor: Tensor | None, shape) -> Tensor | None:
-    """A copy as (rows, cols) in a storage of its own; rows of a 2-D slice stay apart."""
+    """A copy as (*rows, cols), rows of up to three dimensions, in a storage of its own.
+
+    Rows that are dense keep their distances, others are packed, as the ops do it.
+    """
     if tensor is None:
         return None
-    cols = torch.Size(shape).numel()
-    rows = tensor.numel() // cols if cols else 0
-    tensor = tensor.detach()
-    if tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) > cols and rows:
-        apart = tensor.as_strided((rows - 1, tensor.stride(0)), (tensor.stride(0), 1))
-        last = tensor[-1:]
-        storage = torch.cat([apart.flatten(), last.flatten()])
-        return storage.as_strided((rows, cols), (tensor.stride(0), 1))
-    return tensor.reshape(rows, cols).clone(memory_format=torch.contiguous_format)
+    tensor = tensor.detach().flatten(tensor.dim() - len(shape))
+    if tensor.numel() and 2 <= tensor.dim() <= 4 and tensor.stride(-1) == 1:
+        reach = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in reach)
+        storage = tensor.as_strided((extent,), (1,)).clone()
+        return storage.as_strided(tensor.shape, tensor.stride())
+    if not 2 <= tensor.dim() <= 4:
+        tensor = tensor.reshape(-1, torch.Size(shape).numel())
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _row_numbers(rows: Tensor, **tensors: Tensor | None) -> dict:
+    """rows, cols, the rows' sizes, and the strides of each tensor by its name; all shaped alike."""
+    sizes = (1, 1, 1, *rows.shape[:-1])[-3:]
+    strides = {
+        f"{name}_stride": (0, 0, 0, *(() if tensor is None else tensor.stride()[:-1]))[-3:]
+        for name, tensor in tensors.items()
+    }
+    return dict(rows=rows.shape[:-1].numel(), cols=rows.shape[-1], row_size=sizes, **strides)
 
 
 def _poisoned(shape, dtype: torch.dtype, wanted: bool = True) -> Tensor | None:
@@ -126,11 +154,9 @@ def _norm_forward(
     accumulator = _accumulator(input)
     y = _poisoned(x.shape, out_dtype)
     total = _poisoned(x.shape, residual_dtype, residual is not None)
-    mean = _poisoned((x.shape[0],), accumulator, save_statistics and not rms)
-    rstd = _poisoned((x.shape[0],), accumulator, save_statistics)
-    numbers = dict(
-        rows=x.shape[0], cols=x.shape[1], input_stride=x.stride(0),
-        residual_stride=0 if stream is None else stream.stride(0),
+    mean = _poisoned(x.shape[:-1], accumulator, save_statistics and not rms)
+    rstd = _poisoned(x.shape[:-1], accumulator, save_statistics)
+    numbers = _row_numbers(x, input=x, residual=stream) | dict(
         input_dtype=input.dtype, residual_dtype=input.dtype if residual is None else residual.dtype,
         weight_dtype=input.dtype if weight is None else weight.dtype,
         bias_dtype=input.dtype if bias is None else bias.dtype,
@@ -142,7 +168,7 @@ def _norm_forward(
         residual_out=total, mean=mean, rstd=rstd,
     )  # fmt: skip
     if x.numel():
-        _run(calls, "norm_forward", numbers, tensors)
+        run(calls, "norm_forward", numbers, tensors)
     leading = input.shape[: input.dim() - len(shape)]
     return (
         y.reshape(input.shape),
@@ -163,11 +189,9 @@ def _norm_backward(
     dresidual = _poisoned(rows.shape, residual_dtype, bool(mask & 2))
     dweight = None
     if mask & 4 and weight is not None:
-        dweight = _poisoned((rows.shape[1],), weight.dtype)
-    dbias = _poisoned((rows.shape[1],), bias.dtype) if mask & 8 and bias is not None else None
-    numbers = dict(
-        rows=rows.shape[0], cols=rows.shape[1], doutput_stride=d.stride(0),
-        dresidual_out_stride=0 if above is None else above.stride(0), x_stride=rows.stride(0),
+        dweight = _poisoned(rows.shape[-1:], weight.dtype)
+    dbias = _poisoned(rows.shape[-1:], bias.dtype) if mask & 8 and bias is not None else None
+    numbers = _row_numbers(rows, doutput=d, dresidual_out=above, x=rows) | dict(
         doutput_dtype=d.dtype, x_dtype=x.dtype,
         weight_dtype=x.dtype if weight is None else weight.dtype,
         dinput_dtype=input_dtype, dresidual_dtype=residual_dtype,
@@ -180,8 +204,8 @@ def _norm_backward(
         mean=None if rms else _flat(mean), rstd=_flat(rstd), seed=seed, dinput=dinput,
         dresidual=dresidual, dweight=dweight, dbias=dbias,
     )  # fmt: skip
-    if rows.shape[1]:
-        _run(calls, "norm_backward", numbers, tensors)
+    if rows.shape[-1]:
+        run(calls, "norm_backward", numbers, tensors)
     return (
         _or_empty(dinput, x.shape, input_dtype),
         _or_empty(dresidual, x.shape, residual_dtype),
@@ -201,7 +225,7 @@ def _dropout_forward(calls, input, residual, seed, p, out_dtype):
         dropout_p=float(p),
     )  # fmt: skip
     if x.numel():
-        _run(
+        run(
             calls,
             "dropout_forward",
             numbers,

@@ -27,17 +27,12 @@ __global__ void __launch_bounds__(kThreads) dropout_forward_kernel(const Dropout
   const int64_t packs = (args.numel + kPack - 1) / kPack;
   for (int64_t pack = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; pack < packs;
        pack += threads) {
-    const Columns<kAligned> columns{1, 0, args.numel};
+    const StridedColumns<kAligned> columns{1, 0, args.numel};
     const auto input = Types::load(args.input, args.input_dtype, 0, columns, pack);
-    A value[kPack], factor[kPack];
+    A value[kPack];
     ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) {
-      value[e] = Types::value(input, e);
-      factor[e] = A(1);
-    }
-    if (args.seed) keep_factors(dropout, 0, columns, pack, factor);
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) value[e] *= factor[e];
+    for (int e = 0; e < kPack; ++e) value[e] = Types::value(input, e);
+    if (args.seed) drop(dropout, keep_bits(dropout, 0, columns, pack), value);
     if (args.residual) {
       const auto residual = Types::load(args.residual, args.residual_dtype, 0, columns, pack);
       ONEPASS_UNROLL

@@ -25,7 +25,8 @@ void launch(const LaunchShape& shape, void* /*stream*/, const Args&... args) {
   emulator::launch({.grid = {shape.blocks, 1, 1},
                     .block = {shape.threads, 1, 1},
                     .shared_bytes = shape.shared_bytes,
-                    .resident = shape.resident},
+                    .resident = shape.resident,
+                    .kernel = emulator::KernelName<kKernel>::get()},
                    [&] { kKernel(args...); });
 }
 

@@ -12,12 +12,15 @@
 #ifdef ONEPASS_EMULATE
 #include <cuda_emulator/device.h>
 #define ONEPASS_UNROLL
+#define ONEPASS_ROLL
 #else
 
 #include <cuda_runtime.h>
 
 // Before a loop over an array that must stay in registers.
 #define ONEPASS_UNROLL _Pragma("unroll")
+// Before a loop whose turns must not share registers.
+#define ONEPASS_ROLL _Pragma("unroll 1")
 
 namespace onepass::cuda {
 
@@ -150,6 +153,15 @@ __device__ __forceinline__ void store_global(T* address, const T& value) {
 
 // ---- arithmetic ---------------------------------------------------------------------------------
 
+// a * b + c, rounded once. Nowhere else: the build says --fmad=false, so that what the emulator
+// computes is what a device computes, bit for bit.
+__device__ __forceinline__ float multiply_add(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+__device__ __forceinline__ double multiply_add(double a, double b, double c) {
+  return __fma_rn(a, b, c);
+}
+
 __device__ __forceinline__ float exp2_approximate(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -175,6 +187,17 @@ __device__ __forceinline__ float widen_half(uint16_t bits) {
   return value;
 }
 
+// The same bits, of which the compiler knows nothing: what it computed from them before is not kept
+// in registers for later, but computed again.
+__device__ __forceinline__ void forget(uint32_t& bits) { asm volatile("" : "+r"(bits)); }
+
+// threadIdx.x, read again each time instead of being kept.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // ---- shared memory ------------------------------------------------------------------------------
 
 extern __shared__ __align__(16) unsigned char shared_memory[];
@@ -190,6 +213,9 @@ __device__ __forceinline__ T* shared_piece(int offset, int /*bytes*/, int /*inde
 #endif  // ONEPASS_EMULATE
 
 namespace onepass::cuda {
+
+inline constexpr int kLanes = 32;
+inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 // A block's shared memory, taken piece by piece in the same order by all of its threads. All of it
 // is dynamic: the launch says how much, and nothing is lost to what another kernel declared.

@@ -5,9 +5,7 @@
 
 namespace onepass::cuda {
 
-inline constexpr int kLanes = 32;
 inline constexpr int kMaxWarps = 16;  // of a block
-inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Elements of scratch that one reduce_row of kCount values needs.
 template <int kCount>

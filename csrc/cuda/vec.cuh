@@ -21,6 +21,16 @@ struct Raw {
   Words words[kPack * sizeof(T) / 16];
 };
 
+// Between two passes over a pack that is kept: without, its values are kept as well, widened.
+template <class T>
+__device__ __forceinline__ void forget(Raw<T>& raw) {
+  ONEPASS_UNROLL
+  for (Words& words : raw.words) {
+    ONEPASS_UNROLL
+    for (uint32_t& word : words.word) forget(word);
+  }
+}
+
 template <class T>
 __device__ __forceinline__ Accumulator<T> element(const Raw<T>& raw, int e) {
   if constexpr (sizeof(T) == 8) {
@@ -58,13 +68,15 @@ __device__ __forceinline__ Raw<T> narrow(const Accumulator<T> (&value)[kPack]) {
   return raw;
 }
 
-// Which columns of a row a thread has: packs side by side where rows are aligned, else single
-// elements side by side, so that neighbouring threads always touch neighbouring memory.
-template <bool kAligned>
-struct Columns {
+// Which columns of a row a thread has: packs if kAligned, whose cols are a multiple of kPack, else
+// single elements; either way neighbouring threads touch neighbouring memory. Here a row's packs go
+// around its threads.
+template <bool kAligned_>
+struct StridedColumns {
+  static constexpr bool kAligned = kAligned_;
   int threads;  // that share the row
   int thread;
-  int64_t cols;  // a multiple of kPack if kAligned
+  int64_t cols;
 
   // In the type of pack, so that a kernel whose rows are short computes in 32 bits.
   __device__ __forceinline__ auto of(auto pack, int e) const {
@@ -75,16 +87,71 @@ struct Columns {
   }
   // Whether any thread has something in this pack.
   __device__ __forceinline__ bool reaches(auto pack) const { return pack * kPack * threads < cols; }
+  template <class T>
+  __device__ __forceinline__ T* in(T* row, auto pack, int e) const {
+    return row + of(pack, e);
+  }
+};
+
+// Here each warp has kPacks packs per thread side by side: what a thread has lies at constant
+// distances from its first element.
+template <bool kAligned_, int kPacks>
+struct WarpColumns {
+  static constexpr bool kAligned = kAligned_;
+  int warp;  // of those that share the row
+  int lane;
+  int cols;  // few enough to be kept in registers
+
+  // From the thread's index, read anew: one made before a loop, one for each turn and one behind it
+  // keep no register from the one to the other.
+  __device__ __forceinline__ WarpColumns(int threads_per_row, int64_t columns)
+      : cols(static_cast<int>(columns)) {
+    const int thread = thread_index();
+    warp = threads_per_row > kLanes ? thread / kLanes : 0;
+    lane = thread % kLanes;
+  }
+
+  __device__ __forceinline__ int of(int pack, int e) const {
+    return static_cast<int>(first()) + distance(pack, e);
+  }
+  __device__ __forceinline__ bool has(int pack, int e) const {
+    return of(pack, kAligned ? 0 : e) < cols;
+  }
+  // Whether any thread of the warp has something in this pack.
+  __device__ __forceinline__ bool reaches(int pack) const {
+    return warp * kWarpElements + pack * kLanes * kPack < cols;
+  }
+  template <class T>
+  __device__ __forceinline__ T* in(T* row, int pack, int e) const {
+    if constexpr (!kAligned) return row + first() + distance(pack, e);
+    uint32_t column = first() + static_cast<uint32_t>(distance(pack, e));
+    forget(column);  // else a loop over rows keeps address + distance of every tensor
+    return row + column;
+  }
+  // Where shared memory holds a value for each element, without conflicts between banks.
+  __device__ __forceinline__ int slot(int pack, int e) const {
+    return warp * kWarpElements + lane + (pack * kPack + e) * kLanes;
+  }
+
+ private:
+  static constexpr int kWarpElements = kPacks * kPack * kLanes;
+
+  // Unsigned, whose upper half in an address needs no register.
+  __device__ __forceinline__ uint32_t first() const {
+    return static_cast<uint32_t>(warp * kWarpElements + (kAligned ? lane * kPack : lane));
+  }
+  static __device__ __forceinline__ int distance(int pack, int e) {
+    return kAligned ? pack * kLanes * kPack + e : (pack * kPack + e) * kLanes;
+  }
 };
 
 // Elements that are not there are zero.
-template <class T, bool kAligned>
-__device__ __forceinline__ Raw<T> load_pack(const T* row, const Columns<kAligned>& columns,
-                                            auto pack) {
-  if constexpr (kAligned) {
+template <class T, class Columns>
+__device__ __forceinline__ Raw<T> load_pack(const T* row, const Columns& columns, auto pack) {
+  if constexpr (Columns::kAligned) {
     Raw<T> raw{};
     if (columns.has(pack, 0)) {
-      const Words* source = reinterpret_cast<const Words*>(row + columns.of(pack, 0));
+      const Words* source = reinterpret_cast<const Words*>(columns.in(row, pack, 0));
       for (int i = 0; i < static_cast<int>(kPack * sizeof(T) / 16); ++i) {
         raw.words[i] = load_global(source + i);
       }
@@ -96,7 +163,7 @@ __device__ __forceinline__ Raw<T> load_pack(const T* row, const Columns<kAligned
     for (int e = 0; e < kPack; ++e) {
       value[e] = 0;
       if (columns.has(pack, e)) {
-        const T one = load_global(row + columns.of(pack, e));
+        const T one = load_global(columns.in(row, pack, e));
         if constexpr (sizeof(T) == 2) {
           value[e] = widen(one);
         } else {
@@ -108,12 +175,12 @@ __device__ __forceinline__ Raw<T> load_pack(const T* row, const Columns<kAligned
   }
 }
 
-template <class T, bool kAligned>
-__device__ __forceinline__ void store_pack(T* row, const Columns<kAligned>& columns, auto pack,
+template <class T, class Columns>
+__device__ __forceinline__ void store_pack(T* row, const Columns& columns, auto pack,
                                            const Raw<T>& raw) {
-  if constexpr (kAligned) {
+  if constexpr (Columns::kAligned) {
     if (!columns.has(pack, 0)) return;
-    Words* target = reinterpret_cast<Words*>(row + columns.of(pack, 0));
+    Words* target = reinterpret_cast<Words*>(columns.in(row, pack, 0));
     for (int i = 0; i < static_cast<int>(kPack * sizeof(T) / 16); ++i) {
       store_global(target + i, raw.words[i]);
     }
@@ -123,10 +190,9 @@ __device__ __forceinline__ void store_pack(T* row, const Columns<kAligned>& colu
       if (!columns.has(pack, e)) continue;
       if constexpr (sizeof(T) == 2) {
         const uint32_t pair = raw.words[0].word[e / 2];
-        store_global(row + columns.of(pack, e),
-                     T{static_cast<uint16_t>(e % 2 ? pair >> 16 : pair)});
+        store_global(columns.in(row, pack, e), T{static_cast<uint16_t>(e % 2 ? pair >> 16 : pair)});
       } else {
-        store_global(row + columns.of(pack, e), element<T>(raw, e));
+        store_global(columns.in(row, pack, e), element<T>(raw, e));
       }
     }
   }
@@ -138,18 +204,19 @@ struct Same {
   using A = Accumulator<T>;
   using Kept = Raw<T>;
 
-  template <bool kAligned>
+  template <class Columns>
   static __device__ __forceinline__ Kept load(const void* base, DType, int64_t offset,
-                                              const Columns<kAligned>& columns, auto pack) {
+                                              const Columns& columns, auto pack) {
     return load_pack(static_cast<const T*>(base) + offset, columns, pack);
   }
   static __device__ __forceinline__ A value(const Kept& kept, int e) { return element<T>(kept, e); }
+  static __device__ __forceinline__ void forget(Kept& kept) { cuda::forget(kept); }
   static __device__ __forceinline__ Kept round(const A (&value)[kPack], DType) {
     return narrow<T>(value);
   }
-  template <bool kAligned>
+  template <class Columns>
   static __device__ __forceinline__ void store(void* base, DType, int64_t offset,
-                                               const Columns<kAligned>& columns, auto pack,
+                                               const Columns& columns, auto pack,
                                                const Kept& kept) {
     store_pack(static_cast<T*>(base) + offset, columns, pack, kept);
   }
@@ -162,9 +229,9 @@ struct Mixed {
     float element[kPack];
   };
 
-  template <bool kAligned>
+  template <class Columns>
   static __device__ __forceinline__ Kept load(const void* base, DType dtype, int64_t offset,
-                                              const Columns<kAligned>& columns, auto pack) {
+                                              const Columns& columns, auto pack) {
     Kept kept;
     visit_dtype_up_to_float32(dtype, [&]<class T>() {
       const Raw<T> raw = load_pack(static_cast<const T*>(base) + offset, columns, pack);
@@ -174,6 +241,7 @@ struct Mixed {
     return kept;
   }
   static __device__ __forceinline__ float value(const Kept& kept, int e) { return kept.element[e]; }
+  static __device__ __forceinline__ void forget(Kept&) {}  // kept as values
   static __device__ __forceinline__ Kept round(const float (&value)[kPack], DType dtype) {
     Kept kept;
     visit_dtype_up_to_float32(dtype, [&]<class T>() {
@@ -183,9 +251,9 @@ struct Mixed {
     });
     return kept;
   }
-  template <bool kAligned>
+  template <class Columns>
   static __device__ __forceinline__ void store(void* base, DType dtype, int64_t offset,
-                                               const Columns<kAligned>& columns, auto pack,
+                                               const Columns& columns, auto pack,
                                                const Kept& kept) {
     visit_dtype_up_to_float32(dtype, [&]<class T>() {
       store_pack(static_cast<T*>(base) + offset, columns, pack, narrow<T>(kept.element));
@@ -194,10 +262,9 @@ struct Mixed {
 };
 
 // A pack of a tensor of any dtype that is accumulated in A, as values; for weight and bias.
-template <class A, bool kAligned>
+template <class A, class Columns>
 __device__ __forceinline__ void load_values(const void* base, DType dtype, const A& missing,
-                                            const Columns<kAligned>& columns, auto pack,
-                                            A (&value)[kPack]) {
+                                            const Columns& columns, auto pack, A (&value)[kPack]) {
   if (!base) {
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) value[e] = missing;
@@ -212,30 +279,41 @@ __device__ __forceinline__ void load_values(const void* base, DType dtype, const
   }
 }
 
-// Dropout's factors, 0 or the scale, of a pack of the row that begins at `first_element`.
-template <class A, bool kAligned>
-__device__ __forceinline__ void keep_factors(const Dropout& dropout, int64_t first_element,
-                                             const Columns<kAligned>& columns, auto pack,
-                                             A (&factor)[kPack]) {
+// Which elements of a pack dropout keeps, a bit each; the row begins at `first_element`.
+template <class Columns>
+__device__ __forceinline__ uint32_t keep_bits(const Dropout& dropout, int64_t first_element,
+                                              const Columns& columns, auto pack) {
+  const auto is_kept = [&](uint32_t word, int half) {
+    return static_cast<uint32_t>((word >> half * 16 & 0xffffu) >= dropout.threshold);
+  };
+  uint32_t kept = 0;
+  if constexpr (Columns::kAligned) {
+    const auto words =
+        dropout_block(dropout, static_cast<uint64_t>(first_element + columns.of(pack, 0)) / 8);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) kept |= is_kept(words[e / 2], e % 2) << e;
+  } else {
+    // One at a time: eight generators side by side would need all registers there are.
+    ONEPASS_ROLL
+    for (int e = 0; e < kPack; ++e) {
+      const uint64_t index = static_cast<uint64_t>(first_element + columns.of(pack, e));
+      const auto words = dropout_block(dropout, index / 8);
+      const int lane = static_cast<int>(index % 8);
+      // Selected: an array with a computed index would leave the registers.
+      const uint32_t low = lane & 2 ? words[1] : words[0], high = lane & 2 ? words[3] : words[2];
+      kept |= is_kept(lane & 4 ? high : low, lane % 2) << e;
+    }
+  }
+  return kept;
+}
+
+// value *= scale where kept, else 0.
+template <class A>
+__device__ __forceinline__ void drop(const Dropout& dropout, uint32_t kept, A (&value)[kPack]) {
   const A scale =
       sizeof(A) == 8 ? A(65536.0 / (65536.0 - dropout.threshold)) : static_cast<A>(dropout.scale);
-  std::array<uint32_t, 4> words{};
-  if (kAligned) {
-    words = dropout_block(dropout, static_cast<uint64_t>(first_element + columns.of(pack, 0)) / 8);
-  }
   ONEPASS_UNROLL
-  for (int e = 0; e < kPack; ++e) {
-    int lane = e;
-    if (!kAligned) {
-      const uint64_t index = static_cast<uint64_t>(first_element + columns.of(pack, e));
-      words = dropout_block(dropout, index / 8);
-      lane = static_cast<int>(index % 8);
-    }
-    // Selected: an array with a computed index would leave the registers.
-    const uint32_t low = lane & 2 ? words[1] : words[0], high = lane & 2 ? words[3] : words[2];
-    const uint32_t drawn = (lane & 4 ? high : low) >> (lane % 2 * 16) & 0xffffu;
-    factor[e] = drawn < dropout.threshold ? A(0) : scale;
-  }
+  for (int e = 0; e < kPack; ++e) value[e] *= kept >> e & 1 ? scale : A(0);
 }
 
 }  // namespace onepass::cuda

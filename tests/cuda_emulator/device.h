@@ -156,6 +156,13 @@ void store_global(T* address, const T& value) {
 
 // ---- arithmetic ---------------------------------------------------------------------------------
 
+inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+inline double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
+
+inline void forget(uint32_t&) {}
+
+inline int thread_index() { return static_cast<int>(threadIdx.x); }
+
 inline float exp2_approximate(float x) { return std::exp2(x); }
 
 template <class T>

@@ -108,6 +108,8 @@ struct Machine {  // the one device
   std::vector<std::unique_ptr<Block>> ended;  // of this launch: freed memory would be used again
   std::mt19937_64 random{0};
   Counters counters;
+  std::vector<std::string> kernels;
+  std::vector<std::string> launched;
   char end_tag;
 };
 
@@ -285,6 +287,8 @@ void fail(const std::string& what) {
 }
 
 const Counters& counters() { return machine().counters; }
+std::vector<std::string>& kernels() { return machine().kernels; }
+const std::vector<std::string>& launched() { return machine().launched; }
 void count_read(size_t bytes) { machine().counters.global_read += bytes; }
 void count_written(size_t bytes) { machine().counters.global_written += bytes; }
 
@@ -389,6 +393,8 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
     fail(std::to_string(launch.shared_bytes) + " bytes of shared memory in one block");
   }
   ++m.counters.launches;
+  m.counters.shared = std::max<uint64_t>(m.counters.shared, launch.shared_bytes);
+  m.launched.emplace_back(launch.kernel);
   m.kernel = &kernel;
 #if defined(EMULATOR_THREAD)
   m.host_fiber = __tsan_get_current_fiber();

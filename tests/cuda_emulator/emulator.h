@@ -61,6 +61,7 @@ struct Counters {
   uint64_t global_read = 0;     // bytes
   uint64_t global_written = 0;  // bytes
   uint64_t launches = 0;
+  uint64_t shared = 0;  // bytes of a block, the most of all launches
 };
 const Counters& counters();
 void count_read(size_t bytes);
@@ -79,8 +80,26 @@ struct Launch {
   dim3 block;
   size_t shared_bytes = 0;
   int resident = 1;  // blocks that run at the same time
+  const char* kernel = "";
 };
 void launch(const Launch& launch, const std::function<void()>& kernel);
+
+// Every kernel that the program could launch, and those that it did, in order.
+std::vector<std::string>& kernels();
+const std::vector<std::string>& launched();
+
+// The instance's name. Using it lists the kernel, also if the line that does is never reached.
+template <auto kKernel>
+class KernelName {
+ public:
+  static const char* get() {
+    (void)kListed;
+    return __PRETTY_FUNCTION__;
+  }
+
+ private:
+  static inline const bool kListed = (kernels().push_back(get()), true);
+};
 
 // Of the order in which blocks and threads run.
 void set_seed(uint64_t seed);

@@ -209,13 +209,12 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
 
   const auto run_block = [&](BackwardRows<A>& rows, int64_t row, auto row_count) {
     for (int r = 0; r < row_count; ++r) {
-      rows.doutput[r] =
-          at(args.doutput, row_offset(args.row_size, args.doutput_stride, row + r) * doutput_size);
-      rows.x[r] = at(args.x, row_offset(args.row_size, args.x_stride, row + r) * x_size);
+      const RowIndex index = row_index(args.row_size, row + r);
+      rows.doutput[r] = at(args.doutput, row_offset(index, args.doutput_stride) * doutput_size);
+      rows.x[r] = at(args.x, row_offset(index, args.x_stride) * x_size);
       rows.dresidual_out[r] =
           args.dresidual_out
-              ? at(args.dresidual_out,
-                   row_offset(args.row_size, args.dresidual_out_stride, row + r) * x_size)
+              ? at(args.dresidual_out, row_offset(index, args.dresidual_out_stride) * x_size)
               : nullptr;
       rows.mean[r] = args.mean ? static_cast<const A*>(args.mean)[row + r] : A(0);
       rows.rstd[r] = static_cast<const A*>(args.rstd)[row + r];

@@ -204,13 +204,11 @@ void run(const NormForward& args, const Plan& plan, void* workspace, const Conte
         for_each_row_block(begin, end, args.cols, [&](int64_t row, auto row_count) {
           ForwardRows<A> rows;
           for (int r = 0; r < row_count; ++r) {
-            const char* x =
-                input + row_offset(args.row_size, args.input_stride, row + r) * input_size;
+            const RowIndex index = row_index(args.row_size, row + r);
+            const char* x = input + row_offset(index, args.input_stride) * input_size;
             if (residual) {
               char* sum = residual_out + (row + r) * residual_out_row_bytes;
-              path.add_row(x,
-                           residual + row_offset(args.row_size, args.residual_stride, row + r) *
-                                          residual_size,
+              path.add_row(x, residual + row_offset(index, args.residual_stride) * residual_size,
                            sum, args.cols, dropout, (row + r) * args.cols);
               x = sum;
             }

@@ -21,26 +21,60 @@ struct RowMeans {
   A gh;  // of g * h
 };
 
-// Element offsets of a row in its tensors, taken once: their divisions need registers too.
+// What every thread of a block would hold, kept in shared memory because registers are short.
+struct BlockConstants {
+  int64_t first_row;
+  int rows;
+  Dropout dropout;
+  double per_size[kRowDims];  // 1 / size of the rows' dimensions
+  double per_column;          // 1 / cols
+
+  // The block's part of the rows: a function of the shape and of the number of parts.
+  __device__ __forceinline__ BlockConstants(const NormBackward& args, int64_t part, int64_t parts)
+      : first_row(args.rows * part / parts),
+        rows(static_cast<int>(args.rows * (part + 1) / parts - first_row)),
+        dropout(args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{}),
+        per_size{1.0 / args.row_size[0], 1.0 / args.row_size[1], 1.0 / args.row_size[2]},
+        per_column(1.0 / args.cols) {}
+};
+
+// n / d without the division, which is a function that needs many registers; for 0 <= n < 2^52,
+// where n * per_d is off by less than one.
+__device__ __forceinline__ int64_t quotient(int64_t n, int64_t d, double per_d) {
+  const int64_t about = static_cast<int64_t>(static_cast<double>(n) * per_d);
+  const int64_t rest = n - about * d;
+  return rest < 0 ? about - 1 : rest >= d ? about + 1 : about;
+}
+
+// row_index without divisions.
+__device__ __forceinline__ RowIndex row_index_by_inverse(const int64_t (&size)[kRowDims],
+                                                         const double* per_size, int64_t row) {
+  if (size[0] == 1 && size[1] == 1) return {{0, 0, row}};
+  const int64_t outer = quotient(row, size[2], per_size[2]);
+  const int64_t outermost = quotient(outer, size[1], per_size[1]);
+  return {{outermost, outer - outermost * size[1], row - outer * size[2]}};
+}
+
+// Element offsets of a row in its tensors.
 struct RowOffsets {
   int64_t doutput;
   int64_t x;
   int64_t dresidual_out;
   int64_t dense;  // in what is contiguous
 
-  __device__ __forceinline__ RowOffsets(const NormBackward& args, int64_t row)
-      : doutput(row_offset(args.row_size, args.doutput_stride, row)),
-        x(row_offset(args.row_size, args.x_stride, row)),
-        dresidual_out(args.dresidual_out ? row_offset(args.row_size, args.dresidual_out_stride, row)
-                                         : 0),
+  __device__ __forceinline__ RowOffsets(const NormBackward& args, int64_t row,
+                                        const RowIndex& index)
+      : doutput(row_offset(index, args.doutput_stride)),
+        x(row_offset(index, args.x_stride)),
+        dresidual_out(row_offset(index, args.dresidual_out_stride)),
         dense(row * args.cols) {}
 };
 
 // dx of one pack, and what it adds to dweight and dbias.
-template <class Types, bool kAligned>
+template <class Types, class Columns>
 __device__ __forceinline__ void apply_pack(
-    const NormBackward& args, const Dropout& dropout, const RowOffsets& row,
-    const Columns<kAligned>& columns, auto pack, const typename Types::Kept& doutput,
+    const NormBackward& args, const Dropout& dropout, uint32_t kept, const RowOffsets& row,
+    const Columns& columns, auto pack, const typename Types::Kept& doutput,
     const typename Types::Kept& x, const typename Types::A* weight, typename Types::A mean,
     typename Types::A rstd, const RowMeans<typename Types::A>& means,
     typename Types::A (&dweight)[kPack], typename Types::A (&dbias)[kPack]) {
@@ -50,8 +84,10 @@ __device__ __forceinline__ void apply_pack(
   for (int e = 0; e < kPack; ++e) {
     const A d = Types::value(doutput, e);
     const A h = (Types::value(x, e) - mean) * rstd;
-    dx[e] = (d * weight[e] - means.g - h * means.gh) * rstd;
-    dweight[e] += d * h;
+    // Not fused: the difference is exactly zero in a row of one column.
+    const A g = d * weight[e] - means.g;
+    dx[e] = multiply_add(-h, means.gh, g) * rstd;
+    dweight[e] = multiply_add(d, h, dweight[e]);
     dbias[e] += d;
   }
   if (args.dresidual_out) {
@@ -65,12 +101,7 @@ __device__ __forceinline__ void apply_pack(
                  Types::round(dx, args.dresidual_dtype));
   }
   if (args.dinput) {
-    if (args.seed) {
-      A factor[kPack];
-      keep_factors(dropout, row.dense, columns, pack, factor);
-      ONEPASS_UNROLL
-      for (int e = 0; e < kPack; ++e) dx[e] *= factor[e];
-    }
+    if (args.seed) drop(dropout, kept, dx);
     Types::store(args.dinput, args.dinput_dtype, row.dense, columns, pack,
                  Types::round(dx, args.dinput_dtype));
   }
@@ -87,123 +118,133 @@ __device__ __forceinline__ A statistic(const void* base, int64_t row) {
   return base ? broadcast(static_cast<const A*>(base) + row) : A(0);
 }
 
+// One pack of a part's sums, (2, cols).
+template <class A, class Columns>
+__device__ __forceinline__ void store_partials(const NormBackward& args, A* target,
+                                               const Columns& columns, auto pack,
+                                               const A (&dweight)[kPack], const A (&dbias)[kPack]) {
+  if (args.dweight) store_pack(target, columns, pack, narrow<A>(dweight));
+  if (args.dbias) store_pack(target + args.cols, columns, pack, narrow<A>(dbias));
+}
+
+// Whether doutput waits in shared memory for the sums of its row.
+template <int kPacks>
+inline constexpr bool kIsParked = kPacks == 4;
+
 // Rows in registers. A block has a run of rows, in parts that follow from the shape, and leaves
 // its sums in partials (parts, 2, cols).
 template <class Types, int kPacks, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     norm_backward_kernel(const NormBackward args, const int threads_per_row,
                          typename Types::A* partials) {
   using A = typename Types::A;
   const int thread = static_cast<int>(threadIdx.x);
-  const int rows_per_block = static_cast<int>(blockDim.x) / threads_per_row;
-  const int group = thread / threads_per_row;
-  const Columns<kAligned> columns{threads_per_row, thread % threads_per_row, args.cols};
+  const int rows_per_block = threads_per_row > kLanes ? 1 : static_cast<int>(blockDim.x) / kLanes;
+  const int group = threads_per_row > kLanes ? 0 : thread / kLanes;
   const int row_elements = threads_per_row * kPacks * kPack;
   SharedMemory shared;
-  A* scratch[2] = {shared.take<A>(kReduceScratch<2>), shared.take<A>(kReduceScratch<2>)};
-  A* weights = shared.take<A>(row_elements);  // by element of a thread's packs, then thread
-  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-  const A n = static_cast<A>(args.cols);
-
-  // Each row's threads would read the weight again: it is read once per block.
-  if (group == 0) {
-    ONEPASS_UNROLL
-    for (int p = 0; p < kPacks; ++p) {
-      A weight[kPack];
-      load_values(args.weight, args.weight_dtype, A(1), columns, p, weight);
-      ONEPASS_UNROLL
-      for (int e = 0; e < kPack; ++e) {
-        weights[(p * kPack + e) * threads_per_row + columns.thread] =
-            weight[e] + static_cast<A>(args.weight_offset);
-      }
-    }
-  }
+  A* scratch = shared.take<A>(2 * kReduceScratch<2>);  // of even and of odd rows
+  A* weights = shared.take<A>(rows_per_block > 1 ? 2 * row_elements : row_elements);
+  // Between its two uses, where the sums of many columns leave no registers for it.
+  typename Types::Kept* parked =
+      kIsParked<kPacks> ? shared.take<typename Types::Kept>(kPacks * blockDim.x) : nullptr;
+  BlockConstants* constants = shared.take<BlockConstants>(1);
+  if (thread == 0) *constants = BlockConstants(args, blockIdx.x, gridDim.x);
+  stage_values<kPacks>(args.weight, args.weight_dtype, A(1), static_cast<A>(args.weight_offset),
+                       WarpColumns<kAligned, kPacks>(threads_per_row, args.cols), group,
+                       rows_per_block, weights);
   __syncthreads();
 
   A dweight[kPacks][kPack] = {}, dbias[kPacks][kPack] = {};
-  const int64_t parts = gridDim.x;
-  const int64_t first = args.rows * blockIdx.x / parts;
-  const int64_t last = args.rows * (blockIdx.x + 1) / parts;
-  int turn = 0;
-  for (int64_t row = first + group; row < last; row += rows_per_block, turn ^= 1) {
-    const RowOffsets offsets(args, row);
+  for (int r = group; r < constants->rows; r += rows_per_block) {
+    const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
+    const int64_t row = constants->first_row + r;
+    const RowOffsets offsets(args, row,
+                             row_index_by_inverse(args.row_size, constants->per_size, row));
     const A mean = statistic<A>(args.mean, row);
     const A rstd = statistic<A>(args.rstd, row);
+    // First, while few registers are taken: the generator needs many.
+    uint32_t kept = 0;
+    if (args.seed) {
+      static_assert(kPacks * kPack <= 32);
+      ONEPASS_ROLL
+      for (int p = 0; p < kPacks; ++p) {
+        kept |= keep_bits(constants->dropout, offsets.dense, columns, p) << p * kPack;
+      }
+    }
     typename Types::Kept doutput[kPacks], x[kPacks];
     A means[2] = {};  // of g * (x - mean), of g
     ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
       doutput[p] = Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, p);
       x[p] = Types::load(args.x, args.x_dtype, offsets.x, columns, p);
+      A weight[kPack];
+      staged_pack(weights, columns, p, weight);
       ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) {
-        const A g = Types::value(doutput[p], e) *
-                    weights[(p * kPack + e) * threads_per_row + columns.thread];
-        means[0] += g * (Types::value(x[p], e) - mean);
+        const A g = Types::value(doutput[p], e) * weight[e];
+        means[0] = multiply_add(g, Types::value(x[p], e) - mean, means[0]);
         means[1] += g;
       }
+      if constexpr (kIsParked<kPacks>) parked[p * blockDim.x + thread] = doutput[p];
     }
-    reduce_row(means, threads_per_row, scratch[turn]);
-    const RowMeans<A> of_row{args.rms ? A(0) : means[1] / n, means[0] * rstd / n};
+    reduce_row(means, threads_per_row, scratch + (r & 1) * kReduceScratch<2>);
+    const A per_column = static_cast<A>(constants->per_column);
+    const RowMeans<A> of_row{args.rms ? A(0) : means[1] * per_column, means[0] * rstd * per_column};
     ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
-      if (!columns.reaches(p)) continue;
-      A weight[kPack];
-      ONEPASS_UNROLL
-      for (int e = 0; e < kPack; ++e) {
-        weight[e] = weights[(p * kPack + e) * threads_per_row + columns.thread];
+      if constexpr (kIsParked<kPacks>) {
+        doutput[p] = parked[p * blockDim.x + thread];
+      } else {
+        Types::forget(doutput[p]);
       }
-      apply_pack<Types>(args, dropout, offsets, columns, p, doutput[p], x[p], weight, mean, rstd,
-                        of_row, dweight[p], dbias[p]);
+      Types::forget(x[p]);
+      A weight[kPack];
+      staged_pack(weights, columns, p, weight);
+      apply_pack<Types>(args, constants->dropout, kept >> p * kPack & 0xffu, offsets, columns, p,
+                        doutput[p], x[p], weight, mean, rstd, of_row, dweight[p], dbias[p]);
     }
   }
 
-  A* const target = partials + static_cast<int64_t>(blockIdx.x) * 2 * args.cols;
-  const auto store = [&](int p, int e, A of_weight, A of_bias) {
-    if (!columns.has(p, e)) return;
-    if (args.dweight) store_global(target + columns.of(p, e), of_weight);
-    if (args.dbias) store_global(target + args.cols + columns.of(p, e), of_bias);
-  };
-  if (rows_per_block == 1) {
-    ONEPASS_UNROLL
-    for (int p = 0; p < kPacks; ++p) {
-      ONEPASS_UNROLL
-      for (int e = 0; e < kPack; ++e) store(p, e, dweight[p][e], dbias[p][e]);
-    }
-    return;
-  }
-  // The warps' sums are added up in order.
-  A* sums = shared.take<A>(2 * row_elements);  // as weights, of dweight and of dbias
-  for (int warp = 0; warp < rows_per_block; ++warp) {
-    if (group == warp) {
+  // The sums of a block's warps, if it has one per row, are added up in order.
+  const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
+  constexpr int kWarpRow = kLanes * kPacks * kPack;
+  A* sums = weights;  // of dweight and, kWarpRow further, of dbias
+  if (rows_per_block > 1) {
+    for (int warp = 0; warp < rows_per_block; ++warp) {
+      __syncthreads();
+      if (group != warp) continue;
       ONEPASS_UNROLL
       for (int p = 0; p < kPacks; ++p) {
-        ONEPASS_UNROLL
-        for (int e = 0; e < kPack; ++e) {
-          A* const sum = sums + (p * kPack + e) * threads_per_row + columns.thread;
-          const A of_weight = warp == 0 ? dweight[p][e] : sum[0] + dweight[p][e];
-          const A of_bias = warp == 0 ? dbias[p][e] : sum[row_elements] + dbias[p][e];
-          sum[0] = of_weight;
-          sum[row_elements] = of_bias;
-          if (warp == rows_per_block - 1) store(p, e, of_weight, of_bias);
-        }
+        add_staged(dweight[p], columns, p, warp > 0, sums);
+        add_staged(dbias[p], columns, p, warp > 0, sums + kWarpRow);
       }
     }
     __syncthreads();
+  }
+  A* const target = partials + static_cast<int64_t>(blockIdx.x) * 2 * args.cols;
+  ONEPASS_UNROLL
+  for (int p = 0; p < kPacks; ++p) {
+    if (p % rows_per_block != group) continue;
+    if (rows_per_block > 1) {
+      staged_pack(sums, columns, p, dweight[p]);
+      staged_pack(sums + kWarpRow, columns, p, dbias[p]);
+    }
+    store_partials(args, target, columns, p, dweight[p], dbias[p]);
   }
 }
 
 // Long rows, first: the means of each row.
 template <class Types, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     norm_backward_means_kernel(const NormBackward args, RowMeans<typename Types::A>* means) {
   using A = typename Types::A;
   SharedMemory shared;
   A* scratch = shared.take<A>(kReduceScratch<2>);
   const int64_t row = blockIdx.x;
-  const Columns<kAligned> columns{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x),
-                                  args.cols};
-  const RowOffsets offsets(args, row);
+  const StridedColumns<kAligned> columns{static_cast<int>(blockDim.x),
+                                         static_cast<int>(threadIdx.x), args.cols};
+  const RowOffsets offsets(args, row, row_index(args.row_size, row));
   const A mean = statistic<A>(args.mean, row);
   const A rstd = statistic<A>(args.rstd, row);
   A sums[2] = {};
@@ -215,7 +256,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       const A g = Types::value(doutput, e) * (weight[e] + static_cast<A>(args.weight_offset));
-      sums[0] += columns.has(p, e) ? g * (Types::value(x, e) - mean) : A(0);
+      if (columns.has(p, e)) sums[0] = multiply_add(g, Types::value(x, e) - mean, sums[0]);
       sums[1] += g;
     }
   }
@@ -226,40 +267,50 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// Long rows, second: a block has kMaxThreads packs of columns (blockIdx.x / parts) of a run of rows
+// Long rows, second: a block has a pack per thread (blockIdx.x / parts) of a run of rows
 // (blockIdx.x % parts).
+template <class A>
+inline constexpr int kColumnsThreads = sizeof(A) == 8 ? kMaxThreads / 2 : kMaxThreads;
+
 template <class Types, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kColumnsThreads<typename Types::A>, 1)
     norm_backward_columns_kernel(const NormBackward args, const RowMeans<typename Types::A>* means,
                                  const int parts, typename Types::A* partials) {
   using A = typename Types::A;
-  const Columns<kAligned> columns{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x),
-                                  args.cols};
+  const StridedColumns<kAligned> columns{static_cast<int>(blockDim.x),
+                                         static_cast<int>(threadIdx.x), args.cols};
   const int64_t pack = blockIdx.x / parts;
   const int64_t part = blockIdx.x % parts;
-  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-  A weight[kPack];
-  load_values(args.weight, args.weight_dtype, A(1), columns, pack, weight);
+  SharedMemory shared;
+  BlockConstants* constants = shared.take<BlockConstants>(1);
+  if (threadIdx.x == 0) *constants = BlockConstants(args, part, parts);
+  __syncthreads();
+  A* weights = shared.take<A>(kPack * kColumnsThreads<A>) + threadIdx.x;  // each thread's own
+  A value[kPack];
+  load_values(args.weight, args.weight_dtype, A(1), columns, pack, value);
   ONEPASS_UNROLL
-  for (int e = 0; e < kPack; ++e) weight[e] += static_cast<A>(args.weight_offset);
+  for (int e = 0; e < kPack; ++e) {
+    weights[e * kColumnsThreads<A>] = value[e] + static_cast<A>(args.weight_offset);
+  }
   A dweight[kPack] = {}, dbias[kPack] = {};
-  for (int64_t row = args.rows * part / parts; row < args.rows * (part + 1) / parts; ++row) {
-    const RowOffsets offsets(args, row);
+  for (int r = 0; r < constants->rows; ++r) {
+    const int64_t row = constants->first_row + r;
+    const RowOffsets offsets(args, row,
+                             row_index_by_inverse(args.row_size, constants->per_size, row));
     const auto doutput =
         Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, pack);
     const auto x = Types::load(args.x, args.x_dtype, offsets.x, columns, pack);
     const RowMeans<A> of_row{broadcast(&means[row].g), broadcast(&means[row].gh)};
-    apply_pack<Types>(args, dropout, offsets, columns, pack, doutput, x, weight,
+    A weight[kPack];
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) weight[e] = weights[e * kColumnsThreads<A>];
+    const uint32_t kept =
+        args.seed ? keep_bits(constants->dropout, offsets.dense, columns, pack) : 0;
+    apply_pack<Types>(args, constants->dropout, kept, offsets, columns, pack, doutput, x, weight,
                       statistic<A>(args.mean, row), statistic<A>(args.rstd, row), of_row, dweight,
                       dbias);
   }
-  A* const target = partials + part * 2 * args.cols;
-  ONEPASS_UNROLL
-  for (int e = 0; e < kPack; ++e) {
-    if (!columns.has(pack, e)) continue;
-    if (args.dweight) store_global(target + columns.of(pack, e), dweight[e]);
-    if (args.dbias) store_global(target + args.cols + columns.of(pack, e), dbias[e]);
-  }
+  store_partials(args, partials + part * 2 * args.cols, columns, pack, dweight, dbias);
 }
 
 template <class A>
@@ -280,7 +331,7 @@ __device__ __forceinline__ void store_gradient(void* base, DType dtype, int64_t 
 
 // Adds up the parts, a thread per column: eight running sums, then a fixed tree.
 template <class A>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     norm_backward_reduce_kernel(const NormBackward args, const A* partials, const int parts) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (column >= args.cols) return;
@@ -371,24 +422,27 @@ void run_backward(const NormBackward& args, const Plan& plan, void* workspace,
     LaunchShape shape{.blocks = static_cast<unsigned>(parts),
                       .threads = static_cast<unsigned>(geometry.threads)};
     if (args.rows > 0 && geometry.packs > 0) {
-      const int64_t row_elements =
-          static_cast<int64_t>(geometry.threads_per_row) * geometry.packs * kPack;
-      const int64_t arrays = geometry.rows_per_block() > 1 ? 3 : 1;
-      shape.shared_bytes = (2 * kReduceScratch<2> + arrays * row_elements) * sizeof(A);
+      const int arrays = geometry.rows_per_block() > 1 ? 2 : 1;
+      shape.shared_bytes = sizeof(BlockConstants) +
+                           (2 * kReduceScratch<2> + arrays * geometry.row_elements()) * sizeof(A);
       visit_geometry<kBackwardPacks<Types>>(geometry, [&]<int kPacks, bool kAligned>() {
+        if (kIsParked<kPacks>) {
+          shape.shared_bytes += kPacks * geometry.threads * sizeof(typename Types::Kept);
+        }
         launch<norm_backward_kernel<Types, kPacks, kAligned>>(shape, context.stream, args,
                                                               geometry.threads_per_row, partials);
       });
     } else if (args.rows > 0) {
       auto* const means = reinterpret_cast<RowMeans<A>*>(partials + 2 * parts * args.cols);
-      const int64_t tile = static_cast<int64_t>(geometry.threads) * kPack;
+      constexpr int64_t tile = kColumnsThreads<A> * kPack;
       const int64_t tiles = (args.cols + tile - 1) / tile;
       visit_bool(geometry.aligned, [&]<bool kAligned>() {
         shape.blocks = static_cast<unsigned>(args.rows);
         shape.shared_bytes = kReduceScratch<2> * sizeof(A);
         launch<norm_backward_means_kernel<Types, kAligned>>(shape, context.stream, args, means);
         shape.blocks = static_cast<unsigned>(tiles * parts);
-        shape.shared_bytes = 0;
+        shape.threads = kColumnsThreads<A>;
+        shape.shared_bytes = sizeof(BlockConstants) + tile * sizeof(A);
         launch<norm_backward_columns_kernel<Types, kAligned>>(
             shape, context.stream, args, static_cast<const RowMeans<A>*>(means), parts, partials);
       });

@@ -32,27 +32,21 @@ __device__ __forceinline__ void merge(Moments<A>& into, const Moments<A>& other)
 }
 
 // x of one pack: input, or residual + dropout(input) rounded to residual_out, which is written.
-template <class Types, bool kAligned>
+template <class Types, class Columns>
 __device__ __forceinline__ typename Types::Kept take_x(const NormForward& args,
                                                        const Dropout& dropout, int64_t row,
-                                                       const Columns<kAligned>& columns,
-                                                       auto pack) {
+                                                       const RowIndex& index,
+                                                       const Columns& columns, auto pack) {
   using A = typename Types::A;
-  const auto input = Types::load(args.input, args.input_dtype,
-                                 row_offset(args.row_size, args.input_stride, row), columns, pack);
+  const auto input = Types::load(args.input, args.input_dtype, row_offset(index, args.input_stride),
+                                 columns, pack);
   if (!args.residual) return input;
-  const auto residual =
-      Types::load(args.residual, args.residual_dtype,
-                  row_offset(args.row_size, args.residual_stride, row), columns, pack);
+  const auto residual = Types::load(args.residual, args.residual_dtype,
+                                    row_offset(index, args.residual_stride), columns, pack);
   A sum[kPack];
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) sum[e] = Types::value(input, e);
-  if (args.seed) {
-    A factor[kPack];
-    keep_factors(dropout, row * args.cols, columns, pack, factor);
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) sum[e] *= factor[e];
-  }
+  if (args.seed) drop(dropout, keep_bits(dropout, row * args.cols, columns, pack), sum);
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) sum[e] += Types::value(residual, e);
   const auto x = Types::round(sum, args.residual_out_dtype);
@@ -60,20 +54,28 @@ __device__ __forceinline__ typename Types::Kept take_x(const NormForward& args,
   return x;
 }
 
-// y = (x - mean) * rstd * (weight + offset) + bias of one pack.
-template <class Types, bool kAligned>
-__device__ __forceinline__ void scale_pack(const NormForward& args, int64_t row,
-                                           const Columns<kAligned>& columns, auto pack,
-                                           const typename Types::Kept& x, typename Types::A mean,
-                                           typename Types::A rstd) {
-  using A = typename Types::A;
-  A weight[kPack], bias[kPack], y[kPack];
+// Weight plus offset, and bias, of one pack.
+template <class A, class Columns>
+__device__ __forceinline__ void load_scales(const NormForward& args, const Columns& columns,
+                                            auto pack, A (&weight)[kPack], A (&bias)[kPack]) {
   load_values(args.weight, args.weight_dtype, A(1), columns, pack, weight);
   load_values(args.bias, args.bias_dtype, A(0), columns, pack, bias);
-  const A offset = static_cast<A>(args.weight_offset);
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) weight[e] += static_cast<A>(args.weight_offset);
+}
+
+// y = (x - mean) * rstd * weight + bias of one pack.
+template <class Types, class Columns>
+__device__ __forceinline__ void scale_pack(const NormForward& args, int64_t row,
+                                           const Columns& columns, auto pack,
+                                           const typename Types::Kept& x, typename Types::A mean,
+                                           typename Types::A rstd,
+                                           const typename Types::A (&weight)[kPack],
+                                           const typename Types::A (&bias)[kPack]) {
+  typename Types::A y[kPack];
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
-    y[e] = (Types::value(x, e) - mean) * rstd * (weight[e] + offset) + bias[e];
+    y[e] = multiply_add((Types::value(x, e) - mean) * rstd, weight[e], bias[e]);
   }
   Types::store(args.output, args.output_dtype, row * args.cols, columns, pack,
                Types::round(y, args.output_dtype));
@@ -93,7 +95,7 @@ __device__ __forceinline__ void store_statistics(const NormForward& args, int64_
 
 // The row in registers: kPacks packs of each thread.
 template <class Types, int kPacks, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     norm_forward_kernel(const NormForward args, const int threads_per_row) {
   using A = typename Types::A;
   SharedMemory shared;
@@ -101,9 +103,21 @@ __global__ void __launch_bounds__(kMaxThreads)
   A* other_scratch = shared.take<A>(kReduceScratch<2>);
   const int thread = static_cast<int>(threadIdx.x);
   const int rows_per_block = static_cast<int>(blockDim.x) / threads_per_row;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + thread / threads_per_row;
-  if (row >= args.rows) return;  // whole warps, of blocks that meet at no barrier
-  const Columns<kAligned> columns{threads_per_row, thread % threads_per_row, args.cols};
+  const int group = thread / threads_per_row;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + group;
+  const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
+  A *weights = nullptr, *biases = nullptr;
+  if (rows_per_block > 1) {
+    weights = shared.take<A>(threads_per_row * kPacks * kPack);
+    biases = shared.take<A>(threads_per_row * kPacks * kPack);
+    stage_values<kPacks>(args.weight, args.weight_dtype, A(1), static_cast<A>(args.weight_offset),
+                         columns, group, rows_per_block, weights);
+    stage_values<kPacks>(args.bias, args.bias_dtype, A(0), A(0), columns, group, rows_per_block,
+                         biases);
+    __syncthreads();
+    if (row >= args.rows) return;  // whole warps, which meet at no other barrier
+  }
+  const RowIndex index = row_index(args.row_size, row);
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
   const A n = static_cast<A>(args.cols);
 
@@ -111,11 +125,11 @@ __global__ void __launch_bounds__(kMaxThreads)
   A sum[1] = {};
   ONEPASS_UNROLL
   for (int p = 0; p < kPacks; ++p) {
-    x[p] = take_x<Types>(args, dropout, row, columns, p);
+    x[p] = take_x<Types>(args, dropout, row, index, columns, p);
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       const A v = Types::value(x[p], e);
-      sum[0] += args.rms ? v * v : v;
+      sum[0] = args.rms ? multiply_add(v, v, sum[0]) : sum[0] + v;
     }
   }
   reduce_row(sum, threads_per_row, scratch);
@@ -131,7 +145,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       for (int e = 0; e < kPack; ++e) {
         const A d = columns.has(p, e) ? Types::value(x[p], e) - mean : A(0);
         sums[0] += d;
-        sums[1] += d * d;
+        sums[1] = multiply_add(d, d, sums[1]);
       }
     }
     reduce_row(sums, threads_per_row, other_scratch);
@@ -140,40 +154,51 @@ __global__ void __launch_bounds__(kMaxThreads)
     variance = sums[1] / n - correction * correction;
   }
   const A rstd = inverse_root(variance, args.eps);
-  if (columns.thread == 0) store_statistics(args, row, mean, rstd);
+  if (thread % threads_per_row == 0) store_statistics(args, row, mean, rstd);
   ONEPASS_UNROLL
   for (int p = 0; p < kPacks; ++p) {
-    if (columns.reaches(p)) scale_pack<Types>(args, row, columns, p, x[p], mean, rstd);
+    if (!columns.reaches(p)) continue;
+    A weight[kPack], bias[kPack];
+    if (weights) {
+      staged_pack(weights, columns, p, weight);
+      staged_pack(biases, columns, p, bias);
+    } else {
+      load_scales(args, columns, p, weight, bias);
+    }
+    scale_pack<Types>(args, row, columns, p, x[p], mean, rstd, weight, bias);
   }
 }
 
 // A row that is too long for that: a block reads it twice.
 template <class Types, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads) norm_forward_long_kernel(const NormForward args) {
+__global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const NormForward args) {
   using A = typename Types::A;
   SharedMemory shared;
   Moments<A>* of_threads = shared.take<Moments<A>>(kMaxThreads);
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
   const int64_t row = blockIdx.x;
-  const Columns<kAligned> columns{threads, thread, args.cols};
+  const StridedColumns<kAligned> columns{threads, thread, args.cols};
+  const RowIndex index = row_index(args.row_size, row);
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
 
   Moments<A> moments{};
   for (int64_t p = 0; columns.reaches(p); ++p) {
-    const auto x = take_x<Types>(args, dropout, row, columns, p);
+    const auto x = take_x<Types>(args, dropout, row, index, columns, p);
+    // Around the first element, so that equal ones have deviations of exactly zero.
+    const A first = args.rms ? A(0) : Types::value(x, 0);
     Moments<A> pack{};
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       if (!columns.has(p, e)) continue;
       pack.count += A(1);
-      pack.mean += Types::value(x, e);
+      pack.mean += Types::value(x, e) - first;
     }
-    if (pack.count > A(0)) pack.mean = args.rms ? A(0) : pack.mean / pack.count;
+    pack.mean = args.rms || pack.count == A(0) ? A(0) : first + pack.mean / pack.count;
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       const A d = columns.has(p, e) ? Types::value(x, e) - pack.mean : A(0);
-      pack.squares += d * d;
+      pack.squares = multiply_add(d, d, pack.squares);
     }
     merge(moments, pack);
   }
@@ -193,12 +218,13 @@ __global__ void __launch_bounds__(kMaxThreads) norm_forward_long_kernel(const No
   // Each thread reads back what it wrote itself.
   const bool summed = args.residual != nullptr;
   for (int64_t p = 0; columns.reaches(p); ++p) {
-    const auto x =
-        summed
-            ? Types::load(args.residual_out, args.residual_out_dtype, row * args.cols, columns, p)
-            : Types::load(args.input, args.input_dtype,
-                          row_offset(args.row_size, args.input_stride, row), columns, p);
-    scale_pack<Types>(args, row, columns, p, x, moments.mean, rstd);
+    const auto x = summed ? Types::load(args.residual_out, args.residual_out_dtype, row * args.cols,
+                                        columns, p)
+                          : Types::load(args.input, args.input_dtype,
+                                        row_offset(index, args.input_stride), columns, p);
+    A weight[kPack], bias[kPack];
+    load_scales(args, columns, p, weight, bias);
+    scale_pack<Types>(args, row, columns, p, x, moments.mean, rstd, weight, bias);
   }
 }
 
@@ -253,7 +279,8 @@ void run_forward(const NormForward& args, const Plan& plan, void*, const Context
       });
       return;
     }
-    shape.shared_bytes = (kReduceScratch<1> + kReduceScratch<2>)*sizeof(A);
+    const int staged = geometry.rows_per_block() > 1 ? 2 * geometry.row_elements() : 0;
+    shape.shared_bytes = (kReduceScratch<1> + kReduceScratch<2> + staged) * sizeof(A);
     visit_geometry<kForwardPacks<Types>>(geometry, [&]<int kPacks, bool kAligned>() {
       launch<norm_forward_kernel<Types, kPacks, kAligned>>(shape, context.stream, args,
                                                            geometry.threads_per_row);

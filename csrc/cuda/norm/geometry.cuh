@@ -22,6 +22,7 @@ struct Geometry {
   bool aligned;
 
   int rows_per_block() const { return threads / threads_per_row; }
+  int row_elements() const { return threads_per_row * packs * kPack; }  // with the filler
 };
 
 constexpr int unaligned_packs(int max_packs) { return max_packs > 1 ? max_packs / 2 : 1; }
@@ -87,6 +88,45 @@ void visit_geometry(const Geometry& geometry, F&& f) {
     if constexpr (kMaxPacks >= 2) f.template operator()<2, true>();
   } else {
     if constexpr (kMaxPacks >= 4) f.template operator()<4, true>();
+  }
+}
+
+// Rows that share a block would each read weight and bias again: their warps read them together,
+// pack by pack, into shared memory, as value plus offset. A
+// barrier must follow.
+template <int kPacks, class A, class Columns>
+__device__ __forceinline__ void stage_values(const void* base, DType dtype, A missing, A offset,
+                                             const Columns& columns, int group, int groups,
+                                             A* staged) {
+  ONEPASS_UNROLL
+  for (int p = 0; p < kPacks; ++p) {
+    if (p % groups != group) continue;
+    A value[kPack];
+    load_values(base, dtype, missing, columns, p, value);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      staged[columns.slot(p, e)] = value[e] + offset;
+    }
+  }
+}
+
+template <class A, class Columns>
+__device__ __forceinline__ void staged_pack(const A* staged, const Columns& columns, int pack,
+                                            A (&value)[kPack]) {
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) {
+    value[e] = staged[columns.slot(pack, e)];
+  }
+}
+
+// staged = value, or staged + value if it `has` something.
+template <class A, class Columns>
+__device__ __forceinline__ void add_staged(const A (&value)[kPack], const Columns& columns,
+                                           int pack, bool has, A* staged) {
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) {
+    A& target = staged[columns.slot(pack, e)];
+    target = has ? target + value[e] : value[e];
   }
 }
 

@@ -1,0 +1,117 @@
+// A case in files and how it is run, for the programs that run operators: `PROGRAM CASE`, a folder
+// that tests/emulated_ops.py has written. case.txt has one field of the argument struct per line:
+//   NAME value                 a number
+//   NAME: BYTES OFFSET         a tensor in NAME.bin, OFFSET bytes beyond a multiple of 16
+// The tensors are written back, what was counted to counters.txt, and the names of the kernels that
+// ran to kernels.txt. `PROGRAM --kernels` prints the names of those that there are.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "core/backend.h"
+#include "core/dtype.h"
+#include "emulator.h"
+
+namespace onepass {
+
+inline void parse(const std::string& text, int64_t& value) { value = std::stoll(text); }
+inline void parse(const std::string& text, double& value) { value = std::stod(text); }
+inline void parse(const std::string& text, bool& value) { value = text == "1"; }
+inline void parse(const std::string& text, DType& value) {
+  value = static_cast<DType>(std::stoi(text));
+}
+
+struct Case {
+  struct Tensor {
+    std::unique_ptr<char[]> memory;  // of exactly its size: red zones begin where it ends
+    size_t bytes;
+    size_t offset;
+    char* data() const { return memory.get() + offset; }
+  };
+  std::string folder;
+  std::map<std::string, std::string> values;
+  std::map<std::string, Tensor> tensors;
+
+  explicit Case(const std::string& path) : folder(path) {
+    std::ifstream file(path + "/case.txt");
+    std::string name;
+    while (file >> name) {
+      if (name.back() != ':') {
+        file >> values[name];
+        continue;
+      }
+      name.pop_back();
+      Tensor& tensor = tensors[name];
+      file >> tensor.bytes >> tensor.offset;
+      tensor.memory.reset(new char[tensor.offset + tensor.bytes]);
+      std::ifstream(folder + "/" + name + ".bin", std::ios::binary)
+          .read(tensor.data(), static_cast<std::streamsize>(tensor.bytes));
+    }
+  }
+
+  void write_back() const {
+    for (const auto& [name, tensor] : tensors) {
+      std::ofstream(folder + "/" + name + ".bin", std::ios::binary)
+          .write(tensor.data(), static_cast<std::streamsize>(tensor.bytes));
+    }
+    const emulator::Counters& counted = emulator::counters();
+    count("read", counted.global_read);
+    count("written", counted.global_written);
+    count("launches", counted.launches);
+    count("shared", counted.shared);
+    std::ofstream ran(folder + "/kernels.txt");
+    for (const std::string& name : emulator::launched()) ran << name << "\n";
+  }
+
+  void count(const char* name, uint64_t value) const {
+    std::ofstream(folder + "/counters.txt", std::ios::app) << name << " " << value << "\n";
+  }
+
+  template <class T>
+  void get(const char* name, T*& pointer) const {
+    const auto found = tensors.find(name);
+    pointer = found == tensors.end() ? nullptr : reinterpret_cast<T*>(found->second.data());
+  }
+  template <class T>
+  void get(const char* name, T& value) const {
+    parse(values.at(name), value);
+  }
+};
+
+// In a function that fills `args` from `call`.
+#define GET(field) call.get(#field, args.field)
+
+template <class Args>
+void run(const Operator<Args>& op, const Args& args) {
+  const Plan plan = op.plan(args, Machine{.threads = 1});
+  const std::unique_ptr<char[]> workspace(new char[plan.workspace_bytes]);
+  for (int64_t i = 0; i < plan.workspace_bytes; ++i) {
+    workspace[i] = static_cast<char>(i < plan.zeroed_bytes ? 0 : emulator::kPoison);
+  }
+  std::printf("%s %lld\n", plan.kernel_name, static_cast<long long>(plan.splits));
+  op.run(args, plan, workspace.get(), Context{});
+}
+
+// main() of such a program; run_operator(case, op) runs the one of that name.
+template <class F>
+int run_case(int argc, char** argv, F&& run_operator) {
+  if (argc != 2) return 2;
+  if (std::string(argv[1]) == "--kernels") {
+    for (const std::string& name : emulator::kernels()) std::puts(name.c_str());
+    return 0;
+  }
+  if (const char* seed = std::getenv("EMULATOR_SEED")) {
+    emulator::set_seed(std::strtoull(seed, nullptr, 10));
+  }
+  const Case call(argv[1]);
+  run_operator(call, call.values.at("op"));
+  call.write_back();
+  return 0;
+}
+
+}  // namespace onepass
