@@ -15,7 +15,7 @@ SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
-.PHONY: build compare test lint format bench clean
+.PHONY: build compare test lint format bench gpu-report clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,10 @@ compare: build
 
 bench: build
 	$(BIN)/python -m onepass bench $(or $(ARGS),all)
+
+# Without .venv: in $(PYTHON) as it is, which needs a torch with CUDA; works offline.
+gpu-report:
+	$(PYTHON) benchmarks/gpu_report.py $(ARGS)
 
 test: $(VENV)/test.stamp build
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --nbmake --nbmake-timeout=300 tests notebooks $(ARGS)

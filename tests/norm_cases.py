@@ -65,7 +65,7 @@ class Case:
     def dropped(self, input):
         if not self.dropout_p:
             return input
-        return reference.dropout.dropout(input, self.dropout_p, drawn_seed(5))
+        return reference.dropout.dropout(input, self.dropout_p, drawn_seed(5, input.device))
 
     def definition(self, input, residual=None, weight=None, bias=None):
         """The reference in float64; residual_out is rounded as the operator rounds it."""
@@ -91,7 +91,7 @@ class Case:
         if self.rms:
             scaled = weight + self.weight_offset if weight is not None else None
             if weight is None and self.weight_offset:
-                scaled = torch.full(self.shape, 1 + self.weight_offset, dtype=x.dtype)
+                scaled = x.new_full(self.shape, 1 + self.weight_offset)
             y = F.rms_norm(x, self.shape, scaled, self.eps)
         else:
             # F.layer_norm on CPU wants 16-bit weights to have the input's dtype, or float32.
@@ -100,7 +100,8 @@ class Case:
             weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
             if weight is None and bias is not None and wide != x.dtype:
                 weight = torch.ones_like(bias)  # its backward mistakes the dtype without one
-            y = F.layer_norm(x, self.shape, weight, bias, self.eps)
+            of = x.to(wide) if x.is_cuda else x  # on CUDA it takes no mix at all
+            y = F.layer_norm(of, self.shape, weight, bias, self.eps)
         y = y.to(input.dtype)
         return (y,) if residual is None else (y, x)
 
@@ -143,7 +144,8 @@ def check(*cases: Case, wrt=None) -> None:
             if case.residual is not None:
                 dtypes.append(case.residual_dtype or case.residual.dtype)
             case.gradients = tuple(
-                torch.randn(case.input.shape, generator=generator).to(dtype) for dtype in dtypes
+                torch.randn(case.input.shape, generator=generator).to(case.input.device, dtype)
+                for dtype in dtypes
             )
         before = {name: tensor.clone() for name, tensor in case.tensors().items()}
         results.append(
@@ -186,14 +188,15 @@ def make(
     weight_dtype=None,
     residual_in=None,
     seed: int = 0,
+    device: torch.device | str = "cpu",
     **keywords,
 ) -> Case:
-    """A random Case of shape (*rows, cols); `residual` and the dtypes as asked."""
+    """A random Case of shape (*rows, cols), the same on every device; dtypes as asked."""
     generator = torch.Generator().manual_seed(seed)
     size = (*((rows,) if isinstance(rows, int) else rows), cols)
 
     def random(shape, dtype):
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
 
     weight_dtype = weight_dtype or dtype
     return Case(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def drawn_seed(seed: int) -> Tensor:
-    """The seed tensor that an op draws after manual_seed(seed)."""
+def drawn_seed(seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """The seed tensor that an op draws on a device after manual_seed(seed)."""
     torch.manual_seed(seed)
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64)
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)

@@ -133,6 +133,34 @@ def test_garbage_collection_is_back_on_even_after_an_error():
     assert gc.isenabled()
 
 
+class FakeClock:
+    """Says what each call takes, whatever it does."""
+
+    def __init__(self, **seconds: float):
+        self.seconds_of, self.batches = seconds, []
+
+    def seconds(self, function, calls: int) -> float:
+        name = function()
+        self.batches.append(name)
+        return self.seconds_of[name] * calls
+
+    def page_faults(self) -> int:
+        return 0
+
+
+def test_a_batch_is_what_the_clock_says_it_is():
+    clock = FakeClock(short=1e-5, long=4e-3)
+    functions = {"short": lambda: "short", "long": lambda: "long"}
+    timing = harness.measure_pairs(functions, rounds=6, seconds=0, batch_seconds=1e-3, clock=clock)
+    assert timing.times["short"] == pytest.approx([1e-5] * 6)
+    assert timing.times["long"] == pytest.approx([4e-3] * 6)
+    assert timing.calls == {"short": 100, "long": 1}
+    assert timing.faults == {"short": 0, "long": 0}
+    assert timing.ratio("short", "long").median == pytest.approx(400)
+    turns = ["short", "long", "long", "short", "long", "short"]
+    assert clock.batches[-12:-6] == turns  # interleaved as on any clock
+
+
 @pytest.mark.parametrize("arguments", [({},), ({"a": int}, 0)])
 def test_nothing_to_measure_is_refused(arguments):
     functions, *rounds = arguments
@@ -253,10 +281,11 @@ def test_ceilings_that_were_not_measured_say_so():
 # ---- cases ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("quick", [False, True])
-def test_case_names_are_unique_and_carry_the_family(quick):
+def test_case_names_are_unique_and_carry_the_family(quick, device):
     for family, module in (("norm", norm), ("dropout", dropout)):
-        names = [case.name for case in module.cases(quick)]
+        names = [case.name for case in module.cases(quick, device)]
         assert len(set(names)) == len(names)
         assert all(name.startswith(family + "/") for name in names)
 
@@ -394,12 +423,37 @@ def test_a_wrong_result_gives_exit_code_one(monkeypatch, capsys):
     assert "WRONG: norm/rms_norm/float32/64x96/forward" in capsys.readouterr().out
 
 
+def test_a_case_that_raises_takes_no_other_with_it(monkeypatch, capsys, tmp_path):
+    def broken(x, w):
+        raise RuntimeError("no such kernel\nand much more")
+
+    good, file = norm.OPERATORS["rms_norm"], tmp_path / "rows.json"
+    operator = cases.Operator(broken, good.stock, good.formula, good.base)
+    monkeypatch.setitem(norm.OPERATORS, "rms_norm", operator)
+    words = "--quick", "--no-compile", "--case", "norm/*_norm/float32/64x96/forward"
+    assert run(*words, "--json", str(file)) == 1
+    result = json.loads(file.read_text())
+    assert result["failed"] == {
+        "norm/rms_norm/float32/64x96/forward": "RuntimeError: no such kernel"
+    }
+    assert "norm/layer_norm/float32/64x96/forward" in [row["name"] for row in result["rows"]]
+    assert "FAILED: norm/rms_norm/float32/64x96/forward: RuntimeError" in capsys.readouterr().out
+
+
+def test_no_case_begins_after_the_limit(capsys):
+    words = "--quick", "--no-compile", "--case", "norm/*/float32/64x96/forward"
+    assert run(*words, "--limit", "1e-9", "--json", "-") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["rows"] == [] and len(result["left_out"]) == 4
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (("--case", "nothing"), "--case must match a case"),
         (("--threads", "0"), "--threads must be at least 1, got 0"),
         (("--seconds", "-1"), "--seconds must be positive, got -1"),
+        (("--limit", "0"), "--limit must be positive, got 0"),
         (("--quick", "--json", "no/such/folder/x.json"), "--json must name a file to write"),
     ],
 )

@@ -212,8 +212,8 @@ class SlowRmsNorm(nn.Module):
         return x * x.square().mean(-1, keepdim=True).rsqrt() * self.weight
 
 
-def watch(model, *batch):
-    settings = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+def watch(model, *batch, device="cpu"):
+    settings = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
     return train.Trainer(model, settings).watched_step(batch)
 
 
@@ -238,6 +238,31 @@ def test_slow_dropout_and_slow_norm_show_up_where_they_are(monkeypatch):
     assert spent["forward"] == dict.fromkeys(PARTS, 0.0) | {"dropout": 3e3, "norm": 2e3}
     assert spent["backward"] == dict.fromkeys(PARTS, 0.0) | {"dropout": 6e3, "norm": 5e3}
     assert sum(spent["update"].values()) == 0.0
+
+
+def test_cuda_stamps_are_events_of_the_stream(monkeypatch):
+    """With events of a stream that takes a second from each to the next."""
+    recorded = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            recorded.append(self)
+
+        def synchronize(self):
+            assert self is recorded[-1], "the last one closes the step"
+
+        def elapsed_time(self, end):
+            return 1e3 * (recorded.index(end) - recorded.index(self))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    data = tokens()
+    spent = watch(GPT(TINY, dropout=0.1), data[:, :-1], data[:, 1:], device="cuda")
+    assert sum(by_part(spent).values()) == 1e3 * (len(recorded) - 2)
+    for part in PARTS[:6]:
+        assert spent["forward"][part] > 0 and spent["backward"][part] > 0, part
 
 
 def test_median_of_watched_steps():
@@ -334,6 +359,20 @@ def test_peak_memory_of_a_step():
     mebibytes = 64
     peak = memory._cpu_peak(lambda: torch.ones(mebibytes * 2**18).sum())
     assert mebibytes * 2**20 <= peak + 2**20 < (mebibytes + 16) * 2**20
+
+
+def test_peak_memory_on_cuda_is_the_allocators(monkeypatch):
+    done = []
+    for name, result in {
+        "synchronize": None,
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 100,
+        "max_memory_allocated": 350,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda n=name, r=result: done.append(n) or r)
+    assert memory._cuda_peak(lambda: done.append("step")) == 250
+    assert done[:4] == ["synchronize", "reset_peak_memory_stats", "memory_allocated", "step"]
+    assert done[4:] == ["synchronize", "max_memory_allocated"]
 
 
 # Statistics and sentences

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from onepass import cli
+from onepass import _library, cli
 from onepass.compare import attribution, measure, settings, train
 
 QUICK = ("--quick", "--threads", "1", "--steps", "4", "--pairs", "2")
@@ -290,6 +290,42 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, user_models, flags, messa
 def test_cuda_without_cuda(capsys):
     assert cli.main(["compare", "--device", "cuda"]) == 2
     assert "torch has no CUDA" in capsys.readouterr().err
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """As if torch saw one CUDA device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(_library, "not_loaded", {})
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))
+    return chosen
+
+
+def test_cuda_device_that_is_not_there(capsys, one_device):
+    assert cli.main(["compare", "--device", "cuda:1"]) == 2
+    assert (
+        "--device must be one that torch sees, got 'cuda:1': it sees 1" in capsys.readouterr().err
+    )
+
+
+def test_cuda_without_kernels_is_one_line(capsys, one_device, monkeypatch):
+    reason = {"libonepass_cuda.so": "this onepass was built without CUDA"}
+    monkeypatch.setattr(_library, "not_loaded", reason)
+    assert cli.main(["compare", "--device", "cuda"]) == 2
+    errors = capsys.readouterr().err
+    assert "--device must be one that onepass runs on, got 'cuda': this onepass was built" in errors
+
+
+def test_cuda_settings(one_device):
+    read = settings.read_settings(parsed("--device", "cuda"))
+    assert read.device == torch.device("cuda") and read.dtype == torch.bfloat16
+    settings.make_current(read.device)
+    settings.make_current(torch.device("cpu"))
+    assert one_device == []  # torch's own choice stays
+    settings.make_current(settings.read_settings(parsed("--device", "cuda:0")).device)
+    assert one_device == ["cuda:0"]
 
 
 def test_missing_tools_are_asked_for_by_name(capsys, monkeypatch):

@@ -1,6 +1,6 @@
 """What the compiled CUDA kernels need of a device: registers without spills, shared memory.
 
-`cuobjdump` comes with the tests (nvidia-cuda-cuobjdump), since a compiler's machine need not have it.
+cuobjdump comes with the tests (nvidia-cuda-cuobjdump), since nvcc alone does not bring it.
 """
 
 from __future__ import annotations

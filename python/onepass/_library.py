@@ -43,6 +43,15 @@ def load() -> None:
         _attach(cuda)
 
 
+def no_cuda() -> str:
+    """Why the operators cannot run on a CUDA device here; empty if they can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return not_loaded.get("libonepass_cuda.so", "")
+
+
 def is_command_line(argv: list[str], orig_argv: list[str]) -> bool:
     """Whether this process is `python -m onepass ...` or the console script."""
     program = os.path.basename(argv[0]) if argv else ""

@@ -3,14 +3,16 @@
 Results are checked before they are timed. Memory that is freed stays with the process, for all
 variants alike (see `machine.recycled_memory`): otherwise page faults of fresh outputs hide every
 kernel beyond the cache. Cases named `fresh` show that, under the allocator's defaults; those named
-`cold` take inputs that are not in the cache, as inside a model.
+`cold` take inputs that are not in the cache, as inside a model. On CUDA every case is cold.
 
-``--json`` writes one object: ``command``, ``machine`` (facts by name), ``ceilings`` (GB/s and
-GFLOP/s), ``recycled_memory`` (whether the allocator obeyed) and ``rows``: ``name``, ``memory``,
-``times`` by variant (ours, eager, compile, copy: median, p10, p90, calls per batch, page faults per
-call), ``rounds_at_each_place``, ``against_eager`` and ``against_compile`` (how many times faster,
-with the 95 % interval), ``share_of_copy``, ``right``, ``check``, ``error_share_of_bound`` and
-``goal``; ``other_load`` is the number of cores that others kept busy meanwhile.
+``--json`` writes one object: ``command``, ``device`` (cpu or cuda), ``machine`` (facts by name),
+``ceilings`` (GB/s and GFLOP/s), ``recycled_memory`` (whether the allocator obeyed; null on CUDA),
+``failed`` (what went wrong, by case), ``left_out`` (cases that --limit left no time for) and
+``rows``: ``name``, ``memory``, ``times`` by variant (ours, eager, compile, copy: median, p10, p90,
+calls per batch, page faults per call), ``rounds_at_each_place``, ``against_eager`` and
+``against_compile`` (how many times faster, with the 95 % interval), ``share_of_copy``, ``gbps``,
+``right``, ``check``, ``error_share_of_bound`` and ``goal``; ``other_load`` is the number of cores
+that others kept busy meanwhile (null on CUDA).
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import math
 import sys
+import time
+import traceback
+
+from onepass import _library
 
 FAMILIES = ("norm", "dropout")
 SECONDS = 0.7
@@ -28,9 +35,13 @@ STDOUT = "-"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("family", choices=[*FAMILIES, "all"], nargs="?", default="all")
     parser.add_argument("--case", metavar="GLOB", default="*", help="only cases of this name")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's own number by default")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help=f"per case (default: {SECONDS})"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, metavar="SECONDS", help="begin no case after that"
     )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument(
@@ -40,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures and prints; returns 0, 1 if a result was wrong, 2 for bad input."""
+    """Measures and prints; returns 0, 1 if a case failed or was wrong, 2 for bad input."""
     try:
         import numpy  # noqa: F401
         import rich  # noqa: F401
@@ -50,9 +61,13 @@ def main(args: argparse.Namespace) -> int:
         return _refuse(f"--threads must be at least 1, got {args.threads}")
     if not args.seconds > 0:
         return _refuse(f"--seconds must be positive, got {args.seconds}")
+    if not args.limit > 0:
+        return _refuse(f"--limit must be positive, got {args.limit}")
 
     import torch
 
+    if args.device == "cuda" and (obstacle := _library.no_cuda()):
+        return _refuse(f"--device must be one that onepass runs on, got cuda: {obstacle}")
     cases = _cases(args)
     if not cases:
         return _refuse(f"--case must match a case, such as norm/*/forward, got {args.case}")
@@ -78,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
 
         print_tables(rows)
         print_footer(result, limits)
-    return 1 if any(row.check for row in rows) else 0
+    return 1 if result["failed"] or any(row.check for row in rows) else 0
 
 
 def _cases(args: argparse.Namespace) -> list:
@@ -89,43 +104,70 @@ def _cases(args: argparse.Namespace) -> list:
     return [
         case
         for family in families
-        for case in modules[family].cases(args.quick)
+        for case in modules[family].cases(args.quick, args.device)
         if fnmatch.fnmatchcase(case.name, args.case)
     ]
 
 
 def _run(cases: list, args: argparse.Namespace):
     """(the JSON object, rows in the order of cases, ceilings)."""
-    from onepass.bench.case import PLACES, measure
-    from onepass.bench.ceilings import BIG_BYTES, ceilings
+    from onepass.bench.case import MIN_ROUNDS, PLACES, measure
+    from onepass.bench.ceilings import BIG_BYTES, CUDA_BIG_BYTES, ceilings, cuda_ceilings
+    from onepass.bench.harness import MIN_ROUNDS as ROUNDS_AT_ONE_PLACE
     from onepass.bench.machine import OtherLoad, command_line, machine_facts, recycled_memory
     from onepass.bench.report import progress
 
-    seconds, places = (min(args.seconds, 0.02), 1) if args.quick else (args.seconds, PLACES)
-    rows = {}
+    on_cuda = args.device == "cuda"
+    seconds, places, rounds = args.seconds, PLACES, MIN_ROUNDS
+    if on_cuda:
+        places, rounds = 1, ROUNDS_AT_ONE_PLACE
+    if args.quick:
+        seconds, places, rounds = min(args.seconds, 0.02), 1, MIN_ROUNDS
+    rows, failed, left_out = {}, {}, []
     ordered = progress(sorted(cases, key=lambda case: not case.fresh))
     pending = next(ordered, None)
+    start = time.perf_counter()
 
     def run_while(fresh: bool) -> None:
         nonlocal pending
         while pending is not None and pending.fresh == fresh:
-            rows[pending.name] = measure(
-                pending, seconds=seconds, compiled=not args.no_compile, places=places
-            )
+            if time.perf_counter() - start > args.limit:
+                left_out.append(pending.name)
+            else:
+                try:
+                    rows[pending.name] = measure(
+                        pending,
+                        seconds=seconds,
+                        compiled=not args.no_compile,
+                        places=places,
+                        rounds=rounds,
+                    )
+                except Exception as error:  # the figures of the other cases are still wanted
+                    traceback.print_exc()
+                    text = str(error).strip().partition("\n")[0]
+                    failed[pending.name] = f"{type(error).__name__}: {text}"
             pending = next(ordered, None)
 
-    others = OtherLoad()
-    limits = ceilings(BIG_BYTES // 16 if args.quick else BIG_BYTES)
-    run_while(fresh=True)  # first: malloc's own adaptation ends with the first mallopt
-    with recycled_memory() as recycled:
+    machine, others = machine_facts(), OtherLoad()
+    if on_cuda:
+        limits = cuda_ceilings(CUDA_BIG_BYTES // 16 if args.quick else CUDA_BIG_BYTES)
+        recycled = None
         run_while(fresh=False)
-    in_order = [rows[case.name] for case in cases]
+    else:
+        limits = ceilings(BIG_BYTES // 16 if args.quick else BIG_BYTES)
+        run_while(fresh=True)  # first: malloc's own adaptation ends with the first mallopt
+        with recycled_memory() as recycled:
+            run_while(fresh=False)
+    in_order = [rows[case.name] for case in cases if case.name in rows]
     result = {
         "command": command_line(),
-        "machine": machine_facts(),
+        "device": args.device,
+        "machine": machine,
         "ceilings": limits.to_dict(),
         "recycled_memory": recycled,
-        "other_load": others.cores(),
+        "other_load": None if on_cuda else others.cores(),
+        "failed": failed,
+        "left_out": left_out,
         "rows": [row.to_dict() for row in in_order],
     }
     return result, in_order, limits

@@ -6,22 +6,23 @@ the cache with each other's inputs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from onepass import numerics
-from onepass.bench.harness import Interval, Timing, measure_pairs, pool
+from onepass.bench.harness import Interval, Timing, clock_of, measure_pairs, pool
 from onepass.bench.machine import fill_holes, release_memory
 
 SEED = 0
 PLACES = 5
 MIN_ROUNDS = 4  # at each place
 SPACER_BYTES = 3 << 20
-COLD_BYTES = 256 << 20  # beyond the last cache of the machines this is meant for
+COLD_BYTES = 256 << 20  # beyond the last cache of the machines and devices this is meant for
 Function = Callable[..., tuple[Tensor, ...]]
 Inputs = tuple[list[Tensor], list[Tensor] | None]  # an operator's tensors, upstream gradients
 
@@ -74,6 +75,11 @@ class Case:
         fresh: outputs live in fresh memory as glibc's defaults have it, not in recycled memory.
         cold: every call takes other tensors, COLD_BYTES of them in turn, so that none is in the
             cache: as in a model, where other operators ran meanwhile.
+        backward_alone: a call is torch.autograd.grad alone, on graphs that are made beforehand and
+            kept; needs `backward`.
+        device: "cpu" or "cuda", where `make` puts the tensors.
+        make_checked: returns smaller tensors of the same kind, for the check of results, where that
+            of the whole ones would take longer than the measurement.
     """
 
     name: str
@@ -84,6 +90,9 @@ class Case:
     goal: Goal = Goal()
     fresh: bool = False
     cold: bool = False
+    backward_alone: bool = False
+    device: str = "cpu"
+    make_checked: Callable[[], list[Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,7 @@ class Row:
     check: str  # empty if all results are right, else what is wrong
     margin: float  # the worst error as a share of what the numerics rule allows
     compile_error: str
+    moved_bytes: int = 0  # that must cross memory in a call; 0 for the overhead of a call
 
     @property
     def against_eager(self) -> Interval:
@@ -111,6 +121,11 @@ class Row:
             return None
         return self.timing.ratio("ours", "copy").median * self.case.tensors / 2
 
+    @property
+    def gbps(self) -> float | None:
+        """Bytes that must cross memory, per second of ours, in GB/s."""
+        return self.moved_bytes / self.timing.median("ours") / 1e9 if self.moved_bytes else None
+
     def to_dict(self) -> dict:
         compiled = self.against_compile
         return {
@@ -122,6 +137,7 @@ class Row:
             "against_compile": compiled and compiled.to_dict(),
             "compile_error": self.compile_error or None,
             "share_of_copy": self.share,
+            "gbps": self.gbps,
             "right": not self.check,
             "check": self.check or None,
             "error_share_of_bound": self.margin,
@@ -129,10 +145,13 @@ class Row:
         }
 
 
-def measure(case: Case, *, seconds: float, compiled: bool, places: int = PLACES) -> Row:
+def measure(
+    case: Case, *, seconds: float, compiled: bool, places: int = PLACES, rounds: int = MIN_ROUNDS
+) -> Row:
     """Checks the case's results, then times its variants in turn for about `seconds`.
 
-    The time is shared between several places in memory; see `harness`.
+    The time is shared between several places in memory, of at least `rounds` rounds each; see
+    `harness`.
     """
     torch.manual_seed(SEED)
     check, margin = _check(case)
@@ -143,51 +162,74 @@ def measure(case: Case, *, seconds: float, compiled: bool, places: int = PLACES)
         torch._dynamo.reset()
         stock = torch.compile(case.operator.stock, dynamic=False, fullgraph=True)
         try:
-            _call(case, stock, itertools.repeat(_tensors(case)))()
+            with _graphs_kept(case.backward_alone):
+                _call(case, stock, _Ring([_tensors(case)]))()
             functions["compile"] = stock
         except Exception as problem:  # no compiler on this machine, for one
             error = str(problem).strip().partition("\n")[0] or type(problem).__name__
-    timings, held = [], []
+    on_cpu = case.device == "cpu"
+    clock = clock_of(case.device)
+    timings, held, moved_bytes = [], [], 0
     for place in range(places):
-        release_memory()
-        # Takes the pages that were given back last, which the new tensors would get once more.
-        held.append(torch.ones(SPACER_BYTES * place // 4))
+        if on_cpu:
+            release_memory()
+            # Takes the pages that were given back last, which the new tensors would get once more.
+            held.append(torch.ones(SPACER_BYTES * place // 4))
         inputs = _inputs(case)
         calls = {name: _call(case, function, inputs) for name, function in functions.items()}
         if case.tensors is not None:
             calls["copy"] = _copy(inputs)
-        if case.tensors is not None and not case.fresh:
-            held.extend(fill_holes(next(inputs)[0][0].nbytes))
-        timings.append(measure_pairs(calls, rounds=MIN_ROUNDS, seconds=seconds / places))
-    return Row(case, pool(timings), check, margin, error)
+            bytes_of_first = inputs.sets[0][0][0].nbytes
+            moved_bytes = case.tensors * bytes_of_first
+            if on_cpu and not case.fresh:
+                held.extend(fill_holes(bytes_of_first))
+        timings.append(measure_pairs(calls, rounds=rounds, seconds=seconds / places, clock=clock))
+    return Row(case, pool(timings), check, margin, error, moved_bytes)
 
 
-def _inputs(case: Case) -> Iterator[Inputs]:
-    """What the calls of all variants take, one after the other."""
+class _Ring:
+    """Sets of inputs that the calls of all variants take, one after the other."""
+
+    def __init__(self, sets: list[Inputs]):
+        self.sets = sets
+        self._turn = itertools.cycle(sets)
+
+    def __next__(self) -> Inputs:
+        return next(self._turn)
+
+
+def _inputs(case: Case) -> _Ring:
     first = _tensors(case)
     if not case.cold:
-        return itertools.repeat(first)
+        return _Ring([first])
     tensors, upstream = first
     size = sum(tensor.nbytes for tensor in (*tensors, *(upstream or ())))
-    return itertools.cycle([first, *(_tensors(case) for _ in range(COLD_BYTES // size))])
+    return _Ring([first, *(_tensors(case) for _ in range(COLD_BYTES // size))])
 
 
-def _copy(inputs: Iterator[Inputs]) -> Callable[[], Tensor]:
+def _copy(inputs: _Ring) -> Callable[[], Tensor]:
     target = torch.empty_like(next(inputs)[0][0])
     return lambda: target.copy_(next(inputs)[0][0].detach())
 
 
-def _tensors(case: Case) -> Inputs:
+def _tensors(case: Case, make: Callable[[], list[Tensor]] | None = None) -> Inputs:
     """The operator's tensors and, with a backward, one upstream gradient for each output."""
-    tensors = case.make()
+    tensors = (make or case.make)()
     if not case.backward:
         return tensors, None
     return tensors, [torch.randn_like(output) for output in case.operator.stock(*tensors)]
 
 
-def _call(
-    case: Case, function: Function, inputs: Iterator[Inputs]
-) -> Callable[[], tuple[Tensor, ...]]:
+def _graphs_kept(wanted: bool) -> contextlib.AbstractContextManager:
+    """Compiled inside, a backward writes into nothing that the next one on its graph needs."""
+    if not wanted:
+        return contextlib.nullcontext()
+    from torch._functorch import config
+
+    return config.patch(donated_buffer=False)
+
+
+def _call(case: Case, function: Function, inputs: _Ring) -> Callable[[], tuple[Tensor, ...]]:
     """What is timed: without a backward the function alone."""
     if not case.backward:
         return lambda: function(*next(inputs)[0])
@@ -196,12 +238,20 @@ def _call(
         tensors, upstream = next(inputs)
         return torch.autograd.grad(function(*tensors), tensors, upstream)
 
-    return forward_and_backward
+    if not case.backward_alone:
+        return forward_and_backward
+    outputs = {id(tensors): function(*tensors) for tensors, _ in inputs.sets}
+
+    def backward() -> tuple[Tensor, ...]:
+        tensors, upstream = next(inputs)
+        return torch.autograd.grad(outputs[id(tensors)], tensors, upstream, retain_graph=True)
+
+    return backward
 
 
 def _check(case: Case) -> tuple[str, float]:
     """(what is wrong, worst error over bound): outputs and gradients by the numerics rule."""
-    tensors, upstream = _tensors(case)
+    tensors, upstream = _tensors(case, case.make_checked)
     operator = case.operator
 
     def results(function: Function, wide: bool = False) -> list[Tensor]:

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from onepass.bench.harness import measure_pairs
+from onepass.bench.harness import clock_of, measure_pairs
 
 BIG_BYTES = 192 << 20  # per tensor: well beyond any cache here
+CUDA_BIG_BYTES = 1 << 30  # likewise; a millisecond of the fastest device
 ARITHMETIC_SECONDS = 0.1
 
 
@@ -43,25 +44,55 @@ class Ceilings:
         )
 
 
+@dataclass(frozen=True)
+class CudaCeilings:
+    """GB/s count bytes read plus bytes written, of tensors of tensor_bytes in device memory."""
+
+    tensor_bytes: int
+    copy_gbps: float
+    update_gbps: float
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"copy {self.copy_gbps:.0f} GB/s, update in place {self.update_gbps:.0f} GB/s "
+            f"(tensors of {self.tensor_bytes >> 20} MiB)"
+        )
+
+
 def ceilings(big_bytes: int = BIG_BYTES) -> Ceilings:
     """Measures them all, in about a second; `big_bytes` is the size of each tensor of the copy."""
     threads = torch.get_num_threads()
-    source = torch.ones(big_bytes // 4)
+    copy_gbps, update_gbps = _bandwidths(big_bytes, "cpu")
+    return Ceilings(
+        threads,
+        big_bytes // 4 * 4,
+        copy_gbps,
+        update_gbps,
+        _on_all_threads("fma_ceiling", threads),
+        _on_all_threads("bf16_dot_ceiling", threads),
+    )
+
+
+def cuda_ceilings(big_bytes: int = CUDA_BIG_BYTES) -> CudaCeilings:
+    """Measures both on torch's current device; `big_bytes` is the size of each of two tensors."""
+    return CudaCeilings(big_bytes // 4 * 4, *_bandwidths(big_bytes, "cuda"))
+
+
+def _bandwidths(big_bytes: int, device: str) -> tuple[float, float]:
+    """GB/s of a copy and of an update in place."""
+    source = torch.ones(big_bytes // 4, device=device)
     target = torch.ones_like(source)
     timing = measure_pairs(
         {"copy": lambda: target.copy_(source), "update": lambda: target.mul_(1.0)},
         rounds=5,
         seconds=0.5,
+        clock=clock_of(device),
     )
     gigabytes = 2 * source.nbytes / 1e9
-    return Ceilings(
-        threads,
-        source.nbytes,
-        gigabytes / timing.median("copy"),
-        gigabytes / timing.median("update"),
-        _on_all_threads("fma_ceiling", threads),
-        _on_all_threads("bf16_dot_ceiling", threads),
-    )
+    return gigabytes / timing.median("copy"), gigabytes / timing.median("update")
 
 
 def _on_all_threads(function: str, threads: int) -> float | None:

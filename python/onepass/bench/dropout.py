@@ -1,4 +1,5 @@
-"""Cases of the dropout family, forward and backward, against torch's own dropout.
+"""Cases of the dropout family against torch's own dropout: forward and backward in one call, on
+CUDA also each alone.
 
 Tensors that must cross memory: the forward reads input and writes output, the backward reads the
 upstream gradient and writes its own; a residual is one read more. No mask is stored between them.
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from onepass import functional
 from onepass._ops.random import draw_seed
@@ -21,6 +23,9 @@ QUICK = (64, 96)
 P = 0.1
 # To reach on a machine with AVX2, two threads: (operator, dtype).
 GOALS = {("dropout", torch.float32): Goal(eager=6.0)}
+CUDA_SHAPE = (65536, 1024)  # as large as those of the norms, and for the same reasons
+CUDA_CHECKED = (512, 1024)
+CUDA_GOAL = Goal(1.0, 1.0)
 
 
 def _operator(ours, stock, formula) -> Operator:
@@ -41,20 +46,37 @@ OPERATORS = {
 }
 
 
-def cases(quick: bool = False) -> Iterator[Case]:
-    """All cases; `quick` keeps a small shape."""
-    shape = QUICK if quick else SHAPE
-    for name, operator in OPERATORS.items():
-        inputs = 2 if name == "add_dropout" else 1
+def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
+    """All cases of a device; `quick` keeps a small shape."""
+    on_cuda = device == "cuda"
+    phases = ("forward", "backward", "forward+backward") if on_cuda else ("forward+backward",)
+    shape = QUICK if quick else CUDA_SHAPE if on_cuda else SHAPE
+    for name in OPERATORS:
         for dtype in (torch.float32, torch.bfloat16):
-            yield Case(
-                f"dropout/{name}/{str(dtype).removeprefix('torch.')}/"
-                f"{shape[0]}x{shape[1]}/forward+backward",
-                operator,
-                lambda inputs=inputs, dtype=dtype: [
-                    torch.randn(shape).to(dtype).requires_grad_() for _ in range(inputs)
-                ],
-                True,
-                3 + inputs,
-                Goal() if quick else GOALS.get((name, dtype), Goal()),
-            )
+            goal = CUDA_GOAL if on_cuda else GOALS.get((name, dtype), Goal())
+            for phase in phases:
+                yield _case(name, shape, dtype, phase, Goal() if quick else goal, device)
+
+
+def _case(name: str, shape: tuple, dtype: torch.dtype, phase: str, goal: Goal, device: str) -> Case:
+    inputs = 2 if name == "add_dropout" else 1
+    backward = phase != "forward"
+
+    def tensors(shape: tuple) -> list[Tensor]:
+        drawn = (torch.randn(shape, device=device).to(dtype) for _ in range(inputs))
+        return [tensor.requires_grad_(backward) for tensor in drawn]
+
+    moved = {"forward": 1 + inputs, "backward": 2, "forward+backward": 3 + inputs}
+    large = shape == CUDA_SHAPE
+    return Case(
+        f"dropout/{name}/{str(dtype).removeprefix('torch.')}/{shape[0]}x{shape[1]}/{phase}",
+        OPERATORS[name],
+        lambda: tensors(shape),
+        backward,
+        moved[phase],
+        goal,
+        cold=large,
+        backward_alone=phase == "backward",
+        device=device,
+        make_checked=(lambda: tensors(CUDA_CHECKED)) if large else None,
+    )

@@ -19,16 +19,62 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy
+import torch
 
 from onepass.bench.machine import machine_facts, page_faults
 
-__all__ = ["Interval", "Timing", "bootstrap_median", "machine_facts", "measure_pairs", "pool"]
+__all__ = [
+    "CudaClock",
+    "HostClock",
+    "Interval",
+    "Timing",
+    "bootstrap_median",
+    "clock_of",
+    "machine_facts",
+    "measure_pairs",
+    "pool",
+]
 
 BATCH_SECONDS = 1.5e-3  # long against the clock and the call around it, short against a neighbour
 MIN_ROUNDS = 15
 MAX_ROUNDS = 500
 WARM_UP_CALLS = 3
 RESAMPLES = 2000
+
+
+class HostClock:
+    """Times a batch of calls that are done when they return, and counts page faults."""
+
+    def seconds(self, function: Callable[[], object], calls: int) -> float:
+        repetitions = range(calls)
+        start = time.perf_counter()
+        for _ in repetitions:
+            function()
+        return time.perf_counter() - start
+
+    def page_faults(self) -> int:
+        return page_faults()
+
+
+class CudaClock:
+    """Times a batch of calls by events on torch's current stream: the device's own time line."""
+
+    def seconds(self, function: Callable[[], object], calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        function()  # keeps the device busy while the first of the timed calls is on its way
+        start.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def page_faults(self) -> int:
+        return 0
+
+
+def clock_of(device: str) -> HostClock | CudaClock:
+    return CudaClock() if device == "cuda" else HostClock()
 
 
 @dataclass(frozen=True)
@@ -135,6 +181,7 @@ def measure_pairs(
     seconds: float = 0.5,
     max_rounds: int = MAX_ROUNDS,
     batch_seconds: float = BATCH_SECONDS,
+    clock: HostClock | CudaClock | None = None,
 ) -> Timing:
     """Times functions without arguments in turn, each in batches of about `batch_seconds`.
 
@@ -142,17 +189,19 @@ def measure_pairs(
         functions: variants by name; every one is warmed up alike.
         rounds: at least this many batches of each.
         seconds: more rounds follow, up to max_rounds, while all of them took less than this.
+        clock: what times a batch, the host's by default.
 
     Raises:
         ValueError: there are no functions, or rounds is not positive.
     """
     if not functions or rounds < 1:
         raise ValueError("measure_pairs: functions and rounds must not be empty")
+    clock = clock or HostClock()
     calls = {}
     for name, function in functions.items():
         for _ in range(WARM_UP_CALLS):
             function()
-        calls[name] = _calls_per_batch(function, batch_seconds)
+        calls[name] = _calls_per_batch(clock, function, batch_seconds)
     names = list(functions)
     times: dict[str, list[float]] = {name: [] for name in names}
     faults = dict.fromkeys(names, 0)
@@ -165,9 +214,9 @@ def measure_pairs(
             if number >= rounds and time.perf_counter() - begin > seconds:
                 break
             for name in _order(names, number):
-                faults_before = page_faults()
-                times[name].append(_time_batch(functions[name], calls[name]) / calls[name])
-                faults[name] += page_faults() - faults_before
+                faults_before = clock.page_faults()
+                times[name].append(clock.seconds(functions[name], calls[name]) / calls[name])
+                faults[name] += clock.page_faults() - faults_before
     finally:
         if collecting:
             gc.enable()
@@ -193,16 +242,10 @@ def _order(names: list[str], number: int) -> list[str]:
     return rotated if number % 2 == 0 else rotated[::-1]
 
 
-def _time_batch(function: Callable[[], object], calls: int) -> float:
-    repetitions = range(calls)
-    start = time.perf_counter()
-    for _ in repetitions:
-        function()
-    return time.perf_counter() - start
-
-
-def _calls_per_batch(function: Callable[[], object], batch_seconds: float) -> int:
+def _calls_per_batch(
+    clock: HostClock | CudaClock, function: Callable[[], object], batch_seconds: float
+) -> int:
     calls = 1
-    while (elapsed := _time_batch(function, calls)) < batch_seconds / 4:
+    while (elapsed := clock.seconds(function, calls)) < batch_seconds / 4:
         calls *= 4
     return max(1, math.ceil(calls * batch_seconds / elapsed))

@@ -25,7 +25,7 @@ _MAX_HOLES = 256
 
 
 def machine_facts() -> dict[str, str | int]:
-    """CPU, instruction sets, threads, versions and commit: the footer of every table."""
+    """CPU, instruction sets, threads, GPU, versions and commit: the footer of every table."""
     facts: dict[str, str | int] = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 1,
@@ -39,7 +39,7 @@ def machine_facts() -> dict[str, str | int]:
         "commit": _commit(),
     }
     if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
+        facts |= _gpu_facts()
     return facts
 
 
@@ -145,6 +145,29 @@ def _cpu_name() -> str:
     if "cpu family" in fields:
         name += f" (family {fields['cpu family']}, model {fields['model']})"
     return name
+
+
+def _gpu_facts() -> dict[str, str | int]:
+    """torch's current CUDA device, its driver and the CUDA that torch was built with."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": properties.name,
+        "gpu_capability": f"{properties.major}.{properties.minor}",
+        "gpu_multiprocessors": properties.multi_processor_count,
+        "gpu_l2": f"{properties.L2_cache_size >> 20} MiB",
+        "gpu_memory": f"{properties.total_memory / 2**30:.0f} GiB",
+        "cuda": torch.version.cuda or "none",
+        "driver": _driver_version(),
+    }
+
+
+def _driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return output.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
 
 
 def _level() -> str:

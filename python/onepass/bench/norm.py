@@ -1,4 +1,4 @@
-"""Cases of the norm family: forward, forward and backward, and the overhead of a call.
+"""Cases of the norm family: forward, backward, both in one call, and the overhead of a call.
 
 Tensors that must cross memory: a forward reads input and writes output; a backward reads the
 upstream gradient and input, and writes the gradient. The residual add brings a read of residual and
@@ -35,6 +35,20 @@ GOALS = {
     ("layer_norm", torch.bfloat16): (Goal(1.5, 2.0), Goal(1.5, 3.0)),
     ("rms_norm", torch.bfloat16): _RMS_BFLOAT16,
     ("add_rms_norm", torch.bfloat16): _RMS_BFLOAT16,
+}
+
+
+# On CUDA every case is cold. A tensor of 2^26 elements is 128 MiB in bfloat16: more than the L2 of
+# any device, and reading and writing it takes 90 us at 3 TB/s, against some 5 us for a launch.
+CUDA_ELEMENTS = 1 << 26
+CUDA_COLUMNS = (1024, 4096, 8192, 2048, 16384)  # where time runs out, the last are missing
+CUDA_FLOAT32 = ("layer_norm", "rms_norm")
+CUDA_CHECKED_ELEMENTS = 1 << 19
+# A kernel has to run at the speed of a copy; the backward has to sum the weights' gradients, too.
+CUDA_GOALS = {
+    "forward": Goal(1.0, 1.0, 0.90),
+    "backward": Goal(1.0, 1.0, 0.85),
+    "forward+backward": Goal(1.0, 1.0),
 }
 
 
@@ -76,73 +90,99 @@ OPERATORS = {
 }
 
 
-def cases(quick: bool = False) -> Iterator[Case]:
-    """All cases; `quick` keeps one small shape."""
+def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
+    """All cases of a device; `quick` keeps one small shape."""
+    if device == "cuda":
+        yield from _cuda_cases(quick)
+        return
     for shape in (QUICK,) if quick else SHAPES:
         for name in OPERATORS:
             for dtype in DTYPES:
-                for backward in (False, True):
-                    yield _case(name, shape, dtype, backward)
+                for phase in ("forward", "forward+backward"):
+                    yield _case(name, shape, dtype, phase)
     if not quick:
         for fresh in (False, True):
             for name in ("layer_norm", "rms_norm"):
-                for backward in (False, True):
-                    yield _case(name, BEYOND_CACHE, torch.float32, backward, fresh=fresh)
+                for phase in ("forward", "forward+backward"):
+                    yield _case(name, BEYOND_CACHE, torch.float32, phase, fresh=fresh)
         for name in ("layer_norm", "rms_norm"):
-            for backward in (False, True):
-                yield _case(name, COLD, torch.float32, backward, cold=True)
+            for phase in ("forward", "forward+backward"):
+                yield _case(name, COLD, torch.float32, phase, cold=True)
     for name in ("layer_norm", "rms_norm"):
         yield from _overhead(name)
+
+
+def _cuda_cases(quick: bool) -> Iterator[Case]:
+    for name in ("layer_norm", "rms_norm"):
+        yield from _overhead(name, "cuda")
+    shapes = [(CUDA_ELEMENTS // cols, cols) for cols in CUDA_COLUMNS]
+    for shape in (QUICK,) if quick else shapes:
+        for name in OPERATORS:
+            for dtype in (torch.bfloat16, torch.float32):
+                if dtype is torch.bfloat16 or name in CUDA_FLOAT32:
+                    for phase in CUDA_GOALS:
+                        yield _case(name, shape, dtype, phase, cold=not quick, device="cuda")
 
 
 def _case(
     name: str,
     shape: tuple,
     dtype: torch.dtype,
-    backward: bool,
+    phase: str,
     *,
     fresh: bool = False,
     cold: bool = False,
+    device: str = "cpu",
 ) -> Case:
-    adds = name.startswith("add_")
-    tensors = 4 if adds else 2
+    adds, backward = name.startswith("add_"), phase != "forward"
+    tensors = 0 if phase == "backward" else 4 if adds else 2
     if backward:
         tensors += 4 if adds else 3
-    goal = Goal()
-    if shape in SHAPES:
+    on_cuda = device == "cuda"
+    goal, make_checked = Goal(), None
+    if on_cuda and shape != QUICK:
+        goal = CUDA_GOALS[phase]
+        few = (CUDA_CHECKED_ELEMENTS // shape[1], shape[1])
+        make_checked = lambda: _tensors(name, few, dtype, backward, device)  # noqa: E731
+    elif shape in SHAPES:
         goal = GOALS.get((name, dtype), (goal, goal))[backward]
-    phase = "forward+backward" if backward else "forward"
     return Case(
         f"norm/{name}/{_text(dtype)}/{shape[0]}x{shape[1]}/{phase}"
         + ("/fresh" if fresh else "")
-        + ("/cold" if cold else ""),
+        + ("/cold" if cold and not on_cuda else ""),
         OPERATORS[name],
-        lambda: _tensors(name, shape, dtype, backward),
+        lambda: _tensors(name, shape, dtype, backward, device),
         backward,
         tensors,
         goal,
         fresh,
         cold,
+        backward_alone=phase == "backward",
+        device=device,
+        make_checked=make_checked,
     )
 
 
-def _overhead(name: str) -> Iterator[Case]:
+def _overhead(name: str, device: str = "cpu") -> Iterator[Case]:
     for phase in ("no grad", "forward under grad", "forward+backward"):
         grad = phase != "no grad"
         yield Case(
             f"norm/{name}/float32/{OVERHEAD[0]}x{OVERHEAD[1]}/{phase}",
             OPERATORS[name],
-            lambda grad=grad: _tensors(name, OVERHEAD, torch.float32, grad),
+            lambda grad=grad: _tensors(name, OVERHEAD, torch.float32, grad, device),
             phase == "forward+backward",
             None,
+            device=device,
         )
 
 
-def _tensors(name: str, shape: tuple, dtype: torch.dtype, grad: bool) -> list[Tensor]:
+def _tensors(
+    name: str, shape: tuple, dtype: torch.dtype, grad: bool, device: str = "cpu"
+) -> list[Tensor]:
     """input, (residual,) weight, (bias)."""
     sizes = [shape] * (2 if name.startswith("add_") else 1)
     sizes += [shape[-1:]] * (1 if name.endswith("rms_norm") else 2)
-    return [torch.randn(size).to(dtype).requires_grad_(grad) for size in sizes]
+    return [torch.randn(size, device=device).to(dtype).requires_grad_(grad) for size in sizes]
 
 
 def _text(dtype: torch.dtype) -> str:

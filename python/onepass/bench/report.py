@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onepass.bench.case import Case, Row
-from onepass.bench.ceilings import Ceilings
+from onepass.bench.ceilings import Ceilings, CudaCeilings
 
 WIDTH_OFF_TERMINAL = 230
 QUIET = 0.1  # cores; more makes threads wait for each other
@@ -58,6 +58,7 @@ def _table(*columns: str) -> Table:
 
 def _throughput_table(rows: Sequence[Row]) -> Table:
     faults = any(_faults(row, name) >= 1 for row in rows for name in ("ours", "eager"))
+    on_cuda = any(row.case.device == "cuda" for row in rows)
     table = _table(
         "ours us [p10-p90]",
         "eager us",
@@ -65,6 +66,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
         "x eager [95 %]",
         "x compile [95 %]",
         "of copy",
+        *(("GB/s",) if on_cuda else ()),
         *(("faults ours/eager",) if faults else ()),
         "goal",
         "right",
@@ -78,6 +80,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
             str(row.against_eager),
             str(row.against_compile or "-"),
             f"{row.share:.0%}",
+            *((f"{row.gbps:.0f}",) if on_cuda else ()),
             *((f"{_faults(row, 'ours'):.0f}/{_faults(row, 'eager'):.0f}",) if faults else ()),
             _goal(row),
             _right(row),
@@ -140,23 +143,35 @@ def _goal(row: Row) -> str:
     return " ".join(parts) or "-"
 
 
-def print_footer(result: dict, limits: Ceilings) -> None:
+def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
     """What the tables above mean and rest on; `result` is the object that --json writes."""
+    on_cuda = result.get("device") == "cuda"
     lines = [
         f"ceilings here: {limits}",
         "of copy: bytes that must move per second, of those of a copy of the input, in the same "
         "cache state; autograd included",
-        "goal: for AVX2, against eager, against compile, of copy; + reached, - not, ? not measured",
+        f"goal:{'' if on_cuda else ' for AVX2,'} against eager, against compile, of copy; "
+        "+ reached, - not, ? not measured",
         "right: worst error of outputs and gradients, of what the numerics rule allows (at most 1)",
     ]
-    memory = "freed memory stays with the process, for all variants (M_MMAP_MAX=0, no trimming)"
-    if not result["recycled_memory"]:
-        memory = "this allocator does not obey mallopt: every case is 'fresh'"
-    lines.append(f"memory: {memory}; cases named fresh: the allocator's defaults")
+    if on_cuda:
+        lines.append(
+            "backward: torch.autograd.grad alone, on a graph that is kept; no input is in the L2 "
+            "cache; times by events on the stream"
+        )
+    else:
+        memory = "freed memory stays with the process, for all variants (M_MMAP_MAX=0, no trimming)"
+        if not result["recycled_memory"]:
+            memory = "this allocator does not obey mallopt: every case is 'fresh'"
+        lines.append(f"memory: {memory}; cases named fresh: the allocator's defaults")
     if (busy := result["other_load"]) is not None:
         lines.append(f"other load: {busy:.2f} cores were busy with other things meanwhile")
         if busy > QUIET:
             lines[-1] += "; NOT A QUIET MACHINE: do not trust these figures"
+    for name, problem in result.get("failed", {}).items():
+        lines.append(f"FAILED: {name}: {problem}")
+    if result.get("left_out"):
+        lines.append(f"left out by --limit: {', '.join(result['left_out'])}")
     lines.append(", ".join(f"{key} {value}" for key, value in result["machine"].items()))
     lines.append(result["command"])
     print("\n" + "\n".join(lines))

@@ -72,12 +72,14 @@ def run(settings):
     from onepass.compare.measure import compare_speed
     from onepass.compare.progress import Progress
     from onepass.compare.report import Result, label
+    from onepass.compare.settings import make_current
     from onepass.compare.train import STOCK_RUNS, compare_training
     from onepass.compare.workload import GptWorkload, UserWorkload
 
     start = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
+    make_current(settings.device)
     try:
         machine = machine_facts()
         if settings.model:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from onepass.compare.data import load_text
-from onepass.compare.settings import Settings
+from onepass.compare.settings import Settings, make_current
 from onepass.compare.train import Trainer
 from onepass.compare.workload import GptWorkload, UserWorkload
 
@@ -40,6 +40,7 @@ def main(task_text: str) -> None:
     task = json.loads(task_text)
     settings = Settings.from_dict(task["settings"], command="")
     torch.set_num_threads(settings.threads)
+    make_current(settings.device)
     if settings.model:
         workload = UserWorkload(settings)
     else:

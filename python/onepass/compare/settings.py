@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from onepass import _library
 from onepass.compare.errors import BadInput
 from onepass.compare.model import Sizes
 
@@ -146,7 +147,18 @@ def _device(name: str) -> torch.device:
         raise BadInput(f"--device must be cpu or cuda, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"--device must be one that torch sees, got {name!r}: torch has no CUDA")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count()
+        raise BadInput(f"--device must be one that torch sees, got {name!r}: it sees {seen}")
+    if device.type == "cuda" and (obstacle := _library.no_cuda()):
+        raise BadInput(f"--device must be one that onepass runs on, got {name!r}: {obstacle}")
     return device
+
+
+def make_current(device: torch.device) -> None:
+    """Stamps of the clock, memory and synchronisation are then those of this CUDA device."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -1,0 +1,518 @@
+"""`make gpu-report`: one command that turns a machine with a CUDA device into figures.
+
+Builds onepass for the device that torch sees, in the Python that runs this and without changing it,
+then runs the device tests, all benchmarks, a comparison of a whole model and compute-sanitizer.
+Writes bench.json, compare-*.json, report.json, report.log and table.md to
+benchmarks/results/<device>/. A step that fails does not keep the others from running.
+
+Exit codes: 0, 1 if a step failed, 2 if there is nothing to run on: no torch with CUDA, no device,
+no nvcc, a missing package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "gpu-report"
+SITE = WORK / "site"  # where onepass is installed, for the steps alone
+TESTS = ("tests/test_cuda_device.py", "tests/test_cuda_device_torch.py")
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+PACKAGES = ("pip", "scikit_build_core", "pybind11", "numpy", "rich", "pytest")
+BUDGET = 600.0
+GRACE = 5.0  # seconds between asking a step to end and ending it
+TAIL = 30  # lines of a failed step that are shown
+PHASES = ("forward", "backward", "forward+backward")
+
+PROBE = """
+import json
+try:
+    import torch
+except ImportError as error:
+    facts = {"obstacle": f"torch cannot be imported ({error}): install torch 2.10 or newer"}
+else:
+    if torch.version.cuda is None:
+        facts = {"obstacle": f"torch {torch.__version__} is built without CUDA"}
+    elif not torch.cuda.is_available():
+        facts = {"obstacle": f"torch {torch.__version__} sees no CUDA device"}
+    else:
+        major, minor = torch.cuda.get_device_capability()
+        facts = {
+            "gpu": torch.cuda.get_device_name(),
+            "capability": 10 * major + minor,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        }
+print(json.dumps(facts))
+"""
+
+
+class Obstacle(Exception):
+    """Why there is nothing to run on, in one line."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended.
+
+    Attributes:
+        result: "ok", "failed", "skipped" (its tool is not here) or "left out" (no time for it).
+        detail: what was found, or why.
+    """
+
+    result: str
+    detail: str = ""
+
+
+def by_exit_code(code: int, log: str) -> Outcome:
+    return Outcome("ok") if code == 0 else Outcome("failed", f"exit code {code}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Attributes:
+        least: seconds below which it is not begun.
+        limit: seconds that it may take at most.
+        command: gives its words, for the seconds that it has.
+        judge: gives its outcome, from the exit code and what it printed.
+        environment: what it needs beside the environment of all steps.
+        folder: where it runs. Those that write figures run beside them: a command that is written
+            into a result then names no folder of this machine.
+        skip: why it cannot run here; empty if it can.
+    """
+
+    name: str
+    least: float
+    limit: float
+    command: Callable[[float], Sequence[str]]
+    judge: Callable[[int, str], Outcome] = by_exit_code
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: Path = ROOT
+    skip: str = ""
+
+
+# ---- what is here --------------------------------------------------------------------------------
+
+
+def facts_of_device(python: str = sys.executable) -> dict:
+    """Name, capability and torch of the device that torch uses; raises Obstacle."""
+    result = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
+    try:
+        facts = json.loads(result.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (result.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise Obstacle(f"torch could not be asked for its device: {last}") from None
+    if "obstacle" in facts:
+        raise Obstacle(facts["obstacle"])
+    return facts
+
+
+def find_tool(name: str, environment: Mapping[str, str]) -> str:
+    """A program of the CUDA toolkit: on PATH, in CUDA_HOME or in its usual place; else empty."""
+    homes = [environment.get("CUDA_HOME"), environment.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [environment.get("PATH", "")]
+    folders += [os.path.join(home, sub) for home in homes if home for sub in ("bin", name)]
+    return shutil.which(name, path=os.pathsep.join(folders)) or ""
+
+
+def missing_packages(names: Sequence[str] = PACKAGES) -> list[str]:
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def find_all(environment: Mapping[str, str]) -> tuple[dict, dict[str, str]]:
+    """(facts of device and software, paths of the toolkit's tools); raises Obstacle."""
+    facts = facts_of_device()
+    tools = {name: find_tool(name, environment) for name in ("nvcc", "compute-sanitizer")}
+    tools["nvcc"] = environment.get("CUDACXX") or tools["nvcc"]
+    if not tools["nvcc"]:
+        raise Obstacle("there is no nvcc on PATH or in CUDA_HOME: install the CUDA toolkit")
+    if missing := missing_packages():
+        raise Obstacle(f"this Python lacks {', '.join(missing)}: install them with pip")
+    return facts | {"commit": commit()}, tools
+
+
+def commit() -> str:
+    """The commit of this checkout, "unknown" where it is a copy without git."""
+    try:
+        git = ["git", "-C", str(ROOT)]
+        run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+        head = run([*git, "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        changed = run([*git, "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+        return head + (" and changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def slug(device: str) -> str:
+    """The device's name as a folder's."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+# ---- the steps -----------------------------------------------------------------------------------
+
+
+def plan(
+    facts: Mapping, tools: Mapping[str, str], folder: Path, python: str = sys.executable
+) -> list[Step]:
+    """All steps, those with the figures before those that may take long."""
+    onepass = [python, "-m", "onepass"]
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    results = WORK / "tests.xml"
+    steps = [
+        Step(
+            "build", 60, 240,
+            lambda seconds: build_command(facts, python),
+            lambda code, log: judge_build(code, python),
+            {"CUDACXX": tools["nvcc"]},
+        ),
+        Step("doctor", 20, 90, lambda seconds: [*onepass, "doctor"], judge_doctor),
+        Step(
+            "device tests", 60, 200,
+            lambda seconds: [*pytest, f"--junit-xml={results}", *TESTS],
+            lambda code, log: judge_tests(code, results),
+        ),
+        Step(
+            "benchmarks", 60, 260,
+            lambda seconds: [
+                *onepass, "bench", "all", "--device", "cuda", "--seconds", "0.3",
+                # Its own imports and the case in hand at the limit take time as well.
+                "--limit", f"{max(seconds - 45, seconds / 3):.0f}", "--json", "bench.json",
+            ],
+            lambda code, log: judge_bench(code, folder / "bench.json"),
+            folder=folder,
+        ),
+    ]  # fmt: skip
+    for dtype in ("float32", "bfloat16"):
+        file = f"compare-{dtype}.json"
+        words = [*onepass, "compare", "--device", "cuda", "--dtype", dtype, "--json", file]
+        words += ["--layers", "12", "--heads", "12", "--width", "768", "--batch", "8"]
+        words += ["--dropout", "0.1", "--steps", "60"]
+        judge = functools.partial(judge_compare, file=folder / file)
+        step = Step(f"compare {dtype}", 45, 120, lambda seconds, words=words: words, judge)
+        steps.append(replace(step, folder=folder))
+    for tool in SANITIZERS:
+        words = [tools["compute-sanitizer"], "--tool", tool, "--error-exitcode", "9"]
+        if tool == "memcheck":
+            words += ["--report-api-errors", "no"]  # torch probes its device by calls that may fail
+        words += [*pytest, TESTS[0], "-k", "small_for_sanitizers"]
+        step = Step(tool, 45, 120, lambda seconds, words=words: words, judge_sanitizer)
+        alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each tensor in an allocation of its own
+        skip = "" if tools["compute-sanitizer"] else "compute-sanitizer is not on this machine"
+        steps.append(replace(step, environment=alone, skip=skip))
+    return steps
+
+
+def build_command(facts: Mapping, python: str) -> list[str]:
+    """Installs into SITE; the build folder is one per Python, torch and architecture."""
+    tag = f"py{sys.version_info.major}{sys.version_info.minor}-torch-{slug(facts['torch'])}"
+    settings = {
+        "build-dir": WORK / f"{tag}-sm{facts['capability']}",
+        "cmake.define.ONEPASS_CUDA": "ON",
+        "cmake.define.ONEPASS_CUDA_ARCHS": facts["capability"],
+    }
+    words = [python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
+    words += ["--disable-pip-version-check", "--target", str(SITE)]
+    words += [f"--config-settings={name}={value}" for name, value in settings.items()]
+    return [*words, str(ROOT)]
+
+
+def judge_build(code: int, python: str) -> Outcome:
+    """Another onepass in this Python, an editable one, may come before the one just built."""
+    if code:
+        return by_exit_code(code, "")
+    find = "import importlib.util as u; print(u.find_spec('onepass').origin)"
+    result = subprocess.run(
+        [python, "-c", find], capture_output=True, text=True, env=environment_of_steps()
+    )
+    found = Path(result.stdout.strip() or ".")
+    if found.is_relative_to(SITE):
+        return Outcome("ok")
+    return Outcome("failed", f"another onepass comes first in this Python: {found.parent}")
+
+
+def judge_doctor(code: int, log: str) -> Outcome:
+    return Outcome("ok" if code == 0 else "failed", (log.strip().splitlines() or [""])[-1])
+
+
+def judge_tests(code: int, results: Path) -> Outcome:
+    """From the JUnit file; tests that were all skipped have shown nothing."""
+    try:
+        cases = list(ElementTree.parse(results).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return Outcome("failed", f"exit code {code}, and no results")
+    found = lambda case, tags: any(case.find(tag) is not None for tag in tags)  # noqa: E731
+    bad = [case for case in cases if found(case, ("failure", "error"))]
+    skipped = [case for case in cases if found(case, ("skipped",))]
+    passed = len(cases) - len(bad) - len(skipped)
+    detail = f"{passed} passed, {len(bad)} failed, {len(skipped)} skipped"
+    if bad:
+        detail += f"; first {bad[0].get('name')}"
+    return Outcome("ok" if code == 0 and passed and not bad else "failed", detail)
+
+
+def judge_bench(code: int, file: Path) -> Outcome:
+    bench = read_json(file)
+    if bench is None:
+        return Outcome("failed", f"exit code {code}, and no figures")
+    wrong = [row["name"] for row in bench["rows"] if not row["right"]]
+    counts = {"failed": len(bench["failed"]), "wrong": len(wrong)}
+    counts |= {"left out": len(bench["left_out"])}
+    detail = f"{len(bench['rows'])} cases"
+    detail += "".join(f", {count} {word}" for word, count in counts.items() if count)
+    first = next(iter([*bench["failed"], *wrong]), "")
+    return Outcome("ok" if code == 0 else "failed", detail + (f"; first {first}" if first else ""))
+
+
+def judge_compare(code: int, log: str, file: Path) -> Outcome:
+    compared = read_json(file)
+    if code or compared is None:
+        return Outcome("failed", f"exit code {code}")
+    verdict = compared["verdict"]
+    return Outcome("ok" if verdict["same"] else "failed", verdict["sentence"])
+
+
+def judge_sanitizer(code: int, log: str) -> Outcome:
+    if "Device not supported" in log:
+        return Outcome("skipped", "compute-sanitizer says: Device not supported")
+    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", log)
+    detail = summary[-1].strip() if summary else f"exit code {code}"
+    return Outcome("ok" if code == 0 and re.search(r"\d passed", log) else "failed", detail)
+
+
+def read_json(file: Path) -> dict | None:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+# ---- running them --------------------------------------------------------------------------------
+
+
+def environment_of_steps() -> dict[str, str]:
+    """The caller's, with what was built first on the path."""
+    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment.pop("ONEPASS_TEST_DEVICE", None)
+    return environment
+
+
+def execute(
+    steps: Sequence[Step], budget: float, log: Path, say: Callable[[str], object] = print
+) -> list[dict]:
+    """Runs the steps one by one within `budget` seconds; returns a record of each.
+
+    A step gets what is left, at most its limit; all output goes to the file `log`. When the first,
+    the build, fails, there is nothing to run the others on.
+    """
+    end = time.monotonic() + budget
+    records, built = [], True
+    for step in steps:
+        seconds = min(step.limit, end - time.monotonic())
+        start = time.monotonic()
+        text = ""
+        if not built:
+            outcome = Outcome("left out", "nothing was built")
+        elif step.skip:
+            outcome = Outcome("skipped", step.skip)
+        elif seconds < step.least:
+            outcome = Outcome("left out", f"{max(seconds, 0):.0f} s of the budget were left")
+        else:
+            code, text = run(step, seconds, log)
+            if code is not None:
+                outcome = step.judge(code, text)
+            else:  # by its own fault only if it had all the time that it may take
+                result = "failed" if seconds >= step.limit else "left out"
+                outcome = Outcome(result, f"did not end within {seconds:.0f} s")
+        taken = time.monotonic() - start
+        if step is steps[0]:
+            built = outcome.result == "ok"
+        say(f"{step.name:<18} {outcome.result:<9} {taken:5.0f} s  {outcome.detail}")
+        if outcome.result == "failed":
+            for line in text.splitlines()[-TAIL:]:
+                say(f"    {line}")
+        records.append({"name": step.name, **asdict(outcome), "seconds": round(taken, 1)})
+    return records
+
+
+def run(step: Step, seconds: float, log: Path) -> tuple[int | None, str]:
+    """(exit code, or None if it did not end in time; what it printed, which the log gets too)."""
+    words = [str(word) for word in step.command(seconds)]
+    with open(log, "a+", encoding="utf-8", errors="replace") as file:
+        file.write(f"\n$ {' '.join(words)}\n")
+        file.flush()
+        begin = file.tell()
+        try:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                cwd=step.folder,
+                env=environment_of_steps() | step.environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return 127, str(error)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+        file.seek(begin)
+        return code, file.read()
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a step that still runs, with the processes that it started."""
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, ending)
+            process.wait(GRACE)
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def markdown(report: Mapping, bench: Mapping | None, compared: Sequence[Mapping]) -> str:
+    """The report as Markdown; its rows of figures are those of the README's table."""
+    machine = (bench["machine"] if bench else {}) | report["machine"]
+    names = ("driver", "cuda", "torch", "commit")
+    facts = [f"{name} {machine[name]}" for name in names if name in machine]
+    lines = [f"## {machine['gpu']}", "", f"`make gpu-report`, {report['date']}: {', '.join(facts)}"]
+    if bench:
+        lines += ["", *_figures(bench)]
+    if compared:
+        lines += ["", "| Model (`onepass compare --device cuda`) | times faster | training |"]
+        lines += ["| --- | --- | --- |", *map(_model_row, compared)]
+    lines += ["", "| Step | result | seconds | |", "| --- | --- | --- | --- |"]
+    for step in report["steps"]:
+        detail = step["detail"].replace("|", "/")
+        lines.append(f"| {step['name']} | {step['result']} | {step['seconds']:.0f} | {detail} |")
+    return "\n".join(lines) + "\n"
+
+
+def _figures(bench: Mapping) -> list[str]:
+    groups: dict[str, dict[str, Mapping]] = {}
+    overhead = []
+    for row in bench["rows"]:
+        _, operator, dtype, shape, phase = row["name"].split("/", 4)
+        if row["share_of_copy"] is None:
+            ours, eager = (row["times"][name]["median_us"] for name in ("ours", "eager"))
+            overhead.append(f"{operator} {phase} {ours:.1f} us (eager {eager:.1f})")
+        else:
+            groups.setdefault(f"{operator} {dtype} {shape}", {})[phase] = row
+    goals = [_reached(row) for rows in groups.values() for row in rows.values()]
+    lines = [
+        f"Copy of a large tensor: {bench['ceilings']['copy_gbps']:.0f} GB/s. "
+        f"Goals of speed reached in {sum(goals)} of {len(goals)} cases.",
+        "",
+        f"| Case ({' / '.join(PHASES)}) | times faster than eager | than `torch.compile` "
+        "| share of a same-size copy, by bytes |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, rows in groups.items():
+        columns = [
+            _each(rows, lambda row: f"{row['against_eager']['median']:.2f}"),
+            _each(rows, lambda row: _ratio(row["against_compile"])),
+            _each(rows, lambda row: f"{row['share_of_copy']:.0%}".replace("%", " %")),
+        ]
+        lines.append(f"| {name} | {' | '.join(columns)} |")
+    if overhead:
+        lines += ["", f"A call on a tensor of 4x8: {', '.join(overhead)}."]
+    for word in ("failed", "left_out"):
+        if bench[word]:
+            lines += ["", f"{word.replace('_', ' ')}: {', '.join(bench[word])}"]
+    return lines
+
+
+def _each(rows: Mapping[str, Mapping], text: Callable[[Mapping], str]) -> str:
+    return " / ".join(text(rows[phase]) if phase in rows else "-" for phase in PHASES)
+
+
+def _ratio(interval: Mapping | None) -> str:
+    return "-" if interval is None else f"{interval['median']:.2f}"
+
+
+def _reached(row: Mapping) -> bool:
+    goal, compiled = row["goal"], row["against_compile"]
+    pairs = [
+        (goal["against_eager"], row["against_eager"]["median"]),
+        (goal["against_compile"], compiled and compiled["median"]),
+        (goal["share_of_copy"], row["share_of_copy"]),
+    ]
+    return all(value is None or wanted is None or value >= wanted for wanted, value in pairs)
+
+
+def _model_row(compared: Mapping) -> str:
+    settings, ratios = compared["settings"], []
+    for speed in compared["speed"]:
+        ratio = speed["variants"]["swapped"]["ratio_to_stock"]
+        low, high = ratio["low"], ratio["high"]
+        ratios.append(f"{ratio['median']:.3f} [{low:.3f}-{high:.3f}] (dropout {speed['dropout']})")
+    sizes = settings["speed"]
+    name = f"GPT, {compared['parameters'] / 1e6:.0f}M, batch {sizes['batch']}x{sizes['block']}"
+    same = "same" if compared["verdict"]["same"] else "different"
+    return f"| {name}, {settings['dtype']} | {', '.join(ratios)} | {same} |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make gpu-report", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help="for all")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER",
+        help="the results go into a folder in it, named after the device",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    try:
+        machine, tools = find_all(os.environ)
+    except Obstacle as obstacle:
+        print(f"gpu-report: {obstacle}", file=sys.stderr)
+        return 2
+    folder = args.out.resolve() / slug(machine["gpu"])
+    folder.mkdir(parents=True, exist_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(SITE, ignore_errors=True)
+    for stale in [*folder.glob("*.json"), folder / "report.log", WORK / "tests.xml"]:
+        stale.unlink(missing_ok=True)
+    print(f"{machine['gpu']}, torch {machine['torch']}, {tools['nvcc']}; results in {folder}")
+    start = time.monotonic()
+    say = functools.partial(print, flush=True)
+    steps = execute(plan(machine, tools, folder), args.budget, folder / "report.log", say)
+    report = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine,
+        "budget": args.budget,
+        "seconds": round(time.monotonic() - start, 1),
+        "steps": steps,
+    }
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    files = [read_json(folder / f"compare-{dtype}.json") for dtype in ("float32", "bfloat16")]
+    table = markdown(report, read_json(folder / "bench.json"), [file for file in files if file])
+    (folder / "table.md").write_text(table)
+    print(f"\n{table}")
+    return 1 if any(step["result"] == "failed" for step in steps) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,461 @@
+"""`make gpu-report`, as far as it goes without a device: its plan, budget, verdicts and table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu_report.py"
+FACTS = {
+    "gpu": "NVIDIA H100 80GB HBM3",
+    "capability": 90,
+    "torch": "2.11.0+cu130",
+    "cuda": "13.0",
+    "commit": "0123456789ab",
+}
+TOOLS = {"nvcc": "/usr/bin/nvcc", "compute-sanitizer": "/usr/bin/compute-sanitizer"}
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("gpu_report", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_report"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu_report = load()
+
+
+def python_step(name: str, code: str, **fields) -> gpu_report.Step:
+    fields = {"least": 0.1, "limit": 20.0} | fields
+    return gpu_report.Step(name, command=lambda seconds: [sys.executable, "-c", code], **fields)
+
+
+def results_of(records) -> list[str]:
+    return [record["result"] for record in records]
+
+
+# ---- what is here --------------------------------------------------------------------------------
+
+
+def test_without_a_device_it_says_so_and_exits_2():
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [sys.executable, SCRIPT], capture_output=True, text=True, env=hidden, timeout=120
+    )
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("gpu-report: torch ")
+    assert "built without CUDA" in result.stderr or "sees no CUDA device" in result.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_passes_the_python_and_the_flags_on():
+    words = ["make", "--dry-run", "gpu-report", "PYTHON=my-python", "ARGS=--budget 60"]
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, env=alone)
+    assert result.stdout.strip() == "my-python benchmarks/gpu_report.py --budget 60"
+
+
+def test_torch_that_is_missing_or_broken(tmp_path, monkeypatch):
+    for source, message in [
+        ("raise ImportError('no such file')", r"cannot be imported \(no such file\)"),
+        ("raise SystemExit('torn')", "could not be asked for its device: torn"),
+    ]:
+        (tmp_path / "torch.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        with pytest.raises(gpu_report.Obstacle, match=message):
+            gpu_report.facts_of_device()
+
+
+def test_facts_of_a_device(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace as N\n"
+        "__version__, version = '2.11.0+cu130', N(cuda='13.0')\n"
+        "cuda = N(is_available=lambda: True, get_device_capability=lambda: (9, 0),\n"
+        "         get_device_name=lambda: 'NVIDIA H100 80GB HBM3')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert gpu_report.facts_of_device() | {"commit": FACTS["commit"]} == FACTS
+
+
+def test_tools_are_found_on_the_path_or_in_the_toolkit(tmp_path):
+    def program(*parts: str) -> str:
+        file = tmp_path.joinpath(*parts)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("#!/bin/sh\n")
+        file.chmod(0o755)
+        return str(file)
+
+    on_path = program("path", "some-tool")
+    in_toolkit = program("cuda", "some-tool", "some-tool")
+    in_bin = program("cuda", "bin", "other-tool")
+    cuda = {"CUDA_HOME": str(tmp_path / "cuda")}
+    path = {"PATH": str(tmp_path / "path")}
+    assert gpu_report.find_tool("some-tool", cuda | path) == on_path
+    assert gpu_report.find_tool("some-tool", cuda) == in_toolkit
+    assert gpu_report.find_tool("other-tool", cuda | path) == in_bin
+    assert gpu_report.find_tool("no-such-tool", cuda | path) == ""
+
+
+def test_no_nvcc_or_package_is_one_line(monkeypatch):
+    monkeypatch.setattr(gpu_report, "facts_of_device", lambda: dict(FACTS))
+    monkeypatch.setattr(gpu_report, "find_tool", lambda name, environment: "")
+    with pytest.raises(gpu_report.Obstacle, match="there is no nvcc on PATH"):
+        gpu_report.find_all({})
+    facts, tools = gpu_report.find_all({"CUDACXX": "my-nvcc"})
+    assert tools == {"nvcc": "my-nvcc", "compute-sanitizer": ""} and facts["gpu"] == FACTS["gpu"]
+    monkeypatch.setattr(gpu_report, "missing_packages", lambda: ["rich", "pytest"])
+    with pytest.raises(gpu_report.Obstacle, match="lacks rich, pytest: install them with pip"):
+        gpu_report.find_all({"CUDACXX": "my-nvcc"})
+
+
+def test_missing_packages():
+    assert gpu_report.missing_packages(["json", "no_such_package"]) == ["no_such_package"]
+
+
+@pytest.mark.parametrize(
+    ("device", "folder"),
+    [
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "nvidia-geforce-rtx-4070-ti-super"),
+        ("Tesla T4 (MIG 1g.5gb)", "tesla-t4-mig-1g-5gb"),
+    ],
+)
+def test_slug(device, folder):
+    assert gpu_report.slug(device) == folder
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+def test_plan(tmp_path):
+    steps = {step.name: step for step in gpu_report.plan(FACTS, TOOLS, tmp_path, "python")}
+    assert list(steps) == [
+        "build", "doctor", "device tests", "benchmarks", "compare float32", "compare bfloat16",
+        "memcheck", "racecheck", "synccheck",
+    ]  # fmt: skip
+    words = {name: " ".join(map(str, step.command(100.0))) for name, step in steps.items()}
+    assert "--no-build-isolation --no-deps --no-index" in words["build"]
+    assert f"--target {gpu_report.SITE}" in words["build"]
+    assert "cmake.define.ONEPASS_CUDA=ON" in words["build"]
+    assert "cmake.define.ONEPASS_CUDA_ARCHS=90" in words["build"]
+    assert "torch-2-11-0-cu130-sm90" in words["build"]
+    assert "bench all --device cuda" in words["benchmarks"]
+    assert words["benchmarks"].endswith("--limit 55 --json bench.json")
+    assert "--limit 20" in " ".join(steps["benchmarks"].command(60.0))
+    assert "compare --device cuda --dtype bfloat16 --json" in words["compare bfloat16"]
+    for tool in gpu_report.SANITIZERS:
+        assert words[tool].startswith(f"{TOOLS['compute-sanitizer']} --tool {tool} ")
+        assert not steps[tool].skip
+    assert all(0 < step.least < step.limit for step in steps.values())
+    for file in gpu_report.TESTS:
+        assert file in words["device tests"] and (ROOT / file).is_file()
+
+
+def test_figures_name_no_folder_of_the_machine(tmp_path):
+    """A result may be committed; onepass writes its command line into it."""
+    for step in gpu_report.plan(FACTS, TOOLS, tmp_path, "python"):
+        if step.folder == tmp_path:
+            assert not [word for word in step.command(100.0) if "/" in word]
+    assert {step.folder for step in gpu_report.plan(FACTS, TOOLS, tmp_path)} == {tmp_path, ROOT}
+
+
+def test_flags_of_the_plan_are_flags_of_the_commands(tmp_path):
+    import argparse
+    from importlib import import_module
+
+    for step in gpu_report.plan(FACTS, TOOLS, tmp_path, "python"):
+        words = step.command(100.0)
+        if words[1:3] == ["-m", "onepass"]:
+            module, parser = import_module(f"onepass.{words[3]}"), argparse.ArgumentParser()
+            module.add_arguments(parser)
+            parser.parse_args(words[4:])
+
+
+def test_sanitizers_choose_a_test_that_exists(tmp_path):
+    step = gpu_report.plan(FACTS, TOOLS, tmp_path)[-1]
+    words = step.command(100.0)
+    words = [*words[words.index("-m") :], "--collect-only"]
+    result = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert result.stdout.count("test_small_for_sanitizers") == 5, result.stdout
+
+
+def test_without_compute_sanitizer_its_steps_are_skipped(tmp_path):
+    steps = gpu_report.plan(FACTS, TOOLS | {"compute-sanitizer": ""}, tmp_path)
+    assert [step.name for step in steps if step.skip] == list(gpu_report.SANITIZERS)
+    records = gpu_report.execute(steps[-1:], 100.0, tmp_path / "log", say=lambda line: None)
+    assert results_of(records) == ["skipped"]
+    assert records[0]["detail"] == "compute-sanitizer is not on this machine"
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def test_a_step_that_fails_takes_no_other_with_it(tmp_path):
+    said = []
+    steps = [
+        python_step("first", "import os; print('hello', os.environ['FLAG'])"),
+        python_step("second", "import sys; print('so it goes'); sys.exit(3)"),
+        python_step("third", "print('there')"),
+        gpu_report.Step("fourth", 0.1, 5.0, lambda seconds: ["no-such-program"]),
+    ]
+    steps[0].environment["FLAG"] = "on"
+    records = gpu_report.execute(steps, 60.0, tmp_path / "log", said.append)
+    assert results_of(records) == ["ok", "failed", "ok", "failed"]
+    assert records[1]["detail"] == "exit code 3" and "    so it goes" in said
+    assert records[3]["detail"] == "exit code 127"
+    assert json.loads(json.dumps(records)) == records
+    log = (tmp_path / "log").read_text()
+    assert "hello on" in log and "so it goes" in log and "there" in log
+
+
+def test_steps_see_what_was_built_first(tmp_path):
+    code = "import os; print(os.environ['PYTHONPATH']); print(os.getcwd())"
+    step = gpu_report.replace(python_step("only", code), folder=tmp_path)
+    _, text = gpu_report.run(step, 20.0, tmp_path / "log")
+    path, folder = text.splitlines()
+    assert path.split(os.pathsep)[0] == str(gpu_report.SITE) and folder == str(tmp_path)
+
+
+def test_nothing_runs_after_a_build_that_failed(tmp_path):
+    steps = [python_step("build", "raise SystemExit(1)"), python_step("next", "")]
+    records = gpu_report.execute(steps, 60.0, tmp_path / "log", say=lambda line: None)
+    assert results_of(records) == ["failed", "left out"]
+    assert records[1]["detail"] == "nothing was built"
+
+
+def test_a_step_gets_no_more_than_its_limit_and_ends_with_its_children(tmp_path):
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    start = time.monotonic()
+    step = python_step("sleeps", code, limit=1.0)
+    records = gpu_report.execute([step], 60.0, tmp_path / "log", say=lambda line: None)
+    assert time.monotonic() - start < 30
+    assert results_of(records) == ["failed"]
+    assert records[0]["detail"] == "did not end within 1 s"
+    child = int((tmp_path / "log").read_text().split()[-1])
+    for _ in range(100):
+        status = Path(f"/proc/{child}/status")
+        if not status.exists() or "State:\tZ" in status.read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail("its child still runs")
+
+
+def test_what_does_not_fit_the_budget_is_named(tmp_path):
+    steps = [
+        python_step("first", ""),
+        python_step("sleeps", "import time; time.sleep(60)"),
+        python_step("long", "", least=50.0, limit=60.0),
+    ]
+    records = gpu_report.execute(steps, 3.0, tmp_path / "log", say=lambda line: None)
+    assert results_of(records) == ["ok", "left out", "left out"]
+    assert records[1]["detail"].startswith("did not end within ")
+    assert records[2]["detail"].endswith(" s of the budget were left")
+
+
+# ---- verdicts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "outcome"),
+    [
+        ("def test_one(): pass", 0, ("ok", "1 passed, 0 failed, 0 skipped")),
+        (
+            "def test_one(): pass\ndef test_two(): assert False",
+            1,
+            ("failed", "1 passed, 1 failed, 0 skipped; first test_two"),
+        ),
+        (
+            "import pytest\n@pytest.mark.skip\ndef test_one(): pass",
+            0,
+            ("failed", "0 passed, 0 failed, 1 skipped"),
+        ),
+    ],
+)
+def test_verdict_on_the_device_tests(tmp_path, body, code, outcome):
+    (tmp_path / "test_it.py").write_text(body)
+    words = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={tmp_path / 'tests.xml'}"]
+    result = subprocess.run(
+        [*words, "--rootdir", tmp_path, tmp_path], capture_output=True, cwd=tmp_path
+    )
+    assert result.returncode == code
+    judged = gpu_report.judge_tests(result.returncode, tmp_path / "tests.xml")
+    assert judged == gpu_report.Outcome(*outcome)
+
+
+def test_tests_that_left_no_results_failed(tmp_path):
+    judged = gpu_report.judge_tests(-11, tmp_path / "tests.xml")
+    assert judged == gpu_report.Outcome("failed", "exit code -11, and no results")
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "outcome"),
+    [
+        (0, "5 passed\n========= ERROR SUMMARY: 0 errors\n", ("ok", "ERROR SUMMARY: 0 errors")),
+        (
+            9,
+            "5 passed\n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n",
+            ("failed", "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"),
+        ),
+        (
+            0,
+            "5 skipped\n========= ERROR SUMMARY: 0 errors\n",
+            ("failed", "ERROR SUMMARY: 0 errors"),
+        ),
+        (
+            1,
+            "========= Error: Device not supported. Please refer to ...",
+            ("skipped", "compute-sanitizer says: Device not supported"),
+        ),
+        (255, "", ("failed", "exit code 255")),
+    ],
+)
+def test_verdict_on_sanitizers(code, log, outcome):
+    assert gpu_report.judge_sanitizer(code, log) == gpu_report.Outcome(*outcome)
+
+
+def test_verdict_on_a_build(monkeypatch, tmp_path):
+    assert gpu_report.judge_build(1, sys.executable).result == "failed"
+    package = tmp_path / "site" / "onepass"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(gpu_report, "SITE", tmp_path / "site")
+    # -S: an editable onepass of this Python would come first, which the second verdict is about.
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    wrapper.chmod(0o755)
+    assert gpu_report.judge_build(0, str(wrapper)).result == "ok"
+    monkeypatch.setattr(gpu_report, "SITE", tmp_path / "elsewhere")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    judged = gpu_report.judge_build(0, str(wrapper))
+    assert judged.result == "failed" and "another onepass comes first" in judged.detail
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def row(name: str, eager: float, compiled: float | None, share: float | None, goal=None) -> dict:
+    interval = lambda value: value and {"median": value, "low": value, "high": value}  # noqa: E731
+    return {
+        "name": name,
+        "times": {"ours": {"median_us": 9.0}, "eager": {"median_us": 12.5}},
+        "against_eager": interval(eager),
+        "against_compile": interval(compiled),
+        "share_of_copy": share,
+        "right": True,
+        "goal": {"against_eager": 1.0, "against_compile": 1.0, "share_of_copy": goal},
+    }
+
+
+BENCH = {
+    "machine": {"gpu": FACTS["gpu"], "driver": "580.1", "cuda": "13.0", "commit": "none"},
+    "ceilings": {"copy_gbps": 3012.3},
+    "failed": {"norm/add_rms_norm/bfloat16/65536x1024/forward": "RuntimeError: no"},
+    "left_out": ["dropout/dropout/float32/65536x1024/forward"],
+    "rows": [
+        row("norm/layer_norm/float32/4x8/forward under grad", 1.4, None, None),
+        row("norm/layer_norm/bfloat16/65536x1024/forward", 1.25, 1.01, 0.93, 0.9),
+        row("norm/layer_norm/bfloat16/65536x1024/backward", 1.5, None, 0.80, 0.85),
+        row("norm/rms_norm/bfloat16/65536x1024/forward+backward", 2.0, 1.1, 0.7),
+    ],
+}
+COMPARED = {
+    "parameters": 85_900_000,
+    "settings": {"dtype": "bfloat16", "speed": {"batch": 8, "block": 1024}},
+    "speed": [
+        {
+            "dropout": 0.1,
+            "variants": {
+                "swapped": {"ratio_to_stock": {"median": 1.0512, "low": 1.05, "high": 1.052}}
+            },
+        }
+    ],
+    "verdict": {"same": True, "sentence": "1.05x"},
+}
+REPORT = {
+    "date": "2026-11-21",
+    "machine": FACTS,
+    "steps": [
+        {"name": "build", "result": "ok", "detail": "", "seconds": 41.2},
+        {"name": "memcheck", "result": "left out", "detail": "3 s | left", "seconds": 0.0},
+    ],
+}
+
+
+def test_table():
+    lines = gpu_report.markdown(REPORT, BENCH, [COMPARED]).splitlines()
+    assert lines[0] == "## NVIDIA H100 80GB HBM3"
+    assert "driver 580.1, cuda 13.0, torch 2.11.0+cu130, commit 0123456789ab" in lines[2]
+    text = "\n".join(lines)
+    assert "Copy of a large tensor: 3012 GB/s. Goals of speed reached in 2 of 3 cases." in text
+    assert (
+        "| layer_norm bfloat16 65536x1024 | 1.25 / 1.50 / - | 1.01 / - / - | 93 % / 80 % / - |"
+    ) in lines
+    assert "| rms_norm bfloat16 65536x1024 | - / - / 2.00 | - / - / 1.10 | - / - / 70 % |" in lines
+    assert "layer_norm forward under grad 9.0 us (eager 12.5)." in text
+    assert "failed: norm/add_rms_norm/bfloat16/65536x1024/forward" in lines
+    assert "left out: dropout/dropout/float32/65536x1024/forward" in lines
+    assert (
+        "| GPT, 86M, batch 8x1024, bfloat16 | 1.051 [1.050-1.052] (dropout 0.1) | same |" in lines
+    )
+    assert "| build | ok | 41 |  |" in lines and "| memcheck | left out | 0 | 3 s / left |" in lines
+    tables = [line.count("|") for line in lines if line.startswith("|")]
+    assert tables == [5] * 4 + [4] * 3 + [5] * 4, "all rows of a table have its columns"
+
+
+def test_table_without_any_figures():
+    text = gpu_report.markdown(REPORT, None, [])
+    assert "| build | ok | 41 |  |" in text and "eager" not in text
+
+
+def test_bench_and_compare_write_what_the_table_reads(tmp_path):
+    """The real things on the CPU; their cases have two phases there."""
+    words = [sys.executable, "-m", "onepass"]
+    bench = [*words, "bench", "norm", "--quick", "--no-compile", "--json", "bench.json"]
+    compare = [*words, "compare", "--quick", "--steps", "2", "--pairs", "1", "--dropout", "0"]
+    compare += ["--json", "compare.json", "--threads", "1"]
+    for command in (bench, compare):
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    figures = gpu_report.read_json(tmp_path / "bench.json")
+    compared = gpu_report.read_json(tmp_path / "compare.json")
+    text = gpu_report.markdown(REPORT, figures, [compared])
+    assert "| layer_norm float32 64x96 | " in text and "| GPT, " in text
+    assert gpu_report.judge_bench(0, tmp_path / "bench.json").detail == "22 cases"
+    judged = gpu_report.judge_compare(0, "", tmp_path / "compare.json")
+    assert judged.result in ("ok", "failed") and judged.detail == compared["verdict"]["sentence"]
+
+
+@pytest.mark.parametrize(("code", "expected"), [("", 0), ("raise SystemExit(1)", 1)])
+def test_main_writes_the_report(tmp_path, monkeypatch, capsys, code, expected):
+    monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
+    monkeypatch.setattr(gpu_report, "SITE", tmp_path / "work" / "site")
+    monkeypatch.setattr(gpu_report, "find_all", lambda environment: (dict(FACTS), TOOLS))
+    steps = [python_step("build", ""), python_step("tests", code)]
+    monkeypatch.setattr(gpu_report, "plan", lambda *_: steps)
+    folder = tmp_path / "out" / "nvidia-h100-80gb-hbm3"
+    folder.mkdir(parents=True)
+    (folder / "bench.json").write_text("of an earlier run")
+    assert gpu_report.main(["--out", str(tmp_path / "out"), "--budget", "30"]) == expected
+    report = json.loads((folder / "report.json").read_text())
+    assert results_of(report["steps"]) == ["ok", "failed" if expected else "ok"]
+    assert report["machine"] == FACTS and report["budget"] == 30
+    assert not (folder / "bench.json").exists()
+    table = (folder / "table.md").read_text()
+    assert table in capsys.readouterr().out and "| build | ok |" in table
