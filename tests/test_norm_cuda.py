@@ -168,7 +168,7 @@ ONE_PASS = [
     [
         pytest.param(*case, cols, id=f"{name}-{cols}")
         for name, *case, most in ONE_PASS
-        for cols in (256, 1024, 4096, 8192, 16384)
+        for cols in (256, 1024, 4096, 8192, 8191, 16384, 16383)
         if cols <= most
     ],
 )
@@ -213,8 +213,8 @@ def test_long_rows_are_read_twice_at_most(cuda, dtype):
 
 # ---- every instance, in every build --------------------------------------------------------------
 
-# One, two and four packs per thread, single elements, and both for rows too long for registers.
-EACH = [72, 264, 1000, 33, 16392, 16395]
+# One, two and four packs per thread, few and many single elements, rows too long for registers.
+EACH = [72, 264, 1000, 33, 1001, 16392, 16395]
 DTYPES = [(F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32)]
 
 

@@ -49,18 +49,28 @@ __device__ __forceinline__ Accumulator<T> element(const Raw<T>& raw, int e) {
   }
 }
 
+// In a pack of zeros.
+template <class T>
+__device__ __forceinline__ void set_element(Raw<T>& raw, int e, const T& element) {
+  if constexpr (sizeof(T) == 8) {
+    const uint64_t bits = std::bit_cast<uint64_t>(element);
+    raw.words[e / 2].word[e % 2 * 2] = static_cast<uint32_t>(bits);
+    raw.words[e / 2].word[e % 2 * 2 + 1] = static_cast<uint32_t>(bits >> 32);
+  } else if constexpr (sizeof(T) == 4) {
+    raw.words[e / 4].word[e % 4] = std::bit_cast<uint32_t>(element);
+  } else {
+    raw.words[0].word[e / 2] |= static_cast<uint32_t>(element.bits) << e % 2 * 16;
+  }
+}
+
 // Rounds once, to nearest even.
 template <class T>
 __device__ __forceinline__ Raw<T> narrow(const Accumulator<T> (&value)[kPack]) {
-  Raw<T> raw;
+  Raw<T> raw{};
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
-    if constexpr (sizeof(T) == 8) {
-      const uint64_t bits = std::bit_cast<uint64_t>(value[e]);
-      raw.words[e / 2].word[e % 2 * 2] = static_cast<uint32_t>(bits);
-      raw.words[e / 2].word[e % 2 * 2 + 1] = static_cast<uint32_t>(bits >> 32);
-    } else if constexpr (sizeof(T) == 4) {
-      raw.words[e / 4].word[e % 4] = std::bit_cast<uint32_t>(value[e]);
+    if constexpr (sizeof(T) >= 4) {
+      set_element(raw, e, value[e]);
     } else if (e % 2 == 0) {
       raw.words[0].word[e / 2] = narrow_pair<T>(value[e], value[e + 1]);
     }
@@ -148,31 +158,20 @@ struct WarpColumns {
 // Elements that are not there are zero.
 template <class T, class Columns>
 __device__ __forceinline__ Raw<T> load_pack(const T* row, const Columns& columns, auto pack) {
+  Raw<T> raw{};
   if constexpr (Columns::kAligned) {
-    Raw<T> raw{};
-    if (columns.has(pack, 0)) {
-      const Words* source = reinterpret_cast<const Words*>(columns.in(row, pack, 0));
-      for (int i = 0; i < static_cast<int>(kPack * sizeof(T) / 16); ++i) {
-        raw.words[i] = load_global(source + i);
-      }
+    if (!columns.has(pack, 0)) return raw;
+    const Words* source = reinterpret_cast<const Words*>(columns.in(row, pack, 0));
+    for (int i = 0; i < static_cast<int>(kPack * sizeof(T) / 16); ++i) {
+      raw.words[i] = load_global(source + i);
     }
-    return raw;
   } else {
-    Accumulator<T> value[kPack];
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
-      value[e] = 0;
-      if (columns.has(pack, e)) {
-        const T one = load_global(columns.in(row, pack, e));
-        if constexpr (sizeof(T) == 2) {
-          value[e] = widen(one);
-        } else {
-          value[e] = one;
-        }
-      }
+      if (columns.has(pack, e)) set_element(raw, e, load_global(columns.in(row, pack, e)));
     }
-    return narrow<T>(value);
   }
+  return raw;
 }
 
 template <class T, class Columns>

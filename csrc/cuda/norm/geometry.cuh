@@ -25,26 +25,19 @@ struct Geometry {
   int row_elements() const { return threads_per_row * packs * kPack; }  // with the filler
 };
 
-constexpr int unaligned_packs(int max_packs) { return max_packs > 1 ? max_packs / 2 : 1; }
-
 inline Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
   const int64_t lanes = kLanes * kPack;  // columns that a warp has with one pack per thread
-  if (!aligned) {
-    // Single elements: half as many, since each has an address of its own, and one kernel for all.
-    const int packs = unaligned_packs(max_packs);
-    if (cols <= lanes * packs) return {packs, kLanes, kLanes * kWarpsPerBlock, false};
-    const int64_t warps = (cols + lanes * packs - 1) / (lanes * packs);
-    if (warps > kMaxWarps) return {0, kMaxThreads, kMaxThreads, false};
-    const int threads = static_cast<int>(warps) * kLanes;
-    return {packs, threads, threads, false};
-  }
   for (int packs = 1; packs <= max_packs; packs *= 2) {
-    if (cols <= lanes * packs) return {packs, kLanes, kLanes * kWarpsPerBlock, true};
+    if (cols > lanes * packs) continue;
+    // Single elements know one pack and the most: each has an address of its own, and that of
+    // another instance is seldom worth its compilation.
+    const int taken = aligned || packs == 1 ? packs : max_packs;
+    return {taken, kLanes, kLanes * kWarpsPerBlock, aligned};
   }
   const int64_t warps = (cols + lanes * max_packs - 1) / (lanes * max_packs);
-  if (warps > kMaxWarps) return {0, kMaxThreads, kMaxThreads, true};
+  if (warps > kMaxWarps) return {0, kMaxThreads, kMaxThreads, aligned};
   const int threads = static_cast<int>(warps) * kLanes;
-  return {max_packs, threads, threads, true};
+  return {max_packs, threads, threads, aligned};
 }
 
 // 16-byte accesses need rows that begin at multiples of 16 bytes and end at multiples of a pack.
@@ -80,15 +73,15 @@ decltype(auto) visit_types(std::initializer_list<DType> dtypes, F&& f) {
 // f.operator()<kPacks, kAligned>() for what geometry_of can give.
 template <int kMaxPacks, class F>
 void visit_geometry(const Geometry& geometry, F&& f) {
-  if (!geometry.aligned) {
-    f.template operator()<unaligned_packs(kMaxPacks), false>();
-  } else if (geometry.packs == 1) {
-    f.template operator()<1, true>();
-  } else if (geometry.packs == 2) {
-    if constexpr (kMaxPacks >= 2) f.template operator()<2, true>();
-  } else {
-    if constexpr (kMaxPacks >= 4) f.template operator()<4, true>();
-  }
+  visit_bool(geometry.aligned, [&]<bool kAligned>() {
+    if (geometry.packs == 1) {
+      f.template operator()<1, kAligned>();
+    } else if (geometry.packs == kMaxPacks) {
+      f.template operator()<kMaxPacks, kAligned>();
+    } else if constexpr (kAligned && kMaxPacks == 4) {
+      f.template operator()<2, kAligned>();
+    }
+  });
 }
 
 // Rows that share a block would each read weight and bias again: their warps read them together,
