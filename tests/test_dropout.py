@@ -16,7 +16,7 @@ import onepass
 from onepass import functional, numerics, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-PROBABILITIES = (1e-6, 0.1, 0.5, 0.9, 1.0)
+PROBABILITIES = (1e-6, 0.1, 0.5, 32768.5 / 65536, 0.9, 1.0)
 
 
 # ---- values and gradients -----------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def keep_scale(
     """(numel,) the factor of each element: 0 if dropped, else the inverse keep probability.
 
     Element i takes 16 bits of block i // 8, low halves of the four words first; it is dropped if
-    they are below round(65536 p).
+    they are below round(65536 p), halves rounded up.
 
     Args:
         seed: int64[2]: seed, offset.
@@ -54,7 +56,7 @@ def keep_scale(
     )
     halves = [(word >> shift) & 0xFFFF for word in words for shift in (0, 16)]
     drawn = torch.stack(halves, dim=1).flatten()[:numel]
-    threshold = round(65536 * p)
+    threshold = math.floor(65536 * p + 0.5)  # halves go up
     scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
     return (drawn >= threshold).to(dtype) * scale
 

@@ -1,0 +1,58 @@
+"""Compiles CUDA sources as the build does, and asks cuobjdump what came out.
+
+cuobjdump and nvdisasm, which it calls, come with the tests (nvidia-cuda-*): nvcc alone lacks them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def compile_cubin(source: Path, target: Path, arch: str) -> Path:
+    """`target`, compiled from `source` for `arch` (as in sm_80); skips where there is no nvcc."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("there is no nvcc")
+    options = (ROOT / "cmake" / "cuda.cmake").read_text()
+    (flags,) = re.findall(r"COMPILE_LANGUAGE:CUDA>:(--[^>]*)>", options)
+    command = [nvcc, "-std=c++20", f"-arch={arch}", *flags.split(), "-Werror=all-warnings"]
+    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}", "-cubin", "-o", target, source]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return target
+
+
+def cuobjdump(*words: str | Path) -> str:
+    """What it prints; skips where there is none."""
+    try:
+        files = metadata.files("nvidia-cuda-cuobjdump") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = [str(file.locate()) for file in files if file.name == "cuobjdump"]
+    program = shutil.which("cuobjdump") or next(iter(found), None)
+    if program is None:
+        pytest.skip("there is no cuobjdump")
+    return subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
+
+
+def resources(binary: Path) -> dict[str, dict[str, int]]:
+    """By kernel: REG, STACK, SHARED, LOCAL and so on."""
+    text = cuobjdump("--dump-resource-usage", binary)
+    return {
+        name: {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", line)}
+        for name, line in re.findall(r"Function (\S+):\n(.*)", text)
+    }
+
+
+def machine_code(binary: Path) -> dict[str, str]:
+    """By kernel, as text."""
+    parts = cuobjdump("-sass", binary).split("Function : ")[1:]
+    return {part.partition("\n")[0]: part for part in parts}
