@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
+import importlib.metadata
 import json
 import os
 import re
@@ -33,7 +33,7 @@ WORK = ROOT / "build" / "gpu-report"
 SITE = WORK / "site"  # where onepass is installed, for the steps alone
 TESTS = ("tests/test_cuda_device.py", "tests/test_cuda_device_torch.py")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-PACKAGES = ("pip", "scikit_build_core", "pybind11", "numpy", "rich", "pytest")
+PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")
 BUDGET = 600.0
 GRACE = 5.0  # seconds between asking a step to end and ending it
 TAIL = 30  # lines of a failed step that are shown
@@ -133,7 +133,18 @@ def find_tool(name: str, environment: Mapping[str, str]) -> str:
 
 
 def missing_packages(names: Sequence[str] = PACKAGES) -> list[str]:
-    return [name for name in names if importlib.util.find_spec(name) is None]
+    """Distributions that this Python does not have.
+
+    Asked by name of the distribution: to look for the module `pip` makes setuptools leave distutils
+    alone, and inductor then fails in this process.
+    """
+    missing = []
+    for name in names:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    return missing
 
 
 def find_all(environment: Mapping[str, str]) -> tuple[dict, dict[str, str]]:

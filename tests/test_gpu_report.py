@@ -120,7 +120,7 @@ def test_no_nvcc_or_package_is_one_line(monkeypatch):
 
 
 def test_missing_packages():
-    assert gpu_report.missing_packages(["json", "no_such_package"]) == ["no_such_package"]
+    assert gpu_report.missing_packages(["torch", "no-such-package"]) == ["no-such-package"]
 
 
 @pytest.mark.parametrize(
