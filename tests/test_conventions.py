@@ -150,6 +150,7 @@ def test_python_layers():
     forbidden = {
         "functional": ("torch.ops", "onepass.nn", "onepass.swapping"),
         "nn": ("torch.ops", "onepass._ops", "onepass._C"),
+        "optim": ("torch.ops", "onepass.functional", "onepass.nn", "onepass.swapping"),
         "_ops": ("onepass.functional", "onepass.nn", "onepass.swapping"),
         "reference": ("torch.ops", "onepass._ops", "onepass.functional", "onepass.nn"),
     }
@@ -184,14 +185,19 @@ def test_families_are_found():
     assert {"norm", "dropout"} <= set(families())
 
 
+# Of families that are no functions of a model's forward.
+INTERFACES = {"optimizer": ("python/onepass/optim/__init__.py",)}
+
+
 @pytest.mark.parametrize("family", families())
 def test_a_family_is_complete(family):
     wanted = [
         f"csrc/ops/{family}.h",
         f"csrc/cpu/{family}.cpp|csrc/cpu/{family}/",
         f"python/onepass/_ops/{family}.py",
-        f"python/onepass/functional/{family}.py",
-        f"python/onepass/nn/{family}.py",
+        *INTERFACES.get(
+            family, (f"python/onepass/functional/{family}.py", f"python/onepass/nn/{family}.py")
+        ),
         f"python/onepass/reference/{family}.py",
         f"python/onepass/bench/{family}.py",
         f"tests/test_{family}.py",
@@ -317,7 +323,9 @@ def test_every_checked_argument_has_a_message_tested_by_name():
 # ---- names, documentation, files ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [onepass, onepass.functional, onepass.nn, onepass.reference])
+@pytest.mark.parametrize(
+    "module", [onepass, onepass.functional, onepass.nn, onepass.optim, onepass.reference]
+)
 def test_public_names_are_documented(module):
     assert list(module.__all__) == sorted(module.__all__), (
         f"{module.__name__}.__all__ is not sorted"

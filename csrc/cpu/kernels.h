@@ -8,6 +8,7 @@ inline namespace ONEPASS_ISA {
 
 NormBackend norm_backend();
 DropoutBackend dropout_backend();
+OptimizerBackend optimizer_backend();
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

@@ -6,6 +6,7 @@ extern "C" onepass::Backend onepass_cuda_kernels() {
           .norm = {.forward = onepass::cuda::norm_forward(),
                    .backward = onepass::cuda::norm_backward()},
           .dropout = {.forward = onepass::cuda::dropout_forward()},
+          .optimizer = {},  // not yet: its operators are registered for the CPU alone
           .fma_ceiling = nullptr,
           .bf16_dot_ceiling = nullptr};
 }

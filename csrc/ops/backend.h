@@ -3,6 +3,7 @@
 
 #include "ops/dropout.h"
 #include "ops/norm.h"
+#include "ops/optimizer.h"
 
 namespace onepass {
 
@@ -10,6 +11,7 @@ struct Backend {
   const char* name;  // the CPU level, or the CUDA architecture
   NormBackend norm;
   DropoutBackend dropout;
+  OptimizerBackend optimizer;
   double (*fma_ceiling)(double seconds);  // measured GFLOP/s of one thread, or null
   double (*bf16_dot_ceiling)(
       double seconds);  // likewise; 0 where the level has no such instruction

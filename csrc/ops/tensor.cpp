@@ -36,6 +36,15 @@ TensorInfo info_of(const Tensor& tensor) {
   return info;
 }
 
+FlatInfo flat_info_of(const Tensor& tensor) {
+  FlatInfo info;
+  const AtenTensorHandle handle = tensor.get();
+  check(aoti_torch_get_numel(handle, &info.numel), "reading a tensor's size");
+  check(aoti_torch_get_dtype(handle, &info.scalar_type), "reading a tensor's dtype");
+  check(aoti_torch_is_contiguous(handle, &info.contiguous), "reading a tensor's strides");
+  return info;
+}
+
 std::optional<DType> dtype_of(int32_t scalar_type) {
   switch (static_cast<ScalarType>(scalar_type)) {
     case ScalarType::Float:

@@ -31,6 +31,14 @@ struct TensorInfo {
 // A failing query means a tensor without strided storage, which no operator here takes.
 TensorInfo info_of(const Tensor& tensor);
 
+// What an operator on flat lists of tensors asks of each: less, because there are hundreds.
+struct FlatInfo {
+  int64_t numel;
+  int32_t scalar_type;
+  bool contiguous;
+};
+FlatInfo flat_info_of(const Tensor& tensor);
+
 // The element type, or nothing where no kernel takes it.
 std::optional<DType> dtype_of(int32_t scalar_type);
 int32_t scalar_type_of(DType dtype);

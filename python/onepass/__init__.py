@@ -3,8 +3,9 @@
     report = onepass.swap(model)  # in place; prints what changed and what did not, and why
     report.verify(batch)          # stock against swapped: loss and every gradient
 
-The operators are in `onepass.functional` and `onepass.nn`; `python -m onepass doctor` checks the
-installation, `python -m onepass compare` measures a model, stock against swapped.
+The operators are in `onepass.functional`, `onepass.nn` and `onepass.optim`. `python -m onepass
+doctor` checks the installation, `python -m onepass compare` measures a model, stock against
+swapped.
 """
 
 import sys as _sys
@@ -24,6 +25,7 @@ __all__ = [
     "explain",
     "functional",
     "nn",
+    "optim",
     "swap",
     "swapped",
     "unswap",
@@ -39,6 +41,6 @@ except ImportError as _error:
         raise
     load_error = _error
 else:
-    from onepass import functional, nn
+    from onepass import functional, nn, optim
     from onepass.explain import Explanation, explain
     from onepass.swapping import Report, swap, swapped, unswap

@@ -1,11 +1,12 @@
-// What the forward and the backward of the norm family share: addressing of strided rows, column
-// sums of a fixed order, and the weight in the accumulator's type.
+// What the forward and the backward of the norm family share: addressing of strided rows, and the
+// weight in the accumulator's type.
 #pragma once
 
 #include <algorithm>
 #include <array>
 
 #include "core/visit.h"
+#include "cpu/sums.h"
 #include "cpu/vec.h"
 #include "ops/norm.h"
 
@@ -41,48 +42,6 @@ ONEPASS_INLINE void for_each_row_block(int64_t begin, int64_t end, int64_t cols,
     }
   }
   for (; row < end; ++row) block(row, std::integral_constant<int, 1>{});
-}
-
-// kSums sums over the columns [0, cols). accumulate(sum, column, count) adds one vector to each of
-// sum[0..kSums). Four chains hide the latency of the additions; runs of 64 vectors are summed on
-// their own first, so that the error grows with the square root of some tens of additions and not
-// of a whole row's. The order depends on cols alone.
-template <class A, int kSums, class Accumulate>
-ONEPASS_INLINE std::array<A, kSums> sum_columns(int64_t cols, Accumulate&& accumulate) {
-  constexpr int64_t kStep = 4 * kLanes<A>;
-  constexpr int64_t kRun = 16 * kStep;
-  // Four named structs rather than an array: g++ then keeps every sum in a register.
-  struct Chain {
-    Vec<A> sum[kSums] = {};
-    ONEPASS_INLINE void add(const Chain& other) {
-      for (int s = 0; s < kSums; ++s) sum[s] += other.sum[s];
-    }
-  };
-  Chain total0, total1, total2, total3;
-  const int64_t stepped = cols - cols % kStep;
-  int64_t j = 0;
-  while (j < stepped) {
-    const int64_t run_end = std::min(j + kRun, stepped);
-    Chain run0, run1, run2, run3;
-    for (; j < run_end; j += kStep) {
-      accumulate(run0.sum, j, WholeVector<A>{});
-      accumulate(run1.sum, j + kLanes<A>, WholeVector<A>{});
-      accumulate(run2.sum, j + 2 * kLanes<A>, WholeVector<A>{});
-      accumulate(run3.sum, j + 3 * kLanes<A>, WholeVector<A>{});
-    }
-    total0.add(run0);
-    total1.add(run1);
-    total2.add(run2);
-    total3.add(run3);
-  }
-  for (; j + kLanes<A> <= cols; j += kLanes<A>) accumulate(total0.sum, j, WholeVector<A>{});
-  if (j < cols) accumulate(total1.sum, j, Tail{cols - j});
-  total0.add(total1);
-  total2.add(total3);
-  total0.add(total2);
-  std::array<A, kSums> sums;
-  for (int s = 0; s < kSums; ++s) sums[s] = sum_of_lanes<A>(total0.sum[s]);
-  return sums;
 }
 
 // Bytes of cols accumulators, rounded up to a multiple of 64.

@@ -27,7 +27,7 @@ import traceback
 
 from onepass import _library
 
-FAMILIES = ("norm", "dropout")
+FAMILIES = ("norm", "dropout", "optimizer")
 SECONDS = 0.7
 STDOUT = "-"
 
@@ -97,9 +97,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _cases(args: argparse.Namespace) -> list:
-    from onepass.bench import dropout, norm
+    from onepass.bench import dropout, norm, optimizer
 
-    modules = {"norm": norm, "dropout": dropout}
+    modules = {"norm": norm, "dropout": dropout, "optimizer": optimizer}
     families = FAMILIES if args.family == "all" else (args.family,)
     return [
         case

@@ -256,7 +256,9 @@ def _check(case: Case) -> tuple[str, float]:
 
     def results(function: Function, wide: bool = False) -> list[Tensor]:
         inputs = [
-            tensor.detach().to(torch.float64 if wide else tensor.dtype).requires_grad_(grad)
+            tensor.detach()
+            .to(torch.float64 if wide else tensor.dtype, copy=True)
+            .requires_grad_(grad)
             for tensor, grad in zip(tensors, (t.requires_grad for t in tensors), strict=True)
         ]
         torch.manual_seed(SEED)  # every variant that draws a seed draws this one

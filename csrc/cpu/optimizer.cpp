@@ -1,0 +1,173 @@
+// Operators on all gradients of a model: their norm, and their scaling.
+//
+// The tensors are one flat list of pieces of kPieceElements, spread over threads in one parallel
+// region, so that hundreds of small tensors cost what one large one does. Traffic: one read for the
+// norm; a read and a write where they are scaled. Done when it runs at the speed of memory.
+#include <cmath>
+
+#include "core/visit.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+#include "cpu/sums.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+namespace {
+
+// body.operator()<T>(first element of the piece, elements, number of the piece) for the pieces
+// [begin, end).
+template <class Body>
+void for_each_in_pieces(const FlatTensors& list, int64_t begin, int64_t end, Body&& body) {
+  const int64_t* const after =
+      std::upper_bound(list.first_piece, list.first_piece + list.count, begin);
+  for (int64_t t = after - list.first_piece - 1; begin < end; ++t) {
+    const FlatTensor& tensor = list.tensors[t];
+    const int64_t last = std::min(end, list.first_piece[t + 1]);
+    visit_dtype(tensor.dtype, [&]<class T>() {
+      for (; begin < last; ++begin) {
+        const int64_t first = (begin - list.first_piece[t]) * kPieceElements;
+        body.template operator()<T>(static_cast<T*>(tensor.data) + first,
+                                    std::min(kPieceElements, tensor.numel - first), begin);
+      }
+    });
+  }
+}
+
+template <class A>
+ONEPASS_INLINE Vec<A> absolute(Vec<A> v) {
+  return v < Vec<A>{} ? -v : v;
+}
+
+template <class T>
+double widened(const T& value) {
+  if constexpr (sizeof(T) == 2) {
+    return widen(value);
+  } else {
+    return value;
+  }
+}
+
+// |g|^order in float64.
+template <class T>
+double wide_sum(const T* g, int64_t count, double order) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < count; ++i) {
+    const double magnitude = std::abs(widened(g[i]));
+    sum += order == 2.0 ? magnitude * magnitude : magnitude;
+  }
+  return sum;
+}
+
+// The sum of |g|^order, order 1 or 2. Where float32 overflows, once more in float64.
+template <class T>
+double sum_of_powers(const T* g, int64_t count, double order) {
+  using A = Accumulator<T>;
+  A sum;
+  if (order == 2.0) {
+    sum = sum_columns<A, 1>(count, [&](Vec<A>* sums, int64_t i, auto lanes) {
+      const Vec<A> v = load<A>(g + i, lanes);
+      sums[0] = fma<A>(v, v, sums[0]);
+    })[0];
+  } else {
+    sum = sum_columns<A, 1>(count, [&](Vec<A>* sums, int64_t i, auto lanes) {
+      sums[0] += absolute<A>(load<A>(g + i, lanes));
+    })[0];
+  }
+  return std::isfinite(sum) ? sum : wide_sum(g, count, order);
+}
+
+// NaN if there is one.
+template <class T>
+double largest_magnitude(const T* g, int64_t count) {
+  using A = Accumulator<T>;
+  Vec<A> largest{};
+  for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
+    const Vec<A> v = absolute<A>(load<A>(g + i, lanes));
+    largest = (v <= largest) | (largest != largest) ? largest : v;  // a NaN comes in and stays
+  });
+  double result = 0.0;
+  for (int lane = 0; lane < kLanes<A>; ++lane) {
+    const double value = largest[lane];
+    if (!(value <= result)) result = value;
+    if (std::isnan(result)) break;
+  }
+  return result;
+}
+
+// What the pieces' results come to; in order, so that threads make no difference.
+double combined(const double* partials, int64_t pieces, double order) {
+  double total = 0.0;
+  for (int64_t p = 0; p < pieces; ++p) {
+    if (!std::isinf(order)) {
+      total += partials[p];
+    } else if (!(partials[p] <= total)) {
+      total = partials[p];
+      if (std::isnan(total)) break;
+    }
+  }
+  return order == 2.0 ? std::sqrt(total) : total;
+}
+
+Plan plan_norm(const GradientNorm& args, const Machine& machine) {
+  const int64_t pieces = args.gradients.pieces();
+  const bool parallel = machine.threads > 1 && pieces > 1;
+  return {.workspace_bytes = pieces * static_cast<int64_t>(sizeof(double)),
+          .zeroed_bytes = 0,
+          .kernel_name = "gradient_norm_kernel",
+          .rows_per_tile = kPieceElements,
+          .splits = pieces,
+          .parallel = parallel,
+          .reason = parallel ? "pieces of all tensors spread over threads" : "one piece"};
+}
+
+void gradient_norm_kernel(const GradientNorm& args, double* partials, int64_t begin, int64_t end) {
+  for_each_in_pieces(args.gradients, begin, end, [&]<class T>(T* g, int64_t count, int64_t piece) {
+    partials[piece] = std::isinf(args.order) ? largest_magnitude(g, count)
+                      : args.wide            ? wide_sum(g, count, args.order)
+                                             : sum_of_powers(g, count, args.order);
+  });
+}
+
+void run_norm(const GradientNorm& args, const Plan& plan, void* workspace, const Context& context) {
+  double* partials = static_cast<double*>(workspace);
+  for_each_piece(
+      context, plan.parallel, plan.splits, kPieceElements * 4,
+      [&](int64_t begin, int64_t end) { gradient_norm_kernel(args, partials, begin, end); });
+  *args.norm = combined(partials, plan.splits, args.order);
+}
+
+Plan plan_scale(const ScaleGradients& args, const Machine& machine) {
+  const int64_t pieces = args.gradients.pieces();
+  const bool parallel = machine.threads > 1 && pieces > 1;
+  return {.workspace_bytes = 0,
+          .zeroed_bytes = 0,
+          .kernel_name = "scale_gradients_kernel",
+          .rows_per_tile = kPieceElements,
+          .splits = pieces,
+          .parallel = parallel,
+          .reason = parallel ? "pieces of all tensors spread over threads" : "one piece"};
+}
+
+void scale_gradients_kernel(const ScaleGradients& args, int64_t begin, int64_t end) {
+  for_each_in_pieces(args.gradients, begin, end, [&]<class T>(T* g, int64_t count, int64_t) {
+    using A = Accumulator<T>;
+    const Vec<A> factor = broadcast<A>(static_cast<A>(args.factor));
+    for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
+      store<A>(g + i, load<A>(g + i, lanes) * factor, lanes);
+    });
+  });
+}
+
+void run_scale(const ScaleGradients& args, const Plan& plan, void*, const Context& context) {
+  for_each_piece(context, plan.parallel, plan.splits, kPieceElements * 8,
+                 [&](int64_t begin, int64_t end) { scale_gradients_kernel(args, begin, end); });
+}
+
+}  // namespace
+
+OptimizerBackend optimizer_backend() {
+  return {.norm = {plan_norm, run_norm}, .scale = {plan_scale, run_scale}};
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

@@ -1,0 +1,67 @@
+"""Gradient clipping in one pass over all gradients."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from onepass._ops import optimizer as _optimizer
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scales gradients in place to a norm of at most max_norm, as `torch.nn.utils.clip_grad_norm_`.
+
+    The norm is that of all gradients as one vector; above max_norm each of them is multiplied by
+    ``max_norm / (norm + 1e-6)``. All tensors are read once in one parallel region, and written
+    only if they have to be scaled. The norm is the same, bit for bit, for any number of threads.
+
+    Gradients that are not on the CPU, are sparse, complex or of a subclass of Tensor (a DTensor),
+    or have gaps between their elements, and norms of another order than 1, 2 or infinity, are left
+    to torch's own function.
+
+    Args:
+        parameters: those whose ``.grad`` is clipped; others are skipped. A tensor or an iterable.
+        max_norm: the largest norm allowed.
+        norm_type: the order of the norm; may be ``float("inf")``.
+        error_if_nonfinite: raise if the norm is NaN or infinite, before anything is written.
+        foreach: accepted and not needed: it chooses between torch's implementations.
+
+    Returns:
+        0-dim tensor, the norm before clipping, in the gradients' dtype (float32 if they differ,
+        float64 if one of them is); 0 if there are no gradients.
+
+    Raises:
+        RuntimeError: the norm is not finite and error_if_nonfinite is set.
+    """
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    else:
+        is_generator = isinstance(parameters, types.GeneratorType)
+        parameters = list(parameters)
+        if is_generator and not parameters:
+            warnings.warn(
+                "`parameters` is an empty generator, no gradient clipping will occur.",
+                stacklevel=3,
+            )
+    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if gradients and norm_type in _optimizer.NORM_TYPES:
+        try:
+            return _optimizer.clip_grad_norm(gradients, max_norm, norm_type, error_if_nonfinite)
+        except RuntimeError:  # before anything was written
+            if _optimizer.takes(gradients):
+                raise
+    return torch.nn.utils.clip_grad_norm_(
+        parameters, max_norm, norm_type, error_if_nonfinite, foreach
+    )

@@ -1,0 +1,306 @@
+"""The optimizer family on the CPU: gradient clipping."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from onepass import numerics, reference
+from onepass._ops import dispatch_log
+from onepass.optim import clip_grad_norm_
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+INF = float("inf")
+ORDERS = (1.0, 2.0, INF)
+op = torch.ops.onepass.clip_grad_norm
+PIECE = 4096  # elements that a thread takes together
+
+
+def parameters(*sizes, dtype=F32, scale=1.0):
+    """Parameters with random gradients."""
+    made = []
+    for size in sizes:
+        parameter = torch.zeros(size, dtype=dtype, requires_grad=True)
+        parameter.grad = (torch.randn(size) * scale).to(dtype)
+        made.append(parameter)
+    return made
+
+
+def copies(of):
+    twins = [p.detach().clone().requires_grad_() for p in of]
+    for twin, original in zip(twins, of, strict=True):
+        twin.grad = None if original.grad is None else original.grad.clone()
+    return twins
+
+
+def check(of, max_norm, order=2.0):
+    """The norm and every gradient by the numerics rule; what lies around them stays as it is."""
+    gradients = [p.grad.clone() for p in of if p.grad is not None]
+    norm, expected = reference.optimizer.clip_grad_norm(
+        [g.double() for g in gradients], max_norm, order
+    )
+    stock = copies(of)
+    stock_norm = torch.nn.utils.clip_grad_norm_(stock, max_norm, order)
+    found = clip_grad_norm_(of, max_norm, order)
+    assert found.shape == () and found.dtype == stock_norm.dtype
+    numerics.assert_close(found, norm, stock_norm)
+    stock_gradients = [p.grad for p in stock if p.grad is not None]
+    ours = [p.grad for p in of if p.grad is not None]
+    for one, ref, base in zip(ours, expected, stock_gradients, strict=True):
+        if one.numel():
+            numerics.assert_close(one, ref, base)
+    return found
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_values(order, dtype, max_norm):
+    sizes = [1, 7, (3, 5), 64, 1000, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 77]
+    check(parameters(*sizes, dtype=dtype, scale=0.1), max_norm, order)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 4095, 4096, 4097, 100_003])
+def test_one_tensor(size):
+    for order in ORDERS:
+        check(parameters(size), 0.1, order)
+
+
+@pytest.mark.isa
+def test_mixed_dtypes():
+    for dtypes in ((F32, BF16), (BF16, F16), (F64, F32), (BF16, F16, F32, F64)):
+        of = [p for dtype in dtypes for p in parameters(100, 5000, dtype=dtype)]
+        check(of, 0.5)
+
+
+def test_a_norm_within_the_limit_leaves_gradients_as_they_are():
+    of = parameters(10, 5000)
+    before = [p.grad.clone() for p in of]
+    versions = [p.grad._version for p in of]
+    norm = clip_grad_norm_(of, 1e9)
+    assert norm > 0
+    for p, gradient, version in zip(of, before, versions, strict=True):
+        assert torch.equal(p.grad, gradient) and p.grad._version >= version
+
+
+def test_single_tensor_generator_and_missing_gradients():
+    (one,) = parameters(9)
+    check([one], 0.1)
+    with_none = [*parameters(9, 8), torch.zeros(3, requires_grad=True)]
+    check(with_none, 0.1)
+    assert with_none[-1].grad is None
+    (alone,) = parameters(9)
+    norm = alone.grad.norm()
+    assert clip_grad_norm_(alone, 0.1) == norm and alone.grad.norm() < 0.11
+    assert clip_grad_norm_((p for p in parameters(9)), 0.1) > 0
+    assert clip_grad_norm_([torch.zeros(3, requires_grad=True)], 1.0) == 0
+    with pytest.warns(UserWarning, match="empty generator"):
+        assert clip_grad_norm_((p for p in []), 1.0) == 0
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layouts(order):
+    """Permuted gradients are taken as they lie; those with gaps go to torch's own function."""
+    of = parameters((6, 5), (2, 3, 4, 5), (4, 1, 3), ())
+    of[0].grad = torch.randn(5, 6).t()
+    of[1].grad = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    check(of, 0.1, order)
+    whole = torch.randn(6, 10)
+    (gaps,) = parameters((6, 5))
+    gaps.grad = whole[:, ::2]
+    others = whole[:, 1::2].clone()
+    check([*of, gaps], 0.05, order)
+    assert torch.equal(whole[:, 1::2], others)
+
+
+def test_what_lies_around_a_gradient_stays():
+    memory = torch.full((3 * PIECE,), 7.0)
+    (p,) = parameters(PIECE + 3)
+    p.grad = memory[5 : 5 + PIECE + 3].normal_()
+    check([p], 0.1)
+    assert (memory[:5] == 7.0).all() and (memory[5 + PIECE + 3 :] == 7.0).all()
+
+
+def test_empty_gradients():
+    check(parameters(0, 5, (3, 0)), 0.1)
+    empty = parameters(0, (3, 0))
+    assert clip_grad_norm_(empty, 1.0) == 0
+
+
+# ---- contract ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_bitwise_equal_for_any_number_of_threads(threads):
+    of = parameters(*[768] * 50, 300_001)
+    again = copies(of)
+    expected = clip_grad_norm_(of, 0.5)
+    torch.set_num_threads(threads)
+    assert torch.equal(clip_grad_norm_(again, 0.5), expected)
+    for one, two in zip(of, again, strict=True):
+        assert torch.equal(one.grad, two.grad)
+
+
+def test_all_tensors_are_one_list_of_pieces():
+    """What runs, from the plans: two tensors of one and three pieces."""
+    with dispatch_log.record() as calls:
+        op([torch.ones(5), torch.ones(2 * PIECE + 1)], 1.0, 2.0, False)
+    assert [(call["kernel"], call["splits"]) for call in calls] == [
+        ("gradient_norm_kernel", 4),
+        ("scale_gradients_kernel", 4),
+    ]
+
+
+def test_messages():
+    with pytest.raises(RuntimeError, match="norm_type must be 1, 2 or inf, got 3"):
+        op([torch.ones(2)], 1.0, 3.0, False)
+    with pytest.raises(
+        RuntimeError,
+        match=r"gradients must have dtype float32, bfloat16, float16 or float64, got int64",
+    ):
+        op([torch.ones(2), torch.ones(2, dtype=torch.int64)], 1.0, 2.0, False)
+    with pytest.raises(
+        RuntimeError,
+        match=r"gradients must have no gaps between their elements, got shape \(3,\) with "
+        r"strides \(2,\)",
+    ):
+        op([torch.ones(6)[::2]], 1.0, 2.0, False)
+
+
+# ---- extremes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+def test_squares_beyond_float32():
+    """torch's own norm is infinite here, and its gradients become zero."""
+    (p,) = parameters(5000)
+    p.grad = torch.randn(5000) * 1e25
+    expected = p.grad.double().norm()
+    direction = p.grad.double() / expected
+    norm = clip_grad_norm_([p], 2.0)
+    assert abs(norm / expected - 1) < 1e-6
+    assert (p.grad.double() - 2 * direction).abs().max() < 1e-6
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("place", [0, 4999])
+def test_not_finite_as_torch(bad, order, place):
+    of = parameters(100, 5000)
+    of[1].grad[place] = bad
+    stock = copies(of)
+    expected = torch.nn.utils.clip_grad_norm_(stock, 1.0, order)
+    found = clip_grad_norm_(of, 1.0, order)
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
+    for one, two in zip(of, stock, strict=True):
+        assert torch.equal(one.grad.isnan(), two.grad.isnan())
+        assert torch.equal(one.grad.nan_to_num(), two.grad.nan_to_num())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_error_if_nonfinite_changes_nothing(order):
+    of = parameters(100, 5000)
+    of[1].grad[7] = INF
+    before = [p.grad.clone() for p in of]
+    messages = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped") as raised:
+            clip(of, 1.0, order, error_if_nonfinite=True)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    assert all(torch.equal(p.grad, g) for p, g in zip(of, before, strict=True))
+
+
+def test_limits_of_zero_and_below():
+    for max_norm in (0.0, -1.0):
+        check(parameters(5000), max_norm)
+
+
+# ---- what torch's own function is left with ------------------------------------------------------
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["complex", "sparse", "subclass", "order"])
+def test_others_go_to_torch(kind):
+    of = parameters(10, (4, 5))
+    order = 3.0 if kind == "order" else 2.0
+    if kind == "complex":
+        of = [torch.zeros(5, dtype=torch.complex64, requires_grad=True)]
+        of[0].grad = torch.randn(5, dtype=torch.complex64)
+    elif kind == "sparse":
+        of = [torch.zeros(4, 5, requires_grad=True)]
+        of[0].grad = torch.randn(4, 5).relu().to_sparse()
+    elif kind == "subclass":
+        of[1].grad = of[1].grad.as_subclass(Tagged)
+    results = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        twins = copies(of)
+        try:
+            norm = clip(twins, 0.1, order)
+            results.append([norm, *(p.grad for p in twins)])
+        except RuntimeError as error:
+            results.append(str(error))
+    if isinstance(results[1], str):
+        assert results[0] == results[1]
+        return
+    for one, two in itertools.zip_longest(*results):
+        torch.testing.assert_close(one, two)
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def test_opcheck():
+    for sizes in ((5,), (5, 0, 5000)):
+        gradients = [torch.randn(size) for size in sizes]
+        torch.library.opcheck(torch.ops.onepass.clip_grad_norm, (gradients, 0.1, 2.0, False))
+    mixed = [torch.randn(5), torch.randn(5).bfloat16()]
+    torch.library.opcheck(torch.ops.onepass.clip_grad_norm, (mixed, 0.1, INF, False))
+
+
+def test_compile():
+    gradients = [torch.randn(30), torch.randn(5, 5)]
+    expected = [g.clone() for g in gradients]
+    norm = op(expected, 0.1, 2.0, False)
+
+    def step(*gradients):
+        norm = op(list(gradients), 0.1, 2.0, False)
+        return norm, gradients[0] * 2
+
+    found, doubled = torch.compile(step, backend="aot_eager", fullgraph=True)(*gradients)
+    assert torch.equal(found, norm) and torch.equal(doubled, expected[0] * 2)
+    for one, two in zip(gradients, expected, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_in_a_training_loop():
+    """Ten steps of SGD with ours and with torch's: the same weights to rounding."""
+    weights = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x, y = torch.randn(64, 20), torch.randn(64, 1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            clip(model.parameters(), 0.1)
+            optimizer.step()
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
+    assert (weights[0] - weights[1]).abs().max() <= 1e-6
