@@ -24,6 +24,9 @@ CAUGHT_BY = {
     "read_before_the_wait": ("plain", "wrong value"),
     "wait_for_the_wrong_group": ("plain", "wrong value: output[4] is"),
     "overwrite_in_flight": ("plain", "wrong value"),
+    "copy_into_what_is_read": ("thread", "data race"),
+    "copy_twice_in_flight": ("plain", "cp.async into a buffer whose last is in flight"),
+    "end_in_flight": ("plain", "a thread ends with a cp.async in flight"),
     "extra_pass": ("plain", "read 512 written 256"),
 }
 SEEDS = 3

@@ -101,6 +101,11 @@ struct alignas(16) Bytes16 {
 
 // The target is poison from here to the wait that the data arrives with.
 inline void cp_async_16(void* shared, const void* global, bool valid = true) {
+  for (const auto& group : emulator::copies_in_flight()) {
+    for (const emulator::Copy& copy : group) {
+      if (copy.shared == shared) emulator::fail("cp.async into a buffer whose last is in flight");
+    }
+  }
   auto* target = static_cast<detail::Bytes16*>(shared);
   *target = {{~uint64_t{0}, ~uint64_t{0}}};
   emulator::copies_in_flight().back().push_back({shared, global, valid});

@@ -155,6 +155,9 @@ void run_thread() {
 #endif
   acquire(&m.running->block->start_tag);
   (*m.kernel)();
+  for (const auto& group : m.running->copies) {
+    if (!group.empty()) fail("a thread ends with a cp.async in flight");
+  }
   release(&m.end_tag);
   Thread& thread = *m.running;
   thread.state = State::kDone;

@@ -182,9 +182,11 @@ void wait_for_the_wrong_group(const float* input, float* output) {
   const int i = thread();
   const float value = i < 4 ? first[i] : i < 8 ? second[i - 4] : load_global(input + i);
   store_global(output + i, value);
+  __syncthreads();
+  cp_async_wait<0>();
 }
 
-// The next tile is asked for while others still read this one.
+// A buffer is written while its copy is in flight.
 template <bool kFault>
 void overwrite_in_flight(const float* input, float* output) {
   SharedMemory shared;
@@ -197,6 +199,52 @@ void overwrite_in_flight(const float* input, float* output) {
   if (kFault) cp_async_wait<0>();
   __syncthreads();
   store_global(output + thread(), values[thread()] / 2.0f);
+}
+
+// The next tile is asked for while others still read this one.
+template <bool kFault>
+void copy_into_what_is_read(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  const auto copy = [&] {
+    if (thread() < kThreads / 4) cp_async_16(values + 4 * thread(), input + 4 * thread());
+    cp_async_commit();
+  };
+  copy();
+  cp_async_wait<0>();
+  __syncthreads();
+  const float value = values[(thread() + 1) % kThreads];
+  if (!kFault) __syncthreads();
+  copy();
+  cp_async_wait<0>();
+  __syncthreads();
+  store_global(output + thread(), (value + values[(thread() + 1) % kThreads]) / 2.0f);
+}
+
+// A copy into a buffer whose last copy has not arrived: which of them comes last is not said.
+template <bool kFault>
+void copy_twice_in_flight(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  for (int turn = 0; turn < 2; ++turn) {
+    if (thread() < kThreads / 4) cp_async_16(values + 4 * thread(), input + 4 * thread());
+    cp_async_commit();
+    if (!kFault) cp_async_wait<0>();
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  store_global(output + thread(), values[thread()]);
+}
+
+// A copy that nobody waits for.
+template <bool kFault>
+void end_in_flight(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  store_global(output + thread(), load_global(input + thread()));
+  if (thread() == 0) cp_async_16(values, input);
+  cp_async_commit();
+  if (!kFault) cp_async_wait<0>();
 }
 
 // ---- several blocks -----------------------------------------------------------------------------
@@ -319,6 +367,9 @@ const std::map<std::string, Pair> kPairs = {
     {"read_before_the_wait", {PAIR(run, read_before_the_wait)}},
     {"wait_for_the_wrong_group", {PAIR(run, wait_for_the_wrong_group)}},
     {"overwrite_in_flight", {PAIR(run, overwrite_in_flight)}},
+    {"copy_into_what_is_read", {PAIR(run, copy_into_what_is_read), 1}},
+    {"copy_twice_in_flight", {PAIR(run, copy_twice_in_flight)}},
+    {"end_in_flight", {PAIR(run, end_in_flight)}},
     {"add_across_blocks", {PAIR(run_sum, add_across_blocks)}},
     {"tickets", {PAIR(run_tickets, tickets)}},
     {"extra_pass", {PAIR(run_counted, extra_pass)}},
