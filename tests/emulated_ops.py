@@ -28,6 +28,7 @@ class Calls:
     build: str = "plain"
     seed: int = 0
     misalign: int = 0  # bytes that tensors of rows begin beyond a multiple of 16
+    misaligned: str = ""  # the one tensor that does, by its name; empty: all of them
     done: list[dict] = field(default_factory=list)
     instances: set[str] = field(default_factory=set)  # of the kernels that ran
 
@@ -60,7 +61,8 @@ def run(calls: Calls, op: str, numbers: dict, tensors: dict[str, Tensor | None])
         lines += [f"{name} {_number(value)}" for name, value in numbers.items()]
         for name, tensor in present.items():
             data = _bytes(tensor)
-            offset = calls.misalign if tensor.dim() > 1 else 0
+            moved = name == calls.misaligned if calls.misaligned else tensor.dim() > 1
+            offset = calls.misalign if moved else 0
             lines.append(f"{name}: {data.numel()} {offset}")
             Path(folder, f"{name}.bin").write_bytes(data.numpy().tobytes())
         Path(folder, "case.txt").write_text("\n".join(lines))

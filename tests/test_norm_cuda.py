@@ -75,12 +75,28 @@ def test_dropout_before_the_add(cuda, rms, dtype):
 
 
 @pytest.mark.parametrize("weight", [False, True])
-def test_optional_weight_and_offset(cuda, weight):
+@pytest.mark.parametrize("cols", [72, 33, 2056, 16392])
+def test_optional_weight_and_offset(cuda, weight, cols):
     for rms in (False, True):
-        case = make(rms, 9, 72, weight_offset=1.0 if rms else 0.0)
+        case = make(rms, 5, cols, weight_offset=1.0 if rms else 0.0)
         if not weight:
             case.weight = case.bias = None
         check(case)
+
+
+@pytest.mark.parametrize("wrt", ["input", "weight", "bias", "residual"])
+@pytest.mark.parametrize("cols", [72, 2056, 16392])
+def test_one_gradient_alone(cuda, wrt, cols):
+    check(make(False, 5, cols, residual=True, dropout_p=0.25), wrt=(wrt,))
+
+
+def test_no_rows(cuda):
+    for residual in (False, True):
+        case = make(False, 0, 72, residual=residual)
+        outputs, gradients = outputs_and_gradients(case.ours, case)
+        assert outputs["y"].shape == (0, 72)
+        for name in ("weight", "bias"):
+            assert torch.equal(gradients[name], torch.zeros(72))
 
 
 def test_extremes(cuda):
@@ -108,7 +124,13 @@ def test_strided_rows(cuda, rms, residual, apart):
 @kinds
 def test_rows_in_three_dimensions(cuda, rms, residual):
     """Every tensor with strides of its own, and columns for each way a row is divided out."""
-    for cols, rows in ((72, (3, 4, 5)), (33, (3, 4, 5)), (1000, (2, 3, 2)), (LONG[F32], (2, 1, 3))):
+    for cols, rows in (
+        (72, (3, 4, 5)),
+        (8, (49, 7, 11)),
+        (33, (3, 4, 5)),
+        (1000, (2, 3, 2)),
+        (LONG[F32], (2, 1, 3)),
+    ):
         case = make(rms, rows, cols, residual=residual)
         case.input = torch.randn(rows[1], rows[0], rows[2], cols + 8)[..., :cols].transpose(0, 1)
         if residual:
@@ -121,6 +143,17 @@ def test_addresses_that_are_not_aligned(monkeypatch, rms, residual):
     on_emulated_cuda(monkeypatch, misalign=4)
     check(make(rms, 6, 72, residual=residual))
     check(make(rms, 3, 2048, residual=residual))
+
+
+ROWS = "input residual output residual_out doutput dresidual_out x dinput dresidual weight bias"
+
+
+@pytest.mark.parametrize("build", ["plain", "address"])
+@pytest.mark.parametrize("name", ROWS.split())
+def test_one_tensor_that_is_not_aligned(monkeypatch, build, name):
+    on_emulated_cuda(monkeypatch, build=build, misalign=4, misaligned=name)
+    for cols in (72, 2056):
+        check(make(False, 3, cols, residual=True))
 
 
 # ---- contracts -----------------------------------------------------------------------------------
@@ -168,7 +201,7 @@ ONE_PASS = [
     [
         pytest.param(*case, cols, id=f"{name}-{cols}")
         for name, *case, most in ONE_PASS
-        for cols in (256, 1024, 4096, 8192, 8191, 16384, 16383)
+        for cols in (256, 1024, 4096, 8192, 6143, 16384, 12287)
         if cols <= most
     ],
 )
@@ -200,15 +233,33 @@ def test_shared_memory_fits_every_device(cuda, dtype):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_long_rows_are_read_twice_at_most(cuda, dtype):
+@pytest.mark.parametrize("residual", [False, True])
+def test_long_rows_are_read_twice_at_most(cuda, dtype, residual):
     rows, cols = 3, LONG[dtype]
-    case = make(False, rows, cols, dtype)
+    case = make(False, rows, cols, dtype, residual=residual)
     outputs_and_gradients(case.ours, case)
     (ahead,), (back,) = cuda.of("norm_forward"), cuda.of("norm_backward")
-    once, weights = rows * cols * dtype.itemsize, rows * 2 * cols * dtype.itemsize
-    assert ahead["read"] <= 2 * once + weights
-    assert ahead["written"] <= once + 8 * rows
-    assert back["read"] <= 4 * once + 2 * weights + 2 * 4 * cols * back["splits"] + 16 * cols * rows
+    once, vector = rows * cols * dtype.itemsize, cols * dtype.itemsize
+    # With a residual, input and residual are read once and their sum again. A block has a row.
+    assert ahead["read"] <= (3 if residual else 2) * once + rows * 2 * vector
+    assert ahead["written"] <= (2 if residual else 1) * once + 8 * rows
+    warps = 16 * -(-cols // 4096)  # of the blocks that share a row
+    statistics = 8 * rows * 16 + 16 * rows * warps  # read by each of them, in both kernels
+    partials = 2 * 4 * cols * back["splits"]
+    assert back["read"] <= (
+        (5 if residual else 4) * once + (rows + back["splits"]) * vector + partials + statistics
+    )
+    assert back["written"] <= once + partials + 2 * vector + 8 * rows
+
+
+@pytest.mark.parametrize("cols", [8, 2056])
+def test_partials_are_few(cuda, cols):
+    """At least 32 rows to each, or no more than keep a device busy."""
+    for rows in (1, 64, 1000, 20_000 if cols == 8 else 2000):
+        case = make(False, rows, cols, BF16)
+        outputs_and_gradients(case.ours, case)
+        parts = cuda.of("norm_backward")[-1]["splits"]
+        assert 1 <= parts <= max(1, min(rows // 2, 256), rows // 32)
 
 
 # ---- every instance, in every build --------------------------------------------------------------
@@ -224,9 +275,8 @@ def test_each_instance(monkeypatch, build):
     calls = on_emulated_cuda(monkeypatch, build=build, seed=1)
     for dtype, residual_dtype in DTYPES:
         for cols in EACH:
-            dropout_p = 0.25 if cols % 3 else 0.0
-            case = make(cols % 2 > 0, 3 if cols > 2000 else 6, cols, dtype, residual=True,
-                        dropout_p=dropout_p)  # fmt: skip
+            rows = 3 if cols > 2000 else 6
+            case = make(cols % 2 > 0, rows, cols, dtype, residual=True, dropout_p=0.25)
             case.residual = case.residual.to(residual_dtype)
             check(case)
     left_out = {name for name in all_instances(build) - calls.instances if "norm_" in name}

@@ -20,7 +20,7 @@ constexpr int64_t kMaxBlocks = 1 << 20;
 template <class Types, bool kAligned>
 __global__ void __launch_bounds__(kThreads) dropout_forward_kernel(const DropoutForward args) {
   using A = typename Types::A;
-  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
+  const Dropout dropout = load_dropout(args.seed, args.dropout_p);
   // The tensor as one row that all threads of the grid share, which is dense at its end: the last
   // pack may be cut only where elements are taken one by one.
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -62,7 +62,7 @@ Plan plan_forward(const DropoutForward& args, const Machine&) {
 }
 
 void run_forward(const DropoutForward& args, const Plan& plan, void*, const Context& context) {
-  const LaunchShape shape{.blocks = static_cast<unsigned>(plan.splits), .threads = kThreads};
+  const LaunchShape shape{.blocks = plan.splits, .threads = kThreads};
   const bool same = args.input_dtype == args.output_dtype &&
                     (!args.residual || args.input_dtype == args.residual_dtype);
   const auto start = [&]<class Types>() {

@@ -12,7 +12,7 @@
 namespace onepass::cuda {
 
 struct LaunchShape {
-  unsigned blocks;
+  int64_t blocks;
   unsigned threads;
   size_t shared_bytes = 0;
   int resident = 1;  // blocks that must run at the same time for the kernel to end
@@ -22,7 +22,7 @@ struct LaunchShape {
 
 template <auto kKernel, class... Args>
 void launch(const LaunchShape& shape, void* /*stream*/, const Args&... args) {
-  emulator::launch({.grid = {shape.blocks, 1, 1},
+  emulator::launch({.grid = {static_cast<unsigned>(shape.blocks), 1, 1},
                     .block = {shape.threads, 1, 1},
                     .shared_bytes = shape.shared_bytes,
                     .resident = shape.resident,
@@ -40,6 +40,11 @@ inline void check(cudaError_t error, const char* what) {
 
 template <auto kKernel, class... Args>
 void launch(const LaunchShape& shape, void* stream, const Args&... args) {
+  constexpr int64_t kMaxBlocks = 0x7fffffff;
+  if (shape.blocks > kMaxBlocks) {
+    throw std::runtime_error("onepass: a grid has at most 2147483647 blocks, and this call needs " +
+                             std::to_string(shape.blocks));
+  }
   constexpr size_t kWithoutAsking = 48 * 1024;
   if (shape.shared_bytes > kWithoutAsking) {
     check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -47,10 +52,18 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
           "asking for shared memory");
   }
   cudaLaunchConfig_t config{};
-  config.gridDim = shape.blocks;
+  config.gridDim = static_cast<unsigned>(shape.blocks);
   config.blockDim = shape.threads;
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
+  // Without it, blocks that wait for others may keep them from ever being started.
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  if (shape.resident > 1) {
+    config.attrs = &together;
+    config.numAttrs = 1;
+  }
   check(cudaLaunchKernelEx(&config, kKernel, args...), "starting a kernel");
 }
 

@@ -79,7 +79,7 @@ __device__ __forceinline__ Raw<T> narrow(const Accumulator<T> (&value)[kPack]) {
 }
 
 // Which columns of a row a thread has: packs if kAligned, whose cols are a multiple of kPack, else
-// single elements; either way neighbouring threads touch neighbouring memory. Here a row's packs go
+// single elements. Neighbouring threads of a row touch neighbouring memory. Here a row's packs go
 // around its threads.
 template <bool kAligned_>
 struct StridedColumns {
@@ -276,6 +276,12 @@ __device__ __forceinline__ void load_values(const void* base, DType dtype, const
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) value[e] = Mixed::value(kept, e);
   }
+}
+
+__device__ __forceinline__ Dropout load_dropout(const int64_t* seed, double p) {
+  if (!seed) return {};
+  const int64_t drawn[2] = {load_global(seed), load_global(seed + 1)};
+  return make_dropout(drawn, p);
 }
 
 // Which elements of a pack dropout keeps, a bit each; the row begins at `first_element`.

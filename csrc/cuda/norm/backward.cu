@@ -33,7 +33,7 @@ struct BlockConstants {
   __device__ __forceinline__ BlockConstants(const NormBackward& args, int64_t part, int64_t parts)
       : first_row(args.rows * part / parts),
         rows(static_cast<int>(args.rows * (part + 1) / parts - first_row)),
-        dropout(args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{}),
+        dropout(load_dropout(args.seed, args.dropout_p)),
         per_size{1.0 / args.row_size[0], 1.0 / args.row_size[1], 1.0 / args.row_size[2]},
         per_column(1.0 / args.cols) {}
 };
@@ -107,15 +107,20 @@ __device__ __forceinline__ void apply_pack(
   }
 }
 
-// A value of the row, read by one lane of each warp.
+// A value of the row, read by one lane of each warp; a missing one is 0.
 template <class A>
-__device__ __forceinline__ A broadcast(const A* address) {
-  return __shfl_sync(kAllLanes, threadIdx.x % kLanes == 0 ? load_global(address) : A(0), 0);
+__device__ __forceinline__ A read_once(const A* address) {
+  return address && threadIdx.x % kLanes == 0 ? load_global(address) : A(0);
 }
 
 template <class A>
-__device__ __forceinline__ A statistic(const void* base, int64_t row) {
-  return base ? broadcast(static_cast<const A*>(base) + row) : A(0);
+__device__ __forceinline__ A broadcast(A value) {
+  return __shfl_sync(kAllLanes, value, 0);
+}
+
+template <class A>
+__device__ __forceinline__ const A* at_row(const void* base, int64_t row) {
+  return base ? static_cast<const A*>(base) + row : nullptr;
 }
 
 // One pack of a part's sums, (2, cols).
@@ -134,7 +139,7 @@ inline constexpr bool kIsParked = kPacks == 4;
 // Rows in registers. A block has a run of rows, in parts that follow from the shape, and leaves
 // its sums in partials (parts, 2, cols).
 template <class Types, int kPacks, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(max_threads(kAligned), 1)
     norm_backward_kernel(const NormBackward args, const int threads_per_row,
                          typename Types::A* partials) {
   using A = typename Types::A;
@@ -161,8 +166,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const int64_t row = constants->first_row + r;
     const RowOffsets offsets(args, row,
                              row_index_by_inverse(args.row_size, constants->per_size, row));
-    const A mean = statistic<A>(args.mean, row);
-    const A rstd = statistic<A>(args.rstd, row);
     // First, while few registers are taken: the generator needs many.
     uint32_t kept = 0;
     if (args.seed) {
@@ -173,11 +176,24 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       }
     }
     typename Types::Kept doutput[kPacks], x[kPacks];
+    const auto load_packs = [&](int p) {
+      doutput[p] = Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, p);
+      x[p] = Types::load(args.x, args.x_dtype, offsets.x, columns, p);
+    };
+    // All loads of the row before anything waits for one of them, if there are registers for that.
+    if constexpr (!kIsParked<kPacks>) {
+      ONEPASS_UNROLL
+      for (int p = 0; p < kPacks; ++p) load_packs(p);
+    }
+    A mean = read_once(at_row<A>(args.mean, row));
+    if constexpr (kIsParked<kPacks>) mean = broadcast(mean);
+    A rstd = read_once(at_row<A>(args.rstd, row));
+    if constexpr (!kIsParked<kPacks>) mean = broadcast(mean);
+    rstd = broadcast(rstd);
     A means[2] = {};  // of g * (x - mean), of g
     ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
-      doutput[p] = Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, p);
-      x[p] = Types::load(args.x, args.x_dtype, offsets.x, columns, p);
+      if constexpr (kIsParked<kPacks>) load_packs(p);
       A weight[kPack];
       staged_pack(weights, columns, p, weight);
       ONEPASS_UNROLL
@@ -225,7 +241,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   A* const target = partials + static_cast<int64_t>(blockIdx.x) * 2 * args.cols;
   ONEPASS_UNROLL
   for (int p = 0; p < kPacks; ++p) {
-    if (p % rows_per_block != group) continue;
+    if (!has_turn(p, group, rows_per_block)) continue;
     if (rows_per_block > 1) {
       staged_pack(sums, columns, p, dweight[p]);
       staged_pack(sums + kWarpRow, columns, p, dbias[p]);
@@ -245,8 +261,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const StridedColumns<kAligned> columns{static_cast<int>(blockDim.x),
                                          static_cast<int>(threadIdx.x), args.cols};
   const RowOffsets offsets(args, row, row_index(args.row_size, row));
-  const A mean = statistic<A>(args.mean, row);
-  const A rstd = statistic<A>(args.rstd, row);
+  A mean = read_once(at_row<A>(args.mean, row)), rstd = read_once(at_row<A>(args.rstd, row));
+  mean = broadcast(mean), rstd = broadcast(rstd);
   A sums[2] = {};
   for (int64_t p = 0; columns.reaches(p); ++p) {
     const auto doutput = Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, p);
@@ -300,15 +316,17 @@ __global__ void __launch_bounds__(kColumnsThreads<typename Types::A>, 1)
     const auto doutput =
         Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, pack);
     const auto x = Types::load(args.x, args.x_dtype, offsets.x, columns, pack);
-    const RowMeans<A> of_row{broadcast(&means[row].g), broadcast(&means[row].gh)};
+    RowMeans<A> of_row{read_once(&means[row].g), read_once(&means[row].gh)};
+    A mean = read_once(at_row<A>(args.mean, row)), rstd = read_once(at_row<A>(args.rstd, row));
+    of_row = {broadcast(of_row.g), broadcast(of_row.gh)};
+    mean = broadcast(mean), rstd = broadcast(rstd);
     A weight[kPack];
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) weight[e] = weights[e * kColumnsThreads<A>];
     const uint32_t kept =
         args.seed ? keep_bits(constants->dropout, offsets.dense, columns, pack) : 0;
     apply_pack<Types>(args, constants->dropout, kept, offsets, columns, pack, doutput, x, weight,
-                      statistic<A>(args.mean, row), statistic<A>(args.rstd, row), of_row, dweight,
-                      dbias);
+                      mean, rstd, of_row, dweight, dbias);
   }
   store_partials(args, partials + part * 2 * args.cols, columns, pack, dweight, dbias);
 }
@@ -329,30 +347,38 @@ __device__ __forceinline__ void store_gradient(void* base, DType dtype, int64_t 
   }
 }
 
-// Adds up the parts, a thread per column: eight running sums, then a fixed tree.
+// Adds up the parts: a block has kReduceColumns columns of dweight or of dbias, a warp every
+// kMaxWarps-th part of them, in four running sums; the warps' sums are added in order.
+constexpr int kReduceColumns = kLanes;
+
 template <class A>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_backward_reduce_kernel(const NormBackward args, const A* partials, const int parts) {
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (column >= args.cols) return;
-  for (int which = 0; which < 2; ++which) {
-    void* const target = which == 0 ? args.dweight : args.dbias;
-    if (!target) continue;
-    A sum[8] = {};
-    for (int64_t first = 0; first < parts; first += 8) {
-      ONEPASS_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        if (first + i >= parts) continue;
-        sum[i] += load_global(partials + ((first + i) * 2 + which) * args.cols + column);
+  const int which = blockIdx.x % 2;  // dweight, dbias
+  const int64_t column =
+      static_cast<int64_t>(blockIdx.x / 2) * kReduceColumns + threadIdx.x % kLanes;
+  const int warp = static_cast<int>(threadIdx.x) / kLanes;
+  void* const target = which == 0 ? args.dweight : args.dbias;
+  if (!target) return;
+  SharedMemory shared;
+  A* sums = shared.take<A>(kMaxThreads);  // (warps, columns)
+  constexpr int kChains = 4;
+  A sum[kChains] = {};
+  for (int64_t first = warp; first < parts; first += kChains * kMaxWarps) {
+    ONEPASS_UNROLL
+    for (int i = 0; i < kChains; ++i) {
+      const int64_t part = first + i * kMaxWarps;
+      if (part < parts && column < args.cols) {
+        sum[i] += load_global(partials + (part * 2 + which) * args.cols + column);
       }
     }
-    ONEPASS_UNROLL
-    for (int width = 4; width > 0; width /= 2) {
-      ONEPASS_UNROLL
-      for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
-    }
-    store_gradient<A>(target, which == 0 ? args.dweight_dtype : args.dbias_dtype, column, sum[0]);
   }
+  sums[threadIdx.x] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  __syncthreads();
+  if (warp > 0 || column >= args.cols) return;
+  A total = 0;
+  for (int w = 0; w < kMaxWarps; ++w) total += sums[w * kLanes + threadIdx.x];
+  store_gradient<A>(target, which == 0 ? args.dweight_dtype : args.dbias_dtype, column, total);
 }
 
 // Packs that a thread keeps of x and of doutput, beside the sums of their columns.
@@ -382,14 +408,19 @@ Geometry backward_geometry(const NormBackward& args) {
 }
 
 // Parts of the rows whose sums are kept apart: a function of the shape, so that the order of the
-// additions is the same on every device.
-constexpr int64_t kMaxParts = 128;
-constexpr int64_t kMinPartRows = 8;
+// additions is the same on every device. A part of kRowsPerPart rows leaves partials of a twelfth
+// of the bytes that it moves (bfloat16: 16 bytes for each 6 * kRowsPerPart); fewer rows share a
+// part only where there would be too few blocks to keep a device busy.
+constexpr int64_t kRowsPerPart = 32;
+constexpr int64_t kMaxParts = 512;
+constexpr int64_t kFewParts = 128;
 
 int64_t parts_of(const NormBackward& args, const Geometry& geometry) {
   const int64_t groups = geometry.packs > 0 ? geometry.rows_per_block() : 1;
-  const int64_t blocks_at_once = std::min<int64_t>(kMaxThreads / geometry.threads, 4);
-  return std::clamp<int64_t>(args.rows / (kMinPartRows * groups), 1, kMaxParts * blocks_at_once);
+  // Blocks of four warps: two of them for one of a whole row.
+  const int64_t few = groups > 1 ? 2 * kFewParts : kFewParts;
+  const int64_t busy = std::min(args.rows / (2 * groups), few);
+  return std::clamp<int64_t>(std::max(args.rows / kRowsPerPart, busy), 1, kMaxParts);
 }
 
 int64_t accumulator_size_of(const NormBackward& args) {
@@ -419,8 +450,7 @@ void run_backward(const NormBackward& args, const Plan& plan, void* workspace,
   visit_backward(args, [&]<class Types>() {
     using A = typename Types::A;
     A* const partials = static_cast<A*>(workspace);
-    LaunchShape shape{.blocks = static_cast<unsigned>(parts),
-                      .threads = static_cast<unsigned>(geometry.threads)};
+    LaunchShape shape{.blocks = parts, .threads = static_cast<unsigned>(geometry.threads)};
     if (args.rows > 0 && geometry.packs > 0) {
       const int arrays = geometry.rows_per_block() > 1 ? 2 : 1;
       shape.shared_bytes = sizeof(BlockConstants) +
@@ -437,10 +467,10 @@ void run_backward(const NormBackward& args, const Plan& plan, void* workspace,
       constexpr int64_t tile = kColumnsThreads<A> * kPack;
       const int64_t tiles = (args.cols + tile - 1) / tile;
       visit_bool(geometry.aligned, [&]<bool kAligned>() {
-        shape.blocks = static_cast<unsigned>(args.rows);
+        shape.blocks = args.rows;
         shape.shared_bytes = kReduceScratch<2> * sizeof(A);
         launch<norm_backward_means_kernel<Types, kAligned>>(shape, context.stream, args, means);
-        shape.blocks = static_cast<unsigned>(tiles * parts);
+        shape.blocks = tiles * parts;
         shape.threads = kColumnsThreads<A>;
         shape.shared_bytes = sizeof(BlockConstants) + tile * sizeof(A);
         launch<norm_backward_columns_kernel<Types, kAligned>>(
@@ -448,10 +478,10 @@ void run_backward(const NormBackward& args, const Plan& plan, void* workspace,
       });
     }
     if (!args.dweight && !args.dbias) return;
-    constexpr unsigned kColumnThreads = 128;
     launch<norm_backward_reduce_kernel<A>>(
-        {.blocks = static_cast<unsigned>((args.cols + kColumnThreads - 1) / kColumnThreads),
-         .threads = kColumnThreads},
+        {.blocks = 2 * ((args.cols + kReduceColumns - 1) / kReduceColumns),
+         .threads = kMaxThreads,
+         .shared_bytes = kMaxThreads * sizeof(A)},
         context.stream, args, static_cast<const A*>(partials), args.rows > 0 ? parts : 0);
   });
 }

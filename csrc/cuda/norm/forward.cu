@@ -31,19 +31,31 @@ __device__ __forceinline__ void merge(Moments<A>& into, const Moments<A>& other)
   into.count = count;
 }
 
-// x of one pack: input, or residual + dropout(input) rounded to residual_out, which is written.
 template <class Types, class Columns>
-__device__ __forceinline__ typename Types::Kept take_x(const NormForward& args,
-                                                       const Dropout& dropout, int64_t row,
-                                                       const RowIndex& index,
-                                                       const Columns& columns, auto pack) {
-  using A = typename Types::A;
-  const auto input = Types::load(args.input, args.input_dtype, row_offset(index, args.input_stride),
-                                 columns, pack);
-  if (!args.residual) return input;
-  const auto residual = Types::load(args.residual, args.residual_dtype,
-                                    row_offset(index, args.residual_stride), columns, pack);
-  A sum[kPack];
+__device__ __forceinline__ typename Types::Kept load_input(const NormForward& args,
+                                                           const RowIndex& index,
+                                                           const Columns& columns, auto pack) {
+  return Types::load(args.input, args.input_dtype, row_offset(index, args.input_stride), columns,
+                     pack);
+}
+
+template <class Types, class Columns>
+__device__ __forceinline__ typename Types::Kept load_residual(const NormForward& args,
+                                                              const RowIndex& index,
+                                                              const Columns& columns, auto pack) {
+  return Types::load(args.residual, args.residual_dtype, row_offset(index, args.residual_stride),
+                     columns, pack);
+}
+
+// x of one pack with a residual: residual + dropout(input) rounded to residual_out, which is
+// written.
+template <class Types, class Columns>
+__device__ __forceinline__ typename Types::Kept add_pack(const NormForward& args,
+                                                         const Dropout& dropout, int64_t row,
+                                                         const Columns& columns, auto pack,
+                                                         const typename Types::Kept& input,
+                                                         const typename Types::Kept& residual) {
+  typename Types::A sum[kPack];
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) sum[e] = Types::value(input, e);
   if (args.seed) drop(dropout, keep_bits(dropout, row * args.cols, columns, pack), sum);
@@ -95,7 +107,7 @@ __device__ __forceinline__ void store_statistics(const NormForward& args, int64_
 
 // The row in registers: kPacks packs of each thread.
 template <class Types, int kPacks, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(max_threads(kAligned), 1)
     norm_forward_kernel(const NormForward args, const int threads_per_row) {
   using A = typename Types::A;
   SharedMemory shared;
@@ -106,6 +118,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int group = thread / threads_per_row;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + group;
   const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
+  const bool has_row = row < args.rows;
+  const RowIndex index = row_index(args.row_size, has_row ? row : 0);
+
+  // All loads of the row before anything waits for one of them.
+  typename Types::Kept x[kPacks];
+  typename Types::Kept residual[kPacks];
+  if (has_row) {
+    ONEPASS_UNROLL
+    for (int p = 0; p < kPacks; ++p) x[p] = load_input<Types>(args, index, columns, p);
+    if (args.residual) {
+      ONEPASS_UNROLL
+      for (int p = 0; p < kPacks; ++p) residual[p] = load_residual<Types>(args, index, columns, p);
+    }
+  }
   A *weights = nullptr, *biases = nullptr;
   if (rows_per_block > 1) {
     weights = shared.take<A>(threads_per_row * kPacks * kPack);
@@ -115,17 +141,19 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     stage_values<kPacks>(args.bias, args.bias_dtype, A(0), A(0), columns, group, rows_per_block,
                          biases);
     __syncthreads();
-    if (row >= args.rows) return;  // whole warps, which meet at no other barrier
   }
-  const RowIndex index = row_index(args.row_size, row);
-  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
+  if (!has_row) return;  // whole warps, which meet at no other barrier
+  if (args.residual) {
+    const Dropout dropout = load_dropout(args.seed, args.dropout_p);
+    ONEPASS_UNROLL
+    for (int p = 0; p < kPacks; ++p) {
+      x[p] = add_pack<Types>(args, dropout, row, columns, p, x[p], residual[p]);
+    }
+  }
   const A n = static_cast<A>(args.cols);
-
-  typename Types::Kept x[kPacks];
   A sum[1] = {};
   ONEPASS_UNROLL
   for (int p = 0; p < kPacks; ++p) {
-    x[p] = take_x<Types>(args, dropout, row, index, columns, p);
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       const A v = Types::value(x[p], e);
@@ -180,11 +208,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
   const int64_t row = blockIdx.x;
   const StridedColumns<kAligned> columns{threads, thread, args.cols};
   const RowIndex index = row_index(args.row_size, row);
-  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
+  const Dropout dropout = load_dropout(args.seed, args.dropout_p);
 
   Moments<A> moments{};
   for (int64_t p = 0; columns.reaches(p); ++p) {
-    const auto x = take_x<Types>(args, dropout, row, index, columns, p);
+    auto x = load_input<Types>(args, index, columns, p);
+    if (args.residual) {
+      x = add_pack<Types>(args, dropout, row, columns, p, x,
+                          load_residual<Types>(args, index, columns, p));
+    }
     // Around the first element, so that equal ones have deviations of exactly zero.
     const A first = args.rms ? A(0) : Types::value(x, 0);
     Moments<A> pack{};
@@ -220,8 +252,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
   for (int64_t p = 0; columns.reaches(p); ++p) {
     const auto x = summed ? Types::load(args.residual_out, args.residual_out_dtype, row * args.cols,
                                         columns, p)
-                          : Types::load(args.input, args.input_dtype,
-                                        row_offset(index, args.input_stride), columns, p);
+                          : load_input<Types>(args, index, columns, p);
     A weight[kPack], bias[kPack];
     load_scales(args, columns, p, weight, bias);
     scale_pack<Types>(args, row, columns, p, x, moments.mean, rstd, weight, bias);
@@ -230,7 +261,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
 
 // Packs that a thread keeps of a row without running out of registers at kMaxThreads threads.
 template <class Types>
-inline constexpr int kForwardPacks = sizeof(typename Types::A) == 8 ? 2 : 4;
+inline constexpr int kForwardPacks = sizeof(typename Types::A) == 8 ? 1 : 4;
 
 template <class F>
 decltype(auto) visit_forward(const NormForward& args, F&& f) {
@@ -270,8 +301,7 @@ void run_forward(const NormForward& args, const Plan& plan, void*, const Context
   const Geometry geometry = forward_geometry(args);
   visit_forward(args, [&]<class Types>() {
     using A = typename Types::A;
-    LaunchShape shape{.blocks = static_cast<unsigned>(plan.splits),
-                      .threads = static_cast<unsigned>(geometry.threads)};
+    LaunchShape shape{.blocks = plan.splits, .threads = static_cast<unsigned>(geometry.threads)};
     if (geometry.packs == 0) {
       shape.shared_bytes = kMaxThreads * sizeof(Moments<A>);
       visit_bool(geometry.aligned, [&]<bool kAligned>() {

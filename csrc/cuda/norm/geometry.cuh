@@ -12,7 +12,7 @@
 namespace onepass::cuda {
 
 inline constexpr int kMaxThreads = 512;
-inline constexpr int kWarpsPerBlock = 4;  // of rows that have one warp each
+inline constexpr int kWarpsPerBlock = 4;  // of rows that have one warp each; at least the packs
 
 // How the threads of a block share rows.
 struct Geometry {
@@ -25,6 +25,10 @@ struct Geometry {
   int row_elements() const { return threads_per_row * packs * kPack; }  // with the filler
 };
 
+// Of a block whose rows are in registers. Single elements need more than the 128 registers that
+// each of 512 threads can have; 384 threads have 168.
+constexpr int max_threads(bool aligned) { return aligned ? kMaxThreads : 384; }
+
 inline Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
   const int64_t lanes = kLanes * kPack;  // columns that a warp has with one pack per thread
   for (int packs = 1; packs <= max_packs; packs *= 2) {
@@ -35,7 +39,7 @@ inline Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
     return {taken, kLanes, kLanes * kWarpsPerBlock, aligned};
   }
   const int64_t warps = (cols + lanes * max_packs - 1) / (lanes * max_packs);
-  if (warps > kMaxWarps) return {0, kMaxThreads, kMaxThreads, aligned};
+  if (warps * kLanes > max_threads(aligned)) return {0, kMaxThreads, kMaxThreads, aligned};
   const int threads = static_cast<int>(warps) * kLanes;
   return {max_packs, threads, threads, aligned};
 }
@@ -84,6 +88,11 @@ void visit_geometry(const Geometry& geometry, F&& f) {
   });
 }
 
+// Whether a group, of those that share a block, does what is done once per pack.
+__device__ __forceinline__ bool has_turn(int pack, int group, int groups) {
+  return groups == 1 || pack == group;
+}
+
 // Rows that share a block would each read weight and bias again: their warps read them together,
 // pack by pack, into shared memory, as value plus offset. A
 // barrier must follow.
@@ -93,7 +102,7 @@ __device__ __forceinline__ void stage_values(const void* base, DType dtype, A mi
                                              A* staged) {
   ONEPASS_UNROLL
   for (int p = 0; p < kPacks; ++p) {
-    if (p % groups != group) continue;
+    if (!has_turn(p, group, groups)) continue;
     A value[kPack];
     load_values(base, dtype, missing, columns, p, value);
     ONEPASS_UNROLL
