@@ -232,11 +232,16 @@ def test_without_holes_outputs_come_from_one_address():
                 del output, small
         print(len(addresses), len(held) >= 4, recycled)
     """
-    command = [sys.executable, "-c", code]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    if output[2] != "True":
-        pytest.skip("this allocator has no mallopt")
-    assert output[:2] == ["1", "True"]
+    found = []
+    for _ in range(3):  # another thread of a process may take from the heap at a bad moment
+        command = [sys.executable, "-c", code]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        if output[2] != "True":
+            pytest.skip("this allocator has no mallopt")
+        found.append(output[:2])
+        if found[-1] == ["1", "True"]:
+            return
+    pytest.fail(f"addresses, holes taken: {found}")
 
 
 def test_other_load_is_what_others_use():

@@ -63,9 +63,13 @@ def test_each_instance(monkeypatch, build):
     """Without races or bad accesses; none is left out."""
     instances = set()
     for dtype in (*DTYPES, None):
-        for size in (1000, 1001):
+        for size, misaligned in ((1000, ""), (1001, ""), (1001, "input"), (1000, "output")):
             x, residual = torch.randn(size), torch.randn(size).to(dtype)
-            calls = on_emulated_cuda(monkeypatch, build=build)
-            functional.add_dropout(x.to(dtype or torch.bfloat16), residual, 0.3)
-            instances |= calls.instances
+            x = x.to(dtype or torch.bfloat16)
+            add = lambda x, r: functional.add_dropout(x, r, 0.3)  # noqa: E731
+            cpu, cuda = both(
+                monkeypatch, add, x, residual, build=build, misalign=8, misaligned=misaligned,
+                instances=instances,
+            )  # fmt: skip
+            assert all(torch.equal(one, two) for one, two in zip(cpu, cuda, strict=True))
     assert {name for name in all_instances(build) if "dropout_" in name} == instances

@@ -18,35 +18,43 @@ constexpr int64_t kPacksPerBlock = 4 * kThreads;
 constexpr int64_t kMaxBlocks = 1 << 20;
 
 template <class Types, bool kAligned>
+__device__ __forceinline__ void drop_pack(const DropoutForward& args, const Dropout& dropout,
+                                          int64_t pack) {
+  // The tensor as one row that one thread has.
+  const StridedColumns<kAligned> columns{1, 0, args.numel};
+  const auto input = Types::load(args.input, args.input_dtype, 0, columns, pack);
+  typename Types::A value[kPack];
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) value[e] = Types::value(input, e);
+  if (args.seed) drop(dropout, keep_bits(dropout, 0, columns, pack), value);
+  if (args.residual) {
+    const auto residual = Types::load(args.residual, args.residual_dtype, 0, columns, pack);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) value[e] += Types::value(residual, e);
+  }
+  Types::store(args.output, args.output_dtype, 0, columns, pack,
+               Types::round(value, args.output_dtype));
+}
+
+template <class Types, bool kAligned>
 __global__ void __launch_bounds__(kThreads) dropout_forward_kernel(const DropoutForward args) {
-  using A = typename Types::A;
   const Dropout dropout = load_dropout(args.seed, args.dropout_p);
-  // The tensor as one row that all threads of the grid share, which is dense at its end: the last
-  // pack may be cut only where elements are taken one by one.
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
   const int64_t packs = (args.numel + kPack - 1) / kPack;
   for (int64_t pack = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; pack < packs;
        pack += threads) {
-    const StridedColumns<kAligned> columns{1, 0, args.numel};
-    const auto input = Types::load(args.input, args.input_dtype, 0, columns, pack);
-    A value[kPack];
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) value[e] = Types::value(input, e);
-    if (args.seed) drop(dropout, keep_bits(dropout, 0, columns, pack), value);
-    if (args.residual) {
-      const auto residual = Types::load(args.residual, args.residual_dtype, 0, columns, pack);
-      ONEPASS_UNROLL
-      for (int e = 0; e < kPack; ++e) value[e] += Types::value(residual, e);
+    // The last pack may be cut, where elements are taken one by one.
+    if (kAligned && (pack + 1) * kPack <= args.numel) {
+      drop_pack<Types, true>(args, dropout, pack);
+    } else {
+      drop_pack<Types, false>(args, dropout, pack);
     }
-    Types::store(args.output, args.output_dtype, 0, columns, pack,
-                 Types::round(value, args.output_dtype));
   }
 }
 
 bool is_aligned(const DropoutForward& args) {
   const auto aligned = [](const void* base) { return reinterpret_cast<uintptr_t>(base) % 16 == 0; };
-  return args.numel % kPack == 0 && aligned(args.input) && aligned(args.residual) &&
-         aligned(args.output);
+  return aligned(args.input) && aligned(args.residual) && aligned(args.output);
 }
 
 Plan plan_forward(const DropoutForward& args, const Machine&) {
