@@ -108,16 +108,24 @@ double combined(const double* partials, int64_t pieces, double order) {
   return order == 2.0 ? std::sqrt(total) : total;
 }
 
-Plan plan_norm(const GradientNorm& args, const Machine& machine) {
-  const int64_t pieces = args.gradients.pieces();
+Plan plan_pieces(const FlatTensors& list, const Machine& machine, const char* kernel_name,
+                 int64_t workspace_bytes) {
+  const int64_t pieces = list.pieces();
   const bool parallel = machine.threads > 1 && pieces > 1;
-  return {.workspace_bytes = pieces * static_cast<int64_t>(sizeof(double)),
+  return {.workspace_bytes = workspace_bytes,
           .zeroed_bytes = 0,
-          .kernel_name = "gradient_norm_kernel",
+          .kernel_name = kernel_name,
           .rows_per_tile = kPieceElements,
           .splits = pieces,
           .parallel = parallel,
-          .reason = parallel ? "pieces of all tensors spread over threads" : "one piece"};
+          .reason = parallel     ? "pieces of all tensors spread over threads"
+                    : pieces > 1 ? "one thread"
+                                 : "one piece"};
+}
+
+Plan plan_norm(const GradientNorm& args, const Machine& machine) {
+  const int64_t partials = args.gradients.pieces() * static_cast<int64_t>(sizeof(double));
+  return plan_pieces(args.gradients, machine, "gradient_norm_kernel", partials);
 }
 
 void gradient_norm_kernel(const GradientNorm& args, double* partials, int64_t begin, int64_t end) {
@@ -137,15 +145,7 @@ void run_norm(const GradientNorm& args, const Plan& plan, void* workspace, const
 }
 
 Plan plan_scale(const ScaleGradients& args, const Machine& machine) {
-  const int64_t pieces = args.gradients.pieces();
-  const bool parallel = machine.threads > 1 && pieces > 1;
-  return {.workspace_bytes = 0,
-          .zeroed_bytes = 0,
-          .kernel_name = "scale_gradients_kernel",
-          .rows_per_tile = kPieceElements,
-          .splits = pieces,
-          .parallel = parallel,
-          .reason = parallel ? "pieces of all tensors spread over threads" : "one piece"};
+  return plan_pieces(args.gradients, machine, "scale_gradients_kernel", 0);
 }
 
 void scale_gradients_kernel(const ScaleGradients& args, int64_t begin, int64_t end) {

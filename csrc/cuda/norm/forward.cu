@@ -1,10 +1,10 @@
 // Layer norm and RMS norm on CUDA, forward.
 //
 // A row is read once and stays in registers between the sums and the scaling, in the dtype it came
-// in: up to 1,024 columns a warp has a row (four rows per block), up to 16,384 a block has. Longer
-// rows are read a second time. Bytes per element: input + output (+ residual + residual_out); per
-// block and column weight and bias; per row the statistics. Done when it runs at the speed of a
-// copy of as many bytes.
+// in: up to 1,024 columns a warp has a row (four rows per block), up to 16,384 a block has (12,288
+// where rows are not aligned; a quarter of each in float64). Longer rows are read a second time.
+// Bytes per element: input + output (+ residual + residual_out); per block and column weight and
+// bias; per row the statistics. Done when it runs at the speed of a copy of as many bytes.
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/norm/geometry.cuh"
