@@ -13,7 +13,6 @@ import torch
 from device import (
     BF16,
     DEVICE,
-    F16,
     F32,
     F64,
     KINDS,
@@ -28,7 +27,7 @@ from device import (
     randn,
     results,
 )
-from norm_cases import DTYPES, FLOATS, check, outputs_and_gradients
+from norm_cases import ALIGNED, DTYPES, FLOATS, LONG, UNALIGNED, check, outputs_and_gradients
 from seeds import drawn_seed
 from torch.utils.checkpoint import checkpoint
 
@@ -36,12 +35,6 @@ import onepass
 from onepass import functional, numerics, reference
 
 pytestmark = needs_device
-
-# Columns for each kernel: one, two and four packs per thread in a warp, a block, several warps that
-# do not fill, tails that no pack divides; and rows too long for registers.
-ALIGNED = [8, 256, 264, 1000, 1024, 2056, 4104]
-UNALIGNED = [1, 7, 33, 1023, 2049]
-LONG = {F32: 16392, BF16: 16392, F16: 16392, F64: 8200}
 
 
 # ---- values and gradients ------------------------------------------------------------------------

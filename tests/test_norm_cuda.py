@@ -8,17 +8,11 @@ import emulated
 import pytest
 import torch
 from emulated_ops import all_instances, on_emulated_cuda
-from norm_cases import Case, check, make, outputs_and_gradients
+from norm_cases import ALIGNED, LONG, UNALIGNED, Case, check, make, outputs_and_gradients
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 KINDS = list(itertools.product((False, True), (False, True)))
 kinds = pytest.mark.parametrize("rms, residual", KINDS)
-
-# Columns for each kernel: one, two and four packs per thread in a warp, a block, several warps that
-# do not fill, a tail that no pack divides, and rows too long for registers.
-ALIGNED = [8, 256, 264, 1000, 1024, 2056, 4104]
-UNALIGNED = [1, 7, 33, 1023, 2049]
-LONG = {F32: 16392, BF16: 16392, F64: 8200}
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 //
 // x and doutput are read once and stay in registers between the sums and the gradient (16-bit rows
 // up to 16,384 columns, float32 up to 8,192, three quarters of that where rows are not aligned);
-// longer rows are read a second time. The sums for
-// dweight and dbias stay in registers over a block's rows and are written once; which rows a block
-// has follows from the shape alone, so gradients are the same bits on every device, and no atomics
-// are needed. Bytes per element: doutput + x + dx (+ dresidual_out); per block and column weight
-// and partials, which the last kernel reads once. Done when it runs at the speed of a copy of as
-// many bytes.
+// longer rows are read a second time. The sums for dweight and dbias stay in registers over a
+// block's rows and are written once; which rows a block has follows from the shape alone, so
+// gradients are the same bits on every device, and no atomics are needed. Bytes per element:
+// doutput + x + dx (+ dresidual_out); per block and column weight and partials, which the last
+// kernel reads once. Done when it runs at the speed of a copy of as many bytes.
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/norm/geometry.cuh"

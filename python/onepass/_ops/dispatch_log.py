@@ -62,10 +62,14 @@ def logged(function: Callable) -> Callable:
 
 def _flush() -> None:
     for call in _C.take():
-        text = line(call)
-        if text not in _seen:
-            _seen.add(text)
-            logger.info(text)
+        say(line(call))
+
+
+def say(text: str) -> None:
+    """Writes a line to the log where that is on, once."""
+    if _enabled and text not in _seen:
+        _seen.add(text)
+        logger.info(text)
 
 
 if _enabled:

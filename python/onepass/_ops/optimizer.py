@@ -1,39 +1,20 @@
-"""The optimizer family's ops: fakes, and which tensors they take."""
+"""The optimizer family's ops and fakes."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from onepass._ops.dispatch_log import logged
+from onepass._ops.dispatch_log import logged, say
 
 _clip_grad_norm = torch.ops.onepass.clip_grad_norm.default
 
 NORM_TYPES = (1.0, 2.0, float("inf"))
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def takes(gradients: Sequence[Tensor]) -> bool:
-    """Whether the ops take all of these: plain float tensors on the CPU, without gaps."""
-    return all(
-        type(gradient) is Tensor
-        and gradient.is_cpu
-        and gradient.dtype in _DTYPES
-        and gradient.layout is torch.strided
-        and (gradient.is_contiguous() or _is_dense(gradient))
-        for gradient in gradients
-    )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    within = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != within:
-            return False
-        within *= size
-    return True
+def left_to_torch(error: RuntimeError) -> None:
+    """Writes to the log, where that is on, why torch's own function takes these gradients."""
+    say(f"clip_grad_norm_: torch's own function, since {str(error).strip().partition(chr(10))[0]}")
 
 
 @logged

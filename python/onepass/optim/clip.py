@@ -59,9 +59,8 @@ def clip_grad_norm_(
     if gradients and norm_type in _optimizer.NORM_TYPES:
         try:
             return _optimizer.clip_grad_norm(gradients, max_norm, norm_type, error_if_nonfinite)
-        except RuntimeError:  # before anything was written
-            if _optimizer.takes(gradients):
-                raise
+        except RuntimeError as error:  # before anything was written
+            _optimizer.left_to_torch(error)
     return torch.nn.utils.clip_grad_norm_(
         parameters, max_norm, norm_type, error_if_nonfinite, foreach
     )
