@@ -14,7 +14,9 @@ extern "C" onepass::Backend ONEPASS_JOIN(onepass_cpu_kernels_, ONEPASS_ISA)() {
   return {.name = ONEPASS_TEXT(ONEPASS_ISA),
           .norm = onepass::cpu::norm_backend(),
           .dropout = onepass::cpu::dropout_backend(),
-          .optimizer = onepass::cpu::optimizer_backend(),
+          .optimizer = {.norm = onepass::cpu::gradient_norm(),
+                        .scale = onepass::cpu::scale_gradients(),
+                        .step = onepass::cpu::optimizer_step()},
           .fma_ceiling = onepass::cpu::fma_ceiling,
           .bf16_dot_ceiling = onepass::cpu::bf16_dot_ceiling};
 }

@@ -8,7 +8,9 @@ inline namespace ONEPASS_ISA {
 
 NormBackend norm_backend();
 DropoutBackend dropout_backend();
-OptimizerBackend optimizer_backend();
+Operator<GradientNorm> gradient_norm();
+Operator<ScaleGradients> scale_gradients();
+Operator<OptimizerStep> optimizer_step();
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

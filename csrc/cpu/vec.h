@@ -75,6 +75,26 @@ ONEPASS_INLINE Vec<A> fma(Vec<A> a, Vec<A> b, Vec<A> c) {
 #endif
 }
 
+template <class A>
+ONEPASS_INLINE Vec<A> square_root(Vec<A> v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4) {
+    return (Vec<A>)_mm512_sqrt_ps((__m512)v);
+  } else {
+    return (Vec<A>)_mm512_sqrt_pd((__m512d)v);
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(A) == 4) {
+    return (Vec<A>)_mm256_sqrt_ps((__m256)v);
+  } else {
+    return (Vec<A>)_mm256_sqrt_pd((__m256d)v);
+  }
+#else
+  for (int i = 0; i < kLanes<A>; ++i) v[i] = std::sqrt(v[i]);
+  return v;
+#endif
+}
+
 // Sum of the lanes by halving: lane i + lane i + half, and so on. A fixed tree.
 template <class A>
 ONEPASS_INLINE A sum_of_lanes(Vec<A> v) {
@@ -112,6 +132,54 @@ ONEPASS_INLINE WordBits widen_bits(HalfBits bits) {
 #endif
 }
 
+// Sign-extended.
+ONEPASS_INLINE WordBits widen_signed_bits(HalfBits bits) {
+#if defined(__AVX512F__)
+  return (WordBits)_mm512_cvtepi16_epi32((__m256i)bits);
+#elif defined(__AVX2__)
+  return (WordBits)_mm256_cvtepi16_epi32((__m128i)bits);
+#else
+  return (widen_bits(bits) ^ 0x8000u) - 0x8000u;
+#endif
+}
+
+// The low halves, of words below 65536 (AVX2 would saturate others).
+ONEPASS_INLINE HalfBits narrow_bits(WordBits word) {
+#if defined(__AVX512F__)
+  return (HalfBits)_mm512_cvtepi32_epi16((__m512i)word);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)word, (__m256i)word);
+  return (HalfBits)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  return __builtin_convertvector(word, HalfBits);
+#endif
+}
+
+// One byte per word.
+ONEPASS_INLINE WordBits load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (WordBits)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  return (WordBits)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  WordBits words;
+  for (int i = 0; i < kLanes<float>; ++i) words[i] = from[i];
+  return words;
+#endif
+}
+
+// Words below 256.
+ONEPASS_INLINE void store_bytes(uint8_t* to, WordBits words) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)words));
+#elif defined(__AVX2__)
+  const __m128i halves = (__m128i)narrow_bits(words);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+#else
+  for (int i = 0; i < kLanes<float>; ++i) to[i] = static_cast<uint8_t>(words[i]);
+#endif
+}
+
 ONEPASS_INLINE Vec<float> widen_bfloat16(HalfBits bits) {
   return (Vec<float>)(widen_bits(bits) << 16);
 }
@@ -123,15 +191,7 @@ ONEPASS_INLINE HalfBits narrow_bfloat16(Vec<float> v) {
   const WordBits bits = (WordBits)v;
   const WordBits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const WordBits quiet = (bits >> 16) | 0x40u;
-  const WordBits word = v != v ? quiet : rounded;
-#if defined(__AVX512F__)
-  return (HalfBits)_mm512_cvtepi32_epi16((__m512i)word);
-#elif defined(__AVX2__)
-  const __m256i packed = _mm256_packus_epi32((__m256i)word, (__m256i)word);
-  return (HalfBits)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
-#else
-  return __builtin_convertvector(word, HalfBits);
-#endif
+  return narrow_bits(v != v ? quiet : rounded);
 #endif
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ops/check.h"
+#include "ops/optimizer_table.h"
 #include "ops/runtime.h"
 
 #ifndef ONEPASS_CUDA
@@ -14,14 +15,15 @@
 namespace onepass {
 namespace {
 
-// The flat list, and what it lies in.
+// A flat list, and what it lies in.
 class CheckedTensors {
  public:
   CheckedTensors(const char* op, const char* name, const std::vector<Tensor>& tensors) {
     tensors_.reserve(tensors.size());
     first_piece_.reserve(tensors.size() + 1);
     int64_t pieces = 0;
-    device_ = info_of(tensors.front()).device;  // of all: torch chose the kernel by it
+    device_ = info_of(tensors.front())
+                  .device;  // of all: torch chose the kernel by it, and has none for an empty list
     for (const Tensor& tensor : tensors) {
       const FlatInfo info = flat_info_of(tensor);
       if (!info.contiguous) require_dense(op, name, info_of(tensor));
@@ -30,7 +32,7 @@ class CheckedTensors {
       mixed_ = mixed_ || (!tensors_.empty() && dtype != tensors_.front().dtype);
       tensors_.push_back({tensor.mutable_data_ptr(), info.numel, dtype});
       first_piece_.push_back(pieces);
-      pieces += (tensors_.back().numel + kPieceElements - 1) / kPieceElements;
+      pieces += pieces_of(info.numel);
     }
     first_piece_.push_back(pieces);
   }
@@ -39,6 +41,7 @@ class CheckedTensors {
     return {tensors_.data(), first_piece_.data(), static_cast<int64_t>(tensors_.size())};
   }
   const Device& device() const { return device_; }
+  bool wide() const { return wide_; }
   // Of torch.stack of one number per tensor: their common dtype, or the one they all fit into.
   DType common_dtype() const {
     return wide_ ? DType::kFloat64 : mixed_ ? DType::kFloat32 : tensors_.front().dtype;
@@ -50,21 +53,6 @@ class CheckedTensors {
   }
 
  private:
-  // Neither gaps nor overlaps, whatever the order of the dimensions.
-  static void require_dense(const char* op, const char* name, const TensorInfo& info) {
-    int64_t longer = 0;
-    for (int64_t d = 0; d < info.dims; ++d) longer += info.sizes[d] > 1;
-    // From the innermost dimension outwards: each one's stride is what lies within it.
-    for (int64_t within = 1; longer > 0; --longer) {
-      int64_t d = 0;
-      while (d < info.dims && (info.sizes[d] == 1 || info.strides[d] != within)) ++d;
-      require(d < info.dims, op, ": ", name,
-              " must have no gaps between their elements, got shape ", shape_of(info),
-              " with strides ", Shape{info.strides, info.dims});
-      within *= info.sizes[d];
-    }
-  }
-
   std::vector<FlatTensor> tensors_;
   std::vector<int64_t> first_piece_;
   Device device_{};
@@ -89,18 +77,48 @@ void write(void* target, DType dtype, double value) {
   }
 }
 
+double read_scalar(const char* op, const char* name, const Tensor& tensor) {
+  const FlatInfo info = flat_info_of(tensor);
+  require(info.numel == 1, op, ": ", name, " must have one element, got ", info.numel);
+  const void* const data = tensor.const_data_ptr();
+  switch (require_dtype(op, name, info.scalar_type)) {
+    case DType::kFloat64:
+      return *static_cast<const double*>(data);
+    case DType::kFloat32:
+      return *static_cast<const float*>(data);
+    case DType::kBFloat16:
+      return widen(*static_cast<const BFloat16*>(data));
+    default:
+      return widen(*static_cast<const Float16*>(data));
+  }
+}
+
+double norm_of(const char* op, const CheckedTensors& gradients, double norm_type) {
+  require(norm_type == 1.0 || norm_type == 2.0 || norm_type == INFINITY, op,
+          ": norm_type must be 1, 2 or inf, got ", norm_type);
+  double norm = 0.0;
+  run_operator(backend().optimizer.norm, {gradients.flat(), norm_type, gradients.wide(), &norm},
+               gradients.device(),
+               [&]() -> Dispatch { return {.op = op, .arguments = gradients.text()}; });
+  return norm;
+}
+
+Tensor gradient_norm(const std::vector<Tensor>& gradients, double norm_type) {
+  constexpr const char* op = "gradient_norm";
+  const CheckedTensors checked(op, "gradients", gradients);
+  const double norm = norm_of(op, checked, norm_type);
+  const DType dtype = checked.wide() ? DType::kFloat64 : DType::kFloat32;
+  Tensor total = empty(nullptr, 0, dtype, checked.device());
+  write(total.mutable_data_ptr(), dtype, norm);
+  return total;
+}
+
 // The norm of all gradients together; then they are scaled to max_norm, if it is larger.
 Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, double norm_type,
                       bool error_if_nonfinite) {
   constexpr const char* op = "clip_grad_norm_";
-  require(norm_type == 1.0 || norm_type == 2.0 || norm_type == INFINITY, op,
-          ": norm_type must be 1, 2 or inf, got ", norm_type);
   const CheckedTensors checked(op, "gradients", gradients);
-  const auto describe = [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; };
-  double norm = 0.0;
-  run_operator(backend().optimizer.norm,
-               {checked.flat(), norm_type, checked.common_dtype() == DType::kFloat64, &norm},
-               checked.device(), describe);
+  const double norm = norm_of(op, checked, norm_type);
   if (error_if_nonfinite && !std::isfinite(norm)) {
     // torch's own words.
     std::ostringstream text;
@@ -110,14 +128,40 @@ Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, dou
             "`error_if_nonfinite=False`";
     throw std::runtime_error(text.str());
   }
-  const double factor = max_norm / (norm + 1e-6);
-  if (!(factor >= 1.0)) {
-    run_operator(backend().optimizer.scale, {checked.flat(), factor}, checked.device(), describe);
+  const double factor = clip_factor(max_norm, norm);
+  if (factor != 1.0) {
+    run_operator(backend().optimizer.scale, {checked.flat(), factor}, checked.device(),
+                 [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; });
   }
   const DType dtype = checked.common_dtype();
   Tensor total = empty(nullptr, 0, dtype, checked.device());
   write(total.mutable_data_ptr(), dtype, norm);
   return total;
+}
+
+// A step of all parameters of a table, unless `norm` is not finite or `found_inf` is not zero; then
+// nothing changes. The gradients are divided by grad_scale and scaled to max_norm on their way.
+void optimizer_step(int64_t algorithm, int64_t table, const std::vector<Tensor>& gradients,
+                    const Tensor& hyper, int64_t seed, bool stochastic_params,
+                    bool stochastic_moments, bool zero_gradients, std::optional<double> max_norm,
+                    const std::optional<Tensor>& norm, const std::optional<Tensor>& grad_scale,
+                    const std::optional<Tensor>& found_inf) {
+  constexpr const char* op = "optimizer_step";
+  require(algorithm >= 0 && algorithm <= static_cast<int64_t>(Algorithm::kLion), op,
+          ": algorithm must be 0 (Adam), 1 (SGD) or 2 (Lion), got ", algorithm);
+  CheckedStep checked(op, static_cast<Algorithm>(algorithm), table, gradients, hyper,
+                      {stochastic_params, stochastic_moments});
+  double factor = grad_scale ? 1.0 / read_scalar(op, "grad_scale", *grad_scale) : 1.0;
+  if (found_inf && read_scalar(op, "found_inf", *found_inf) != 0.0) return;
+  if (norm) {
+    const double unscaled = read_scalar(op, "norm", *norm) * factor;
+    if (!std::isfinite(unscaled)) return;
+    if (max_norm) factor *= clip_factor(*max_norm, unscaled);
+  }
+  run_operator(backend().optimizer.step, checked.args(factor, zero_gradients, seed),
+               checked.device(),
+               [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; });
+  checked.count_the_step();
 }
 
 }  // namespace
@@ -126,8 +170,25 @@ STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
   m.def(
       "clip_grad_norm(Tensor(a!)[] gradients, float max_norm, float norm_type, bool "
       "error_if_nonfinite) -> Tensor");
+  m.def("gradient_norm(Tensor[] gradients, float norm_type=2.0) -> Tensor");
+  m.def("optimizer_table(Tensor(a!)[] params, Tensor(b!)[] states, Tensor layout) -> SymInt");
+  m.def("optimizer_table_release(SymInt table) -> ()");
+  m.def(
+      "optimizer_step(SymInt algorithm, SymInt table, Tensor(a!)[] gradients, Tensor hyper, *, "
+      "SymInt seed=0, bool stochastic_params=False, bool stochastic_moments=False, bool "
+      "zero_gradients=False, float? max_norm=None, Tensor? norm=None, Tensor? grad_scale=None, "
+      "Tensor? found_inf=None) -> ()");
 }
-STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) { m.impl("clip_grad_norm", TORCH_BOX(&clip_grad_norm)); }
+STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
+  m.impl("clip_grad_norm", TORCH_BOX(&clip_grad_norm));
+  m.impl("gradient_norm", TORCH_BOX(&gradient_norm));
+  m.impl("optimizer_table", TORCH_BOX(&optimizer_table));
+  m.impl("optimizer_step", TORCH_BOX(&optimizer_step));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(onepass, CompositeExplicitAutograd, m) {
+  m.impl("optimizer_table_release", TORCH_BOX(&optimizer_table_release));
+}
 
 }  // namespace onepass
 

@@ -2,6 +2,7 @@
 // all tensors of a call, of any sizes and dtypes, as one flat list of work.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "core/backend.h"
@@ -19,20 +20,22 @@ struct FlatTensor {
 // Every tensor is cut into pieces of this many elements, the last one shorter.
 inline constexpr int64_t kPieceElements = 4096;
 
-struct FlatTensors {
-  const FlatTensor* tensors;   // (count,)
+template <class Item>
+struct FlatList {
+  const Item* tensors;         // (count,)
   const int64_t* first_piece;  // (count + 1,) of each tensor, and behind the last one
   int64_t count;
 
   int64_t pieces() const { return first_piece[count]; }
 };
+using FlatTensors = FlatList<FlatTensor>;
 
 // norm = (sum of |g|^order over all elements)^(1 / order), with order 1, 2 or infinity.
 struct GradientNorm {
   FlatTensors gradients;
   double order;
   bool wide;     // sums in float64 throughout: a float64 tensor is among them
-  double* norm;  // () in host memory
+  double* norm;  // () in the gradients' memory
 };
 
 // g = g * factor, rounded once.
@@ -41,9 +44,150 @@ struct ScaleGradients {
   double factor;
 };
 
+// ---- the step -----------------------------------------------------------------------------------
+
+enum class Algorithm : int32_t { kAdam, kSgd, kLion };
+
+// What the parameter's own dtype leaves of the float32 result.
+enum class Master : int32_t {
+  kNone,        // rounded to nearest even
+  kFloat32,     // kept beside it; the parameter is the master rounded to nearest, ties away
+  kRemainder,   // bfloat16 only: kept as the 16 bits that the same rounding leaves
+  kStochastic,  // rounded up or down at random, right on average
+};
+
+enum class MomentType : int32_t {
+  kFloat32,
+  kBFloat16,
+  kBFloat16Stochastic,  // moments[1] is rounded stochastically, the others to nearest
+  kFloat16,
+  kFloat64,
+  kInt8,  // codes with a scale per kCodeBlock elements, core/code8.h
+};
+
+inline constexpr int64_t kCodeBlock = 256;
+inline constexpr int kMoments = 3;
+
+// A parameter and what belongs to it, everything (numel,) in the same order of elements.
+// moments: Adam exp_avg, exp_avg_sq, max_exp_avg_sq; SGD momentum_buffer; Lion exp_avg. Null where
+// the group's settings ask for none.
+struct StepTensor {
+  void* param;
+  void* gradient;
+  void* moments[kMoments];
+  float* scales[kMoments];  // (numel / kCodeBlock,) beside codes
+  void* master;             // float32 or int16
+  int64_t numel;
+  DType param_dtype;
+  DType gradient_dtype;
+  MomentType moment_type;
+  Master master_kind;
+  int32_t index;    // of the parameter in its optimizer: keys the noise
+  int32_t scalars;  // its entry of OptimizerStep::scalars (CPU)
+  int32_t group;    // its row of OptimizerStep::hyper (CUDA)
+  float* step;      // () the number of steps made, in the parameter's memory
+};
+
+// The settings of a parameter group, as torch names them.
+struct Hyper {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double momentum;
+  double dampening;
+  bool decoupled;  // weight decay acts on the parameter, not on the gradient
+  bool amsgrad;
+  bool nesterov;
+  bool maximize;
+};
+
+// What the loop over elements needs of them, for one count of steps.
+struct StepScalars {
+  uint32_t step;  // this one's number, from 1
+  bool amsgrad;
+  bool nesterov;
+  double gradient_sign;   // -1 to maximize
+  double gradient_decay;  // weight_decay that is added to the gradient
+  double param_factor;    // 1 - lr * weight_decay where that is decoupled
+  double step_size;       // lr / (1 - beta1^step), or lr
+  double one_minus_beta1;
+  double beta2;
+  double one_minus_beta2;
+  double inverse_root;  // 1 / sqrt(1 - beta2^step)
+  double eps;
+  double momentum;       // SGD keeps a buffer if it is not zero
+  double momentum_gain;  // 1 - dampening
+};
+
+ONEPASS_HOST_DEVICE inline StepScalars step_scalars(Algorithm algorithm, const Hyper& hyper,
+                                                    uint32_t step) {
+  const bool adam = algorithm == Algorithm::kAdam;
+  const double correction1 = adam ? 1.0 - std::pow(hyper.beta1, step) : 1.0;
+  const double correction2 = adam ? 1.0 - std::pow(hyper.beta2, step) : 1.0;
+  return {.step = step,
+          .amsgrad = hyper.amsgrad,
+          .nesterov = hyper.nesterov,
+          .gradient_sign = hyper.maximize ? -1.0 : 1.0,
+          .gradient_decay = hyper.decoupled ? 0.0 : hyper.weight_decay,
+          .param_factor = hyper.decoupled ? 1.0 - hyper.lr * hyper.weight_decay : 1.0,
+          .step_size = hyper.lr / correction1,
+          .one_minus_beta1 = 1.0 - hyper.beta1,
+          .beta2 = hyper.beta2,
+          .one_minus_beta2 = 1.0 - hyper.beta2,
+          .inverse_root = 1.0 / std::sqrt(correction2),
+          .eps = hyper.eps,
+          .momentum = hyper.momentum,
+          .momentum_gain = 1.0 - hyper.dampening};
+}
+
+// The columns of a row of hyper parameters.
+inline constexpr int64_t kHyperColumns = 11;
+
+ONEPASS_HOST_DEVICE inline Hyper hyper_of(const double* row) {
+  return {.lr = row[0],
+          .beta1 = row[1],
+          .beta2 = row[2],
+          .eps = row[3],
+          .weight_decay = row[4],
+          .momentum = row[5],
+          .dampening = row[6],
+          .decoupled = row[7] != 0.0,
+          .amsgrad = row[8] != 0.0,
+          .nesterov = row[9] != 0.0,
+          .maximize = row[10] != 0.0};
+}
+
+// The factor that brings a norm to at most max_norm, as torch computes it.
+ONEPASS_HOST_DEVICE inline double clip_factor(double max_norm, double norm) {
+  const double factor = max_norm / (norm + 1e-6);
+  return factor >= 1.0 ? 1.0 : factor;  // NaN stays
+}
+
+struct OptimizerStep {
+  FlatList<StepTensor> list;
+  Algorithm algorithm;
+  bool zero_gradients;
+  int64_t seed;
+
+  // CPU: computed by ops/, which skips a step that must not be made and counts those made.
+  const StepScalars* scalars;
+  double gradient_factor;  // unscaling and clipping
+
+  // CUDA: in device memory, since the host does not wait for them. The kernel skips the step where
+  // found_inf is not zero or norm / grad_scale is not finite, and counts it where it is made.
+  const double* hyper;      // (groups, kHyperColumns)
+  const double* norm;       // () or null
+  const float* grad_scale;  // () or null
+  const float* found_inf;   // () or null
+  double max_norm;          // infinity: gradients are not clipped
+};
+
 struct OptimizerBackend {
   Operator<GradientNorm> norm;
   Operator<ScaleGradients> scale;
+  Operator<OptimizerStep> step;
 };
 
 }  // namespace onepass

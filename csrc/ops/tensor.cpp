@@ -97,6 +97,14 @@ bool is_int64(int32_t scalar_type) {
   return static_cast<ScalarType>(scalar_type) == ScalarType::Long;
 }
 
+bool is_int16(int32_t scalar_type) {
+  return static_cast<ScalarType>(scalar_type) == ScalarType::Short;
+}
+
+bool is_uint8(int32_t scalar_type) {
+  return static_cast<ScalarType>(scalar_type) == ScalarType::Byte;
+}
+
 std::ostream& operator<<(std::ostream& text, const Device& device) {
   text << (device.type == aoti_torch_device_type_cpu()    ? "cpu"
            : device.type == aoti_torch_device_type_cuda() ? "cuda"

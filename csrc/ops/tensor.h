@@ -36,6 +36,7 @@ struct FlatInfo {
   int64_t numel;
   int32_t scalar_type;
   bool contiguous;
+  bool operator==(const FlatInfo&) const = default;
 };
 FlatInfo flat_info_of(const Tensor& tensor);
 
@@ -50,6 +51,8 @@ struct TypeName {
 std::ostream& operator<<(std::ostream& text, const TypeName& name);
 
 bool is_int64(int32_t scalar_type);
+bool is_int16(int32_t scalar_type);
+bool is_uint8(int32_t scalar_type);
 std::ostream& operator<<(std::ostream& text, const Device& device);
 
 Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device);

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
 from onepass._ops.dispatch_log import logged, say
 
 _clip_grad_norm = torch.ops.onepass.clip_grad_norm.default
+_gradient_norm = torch.ops.onepass.gradient_norm.default
+_optimizer_table = torch.ops.onepass.optimizer_table.default
+_optimizer_table_release = torch.ops.onepass.optimizer_table_release.default
+_optimizer_step = torch.ops.onepass.optimizer_step.default
 
 NORM_TYPES = (1.0, 2.0, float("inf"))
+ADAM, SGD, LION = range(3)
 
 
 def left_to_torch(error: RuntimeError) -> None:
@@ -25,10 +32,57 @@ def clip_grad_norm(
     return _clip_grad_norm(gradients, max_norm, norm_type, error_if_nonfinite)
 
 
+@logged
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
+    """0-dim tensor, the 2-norm of all gradients: float32, or float64 if one of them is."""
+    return _gradient_norm(gradients, 2.0)
+
+
+class StepTable:
+    """Parameters and where their states lie, handed over once for many steps.
+
+    Args:
+        params: without gaps between their elements.
+        states: the tensors that the states lie in.
+        layout: (parameters, columns) int64, see csrc/ops/optimizer_table.h.
+    """
+
+    def __init__(self, params: list[Tensor], states: list[Tensor], layout: Tensor):
+        self.number = _optimizer_table(params, states, layout)
+        release = weakref.finalize(self, _optimizer_table_release, self.number)
+        release.atexit = False  # memory ends with the process
+
+
+@logged
+def optimizer_step(
+    algorithm: int, table: StepTable, gradients: list[Tensor], hyper: Tensor, **options
+) -> None:
+    """One step of all parameters of a table; `hyper` is (groups, settings) float64."""
+    _optimizer_step(algorithm, table.number, gradients, hyper, **options)
+
+
+def _common_dtype(gradients, otherwise):
+    dtypes = {gradient.dtype for gradient in gradients}
+    if torch.float64 in dtypes:
+        return torch.float64
+    return otherwise or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
+
+
 @torch.library.register_fake("onepass::clip_grad_norm")
 def _(gradients, max_norm, norm_type, error_if_nonfinite):
-    dtypes = {gradient.dtype for gradient in gradients}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    if torch.float64 in dtypes:
-        dtype = torch.float64
-    return gradients[0].new_empty((), dtype=dtype)
+    return gradients[0].new_empty((), dtype=_common_dtype(gradients, None))
+
+
+@torch.library.register_fake("onepass::gradient_norm")
+def _(gradients, norm_type=2.0):
+    return gradients[0].new_empty((), dtype=_common_dtype(gradients, torch.float32))
+
+
+@torch.library.register_fake("onepass::optimizer_table")
+def _(params, states, layout):
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+@torch.library.register_fake("onepass::optimizer_step")
+def _(*args, **kwargs):
+    return None

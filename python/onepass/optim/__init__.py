@@ -1,5 +1,9 @@
-"""What a training step does with gradients, in one pass over memory. No optimizers yet."""
+"""torch.optim's optimizers in one pass over memory, and clipping. On the CPU so far."""
 
+from onepass.optim.adam import Adam, AdamW
 from onepass.optim.clip import clip_grad_norm_
+from onepass.optim.fuse import fuse
+from onepass.optim.lion import Lion
+from onepass.optim.sgd import SGD
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["Adam", "AdamW", "Lion", "SGD", "clip_grad_norm_", "fuse"]

@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "core/visit.h"
-#include "cpu/kernels.h"
+#include "cpu/optimizer/pieces.h"
 #include "cpu/parallel.h"
 #include "cpu/sums.h"
 
@@ -17,20 +17,13 @@ namespace {
 // body.operator()<T>(first element of the piece, elements, number of the piece) for the pieces
 // [begin, end).
 template <class Body>
-void for_each_in_pieces(const FlatTensors& list, int64_t begin, int64_t end, Body&& body) {
-  const int64_t* const after =
-      std::upper_bound(list.first_piece, list.first_piece + list.count, begin);
-  for (int64_t t = after - list.first_piece - 1; begin < end; ++t) {
-    const FlatTensor& tensor = list.tensors[t];
-    const int64_t last = std::min(end, list.first_piece[t + 1]);
-    visit_dtype(tensor.dtype, [&]<class T>() {
-      for (; begin < last; ++begin) {
-        const int64_t first = (begin - list.first_piece[t]) * kPieceElements;
-        body.template operator()<T>(static_cast<T*>(tensor.data) + first,
-                                    std::min(kPieceElements, tensor.numel - first), begin);
-      }
-    });
-  }
+void for_each_typed_piece(const FlatTensors& list, int64_t begin, int64_t end, Body&& body) {
+  for_each_in_pieces(
+      list, begin, end, [&](const FlatTensor& tensor, int64_t first, int64_t count, int64_t piece) {
+        visit_dtype(tensor.dtype, [&]<class T>() {
+          body.template operator()<T>(static_cast<T*>(tensor.data) + first, count, piece);
+        });
+      });
 }
 
 template <class A>
@@ -108,32 +101,18 @@ double combined(const double* partials, int64_t pieces, double order) {
   return order == 2.0 ? std::sqrt(total) : total;
 }
 
-Plan plan_pieces(const FlatTensors& list, const Machine& machine, const char* kernel_name,
-                 int64_t workspace_bytes) {
-  const int64_t pieces = list.pieces();
-  const bool parallel = machine.threads > 1 && pieces > 1;
-  return {.workspace_bytes = workspace_bytes,
-          .zeroed_bytes = 0,
-          .kernel_name = kernel_name,
-          .rows_per_tile = kPieceElements,
-          .splits = pieces,
-          .parallel = parallel,
-          .reason = parallel     ? "pieces of all tensors spread over threads"
-                    : pieces > 1 ? "one thread"
-                                 : "one piece"};
-}
-
 Plan plan_norm(const GradientNorm& args, const Machine& machine) {
   const int64_t partials = args.gradients.pieces() * static_cast<int64_t>(sizeof(double));
-  return plan_pieces(args.gradients, machine, "gradient_norm_kernel", partials);
+  return plan_pieces(args.gradients.pieces(), machine, "gradient_norm_kernel", partials);
 }
 
 void gradient_norm_kernel(const GradientNorm& args, double* partials, int64_t begin, int64_t end) {
-  for_each_in_pieces(args.gradients, begin, end, [&]<class T>(T* g, int64_t count, int64_t piece) {
-    partials[piece] = std::isinf(args.order) ? largest_magnitude(g, count)
-                      : args.wide            ? wide_sum(g, count, args.order)
-                                             : sum_of_powers(g, count, args.order);
-  });
+  for_each_typed_piece(args.gradients, begin, end,
+                       [&]<class T>(T* g, int64_t count, int64_t piece) {
+                         partials[piece] = std::isinf(args.order) ? largest_magnitude(g, count)
+                                           : args.wide ? wide_sum(g, count, args.order)
+                                                       : sum_of_powers(g, count, args.order);
+                       });
 }
 
 void run_norm(const GradientNorm& args, const Plan& plan, void* workspace, const Context& context) {
@@ -145,11 +124,11 @@ void run_norm(const GradientNorm& args, const Plan& plan, void* workspace, const
 }
 
 Plan plan_scale(const ScaleGradients& args, const Machine& machine) {
-  return plan_pieces(args.gradients, machine, "scale_gradients_kernel", 0);
+  return plan_pieces(args.gradients.pieces(), machine, "scale_gradients_kernel", 0);
 }
 
 void scale_gradients_kernel(const ScaleGradients& args, int64_t begin, int64_t end) {
-  for_each_in_pieces(args.gradients, begin, end, [&]<class T>(T* g, int64_t count, int64_t) {
+  for_each_typed_piece(args.gradients, begin, end, [&]<class T>(T* g, int64_t count, int64_t) {
     using A = Accumulator<T>;
     const Vec<A> factor = broadcast<A>(static_cast<A>(args.factor));
     for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
@@ -165,9 +144,8 @@ void run_scale(const ScaleGradients& args, const Plan& plan, void*, const Contex
 
 }  // namespace
 
-OptimizerBackend optimizer_backend() {
-  return {.norm = {plan_norm, run_norm}, .scale = {plan_scale, run_scale}};
-}
+Operator<GradientNorm> gradient_norm() { return {plan_norm, run_norm}; }
+Operator<ScaleGradients> scale_gradients() { return {plan_scale, run_scale}; }
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

@@ -1,0 +1,52 @@
+// Random bits for stochastic rounding, keyed by (seed, step, tensor, element): nothing is drawn per
+// step and replicas of a parameter round alike.
+//
+// Philox gives each stretch of kNoiseStretch elements a start and an odd stride, 63 random bits; in
+// it, element i takes the finaliser of an integer hash (C. Wellons, hash-prospector, lowbias32) of
+// start + i * stride: two multiplications for 32 bits where Philox needs five for each. That is
+// good enough here: rounding needs every element's bits uniform and unrelated to its value, over
+// steps and over neighbours; nothing is sampled from them. tests/test_optim_precision.py measures
+// it.
+#pragma once
+
+#include <cstdint>
+
+#include "core/philox.h"
+
+namespace onepass {
+
+inline constexpr int64_t kNoiseStretch = 4096;
+
+struct Noise {
+  uint32_t start;
+  uint32_t stride;  // odd
+};
+
+// `tensor` numbers the optimizer's parameters; stretch = element / kNoiseStretch.
+ONEPASS_HOST_DEVICE constexpr Noise make_noise(int64_t seed, uint32_t step, uint32_t tensor,
+                                               int64_t stretch) {
+  const uint64_t bits = static_cast<uint64_t>(seed);
+  const std::array<uint32_t, 4> words = philox4x32(
+      {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)},
+      {static_cast<uint32_t>(stretch), static_cast<uint32_t>(stretch >> 32), tensor, step});
+  return {words[0], words[1] | 1u};
+}
+
+// Also for vectors of words.
+template <class Word>
+ONEPASS_HOST_DEVICE constexpr Word mix_bits(Word word) {
+  word ^= word >> 16;
+  word *= 0x7feb352du;
+  word ^= word >> 15;
+  word *= 0x846ca68bu;
+  word ^= word >> 16;
+  return word;
+}
+
+// element: its number within the stretch. The low half rounds the parameter, the high half the
+// second moment.
+ONEPASS_HOST_DEVICE constexpr uint32_t noise_bits(const Noise& noise, uint32_t element) {
+  return mix_bits(noise.start + element * noise.stride);
+}
+
+}  // namespace onepass

@@ -1,0 +1,44 @@
+// Flat lists of tensors as pieces of kPieceElements, spread over threads in one parallel region, so
+// that hundreds of small tensors cost what one large one does.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/kernels.h"
+#include "ops/optimizer.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// body(tensor, first element of the piece, elements, number of the piece) for the pieces
+// [begin, end).
+template <class Item, class Body>
+void for_each_in_pieces(const FlatList<Item>& list, int64_t begin, int64_t end, Body&& body) {
+  const int64_t* const after =
+      std::upper_bound(list.first_piece, list.first_piece + list.count, begin);
+  for (int64_t t = after - list.first_piece - 1; begin < end; ++t) {
+    const Item& tensor = list.tensors[t];
+    const int64_t last = std::min(end, list.first_piece[t + 1]);
+    for (; begin < last; ++begin) {
+      const int64_t first = (begin - list.first_piece[t]) * kPieceElements;
+      body(tensor, first, std::min(kPieceElements, tensor.numel - first), begin);
+    }
+  }
+}
+
+inline Plan plan_pieces(int64_t pieces, const Machine& machine, const char* kernel_name,
+                        int64_t workspace_bytes) {
+  const bool parallel = machine.threads > 1 && pieces > 1;
+  return {.workspace_bytes = workspace_bytes,
+          .zeroed_bytes = 0,
+          .kernel_name = kernel_name,
+          .rows_per_tile = kPieceElements,
+          .splits = pieces,
+          .parallel = parallel,
+          .reason = parallel     ? "pieces of all tensors spread over threads"
+                    : pieces > 1 ? "one thread"
+                                 : "one piece"};
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

@@ -1,0 +1,200 @@
+// One step of an optimizer for all parameters of a model.
+//
+// A tile's worth of a parameter, its gradient and its states is brought into L1 as float32, updated
+// there and put back, so every byte crosses the memory bus once each way whatever the dtypes:
+// AdamW in float32 moves 28 bytes per parameter, with bfloat16 parameters, gradients and states and
+// a 16-bit remainder 18. Done when it runs at the speed of memory (`onepass bench optimizer`).
+#include "core/visit.h"
+#include "cpu/optimizer/pieces.h"
+#include "cpu/optimizer/tiles.h"
+#include "cpu/optimizer/update.h"
+#include "cpu/parallel.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+namespace {
+
+// What a thread works in: 5 tiles of 2 KB, and the noise.
+struct Tiles {
+  Tile<float> param;
+  Tile<float> gradient;
+  Tile<float> moments[kMoments];
+  NoiseTile noise;
+};
+
+float* open_param(const StepTensor& t, int64_t at, int64_t count, Tile<float>& tile) {
+  if (t.master_kind == Master::kFloat32) return static_cast<float*>(t.master) + at;
+  if (t.param_dtype == DType::kFloat32) return static_cast<float*>(t.param) + at;
+  if (t.master_kind == Master::kRemainder) {
+    join_block(static_cast<const BFloat16*>(t.param) + at,
+               static_cast<const uint16_t*>(t.master) + at, tile.values, count);
+  } else {
+    visit_dtype_up_to_float32(t.param_dtype, [&]<class T>() {
+      widen_block(static_cast<const T*>(t.param) + at, tile.values, count);
+    });
+  }
+  return tile.values;
+}
+
+void close_param(const StepTensor& t, int64_t at, int64_t count, const float* values,
+                 const NoiseTile& noise) {
+  visit_dtype_up_to_float32(t.param_dtype, [&]<class T>() {
+    if constexpr (sizeof(T) == 2) {
+      T* const param = static_cast<T*>(t.param) + at;
+      switch (t.master_kind) {
+        case Master::kNone:
+          narrow_block(values, param, count);
+          break;
+        case Master::kFloat32:
+          round_block(values, param, count, TiesAway{});
+          break;
+        case Master::kStochastic:
+          round_block(values, param, count, Stochastic<NoiseHalf::kLow>{noise});
+          break;
+        case Master::kRemainder:
+          split_block(values, static_cast<BFloat16*>(t.param) + at,
+                      static_cast<uint16_t*>(t.master) + at, count);
+      }
+    }
+  });
+}
+
+const float* open_gradient(const StepTensor& t, int64_t at, int64_t count, Tile<float>& tile) {
+  if (t.gradient_dtype == DType::kFloat32) return static_cast<const float*>(t.gradient) + at;
+  visit_dtype_up_to_float32(t.gradient_dtype, [&]<class T>() {
+    widen_block(static_cast<const T*>(t.gradient) + at, tile.values, count);
+  });
+  return tile.values;
+}
+
+// The number of the second moment, which is never negative.
+constexpr int kSecondMoment = 1;
+
+float* open_moment(const StepTensor& t, int which, int64_t at, int64_t count, Tile<float>& tile) {
+  void* const moment = t.moments[which];
+  switch (t.moment_type) {
+    case MomentType::kBFloat16:
+    case MomentType::kBFloat16Stochastic:
+      widen_block(static_cast<const BFloat16*>(moment) + at, tile.values, count);
+      return tile.values;
+    case MomentType::kFloat16:
+      widen_block(static_cast<const Float16*>(moment) + at, tile.values, count);
+      return tile.values;
+    case MomentType::kInt8:
+      visit_bool(which < kSecondMoment, [&]<bool kSigned>() {
+        decode_block<kSigned>(static_cast<const uint8_t*>(moment) + at,
+                              t.scales[which] + at / kCodeBlock, tile.values, count);
+      });
+      return tile.values;
+    default:
+      return static_cast<float*>(moment) + at;
+  }
+}
+
+void close_moment(const StepTensor& t, int which, int64_t at, int64_t count, const float* values,
+                  const NoiseTile& noise) {
+  void* const moment = t.moments[which];
+  switch (t.moment_type) {
+    case MomentType::kBFloat16:
+    case MomentType::kBFloat16Stochastic: {
+      BFloat16* const to = static_cast<BFloat16*>(moment) + at;
+      if (t.moment_type == MomentType::kBFloat16Stochastic && which == kSecondMoment) {
+        round_block(values, to, count, Stochastic<NoiseHalf::kHigh>{noise});
+      } else {
+        narrow_block(values, to, count);
+      }
+      break;
+    }
+    case MomentType::kFloat16:
+      narrow_block(values, static_cast<Float16*>(moment) + at, count);
+      break;
+    case MomentType::kInt8: {
+      uint8_t* const codes = static_cast<uint8_t*>(moment) + at;
+      float* const scales = t.scales[which] + at / kCodeBlock;
+      if (which < kSecondMoment) {
+        encode_block<true>(values, codes, scales, count, NearestCode{});
+      } else if (which == kSecondMoment) {
+        encode_block<false>(values, codes, scales, count, StochasticCode{noise});
+      } else {
+        encode_block<false>(values, codes, scales, count, NearestCode{});
+      }
+      break;
+    }
+    default:
+      break;
+  }
+}
+
+// Whether the tensor is float64, with everything that belongs to it.
+bool is_wide(const StepTensor& t) { return t.param_dtype == DType::kFloat64; }
+
+void step_wide_piece(const OptimizerStep& args, const StepTensor& t, int64_t first, int64_t count) {
+  Operands<double> on{
+      static_cast<double*>(t.param) + first, static_cast<const double*>(t.gradient) + first, {}};
+  for (int which = 0; which < kMoments; ++which) {
+    if (t.moments[which]) on.moments[which] = static_cast<double*>(t.moments[which]) + first;
+  }
+  update_block(args.algorithm, on, count, args.scalars[t.scalars], args.gradient_factor);
+}
+
+void step_piece(const OptimizerStep& args, const StepTensor& t, int64_t first, int64_t count,
+                Tiles& tiles) {
+  const StepScalars& scalars = args.scalars[t.scalars];
+  const bool noisy =
+      t.master_kind == Master::kStochastic ||
+      (t.moments[kSecondMoment] &&
+       (t.moment_type == MomentType::kBFloat16Stochastic || t.moment_type == MomentType::kInt8));
+  const Noise noise = noisy ? make_noise(args.seed, scalars.step, static_cast<uint32_t>(t.index),
+                                         first / kNoiseStretch)
+                            : Noise{};
+  for (int64_t done = 0; done < count; done += kTile) {
+    const int64_t at = first + done;
+    const int64_t n = std::min(kTile, count - done);
+    Operands<float> on;
+    on.param = open_param(t, at, n, tiles.param);
+    on.gradient = open_gradient(t, at, n, tiles.gradient);
+    for (int which = 0; which < kMoments; ++which) {
+      on.moments[which] =
+          t.moments[which] ? open_moment(t, which, at, n, tiles.moments[which]) : nullptr;
+    }
+    update_block(args.algorithm, on, n, scalars, args.gradient_factor);
+    if (noisy) tiles.noise.fill(noise, static_cast<uint32_t>(done), n);
+    close_param(t, at, n, on.param, tiles.noise);
+    for (int which = 0; which < kMoments; ++which) {
+      if (t.moments[which]) close_moment(t, which, at, n, on.moments[which], tiles.noise);
+    }
+  }
+}
+
+void optimizer_step_kernel(const OptimizerStep& args, int64_t begin, int64_t end) {
+  Tiles tiles;
+  for_each_in_pieces(args.list, begin, end,
+                     [&](const StepTensor& t, int64_t first, int64_t count, int64_t) {
+                       if (is_wide(t)) {
+                         step_wide_piece(args, t, first, count);
+                       } else {
+                         step_piece(args, t, first, count, tiles);
+                       }
+                       if (args.zero_gradients) {
+                         const int64_t size = size_of(t.gradient_dtype);
+                         std::memset(static_cast<char*>(t.gradient) + first * size, 0,
+                                     static_cast<size_t>(count * size));
+                       }
+                     });
+}
+
+Plan plan_step(const OptimizerStep& args, const Machine& machine) {
+  return plan_pieces(args.list.pieces(), machine, "optimizer_step_kernel", 0);
+}
+
+void run_step(const OptimizerStep& args, const Plan& plan, void*, const Context& context) {
+  for_each_piece(context, plan.parallel, plan.splits, kPieceElements * 28,
+                 [&](int64_t begin, int64_t end) { optimizer_step_kernel(args, begin, end); });
+}
+
+}  // namespace
+
+Operator<OptimizerStep> optimizer_step() { return {plan_step, run_step}; }
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

@@ -1,0 +1,302 @@
+// What a step works on: the table of an optimizer's parameters, and one step's gradients.
+#include "ops/optimizer_table.h"
+
+#include <mutex>
+#include <unordered_map>
+
+namespace onepass {
+namespace {
+
+constexpr const char* kTableOp = "optimizer_table";
+
+// One of `states`: memory that holds a kind of state of many parameters.
+struct StateBuffer {
+  char* data;
+  int64_t numel;
+  int32_t scalar_type;
+  int64_t element_size;
+};
+
+// Part of a buffer.
+struct StateSlice {
+  void* data = nullptr;
+  int32_t scalar_type = 0;
+};
+
+int64_t size_of_state(int32_t scalar_type) {
+  const std::optional<DType> dtype = dtype_of(scalar_type);
+  return dtype ? size_of(*dtype) : is_int16(scalar_type) ? 2 : 1;
+}
+
+// The states of one parameter at `place`, a pair of `layout`.
+StateSlice slice(const std::vector<StateBuffer>& buffers, const int64_t* place, int64_t numel) {
+  if (place[0] < 0) return {};
+  require(place[0] < static_cast<int64_t>(buffers.size()), kTableOp,
+          ": layout must name one of the states, got ", place[0]);
+  const StateBuffer& buffer = buffers[place[0]];
+  require(place[1] >= 0 && numel <= buffer.numel && place[1] <= buffer.numel - numel, kTableOp,
+          ": layout must lie within the states, got ", place[1], " of ", buffer.numel);
+  return {buffer.data + place[1] * buffer.element_size, buffer.scalar_type};
+}
+
+// Stochastic rounding is a matter of the step.
+std::optional<MomentType> moment_type_of(const StateSlice& moment) {
+  if (is_uint8(moment.scalar_type)) return MomentType::kInt8;
+  const std::optional<DType> dtype = dtype_of(moment.scalar_type);
+  if (!dtype) return std::nullopt;
+  switch (*dtype) {
+    case DType::kFloat64:
+      return MomentType::kFloat64;
+    case DType::kFloat32:
+      return MomentType::kFloat32;
+    case DType::kFloat16:
+      return MomentType::kFloat16;
+    default:
+      return MomentType::kBFloat16;
+  }
+}
+
+void add_moments(StepTensor& tensor, const std::vector<StateBuffer>& buffers, const int64_t* row) {
+  const bool wide = tensor.param_dtype == DType::kFloat64;
+  tensor.moment_type = wide ? MomentType::kFloat64 : MomentType::kFloat32;
+  for (int which = 0; which < kMoments; ++which) {
+    const StateSlice moment = slice(buffers, row + kMomentColumn + 2 * which, tensor.numel);
+    if (!moment.data) return;
+    const std::optional<MomentType> type = moment_type_of(moment);
+    require(type && (which == 0 || *type == tensor.moment_type) &&
+                (*type == MomentType::kFloat64) == wide,
+            kTableOp,
+            ": states must hold moments of one dtype, float32, bfloat16, float16 or codes",
+            " (float64 for float64 parameters), got ", TypeName{moment.scalar_type});
+    tensor.moment_type = *type;
+    tensor.moments[which] = moment.data;
+    if (*type == MomentType::kInt8) {
+      require(tensor.numel % kCodeBlock == 0, kTableOp,
+              ": params with codes must have a multiple of ", kCodeBlock, " elements, got ",
+              tensor.numel);
+      const StateSlice scale =
+          slice(buffers, row + kScaleColumn + 2 * which, tensor.numel / kCodeBlock);
+      require(scale.data && dtype_of(scale.scalar_type) == DType::kFloat32, kTableOp,
+              ": states must hold float32 scales beside codes, got none or another dtype");
+      tensor.scales[which] = static_cast<float*>(scale.data);
+    }
+  }
+}
+
+void add_master(StepTensor& tensor, const std::vector<StateBuffer>& buffers, const int64_t* row) {
+  const StateSlice master = slice(buffers, row + kMasterColumn, tensor.numel);
+  if (!master.data) return;
+  const bool remainder = is_int16(master.scalar_type);
+  require(remainder
+              ? tensor.param_dtype == DType::kBFloat16
+              : size_of(tensor.param_dtype) == 2 && dtype_of(master.scalar_type) == DType::kFloat32,
+          kTableOp, ": states must hold masters in float32 for 16-bit parameters, or int16 ",
+          "remainders for bfloat16 ones, got ", TypeName{master.scalar_type}, " for ",
+          name_of(tensor.param_dtype));
+  tensor.master = master.data;
+  tensor.master_kind = remainder ? Master::kRemainder : Master::kFloat32;
+}
+
+// Never destroyed: at the end of the process torch may be gone before its tensors here.
+struct Tables {
+  std::mutex mutex;
+  std::unordered_map<int64_t, std::shared_ptr<StepTable>> by_number;
+  int64_t next = 1;
+};
+Tables& tables() {
+  static Tables* const all = new Tables;
+  return *all;
+}
+
+std::shared_ptr<StepTable> find_table(const char* op, int64_t number) {
+  Tables& all = tables();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.by_number.find(number);
+  require(found != all.by_number.end(), op, ": table must be one that was made and not released",
+          ", got ", number);
+  return found->second;
+}
+
+void require_same_order(const char* op, const TensorInfo& param, const TensorInfo& gradient) {
+  bool same = param.dims == gradient.dims;
+  for (int64_t d = 0; same && d < param.dims; ++d) {
+    same = param.sizes[d] == gradient.sizes[d] &&
+           (param.sizes[d] == 1 || param.strides[d] == gradient.strides[d]);
+  }
+  require(same, op, ": gradients must have their parameter's shape and strides, ", shape_of(param),
+          " and ", Shape{param.strides, param.dims}, ", got ", shape_of(gradient), " and ",
+          Shape{gradient.strides, gradient.dims});
+}
+
+int moments_of(Algorithm algorithm, const Hyper& hyper) {
+  switch (algorithm) {
+    case Algorithm::kAdam:
+      return hyper.amsgrad ? 3 : 2;
+    case Algorithm::kSgd:
+      return hyper.momentum != 0.0 ? 1 : 0;
+    default:
+      return 1;
+  }
+}
+
+}  // namespace
+
+StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tensor>& states_,
+                     const Tensor& layout)
+    : params(params_), states(states_) {
+  const int64_t count = static_cast<int64_t>(params.size());
+  const TensorInfo table = info_of(layout);
+  require(is_int64(table.scalar_type) && table.dims == 2 && table.sizes[0] == count &&
+              table.sizes[1] == kLayoutColumns && layout.is_contiguous(),
+          kTableOp, ": layout must be a contiguous int64 tensor of shape (", count, ", ",
+          static_cast<int64_t>(kLayoutColumns), "), got ", shape_of(table), " of ",
+          TypeName{table.scalar_type});
+  const int64_t* row = static_cast<const int64_t*>(layout.const_data_ptr());
+  std::vector<StateBuffer> buffers;
+  buffers.reserve(states.size());
+  for (const Tensor& state : states) {
+    const FlatInfo info = flat_info_of(state);
+    if (!info.contiguous) require_dense(kTableOp, "states", info_of(state));
+    buffers.push_back({static_cast<char*>(state.mutable_data_ptr()), info.numel, info.scalar_type,
+                       size_of_state(info.scalar_type)});
+  }
+  infos.reserve(params.size());
+  tensors.reserve(params.size());
+  first_piece.reserve(params.size() + 1);
+  int64_t pieces = 0;
+  if (count > 0) device = info_of(params.front()).device;
+  for (const Tensor& param : params) {
+    const FlatInfo info = flat_info_of(param);
+    if (!info.contiguous) require_dense(kTableOp, "params", info_of(param));
+    StepTensor tensor{};
+    tensor.numel = info.numel;
+    tensor.param_dtype = require_dtype(kTableOp, "params", info.scalar_type);
+    tensor.index = static_cast<int32_t>(row[kIndexColumn]);
+    tensor.group = static_cast<int32_t>(row[kGroupColumn]);
+    require(tensor.group >= 0, kTableOp, ": layout must name a row of hyper, got ", tensor.group);
+    const StateSlice step = slice(buffers, row + kStepColumn, 1);
+    require(step.data && dtype_of(step.scalar_type) == DType::kFloat32, kTableOp,
+            ": states must hold a float32 step per parameter, got none or another dtype");
+    tensor.step = static_cast<float*>(step.data);
+    add_moments(tensor, buffers, row);
+    add_master(tensor, buffers, row);
+    groups = std::max(groups, static_cast<int64_t>(tensor.group) + 1);
+    numel += tensor.numel;
+    infos.push_back(info);
+    tensors.push_back(tensor);
+    first_piece.push_back(pieces);
+    pieces += pieces_of(tensor.numel);
+    row += kLayoutColumns;
+  }
+  first_piece.push_back(pieces);
+}
+
+int64_t optimizer_table(const std::vector<Tensor>& params, const std::vector<Tensor>& states,
+                        const Tensor& layout) {
+  auto table = std::make_shared<StepTable>(params, states, layout);
+  Tables& all = tables();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.by_number.emplace(all.next, std::move(table));
+  return all.next++;
+}
+
+void optimizer_table_release(int64_t table) {
+  Tables& all = tables();
+  std::shared_ptr<StepTable> last;  // destroyed after the lock
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.by_number.find(table);
+  if (found == all.by_number.end()) return;
+  last = std::move(found->second);
+  all.by_number.erase(found);
+}
+
+CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
+                         const std::vector<Tensor>& gradients, const Tensor& hyper,
+                         StochasticRounding rounding)
+    : op_(op), algorithm_(algorithm), rounding_(rounding), table_(find_table(op, table)) {
+  const TensorInfo info = info_of(hyper);
+  require(dtype_of(info.scalar_type) == DType::kFloat64 && info.dims == 2 &&
+              info.sizes[0] >= table_->groups && info.sizes[1] == kHyperColumns &&
+              hyper.is_contiguous(),
+          op, ": hyper must be a contiguous float64 tensor of shape (", table_->groups, ", ",
+          kHyperColumns, "), got ", shape_of(info), " of ", TypeName{info.scalar_type});
+  hyper_ = static_cast<const double*>(hyper.const_data_ptr());
+  require(gradients.size() == table_->params.size(), op,
+          ": gradients must be as many as the table's parameters, ", table_->params.size(),
+          ", got ", gradients.size());
+  for (size_t i = 0; i < gradients.size(); ++i) complete(table_->tensors[i], i, gradients[i]);
+}
+
+void CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& gradient) {
+  const Tensor& param = table_->params[number];
+  const FlatInfo& before = table_->infos[number];
+  const FlatInfo now = flat_info_of(param);
+  require(now == before, op_, ": params must be as they were in the table, ", before.numel,
+          " elements of ", TypeName{before.scalar_type}, ", got ", now.numel, " of ",
+          TypeName{now.scalar_type});
+  const FlatInfo info = flat_info_of(gradient);
+  require(info.numel == tensor.numel, op_, ": gradients must have their parameter's ", tensor.numel,
+          " elements, got ", info.numel);
+  if (!(now.contiguous && info.contiguous)) {
+    require_same_order(op_, info_of(param), info_of(gradient));
+  }
+  if (info.scalar_type != now.scalar_type) {
+    tensor.gradient_dtype = require_dtype(op_, "gradients", info.scalar_type);
+    require((tensor.param_dtype == DType::kFloat64) == (tensor.gradient_dtype == DType::kFloat64),
+            op_, ": gradients must have dtype ",
+            tensor.param_dtype == DType::kFloat64 ? "float64 like"
+                                                  : "float32, bfloat16 or float16 beside",
+            " their parameter, got ", name_of(tensor.gradient_dtype));
+  } else {
+    tensor.gradient_dtype = tensor.param_dtype;
+  }
+  tensor.param = param.mutable_data_ptr();
+  tensor.gradient = gradient.mutable_data_ptr();
+  tensor.scalars = scalars_of(tensor.group, *tensor.step);
+  const int wanted = moments_of(algorithm_, hyper_of(hyper_ + tensor.group * kHyperColumns));
+  require(wanted == 0 || tensor.moments[wanted - 1], op_, ": states must hold ", wanted,
+          " moments for these settings, got fewer");
+  if (!tensor.master) {
+    tensor.master_kind =
+        rounding_.params && size_of(tensor.param_dtype) == 2 ? Master::kStochastic : Master::kNone;
+  }
+  if (tensor.moment_type == MomentType::kBFloat16 ||
+      tensor.moment_type == MomentType::kBFloat16Stochastic) {
+    tensor.moment_type =
+        rounding_.moments ? MomentType::kBFloat16Stochastic : MomentType::kBFloat16;
+  }
+}
+
+// Parameters of a group at the same step share their scalars; those of a group mostly do.
+int32_t CheckedStep::scalars_of(int32_t group, float steps) {
+  for (size_t i = keys_.size(); i-- > 0;) {
+    if (keys_[i].group == group && keys_[i].steps == steps) return static_cast<int32_t>(i);
+  }
+  keys_.push_back({group, steps});
+  scalars_.push_back(step_scalars(algorithm_, hyper_of(hyper_ + group * kHyperColumns),
+                                  static_cast<uint32_t>(steps) + 1));
+  return static_cast<int32_t>(scalars_.size()) - 1;
+}
+
+OptimizerStep CheckedStep::args(double gradient_factor, bool zero_gradients, int64_t seed) const {
+  OptimizerStep args{};
+  args.list = {table_->tensors.data(), table_->first_piece.data(),
+               static_cast<int64_t>(table_->tensors.size())};
+  args.algorithm = algorithm_;
+  args.zero_gradients = zero_gradients;
+  args.seed = seed;
+  args.scalars = scalars_.data();
+  args.gradient_factor = gradient_factor;
+  return args;
+}
+
+void CheckedStep::count_the_step() const {
+  for (const StepTensor& tensor : table_->tensors) *tensor.step += 1.0f;
+}
+
+std::string CheckedStep::text() const {
+  return std::to_string(table_->tensors.size()) + " tensors, " + std::to_string(table_->numel) +
+         " elements";
+}
+
+}  // namespace onepass

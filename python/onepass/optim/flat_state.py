@@ -1,0 +1,226 @@
+"""Optimizer states in a few large buffers, each parameter's entry a view into them.
+
+An operator call costs 0.15 us for every tensor it is handed, so parameters and buffers are handed
+over once, with a table that says where each parameter's states lie (csrc/ops/optimizer_table.h),
+and a step hands over the gradients alone. An entry is a tensor with a storage of its own size that
+happens to lie in a buffer, so `torch.save`, `deepcopy` and `state_dict` see one ordinary tensor
+per entry. Whoever replaces an entry gets a buffer of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from onepass._ops.optimizer import StepTable
+from onepass.optim import codes
+
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # a torch without torch.distributed
+    DTensor = None
+
+# Buffers end at this many elements, so that no single allocation is out of proportion.
+CHUNK_ELEMENTS = 1 << 26
+# Entries begin at multiples of 64 bytes in every dtype.
+ALIGNMENT = 64
+
+# Different sets of parameters with gradients that are remembered: experts that take turns.
+MAX_STEP_TABLES = 16
+
+SCALE = "_scale"  # the key of a moment in codes, with this behind it, holds its scales
+
+# Columns of the table: the parameter's number, its group, then pairs (buffer, first element).
+_STEP, _MOMENTS, _SCALES, _MASTER, _COLUMNS = 2, 4, 10, 16, 18
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor itself, or this rank's part of a DTensor."""
+    return tensor._local_tensor if DTensor is not None and isinstance(tensor, DTensor) else tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill consecutive places, in whatever order of the dimensions."""
+    if tensor.is_contiguous():
+        return True
+    within = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != within:
+                return False
+            within *= size
+    return True
+
+
+def strides_of(param: Tensor) -> tuple[int, ...]:
+    """Those of a state: the parameter's, or row-major ones if the parameter has gaps."""
+    if is_dense(param):
+        return param.stride()
+    return torch.empty(param.shape, device="meta").stride()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an entry lies."""
+
+    entry: Tensor
+    buffer: Tensor
+    offset: int
+
+
+@dataclass
+class Request:
+    """An entry to make."""
+
+    param: Tensor
+    key: str
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        if self.key == "step":
+            return 1
+        numel = local(self.param).numel()
+        return numel // codes.BLOCK if self.key.endswith(SCALE) else numel
+
+
+class Places:
+    """The entries that lie in buffers."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Place] = {}
+
+    def of(self, entry: Tensor) -> Place:
+        """Where an entry lies: in a buffer, or, one that someone else made, in itself."""
+        place = self._by_id.get(id(entry))
+        if place is not None and place.entry is entry:
+            return place
+        return Place(entry, local(entry), 0)
+
+    def keep_only(self, entries: Iterable[Tensor]) -> None:
+        """Forgets all others, so that their memory can be freed."""
+        self._by_id = {id(e): self._by_id[id(e)] for e in entries if id(e) in self._by_id}
+
+    def make(self, requests: Sequence[Request]) -> list[Tensor]:
+        """New entries, zero, one for each request."""
+        entries: dict[int, Tensor] = {}
+        kinds: dict[tuple, list[int]] = {}
+        for i, request in enumerate(requests):
+            device = local(request.param).device
+            kinds.setdefault((request.dtype, device, request.key), []).append(i)
+        for (dtype, device, _), members in kinds.items():
+            for chunk in _chunks(members, requests):
+                sizes = [_padded(requests[i].numel()) for i in chunk]
+                buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
+                offset = 0
+                for i, size in zip(chunk, sizes, strict=True):
+                    entries[i] = self._view(requests[i], buffer, offset)
+                    offset += size
+        return [entries[i] for i in range(len(requests))]
+
+    def _view(self, request: Request, buffer: Tensor, offset: int) -> Tensor:
+        param, numel = local(request.param), request.numel()
+        part = buffer[offset : offset + numel]
+        if request.key == "step":
+            part = part.view(())
+        elif not request.key.endswith(SCALE):
+            part = part.as_strided(param.shape, strides_of(param), buffer.storage_offset() + offset)
+        # Through DLPack the view gets a storage that covers it alone and keeps the buffer alive.
+        entry = torch.from_dlpack(part) if numel else torch.empty_like(part)
+        if entry.dim() and request.param is not param and not request.key.endswith(SCALE):
+            entry = DTensor.from_local(
+                entry,
+                request.param.device_mesh,
+                request.param.placements,
+                run_check=False,
+                shape=request.param.shape,
+                stride=request.param.stride(),
+            )
+        self._by_id[id(entry)] = Place(entry, buffer, offset)
+        return entry
+
+
+def _padded(numel: int) -> int:
+    return max(1, math.ceil(numel / ALIGNMENT)) * ALIGNMENT
+
+
+def _chunks(members: list[int], requests: Sequence[Request]) -> Iterable[list[int]]:
+    chunk: list[int] = []
+    total = 0
+    for i in members:
+        size = _padded(requests[i].numel())
+        if chunk and total + size > CHUNK_ELEMENTS:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(i)
+        total += size
+    if chunk:
+        yield chunk
+
+
+@dataclass
+class Table:
+    """What steps need of the parameters' states, as long as nobody replaces one."""
+
+    params: list[Tensor]  # of all groups
+    entries: list[object]  # the values of optimizer.state
+    values: list[object]  # the values of those
+    has_state: list[bool]  # per parameter
+    all_have_state: bool
+    kinds: list[tuple[str, ...]]  # the moments of each group
+    layout: Tensor  # (parameters, columns) int64
+    buffers: list[Tensor]
+    masters: list[tuple[Tensor, dict]]  # parameters with a master, and their entries
+    local_params: list[Tensor] = field(default_factory=list)  # where there are DTensors
+    versions: list[int] = field(default_factory=list)  # of the parameters with a master
+    pointers: list[int] = field(default_factory=list)
+    # For the parameters that had gradients in the last steps, by their numbers.
+    step_tables: dict[tuple[int, ...], StepTable] = field(default_factory=dict)
+
+    def step_table(self, numbers: tuple[int, ...], params: list[Tensor]) -> StepTable:
+        """What the operator is handed for these of the parameters."""
+        table = self.step_tables.get(numbers)
+        if table is None:
+            if len(self.step_tables) >= MAX_STEP_TABLES:
+                self.step_tables.clear()
+            layout = self.layout[list(numbers)]
+            table = self.step_tables[numbers] = StepTable(params, self.buffers, layout)
+        return table
+
+
+class TableWriter:
+    """Collects rows for a Table's layout and numbers the buffers."""
+
+    def __init__(self, places: Places):
+        self.places = places
+        self.buffers: list[Tensor] = []
+        self.rows: list[list[int]] = []
+        self._numbers: dict[int, int] = {}
+
+    def add(self, number: int, group: int, step, moments, scales, master) -> None:
+        """A row; every entry may be None."""
+        row = [number, group, *[-1] * (_COLUMNS - 2)]
+        self._put(row, _STEP, step)
+        for i, moment in enumerate(moments):
+            self._put(row, _MOMENTS + 2 * i, moment)
+        for i, scale in enumerate(scales):
+            self._put(row, _SCALES + 2 * i, scale)
+        self._put(row, _MASTER, master)
+        self.rows.append(row)
+
+    def layout(self) -> Tensor:
+        """(rows, columns) int64."""
+        return torch.tensor(self.rows, dtype=torch.int64).reshape(-1, _COLUMNS)
+
+    def _put(self, row: list[int], column: int, entry: Tensor | None) -> None:
+        if entry is None:
+            return
+        place = self.places.of(entry)
+        buffer = place.buffer
+        if id(buffer) not in self._numbers:
+            self._numbers[id(buffer)] = len(self.buffers)
+            self.buffers.append(buffer)
+        row[column], row[column + 1] = self._numbers[id(buffer)], place.offset

@@ -1,0 +1,110 @@
+"""Lion."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onepass._ops.optimizer import LION
+from onepass.optim.optimizer import OPTIONS_DOC, FlatOptimizer
+
+
+class Lion(FlatOptimizer):
+    __doc__ = f"""Lion in one pass over memory: one moment, and steps of the same size everywhere.
+
+        update = sign(beta1 exp_avg + (1 - beta1) grad)
+        param = param (1 - lr weight_decay) - lr update
+        exp_avg = beta2 exp_avg + (1 - beta2) grad
+
+    Parameters, gradients and the moment may differ in dtype (float32, bfloat16, float16; float64
+    throughout); the arithmetic is float32. Results are the same, bit for bit, for any number of
+    threads. Parameters must be on the CPU so far.
+
+    Chen et al.: Symbolic discovery of optimization algorithms, NeurIPS 2023. They advise a learning
+    rate 3-10 times smaller, and a weight decay as many times larger, than AdamW's.
+
+    Args:
+        params: as torch's optimizers take them.
+        lr: learning rate; a number or a tensor of one element.
+        betas: of the update, and of the moment.
+        weight_decay: decoupled, as in AdamW.
+        maximize, foreach, fused, differentiable: as in AdamW.{OPTIONS_DOC}
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    _algorithm = LION
+
+    def __init__(
+        self,
+        params,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: str | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        max_grad_norm: float | None = None,
+        zero_grads: bool = False,
+    ) -> None:
+        self._accept(
+            master,
+            state_dtype,
+            max_grad_norm,
+            zero_grads,
+            foreach=foreach,
+            fused=fused,
+            differentiable=differentiable,
+        )
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        for i, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        if foreach and fused:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+        self._draw_seed()
+
+    def _needs_noise(self) -> bool:
+        return self.master == "stochastic"
+
+    def _shows_step(self, param: Tensor) -> bool:
+        # Nothing depends on the number of steps but the noise.
+        return self._needs_noise() and param.dtype.itemsize == 2
+
+    def _moment_keys(self, group: dict) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _hyper(self, group: dict) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        return (
+            float(group["lr"]),
+            beta1,
+            beta2,
+            0.0,
+            group["weight_decay"],
+            0.0,
+            0.0,
+            1.0,
+            0.0,
+            0.0,
+            group["maximize"],
+        )

@@ -1,0 +1,591 @@
+"""What all optimizers here share: states in flat buffers, one operator call per step, masters."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from onepass._ops import optimizer as _ops
+from onepass._ops.dispatch_log import say
+from onepass.optim import codes
+from onepass.optim.adoption import (
+    MASTER_KEYS,
+    Adoption,
+    is_rounded,
+    is_signed,
+    like,
+    reseed,
+    wrap_tensors,
+)
+from onepass.optim.checks import check_dtype, refuse_shared_memory, refuse_sparse
+from onepass.optim.distributed import broadcast_int, total_norm
+from onepass.optim.flat_state import (
+    SCALE,
+    DTensor,
+    Places,
+    Request,
+    Table,
+    TableWriter,
+    is_dense,
+    local,
+    strides_of,
+)
+
+MASTERS = (None, "fp32", "remainder16", "stochastic")
+STATE_DTYPES = (None, torch.float32, torch.bfloat16, "int8")
+_REMAINDER_PARAMS = (torch.bfloat16, torch.float32, torch.float64)
+
+OPTIONS_DOC = """
+        master: what 16-bit parameters keep of the float32 result. None: nothing, they are rounded
+            to nearest even. "fp32": a float32 copy (``state[p]["master"]``), of which the parameter
+            is the nearest 16-bit number, ties away from zero. "remainder16", for bfloat16: the 16
+            bits that this rounding leaves (``state[p]["remainder"]``), bitwise the same run in half
+            the memory. "stochastic": nothing, but the parameter is rounded up or down at random, so
+            that it is right on average. Without effect on float32 parameters. A parameter that is
+            changed from outside becomes its new master.
+        state_dtype: of the moments. None: the parameter's, rounded to nearest, as in torch.
+            torch.float32. torch.bfloat16: with the second moment rounded stochastically, since its
+            changes of 1 - beta2, some 0.1 %, are below half a unit in the last place (0.2-0.4 %)
+            and would be rounded away for ever. "int8": codes of 8 bits with a scale per 256
+            elements, the second moment rounded stochastically likewise; tensors of less than 4,096
+            elements or not a multiple of 256 stay float32; ``state_dict`` shows float32.
+        max_grad_norm: gradients are scaled to a global norm of at most this inside the step and
+            stay unwritten; :attr:`grad_norm` is the norm before. A step whose norm is not finite
+            changes nothing. ``float("inf")`` only checks.
+        zero_grads: sets gradients to zeros in the same pass.
+"""
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers: see :class:`onepass.optim.AdamW` for what they have in common."""
+
+    _algorithm: int  # of onepass._ops.optimizer
+    _step_supports_amp_scaling = True
+
+    grad_norm: Tensor | None
+    """0-dim tensor, the gradients' global norm in the last step, unscaled and before clipping;
+    None without max_grad_norm."""
+
+    # ---- what a subclass says --------------------------------------------------------------------
+
+    def _moment_keys(self, group: dict) -> tuple[str, ...]:
+        """The states that a parameter of `group` has, in the order of csrc/ops/optimizer.h."""
+        raise NotImplementedError
+
+    def _hyper(self, group: dict) -> tuple[float, ...]:
+        """(lr, beta1, beta2, eps, weight_decay, momentum, dampening, decoupled, amsgrad, nesterov,
+        maximize)."""
+        raise NotImplementedError
+
+    def _shows_step(self, param: Tensor) -> bool:
+        """Whether state[param] has a "step"."""
+        return True
+
+    def _needs_noise(self) -> bool:
+        """Whether anything is rounded stochastically."""
+        return self.master == "stochastic" or self.state_dtype in (torch.bfloat16, "int8")
+
+    # ---- construction ----------------------------------------------------------------------------
+
+    def _accept(
+        self,
+        master: str | None,
+        state_dtype: torch.dtype | str | None,
+        max_grad_norm: float | None,
+        zero_grads: bool,
+        *,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        """Checks and keeps the options that torch does not have; before torch's constructor."""
+        name = type(self).__name__
+        if master not in MASTERS:
+            raise ValueError(f"{name}: master must be one of {MASTERS}, got {master!r}")
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(
+                f"{name}: state_dtype must be None, torch.float32, torch.bfloat16 or 'int8', "
+                f"got {state_dtype!r}"
+            )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"{name}: max_grad_norm must be positive, got {max_grad_norm}")
+        if differentiable:
+            raise RuntimeError(
+                f"{name}: differentiable must be False, got True: like torch's, this kernel's "
+                "`fused` does not support `differentiable`"
+            )
+        if foreach or fused:
+            say(
+                f"{name}: {'foreach' if foreach else 'fused'}=True chooses between torch's "
+                "implementations and changes nothing here"
+            )
+        self.master = master
+        self.state_dtype = state_dtype
+        self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
+        self.zero_grads = bool(zero_grads)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forgets what is derived from the state."""
+        self._places = Places()
+        self._table: Table | None = None
+        self._hidden_steps: dict[Tensor, Tensor] = {}
+        self._hyper_rows: tuple[tuple[float, ...], ...] = ()
+        self._hyper_table: Tensor | None = None
+        self.grad_norm = None
+        self._norm: Tensor | None = None  # as measured, of scaled gradients
+
+    def _draw_seed(self) -> None:
+        """Keys the noise of stochastic rounding, where there is any, in the group dicts.
+
+        Derived from `torch.initial_seed()`, so that it follows `manual_seed` and takes nothing from
+        the random stream of the user's model.
+        """
+        if not self._needs_noise():
+            return
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        seed = int(torch.randint(-(2**63), 2**63 - 1, (), generator=generator))
+        seed = broadcast_int(seed)
+        self.defaults["seed"] = seed
+        for group in self.param_groups:
+            group.setdefault("seed", seed)
+
+    @torch._disable_dynamo
+    def add_param_group(self, param_group: dict) -> None:
+        """As torch's, with what the options ask of parameters."""
+        params = param_group["params"] if isinstance(param_group, dict) else ()
+        if isinstance(params, Tensor):
+            params = [params]
+        elif not isinstance(params, set):  # which torch refuses
+            params = param_group["params"] = list(params) if params != () else params
+        if isinstance(param_group, dict):
+            group = {**self.defaults, **param_group}
+            for item in params:
+                param = item[1] if isinstance(item, tuple) else item
+                if isinstance(param, Tensor):
+                    self._check_param(param, group)
+        super().add_param_group(param_group)
+
+    def _check_param(self, param: Tensor, group: dict) -> None:
+        name = type(self).__name__
+        if not param.is_floating_point():
+            raise RuntimeError(
+                f"{name}: params must be floating point tensors on the CPU, got {param.dtype}"
+            )
+        if param.device.type not in ("cpu", "meta"):
+            raise RuntimeError(
+                f"{name}: params must be on the CPU, the only device with kernels of this family "
+                f"so far, got {param.device}"
+            )
+        if group.get("capturable"):
+            raise RuntimeError(
+                f"{name}: capturable must be False for parameters on the CPU, got True"
+            )
+        if self.master == "remainder16" and param.dtype not in _REMAINDER_PARAMS:
+            raise ValueError(
+                f"{name}: params must be bfloat16 (or float32) with master='remainder16', got "
+                f"{param.dtype}"
+            )
+
+    # ---- states ----------------------------------------------------------------------------------
+
+    def _moment_dtype(self, param: Tensor) -> torch.dtype | str:
+        """Of a new moment."""
+        if param.dtype is torch.float64 or self.state_dtype is None:
+            return param.dtype
+        if self.state_dtype == "int8":
+            return "int8" if codes.fits(local(param)) else torch.float32
+        return self.state_dtype
+
+    def _expected(self, param: Tensor, group: dict) -> dict[str, torch.dtype]:
+        """Keys and dtypes of a new state."""
+        expected: dict[str, torch.dtype] = {}
+        if self._shows_step(param):
+            expected["step"] = torch.float32
+        dtype = self._moment_dtype(param)
+        for key in self._moment_keys(group):
+            if dtype == "int8":
+                expected[key] = torch.uint8
+                expected[key + SCALE] = torch.float32
+            else:
+                expected[key] = dtype
+        if param.dtype.itemsize == 2 and self.master in MASTER_KEYS:
+            key, dtype = MASTER_KEYS[self.master]
+            expected[key] = dtype
+        return expected
+
+    def _complete_states(self, params: Sequence[Tensor], groups: Sequence[dict]) -> None:
+        """Makes what the states of these parameters lack, in as few buffers as possible."""
+        requests: list[Request] = []
+        hidden: list[Tensor] = []
+        for param, group in zip(params, groups, strict=True):
+            expected = self._expected(param, group)
+            entry = self.state[param] if expected else self.state.get(param, {})
+            missing = [
+                key
+                for key in expected
+                if entry.get(key) is None
+                # A moment in another dtype, loaded or put there, has no scales.
+                and not (key.endswith(SCALE) and entry.get(key[: -len(SCALE)]) is not None)
+            ]
+            requests += [Request(param, key, expected[key]) for key in missing]
+            if not self._shows_step(param) and (
+                param not in self._hidden_steps or "momentum_buffer" in missing
+            ):
+                requests.append(Request(param, "step", torch.float32))
+                hidden.append(param)
+        made = self._places.make(requests)
+        for request, tensor in zip(requests, made, strict=True):
+            if request.key == "step" and not self._shows_step(request.param):
+                self._hidden_steps[request.param] = tensor
+                entry = self.state.get(request.param, {})
+                if entry.get("momentum_buffer") is not None and not any(
+                    r.param is request.param and r.key == "momentum_buffer" for r in requests
+                ):
+                    tensor.fill_(1.0)  # a loaded buffer: its first step has been made
+                continue
+            self.state[request.param][request.key] = tensor
+            if request.key == "master":
+                tensor.copy_(request.param)
+
+    # ---- the step --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step with the gradients of all parameters that have one.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as in torch.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: sparse gradients, tensors that do not fit together; nothing has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    @torch._disable_dynamo
+    def _step(self) -> None:
+        all_params = [p for group in self.param_groups for p in group["params"]]
+        all_gradients = [p.grad for p in all_params]
+        numbers = tuple([i for i, g in enumerate(all_gradients) if g is not None])
+        if len(numbers) == len(all_params):
+            params, gradients = all_params, all_gradients
+        else:
+            params = [all_params[i] for i in numbers]
+            gradients = [all_gradients[i] for i in numbers]
+        if not gradients:
+            self.grad_norm = None if self.max_grad_norm is None else torch.zeros(())
+            return
+        local_params, local_gradients, are_sharded = params, gradients, False
+        if DTensor is not None and any(isinstance(p, DTensor) for p in params):
+            are_sharded = True
+            local_params = [local(p) for p in params]
+            local_gradients = [local(g) for g in gradients]
+        if not self._measure_norm(gradients if are_sharded else local_gradients, are_sharded):
+            return
+        table = self._table
+        if table is None or not self._is_current(table, all_params, numbers):
+            table = self._table = self._make_table(all_params, numbers, gradients)
+        if table.masters:
+            self._reseed_masters(table)
+        if are_sharded and not (
+            len(local_params) == len(table.local_params)
+            and all(map(operator.is_, local_params, table.local_params))
+        ):
+            table.step_tables.clear()
+            table.local_params = local_params
+        try:
+            self._call(table.step_table(numbers, local_params), local_gradients)
+        except RuntimeError as error:
+            table.step_tables.clear()
+            self._call_with_copies(table, numbers, local_params, local_gradients, error)
+        # Who saved a parameter for a backward must be told that it changed.
+        torch.autograd.graph.increment_version(params)
+        if table.masters:
+            table.versions = [p._version for p, _ in table.masters]
+
+    def _measure_norm(self, gradients: list[Tensor], are_sharded: bool) -> bool:
+        """Sets grad_norm where that is asked for. False: the step must not be made."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0.0:
+            return False
+        self._norm = None
+        if self.max_grad_norm is None:
+            return True
+        if are_sharded:
+            self._norm = total_norm(gradients)
+        else:
+            try:
+                self._norm = _ops.gradient_norm(gradients)
+            except RuntimeError:  # gaps between the elements, or no dense tensors at all
+                refuse_sparse(type(self).__name__, gradients)
+                self._norm = _ops.gradient_norm([g.contiguous() for g in gradients])
+        grad_scale = getattr(self, "grad_scale", None)
+        self.grad_norm = self._norm if grad_scale is None else self._norm / grad_scale
+        return bool(self.grad_norm.isfinite())
+
+    def _call(self, table: _ops.StepTable, gradients: list[Tensor]) -> None:
+        _ops.optimizer_step(
+            self._algorithm,
+            table,
+            gradients,
+            self._hyper_rows_as_table(),
+            seed=self.param_groups[0].get("seed", 0),
+            stochastic_params=self.master == "stochastic",
+            stochastic_moments=self.state_dtype is torch.bfloat16,
+            zero_gradients=self.zero_grads,
+            max_norm=self.max_grad_norm,
+            norm=self._norm,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+        )
+
+    def _call_with_copies(
+        self,
+        table: Table,
+        numbers: tuple[int, ...],
+        params: list[Tensor],
+        gradients: list[Tensor],
+        error: RuntimeError,
+    ) -> None:
+        """For tensors that the operator refused: parameters changed their dtype, or either lies in
+        another order or with gaps, and it works on copies."""
+        refuse_sparse(type(self).__name__, gradients)
+        refuse_shared_memory(type(self).__name__, params)
+        dense_params = [
+            p if is_dense(p) else torch.empty_like(p, memory_format=torch.contiguous_format)
+            for p in params
+        ]
+        dense_gradients = []
+        for param, gradient in zip(dense_params, gradients, strict=True):
+            same = gradient.shape == param.shape and gradient.stride() == param.stride()
+            fits = same or (gradient.shape == param.shape and gradient.device == param.device)
+            if not same and fits:
+                gradient = torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
+            dense_gradients.append(gradient)
+        copied = [(p, d) for p, d in zip(params, dense_params, strict=True) if d is not p]
+        layout = table.layout[list(numbers)]
+        try:
+            step_table = _ops.StepTable(dense_params, table.buffers, layout)
+        except RuntimeError:
+            raise error from None
+        for param, copy in copied:
+            copy.copy_(param)
+        self._call(step_table, dense_gradients)
+        for param, copy in copied:
+            param.copy_(copy)
+        if self.zero_grads:
+            for gradient, copy in zip(gradients, dense_gradients, strict=True):
+                if copy is not gradient:
+                    gradient.copy_(copy)  # zeros, or what they were if the step was not made
+
+    def _hyper_rows_as_table(self) -> Tensor:
+        rows = tuple([self._hyper(group) for group in self.param_groups])
+        if rows != self._hyper_rows or self._hyper_table is None:
+            self._hyper_rows = rows
+            self._hyper_table = torch.tensor(rows, dtype=torch.float64)
+        return self._hyper_table
+
+    # ---- the table -------------------------------------------------------------------------------
+
+    def _is_current(self, table: Table, params: list[Tensor], numbers: tuple[int, ...]) -> bool:
+        """Whether these are the parameters, settings and states that the table was made for."""
+        return (
+            len(params) == len(table.params)
+            and all(map(operator.is_, params, table.params))
+            and len(self.state) == len(table.entries)
+            and all(map(operator.is_, self.state.values(), table.entries))
+            and self._has_values(table)
+            and (table.all_have_state or all(map(table.has_state.__getitem__, numbers)))
+            and table.kinds == [self._moment_keys(group) for group in self.param_groups]
+        )
+
+    @staticmethod
+    def _has_values(table: Table) -> bool:
+        values = list(itertools.chain.from_iterable(map(dict.values, table.entries)))
+        return len(values) == len(table.values) and all(map(operator.is_, values, table.values))
+
+    def _make_table(
+        self, params: list[Tensor], numbers: tuple[int, ...], gradients: list[Tensor]
+    ) -> Table:
+        name = type(self).__name__
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        refuse_sparse(name, gradients)  # before any state is made
+        refuse_shared_memory(name, [params[i] for i in numbers])
+        self._complete_states([params[i] for i in numbers], [groups[i] for i in numbers])
+        writer = TableWriter(self._places)
+        group_numbers = [n for n, g in enumerate(self.param_groups) for _ in g["params"]]
+        with_grad = set(numbers)
+        has_state: list[bool] = []
+        masters: list[tuple[Tensor, dict]] = []
+        for number, (param, group) in enumerate(zip(params, groups, strict=True)):
+            entry = self.state.get(param) or {}
+            step = entry.get("step") if self._shows_step(param) else self._hidden_steps.get(param)
+            keys = self._moment_keys(group)
+            has_state.append(step is not None and all(entry.get(k) is not None for k in keys))
+            master = entry.get("master", entry.get("remainder"))
+            if param.dtype.itemsize != 2:
+                master = None
+            if number in with_grad or has_state[-1]:
+                self._check_entry(number, param, entry, keys)
+            writer.add(
+                number,
+                group_numbers[number],
+                step,
+                [entry.get(k) for k in keys],
+                [entry.get(k + SCALE) for k in keys],
+                master,
+            )
+            if master is not None:
+                masters.append((param, entry))
+        entries = list(self.state.values())
+        values = list(itertools.chain.from_iterable(map(dict.values, entries)))
+        self._places.keep_only(
+            [
+                v
+                for v in itertools.chain(values, self._hidden_steps.values())
+                if isinstance(v, Tensor)
+            ]
+        )
+        return Table(
+            params=params,
+            entries=entries,
+            values=values,
+            has_state=has_state,
+            all_have_state=all(has_state),
+            kinds=[self._moment_keys(group) for group in self.param_groups],
+            layout=writer.layout(),
+            buffers=writer.buffers,
+            masters=masters,
+        )
+
+    def _check_entry(self, number: int, param: Tensor, entry: dict, keys: Sequence[str]) -> None:
+        """Every state must lie like its parameter; one that someone replaced may not."""
+        name, here = type(self).__name__, local(param)
+        for key in (*keys, "master", "remainder"):
+            value = entry.get(key)
+            if value is None:
+                continue
+            tensor = local(value)
+            if tensor.shape != here.shape or tensor.device != here.device:
+                raise RuntimeError(
+                    f"{type(self).__name__}: {key} of parameter {number} must have shape "
+                    f"{tuple(here.shape)} on {here.device}, got {tuple(tensor.shape)} on "
+                    f"{tensor.device}"
+                )
+            check_dtype(name, number, param, key, tensor.dtype, key + SCALE in entry)
+            if tensor.stride() != strides_of(here) and tensor.numel() > 1:
+                (made,) = self._places.make([Request(param, key, tensor.dtype)])
+                local(made).copy_(tensor)
+                entry[key] = made
+
+    # ---- masters ---------------------------------------------------------------------------------
+
+    def _reseed_masters(self, table: Table) -> None:
+        """A parameter that someone else changed becomes its own master."""
+        versions = [p._version for p, _ in table.masters]
+        pointers = [local(p).data_ptr() for p, _ in table.masters]
+        if not table.versions:  # just made: the parameters may have been loaded before or after
+            for param, entry in table.masters:
+                if "master" in entry and not is_rounded(local(param), local(entry["master"])):
+                    reseed(param, entry)
+        elif versions != table.versions or pointers != table.pointers:
+            before = zip(table.versions, table.pointers, strict=True)
+            now = zip(versions, pointers, strict=True)
+            for (param, entry), was, is_now in zip(table.masters, before, now, strict=True):
+                if was != is_now:
+                    reseed(param, entry)
+        table.pointers = pointers
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict:
+        """As torch's, with its keys; moments in 8 bits are shown in float32."""
+        result = super().state_dict()
+        result["state"] = {
+            key: self._shown(entry) if isinstance(entry, dict) else entry
+            for key, entry in result["state"].items()
+        }
+        return result
+
+    def _shown(self, entry: dict) -> dict:
+        scales = [key for key in entry if isinstance(key, str) and key.endswith(SCALE)]
+        if not scales:
+            return entry
+        shown = dict(entry)
+        for key in scales:
+            moment = key[: -len(SCALE)]
+            decoded = codes.decode(local(entry[moment]), entry[key], is_signed(moment))
+            shown[moment] = like(entry[moment], decoded)
+            del shown[key]
+        return shown
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As torch's, from torch's optimizer or this one, with other rules for dtypes.
+
+        States keep float32 where they have it, also those of 16-bit parameters, unless state_dtype
+        names another; masters stay exact, are converted to the form this optimizer keeps, or made
+        from the parameters where there are none. Group settings that the checkpoint lacks are
+        taken from the constructor.
+
+        Raises:
+            ValueError: other parameter groups, or a state of another shape; nothing has changed.
+        """
+        # Behind an opaque wrapper torch's own cast to the parameter's dtype passes tensors by.
+        handle = self.register_load_state_dict_pre_hook(wrap_tensors)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict:
+        options = {key: self.__dict__[key] for key in _OPTIONS}
+        return {**super().__getstate__(), **options}
+
+    @torch.no_grad()
+    def __setstate__(self, state: dict) -> None:
+        if "state" not in state or "param_groups" not in state:
+            super().__setstate__(state)
+            return
+        fresh = "_places" not in self.__dict__  # unpickled or copied, not loaded
+        if fresh:
+            for key in _OPTIONS:
+                self.__dict__[key] = state[key]
+            self.__dict__["defaults"] = state["defaults"]
+        groups = state["param_groups"]
+        for group in groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        places = Places()
+        converted = Adoption(self, places, groups).adopt(state["state"])
+        self._reset()
+        self._places = places
+        super().__setstate__({**state, "state": converted})
+
+    def _take_over(self, other: torch.optim.Optimizer) -> None:
+        """Becomes `other`, on the same group dicts, with its states."""
+        self.param_groups = other.param_groups
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        places = Places()
+        state = Adoption(self, places, self.param_groups).adopt(other.state)
+        self._reset()
+        self._places = places
+        self.state = state
+
+
+_OPTIONS = ("master", "state_dtype", "max_grad_norm", "zero_grads")
