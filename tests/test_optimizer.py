@@ -350,6 +350,20 @@ def test_messages_of_a_step():
     wide = make_table(*adam_table(torch.ones(5).double()))
     with pytest.raises(RuntimeError, match="float64 like their parameter, got float32"):
         adam_step(wide, [torch.ones(5)])
+    shared = torch.ones(9)
+    columns = {STEP: 0, STEP + 1: 0}
+    two = [torch.ones(5), torch.ones(5)]
+    params, states, layout = adam_table(two[0], row=columns)
+    pair = make_table(two, states, layout.repeat(2, 1))
+    with pytest.raises(
+        RuntimeError, match="gradients set to zeros must not share memory with one another, got"
+    ):
+        adam_step(pair, [shared[:5], shared[4:]], zero_gradients=True)
+    two[1].data = two[0].data
+    with pytest.raises(
+        RuntimeError, match="params must not share memory with one another, got 0 and 1 that do"
+    ):
+        adam_step(pair, [shared[:5], shared[4:]])
     param.data = torch.ones(7)
     with pytest.raises(RuntimeError, match="params must be as they were in the table, 20 elements"):
         adam_step(table, [torch.ones(7)])

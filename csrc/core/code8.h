@@ -2,47 +2,87 @@
 // magnitude). The code's exponent is dynamic: the leading zeros of its b bits (b = 8 for the second
 // moment, 7 beside a sign for the first) count octaves of 8, what follows the leading one is a
 // linear fraction, so that large values keep 7 bits and small ones reach down to 8^-b (the idea is
-// Dettmers': 8-bit approximations for parallelism in deep learning, ICLR 2016). Unlike his table,
-// which a gather would have to look up for every element, both directions are a few integer and
-// float32 operations:
+// Dettmers': 8-bit optimizers via block-wise quantization, ICLR 2022). His codes are looked up in a
+// table of 256; here, within an octave,
 //
-//   value(0) = 0;  value(c) = 8^-k (1/8 + 7/8 (j + 1) / 2^(b-1-k)),  c = 2^(b-1-k) + j
+//   value(c) = 8^-k (1/8 + 7/8 (j + 1) / 2^(b-1-k)),  c = 2^(b-1-k) + j,  k leading zeros
 //
-// with k < b - 1 leading zeros; the last octave, c = 1, reaches linearly down to zero:
-// value(1) = 8^-(b-1). The largest code is exactly 1, so a block's largest magnitude survives
-// encoding and decoding bit for bit.
+// is linear in c, so either direction is one multiply-add with one of at most eight slopes, which
+// fit into a register. The last octave, c = 1, reaches linearly down to value(0) = 0. The largest
+// code is exactly 1: a block's largest magnitude survives encoding and decoding bit for bit.
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 #include "core/dtype.h"
 
 namespace onepass {
 
-// The code of 0 <= x <= 1 in `kBits` bits. rounding: 0.5 for the nearest, or uniform in [0, 1) for
-// stochastic rounding, which is right on average.
+struct CodeLine {
+  float slope;
+  float intercept;
+};
+
+ONEPASS_HOST_DEVICE constexpr float power_of_two(int exponent) {
+  return std::bit_cast<float>(static_cast<uint32_t>(127 + exponent) << 23);
+}
+
+// value = slope * code + intercept, exactly.
 template <int kBits>
-ONEPASS_HOST_DEVICE constexpr uint32_t encode8(float x, float rounding) {
+ONEPASS_HOST_DEVICE constexpr CodeLine value_line(int octave) {
   constexpr int kLast = kBits - 1;
+  const float unit = power_of_two(-3 * octave);
+  if (octave == kLast) return {unit, 0.0f};
+  const float levels = power_of_two(kLast - octave);
+  const float slope = 0.875f * unit / levels;
+  return {slope, 0.125f * unit + slope * (1.0f - levels)};
+}
+
+// code = slope * value + intercept, before rounding.
+template <int kBits>
+ONEPASS_HOST_DEVICE constexpr CodeLine code_line(int octave) {
+  constexpr int kLast = kBits - 1;
+  const float unit = power_of_two(3 * octave);
+  if (octave == kLast) return {unit, 0.0f};
+  const float levels = power_of_two(kLast - octave);
+  return {levels * unit * (8.0f / 7.0f), levels * (6.0f / 7.0f) - 1.0f};
+}
+
+// Added before truncation: what lies a rounding error below a code counts as the code.
+inline constexpr float kCodeSlack = 0x1p-14f;
+
+// Stochastic rounding, right on average: 16 random bits times this. With the slack its mean is one
+// half and it stays below one, so that a zero stays one.
+inline constexpr float kCodeNoise = (0.5f - kCodeSlack) / 32767.5f;
+
+// The code of 0 <= x <= 1. rounding: 0.5 for the nearest, or 16 random bits times kCodeNoise.
+template <int kBits>
+ONEPASS_HOST_DEVICE inline uint32_t encode8(float x, float rounding) {
+  constexpr int kLast = kBits - 1;
+  constexpr int kTop = (1 << kBits) - 1;
   const int halvings = 126 - static_cast<int>(std::bit_cast<uint32_t>(x) >> 23);  // -1 for 1
-  const int octave = halvings / 3 < kLast ? halvings / 3 : kLast;
-  const float scaled = x * std::bit_cast<float>(static_cast<uint32_t>(127 + 3 * octave) << 23);
-  const int levels = (1 << kLast) >> octave;
-  const float place =
-      octave == kLast ? scaled : (scaled - 0.125f) * (static_cast<float>(levels) * (8.0f / 7.0f));
-  return static_cast<uint32_t>(levels - 1 + static_cast<int>(place + rounding));
+  const int third = (halvings > 0 ? halvings : 0) / 3;
+  const CodeLine line = code_line<kBits>(third < kLast ? third : kLast);
+  const int code =
+      static_cast<int>(std::fma(x, line.slope, line.intercept) + rounding + kCodeSlack);
+  return static_cast<uint32_t>(code > kTop ? kTop : code);
 }
 
 template <int kBits>
 ONEPASS_HOST_DEVICE constexpr float decode8(uint32_t code) {
-  if (code <= 1) return code == 0 ? 0.0f : std::bit_cast<float>((127u - 3u * (kBits - 1)) << 23);
-  const uint32_t bits = std::bit_cast<uint32_t>(static_cast<float>(code));
-  const uint32_t leading = (bits >> 23) - 127u;  // b - 1 - k
-  const uint32_t octave = kBits - 1 - leading;
-  const float step = std::bit_cast<float>((127u - leading) << 23);
-  const float fraction = std::bit_cast<float>((bits & 0x7fffffu) | 0x3f800000u) - 1.0f + step;
-  return std::bit_cast<float>((127u - 3u * octave) << 23) * (0.125f + 0.875f * fraction);
+  if (code == 0) return 0.0f;
+  const float number = static_cast<float>(code);
+  const int leading = static_cast<int>(std::bit_cast<uint32_t>(number) >> 23) - 127;
+  const CodeLine line = value_line<kBits>(kBits - 1 - leading);
+  return number * line.slope + line.intercept;  // exact, fused or not
+}
+
+// 1 / scale, by which a block's values are multiplied before they are encoded; 0 where the scale is
+// so small that it counts as 0 itself.
+ONEPASS_HOST_DEVICE constexpr float inverse_scale(float scale) {
+  return scale < 0x1p-126f ? 0.0f : 1.0f / scale;
 }
 
 }  // namespace onepass

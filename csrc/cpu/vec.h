@@ -95,6 +95,30 @@ ONEPASS_INLINE Vec<A> square_root(Vec<A> v) {
 #endif
 }
 
+// Eight numbers in a register, looked up by the low three bits of each lane's index.
+class EightNumbers {
+ public:
+  ONEPASS_INLINE explicit EightNumbers(const float (&numbers)[8]) {
+    for (int i = 0; i < kSlots; ++i) numbers_[i] = numbers[i % 8];
+  }
+
+  ONEPASS_INLINE Vec<float> operator[](WordBits index) const {
+#if defined(__AVX512F__)
+    return (Vec<float>)_mm512_permutexvar_ps((__m512i)index, (__m512)numbers_);
+#elif defined(__AVX2__)
+    return (Vec<float>)_mm256_permutevar8x32_ps((__m256)numbers_, (__m256i)index);
+#else
+    Vec<float> found;
+    for (int i = 0; i < kLanes<float>; ++i) found[i] = numbers_[index[i] % 8];
+    return found;
+#endif
+  }
+
+ private:
+  static constexpr int kSlots = kLanes<float> > 8 ? kLanes<float> : 8;
+  float numbers_ __attribute__((vector_size(kSlots * sizeof(float))));
+};
+
 // Sum of the lanes by halving: lane i + lane i + half, and so on. A fixed tree.
 template <class A>
 ONEPASS_INLINE A sum_of_lanes(Vec<A> v) {
@@ -152,6 +176,17 @@ ONEPASS_INLINE HalfBits narrow_bits(WordBits word) {
   return (HalfBits)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 #else
   return __builtin_convertvector(word, HalfBits);
+#endif
+}
+
+// The low halves of one and the high halves of the other.
+ONEPASS_INLINE WordBits blend_halves(WordBits low, WordBits high) {
+#if defined(__AVX512F__)
+  return (WordBits)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)low, (__m512i)high);
+#elif defined(__AVX2__)
+  return (WordBits)_mm256_blend_epi16((__m256i)low, (__m256i)high, 0xaa);
+#else
+  return (low & 0xffffu) | (high & 0xffff0000u);
 #endif
 }
 

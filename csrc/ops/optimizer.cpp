@@ -150,7 +150,7 @@ void optimizer_step(int64_t algorithm, int64_t table, const std::vector<Tensor>&
   require(algorithm >= 0 && algorithm <= static_cast<int64_t>(Algorithm::kLion), op,
           ": algorithm must be 0 (Adam), 1 (SGD) or 2 (Lion), got ", algorithm);
   CheckedStep checked(op, static_cast<Algorithm>(algorithm), table, gradients, hyper,
-                      {stochastic_params, stochastic_moments});
+                      {stochastic_params, stochastic_moments}, zero_gradients);
   double factor = grad_scale ? 1.0 / read_scalar(op, "grad_scale", *grad_scale) : 1.0;
   if (found_inf && read_scalar(op, "found_inf", *found_inf) != 0.0) return;
   if (norm) {
@@ -158,8 +158,7 @@ void optimizer_step(int64_t algorithm, int64_t table, const std::vector<Tensor>&
     if (!std::isfinite(unscaled)) return;
     if (max_norm) factor *= clip_factor(*max_norm, unscaled);
   }
-  run_operator(backend().optimizer.step, checked.args(factor, zero_gradients, seed),
-               checked.device(),
+  run_operator(backend().optimizer.step, checked.args(factor, seed), checked.device(),
                [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; });
   checked.count_the_step();
 }

@@ -1,6 +1,7 @@
 // What a step works on: the table of an optimizer's parameters, and one step's gradients.
 #include "ops/optimizer_table.h"
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
@@ -128,6 +129,33 @@ void require_same_order(const char* op, const TensorInfo& param, const TensorInf
           Shape{gradient.strides, gradient.dims});
 }
 
+// Pieces of all tensors are written at the same time, so none may lie in another.
+template <class DataOf>
+void require_apart(const char* op, const char* name, const std::vector<StepTensor>& tensors,
+                   DataOf&& data_of) {
+  struct Span {
+    uintptr_t begin;
+    uintptr_t end;
+    size_t number;
+  };
+  std::vector<Span> spans;
+  spans.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto [data, dtype] = data_of(tensors[i]);
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    const auto bytes = static_cast<uintptr_t>(tensors[i].numel * size_of(dtype));
+    if (bytes > 0) spans.push_back({begin, begin + bytes, i});
+  }
+  std::sort(spans.begin(), spans.end(),
+            [](const Span& one, const Span& other) { return one.begin < other.begin; });
+  for (size_t i = 1; i < spans.size(); ++i) {
+    require(spans[i - 1].end <= spans[i].begin, op, ": ", name,
+            " must not share memory with one another, got ",
+            std::min(spans[i - 1].number, spans[i].number), " and ",
+            std::max(spans[i - 1].number, spans[i].number), " that do");
+  }
+}
+
 int moments_of(Algorithm algorithm, const Hyper& hyper) {
   switch (algorithm) {
     case Algorithm::kAdam:
@@ -212,8 +240,12 @@ void optimizer_table_release(int64_t table) {
 
 CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
                          const std::vector<Tensor>& gradients, const Tensor& hyper,
-                         StochasticRounding rounding)
-    : op_(op), algorithm_(algorithm), rounding_(rounding), table_(find_table(op, table)) {
+                         StochasticRounding rounding, bool zero_gradients)
+    : op_(op),
+      algorithm_(algorithm),
+      rounding_(rounding),
+      zero_gradients_(zero_gradients),
+      table_(find_table(op, table)) {
   const TensorInfo info = info_of(hyper);
   require(dtype_of(info.scalar_type) == DType::kFloat64 && info.dims == 2 &&
               info.sizes[0] >= table_->groups && info.sizes[1] == kHyperColumns &&
@@ -224,10 +256,27 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
   require(gradients.size() == table_->params.size(), op,
           ": gradients must be as many as the table's parameters, ", table_->params.size(),
           ", got ", gradients.size());
-  for (size_t i = 0; i < gradients.size(); ++i) complete(table_->tensors[i], i, gradients[i]);
+  bool moved = false;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!complete(table_->tensors[i], i, gradients[i])) moved = true;
+  }
+  struct Data {
+    void* data;
+    DType dtype;
+  };
+  if (moved || !table_->are_apart) {
+    table_->are_apart = false;
+    require_apart(op, "params", table_->tensors,
+                  [](const StepTensor& t) { return Data{t.param, t.param_dtype}; });
+    table_->are_apart = true;
+  }
+  if (zero_gradients) {
+    require_apart(op, "gradients set to zeros", table_->tensors,
+                  [](const StepTensor& t) { return Data{t.gradient, t.gradient_dtype}; });
+  }
 }
 
-void CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& gradient) {
+bool CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& gradient) {
   const Tensor& param = table_->params[number];
   const FlatInfo& before = table_->infos[number];
   const FlatInfo now = flat_info_of(param);
@@ -250,7 +299,9 @@ void CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& grad
   } else {
     tensor.gradient_dtype = tensor.param_dtype;
   }
-  tensor.param = param.mutable_data_ptr();
+  void* const data = param.mutable_data_ptr();
+  const bool stayed = data == tensor.param;
+  tensor.param = data;
   tensor.gradient = gradient.mutable_data_ptr();
   tensor.scalars = scalars_of(tensor.group, *tensor.step);
   const int wanted = moments_of(algorithm_, hyper_of(hyper_ + tensor.group * kHyperColumns));
@@ -265,6 +316,7 @@ void CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& grad
     tensor.moment_type =
         rounding_.moments ? MomentType::kBFloat16Stochastic : MomentType::kBFloat16;
   }
+  return stayed;
 }
 
 // Parameters of a group at the same step share their scalars; those of a group mostly do.
@@ -278,12 +330,12 @@ int32_t CheckedStep::scalars_of(int32_t group, float steps) {
   return static_cast<int32_t>(scalars_.size()) - 1;
 }
 
-OptimizerStep CheckedStep::args(double gradient_factor, bool zero_gradients, int64_t seed) const {
+OptimizerStep CheckedStep::args(double gradient_factor, int64_t seed) const {
   OptimizerStep args{};
   args.list = {table_->tensors.data(), table_->first_piece.data(),
                static_cast<int64_t>(table_->tensors.size())};
   args.algorithm = algorithm_;
-  args.zero_gradients = zero_gradients;
+  args.zero_gradients = zero_gradients_;
   args.seed = seed;
   args.scalars = scalars_.data();
   args.gradient_factor = gradient_factor;

@@ -58,6 +58,7 @@ struct StepTable {
   std::vector<int64_t> first_piece;  // (parameters + 1,)
   int64_t groups = 0;                // rows of hyper that are named
   int64_t numel = 0;
+  bool are_apart = false;  // where the parameters lie, as of the last step
   Device device{};
 };
 
@@ -77,9 +78,9 @@ class CheckedStep {
  public:
   CheckedStep(const char* op, Algorithm algorithm, int64_t table,
               const std::vector<Tensor>& gradients, const Tensor& hyper,
-              StochasticRounding rounding);
+              StochasticRounding rounding, bool zero_gradients);
 
-  OptimizerStep args(double gradient_factor, bool zero_gradients, int64_t seed) const;
+  OptimizerStep args(double gradient_factor, int64_t seed) const;
   const Device& device() const { return table_->device; }
   void count_the_step() const;
   std::string text() const;
@@ -90,12 +91,14 @@ class CheckedStep {
     float steps;
   };
 
-  void complete(StepTensor& tensor, size_t number, const Tensor& gradient);
+  // Returns whether the parameter lies where it did.
+  bool complete(StepTensor& tensor, size_t number, const Tensor& gradient);
   int32_t scalars_of(int32_t group, float steps);
 
   const char* op_;
   Algorithm algorithm_;
   StochasticRounding rounding_;
+  bool zero_gradients_;
   std::shared_ptr<StepTable> table_;
   const double* hyper_;
   std::vector<Key> keys_;

@@ -5,6 +5,7 @@
 // AdamW in float32 moves 28 bytes per parameter, with bfloat16 parameters, gradients and states and
 // a 16-bit remainder 18. Done when it runs at the speed of memory (`onepass bench optimizer`).
 #include "core/visit.h"
+#include "cpu/optimizer/fused.h"
 #include "cpu/optimizer/pieces.h"
 #include "cpu/optimizer/tiles.h"
 #include "cpu/optimizer/update.h"
@@ -137,6 +138,42 @@ void step_wide_piece(const OptimizerStep& args, const StepTensor& t, int64_t fir
   update_block(args.algorithm, on, count, args.scalars[t.scalars], args.gradient_factor);
 }
 
+Noise noise_of(const OptimizerStep& args, const StepTensor& t, int64_t first) {
+  return make_noise(args.seed, args.scalars[t.scalars].step, static_cast<uint32_t>(t.index),
+                    first / kNoiseStretch);
+}
+
+// Whether it was one of the kinds that need no tiles.
+bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t first,
+                      int64_t count) {
+  const StepScalars& scalars = args.scalars[t.scalars];
+  if (args.algorithm != Algorithm::kAdam || scalars.amsgrad || scalars.gradient_decay != 0.0) {
+    return false;
+  }
+  return visit_fused(t, [&]<Master kMaster, bool kWideGradient, MomentType kMoments>() {
+    const int64_t moment_size = kMoments == MomentType::kFloat32 ? 4 : 2;
+    const int64_t master_size = kMaster == Master::kFloat32 ? 4 : 2;
+    FusedOperands<kMaster, kWideGradient, kMoments> on{
+        .param = static_cast<BFloat16*>(t.param) + first,
+        .master = static_cast<char*>(t.master) + first * master_size,
+        .gradient = static_cast<const char*>(t.gradient) + first * (kWideGradient ? 4 : 2),
+        .moments = {static_cast<char*>(t.moments[0]) + first * moment_size,
+                    static_cast<char*>(t.moments[1]) + first * moment_size},
+        .noise_start = {},
+        .noise_stride = 0};
+    const Noise noise = on.kNoisy ? noise_of(args, t, first) : Noise{};
+    on.noise_start = noise_lanes(noise, 0);
+    on.noise_stride = noise.stride;
+    const float factor = static_cast<float>(args.gradient_factor * scalars.gradient_sign);
+    int64_t done = 0;
+    if constexpr (!kWideGradient && kMaster != Master::kFloat32 &&
+                  kMoments != MomentType::kFloat32) {
+      done = adam_pairs(on, count, noise, scalars, factor);
+    }
+    adam_block<float, false, false>(on, done, count, scalars, factor);
+  });
+}
+
 void step_piece(const OptimizerStep& args, const StepTensor& t, int64_t first, int64_t count,
                 Tiles& tiles) {
   const StepScalars& scalars = args.scalars[t.scalars];
@@ -144,9 +181,7 @@ void step_piece(const OptimizerStep& args, const StepTensor& t, int64_t first, i
       t.master_kind == Master::kStochastic ||
       (t.moments[kSecondMoment] &&
        (t.moment_type == MomentType::kBFloat16Stochastic || t.moment_type == MomentType::kInt8));
-  const Noise noise = noisy ? make_noise(args.seed, scalars.step, static_cast<uint32_t>(t.index),
-                                         first / kNoiseStretch)
-                            : Noise{};
+  const Noise noise = noisy ? noise_of(args, t, first) : Noise{};
   for (int64_t done = 0; done < count; done += kTile) {
     const int64_t at = first + done;
     const int64_t n = std::min(kTile, count - done);
@@ -172,7 +207,7 @@ void optimizer_step_kernel(const OptimizerStep& args, int64_t begin, int64_t end
                      [&](const StepTensor& t, int64_t first, int64_t count, int64_t) {
                        if (is_wide(t)) {
                          step_wide_piece(args, t, first, count);
-                       } else {
+                       } else if (!step_fused_piece(args, t, first, count)) {
                          step_piece(args, t, first, count, tiles);
                        }
                        if (args.zero_gradients) {

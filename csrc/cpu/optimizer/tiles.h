@@ -24,21 +24,28 @@ struct alignas(64) Tile {
   A values[kTile];
 };
 
-typedef WordBits WordBitsUnaligned __attribute__((aligned(4), may_alias));
+typedef uint32_t WordBitsUnaligned
+    __attribute__((vector_size(kVectorBytes), aligned(2), may_alias));
 typedef int32_t SignedWords __attribute__((vector_size(kVectorBytes)));
 
 // The 16 of 32 bits of noise that round one operand.
 enum class NoiseHalf { kLow, kHigh };
+
+// The inputs of mix_bits for a vector of elements, every one or every second.
+ONEPASS_INLINE WordBits noise_lanes(const Noise& noise, uint32_t element, uint32_t step = 1) {
+  WordBits word;
+  for (int lane = 0; lane < kLanes<float>; ++lane) {
+    word[lane] = noise.start + (element + step * static_cast<uint32_t>(lane)) * noise.stride;
+  }
+  return word;
+}
 
 struct alignas(64) NoiseTile {
   uint32_t words[kTile];
 
   // Of the elements [element, element + count) of a stretch.
   void fill(const Noise& noise, uint32_t element, int64_t count) {
-    WordBits word;
-    for (int lane = 0; lane < kLanes<float>; ++lane) {
-      word[lane] = noise.start + (element + static_cast<uint32_t>(lane)) * noise.stride;
-    }
+    WordBits word = noise_lanes(noise, element);
     const uint32_t step = noise.stride * kLanes<float>;
     for (int64_t i = 0; i < count; i += kLanes<float>, word += step) {
       *reinterpret_cast<WordBits*>(words + i) = mix_bits(word);
@@ -66,10 +73,14 @@ struct Stochastic {
 
 // ---- rounding to 16 bits after adding `bits` / 65536 of a unit in the last place ----------------
 
-// Infinities stay what they are; a NaN would wrap, so it is made the quiet one.
+// Infinities stay what they are; to a NaN, which could wrap, nothing is added: arithmetic has left
+// a bit in the half of it that is kept.
+ONEPASS_INLINE WordBits round_bits(Vec<float> v, WordBits bits) {
+  return (WordBits)v + (bits & (WordBits)(v == v));
+}
+
 ONEPASS_INLINE HalfBits round_by(Vec<float> v, WordBits bits, BFloat16) {
-  const WordBits word = (WordBits)v;
-  return narrow_bits(v != v ? (word >> 16) | 0x40u : (word + bits) >> 16);
+  return narrow_bits(round_bits(v, bits) >> 16);
 }
 
 // float16 leaves 13 bits out; below 2^-14 its unit is 2^-24 throughout.
@@ -86,20 +97,6 @@ ONEPASS_INLINE HalfBits round_by(Vec<float> v, WordBits bits, Float16) {
   WordBits rounded = magnitude < 0x38800000u ? subnormal : normal;
   rounded = magnitude >= 0x7f800000u ? magnitude : rounded;
   return narrow_float16((Vec<float>)(rounded | sign));  // exact
-}
-
-// ---- blocks of one dtype ------------------------------------------------------------------------
-
-template <class A, class T>
-void widen_block(const T* from, A* to, int64_t count) {
-  for_each_vector<A>(
-      0, count, [&](int64_t i, auto lanes) { store<A>(to + i, load<A>(from + i, lanes), lanes); });
-}
-
-template <class A, class T>
-void narrow_block(const A* from, T* to, int64_t count) {
-  for_each_vector<A>(
-      0, count, [&](int64_t i, auto lanes) { store<A>(to + i, load<A>(from + i, lanes), lanes); });
 }
 
 template <class Count>
@@ -122,13 +119,41 @@ ONEPASS_INLINE HalfBits load_half_bits(const uint16_t* from, Count lanes) {
   return bits;
 }
 
-// To nearest, ties to even. Not narrow_bfloat16: a level's instruction may flush subnormals to
-// zero, and a parameter would stop there.
+template <class T, class Count>
+ONEPASS_INLINE void store_rounded(T* to, Vec<float> v, WordBits bits, Count lanes) {
+  store_half_bits(&to->bits, round_by(v, bits, T{}), lanes);
+}
+
+// As store<float>, which on some levels flushes subnormals to zero: a parameter would stop there.
+ONEPASS_INLINE WordBits ties_to_even(Vec<float> v) { return 0x7fffu + (((WordBits)v >> 16) & 1u); }
+
+// The parameter is rounded to nearest, ties away; the remainder is what that leaves, negative where
+// it went up.
+template <class Count>
+ONEPASS_INLINE void store_split(Vec<float> v, BFloat16* param, uint16_t* remainder, Count lanes) {
+  store_rounded(param, v, TiesAway{}(0), lanes);
+  store_half_bits(remainder, narrow_bits((WordBits)v & 0xffffu), lanes);
+}
+
+// ---- blocks of one dtype ------------------------------------------------------------------------
+
+template <class A, class T>
+void widen_block(const T* from, A* to, int64_t count) {
+  for_each_vector<A>(
+      0, count, [&](int64_t i, auto lanes) { store<A>(to + i, load<A>(from + i, lanes), lanes); });
+}
+
+template <class A, class T>
+void narrow_block(const A* from, T* to, int64_t count) {
+  for_each_vector<A>(
+      0, count, [&](int64_t i, auto lanes) { store<A>(to + i, load<A>(from + i, lanes), lanes); });
+}
+
+// To nearest, ties to even.
 inline void narrow_block(const float* from, BFloat16* to, int64_t count) {
   for_each_vector<float>(0, count, [&](int64_t i, auto lanes) {
     const Vec<float> v = load<float>(from + i, lanes);
-    const WordBits even = 0x7fffu + (((WordBits)v >> 16) & 1u);
-    store_half_bits(&to[i].bits, round_by(v, even, BFloat16{}), lanes);
+    store_rounded(to + i, v, ties_to_even(v), lanes);
   });
 }
 inline void narrow_block(const float* from, Float16* to, int64_t count) {
@@ -140,7 +165,7 @@ inline void narrow_block(const float* from, Float16* to, int64_t count) {
 template <class T, class Rounding>
 void round_block(const float* from, T* to, int64_t count, Rounding&& rounding) {
   for_each_vector<float>(0, count, [&](int64_t i, auto lanes) {
-    store_half_bits(&to[i].bits, round_by(load<float>(from + i, lanes), rounding(i), T{}), lanes);
+    store_rounded(to + i, load<float>(from + i, lanes), rounding(i), lanes);
   });
 }
 
@@ -153,62 +178,85 @@ inline void join_block(const BFloat16* param, const uint16_t* remainder, float* 
   });
 }
 
-// The parameter is rounded to nearest, ties away; the remainder is what that leaves, negative where
-// it went up. A NaN leaves none, so that it is the same NaN again.
 inline void split_block(const float* from, BFloat16* param, uint16_t* remainder, int64_t count) {
   for_each_vector<float>(0, count, [&](int64_t i, auto lanes) {
-    const Vec<float> v = load<float>(from + i, lanes);
-    const WordBits word = v != v ? ((WordBits)v & 0xffff0000u) | 0x400000u : (WordBits)v;
-    store_half_bits(&param[i].bits, narrow_bits(((word + 0x8000u) >> 16) & 0xffffu), lanes);
-    store_half_bits(remainder + i, narrow_bits(word & 0xffffu), lanes);
+    store_split(load<float>(from + i, lanes), param + i, remainder + i, lanes);
   });
 }
 
 // ---- codes of 8 bits (core/code8.h), a vector at a time; count is a multiple of kCodeBlock ------
 
+// Within an octave, value and code are linear in each other, and each has eight octaves at most:
+// the slopes and intercepts of both directions lie in registers.
 template <int kBits>
-ONEPASS_INLINE Vec<float> decode_vector(WordBits code) {
-  const WordBits bits =
-      (WordBits) __builtin_convertvector((SignedWords)code, Vec<float>);  // exact; zero is zero
-  const WordBits exponent = bits >> 23;                                   // 127 + leading
-  const Vec<float> step = (Vec<float>)((254u - exponent) << 23);
-  const Vec<float> octave =
-      (Vec<float>)((127u - 3u * (kBits - 1 + 127) + 3u * exponent) << 23);  // 8^-octave
-  const Vec<float> fraction = (Vec<float>)((bits & 0x7fffffu) | 0x3f800000u) - 1.0f + step;
-  const Vec<float> value = octave * (0.125f + 0.875f * fraction);
-  const Vec<float> lowest = Vec<float>{} + static_cast<float>(decode8<kBits>(1));
-  return code > 1u ? value : (code == 0u ? Vec<float>{} : lowest);
-}
+class Codes {
+ public:
+  static constexpr int kLast = kBits - 1;
 
-template <int kBits>
-ONEPASS_INLINE WordBits encode_vector(Vec<float> x, Vec<float> rounding) {
-  constexpr uint32_t kLast = kBits - 1;
-  // halvings / 3 by a multiplication; zero halvings, and less than that, in the first octave.
-  const SignedWords halvings = 126 - (SignedWords)((WordBits)x >> 23);
-  const WordBits third = (WordBits)((halvings > 0 ? halvings : SignedWords{}) * 171 >> 9);
-  const WordBits octave = third < kLast ? third : WordBits{} + kLast;
-  const Vec<float> scaled = x * (Vec<float>)((127u + 3u * octave) << 23);
-  const WordBits levels = (WordBits{} + (1u << kLast)) >> octave;
-  const Vec<float> gain = (Vec<float>)((127u + kLast - octave) << 23) * (8.0f / 7.0f);
-  const Vec<float> place = octave == kLast ? scaled : (scaled - 0.125f) * gain;
-  const SignedWords code =
-      (SignedWords)levels - 1 + __builtin_convertvector(place + rounding, SignedWords);
-  // Only a NaN leaves the range.
-  return (WordBits)code & ((1u << kBits) - 1u);
-}
+  Codes() : Codes(Tables()) {}
+
+  // The octave follows from the code's leading one, that is from its exponent as a number.
+  ONEPASS_INLINE Vec<float> decode(WordBits code) const {
+    const Vec<float> number = __builtin_convertvector((SignedWords)code, Vec<float>);
+    const WordBits exponent = (WordBits)number >> 23;
+    const Vec<float> value = fma<float>(number, value_slope_[exponent], value_intercept_[exponent]);
+    return code == 0u ? Vec<float>{} : value;
+  }
+
+  // As encode8.
+  ONEPASS_INLINE WordBits encode(Vec<float> x, Vec<float> rounding) const {
+    const SignedWords halvings = 126 - (SignedWords)((WordBits)x >> 23);
+    const SignedWords third = (halvings > 0 ? halvings : SignedWords{}) * 43 >> 7;  // below 127
+    const WordBits octave = (WordBits)(third < kLast ? third : SignedWords{} + kLast);
+    const Vec<float> place = fma<float>(x, code_slope_[octave], code_intercept_[octave]);
+    const SignedWords code = __builtin_convertvector(place + rounding + kCodeSlack, SignedWords);
+    constexpr int32_t kTop = (1 << kBits) - 1;
+    return (WordBits)(code > kTop ? SignedWords{} + kTop : code) & kTop;  // a NaN becomes any
+  }
+
+ private:
+  struct Tables {
+    float value_slope[8] = {};
+    float value_intercept[8] = {};
+    float code_slope[8] = {};
+    float code_intercept[8] = {};
+
+    Tables() {
+      for (int octave = 0; octave <= kLast; ++octave) {
+        const int slot = (127 + kLast - octave) % 8;  // of the code's exponent
+        value_slope[slot] = value_line<kBits>(octave).slope;
+        value_intercept[slot] = value_line<kBits>(octave).intercept;
+        code_slope[octave] = code_line<kBits>(octave).slope;
+        code_intercept[octave] = code_line<kBits>(octave).intercept;
+      }
+    }
+  };
+
+  explicit Codes(const Tables& tables)
+      : value_slope_(tables.value_slope),
+        value_intercept_(tables.value_intercept),
+        code_slope_(tables.code_slope),
+        code_intercept_(tables.code_intercept) {}
+
+  EightNumbers value_slope_;
+  EightNumbers value_intercept_;
+  EightNumbers code_slope_;
+  EightNumbers code_intercept_;
+};
 
 // kSigned: seven bits and a sign; else eight.
 template <bool kSigned>
 void decode_block(const uint8_t* codes, const float* scales, float* to, int64_t count) {
+  const Codes<kSigned ? 7 : 8> table;
   for (int64_t block = 0; block < count; block += kCodeBlock) {
     const float scale = scales[block / kCodeBlock];
     for (int64_t i = block; i < block + kCodeBlock; i += kLanes<float>) {
       const WordBits code = load_bytes(codes + i);
       Vec<float> value;
       if constexpr (kSigned) {
-        value = (Vec<float>)((WordBits)decode_vector<7>(code & 0x7fu) | (code & 0x80u) << 24);
+        value = (Vec<float>)((WordBits)table.decode(code & 0x7fu) | (code & 0x80u) << 24);
       } else {
-        value = decode_vector<8>(code);
+        value = table.decode(code);
       }
       *reinterpret_cast<typename VecOf<float>::unaligned*>(to + i) = value * scale;
     }
@@ -219,6 +267,7 @@ void decode_block(const uint8_t* codes, const float* scales, float* to, int64_t 
 template <bool kSigned, class Rounding>
 void encode_block(const float* from, uint8_t* codes, float* scales, int64_t count,
                   Rounding&& rounding) {
+  const Codes<kSigned ? 7 : 8> table;
   for (int64_t block = 0; block < count; block += kCodeBlock) {
     WordBits largest{};  // magnitudes compare like their bits, NaN above infinity
     for (int64_t i = block; i < block + kCodeBlock; i += kLanes<float>) {
@@ -229,15 +278,15 @@ void encode_block(const float* from, uint8_t* codes, float* scales, int64_t coun
     for (int lane = 0; lane < kLanes<float>; ++lane) top = std::max(top, largest[lane]);
     const float scale = std::bit_cast<float>(top);
     scales[block / kCodeBlock] = scale;
-    const Vec<float> divisor = broadcast<float>(scale == 0.0f ? 1.0f : scale);
+    const Vec<float> inverse = broadcast<float>(inverse_scale(scale));
     for (int64_t i = block; i < block + kCodeBlock; i += kLanes<float>) {
       const WordBits bits = (WordBits)load<float>(from + i);
-      const Vec<float> x = (Vec<float>)(bits & 0x7fffffffu) / divisor;
+      const Vec<float> x = (Vec<float>)(bits & 0x7fffffffu) * inverse;
       WordBits code;
       if constexpr (kSigned) {
-        code = encode_vector<7>(x, rounding(i)) | (bits >> 31) << 7;
+        code = table.encode(x, rounding(i)) | (bits >> 31) << 7;
       } else {
-        code = encode_vector<8>(x, rounding(i));
+        code = table.encode(x, rounding(i));
       }
       store_bytes(codes + i, code);
     }
@@ -252,7 +301,7 @@ struct StochasticCode {
   const NoiseTile& noise;
   ONEPASS_INLINE Vec<float> operator()(int64_t i) const {
     const SignedWords bits = (SignedWords)noise.bits<NoiseHalf::kHigh>(i);
-    return __builtin_convertvector(bits, Vec<float>) * 0x1p-16f;
+    return __builtin_convertvector(bits, Vec<float>) * kCodeNoise;
   }
 };
 

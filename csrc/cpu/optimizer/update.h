@@ -9,12 +9,34 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// A block of (count,) each: in memory, or in a tile.
+// Where a loop below finds a block's operands and leaves its results: everything in A, in memory or
+// in tiles. fused.h has others, which convert on the way.
 template <class A>
 struct Operands {
-  A* param;
+  A* param;  // (count,) each
   const A* gradient;
   A* moments[kMoments];
+
+  template <class Count>
+  ONEPASS_INLINE Vec<A> load_param(int64_t i, Count lanes) const {
+    return load<A>(param + i, lanes);
+  }
+  template <class Count>
+  ONEPASS_INLINE Vec<A> load_gradient(int64_t i, Count lanes) const {
+    return load<A>(gradient + i, lanes);
+  }
+  template <int kWhich, class Count>
+  ONEPASS_INLINE Vec<A> load_moment(int64_t i, Count lanes) const {
+    return load<A>(moments[kWhich] + i, lanes);
+  }
+  template <class Count>
+  ONEPASS_INLINE void store_param(int64_t i, Vec<A> v, Count lanes) const {
+    store<A>(param + i, v, lanes);
+  }
+  template <int kWhich, class Count>
+  ONEPASS_INLINE void store_moment(int64_t i, Vec<A> v, Count lanes) const {
+    store<A>(moments[kWhich] + i, v, lanes);
+  }
 };
 
 // average + weight (value - average), from whichever end is nearer, so that weights of 0 and 1 are
@@ -39,39 +61,57 @@ struct Average {
 //   m = m + (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2;  top = amsgrad ? max(top, v) : v
 //   p = p (1 - lr decay) - lr / (1 - beta1^t) m / (sqrt(top) / sqrt(1 - beta2^t) + eps)
 template <class A, bool kGradientDecay, bool kAmsgrad>
-void adam_block(const Operands<A>& on, int64_t count, const StepScalars& s, A gradient_factor) {
-  const Average<A> average(s.one_minus_beta1);
-  const Vec<A> factor = broadcast<A>(gradient_factor);
-  const Vec<A> decay = broadcast<A>(static_cast<A>(s.gradient_decay));
-  const Vec<A> beta2 = broadcast<A>(static_cast<A>(s.beta2));
-  const Vec<A> one_minus_beta2 = broadcast<A>(static_cast<A>(s.one_minus_beta2));
-  const Vec<A> inverse_root = broadcast<A>(static_cast<A>(s.inverse_root));
-  const Vec<A> eps = broadcast<A>(static_cast<A>(s.eps));
-  const Vec<A> param_factor = broadcast<A>(static_cast<A>(s.param_factor));
-  const Vec<A> step = broadcast<A>(static_cast<A>(-s.step_size));
-  for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
-    Vec<A> p = load<A>(on.param + i, lanes);
-    Vec<A> g = load<A>(on.gradient + i, lanes) * factor;
-    if constexpr (kGradientDecay) g = fma<A>(decay, p, g);
-    const Vec<A> m = average(load<A>(on.moments[0] + i, lanes), g);
-    const Vec<A> v = fma<A>(one_minus_beta2 * g, g, beta2 * load<A>(on.moments[1] + i, lanes));
-    store<A>(on.moments[0] + i, m, lanes);
-    store<A>(on.moments[1] + i, v, lanes);
-    Vec<A> top = v;
-    if constexpr (kAmsgrad) {
-      const Vec<A> before = load<A>(on.moments[2] + i, lanes);
-      top = before > v || before != before ? before : v;  // a NaN stays
-      store<A>(on.moments[2] + i, top, lanes);
-    }
-    const Vec<A> denominator = fma<A>(square_root<A>(top), inverse_root, eps);
-    store<A>(on.param + i, fma<A>(step, m / denominator, p * param_factor), lanes);
+class AdamStep {
+ public:
+  AdamStep(const StepScalars& s, A gradient_factor)
+      : average_(s.one_minus_beta1),
+        factor_(broadcast<A>(gradient_factor)),
+        decay_(broadcast<A>(static_cast<A>(s.gradient_decay))),
+        beta2_(broadcast<A>(static_cast<A>(s.beta2))),
+        one_minus_beta2_(broadcast<A>(static_cast<A>(s.one_minus_beta2))),
+        inverse_root_(broadcast<A>(static_cast<A>(s.inverse_root))),
+        eps_(broadcast<A>(static_cast<A>(s.eps))),
+        param_factor_(broadcast<A>(static_cast<A>(s.param_factor))),
+        step_(broadcast<A>(static_cast<A>(-s.step_size))) {}
+
+  // top: the largest second moment so far, unused without amsgrad.
+  ONEPASS_INLINE void operator()(Vec<A>& p, Vec<A> g, Vec<A>& m, Vec<A>& v, Vec<A>& top) const {
+    g *= factor_;
+    if constexpr (kGradientDecay) g = fma<A>(decay_, p, g);
+    m = average_(m, g);
+    v = fma<A>(one_minus_beta2_ * g, g, beta2_ * v);
+    top = kAmsgrad ? (top > v || top != top ? top : v) : v;  // a NaN stays
+    const Vec<A> denominator = fma<A>(square_root<A>(top), inverse_root_, eps_);
+    p = fma<A>(step_, m / denominator, p * param_factor_);
+  }
+
+ private:
+  Average<A> average_;
+  Vec<A> factor_, decay_, beta2_, one_minus_beta2_, inverse_root_, eps_, param_factor_, step_;
+};
+
+template <class A, bool kGradientDecay, bool kAmsgrad, class Operands>
+void adam_block(const Operands on, int64_t begin, int64_t end, const StepScalars& s,
+                A gradient_factor) {
+  const AdamStep<A, kGradientDecay, kAmsgrad> step(s, gradient_factor);
+  for_each_vector<A>(begin, end, [&](int64_t i, auto lanes) {
+    Vec<A> p = on.load_param(i, lanes);
+    Vec<A> m = on.template load_moment<0>(i, lanes);
+    Vec<A> v = on.template load_moment<1>(i, lanes);
+    Vec<A> top{};
+    if constexpr (kAmsgrad) top = on.template load_moment<2>(i, lanes);
+    step(p, on.load_gradient(i, lanes), m, v, top);
+    on.template store_moment<0>(i, m, lanes);
+    on.template store_moment<1>(i, v, lanes);
+    if constexpr (kAmsgrad) on.template store_moment<2>(i, top, lanes);
+    on.store_param(i, p, lanes);
   });
 }
 
 // Sutskever, Martens, Dahl, Hinton: On the importance of initialization and momentum in deep
 // learning, ICML 2013, in torch's form: the learning rate stands outside the buffer.
-template <class A, bool kGradientDecay, bool kMomentum, bool kNesterov>
-void sgd_block(const Operands<A>& on, int64_t count, const StepScalars& s, A gradient_factor) {
+template <class A, bool kGradientDecay, bool kMomentum, bool kNesterov, class Operands>
+void sgd_block(const Operands on, int64_t count, const StepScalars& s, A gradient_factor) {
   const Vec<A> factor = broadcast<A>(gradient_factor);
   const Vec<A> decay = broadcast<A>(static_cast<A>(s.gradient_decay));
   const Vec<A> momentum = broadcast<A>(static_cast<A>(s.momentum));
@@ -79,38 +119,38 @@ void sgd_block(const Operands<A>& on, int64_t count, const StepScalars& s, A gra
   const Vec<A> step = broadcast<A>(static_cast<A>(-s.step_size));
   const bool first = s.step == 1;
   for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
-    const Vec<A> p = load<A>(on.param + i, lanes);
-    Vec<A> g = load<A>(on.gradient + i, lanes) * factor;
+    const Vec<A> p = on.load_param(i, lanes);
+    Vec<A> g = on.load_gradient(i, lanes) * factor;
     if constexpr (kGradientDecay) g = fma<A>(decay, p, g);
     if constexpr (kMomentum) {
       const Vec<A> buffer =
-          first ? g : fma<A>(momentum, load<A>(on.moments[0] + i, lanes), gain * g);
-      store<A>(on.moments[0] + i, buffer, lanes);
+          first ? g : fma<A>(momentum, on.template load_moment<0>(i, lanes), gain * g);
+      on.template store_moment<0>(i, buffer, lanes);
       g = kNesterov ? fma<A>(momentum, buffer, g) : buffer;
     }
-    store<A>(on.param + i, fma<A>(step, g, p), lanes);
+    on.store_param(i, fma<A>(step, g, p), lanes);
   });
 }
 
 // Chen et al.: Symbolic discovery of optimization algorithms, NeurIPS 2023.
 //
 //   u = sign(beta1 m + (1 - beta1) g);  p = p (1 - lr decay) - lr u;  m = beta2 m + (1 - beta2) g
-template <class A>
-void lion_block(const Operands<A>& on, int64_t count, const StepScalars& s, A gradient_factor) {
+template <class A, class Operands>
+void lion_block(const Operands on, int64_t count, const StepScalars& s, A gradient_factor) {
   const Average<A> direction(s.one_minus_beta1);
   const Average<A> average(s.one_minus_beta2);
   const Vec<A> factor = broadcast<A>(gradient_factor);
   const Vec<A> param_factor = broadcast<A>(static_cast<A>(s.param_factor));
   const Vec<A> step = broadcast<A>(static_cast<A>(s.step_size));
   for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
-    const Vec<A> p = load<A>(on.param + i, lanes);
-    const Vec<A> g = load<A>(on.gradient + i, lanes) * factor;
-    const Vec<A> m = load<A>(on.moments[0] + i, lanes);
+    const Vec<A> p = on.load_param(i, lanes);
+    const Vec<A> g = on.load_gradient(i, lanes) * factor;
+    const Vec<A> m = on.template load_moment<0>(i, lanes);
     const Vec<A> u = direction(m, g);
     // The step with u's sign; u itself where it is zero or NaN.
     const Vec<A> signed_step = u > Vec<A>{} ? step : (u < Vec<A>{} ? -step : u);
-    store<A>(on.param + i, p * param_factor - signed_step, lanes);
-    store<A>(on.moments[0] + i, average(m, g), lanes);
+    on.store_param(i, p * param_factor - signed_step, lanes);
+    on.template store_moment<0>(i, average(m, g), lanes);
   });
 }
 
@@ -122,7 +162,7 @@ void update_block(Algorithm algorithm, const Operands<A>& on, int64_t count, con
     switch (algorithm) {
       case Algorithm::kAdam:
         visit_bool(s.amsgrad, [&]<bool kAmsgrad>() {
-          adam_block<A, kGradientDecay, kAmsgrad>(on, count, s, factor);
+          adam_block<A, kGradientDecay, kAmsgrad>(on, 0, count, s, factor);
         });
         break;
       case Algorithm::kSgd:

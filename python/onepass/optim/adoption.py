@@ -175,9 +175,9 @@ def is_rounded(param: Tensor, master: Tensor) -> bool:
 
 def reseed(param: Tensor, entry: dict) -> None:
     if "master" in entry:
-        entry["master"].copy_(param)
+        local(entry["master"]).copy_(local(param))
     else:
-        entry["remainder"].zero_()
+        local(entry["remainder"]).zero_()
 
 
 def is_signed(moment: str) -> bool:

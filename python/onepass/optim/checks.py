@@ -32,28 +32,46 @@ def check_dtype(
         )
 
 
-def refuse_shared_memory(name: str, params: Sequence[Tensor]) -> None:
-    """Pieces of all parameters are written at the same time, so none may lie in another."""
-    for number, here in enumerate(map(local, params)):
+def refuse_shared_memory(name: str, what: str, tensors: Sequence[Tensor]) -> None:
+    """Pieces of all tensors are written at the same time, so none may lie in another."""
+    spans = []
+    for number, here in enumerate(map(local, tensors)):
         if any(s == 0 and n > 1 for s, n in zip(here.stride(), here.shape, strict=True)):
             raise RuntimeError(
-                f"{name}: params must not share memory, got strides "
-                f"{here.stride()} for shape {tuple(here.shape)} in parameter {number} of those "
-                "with gradients"
+                f"{name}: {what} must not share memory, got strides {here.stride()} for shape "
+                f"{tuple(here.shape)} in number {number} of those with gradients"
             )
-    spans = sorted(
-        (
-            (here.data_ptr(), here.data_ptr() + here.numel() * here.element_size(), number)
-            for number, here in enumerate(map(local, params))
-            if here.numel() and is_dense(here)
-        ),
-    )
-    for (_, end, one), (begin, _, other) in itertools.pairwise(spans):
-        if begin < end:
+        if here.numel():
+            spans.append((here.data_ptr(), number, here))
+    spans.sort(key=lambda span: span[:2])
+    for (_, one, first), (_, other, second) in itertools.pairwise(spans):
+        if _overlap(first, second):
             raise RuntimeError(
-                f"{name}: params must not share memory, got parameters "
-                f"{min(one, other)} and {max(one, other)} of those with gradients that do"
+                f"{name}: {what} must not share memory, got numbers {min(one, other)} and "
+                f"{max(one, other)} of those with gradients that do"
             )
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether a later tensor begins within an earlier one, and not merely in its gaps."""
+    if first.data_ptr() + _extent(first) * first.element_size() <= second.data_ptr():
+        return False
+    if is_dense(first) and is_dense(second):
+        return True
+    bytes_of_both = [_bytes(tensor) for tensor in (first, second)]
+    return bool(torch.isin(*bytes_of_both).any())
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to behind the last one."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The addresses of all bytes."""
+    size = tensor.element_size()
+    places = torch.arange(_extent(tensor)).as_strided(tensor.shape, tensor.stride()).flatten()
+    return (tensor.data_ptr() + places[:, None] * size + torch.arange(size)).flatten()
 
 
 def refuse_sparse(name: str, gradients: Sequence[Tensor]) -> None:

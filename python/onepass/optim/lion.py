@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from onepass._ops.optimizer import LION
-from onepass.optim.optimizer import OPTIONS_DOC, FlatOptimizer
+from onepass.optim.optimizer import FlatOptimizer
+from onepass.optim.options import OPTIONS_DOC
 
 
 class Lion(FlatOptimizer):

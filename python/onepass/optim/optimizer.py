@@ -17,6 +17,7 @@ from onepass.optim.adoption import (
     Adoption,
     is_rounded,
     is_signed,
+    join,
     like,
     reseed,
     wrap_tensors,
@@ -34,30 +35,7 @@ from onepass.optim.flat_state import (
     local,
     strides_of,
 )
-
-MASTERS = (None, "fp32", "remainder16", "stochastic")
-STATE_DTYPES = (None, torch.float32, torch.bfloat16, "int8")
-_REMAINDER_PARAMS = (torch.bfloat16, torch.float32, torch.float64)
-
-OPTIONS_DOC = """
-        master: what 16-bit parameters keep of the float32 result. None: nothing, they are rounded
-            to nearest even. "fp32": a float32 copy (``state[p]["master"]``), of which the parameter
-            is the nearest 16-bit number, ties away from zero. "remainder16", for bfloat16: the 16
-            bits that this rounding leaves (``state[p]["remainder"]``), bitwise the same run in half
-            the memory. "stochastic": nothing, but the parameter is rounded up or down at random, so
-            that it is right on average. Without effect on float32 parameters. A parameter that is
-            changed from outside becomes its new master.
-        state_dtype: of the moments. None: the parameter's, rounded to nearest, as in torch.
-            torch.float32. torch.bfloat16: with the second moment rounded stochastically, since its
-            changes of 1 - beta2, some 0.1 %, are below half a unit in the last place (0.2-0.4 %)
-            and would be rounded away for ever. "int8": codes of 8 bits with a scale per 256
-            elements, the second moment rounded stochastically likewise; tensors of less than 4,096
-            elements or not a multiple of 256 stay float32; ``state_dict`` shows float32.
-        max_grad_norm: gradients are scaled to a global norm of at most this inside the step and
-            stay unwritten; :attr:`grad_norm` is the norm before. A step whose norm is not finite
-            changes nothing. ``float("inf")`` only checks.
-        zero_grads: sets gradients to zeros in the same pass.
-"""
+from onepass.optim.options import check_options
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -104,20 +82,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Checks and keeps the options that torch does not have; before torch's constructor."""
         name = type(self).__name__
-        if master not in MASTERS:
-            raise ValueError(f"{name}: master must be one of {MASTERS}, got {master!r}")
-        if state_dtype not in STATE_DTYPES:
-            raise ValueError(
-                f"{name}: state_dtype must be None, torch.float32, torch.bfloat16 or 'int8', "
-                f"got {state_dtype!r}"
-            )
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"{name}: max_grad_norm must be positive, got {max_grad_norm}")
-        if differentiable:
-            raise RuntimeError(
-                f"{name}: differentiable must be False, got True: like torch's, this kernel's "
-                "`fused` does not support `differentiable`"
-            )
+        check_options(name, master, state_dtype, max_grad_norm, differentiable)
         if foreach or fused:
             say(
                 f"{name}: {'foreach' if foreach else 'fused'}=True chooses between torch's "
@@ -185,7 +150,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{name}: capturable must be False for parameters on the CPU, got True"
             )
-        if self.master == "remainder16" and param.dtype not in _REMAINDER_PARAMS:
+        if self.master == "remainder16" and param.dtype not in (
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+        ):
             raise ValueError(
                 f"{name}: params must be bfloat16 (or float32) with master='remainder16', got "
                 f"{param.dtype}"
@@ -362,7 +331,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         """For tensors that the operator refused: parameters changed their dtype, or either lies in
         another order or with gaps, and it works on copies."""
         refuse_sparse(type(self).__name__, gradients)
-        refuse_shared_memory(type(self).__name__, params)
+        refuse_shared_memory(type(self).__name__, "params", params)
+        if self.zero_grads:
+            refuse_shared_memory(type(self).__name__, "gradients set to zeros", gradients)
         dense_params = [
             p if is_dense(p) else torch.empty_like(p, memory_format=torch.contiguous_format)
             for p in params
@@ -416,13 +387,29 @@ class FlatOptimizer(torch.optim.Optimizer):
         values = list(itertools.chain.from_iterable(map(dict.values, table.entries)))
         return len(values) == len(table.values) and all(map(operator.is_, values, table.values))
 
+    @torch.no_grad()
+    def reseed_masters(self) -> None:
+        """Makes every parameter its own master again.
+
+        Needed only after writes through ``p.data``, which torch does not count; other changes are
+        noticed.
+        """
+        for param, entry in self.state.items():
+            if isinstance(entry, dict) and ("master" in entry or "remainder" in entry):
+                reseed(param, entry)
+
     def _make_table(
         self, params: list[Tensor], numbers: tuple[int, ...], gradients: list[Tensor]
     ) -> Table:
         name = type(self).__name__
         groups = [group for group in self.param_groups for _ in group["params"]]
         refuse_sparse(name, gradients)  # before any state is made
-        refuse_shared_memory(name, [params[i] for i in numbers])
+        for number in numbers:
+            if params[number].device.type != "cpu":
+                raise RuntimeError(
+                    f"{name}: params must be on the CPU, got {params[number].device}"
+                )
+        refuse_shared_memory(name, "params", [params[i] for i in numbers])
         self._complete_states([params[i] for i in numbers], [groups[i] for i in numbers])
         writer = TableWriter(self._places)
         group_numbers = [n for n, g in enumerate(self.param_groups) for _ in g["params"]]
@@ -514,10 +501,13 @@ class FlatOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """As torch's, with its keys; moments in 8 bits are shown in float32."""
         result = super().state_dict()
-        result["state"] = {
-            key: self._shown(entry) if isinstance(entry, dict) else entry
-            for key, entry in result["state"].items()
-        }
+        params = [p for group in self.param_groups for p in group["params"]]
+        for key, entry in result["state"].items():
+            if isinstance(entry, dict):
+                entry = self._shown(entry)
+                if isinstance(key, int):  # as torch numbers them
+                    entry = self._with_master(params[key], entry)
+                result["state"][key] = entry
         return result
 
     def _shown(self, entry: dict) -> dict:
@@ -530,6 +520,16 @@ class FlatOptimizer(torch.optim.Optimizer):
             decoded = codes.decode(local(entry[moment]), entry[key], is_signed(moment))
             shown[moment] = like(entry[moment], decoded)
             del shown[key]
+        return shown
+
+    def _with_master(self, param: Tensor, entry: dict) -> dict:
+        """Sharded remainders are shown as masters: collectives know no 16-bit integers."""
+        remainder = entry.get("remainder")
+        if remainder is None or local(remainder) is remainder:
+            return entry
+        shown = dict(entry)
+        shown["master"] = like(param, join(local(param).detach(), local(remainder)))
+        del shown["remainder"]
         return shown
 
     @torch._disable_dynamo
