@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ PLACES = 5
 MIN_ROUNDS = 4  # at each place
 SPACER_BYTES = 3 << 20
 COLD_BYTES = 256 << 20  # beyond the last cache of the machines and devices this is meant for
+UPDATE_BYTES = 192 << 20  # of the update that is the ceiling where `moved` is given
 Function = Callable[..., tuple[Tensor, ...]]
 Inputs = tuple[list[Tensor], list[Tensor] | None]  # an operator's tensors, upstream gradients
 
@@ -37,27 +38,32 @@ class Operator:
         formula: the reference, which is also called with float64 tensors.
         base: whose error ours is held against (`onepass.numerics`): torch's own function, or the
             formula where torch draws other random numbers.
+        others: further variants by name, to be timed beside these; their results are not looked at.
     """
 
     ours: Function
     stock: Function
     formula: Function
     base: Function
+    others: Mapping[str, Function] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Factors against eager and against torch.compile, and share of the copy; None: no goal."""
+    """Factors against eager, torch.compile and others by name, and share of the ceiling; None: no
+    goal."""
 
     eager: float | None = None
     compiled: float | None = None
     share: float | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, float | None]:
         return {
             "against_eager": self.eager,
             "against_compile": self.compiled,
             "share_of_copy": self.share,
+            "against_others": dict(self.others),
         }
 
 
@@ -78,6 +84,9 @@ class Case:
         backward_alone: a call is torch.autograd.grad alone, on graphs that are made beforehand and
             kept; needs `backward`.
         device: "cpu" or "cuda", where `make` puts the tensors.
+        moved: bytes that must cross memory, where tensors of the first input's size are no measure;
+            the ceiling is then an update in place instead of a copy.
+        compiles: whether torch.compile is to be tried on the stock variant.
         make_checked: returns smaller tensors of the same kind, for the check of results, where that
             of the whole ones would take longer than the measurement.
     """
@@ -92,6 +101,8 @@ class Case:
     cold: bool = False
     backward_alone: bool = False
     device: str = "cpu"
+    moved: int | None = None
+    compiles: bool = True
     make_checked: Callable[[], list[Tensor]] | None = None
 
 
@@ -115,8 +126,16 @@ class Row:
         return self.timing.ratio("ours", "compile") if "compile" in self.timing.times else None
 
     @property
+    def against_others(self) -> dict[str, Interval]:
+        return {name: self.timing.ratio("ours", name) for name in self.case.operator.others}
+
+    @property
     def share(self) -> float | None:
-        """Of the speed of a copy of the first input, by bytes; a copy moves it twice."""
+        """Of the speed of a copy of the first input, by bytes, which moves it twice; or of an
+        update in place."""
+        if self.case.moved is not None:
+            update = 2 * UPDATE_BYTES / self.timing.median("update")
+            return self.moved_bytes / self.timing.median("ours") / update
         if self.case.tensors is None:
             return None
         return self.timing.ratio("ours", "copy").median * self.case.tensors / 2
@@ -136,7 +155,8 @@ class Row:
             "against_eager": self.against_eager.to_dict(),
             "against_compile": compiled and compiled.to_dict(),
             "compile_error": self.compile_error or None,
-            "share_of_copy": self.share,
+            "against_others": {name: i.to_dict() for name, i in self.against_others.items()},
+            "share_of_copy" if self.case.moved is None else "share_of_update": self.share,
             "gbps": self.gbps,
             "right": not self.check,
             "check": self.check or None,
@@ -155,9 +175,13 @@ def measure(
     """
     torch.manual_seed(SEED)
     check, margin = _check(case)
-    functions = {"ours": case.operator.ours, "eager": case.operator.stock}
+    functions = {
+        "ours": case.operator.ours,
+        "eager": case.operator.stock,
+        **case.operator.others,
+    }
     error = ""
-    if compiled:
+    if compiled and case.compiles:
         # Compiled functions of one source share a cache of few entries; a full one means eager.
         torch._dynamo.reset()
         stock = torch.compile(case.operator.stock, dynamic=False, fullgraph=True)
@@ -177,7 +201,10 @@ def measure(
             held.append(torch.ones(SPACER_BYTES * place // 4))
         inputs = _inputs(case)
         calls = {name: _call(case, function, inputs) for name, function in functions.items()}
-        if case.tensors is not None:
+        if case.moved is not None:
+            calls["update"] = _update(case.device)
+            moved_bytes = case.moved
+        elif case.tensors is not None:
             calls["copy"] = _copy(inputs)
             bytes_of_first = inputs.sets[0][0][0].nbytes
             moved_bytes = case.tensors * bytes_of_first
@@ -210,6 +237,11 @@ def _inputs(case: Case) -> _Ring:
 def _copy(inputs: _Ring) -> Callable[[], Tensor]:
     target = torch.empty_like(next(inputs)[0][0])
     return lambda: target.copy_(next(inputs)[0][0].detach())
+
+
+def _update(device: str) -> Callable[[], Tensor]:
+    target = torch.ones(UPDATE_BYTES // 4, device=device)
+    return lambda: target.mul_(1.0)
 
 
 def _tensors(case: Case, make: Callable[[], list[Tensor]] | None = None) -> Inputs:

@@ -1,26 +1,35 @@
-"""Cases of the optimizer family: clipping the gradients of a whole model.
+"""Cases of the optimizer family: clipping the gradients of a whole model, and AdamW's step.
 
-``within`` the limit, gradients are only read; ``clipped``, they are written too. Both functions are
-called as a training loop calls them, with parameters that have gradients.
+``within`` the limit, gradients are only read; ``clipped``, they are written too. All functions are
+called as a training loop calls them: with parameters that have gradients.
+
+Eager is torch's fused step; for bfloat16 parameters with a float32 master, which torch does not
+have, it is what its users write: gradients copied to float32, the fused step on float32 copies of
+the parameters, the copies rounded back. The bytes that must move are those of the table in
+csrc/cpu/optimizer/step.cpp's story: every operand read and written once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from onepass import optim
-from onepass.bench.case import Case, Goal, Operator
+from onepass.bench.case import Case, Function, Goal, Operator
 from onepass.reference import optimizer as reference
 
 MANY_SMALL = (400, 768)
+LARGE = (8, 1 << 21)
 ONE_LARGE = (1, 1 << 24)
-QUICK = (5, 96)
+QUICK = (5, 512)
 MAX_NORM = {"within": 1e6, "clipped": 0.5}
 # To reach on two threads, against torch's own function.
 GOALS = {MANY_SMALL: Goal(eager=10.0), ONE_LARGE: Goal(eager=1.5)}
+CHECKED_SHAPES = ((768,), (5000,), (3, 7), (8192,))
 
 
 class _Parameter:
@@ -41,7 +50,7 @@ def _with(gradients: tuple[Tensor, ...]) -> list[_Parameter]:
     return held
 
 
-def _operator(max_norm: float) -> Operator:
+def _clipping(max_norm: float) -> Operator:
     def formula(*gradients: Tensor) -> tuple[Tensor, ...]:
         norm, scaled = reference.clip_grad_norm(gradients, max_norm)
         return norm, *scaled
@@ -55,8 +64,205 @@ def _operator(max_norm: float) -> Operator:
     return Operator(ours, stock, formula, base=stock)
 
 
+# ---- the step ------------------------------------------------------------------------------------
+
+
+class _Steps:
+    """A variant of the step: an optimizer on the first half of the tensors it is called with, whose
+    gradients are the second half; kept as long as they are the same tensors."""
+
+    def __init__(self, make: Callable[[list[Tensor]], Callable[[], object]]):
+        self._make = make
+        self._first: Tensor | None = None
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self._first is not tensors[0]:
+            self._first = tensors[0]
+            half = len(tensors) // 2
+            self._params = [tensor.detach() for tensor in tensors[:half]]
+            for param, gradient in zip(self._params, tensors[half:], strict=True):
+                param.grad = gradient
+            self._step = self._make(self._params)
+        self._step()
+        return tuple(self._params)
+
+
+def _optimizer(cls: type, **options) -> _Steps:
+    return _Steps(lambda params: cls(params, **options).step)
+
+
+def _stock_with_clipping(params: list[Tensor]) -> Callable[[], object]:
+    optimizer = torch.optim.AdamW(params, fused=True)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+
+    return step
+
+
+def _chain(params: list[Tensor]) -> Callable[[], object]:
+    """Float32 masters by hand."""
+    masters = [param.float() for param in params]
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    optimizer = torch.optim.AdamW(masters, fused=True)
+
+    def step() -> None:
+        torch._foreach_copy_([m.grad for m in masters], [p.grad for p in params])
+        optimizer.step()
+        torch._foreach_copy_(params, masters)
+
+    return step
+
+
+def _formula(*tensors: Tensor, max_norm: float = math.inf) -> tuple[Tensor, ...]:
+    half = len(tensors) // 2
+    _, gradients = reference.clip_grad_norm(tensors[half:], max_norm)
+    return tuple(
+        reference.adamw(param, gradient, torch.zeros_like(param), torch.zeros_like(param), 1)[0]
+        for param, gradient in zip(tensors[:half], gradients, strict=True)
+    )
+
+
+def _make(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    params = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    return [*params, *(torch.randn_like(param) * 1e-2 for param in params)]
+
+
+def gpt2_small() -> list[tuple[int, ...]]:
+    """The parameters of GPT-2 small, 124 million in 148 tensors."""
+    width, layers, words, positions = 768, 12, 50257, 1024
+    layer = [
+        (width,),
+        (width,),
+        (width, 3 * width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        (width,),
+        (width,),
+        (width, 4 * width),
+        (4 * width,),
+        (4 * width, width),
+        (width,),
+    ]
+    return [(words, width), (positions, width), *layer * layers, (width,), (width,)]
+
+
+def _step_case(
+    name: str,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    ours: Function,
+    stock: Function,
+    goal: Goal,
+    bytes_each: float | None,
+    *,
+    others: dict[str, Function] | None = None,
+    formula: Function = _formula,
+) -> Case:
+    elements = sum(math.prod(shape) for shape in shapes)
+    return Case(
+        f"optimizer/{name}",
+        Operator(ours, stock, formula, base=stock, others=others or {}),
+        partial(_make, shapes, dtype),
+        False,
+        None if bytes_each is None else 1,
+        goal,
+        moved=None if bytes_each is None else int(bytes_each * elements),
+        compiles=False,
+        make_checked=partial(_make, CHECKED_SHAPES, dtype),
+    )
+
+
+def _steps(quick: bool) -> Iterator[Case]:
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    count, numel = QUICK if quick else LARGE
+    large = [(numel,)] * count
+    small = [(QUICK if quick else MANY_SMALL)[1:]] * (QUICK if quick else MANY_SMALL)[0]
+    large_name, small_name = f"{count}x{numel}", f"{len(small)}x{small[0][0]}"
+    stock = partial(_optimizer, torch.optim.AdamW)
+    ours = partial(_optimizer, optim.AdamW)
+
+    def goal(**goals) -> Goal:
+        return Goal() if quick else Goal(**goals)
+
+    yield _step_case(
+        f"adamw/float32/{large_name}",
+        large,
+        float32,
+        ours(),
+        stock(fused=True),
+        goal(eager=0.98, share=0.9, others={"default": 9.0}),
+        28,
+        others={"default": stock()},
+    )
+    yield _step_case(
+        f"adamw/float32/{small_name}",
+        small,
+        float32,
+        ours(),
+        stock(fused=True),
+        goal(eager=8.0, others={"default": 35.0}),
+        None,
+        others={"default": stock()},
+    )
+    if not quick:
+        yield _step_case(
+            "adamw+clip/float32/gpt2-small",
+            gpt2_small(),
+            float32,
+            ours(max_grad_norm=1.0),
+            _Steps(_stock_with_clipping),
+            goal(eager=1.45),
+            32,
+            formula=partial(_formula, max_norm=1.0),
+        )
+    full = {"master": "fp32", "state_dtype": float32}
+    yield _step_case(
+        f"adamw/bfloat16/{large_name}/master-28B",
+        large,
+        bfloat16,
+        ours(**full),
+        _Steps(_chain),
+        goal(eager=1.5, share=0.85),
+        28,
+    )
+    yield _step_case(
+        f"adamw/bfloat16/{large_name}/remainder16-18B",
+        large,
+        bfloat16,
+        ours(master="remainder16", state_dtype=bfloat16),
+        _Steps(_chain),
+        goal(others={"28 B": 1.2}),
+        18,
+        others={"28 B": ours(**full)},
+    )
+    yield _step_case(
+        f"adamw/bfloat16/{large_name}/stochastic-14B",
+        large,
+        bfloat16,
+        ours(master="stochastic", state_dtype=bfloat16),
+        _Steps(_chain),
+        goal(),
+        14,
+        others={"28 B": ours(**full)},
+    )
+    yield _step_case(
+        f"adamw/float32/{large_name}/int8-16B",
+        large,
+        float32,
+        ours(state_dtype="int8"),
+        stock(fused=True),
+        goal(others={"float32 states": 0.7}),
+        16 + 4 * 4 / 256,
+        others={"float32 states": ours()},
+    )
+
+
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
-    """All cases; there are none on CUDA, where torch's own function is called."""
+    """All cases; there are none on CUDA, where there are no kernels of this family yet."""
     if device == "cuda":
         return
     for count, numel in (QUICK,) if quick else (MANY_SMALL, ONE_LARGE):
@@ -64,9 +270,10 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
             large = (count, numel) == ONE_LARGE
             yield Case(
                 f"optimizer/clip_grad_norm/float32/{count}x{numel}/{phase}",
-                _operator(max_norm),
+                _clipping(max_norm),
                 lambda count=count, numel=numel: [torch.randn(numel) for _ in range(count)],
                 False,
                 (1 if phase == "within" else 3) if large else None,
                 Goal() if quick else GOALS[count, numel],
             )
+    yield from _steps(quick)

@@ -59,13 +59,15 @@ def _table(*columns: str) -> Table:
 def _throughput_table(rows: Sequence[Row]) -> Table:
     faults = any(_faults(row, name) >= 1 for row in rows for name in ("ours", "eager"))
     on_cuda = any(row.case.device == "cuda" for row in rows)
+    others = any(row.against_others for row in rows)
     table = _table(
         "ours us [p10-p90]",
         "eager us",
         "compile us",
         "x eager [95 %]",
         "x compile [95 %]",
-        "of copy",
+        *(("x others",) if others else ()),
+        "of ceiling",
         *(("GB/s",) if on_cuda else ()),
         *(("faults ours/eager",) if faults else ()),
         "goal",
@@ -79,6 +81,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
             _micros(row, "compile"),
             str(row.against_eager),
             str(row.against_compile or "-"),
+            *((_others(row),) if others else ()),
             f"{row.share:.0%}",
             *((f"{row.gbps:.0f}",) if on_cuda else ()),
             *((f"{_faults(row, 'ours'):.0f}/{_faults(row, 'eager'):.0f}",) if faults else ()),
@@ -91,7 +94,9 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
 
 def _overhead_table(rows: Sequence[Row]) -> Table:
     columns = "ours us [p10-p90]", "eager us", "compile us", "ours - eager us [95 %]"
-    table = _table(*columns, "x eager [95 %]", "right")
+    others = any(row.against_others for row in rows)
+    more_columns = ("x others",) if others else ()
+    table = _table(*columns, "x eager [95 %]", *more_columns, "goal", "right")
     for row in rows:
         more = row.timing.difference("ours", "eager")
         cells = [
@@ -101,6 +106,8 @@ def _overhead_table(rows: Sequence[Row]) -> Table:
             _micros(row, "compile"),
             f"{more.median * 1e6:+.1f} [{more.low * 1e6:+.1f} to {more.high * 1e6:+.1f}]",
             str(row.against_eager),
+            *((_others(row),) if others else ()),
+            _goal(row),
             _right(row),
         ]
         table.add_row(*map(Text, cells))
@@ -127,6 +134,12 @@ def _right(row: Row) -> str:
     return "NO" if row.check else f"{row.margin:.2f}"
 
 
+def _others(row: Row) -> str:
+    """Factors against the further variants."""
+    parts = (f"{interval.median:.2f} {name}" for name, interval in row.against_others.items())
+    return ", ".join(parts) or "-"
+
+
 def _goal(row: Row) -> str:
     """The goals, each with whether it was reached here."""
     goal, compiled = row.case.goal, row.against_compile
@@ -134,6 +147,10 @@ def _goal(row: Row) -> str:
         (goal.eager, row.against_eager.median, "{:.1f}x"),
         (goal.compiled, compiled and compiled.median, "{:.1f}x"),
         (goal.share, row.share, "{:.0%}"),
+        *(
+            (goal.others.get(name), interval.median, "{:.1f}x " + name)
+            for name, interval in row.against_others.items()
+        ),
     )
     parts = []
     for wanted, value, form in reached:
@@ -148,10 +165,10 @@ def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
     on_cuda = result.get("device") == "cuda"
     lines = [
         f"ceilings here: {limits}",
-        "of copy: bytes that must move per second, of those of a copy of the input, in the same "
-        "cache state; autograd included",
-        f"goal:{'' if on_cuda else ' for AVX2,'} against eager, against compile, of copy; "
-        "+ reached, - not, ? not measured",
+        "of ceiling: bytes that must move per second, of those of a copy of the input, in the same "
+        "cache state, autograd included; for optimizers, of an update in place",
+        f"goal:{'' if on_cuda else ' for AVX2,'} against eager, against compile, of ceiling, "
+        "against others; + reached, - not, ? not measured",
         "right: worst error of outputs and gradients, of what the numerics rule allows (at most 1)",
     ]
     if on_cuda:

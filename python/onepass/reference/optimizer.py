@@ -19,3 +19,67 @@ def clip_grad_norm(
     norm = torch.linalg.vector_norm(flat, norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return norm, [gradient * factor for gradient in gradients]
+
+
+def adamw(
+    param: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: int,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(param, exp_avg, exp_avg_sq) after step number `step`, counted from 1.
+
+    Loshchilov, Hutter: Decoupled weight decay regularization, ICLR 2019.
+    """
+    exp_avg = betas[0] * exp_avg + (1 - betas[0]) * gradient
+    exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1]) * gradient**2
+    mean = exp_avg / (1 - betas[0] ** step)
+    root = (exp_avg_sq / (1 - betas[1] ** step)).sqrt()
+    param = param * (1 - lr * weight_decay) - lr * mean / (root + eps)
+    return param, exp_avg, exp_avg_sq
+
+
+def sgd(
+    param: Tensor,
+    gradient: Tensor,
+    momentum_buffer: Tensor | None,
+    *,
+    lr: float = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(param, momentum_buffer); the buffer is None before the first step, as in torch."""
+    gradient = gradient + weight_decay * param
+    if momentum_buffer is None:
+        momentum_buffer = gradient
+    else:
+        momentum_buffer = momentum * momentum_buffer + (1 - dampening) * gradient
+    if momentum:
+        gradient = gradient + momentum * momentum_buffer if nesterov else momentum_buffer
+    return param - lr * gradient, momentum_buffer
+
+
+def lion(
+    param: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    *,
+    lr: float = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(param, exp_avg).
+
+    Chen et al.: Symbolic discovery of optimization algorithms, NeurIPS 2023.
+    """
+    update = torch.sign(betas[0] * exp_avg + (1 - betas[0]) * gradient)
+    param = param * (1 - lr * weight_decay) - lr * update
+    return param, betas[1] * exp_avg + (1 - betas[1]) * gradient
