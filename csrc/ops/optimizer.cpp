@@ -106,10 +106,8 @@ double norm_of(const char* op, const CheckedTensors& gradients, double norm_type
 Tensor gradient_norm(const std::vector<Tensor>& gradients, double norm_type) {
   constexpr const char* op = "gradient_norm";
   const CheckedTensors checked(op, "gradients", gradients);
-  const double norm = norm_of(op, checked, norm_type);
-  const DType dtype = checked.wide() ? DType::kFloat64 : DType::kFloat32;
-  Tensor total = empty(nullptr, 0, dtype, checked.device());
-  write(total.mutable_data_ptr(), dtype, norm);
+  Tensor total = empty(nullptr, 0, DType::kFloat64, checked.device());
+  write(total.mutable_data_ptr(), DType::kFloat64, norm_of(op, checked, norm_type));
   return total;
 }
 

@@ -301,6 +301,9 @@ bool CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& grad
   }
   void* const data = param.mutable_data_ptr();
   const bool stayed = data == tensor.param;
+  require(stayed || !tensor.param || !tensor.master, op_,
+          ": params must lie where they did while they have a master, got others in number ",
+          number);
   tensor.param = data;
   tensor.gradient = gradient.mutable_data_ptr();
   tensor.scalars = scalars_of(tensor.group, *tensor.step);

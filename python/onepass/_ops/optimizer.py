@@ -34,7 +34,7 @@ def clip_grad_norm(
 
 @logged
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """0-dim tensor, the 2-norm of all gradients: float32, or float64 if one of them is."""
+    """0-dim float64 tensor, the 2-norm of all gradients together."""
     return _gradient_norm(gradients, 2.0)
 
 
@@ -61,21 +61,18 @@ def optimizer_step(
     _optimizer_step(algorithm, table.number, gradients, hyper, **options)
 
 
-def _common_dtype(gradients, otherwise):
-    dtypes = {gradient.dtype for gradient in gradients}
-    if torch.float64 in dtypes:
-        return torch.float64
-    return otherwise or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
-
-
 @torch.library.register_fake("onepass::clip_grad_norm")
 def _(gradients, max_norm, norm_type, error_if_nonfinite):
-    return gradients[0].new_empty((), dtype=_common_dtype(gradients, None))
+    dtypes = {gradient.dtype for gradient in gradients}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    if torch.float64 in dtypes:
+        dtype = torch.float64
+    return gradients[0].new_empty((), dtype=dtype)
 
 
 @torch.library.register_fake("onepass::gradient_norm")
 def _(gradients, norm_type=2.0):
-    return gradients[0].new_empty((), dtype=_common_dtype(gradients, torch.float32))
+    return gradients[0].new_empty((), dtype=torch.float64)
 
 
 @torch.library.register_fake("onepass::optimizer_table")

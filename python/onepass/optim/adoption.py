@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from onepass.optim import codes
+from onepass.optim import codes, masters
 from onepass.optim.flat_state import SCALE, Places, Request, local
 
 if TYPE_CHECKING:
     from onepass.optim.optimizer import FlatOptimizer
-
-MASTER_KEYS = {"fp32": ("master", torch.float32), "remainder16": ("remainder", torch.int16)}
 
 
 class Wrapped:
@@ -136,48 +134,21 @@ class Adoption:
 
     def _master(self, result: dict, param: Tensor, entry: dict) -> None:
         wanted = self._optimizer.master
-        if param.dtype.itemsize != 2 or wanted not in MASTER_KEYS:
+        if param.dtype.itemsize != 2 or wanted not in masters.KEYS:
             return
         here = local(param).detach()
         if entry.get("master") is not None:
             master = local(entry["master"]).to(here.device)
         elif entry.get("remainder") is not None:
-            master = join(here, local(entry["remainder"]).to(here.device))
+            master = masters.join(here, local(entry["remainder"]).to(here.device))
         else:
             master = here.float()
         if wanted == "fp32":
             self._request(result, param, "master", torch.float32, lambda t: t.copy_(master))
         else:
-            self._request(result, param, "remainder", torch.int16, lambda t: t.copy_(low(master)))
-
-
-def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master of a bfloat16 parameter and its remainder."""
-    return ((param.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
-
-
-def low(master: Tensor) -> Tensor:
-    """The remainder of a float32 master: its low 16 bits, negative where rounding went up."""
-    bits = master.float().view(torch.int32) & 0xFFFF
-    return torch.where(bits >= 0x8000, bits - 0x10000, bits).to(torch.int16)
-
-
-def is_rounded(param: Tensor, master: Tensor) -> bool:
-    """Whether the parameter is its master rounded to nearest, however ties went."""
-    nearest = master.to(param.dtype)
-    distance = (nearest.double() - master.double()).abs()
-    return bool(
-        ((param == nearest) | ((param.double() - master.double()).abs() <= distance)).all()
-        or torch.equal(param.isnan(), master.isnan())
-        and ((param == nearest) | param.isnan()).all()
-    )
-
-
-def reseed(param: Tensor, entry: dict) -> None:
-    if "master" in entry:
-        local(entry["master"]).copy_(local(param))
-    else:
-        local(entry["remainder"]).zero_()
+            self._request(
+                result, param, "remainder", torch.int16, lambda t: t.copy_(masters.low(master))
+            )
 
 
 def is_signed(moment: str) -> bool:

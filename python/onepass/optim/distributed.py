@@ -43,10 +43,10 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         kinds.setdefault(key, []).append(gradient._local_tensor)
     squares = []
     for key, members in kinds.items():
-        square = _ops.gradient_norm(members).double().square()
+        square = _ops.gradient_norm(members).square()
         if key:
             mesh, sharded = key
             for dimension in sharded:
                 torch.distributed.all_reduce(square, group=mesh.get_group(dimension))
         squares.append(square)
-    return torch.stack(squares).sum().sqrt().float()
+    return torch.stack(squares).sum().sqrt()

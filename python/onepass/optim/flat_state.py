@@ -174,6 +174,8 @@ class Table:
     layout: Tensor  # (parameters, columns) int64
     buffers: list[Tensor]
     masters: list[tuple[Tensor, dict]]  # parameters with a master, and their entries
+    master_params: list[Tensor]
+    are_sharded: bool
     local_params: list[Tensor] = field(default_factory=list)  # where there are DTensors
     versions: list[int] = field(default_factory=list)  # of the parameters with a master
     pointers: list[int] = field(default_factory=list)

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from onepass._ops import optimizer as _ops
 from onepass._ops.dispatch_log import say
-from onepass.optim import codes
-from onepass.optim.adoption import (
-    MASTER_KEYS,
-    Adoption,
-    is_rounded,
-    is_signed,
-    join,
-    like,
-    reseed,
-    wrap_tensors,
-)
+from onepass.optim import codes, masters
+from onepass.optim.adoption import Adoption, is_signed, like, wrap_tensors
 from onepass.optim.checks import check_dtype, refuse_shared_memory, refuse_sparse
 from onepass.optim.distributed import broadcast_int, total_norm
 from onepass.optim.flat_state import (
     SCALE,
-    DTensor,
     Places,
     Request,
     Table,
@@ -182,8 +172,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 expected[key + SCALE] = torch.float32
             else:
                 expected[key] = dtype
-        if param.dtype.itemsize == 2 and self.master in MASTER_KEYS:
-            key, dtype = MASTER_KEYS[self.master]
+        if param.dtype.itemsize == 2 and self.master in masters.KEYS:
+            key, dtype = masters.KEYS[self.master]
             expected[key] = dtype
         return expected
 
@@ -256,33 +246,32 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not gradients:
             self.grad_norm = None if self.max_grad_norm is None else torch.zeros(())
             return
-        local_params, local_gradients, are_sharded = params, gradients, False
-        if DTensor is not None and any(isinstance(p, DTensor) for p in params):
-            are_sharded = True
+        table = self._table
+        is_known = table is not None and _are_same(all_params, table.params)
+        are_sharded = table.are_sharded if is_known else any(local(p) is not p for p in all_params)
+        local_params, local_gradients = params, gradients
+        if are_sharded:
             local_params = [local(p) for p in params]
             local_gradients = [local(g) for g in gradients]
         if not self._measure_norm(gradients if are_sharded else local_gradients, are_sharded):
             return
-        table = self._table
-        if table is None or not self._is_current(table, all_params, numbers):
+        if not is_known or not self._is_current(table, numbers):
             table = self._table = self._make_table(all_params, numbers, gradients)
         if table.masters:
-            self._reseed_masters(table)
-        if are_sharded and not (
-            len(local_params) == len(table.local_params)
-            and all(map(operator.is_, local_params, table.local_params))
-        ):
+            masters.reseed_changed(table)
+        if are_sharded and not _are_same(local_params, table.local_params):
             table.step_tables.clear()
             table.local_params = local_params
         try:
             self._call(table.step_table(numbers, local_params), local_gradients)
         except RuntimeError as error:
             table.step_tables.clear()
+            masters.reseed_moved(table)
             self._call_with_copies(table, numbers, local_params, local_gradients, error)
         # Who saved a parameter for a backward must be told that it changed.
         torch.autograd.graph.increment_version(params)
         if table.masters:
-            table.versions = [p._version for p, _ in table.masters]
+            table.versions = [p._version for p in table.master_params]
 
     def _measure_norm(self, gradients: list[Tensor], are_sharded: bool) -> bool:
         """Sets grad_norm where that is asked for. False: the step must not be made."""
@@ -301,7 +290,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 refuse_sparse(type(self).__name__, gradients)
                 self._norm = _ops.gradient_norm([g.contiguous() for g in gradients])
         grad_scale = getattr(self, "grad_scale", None)
-        self.grad_norm = self._norm if grad_scale is None else self._norm / grad_scale
+        norm = self._norm if grad_scale is None else self._norm / grad_scale
+        self.grad_norm = norm.float()
         return bool(self.grad_norm.isfinite())
 
     def _call(self, table: _ops.StepTable, gradients: list[Tensor]) -> None:
@@ -370,13 +360,10 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     # ---- the table -------------------------------------------------------------------------------
 
-    def _is_current(self, table: Table, params: list[Tensor], numbers: tuple[int, ...]) -> bool:
-        """Whether these are the parameters, settings and states that the table was made for."""
+    def _is_current(self, table: Table, numbers: tuple[int, ...]) -> bool:
+        """Whether these are the settings and states that the table was made for."""
         return (
-            len(params) == len(table.params)
-            and all(map(operator.is_, params, table.params))
-            and len(self.state) == len(table.entries)
-            and all(map(operator.is_, self.state.values(), table.entries))
+            _are_same(self.state.values(), table.entries)
             and self._has_values(table)
             and (table.all_have_state or all(map(table.has_state.__getitem__, numbers)))
             and table.kinds == [self._moment_keys(group) for group in self.param_groups]
@@ -385,7 +372,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _has_values(table: Table) -> bool:
         values = list(itertools.chain.from_iterable(map(dict.values, table.entries)))
-        return len(values) == len(table.values) and all(map(operator.is_, values, table.values))
+        return _are_same(values, table.values)
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
@@ -396,7 +383,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         for param, entry in self.state.items():
             if isinstance(entry, dict) and ("master" in entry or "remainder" in entry):
-                reseed(param, entry)
+                masters.reseed(param, entry)
 
     def _make_table(
         self, params: list[Tensor], numbers: tuple[int, ...], gradients: list[Tensor]
@@ -415,7 +402,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         group_numbers = [n for n, g in enumerate(self.param_groups) for _ in g["params"]]
         with_grad = set(numbers)
         has_state: list[bool] = []
-        masters: list[tuple[Tensor, dict]] = []
+        with_master: list[tuple[Tensor, dict]] = []
         for number, (param, group) in enumerate(zip(params, groups, strict=True)):
             entry = self.state.get(param) or {}
             step = entry.get("step") if self._shows_step(param) else self._hidden_steps.get(param)
@@ -435,7 +422,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 master,
             )
             if master is not None:
-                masters.append((param, entry))
+                with_master.append((param, entry))
         entries = list(self.state.values())
         values = list(itertools.chain.from_iterable(map(dict.values, entries)))
         self._places.keep_only(
@@ -445,7 +432,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 if isinstance(v, Tensor)
             ]
         )
-        return Table(
+        table = Table(
             params=params,
             entries=entries,
             values=values,
@@ -454,8 +441,12 @@ class FlatOptimizer(torch.optim.Optimizer):
             kinds=[self._moment_keys(group) for group in self.param_groups],
             layout=writer.layout(),
             buffers=writer.buffers,
-            masters=masters,
+            masters=with_master,
+            master_params=[p for p, _ in with_master],
+            are_sharded=any(local(p) is not p for p in params),
         )
+        masters.follow(table, self._table)
+        return table
 
     def _check_entry(self, number: int, param: Tensor, entry: dict, keys: Sequence[str]) -> None:
         """Every state must lie like its parameter; one that someone replaced may not."""
@@ -476,24 +467,6 @@ class FlatOptimizer(torch.optim.Optimizer):
                 (made,) = self._places.make([Request(param, key, tensor.dtype)])
                 local(made).copy_(tensor)
                 entry[key] = made
-
-    # ---- masters ---------------------------------------------------------------------------------
-
-    def _reseed_masters(self, table: Table) -> None:
-        """A parameter that someone else changed becomes its own master."""
-        versions = [p._version for p, _ in table.masters]
-        pointers = [local(p).data_ptr() for p, _ in table.masters]
-        if not table.versions:  # just made: the parameters may have been loaded before or after
-            for param, entry in table.masters:
-                if "master" in entry and not is_rounded(local(param), local(entry["master"])):
-                    reseed(param, entry)
-        elif versions != table.versions or pointers != table.pointers:
-            before = zip(table.versions, table.pointers, strict=True)
-            now = zip(versions, pointers, strict=True)
-            for (param, entry), was, is_now in zip(table.masters, before, now, strict=True):
-                if was != is_now:
-                    reseed(param, entry)
-        table.pointers = pointers
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
@@ -528,7 +501,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if remainder is None or local(remainder) is remainder:
             return entry
         shown = dict(entry)
-        shown["master"] = like(param, join(local(param).detach(), local(remainder)))
+        shown["master"] = like(param, masters.join(local(param).detach(), local(remainder)))
         del shown["remainder"]
         return shown
 
@@ -586,6 +559,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._reset()
         self._places = places
         self.state = state
+
+
+def _are_same(ones: Collection, others: Collection) -> bool:
+    """Whether two collections hold the same objects."""
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
 _OPTIONS = ("master", "state_dtype", "max_grad_norm", "zero_grads")
