@@ -230,8 +230,8 @@ def test_a_step_by_hand():
     assert torch.equal(gradient, torch.full((5,), 2.0))
     adam_step(table, [gradient], zero_gradients=True)
     assert states[0] == 2 and not gradient.any()
-    release_table(table)
-    release_table(table)  # once more is no error
+    release_table(states[0], table)
+    release_table(states[0], table)  # once more is no error
     with pytest.raises(RuntimeError, match="table must be one that was made and not released"):
         adam_step(table, [gradient])
 

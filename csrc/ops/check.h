@@ -89,6 +89,18 @@ class CheckedAgainst {
   DType first_dtype_;
 };
 
+// Of tensors in a list, where torch has chosen the kernel by one of them; on the CPU it would have
+// chosen another for any that is elsewhere.
+inline void require_device(const char* op, const char* name, const Tensor& tensor,
+                           const Device& device) {
+#ifdef ONEPASS_CUDA
+  const Device here = info_of(tensor).device;
+  require(here == device, op, ": ", name, " must be on one device, ", device, ", got ", here);
+#else
+  (void)op, (void)name, (void)tensor, (void)device;
+#endif
+}
+
 inline void require_probability(const char* op, const char* name, double p) {
   require(p >= 0.0 && p <= 1.0, op, ": ", name, " must lie between 0 and 1, got ", p);
 }

@@ -10,8 +10,6 @@
 #include "ops/optimizer_table.h"
 #include "ops/runtime.h"
 
-#ifndef ONEPASS_CUDA
-
 namespace onepass {
 namespace {
 
@@ -26,6 +24,7 @@ class CheckedTensors {
                   .device;  // of all: torch chose the kernel by it, and has none for an empty list
     for (const Tensor& tensor : tensors) {
       const FlatInfo info = flat_info_of(tensor);
+      require_device(op, name, tensor, device_);
       if (!info.contiguous) require_dense(op, name, info_of(tensor));
       const DType dtype = require_dtype(op, name, info.scalar_type);
       wide_ = wide_ || dtype == DType::kFloat64;
@@ -60,6 +59,34 @@ class CheckedTensors {
   bool mixed_ = false;
 };
 
+void require_norm_type(const char* op, double norm_type) {
+  require(norm_type == 1.0 || norm_type == 2.0 || norm_type == INFINITY, op,
+          ": norm_type must be 1, 2 or inf, got ", norm_type);
+}
+
+// Starts the computation of the norm of all gradients together: float64 on their device.
+Tensor norm_of(const char* op, const CheckedTensors& gradients, double norm_type) {
+  require_norm_type(op, norm_type);
+  Tensor norm = empty(nullptr, 0, DType::kFloat64, gradients.device());
+  GradientNorm args{};
+  args.gradients = gradients.flat();
+  args.order = norm_type;
+  args.wide = gradients.wide();
+  args.norm = static_cast<double*>(norm.mutable_data_ptr());
+  run_operator(backend().optimizer.norm, args, gradients.device(),
+               [&]() -> Dispatch { return {.op = op, .arguments = gradients.text()}; });
+  return norm;
+}
+
+Tensor gradient_norm(const std::vector<Tensor>& gradients, double norm_type) {
+  constexpr const char* op = "gradient_norm";
+  return norm_of(op, CheckedTensors(op, "gradients", gradients), norm_type);
+}
+
+constexpr const char* kClip = "clip_grad_norm_";
+
+#ifndef ONEPASS_CUDA
+
 void write(void* target, DType dtype, double value) {
   const float rounded = static_cast<float>(value);
   switch (dtype) {
@@ -93,30 +120,12 @@ double read_scalar(const char* op, const char* name, const Tensor& tensor) {
   }
 }
 
-double norm_of(const char* op, const CheckedTensors& gradients, double norm_type) {
-  require(norm_type == 1.0 || norm_type == 2.0 || norm_type == INFINITY, op,
-          ": norm_type must be 1, 2 or inf, got ", norm_type);
-  double norm = 0.0;
-  run_operator(backend().optimizer.norm, {gradients.flat(), norm_type, gradients.wide(), &norm},
-               gradients.device(),
-               [&]() -> Dispatch { return {.op = op, .arguments = gradients.text()}; });
-  return norm;
-}
-
-Tensor gradient_norm(const std::vector<Tensor>& gradients, double norm_type) {
-  constexpr const char* op = "gradient_norm";
-  const CheckedTensors checked(op, "gradients", gradients);
-  Tensor total = empty(nullptr, 0, DType::kFloat64, checked.device());
-  write(total.mutable_data_ptr(), DType::kFloat64, norm_of(op, checked, norm_type));
-  return total;
-}
-
 // The norm of all gradients together; then they are scaled to max_norm, if it is larger.
 Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, double norm_type,
                       bool error_if_nonfinite) {
-  constexpr const char* op = "clip_grad_norm_";
-  const CheckedTensors checked(op, "gradients", gradients);
-  const double norm = norm_of(op, checked, norm_type);
+  const CheckedTensors checked(kClip, "gradients", gradients);
+  const Tensor total = norm_of(kClip, checked, norm_type);
+  const double norm = *static_cast<const double*>(total.const_data_ptr());
   if (error_if_nonfinite && !std::isfinite(norm)) {
     // torch's own words.
     std::ostringstream text;
@@ -128,14 +137,46 @@ Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, dou
   }
   const double factor = clip_factor(max_norm, norm);
   if (factor != 1.0) {
-    run_operator(backend().optimizer.scale, {checked.flat(), factor}, checked.device(),
-                 [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; });
+    ScaleGradients args{};
+    args.gradients = checked.flat();
+    args.factor = factor;
+    run_operator(backend().optimizer.scale, args, checked.device(),
+                 [&]() -> Dispatch { return {.op = kClip, .arguments = checked.text()}; });
   }
   const DType dtype = checked.common_dtype();
-  Tensor total = empty(nullptr, 0, dtype, checked.device());
-  write(total.mutable_data_ptr(), dtype, norm);
-  return total;
+  Tensor rounded = empty(nullptr, 0, dtype, checked.device());
+  write(rounded.mutable_data_ptr(), dtype, norm);
+  return rounded;
 }
+
+#else  // CUDA: the host waits for nothing
+
+// error_if_nonfinite is Python's to see to, which has to wait for the norm.
+Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, double norm_type,
+                      bool) {
+  const CheckedTensors checked(kClip, "gradients", gradients);
+  require_norm_type(kClip, norm_type);
+  const DType dtype = checked.common_dtype();
+  const Tensor norm = empty(nullptr, 0, DType::kFloat64, checked.device());
+  Tensor rounded = empty(nullptr, 0, dtype, checked.device());
+  const auto describe = [&]() -> Dispatch { return {.op = kClip, .arguments = checked.text()}; };
+  GradientNorm measure{};
+  measure.gradients = checked.flat();
+  measure.order = norm_type;
+  measure.wide = checked.wide();
+  measure.norm = static_cast<double*>(norm.mutable_data_ptr());
+  measure.total = rounded.mutable_data_ptr();
+  measure.total_dtype = dtype;
+  run_operator(backend().optimizer.norm, measure, checked.device(), describe);
+  ScaleGradients scale{};
+  scale.gradients = checked.flat();
+  scale.norm = measure.norm;
+  scale.max_norm = max_norm;
+  run_operator(backend().optimizer.scale, scale, checked.device(), describe);
+  return rounded;
+}
+
+#endif
 
 // A step of all parameters of a table, unless `norm` is not finite or `found_inf` is not zero; then
 // nothing changes. The gradients are divided by grad_scale and scaled to max_norm on their way.
@@ -143,50 +184,46 @@ void optimizer_step(int64_t algorithm, int64_t table, const std::vector<Tensor>&
                     const Tensor& hyper, int64_t seed, bool stochastic_params,
                     bool stochastic_moments, bool zero_gradients, std::optional<double> max_norm,
                     const std::optional<Tensor>& norm, const std::optional<Tensor>& grad_scale,
-                    const std::optional<Tensor>& found_inf) {
+                    const std::optional<Tensor>& found_inf,
+                    const std::optional<Tensor>& device_hyper) {
   constexpr const char* op = "optimizer_step";
   require(algorithm >= 0 && algorithm <= static_cast<int64_t>(Algorithm::kLion), op,
           ": algorithm must be 0 (Adam), 1 (SGD) or 2 (Lion), got ", algorithm);
   CheckedStep checked(op, static_cast<Algorithm>(algorithm), table, gradients, hyper,
                       {stochastic_params, stochastic_moments}, zero_gradients);
-  double factor = grad_scale ? 1.0 / read_scalar(op, "grad_scale", *grad_scale) : 1.0;
-  if (found_inf && read_scalar(op, "found_inf", *found_inf) != 0.0) return;
-  if (norm) {
-    const double unscaled = read_scalar(op, "norm", *norm) * factor;
-    if (!std::isfinite(unscaled)) return;
-    if (max_norm) factor *= clip_factor(*max_norm, unscaled);
-  }
-  run_operator(backend().optimizer.step, checked.args(factor, seed), checked.device(),
+  const std::optional<OptimizerStep> args =
+      checked.args(seed, max_norm, {norm, grad_scale, found_inf, device_hyper});
+  if (!args) return;
+  run_operator(backend().optimizer.step, *args, checked.device(),
                [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; });
   checked.count_the_step();
 }
 
 }  // namespace
 
+#ifndef ONEPASS_CUDA
 STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
   m.def(
       "clip_grad_norm(Tensor(a!)[] gradients, float max_norm, float norm_type, bool "
       "error_if_nonfinite) -> Tensor");
   m.def("gradient_norm(Tensor[] gradients, float norm_type=2.0) -> Tensor");
   m.def("optimizer_table(Tensor(a!)[] params, Tensor(b!)[] states, Tensor layout) -> SymInt");
-  m.def("optimizer_table_release(SymInt table) -> ()");
+  m.def("optimizer_table_release(Tensor state, SymInt table) -> ()");
   m.def(
       "optimizer_step(SymInt algorithm, SymInt table, Tensor(a!)[] gradients, Tensor hyper, *, "
       "SymInt seed=0, bool stochastic_params=False, bool stochastic_moments=False, bool "
       "zero_gradients=False, float? max_norm=None, Tensor? norm=None, Tensor? grad_scale=None, "
-      "Tensor? found_inf=None) -> ()");
+      "Tensor? found_inf=None, Tensor? device_hyper=None) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
+#else
+STABLE_TORCH_LIBRARY_IMPL(onepass, CUDA, m) {
+#endif
   m.impl("clip_grad_norm", TORCH_BOX(&clip_grad_norm));
   m.impl("gradient_norm", TORCH_BOX(&gradient_norm));
   m.impl("optimizer_table", TORCH_BOX(&optimizer_table));
+  m.impl("optimizer_table_release", TORCH_BOX(&optimizer_table_release));
   m.impl("optimizer_step", TORCH_BOX(&optimizer_step));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(onepass, CompositeExplicitAutograd, m) {
-  m.impl("optimizer_table_release", TORCH_BOX(&optimizer_table_release));
-}
-
 }  // namespace onepass
-
-#endif  // ONEPASS_CUDA

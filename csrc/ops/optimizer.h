@@ -36,12 +36,21 @@ struct GradientNorm {
   double order;
   bool wide;     // sums in float64 throughout: a float64 tensor is among them
   double* norm;  // () in the gradients' memory
+
+  // CUDA, where the host does not wait for it: the norm once more, rounded as torch returns it.
+  void* total = nullptr;  // () or null
+  DType total_dtype = DType::kFloat32;
 };
 
 // g = g * factor, rounded once.
 struct ScaleGradients {
   FlatTensors gradients;
   double factor;
+
+  // CUDA, where the host does not wait for a norm: if it is given, the factor is clip_factor of it,
+  // and nothing is written where that is 1.
+  const double* norm = nullptr;  // () or null
+  double max_norm = 0.0;
 };
 
 // ---- the step -----------------------------------------------------------------------------------
@@ -178,10 +187,11 @@ struct OptimizerStep {
   // CUDA: in device memory, since the host does not wait for them. The kernel skips the step where
   // found_inf is not zero or norm / grad_scale is not finite, and counts it where it is made.
   const double* hyper;      // (groups, kHyperColumns)
-  const double* norm;       // () or null
+  const void* norm;         // () of norm_dtype, or null
   const float* grad_scale;  // () or null
   const float* found_inf;   // () or null
   double max_norm;          // infinity: gradients are not clipped
+  DType norm_dtype;
 };
 
 struct OptimizerBackend {

@@ -102,7 +102,11 @@ void add_master(StepTensor& tensor, const std::vector<StateBuffer>& buffers, con
 struct Tables {
   std::mutex mutex;
   std::unordered_map<int64_t, std::shared_ptr<StepTable>> by_number;
+#ifndef ONEPASS_CUDA
   int64_t next = 1;
+#else
+  int64_t next = int64_t{1} << 32;  // apart from those of the CPU's library
+#endif
 };
 Tables& tables() {
   static Tables* const all = new Tables;
@@ -180,9 +184,11 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
           static_cast<int64_t>(kLayoutColumns), "), got ", shape_of(table), " of ",
           TypeName{table.scalar_type});
   const int64_t* row = static_cast<const int64_t*>(layout.const_data_ptr());
+  if (count > 0) device = info_of(params.front()).device;
   std::vector<StateBuffer> buffers;
   buffers.reserve(states.size());
   for (const Tensor& state : states) {
+    require_device(kTableOp, "states", state, device);
     const FlatInfo info = flat_info_of(state);
     if (!info.contiguous) require_dense(kTableOp, "states", info_of(state));
     buffers.push_back({static_cast<char*>(state.mutable_data_ptr()), info.numel, info.scalar_type,
@@ -192,8 +198,8 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
   tensors.reserve(params.size());
   first_piece.reserve(params.size() + 1);
   int64_t pieces = 0;
-  if (count > 0) device = info_of(params.front()).device;
   for (const Tensor& param : params) {
+    require_device(kTableOp, "params", param, device);
     const FlatInfo info = flat_info_of(param);
     if (!info.contiguous) require_dense(kTableOp, "params", info_of(param));
     StepTensor tensor{};
@@ -228,7 +234,7 @@ int64_t optimizer_table(const std::vector<Tensor>& params, const std::vector<Ten
   return all.next++;
 }
 
-void optimizer_table_release(int64_t table) {
+void optimizer_table_release(const Tensor&, int64_t table) {
   Tables& all = tables();
   std::shared_ptr<StepTable> last;  // destroyed after the lock
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -284,6 +290,7 @@ bool CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& grad
           " elements of ", TypeName{before.scalar_type}, ", got ", now.numel, " of ",
           TypeName{now.scalar_type});
   const FlatInfo info = flat_info_of(gradient);
+  require_device(op_, "gradients", gradient, table_->device);
   require(info.numel == tensor.numel, op_, ": gradients must have their parameter's ", tensor.numel,
           " elements, got ", info.numel);
   if (!(now.contiguous && info.contiguous)) {
@@ -306,7 +313,9 @@ bool CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& grad
           number);
   tensor.param = data;
   tensor.gradient = gradient.mutable_data_ptr();
+#ifndef ONEPASS_CUDA
   tensor.scalars = scalars_of(tensor.group, *tensor.step);
+#endif
   const int wanted = moments_of(algorithm_, hyper_of(hyper_ + tensor.group * kHyperColumns));
   require(wanted == 0 || tensor.moments[wanted - 1], op_, ": states must hold ", wanted,
           " moments for these settings, got fewer");
@@ -333,20 +342,101 @@ int32_t CheckedStep::scalars_of(int32_t group, float steps) {
   return static_cast<int32_t>(scalars_.size()) - 1;
 }
 
-OptimizerStep CheckedStep::args(double gradient_factor, int64_t seed) const {
+#ifndef ONEPASS_CUDA
+
+namespace {
+
+double read_number(const char* op, const char* name, const Tensor& tensor) {
+  const FlatInfo info = flat_info_of(tensor);
+  require(info.numel == 1, op, ": ", name, " must have one element, got ", info.numel);
+  const void* const data = tensor.const_data_ptr();
+  switch (require_dtype(op, name, info.scalar_type)) {
+    case DType::kFloat64:
+      return *static_cast<const double*>(data);
+    case DType::kFloat32:
+      return *static_cast<const float*>(data);
+    case DType::kBFloat16:
+      return widen(*static_cast<const BFloat16*>(data));
+    default:
+      return widen(*static_cast<const Float16*>(data));
+  }
+}
+
+}  // namespace
+
+std::optional<OptimizerStep> CheckedStep::args(int64_t seed, std::optional<double> max_norm,
+                                               const StepNumbers& numbers) const {
+  double factor =
+      numbers.grad_scale ? 1.0 / read_number(op_, "grad_scale", *numbers.grad_scale) : 1.0;
+  const bool found_inf =
+      numbers.found_inf && read_number(op_, "found_inf", *numbers.found_inf) != 0.0;
+  if (numbers.norm) {
+    const double unscaled = read_number(op_, "norm", *numbers.norm) * factor;
+    if (!std::isfinite(unscaled)) return std::nullopt;
+    if (max_norm) factor *= clip_factor(*max_norm, unscaled);
+  }
+  if (found_inf) return std::nullopt;
+  OptimizerStep args = common_args(seed);
+  args.scalars = scalars_.data();
+  args.gradient_factor = factor;
+  return args;
+}
+
+void CheckedStep::count_the_step() const {
+  for (const StepTensor& tensor : table_->tensors) *tensor.step += 1.0f;
+}
+
+#else
+
+namespace {
+
+const void* number_on(const char* op, const char* name, const std::optional<Tensor>& tensor,
+                      DType dtype, const Device& device) {
+  if (!tensor) return nullptr;
+  const TensorInfo info = info_of(*tensor);
+  require(flat_info_of(*tensor).numel == 1 && dtype_of(info.scalar_type) == dtype &&
+              info.device == device,
+          op, ": ", name, " must be one ", name_of(dtype), " on ", device, ", got ", shape_of(info),
+          " of ", TypeName{info.scalar_type}, " on ", info.device);
+  return tensor->const_data_ptr();
+}
+
+}  // namespace
+
+std::optional<OptimizerStep> CheckedStep::args(int64_t seed, std::optional<double> max_norm,
+                                               const StepNumbers& numbers) const {
+  OptimizerStep args = common_args(seed);
+  const Device& device = table_->device;
+  args.norm = number_on(op_, "norm", numbers.norm, DType::kFloat64, device);
+  args.norm_dtype = DType::kFloat64;
+  args.grad_scale = static_cast<const float*>(
+      number_on(op_, "grad_scale", numbers.grad_scale, DType::kFloat32, device));
+  args.found_inf = static_cast<const float*>(
+      number_on(op_, "found_inf", numbers.found_inf, DType::kFloat32, device));
+  args.max_norm = max_norm.value_or(INFINITY);
+  require(numbers.hyper.has_value(), op_, ": device_hyper must be given on CUDA, got none");
+  const TensorInfo info = info_of(*numbers.hyper);
+  require(dtype_of(info.scalar_type) == DType::kFloat64 && info.dims == 2 &&
+              info.sizes[0] >= table_->groups && info.sizes[1] == kHyperColumns &&
+              numbers.hyper->is_contiguous() && info.device == device,
+          op_, ": device_hyper must be hyper on ", device, ", got ", shape_of(info), " of ",
+          TypeName{info.scalar_type}, " on ", info.device);
+  args.hyper = static_cast<const double*>(numbers.hyper->const_data_ptr());
+  return args;
+}
+
+void CheckedStep::count_the_step() const {}  // the kernel does, where the step was made
+
+#endif
+
+OptimizerStep CheckedStep::common_args(int64_t seed) const {
   OptimizerStep args{};
   args.list = {table_->tensors.data(), table_->first_piece.data(),
                static_cast<int64_t>(table_->tensors.size())};
   args.algorithm = algorithm_;
   args.zero_gradients = zero_gradients_;
   args.seed = seed;
-  args.scalars = scalars_.data();
-  args.gradient_factor = gradient_factor;
   return args;
-}
-
-void CheckedStep::count_the_step() const {
-  for (const StepTensor& tensor : table_->tensors) *tensor.step += 1.0f;
 }
 
 std::string CheckedStep::text() const {

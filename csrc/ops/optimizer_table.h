@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -66,11 +67,20 @@ struct StepTable {
 // wrong number is an error and nothing worse.
 int64_t optimizer_table(const std::vector<Tensor>& params, const std::vector<Tensor>& states,
                         const Tensor& layout);
-void optimizer_table_release(int64_t table);
+void optimizer_table_release(const Tensor& state, int64_t table);  // any state of it
 
 struct StochasticRounding {
   bool params;   // without a master
   bool moments;  // second ones in bfloat16
+};
+
+// What a step may find beside its tables: numbers on the parameters' device, () each, and the
+// settings there.
+struct StepNumbers {
+  const std::optional<Tensor>& norm;
+  const std::optional<Tensor>& grad_scale;
+  const std::optional<Tensor>& found_inf;
+  const std::optional<Tensor>& hyper;  // CUDA
 };
 
 // A table with the gradients and settings of one step.
@@ -80,7 +90,9 @@ class CheckedStep {
               const std::vector<Tensor>& gradients, const Tensor& hyper,
               StochasticRounding rounding, bool zero_gradients);
 
-  OptimizerStep args(double gradient_factor, int64_t seed) const;
+  // Nothing on the CPU where the step must not be made.
+  std::optional<OptimizerStep> args(int64_t seed, std::optional<double> max_norm,
+                                    const StepNumbers& numbers) const;
   const Device& device() const { return table_->device; }
   void count_the_step() const;
   std::string text() const;
@@ -94,6 +106,7 @@ class CheckedStep {
   // Returns whether the parameter lies where it did.
   bool complete(StepTensor& tensor, size_t number, const Tensor& gradient);
   int32_t scalars_of(int32_t group, float steps);
+  OptimizerStep common_args(int64_t seed) const;
 
   const char* op_;
   Algorithm algorithm_;

@@ -49,7 +49,8 @@ class StepTable:
 
     def __init__(self, params: list[Tensor], states: list[Tensor], layout: Tensor):
         self.number = _optimizer_table(params, states, layout)
-        release = weakref.finalize(self, _optimizer_table_release, self.number)
+        state = states[0].new_empty(0)  # says on which device
+        release = weakref.finalize(self, _optimizer_table_release, state, self.number)
         release.atexit = False  # memory ends with the process
 
 
@@ -78,6 +79,11 @@ def _(gradients, norm_type=2.0):
 @torch.library.register_fake("onepass::optimizer_table")
 def _(params, states, layout):
     return torch.library.get_ctx().new_dynamic_size()
+
+
+@torch.library.register_fake("onepass::optimizer_table_release")
+def _(state, table):
+    return None
 
 
 @torch.library.register_fake("onepass::optimizer_step")

@@ -1,4 +1,4 @@
-"""torch.optim's optimizers in one pass over memory, and clipping. On the CPU so far."""
+"""torch.optim's optimizers in one pass over memory, and clipping."""
 
 from onepass.optim.adam import Adam, AdamW
 from onepass.optim.clip import clip_grad_norm_

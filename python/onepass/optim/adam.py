@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass._ops.optimizer import ADAM
-from onepass.optim.optimizer import FlatOptimizer
+from onepass.optim.optimizer import FlatOptimizer, number_of
 from onepass.optim.options import OPTIONS_DOC
 
 
@@ -21,7 +21,7 @@ class _Adam(FlatOptimizer):
     def _hyper(self, group: dict) -> tuple[float, ...]:
         beta1, beta2 = group["betas"]
         return (
-            float(group["lr"]),
+            number_of(group["lr"]),
             float(beta1),
             float(beta2),
             group["eps"],
@@ -41,14 +41,15 @@ class Adam(_Adam, torch.optim.Adam):
     The arguments up to `decoupled_weight_decay` are torch's. Parameters, gradients and states may
     differ in dtype (float32, bfloat16, float16; float64 throughout); the arithmetic is float32.
     ``state_dict`` has torch's keys, and either loads the other's. Results are the same, bit for
-    bit, for any number of threads. Parameters must be on the CPU so far.
+    bit, for any number of threads.
 
     Kingma, Ba: Adam: a method for stochastic optimization, ICLR 2015.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as torch's.
         foreach, fused: accepted; they choose between torch's implementations.
-        capturable: must be False on the CPU. differentiable: must be False.{OPTIONS_DOC}"""
+        capturable: for parameters on CUDA: a step can be captured in a graph.
+        differentiable: must be False.{OPTIONS_DOC}"""
 
     def __init__(
         self,
@@ -101,14 +102,15 @@ class AdamW(_Adam, torch.optim.AdamW):
     The arguments up to `fused` are torch's. Parameters, gradients and states may differ in dtype
     (float32, bfloat16, float16; float64 throughout); the arithmetic is float32. ``state_dict`` has
     torch's keys, and either loads the other's. Results are the same, bit for bit, for any number of
-    threads. Parameters must be on the CPU so far.
+    threads.
 
     Loshchilov, Hutter: Decoupled weight decay regularization, ICLR 2019.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as torch's.
         foreach, fused: accepted; they choose between torch's implementations.
-        capturable: must be False on the CPU. differentiable: must be False.{OPTIONS_DOC}"""
+        capturable: for parameters on CUDA: a step can be captured in a graph.
+        differentiable: must be False.{OPTIONS_DOC}"""
 
     def __init__(
         self,

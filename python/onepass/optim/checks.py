@@ -8,7 +8,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onepass._library import no_cuda
 from onepass.optim.flat_state import is_dense, local
+
+
+def check_device(name: str, params: Sequence[Tensor]) -> None:
+    """All parameters of a step lie on one device, for which there are kernels."""
+    device = local(params[0]).device
+    for param in params:
+        if local(param).device != device:
+            raise RuntimeError(
+                f"{name}: params must be on one device, got {device} and {local(param).device}"
+            )
+    obstacle = no_cuda() if device.type == "cuda" else ""
+    if device.type not in ("cpu", "cuda") or obstacle:
+        raise RuntimeError(
+            f"{name}: params must be on the CPU or a CUDA device, got {device}"
+            + (f": {obstacle}" if obstacle else "")
+        )
 
 
 def check_dtype(

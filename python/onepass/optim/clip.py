@@ -26,9 +26,9 @@ def clip_grad_norm_(
     ``max_norm / (norm + 1e-6)``. All tensors are read once in one parallel region, and written
     only if they have to be scaled. The norm is the same, bit for bit, for any number of threads.
 
-    Gradients that are not on the CPU, are sparse, complex or of a subclass of Tensor (a DTensor),
-    or have gaps between their elements, and norms of another order than 1, 2 or infinity, are left
-    to torch's own function.
+    Gradients that are on other devices than the CPU or CUDA, are sparse, complex or of a subclass
+    of Tensor (a DTensor), or have gaps between their elements, norms of another order than 1, 2 or
+    infinity, and error_if_nonfinite on CUDA, are left to torch's own function.
 
     Args:
         parameters: those whose ``.grad`` is clipped; others are skipped. A tensor or an iterable.
@@ -56,7 +56,9 @@ def clip_grad_norm_(
             )
     gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
     max_norm, norm_type = float(max_norm), float(norm_type)
-    if gradients and norm_type in _optimizer.NORM_TYPES:
+    # Whether to raise is known only when the norm is: torch waits for it.
+    waits = error_if_nonfinite and any(g.device.type != "cpu" for g in gradients)
+    if gradients and norm_type in _optimizer.NORM_TYPES and not waits:
         try:
             return _optimizer.clip_grad_norm(gradients, max_norm, norm_type, error_if_nonfinite)
         except RuntimeError as error:  # before anything was written

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass._ops.optimizer import LION
-from onepass.optim.optimizer import FlatOptimizer
+from onepass.optim.optimizer import FlatOptimizer, number_of
 from onepass.optim.options import OPTIONS_DOC
 
 
@@ -19,7 +19,7 @@ class Lion(FlatOptimizer):
 
     Parameters, gradients and the moment may differ in dtype (float32, bfloat16, float16; float64
     throughout); the arithmetic is float32. Results are the same, bit for bit, for any number of
-    threads. Parameters must be on the CPU so far.
+    threads.
 
     Chen et al.: Symbolic discovery of optimization algorithms, NeurIPS 2023. They advise a learning
     rate 3-10 times smaller, and a weight decay as many times larger, than AdamW's.
@@ -97,7 +97,7 @@ class Lion(FlatOptimizer):
     def _hyper(self, group: dict) -> tuple[float, ...]:
         beta1, beta2 = group["betas"]
         return (
-            float(group["lr"]),
+            number_of(group["lr"]),
             beta1,
             beta2,
             0.0,

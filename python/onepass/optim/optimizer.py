@@ -13,7 +13,7 @@ from onepass._ops import optimizer as _ops
 from onepass._ops.dispatch_log import say
 from onepass.optim import codes, masters
 from onepass.optim.adoption import Adoption, is_signed, like, wrap_tensors
-from onepass.optim.checks import check_dtype, refuse_shared_memory, refuse_sparse
+from onepass.optim.checks import check_device, check_dtype, refuse_shared_memory, refuse_sparse
 from onepass.optim.distributed import broadcast_int, total_norm
 from onepass.optim.flat_state import (
     SCALE,
@@ -90,7 +90,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._table: Table | None = None
         self._hidden_steps: dict[Tensor, Tensor] = {}
         self._hyper_rows: tuple[tuple[float, ...], ...] = ()
-        self._hyper_table: Tensor | None = None
+        self._hyper_table: tuple[Tensor, Tensor | None] | None = None
         self.grad_norm = None
         self._norm: Tensor | None = None  # as measured, of scaled gradients
 
@@ -128,15 +128,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _check_param(self, param: Tensor, group: dict) -> None:
         name = type(self).__name__
         if not param.is_floating_point():
-            raise RuntimeError(
-                f"{name}: params must be floating point tensors on the CPU, got {param.dtype}"
-            )
-        if param.device.type not in ("cpu", "meta"):
-            raise RuntimeError(
-                f"{name}: params must be on the CPU, the only device with kernels of this family "
-                f"so far, got {param.device}"
-            )
-        if group.get("capturable"):
+            raise RuntimeError(f"{name}: params must be floating point tensors, got {param.dtype}")
+        if group.get("capturable") and param.device.type == "cpu":
             raise RuntimeError(
                 f"{name}: capturable must be False for parameters on the CPU, got True"
             )
@@ -275,8 +268,9 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _measure_norm(self, gradients: list[Tensor], are_sharded: bool) -> bool:
         """Sets grad_norm where that is asked for. False: the step must not be made."""
+        on_cpu = gradients[0].device.type == "cpu"  # elsewhere the kernel decides, not the host
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf) != 0.0:
+        if on_cpu and found_inf is not None and float(found_inf) != 0.0:
             return False
         self._norm = None
         if self.max_grad_norm is None:
@@ -292,14 +286,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         grad_scale = getattr(self, "grad_scale", None)
         norm = self._norm if grad_scale is None else self._norm / grad_scale
         self.grad_norm = norm.float()
-        return bool(self.grad_norm.isfinite())
+        return not on_cpu or bool(self.grad_norm.isfinite())
 
     def _call(self, table: _ops.StepTable, gradients: list[Tensor]) -> None:
+        hyper, device_hyper = self._hyper_tables(gradients[0].device)
         _ops.optimizer_step(
             self._algorithm,
             table,
             gradients,
-            self._hyper_rows_as_table(),
+            hyper,
             seed=self.param_groups[0].get("seed", 0),
             stochastic_params=self.master == "stochastic",
             stochastic_moments=self.state_dtype is torch.bfloat16,
@@ -308,6 +303,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             norm=self._norm,
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
+            device_hyper=device_hyper,
         )
 
     def _call_with_copies(
@@ -351,12 +347,19 @@ class FlatOptimizer(torch.optim.Optimizer):
                 if copy is not gradient:
                     gradient.copy_(copy)  # zeros, or what they were if the step was not made
 
-    def _hyper_rows_as_table(self) -> Tensor:
+    def _hyper_tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """(settings of all groups, the same on `device` if that is not the CPU)."""
         rows = tuple([self._hyper(group) for group in self.param_groups])
-        if rows != self._hyper_rows or self._hyper_table is None:
-            self._hyper_rows = rows
-            self._hyper_table = torch.tensor(rows, dtype=torch.float64)
-        return self._hyper_table
+        held = self._hyper_table
+        if held is None or rows != self._hyper_rows or (held[1] is None) != (device.type == "cpu"):
+            table = torch.tensor(rows, dtype=torch.float64)
+            held = table, None if device.type == "cpu" else table.to(device)
+            self._hyper_rows, self._hyper_table = rows, held
+        if held[1] is not None:
+            for number, group in enumerate(self.param_groups):
+                if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu":
+                    held[1][number, 0].copy_(group["lr"].squeeze())  # without a word to the host
+        return held
 
     # ---- the table -------------------------------------------------------------------------------
 
@@ -391,11 +394,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         groups = [group for group in self.param_groups for _ in group["params"]]
         refuse_sparse(name, gradients)  # before any state is made
-        for number in numbers:
-            if params[number].device.type != "cpu":
-                raise RuntimeError(
-                    f"{name}: params must be on the CPU, got {params[number].device}"
-                )
+        check_device(name, [params[i] for i in numbers])
         refuse_shared_memory(name, "params", [params[i] for i in numbers])
         self._complete_states([params[i] for i in numbers], [groups[i] for i in numbers])
         writer = TableWriter(self._places)
@@ -474,16 +473,16 @@ class FlatOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """As torch's, with its keys; moments in 8 bits are shown in float32."""
         result = super().state_dict()
+        groups = [group for group in self.param_groups for _ in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for key, entry in result["state"].items():
-            if isinstance(entry, dict):
-                entry = self._shown(entry)
-                if isinstance(key, int):  # as torch numbers them
-                    entry = self._with_master(params[key], entry)
-                result["state"][key] = entry
+            if isinstance(entry, dict) and isinstance(key, int):  # as torch numbers parameters
+                entry = self._decoded(entry)
+                entry = self._with_master(params[key], entry)
+                result["state"][key] = _with_host_step(groups[key], entry)
         return result
 
-    def _shown(self, entry: dict) -> dict:
+    def _decoded(self, entry: dict) -> dict:
         scales = [key for key in entry if isinstance(key, str) and key.endswith(SCALE)]
         if not scales:
             return entry
@@ -559,6 +558,23 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._reset()
         self._places = places
         self.state = state
+
+
+def _with_host_step(group: dict, entry: dict) -> dict:
+    """Steps lie on the device; torch expects them there if it is fused or capturable."""
+    step = entry.get("step")
+    if not isinstance(step, Tensor) or step.device.type == "cpu":
+        return entry
+    if group.get("capturable") or group.get("fused"):
+        return entry
+    return {**entry, "step": step.cpu()}
+
+
+def number_of(setting: float | Tensor) -> float:
+    """A setting for the host; 0 for a tensor on a device, which the kernel reads there."""
+    if isinstance(setting, Tensor) and setting.device.type != "cpu":
+        return 0.0
+    return float(setting)
 
 
 def _are_same(ones: Collection, others: Collection) -> bool:

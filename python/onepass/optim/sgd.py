@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass._ops.optimizer import SGD as ALGORITHM
-from onepass.optim.optimizer import FlatOptimizer
+from onepass.optim.optimizer import FlatOptimizer, number_of
 from onepass.optim.options import OPTIONS_DOC
 
 
@@ -16,7 +16,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
     The arguments up to `fused` are torch's. Parameters, gradients and the momentum buffer may
     differ in dtype (float32, bfloat16, float16; float64 throughout); the arithmetic is float32.
     ``state_dict`` has torch's keys, and either loads the other's. Results are the same, bit for
-    bit, for any number of threads. Parameters must be on the CPU so far.
+    bit, for any number of threads.
 
     Sutskever, Martens, Dahl, Hinton: On the importance of initialization and momentum in deep
     learning, ICML 2013, in torch's form.
@@ -80,7 +80,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 
     def _hyper(self, group: dict) -> tuple[float, ...]:
         return (
-            float(group["lr"]),
+            number_of(group["lr"]),
             0.0,
             0.0,
             0.0,
