@@ -6,6 +6,7 @@ kernels becomes one of the CUDA kernels by one line.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ class Calls:
     build: str = "plain"
     seed: int = 0
     misalign: int = 0  # bytes that tensors of rows begin beyond a multiple of 16
-    misaligned: str = ""  # the one tensor that does, by its name; empty: all of them
+    misaligned: str = ""  # the tensors that do, a pattern of their names; empty: all of them
     done: list[dict] = field(default_factory=list)
     instances: set[str] = field(default_factory=set)  # of the kernels that ran
 
@@ -36,13 +37,11 @@ class Calls:
         return [call for call in self.done if call["op"] == op]
 
 
-def all_instances(build: str = "plain") -> set[str]:
-    """Every instance of a kernel that the ops could launch."""
-    return set(
-        emulated.run(
-            emulated.program("operators", build, *KERNELS), "--kernels"
-        ).stdout.splitlines()
-    )
+def all_instances(build: str = "plain", program=("operators", *KERNELS)) -> set[str]:
+    """Every instance of a kernel that the ops of a program could launch."""
+    name, *kernels = program
+    executable = emulated.program(name, build, *kernels)
+    return set(emulated.run(executable, "--kernels").stdout.splitlines())
 
 
 def on_emulated_cuda(monkeypatch, **options) -> Calls:
@@ -59,12 +58,16 @@ def run(calls: Calls, op: str, numbers: dict, tensors: dict[str, Tensor | None])
     with tempfile.TemporaryDirectory() as folder:
         lines = [f"op {op}"]
         lines += [f"{name} {_number(value)}" for name, value in numbers.items()]
+        parts = []
         for name, tensor in present.items():
             data = _bytes(tensor)
-            moved = name == calls.misaligned if calls.misaligned else tensor.dim() > 1
+            pattern = calls.misaligned
+            moved = re.fullmatch(pattern, name) if pattern else tensor.dim() > 1
             offset = calls.misalign if moved else 0
             lines.append(f"{name}: {data.numel()} {offset}")
-            Path(folder, f"{name}.bin").write_bytes(data.numpy().tobytes())
+            parts.append(data.numpy().tobytes())
+        file = Path(folder, "tensors.bin")
+        file.write_bytes(b"".join(parts))
         Path(folder, "case.txt").write_text("\n".join(lines))
         name, *kernels = calls.program
         program = emulated.program(name, calls.build, *kernels)
@@ -78,12 +81,11 @@ def run(calls: Calls, op: str, numbers: dict, tensors: dict[str, Tensor | None])
         counted = {name: int(value) for name, value in counted.items()}
         calls.done.append({"op": op, "kernel": kernel, "splits": int(splits), **counted})
         calls.instances.update(Path(folder, "kernels.txt").read_text().splitlines())
-        for name, tensor in present.items():
-            read = torch.frombuffer(
-                bytearray(Path(folder, f"{name}.bin").read_bytes()) or bytearray(1),
-                dtype=torch.uint8,
-            )[: tensor.untyped_storage().nbytes()]
-            _bytes(tensor).copy_(read)
+        read = torch.frombuffer(bytearray(file.read_bytes()) or bytearray(1), dtype=torch.uint8)
+        begin = 0
+        for tensor, part in zip(present.values(), parts, strict=True):
+            _bytes(tensor).copy_(read[begin : begin + len(part)])
+            begin += len(part)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -9,11 +9,12 @@ from torch import nn
 
 import onepass
 from onepass.bench.harness import Timing
-from onepass.compare import attribution, measure, memory, report, train
+from onepass.compare import attribution, measure, memory, optimizers, pairs, report, train
 from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
 from onepass.compare.data import Batches, held_out_batch, load_text, standard_library
 from onepass.compare.errors import BadInput
-from onepass.compare.model import GPT, Sizes, loss_of, tokens_in
+from onepass.compare.model import GPT, Sizes, cast, loss_of, tokens_in
+from onepass.compare.optimizers import BASELINE, Choice
 from onepass.compare.pairs import time_rounds
 from onepass.compare.settings import add_arguments, read_settings
 from onepass.compare.workload import GptWorkload
@@ -158,6 +159,14 @@ def test_items_of_a_batch():
     assert tokens_in((torch.zeros(2, 5, dtype=torch.long), torch.zeros(2))) == 10
     assert tokens_in({"x": torch.zeros(3, 4)}) == 3
     assert tokens_in(torch.zeros(6, 4)) == 6
+
+
+def test_cast_changes_floating_point_tensors_alone():
+    batch = {"x": (torch.zeros(2), torch.zeros(2, dtype=torch.long)), "name": "text"}
+    x, index = cast(batch, torch.bfloat16)["x"]
+    assert x.dtype == torch.bfloat16 and index.dtype == torch.long
+    assert cast(batch, torch.bfloat16)["name"] == "text"
+    assert cast(batch, None) is batch
 
 
 # Attribution
@@ -388,6 +397,19 @@ def test_rounds_turn_around_and_share_their_number():
     assert longer.rounds == 5
 
 
+def test_what_comes_before_a_step_is_not_timed(monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(pairs, "time", SimpleNamespace(perf_counter=clock))
+
+    def take(seconds):
+        clock.now += seconds
+
+    steps = {"a": lambda number: take(1.0), "b": lambda number: take(2.0)}
+    timing = time_rounds(steps, 2, 0.0, 2, lambda: None, before=lambda: take(50.0))
+    assert timing.times == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
+    assert clock.now == 2 * (1.0 + 2.0) + 4 * 50.0
+
+
 def test_worst_gradient_names_the_parameter():
     reference = {"a": torch.tensor([1.0, 100.0]), "b": torch.tensor([2.0]), "c": torch.zeros(1)}
     gradients = {"a": torch.tensor([1.0, 101.0]), "b": torch.tensor([2.1]), "c": torch.zeros(1)}
@@ -409,7 +431,24 @@ def test_sameness_is_the_band_doubled():
     assert sameness((2.0, 1.0)).gap == 0.0
 
 
-def result(ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6):
+def compared(ratio=2.0, *, swapped=(2.0, 1.0), left_out=False):
+    """Steps of torch default (6 s), torch fused (1 s) and onepass, of 4 parameters."""
+    choices = [Choice("default"), BASELINE] + ([] if left_out else [Choice("onepass")])
+    times = {"torch default": 6.0, "torch fused": 1.0, "onepass": 1.0 / ratio}
+    return optimizers.Comparison(
+        0.0,
+        4,
+        10.0,
+        Timing({c.name: [times[c.name]] * 8 for c in choices}, {}, {c.name: 0.0 for c in choices}),
+        {
+            c.name: optimizers.Outcome(c, 32, 32, sameness(swapped) if c.is_trained else None)
+            for c in choices
+        },
+        {"onepass": "no reason"} if left_out else {},
+    )
+
+
+def result(ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6, optimizer=None):
     spent = {phase: dict.fromkeys(PARTS, 0.0) for phase in attribution.PHASES}
     spent["forward"] |= {"linear": linear, "norm": 1 - linear}
     variant = measure.Variant(spent, 1, 1, None)
@@ -424,8 +463,9 @@ def result(ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6):
     ]
     swap_report = {"swapped": [{"kind": kind} for kind in kinds]}
     return report.Result(
-        settings_of(), {}, "text", 1, speeds, list(phases or [sameness((2.0, 1.0))]), swap_report, 1
-    )
+        settings_of(), {}, "text", 1, speeds, list(phases or [sameness((2.0, 1.0))]),
+        optimizer or compared(left_out=True), swap_report, 1,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -465,6 +505,37 @@ def result(ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6):
 )
 def test_verdict(outcome, sentence):
     assert report.verdict(outcome) == sentence
+
+
+def test_share_of_a_step_has_this_optimizer_in_it():
+    outcome = compared(2.0)  # of 10 s, 1 s is torch's fused step
+    assert outcome.share_of_step("torch fused") == 1 / 10
+    assert outcome.share_of_step("torch default") == 6 / 15
+    assert outcome.share_of_step("onepass") == 0.5 / 9.5
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sentence", "same"),
+    [
+        (
+            compared(2.0),
+            "AdamW's step: 2.00x [2.00-2.00] torch fused; loss gap 0 against 0.001: same.",
+            True,
+        ),
+        (
+            compared(0.5, swapped=(2.0, 1.5)),
+            "AdamW's step: 0.50x [0.50-0.50] torch fused: slower; loss gap 0.5 against 0.001: "
+            "different.",
+            False,
+        ),
+        (compared(left_out=True), "Not accelerated: Linear, 60 %.", None),
+    ],
+)
+def test_verdict_on_the_optimizer(optimizer, sentence, same):
+    outcome = result(1.32, optimizer=optimizer)
+    assert report.verdict(outcome).endswith(sentence)
+    assert outcome.optimizer_same is same
+    assert outcome.same, "that of the models is a matter of its own"
 
 
 def test_a_norm_that_is_off_by_little_is_different(monkeypatch, text):

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+import onepass
 from onepass import _library, cli
 from onepass.compare import attribution, measure, settings, train
 
@@ -51,6 +52,19 @@ def by_step():
         return {"x": x, "target": torch.zeros(8, 4)}
 
     return WithLoss(), batch
+
+
+def half():
+    return Net().half(), torch.randn(8, 16).half()
+
+
+class Float32Inside(Net):
+    def forward(self, x):
+        return super().forward(x) + x.float() @ self.project.weight.t()
+
+
+def float32_inside():
+    return Float32Inside(), torch.randn(8, 16)
 
 
 def wrong():
@@ -96,6 +110,7 @@ def outcome(tmp_path_factory):
     """A run as a user's shell would start it: the process, its JSON and its picture."""
     folder = tmp_path_factory.mktemp("compare")
     flags = [*QUICK, "--json", "out.json", "--plot", "out.png", "--rmsnorm", "--seed", "3"]
+    flags += ["--master", "remainder16", "stochastic", "--state-dtype", "bfloat16"]
     process = subprocess.run(
         [sys.executable, "-m", "onepass", "compare", *flags],
         cwd=folder,
@@ -113,7 +128,11 @@ def test_quiet_when_not_a_terminal(outcome):
 
 def test_tables_verdict_and_footer(outcome):
     process, data, _ = outcome
-    for words in ("median ms [p10-p90]", "Where a step goes", "Sameness", "worst gradient error"):
+    for words in (
+        "median ms [p10-p90]", "Where a step goes", "Sameness", "worst gradient error",
+        "Optimizers: AdamW's step on", "torch default", "stock trained by torch fused",
+        "onepass bf16, master remainder16", "other numerics",
+    ):  # fmt: skip
         assert words in process.stdout
     assert "…" not in process.stdout  # nothing was cut short
     flat = " ".join(process.stdout.split())
@@ -129,7 +148,7 @@ def test_json_schema(outcome):
     data = outcome[1]
     assert list(data) == [
         "schema_version", "command", "machine", "settings", "data", "parameters", "speed",
-        "first_step", "sameness", "swap_report", "verdict", "seconds",
+        "first_step", "sameness", "optimizers", "swap_report", "verdict", "seconds",
     ]  # fmt: skip
     assert data["schema_version"] == 1
     assert {"cpu", "isa", "threads", "torch", "commit"} <= set(data["machine"])
@@ -161,6 +180,47 @@ def test_json_schema(outcome):
     ]
     assert {entry["kind"] for entry in data["swap_report"]["swapped"]} == {"norm", "dropout"}
     assert data["settings"]["seed"] == 3 and data["settings"]["rmsnorm"] is True
+
+
+def test_json_schema_of_the_optimizers(outcome):
+    data = outcome[1]
+    compared = data["optimizers"]
+    assert list(compared) == [
+        "dropout", "parameters", "baseline", "variants", "steps", "stock_gap", "left_out",
+    ]  # fmt: skip
+    assert compared["dropout"] == 0.0 and compared["parameters"] == data["parameters"]
+    assert compared["baseline"] == "torch fused" and compared["left_out"] == {}
+    assert compared["steps"] == data["sameness"][1]["steps"]
+    assert compared["stock_gap"] == data["sameness"][1]["stock_gap"]
+    master = "onepass bf16, master {}, bfloat16 moments".format
+    assert list(compared["variants"]) == [
+        "torch default", "torch fused", "onepass", "torch fused bf16",
+        master("remainder16"), master("stochastic"),
+    ]  # fmt: skip
+    for name, variant in compared["variants"].items():
+        assert list(variant) == [
+            "library", "cast_to", "master", "state_dtype", "step_ms", "page_faults",
+            "ratio_to_baseline", "share_of_step", "state_bytes_per_parameter",
+            "bytes_per_parameter", "losses", "gap", "same",
+        ]  # fmt: skip
+        step = variant["step_ms"]
+        assert len(step["rounds"]) == 2 and 0 < step["p10"] <= step["median"] <= step["p90"]
+        ratio = variant["ratio_to_baseline"]
+        assert ratio["low"] <= ratio["median"] <= ratio["high"]
+        is_cast = variant["cast_to"] is not None
+        assert is_cast is ("bf16" in name)
+        assert (variant["share_of_step"] is None) is is_cast
+        if name not in ("torch default", "torch fused"):
+            assert len(variant["losses"]) == len(compared["steps"])
+        else:
+            assert variant["losses"] is variant["gap"] is variant["same"] is None
+    sizes = {n: v["state_bytes_per_parameter"] for n, v in compared["variants"].items()}
+    assert sizes["onepass"] == pytest.approx(8, abs=0.01)
+    assert sizes[master("remainder16")] == pytest.approx(6, abs=0.01)
+    assert sizes[master("stochastic")] == pytest.approx(4, abs=0.01)
+    ours = compared["variants"]["onepass"]
+    assert ours["gap"] < 1e-5 and data["verdict"]["optimizer_same"] is ours["same"] is not None
+    assert "AdamW's step: " in data["verdict"]["sentence"]
 
 
 def test_parts_sum_to_the_median_step(outcome):
@@ -216,6 +276,8 @@ def test_defaults_are_those_of_the_documentation():
     assert default.speed == settings.Sizes(6, 6, 384, 1024, 2)
     assert default.dropouts == (0.1, 0.0) and default.pairs == 8 and default.steps == 200
     assert default.dtype == torch.float32 and default.device == torch.device("cpu")
+    assert default.optimizers == ("default", "fused", "onepass")
+    assert default.masters == default.state_dtypes == ()
     assert default.command == "onepass compare"
     assert parsed("--plot").plot == "onepass-compare.png"
 
@@ -232,6 +294,34 @@ def test_own_model(capsys, user_models, function):
     assert data["first_step"]["swapped"]["gradient_error"] < 1e-3
     kinds = [entry["kind"] for entry in data["swap_report"]["swapped"]]
     assert sorted(kinds) == ["dropout", "norm"]
+
+
+def test_own_model_in_bfloat16(capsys, user_models, monkeypatch):
+    monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
+    flags = ("--model", "user_models:by_step", "--optimizers", "onepass", "--master", "stochastic")
+    compared = run_json(capsys, *QUICK, *flags)["optimizers"]
+    assert list(compared["variants"]) == [
+        "torch fused", "onepass", "torch fused bf16", "onepass bf16, master stochastic",
+    ]  # fmt: skip
+    assert compared["dropout"] is None and compared["steps"][-1] == 4
+    assert all(v["losses"] for n, v in compared["variants"].items() if n != "torch fused")
+
+
+def test_an_optimizer_that_is_left_out_is_told(capsys, user_models, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("no kernels for this [device]")
+
+    monkeypatch.setattr(onepass.optim, "AdamW", refuse)
+    monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
+    flags = ("--model", "user_models:fixed")
+    data = run_json(capsys, *QUICK, *flags)
+    assert data["optimizers"]["left_out"] == {"onepass": "no kernels for this [device]"}
+    assert list(data["optimizers"]["variants"]) == ["torch default", "torch fused"]
+    assert data["optimizers"]["steps"] is data["verdict"]["optimizer_same"] is None
+    assert cli.main(["compare", *QUICK, *flags]) == 0
+    output = capsys.readouterr().out
+    assert "Left out: onepass: no kernels for this [device]." in output
+    assert "stock trained by" not in output
 
 
 def test_compile_adds_two_variants(capsys, user_models, monkeypatch):
@@ -263,6 +353,19 @@ BAD_INPUT = [
     (["--steps", "0"], "--steps must be at least 1, got 0"),
     (["--threads", "-1"], "--threads must be at least 1, got -1"),
     (["--seed", "-1"], "--seed must be at least 0"),
+    (["--optimizers", "sgd"], "--optimizers must be of default, fused, onepass, got 'sgd'"),
+    (["--master", "fp8"], "--master must be of none, fp32, remainder16, stochastic, got 'fp8'"),
+    (["--master", "fp32", "fp32"], "--master must list different values, got fp32 fp32"),
+    (["--state-dtype", "int4"], "--state-dtype must be of float32, bfloat16, int8, got 'int4'"),
+    (["--optimizers", "fused", "--master", "fp32"], "must list onepass, got fused"),
+    (
+        ["--model", "user_models:half", "--master", "remainder16"],
+        "onepass, master remainder16 cannot train this model: AdamW: params must be bfloat16",
+    ),
+    (
+        ["--model", "user_models:float32_inside", "--master", "fp32"],
+        "--master trains the model with bfloat16 parameters, and its forward fails: ",
+    ),
     (["--json", "no-such-folder/out.json"], "--json must name a file in an existing folder"),
     (["--plot", "no-such-folder/out.png"], "--plot must name a file in an existing folder"),
     (["--model", "user_models"], "--model must be package.module:function"),

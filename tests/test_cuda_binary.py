@@ -12,6 +12,10 @@ from onepass import _C, _library
 CUDA = nvcc.ROOT / "csrc" / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 REGISTERS = 65536  # of a multiprocessor, on all of them
+KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "dropout_forward_kernel")
+KERNELS += ("optimizer_step_kernel", "gradient_norm_kernel", "scale_gradients_kernel")
+SOURCES = ("norm/forward.cu", "norm/backward.cu", "dropout.cu")
+SOURCES += ("optimizer/step.cu", "optimizer/gradients.cu")
 MAX_THREADS = 512  # of a block; those below name kernels with another launch bound
 THREADS = {
     r"columns_kernelINS0_4SameIdEE": 256,
@@ -31,13 +35,13 @@ def test_built_kernels_do_not_spill():
     if not _C.build_info()["cuda_archs"]:
         pytest.skip("built without CUDA")
     kernels = nvcc.resources(_library.library_directory() / "libonepass_cuda.so")
-    for kernel in ("norm_forward_kernel", "norm_backward_kernel", "dropout_forward_kernel"):
+    for kernel in KERNELS:
         assert any(kernel in name for name in kernels)
     check(kernels)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("source", ["norm/forward.cu", "norm/backward.cu", "dropout.cu"])
+@pytest.mark.parametrize("source", SOURCES)
 def test_kernels_of_a_release_do_not_spill(tmp_path, arch, source):
     """Also for the architectures that this build leaves out."""
     kernels = nvcc.resources(nvcc.compile_cubin(CUDA / source, tmp_path / "kernels.cubin", arch))

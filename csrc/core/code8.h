@@ -1,15 +1,20 @@
 // Optimizer moments in 8 bits: a code per element, a float32 scale per block (its largest
 // magnitude). The code's exponent is dynamic: the leading zeros of its b bits (b = 8 for the second
 // moment, 7 beside a sign for the first) count octaves of 8, what follows the leading one is a
-// linear fraction, so that large values keep 7 bits and small ones reach down to 8^-b (the idea is
-// Dettmers': 8-bit optimizers via block-wise quantization, ICLR 2022). His codes are looked up in a
-// table of 256; here, within an octave,
+// linear fraction, so that large values keep 7 bits and small ones reach down to 8^-(b-1) (the idea
+// is Dettmers': 8-bit optimizers via block-wise quantization, ICLR 2022). His codes are looked up
+// in a table of 256; here, within an octave,
 //
 //   value(c) = 8^-k (1/8 + 7/8 (j + 1) / 2^(b-1-k)),  c = 2^(b-1-k) + j,  k leading zeros
 //
 // is linear in c, so either direction is one multiply-add with one of at most eight slopes, which
 // fit into a register. The last octave, c = 1, reaches linearly down to value(0) = 0. The largest
 // code is exactly 1: a block's largest magnitude survives encoding and decoding bit for bit.
+//
+// A second moment that is not zero never gets the code 0, however it is rounded: it stands under a
+// root in a denominator, and elements with gradients of a thousandth of their block's largest would
+// make steps a hundred times too long (tests/test_optim_precision.py). With code 1 theirs are too
+// short instead.
 #pragma once
 
 #include <bit>
@@ -36,7 +41,7 @@ ONEPASS_HOST_DEVICE constexpr CodeLine value_line(int octave) {
   const float unit = power_of_two(-3 * octave);
   if (octave == kLast) return {unit, 0.0f};
   const float levels = power_of_two(kLast - octave);
-  const float slope = 0.875f * unit / levels;
+  const float slope = 0.875f * power_of_two(-3 * octave - (kLast - octave));  // no division
   return {slope, 0.125f * unit + slope * (1.0f - levels)};
 }
 
@@ -67,7 +72,8 @@ ONEPASS_HOST_DEVICE inline uint32_t encode8(float x, float rounding) {
   const CodeLine line = code_line<kBits>(third < kLast ? third : kLast);
   const int code =
       static_cast<int>(std::fma(x, line.slope, line.intercept) + rounding + kCodeSlack);
-  return static_cast<uint32_t>(code > kTop ? kTop : code);
+  const int least = kBits == 8 && x > 0.0f ? 1 : 0;
+  return static_cast<uint32_t>(code > kTop ? kTop : code > least ? code : least);
 }
 
 template <int kBits>

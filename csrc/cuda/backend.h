@@ -8,5 +8,8 @@ namespace onepass::cuda {
 Operator<NormForward> norm_forward();
 Operator<NormBackward> norm_backward();
 Operator<DropoutForward> dropout_forward();
+Operator<GradientNorm> gradient_norm();
+Operator<ScaleGradients> scale_gradients();
+Operator<OptimizerStep> optimizer_step();
 
 }  // namespace onepass::cuda

@@ -6,7 +6,9 @@ extern "C" onepass::Backend onepass_cuda_kernels() {
           .norm = {.forward = onepass::cuda::norm_forward(),
                    .backward = onepass::cuda::norm_backward()},
           .dropout = {.forward = onepass::cuda::dropout_forward()},
-          .optimizer = {},  // not yet: its operators are registered for the CPU alone
+          .optimizer = {.norm = onepass::cuda::gradient_norm(),
+                        .scale = onepass::cuda::scale_gradients(),
+                        .step = onepass::cuda::optimizer_step()},
           .fma_ceiling = nullptr,
           .bf16_dot_ceiling = nullptr};
 }

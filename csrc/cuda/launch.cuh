@@ -3,7 +3,9 @@
 
 #include "cuda/ptx.cuh"
 
-#ifndef ONEPASS_EMULATE
+#ifdef ONEPASS_EMULATE
+#include <cstring>
+#else
 #include <cstddef>
 #include <stdexcept>
 #include <string>
@@ -18,7 +20,17 @@ struct LaunchShape {
   int resident = 1;  // blocks that must run at the same time for the kernel to end
 };
 
+// Of a kernel. More than 4,096 need the toolkit of CUDA 12.1 and a driver of its time (530).
+#if defined(CUDART_VERSION) && CUDART_VERSION < 12010
+inline constexpr size_t kMaxParameterBytes = 4096;
+#else
+inline constexpr size_t kMaxParameterBytes = 32764;
+#endif
+
 #ifdef ONEPASS_EMULATE
+
+// Ordered with the kernels on the stream; part of a graph that captures it.
+inline void zero(void* memory, size_t bytes, void* /*stream*/) { std::memset(memory, 0, bytes); }
 
 template <auto kKernel, class... Args>
 void launch(const LaunchShape& shape, void* /*stream*/, const Args&... args) {
@@ -36,6 +48,11 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string("onepass: ") + what + ": " + cudaGetErrorString(error));
   }
+}
+
+// Ordered with the kernels on the stream; part of a graph that captures it.
+inline void zero(void* memory, size_t bytes, void* stream) {
+  check(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)), "zeroing memory");
 }
 
 template <auto kKernel, class... Args>

@@ -39,6 +39,9 @@ class CheckedTensors {
   FlatTensors flat() const {
     return {tensors_.data(), first_piece_.data(), static_cast<int64_t>(tensors_.size())};
   }
+  void require_apart(const char* op, const char* name) const {
+    onepass::require_apart(op, name, tensors_, [](const FlatTensor& tensor) { return tensor; });
+  }
   const Device& device() const { return device_; }
   bool wide() const { return wide_; }
   // Of torch.stack of one number per tensor: their common dtype, or the one they all fit into.
@@ -124,6 +127,7 @@ double read_scalar(const char* op, const char* name, const Tensor& tensor) {
 Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, double norm_type,
                       bool error_if_nonfinite) {
   const CheckedTensors checked(kClip, "gradients", gradients);
+  checked.require_apart(kClip, "gradients");
   const Tensor total = norm_of(kClip, checked, norm_type);
   const double norm = *static_cast<const double*>(total.const_data_ptr());
   if (error_if_nonfinite && !std::isfinite(norm)) {
@@ -155,6 +159,7 @@ Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, dou
 Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, double norm_type,
                       bool) {
   const CheckedTensors checked(kClip, "gradients", gradients);
+  checked.require_apart(kClip, "gradients");
   require_norm_type(kClip, norm_type);
   const DType dtype = checked.common_dtype();
   const Tensor norm = empty(nullptr, 0, DType::kFloat64, checked.device());
@@ -179,7 +184,8 @@ Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, dou
 #endif
 
 // A step of all parameters of a table, unless `norm` is not finite or `found_inf` is not zero; then
-// nothing changes. The gradients are divided by grad_scale and scaled to max_norm on their way.
+// nothing changes but gradients that are to be set to zeros. The gradients are divided by
+// grad_scale and scaled to max_norm on their way.
 void optimizer_step(int64_t algorithm, int64_t table, const std::vector<Tensor>& gradients,
                     const Tensor& hyper, int64_t seed, bool stochastic_params,
                     bool stochastic_moments, bool zero_gradients, std::optional<double> max_norm,
@@ -191,12 +197,11 @@ void optimizer_step(int64_t algorithm, int64_t table, const std::vector<Tensor>&
           ": algorithm must be 0 (Adam), 1 (SGD) or 2 (Lion), got ", algorithm);
   CheckedStep checked(op, static_cast<Algorithm>(algorithm), table, gradients, hyper,
                       {stochastic_params, stochastic_moments}, zero_gradients);
-  const std::optional<OptimizerStep> args =
+  const OptimizerStep args =
       checked.args(seed, max_norm, {norm, grad_scale, found_inf, device_hyper});
-  if (!args) return;
-  run_operator(backend().optimizer.step, *args, checked.device(),
+  run_operator(backend().optimizer.step, args, checked.device(),
                [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; });
-  checked.count_the_step();
+  checked.count(args);
 }
 
 }  // namespace

@@ -93,7 +93,7 @@ struct StepTensor {
   Master master_kind;
   int32_t index;    // of the parameter in its optimizer: keys the noise
   int32_t scalars;  // its entry of OptimizerStep::scalars (CPU)
-  int32_t group;    // its row of OptimizerStep::hyper (CUDA)
+  int32_t group;    // its row of the settings
   float* step;      // () the number of steps made, in the parameter's memory
 };
 
@@ -180,12 +180,13 @@ struct OptimizerStep {
   bool zero_gradients;
   int64_t seed;
 
-  // CPU: computed by ops/, which skips a step that must not be made and counts those made.
+  // CPU: computed by ops/, which counts the steps made.
+  bool is_made;  // else gradients are set to zeros at most
   const StepScalars* scalars;
   double gradient_factor;  // unscaling and clipping
 
-  // CUDA: in device memory, since the host does not wait for them. The kernel skips the step where
-  // found_inf is not zero or norm / grad_scale is not finite, and counts it where it is made.
+  // CUDA: in device memory, since the host does not wait for them. The kernel makes no step
+  // where found_inf is not zero or norm / grad_scale is not finite, and counts those it makes.
   const double* hyper;      // (groups, kHyperColumns)
   const void* norm;         // () of norm_dtype, or null
   const float* grad_scale;  // () or null

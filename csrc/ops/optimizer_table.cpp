@@ -1,12 +1,23 @@
 // What a step works on: the table of an optimizer's parameters, and one step's gradients.
 #include "ops/optimizer_table.h"
 
-#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
 namespace onepass {
 namespace {
+
+// A number that differs for other shapes and strides.
+uint64_t layout_key(const Tensor& tensor) {
+  const TensorInfo info = info_of(tensor);
+  uint64_t key = static_cast<uint64_t>(info.dims);
+  for (int64_t d = 0; d < info.dims; ++d) {
+    key = (key ^ static_cast<uint64_t>(info.sizes[d])) * 0x9e3779b97f4a7c15u;
+    key = (key ^ static_cast<uint64_t>(info.strides[d])) * 0xbf58476d1ce4e5b9u;
+    key ^= key >> 31;
+  }
+  return key;
+}
 
 constexpr const char* kTableOp = "optimizer_table";
 
@@ -133,33 +144,6 @@ void require_same_order(const char* op, const TensorInfo& param, const TensorInf
           Shape{gradient.strides, gradient.dims});
 }
 
-// Pieces of all tensors are written at the same time, so none may lie in another.
-template <class DataOf>
-void require_apart(const char* op, const char* name, const std::vector<StepTensor>& tensors,
-                   DataOf&& data_of) {
-  struct Span {
-    uintptr_t begin;
-    uintptr_t end;
-    size_t number;
-  };
-  std::vector<Span> spans;
-  spans.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto [data, dtype] = data_of(tensors[i]);
-    const auto begin = reinterpret_cast<uintptr_t>(data);
-    const auto bytes = static_cast<uintptr_t>(tensors[i].numel * size_of(dtype));
-    if (bytes > 0) spans.push_back({begin, begin + bytes, i});
-  }
-  std::sort(spans.begin(), spans.end(),
-            [](const Span& one, const Span& other) { return one.begin < other.begin; });
-  for (size_t i = 1; i < spans.size(); ++i) {
-    require(spans[i - 1].end <= spans[i].begin, op, ": ", name,
-            " must not share memory with one another, got ",
-            std::min(spans[i - 1].number, spans[i].number), " and ",
-            std::max(spans[i - 1].number, spans[i].number), " that do");
-  }
-}
-
 int moments_of(Algorithm algorithm, const Hyper& hyper) {
   switch (algorithm) {
     case Algorithm::kAdam:
@@ -217,6 +201,7 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
     groups = std::max(groups, static_cast<int64_t>(tensor.group) + 1);
     numel += tensor.numel;
     infos.push_back(info);
+    layout_keys.push_back(layout_key(param));
     tensors.push_back(tensor);
     first_piece.push_back(pieces);
     pieces += pieces_of(tensor.numel);
@@ -266,19 +251,16 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (!complete(table_->tensors[i], i, gradients[i])) moved = true;
   }
-  struct Data {
-    void* data;
-    DType dtype;
-  };
   if (moved || !table_->are_apart) {
     table_->are_apart = false;
     require_apart(op, "params", table_->tensors,
-                  [](const StepTensor& t) { return Data{t.param, t.param_dtype}; });
+                  [](const StepTensor& t) { return FlatTensor{t.param, t.numel, t.param_dtype}; });
     table_->are_apart = true;
   }
   if (zero_gradients) {
-    require_apart(op, "gradients set to zeros", table_->tensors,
-                  [](const StepTensor& t) { return Data{t.gradient, t.gradient_dtype}; });
+    require_apart(op, "gradients set to zeros", table_->tensors, [](const StepTensor& t) {
+      return FlatTensor{t.gradient, t.numel, t.gradient_dtype};
+    });
   }
 }
 
@@ -286,9 +268,9 @@ bool CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& grad
   const Tensor& param = table_->params[number];
   const FlatInfo& before = table_->infos[number];
   const FlatInfo now = flat_info_of(param);
-  require(now == before, op_, ": params must be as they were in the table, ", before.numel,
-          " elements of ", TypeName{before.scalar_type}, ", got ", now.numel, " of ",
-          TypeName{now.scalar_type});
+  require(now == before && layout_key(param) == table_->layout_keys[number], op_,
+          ": params must be as they were in the table, ", before.numel, " elements of ",
+          TypeName{before.scalar_type}, ", got ", now.numel, " of ", TypeName{now.scalar_type});
   const FlatInfo info = flat_info_of(gradient);
   require_device(op_, "gradients", gradient, table_->device);
   require(info.numel == tensor.numel, op_, ": gradients must have their parameter's ", tensor.numel,
@@ -364,25 +346,25 @@ double read_number(const char* op, const char* name, const Tensor& tensor) {
 
 }  // namespace
 
-std::optional<OptimizerStep> CheckedStep::args(int64_t seed, std::optional<double> max_norm,
-                                               const StepNumbers& numbers) const {
+OptimizerStep CheckedStep::args(int64_t seed, std::optional<double> max_norm,
+                                const StepNumbers& numbers) const {
   double factor =
       numbers.grad_scale ? 1.0 / read_number(op_, "grad_scale", *numbers.grad_scale) : 1.0;
-  const bool found_inf =
-      numbers.found_inf && read_number(op_, "found_inf", *numbers.found_inf) != 0.0;
+  bool is_made = !numbers.found_inf || read_number(op_, "found_inf", *numbers.found_inf) == 0.0;
   if (numbers.norm) {
     const double unscaled = read_number(op_, "norm", *numbers.norm) * factor;
-    if (!std::isfinite(unscaled)) return std::nullopt;
+    is_made = is_made && std::isfinite(unscaled);
     if (max_norm) factor *= clip_factor(*max_norm, unscaled);
   }
-  if (found_inf) return std::nullopt;
   OptimizerStep args = common_args(seed);
   args.scalars = scalars_.data();
   args.gradient_factor = factor;
+  args.is_made = is_made;
   return args;
 }
 
-void CheckedStep::count_the_step() const {
+void CheckedStep::count(const OptimizerStep& step) const {
+  if (!step.is_made) return;
   for (const StepTensor& tensor : table_->tensors) *tensor.step += 1.0f;
 }
 
@@ -403,8 +385,8 @@ const void* number_on(const char* op, const char* name, const std::optional<Tens
 
 }  // namespace
 
-std::optional<OptimizerStep> CheckedStep::args(int64_t seed, std::optional<double> max_norm,
-                                               const StepNumbers& numbers) const {
+OptimizerStep CheckedStep::args(int64_t seed, std::optional<double> max_norm,
+                                const StepNumbers& numbers) const {
   OptimizerStep args = common_args(seed);
   const Device& device = table_->device;
   args.norm = number_on(op_, "norm", numbers.norm, DType::kFloat64, device);
@@ -425,7 +407,7 @@ std::optional<OptimizerStep> CheckedStep::args(int64_t seed, std::optional<doubl
   return args;
 }
 
-void CheckedStep::count_the_step() const {}  // the kernel does, where the step was made
+void CheckedStep::count(const OptimizerStep&) const {}  // the kernel does
 
 #endif
 

@@ -3,6 +3,7 @@
 // alone.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,6 +35,34 @@ inline void require_dense(const char* op, const char* name, const TensorInfo& in
 
 inline int64_t pieces_of(int64_t numel) { return (numel + kPieceElements - 1) / kPieceElements; }
 
+// Pieces of all tensors are written at the same time, so none may lie in another.
+// flat_of(item) says where each lies.
+template <class Item, class FlatOf>
+void require_apart(const char* op, const char* name, const std::vector<Item>& items,
+                   FlatOf&& flat_of) {
+  struct Span {
+    uintptr_t begin;
+    uintptr_t end;
+    size_t number;
+  };
+  std::vector<Span> spans;
+  spans.reserve(items.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    const FlatTensor tensor = flat_of(items[i]);
+    const auto begin = reinterpret_cast<uintptr_t>(tensor.data);
+    const auto bytes = static_cast<uintptr_t>(tensor.numel * size_of(tensor.dtype));
+    if (bytes > 0) spans.push_back({begin, begin + bytes, i});
+  }
+  std::sort(spans.begin(), spans.end(),
+            [](const Span& one, const Span& other) { return one.begin < other.begin; });
+  for (size_t i = 1; i < spans.size(); ++i) {
+    require(spans[i - 1].end <= spans[i].begin, op, ": ", name,
+            " must not share memory with one another, got ",
+            std::min(spans[i - 1].number, spans[i].number), " and ",
+            std::max(spans[i - 1].number, spans[i].number), " that do");
+  }
+}
+
 // The columns of `layout`, (parameters, kLayoutColumns) int64: where in `states` each parameter's
 // states lie, as pairs (number of the tensor in the list or -1, its first element there).
 // python/onepass/optim/flat_state.py writes it.
@@ -54,10 +83,11 @@ struct StepTable {
 
   std::vector<Tensor> params;
   std::vector<Tensor> states;
-  std::vector<FlatInfo> infos;       // of params
-  std::vector<StepTensor> tensors;   // one per parameter
-  std::vector<int64_t> first_piece;  // (parameters + 1,)
-  int64_t groups = 0;                // rows of hyper that are named
+  std::vector<FlatInfo> infos;        // of params
+  std::vector<uint64_t> layout_keys;  // of params: what their shapes and strides were
+  std::vector<StepTensor> tensors;    // one per parameter
+  std::vector<int64_t> first_piece;   // (parameters + 1,)
+  int64_t groups = 0;                 // rows of hyper that are named
   int64_t numel = 0;
   bool are_apart = false;  // where the parameters lie, as of the last step
   Device device{};
@@ -90,11 +120,10 @@ class CheckedStep {
               const std::vector<Tensor>& gradients, const Tensor& hyper,
               StochasticRounding rounding, bool zero_gradients);
 
-  // Nothing on the CPU where the step must not be made.
-  std::optional<OptimizerStep> args(int64_t seed, std::optional<double> max_norm,
-                                    const StepNumbers& numbers) const;
+  OptimizerStep args(int64_t seed, std::optional<double> max_norm,
+                     const StepNumbers& numbers) const;
   const Device& device() const { return table_->device; }
-  void count_the_step() const;
+  void count(const OptimizerStep& step) const;  // where the host knows that it was made
   std::string text() const;
 
  private:

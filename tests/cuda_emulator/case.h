@@ -1,7 +1,7 @@
 // A case in files and how it is run, for the programs that run operators: `PROGRAM CASE`, a folder
 // that tests/emulated_ops.py has written. case.txt has one field of the argument struct per line:
 //   NAME value                 a number
-//   NAME: BYTES OFFSET         a tensor in NAME.bin, OFFSET bytes beyond a multiple of 16
+//   NAME: BYTES OFFSET         the next tensor in tensors.bin, OFFSET bytes beyond a multiple of 16
 // The tensors are written back, what was counted to counters.txt, and the names of the kernels that
 // ran to kernels.txt. `PROGRAM --kernels` prints the names of those that there are.
 #pragma once
@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/backend.h"
 #include "core/dtype.h"
@@ -36,9 +37,11 @@ struct Case {
   std::string folder;
   std::map<std::string, std::string> values;
   std::map<std::string, Tensor> tensors;
+  std::vector<std::string> order;  // of the tensors in the file
 
   explicit Case(const std::string& path) : folder(path) {
     std::ifstream file(path + "/case.txt");
+    std::ifstream data(path + "/tensors.bin", std::ios::binary);
     std::string name;
     while (file >> name) {
       if (name.back() != ':') {
@@ -49,15 +52,16 @@ struct Case {
       Tensor& tensor = tensors[name];
       file >> tensor.bytes >> tensor.offset;
       tensor.memory.reset(new char[tensor.offset + tensor.bytes]);
-      std::ifstream(folder + "/" + name + ".bin", std::ios::binary)
-          .read(tensor.data(), static_cast<std::streamsize>(tensor.bytes));
+      data.read(tensor.data(), static_cast<std::streamsize>(tensor.bytes));
+      order.push_back(name);
     }
   }
 
   void write_back() const {
-    for (const auto& [name, tensor] : tensors) {
-      std::ofstream(folder + "/" + name + ".bin", std::ios::binary)
-          .write(tensor.data(), static_cast<std::streamsize>(tensor.bytes));
+    std::ofstream data(folder + "/tensors.bin", std::ios::binary);
+    for (const std::string& name : order) {
+      const Tensor& tensor = tensors.at(name);
+      data.write(tensor.data(), static_cast<std::streamsize>(tensor.bytes));
     }
     const emulator::Counters& counted = emulator::counters();
     count("read", counted.global_read);

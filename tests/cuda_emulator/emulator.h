@@ -23,6 +23,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__ &  // behind the type: no copy for each thread here either
 #define __restrict__ __restrict
 
 struct dim3 {

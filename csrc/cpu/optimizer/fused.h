@@ -32,10 +32,10 @@ struct Pair {
   }
 };
 
-template <Master kMaster, bool kWideGradient, MomentType kMoments>
+template <Master kMaster, bool kWideGradient, MomentType kMomentType>
 struct FusedOperands {
   static constexpr bool kNoisy =
-      kMaster == Master::kStochastic || kMoments == MomentType::kBFloat16Stochastic;
+      kMaster == Master::kStochastic || kMomentType == MomentType::kBFloat16Stochastic;
 
   BFloat16* param;
   void* master;
@@ -68,7 +68,7 @@ struct FusedOperands {
 
   template <int kWhich, class Count>
   ONEPASS_INLINE Vec<float> load_moment(int64_t i, Count lanes) const {
-    if constexpr (kMoments == MomentType::kFloat32) {
+    if constexpr (kMomentType == MomentType::kFloat32) {
       return load<float>(static_cast<const float*>(moments[kWhich]) + i, lanes);
     } else {
       return load<float>(static_cast<const BFloat16*>(moments[kWhich]) + i, lanes);
@@ -91,11 +91,11 @@ struct FusedOperands {
 
   template <int kWhich, class Count>
   ONEPASS_INLINE void store_moment(int64_t i, Vec<float> v, Count lanes) const {
-    if constexpr (kMoments == MomentType::kFloat32) {
+    if constexpr (kMomentType == MomentType::kFloat32) {
       store<float>(static_cast<float*>(moments[kWhich]) + i, v, lanes);
     } else {
       BFloat16* const to = static_cast<BFloat16*>(moments[kWhich]) + i;
-      if constexpr (kMoments == MomentType::kBFloat16Stochastic && kWhich == 1) {
+      if constexpr (kMomentType == MomentType::kBFloat16Stochastic && kWhich == 1) {
         store_rounded(to, v, noise(i) >> 16, lanes);
       } else {
         store_rounded(to, v, ties_to_even(v), lanes);
@@ -111,8 +111,8 @@ struct FusedOperands {
 
 // Where every operand has 16 bits: two vectors at a time, the even elements and the odd ones, for
 // which a shift or a mask widens and a blend narrows, without a shuffle.
-template <Master kMaster, MomentType kMoments>
-int64_t adam_pairs(const FusedOperands<kMaster, false, kMoments> on, int64_t count,
+template <Master kMaster, MomentType kMomentType>
+int64_t adam_pairs(const FusedOperands<kMaster, false, kMomentType> on, int64_t count,
                    const Noise& noise, const StepScalars& s, float gradient_factor) {
   constexpr int64_t kPair = 2 * kLanes<float>;
   const AdamStep<float, false, false> step(s, gradient_factor);
@@ -141,7 +141,7 @@ int64_t adam_pairs(const FusedOperands<kMaster, false, kMoments> on, int64_t cou
       odd_noise += static_cast<uint32_t>(kPair) * noise.stride;
     }
     m.store(first, ties_to_even(m.even), ties_to_even(m.odd));
-    if constexpr (kMoments == MomentType::kBFloat16Stochastic) {
+    if constexpr (kMomentType == MomentType::kBFloat16Stochastic) {
       v.store(second, even_bits >> 16, odd_bits >> 16);
     } else {
       v.store(second, ties_to_even(v.even), ties_to_even(v.odd));
@@ -159,27 +159,27 @@ int64_t adam_pairs(const FusedOperands<kMaster, false, kMoments> on, int64_t cou
   return i;
 }
 
-// body.operator()<kMaster, kWideGradient, kMoments>() if the tensor is one of the fused kinds;
+// body.operator()<kMaster, kWideGradient, kMomentType>() if the tensor is one of the fused kinds;
 // false if it is not.
 template <class Body>
 bool visit_fused(const StepTensor& t, Body&& body) {
   if (t.param_dtype != DType::kBFloat16) return false;
   const bool wide = t.gradient_dtype == DType::kFloat32;
   if (!wide && t.gradient_dtype != DType::kBFloat16) return false;
-  const auto with_moments = [&]<MomentType kMoments>() {
+  const auto with_moments = [&]<MomentType kMomentType>() {
     visit_bool(wide, [&]<bool kWideGradient>() {
       switch (t.master_kind) {
         case Master::kNone:
-          body.template operator()<Master::kNone, kWideGradient, kMoments>();
+          body.template operator()<Master::kNone, kWideGradient, kMomentType>();
           break;
         case Master::kFloat32:
-          body.template operator()<Master::kFloat32, kWideGradient, kMoments>();
+          body.template operator()<Master::kFloat32, kWideGradient, kMomentType>();
           break;
         case Master::kRemainder:
-          body.template operator()<Master::kRemainder, kWideGradient, kMoments>();
+          body.template operator()<Master::kRemainder, kWideGradient, kMomentType>();
           break;
         case Master::kStochastic:
-          body.template operator()<Master::kStochastic, kWideGradient, kMoments>();
+          body.template operator()<Master::kStochastic, kWideGradient, kMomentType>();
       }
     });
     return true;

@@ -150,10 +150,10 @@ bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t fi
   if (args.algorithm != Algorithm::kAdam || scalars.amsgrad || scalars.gradient_decay != 0.0) {
     return false;
   }
-  return visit_fused(t, [&]<Master kMaster, bool kWideGradient, MomentType kMoments>() {
-    const int64_t moment_size = kMoments == MomentType::kFloat32 ? 4 : 2;
+  return visit_fused(t, [&]<Master kMaster, bool kWideGradient, MomentType kMomentType>() {
+    const int64_t moment_size = kMomentType == MomentType::kFloat32 ? 4 : 2;
     const int64_t master_size = kMaster == Master::kFloat32 ? 4 : 2;
-    FusedOperands<kMaster, kWideGradient, kMoments> on{
+    FusedOperands<kMaster, kWideGradient, kMomentType> on{
         .param = static_cast<BFloat16*>(t.param) + first,
         .master = static_cast<char*>(t.master) + first * master_size,
         .gradient = static_cast<const char*>(t.gradient) + first * (kWideGradient ? 4 : 2),
@@ -167,7 +167,7 @@ bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t fi
     const float factor = static_cast<float>(args.gradient_factor * scalars.gradient_sign);
     int64_t done = 0;
     if constexpr (!kWideGradient && kMaster != Master::kFloat32 &&
-                  kMoments != MomentType::kFloat32) {
+                  kMomentType != MomentType::kFloat32) {
       done = adam_pairs(on, count, noise, scalars, factor);
     }
     adam_block<float, false, false>(on, done, count, scalars, factor);
@@ -205,7 +205,9 @@ void optimizer_step_kernel(const OptimizerStep& args, int64_t begin, int64_t end
   Tiles tiles;
   for_each_in_pieces(args.list, begin, end,
                      [&](const StepTensor& t, int64_t first, int64_t count, int64_t) {
-                       if (is_wide(t)) {
+                       if (!args.is_made) {
+                         // nothing but the gradient changes
+                       } else if (is_wide(t)) {
                          step_wide_piece(args, t, first, count);
                        } else if (!step_fused_piece(args, t, first, count)) {
                          step_piece(args, t, first, count, tiles);

@@ -124,7 +124,8 @@ ONEPASS_INLINE void store_rounded(T* to, Vec<float> v, WordBits bits, Count lane
   store_half_bits(&to->bits, round_by(v, bits, T{}), lanes);
 }
 
-// As store<float>, which on some levels flushes subnormals to zero: a parameter would stop there.
+// What rounds to nearest, ties to even. store<float> does too, but flushes subnormals to zero on
+// some levels, and a parameter would stop there.
 ONEPASS_INLINE WordBits ties_to_even(Vec<float> v) { return 0x7fffu + (((WordBits)v >> 16) & 1u); }
 
 // The parameter is rounded to nearest, ties away; the remainder is what that leaves, negative where
@@ -139,12 +140,6 @@ ONEPASS_INLINE void store_split(Vec<float> v, BFloat16* param, uint16_t* remaind
 
 template <class A, class T>
 void widen_block(const T* from, A* to, int64_t count) {
-  for_each_vector<A>(
-      0, count, [&](int64_t i, auto lanes) { store<A>(to + i, load<A>(from + i, lanes), lanes); });
-}
-
-template <class A, class T>
-void narrow_block(const A* from, T* to, int64_t count) {
   for_each_vector<A>(
       0, count, [&](int64_t i, auto lanes) { store<A>(to + i, load<A>(from + i, lanes), lanes); });
 }
@@ -211,7 +206,9 @@ class Codes {
     const Vec<float> place = fma<float>(x, code_slope_[octave], code_intercept_[octave]);
     const SignedWords code = __builtin_convertvector(place + rounding + kCodeSlack, SignedWords);
     constexpr int32_t kTop = (1 << kBits) - 1;
-    return (WordBits)(code > kTop ? SignedWords{} + kTop : code) & kTop;  // a NaN becomes any
+    WordBits kept = (WordBits)(code > kTop ? SignedWords{} + kTop : code) & kTop;  // NaN: any
+    if constexpr (kBits == 8) kept = kept == 0u ? (WordBits)(x > 0.0f) & 1u : kept;
+    return kept;
   }
 
  private:

@@ -90,9 +90,8 @@ class AdamStep {
   Vec<A> factor_, decay_, beta2_, one_minus_beta2_, inverse_root_, eps_, param_factor_, step_;
 };
 
-template <class A, bool kGradientDecay, bool kAmsgrad, class Operands>
-void adam_block(const Operands on, int64_t begin, int64_t end, const StepScalars& s,
-                A gradient_factor) {
+template <class A, bool kGradientDecay, bool kAmsgrad, class On>
+void adam_block(const On on, int64_t begin, int64_t end, const StepScalars& s, A gradient_factor) {
   const AdamStep<A, kGradientDecay, kAmsgrad> step(s, gradient_factor);
   for_each_vector<A>(begin, end, [&](int64_t i, auto lanes) {
     Vec<A> p = on.load_param(i, lanes);
@@ -110,8 +109,8 @@ void adam_block(const Operands on, int64_t begin, int64_t end, const StepScalars
 
 // Sutskever, Martens, Dahl, Hinton: On the importance of initialization and momentum in deep
 // learning, ICML 2013, in torch's form: the learning rate stands outside the buffer.
-template <class A, bool kGradientDecay, bool kMomentum, bool kNesterov, class Operands>
-void sgd_block(const Operands on, int64_t count, const StepScalars& s, A gradient_factor) {
+template <class A, bool kGradientDecay, bool kMomentum, bool kNesterov, class On>
+void sgd_block(const On on, int64_t count, const StepScalars& s, A gradient_factor) {
   const Vec<A> factor = broadcast<A>(gradient_factor);
   const Vec<A> decay = broadcast<A>(static_cast<A>(s.gradient_decay));
   const Vec<A> momentum = broadcast<A>(static_cast<A>(s.momentum));
@@ -135,8 +134,8 @@ void sgd_block(const Operands on, int64_t count, const StepScalars& s, A gradien
 // Chen et al.: Symbolic discovery of optimization algorithms, NeurIPS 2023.
 //
 //   u = sign(beta1 m + (1 - beta1) g);  p = p (1 - lr decay) - lr u;  m = beta2 m + (1 - beta2) g
-template <class A, class Operands>
-void lion_block(const Operands on, int64_t count, const StepScalars& s, A gradient_factor) {
+template <class A, class On>
+void lion_block(const On on, int64_t count, const StepScalars& s, A gradient_factor) {
   const Average<A> direction(s.one_minus_beta1);
   const Average<A> average(s.one_minus_beta2);
   const Vec<A> factor = broadcast<A>(gradient_factor);

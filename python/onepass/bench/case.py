@@ -56,7 +56,7 @@ class Goal:
     eager: float | None = None
     compiled: float | None = None
     share: float | None = None
-    others: Mapping[str, float] = field(default_factory=dict)
+    others: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def to_dict(self) -> dict[str, float | None]:
         return {

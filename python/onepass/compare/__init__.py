@@ -1,9 +1,12 @@
 """`onepass compare`: the same model on the same text, stock and swapped.
 
-Two phases. Speed: whole training steps of both, interleaved, with what each part of a step takes
+Three phases. Speed: whole training steps of both, interleaved, with what each part of a step takes
 and what it keeps in memory. Sameness: loss curves of both, against the band that stock runs alone
-span when nothing but rounding or the dropout seed differs. See :mod:`onepass.compare.attribution`
-for how a step is divided, :mod:`onepass.compare.model` for the GPT and for what ``--model`` takes.
+span when nothing but rounding or the dropout seed differs. Both with torch's fused AdamW, its
+fastest. Optimizers: the AdamW step alone, by torch's default, torch's fused and onepass's, and
+training with the last. See :mod:`onepass.compare.attribution` for how a step is divided,
+:mod:`onepass.compare.optimizers` for how an optimizer is measured, :mod:`onepass.compare.model` for
+the GPT and for what ``--model`` takes.
 
 ``--json`` writes one object; keys are added in later versions, never changed:
 
@@ -22,9 +25,19 @@ for how a step is divided, :mod:`onepass.compare.model` for the GPT and for what
 - ``first_step``: per variant ``{loss, loss_difference, gradient_error, gradient_name}``
 - ``sameness``: per dropout probability ``{dropout, stock_runs_differ_by, curve, steps,
   stock_losses, swapped_losses, gap, stock_gap, band_factor, same}``; losses in nats per byte
+- ``optimizers``: ``{dropout, parameters, baseline, variants, steps, stock_gap, left_out}``; dropout
+  is that of the step and of the training that the figures refer to, parameters those with a
+  gradient, left_out the reason by name; variants by name (torch default, torch fused, onepass, and
+  what --master and --state-dtype ask for): ``library``, ``cast_to`` (dtype of the parameters; null:
+  the model's own), ``master``, ``state_dtype``, ``step_ms`` as above, ``page_faults``,
+  ``ratio_to_baseline``, ``share_of_step`` (of stock's, with this optimizer in it; null where cast),
+  ``state_bytes_per_parameter``, ``bytes_per_parameter`` (with the parameter itself and its
+  gradient), ``losses`` at ``steps`` and their ``gap`` to stock's (null where not trained), ``same``
+  (null where other numerics were asked for)
 - ``swap_report``: ``Report.to_dict()`` of the swap
-- ``verdict``: ``{same, not_accelerated, sentence}``; not_accelerated: share of the swapped step per
-  part and dropout
+- ``verdict``: ``{same, not_accelerated, sentence, optimizer_same}``; not_accelerated: share of the
+  swapped step per part and dropout; optimizer_same: of training by onepass's AdamW, null where not
+  trained
 """
 
 from __future__ import annotations
@@ -70,6 +83,7 @@ def run(settings):
     from onepass.bench.machine import machine_facts
     from onepass.compare.data import load_text
     from onepass.compare.measure import compare_speed
+    from onepass.compare.optimizers import choose, compare_optimizers
     from onepass.compare.progress import Progress
     from onepass.compare.report import Result, label
     from onepass.compare.settings import make_current
@@ -94,23 +108,31 @@ def run(settings):
                 [GptWorkload(settings, text, sizes, p) for p in settings.dropouts]
                 for sizes in (settings.speed, settings.sameness)
             )
-        # One dropout probability is enough to compare first steps, best the one without.
-        checked = next((w for w in fast if w.dropout == 0.0), fast[0])
+        # One dropout probability is enough for first steps and optimizers, best the one without.
+        checked = next((i for i, w in enumerate(fast) if w.dropout == 0.0), 0)
+        choices, left_out = choose(settings, slow[checked])
+        further_runs = sum(choice.is_trained for choice in choices)
         speeds, sameness = [], []
         with Progress() as progress:
             for workload in fast:
                 advance = progress.phase(f"Speed, dropout {label(workload.dropout)}")
-                speed, report = compare_speed(workload, settings, workload is checked, advance)
+                check = workload is fast[checked]
+                speed, report = compare_speed(workload, settings, check, advance)
                 speeds.append(speed)
             for workload in slow:
                 steps = settings.steps and settings.steps * (STOCK_RUNS + 1)
                 advance = progress.phase(f"Sameness, dropout {label(workload.dropout)}", steps)
-                sameness.append(compare_training(workload, settings, advance))
+                sameness.append(compare_training(workload, settings, advance, further_runs))
+            steps = settings.steps and settings.steps * further_runs
+            optimizers = compare_optimizers(
+                choices, left_out, speeds[checked].timing.median("stock"), fast[checked],
+                slow[checked], sameness[checked], settings, progress.phase("Optimizers", steps),
+            )  # fmt: skip
         parameters = sum(p.numel() for p in fast[0].build().parameters())
     finally:
         torch.set_num_threads(threads)
     return Result(
-        settings, machine, data, parameters, speeds, sameness,
+        settings, machine, data, parameters, speeds, sameness, optimizers,
         report.to_dict(), time.perf_counter() - start,
     )  # fmt: skip
 

@@ -178,12 +178,23 @@ def _first_floating(output) -> Tensor | None:
 
 def move(batch, device: torch.device):
     """The batch with every tensor in it on device."""
+    return _each_tensor(batch, lambda tensor: tensor.to(device))
+
+
+def cast(batch, dtype: torch.dtype | None):
+    """The batch with every floating-point tensor in it of dtype; None: as it is."""
+    if dtype is None:
+        return batch
+    return _each_tensor(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+
+def _each_tensor(batch, change: Callable[[Tensor], Tensor]):
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {name: move(value, device) for name, value in batch.items()}
+        return {name: _each_tensor(value, change) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(move(value, device) for value in batch)
+        return type(batch)(_each_tensor(value, change) for value in batch)
     return batch
 
 

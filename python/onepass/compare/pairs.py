@@ -19,11 +19,13 @@ def time_rounds(
     seconds: float,
     max_rounds: int,
     advance: Callable[[], None],
+    before: Callable[[], object] = lambda: None,
 ) -> Timing:
     """Runs every step once per round, in turn forwards and backwards.
 
     At least `rounds` rounds; more, up to max_rounds, while they have taken less than `seconds`.
-    A step gets the round's number and returns when its work is done.
+    A step gets the round's number and returns when its work is done; what `before` does ahead of
+    each step is not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     faults = dict.fromkeys(steps, 0)
@@ -31,6 +33,7 @@ def time_rounds(
     taken = 0
     while taken < rounds or (taken < max_rounds and time.perf_counter() - begin < seconds):
         for name in list(steps)[:: 1 if taken % 2 == 0 else -1]:
+            before()
             faults_before, start = page_faults(), time.perf_counter()
             steps[name](taken)
             times[name].append(time.perf_counter() - start)

@@ -1,4 +1,5 @@
-"""The picture: what training does, how every pair of steps went, and where the time goes."""
+"""The picture: what training does, how every pair of steps went, where the time goes, and what
+the optimizers take."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from matplotlib.gridspec import GridSpecFromSubplotSpec
 
 from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
 from onepass.compare.measure import Speed
-from onepass.compare.report import Result, baseline_of, footer, number, verdict
+from onepass.compare.optimizers import Comparison
+from onepass.compare.report import Result, baseline_of, footer, number, short, verdict
 from onepass.compare.train import BAND_FACTOR, Sameness
 
 STOCK, SWAPPED = "#5b6573", "#e4572e"
@@ -47,8 +49,10 @@ STYLE = {
 def plot(result: Result, path: str) -> None:
     """Writes the picture to path, as PNG or what its suffix asks for."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(13, 11), layout="constrained")
-        top, bottom = figure.add_gridspec(2, 1, height_ratios=[1.15, 1])
+        rows = len(result.optimizers.outcomes)
+        height = 0.9 + 0.3 * rows  # of the optimizers, in inches
+        figure = Figure(figsize=(13, 11 + height), layout="constrained")
+        top, middle, bottom = figure.add_gridspec(3, 1, height_ratios=[5.5, 4.8, height])
         curves = GridSpecFromSubplotSpec(
             2, len(result.sameness), subplot_spec=top, height_ratios=[2, 1.2]
         )
@@ -57,9 +61,12 @@ def plot(result: Result, path: str) -> None:
             lower = figure.add_subplot(curves[1, column], sharex=upper)
             _plot_losses(upper, phase)
             _plot_difference(lower, phase)
-        pairs, parts = GridSpecFromSubplotSpec(1, 2, subplot_spec=bottom, width_ratios=[1, 1.35])
+        pairs, parts = GridSpecFromSubplotSpec(1, 2, subplot_spec=middle, width_ratios=[1, 1.35])
         _plot_ratios(figure.add_subplot(pairs), result.speeds)
         _plot_parts(figure.add_subplot(parts), result.speeds)
+        times, sizes = GridSpecFromSubplotSpec(1, 2, subplot_spec=bottom, width_ratios=[1.35, 1])
+        _plot_updates(figure.add_subplot(times), result.optimizers)
+        _plot_bytes(figure.add_subplot(sizes), result.optimizers)
         figure.suptitle(_wrapped(verdict(result), 130), x=0.01, ha="left", fontsize=13)
         small = "\n".join(_wrapped(line, 190) for line in footer(result))
         figure.supxlabel(small, x=0.01, ha="left", fontsize=7.5, color="#6b7280")
@@ -183,6 +190,50 @@ def _plot_parts(axes: Axes, speeds: list[Speed]) -> None:
     axes.set_title("Where a step goes")
     handles = [matplotlib.patches.Patch(color=PART_COLORS[part], label=part) for part in PARTS]
     axes.legend(handles=handles, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+
+
+def _plot_updates(axes: Axes, compared: Comparison) -> None:
+    names = list(compared.outcomes)
+    times = [1e3 * compared.timing.median(name) for name in names]
+    axes.barh(names, times, height=0.7, color=[_color_of(name) for name in names])
+    for place, (name, ms) in enumerate(zip(names, times, strict=True)):
+        share = compared.share_of_step(name)
+        remark = "" if share is None else f", {100 * share:.2g} % of a step"
+        outcome = compared.outcomes[name]
+        if outcome.training:
+            remark += f", loss gap {short(outcome.training.gap)}"
+        if outcome.same is not None:
+            remark += " (same)" if outcome.same else " (different)"
+        axes.text(
+            ms + 0.01 * max(times), place, f"{number(ms)} ms{remark}", va="center", fontsize=9
+        )
+    axes.set_xlim(0, 1.6 * max(times))  # room for the words
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("ms")
+    axes.set_title(f"AdamW's step alone, {compared.parameters:,} parameters")
+
+
+def _plot_bytes(axes: Axes, compared: Comparison) -> None:
+    names = list(compared.outcomes)
+    states = [compared.state_bytes(name) for name in names]
+    totals = [compared.all_bytes(name) for name in names]
+    colors = [_color_of(name) for name in names]
+    axes.barh(names, states, height=0.7, color=colors)
+    rest = [total - state for total, state in zip(totals, states, strict=True)]
+    axes.barh(names, rest, left=states, height=0.7, color=PART_COLORS[UNATTRIBUTED])
+    for place, (state, total) in enumerate(zip(states, totals, strict=True)):
+        axes.text(total + 0.1, place, f"{state:.3g} of {total:.3g}", va="center", fontsize=9)
+    axes.set_xlim(0, 1.25 * max(totals))
+    axes.invert_yaxis()
+    axes.tick_params(labelleft=False)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("bytes per parameter; grey: the parameter and its gradient")
+    axes.set_title("State of the optimizer")
+
+
+def _color_of(optimizer: str) -> str:
+    return SWAPPED if optimizer.startswith("onepass") else STOCK
 
 
 def _saved_text(stock: dict[str, float], swapped: dict[str, float]) -> str:

@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onepass.bench.harness import Interval
 from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
 from onepass.compare.measure import FirstStep, Speed
+from onepass.compare.optimizers import BASELINE, Comparison
 from onepass.compare.settings import Settings
 from onepass.compare.train import BAND_FACTOR, Sameness
 
@@ -28,12 +30,19 @@ class Result:
     parameters: int
     speeds: list[Speed]
     sameness: list[Sameness]
+    optimizers: Comparison
     swap_report: dict  # Report.to_dict()
     seconds: float
 
     @property
     def same(self) -> bool:
         return all(phase.same for phase in self.sameness)
+
+    @property
+    def optimizer_same(self) -> bool | None:
+        """Whether onepass's AdamW trains as torch's does; None where it did not train."""
+        outcome = self.optimizers.outcomes.get("onepass")
+        return outcome and outcome.same
 
     @property
     def first_steps(self) -> dict[str, FirstStep]:
@@ -57,11 +66,13 @@ class Result:
             "speed": [_speed_dict(speed) for speed in self.speeds],
             "first_step": {name: step.to_dict() for name, step in self.first_steps.items()},
             "sameness": [phase.to_dict() for phase in self.sameness],
+            "optimizers": self.optimizers.to_dict(),
             "swap_report": self.swap_report,
             "verdict": {
                 "same": self.same,
                 "not_accelerated": not_accelerated(self),
                 "sentence": verdict(self),
+                "optimizer_same": self.optimizer_same,
             },
             "seconds": self.seconds,
         }
@@ -132,21 +143,13 @@ def verdict(result: Result) -> str:
 
     speeds = []
     for speed in result.speeds:
-        interval = speed.timing.ratio("swapped", "stock")
-        digits = 3 if abs(interval.median - 1.0) < 0.02 else 2  # never "1.00x: slower"
-        remark = ""
-        if interval.high < 1.0:
-            remark = ": slower"
-        elif interval.low <= 1.0:
-            remark = ": no difference measured"
-        low, high = (f"{limit:.{digits}f}" for limit in (interval.low, interval.high))
-        text = f"{interval.median:.{digits}f}x [{low}-{high}]"
+        text, remark = _times_faster(speed.timing.ratio("swapped", "stock"))
         speeds.append(text + with_dropout(speed.dropout) + remark)
     gaps = []
     for phase in result.sameness:
         words = "" if gaps else " stock-versus-stock"
         outside = " (different)" if several and not phase.same else ""
-        numbers = f"{_short(phase.gap)} against {_short(phase.stock_gap)}"
+        numbers = f"{short(phase.gap)} against {short(phase.stock_gap)}"
         gaps.append(numbers + words + with_dropout(phase.dropout) + outside)
     same = "same" if result.same else "different"
     rest = [f"{_title(part)}, {_range(share)}" for part, share in not_accelerated(result).items()]
@@ -154,10 +157,36 @@ def verdict(result: Result) -> str:
         tail = " Nothing was swapped."
     else:
         tail = f" Not accelerated: {'; '.join(rest)}." if rest else ""
+    tail += _optimizer_sentence(result)
     return f"{', '.join(speeds)}; loss gap {', '.join(gaps)}: {same}.{tail}"
 
 
-def _short(number: float) -> str:
+def _times_faster(interval: Interval) -> tuple[str, str]:
+    """The figure with its interval, and what to say of one that is no gain."""
+    digits = 3 if abs(interval.median - 1.0) < 0.02 else 2  # never "1.00x: slower"
+    remark = ""
+    if interval.high < 1.0:
+        remark = ": slower"
+    elif interval.low <= 1.0:
+        remark = ": no difference measured"
+    low, high = (f"{limit:.{digits}f}" for limit in (interval.low, interval.high))
+    return f"{interval.median:.{digits}f}x [{low}-{high}]", remark
+
+
+def _optimizer_sentence(result: Result) -> str:
+    compared = result.optimizers
+    if "onepass" not in compared.outcomes:
+        return ""
+    text, remark = _times_faster(compared.timing.ratio("onepass", BASELINE.name))
+    training = compared.outcomes["onepass"].training
+    same = "same" if training.same else "different"
+    return (
+        f" AdamW's step: {text} {BASELINE.name}{remark}; loss gap {short(training.gap)} against "
+        f"{short(training.stock_gap)}: {same}."
+    )
+
+
+def short(number: float) -> str:
     """3e-6, 0.02: one digit, as small as it reads."""
     mantissa, _, exponent = f"{number:.0e}".partition("e")
     if not exponent or -3 <= int(exponent) <= 0:
@@ -190,6 +219,11 @@ def print_result(result: Result, console: Console) -> None:
             f"{step.gradient_error:.1e} of that gradient's largest, in {step.gradient_name}.",
             markup=False,
         )
+    console.print(_optimizer_table(result))
+    for name, reason in result.optimizers.left_out.items():
+        console.print(f"Left out: {name}: {reason}.", markup=False)
+    if any(outcome.training for outcome in result.optimizers.outcomes.values()):
+        console.print(_training_table(result))
     console.print()
     console.print(verdict(result), style="bold", highlight=False, markup=False)
     console.print()
@@ -275,6 +309,56 @@ def _sameness_table(result: Result) -> Table:
             f"{phase.gap:.1e}",
             f"{phase.stock_gap:.1e}",
             "same" if phase.same else "different",
+        )
+    return table
+
+
+def _optimizer_table(result: Result) -> Table:
+    """Bytes (B) are per parameter: of the state, and with the parameter itself and its gradient."""
+    compared = result.optimizers
+    table = _table(
+        f"Optimizers: AdamW's step on {compared.parameters:,} parameters, apart from the rest",
+        "optimizer", "median ms [p10-p90]", "times fused [95 %]", "of a step",
+        "state B", "all B",
+    )  # fmt: skip
+    table.columns[0].no_wrap = False
+    table.columns[1].justify = "right"
+    for name in compared.outcomes:
+        median, low, high = (1e3 * compared.timing.percentile(name, p) for p in (50, 10, 90))
+        share = compared.share_of_step(name)
+        table.add_row(
+            name,
+            f"{number(median)} [{number(low)}-{number(high)}]",
+            "1" if name == BASELINE.name else str(compared.timing.ratio(name, BASELINE.name)),
+            "" if share is None else f"{100 * share:.2g} %",
+            f"{compared.state_bytes(name):.2f}",
+            f"{compared.all_bytes(name):.2f}",
+        )
+    return table
+
+
+def _training_table(result: Result) -> Table:
+    compared = result.optimizers
+    tail = "" if compared.dropout is None else f", dropout {compared.dropout:g}"
+    table = _table(
+        f"Sameness: stock trained by {BASELINE.name} and by others{tail}",
+        "optimizer", "steps", "last loss", "gap to fused", "stock-versus-stock", "",
+    )  # fmt: skip
+    table.columns[0].no_wrap = False
+    table.columns[1].justify = "right"
+    trained = {name: o for name, o in compared.outcomes.items() if o.training}
+    stock = next(iter(trained.values())).training
+    table.add_row(BASELINE.name, str(stock.steps[-1]), f"{stock.stock[0][-1]:.4f}")
+    judgement = {True: "same", False: "different", None: "other numerics"}
+    for name, outcome in trained.items():
+        training = outcome.training
+        table.add_row(
+            name,
+            str(training.steps[-1]),
+            f"{training.swapped[-1]:.4f}",
+            f"{training.gap:.1e}",
+            "" if outcome.same is None else f"{training.stock_gap:.1e}",
+            judgement[outcome.same],
         )
     return table
 

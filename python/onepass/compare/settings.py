@@ -21,6 +21,9 @@ QUICK_SPEED = Sizes(layers=2, heads=2, width=32, block=64, batch=2)
 QUICK_SAMENESS = Sizes(layers=1, heads=2, width=32, block=32, batch=4)
 SIZE_FLAGS = ("layers", "heads", "width", "block", "batch")
 STDOUT = "-"
+OPTIMIZERS = ("default", "fused", "onepass")
+MASTERS = ("none", "fp32", "remainder16", "stochastic")
+STATE_DTYPES = ("float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class Settings:
     steps: int | None  # None: chosen by the time that a step of --model takes
     pairs: int
     compile: bool
+    optimizers: tuple[str, ...]  # of OPTIMIZERS, always with "fused": what the others are held to
+    masters: tuple[str, ...]  # of MASTERS; empty: only parameters as they are
+    state_dtypes: tuple[str, ...]  # of STATE_DTYPES; empty: only torch's
     model: str | None
     device: torch.device
     dtype: torch.dtype
@@ -49,8 +55,7 @@ class Settings:
         return fields | {
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "dropouts": list(self.dropouts),
-            "text": list(self.text),
+            **{name: list(fields[name]) for name in _TUPLES},
         }
 
     @classmethod
@@ -61,13 +66,15 @@ class Settings:
             | {
                 "speed": Sizes(**fields["speed"]),
                 "sameness": Sizes(**fields["sameness"]),
-                "dropouts": tuple(fields["dropouts"]),
-                "text": tuple(fields["text"]),
+                **{name: tuple(fields[name]) for name in _TUPLES},
                 "device": torch.device(fields["device"]),
                 "dtype": getattr(torch, fields["dtype"]),
                 "command": command,
             }
         )
+
+
+_TUPLES = ("dropouts", "text", "optimizers", "masters", "state_dtypes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, metavar="N", help="steps of the sameness phase (default 200)")
     add("--pairs", type=int, metavar="N", help="timed pairs of steps, at least (default 8)")
     add("--compile", action="store_true", help="add compiled stock and compiled swapped")
+    add("--optimizers", nargs="+", metavar="NAME", help="AdamW steps timed apart: torch's default, "
+        "torch's fused (always), onepass's (default: default fused onepass)")  # fmt: skip
+    add("--master", nargs="+", metavar="MODE", help="bfloat16 parameters too, of which onepass's "
+        "AdamW keeps this of the float32 result: one or more of none, fp32, remainder16, "
+        "stochastic")  # fmt: skip
+    add("--state-dtype", nargs="+", metavar="DTYPE", help="moments of onepass's AdamW, with every "
+        "--master or alone: one or more of float32, bfloat16, int8")  # fmt: skip
     add("--model", metavar="PACKAGE.MODULE:FUNCTION", help="compare a model of your own: the "
         "function returns (model, batch) or (model, batch_function of the step)")  # fmt: skip
     add("--device", default="cpu", metavar="DEVICE", help="default cpu")
@@ -104,6 +118,14 @@ def read_settings(args: argparse.Namespace) -> Settings:
         raise BadInput("--model brings its own sizes, dropout and data: drop the flags for those")
     if args.dropout is not None and len(set(args.dropout)) != len(args.dropout):
         raise BadInput(f"--dropout must list different values, got {args.dropout}")
+    optimizers = _several(args.optimizers, "--optimizers", OPTIMIZERS) or OPTIMIZERS
+    masters = _several(args.master, "--master", MASTERS)
+    state_dtypes = _several(args.state_dtype, "--state-dtype", STATE_DTYPES)
+    if (masters or state_dtypes) and "onepass" not in optimizers:
+        raise BadInput(
+            "--master and --state-dtype are settings of onepass's AdamW: --optimizers must list "
+            f"onepass, got {' '.join(optimizers)}"
+        )
     for p in args.dropout or ():
         if not 0.0 <= p < 1.0:
             raise BadInput(f"--dropout must lie in [0, 1), got {p:g}")
@@ -128,6 +150,9 @@ def read_settings(args: argparse.Namespace) -> Settings:
         steps=steps,
         pairs=args.pairs or (3 if args.quick else 8),
         compile=args.compile,
+        optimizers=tuple(name for name in OPTIMIZERS if name in (*optimizers, "fused")),
+        masters=masters,
+        state_dtypes=state_dtypes,
         model=args.model,
         device=device,
         dtype=_dtype(args.dtype, device),
@@ -136,6 +161,16 @@ def read_settings(args: argparse.Namespace) -> Settings:
         quick=args.quick,
         command=_command(args),
     )
+
+
+def _several(values: list[str] | None, flag: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    values = tuple(values or ())
+    for value in values:
+        if value not in known:
+            raise BadInput(f"{flag} must be of {', '.join(known)}, got {value!r}")
+    if len(set(values)) != len(values):
+        raise BadInput(f"{flag} must list different values, got {' '.join(values)}")
+    return values
 
 
 def _device(name: str) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import onepass
 from onepass.compare import attribution
 from onepass.compare.errors import BadInput
-from onepass.compare.model import call, loss_of
+from onepass.compare.model import call, cast, loss_of
 from onepass.compare.settings import Settings
 
 STOCK_RUNS = 4  # span the stock-versus-stock band
@@ -22,19 +22,36 @@ CURVE_POINTS = 20
 # draws of, and the next draw is often a little farther out than all before it.
 BAND_FACTOR = 2.0
 USER_SECONDS = 60.0  # for the sameness phase of --model, whose steps cost what they cost
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95)}
+
+
+def fused_adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """torch's fastest AdamW: what trains every variant of the model."""
+    return torch.optim.AdamW(parameters, **ADAMW, fused=True)
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that require a gradient; raises BadInput if none does."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise BadInput("--model must have a parameter that requires a gradient")
+    return trained
 
 
 class Trainer:
-    """A model with its optimizer: torch's own fused AdamW for every variant."""
+    """A model with its optimizer."""
 
-    def __init__(self, model: nn.Module, settings: Settings, compiled: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        compiled: bool = False,
+        make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = fused_adamw,
+    ):
         self.model = model.train()
         self.device, self.dtype = settings.device, settings.dtype
         self.forward: Callable = torch.compile(model) if compiled else model
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trained:
-            raise BadInput("--model must have a parameter that requires a gradient")
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), fused=True)
+        self.optimizer = make_optimizer(trained_parameters(model))
 
     def loss(self, batch) -> Tensor:
         """Scalar loss of a batch, under autocast when the dtype asks for it."""
@@ -125,37 +142,67 @@ def _worst(values: list[float]) -> float:
     return math.nan if any(math.isnan(value) for value in values) else max(values)
 
 
-def compare_training(workload, settings: Settings, advance: Callable[[], None]) -> Sameness:
+def train_curve(
+    workload,
+    settings: Settings,
+    points: Sequence[int],
+    advance: Callable[[], None],
+    *,
+    seed: int = 0,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
+    dtype: torch.dtype | None = None,
+    make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = fused_adamw,
+) -> list[float]:
+    """Trains a workload's model up to the last of `points`; returns the loss at each of them.
+
+    Args:
+        points: step numbers, ascending.
+        seed: of dropout, beside the run's own.
+        prepare: changes the stock model before it is trained.
+        dtype: what parameters and floating-point batches are cast to; None: they stay.
+    """
+    model = workload.build()
+    prepare(model)
+    if dtype:
+        model.to(dtype)
+    trainer = Trainer(model, settings, make_optimizer=make_optimizer)
+    torch.manual_seed(settings.seed + seed)
+    losses, loss = [], None
+    for step in range(points[-1] + 1):
+        if step in points:
+            losses.append(workload.curve_point(trainer, loss))
+        if step < points[-1]:
+            loss = trainer.step(cast(workload.batch(step), dtype))
+            advance()
+    return losses
+
+
+def compare_training(
+    workload, settings: Settings, advance: Callable[[], None], further_runs: int = 0
+) -> Sameness:
     """Trains stock STOCK_RUNS times and swapped once, on the same batches.
 
     Without dropout the stock runs differ by the order of their sums alone, with dropout by its
     seed: swapped draws other random numbers by design, so it can only be one more seed.
+
+    Args:
+        further_runs: how many more runs of as many steps will follow; they share the time.
     """
     dropout = workload.dropout
-    steps = settings.steps or _affordable_steps(workload, settings)
+    steps = settings.steps or _affordable_steps(workload, settings, further_runs)
     points = sorted({round(k * steps / CURVE_POINTS) for k in range(CURVE_POINTS + 1)})
-
-    def run(seed: int, swapped: bool) -> list[float]:
-        model = workload.build()
-        if seed and not dropout:
-            workload.reorder(model, seed)
-        if swapped:
-            onepass.swap(model)
-        trainer = Trainer(model, settings)
-        torch.manual_seed(settings.seed + seed)
-        losses, loss = [], None
-        for step in range(steps + 1):
-            if step in points:
-                losses.append(workload.curve_point(trainer, loss))
-            if step < steps:
-                loss = trainer.step(workload.batch(step))
-                advance()
-        return losses
-
-    stock = [run(seed, swapped=False) for seed in range(STOCK_RUNS)]
-    swapped = run(0, swapped=True)
     if dropout is None:  # a training loss has no value before the first step
-        points, stock, swapped = points[1:], [losses[1:] for losses in stock], swapped[1:]
+        points = points[1:]
+
+    def stock_run(seed: int) -> list[float]:
+        def reorder(model: nn.Module) -> None:
+            if seed and not dropout:
+                workload.reorder(model, seed)
+
+        return train_curve(workload, settings, points, advance, seed=seed, prepare=reorder)
+
+    stock = [stock_run(seed) for seed in range(STOCK_RUNS)]
+    swapped = train_curve(workload, settings, points, advance, prepare=onepass.swap)
     differ_by = {None: "rounding of the initial weights, random seed", 0.0: "summation order"}
     return Sameness(
         dropout,
@@ -167,7 +214,7 @@ def compare_training(workload, settings: Settings, advance: Callable[[], None]) 
     )
 
 
-def _affordable_steps(workload, settings: Settings) -> int:
+def _affordable_steps(workload, settings: Settings, further_runs: int) -> int:
     trainer = Trainer(workload.build(), settings)
     trainer.step(workload.batch(0))
     trainer.synchronize()
@@ -175,4 +222,4 @@ def _affordable_steps(workload, settings: Settings) -> int:
     trainer.step(workload.batch(0))
     trainer.synchronize()
     seconds = time.perf_counter() - start
-    return max(5, min(200, int(USER_SECONDS / seconds / (STOCK_RUNS + 1))))
+    return max(5, min(200, int(USER_SECONDS / seconds / (STOCK_RUNS + 1 + further_runs))))

@@ -137,12 +137,14 @@ class Adoption:
         if param.dtype.itemsize != 2 or wanted not in masters.KEYS:
             return
         here = local(param).detach()
-        if entry.get("master") is not None:
-            master = local(entry["master"]).to(here.device)
-        elif entry.get("remainder") is not None:
-            master = masters.join(here, local(entry["remainder"]).to(here.device))
-        else:
-            master = here.float()
+        remainder = entry.get("remainder")
+        if remainder is not None and entry.get("master") is None:
+            # Kept until the first step even where a master is wanted: the model's own weights may
+            # be loaded after this.
+            low = local(remainder)
+            self._request(result, param, "remainder", torch.int16, lambda t: t.copy_(low))
+            return
+        master = here.float() if entry.get("master") is None else local(entry["master"])
         if wanted == "fp32":
             self._request(result, param, "master", torch.float32, lambda t: t.copy_(master))
         else:

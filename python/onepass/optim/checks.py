@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -75,8 +76,18 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
         return False
     if is_dense(first) and is_dense(second):
         return True
-    bytes_of_both = [_bytes(tensor) for tensor in (first, second)]
-    return bool(torch.isin(*bytes_of_both).any())
+    ahead = second.data_ptr() - first.data_ptr()
+    return _meet(_places(first), _places(second), ahead)
+
+
+@functools.lru_cache(maxsize=1024)
+def _meet(first: tuple, second: tuple, ahead: int) -> bool:
+    """Whether two layouts share a byte, the second one `ahead` bytes behind the first."""
+    return bool(torch.isin(_bytes(*first), _bytes(*second) + ahead).any())
+
+
+def _places(tensor: Tensor) -> tuple:
+    return tuple(tensor.shape), tensor.stride(), _extent(tensor), tensor.element_size()
 
 
 def _extent(tensor: Tensor) -> int:
@@ -84,11 +95,10 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The addresses of all bytes."""
-    size = tensor.element_size()
-    places = torch.arange(_extent(tensor)).as_strided(tensor.shape, tensor.stride()).flatten()
-    return (tensor.data_ptr() + places[:, None] * size + torch.arange(size)).flatten()
+def _bytes(shape: tuple, strides: tuple, extent: int, size: int) -> Tensor:
+    """The places of all bytes, from the first element on."""
+    places = torch.arange(extent).as_strided(shape, strides).flatten()
+    return (places[:, None] * size + torch.arange(size)).flatten()
 
 
 def refuse_sparse(name: str, gradients: Sequence[Tensor]) -> None:

@@ -51,6 +51,8 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
     code = torch.bucketize(x.abs(), (table[1:] + table[:-1]) / 2)
     if signed:
         code += 128 * x.signbit()
+    else:  # what is not zero stays so, under the root of a denominator
+        code = torch.where((code == 0) & (x > 0), 1, code)
     _flat(codes).copy_(code.flatten())
 
 

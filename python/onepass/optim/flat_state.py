@@ -4,7 +4,8 @@ An operator call costs 0.15 us for every tensor it is handed, so parameters and 
 over once, with a table that says where each parameter's states lie (csrc/ops/optimizer_table.h),
 and a step hands over the gradients alone. An entry is a tensor with a storage of its own size that
 happens to lie in a buffer, so `torch.save`, `deepcopy` and `state_dict` see one ordinary tensor
-per entry. Whoever replaces an entry gets a buffer of their own.
+per entry. Whoever replaces an entry gives it a buffer of its own. Who exchanges the memory under
+one (`share_memory_`, ``entry.data = ...``) must replace it: that is not seen until the next table.
 """
 
 from __future__ import annotations
@@ -63,6 +64,31 @@ def strides_of(param: Tensor) -> tuple[int, ...]:
     return torch.empty(param.shape, device="meta").stride()
 
 
+def laid_like(param: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in its parameter's memory order: itself, or a copy."""
+    if gradient.shape != param.shape or gradient.stride() == param.stride():
+        return gradient
+    return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
+
+
+def layouts_of(params: Iterable[Tensor]) -> list[tuple]:
+    """What the places of states depend on."""
+    return [(p.shape, local(p).shape, local(p).stride(), p.dtype, p.device) for p in params]
+
+
+def noise_number(number: int, param: Tensor) -> int:
+    """What tells a parameter's noise from others': shards of one differ, replicas do not."""
+    if local(param) is param:
+        return number
+    shard, size = 0, 1
+    mesh = param.device_mesh
+    for dimension, placement in enumerate(param.placements):
+        if placement.is_shard():
+            shard += size * mesh.get_local_rank(dimension)
+            size *= mesh.size(dimension)
+    return number + (shard << 20)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where an entry lies."""
@@ -70,6 +96,11 @@ class Place:
     entry: Tensor
     buffer: Tensor
     offset: int
+
+    def is_there(self) -> bool:
+        """Whether nobody gave the entry other memory (`share_memory_`, `entry.data = ...`)."""
+        begin = self.buffer.data_ptr() + self.offset * self.buffer.element_size()
+        return local(self.entry).numel() == 0 or local(self.entry).data_ptr() == begin
 
 
 @dataclass
@@ -96,7 +127,7 @@ class Places:
     def of(self, entry: Tensor) -> Place:
         """Where an entry lies: in a buffer, or, one that someone else made, in itself."""
         place = self._by_id.get(id(entry))
-        if place is not None and place.entry is entry:
+        if place is not None and place.entry is entry and place.is_there():
             return place
         return Place(entry, local(entry), 0)
 
@@ -173,6 +204,7 @@ class Table:
     kinds: list[tuple[str, ...]]  # the moments of each group
     layout: Tensor  # (parameters, columns) int64
     buffers: list[Tensor]
+    layouts: list[tuple]  # of params
     masters: list[tuple[Tensor, dict]]  # parameters with a master, and their entries
     master_params: list[Tensor]
     are_sharded: bool

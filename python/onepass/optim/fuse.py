@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from onepass.optim.adam import Adam, AdamW
@@ -22,7 +24,8 @@ def fuse(
     """This library's optimizer in place of a torch one, on the same group dicts, with its state.
 
     A scheduler made for the old optimizer changes the settings of the new one, since both have the
-    same groups. The old one's ``step`` raises from now on.
+    same groups. The old one's ``step`` raises from now on, its ``state_dict`` is the new one's, and
+    its hooks go over.
 
     Args:
         optimizer: a `torch.optim.AdamW`, `Adam` or `SGD`; not a subclass.
@@ -59,14 +62,27 @@ def fuse(
         zero_grads=zero_grads,
     )
     fused._take_over(optimizer)
-    optimizer.state = fused.state
+    for hooks in _HOOKS:
+        getattr(fused, hooks).update(getattr(optimizer, hooks))
+    optimizer.state = type(optimizer.state)(dict)
     optimizer.step = _refusal(type(optimizer).__name__)
+    optimizer.state_dict = fused.state_dict
+    optimizer.load_state_dict = fused.load_state_dict
     # What a scheduler looks at to tell whether steps are made.
     optimizer.step._wrapped_by_lr_sched = True
-    fused.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
+    old = weakref.ref(optimizer)
+    fused.register_step_post_hook(lambda *_: setattr(old(), "_opt_called", True) if old() else None)
     return fused
 
 
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 _FIXED = {AdamW: ("decoupled_weight_decay",)}
 
 

@@ -1,7 +1,8 @@
 """Float32 masters of 16-bit parameters, and their other form, the remainder.
 
 A master follows its parameter: whoever else changes the parameter, by an in-place operation, which
-torch counts in `_version`, or by giving it other memory, makes it its own master again.
+torch counts in `_version`, or by giving it other memory, makes it its own master again. So does
+whoever only clamps it after each step; that is logged.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onepass._ops.dispatch_log import say
 from onepass.optim.flat_state import Table, local
 
 # By the names of the option: the state's key and dtype.
@@ -36,7 +38,9 @@ def follow(table: Table, before: Table | None) -> None:
         if id(param) in seen:
             changed = seen[id(param)] != (version, pointer)
         else:
-            changed = "master" in entry and not is_rounded(local(param), local(entry["master"]))
+            changed = "master" in entry and not bool(
+                fits(local(param), local(entry["master"])).all()
+            )
         if changed:
             reseed(param, entry)
 
@@ -51,13 +55,15 @@ def reseed_changed(table: Table) -> None:
             reseed(param, entry)
 
 
-def reseed_moved(table: Table) -> None:
-    """So does one whose memory is another, which the operator refuses at first."""
+def reseed_moved(table: Table) -> bool:
+    """So does one whose memory is another; whether there was one."""
     pointers = [local(p).data_ptr() for p in table.master_params]
     for (param, entry), was, pointer in zip(table.masters, table.pointers, pointers, strict=True):
         if was != pointer:
             reseed(param, entry)
+    moved = pointers != table.pointers
     table.pointers = pointers
+    return moved
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
@@ -71,16 +77,29 @@ def low(master: Tensor) -> Tensor:
     return torch.where(bits >= 0x8000, bits - 0x10000, bits).to(torch.int16)
 
 
-def is_rounded(param: Tensor, master: Tensor) -> bool:
-    """Whether the parameter is its master rounded to nearest, however ties went."""
-    nearest = master.to(param.dtype)
-    off, least = ((rounded.double() - master.double()).abs() for rounded in (param, nearest))
-    fits = (off <= least) | (param == nearest) | (param.isnan() & nearest.isnan())
-    return bool(fits.all())
+def begin(param: Tensor, entry: dict) -> None:
+    """Fills a new master: from a remainder that another optimizer kept, or from the parameter."""
+    here, master = local(param).detach(), local(entry["master"])
+    remainder = entry.pop("remainder", None)
+    master.copy_(here if remainder is None else join(here, local(remainder)))
 
 
 def reseed(param: Tensor, entry: dict) -> None:
+    """Makes a parameter its own master.
+
+    All of it, also where a float32 master still rounds to the parameter: what a remainder belonged
+    to is not known any more, and the two forms give the same run.
+    """
+    say("a parameter was changed from outside: it becomes its own master")
+    here = local(param).detach()
     if "master" in entry:
-        local(entry["master"]).copy_(local(param))
+        local(entry["master"]).copy_(here)
     else:
         local(entry["remainder"]).zero_()
+
+
+def fits(param: Tensor, master: Tensor) -> Tensor:
+    """Where the parameter is its master rounded to nearest, however ties went."""
+    nearest = master.to(param.dtype)
+    off, least = ((rounded.double() - master.double()).abs() for rounded in (param, nearest))
+    return (off <= least) | (param == nearest) | (param.isnan() & nearest.isnan())

@@ -22,7 +22,10 @@ from onepass.optim.flat_state import (
     Table,
     TableWriter,
     is_dense,
+    laid_like,
+    layouts_of,
     local,
+    noise_number,
     strides_of,
 )
 from onepass.optim.options import check_options
@@ -173,10 +176,13 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _complete_states(self, params: Sequence[Tensor], groups: Sequence[dict]) -> None:
         """Makes what the states of these parameters lack, in as few buffers as possible."""
         requests: list[Request] = []
-        hidden: list[Tensor] = []
+        fresh: set[Tensor] = set()  # without a step of momentum
         for param, group in zip(params, groups, strict=True):
             expected = self._expected(param, group)
             entry = self.state[param] if expected else self.state.get(param, {})
+            if param.dtype.itemsize != 2:  # it may have had 16 bits before
+                entry.pop("master", None)
+                entry.pop("remainder", None)
             missing = [
                 key
                 for key in expected
@@ -189,20 +195,18 @@ class FlatOptimizer(torch.optim.Optimizer):
                 param not in self._hidden_steps or "momentum_buffer" in missing
             ):
                 requests.append(Request(param, "step", torch.float32))
-                hidden.append(param)
+                if entry.get("momentum_buffer") is None:
+                    fresh.add(param)
         made = self._places.make(requests)
         for request, tensor in zip(requests, made, strict=True):
             if request.key == "step" and not self._shows_step(request.param):
                 self._hidden_steps[request.param] = tensor
-                entry = self.state.get(request.param, {})
-                if entry.get("momentum_buffer") is not None and not any(
-                    r.param is request.param and r.key == "momentum_buffer" for r in requests
-                ):
+                if request.param not in fresh:
                     tensor.fill_(1.0)  # a loaded buffer: its first step has been made
                 continue
             self.state[request.param][request.key] = tensor
             if request.key == "master":
-                tensor.copy_(request.param)
+                masters.begin(request.param, self.state[request.param])
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -247,6 +251,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             local_params = [local(p) for p in params]
             local_gradients = [local(g) for g in gradients]
         if not self._measure_norm(gradients if are_sharded else local_gradients, are_sharded):
+            if self.zero_grads:
+                for gradient in local_gradients:
+                    gradient.zero_()
             return
         if not is_known or not self._is_current(table, numbers):
             table = self._table = self._make_table(all_params, numbers, gradients)
@@ -255,12 +262,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         if are_sharded and not _are_same(local_params, table.local_params):
             table.step_tables.clear()
             table.local_params = local_params
+        if numbers not in table.step_tables:  # a new one takes the parameters as they are
+            if table.layouts != layouts_of(all_params):
+                table = self._table = self._make_table(all_params, numbers, gradients)
+            masters.reseed_moved(table)
         try:
             self._call(table.step_table(numbers, local_params), local_gradients)
-        except RuntimeError as error:
-            table.step_tables.clear()
-            masters.reseed_moved(table)
-            self._call_with_copies(table, numbers, local_params, local_gradients, error)
+        except RuntimeError:
+            self._recover(all_params, numbers, gradients, local_params, local_gradients)
+            table = self._table
         # Who saved a parameter for a backward must be told that it changed.
         torch.autograd.graph.increment_version(params)
         if table.masters:
@@ -268,25 +278,25 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _measure_norm(self, gradients: list[Tensor], are_sharded: bool) -> bool:
         """Sets grad_norm where that is asked for. False: the step must not be made."""
-        on_cpu = gradients[0].device.type == "cpu"  # elsewhere the kernel decides, not the host
-        found_inf = getattr(self, "found_inf", None)
-        if on_cpu and found_inf is not None and float(found_inf) != 0.0:
-            return False
         self._norm = None
-        if self.max_grad_norm is None:
-            return True
-        if are_sharded:
-            self._norm = total_norm(gradients)
-        else:
-            try:
-                self._norm = _ops.gradient_norm(gradients)
-            except RuntimeError:  # gaps between the elements, or no dense tensors at all
-                refuse_sparse(type(self).__name__, gradients)
-                self._norm = _ops.gradient_norm([g.contiguous() for g in gradients])
         grad_scale = getattr(self, "grad_scale", None)
-        norm = self._norm if grad_scale is None else self._norm / grad_scale
-        self.grad_norm = norm.float()
-        return not on_cpu or bool(self.grad_norm.isfinite())
+        if self.max_grad_norm is not None:
+            if are_sharded:
+                self._norm = total_norm(gradients)
+            else:
+                try:
+                    self._norm = _ops.gradient_norm(gradients)
+                except RuntimeError:  # gaps between the elements, or no dense tensors at all
+                    refuse_sparse(type(self).__name__, gradients)
+                    self._norm = _ops.gradient_norm([g.contiguous() for g in gradients])
+            norm = self._norm if grad_scale is None else self._norm / grad_scale
+            self.grad_norm = norm.float()
+        if gradients[0].device.type != "cpu":
+            return True  # the kernel decides: the host does not wait for it
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0.0:
+            return False
+        return self._norm is None or bool(norm.isfinite())
 
     def _call(self, table: _ops.StepTable, gradients: list[Tensor]) -> None:
         hyper, device_hyper = self._hyper_tables(gradients[0].device)
@@ -306,46 +316,44 @@ class FlatOptimizer(torch.optim.Optimizer):
             device_hyper=device_hyper,
         )
 
-    def _call_with_copies(
+    def _recover(
         self,
-        table: Table,
+        all_params: list[Tensor],
         numbers: tuple[int, ...],
-        params: list[Tensor],
         gradients: list[Tensor],
-        error: RuntimeError,
+        local_params: list[Tensor],
+        local_gradients: list[Tensor],
     ) -> None:
-        """For tensors that the operator refused: parameters changed their dtype, or either lies in
-        another order or with gaps, and it works on copies."""
-        refuse_sparse(type(self).__name__, gradients)
-        refuse_shared_memory(type(self).__name__, "params", params)
+        """Goes on where the operator refused a step.
+
+        Parameters that changed their shape, dtype or memory need another table, and states that lie
+        like them; for parameters or gradients that lie in another order, or with gaps, it works on
+        copies.
+        """
+        name, table = type(self).__name__, self._table
+        refuse_sparse(name, local_gradients)
         if self.zero_grads:
-            refuse_shared_memory(type(self).__name__, "gradients set to zeros", gradients)
-        dense_params = [
-            p if is_dense(p) else torch.empty_like(p, memory_format=torch.contiguous_format)
-            for p in params
-        ]
-        dense_gradients = []
-        for param, gradient in zip(dense_params, gradients, strict=True):
-            same = gradient.shape == param.shape and gradient.stride() == param.stride()
-            fits = same or (gradient.shape == param.shape and gradient.device == param.device)
-            if not same and fits:
-                gradient = torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
-            dense_gradients.append(gradient)
-        copied = [(p, d) for p, d in zip(params, dense_params, strict=True) if d is not p]
-        layout = table.layout[list(numbers)]
-        try:
-            step_table = _ops.StepTable(dense_params, table.buffers, layout)
-        except RuntimeError:
-            raise error from None
-        for param, copy in copied:
-            copy.copy_(param)
-        self._call(step_table, dense_gradients)
+            refuse_shared_memory(name, "gradients set to zeros", local_gradients)
+        if table.layouts != layouts_of(all_params):
+            table = self._table = self._make_table(all_params, numbers, gradients)
+        else:
+            refuse_shared_memory(name, "params", local_params)
+            if masters.reseed_moved(table):
+                table.step_tables.clear()
+        params = [p if is_dense(p) else p.contiguous() for p in local_params]
+        copied = [(p, c) for p, c in zip(local_params, params, strict=True) if c is not p]
+        laid = [laid_like(p, g) for p, g in zip(params, local_gradients, strict=True)]
+        if copied:
+            step_table = _ops.StepTable(params, table.buffers, table.layout[list(numbers)])
+        else:
+            step_table = table.step_table(numbers, params)
+        self._call(step_table, laid)
         for param, copy in copied:
             param.copy_(copy)
         if self.zero_grads:
-            for gradient, copy in zip(gradients, dense_gradients, strict=True):
+            for gradient, copy in zip(local_gradients, laid, strict=True):
                 if copy is not gradient:
-                    gradient.copy_(copy)  # zeros, or what they were if the step was not made
+                    gradient.zero_()
 
     def _hyper_tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """(settings of all groups, the same on `device` if that is not the CPU)."""
@@ -413,7 +421,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             if number in with_grad or has_state[-1]:
                 self._check_entry(number, param, entry, keys)
             writer.add(
-                number,
+                noise_number(number, param),
                 group_numbers[number],
                 step,
                 [entry.get(k) for k in keys],
@@ -422,6 +430,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
             if master is not None:
                 with_master.append((param, entry))
+        known = set(params)
+        self._hidden_steps = {p: step for p, step in self._hidden_steps.items() if p in known}
         entries = list(self.state.values())
         values = list(itertools.chain.from_iterable(map(dict.values, entries)))
         self._places.keep_only(
@@ -440,6 +450,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             kinds=[self._moment_keys(group) for group in self.param_groups],
             layout=writer.layout(),
             buffers=writer.buffers,
+            layouts=layouts_of(params),
             masters=with_master,
             master_params=[p for p, _ in with_master],
             are_sharded=any(local(p) is not p for p in params),
@@ -495,9 +506,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         return shown
 
     def _with_master(self, param: Tensor, entry: dict) -> dict:
-        """Sharded remainders are shown as masters: collectives know no 16-bit integers."""
+        """Remainders are shown as masters where one is wanted, and where they are sharded, since
+        collectives know no 16-bit integers."""
         remainder = entry.get("remainder")
-        if remainder is None or local(remainder) is remainder:
+        if remainder is None or (local(remainder) is remainder and self.master != "fp32"):
             return entry
         shown = dict(entry)
         shown["master"] = like(param, masters.join(local(param).detach(), local(remainder)))

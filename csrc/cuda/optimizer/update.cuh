@@ -1,0 +1,144 @@
+// The arithmetic of the optimizers on one lane's elements in float32 (float64 for float64
+// parameters): the same operations in the same order as cpu/optimizer/update.h, where the formulas
+// and their sources are, so that both back ends agree bit for bit.
+#pragma once
+
+#include "cuda/ptx.cuh"
+#include "ops/optimizer.h"
+
+namespace onepass::cuda {
+
+// average + weight (value - average), from whichever end is nearer, so that weights of 0 and 1 are
+// exact.
+template <class A>
+struct Average {
+  A coefficient;
+  bool from_average;
+
+  static __device__ __forceinline__ Average of(double weight) {
+    return {static_cast<A>(weight < 0.5 ? weight : weight - 1.0), weight < 0.5};
+  }
+  __device__ __forceinline__ A operator()(A average, A value) const {
+    return multiply_add(coefficient, value - average, from_average ? average : value);
+  }
+};
+
+// StepScalars in the type of the arithmetic.
+template <class A>
+struct Scalars {
+  A gradient_factor;  // unscaling, clipping and the sign
+  A gradient_decay;
+  A param_factor;
+  A step_size;
+  A beta2;
+  A one_minus_beta2;
+  A inverse_root;
+  A eps;
+  A momentum;
+  A momentum_gain;
+  Average<A> average1;  // by 1 - beta1
+  Average<A> average2;  // by 1 - beta2
+  int moments;          // that the settings ask for; others may be there and stay as they are
+  bool has_gradient_decay;
+  bool nesterov;
+  bool is_first;
+
+  static __device__ __forceinline__ Scalars of(Algorithm algorithm, const StepScalars& s,
+                                               double gradient_factor) {
+    const int moments = algorithm == Algorithm::kAdam  ? s.amsgrad ? 3 : 2
+                        : algorithm == Algorithm::kSgd ? s.momentum != 0.0
+                                                       : 1;
+    return {.gradient_factor = static_cast<A>(gradient_factor * s.gradient_sign),
+            .gradient_decay = static_cast<A>(s.gradient_decay),
+            .param_factor = static_cast<A>(s.param_factor),
+            .step_size = static_cast<A>(s.step_size),
+            .beta2 = static_cast<A>(s.beta2),
+            .one_minus_beta2 = static_cast<A>(s.one_minus_beta2),
+            .inverse_root = static_cast<A>(s.inverse_root),
+            .eps = static_cast<A>(s.eps),
+            .momentum = static_cast<A>(s.momentum),
+            .momentum_gain = static_cast<A>(s.momentum_gain),
+            .average1 = Average<A>::of(s.one_minus_beta1),
+            .average2 = Average<A>::of(s.one_minus_beta2),
+            .moments = moments,
+            .has_gradient_decay = s.gradient_decay != 0.0,
+            .nesterov = s.nesterov,
+            .is_first = s.step == 1};
+  }
+};
+
+// Moments that an algorithm has at most.
+template <Algorithm kAlgorithm>
+inline constexpr int kMomentsOf = kAlgorithm == Algorithm::kAdam ? kMoments : 1;
+
+template <class A>
+__device__ __forceinline__ A scaled_gradient(const Scalars<A>& s, A param, A gradient) {
+  const A scaled = gradient * s.gradient_factor;
+  return s.has_gradient_decay ? multiply_add(s.gradient_decay, param, scaled) : scaled;
+}
+
+// amsgrad as a template argument: one branch per row instead of one per element.
+template <bool kAmsgrad, class A>
+__device__ __forceinline__ void adam(const Scalars<A>& s, A& param, A gradient, A& average,
+                                     A& square, A& top) {
+  const A g = scaled_gradient(s, param, gradient);
+  average = s.average1(average, g);
+  square = multiply_add(s.one_minus_beta2 * g, g, s.beta2 * square);
+  A largest = square;
+  if constexpr (kAmsgrad) {
+    top = top > square || top != top ? top : square;  // a NaN stays
+    largest = top;
+  }
+  const A denominator = multiply_add(static_cast<A>(sqrt(largest)), s.inverse_root, s.eps);
+  param = multiply_add(-s.step_size, average / denominator, param * s.param_factor);
+}
+
+template <class A>
+__device__ __forceinline__ void sgd(const Scalars<A>& s, A& param, A gradient, A& buffer) {
+  A g = scaled_gradient(s, param, gradient);
+  if (s.moments > 0) {
+    buffer = s.is_first ? g : multiply_add(s.momentum, buffer, s.momentum_gain * g);
+    g = s.nesterov ? multiply_add(s.momentum, buffer, g) : buffer;
+  }
+  param = multiply_add(-s.step_size, g, param);
+}
+
+template <class A>
+__device__ __forceinline__ void lion(const Scalars<A>& s, A& param, A gradient, A& average) {
+  const A g = gradient * s.gradient_factor;
+  const A u = s.average1(average, g);
+  // The step with u's sign; u itself where it is zero or NaN.
+  const A signed_step = u > A(0) ? s.step_size : u < A(0) ? -s.step_size : u;
+  param = param * s.param_factor - signed_step;
+  average = s.average2(average, g);
+}
+
+template <Algorithm kAlgorithm, class A, int kCount>
+__device__ __forceinline__ void update(const Scalars<A>& s, A (&param)[kCount],
+                                       const A (&gradient)[kCount],
+                                       A (&moment)[kMomentsOf<kAlgorithm>][kCount]) {
+  if constexpr (kAlgorithm == Algorithm::kAdam) {
+    if (s.moments > 2) {
+      ONEPASS_UNROLL
+      for (int e = 0; e < kCount; ++e) {
+        adam<true>(s, param[e], gradient[e], moment[0][e], moment[1][e], moment[2][e]);
+      }
+    } else {
+      ONEPASS_UNROLL
+      for (int e = 0; e < kCount; ++e) {
+        adam<false>(s, param[e], gradient[e], moment[0][e], moment[1][e], moment[2][e]);
+      }
+    }
+  } else {
+    ONEPASS_UNROLL
+    for (int e = 0; e < kCount; ++e) {
+      if constexpr (kAlgorithm == Algorithm::kSgd) {
+        sgd(s, param[e], gradient[e], moment[0][e]);
+      } else {
+        lion(s, param[e], gradient[e], moment[0][e]);
+      }
+    }
+  }
+}
+
+}  // namespace onepass::cuda

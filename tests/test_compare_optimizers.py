@@ -1,0 +1,205 @@
+"""The optimizer axis of `onepass compare`: what is chosen, measured, trained and judged."""
+
+import argparse
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass.compare import optimizers, train
+from onepass.compare.data import load_text
+from onepass.compare.errors import BadInput
+from onepass.compare.model import Sizes
+from onepass.compare.optimizers import Choice
+from onepass.compare.settings import add_arguments, read_settings
+from onepass.compare.workload import GptWorkload
+
+TINY = Sizes(layers=2, heads=2, width=16, block=16, batch=2)
+
+
+def settings_of(*flags):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return read_settings(parser.parse_args(["--quick", "--threads", "1", *flags]))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(256)) * 40)
+    return load_text([str(path)])
+
+
+def names(choices):
+    return [choice.name for choice in choices]
+
+
+def workload_of(model, batch, *flags):
+    """A workload and settings as --model gives them, of a model at hand."""
+    settings = settings_of("--model", "here:model", "--steps", "3", *flags)
+    return SimpleNamespace(
+        dropout=None,
+        curve_name="training loss",
+        build=lambda: copy.deepcopy(model),
+        batch=lambda step: batch,
+        small_batch=lambda: batch,
+        curve_point=lambda trainer, loss: float("nan") if loss is None else loss.item(),
+    ), settings
+
+
+def test_choices_without_flags_are_three():
+    workload, settings = workload_of(nn.Linear(4, 4), torch.randn(2, 4))
+    choices, left_out = optimizers.choose(settings, workload)
+    assert names(choices) == ["torch default", "torch fused", "onepass"] and not left_out
+    assert [choice.is_trained for choice in choices] == [False, False, True]
+
+
+def test_torch_fused_is_always_there():
+    workload, settings = workload_of(nn.Linear(4, 4), torch.randn(2, 4), "--optimizers", "default")
+    assert names(optimizers.choose(settings, workload)[0]) == ["torch default", "torch fused"]
+
+
+def test_masters_cast_a_float32_model_and_keep_a_16_bit_one():
+    flags = ("--master", "none", "remainder16", "--state-dtype", "int8")
+    workload, settings = workload_of(nn.Linear(4, 4), torch.randn(2, 4), *flags)
+    choices, _ = optimizers.choose(settings, workload)
+    assert names(choices)[3:] == [
+        "torch fused bf16",
+        "onepass bf16, master none, int8 moments",
+        "onepass bf16, master remainder16, int8 moments",
+    ]
+    assert {choice.dtype for choice in choices[3:]} == {torch.bfloat16}
+    workload, settings = workload_of(
+        nn.Linear(4, 4).bfloat16(), torch.randn(2, 4).bfloat16(), *flags
+    )
+    choices, _ = optimizers.choose(settings, workload)
+    assert names(choices)[3:] == [
+        "onepass, master none, int8 moments",
+        "onepass, master remainder16, int8 moments",
+    ]
+    assert {choice.dtype for choice in choices} == {None}
+
+
+def test_small_moments_alone_leave_the_parameters():
+    flags = ("--state-dtype", "bfloat16")
+    workload, settings = workload_of(nn.Linear(4, 4), torch.randn(2, 4), *flags)
+    choices, _ = optimizers.choose(settings, workload)
+    assert names(choices)[3:] == ["onepass, bfloat16 moments"]
+    assert choices[3].dtype is None and not choices[3].is_plain
+
+
+def test_an_optimizer_that_refuses_is_left_out_with_its_reason(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("params must be on the CPU")
+
+    workload, settings = workload_of(nn.Linear(4, 4), torch.randn(2, 4))
+    monkeypatch.setattr(onepass.optim, "AdamW", refuse)
+    choices, left_out = optimizers.choose(settings, workload)
+    assert names(choices) == ["torch default", "torch fused"]
+    assert left_out == {"onepass": "params must be on the CPU"}
+    workload, settings = workload_of(nn.Linear(4, 4), torch.randn(2, 4), "--master", "fp32")
+    with pytest.raises(BadInput, match="onepass bf16, master fp32 cannot train this model: params"):
+        optimizers.choose(settings, workload)
+
+
+def test_choices_make_what_they_say():
+    parameters = [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]
+    default, fused = (Choice(library)(parameters) for library in ("default", "fused"))
+    assert type(default) is type(fused) is torch.optim.AdamW
+    assert default.defaults["fused"] is None and default.defaults["foreach"] is None
+    assert fused.defaults["fused"] is True
+    ours = Choice("onepass", torch.bfloat16, "remainder16", "bfloat16")(parameters)
+    assert type(ours) is onepass.optim.AdamW
+    assert ours.master == "remainder16" and ours.state_dtype is torch.bfloat16
+    ours = Choice("onepass", torch.bfloat16, "none", "int8")(parameters)
+    assert ours.master is None and ours.state_dtype == "int8"
+    for optimizer in (default, fused, ours):
+        assert {key: optimizer.defaults[key] for key in train.ADAMW} == train.ADAMW
+
+
+def compare_optimizers(workload, settings, stock, step_seconds=1.0):
+    choices, left_out = optimizers.choose(settings, workload)
+    return optimizers.compare_optimizers(
+        choices, left_out, step_seconds, workload, workload, stock, settings, lambda: None
+    )
+
+
+def test_bytes_are_those_of_the_tensors():
+    """8 bytes of float32 moments, and so on, by 4096 parameters, and 4 of a step count."""
+    model = nn.Linear(64, 64, bias=False)
+    flags = ("--master", "none", "fp32", "remainder16", "stochastic", "--state-dtype")
+    state, total = {}, {}
+    for state_dtype in ("bfloat16", "int8"):
+        workload, settings = workload_of(model, torch.randn(2, 64), *flags, state_dtype)
+        stock = train.Sameness(None, "", "loss", [1, 3], [[1.0, 1.0]], [1.0, 1.0])
+        outcome = compare_optimizers(workload, settings, stock)
+        assert outcome.parameters == 4096
+        for name in outcome.outcomes:
+            state[name] = outcome.state_bytes(name) - 4 / 4096
+            total[name] = outcome.all_bytes(name) - 4 / 4096
+    scales = 2 * 4 / 256
+    assert state == {
+        "torch default": 8,
+        "torch fused": 8,
+        "onepass": 8,
+        "torch fused bf16": 4,
+        "onepass bf16, master none, bfloat16 moments": 4,
+        "onepass bf16, master fp32, bfloat16 moments": 8,
+        "onepass bf16, master remainder16, bfloat16 moments": 6,
+        "onepass bf16, master stochastic, bfloat16 moments": 4,
+        "onepass bf16, master none, int8 moments": 2 + scales,
+        "onepass bf16, master fp32, int8 moments": 6 + scales,
+        "onepass bf16, master remainder16, int8 moments": 4 + scales,
+        "onepass bf16, master stochastic, int8 moments": 2 + scales,
+    }
+    for name in state:
+        assert total[name] == state[name] + (4 if "bf16" in name else 8)
+
+
+def test_every_optimizer_steps_its_own_parameters(monkeypatch):
+    made = []
+    make = torch.optim.AdamW
+    monkeypatch.setattr(
+        torch.optim, "AdamW", lambda params, **kwargs: made.append(params) or make(params, **kwargs)
+    )
+    workload, settings = workload_of(nn.Linear(4, 4), torch.randn(2, 4), "--optimizers", "default")
+    stock = train.Sameness(None, "", "loss", [1, 3], [[1.0, 1.0]], [1.0, 1.0])
+    outcome = compare_optimizers(workload, settings, stock)
+    default, fused = made[-2:]
+    start = list(workload.build().parameters())
+    for mine, other, before in zip(default, fused, start, strict=True):
+        assert mine is not other and mine.grad is other.grad
+        assert not torch.equal(mine, before)
+        torch.testing.assert_close(mine, other)
+    assert outcome.timing.rounds == settings.pairs
+
+
+def test_an_optimizer_that_is_off_by_little_is_different(monkeypatch, text):
+    settings = settings_of("--steps", "20")
+    workload = GptWorkload(settings, text, TINY, dropout=0.0)
+    stock = train.compare_training(workload, settings, lambda: None)
+    outcome = compare_optimizers(workload, settings, stock)
+    ours = outcome.outcomes["onepass"]
+    assert ours.same is True and ours.training.stock == stock.stock
+    assert ours.training.swapped[-1] < ours.training.swapped[0]
+    assert outcome.to_dict()["variants"]["onepass"]["gap"] <= 2 * outcome.to_dict()["stock_gap"]
+    make = onepass.optim.AdamW
+    monkeypatch.setattr(
+        onepass.optim, "AdamW", lambda params, lr, **kwargs: make(params, 1.001 * lr, **kwargs)
+    )
+    outcome = compare_optimizers(workload, settings, stock)
+    assert outcome.outcomes["onepass"].same is False
+
+
+def test_other_numerics_are_not_judged(text):
+    settings = settings_of("--steps", "4", "--master", "none")
+    workload = GptWorkload(settings, text, TINY, dropout=0.0)
+    stock = train.compare_training(workload, settings, lambda: None)
+    variants = compare_optimizers(workload, settings, stock).to_dict()["variants"]
+    for name in ("torch fused bf16", "onepass bf16, master none"):
+        assert variants[name]["same"] is None and variants[name]["share_of_step"] is None
+        assert 0 < variants[name]["gap"] < 0.1
+        assert variants[name]["cast_to"] == "bfloat16"
