@@ -7,18 +7,6 @@
 namespace onepass {
 namespace {
 
-// A number that differs for other shapes and strides.
-uint64_t layout_key(const Tensor& tensor) {
-  const TensorInfo info = info_of(tensor);
-  uint64_t key = static_cast<uint64_t>(info.dims);
-  for (int64_t d = 0; d < info.dims; ++d) {
-    key = (key ^ static_cast<uint64_t>(info.sizes[d])) * 0x9e3779b97f4a7c15u;
-    key = (key ^ static_cast<uint64_t>(info.strides[d])) * 0xbf58476d1ce4e5b9u;
-    key ^= key >> 31;
-  }
-  return key;
-}
-
 constexpr const char* kTableOp = "optimizer_table";
 
 // One of `states`: memory that holds a kind of state of many parameters.
@@ -144,6 +132,17 @@ void require_same_order(const char* op, const TensorInfo& param, const TensorInf
           Shape{gradient.strides, gradient.dims});
 }
 
+// Read by a message alone.
+struct LayoutText {
+  const Tensor& tensor;
+
+  friend std::ostream& operator<<(std::ostream& text, const LayoutText& layout) {
+    const TensorInfo info = info_of(layout.tensor);
+    return text << "shape " << shape_of(info) << ", strides " << Shape{info.strides, info.dims}
+                << " of " << TypeName{info.scalar_type};
+  }
+};
+
 int moments_of(Algorithm algorithm, const Hyper& hyper) {
   switch (algorithm) {
     case Algorithm::kAdam:
@@ -201,7 +200,7 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
     groups = std::max(groups, static_cast<int64_t>(tensor.group) + 1);
     numel += tensor.numel;
     infos.push_back(info);
-    layout_keys.push_back(layout_key(param));
+    layout_keys.push_back(layout_key_of(param));
     tensors.push_back(tensor);
     first_piece.push_back(pieces);
     pieces += pieces_of(tensor.numel);
@@ -267,18 +266,17 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
 bool CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& gradient) {
   const Tensor& param = table_->params[number];
   const FlatInfo& before = table_->infos[number];
-  const FlatInfo now = flat_info_of(param);
-  require(now == before && layout_key(param) == table_->layout_keys[number], op_,
+  require(layout_key_of(param) == table_->layout_keys[number], op_,
           ": params must be as they were in the table, ", before.numel, " elements of ",
-          TypeName{before.scalar_type}, ", got ", now.numel, " of ", TypeName{now.scalar_type});
+          TypeName{before.scalar_type}, ", got ", LayoutText{param});
   const FlatInfo info = flat_info_of(gradient);
   require_device(op_, "gradients", gradient, table_->device);
   require(info.numel == tensor.numel, op_, ": gradients must have their parameter's ", tensor.numel,
           " elements, got ", info.numel);
-  if (!(now.contiguous && info.contiguous)) {
+  if (!(before.contiguous && info.contiguous)) {
     require_same_order(op_, info_of(param), info_of(gradient));
   }
-  if (info.scalar_type != now.scalar_type) {
+  if (info.scalar_type != before.scalar_type) {
     tensor.gradient_dtype = require_dtype(op_, "gradients", info.scalar_type);
     require((tensor.param_dtype == DType::kFloat64) == (tensor.gradient_dtype == DType::kFloat64),
             op_, ": gradients must have dtype ",

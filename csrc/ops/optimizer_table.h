@@ -84,7 +84,7 @@ struct StepTable {
   std::vector<Tensor> params;
   std::vector<Tensor> states;
   std::vector<FlatInfo> infos;        // of params
-  std::vector<uint64_t> layout_keys;  // of params: what their shapes and strides were
+  std::vector<uint64_t> layout_keys;  // of params, as they were
   std::vector<StepTensor> tensors;    // one per parameter
   std::vector<int64_t> first_piece;   // (parameters + 1,)
   int64_t groups = 0;                 // rows of hyper that are named

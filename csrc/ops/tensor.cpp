@@ -45,6 +45,26 @@ FlatInfo flat_info_of(const Tensor& tensor) {
   return info;
 }
 
+uint64_t layout_key_of(const Tensor& tensor) {
+  const AtenTensorHandle handle = tensor.get();
+  int64_t dims;
+  int64_t* sizes;
+  int64_t* strides;
+  int32_t scalar_type;
+  check(aoti_torch_get_dim(handle, &dims), "reading a tensor's rank");
+  check(aoti_torch_get_sizes(handle, &sizes), "reading a tensor's shape");
+  check(aoti_torch_get_strides(handle, &strides), "reading a tensor's strides");
+  check(aoti_torch_get_dtype(handle, &scalar_type), "reading a tensor's dtype");
+  // Multiplications by odd constants that mix well (those of splitmix64).
+  uint64_t key = static_cast<uint64_t>(dims) << 32 | static_cast<uint32_t>(scalar_type);
+  for (int64_t d = 0; d < dims; ++d) {
+    key = (key ^ static_cast<uint64_t>(sizes[d])) * 0xbf58476d1ce4e5b9u;
+    key = (key ^ key >> 31 ^ static_cast<uint64_t>(strides[d])) * 0x94d049bb133111ebu;
+    key ^= key >> 29;
+  }
+  return key;
+}
+
 std::optional<DType> dtype_of(int32_t scalar_type) {
   switch (static_cast<ScalarType>(scalar_type)) {
     case ScalarType::Float:

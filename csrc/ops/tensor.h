@@ -40,6 +40,9 @@ struct FlatInfo {
 };
 FlatInfo flat_info_of(const Tensor& tensor);
 
+// A number that differs for other shapes, strides and dtypes.
+uint64_t layout_key_of(const Tensor& tensor);
+
 // The element type, or nothing where no kernel takes it.
 std::optional<DType> dtype_of(int32_t scalar_type);
 int32_t scalar_type_of(DType dtype);

