@@ -68,8 +68,12 @@ def _clipping(max_norm: float) -> Operator:
 
 
 class _Steps:
-    """A variant of the step: an optimizer on the first half of the tensors it is called with, whose
-    gradients are the second half; kept as long as they are the same tensors."""
+    """A variant of the step: an optimizer on copies of the first half of the tensors it is called
+    with, whose gradients are the second half; kept as long as they are the same tensors.
+
+    Copies, since a parameter that another variant steps has changed from outside, and a master
+    would follow it in every step.
+    """
 
     def __init__(self, make: Callable[[list[Tensor]], Callable[[], object]]):
         self._make = make
@@ -79,7 +83,7 @@ class _Steps:
         if self._first is not tensors[0]:
             self._first = tensors[0]
             half = len(tensors) // 2
-            self._params = [tensor.detach() for tensor in tensors[:half]]
+            self._params = [tensor.detach().clone() for tensor in tensors[:half]]
             for param, gradient in zip(self._params, tensors[half:], strict=True):
                 param.grad = gradient
             self._step = self._make(self._params)
