@@ -14,7 +14,7 @@ import onepass
 
 COMMANDS = {
     "doctor": "check this installation: versions, libraries, CPU levels, a self-test per operator",
-    "compare": "train a model on real text, stock against swapped: time, memory, sameness",
+    "compare": "train a model on real text, stock against swapped, torch's AdamW against ours",
     "bench": "time the operators against torch's and the machine's ceilings",
     "explain": "say which kernels a model's forward runs, and why",
 }
