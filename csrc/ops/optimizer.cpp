@@ -107,22 +107,6 @@ void write(void* target, DType dtype, double value) {
   }
 }
 
-double read_scalar(const char* op, const char* name, const Tensor& tensor) {
-  const FlatInfo info = flat_info_of(tensor);
-  require(info.numel == 1, op, ": ", name, " must have one element, got ", info.numel);
-  const void* const data = tensor.const_data_ptr();
-  switch (require_dtype(op, name, info.scalar_type)) {
-    case DType::kFloat64:
-      return *static_cast<const double*>(data);
-    case DType::kFloat32:
-      return *static_cast<const float*>(data);
-    case DType::kBFloat16:
-      return widen(*static_cast<const BFloat16*>(data));
-    default:
-      return widen(*static_cast<const Float16*>(data));
-  }
-}
-
 // The norm of all gradients together; then they are scaled to max_norm, if it is larger.
 Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, double norm_type,
                       bool error_if_nonfinite) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,22 @@ def clip_grad_norm(
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """0-dim float64 tensor, the 2-norm of all gradients together."""
     return _gradient_norm(gradients, 2.0)
+
+
+class Hyper(NamedTuple):
+    """A row of settings, in the order of csrc/ops/optimizer.h."""
+
+    lr: float
+    beta1: float = 0.0
+    beta2: float = 0.0
+    eps: float = 0.0
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    decoupled: bool = False  # weight decay acts on the parameter, not on the gradient
+    amsgrad: bool = False
+    nesterov: bool = False
+    maximize: bool = False
 
 
 class StepTable:

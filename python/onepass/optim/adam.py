@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._ops.optimizer import ADAM
+from onepass._ops.optimizer import ADAM, Hyper
 from onepass.optim.optimizer import FlatOptimizer, number_of
 from onepass.optim.options import OPTIONS_DOC
 
@@ -18,20 +18,17 @@ class _Adam(FlatOptimizer):
             return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         return ("exp_avg", "exp_avg_sq")
 
-    def _hyper(self, group: dict) -> tuple[float, ...]:
+    def _hyper(self, group: dict) -> Hyper:
         beta1, beta2 = group["betas"]
-        return (
+        return Hyper(
             number_of(group["lr"]),
             float(beta1),
             float(beta2),
             group["eps"],
             group["weight_decay"],
-            0.0,
-            0.0,
-            group["decoupled_weight_decay"],
-            group["amsgrad"],
-            0.0,
-            group["maximize"],
+            decoupled=group["decoupled_weight_decay"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._ops.optimizer import LION
+from onepass._ops.optimizer import LION, Hyper
 from onepass.optim.optimizer import FlatOptimizer, number_of
 from onepass.optim.options import OPTIONS_DOC
 
@@ -94,18 +94,13 @@ class Lion(FlatOptimizer):
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    def _hyper(self, group: dict) -> tuple[float, ...]:
+    def _hyper(self, group: dict) -> Hyper:
         beta1, beta2 = group["betas"]
-        return (
+        return Hyper(
             number_of(group["lr"]),
             beta1,
             beta2,
-            0.0,
-            group["weight_decay"],
-            0.0,
-            0.0,
-            1.0,
-            0.0,
-            0.0,
-            group["maximize"],
+            weight_decay=group["weight_decay"],
+            decoupled=True,
+            maximize=group["maximize"],
         )

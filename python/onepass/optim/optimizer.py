@@ -46,9 +46,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """The states that a parameter of `group` has, in the order of csrc/ops/optimizer.h."""
         raise NotImplementedError
 
-    def _hyper(self, group: dict) -> tuple[float, ...]:
-        """(lr, beta1, beta2, eps, weight_decay, momentum, dampening, decoupled, amsgrad, nesterov,
-        maximize)."""
+    def _hyper(self, group: dict) -> _ops.Hyper:
+        """The settings of `group`."""
         raise NotImplementedError
 
     def _shows_step(self, param: Tensor) -> bool:
@@ -91,7 +90,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._places = Places()
         self._table: Table | None = None
         self._hidden_steps: dict[Tensor, Tensor] = {}
-        self._hyper_rows: tuple[tuple[float, ...], ...] = ()
+        self._hyper_rows: tuple[_ops.Hyper, ...] = ()
         self._hyper_table: tuple[Tensor, Tensor | None] | None = None
         self.grad_norm = None
         self._norm: Tensor | None = None  # as measured, of scaled gradients

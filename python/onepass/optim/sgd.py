@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass._ops.optimizer import SGD as ALGORITHM
+from onepass._ops.optimizer import Hyper
 from onepass.optim.optimizer import FlatOptimizer, number_of
 from onepass.optim.options import OPTIONS_DOC
 
@@ -78,17 +79,12 @@ class SGD(FlatOptimizer, torch.optim.SGD):
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def _hyper(self, group: dict) -> tuple[float, ...]:
-        return (
+    def _hyper(self, group: dict) -> Hyper:
+        return Hyper(
             number_of(group["lr"]),
-            0.0,
-            0.0,
-            0.0,
-            float(group["weight_decay"]),
-            group["momentum"],
-            group["dampening"],
-            0.0,
-            0.0,
-            group["nesterov"],
-            group["maximize"],
+            weight_decay=float(group["weight_decay"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
         )
