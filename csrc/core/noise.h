@@ -32,13 +32,19 @@ ONEPASS_HOST_DEVICE constexpr Noise make_noise(int64_t seed, uint32_t step, uint
   return {words[0], words[1] | 1u};
 }
 
-// Also for vectors of words.
+// Also for vectors of words. The high halves are final here.
 template <class Word>
-ONEPASS_HOST_DEVICE constexpr Word mix_bits(Word word) {
+ONEPASS_HOST_DEVICE constexpr Word mix_high_bits(Word word) {
   word ^= word >> 16;
   word *= 0x7feb352du;
   word ^= word >> 15;
   word *= 0x846ca68bu;
+  return word;
+}
+
+template <class Word>
+ONEPASS_HOST_DEVICE constexpr Word mix_bits(Word word) {
+  word = mix_high_bits(word);
   word ^= word >> 16;
   return word;
 }

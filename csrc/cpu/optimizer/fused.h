@@ -1,6 +1,6 @@
-// The operands of AdamW in bfloat16, converted between memory and registers: what passes through
-// tiles costs twice as many instructions, and with 18 bytes per parameter those bind, not the
-// memory (`onepass bench optimizer`). Other algorithms and dtypes take the tiles.
+// The operands of AdamW in bfloat16 with the usual betas, converted between memory and registers:
+// what passes through tiles costs twice as many instructions, and with 18 bytes per parameter those
+// bind, not the memory (`onepass bench optimizer`). Other algorithms and dtypes take the tiles.
 #pragma once
 
 #include "cpu/optimizer/tiles.h"
@@ -115,7 +115,7 @@ template <Master kMaster, MomentType kMomentType>
 int64_t adam_pairs(const FusedOperands<kMaster, false, kMomentType> on, int64_t count,
                    const Noise& noise, const StepScalars& s, float gradient_factor) {
   constexpr int64_t kPair = 2 * kLanes<float>;
-  const AdamStep<float, false, false> step(s, gradient_factor);
+  const AdamStep<float, false, false, true> step(s, gradient_factor);
   WordBits even_noise = noise_lanes(noise, 0, 2);
   WordBits odd_noise = noise_lanes(noise, 1, 2);
   int64_t i = 0;
@@ -135,8 +135,9 @@ int64_t adam_pairs(const FusedOperands<kMaster, false, kMomentType> on, int64_t 
     step(p.odd, g.odd, m.odd, v.odd, top);
     WordBits even_bits, odd_bits;
     if constexpr (on.kNoisy) {
-      even_bits = mix_bits(even_noise);
-      odd_bits = mix_bits(odd_noise);
+      constexpr bool kLow = kMaster == Master::kStochastic;
+      even_bits = kLow ? mix_bits(even_noise) : mix_high_bits(even_noise);
+      odd_bits = kLow ? mix_bits(odd_noise) : mix_high_bits(odd_noise);
       even_noise += static_cast<uint32_t>(kPair) * noise.stride;
       odd_noise += static_cast<uint32_t>(kPair) * noise.stride;
     }

@@ -152,7 +152,8 @@ Noise noise_of(const OptimizerStep& args, const StepTensor& t, int64_t first) {
 bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t first,
                       int64_t count) {
   const StepScalars& scalars = args.scalars[t.scalars];
-  if (args.algorithm != Algorithm::kAdam || scalars.amsgrad || scalars.gradient_decay != 0.0) {
+  if (args.algorithm != Algorithm::kAdam || scalars.amsgrad || scalars.gradient_decay != 0.0 ||
+      !is_near(scalars)) {
     return false;
   }
   return visit_fused(t, [&]<Master kMaster, bool kWideGradient, MomentType kMomentType>() {
@@ -175,7 +176,7 @@ bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t fi
                   kMomentType != MomentType::kFloat32) {
       done = adam_pairs(on, count, noise, scalars, factor);
     }
-    adam_block<float, false, false>(on, done, count, scalars, factor);
+    adam_block<float, false, false, true>(on, done, count, scalars, factor);
   });
 }
 

@@ -55,16 +55,20 @@ struct Average {
   }
 };
 
+inline bool is_near(const StepScalars& s) { return s.one_minus_beta1 < 0.5; }
+
 // Kingma, Ba: Adam, ICLR 2015; Loshchilov, Hutter: Decoupled weight decay regularization, ICLR
 // 2019; Reddi, Kale, Kumar: On the convergence of Adam and beyond, ICLR 2018.
 //
 //   m = m + (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2;  top = amsgrad ? max(top, v) : v
 //   p = p (1 - lr decay) - lr / (1 - beta1^t) m / (sqrt(top) / sqrt(1 - beta2^t) + eps)
-template <class A, bool kGradientDecay, bool kAmsgrad>
+//
+// kNear: beta1 is above one half, as in Average.
+template <class A, bool kGradientDecay, bool kAmsgrad, bool kNear>
 class AdamStep {
  public:
   AdamStep(const StepScalars& s, A gradient_factor)
-      : average_(s.one_minus_beta1),
+      : weight_(broadcast<A>(static_cast<A>(kNear ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0))),
         factor_(broadcast<A>(gradient_factor)),
         decay_(broadcast<A>(static_cast<A>(s.gradient_decay))),
         beta2_(broadcast<A>(static_cast<A>(s.beta2))),
@@ -78,7 +82,7 @@ class AdamStep {
   ONEPASS_INLINE void operator()(Vec<A>& p, Vec<A> g, Vec<A>& m, Vec<A>& v, Vec<A>& top) const {
     g *= factor_;
     if constexpr (kGradientDecay) g = fma<A>(decay_, p, g);
-    m = average_(m, g);
+    m = fma<A>(weight_, g - m, kNear ? m : g);
     v = fma<A>(one_minus_beta2_ * g, g, beta2_ * v);
     top = kAmsgrad ? (top > v || top != top ? top : v) : v;  // a NaN stays
     const Vec<A> denominator = fma<A>(square_root<A>(top), inverse_root_, eps_);
@@ -86,13 +90,13 @@ class AdamStep {
   }
 
  private:
-  Average<A> average_;
-  Vec<A> factor_, decay_, beta2_, one_minus_beta2_, inverse_root_, eps_, param_factor_, step_;
+  Vec<A> weight_, factor_, decay_, beta2_, one_minus_beta2_, inverse_root_, eps_, param_factor_,
+      step_;
 };
 
-template <class A, bool kGradientDecay, bool kAmsgrad, class On>
+template <class A, bool kGradientDecay, bool kAmsgrad, bool kNear, class On>
 void adam_block(const On on, int64_t begin, int64_t end, const StepScalars& s, A gradient_factor) {
-  const AdamStep<A, kGradientDecay, kAmsgrad> step(s, gradient_factor);
+  const AdamStep<A, kGradientDecay, kAmsgrad, kNear> step(s, gradient_factor);
   for_each_vector<A>(begin, end, [&](int64_t i, auto lanes) {
     Vec<A> p = on.load_param(i, lanes);
     Vec<A> m = on.template load_moment<0>(i, lanes);
@@ -161,7 +165,9 @@ void update_block(Algorithm algorithm, const Operands<A>& on, int64_t count, con
     switch (algorithm) {
       case Algorithm::kAdam:
         visit_bool(s.amsgrad, [&]<bool kAmsgrad>() {
-          adam_block<A, kGradientDecay, kAmsgrad>(on, 0, count, s, factor);
+          visit_bool(is_near(s), [&]<bool kNear>() {
+            adam_block<A, kGradientDecay, kAmsgrad, kNear>(on, 0, count, s, factor);
+          });
         });
         break;
       case Algorithm::kSgd:
