@@ -212,6 +212,29 @@ def test_8_bit_steps_of_small_gradients_are_not_too_long(share):
     assert lengths["int8"] < 2 * lengths[F32]
 
 
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_moments_put_there_in_float32_are_encoded(name):
+    """As ZeroRedundancyOptimizer does: entries assigned one by one, without their scales."""
+    (p,) = parameters(4096)
+    source = ours(name)([p], **FLAGS[name], state_dtype="int8")
+    source.step()
+    (q,) = parameters(4096)
+    q.data.copy_(p)
+    q.grad = p.grad
+    resumed = ours(name)([q], **FLAGS[name], state_dtype="int8")
+    resumed.param_groups[0]["seed"] = source.param_groups[0].get("seed", 0)
+    for key, value in source.state_dict()["state"][0].items():
+        resumed.state[q][key] = value.clone()
+    source.step(), resumed.step()
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+    assert resumed.state[q][key].dtype is torch.uint8
+    assert torch.equal(p, q)
+    resumed.state[q] = {key: torch.zeros(3)}
+    with pytest.raises(RuntimeError, match="of a parameter must have shape"):
+        resumed.step()
+    assert resumed.state[q][key].shape == (3,)
+
+
 # ---- fuse and checkpoints ------------------------------------------------------------------------
 
 

@@ -29,6 +29,19 @@ def check_device(name: str, params: Sequence[Tensor]) -> None:
         )
 
 
+def check_shape(
+    name: str, param: Tensor, key: str, value: Tensor, number: int | None = None
+) -> None:
+    """Whether a state has its parameter's shape, on its device."""
+    here, tensor = local(param), local(value)
+    if tensor.shape != here.shape or tensor.device != here.device:
+        which = "a parameter" if number is None else f"parameter {number}"
+        raise RuntimeError(
+            f"{name}: {key} of {which} must have shape {tuple(here.shape)} on {here.device}, got "
+            f"{tuple(tensor.shape)} on {tensor.device}"
+        )
+
+
 def check_dtype(
     name: str, number: int, param: Tensor, key: str, dtype: torch.dtype, coded: bool
 ) -> None:

@@ -11,7 +11,13 @@ from onepass._ops import optimizer as _ops
 from onepass._ops.dispatch_log import say
 from onepass.optim import codes, masters
 from onepass.optim.adoption import Adoption, is_signed, like, wrap_tensors
-from onepass.optim.checks import check_device, check_dtype, refuse_shared_memory, refuse_sparse
+from onepass.optim.checks import (
+    check_device,
+    check_dtype,
+    check_shape,
+    refuse_shared_memory,
+    refuse_sparse,
+)
 from onepass.optim.distributed import broadcast_int, total_norm
 from onepass.optim.flat_state import (
     SCALE,
@@ -175,25 +181,27 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Makes what the states of these parameters lack, in as few buffers as possible."""
         requests: list[Request] = []
         fresh: set[Tensor] = set()  # without a step of momentum
+        to_encode: list[tuple[dict, str, Tensor]] = []  # put there by someone in another dtype
         for param, group in zip(params, groups, strict=True):
             expected = self._expected(param, group)
             entry = self.state[param] if expected else self.state.get(param, {})
             if param.dtype.itemsize != 2:  # it may have had 16 bits before
                 entry.pop("master", None)
                 entry.pop("remainder", None)
-            missing = [
-                key
-                for key in expected
-                if entry.get(key) is None
-                # A moment in another dtype, loaded or put there, has no scales.
-                and not (key.endswith(SCALE) and entry.get(key[: -len(SCALE)]) is not None)
-            ]
+            has_momentum = entry.get("momentum_buffer") is not None
+            for key, dtype in expected.items():
+                value = entry.get(key)
+                if dtype is torch.uint8 and value is not None and entry.get(key + SCALE) is None:
+                    check_shape(type(self).__name__, param, key, value)
+                    to_encode.append((entry, key, entry.pop(key)))
+            missing = [key for key in expected if entry.get(key) is None]
             requests += [Request(param, key, expected[key]) for key in missing]
             if not self._shows_step(param) and (
-                param not in self._hidden_steps or "momentum_buffer" in missing
+                param not in self._hidden_steps
+                or ("momentum_buffer" in expected and not has_momentum)
             ):
                 requests.append(Request(param, "step", torch.float32))
-                if entry.get("momentum_buffer") is None:
+                if not has_momentum:
                     fresh.add(param)
         made = self._places.make(requests)
         for request, tensor in zip(requests, made, strict=True):
@@ -205,6 +213,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             self.state[request.param][request.key] = tensor
             if request.key == "master":
                 masters.begin(request.param, self.state[request.param])
+        for entry, key, value in to_encode:
+            codes.encode(local(value), local(entry[key]), entry[key + SCALE], is_signed(key))
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -459,12 +469,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             if value is None:
                 continue
             tensor = local(value)
-            if tensor.shape != here.shape or tensor.device != here.device:
-                raise RuntimeError(
-                    f"{type(self).__name__}: {key} of parameter {number} must have shape "
-                    f"{tuple(here.shape)} on {here.device}, got {tuple(tensor.shape)} on "
-                    f"{tensor.device}"
-                )
+            check_shape(name, param, key, value, number)
             check_dtype(name, number, param, key, tensor.dtype, key + SCALE in entry)
             if tensor.stride() != strides_of(here) and tensor.numel() > 1:
                 (made,) = self._places.make([Request(param, key, tensor.dtype)])
