@@ -36,7 +36,6 @@ struct FlatInfo {
   int64_t numel;
   int32_t scalar_type;
   bool contiguous;
-  bool operator==(const FlatInfo&) const = default;
 };
 FlatInfo flat_info_of(const Tensor& tensor);
 

@@ -1,11 +1,12 @@
 """Optimizer states in a few large buffers, each parameter's entry a view into them.
 
-An operator call costs 0.15 us for every tensor it is handed, so parameters and buffers are handed
-over once, with a table that says where each parameter's states lie (csrc/ops/optimizer_table.h),
-and a step hands over the gradients alone. An entry is a tensor with a storage of its own size that
-happens to lie in a buffer, so `torch.save`, `deepcopy` and `state_dict` see one ordinary tensor
-per entry. Whoever replaces an entry gives it a buffer of its own. Who exchanges the memory under
-one (`share_memory_`, ``entry.data = ...``) must replace it: that is not seen until the next table.
+An operator call costs 0.1 us and more for every tensor handed to it (CONTRIBUTING.md, Gotchas), so
+parameters and buffers are handed over once, with a table that says where each parameter's states
+lie (csrc/ops/optimizer_table.h), and a step hands over the gradients alone. An entry is a tensor
+with a storage of its own size that happens to lie in a buffer, so `torch.save`, `deepcopy` and
+`state_dict` see one ordinary tensor per entry. Whoever replaces an entry gives it a buffer of its
+own. Who exchanges the memory under one (`share_memory_`, ``entry.data = ...``) must replace it:
+that is not seen until the next table.
 """
 
 from __future__ import annotations

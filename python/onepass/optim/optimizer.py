@@ -559,12 +559,14 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, other: torch.optim.Optimizer) -> None:
         """Becomes `other`, on the same group dicts, with its states."""
+        places = Places()
+        state = Adoption(self, places, other.param_groups).adopt(
+            other.state
+        )  # or other is as it was
         self.param_groups = other.param_groups
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        places = Places()
-        state = Adoption(self, places, self.param_groups).adopt(other.state)
         self._reset()
         self._places = places
         self.state = state
