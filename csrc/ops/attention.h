@@ -1,0 +1,161 @@
+// The contract of the attention family between ops/attention.cpp and a back end.
+//
+//   score = softcap(scale * query key^T) - slope |position - key| + bias, where the mask, the
+//   window
+//           and the diagonal allow it, with softcap(s) = softcap * tanh(s / softcap);
+//   P = softmax(score), with one more logit per row where there are sinks;
+//   output = drop(P) value, lse = log(sum(exp(score))), the sink included.
+//
+// Dense tensors are (batch, heads, seq, head_dim) by strides. Packed ones are (total, heads,
+// head_dim), a sequence behind the other: their batch_stride is 0 and cu_seq_* says where each
+// sequence begins. Paged keys are (pages, page_size, kv_heads, head_dim) with batch_stride the
+// stride of a page, and block_table says which pages are a sequence's.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "core/backend.h"
+#include "core/dtype.h"
+
+namespace onepass {
+
+inline constexpr int64_t kMaxHeadDim = 512;
+
+// A window without a limit; far enough from overflow that positions may be added to it.
+inline constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
+
+// (batch, heads, rows, cols) with a dense last dimension; strides in elements, 0 where broadcast.
+// Null data: not given, or not wanted.
+struct Strided {
+  void* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+};
+
+// Of both directions.
+struct Attention {
+  Strided query;               // (batch, heads, seq_q, head_dim) or (total_q, heads, head_dim)
+  Strided key;                 // (batch, kv_heads, seq_k, head_dim) or packed or paged
+  Strided value;               // (batch, kv_heads, seq_k, value_dim) or packed or paged
+  Strided bias;                // (batch, heads, seq_q, seq_k) or null; packed: of positions
+  Strided mask;                // likewise, a byte each, 0: not allowed; or null
+  const float* alibi_slopes;   // (batch, heads) or null
+  int64_t alibi_batch_stride;  // 0 or heads
+  const void* sinks;           // (heads,) contiguous or null
+  const int32_t* cu_seq_q;     // (batch + 1,) or null, which is dense
+  const int32_t* cu_seq_k;     // (batch + 1,) or null, which is dense or paged
+  const int32_t* seqused_q;    // (batch,) how many of a sequence's queries there are; or null, all
+  const int32_t* seqused_k;    // (batch,) how many of a sequence's keys there are; or null, all
+  const int32_t* block_table;  // (batch, max_pages) or null, which is not paged
+  int64_t block_table_stride;  // of a row
+  int64_t page_size;
+  const int64_t* seed;  // (2,) or null, which is no dropout
+  int64_t batch;
+  int64_t heads;  // a multiple of kv_heads
+  int64_t kv_heads;
+  int64_t seq_q;    // dense: of every sequence; packed: of the longest (an upper bound)
+  int64_t seq_k;    // likewise; paged: max_pages * page_size
+  int64_t total_q;  // rows of query of one head: batch * seq_q, or the packed total
+  int64_t head_dim;
+  int64_t value_dim;
+  // A query at position p sees keys p - window_left .. p + window_right; causal is 0 on the right.
+  int64_t window_left;   // 0 .. kNoLimit
+  int64_t window_right;  // 0 .. kNoLimit
+  // Where this call's part of a sharded attention begins, and how many heads the whole one has:
+  // query row i is at position query_offset + i + alignment, key j at key_offset + j.
+  int64_t query_offset;
+  int64_t key_offset;
+  int64_t batch_offset;
+  int64_t head_offset;
+  int64_t total_heads;
+  // Bottom-right alignment is whole_k - whole_q (dense), or that of each sequence's own lengths
+  // (packed and seqused_*); top-left is 0.
+  bool bottom_right;
+  int64_t whole_q;
+  int64_t whole_k;
+  double scale;
+  double softcap;  // 0: none
+  double dropout_p;
+  DType dtype;       // of query, key, value, output and their gradients
+  DType bias_dtype;  // of bias and dbias
+  DType sinks_dtype;
+};
+
+struct AttentionForward : Attention {
+  Strided output;  // (batch, heads, seq_q, value_dim) or packed
+  void* lse;  // (batch, heads, seq_q) or (heads, total_q) contiguous, in the accumulator's dtype
+};
+
+// With delta = sum(doutput * output) - dlse and dP = drop(doutput value^T):
+//   ds = P * (dP - delta)              of the score, behind softcap
+//   dvalue = drop(P)^T doutput         dsinks = -sum(exp(sink - lse) * delta)
+//   dbias = ds, summed over what is broadcast;   dslopes = -sum(ds * |position - key|)
+//   dquery = scale * (ds * softcap') key         dkey = scale * (ds * softcap')^T query
+struct AttentionBackward : Attention {
+  Strided doutput;   // (batch, heads, seq_q, value_dim) or packed
+  Strided output;    // likewise
+  const void* lse;   // as the forward wrote it
+  const void* dlse;  // likewise, or null, which is 0
+  Strided dquery;    // as query
+  Strided dkey;      // as key; never paged
+  Strided dvalue;    // as value
+  Strided dbias;     // as bias, 0 strides where it is to be summed; contiguous
+  int64_t dbias_numel;
+  float* dslopes;  // as alibi_slopes: (batch, heads) or (heads,); contiguous
+  void* dsinks;    // (heads,)
+};
+
+struct AttentionBackend {
+  Operator<AttentionForward> forward;
+  Operator<AttentionBackward> backward;
+};
+
+// ---- the shape of a call, shared by back ends and plans -----------------------------------------
+
+// Where a sequence's rows are, and which keys its queries see.
+struct Sequence {
+  int64_t first_q;  // its first row in a packed query; 0 if dense
+  int64_t first_k;  // likewise in a packed key; 0 if dense or paged
+  int64_t queries;  // of the sequence
+  int64_t keys;
+  int64_t alignment;  // position of row i, minus i, minus the position of key 0
+};
+
+ONEPASS_HOST_DEVICE inline Sequence sequence_of(const Attention& args, int64_t batch) {
+  Sequence sequence{0, 0, args.seq_q, args.seq_k, 0};
+  bool own_lengths = false;
+  if (args.cu_seq_q) {
+    sequence.first_q = args.cu_seq_q[batch];
+    sequence.queries = args.cu_seq_q[batch + 1] - sequence.first_q;
+    own_lengths = true;
+  }
+  if (args.cu_seq_k) {
+    sequence.first_k = args.cu_seq_k[batch];
+    sequence.keys = args.cu_seq_k[batch + 1] - sequence.first_k;
+    own_lengths = true;
+  }
+  if (args.seqused_q) sequence.queries = args.seqused_q[batch], own_lengths = true;
+  if (args.seqused_k) sequence.keys = args.seqused_k[batch], own_lengths = true;
+  const int64_t bottom_right =
+      own_lengths ? sequence.keys - sequence.queries : args.whole_k - args.whole_q;
+  sequence.alignment = args.query_offset - args.key_offset + (args.bottom_right ? bottom_right : 0);
+  return sequence;
+}
+
+// Query row i sees keys [first, last) of its sequence, before any mask.
+struct KeyRange {
+  int64_t first;
+  int64_t last;
+};
+
+ONEPASS_HOST_DEVICE inline KeyRange keys_of(const Attention& args, const Sequence& sequence,
+                                            int64_t query) {
+  const int64_t position = query + sequence.alignment;
+  const int64_t first = position - args.window_left;
+  const int64_t last = position + args.window_right + 1;
+  return {first > 0 ? first : 0, last < sequence.keys ? last : sequence.keys};
+}
+
+}  // namespace onepass
