@@ -1,0 +1,431 @@
+"""The attention family under one description, so that a test body serves every combination."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass import numerics
+from onepass.reference.attention import attention as reference
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = (F32, BF16, F16, F64)
+NAN = float("nan")
+
+# Bits of attention_backward's grad_mask, and the names of its gradients, in their order.
+GRADIENTS = dict(query=1, key=2, value=4, bias=8, sinks=16, alibi_slopes=32)
+OPTIONAL = ("bias", "mask", "cu_seq_q", "cu_seq_k", "seqused_q", "seqused_k", "block_table")
+OPTIONAL += ("alibi_slopes", "sinks", "seed")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention; `storage` says how its sequences lie in memory.
+
+    dense   (batch, heads, seq, dim), all of one length
+    used    the same, with seqused_q and seqused_k; what is not used is NaN
+    packed  (total, heads, dim) and cu_seq_*
+    packed used  with seqused_* as well; what is not used is NaN
+    paged   keys in pages and seqused_k; what no sequence uses is NaN. Has no gradients
+    """
+
+    dtype: torch.dtype = F32
+    head_dim: int = 64
+    value_dim: int = 0  # 0: head_dim
+    batch: int = 2
+    heads: int = 2
+    kv_heads: int = 0  # 0: heads
+    seq_q: int = 129
+    seq_k: int = 129
+    window_left: int = -1
+    window_right: int = -1
+    bottom_right: bool = False
+    bias: str | None = None  # which of b(atch), h(eads), q(ueries) are not broadcast
+    bias_dtype: torch.dtype | None = None
+    mask: str | None = None  # likewise
+    alibi: str | None = None  # "" slopes per head, "b" per batch and head
+    sinks: torch.dtype | None = None  # their dtype
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    dlse: bool = False  # the gradient of the lse as well
+    storage: str = "dense"
+    lengths: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): a few kinds
+    page_size: int = 16
+    query_offset: int = 0
+    key_offset: int = 0
+    batch_offset: int = 0
+    head_offset: int = 0
+    total_heads: int = 0
+    factor: float = 1.3  # of scale: not the default
+    draw: int = 0  # which random numbers
+
+    @property
+    def scale(self) -> float:
+        return self.factor / math.sqrt(self.head_dim)
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        if self.lengths:
+            return self.lengths
+        if self.storage == "dense":
+            return ((self.seq_q, self.seq_k),) * self.batch
+        q, k = self.seq_q, self.seq_k
+        return ((q, (k + 1) // 2), ((q + 2) // 3, k), (0, k // 2), (q // 2, k // 3))
+
+    @property
+    def stored(self) -> tuple[list[int], list[int]]:
+        """How many queries and keys of each sequence there are in memory, used or not."""
+        queries, keys = (
+            list(n) for n in (zip(*self.sequences, strict=True) if self.sequences else ((), ()))
+        )
+        if "used" in self.storage:
+            queries = [n + 3 + b for b, n in enumerate(queries)]
+            keys = [n + 1 + 2 * b for b, n in enumerate(keys)]
+        return queries, keys
+
+    @property
+    def packed(self) -> bool:
+        return self.storage.startswith("packed") or self.storage == "paged"
+
+    def allowed(self) -> Tensor:
+        """(seq_q, seq_k) whether a query of a dense call sees a key, masks aside."""
+        query = torch.arange(self.seq_q)[:, None] + self.query_offset
+        distance = query - torch.arange(self.seq_k) - self.key_offset
+        distance = distance + (self.seq_k - self.seq_q if self.bottom_right else 0)
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.window_left >= 0:
+            seen &= distance <= self.window_left
+        if self.window_right >= 0:
+            seen &= -distance <= self.window_right
+        return seen
+
+    def options(self) -> dict:
+        """The keyword arguments that are no tensors."""
+        names = "window_left window_right bottom_right softcap dropout_p scale query_offset "
+        names += "key_offset batch_offset head_offset total_heads"
+        numbers = {name: getattr(self, name) for name in names.split()}
+        if self.packed:
+            numbers["max_q"], numbers["max_k"] = (max(n) for n in self.stored)
+        return numbers
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All arguments that are tensors, and the gradients of the outputs: doutput, dlse."""
+        generator = torch.Generator().manual_seed(self.draw)
+        wide = F64 if self.dtype is F64 else F32
+
+        def normal(*shape, dtype=self.dtype):
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        stored_q, stored_k = self.stored
+        seq_q, seq_k = (max(n, default=0) for n in self.stored)
+        if self.storage == "dense":
+            seq_q, seq_k = self.seq_q, self.seq_k  # of no batch, too
+        batch, heads, kv_heads = len(stored_q), self.heads, self.kv_heads or self.heads
+        value_dim = self.value_dim or self.head_dim
+        t = {}
+        if self.packed:
+            t["query"] = normal(sum(stored_q), heads, self.head_dim)
+            t["key"] = normal(sum(stored_k), kv_heads, self.head_dim)
+            t["value"] = normal(sum(stored_k), kv_heads, value_dim)
+            t["doutput"] = normal(sum(stored_q), heads, value_dim)
+            dlse = normal(heads, sum(stored_q), dtype=wide)
+            t["cu_seq_q"] = cumulated(stored_q)
+            if self.storage != "paged":
+                t["cu_seq_k"] = cumulated(stored_k)
+        else:
+            t["query"] = normal(batch, heads, seq_q, self.head_dim)
+            t["key"] = normal(batch, kv_heads, seq_k, self.head_dim)
+            t["value"] = normal(batch, kv_heads, seq_k, value_dim)
+            t["doutput"] = normal(batch, heads, seq_q, value_dim)
+            dlse = normal(batch, heads, seq_q, dtype=wide)
+        if self.dlse:
+            t["dlse"] = dlse
+        if "used" in self.storage:
+            queries, keys = (list(n) for n in zip(*self.sequences, strict=True))
+            t["seqused_q"], t["seqused_k"] = int32(queries), int32(keys)
+            for name, lengths in (("query", queries), ("key", keys), ("value", keys)):
+                for b, length in enumerate(lengths):
+                    sequence_rows(t, name, b)[length:] = NAN
+        elif self.storage == "paged":
+            paginate(t, stored_k, self.page_size, generator)
+
+        full = dict(b=batch, h=heads, q=seq_q)
+        if self.bias is not None:
+            size = (n if name in self.bias else 1 for name, n in full.items())
+            # Exact in 16 bits, so that its rounding is no part of what stock PyTorch may err by.
+            t["bias"] = normal(*size, seq_k, dtype=BF16).to(self.bias_dtype or self.dtype)
+        if self.mask is not None:
+            size = [n if name in self.mask else 1 for name, n in full.items()]
+            mask = torch.rand((*size, seq_k), generator=generator) < 0.7
+            mask[..., 1:2, :] &= size[2] == 1  # a row without keys
+            mask[..., 64:192] = False  # whole tiles
+            t["mask"] = mask
+        if self.alibi is not None:
+            size = (batch, heads) if self.alibi == "b" else (heads,)
+            slopes = torch.rand(size, generator=generator) / 16
+            t["alibi_slopes"] = slopes.bfloat16().float()
+        if self.sinks is not None:
+            t["sinks"] = normal(heads, dtype=BF16).to(self.sinks)
+        if self.dropout_p:
+            t["seed"] = torch.tensor([-0x0123456789ABCDEF + self.draw, 2**40 + 5])
+        return t
+
+
+def int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def cumulated(lengths: Sequence[int]) -> Tensor:
+    """cu_seq_* of sequences of these lengths."""
+    return int32([0, *itertools.accumulate(lengths)])
+
+
+def sequence_rows(tensors: dict[str, Tensor], name: str, sequence: int) -> Tensor:
+    """(seq, heads, dim) the rows of one sequence of the query, key or value."""
+    bounds = tensors.get("cu_seq_q" if name == "query" else "cu_seq_k")
+    if bounds is None:
+        return tensors[name][sequence].transpose(0, 1)
+    return tensors[name][bounds[sequence] : bounds[sequence + 1]]
+
+
+def paginate(t: dict[str, Tensor], keys: list[int], page_size: int, generator) -> None:
+    """Distributes packed keys and values over shuffled pages; the rest of the pages is NaN."""
+    pages = [-(-length // page_size) for length in keys]
+    order = torch.randperm(sum(pages) + 2, generator=generator).tolist()
+    table = torch.zeros(len(keys), max(pages) + 1, dtype=torch.int32)
+    bounds = [0, *itertools.accumulate(keys)]
+    for name in ("key", "value"):
+        _, heads, dim = t[name].shape
+        pool = torch.full((len(order), page_size, heads, dim), NAN, dtype=t[name].dtype)
+        free = iter(order)
+        for b, count in enumerate(pages):
+            rows = t[name][bounds[b] : bounds[b + 1]]
+            for page, part in enumerate(rows.split(page_size)[:count]):
+                table[b, page] = next(free)
+                pool[table[b, page], : len(part)] = part
+        t[name] = pool
+    t["block_table"], t["seqused_k"] = table, int32(keys)
+
+
+# ---- the three ways to compute a case ------------------------------------------------------------
+
+
+def keywords(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in OPTIONAL if name in tensors}
+
+
+def forward(case: Case, t: dict[str, Tensor], **changes) -> dict[str, Tensor]:
+    """The raw op."""
+    arguments = case.options() | keywords(t) | changes
+    output, lse, aux = torch.ops.onepass.attention_forward(
+        t["query"], t["key"], t["value"], **arguments
+    )
+    assert aux.numel() == 0
+    return dict(output=output, lse=lse)
+
+
+def backward(
+    case: Case, t: dict[str, Tensor], outputs: dict[str, Tensor], wanted=GRADIENTS, **changes
+) -> dict[str, Tensor]:
+    """The raw op; what is not wanted has size 0."""
+    wanted = [name for name in wanted if name in t]
+    arguments = case.options() | keywords(t) | changes
+    gradients = torch.ops.onepass.attention_backward(
+        t.get("doutput"), t.get("dlse"), t["query"], t["key"], t["value"], outputs["output"],
+        outputs["lse"], grad_mask=sum(GRADIENTS[name] for name in wanted), **arguments,
+    )  # fmt: skip
+    named = dict(zip(GRADIENTS, gradients, strict=True))
+    for name, gradient in named.items():
+        if name not in wanted:
+            assert gradient.numel() == 0, f"d{name} was not asked for"
+    return {f"d{name}": named[name] for name in wanted}
+
+
+def ours(case: Case, t: dict[str, Tensor] | None = None, **changes) -> dict[str, Tensor]:
+    """Outputs and all gradients of the raw ops."""
+    t = case.tensors() if t is None else t
+    results = forward(case, t, **changes)
+    if case.storage != "paged":
+        results |= backward(case, t, results, **changes)
+    return results
+
+
+def leaves(case: Case, t: dict[str, Tensor], dtype=None) -> dict[str, Tensor]:
+    wanted = () if case.storage == "paged" else GRADIENTS
+    return {
+        name: tensor.detach().to(dtype or tensor.dtype).requires_grad_(name in wanted)
+        for name, tensor in t.items()
+        if name in GRADIENTS
+    }
+
+
+def differentiated(of: dict[str, Tensor], t: dict[str, Tensor], wrt: dict[str, Tensor]):
+    """`of` and the gradients of `wrt`, by their names."""
+    results = {name: result.detach() for name, result in of.items()}
+    wrt = {name: tensor for name, tensor in wrt.items() if tensor.requires_grad}
+    pairs = [
+        (result, t[f"d{name}"].to(result.dtype))
+        for name, result in of.items()
+        if f"d{name}" in t and result.requires_grad
+    ]
+    if wrt and pairs:
+        gradients = torch.autograd.grad(
+            [result for result, _ in pairs], list(wrt.values()), [up for _, up in pairs],
+            allow_unused=True, materialize_grads=True,
+        )  # fmt: skip
+        results |= {f"d{n}": gradient for n, gradient in zip(wrt, gradients, strict=True)}
+    return results
+
+
+def definition(case: Case, t: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The reference's formula in `dtype`."""
+    wrt = leaves(case, t, dtype)
+    arguments = case.options() | keywords(t) | {n: wrt[n] for n in wrt if n in OPTIONAL}
+    output, lse = reference(wrt["query"], wrt["key"], wrt["value"], **arguments)
+    return differentiated(dict(output=output, lse=lse), t, wrt)
+
+
+def stock(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What torch's own fused function gives of a case: all but the gradients of bias and slopes,
+    the output alone, or nothing.
+
+    It is fused for masks without gradient and for one head dim: zeros pad the smaller. What torch
+    does elsewhere is no measure of 16-bit results, it keeps the whole square in float32.
+    """
+    if case.storage != "dense" or case.softcap or case.sinks or case.dropout_p:
+        return {}
+    wrt = leaves(case, t)
+    mask = None
+    causal = bool(case.window_right == 0 and case.window_left < 0 and not case.bottom_right)
+    plain = case.bias is None and case.mask is None and case.alibi is None
+    causal &= plain and case.query_offset == case.key_offset
+    if not causal and not (plain and case.allowed().all()):
+        mask = case.allowed() & t.get("mask", torch.tensor(True))
+        if case.bias is not None or case.alibi is not None:
+            score = t.get("bias", torch.zeros(()))
+            if case.alibi is not None:
+                query = torch.arange(case.seq_q)[:, None] + case.query_offset
+                query = query + (case.seq_k - case.seq_q if case.bottom_right else 0)
+                distance = (query - torch.arange(case.seq_k) - case.key_offset).abs()
+                score = score - t["alibi_slopes"][..., None, None] * distance
+            if score.dtype != case.dtype:  # torch takes query's dtype or float32
+                score = score.to(F64 if case.dtype is F64 else F32)
+            mask = score.masked_fill(~mask, -math.inf)
+    wrt = {name: wrt[name] for name in ("query", "key", "value")}
+    value_dim = t["value"].shape[-1]
+    wider = max(case.head_dim, value_dim)
+    query, key, value = (F.pad(tensor, (0, wider - tensor.shape[-1])) for tensor in wrt.values())
+    output = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=causal, scale=case.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )[..., :value_dim]  # fmt: skip
+    if case.dlse:
+        return dict(output=output.detach())
+    return differentiated(dict(output=output), t, wrt)
+
+
+def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
+    """torch's own function where it has one, else the formula in the input's dtype.
+
+    The lse, which is float32 for all but float64, by the formula in float32.
+    """
+    formula = definition(case, t, case.dtype)
+    if case.dtype not in (F32, F64):
+        formula["lse"] = definition(case, t, F32)["lse"]
+    return formula | stock(case, t)
+
+
+def expected_dtypes(case: Case, t: dict[str, Tensor]) -> dict[str, torch.dtype]:
+    outputs = dict(output=case.dtype, lse=F64 if case.dtype is F64 else F32)
+    return outputs | {f"d{name}": t[name].dtype for name in GRADIENTS if name in t}
+
+
+def draws(case: Case) -> int:
+    """How many draws are pooled: one says little of a small attention, or of a gradient that is a
+    number per head."""
+    scores = case.heads * sum(q * k for q, k in case.sequences)
+    few = 2 if case.sinks is None and case.alibi is None else 4
+    return max(few, min(12, 200_000 // max(scores, 1))) if scores else 1
+
+
+def pool(case: Case) -> tuple[Case, ...]:
+    """Where every row has one key, P is 1 and gradients of scores are 0 but for what cancels, in
+    torch exactly or not: that says something beside a case of more keys only."""
+    if case.storage == "dense" and case.seq_k == 1:
+        return case, replace(case, seq_k=3)
+    if case.seq_q == 1 and case.window_right == 0 and not case.bottom_right:
+        return case, replace(case, bottom_right=True)
+    return (case,)
+
+
+def check(case: Case) -> None:
+    """Every output and gradient by the numerics rule."""
+    cases, results = pool(case), []
+    for drawn in (replace(c, draw=draw) for c in cases for draw in range(draws(c))):
+        t = drawn.tensors()
+        before = {name: tensor.clone() for name, tensor in t.items()}
+        found, ref = ours(drawn, t), definition(drawn, t, F64)
+        results.append((found, ref, ref if drawn.dtype is F64 else base(drawn, t)))
+        for name, tensor in t.items():
+            assert equal(tensor, before[name]), f"{name} was written"
+    assert results[0][0].keys() == results[0][1].keys()
+    for name, dtype in expected_dtypes(case, t).items():
+        if name not in results[0][0]:
+            assert case.storage == "paged"
+            continue
+        found, ref, stocks = ([result[i][name] for result in results] for i in range(3))
+        assert found[0].dtype == dtype, f"{case}: {name} is {found[0].dtype}"
+        numerics.assert_close(found, ref, stocks, f"{case}: {name}")
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit but for the kind of NaN."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], text: str = "") -> None:
+    assert found.keys() == expected.keys()
+    for name, result in expected.items():
+        assert equal(found[name], result), f"{text} {name}"
+
+
+# ---- grids ---------------------------------------------------------------------------------------
+
+
+def pairwise(axes: dict[str, Sequence], seed: int = 0) -> list[dict]:
+    """Rows that hold every pair of values of any two axes at least once; greedy, hence a few more
+    than the product of the two longest axes."""
+    rng = random.Random(seed)
+    sizes = {name: range(len(values)) for name, values in axes.items()}
+    open_pairs = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(sizes, 2)
+        for i, j in itertools.product(sizes[a], sizes[b])
+    }
+    position = {name: number for number, name in enumerate(sizes)}
+
+    def pair(one, other):
+        return (one, other) if position[one[0]] < position[other[0]] else (other, one)
+
+    rows = []
+    while open_pairs:
+        first = min(open_pairs, key=lambda p: (position[p[0][0]], position[p[1][0]], p))
+        row = dict(first)
+        rest = [name for name in sizes if name not in row]
+        for name in rng.sample(rest, len(rest)):
+            gains = [
+                sum(pair((name, i), chosen) in open_pairs for chosen in row.items())
+                for i in sizes[name]
+            ]
+            best = max(gains)
+            row[name] = rng.choice([i for i in sizes[name] if gains[i] == best])
+        open_pairs -= {pair(*two) for two in itertools.combinations(row.items(), 2)}
+        rows.append({name: axes[name][row[name]] for name in axes})
+    return rows

@@ -1,0 +1,279 @@
+"""Attention's dropout: which scores are dropped, in the forward, in the backward and in shards.
+
+The fate of a score depends on (seed, batch, head, query, key) alone; reference.attention.keep_scale
+says how.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    Case,
+    assert_same,
+    backward,
+    check,
+    definition,
+    forward,
+    ours,
+)
+from seeds import drawn_seed
+from torch import Tensor
+
+from onepass import functional, numerics
+from onepass.reference.attention import keep_scale
+from onepass.reference.dropout import philox4x32
+
+pytestmark = pytest.mark.isa
+
+
+def kept(case: Case, seed: Tensor) -> Tensor:
+    """(batch, heads, seq_q, seq_k) by the definition."""
+    shape = (case.batch, case.heads, case.seq_q, case.seq_k)
+    offsets = (case.batch_offset, case.head_offset, case.query_offset, case.key_offset)
+    return keep_scale(seed, shape, case.dropout_p, F32, offsets, case.total_heads) != 0
+
+
+def forward_mask(case: Case, seed: Tensor) -> Tensor:
+    """All P are alike, and value is the identity on one run of value_dim keys after another."""
+    t = case.tensors() | dict(seed=seed)
+    t["query"].zero_()
+    found = []
+    for first in range(0, case.seq_k, case.head_dim):
+        keys = range(first, min(first + case.head_dim, case.seq_k))
+        t["value"].zero_()
+        t["value"][:, :, list(keys), list(range(len(keys)))] = 1
+        found.append(forward(case, t)["output"][..., : len(keys)] != 0)
+    return torch.cat(found, -1)
+
+
+def backward_masks(case: Case, seed: Tensor) -> dict[str, Tensor]:
+    """What the backward drops in P, seen by dvalue, and in dP, seen by dbias.
+
+    With output and lse 0, delta is 0 and P is exp(score), here 1.
+    """
+    case = replace(case, bias="bhq", window_left=-1, window_right=-1, kv_heads=case.heads)
+    t = case.tensors() | dict(seed=seed)
+    t["query"].zero_(), t["bias"].zero_(), t["value"].fill_(1)
+    outputs = dict(output=torch.zeros_like(t["doutput"]), lse=torch.zeros(t["query"].shape[:3]))
+    if case.dtype is F64:
+        outputs["lse"] = outputs["lse"].double()
+    t["doutput"].fill_(1)
+    dp = backward(case, t, outputs, ["bias"])["dbias"] != 0
+    p = []
+    for first in range(0, case.seq_q, case.head_dim):
+        queries = range(first, min(first + case.head_dim, case.seq_q))
+        t["doutput"].zero_()
+        t["doutput"][:, :, list(queries), list(range(len(queries)))] = 1
+        p.append(backward(case, t, outputs, ["value"])["dvalue"][..., : len(queries)] != 0)
+    return dict(dp=dp, p=torch.cat(p, -1).mT)
+
+
+SEED = torch.tensor([-0x0123456789ABCDEF, 2**40 + 5])
+
+
+def with_threshold(case: Case) -> Case:
+    """dropout_p is so that the threshold is just what one of the kept scores has drawn."""
+    row = replace(case, dropout_p=0.5)
+    candidates = [n for n in range(8000, 30000) if n]
+    low, high = candidates[0], candidates[-1]
+    while low < high:  # the largest threshold that keeps score (0, 1, 2, 3)
+        middle = (low + high + 1) // 2
+        if kept(replace(row, dropout_p=middle / 65536), SEED)[0, 1, 2, 3]:
+            low = middle
+        else:
+            high = middle - 1
+    return replace(case, dropout_p=low / 65536)
+
+
+# A call, and one that is a part of a larger one: beyond 31 bits of queries, and beginning within
+# the eight keys that share a block of random numbers.
+FATES = [
+    with_threshold(Case(F32, 64, seq_q=70, seq_k=150)),
+    with_threshold(
+        Case(BF16, 32, seq_q=70, seq_k=90, query_offset=2**31 - 20, key_offset=8 * 2**20 + 3,
+             batch_offset=3, head_offset=5, total_heads=12)
+    ),
+    Case(F16, 8, heads=4, kv_heads=2, seq_q=9, seq_k=200, dropout_p=0.9),
+    Case(F64, 16, heads=1, seq_q=130, seq_k=17, dropout_p=0.1),
+]  # fmt: skip
+fates = pytest.mark.parametrize("case", FATES, ids=["whole", "a shard", "groups", "float64"])
+
+
+@fates
+@pytest.mark.parametrize("seed", [SEED, torch.tensor([2**63 - 1, -1])], ids=["one", "other"])
+def test_forward_and_backward_drop_what_the_reference_drops(case, seed):
+    expected = kept(case, seed)
+    assert torch.equal(forward_mask(case, seed), expected)
+    for name, mask in backward_masks(case, seed).items():
+        assert torch.equal(mask, expected), name
+
+
+def test_golden_bits():
+    """Counter (query, key // 8, sequence, offset) and key = seed, low halves first.
+
+    Frozen: a change of these bits is a change of every seeded run.
+    """
+    case = Case(heads=3, seq_q=5, seq_k=30)
+    query, key, sequence = 4, 19, 1 * 3 + 2
+    word = philox4x32((0x89ABCDEF, 0x01234567), tuple(torch.tensor([n]) for n in
+                      (query, key // 8, sequence, 42)))[key % 8 // 2]  # fmt: skip
+    drawn = int(word >> 16 & 0xFFFF)  # 19 is odd
+    seed = torch.tensor([0x0123456789ABCDEF, 42 + 2**32])  # of the offset, 32 bits count
+    for threshold, fate in ((drawn, True), (drawn + 1, False)):
+        of = replace(case, dropout_p=threshold / 65536)
+        assert kept(of, seed)[1, 2, query, key] == fate
+        assert forward_mask(of, seed)[1, 2, query, key] == fate
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9])
+def test_keep_fraction(p):
+    case = Case(F32, 64, heads=4, seq_q=100, seq_k=256, dropout_p=p)
+    count = 2 * 4 * 100 * 256
+    fraction = float(forward_mask(case, SEED).double().mean())
+    quantised = 1 - math.floor(65536 * p + 0.5) / 65536
+    deviation = math.sqrt(quantised * (1 - quantised) / count)
+    assert abs(fraction - quantised) <= 4 * deviation
+    # Neighbours in any direction are independent.
+    mask = kept(case, SEED).double() - quantised
+    for dim in range(4):
+        size = mask.shape[dim] - 1
+        pairs = mask.narrow(dim, 0, size) * mask.narrow(dim, 1, size)
+        bound = 5 * quantised * (1 - quantised) / math.sqrt(pairs.numel())
+        assert abs(float(pairs.mean())) <= bound, dim
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_are_those_of_the_scaled_mask(dtype):
+    for p in (1 / 65536, 0.1, 0.75):
+        check(Case(dtype, 32, seq_q=70, seq_k=133, dropout_p=p, window_right=0, dlse=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_everything_dropped(dtype):
+    case = Case(dtype, 32, seq_q=9, seq_k=70, dropout_p=1.0, sinks=dtype, bias="q", dlse=True)
+    t = case.tensors()
+    found = ours(case, t)
+    plain = forward(replace(case, dropout_p=0.0), t | dict(seed=None))
+    assert torch.equal(found["lse"], plain["lse"])
+    assert not found["output"].any() and not found["dvalue"].any()
+    ref = definition(case, t, F64)
+    for name, result in found.items():
+        numerics.assert_close(result, ref[name], definition(case, t, dtype)[name], name)
+
+
+def test_the_lse_knows_no_dropout():
+    case = Case(F32, 32, dropout_p=0.4)
+    t = case.tensors()
+    plain = forward(replace(case, dropout_p=0.0), t | dict(seed=None))
+    assert torch.equal(forward(case, t)["lse"], plain["lse"])
+
+
+def test_too_small_to_drop_anything_is_no_dropout():
+    """round(65536 p) is 0."""
+    case = Case(F32, 32, seq_q=70, seq_k=90, dropout_p=7e-6)
+    t = case.tensors()
+    assert_same(ours(case, t), ours(replace(case, dropout_p=0.0), t | dict(seed=None)))
+
+
+# ---- shards -------------------------------------------------------------------------------------
+
+WHOLE = Case(F32, 32, batch=3, heads=4, kv_heads=2, seq_q=90, seq_k=90, window_right=0,
+             dropout_p=0.3)  # fmt: skip
+
+
+def test_shards_reproduce_the_mask_of_the_whole():
+    """Data, tensor and context parallel, the keys beginning anywhere."""
+    whole = kept(WHOLE, SEED)
+    for b, h, q, k in ((1, 2, 64, 0), (0, 0, 13, 5), (2, 2, 0, 83), (1, 0, 89, 16)):
+        shard = replace(
+            WHOLE, batch=1, batch_offset=b, heads=2, kv_heads=2, head_offset=h, total_heads=4,
+            seq_q=90 - q, query_offset=q, seq_k=90 - k, key_offset=k, window_right=-1,
+        )  # fmt: skip
+        expected = whole[b : b + 1, h : h + 2, q:, k:]
+        assert torch.equal(forward_mask(shard, SEED), expected)
+        for name, mask in backward_masks(shard, SEED).items():
+            assert torch.equal(mask, expected), name
+
+
+def test_a_shard_of_batch_heads_and_queries_computes_what_the_whole_does():
+    whole_t = WHOLE.tensors()
+    ref = definition(WHOLE, whole_t, F64)
+    base = definition(WHOLE, whole_t, F32)
+    part = (slice(1, 2), slice(2, 4), slice(40, 90))
+    shard = replace(
+        WHOLE, batch=1, batch_offset=1, heads=2, kv_heads=1, head_offset=2, total_heads=4,
+        seq_q=50, query_offset=40,
+    )  # fmt: skip
+    t = {name: whole_t[name][part] for name in ("query", "doutput")} | dict(seed=whole_t["seed"])
+    t |= {name: whole_t[name][1:2, 1:2] for name in ("key", "value")}
+    found = ours(shard, t)
+    for name in ("output", "lse", "dquery"):
+        numerics.assert_close(found[name], ref[name][part], base[name][part], name)
+
+
+def test_shards_of_keys_merge_by_their_lse():
+    whole_t = WHOLE.tensors()
+    ref, base = (definition(WHOLE, whole_t, dtype)["output"] for dtype in (F64, F32))
+    parts = []
+    for first, last in ((0, 37), (37, 40), (40, 90)):
+        shard = replace(WHOLE, seq_k=last - first, key_offset=first)
+        t = dict(whole_t)
+        t |= {name: whole_t[name][:, :, first:last] for name in ("key", "value")}
+        found = forward(shard, t)
+        parts.append((found["output"].double(), found["lse"].double()))
+    outputs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
+    weights = (lses - lses.logsumexp(0)).exp()
+    merged = (outputs * weights[..., None]).sum(0)
+    numerics.assert_close(merged.float(), ref, base)
+
+
+# ---- the functions ------------------------------------------------------------------------------
+
+
+def test_the_seed_is_drawn_from_torchs_generator():
+    case = Case(F32, 32, seq_q=40, seq_k=70, dropout_p=0.4)
+    t = case.tensors()
+    attend = functional.scaled_dot_product_attention
+
+    def call():
+        return attend(t["query"], t["key"], t["value"], dropout_p=0.4, scale=case.scale)
+
+    expected = forward(case, t | dict(seed=drawn_seed(5)))["output"]
+    torch.manual_seed(5)
+    first, second = call(), call()
+    assert torch.equal(first, expected)
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    assert torch.equal(call(), expected)
+    torch.manual_seed(5)
+    attend(t["query"], t["key"], t["value"])  # draws nothing
+    assert torch.equal(call(), expected)
+
+
+def test_packed_sequences_count_positions_within_themselves():
+    """Whatever lies before a sequence, and whatever its alignment, its scores have one fate."""
+    case = Case(F32, 32, storage="packed", lengths=((20, 33), (7, 50), (41, 41)), dropout_p=0.5,
+                window_right=0, bottom_right=True)  # fmt: skip
+    t = case.tensors()
+    whole = ours(case, t)
+    for b, (queries, keys) in enumerate(case.sequences):
+        alone = Case(F32, 32, batch=1, seq_q=queries, seq_k=keys, dropout_p=0.5, window_right=0,
+                     bottom_right=True, batch_offset=b)  # fmt: skip
+        rows = slice(*t["cu_seq_q"][b : b + 2].tolist()), slice(*t["cu_seq_k"][b : b + 2].tolist())
+        part = {
+            name: t[name][rows[name in ("key", "value")]].transpose(0, 1)[None]
+            for name in ("query", "key", "value", "doutput")
+        }
+        part["seed"] = t["seed"]
+        for name in ("output", "dquery"):
+            found = whole[name][rows[0]].transpose(0, 1)[None]
+            torch.testing.assert_close(found, ours(alone, part)[name])

@@ -1,0 +1,315 @@
+"""Attention where numbers or sizes are extreme, empty or not finite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    NAN,
+    Case,
+    assert_same,
+    base,
+    check,
+    definition,
+    draws,
+    equal,
+    forward,
+    ours,
+)
+
+from onepass import numerics
+
+pytestmark = pytest.mark.isa
+INF = math.inf
+
+
+def check_changed(case: Case, change) -> None:
+    """As check, with every draw's tensors changed by `change`."""
+    results = []
+    for draw in range(draws(case)):
+        drawn = replace(case, draw=draw)
+        t = drawn.tensors()
+        t = t | change(t)
+        ref = definition(drawn, t, F64)
+        results.append((ours(drawn, t), ref, ref if case.dtype is F64 else base(drawn, t)))
+    for name in results[0][0]:
+        found, ref, stocks = ([result[i][name] for result in results] for i in range(3))
+        numerics.assert_close(found, ref, stocks, f"{case}: {name}")
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(seq_q=0), dict(seq_k=0), dict(seq_q=0, seq_k=0), dict(batch=0)], ids=str
+)
+def test_nothing(sizes, dtype):
+    case = Case(dtype, 16, **dict(batch=2, heads=4, kv_heads=2, seq_q=9, seq_k=70) | sizes)
+    plain = ours(case)
+    for options in (
+        {},
+        dict(window_right=0),
+        dict(bias="bhq", mask="q", alibi="b", dropout_p=0.5, window_left=3, bottom_right=True),
+    ):
+        t = replace(case, dlse=True, **options).tensors()
+        results = ours(replace(case, dlse=True, **options), t)
+        assert_same({n: results[n] for n in plain}, plain)
+        assert results["output"].shape == (case.batch, 4, case.seq_q, 16)
+        for name, result in results.items():
+            if name == "lse":
+                assert (result == -INF).all()
+            else:
+                assert not result.any(), name
+            if name[0] == "d":
+                assert result.shape == t[name[1:]].shape, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_keys_but_a_sink(dtype):
+    case = Case(dtype, 16, seq_q=5, seq_k=0, sinks=dtype, dlse=True)
+    t = case.tensors()
+    results = ours(case, t)
+    assert not results["output"].any()
+    assert equal(results["lse"], t["sinks"].to(results["lse"].dtype)[:, None].expand(2, 2, 5))
+    expected = t["dlse"].double().sum((0, 2))
+    torch.testing.assert_close(results["dsinks"].double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seq_k", [1, 64, 200])
+def test_one_query(seq_k, dtype):
+    check(Case(dtype, 64, heads=8, kv_heads=2, seq_q=1, seq_k=seq_k))
+    check(Case(dtype, 64, heads=4, seq_q=1, seq_k=seq_k, mask="b", window_right=0,
+               bottom_right=True))  # fmt: skip
+
+
+# ---- masks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("how", ["mask", "bias", "both", "causal"])
+def test_rows_without_keys(how, sinks, dtype):
+    """Output 0 and LSE -inf, or the sink; no gradient, and none that is NaN."""
+    sinks = dtype if sinks else None
+    case = Case(dtype, 32, seq_q=100, seq_k=70, sinks=sinks, dlse=True)
+    dead = torch.zeros(100, dtype=torch.bool)
+    if how == "causal":
+        case = replace(case, window_right=0, bottom_right=True)
+        dead[:30] = True
+    else:
+        dead[[0, 3, 4, 77]] = True
+        dead[32:64] = True
+        case = replace(case, mask="q" if how != "bias" else None)
+        case = replace(case, bias="q" if how != "mask" else None)
+
+    def change(t):
+        changed = {}
+        if "mask" in t:
+            mask = t["mask"].clone()
+            mask[:, :, dead] = False
+            mask[:, :, ~dead, 0] = True
+            changed["mask"] = mask
+        if "bias" in t and how == "bias":
+            bias = t["bias"].clone()
+            bias[:, :, dead] = -INF
+            changed["bias"] = bias
+        return changed
+
+    check_changed(case, change)
+    t = case.tensors()
+    t = t | change(t)
+    results = ours(case, t)
+    assert not results["output"][:, :, dead].any() and not results["dquery"][:, :, dead].any()
+    alone = t["sinks"].to(results["lse"].dtype)[:, None] if sinks else torch.tensor(-INF)
+    assert (results["lse"][:, :, dead] == alone).all()
+    assert (results["lse"][:, :, ~dead] > -INF).all()
+    if "dbias" in results:
+        assert not results["dbias"][:, :, dead].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", ["bias", "mask"])
+@pytest.mark.parametrize("length", [64, 192, 320])
+def test_half_a_tile_with_a_mask_and_a_small_lse(length, mask, dtype):
+    """S mod 128 = 64 and LSE below -88, where exp(score) and exp(-lse) have no float32."""
+    case = Case(dtype, 64, batch=1, seq_q=length, seq_k=length, factor=0.5)
+    case = replace(case, **{mask: "bq" if mask == "mask" else "q"}, dlse=True)
+
+    def change(t):
+        """A large mean of query and key of opposite sign: every score is about -130."""
+        key = (t["key"] + 4).to(dtype)
+        return dict(query=(t["query"] / 4 - 8).to(dtype), key=key)
+
+    check_changed(case, change)
+    t = case.tensors()
+    lse = forward(case, t | change(t))["lse"]
+    assert (lse[lse > -INF] < -88).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_lse_far_from_zero(sign, dtype):
+    case = Case(dtype, 32, seq_q=70, seq_k=90, window_right=0, bias="", dlse=True)
+    check_changed(case, lambda t: dict(bias=t["bias"] + sign * 200))
+    check_changed(replace(case, bias=None, sinks=dtype), lambda t: dict(sinks=t["sinks"] + 100))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_the_smallest_number_average_as_in_torch(dtype):
+    """finfo.min is no mask where a row has nothing else."""
+    case = Case(dtype, 32, seq_q=40, seq_k=70, bias="q")
+    smallest = torch.finfo(dtype).min
+
+    def change(t):
+        bias = torch.zeros_like(t["bias"]).masked_fill(t["bias"] < 0, smallest)
+        bias[:, :, 3:9] = smallest
+        return dict(bias=bias)
+
+    check_changed(case, change)
+    t = case.tensors()
+    t |= change(t)
+    output = forward(case, t)["output"][:, :, 3:9].double()
+    mean = t["value"].double().mean(2, keepdim=True).expand(-1, -1, 6, -1)
+    torch.testing.assert_close(output, mean, rtol=0, atol=1e-2)
+    whole = dict(bias=torch.full_like(t["bias"], smallest))
+    check_changed(case, lambda _: whole)
+    check_changed(replace(case, window_right=0), lambda _: whole)
+
+
+def test_a_smaller_number_of_another_dtype_averages_too():
+    """float32's smallest number beside 16-bit queries."""
+    for dtype in (BF16, F16):
+        case = Case(dtype, 32, seq_q=40, seq_k=70, bias="q", bias_dtype=F32)
+        smallest = torch.finfo(F32).min
+        t = case.tensors()
+        t["bias"] = torch.full_like(t["bias"], smallest)
+        output = forward(case, t)["output"].double()
+        mean = t["value"].double().mean(2, keepdim=True).expand_as(output)
+        torch.testing.assert_close(output, mean, rtol=0, atol=1e-2)
+
+
+# ---- large numbers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("magnitude", [1e-3, 30.0, 200.0])
+def test_huge_scores(magnitude, dtype):
+    """One key takes all; no score overflows where a difference to the largest does not."""
+    case = Case(dtype, 64, seq_q=70, seq_k=90, dlse=True)
+    change = lambda t: dict(query=(t["query"] * magnitude).to(dtype))  # noqa: E731
+    check_changed(case, change)
+    check_changed(replace(case, window_right=0, softcap=50.0), change)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_scores_beyond_the_exponential(dtype):
+    """Scores of some 1e6, far from each other."""
+    case = Case(dtype, 16, seq_q=20, seq_k=30)
+    t = case.tensors()
+    t["query"], t["key"] = t["query"] * 1e3, t["key"] * 1e3
+    output = forward(case, t)["output"].double()
+    best = (t["query"].double() @ t["key"].double().mT).argmax(-1)
+    expected = t["value"].double().gather(2, best[..., None].expand(-1, -1, -1, 16))
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_keys_that_are_all_alike(dtype):
+    """dquery is 0 but for what cancels, which is no question of float64's relative bound."""
+    case = Case(dtype, 32, seq_q=70, seq_k=129)
+    check_changed(case, lambda t: dict(key=t["key"][:, :, :1].expand_as(t["key"]).contiguous()))
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    case = Case(F32, 32, seq_q=30, seq_k=40)
+    t = case.tensors()
+    found = ours(case, t | dict(sinks=torch.full((2,), -INF)))
+    assert not found.pop("dsinks").any()
+    assert_same(found, ours(case, t))
+
+
+# ---- not finite ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_not_finite_inputs_spread_as_in_torch(name, value, dtype):
+    case = Case(dtype, 32, seq_q=70, seq_k=90)
+    t = case.tensors()
+    clean = forward(case, t)
+    t[name][1, 0, 33, 7] = value
+    found = forward(case, t)["output"]
+    expected = F.scaled_dot_product_attention(t["query"], t["key"], t["value"], scale=case.scale)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.isinf(), expected.isinf())
+    assert torch.equal(found[0], clean["output"][0]) and torch.equal(
+        found[1, 1], clean["output"][1, 1]
+    )
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_not_finite_gradients_stay_in_their_head(dtype):
+    case = Case(dtype, 32, seq_q=70, seq_k=90, window_right=0)
+    t = case.tensors()
+    clean = ours(case, t)
+    t["doutput"][1, 0, 33, 7] = NAN
+    found = ours(case, t)
+    for name in ("dquery", "dkey", "dvalue"):
+        assert found[name][1, 0].isnan().any()
+        assert torch.equal(found[name][0], clean[name][0])
+        assert torch.equal(found[name][1, 1], clean[name][1, 1])
+    others = torch.arange(70) != 33
+    assert equal(found["dquery"][:, :, others], clean["dquery"][:, :, others])
+
+
+# Which keys no query sees: of 70 queries and 300 keys, whole tiles of any size up to 128.
+UNSEEN = {
+    "causal": (dict(window_right=0), slice(70, None)),
+    "bottom-right window": (dict(window_left=20, window_right=0, bottom_right=True), slice(0, 200)),
+    "window": (dict(window_left=5, window_right=30), slice(110, None)),
+    "mask": (dict(mask=""), slice(128, None)),
+    "mask of a query": (dict(mask="bhq"), slice(128, None)),
+    "mask of a middle": (dict(mask="b"), slice(128, 256)),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("name", UNSEEN)
+def test_keys_that_no_query_sees_are_not_read(name, dtype):
+    options, unseen = UNSEEN[name]
+    case = Case(dtype, 40, seq_q=70, seq_k=300, bias="bhq", **options)
+    if name.startswith("bottom"):
+        case = replace(case, seq_q=64)
+    t = case.tensors()
+    if "mask" in t:
+        t["mask"][..., unseen] = False
+    clean = ours(case, t)
+    for value in (NAN, INF):
+        spoilt = {n: t[n].clone() for n in ("key", "value")}
+        for tensor in spoilt.values():
+            tensor[:, :, unseen] = value
+        assert_same(ours(case, t | spoilt), clean)
+    assert not clean["dkey"][:, :, unseen].any() and not clean["dvalue"][:, :, unseen].any()
+
+
+def test_a_masked_key_may_be_anything():
+    """In the same tile as keys that are seen: no score of it counts, whatever it is."""
+    case = Case(F32, 40, seq_q=70, seq_k=90, mask="")
+    t = case.tensors()
+    t["mask"][..., 64:] = True
+    t["mask"][..., 7] = False
+    clean = forward(case, t)
+    t["key"][:, :, 7] = NAN
+    assert_same(forward(case, t), clean)
