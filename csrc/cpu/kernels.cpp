@@ -17,6 +17,7 @@ extern "C" onepass::Backend ONEPASS_JOIN(onepass_cpu_kernels_, ONEPASS_ISA)() {
           .optimizer = {.norm = onepass::cpu::gradient_norm(),
                         .scale = onepass::cpu::scale_gradients(),
                         .step = onepass::cpu::optimizer_step()},
+          .attention = onepass::cpu::attention_backend(),
           .fma_ceiling = onepass::cpu::fma_ceiling,
           .bf16_dot_ceiling = onepass::cpu::bf16_dot_ceiling};
 }

@@ -6,6 +6,7 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
+AttentionBackend attention_backend();
 NormBackend norm_backend();
 DropoutBackend dropout_backend();
 Operator<GradientNorm> gradient_norm();

@@ -64,9 +64,9 @@ ONEPASS_INLINE PhiloxWords philox4x32(PhiloxKey key, PhiloxWords counter) {
 
 ONEPASS_INLINE WordBits broadcast_word(uint32_t value) { return value - WordBits{}; }
 
-// Which of kPhiloxLanes consecutive blocks each lane has to draw for write_in_order: lane 4k + j has
-// block j * (lanes / 4) + k. After a 4 x 4 transpose of words within each 128-bit group, vector j
-// then holds lanes / 4 whole consecutive blocks, in memory order.
+// Which of kPhiloxLanes consecutive blocks each lane has to draw for write_in_order: lane 4k + j
+// has block j * (lanes / 4) + k. After a 4 x 4 transpose of words within each 128-bit group, vector
+// j then holds lanes / 4 whole consecutive blocks, in memory order.
 ONEPASS_INLINE WordBits block_of_lane() {
   WordBits block;
   for (int lane = 0; lane < kPhiloxLanes; ++lane) {
@@ -117,8 +117,8 @@ inline void draw(const Dropout& dropout, uint64_t first_block, uint16_t* values)
   const WordBits c0 = block_of_lane() + low;
   const uint32_t high = static_cast<uint32_t>(first_block >> 32);
   const WordBits c1 = high + (WordBits)((WordBits)(c0 < low) & 1u);  // a carry out of the low word
-  write_in_order(
-      philox4x32(dropout.key, {{c0, c1, WordBits{}, broadcast_word(dropout.offset)}}), values);
+  write_in_order(philox4x32(dropout.key, {{c0, c1, WordBits{}, broadcast_word(dropout.offset)}}),
+                 values);
 }
 
 // The columns that a tile of random values covers: its generation stays in L1.

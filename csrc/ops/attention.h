@@ -10,6 +10,9 @@
 // head_dim), a sequence behind the other: their batch_stride is 0 and cu_seq_* says where each
 // sequence begins. Paged keys are (pages, page_size, kv_heads, head_dim) with batch_stride the
 // stride of a page, and block_table says which pages are a sequence's.
+//
+// Rows of results beyond seqused_* are filled by ops/: a kernel has nothing to do with them. There
+// is at least one query.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +59,7 @@ struct Attention {
   int64_t heads;  // a multiple of kv_heads
   int64_t kv_heads;
   int64_t seq_q;    // dense: of every sequence; packed: of the longest (an upper bound)
-  int64_t seq_k;    // likewise; paged: max_pages * page_size
+  int64_t seq_k;    // likewise
   int64_t total_q;  // rows of query of one head: batch * seq_q, or the packed total
   int64_t head_dim;
   int64_t value_dim;

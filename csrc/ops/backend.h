@@ -1,6 +1,7 @@
 // One table per back end and CPU level: what ops/ calls and what `explain` plans with.
 #pragma once
 
+#include "ops/attention.h"
 #include "ops/dropout.h"
 #include "ops/norm.h"
 #include "ops/optimizer.h"
@@ -12,6 +13,7 @@ struct Backend {
   NormBackend norm;
   DropoutBackend dropout;
   OptimizerBackend optimizer;
+  AttentionBackend attention{};           // null on CUDA
   double (*fma_ceiling)(double seconds);  // measured GFLOP/s of one thread, or null
   double (*bf16_dot_ceiling)(
       double seconds);  // likewise; 0 where the level has no such instruction

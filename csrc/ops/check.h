@@ -69,9 +69,13 @@ class CheckedAgainst {
   DType tensor(const char* name, const TensorInfo& info, const int64_t* shape, int64_t dims) const {
     require(info.dims == dims && std::equal(shape, shape + dims, info.sizes), op_, ": ", name,
             " must have shape ", Shape{shape, dims}, ", got ", shape_of(info));
+    device(name, info);
+    return dtype(name, info.scalar_type);
+  }
+
+  void device(const char* name, const TensorInfo& info) const {
     require(info.device == first_.device, op_, ": ", name, " must be on the device of ",
             first_name_, ", ", first_.device, ", got ", info.device);
-    return dtype(name, info.scalar_type);
   }
 
   void seed(const Tensor& seed) const {

@@ -113,8 +113,16 @@ std::ostream& operator<<(std::ostream& text, const TypeName& name) {
   }
 }
 
+bool is_bool(int32_t scalar_type) {
+  return static_cast<ScalarType>(scalar_type) == ScalarType::Bool;
+}
+
 bool is_int64(int32_t scalar_type) {
   return static_cast<ScalarType>(scalar_type) == ScalarType::Long;
+}
+
+bool is_int32(int32_t scalar_type) {
+  return static_cast<ScalarType>(scalar_type) == ScalarType::Int;
 }
 
 bool is_int16(int32_t scalar_type) {
@@ -142,8 +150,13 @@ Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device) {
     strides[d] = stride;
     stride *= sizes[d] > 0 ? sizes[d] : 1;
   }
+  return empty_strided(sizes, strides.data(), dims, dtype, device);
+}
+
+Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype,
+                     Device device) {
   AtenTensorHandle handle;
-  check(aoti_torch_empty_strided(dims, sizes, strides.data(), scalar_type_of(dtype), device.type,
+  check(aoti_torch_empty_strided(dims, sizes, strides, scalar_type_of(dtype), device.type,
                                  device.index, &handle),
         "allocating an output");
   return Tensor(handle);

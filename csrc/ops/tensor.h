@@ -52,12 +52,16 @@ struct TypeName {
 };
 std::ostream& operator<<(std::ostream& text, const TypeName& name);
 
+bool is_bool(int32_t scalar_type);
 bool is_int64(int32_t scalar_type);
+bool is_int32(int32_t scalar_type);
 bool is_int16(int32_t scalar_type);
 bool is_uint8(int32_t scalar_type);
 std::ostream& operator<<(std::ostream& text, const Device& device);
 
 Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device);
+Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype,
+                     Device device);
 inline Tensor empty_1d(int64_t size, DType dtype, Device device) {
   return empty(&size, 1, dtype, device);
 }

@@ -23,8 +23,8 @@ inline namespace ONEPASS_ISA {
 namespace {
 
 constexpr int64_t kTileQueries = 64;
-constexpr int64_t kPieces = 16;     // that a call should have at least, if splits can give them
-constexpr int64_t kMaxSplits = 8;   // copies of dquery in float32
+constexpr int64_t kPieces = 16;      // that a call should have at least, if splits can give them
+constexpr int64_t kMaxSplits = 8;    // copies of dquery in float32
 constexpr int64_t kRowsAtOnce = 64;  // of the last region
 
 // How a call is cut up: of the shape alone.
@@ -89,8 +89,8 @@ struct Scratch {
   float* dscores;  // (kTileQueries, keys) dP, then dS
   E* p_cells;      // (kTileQueries / kPerCell, keys) cells, if those are not the numbers themselves
   E* ds_cells;
-  E* ds_rows;    // (kTileQueries, keys)
-  float* dkey;   // (keys, query_columns)
+  E* ds_rows;     // (kTileQueries, keys)
+  float* dkey;    // (keys, query_columns)
   float* dvalue;  // (keys, value_columns)
   float* delta;   // (heads of a kv head, seq_q)
 };
@@ -160,19 +160,19 @@ class Backward {
   }
 
  private:
-  // ---- a (batch, kv head) ------------------------------------------------------------------------
+  // ---- a (batch, kv head)
+  // ------------------------------------------------------------------------
 
   void keys_of_head(int64_t batch, int64_t kv_head) {
     sequence_ = sequence_of(args_, batch);
     const int64_t group = args_.heads / args_.kv_heads;
     for (int64_t g = 0; g < group; ++g) begin_head(batch, kv_head * group + g, g);
-    const int64_t rows = rows_of(args_.cu_seq_k, args_.seq_k, batch);
-    for (int64_t k0 = split_ * shape_.keys; k0 < rows; k0 += shape_.splits * shape_.keys) {
-      const int64_t count = std::min(shape_.keys, rows - k0);
-      const int64_t used = std::clamp<int64_t>(sequence_.keys - k0, 0, count);
+    for (int64_t k0 = split_ * shape_.keys; k0 < sequence_.keys;
+         k0 += shape_.splits * shape_.keys) {
+      const int64_t count = std::min(shape_.keys, sequence_.keys - k0);
       std::fill_n(s_.dkey, count * shape_.query_columns, 0.0f);
       std::fill_n(s_.dvalue, count * shape_.value_columns, 0.0f);
-      if (used > 0) block(batch, kv_head, k0, used);
+      block(batch, kv_head, k0, count);
       write(args_.dkey, batch, kv_head, k0, count, s_.dkey, shape_.query_columns, args_.head_dim,
             static_cast<float>(args_.scale));
       write(args_.dvalue, batch, kv_head, k0, count, s_.dvalue, shape_.value_columns,
@@ -195,8 +195,8 @@ class Backward {
   // Zero sums, delta of every query, and what a sink gets.
   void begin_head(int64_t batch, int64_t head, int64_t g) {
     if (args_.dquery.data) {
-      const int64_t rows = rows_of(args_.cu_seq_q, args_.seq_q, batch);
-      std::fill_n(dquery_sums(split_, batch, head, 0), rows * shape_.query_columns, 0.0f);
+      std::fill_n(dquery_sums(split_, batch, head, 0), sequence_.queries * shape_.query_columns,
+                  0.0f);
     }
     const Rows<const T> outputs(args_.output, batch, head, sequence_.first_q);
     const Rows<const T> doutputs(args_.doutput, batch, head, sequence_.first_q);
@@ -209,7 +209,8 @@ class Backward {
       for_each_vector<float>(0, args_.value_dim, [&](int64_t d, auto count) {
         sum = fma<float>(load<float>(output + d, count), load<float>(doutput + d, count), sum);
       });
-      delta[query] = sum_of_lanes<float>(sum) - (dlse ? dlse[lse_row(args_, sequence_, batch, head, query)] : 0.0f);
+      delta[query] = sum_of_lanes<float>(sum) -
+                     (dlse ? dlse[lse_row(args_, sequence_, batch, head, query)] : 0.0f);
     }
     if (args_.dslopes) {
       shared_.dslopes[(split_ * args_.batch + batch) * args_.heads + head] = 0.0;
@@ -239,9 +240,9 @@ class Backward {
     const int64_t heads = args_.dbias.head_stride != 0 ? group : 1;
     const int64_t rows = args_.dbias.row_stride != 0 ? args_.seq_q : 1;
     for (int64_t g = 0; g < heads; ++g) {
-      const Rows<float> dbias({dbias_, args_.dbias.batch_stride, args_.dbias.head_stride,
-                               args_.dbias.row_stride},
-                              batch, kv_head * group + g, 0);
+      const Rows<float> dbias(
+          {dbias_, args_.dbias.batch_stride, args_.dbias.head_stride, args_.dbias.row_stride},
+          batch, kv_head * group + g, 0);
       for (int64_t row = 0; row < rows; ++row) {
         for (int64_t k0 = split_ * shape_.keys; k0 < args_.seq_k;
              k0 += shape_.splits * shape_.keys) {
@@ -251,7 +252,8 @@ class Backward {
     }
   }
 
-  // ---- a block of keys ---------------------------------------------------------------------------
+  // ---- a block of keys
+  // ---------------------------------------------------------------------------
 
   void block(int64_t batch, int64_t kv_head, int64_t k0, int64_t count) {
     const KeyRows<T> keys(args_, args_.key, batch, kv_head, sequence_.first_k);
@@ -346,10 +348,8 @@ class Backward {
                    .update = Update::kAdd,
                    .factor = &one},
                   t.keys, columns / n, [&](int64_t key, int64_t end) {
-                    const KeyRange range =
-                        seeing_queries(args_, sequence_, t.k0 + key, t.k0 + end);
-                    const int64_t from =
-                        std::clamp<int64_t>(range.first - t.q0, t.first, t.last);
+                    const KeyRange range = seeing_queries(args_, sequence_, t.k0 + key, t.k0 + end);
+                    const int64_t from = std::clamp<int64_t>(range.first - t.q0, t.first, t.last);
                     const int64_t to = std::clamp<int64_t>(range.last - t.q0, from, t.last);
                     return Part{from / M::kPerCell - first_cell,
                                 ceil_div(to, M::kPerCell) - first_cell, columns / n};
@@ -421,7 +421,8 @@ class Backward {
     return any != 0;
   }
 
-  // ---- from S and dP to P and dS -----------------------------------------------------------------
+  // ---- from S and dP to P and dS
+  // -----------------------------------------------------------------
 
   struct Both {
     Vec<float> p;
@@ -505,17 +506,15 @@ class Backward {
   // The 16-bit values of a row, from the tile's first key on.
   const uint16_t* draw_row(const TileOf& t, int64_t query, int64_t slot) {
     const int64_t key = args_.key_offset + t.k0;
-    const uint32_t head = static_cast<uint32_t>((args_.batch_offset + t.batch) *
-                                                    args_.total_heads +
+    const uint32_t head = static_cast<uint32_t>((args_.batch_offset + t.batch) * args_.total_heads +
                                                 args_.head_offset + t.head);
     uint16_t* values = drawn_[slot];
     for (int64_t block = key / 8; block <= (key + t.keys - 1) / 8; block += kPhiloxLanes) {
-      write_in_order(
-          philox4x32(dropout_.key,
-                     {{broadcast_word(static_cast<uint32_t>(args_.query_offset + query)),
-                       block_of_lane() + static_cast<uint32_t>(block), broadcast_word(head),
-                       broadcast_word(dropout_.offset)}}),
-          values + (block - key / 8) * kElementsPerBlock);
+      write_in_order(philox4x32(dropout_.key,
+                                {{broadcast_word(static_cast<uint32_t>(args_.query_offset + query)),
+                                  block_of_lane() + static_cast<uint32_t>(block),
+                                  broadcast_word(head), broadcast_word(dropout_.offset)}}),
+                     values + (block - key / 8) * kElementsPerBlock);
     }
     return values + key % 8;
   }
@@ -545,8 +544,7 @@ class Backward {
       }
       Vec<float> distance = {};
       if (args_.alibi_slopes) {
-        const float slope =
-            args_.alibi_slopes[t.batch * args_.alibi_batch_stride + t.head];
+        const float slope = args_.alibi_slopes[t.batch * args_.alibi_batch_stride + t.head];
         const Vec<float> ahead = of.position - __builtin_convertvector(key, Vec<float>);
         distance = ahead < Vec<float>{} ? -ahead : ahead;
         score -= slope * distance;
@@ -614,8 +612,9 @@ class Backward {
 // Adds up the splits' dquery, and rounds what was summed in the workspace.
 template <class T>
 void finish_dquery(const AttentionBackward& args, const Shape& shape, const Shared& shared,
-                   int64_t batch, int64_t head, int64_t first, int64_t last) {
+                   int64_t batch, int64_t head, int64_t first) {
   const Sequence sequence = sequence_of(args, batch);
+  const int64_t last = std::min(first + kRowsAtOnce, sequence.queries);
   const int64_t first_row = args.cu_seq_q ? sequence.first_q : batch * args.seq_q;
   const Rows<T> rows(args.dquery, batch, head, sequence.first_q);
   const float scale = static_cast<float>(args.scale);
@@ -703,12 +702,12 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, 
   Arena sizes(nullptr);
   scratch_of<M>(args, shape, sizes);
   char* slots = static_cast<char*>(workspace) + arena.used();
-  for_each_piece_in_order(
-      context, plan.slots, shape.units * shape.splits, [&](int64_t piece, int64_t slot) {
-        Arena own(slots + slot * sizes.used());
-        const auto scratch = scratch_of<M>(args, shape, own);
-        Backward<T>(args, shape, shared, scratch).piece(piece);
-      });
+  for_each_piece_in_order(context, plan.slots, shape.units * shape.splits,
+                          [&](int64_t piece, int64_t slot) {
+                            Arena own(slots + slot * sizes.used());
+                            const auto scratch = scratch_of<M>(args, shape, own);
+                            Backward<T>(args, shape, shared, scratch).piece(piece);
+                          });
 
   const int64_t chunks = ceil_div(args.seq_q, kRowsAtOnce);
   const int64_t queries = args.dquery.data ? args.batch * args.heads * chunks : 0;
@@ -720,9 +719,7 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, 
         if (piece < queries) {
           const int64_t batch = piece / chunks / args.heads;
           const int64_t first = piece % chunks * kRowsAtOnce;
-          const int64_t last =
-              std::min(first + kRowsAtOnce, rows_of(args.cu_seq_q, args.seq_q, batch));
-          finish_dquery<T>(args, shape, shared, batch, piece / chunks % args.heads, first, last);
+          finish_dquery<T>(args, shape, shared, batch, piece / chunks % args.heads, first);
         } else {
           const int64_t first = (piece - queries) * kNumbersAtOnce;
           finish_dbias(args, shared, first, std::min(first + kNumbersAtOnce, numbers));
@@ -733,9 +730,8 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, 
 
 void run_backward(const AttentionBackward& args, const Plan& plan, void* workspace,
                   const Context& context) {
-  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
-    attention_backward_kernel<T>(args, plan, workspace, context);
-  });
+  visit_dtype_up_to_float32(
+      args.dtype, [&]<class T>() { attention_backward_kernel<T>(args, plan, workspace, context); });
 }
 
 }  // namespace

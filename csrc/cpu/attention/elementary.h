@@ -6,8 +6,6 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-
-
 // x = n ln 2 + r with |r| <= ln 2 / 2, n a whole number; both in float32.
 struct Reduced {
   Vec<float> n;
@@ -52,8 +50,8 @@ ONEPASS_INLINE Vec<float> exp(Vec<float> x) {
   const Vec<float> clamped = x < least ? least : x;
   const Reduced reduced = reduce_by_ln2(clamped);
   const Vec<float> r = reduced.r;
-  const Vec<float> p = fma<float>(fma<float>(exp_tail(r), r, broadcast<float>(1.0f)), r,
-                                  broadcast<float>(1.0f));
+  const Vec<float> p =
+      fma<float>(fma<float>(exp_tail(r), r, broadcast<float>(1.0f)), r, broadcast<float>(1.0f));
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_scalef_ps((__m512)p, (__m512)reduced.n);
 #else

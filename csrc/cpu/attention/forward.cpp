@@ -251,8 +251,8 @@ class Forward {
     } else {
       const int64_t even = begin / M::kPerCell * M::kPerCell;
       pack_cells_of_rows<M>(
-          [&](int64_t i) { return even + i < begin ? nullptr : values(k0 + even + i); },
-          end - even, args_.value_dim, columns, s_.values + even * columns);
+          [&](int64_t i) { return even + i < begin ? nullptr : values(k0 + even + i); }, end - even,
+          args_.value_dim, columns, s_.values + even * columns);
       tile.values = s_.values;
       tile.value_step = columns * M::kPerCell;
     }
@@ -261,8 +261,7 @@ class Forward {
 
   // Whether the group sees any key of the tile; reads the mask's bits.
   bool sees(const Group& group, int64_t k0, int64_t end) {
-    const SeenKeys seen =
-        seen_keys(args_, sequence_, group.query, group.query + group.count);
+    const SeenKeys seen = seen_keys(args_, sequence_, group.query, group.query + group.count);
     if (seen.last <= k0 || seen.first >= k0 + end) return false;
     if (args_.mask.data == nullptr) return true;
     const int64_t count = std::min(kTileKeys, sequence_.keys - k0);
@@ -286,16 +285,16 @@ class Forward {
     const int64_t first = std::max(seen.first - k0, int64_t{0});
     const int64_t last = std::min(seen.last - k0, end);
     if (args_.bias.data) load_bias(group, k0, first, last);
-    if (!changed && !args_.mask.data && seen.all_first <= k0 + first && seen.all_last >= k0 + last &&
-        group.count > 2 * kLanes<float>) {
+    if (!changed && !args_.mask.data && seen.all_first <= k0 + first &&
+        seen.all_last >= k0 + last && group.count > 2 * kLanes<float>) {
       columns<kTileVectors, kPlain>(group, tile, k0, 0, first, last);
       return;
     }
     // Two vectors at a time, each pair with the keys that it sees itself.
     for (int64_t lane = 0; lane < group.count; lane += 2 * kLanes<float>) {
       const int64_t count = std::min<int64_t>(2 * kLanes<float>, group.count - lane);
-      const SeenKeys pair = seen_keys(args_, sequence_, group.query + lane,
-                                      group.query + lane + count);
+      const SeenKeys pair =
+          seen_keys(args_, sequence_, group.query + lane, group.query + lane + count);
       int64_t begin = std::max(pair.first - k0, int64_t{0});
       const int64_t end_of_pair = std::min(pair.last - k0, end);
       if (begin >= end_of_pair) continue;
@@ -321,8 +320,8 @@ class Forward {
       const Rows<const B> rows(args_.bias, group.batch, group.head, group.query);
       if (rows.stride() == 0) {
         float row[kTileKeys];
-        pack_rows<Fma>([&](int64_t) { return rows(0) + k0 + first; }, 1, last - first,
-                       last - first, row);
+        pack_rows<Fma>([&](int64_t) { return rows(0) + k0 + first; }, 1, last - first, last - first,
+                       row);
         for (int64_t j = first; j < last; ++j) {
           std::fill_n(s_.bias + j * kGroup, kGroup, row[j - first]);
         }
@@ -413,8 +412,8 @@ class Forward {
     }
     for (int v = 0; v < kVectors; ++v) {
       float* sums = sum() + lane + v * n;
-      store<float>(sums, fma<float>(cpu::load<float>(sums), cpu::load<float>(rescale + v * n),
-                                    total[v]));
+      store<float>(sums,
+                   fma<float>(cpu::load<float>(sums), cpu::load<float>(rescale + v * n), total[v]));
     }
     const int64_t first_cell = first / M::kPerCell;
     multiply<M>({.a = tile.values + first_cell * tile.value_step,
@@ -442,13 +441,13 @@ class Forward {
     for (int i = 0; i < n; ++i) lanes[i] = i;
     const float softcap = static_cast<float>(args_.softcap);
     const float slope =
-        args_.alibi_slopes
-            ? args_.alibi_slopes[group.batch * args_.alibi_batch_stride + group.head]
-            : 0.0f;
+        args_.alibi_slopes ? args_.alibi_slopes[group.batch * args_.alibi_batch_stride + group.head]
+                           : 0.0f;
     for (int v = 0; v < kVectors; ++v) {
       const SignedWords from = lanes + clamped(position + v * n - args_.window_left);
       const SignedWords to = lanes + clamped(position + v * n + args_.window_right);
-      const Vec<float> here = __builtin_convertvector(lanes + clamped(position + v * n), Vec<float>);
+      const Vec<float> here =
+          __builtin_convertvector(lanes + clamped(position + v * n), Vec<float>);
       for (int64_t j = first; j < last; ++j) {
         float* at = s_.scores + j * kGroup + lane + v * n;
         Vec<float> score = cpu::load<float>(at);
@@ -462,8 +461,8 @@ class Forward {
           if (args_.mask.data) {
             const WordBits word =
                 *reinterpret_cast<const WordBits*>(s_.mask + j / 32 * kGroup + lane + v * n);
-            score = (SignedWords)(word << (31 - j % 32)) < 0 ? score
-                                                             : broadcast<float>(kMinusInfinity);
+            score =
+                (SignedWords)(word << (31 - j % 32)) < 0 ? score : broadcast<float>(kMinusInfinity);
           }
         }
         const int32_t key = static_cast<int32_t>(j);
@@ -479,9 +478,8 @@ class Forward {
   void drop(const Group& group, int64_t k0, int64_t lane, int64_t first, int64_t last) {
     constexpr int n = kLanes<float>;
     const int64_t offset = args_.key_offset + k0;
-    const uint32_t head = static_cast<uint32_t>((args_.batch_offset + group.batch) *
-                                                    args_.total_heads +
-                                                args_.head_offset + group.head);
+    const uint32_t head = static_cast<uint32_t>(
+        (args_.batch_offset + group.batch) * args_.total_heads + args_.head_offset + group.head);
     WordBits lanes;
     for (int i = 0; i < n; ++i) lanes[i] = static_cast<uint32_t>(i);
     const SignedWords threshold = static_cast<int32_t>(dropout_.threshold) - SignedWords{};
@@ -489,10 +487,9 @@ class Forward {
       for (int v = 0; v < kVectors; ++v) {
         const uint32_t query =
             static_cast<uint32_t>(args_.query_offset + group.query + lane + v * n);
-        const PhiloxWords words = philox4x32(
-            dropout_.key,
-            {{lanes + query, broadcast_word(static_cast<uint32_t>(block)), broadcast_word(head),
-              broadcast_word(dropout_.offset)}});
+        const PhiloxWords words =
+            philox4x32(dropout_.key, {{lanes + query, broadcast_word(static_cast<uint32_t>(block)),
+                                       broadcast_word(head), broadcast_word(dropout_.offset)}});
         for (int i = 0; i < 8; ++i) {
           const int64_t j = block * 8 + i - offset;
           if (j < first || j >= last) continue;
@@ -549,9 +546,8 @@ void attention_forward_kernel(const AttentionForward& args, const Plan& plan, vo
 
 void run_forward(const AttentionForward& args, const Plan& plan, void* workspace,
                  const Context& context) {
-  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
-    attention_forward_kernel<T>(args, plan, workspace, context);
-  });
+  visit_dtype_up_to_float32(
+      args.dtype, [&]<class T>() { attention_forward_kernel<T>(args, plan, workspace, context); });
 }
 
 }  // namespace

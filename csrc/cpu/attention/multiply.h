@@ -147,9 +147,9 @@ template <class M, int kRows, int kVectors>
 template <class M, int kVectors>
 ONEPASS_INLINE void multiply_rows(const Product<M>& p, int64_t rows) {
   using Tile = void (*)(const Product<M>&);
-  static constexpr Tile kTiles[] = {
-      multiply_tile<M, 1, kVectors>, multiply_tile<M, 2, kVectors>, multiply_tile<M, 3, kVectors>,
-      multiply_tile<M, 4, kVectors>, multiply_tile<M, 5, kVectors>, multiply_tile<M, 6, kVectors>};
+  static constexpr Tile kTiles[] = {multiply_tile<M, 1, kVectors>, multiply_tile<M, 2, kVectors>,
+                                    multiply_tile<M, 3, kVectors>, multiply_tile<M, 4, kVectors>,
+                                    multiply_tile<M, 5, kVectors>, multiply_tile<M, 6, kVectors>};
   static_assert(std::size(kTiles) == kTileRows);
   kTiles[rows - 1](p);
 }
@@ -205,8 +205,7 @@ ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vect
 
 template <class M>
 ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vectors) {
-  multiply(whole, rows, vectors,
-           [&](int64_t, int64_t) { return Part{0, whole.steps, vectors}; });
+  multiply(whole, rows, vectors, [&](int64_t, int64_t) { return Part{0, whole.steps, vectors}; });
 }
 
 }  // namespace ONEPASS_ISA

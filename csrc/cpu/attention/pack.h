@@ -63,9 +63,8 @@ void pack_panel(Row&& row, int64_t rows, int64_t size, int64_t columns,
     for (int64_t cell = 0; cell < cells; cell += n) {
       Vec<float> square[n];
       for (int i = 0; i < n; ++i) {
-        square[i] = first + i < rows
-                        ? load_row_cells<M>(row(first + i), cell * M::kPerCell, size)
-                        : Vec<float>{};
+        square[i] = first + i < rows ? load_row_cells<M>(row(first + i), cell * M::kPerCell, size)
+                                     : Vec<float>{};
       }
       transpose(square);
       const int64_t count = cells - cell < n ? cells - cell : n;

@@ -49,11 +49,6 @@ inline int64_t lse_row(const Attention& args, const Sequence& sequence, int64_t 
                        : (batch * args.heads + head) * args.seq_q + query;
 }
 
-// The rows of a sequence of query or key, used or not.
-inline int64_t rows_of(const int32_t* cu_seq, int64_t seq, int64_t batch) {
-  return cu_seq ? cu_seq[batch + 1] - cu_seq[batch] : seq;
-}
-
 inline float sink_of(const Attention& args, int64_t head) {
   return visit_dtype_up_to_float32(args.sinks_dtype, [&]<class S>() -> float {
     const S sink = static_cast<const S*>(args.sinks)[head];

@@ -1,5 +1,6 @@
 """The operators as functions, with the signatures and semantics of `torch.nn.functional`."""
 
+from onepass.functional.attention import scaled_dot_product_attention, varlen_attention
 from onepass.functional.dropout import add_dropout, dropout
 from onepass.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -10,4 +11,6 @@ __all__ = [
     "dropout",
     "layer_norm",
     "rms_norm",
+    "scaled_dot_product_attention",
+    "varlen_attention",
 ]

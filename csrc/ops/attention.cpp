@@ -1,0 +1,312 @@
+// Attention of dense, packed and paged sequences: schemas, allocation. The kernels are the back
+// end's; every one of them is reached through the checks of attention_checks.h.
+#include "ops/attention.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "ops/attention_checks.h"
+#include "ops/runtime.h"
+
+#ifndef ONEPASS_CUDA  // where there are no kernels of this family yet
+namespace onepass {
+namespace {
+
+using Layout = AttentionLayout;
+using Options = AttentionOptions;
+
+// Bits of grad_mask.
+constexpr int64_t kWantQuery = 1;
+constexpr int64_t kWantKey = 2;
+constexpr int64_t kWantValue = 4;
+constexpr int64_t kWantBias = 8;
+constexpr int64_t kWantSinks = 16;
+constexpr int64_t kWantSlopes = 32;
+
+// What a call copied of its inputs, alive until it returns.
+using Copies = std::vector<Tensor>;
+
+// ---- where rows are ----------------------------------------------------------------------------
+
+// A last dimension that is not dense is copied, all else is read in place.
+Strided rows_of(const Tensor& tensor, Layout layout, Copies& copies) {
+  TensorInfo info = info_of(tensor);
+  const void* data = tensor.const_data_ptr();
+  if (info.sizes[info.dims - 1] != 1 && info.strides[info.dims - 1] != 1) {
+    copies.push_back(torch::stable::contiguous(tensor));
+    info = info_of(copies.back());
+    data = copies.back().const_data_ptr();
+  }
+  const auto stride = [&](int64_t d) { return info.sizes[d] == 1 ? 0 : info.strides[d]; };
+  void* const rows = const_cast<void*>(data);
+  switch (layout) {
+    case Layout::kPacked:
+      return {rows, 0, stride(1), stride(0)};
+    case Layout::kPaged:
+      return {rows, stride(0), stride(2), stride(1)};
+    default:
+      return {rows, stride(0), stride(1), stride(2)};
+  }
+}
+
+template <class T>
+const T* elements_of(const OptionalTensor& tensor, Copies& copies) {
+  if (!tensor || tensor->is_contiguous()) return static_cast<const T*>(data_of(tensor));
+  copies.push_back(torch::stable::contiguous(*tensor));
+  return static_cast<const T*>(copies.back().const_data_ptr());
+}
+
+// The arguments of both directions, complete but for what one of them adds.
+Attention attach(const AttentionChecks& checks, const Tensor& query, const Tensor& key,
+                 const Tensor& value, const Options& options, Copies& copies) {
+  Attention args = checks.args();
+  args.cu_seq_q = elements_of<int32_t>(options.cu_seq_q, copies);
+  args.cu_seq_k = elements_of<int32_t>(options.cu_seq_k, copies);
+  args.seqused_q = elements_of<int32_t>(options.seqused_q, copies);
+  args.seqused_k = elements_of<int32_t>(options.seqused_k, copies);
+  args.block_table = elements_of<int32_t>(options.block_table, copies);
+  checks.lengths(args);
+  args.query = rows_of(query, checks.query_layout(), copies);
+  args.key = rows_of(key, checks.key_layout(), copies);
+  args.value = rows_of(value, checks.key_layout(), copies);
+  if (options.bias) args.bias = rows_of(*options.bias, Layout::kDense, copies);
+  if (options.mask) args.mask = rows_of(*options.mask, Layout::kDense, copies);
+  args.alibi_slopes = elements_of<float>(options.alibi_slopes, copies);
+  args.sinks = elements_of<void>(options.sinks, copies);
+  args.seed = static_cast<const int64_t*>(data_of(options.seed));
+  return args;
+}
+
+// ---- allocation and calls ----------------------------------------------------------------------
+
+DType accumulator_of(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+// (batch, heads, rows, cols), with bshd in the memory of a (batch, rows, heads, cols); or packed.
+Tensor empty_rows(const int64_t* sizes, int64_t dims, DType dtype, const Device& device,
+                  bool bshd) {
+  if (dims != 4 || !bshd) return empty(sizes, dims, dtype, device);
+  const auto most = [&](int d) { return std::max<int64_t>(sizes[d], 1); };
+  const int64_t row = most(1) * most(3);
+  const int64_t strides[] = {most(2) * row, most(3), row, 1};
+  return empty_strided(sizes, strides, dims, dtype, device);
+}
+
+// Of the log-sum-exp: (batch, heads, seq_q) or (heads, total_q).
+struct StatisticShape {
+  StatisticShape(const Attention& args, Layout layout) {
+    if (layout == Layout::kPacked) {
+      dims = 2;
+      sizes[0] = args.heads, sizes[1] = args.total_q;
+    } else {
+      dims = 3;
+      sizes[0] = args.batch, sizes[1] = args.heads, sizes[2] = args.seq_q;
+    }
+  }
+  int64_t sizes[3];
+  int64_t dims;
+};
+
+Dispatch describe(const char* op, const Attention& args) {
+  std::ostringstream text;
+  text << args.batch << " x " << args.heads << " heads";
+  if (args.kv_heads != args.heads) text << " on " << args.kv_heads;
+  text << ", " << (args.cu_seq_q ? "up to " : "") << args.seq_q << " queries x " << args.seq_k
+       << " keys, head_dim " << args.head_dim;
+  if (args.value_dim != args.head_dim) text << " and " << args.value_dim;
+  text << ", " << name_of(args.dtype);
+  if (args.block_table) text << ", paged";
+  if (args.window_left != kNoLimit || args.window_right > 0) {
+    if (args.window_left != kNoLimit) text << ", " << args.window_left << " keys back";
+    if (args.window_right != kNoLimit) text << ", " << args.window_right << " ahead";
+  } else {
+    text << ", causal";
+  }
+  if (args.bias.data) text << ", bias " << name_of(args.bias_dtype);
+  if (args.mask.data) text << ", mask";
+  if (args.alibi_slopes) text << ", ALiBi";
+  if (args.sinks) text << ", sinks";
+  if (args.softcap != 0.0) text << ", softcap " << args.softcap;
+  if (args.seed) text << ", dropout " << args.dropout_p;
+  return {.op = op, .arguments = text.str()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key,
+                                                     const Tensor& value, const Options& options) {
+  constexpr const char* op = "attention";
+  const AttentionChecks checks(op, query, key, value, options);
+  Copies copies;
+  AttentionForward args{attach(checks, query, key, value, options, copies), {}, nullptr};
+  const TensorInfo& shape = checks.query();
+  int64_t sizes[4];
+  std::copy(shape.sizes, shape.sizes + shape.dims, sizes);
+  sizes[shape.dims - 1] = args.value_dim;
+  Tensor output = empty_rows(sizes, shape.dims, args.dtype, shape.device, options.out_bshd);
+  const StatisticShape statistic(args, checks.query_layout());
+  Tensor lse = empty(statistic.sizes, statistic.dims, accumulator_of(args.dtype), shape.device);
+  Tensor aux = empty_1d(0, accumulator_of(args.dtype), shape.device);
+  if (options.seqused_q) {  // rows that belong to no query
+    torch::stable::zero_(output);
+    torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+  }
+  if (args.total_q * args.heads > 0) {
+    args.output = rows_of(output, checks.query_layout(), copies);
+    args.lse = lse.mutable_data_ptr();
+    run_operator(backend().attention.forward, args, shape.device,
+                 [&] { return describe(op, args); });
+  }
+  return {output, lse, aux};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const OptionalTensor& doutput, const OptionalTensor& dlse, const Tensor& query,
+    const Tensor& key, const Tensor& value, const Tensor& output, const Tensor& lse,
+    const Options& options, int64_t grad_mask) {
+  constexpr const char* op = "attention_backward";
+  const AttentionChecks checks(op, query, key, value, options);
+  require(!options.block_table, op, ": block_table must not be given, got one");
+  const Layout layout = checks.query_layout();
+  const TensorInfo& query_shape = checks.query();
+  const DType dtype = checks.args().dtype;
+  const DType accumulator = accumulator_of(dtype);
+  int64_t sizes[4];
+  std::copy(query_shape.sizes, query_shape.sizes + query_shape.dims, sizes);
+  sizes[query_shape.dims - 1] = checks.args().value_dim;
+  const StatisticShape statistic(checks.args(), layout);
+  const auto check_gradient = [&](const char* name, const Tensor& tensor, const int64_t* shape,
+                                  int64_t dims, DType wanted) {
+    const DType got = checks.checked().tensor(name, info_of(tensor), shape, dims);
+    require(got == wanted, op, ": ", name, " must have dtype ", name_of(wanted), ", got ",
+            name_of(got));
+  };
+  check_gradient("output", output, sizes, query_shape.dims, dtype);
+  check_gradient("lse", lse, statistic.sizes, statistic.dims, accumulator);
+  if (doutput) check_gradient("doutput", *doutput, sizes, query_shape.dims, dtype);
+  if (dlse) check_gradient("dlse", *dlse, statistic.sizes, statistic.dims, accumulator);
+
+  Copies copies;
+  AttentionBackward args{};
+  static_cast<Attention&>(args) = attach(checks, query, key, value, options, copies);
+  const auto gradient_of = [&](bool wanted, const Tensor& of, DType of_dtype, bool bshd) {
+    const TensorInfo info = info_of(of);
+    return wanted ? empty_rows(info.sizes, info.dims, of_dtype, info.device, bshd)
+                  : empty_1d(0, of_dtype, info.device);
+  };
+  const auto gradient_of_option = [&](bool wanted, const OptionalTensor& of, DType of_dtype) {
+    return gradient_of(wanted && of, of ? *of : query, of ? of_dtype : dtype, false);
+  };
+  const bool bshd = options.out_bshd;
+  Tensor dquery = gradient_of(grad_mask & kWantQuery, query, dtype, bshd);
+  Tensor dkey = gradient_of(grad_mask & kWantKey, key, dtype, bshd);
+  Tensor dvalue = gradient_of(grad_mask & kWantValue, value, dtype, bshd);
+  Tensor dbias = gradient_of_option(grad_mask & kWantBias, options.bias, args.bias_dtype);
+  Tensor dsinks = gradient_of_option(grad_mask & kWantSinks, options.sinks, args.sinks_dtype);
+  Tensor dslopes =
+      gradient_of_option(grad_mask & kWantSlopes, options.alibi_slopes, DType::kFloat32);
+  const bool empty_call = args.total_q * args.heads == 0;
+  if (empty_call || options.seqused_q) torch::stable::zero_(dquery);
+  for (Tensor* gradient : {&dkey, &dvalue}) {  // of keys that no query sees
+    if (empty_call || options.seqused_k) torch::stable::zero_(*gradient);
+  }
+  if (empty_call) {
+    for (Tensor* gradient : {&dbias, &dsinks, &dslopes}) torch::stable::zero_(*gradient);
+    return {dquery, dkey, dvalue, dbias, dsinks, dslopes};
+  }
+
+  const OptionalTensor upstream = doutput ? doutput : zeros_like(output, dtype);
+  args.doutput = rows_of(*upstream, layout, copies);
+  args.output = rows_of(output, layout, copies);
+  args.lse = elements_of<void>(lse, copies);
+  args.dlse = elements_of<void>(dlse, copies);
+  const auto rows_if = [&](bool wanted, const Tensor& tensor, Layout rows) {
+    return wanted ? rows_of(tensor, rows, copies) : Strided{};
+  };
+  args.dquery = rows_if(grad_mask & kWantQuery, dquery, layout);
+  args.dkey = rows_if(grad_mask & kWantKey, dkey, layout);
+  args.dvalue = rows_if(grad_mask & kWantValue, dvalue, layout);
+  if ((grad_mask & kWantBias) && options.bias) {
+    args.dbias = rows_of(dbias, Layout::kDense, copies);
+    args.dbias_numel = flat_info_of(dbias).numel;
+  }
+  if ((grad_mask & kWantSlopes) && options.alibi_slopes) {
+    args.dslopes = static_cast<float*>(dslopes.mutable_data_ptr());
+  }
+  if ((grad_mask & kWantSinks) && options.sinks) args.dsinks = dsinks.mutable_data_ptr();
+  run_operator(backend().attention.backward, args, query_shape.device,
+               [&] { return describe(op, args); });
+  return {dquery, dkey, dvalue, dbias, dsinks, dslopes};
+}
+
+// ---- registration ------------------------------------------------------------------------------
+
+// Boxing hands over every argument by itself; here the options of both operators become one.
+template <class... Fields>
+struct Unboxed {
+  static auto forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                      Fields... fields) {
+    return attention_forward(query, key, value, Options{fields...});
+  }
+
+  // On the meta device there is nothing to compute; the fake gives the shapes, this the errors.
+  static void forward_check(const Tensor& query, const Tensor& key, const Tensor& value,
+                            Fields... fields) {
+    const Options options{fields...};
+    AttentionChecks("attention", query, key, value, options);
+  }
+
+  // Every result of the CPU kernels is deterministic.
+  static auto backward(const OptionalTensor& doutput, const OptionalTensor& dlse,
+                       const Tensor& query, const Tensor& key, const Tensor& value,
+                       const Tensor& output, const Tensor& lse, Fields... fields, int64_t grad_mask,
+                       bool /*deterministic*/) {
+    return attention_backward(doutput, dlse, query, key, value, output, lse, Options{fields...},
+                              grad_mask);
+  }
+};
+using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                    OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                    OptionalTensor, OptionalTensor, OptionalTensor, int64_t, int64_t, int64_t,
+                    int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, double, double, double,
+                    bool, bool, int64_t>;
+
+}  // namespace
+
+#define ONEPASS_ATTENTION_OPTIONS                                                            \
+  "Tensor? bias=None, Tensor? mask=None, Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, "     \
+  "Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? block_table=None, "               \
+  "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? query_scale=None, "                \
+  "Tensor? key_scale=None, Tensor? value_scale=None, Tensor? seed=None, SymInt max_q=0, "    \
+  "SymInt max_k=0, SymInt window_left=-1, SymInt window_right=-1, SymInt query_offset=0, "   \
+  "SymInt key_offset=0, SymInt batch_offset=0, SymInt head_offset=0, SymInt total_heads=0, " \
+  "float scale, float softcap=0.0, float dropout_p=0.0, bool bottom_right=False, "           \
+  "bool out_bshd=False, SymInt num_splits=0"
+
+STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
+  // aux has size 0 and is there for what the future needs.
+  m.def("attention_forward(Tensor query, Tensor key, Tensor value, *, " ONEPASS_ATTENTION_OPTIONS
+        ") -> (Tensor output, Tensor lse, Tensor aux)");
+  m.def(
+      "attention_forward_check(Tensor query, Tensor key, Tensor value, "
+      "*, " ONEPASS_ATTENTION_OPTIONS ") -> ()");
+  // grad_mask: 1 dquery, 2 dkey, 4 dvalue, 8 dbias, 16 dsinks, 32 dslopes; the others have size 0.
+  m.def(
+      "attention_backward(Tensor? doutput, Tensor? dlse, Tensor query, Tensor key, Tensor value, "
+      "Tensor output, Tensor lse, *, " ONEPASS_ATTENTION_OPTIONS
+      ", int grad_mask, bool deterministic=False) -> (Tensor dquery, Tensor dkey, Tensor dvalue, "
+      "Tensor dbias, Tensor dsinks, Tensor dslopes)");
+}
+STABLE_TORCH_LIBRARY_IMPL(onepass, CompositeExplicitAutograd, m) {
+  m.impl("attention_forward_check", TORCH_BOX(&Ops::forward_check));
+}
+STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
+  m.impl("attention_forward", TORCH_BOX(&Ops::forward));
+  m.impl("attention_backward", TORCH_BOX(&Ops::backward));
+}
+
+}  // namespace onepass
+#endif  // ONEPASS_CUDA

@@ -1,0 +1,265 @@
+#include "ops/attention_checks.h"
+
+#include <limits>
+#include <utility>
+
+namespace onepass {
+
+AttentionChecks::AttentionChecks(const char* op, const Tensor& query, const Tensor& key,
+                                 const Tensor& value, const AttentionOptions& options)
+    : op_(op),
+      options_(options),
+      packed_(options.cu_seq_q.has_value()),
+      paged_(options.block_table.has_value()),
+      query_(info_of(query)),
+      checked_(op, "query", query_) {
+  shapes(info_of(key), info_of(value));
+  score_terms();
+  numbers();
+}
+
+void AttentionChecks::shapes(const TensorInfo& key, const TensorInfo& value) {
+  const int64_t query_dims = packed_ ? 3 : 4;
+  const int64_t key_dims = packed_ && !paged_ ? 3 : 4;
+  require(query_.dims == query_dims, op_, ": query must have ", query_dims,
+          " dimensions, got shape ", shape_of(query_));
+  require(key.dims == key_dims, op_, ": key must have ", key_dims, " dimensions, got shape ",
+          shape_of(key));
+  args_.heads = query_.sizes[1];
+  args_.kv_heads = key.sizes[paged_ ? 2 : 1];
+  args_.head_dim = query_.sizes[query_dims - 1];
+  require(args_.head_dim >= 1 && args_.head_dim <= kMaxHeadDim, op_,
+          ": query must have a head_dim of 1 to ", kMaxHeadDim, ", got ", args_.head_dim);
+  require(args_.kv_heads > 0 ? args_.heads % args_.kv_heads == 0 : args_.heads == 0, op_,
+          ": key must have a number of heads that divides query's ", args_.heads, ", got ",
+          args_.kv_heads);
+  sequences(key);
+  int64_t shape[4];
+  std::copy(key.sizes, key.sizes + key_dims, shape);
+  if (!packed_) shape[0] = args_.batch;
+  shape[key_dims - 1] = args_.head_dim;
+  args_.dtype = checked_.first_dtype();
+  like_query("key", key, shape, key_dims);
+  shape[key_dims - 1] = value.dims == key_dims ? value.sizes[key_dims - 1] : args_.head_dim;
+  like_query("value", value, shape, key_dims);
+  args_.value_dim = shape[key_dims - 1];
+  require(args_.value_dim >= 1 && args_.value_dim <= kMaxHeadDim, op_,
+          ": value must have a head_dim of 1 to ", kMaxHeadDim, ", got ", args_.value_dim);
+}
+
+// How many there are, and how long.
+void AttentionChecks::sequences(const TensorInfo& key) {
+  const auto given = [](bool is) { return is ? "one" : "none"; };
+  require(options_.cu_seq_k.has_value() == (packed_ && !paged_), op_,
+          ": cu_seq_k must be given with cu_seq_q but for block_table, got ",
+          given(options_.cu_seq_k.has_value()));
+  require(!paged_ || (packed_ && options_.seqused_k), op_,
+          ": block_table must be given with cu_seq_q and seqused_k only, got neither or one");
+  if (packed_) {
+    const TensorInfo ends = info_of(*options_.cu_seq_q);
+    require(ends.dims == 1 && ends.sizes[0] > 0, op_,
+            ": cu_seq_q must have one dimension and an element more than sequences, got shape ",
+            shape_of(ends));
+    args_.batch = ends.sizes[0] - 1;
+    args_.total_q = query_.sizes[0];
+    args_.seq_q = options_.max_q;
+    args_.seq_k = options_.max_k;
+  } else {
+    args_.batch = query_.sizes[0];
+    args_.seq_q = query_.sizes[2];
+    args_.seq_k = key.sizes[2];
+    args_.total_q = args_.batch * args_.seq_q;
+  }
+  index("cu_seq_q", options_.cu_seq_q, args_.batch + 1);
+  index("cu_seq_k", options_.cu_seq_k, args_.batch + 1);
+  index("seqused_q", options_.seqused_q, args_.batch);
+  index("seqused_k", options_.seqused_k, args_.batch);
+  if (paged_) {
+    const TensorInfo table = info_of(*options_.block_table);
+    max_pages_ = args_.block_table_stride = table.dims == 2 ? table.sizes[1] : 0;
+    index("block_table", options_.block_table, args_.batch, max_pages_);
+    pages_ = key.sizes[0];
+    args_.page_size = key.sizes[1];
+  } else {
+    total_k_ = key.sizes[0];
+  }
+  if (packed_) {
+    require(options_.max_q >= 0, op_, ": max_q must not be negative, got ", options_.max_q);
+    require(options_.max_k >= 0, op_, ": max_k must not be negative, got ", options_.max_k);
+  } else {
+    if (options_.max_q != 0) longest("max_q", options_.max_q, args_.seq_q);
+    if (options_.max_k != 0) longest("max_k", options_.max_k, args_.seq_k);
+  }
+  args_.whole_q = options_.max_q ? options_.max_q : args_.seq_q;
+  args_.whole_k = options_.max_k ? options_.max_k : args_.seq_k;
+}
+
+void AttentionChecks::like_query(const char* name, const TensorInfo& info, const int64_t* shape,
+                                 int64_t dims) const {
+  const DType dtype = require_dtype(op_, name, info.scalar_type);
+  require(dtype == args_.dtype, op_, ": ", name, " must have dtype ", name_of(args_.dtype),
+          " like query, got ", name_of(dtype));
+  checked_.tensor(name, info, shape, dims);
+}
+
+void AttentionChecks::index(const char* name, const OptionalTensor& tensor, int64_t rows,
+                            int64_t cols) const {
+  if (!tensor) return;
+  const TensorInfo info = info_of(*tensor);
+  const int64_t shape[] = {rows, cols};
+  const int64_t dims = cols < 0 ? 1 : 2;
+  require(is_int32(info.scalar_type) && info.dims == dims &&
+              std::equal(shape, shape + dims, info.sizes) && info.device == query_.device,
+          op_, ": ", name, " must be an int32 tensor of shape ", Shape{shape, dims}, " on ",
+          query_.device, ", got ", shape_of(info), " of ", TypeName{info.scalar_type}, " on ",
+          info.device);
+}
+
+void AttentionChecks::score_terms() {
+  const int64_t of_heads[] = {args_.batch, args_.heads};
+  if (options_.bias) {
+    const TensorInfo bias = info_of(*options_.bias);
+    broadcast("bias", bias);
+    args_.bias_dtype = checked_.dtype("bias", bias.scalar_type);
+  }
+  if (options_.mask) {
+    const TensorInfo mask = info_of(*options_.mask);
+    broadcast("mask", mask);
+    require(is_bool(mask.scalar_type), op_, ": mask must have dtype bool, got ",
+            TypeName{mask.scalar_type});
+  }
+  if (options_.alibi_slopes) {
+    const TensorInfo slopes = info_of(*options_.alibi_slopes);
+    require((slopes.dims == 1 && slopes.sizes[0] == args_.heads) ||
+                (slopes.dims == 2 && std::equal(of_heads, of_heads + 2, slopes.sizes)),
+            op_, ": alibi_slopes must have shape ", Shape{of_heads + 1, 1}, " or ",
+            Shape{of_heads, 2}, ", got ", shape_of(slopes));
+    require(dtype_of(slopes.scalar_type) == DType::kFloat32, op_,
+            ": alibi_slopes must have dtype float32, got ", TypeName{slopes.scalar_type});
+    checked_.device("alibi_slopes", slopes);
+    args_.alibi_batch_stride = slopes.dims == 2 ? args_.heads : 0;
+  }
+  if (options_.sinks) {
+    const TensorInfo sinks = info_of(*options_.sinks);
+    require(sinks.dims == 1 && sinks.sizes[0] == args_.heads, op_, ": sinks must have shape ",
+            Shape{of_heads + 1, 1}, ", got ", shape_of(sinks));
+    args_.sinks_dtype = require_dtype(op_, "sinks", sinks.scalar_type);
+    require(args_.sinks_dtype == args_.dtype || args_.sinks_dtype == DType::kFloat32, op_,
+            ": sinks must have dtype float32 or query's ", name_of(args_.dtype), ", got ",
+            name_of(args_.sinks_dtype));
+    checked_.device("sinks", sinks);
+  }
+}
+
+void AttentionChecks::broadcast(const char* name, const TensorInfo& info) const {
+  const int64_t full[] = {args_.batch, args_.heads, args_.seq_q, args_.seq_k};
+  bool fits = info.dims == 4 && info.sizes[3] == full[3];
+  for (int64_t d = 0; fits && d < 3; ++d) fits = info.sizes[d] == full[d] || info.sizes[d] == 1;
+  require(fits, op_, ": ", name, " must have shape ", Shape{full, 4},
+          " or 1 in place of all sizes but the last, got ", shape_of(info));
+  checked_.device(name, info);
+}
+
+void AttentionChecks::numbers() {
+  for (const auto& [name, scale] : {std::pair("query_scale", &options_.query_scale),
+                                    std::pair("key_scale", &options_.key_scale),
+                                    std::pair("value_scale", &options_.value_scale)}) {
+    require(!scale->has_value(), op_, ": ", name,
+            " must not be given, 8-bit inputs are not supported, got one");
+  }
+  require(options_.window_left >= -1, op_, ": window_left must be at least -1, got ",
+          options_.window_left);
+  require(options_.window_right >= -1, op_, ": window_right must be at least -1, got ",
+          options_.window_right);
+  const bool own_lengths = packed_ || options_.seqused_q || options_.seqused_k;
+  for (const auto& [name, offset] : {std::pair("query_offset", options_.query_offset),
+                                     std::pair("key_offset", options_.key_offset)}) {
+    require(offset == 0 || !own_lengths, op_, ": ", name,
+            " must be 0 where sequences have lengths of their own, got ", offset);
+  }
+  for (const auto& [name, offset] : {std::pair("query_offset", options_.query_offset),
+                                     std::pair("key_offset", options_.key_offset),
+                                     std::pair("batch_offset", options_.batch_offset),
+                                     std::pair("head_offset", options_.head_offset)}) {
+    require(offset >= 0, op_, ": ", name, " must not be negative, got ", offset);
+  }
+  args_.total_heads = options_.total_heads ? options_.total_heads : args_.heads;
+  require(args_.total_heads >= options_.head_offset + args_.heads, op_,
+          ": total_heads must be at least head_offset plus heads, ",
+          options_.head_offset + args_.heads, ", got ", options_.total_heads);
+  require(options_.softcap >= 0.0 && options_.softcap < std::numeric_limits<double>::infinity(),
+          op_, ": softcap must be finite and not negative, got ", options_.softcap);
+  require(options_.num_splits >= 0, op_, ": num_splits must not be negative, got ",
+          options_.num_splits);
+  require_probability(op_, "dropout_p", options_.dropout_p);
+  require((options_.dropout_p > 0.0) == options_.seed.has_value(), op_,
+          ": seed must be given with dropout_p > 0 only, got ", options_.seed ? "one" : "none");
+  if (options_.seed) checked_.seed(*options_.seed);
+
+  const auto limit = [](int64_t window) {
+    return window < 0 ? kNoLimit : std::min(window, kNoLimit);
+  };
+  args_.window_left = limit(options_.window_left);
+  args_.window_right = limit(options_.window_right);
+  args_.query_offset = options_.query_offset;
+  args_.key_offset = options_.key_offset;
+  args_.batch_offset = options_.batch_offset;
+  args_.head_offset = options_.head_offset;
+  args_.bottom_right = options_.bottom_right;
+  args_.scale = options_.scale;
+  args_.softcap = options_.softcap;
+  args_.dropout_p = options_.dropout_p;
+}
+
+// What the lengths and page numbers in `args` must be. They are read where that costs nothing.
+void AttentionChecks::lengths(const Attention& args) const {
+  if (query_.device.type != aoti_torch_device_type_cpu()) return;
+  if (packed_) cumulative("cu_seq_q", args.cu_seq_q, args.total_q);
+  if (args.cu_seq_k) cumulative("cu_seq_k", args.cu_seq_k, total_k_);
+  int64_t longest_q = 0;
+  int64_t longest_k = 0;
+  for (int64_t b = 0; b < args.batch; ++b) {
+    const int64_t rows_q = packed_ ? args.cu_seq_q[b + 1] - args.cu_seq_q[b] : args.seq_q;
+    const int64_t rows_k = paged_    ? max_pages_ * args.page_size
+                           : packed_ ? args.cu_seq_k[b + 1] - args.cu_seq_k[b]
+                                     : args.seq_k;
+    if (args.seqused_q) used("seqused_q", args.seqused_q[b], rows_q);
+    if (args.seqused_k) used("seqused_k", args.seqused_k[b], rows_k);
+    longest_q = std::max(longest_q, rows_q);
+    longest_k = std::max<int64_t>(longest_k, paged_ ? args.seqused_k[b] : rows_k);
+    if (paged_) pages(args, b);
+  }
+  if (packed_) longest("max_q", args.seq_q, longest_q);
+  if (packed_) longest("max_k", args.seq_k, longest_k);
+}
+
+void AttentionChecks::cumulative(const char* name, const int32_t* ends, int64_t total) const {
+  require(ends[0] == 0, op_, ": ", name, " must begin with 0, got ", ends[0]);
+  for (int64_t b = 0; b < args_.batch; ++b) {
+    require(ends[b + 1] >= ends[b], op_, ": ", name, " must not decrease, got ", ends[b + 1],
+            " behind ", ends[b]);
+  }
+  require(ends[args_.batch] == total, op_, ": ", name, " must end with the number of rows, ", total,
+          ", got ", ends[args_.batch]);
+}
+
+void AttentionChecks::used(const char* name, int64_t value, int64_t rows) const {
+  require(value >= 0 && value <= rows, op_, ": ", name,
+          " must lie between 0 and the rows of the sequence, ", rows, ", got ", value);
+}
+
+void AttentionChecks::longest(const char* name, int64_t bound, int64_t rows) const {
+  require(bound >= rows, op_, ": ", name, " must be at least the longest sequence, ", rows,
+          ", got ", bound);
+}
+
+// Only those that hold keys in use: what is behind them in the table is nobody's.
+void AttentionChecks::pages(const Attention& args, int64_t batch) const {
+  for (int64_t j = 0; j * args.page_size < args.seqused_k[batch]; ++j) {
+    const int32_t page = args.block_table[batch * args.block_table_stride + j];
+    require(page >= 0 && page < pages_, op_, ": block_table must hold pages between 0 and ",
+            pages_ - 1, ", got ", page);
+  }
+}
+
+}  // namespace onepass

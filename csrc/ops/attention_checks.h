@@ -1,0 +1,99 @@
+// The checks of the attention family: every rule that ties its arguments together, once for both
+// operators and all back ends.
+#pragma once
+
+#include <optional>
+
+#include "ops/attention.h"
+#include "ops/check.h"
+
+namespace onepass {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// The keyword arguments of both operators, in the order of the schema.
+struct AttentionOptions {
+  OptionalTensor bias;
+  OptionalTensor mask;
+  OptionalTensor cu_seq_q;
+  OptionalTensor cu_seq_k;
+  OptionalTensor seqused_q;
+  OptionalTensor seqused_k;
+  OptionalTensor block_table;
+  OptionalTensor alibi_slopes;
+  OptionalTensor sinks;
+  OptionalTensor query_scale;
+  OptionalTensor key_scale;
+  OptionalTensor value_scale;
+  OptionalTensor seed;
+  int64_t max_q;
+  int64_t max_k;
+  int64_t window_left;
+  int64_t window_right;
+  int64_t query_offset;
+  int64_t key_offset;
+  int64_t batch_offset;
+  int64_t head_offset;
+  int64_t total_heads;
+  double scale;
+  double softcap;
+  double dropout_p;
+  bool bottom_right;
+  bool out_bshd;
+  int64_t num_splits;
+};
+
+enum class AttentionLayout {
+  kDense,   // (batch, heads, rows, cols)
+  kPacked,  // (rows, heads, cols)
+  kPaged,   // (pages, rows, heads, cols)
+};
+
+class AttentionChecks {
+ public:
+  // Throws unless everything fits that can be known without reading a tensor's values.
+  AttentionChecks(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                  const AttentionOptions& options);
+  AttentionChecks(const AttentionChecks&) = delete;
+  AttentionChecks& operator=(const AttentionChecks&) = delete;
+
+  // What the lengths and page numbers that `args` points to must be. They are read where that costs
+  // nothing: on the CPU.
+  void lengths(const Attention& args) const;
+
+  // Sizes, numbers and dtypes, without pointers.
+  const Attention& args() const { return args_; }
+  const CheckedAgainst& checked() const { return checked_; }
+  const TensorInfo& query() const { return query_; }
+  AttentionLayout query_layout() const {
+    return packed_ ? AttentionLayout::kPacked : AttentionLayout::kDense;
+  }
+  AttentionLayout key_layout() const { return paged_ ? AttentionLayout::kPaged : query_layout(); }
+
+ private:
+  void shapes(const TensorInfo& key, const TensorInfo& value);
+  void sequences(const TensorInfo& key);
+  void like_query(const char* name, const TensorInfo& info, const int64_t* shape,
+                  int64_t dims) const;
+  void index(const char* name, const OptionalTensor& tensor, int64_t rows, int64_t cols = -1) const;
+  void score_terms();
+  void broadcast(const char* name, const TensorInfo& info) const;
+  void numbers();
+  void cumulative(const char* name, const int32_t* ends, int64_t total) const;
+  void used(const char* name, int64_t value, int64_t rows) const;
+  void longest(const char* name, int64_t bound, int64_t rows) const;
+  void pages(const Attention& args, int64_t batch) const;
+
+  const char* op_;
+  const AttentionOptions& options_;
+  const bool packed_;
+  const bool paged_;
+  const TensorInfo query_;
+  const CheckedAgainst checked_;
+  Attention args_{};
+  int64_t total_k_ = 0;
+  int64_t pages_ = 0;
+  int64_t max_pages_ = 0;
+};
+
+}  // namespace onepass

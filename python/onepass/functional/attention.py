@@ -1,0 +1,283 @@
+"""Attention of dense and packed sequences, with torch's signatures and a few arguments more."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onepass._ops.attention import attention
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_alignment: str = "top_left",
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``dropout(softmax(score)) @ value``, as `torch.nn.functional.scaled_dot_product_attention`.
+
+    ``score = softcap(scale * query @ key^T) - slope * |position - j| + attn_mask`` where the mask,
+    the window and the diagonal allow it, computed a block at a time and never stored (Dao, Fu,
+    Ermon, Rudra, Re: FlashAttention, NeurIPS 2022): memory grows with the length of the sequences,
+    not with its square. A query without a key has output 0. Masked keys take no time where whole
+    blocks of them are.
+
+    Args:
+        query: shape (..., heads, seq_q, head_dim), or (seq_q, head_dim); float32, bfloat16, float16
+            or float64. Any strides: a dense last dimension is read in place, other layouts are
+            copied once.
+        key: shape (..., heads, seq_k, head_dim), dtype of query.
+        value: shape (..., heads, seq_k, value_dim), dtype of query. The leading dimensions of all
+            three broadcast; head_dim and value_dim are at most 512.
+        attn_mask: broadcasts to (..., heads, seq_q, seq_k): boolean, True where a query may attend
+            to a key; or float, added to the scores. Its gradient is summed over what is broadcast.
+            Messages of errors call it mask or bias.
+        dropout_p: probability of dropping a weight; applies whenever it is above 0, as torch's
+            does. No mask is stored, the backward regenerates it. It is quantised to 1/65536.
+        is_causal: a query attends to no key behind its position. With attn_mask both apply.
+        scale: of the scores; None is 1 / sqrt(head_dim).
+        enable_gqa: key and value may have fewer heads than query, whose number theirs divides;
+            query's head i reads head i // (heads // kv_heads).
+        causal_alignment: the position of query i: "top_left" i, "bottom_right" i + seq_k - seq_q.
+        window_size: (left, right): a query sees keys from position - left to position + right;
+            -1 is no limit.
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c).
+        alibi_slopes: shape (heads,) or (batch, heads), float32 (Press, Smith, Lewis: Train short,
+            test long, ICLR 2022). Has a gradient.
+        sinks: shape (heads,), float32 or query's dtype: one more score per row, which counts in the
+            softmax but has no value. Has a gradient.
+        deterministic: gradients that repeat bit for bit; on a CPU they always do.
+        return_lse: also return the logarithm of the softmax' denominator.
+
+    Returns:
+        Tensor of shape (..., heads, seq_q, value_dim) in query's dtype (under autocast: in
+        autocast's), with query's order of heads and seq_q in memory. With return_lse a pair of it
+        and the log-sum-exp of the scores, sinks included: (..., heads, seq_q), natural logarithm,
+        float32 (float64 for float64), -inf where there is no key; it has a gradient.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or number does not fit; the message names the argument.
+        ValueError: causal_alignment or window_size is none.
+    """
+    op = "scaled_dot_product_attention"
+    if causal_alignment not in ("top_left", "bottom_right"):
+        raise ValueError(
+            f"{op}: causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}"
+        )
+    left, right = _window(op, window_size)
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise RuntimeError(f"{op}: query must be no nested tensor, got one: see varlen_attention")
+    query, key, value = _autocast(query, key, value)
+    dims = max(query.dim(), key.dim(), value.dim())
+    query, key, value, lead = _batched(op, query, key, value, enable_gqa)
+    bias, mask = _score_terms(attn_mask, lead, key.shape[2])
+    output, lse = attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        window=(left, 0 if is_causal else right),
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        bottom_right=causal_alignment == "bottom_right",
+        deterministic=deterministic,
+    )
+    if dims != 4:
+        rows = (*lead, *output.shape[1:3])[1 - dims :]
+        output, lse = output.reshape(*rows, output.shape[-1]), lse.reshape(rows)
+    return (output, lse) if return_lse else output
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: object = None,
+    return_lse: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of sequences of different lengths, one behind the other, without padding.
+
+    As `torch.nn.attention.varlen.varlen_attn`, with the options of
+    :func:`scaled_dot_product_attention`. Query i of a sequence is at position i + keys - queries of
+    that sequence: causal attention is aligned at the bottom right.
+
+    Args:
+        query: shape (total_q, heads, head_dim).
+        key: shape (total_k, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim) with
+            block_table.
+        value: shape (total_k, kv_heads, value_dim), or paged like key.
+        cu_seq_q, cu_seq_k: shape (batch + 1,), int32: where each sequence begins; the last element
+            is the total. cu_seq_k is not looked at with block_table.
+        max_q, max_k: at least the length of the longest sequence.
+        return_aux: a `torch.nn.attention.varlen.AuxRequest`; one with `lse` asks for what
+            return_lse asks for.
+        return_lse: also return the log-sum-exp.
+        window_size: (left, right), -1 is no limit; (-1, 0) is causal.
+        is_causal: the same as 0 on the right of window_size.
+        enable_gqa: key and value may have fewer heads than query, whose number theirs divides.
+        seqused_k: shape (batch,), int32: how many keys of each sequence there are; the others are
+            not looked at.
+        block_table: shape (batch, max_pages), int32: the pages that hold a sequence's keys, in
+            order; needs seqused_k. With gradients, the pages are first gathered.
+        num_splits: into how many parts the keys may be cut; None or 0 leaves it to the kernel.
+            Results do not depend on what else is in the batch, whatever it is.
+        attn_mask: boolean or float, broadcasts to (batch, heads, max_q, max_k), of positions within
+            the sequences.
+        scale, dropout_p, softcap, alibi_slopes, sinks, deterministic: as in
+            :func:`scaled_dot_product_attention`.
+
+    Returns:
+        Tensor of shape (total_q, heads, value_dim); with return_lse a pair of it and the
+        log-sum-exp, (heads, total_q).
+
+    Raises:
+        RuntimeError: a shape, dtype, device, length or page number does not fit; the message names
+            the argument.
+        ValueError: key's heads are not query's and enable_gqa is not set; window_size is none.
+    """
+    op = "varlen_attention"
+    left, right = _window(op, window_size)
+    heads = (query.shape[1], key.shape[-2]) if query.dim() > 1 and key.dim() > 1 else (1, 1)
+    if heads[0] != heads[1] and not enable_gqa:
+        raise ValueError(
+            f"{op}: key must have query's {heads[0]} heads without enable_gqa, got {heads[1]}"
+        )
+    bias, mask = _score_terms(attn_mask, (cu_seq_q.shape[0] - 1,), max_k)
+    output, lse = attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        cu_seq_q=cu_seq_q,
+        cu_seq_k=cu_seq_k if block_table is None else None,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        max_q=max_q,
+        max_k=max_k,
+        window=(left, 0 if is_causal else right),
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        bottom_right=True,
+        num_splits=num_splits or 0,
+        deterministic=deterministic,
+    )
+    return (output, lse) if return_lse or getattr(return_aux, "lse", False) else output
+
+
+def _window(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
+    if len(window_size) != 2:
+        raise ValueError(f"{op}: window_size must be (left, right), got {window_size}")
+    return window_size
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In autocast's dtype where that is on, as it does to torch's own function."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
+        for t in tensors
+    )
+
+
+def _batched(
+    op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """All three as (batch, heads, seq, dim), and the sizes that batch is made of."""
+    if query.dim() == key.dim() == value.dim() == 4:
+        batch, heads = query.shape[:2]
+        shared = heads == key.shape[1] == value.shape[1] and batch == key.shape[0] == value.shape[0]
+        if shared:
+            return query, key, value, (batch,)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise RuntimeError(
+                f"{op}: {name} must have at least 2 dimensions, got shape {tuple(tensor.shape)}"
+            )
+    dims = max(4, query.dim(), key.dim(), value.dim())
+    query, key, value = (t[(None,) * (dims - t.dim())] for t in (query, key, value))
+
+    sizes = [t.shape[-3] for t in (query, key, value)]
+    if not enable_gqa:
+        (heads,) = _broadcast(op, "heads (or enable_gqa)", *((size,) for size in sizes))
+        query = query.expand(*query.shape[:-3], heads, *query.shape[-2:])
+        if sizes[1] != sizes[2]:
+            key, value = (t.expand(*t.shape[:-3], heads, *t.shape[-2:]) for t in (key, value))
+    elif sizes[1] != sizes[2]:
+        key, value = (
+            t.repeat_interleave(sizes[0] // t.shape[-3], -3)
+            if t.shape[-3] and sizes[0] % t.shape[-3] == 0
+            else t
+            for t in (key, value)
+        )
+
+    lead = _broadcast(op, "leading dimensions", *(t.shape[:-3] for t in (query, key, value)))
+    query, key, value = (t.expand(*lead, *t.shape[-3:]).flatten(0, -4) for t in (query, key, value))
+    return query, key, value, lead
+
+
+def _broadcast(op: str, what: str, *sizes: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(*sizes))
+    except RuntimeError:
+        query, key, value = (tuple(size) for size in sizes)
+        raise RuntimeError(
+            f"{op}: key and value must have {what} that broadcast with query's {query}, "
+            f"got {key} and {value}"
+        ) from None
+
+
+def _score_terms(
+    attn_mask: Tensor | None, lead: tuple[int, ...], seq_k: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """(bias, mask) of the op: four-dimensional, with a column for each key."""
+    if attn_mask is None:
+        return None, None
+    terms = attn_mask[(None,) * (len(lead) + 3 - attn_mask.dim())]
+    if terms.shape[-1] == 1 and seq_k != 1:
+        terms = terms.expand(*terms.shape[:-1], seq_k)
+    if len(lead) > 1 and terms.dim() == len(lead) + 3:
+        sizes = terms.shape[:-3]
+        batched = terms if sizes.numel() == 1 else terms.expand(*lead, *terms.shape[-3:])
+        terms = batched.flatten(0, -4)
+    return (None, terms) if terms.dtype is torch.bool else (terms, None)
