@@ -42,33 +42,43 @@ ONEPASS_INLINE WordPair multiply(WordBits a, uint32_t factor) {
 #endif
 }
 
-// values: (kElementsPerDraw,) the 16-bit values of kPhiloxLanes consecutive blocks from
-// first_block.
-inline void draw(const Dropout& dropout, uint64_t first_block, uint16_t* values) {
-  // Lane 4k + j holds block j * (lanes / 4) + k. After a 4 x 4 transpose of words within each
-  // 128-bit group, vector j then holds lanes / 4 whole consecutive blocks, in memory order.
-  constexpr int kGroups = kPhiloxLanes / 4;
-  WordBits c0, c1;
-  const uint32_t low = static_cast<uint32_t>(first_block);
-  for (int lane = 0; lane < kPhiloxLanes; ++lane) {
-    c0[lane] = low + static_cast<uint32_t>((lane % 4) * kGroups + lane / 4);
-  }
-  const uint32_t high = static_cast<uint32_t>(first_block >> 32);
-  c1 = high + (WordBits)((WordBits)(c0 < low) & 1u);  // a carry out of the low word
-  WordBits c2 = {};
-  WordBits c3 = dropout.offset - WordBits{};
-  uint32_t key0 = dropout.key.low;
-  uint32_t key1 = dropout.key.high;
+struct PhiloxWords {
+  WordBits word[4];
+};
+
+// core/philox.h's function, a counter per lane.
+ONEPASS_INLINE PhiloxWords philox4x32(PhiloxKey key, PhiloxWords counter) {
+  auto [c0, c1, c2, c3] = counter.word;
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const WordPair product0 = multiply(c0, kPhiloxMultiplier0);
     const WordPair product1 = multiply(c2, kPhiloxMultiplier1);
-    c0 = product1.high ^ c1 ^ key0;
+    c0 = product1.high ^ c1 ^ key.low;
     c1 = product1.low;
-    c2 = product0.high ^ c3 ^ key1;
+    c2 = product0.high ^ c3 ^ key.high;
     c3 = product0.low;
-    key0 += kPhiloxWeyl0;
-    key1 += kPhiloxWeyl1;
+    key.low += kPhiloxWeyl0;
+    key.high += kPhiloxWeyl1;
   }
+  return {{c0, c1, c2, c3}};
+}
+
+ONEPASS_INLINE WordBits broadcast_word(uint32_t value) { return value - WordBits{}; }
+
+// Which of kPhiloxLanes consecutive blocks each lane has to draw for write_in_order: lane 4k + j
+// has block j * (lanes / 4) + k. After a 4 x 4 transpose of words within each 128-bit group, vector
+// j then holds lanes / 4 whole consecutive blocks, in memory order.
+ONEPASS_INLINE WordBits block_of_lane() {
+  WordBits block;
+  for (int lane = 0; lane < kPhiloxLanes; ++lane) {
+    block[lane] = static_cast<uint32_t>((lane % 4) * (kPhiloxLanes / 4) + lane / 4);
+  }
+  return block;
+}
+
+// values: (kElementsPerDraw,) the 16-bit values of kPhiloxLanes consecutive blocks, element by
+// element.
+ONEPASS_INLINE void write_in_order(const PhiloxWords& drawn, uint16_t* values) {
+  const auto [c0, c1, c2, c3] = drawn.word;
 #if defined(__AVX512F__)
   const __m512i t0 = _mm512_unpacklo_epi32((__m512i)c0, (__m512i)c1);
   const __m512i t1 = _mm512_unpackhi_epi32((__m512i)c0, (__m512i)c1);
@@ -91,13 +101,24 @@ inline void draw(const Dropout& dropout, uint64_t first_block, uint16_t* values)
 #else
   const WordBits words[4] = {c0, c1, c2, c3};
   for (int lane = 0; lane < kPhiloxLanes; ++lane) {
-    const int block = (lane % 4) * kGroups + lane / 4;
+    const uint32_t block = block_of_lane()[lane];
     for (int k = 0; k < 4; ++k) {
       values[block * 8 + 2 * k] = static_cast<uint16_t>(words[k][lane]);
       values[block * 8 + 2 * k + 1] = static_cast<uint16_t>(words[k][lane] >> 16);
     }
   }
 #endif
+}
+
+// values: (kElementsPerDraw,) the 16-bit values of kPhiloxLanes consecutive blocks from
+// first_block.
+inline void draw(const Dropout& dropout, uint64_t first_block, uint16_t* values) {
+  const uint32_t low = static_cast<uint32_t>(first_block);
+  const WordBits c0 = block_of_lane() + low;
+  const uint32_t high = static_cast<uint32_t>(first_block >> 32);
+  const WordBits c1 = high + (WordBits)((WordBits)(c0 < low) & 1u);  // a carry out of the low word
+  write_in_order(philox4x32(dropout.key, {{c0, c1, WordBits{}, broadcast_word(dropout.offset)}}),
+                 values);
 }
 
 // The columns that a tile of random values covers: its generation stays in L1.

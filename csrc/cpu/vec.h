@@ -50,6 +50,7 @@ typedef uint16_t HalfBits __attribute__((vector_size(kVectorBytes / 2)));
 typedef uint16_t HalfBitsUnaligned
     __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
 typedef uint32_t WordBits __attribute__((vector_size(kVectorBytes)));
+typedef int32_t SignedWords __attribute__((vector_size(kVectorBytes)));
 
 template <class A>
 ONEPASS_INLINE Vec<A> broadcast(A value) {

@@ -1,0 +1,80 @@
+// exp and tanh of a vector of float32, to about an ulp of the result.
+#pragma once
+
+#include "cpu/vec.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// x = n ln 2 + r with |r| <= ln 2 / 2, n a whole number; both in float32.
+struct Reduced {
+  Vec<float> n;
+  Vec<float> r;
+};
+
+ONEPASS_INLINE Reduced reduce_by_ln2(Vec<float> x) {
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+  const Vec<float> n =
+      fma<float>(x, broadcast<float>(1.44269504088896341f), broadcast<float>(kMagic)) -
+      broadcast<float>(kMagic);
+  // ln 2 as two numbers, the first with so few bits that n times it is exact.
+  const Vec<float> r = fma<float>(n, broadcast<float>(-0.693359375f), x);
+  return {n, fma<float>(n, broadcast<float>(2.12194440e-4f), r)};
+}
+
+// (exp(r) - 1 - r) / r^2 on |r| <= ln 2 / 2: relative error of the exp below 5e-9. The constant
+// term and the linear one are exactly 1, or errors would pile up where a sum is rescaled again and
+// again by exp(0).
+ONEPASS_INLINE Vec<float> exp_tail(Vec<float> r) {
+  Vec<float> p = broadcast<float>(0x1.6a1a6ap-10f);
+  p = fma<float>(p, r, broadcast<float>(0x1.123fc8p-7f));
+  p = fma<float>(p, r, broadcast<float>(0x1.555916p-5f));
+  p = fma<float>(p, r, broadcast<float>(0x1.55548ap-3f));
+  return fma<float>(p, r, broadcast<float>(0x1.fffffcp-2f));
+}
+
+// 2^n for whole n of at most 127 in magnitude.
+ONEPASS_INLINE Vec<float> power_of_two(Vec<float> n) {
+  const SignedWords exponent = __builtin_convertvector(n, SignedWords) + 127;
+  return (Vec<float>)(exponent << 23);
+}
+
+// exp(x) for x <= 88. Below -87 float32 has no normal numbers left: 0, or what is left by the
+// levels that scale into subnormals. NaN stays NaN.
+ONEPASS_INLINE Vec<float> exp(Vec<float> x) {
+#if defined(__AVX512F__)
+  const Vec<float> least = broadcast<float>(-104.0f);  // its exp rounds to 0
+#else
+  const Vec<float> least = broadcast<float>(-87.0f);
+#endif
+  const Vec<float> clamped = x < least ? least : x;
+  const Reduced reduced = reduce_by_ln2(clamped);
+  const Vec<float> r = reduced.r;
+  const Vec<float> p =
+      fma<float>(fma<float>(exp_tail(r), r, broadcast<float>(1.0f)), r, broadcast<float>(1.0f));
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_scalef_ps((__m512)p, (__m512)reduced.n);
+#else
+  const Vec<float> result = p * power_of_two(reduced.n);
+  return x < least ? Vec<float>{} : result;
+#endif
+}
+
+// tanh(x) = (exp(2x) - 1) / (exp(2x) + 1), the difference by its own series: no digits are lost
+// near 0.
+ONEPASS_INLINE Vec<float> tanh(Vec<float> x) {
+  const Vec<float> limit = broadcast<float>(10.0f);  // tanh is 1 in float32 from 9.02
+  Vec<float> doubled = x + x;
+  doubled = doubled > limit + limit ? limit + limit : doubled;
+  doubled = doubled < -(limit + limit) ? -(limit + limit) : doubled;
+  const Reduced reduced = reduce_by_ln2(doubled);
+  const Vec<float> r = reduced.r;
+  const Vec<float> difference = fma<float>(exp_tail(r) * r, r, r);  // exp(r) - 1
+  const Vec<float> scale = power_of_two(reduced.n);
+  const Vec<float> one = broadcast<float>(1.0f);
+  const Vec<float> numerator = fma<float>(difference, scale, scale - one);  // exp(2x) - 1
+  return numerator / (numerator + one + one);
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

@@ -1,0 +1,212 @@
+// Matrix products of small tiles, the inner loops of attention:
+//
+//   scalar: c[row][col] = sum over k of a[row][k] * b[k][col]
+//
+// The columns lie in vector lanes, so b and c are dense along them, while the elements of a are
+// broadcast one at a time and may lie anywhere: along a row or along a column of something else. A
+// tile of kTileRows x kTileVectors sums stays in registers over the whole of k, so that each step
+// loads kTileVectors vectors and kTileRows broadcasts for their product of multiply-adds.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/vec.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// The sums of a tile, the vectors of b and a broadcast fill the registers: 24 + 4 + 1 of 32, and
+// 12 + 2 + 1 of 16.
+#if defined(__AVX512F__)
+inline constexpr int kTileRows = 6;
+inline constexpr int kTileVectors = 4;
+#else
+inline constexpr int kTileRows = 6;
+inline constexpr int kTileVectors = 2;
+#endif
+
+// Keeps a value in a register: g++ would rather load it again for every use, and the loads bind.
+template <class V>
+ONEPASS_INLINE void keep_in_register(V& value) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(value));
+#elif defined(__x86_64__)
+  asm("" : "+x"(value));
+#else
+  asm("" : "+w"(value));
+#endif
+}
+
+// float32 elements, one multiply-add per step.
+struct Fma {
+  using Element = float;
+  static constexpr int kPerCell = 1;  // elements of k that a cell of a or b holds
+  using Cells = Vec<float>;
+
+  ONEPASS_INLINE static Cells broadcast_cell(const float* a) { return broadcast<float>(*a); }
+  ONEPASS_INLINE static Cells load_cells(const float* b) { return load<float>(b); }
+  ONEPASS_INLINE static Vec<float> multiply_add(Cells a, Cells b, Vec<float> sum) {
+    return fma<float>(a, b, sum);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16 neighbours along k, two products per lane and step. The instruction takes
+// subnormals as zero and rounds each of its two additions to nearest even.
+struct Dot {
+  using Element = BFloat16;
+  static constexpr int kPerCell = 2;
+  using Cells = __m512i;
+
+  ONEPASS_INLINE static Cells broadcast_cell(const BFloat16* a) {
+    int32_t pair;
+    std::memcpy(&pair, a, sizeof(pair));
+    return _mm512_set1_epi32(pair);
+  }
+  ONEPASS_INLINE static Cells load_cells(const BFloat16* b) { return _mm512_loadu_si512(b); }
+  ONEPASS_INLINE static Vec<float> multiply_add(Cells a, Cells b, Vec<float> sum) {
+    return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+
+  // Lane by lane the cell of two numbers that follow one another along k.
+  ONEPASS_INLINE static Vec<float> cells_of(Vec<float> low, Vec<float> high) {
+    SignedWords order;  // of 16-bit elements: 0, 16, 1, 17, ...
+    for (int i = 0; i < kLanes<float>; ++i) order[i] = i | (i + kLanes<float>) << 16;
+    return (Vec<float>)_mm512_permutexvar_epi16(
+        (__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+  }
+};
+#endif
+
+enum class Update {
+  kStore,    // c = factor[0] * sum
+  kAdd,      // c += sum
+  kRescale,  // c = c * factor[col] + sum
+};
+
+// Strides in elements of a and b, in floats of c. A step is a cell: kPerCell elements of k.
+template <class M>
+struct Product {
+  const typename M::Element* a;
+  int64_t a_row;
+  int64_t a_step;
+  const typename M::Element* b;
+  int64_t b_step;
+  int64_t steps;
+  float* c;
+  int64_t c_row;
+  Update update;
+  const float* factor;
+};
+
+template <class M, int kRows, int kVectors>
+[[gnu::noinline]] void multiply_tile(const Product<M>& p) {
+  const auto* a = p.a;
+  const auto* b = p.b;
+  const int64_t a_row = p.a_row;
+  Vec<float> sum[kRows][kVectors] = {};
+  for (int64_t step = p.steps; step > 0; --step) {
+    typename M::Cells cells[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      typename M::Cells loaded = M::load_cells(b + v * kLanes<float> * M::kPerCell);
+      keep_in_register(loaded);
+      cells[v] = loaded;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      typename M::Cells one = M::broadcast_cell(a + r * a_row);
+      keep_in_register(one);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = M::multiply_add(one, cells[v], sum[r][v]);
+    }
+    a += p.a_step;
+    b += p.b_step;
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    float* c = p.c + v * kLanes<float>;
+    if (p.update == Update::kStore) {
+      const Vec<float> factor = broadcast<float>(*p.factor);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) store<float>(c + r * p.c_row, sum[r][v] * factor);
+    } else if (p.update == Update::kAdd) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        store<float>(c + r * p.c_row, load<float>(c + r * p.c_row) + sum[r][v]);
+      }
+    } else {
+      const Vec<float> factor = load<float>(p.factor + v * kLanes<float>);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        store<float>(c + r * p.c_row, fma<float>(load<float>(c + r * p.c_row), factor, sum[r][v]));
+      }
+    }
+  }
+}
+
+template <class M, int kVectors>
+ONEPASS_INLINE void multiply_rows(const Product<M>& p, int64_t rows) {
+  using Tile = void (*)(const Product<M>&);
+  static constexpr Tile kTiles[] = {multiply_tile<M, 1, kVectors>, multiply_tile<M, 2, kVectors>,
+                                    multiply_tile<M, 3, kVectors>, multiply_tile<M, 4, kVectors>,
+                                    multiply_tile<M, 5, kVectors>, multiply_tile<M, 6, kVectors>};
+  static_assert(std::size(kTiles) == kTileRows);
+  kTiles[rows - 1](p);
+}
+
+// The part of a product that a strip of rows needs.
+struct Part {
+  int64_t first_step;
+  int64_t last_step;
+  int64_t last_vector;  // a multiple of nothing: column groups that begin behind it are left out
+};
+
+// rows x vectors of c. part(row, row + count) says which steps a strip of rows sums over: where a
+// diagonal crosses the tile, strips need only a part.
+template <class M, class PartOf>
+ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vectors,
+                             PartOf&& part) {
+  const int64_t strips = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t vector = 0; vector < vectors;) {
+    const int64_t left = vectors - vector;
+    const int64_t width = left >= kTileVectors ? kTileVectors : left;
+    for (int64_t strip = 0; strip < strips; ++strip) {
+      // Strips of almost equal height: of 64 rows, 9 are of 6 and 2 of 5, and none is of 4.
+      const int64_t row = strip * rows / strips;
+      const int64_t count = (strip + 1) * rows / strips - row;
+      const Part taken = part(row, row + count);
+      const int64_t steps = taken.last_step - taken.first_step;
+      if (steps <= 0 || vector >= taken.last_vector) continue;
+      Product<M> p = whole;
+      p.a += row * p.a_row + taken.first_step * p.a_step;
+      p.b += vector * kLanes<float> * M::kPerCell + taken.first_step * p.b_step;
+      p.c += row * p.c_row + vector * kLanes<float>;
+      p.steps = steps;
+      if (p.update == Update::kRescale) p.factor += vector * kLanes<float>;
+      switch (width) {
+#if defined(__AVX512F__)
+        case 4:
+          multiply_rows<M, 4>(p, count);
+          break;
+        case 3:
+          multiply_rows<M, 3>(p, count);
+          break;
+#endif
+        case 2:
+          multiply_rows<M, 2>(p, count);
+          break;
+        default:
+          multiply_rows<M, 1>(p, count);
+      }
+    }
+    vector += width;
+  }
+}
+
+template <class M>
+ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vectors) {
+  multiply(whole, rows, vectors, [&](int64_t, int64_t) { return Part{0, whole.steps, vectors}; });
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

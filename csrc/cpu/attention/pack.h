@@ -1,0 +1,139 @@
+// How operands get into the layouts that products want: a panel has vectors along columns and k
+// down its rows, a row tile is rows as they lie in memory. In both, a cell is M::kPerCell elements
+// of k, and what is beyond an odd end is zero.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/attention/multiply.h"
+#include "ops/attention.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+ONEPASS_INLINE constexpr int64_t round_up(int64_t value, int64_t to) {
+  return (value + to - 1) / to * to;
+}
+
+// A square of float32, or of any 32-bit words: row i, lane j becomes row j, lane i.
+ONEPASS_INLINE void transpose(Vec<float> (&rows)[kLanes<float>]) {
+  constexpr int n = kLanes<float>;
+  SignedWords low_first, high_first;  // lanes of the pair (a, b) that go to a and to b
+#pragma GCC unroll 8
+  for (int step = 1; step < n; step *= 2) {
+    for (int lane = 0; lane < n; ++lane) {
+      low_first[lane] = lane & step ? n + (lane - step) : lane;
+      high_first[lane] = lane & step ? n + lane : lane + step;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) {
+      if (i & step) continue;
+      const Vec<float> a = rows[i];
+      const Vec<float> b = rows[i + step];
+      rows[i] = __builtin_shuffle(a, b, low_first);
+      rows[i + step] = __builtin_shuffle(a, b, high_first);
+    }
+  }
+}
+
+// One vector of cells from a row of `size` elements, beginning with element `at`, as 32-bit words.
+template <class M, class T>
+ONEPASS_INLINE Vec<float> load_row_cells(const T* row, int64_t at, int64_t size) {
+  constexpr int64_t kElements = kLanes<float> * M::kPerCell;
+  if constexpr (M::kPerCell == 1) {
+    return at + kElements <= size ? load<float>(row + at)
+                                  : load_partial<float>(row + at, size - at);
+  } else {
+    Vec<float> cells = {};
+    const int64_t count = size - at < kElements ? size - at : kElements;
+    std::memcpy(&cells, row + at, static_cast<size_t>(count) * sizeof(T));
+    return cells;
+  }
+}
+
+// The transpose of `rows` rows of `size` elements: panel row k has cell k of each, `columns` cells
+// (a multiple of the lanes, at least `rows`) wide; columns beyond `rows` are zero. row(i) is where
+// row i lies.
+template <class M, class Row>
+void pack_panel(Row&& row, int64_t rows, int64_t size, int64_t columns,
+                typename M::Element* panel) {
+  constexpr int n = kLanes<float>;
+  const int64_t cells = (size + M::kPerCell - 1) / M::kPerCell;
+  for (int64_t first = 0; first < columns; first += n) {
+    for (int64_t cell = 0; cell < cells; cell += n) {
+      Vec<float> square[n];
+      for (int i = 0; i < n; ++i) {
+        square[i] = first + i < rows ? load_row_cells<M>(row(first + i), cell * M::kPerCell, size)
+                                     : Vec<float>{};
+      }
+      transpose(square);
+      const int64_t count = cells - cell < n ? cells - cell : n;
+      for (int64_t k = 0; k < count; ++k) {
+        auto* to = panel + ((cell + k) * columns + first) * M::kPerCell;
+        std::memcpy(to, &square[k], sizeof(square[k]));
+      }
+    }
+  }
+}
+
+// Rows as they are, converted to M's elements, `stride` elements apart; elements from `size` up to
+// the stride are zero.
+template <class M, class Row>
+void pack_rows(Row&& row, int64_t rows, int64_t size, int64_t stride, typename M::Element* tile) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const auto* from = row(i);
+    typename M::Element* to = tile + i * stride;
+    if constexpr (M::kPerCell == 1) {
+      for_each_vector<float>(0, size, [&](int64_t j, auto count) {
+        store<float>(to + j, load<float>(from + j, count), count);
+      });
+    } else {
+      std::memcpy(to, from, static_cast<size_t>(size) * sizeof(*to));
+    }
+    for (int64_t j = size; j < stride; ++j) to[j] = {};
+  }
+}
+
+// Rows as the second factor of a product that sums over them: tile row i has cells of M::kPerCell
+// neighbouring rows, `columns` wide (a multiple of the lanes). Elements beyond `size`, and a row
+// missing at an odd end, are zero.
+template <class M, class Row>
+void pack_cells_of_rows(Row&& row, int64_t rows, int64_t size, int64_t columns,
+                        typename M::Element* tile) {
+  if constexpr (M::kPerCell == 1) {
+    pack_rows<M>(row, rows, size, columns, tile);
+  } else {
+    for (int64_t i = 0; i < rows; i += 2) {
+      const auto* low = row(i);
+      const auto* high = i + 1 < rows ? row(i + 1) : nullptr;
+      auto* to = tile + i * columns;
+      for (int64_t j = 0; j < columns; j += kLanes<float>) {
+        const auto bits = [&](const auto* from) -> WordBits {
+          HalfBits half = {};
+          const int64_t left = size - j;
+          if (from == nullptr || left <= 0) return WordBits{};
+          if (left >= kLanes<float>) {
+            half = *reinterpret_cast<const HalfBitsUnaligned*>(from + j);
+          } else {
+            std::memcpy(&half, from + j, static_cast<size_t>(left) * sizeof(*from));
+          }
+          return widen_bits(half);
+        };
+        const WordBits cells = bits(low) | bits(high) << 16;
+        std::memcpy(to + j * 2, &cells, sizeof(cells));
+      }
+    }
+  }
+}
+
+// The multiplier of an element type on this level.
+#if defined(__AVX512BF16__)
+template <class T>
+using MultiplierOf = std::conditional_t<std::is_same_v<T, BFloat16>, Dot, Fma>;
+#else
+template <class T>
+using MultiplierOf = Fma;
+#endif
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

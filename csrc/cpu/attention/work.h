@@ -1,0 +1,109 @@
+// Work that threads take one piece at a time, each with scratch of its own.
+#pragma once
+
+#include <atomic>
+
+#include "core/backend.h"
+#include "core/visit.h"
+#include "cpu/attention/pack.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// Hands out 64-byte aligned pieces of a workspace; over null it only adds up what it would take.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return piece;
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+// body(piece, slot) for every piece in [0, count): threads take the next one as they come, so that
+// long pieces belong in front. Slots, below `slots`, are never shared by two threads at a time.
+template <class Body>
+void for_each_piece_in_order(const Context& context, int64_t slots, int64_t count, Body&& body) {
+  std::atomic<int64_t> next{0};
+  context.for_each(slots, 1, [&](int64_t begin, int64_t) {
+    // Threads that found no slot left to take have their pieces done by the others.
+    for (int64_t piece = next.fetch_add(1); piece < count; piece = next.fetch_add(1)) {
+      body(piece, begin);
+    }
+  });
+}
+
+// Where the LSE of a query lies among those of the call.
+inline int64_t lse_row(const Attention& args, const Sequence& sequence, int64_t batch, int64_t head,
+                       int64_t query) {
+  return args.cu_seq_q ? head * args.total_q + sequence.first_q + query
+                       : (batch * args.heads + head) * args.seq_q + query;
+}
+
+inline float sink_of(const Attention& args, int64_t head) {
+  return visit_dtype_up_to_float32(args.sinks_dtype, [&]<class S>() -> float {
+    const S sink = static_cast<const S*>(args.sinks)[head];
+    if constexpr (std::is_same_v<S, float>) {
+      return sink;
+    } else {
+      return widen(sink);
+    }
+  });
+}
+
+inline int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// Where row `row` of a sequence lies, for one head.
+template <class T>
+class Rows {
+ public:
+  Rows(const Strided& tensor, int64_t batch, int64_t head, int64_t first)
+      : base_(static_cast<T*>(tensor.data) + batch * tensor.batch_stride +
+              head * tensor.head_stride + first * tensor.row_stride),
+        stride_(tensor.row_stride) {}
+
+  T* operator()(int64_t row) const { return base_ + row * stride_; }
+  int64_t stride() const { return stride_; }
+
+ private:
+  T* base_;
+  int64_t stride_;
+};
+
+// The same for keys and values, whose rows may be spread over pages.
+template <class T>
+class KeyRows {
+ public:
+  KeyRows(const Attention& args, const Strided& tensor, int64_t batch, int64_t head, int64_t first)
+      : rows_(tensor, args.block_table ? 0 : batch, head, first) {
+    if (args.block_table == nullptr) return;
+    pages_ = args.block_table + batch * args.block_table_stride;
+    page_size_ = args.page_size;
+    page_stride_ = tensor.batch_stride;
+  }
+
+  const T* operator()(int64_t row) const {
+    if (pages_ == nullptr) return rows_(row);
+    return rows_(row % page_size_) + pages_[row / page_size_] * page_stride_;
+  }
+  // Between neighbouring rows; 0 where that is not one number.
+  int64_t stride() const { return pages_ == nullptr ? rows_.stride() : 0; }
+
+ private:
+  Rows<const T> rows_;
+  const int32_t* pages_ = nullptr;
+  int64_t page_size_ = 1;
+  int64_t page_stride_ = 0;
+};
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu
