@@ -403,7 +403,7 @@ def test_strict_raises_on_a_refused_candidate():
 
 
 def test_strict_raises_on_an_explicit_kind_without_a_match():
-    model = nn.Sequential(nn.LayerNorm(8), nn.MultiheadAttention(8, 2))
+    model = nn.Sequential(nn.LayerNorm(8), SlidingAttention())
     with pytest.raises(RuntimeError, match="got no match for 'dropout'"):
         onepass.swap(model, kinds=("norm", "dropout"), strict=True)
     with pytest.raises(RuntimeError, match="got no match for 'attention'"):
@@ -484,7 +484,7 @@ def test_devices_without_kernels_are_refused(monkeypatch):
     has_kernels = onepass.swapping.matchers.has_kernels
     assert has_kernels("cpu") and has_kernels("meta")
     assert not has_kernels("mps") and not has_kernels("no such device")
-    monkeypatch.setattr(onepass.swapping.matchers, "has_kernels", lambda device: False)
+    monkeypatch.setattr(onepass.swapping.matchers, "has_kernels", lambda device, kind: False)
     (entry,) = onepass.swap(nn.LayerNorm(8)).skipped
     assert entry["reason"] == "onepass has no kernels for its device, cpu, in this build"
 
@@ -500,10 +500,15 @@ class DropPath(nn.Module):
     pass
 
 
+class SlidingAttention(nn.Module):
+    def forward(self, x):
+        return x
+
+
 def test_related_modules_without_a_rule_are_unknown():
     model = nn.ModuleDict(
         {
-            "attention": nn.MultiheadAttention(8, 2),
+            "attention": SlidingAttention(),
             "dropout2d": nn.Dropout2d(),
             "alpha": nn.AlphaDropout(),
             "path": DropPath(),

@@ -1,7 +1,7 @@
 """The classes that swapped modules get.
 
-torch's own three classes have importable counterparts here. Every other class gets a subclass made
-on demand, (forward of onepass, original class), which pickles as "the original, then swapped". All
+torch's own classes have importable counterparts here. Every other class gets a subclass made on
+demand, (forward of onepass, original class), which pickles as "the original, then swapped". All
 carry the original's `__name__`: other libraries choose modules by class name.
 """
 
@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 import onepass.nn
 from onepass._ops.norm import norm
@@ -39,12 +42,15 @@ class Swapped:
 
     _onepass_original: type
     _onepass_kind = "norm"
+    _onepass_to: str  # what computes now, for the report
 
     def __init_subclass__(cls, **_):
         """Ends here: registering subclasses is not meant for a class of the same name."""
 
 
 class LayerNormForward(Swapped):
+    _onepass_to = "onepass.nn.LayerNorm"
+
     def forward(self, input: Tensor) -> Tensor:
         if _is_plain(input):
             return onepass.nn.LayerNorm.forward(self, input)
@@ -52,6 +58,8 @@ class LayerNormForward(Swapped):
 
 
 class RMSNormForward(Swapped):
+    _onepass_to = "onepass.nn.RMSNorm"
+
     def forward(self, x: Tensor) -> Tensor:
         if _is_plain(x):
             return onepass.nn.RMSNorm.forward(self, x)
@@ -60,6 +68,7 @@ class RMSNormForward(Swapped):
 
 class DropoutForward(Swapped):
     _onepass_kind = "dropout"
+    _onepass_to = "onepass.nn.Dropout"
 
     def forward(self, input: Tensor) -> Tensor:
         if _is_plain(input):
@@ -116,6 +125,78 @@ class ForeignNormForward(Swapped):
         return self._onepass_autocast_dtypes[key]
 
 
+class MultiheadAttentionForward(Swapped):
+    _onepass_kind = "attention"
+    _onepass_to = "onepass.nn.MultiheadAttention"
+
+    @functools.wraps(torch.nn.MultiheadAttention.forward)
+    def forward(self, query, key, value, *args, **named):
+        ours = all(map(_is_for_attention, (query, key, value)))
+        cls = onepass.nn.MultiheadAttention if ours else torch.nn.MultiheadAttention
+        return cls.forward(self, query, key, value, *args, **named)
+
+
+class EncoderLayerForward(Swapped):
+    _onepass_kind = "attention"
+    _onepass_to = "onepass.nn.TransformerEncoderLayer"
+
+    @functools.wraps(torch.nn.TransformerEncoderLayer.forward)
+    def forward(self, src, *args, **named):
+        ours = _is_for_attention(src)
+        cls = onepass.nn.TransformerEncoderLayer if ours else torch.nn.TransformerEncoderLayer
+        return cls.forward(self, src, *args, **named)
+
+
+class DecoderLayerForward(Swapped):
+    """Its parts make the difference: torch has no way past them, and the forward is torch's."""
+
+    _onepass_kind = "attention"
+    _onepass_to = "onepass.nn.TransformerDecoderLayer"
+
+
+class AttentionCalls(Swapped):
+    """Runs the original's forward with its calls of `F.scaled_dot_product_attention` redirected.
+
+    `make_class` adds the forward: it has the original's signature.
+    """
+
+    _onepass_kind = "attention"
+    _onepass_to = "onepass.functional.scaled_dot_product_attention"
+
+
+class _Redirection(TorchFunctionMode):
+    """In force, it redirects one function on this thread; torch's namespace stays as it is."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or not _is_taken(*args, **kwargs):
+            return func(*args, **kwargs)
+        ours = onepass.functional.scaled_dot_product_attention
+        # Modes further out, which profile or count, see a call of this name all the same.
+        if not torch.compiler.is_compiling() and has_torch_function(args):
+            return handle_torch_function(ours, args, *args, **kwargs)
+        return ours(*args, **kwargs)
+
+
+def _redirected(forward):
+    @functools.wraps(forward)
+    def redirected(self, *args, **named):
+        with _Redirection():
+            return forward(self, *args, **named)
+
+    return redirected
+
+
+def _is_taken(query, key, value, attn_mask=None, *_, **__) -> bool:
+    """Whether onepass computes this call; what it does not, runs torch's function."""
+    return (
+        all(map(_is_plain, (query, key, value)))
+        and not isinstance(attn_mask, CausalBias)  # a rule in the place of a mask
+        and _is_for_attention(query)
+        and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
+    )
+
+
 class LayerNorm(LayerNormForward, onepass.nn.LayerNorm):
     """What `swap` makes of an exact `torch.nn.LayerNorm`."""
 
@@ -134,7 +215,35 @@ class Dropout(DropoutForward, onepass.nn.Dropout):
     _onepass_original = torch.nn.Dropout
 
 
-STATIC = {cls._onepass_original: cls for cls in (LayerNorm, RMSNorm, Dropout)}
+class MultiheadAttention(MultiheadAttentionForward, onepass.nn.MultiheadAttention):
+    """What `swap` makes of an exact `torch.nn.MultiheadAttention`."""
+
+    _onepass_original = torch.nn.MultiheadAttention
+
+
+class TransformerEncoderLayer(EncoderLayerForward, onepass.nn.TransformerEncoderLayer):
+    """What `swap` makes of an exact `torch.nn.TransformerEncoderLayer`."""
+
+    _onepass_original = torch.nn.TransformerEncoderLayer
+
+
+class TransformerDecoderLayer(DecoderLayerForward, onepass.nn.TransformerDecoderLayer):
+    """What `swap` makes of an exact `torch.nn.TransformerDecoderLayer`."""
+
+    _onepass_original = torch.nn.TransformerDecoderLayer
+
+
+STATIC = {
+    cls._onepass_original: cls
+    for cls in (
+        LayerNorm,
+        RMSNorm,
+        Dropout,
+        MultiheadAttention,
+        TransformerEncoderLayer,
+        TransformerDecoderLayer,
+    )
+}
 
 
 class _Dynamic:
@@ -174,6 +283,8 @@ def make_class(original: type, forward: type[Swapped], spec: NormSpec | None = N
         "_onepass_original": original,
         "_onepass_forward": forward,
     }
+    if forward is AttentionCalls:
+        namespace["forward"] = _redirected(original.forward)
     if spec is not None:
         namespace["_onepass_spec"] = spec
         namespace["_onepass_out_dtypes"] = {(x, w): out for x, w, out in spec.dtypes}
@@ -184,6 +295,28 @@ def make_class(original: type, forward: type[Swapped], spec: NormSpec | None = N
 def is_swapped(cls: type) -> bool:
     """Whether cls was made by `swap`; a subclass put on top of such a class was not."""
     return "_onepass_original" in cls.__dict__
+
+
+def has_kernels(device: str, kind: str = "norm") -> bool:
+    """Whether this build registers a kind's operators for a device type."""
+    if device in ("cpu", "meta"):
+        return True
+    ops = torch.ops.onepass
+    op = ops.attention_forward.default if kind == "attention" else ops.norm_forward.default
+    key = getattr(torch._C.DispatchKey, device.upper(), None)
+    return key is not None and op.has_kernel_for_dispatch_key(key)
+
+
+MOST_HEAD_DIM = 512  # of the attention operator
+_ATTENTION_DEVICES = frozenset(
+    device for device in ("cpu", "cuda", "meta") if has_kernels(device, "attention")
+)
+
+
+def _is_for_attention(input: Tensor) -> bool:
+    """Whether attention may be given this tensor: distributed ones, and those on a device that has
+    no kernels in this build, run the original."""
+    return input.device.type in _ATTENTION_DEVICES and not hasattr(input, "device_mesh")
 
 
 def _is_plain(input: Tensor) -> bool:

@@ -20,16 +20,42 @@ _RANDOM_STREAMS = (
     "dropout was swapped: its random stream is reproducible from manual_seed and not equal to "
     "stock's; an unseeded shuffle drawn from the same generator moves too"
 )
+_ATTENTION_STREAMS = (
+    "attention was swapped: where it drops weights, its random stream is reproducible from "
+    "manual_seed and not equal to stock's"
+)
+_NEED_WEIGHTS = (
+    "{names}: calls with need_weights=True, torch's default, ask for the matrix of weights: torch "
+    "computes them as before and nothing is gained; pass need_weights=False"
+)
+_ENCODER_LAYERS = (
+    "{names}: in inference too they run the modules in them, where torch computes a layer in one "
+    "call; of the nested tensors that nn.TransformerEncoder makes of a padding mask they compute "
+    "the rows as one packed batch, and padding comes back as zeros, as in stock"
+)
+_ATTENTION_CALLS = (
+    "calls of F.scaled_dot_product_attention with nested or distributed tensors, a CausalBias, or "
+    f"a head_dim above {classes.MOST_HEAD_DIM} run torch's"
+)
+_REGISTRY = (
+    "to run transformers on onepass's attention, register a function that calls onepass.functional."
+    "scaled_dot_product_attention with transformers.AttentionInterface, transformers' own "
+    "sdpa_mask under the same name with AttentionMaskInterface, and choose the name with "
+    "model.set_attn_implementation"
+)
 _PROBED = (
     "norms of other classes were accepted by a numeric probe on the CPU; in dtype combinations "
     "that it did not prove (float64 for most) they run their own forward"
 )
 _FAST_PATH = (
     "{names}: in eval mode without gradients torch's fast path computes these layers in one call "
-    "and reads the norms' weights only: the swapped modules run in training, and whenever the fast "
+    "and reads their parameters only: the swapped modules run in training, and whenever the fast "
     "path is off; nested tensors, which it makes of a padding mask, run the stock forward"
 )
 _SHARDED = "is sharded (FSDP); swap before sharding"
+
+
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class _Found(NamedTuple):
@@ -306,25 +332,58 @@ def _notes(model, found, report, plans, include, exclude) -> list[str]:
         notes.append(f"nothing in this model can be swapped: its root {_wrapper(model)}")
     if any(plan.kind == "dropout" for plan in plans):
         notes.append(_RANDOM_STREAMS)
+    notes += _attention_notes(found, plans)
+    if any(entry["reason"] == matchers.REGISTRY for entry in report.skipped):
+        notes.append(_REGISTRY)
     if any(issubclass(plan.cls, ForeignNormForward) for plan in plans):
         notes.append(_PROBED)
-    touched = {id(plan.module) for plan in plans}
-    bypassed = [
-        item.names[0]
-        for item in found
-        if getattr(type(item.module), "forward", None) is nn.TransformerEncoderLayer.forward
-        and any(id(child) in touched for child in item.module.modules())
-    ]
-    if bypassed:
-        notes.append(_FAST_PATH.format(names=", ".join(grouped(bypassed))))
     names = [name for item in found for name in item.names]
     for option, patterns in (("include", include), ("exclude", exclude)):
         for pattern in patterns or ():
             if not fnmatch.filter(names, pattern):
                 notes.append(f"{option} pattern {pattern!r} matches no module")
-    if plans and torch.cuda.is_available() and not matchers.has_kernels("cuda"):
+    kinds = {plan.kind for plan in plans} if torch.cuda.is_available() else set()
+    if kinds - {"attention"} and not matchers.has_kernels("cuda"):
         notes.append("this build has kernels for the CPU only: unswap before moving to a GPU")
+    if "attention" in kinds and not matchers.has_kernels("cuda", "attention"):
+        notes.append("this build has attention for the CPU only: on a GPU torch's runs as before")
     return notes
+
+
+def _attention_notes(found: list[_Found], plans: list[_Plan]) -> list[str]:
+    names = {id(item.module): item.names[0] for item in found}
+    forwards = {id(plan.module): plan.cls for plan in plans}
+
+    def swapped_to(forward: type, modules) -> list[str]:
+        return [
+            names[id(module)]
+            for module in modules
+            if issubclass(forwards.get(id(module), object), forward)
+        ]
+
+    def note(text: str, modules: list[str]) -> list[str]:
+        return [text.format(names=", ".join(grouped(modules)))] if modules else []
+
+    modules = [item.module for item in found]
+    layers = [module for module in modules if isinstance(module, _LAYERS)]
+    in_layers = {id(part) for layer in layers for part in layer.children()}
+    alone = [module for module in modules if id(module) not in in_layers]
+    calling = swapped_to(classes.AttentionCalls, modules)
+    dropping = [m for m in modules if isinstance(m, nn.MultiheadAttention) and m.dropout > 0.0]
+    bypassed = [
+        names[id(layer)]
+        for layer in layers
+        if type(layer).forward is nn.TransformerEncoderLayer.forward
+        and id(layer) not in forwards
+        and any(id(part) in forwards for part in layer.modules())
+    ]
+    notes = []
+    if calling or swapped_to(classes.MultiheadAttentionForward, dropping):
+        notes.append(_ATTENTION_STREAMS)
+    notes += note(_NEED_WEIGHTS, swapped_to(classes.MultiheadAttentionForward, alone))
+    notes += note(_ENCODER_LAYERS, swapped_to(classes.EncoderLayerForward, modules))
+    notes += note(_ATTENTION_CALLS, calling)
+    return notes + note(_FAST_PATH, bypassed)
 
 
 def _patterns(option: str, patterns) -> tuple[str, ...] | None:
@@ -348,9 +407,7 @@ def _swapped_entry(name: str, kind: str, original: type, target: type) -> dict[s
 def _to(cls: type[classes.Swapped]) -> str:
     if issubclass(cls, ForeignNormForward):
         return f"onepass {cls._onepass_spec}"
-    if issubclass(cls, classes.DropoutForward):
-        return "onepass.nn.Dropout"
-    return f"onepass.nn.{'LayerNorm' if issubclass(cls, classes.LayerNormForward) else 'RMSNorm'}"
+    return cls._onepass_to
 
 
 def _full_name(cls: type) -> str:

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import onepass.nn
-from onepass.swapping import classes
+from onepass.swapping import callsites, classes
+from onepass.swapping.classes import has_kernels
 
 KINDS = ("norm", "attention", "dropout")
 
@@ -44,6 +45,21 @@ _OTHER_NORMS = (
     (nn.GroupNorm, "normalises groups of channels over all positions"),
     (nn.LocalResponseNorm, "normalises over neighbouring channels"),
 )
+_STOCK_ATTENTION = {
+    nn.MultiheadAttention.forward: classes.MultiheadAttentionForward,
+    nn.TransformerEncoderLayer.forward: classes.EncoderLayerForward,
+    nn.TransformerDecoderLayer.forward: classes.DecoderLayerForward,
+}
+_OWN_ATTENTION = (
+    onepass.nn.MultiheadAttention,
+    onepass.nn.TransformerEncoderLayer,
+    onepass.nn.TransformerDecoderLayer,
+)
+REGISTRY = "takes attention by name from transformers' registry: add onepass's there, see the notes"
+_CHECKPOINTS = (
+    "checkpoints inside its forward, whose recomputation would run torch's attention; checkpoint "
+    "around the module"
+)
 # "norm" as in RMSNorm, LayerNorm1P, Normalization; not as in normal or NormedEmbedding.
 _NORM_NAME = re.compile(r"norm(?!al(?!i)|ed)", re.IGNORECASE)
 _NORM_NAME_END = re.compile(r"norm(alization)?(\dd|gated|zero|single)?$", re.IGNORECASE)
@@ -66,7 +82,7 @@ def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
         if found is not None:
             if found.reason or found.unknown:
                 return found
-            obstacle = _obstacle(module)
+            obstacle = _obstacle(module, kind)
             return found._replace(reason=obstacle) if obstacle else found
     return None
 
@@ -111,8 +127,29 @@ def _dropout(module: nn.Module) -> Match | None:
 
 
 def _attention(module: nn.Module) -> Match | None:
-    if isinstance(module, nn.MultiheadAttention) or _ATTENTION_NAME.search(type(module).__name__):
-        return Match("attention", unknown=True, reason="no rule for attention modules yet")
+    cls = type(module)
+    if isinstance(module, _OWN_ATTENTION):
+        return None
+    if cls.forward in _STOCK_ATTENTION:
+        reason = ""
+        if isinstance(module, nn.MultiheadAttention):
+            if module.head_dim > classes.MOST_HEAD_DIM:
+                reason = f"its head_dim, {module.head_dim}, is above {classes.MOST_HEAD_DIM}"
+        elif cls.forward is nn.TransformerEncoderLayer.forward:
+            if cls._sa_block is not nn.TransformerEncoderLayer._sa_block:
+                reason = "its class overrides _sa_block, which gets masks in torch's form"
+        return Match("attention", forward=_STOCK_ATTENTION[cls.forward], reason=reason)
+    if isinstance(module, nn.MultiheadAttention):
+        return Match("attention", unknown=True, reason="a subclass with a forward of its own")
+    calls = callsites.calls_of(module)
+    if calls.registry:
+        return Match("attention", reason=REGISTRY)
+    if calls.attention:
+        reason = _CHECKPOINTS if calls.checkpoint else ""
+        return Match("attention", forward=classes.AttentionCalls, reason=reason)
+    if _ATTENTION_NAME.search(cls.__name__):
+        reason = "calls no F.scaled_dot_product_attention itself; modules in it are looked at alone"
+        return Match("attention", unknown=True, reason=reason)
     return None
 
 
@@ -181,7 +218,7 @@ def _holds_tensor(value) -> bool:
     return any(isinstance(item, torch.Tensor) for item in value)
 
 
-def _obstacle(module: nn.Module) -> str:
+def _obstacle(module: nn.Module, kind: str) -> str:
     """Why a module of a known class cannot be swapped all the same; empty if nothing does."""
     cls = type(module)
     if "forward" in vars(module):
@@ -195,17 +232,7 @@ def _obstacle(module: nn.Module) -> str:
             continue
         if type(parameter) is not nn.Parameter:
             return f"its {name} is a {type(parameter).__name__}"
-        device = parameter.device.type
-        if not has_kernels(device):
+    for device in {parameter.device.type for parameter in module.parameters()}:
+        if not has_kernels(device, kind):
             return f"onepass has no kernels for its device, {device}, in this build"
     return ""
-
-
-def has_kernels(device: str) -> bool:
-    """Whether this build registers the norm family for a device type."""
-    if device in ("cpu", "meta"):
-        return True
-    key = getattr(torch._C.DispatchKey, device.upper(), None)
-    return key is not None and torch.ops.onepass.norm_forward.default.has_kernel_for_dispatch_key(
-        key
-    )

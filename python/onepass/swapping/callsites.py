@@ -1,0 +1,138 @@
+"""Whether a module's own forward calls `F.scaled_dot_product_attention`, read from its code.
+
+Nothing is run. From the forward, whatever it names is looked up where Python would find it: in its
+globals, on the module and its class, in its closure and defaults. Functions found there are read
+the same way, a few calls deep, so that helpers, decorators, aliases and processor objects are seen
+through. Submodules are not: each of them is asked by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn import functional as F
+
+_ATTENTION = "scaled_dot_product_attention"
+_CHECKPOINTS = {"checkpoint", "checkpoint_sequential", "_gradient_checkpointing_func"}
+_CHECKPOINT_FUNCTIONS = (
+    torch.utils.checkpoint.checkpoint,
+    torch.utils.checkpoint.checkpoint_sequential,
+)
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # transformers'
+_DEPTH = 4  # of calls within calls
+_MOST_FUNCTIONS = 200
+
+
+class Calls(NamedTuple):
+    """What a forward reaches."""
+
+    attention: bool = False
+    checkpoint: bool = False
+    registry: bool = False
+
+
+def calls_of(module: nn.Module) -> Calls:
+    """What the forward of this module reaches by itself, submodules left out."""
+    forward = inspect.getattr_static(type(module), "forward")
+    found: set[str] = set()
+    pending = [(function, module, _DEPTH) for function in _functions(forward)]
+    seen = {id(function) for function, _, _ in pending}
+    while pending and len(seen) < _MOST_FUNCTIONS:
+        function, owner, depth = pending.pop()
+        for name, values in _named(function, owner):
+            found |= _classified(function, name, values)
+            for value in values:
+                callee, its_owner = _callee(value, owner)
+                for inner in _functions(callee):
+                    if depth and id(inner) not in seen:
+                        seen.add(id(inner))
+                        pending.append((inner, its_owner, depth - 1))
+    return Calls(*(name in found for name in Calls._fields))
+
+
+def _classified(function: types.FunctionType, name: str, values: list) -> set[str]:
+    """What a name in a function stands for, of the fields of `Calls`: by what it is; failing that,
+    as an attribute of something that cannot be known here (F, or what a call returned), by itself.
+    """
+    values = [_undecorated(value) for value in values if value is not function]
+    if any(value is F.scaled_dot_product_attention for value in values):
+        return {"attention"}
+    if name == _ATTENTION and not values:
+        return {"attention"}
+    if name in _CHECKPOINTS or any(value is f for value in values for f in _CHECKPOINT_FUNCTIONS):
+        return {"checkpoint"}
+    return {"registry"} if name == _REGISTRY else set()
+
+
+def _named(function: types.FunctionType, owner) -> Iterator[tuple[str, list]]:
+    """Every name in a function's code, with what it may mean."""
+    code = function.__code__
+    names = _names(code)
+    for name in names:
+        values = [function.__globals__[name]] if name in function.__globals__ else []
+        yield name, values + _attributes(owner, name, inherited="super" in names)
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        try:
+            yield name, [cell.cell_contents]
+        except ValueError:  # not assigned yet
+            continue
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield "", [value]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Globals and attributes that code uses, that of functions defined in it included."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
+
+
+def _attributes(owner, name: str, *, inherited: bool) -> list:
+    """What `owner.name` may mean; with all overridden definitions if super() may call them."""
+    attributes = getattr(owner, "__dict__", {})
+    values = [attributes[name]] if name in attributes else []
+    for cls in type(owner).__mro__:
+        if name in vars(cls) and cls not in (nn.Module, object):
+            values.append(vars(cls)[name])
+            if not inherited:
+                break
+    return values
+
+
+def _callee(value, owner) -> tuple[object, object]:
+    """(what runs when value is called, whose attributes it sees), (None, None) for a module."""
+    value = _undecorated(value)
+    if isinstance(value, (nn.Module, types.ModuleType, type)):
+        return None, None
+    if isinstance(value, types.MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, (types.FunctionType, staticmethod, classmethod, property)):
+        return value, owner
+    return inspect.getattr_static(type(value), "__call__", None), value  # a processor object
+
+
+def _undecorated(value):
+    while isinstance(value, (functools.partial, functools.partialmethod)):
+        value = value.func
+    return value
+
+
+def _functions(value) -> Iterator[types.FunctionType]:
+    """The function in a descriptor and those it wraps, unless they are torch's own."""
+    value = _undecorated(value)
+    if isinstance(value, property):
+        value = value.fget
+    value = getattr(value, "__func__", value)
+    while isinstance(value, types.FunctionType):
+        if value.__module__ is None or value.__module__.partition(".")[0] != "torch":
+            yield value
+        value = getattr(value, "__wrapped__", None)
