@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -165,104 +166,140 @@ POOL = torch.randn(3, 4, 2, 8)
 PAGED = dict(query=torch.randn(6, 4, 8), key=POOL, value=POOL, cu_seq_q=CU_Q, max_q=4, max_k=8,
              block_table=int32([[0, 1], [2, 0]]), seqused_k=int32([7, 3]), scale=1.0)  # fmt: skip
 SEED = torch.zeros(2, dtype=torch.int64)
-FLOATS = "float32, bfloat16, float16 or float64"
 
-# Changes of a right call, and the message: argument, a word or two of the rule, the value.
+# Changes of a right call, and the whole message behind `attention: `.
 WRONG = [
     # shapes
-    (RIGHT, dict(query=X[0]), "query", "dim", r"\(4, 6, 8\)"),
-    (RIGHT, dict(key=KV[0]), "key", "", r"\(2, 5, 8\)"),
-    (RIGHT, dict(value=KV[:, :, :4]), "value", "", r"\(2, 2, 4, 8\)"),
-    (RIGHT, dict(key=KV[:1], value=KV[:1]), "key", "", r"\(1, 2, 5, 8\)"),
-    (RIGHT, dict(key=KV[..., :7]), "key", "", r"\(2, 2, 5, 7\)"),
-    (RIGHT, dict(value=KV[:, :1]), "value", "", r"\(2, 1, 5, 8\)"),
-    (RIGHT, dict(query=X[:, :3]), "query", "", ".*3.*"),
-    (RIGHT, dict(query=X[:, :0]), "query", "", ".*0.*"),
-    (RIGHT, dict(key=KV[:, :0], value=KV[:, :0]), "key", "", ".*0.*"),
-    (RIGHT, dict(query=X[..., :0], key=KV[..., :0]), "query", "", ".*0.*"),
-    (RIGHT, dict(value=KV[..., :0]), "value", "", ".*0.*"),
-    (RIGHT, dict(query=torch.zeros(2, 4, 6, 513), key=torch.zeros(2, 2, 5, 513)), "query", "512",
-     ".*513.*"),
-    (RIGHT, dict(value=torch.zeros(2, 2, 5, 513)), "value", "512", ".*513.*"),
+    (RIGHT, dict(query=X[0]), "query must have 4 dimensions, got (4, 6, 8)"),
+    (RIGHT, dict(key=KV[0]), "key must have 4 dimensions, got (2, 5, 8)"),
+    (RIGHT, dict(value=KV[:, :, :4]), "value must have shape (2, 2, 5, 8), got (2, 2, 4, 8)"),
+    (RIGHT, dict(key=KV[:1], value=KV[:1]), "key must have shape (2, 2, 5, 8), got (1, 2, 5, 8)"),
+    (RIGHT, dict(key=KV[..., :7]), "key must have shape (2, 2, 5, 8), got (2, 2, 5, 7)"),
+    (RIGHT, dict(value=KV[:, :1]), "value must have shape (2, 2, 5, 8), got (2, 1, 5, 8)"),
+    (RIGHT, dict(query=X[:, :3]), "query must have a multiple of the 2 heads of key, got 3"),
+    (RIGHT, dict(query=X[:, :0]), "query must have a multiple of the 2 heads of key, got 0"),
+    (RIGHT, dict(key=KV[:, :0], value=KV[:, :0]), "key must have at least one head, got 0"),
+    (RIGHT, dict(query=X[..., :0], key=KV[..., :0]),
+     "query must have a head_dim of 1 to 512, got 0"),
+    (RIGHT, dict(value=KV[..., :0]), "value must have a head_dim of 1 to 512, got 0"),
+    (RIGHT, dict(query=torch.zeros(2, 4, 6, 513), key=torch.zeros(2, 2, 5, 513)),
+     "query must have a head_dim of 1 to 512, got 513"),
+    (RIGHT, dict(value=torch.zeros(2, 2, 5, 513)),
+     "value must have a head_dim of 1 to 512, got 513"),
     # dtypes and devices
-    (RIGHT, dict(query=X.long()), "query", FLOATS, "int64"),
-    (RIGHT, dict(key=KV.bfloat16()), "key", "dtype", "bfloat16"),
-    (RIGHT, dict(value=KV.double()), "value", "dtype", "float64"),
-    (RIGHT, dict(key=KV.to("meta")), "key", "device", ".*"),
-    (RIGHT, dict(bias=torch.zeros(1, 1, 1, 5, device="meta")), "bias", "device", ".*"),
+    (RIGHT, dict(query=X.long()),
+     "query must have dtype float32, bfloat16, float16 or float64, got int64"),
+    (RIGHT, dict(key=KV.bfloat16()), "key must have dtype float32 like query, got bfloat16"),
+    (RIGHT, dict(value=KV.double()), "value must have dtype float32 like query, got float64"),
+    (RIGHT, dict(key=KV.to("meta")), "key must be on the device of query, cpu, got meta"),
+    (RIGHT, dict(bias=torch.zeros(1, 1, 1, 5, device="meta")),
+     "bias must be on the device of query, cpu, got meta"),
     # bias and mask
-    (RIGHT, dict(bias=torch.zeros(6, 5)), "bias", "", r"\(6, 5\)"),
-    (RIGHT, dict(bias=torch.zeros(1, 3, 6, 5)), "bias", "", r"\(1, 3, 6, 5\)"),
-    (RIGHT, dict(bias=torch.zeros(1, 1, 6, 1)), "bias", "", r"\(1, 1, 6, 1\)"),
-    (RIGHT, dict(bias=torch.zeros(1, 1, 6, 5).int()), "bias", "dtype", "int32"),
-    (RIGHT, dict(bias=torch.zeros(1, 1, 6, 5).double()), "bias", "dtype", "float64"),
-    (RIGHT, dict(mask=torch.zeros(3, 1, 6, 5).bool()), "mask", "", r"\(3, 1, 6, 5\)"),
-    (RIGHT, dict(mask=torch.zeros(1, 1, 6, 5)), "mask", "bool", "float32"),
+    (RIGHT, dict(bias=torch.zeros(6, 5)),
+     "bias must have shape (2, 4, 6, 5) or 1 in place of all sizes but the last, got (6, 5)"),
+    (RIGHT, dict(bias=torch.zeros(1, 3, 6, 5)),
+     "bias must have shape (2, 4, 6, 5) or 1 in place of all sizes but the last, got (1, 3, 6, 5)"),
+    (RIGHT, dict(bias=torch.zeros(1, 1, 6, 1)),
+     "bias must have shape (2, 4, 6, 5) or 1 in place of all sizes but the last, got (1, 1, 6, 1)"),
+    (RIGHT, dict(bias=torch.zeros(1, 1, 6, 5).int()),
+     "bias must have dtype float32, bfloat16, float16 or float64, got int32"),
+    (RIGHT, dict(bias=torch.zeros(1, 1, 6, 5).double()),
+     "bias must have dtype float32, bfloat16 or float16 beside query, got float64"),
+    (RIGHT, dict(mask=torch.zeros(3, 1, 6, 5).bool()),
+     "mask must have shape (2, 4, 6, 5) or 1 in place of all sizes but the last, got (3, 1, 6, 5)"),
+    (RIGHT, dict(mask=torch.zeros(1, 1, 6, 5)), "mask must have dtype bool, got float32"),
     # slopes and sinks
-    (RIGHT, dict(alibi_slopes=torch.zeros(3)), "alibi_slopes", "", r"\(3,\)"),
-    (RIGHT, dict(alibi_slopes=torch.zeros(3, 4)), "alibi_slopes", "", r"\(3, 4\)"),
-    (RIGHT, dict(alibi_slopes=torch.zeros(4).half()), "alibi_slopes", "float32", "float16"),
-    (RIGHT, dict(sinks=torch.zeros(2)), "sinks", "", r"\(2,\)"),
-    (RIGHT, dict(sinks=torch.zeros(4).half()), "sinks", "float32", "float16"),
+    (RIGHT, dict(alibi_slopes=torch.zeros(3)),
+     "alibi_slopes must have shape (4,) or (2, 4), got (3,)"),
+    (RIGHT, dict(alibi_slopes=torch.zeros(3, 4)),
+     "alibi_slopes must have shape (4,) or (2, 4), got (3, 4)"),
+    (RIGHT, dict(alibi_slopes=torch.zeros(4).half()),
+     "alibi_slopes must have dtype float32, got float16"),
+    (RIGHT, dict(sinks=torch.zeros(2)), "sinks must have shape (4,), got (2,)"),
+    (RIGHT, dict(sinks=torch.zeros(4).half()),
+     "sinks must have dtype float32 or query's float32, got float16"),
     # numbers
-    (RIGHT, dict(window_left=-2), "window_left", "-1", "-2"),
-    (RIGHT, dict(window_right=-7), "window_right", "-1", "-7"),
-    (RIGHT, dict(dropout_p=1.5, seed=SEED), "dropout_p", "between 0 and 1", "1.5"),
-    (RIGHT, dict(dropout_p=-0.1, seed=SEED), "dropout_p", "between 0 and 1", "-0.1"),
-    (RIGHT, dict(dropout_p=float("nan"), seed=SEED), "dropout_p", "between 0 and 1", ".*nan"),
-    (RIGHT, dict(softcap=-1.0), "softcap", "", "-1"),
-    (RIGHT, dict(dropout_p=0.5), "seed", "dropout_p > 0", "none"),
-    (RIGHT, dict(seed=SEED), "seed", "dropout_p > 0", "one"),
-    (RIGHT, dict(dropout_p=0.5, seed=SEED[:1]), "seed", "int64", r"\(1,\)"),
-    (RIGHT, dict(dropout_p=0.5, seed=SEED.int()), "seed", "int64", ".*"),
-    (RIGHT, dict(query_scale=torch.ones(())), "query_scale", "not be given", ".*"),
-    (RIGHT, dict(key_scale=torch.ones(())), "key_scale", "not be given", ".*"),
-    (RIGHT, dict(value_scale=torch.ones(())), "value_scale", "not be given", ".*"),
+    (RIGHT, dict(window_left=-2), "window_left must be at least -1, got -2"),
+    (RIGHT, dict(window_right=-7), "window_right must be at least -1, got -7"),
+    (RIGHT, dict(dropout_p=1.5, seed=SEED), "dropout_p must lie between 0 and 1, got 1.5"),
+    (RIGHT, dict(dropout_p=-0.1, seed=SEED), "dropout_p must lie between 0 and 1, got -0.1"),
+    (RIGHT, dict(dropout_p=float("nan"), seed=SEED), "dropout_p must lie between 0 and 1, got nan"),
+    (RIGHT, dict(softcap=-1.0), "softcap must be finite and not negative, got -1"),
+    (RIGHT, dict(dropout_p=0.5), "seed must be given with dropout_p > 0 only, got none"),
+    (RIGHT, dict(seed=SEED), "seed must be given with dropout_p > 0 only, got one"),
+    (RIGHT, dict(dropout_p=0.5, seed=SEED[:1]),
+     "seed must be a dense int64 tensor of shape (2,) on cpu, got (1,) of int64 on cpu"),
+    (RIGHT, dict(dropout_p=0.5, seed=SEED.int()),
+     "seed must be a dense int64 tensor of shape (2,) on cpu, got (2,) of int32 on cpu"),
+    (RIGHT, dict(query_scale=torch.ones(())),
+     "query_scale must not be given, 8-bit inputs are not supported, got one"),
+    (RIGHT, dict(key_scale=torch.ones(())),
+     "key_scale must not be given, 8-bit inputs are not supported, got one"),
+    (RIGHT, dict(value_scale=torch.ones(())),
+     "value_scale must not be given, 8-bit inputs are not supported, got one"),
     # packed sequences
-    (PACKED, dict(query=X), "query", "", r"\(2, 4, 6, 8\)"),
-    (PACKED, dict(cu_seq_k=None), "cu_seq_k", "given", "none"),
-    (RIGHT, dict(cu_seq_k=CU_K), "cu_seq_k", "", ".*"),
-    (PACKED, dict(cu_seq_q=CU_Q.long()), "cu_seq_q", "int32", ".*int64.*"),
-    (PACKED, dict(cu_seq_k=CU_K.long()), "cu_seq_k", "int32", ".*int64.*"),
-    (PACKED, dict(cu_seq_k=int32([0, 5])), "cu_seq_k", "", r"\(2,\)"),
-    (PACKED, dict(cu_seq_q=int32([1, 2, 6])), "cu_seq_q", "0", "1"),
-    (PACKED, dict(cu_seq_q=int32([0, 7, 6])), "cu_seq_q", "", ".*"),
-    (PACKED, dict(cu_seq_q=int32([0, 2, 5])), "cu_seq_q", "6", "5"),
-    (PACKED, dict(cu_seq_k=int32([0, 4, 6])), "cu_seq_k", "5", "6"),
-    (PACKED, dict(cu_seq_k=int32([0, -1, 5])), "cu_seq_k", "", ".*"),
-    (PACKED, dict(max_q=3), "max_q", "4", "3"),
-    (PACKED, dict(max_k=3), "max_k", "4", "3"),
-    (PACKED, dict(query_offset=1), "query_offset", "0", "1"),
-    (PACKED, dict(key_offset=8), "key_offset", "0", "8"),
-    (PACKED, dict(seqused_k=int32([5, 1])), "seqused_k", "4", "5"),
-    (PACKED, dict(seqused_q=int32([2, -1])), "seqused_q", "", "-1"),
-    (PACKED, dict(seqused_k=int32([1])), "seqused_k", "", r"\(1,\)"),
-    (RIGHT, dict(seqused_k=int32([6, 1])), "seqused_k", "5", "6"),
-    (RIGHT, dict(seqused_q=int32([7, 1])), "seqused_q", "6", "7"),
-    (RIGHT, dict(seqused_q=SEED), "seqused_q", "int32", ".*int64.*"),
+    (PACKED, dict(query=X), "query must have 3 dimensions, got (2, 4, 6, 8)"),
+    (PACKED, dict(cu_seq_k=None),
+     "cu_seq_k must be given with cu_seq_q, and not without, got none"),
+    (RIGHT, dict(cu_seq_k=CU_K), "cu_seq_k must be given with cu_seq_q, and not without, got one"),
+    (PACKED, dict(cu_seq_q=CU_Q.long()),
+     "cu_seq_q must be an int32 tensor of shape (3,) on cpu, got (3,) of int64 on cpu"),
+    (PACKED, dict(cu_seq_k=CU_K.long()),
+     "cu_seq_k must be an int32 tensor of shape (3,) on cpu, got (3,) of int64 on cpu"),
+    (PACKED, dict(cu_seq_k=int32([0, 5])),
+     "cu_seq_k must be an int32 tensor of shape (3,) on cpu, got (2,) of int32 on cpu"),
+    (PACKED, dict(cu_seq_q=int32([1, 2, 6])), "cu_seq_q must begin with 0, got 1"),
+    (PACKED, dict(cu_seq_q=int32([0, 7, 6])), "cu_seq_q must not decrease, got 6 behind 7"),
+    (PACKED, dict(cu_seq_q=int32([0, 2, 5])),
+     "cu_seq_q must end with the number of rows, 6, got 5"),
+    (PACKED, dict(cu_seq_k=int32([0, 4, 6])),
+     "cu_seq_k must end with the number of rows, 5, got 6"),
+    (PACKED, dict(cu_seq_k=int32([0, -1, 5])), "cu_seq_k must not decrease, got -1 behind 0"),
+    (PACKED, dict(max_q=3), "max_q must be at least the longest sequence, 4, got 3"),
+    (PACKED, dict(max_k=3), "max_k must be at least the longest sequence, 4, got 3"),
+    (PACKED, dict(query_offset=1),
+     "query_offset must be 0 where sequences have lengths of their own, got 1"),
+    (PACKED, dict(key_offset=8),
+     "key_offset must be 0 where sequences have lengths of their own, got 8"),
+    (PACKED, dict(seqused_k=int32([5, 1])),
+     "seqused_k must lie between 0 and the rows of the sequence, 4, got 5"),
+    (PACKED, dict(seqused_q=int32([2, -1])),
+     "seqused_q must lie between 0 and the rows of the sequence, 4, got -1"),
+    (PACKED, dict(seqused_k=int32([1])),
+     "seqused_k must be an int32 tensor of shape (2,) on cpu, got (1,) of int32 on cpu"),
+    (RIGHT, dict(seqused_k=int32([6, 1])),
+     "seqused_k must lie between 0 and the rows of the sequence, 5, got 6"),
+    (RIGHT, dict(seqused_q=int32([7, 1])),
+     "seqused_q must lie between 0 and the rows of the sequence, 6, got 7"),
+    (RIGHT, dict(seqused_q=SEED),
+     "seqused_q must be an int32 tensor of shape (2,) on cpu, got (2,) of int64 on cpu"),
     # pages
-    (PAGED, dict(block_table=int32([[0, 3], [2, 0]])), "block_table", "3", "3"),
-    (PAGED, dict(block_table=int32([[0, -1], [2, 0]])), "block_table", "", "-1"),
-    (PAGED, dict(block_table=int32([[0, 1]])), "block_table", "", r"\(1, 2\)"),
-    (PAGED, dict(block_table=torch.zeros(2, 2).long()), "block_table", "int32", ".*int64.*"),
-    (PAGED, dict(seqused_k=None), "seqused_k", "given", "none"),
-    (PAGED, dict(seqused_k=int32([9, 3])), "seqused_k", "8", "9"),
-    (PAGED, dict(cu_seq_q=None), "cu_seq_q", "given", "none"),
-    (PAGED, dict(cu_seq_k=CU_K), "cu_seq_k", "not be given", "one"),
-    (PAGED, dict(key=POOL[0], value=POOL[0]), "key", "", r"\(4, 2, 8\)"),
+    (PAGED, dict(block_table=int32([[0, 3], [2, 0]])),
+     "block_table must hold numbers of the 3 pages, got 3"),
+    (PAGED, dict(block_table=int32([[0, -1], [2, 0]])),
+     "block_table must hold numbers of the 3 pages, got -1"),
+    (PAGED, dict(block_table=int32([[0, 1]])),
+     "block_table must be an int32 tensor of shape (2, 2) on cpu, got (1, 2) of int32 on cpu"),
+    (PAGED, dict(block_table=torch.zeros(2, 2).long()),
+     "block_table must be an int32 tensor of shape (2, 2) on cpu, got (2, 2) of int64 on cpu"),
+    (PAGED, dict(seqused_k=None), "seqused_k must be given with block_table, got none"),
+    (PAGED, dict(seqused_k=int32([9, 3])),
+     "seqused_k must lie between 0 and the rows of the sequence, 8, got 9"),
+    (PAGED, dict(cu_seq_q=None), "cu_seq_q must be given with block_table, got none"),
+    (PAGED, dict(cu_seq_k=CU_K), "cu_seq_k must not be given with block_table, got one"),
+    (PAGED, dict(key=POOL[0], value=POOL[0]), "key must have 4 dimensions, got (4, 2, 8)"),
 ]  # fmt: skip
 
 
 def named(number: int) -> str:
-    _, changes, argument, rule, _ = WRONG[number]
-    return f"{'+'.join(changes)}-{argument}-{rule}-{number}"
+    return f"{'+'.join(WRONG[number][1])}-{number}"
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=named)
 def test_messages(number):
-    right, changes, argument, rule, value = WRONG[number]
+    right, changes, message = WRONG[number]
     arguments = {name: v for name, v in (right | changes).items() if v is not None}
-    with pytest.raises(RuntimeError, match=rf"^attention: {argument} must .*{rule}.*, got {value}"):
+    with pytest.raises(RuntimeError, match=f"^attention: {re.escape(message)}($|\n)"):
         torch.ops.onepass.attention_forward(**arguments)
 
 
@@ -273,29 +310,27 @@ def test_the_right_calls_are_right():
 
 
 WRONG_BACKWARD = [
-    (dict(doutput=X[..., :7]), "doutput", "shape", r"\(2, 4, 6, 7\)"),
-    (dict(doutput=X.double()), "doutput", "dtype", "float64"),
-    (dict(dlse=torch.zeros(2, 4)), "dlse", "shape", r"\(2, 4\)"),
-    (dict(dlse=torch.zeros(2, 4, 6).bfloat16()), "dlse", "dtype", "bfloat16"),
-    (dict(output=X[:, :2]), "output", "shape", r"\(2, 2, 6, 8\)"),
-    (dict(lse=torch.zeros(2, 4, 5)), "lse", "shape", r"\(2, 4, 5\)"),
-    (dict(lse=torch.zeros(2, 4, 6).double()), "lse", "dtype", "float64"),
-    (dict(grad_mask=64), "grad_mask", "", "64"),
-    (dict(grad_mask=-1), "grad_mask", "", "-1"),
-    (dict(grad_mask=8), "grad_mask|bias", "", ".*"),
-    (dict(key=KV[:, :, :4]), "value", "", ".*"),
-    (dict(window_left=-2), "window_left", "-1", "-2"),
-]
+    (dict(doutput=X[..., :7]), "doutput must have shape (2, 4, 6, 8), got (2, 4, 6, 7)"),
+    (dict(doutput=X.double()),
+     "doutput must have dtype float32, bfloat16 or float16 beside query, got float64"),
+    (dict(dlse=torch.zeros(2, 4)), "dlse must have shape (2, 4, 6), got (2, 4)"),
+    (dict(dlse=torch.zeros(2, 4, 6).bfloat16()), "dlse must have dtype float32, got bfloat16"),
+    (dict(output=X[:, :2]), "output must have shape (2, 4, 6, 8), got (2, 2, 6, 8)"),
+    (dict(lse=torch.zeros(2, 4, 5)), "lse must have shape (2, 4, 6), got (2, 4, 5)"),
+    (dict(lse=torch.zeros(2, 4, 6).bfloat16()), "lse must have dtype float32, got bfloat16"),
+    (dict(grad_mask=64), "grad_mask must ask for gradients of what is given only, 7, got 64"),
+    (dict(grad_mask=8), "grad_mask must ask for gradients of what is given only, 7, got 8"),
+    (dict(key=KV[:, :, :4]), "value must have shape (2, 2, 4, 8), got (2, 2, 5, 8)"),
+    (dict(window_left=-2), "window_left must be at least -1, got -2"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(WRONG_BACKWARD)))
 def test_messages_of_the_backward(number):
-    changes, argument, rule, value = WRONG_BACKWARD[number]
+    changes, message = WRONG_BACKWARD[number]
     output, lse, _ = torch.ops.onepass.attention_forward(**RIGHT)
     right = RIGHT | dict(doutput=X, dlse=None, output=output, lse=lse, grad_mask=7)
-    with pytest.raises(
-        RuntimeError, match=rf"^attention_backward: ({argument}) must .*{rule}.*, got {value}"
-    ):
+    with pytest.raises(RuntimeError, match=f"^attention_backward: {re.escape(message)}($|\n)"):
         torch.ops.onepass.attention_backward(**right | changes)
 
 
