@@ -170,6 +170,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   constexpr const char* op = "attention_backward";
   const AttentionChecks checks(op, query, key, value, options);
   require(!options.block_table, op, ": block_table must not be given, got one");
+  const int64_t possible = kWantQuery | kWantKey | kWantValue | (options.bias ? kWantBias : 0) |
+                           (options.sinks ? kWantSinks : 0) |
+                           (options.alibi_slopes ? kWantSlopes : 0);
+  require((grad_mask & ~possible) == 0, op,
+          ": grad_mask must ask for gradients of what is given only, ", possible, ", got ",
+          grad_mask);
   const Layout layout = checks.query_layout();
   const TensorInfo& query_shape = checks.query();
   const DType dtype = checks.args().dtype;
@@ -198,7 +204,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
                   : empty_1d(0, of_dtype, info.device);
   };
   const auto gradient_of_option = [&](bool wanted, const OptionalTensor& of, DType of_dtype) {
-    return gradient_of(wanted && of, of ? *of : query, of ? of_dtype : dtype, false);
+    return gradient_of(wanted, of ? *of : query, of ? of_dtype : dtype, false);
   };
   const bool bshd = options.out_bshd;
   Tensor dquery = gradient_of(grad_mask & kWantQuery, query, dtype, bshd);
@@ -229,14 +235,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   args.dquery = rows_if(grad_mask & kWantQuery, dquery, layout);
   args.dkey = rows_if(grad_mask & kWantKey, dkey, layout);
   args.dvalue = rows_if(grad_mask & kWantValue, dvalue, layout);
-  if ((grad_mask & kWantBias) && options.bias) {
+  if (grad_mask & kWantBias) {
     args.dbias = rows_of(dbias, Layout::kDense, copies);
     args.dbias_numel = flat_info_of(dbias).numel;
   }
-  if ((grad_mask & kWantSlopes) && options.alibi_slopes) {
-    args.dslopes = static_cast<float*>(dslopes.mutable_data_ptr());
-  }
-  if ((grad_mask & kWantSinks) && options.sinks) args.dsinks = dsinks.mutable_data_ptr();
+  if (grad_mask & kWantSlopes) args.dslopes = static_cast<float*>(dslopes.mutable_data_ptr());
+  if (grad_mask & kWantSinks) args.dsinks = dsinks.mutable_data_ptr();
   run_operator(backend().attention.backward, args, query_shape.device,
                [&] { return describe(op, args); });
   return {dquery, dkey, dvalue, dbias, dsinks, dslopes};

@@ -19,20 +19,30 @@ AttentionChecks::AttentionChecks(const char* op, const Tensor& query, const Tens
 }
 
 void AttentionChecks::shapes(const TensorInfo& key, const TensorInfo& value) {
+  const auto given = [](const OptionalTensor& tensor) { return tensor ? "one" : "none"; };
+  require(packed_ || !paged_, op_, ": cu_seq_q must be given with block_table, got none");
+  require(options_.seqused_k || !paged_, op_,
+          ": seqused_k must be given with block_table, got none");
+  require(!options_.cu_seq_k || !paged_, op_,
+          ": cu_seq_k must not be given with block_table, got one");
+  require(options_.cu_seq_k.has_value() == packed_ || paged_, op_,
+          ": cu_seq_k must be given with cu_seq_q, and not without, got ",
+          given(options_.cu_seq_k));
   const int64_t query_dims = packed_ ? 3 : 4;
   const int64_t key_dims = packed_ && !paged_ ? 3 : 4;
-  require(query_.dims == query_dims, op_, ": query must have ", query_dims,
-          " dimensions, got shape ", shape_of(query_));
-  require(key.dims == key_dims, op_, ": key must have ", key_dims, " dimensions, got shape ",
+  require(query_.dims == query_dims, op_, ": query must have ", query_dims, " dimensions, got ",
+          shape_of(query_));
+  require(key.dims == key_dims, op_, ": key must have ", key_dims, " dimensions, got ",
           shape_of(key));
   args_.heads = query_.sizes[1];
   args_.kv_heads = key.sizes[paged_ ? 2 : 1];
   args_.head_dim = query_.sizes[query_dims - 1];
   require(args_.head_dim >= 1 && args_.head_dim <= kMaxHeadDim, op_,
           ": query must have a head_dim of 1 to ", kMaxHeadDim, ", got ", args_.head_dim);
-  require(args_.kv_heads > 0 ? args_.heads % args_.kv_heads == 0 : args_.heads == 0, op_,
-          ": key must have a number of heads that divides query's ", args_.heads, ", got ",
-          args_.kv_heads);
+  require(args_.kv_heads > 0 || args_.heads == 0, op_, ": key must have at least one head, got 0");
+  require(args_.kv_heads == 0 || (args_.heads > 0 && args_.heads % args_.kv_heads == 0), op_,
+          ": query must have a multiple of the ", args_.kv_heads, " heads of key, got ",
+          args_.heads);
   sequences(key);
   int64_t shape[4];
   std::copy(key.sizes, key.sizes + key_dims, shape);
@@ -49,16 +59,10 @@ void AttentionChecks::shapes(const TensorInfo& key, const TensorInfo& value) {
 
 // How many there are, and how long.
 void AttentionChecks::sequences(const TensorInfo& key) {
-  const auto given = [](bool is) { return is ? "one" : "none"; };
-  require(options_.cu_seq_k.has_value() == (packed_ && !paged_), op_,
-          ": cu_seq_k must be given with cu_seq_q but for block_table, got ",
-          given(options_.cu_seq_k.has_value()));
-  require(!paged_ || (packed_ && options_.seqused_k), op_,
-          ": block_table must be given with cu_seq_q and seqused_k only, got neither or one");
   if (packed_) {
     const TensorInfo ends = info_of(*options_.cu_seq_q);
     require(ends.dims == 1 && ends.sizes[0] > 0, op_,
-            ": cu_seq_q must have one dimension and an element more than sequences, got shape ",
+            ": cu_seq_q must have one dimension and an element more than sequences, got ",
             shape_of(ends));
     args_.batch = ends.sizes[0] - 1;
     args_.total_q = query_.sizes[0];
@@ -257,8 +261,8 @@ void AttentionChecks::longest(const char* name, int64_t bound, int64_t rows) con
 void AttentionChecks::pages(const Attention& args, int64_t batch) const {
   for (int64_t j = 0; j * args.page_size < args.seqused_k[batch]; ++j) {
     const int32_t page = args.block_table[batch * args.block_table_stride + j];
-    require(page >= 0 && page < pages_, op_, ": block_table must hold pages between 0 and ",
-            pages_ - 1, ", got ", page);
+    require(page >= 0 && page < pages_, op_, ": block_table must hold numbers of the ", pages_,
+            " pages, got ", page);
   }
 }
 

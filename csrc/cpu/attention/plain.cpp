@@ -1,78 +1,55 @@
-// Attention in scalar code and double arithmetic, one score at a time: the meaning of
-// ops/attention.h in as few lines as it takes.
+// Attention in scalar code, one score at a time: the meaning of ops/attention.h in as few lines as
+// it takes, and the kernel of float64.
 //
-// Nothing is stored but what the contract asks for. The forward computes a row's scores twice, for
-// the maximum and for the sums; the backward computes each once for every gradient that it belongs
-// to: rows of queries, rows of keys and elements of dbias are each one thread's own sum, so nothing
-// is added up across threads and results do not depend on their number. Done when it is right.
+// Every score is computed anew wherever it is needed. The forward does so twice, for the sum and
+// for the output; the backward once for every gradient that the score belongs to: rows of queries,
+// rows of keys and elements of dbias are each one thread's own sum, so nothing is added up across
+// threads and results do not depend on their number. Done when it is right.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "core/philox.h"
-#include "core/visit.h"
 #include "cpu/attention/attention.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-template <class T>
-double widened(T value) {
-  if constexpr (sizeof(T) == 2) {
-    return widen(value);
-  } else {
-    return value;
-  }
-}
-
-template <class T>
-void assign(T& to, double value) {
-  if constexpr (__is_same(T, BFloat16)) {
-    to = narrow_to_bfloat16(static_cast<float>(value));
-  } else if constexpr (__is_same(T, Float16)) {
-    to = narrow_to_float16(static_cast<float>(value));
-  } else {
-    to = static_cast<T>(value);
-  }
-}
-
-double element(const void* data, DType dtype, int64_t index) {
-  return visit_dtype(dtype, [&]<class T>() { return widened(static_cast<const T*>(data)[index]); });
-}
-
-void assign_element(void* data, DType dtype, int64_t index, double value) {
-  visit_dtype(dtype, [&]<class T>() { assign(static_cast<T*>(data)[index], value); });
-}
-
-template <class T>
-double dot(const T* a, const T* b, int64_t count) {
+double dot(const double* a, const double* b, int64_t count) {
   constexpr int kSums = 8;  // that do not wait for one another
   double sums[kSums] = {};
   int64_t i = 0;
   for (; i + kSums <= count; i += kSums) {
-    for (int k = 0; k < kSums; ++k) sums[k] += widened(a[i + k]) * widened(b[i + k]);
+    for (int k = 0; k < kSums; ++k) sums[k] += a[i + k] * b[i + k];
   }
-  for (; i < count; ++i) sums[0] += widened(a[i]) * widened(b[i]);
+  for (; i < count; ++i) sums[0] += a[i] * b[i];
   double sum = 0.0;
   for (double part : sums) sum += part;
   return sum;
 }
 
-template <class T>
-void add(double* sum, double factor, const T* row, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) sum[i] += factor * widened(row[i]);
+void add(double* sum, double factor, const double* row, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) sum[i] += factor * row[i];
 }
 
-template <class T>
-void assign_row(T* to, const double* row, double factor, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) assign(to[i], factor * row[i]);
-}
+// What a row's scores are normalised by: P = exp(score - max) / sum. A row without a key has sum 0.
+struct Normalizer {
+  double max = -std::numeric_limits<double>::infinity();
+  double sum = 0.0;
+
+  void take(double score) {
+    if (score == -std::numeric_limits<double>::infinity()) return;
+    if (score > max) {
+      sum *= std::exp(max - score);
+      max = score;
+    }
+    sum += std::exp(score - max);
+  }
+  double probability(double score) const { return std::exp(score - max) / sum; }
+};
 
 // One (batch, head) of a call.
-template <class T>
 struct Head {
   Head(const Attention& call, int64_t batch_index, int64_t head_index)
       : args(call),
@@ -81,18 +58,19 @@ struct Head {
         kv_head(head_index / (call.heads / call.kv_heads)),
         sequence(sequence_of(call, batch_index)) {}
 
-  T* row(const Strided& rows, int64_t of_head, int64_t first, int64_t i) const {
-    return static_cast<T*>(rows.data) + batch * rows.batch_stride + of_head * rows.head_stride +
-           (first + i) * rows.row_stride;
+  double* query_row(const Strided& rows, int64_t i) const {
+    return static_cast<double*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride +
+           (sequence.first_q + i) * rows.row_stride;
   }
-  T* query_row(const Strided& rows, int64_t i) const {
-    return row(rows, head, sequence.first_q, i);
-  }
-  T* key_row(const Strided& rows, int64_t j) const {
-    if (!args.block_table) return row(rows, kv_head, sequence.first_k, j);
-    const int64_t page = args.block_table[batch * args.block_table_stride + j / args.page_size];
-    return static_cast<T*>(rows.data) + page * rows.batch_stride + kv_head * rows.head_stride +
-           j % args.page_size * rows.row_stride;
+  double* key_row(const Strided& rows, int64_t j) const {
+    int64_t at = batch;
+    int64_t row = sequence.first_k + j;
+    if (args.block_table) {
+      at = args.block_table[batch * args.block_table_stride + j / args.page_size];
+      row = j % args.page_size;
+    }
+    return static_cast<double*>(rows.data) + at * rows.batch_stride + kv_head * rows.head_stride +
+           row * rows.row_stride;
   }
 
   // Where the statistics of row i are.
@@ -111,38 +89,57 @@ struct Head {
            (!args.mask.data || static_cast<const uint8_t*>(args.mask.data)[at(args.mask, i, j)]);
   }
 
-  int64_t distance(int64_t i, int64_t j) const { return std::abs(i + sequence.alignment - j); }
+  // body(j) for every key that query i sees.
+  template <class F>
+  void for_each_key(int64_t i, F&& body) const {
+    const KeyRange range = keys_of(args, sequence, i);
+    for (int64_t j = range.first; j < range.last; ++j) {
+      if (sees(i, j)) body(j);
+    }
+  }
 
-  // Of a key that the query sees. slope: what softcap's derivative is there.
-  double score(int64_t i, int64_t j, double* slope = nullptr) const {
+  double distance(int64_t i, int64_t j) const {
+    return static_cast<double>(std::abs(i + sequence.alignment - j));
+  }
+
+  // Of a key that the query sees. derivative: of softcap.
+  double score(int64_t i, int64_t j, double* derivative = nullptr) const {
     double s = args.scale * dot(query_row(args.query, i), key_row(args.key, j), args.head_dim);
+    if (derivative) *derivative = 1.0;
     if (args.softcap != 0.0) {
       const double tanh = std::tanh(s / args.softcap);
       s = args.softcap * tanh;
-      if (slope) *slope = 1.0 - tanh * tanh;
-    } else if (slope) {
-      *slope = 1.0;
+      if (derivative) *derivative = 1.0 - tanh * tanh;
     }
     if (args.alibi_slopes) {
-      s -= static_cast<double>(args.alibi_slopes[batch * args.alibi_batch_stride + head]) *
-           static_cast<double>(distance(i, j));
+      s -= args.alibi_slopes[batch * args.alibi_batch_stride + head] * distance(i, j);
     }
-    if (args.bias.data) s += element(args.bias.data, args.bias_dtype, at(args.bias, i, j));
+    if (args.bias.data) s += static_cast<const double*>(args.bias.data)[at(args.bias, i, j)];
     return s;
   }
 
-  double sink() const { return element(args.sinks, args.sinks_dtype, head); }
+  double sink() const {
+    return args.sinks_dtype == DType::kFloat64 ? static_cast<const double*>(args.sinks)[head]
+                                               : static_cast<const float*>(args.sinks)[head];
+  }
+
+  Normalizer normalizer(int64_t i) const {
+    Normalizer row;
+    if (args.sinks) row.take(sink());
+    for_each_key(i, [&](int64_t j) { row.take(score(i, j)); });
+    return row;
+  }
 
   // What dropout multiplies a probability by.
   double keep(int64_t i, int64_t j) const {
     if (!args.seed) return 1.0;
     const Dropout dropout = make_dropout(args.seed, args.dropout_p);
     const int64_t key = args.key_offset + j;
-    const int64_t global_head =
+    const int64_t whole_head =
         (args.batch_offset + batch) * args.total_heads + args.head_offset + head;
     const std::array<uint32_t, 4> words = philox4x32(
         dropout.key, {static_cast<uint32_t>(args.query_offset + i), static_cast<uint32_t>(key / 8),
-                      static_cast<uint32_t>(global_head), dropout.offset});
+                      static_cast<uint32_t>(whole_head), dropout.offset});
     const uint32_t drawn = words[key % 8 / 2] >> (key % 2 * 16) & 0xffffu;
     return drawn < dropout.threshold ? 0.0 : 65536.0 / (65536.0 - dropout.threshold);
   }
@@ -157,153 +154,132 @@ struct Head {
 // ---- forward ------------------------------------------------------------------------------------
 
 // output (value_dim,) and lse of query i.
-template <class T>
-void forward_row(const AttentionForward& args, const Head<T>& head, int64_t i) {
-  const KeyRange range = keys_of(args, head.sequence, i);
-  double max = args.sinks ? head.sink() : -kInfinity;
-  for (int64_t j = range.first; j < range.last; ++j) {
-    if (head.sees(i, j)) max = std::max(max, head.score(i, j));
-  }
-  if (max == -kInfinity) max = 0.0;  // there is nothing to sum, or a NaN
-
-  double sum = args.sinks ? std::exp(head.sink() - max) : 0.0;
+void forward_row(const AttentionForward& args, const Head& head, int64_t i) {
+  const Normalizer row = head.normalizer(i);
   double output[kMaxHeadDim] = {};
-  for (int64_t j = range.first; j < range.last; ++j) {
-    if (!head.sees(i, j)) continue;
-    const double p = std::exp(head.score(i, j) - max);
-    sum += p;
-    add(output, p * head.keep(i, j), head.key_row(args.value, j), args.value_dim);
+  if (row.sum != 0.0) {
+    head.for_each_key(i, [&](int64_t j) {
+      const double p = row.probability(head.score(i, j));
+      add(output, p * head.keep(i, j), head.key_row(args.value, j), args.value_dim);
+    });
   }
-  assign_row(head.query_row(args.output, i), output, sum == 0.0 ? 0.0 : 1.0 / sum, args.value_dim);
-  static_cast<Accumulator<T>*>(args.lse)[head.statistic(i)] =
-      static_cast<Accumulator<T>>(max + std::log(sum));
+  std::copy(output, output + args.value_dim, head.query_row(args.output, i));
+  static_cast<double*>(args.lse)[head.statistic(i)] = row.max + std::log(row.sum);
 }
 
 // ---- backward -----------------------------------------------------------------------------------
 
-// The rows' statistics that the backward needs for every score, (batch, heads, seq_q) or (heads,
-// total_q) like lse.
-struct RowSums {
-  double* delta;    // doutput * output - dlse, summed
-  double* dslopes;  // the row's share of the gradient of its slope
+// What the backward knows of a row before it looks at single scores. P is normalised anew rather
+// than by lse, which has no digit left for the sum where scores are huge: a bias of finfo.min.
+struct Row {
+  Normalizer normalizer;
+  double delta;   // doutput * output - dlse, summed
+  double dslope;  // the row's share of the gradient of its slope
 };
 
-template <class T>
-double lse_of(const AttentionBackward& args, const Head<T>& head, int64_t i) {
-  return static_cast<const Accumulator<T>*>(args.lse)[head.statistic(i)];
+Row row_of(const AttentionBackward& args, const Head& head, int64_t i) {
+  double delta =
+      dot(head.query_row(args.doutput, i), head.query_row(args.output, i), args.value_dim);
+  if (args.dlse) delta -= static_cast<const double*>(args.dlse)[head.statistic(i)];
+  return {head.normalizer(i), delta, 0.0};
 }
 
-// What one score adds to gradients.
+// What one score passes on.
 struct ScoreGradient {
   double dropped;   // drop(P)
   double ds;        // of the score behind softcap
   double dproduct;  // of scale * query key^T
 };
 
-template <class T>
-ScoreGradient score_gradient(const AttentionBackward& args, const Head<T>& head, int64_t i,
-                             int64_t j, const RowSums& sums) {
-  const double lse = lse_of(args, head, i);
-  if (lse == -kInfinity) return {};  // a row without a key
-  double slope;
-  const double p = std::exp(head.score(i, j, &slope) - lse);
+ScoreGradient score_gradient(const AttentionBackward& args, const Head& head, int64_t i, int64_t j,
+                             const Row* rows) {
+  const Row& row = rows[head.statistic(i)];
+  if (row.normalizer.sum == 0.0) return {};
+  double derivative;
+  const double p = row.normalizer.probability(head.score(i, j, &derivative));
   const double keep = head.keep(i, j);
   const double dp =
-      keep * dot<T>(head.query_row(args.doutput, i), head.key_row(args.value, j), args.value_dim);
-  const double ds = p * (dp - sums.delta[head.statistic(i)]);
-  return {p * keep, ds, ds * slope};
-}
-
-template <class T>
-void row_delta(const AttentionBackward& args, const Head<T>& head, int64_t i, const RowSums& sums) {
-  double delta =
-      dot<T>(head.query_row(args.doutput, i), head.query_row(args.output, i), args.value_dim);
-  if (args.dlse) delta -= static_cast<const Accumulator<T>*>(args.dlse)[head.statistic(i)];
-  sums.delta[head.statistic(i)] = delta;
+      keep * dot(head.query_row(args.doutput, i), head.key_row(args.value, j), args.value_dim);
+  const double ds = p * (dp - row.delta);
+  return {p * keep, ds, ds * derivative};
 }
 
 // dquery (head_dim,) of query i, and its share of dslopes.
-template <class T>
-void backward_query(const AttentionBackward& args, const Head<T>& head, int64_t i,
-                    const RowSums& sums) {
+void backward_query(const AttentionBackward& args, const Head& head, int64_t i, Row* rows) {
   double dquery[kMaxHeadDim] = {};
   double dslope = 0.0;
-  const KeyRange range = keys_of(args, head.sequence, i);
-  for (int64_t j = range.first; j < range.last; ++j) {
-    if (!head.sees(i, j)) continue;
-    const ScoreGradient gradient = score_gradient(args, head, i, j, sums);
-    add(dquery, gradient.dproduct, head.key_row(args.key, j), args.head_dim);
-    dslope -= gradient.ds * static_cast<double>(head.distance(i, j));
-  }
+  head.for_each_key(i, [&](int64_t j) {
+    const ScoreGradient gradient = score_gradient(args, head, i, j, rows);
+    add(dquery, args.scale * gradient.dproduct, head.key_row(args.key, j), args.head_dim);
+    dslope -= gradient.ds * head.distance(i, j);
+  });
   if (args.dquery.data) {
-    assign_row(head.query_row(args.dquery, i), dquery, args.scale, args.head_dim);
+    std::copy(dquery, dquery + args.head_dim, head.query_row(args.dquery, i));
   }
-  if (args.dslopes) sums.dslopes[head.statistic(i)] = dslope;
+  rows[head.statistic(i)].dslope = dslope;
 }
 
 // dkey (head_dim,) and dvalue (value_dim,) of key j, from all queries of all heads that read it.
-template <class T>
 void backward_key(const AttentionBackward& args, int64_t batch, int64_t kv_head, int64_t j,
-                  const RowSums& sums) {
+                  const Row* rows) {
   double dkey[kMaxHeadDim] = {};
   double dvalue[kMaxHeadDim] = {};
   const int64_t group = args.heads / args.kv_heads;
-  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
-    const Head<T> head(args, batch, h);
+  const int64_t first = kv_head * group;
+  for (int64_t h = first; h < first + group; ++h) {
+    const Head head(args, batch, h);
     for (int64_t i = 0; i < head.sequence.queries; ++i) {
       if (!head.sees(i, j)) continue;
-      const ScoreGradient gradient = score_gradient(args, head, i, j, sums);
-      add(dkey, gradient.dproduct, head.query_row(args.query, i), args.head_dim);
+      const ScoreGradient gradient = score_gradient(args, head, i, j, rows);
+      add(dkey, args.scale * gradient.dproduct, head.query_row(args.query, i), args.head_dim);
       add(dvalue, gradient.dropped, head.query_row(args.doutput, i), args.value_dim);
     }
   }
-  const Head<T> head(args, batch, kv_head * group);
-  if (args.dkey.data) assign_row(head.key_row(args.dkey, j), dkey, args.scale, args.head_dim);
-  if (args.dvalue.data) assign_row(head.key_row(args.dvalue, j), dvalue, 1.0, args.value_dim);
+  const Head head(args, batch, first);
+  if (args.dkey.data) std::copy(dkey, dkey + args.head_dim, head.key_row(args.dkey, j));
+  if (args.dvalue.data) std::copy(dvalue, dvalue + args.value_dim, head.key_row(args.dvalue, j));
 }
 
 // An element of dbias, from all scores that the element of bias was added to.
-template <class T>
-double backward_bias(const AttentionBackward& args, int64_t index, const RowSums& sums) {
-  const Strided& dbias = args.dbias;
-  const auto sizes = [](int64_t stride, int64_t size) { return stride == 0 ? 1 : size; };
-  const int64_t rows = sizes(dbias.row_stride, args.seq_q);
-  const int64_t heads = sizes(dbias.head_stride, args.heads);
-  const int64_t j = index % args.seq_k;
-  const int64_t i = index / args.seq_k % rows;
-  const int64_t h = index / args.seq_k / rows % heads;
-  const int64_t b = index / args.seq_k / rows / heads;
-  const auto last = [](int64_t stride, int64_t at, int64_t size) {
-    return stride == 0 ? size : at + 1;
+void backward_bias(const AttentionBackward& args, int64_t index, const Row* rows) {
+  struct Range {  // of what one size of bias stands for
+    Range(int64_t stride, int64_t size, int64_t& rest)
+        : first(stride == 0 ? 0 : rest % size), last(stride == 0 ? size : first + 1) {
+      if (stride != 0) rest /= size;
+    }
+    int64_t first;
+    int64_t last;
   };
+  int64_t rest = index;
+  const Range keys(1, args.seq_k, rest);
+  const Range queries(args.dbias.row_stride, args.seq_q, rest);
+  const Range heads(args.dbias.head_stride, args.heads, rest);
+  const Range batches(args.dbias.batch_stride, args.batch, rest);
   double sum = 0.0;
-  for (int64_t batch = b; batch < last(dbias.batch_stride, b, args.batch); ++batch) {
-    for (int64_t head_index = h; head_index < last(dbias.head_stride, h, args.heads);
-         ++head_index) {
-      const Head<T> head(args, batch, head_index);
-      const int64_t end = std::min(last(dbias.row_stride, i, args.seq_q), head.sequence.queries);
-      for (int64_t row = i; row < end; ++row) {
-        if (head.sees(row, j)) sum += score_gradient(args, head, row, j, sums).ds;
+  for (int64_t b = batches.first; b < batches.last; ++b) {
+    for (int64_t h = heads.first; h < heads.last; ++h) {
+      const Head head(args, b, h);
+      for (int64_t i = queries.first; i < std::min(queries.last, head.sequence.queries); ++i) {
+        if (head.sees(i, keys.first)) sum += score_gradient(args, head, i, keys.first, rows).ds;
       }
     }
   }
-  return sum;
+  static_cast<double*>(args.dbias.data)[index] = sum;
 }
 
-// dsinks and dslopes: what is left to add up of the rows' statistics.
-template <class T>
-void backward_heads(const AttentionBackward& args, const RowSums& sums) {
+// dsinks and dslopes: what is left to add up of the rows.
+void backward_heads(const AttentionBackward& args, const Row* rows) {
   for (int64_t h = 0; h < args.heads; ++h) {
     double dsink = 0.0;
     double dslope = 0.0;
     for (int64_t b = 0; b < args.batch; ++b) {
-      const Head<T> head(args, b, h);
+      const Head head(args, b, h);
       for (int64_t i = 0; i < head.sequence.queries; ++i) {
-        const double lse = lse_of(args, head, i);
-        if (args.dsinks && lse != -kInfinity) {
-          dsink -= std::exp(head.sink() - lse) * sums.delta[head.statistic(i)];
+        const Row& row = rows[head.statistic(i)];
+        if (args.dsinks && row.normalizer.sum != 0.0) {
+          dsink -= row.normalizer.probability(head.sink()) * row.delta;
         }
-        if (args.dslopes) dslope += sums.dslopes[head.statistic(i)];
+        dslope += row.dslope;
       }
       if (args.dslopes && args.alibi_batch_stride != 0) {
         args.dslopes[b * args.heads + h] = static_cast<float>(dslope);
@@ -311,7 +287,12 @@ void backward_heads(const AttentionBackward& args, const RowSums& sums) {
       }
     }
     if (args.dslopes && args.alibi_batch_stride == 0) args.dslopes[h] = static_cast<float>(dslope);
-    if (args.dsinks) assign_element(args.dsinks, args.sinks_dtype, h, dsink);
+    if (!args.dsinks) continue;
+    if (args.sinks_dtype == DType::kFloat64) {
+      static_cast<double*>(args.dsinks)[h] = dsink;
+    } else {
+      static_cast<float*>(args.dsinks)[h] = static_cast<float>(dsink);
+    }
   }
 }
 
@@ -325,13 +306,13 @@ int64_t row_work(const Attention& args) {
 }
 
 // body(head, i) for every query of every head.
-template <class T, class F>
+template <class F>
 void for_each_query(const Attention& args, const Context& context, F&& body) {
   const int64_t grain = std::max<int64_t>(1, kSerialWork / row_work(args));
   context.for_each(args.batch * args.heads * args.seq_q, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t head_index = row / args.seq_q;
-      const Head<T> head(args, head_index / args.heads, head_index % args.heads);
+      const int64_t of_all = row / args.seq_q;
+      const Head head(args, of_all / args.heads, of_all % args.heads);
       if (row % args.seq_q < head.sequence.queries) body(head, row % args.seq_q);
     }
   });
@@ -339,14 +320,13 @@ void for_each_query(const Attention& args, const Context& context, F&& body) {
 
 Plan plan_of(const Attention& args, const Machine& machine, const char* kernel_name) {
   const int64_t rows = args.batch * args.heads * args.seq_q;
-  const bool parallel = machine.threads > 1 && rows * row_work(args) > kSerialWork;
   return {.workspace_bytes = 0,
           .zeroed_bytes = 0,
           .kernel_name = kernel_name,
           .rows_per_tile = 1,
           .splits = rows,
-          .parallel = parallel,
-          .reason = "scalar, in float64"};
+          .parallel = machine.threads > 1 && rows * row_work(args) > kSerialWork,
+          .reason = "float64 is computed score by score"};
 }
 
 Plan plan_forward(const AttentionForward& args, const Machine& machine) {
@@ -354,51 +334,44 @@ Plan plan_forward(const AttentionForward& args, const Machine& machine) {
 }
 
 void run_forward(const AttentionForward& args, const Plan&, void*, const Context& context) {
-  for_each_query<double>(args, context,
-                         [&](const Head<double>& head, int64_t i) { forward_row(args, head, i); });
+  for_each_query(args, context, [&](const Head& head, int64_t i) { forward_row(args, head, i); });
 }
 
 Plan plan_backward(const AttentionBackward& args, const Machine& machine) {
   Plan plan = plan_of(args, machine, "attention_backward_plain_kernel");
-  plan.workspace_bytes = 2 * args.heads * args.total_q * static_cast<int64_t>(sizeof(double));
+  plan.workspace_bytes = args.heads * args.total_q * static_cast<int64_t>(sizeof(Row));
   return plan;
-}
-
-template <class T>
-void backward(const AttentionBackward& args, void* workspace, const Context& context) {
-  double* const delta = static_cast<double*>(workspace);
-  const RowSums sums{delta, delta + args.heads * args.total_q};
-  for_each_query<T>(args, context,
-                    [&](const Head<T>& head, int64_t i) { row_delta(args, head, i, sums); });
-  if (args.dquery.data || args.dslopes) {
-    for_each_query<T>(args, context,
-                      [&](const Head<T>& head, int64_t i) { backward_query(args, head, i, sums); });
-  }
-  if (args.dkey.data || args.dvalue.data) {
-    const auto keys = [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t kv_head = row / args.seq_k % args.kv_heads;
-        const int64_t batch = row / args.seq_k / args.kv_heads;
-        const int64_t j = row % args.seq_k;
-        if (j < sequence_of(args, batch).keys) backward_key<T>(args, batch, kv_head, j, sums);
-      }
-    };
-    context.for_each(args.batch * args.kv_heads * args.seq_k, 1, keys);
-  }
-  if (args.dbias.data) {
-    context.for_each(args.dbias_numel, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t index = begin; index < end; ++index) {
-        assign_element(args.dbias.data, args.bias_dtype, index,
-                       backward_bias<T>(args, index, sums));
-      }
-    });
-  }
-  if (args.dsinks || args.dslopes) backward_heads<T>(args, sums);
 }
 
 void run_backward(const AttentionBackward& args, const Plan&, void* workspace,
                   const Context& context) {
-  backward<double>(args, workspace, context);
+  Row* const rows = static_cast<Row*>(workspace);  // like lse
+  for_each_query(args, context, [&](const Head& head, int64_t i) {
+    rows[head.statistic(i)] = row_of(args, head, i);
+  });
+  if (args.dquery.data || args.dslopes) {
+    for_each_query(args, context,
+                   [&](const Head& head, int64_t i) { backward_query(args, head, i, rows); });
+  }
+  if (args.dkey.data || args.dvalue.data) {
+    const int64_t keys = args.batch * args.kv_heads * args.seq_k;
+    context.for_each(keys, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t key = begin; key < end; ++key) {
+        const int64_t of_all = key / args.seq_k;
+        const int64_t batch = of_all / args.kv_heads;
+        const int64_t j = key % args.seq_k;
+        if (j < sequence_of(args, batch).keys) {
+          backward_key(args, batch, of_all % args.kv_heads, j, rows);
+        }
+      }
+    });
+  }
+  if (args.dbias.data) {
+    context.for_each(args.dbias_numel, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t index = begin; index < end; ++index) backward_bias(args, index, rows);
+    });
+  }
+  if (args.dsinks || args.dslopes) backward_heads(args, rows);
 }
 
 }  // namespace
