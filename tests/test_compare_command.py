@@ -178,7 +178,8 @@ def test_json_schema(outcome):
         "dropout seed",
         "summation order",
     ]
-    assert {entry["kind"] for entry in data["swap_report"]["swapped"]} == {"norm", "dropout"}
+    swapped = data["swap_report"]["swapped"]
+    assert {entry["kind"] for entry in swapped} == {"norm", "attention", "dropout"}
     assert data["settings"]["seed"] == 3 and data["settings"]["rmsnorm"] is True
 
 

@@ -13,8 +13,9 @@ and what lies between them sum to the step by construction.
   What activation checkpointing recomputes counts for the part whose backward asks for it first.
 - On CUDA the stamps are events on the stream: the GPU's own time line, idle gaps included.
 
-nn.MultiheadAttention counts whole as attention: torch shows its projections to nobody. Convolutions
-and products with a parameter count as linear, products of two activations as attention.
+nn.MultiheadAttention counts whole as attention, swapped or not: torch shows its projections to
+nobody. Convolutions and products with a parameter count as linear, products of two activations as
+attention.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def part_of_module(module: nn.Module) -> str | None:
     """The part that a module's whole forward belongs to, or None to look inside it."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout"
-    if isinstance(module, nn.Softmax):
+    if isinstance(module, (nn.Softmax, nn.MultiheadAttention)):
         return "attention"
     if isinstance(module, _ACTIVATIONS):
         return "activation"

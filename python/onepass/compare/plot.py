@@ -23,7 +23,7 @@ BAND = "#a9c4dd"
 # From what a swap cannot reach, in greys and blues, to what it is about, in warm colours.
 PART_COLORS = {
     "linear": "#33658a",
-    "attention": "#6fa3c7",
+    "attention": "#a4243b",
     "norm": "#e4572e",
     "dropout": "#f6ae2d",
     "activation": "#7a9e7e",
