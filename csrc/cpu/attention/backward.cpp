@@ -202,15 +202,14 @@ class Backward {
     const Rows<const T> doutputs(args_.doutput, batch, head, sequence_.first_q);
     const float* dlse = static_cast<const float*>(args_.dlse);
     float* delta = s_.delta + g * args_.seq_q;
-    for (int64_t query = 0; query < sequence_.queries; ++query) {
-      Vec<float> sum = {};
-      const T* output = outputs(query);
-      const T* doutput = doutputs(query);
-      for_each_vector<float>(0, args_.value_dim, [&](int64_t d, auto count) {
-        sum = fma<float>(load<float>(output + d, count), load<float>(doutput + d, count), sum);
-      });
-      delta[query] = sum_of_lanes<float>(sum) -
-                     (dlse ? dlse[lse_row(args_, sequence_, batch, head, query)] : 0.0f);
+    for (int64_t query = 0; query < sequence_.queries; query += n) {
+      const int64_t count = std::min<int64_t>(n, sequence_.queries - query);
+      const Vec<float> dots = row_dots([&](int64_t i) { return outputs(query + i); },
+                                       [&](int64_t i) { return doutputs(query + i); }, count);
+      for (int64_t i = 0; i < count; ++i) {
+        delta[query + i] =
+            dots[i] - (dlse ? dlse[lse_row(args_, sequence_, batch, head, query + i)] : 0.0f);
+      }
     }
     if (args_.dslopes) {
       shared_.dslopes[(split_ * args_.batch + batch) * args_.heads + head] = 0.0;
@@ -223,6 +222,26 @@ class Backward {
       }
       shared_.dsinks[batch * args_.heads + head] = sum;
     }
+  }
+
+  // The scalar products of `count` pairs of rows, a pair per lane, added up in the order of the
+  // products that dP is made of: where a row has all its weight on one key, output is that value
+  // and dP - delta is exactly 0.
+  template <class Left, class Right>
+  Vec<float> row_dots(Left&& left, Right&& right, int64_t count) {
+    Vec<float> total = {};
+    for (int64_t first = 0; first < args_.value_dim; first += kChain) {
+      const int64_t size = std::min(kChain, args_.value_dim - first);
+      alignas(64) float panels[2][kChain * n];
+      pack_panel<Fma>([&](int64_t i) { return left(i) + first; }, count, size, n, panels[0]);
+      pack_panel<Fma>([&](int64_t i) { return right(i) + first; }, count, size, n, panels[1]);
+      Vec<float> sum = {};
+      for (int64_t d = 0; d < size; ++d) {
+        sum = fma<float>(load<float>(panels[0] + d * n), load<float>(panels[1] + d * n), sum);
+      }
+      total += sum;
+    }
+    return total;
   }
 
   float lse(int64_t batch, int64_t head, int64_t query) const {
@@ -307,24 +326,25 @@ class Backward {
       const KeyRange range = keys_of(args_, sequence_, t.q0 + t.first + row);
       return std::clamp<int64_t>(range.last - t.k0, 0, t.keys);
     };
-    const auto scores = [&](const Operand<M>& a, int64_t dim, const E* panel, float* c) {
-      const int64_t steps = ceil_div(dim, M::kPerCell);
-      multiply<M>({.a = a.rows,
-                   .a_row = a.row_stride,
-                   .a_step = M::kPerCell,
-                   .b = panel,
-                   .b_step = shape_.keys * M::kPerCell,
-                   .steps = steps,
-                   .c = c + t.first * shape_.keys,
-                   .c_row = shape_.keys,
-                   .update = Update::kStore,
-                   .factor = &one},
-                  t.last - t.first, vectors, [&](int64_t, int64_t end) {
-                    return Part{0, steps, ceil_div(last_key(end - 1), n)};
-                  });
+    const auto scores = [&](const Operand<M>& a, int64_t dim, const E* panel, float factor,
+                            float* c) {
+      multiply_in_chains<M>({.a = a.rows,
+                             .a_row = a.row_stride,
+                             .a_step = M::kPerCell,
+                             .b = panel,
+                             .b_step = shape_.keys * M::kPerCell,
+                             .steps = 0,
+                             .c = c + t.first * shape_.keys,
+                             .c_row = shape_.keys,
+                             .update = Update::kStore,
+                             .factor = &factor},
+                            dim, t.last - t.first, vectors, [&](int64_t, int64_t end) {
+                              return Part{0, kAllSteps, ceil_div(last_key(end - 1), n)};
+                            });
     };
-    scores(query, args_.head_dim, s_.key_panel, s_.scores);
-    scores(doutput, args_.value_dim, s_.value_panel, s_.dscores);
+    // Scores come out as the forward's did, bit for bit where that multiplied float32.
+    scores(query, args_.head_dim, s_.key_panel, static_cast<float>(args_.scale), s_.scores);
+    scores(doutput, args_.value_dim, s_.value_panel, one, s_.dscores);
 
     if (whole && !changed) {
       sweep<false>(t);
@@ -522,12 +542,11 @@ class Backward {
   template <bool kChanged>
   ONEPASS_INLINE Both one_vector(const TileOf& t, const RowOf& of, int64_t row, int64_t v,
                                  double& dslope) {
-    const float scale = static_cast<float>(args_.scale);
     const int64_t at = row * shape_.keys + v * n;
-    const Vec<float> raw = load<float>(s_.scores + at);
+    Vec<float> score = load<float>(s_.scores + at);
     Vec<float> dp = load<float>(s_.dscores + at);
     if constexpr (!kChanged) {
-      const Vec<float> p = exp(fma<float>(raw, broadcast<float>(scale), broadcast<float>(-of.lse)));
+      const Vec<float> p = exp(score - of.lse);
       return {p, p * (dp - of.delta)};
     } else {
       SignedWords key;
@@ -535,7 +554,6 @@ class Backward {
       key += static_cast<int32_t>(v * n);
       const int64_t left = t.keys - v * n;
       const float softcap = static_cast<float>(args_.softcap);
-      Vec<float> score = raw * scale;
       Vec<float> tangent = broadcast<float>(1.0f);  // of softcap
       if (softcap != 0.0f) {
         const Vec<float> bent = tanh(score / softcap);

@@ -346,17 +346,19 @@ class Forward {
     constexpr int n = kLanes<float>;
     float* scores = s_.scores + lane;  // row j is key j
     const float scale = static_cast<float>(args_.scale);
-    multiply<M>({.a = tile.keys + first * tile.key_stride,
-                 .a_row = tile.key_stride,
-                 .a_step = M::kPerCell,
-                 .b = queries() + lane * M::kPerCell,
-                 .b_step = kGroup * M::kPerCell,
-                 .steps = ceil_div(args_.head_dim, M::kPerCell),
-                 .c = scores + first * kGroup,
-                 .c_row = kGroup,
-                 .update = Update::kStore,
-                 .factor = &scale},
-                last - first, kVectors);
+    multiply_in_chains<M>({.a = tile.keys + first * tile.key_stride,
+                           .a_row = tile.key_stride,
+                           .a_step = M::kPerCell,
+                           .b = queries() + lane * M::kPerCell,
+                           .b_step = kGroup * M::kPerCell,
+                           .steps = 0,
+                           .c = scores + first * kGroup,
+                           .c_row = kGroup,
+                           .update = Update::kStore,
+                           .factor = &scale},
+                          args_.head_dim, last - first, kVectors, [](int64_t, int64_t) {
+                            return Part{0, kAllSteps, kVectors};
+                          });
     if constexpr (kKind != kPlain) {
       change<kVectors, kKind>(group, k0, lane, first, last);
     }
