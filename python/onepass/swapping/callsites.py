@@ -73,10 +73,13 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
 def _named(function: types.FunctionType, owner) -> Iterator[tuple[str, list]]:
     """Every name in a function's code, with what it may mean."""
     code = function.__code__
+    variables = function.__globals__
     names = _names(code)
+    bases = type(owner).__mro__
+    inherited = "super" in names or any(variables.get(n) is cls for n in names for cls in bases)
     for name in names:
-        values = [function.__globals__[name]] if name in function.__globals__ else []
-        yield name, values + _attributes(owner, name, inherited="super" in names)
+        values = [variables[name]] if name in variables else []
+        yield name, values + _attributes(owner, name, inherited)
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         try:
@@ -96,8 +99,8 @@ def _names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _attributes(owner, name: str, *, inherited: bool) -> list:
-    """What `owner.name` may mean; with all overridden definitions if super() may call them."""
+def _attributes(owner, name: str, inherited: bool) -> list:
+    """What `owner.name` may mean; overridden definitions too where a base class is asked."""
     attributes = getattr(owner, "__dict__", {})
     values = [attributes[name]] if name in attributes else []
     for cls in type(owner).__mro__:

@@ -1,0 +1,204 @@
+"""Modules that call F.scaled_dot_product_attention, in all the ways in which people write that."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.checkpoint import checkpoint as recompute
+
+
+class Base(nn.Module):
+    """Attention but for the call itself, which each of the classes below makes in its own way."""
+
+    def __init__(self, width: int = 16, heads: int = 2, p: float = 0.0):
+        super().__init__()
+        self.heads, self.p = heads, p
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def split(self, x):
+        batch, seq, width = x.shape
+        qkv = self.qkv(x).view(batch, seq, 3, self.heads, width // self.heads)
+        return qkv.permute(2, 0, 3, 1, 4).unbind()
+
+    def join(self, y):
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Plain(Base):
+    def forward(self, x, is_causal: bool = True):
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(*self.split(x), dropout_p=p, is_causal=is_causal)
+        return self.join(y)
+
+
+class Alias(Base):
+    def forward(self, x):
+        return self.join(sdpa(*self.split(x)))
+
+
+class LongName(Base):
+    def forward(self, x):
+        return self.join(torch.nn.functional.scaled_dot_product_attention(*self.split(x)))
+
+
+class ImportedInside(Base):
+    def forward(self, x):
+        from torch.nn.functional import scaled_dot_product_attention as attend
+
+        return self.join(attend(*self.split(x)))
+
+
+class ModuleImportedInside(Base):
+    def forward(self, x):
+        import torch.nn.functional as functional
+
+        return self.join(functional.scaled_dot_product_attention(*self.split(x)))
+
+
+class Method(Base):
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def forward(self, x):
+        return self.join(self.attend(*self.split(x)))
+
+
+class MethodOfThatName(Base):
+    def scaled_dot_product_attention(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def forward(self, x):
+        return self.join(self.scaled_dot_product_attention(*self.split(x)))
+
+
+def helper(q, k, v):
+    return deeper(q, k, v)
+
+
+def deeper(*qkv):
+    return [F.scaled_dot_product_attention(*some) for some in (qkv,)][0]
+
+
+class Helper(Base):
+    def forward(self, x):
+        return self.join(helper(*self.split(x)))
+
+
+def decorated(function):
+    def wrapper(self, x):
+        return function(self, x)
+
+    return wrapper
+
+
+def wrapped(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Base):
+    @decorated
+    def forward(self, x):
+        return self.join(F.scaled_dot_product_attention(*self.split(x)))
+
+
+class Wrapped(Base):
+    @torch.autocast("cpu", enabled=False)
+    @wrapped
+    def forward(self, x):
+        return self.join(F.scaled_dot_product_attention(*self.split(x)))
+
+
+class OnTheInstance(Base):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.attend = functools.partial(sdpa, is_causal=True)
+
+    def forward(self, x):
+        return self.join(self.attend(*self.split(x)))
+
+
+class InADefault(Base):
+    def forward(self, x, attend=sdpa):
+        return self.join(attend(*self.split(x)))
+
+
+class Processor:
+    def __call__(self, q, k, v):
+        return self.attend(q, k, v)
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class WithProcessor(Base):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.processor = Processor()
+
+    def forward(self, x):
+        return self.join(self.processor(*self.split(x)))
+
+
+class Inherited(Plain):
+    """Leaves forward alone."""
+
+
+class CallsSuper(Plain):
+    def forward(self, x):
+        return super().forward(x) + 1.0
+
+
+class CallsItsBase(Plain):
+    def forward(self, x):
+        return Plain.forward(self, x) + 1.0
+
+
+class ByKeyword(Base):
+    def forward(self, x):
+        q, k, v = self.split(x)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(value=v, key=k, query=q, attn_mask=mask, scale=0.3)
+        return self.join(y)
+
+
+class CheckpointsInside(Base):
+    def core(self, x):
+        return self.join(F.scaled_dot_product_attention(*self.split(x)))
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.core, x, use_reentrant=False)
+
+
+class CheckpointsByAlias(Base):
+    def forward(self, x):
+        def core(x):
+            return self.join(F.scaled_dot_product_attention(*self.split(x)))
+
+        return recompute(core, x, use_reentrant=False)
+
+
+class CheckpointsByAttribute(CheckpointsInside):
+    def __init__(self):
+        super().__init__()
+        self.run = functools.partial(recompute, use_reentrant=False)
+
+    def forward(self, x):
+        return self.run(self.core, x)
+
+
+FOUND = [
+    Plain, Alias, LongName, ImportedInside, ModuleImportedInside, Method, MethodOfThatName, Helper,
+    Decorated, Wrapped, OnTheInstance, InADefault, WithProcessor, Inherited, CallsSuper,
+    CallsItsBase, ByKeyword,
+]  # fmt: skip
+CHECKPOINTING = [CheckpointsInside, CheckpointsByAlias, CheckpointsByAttribute]

@@ -1,0 +1,578 @@
+"""MultiheadAttention and the transformer layers against torch's: same arguments, same numbers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass import numerics
+
+BATCH, SEQ, KEYS, WIDTH, HEADS = 2, 7, 5, 12, 3
+INF = float("inf")
+
+
+def attentions_in(calls) -> int:
+    return sum(call["op"].startswith("attention") for call in calls)
+
+
+def pair(cls_name: str, *args, **options) -> tuple[nn.Module, nn.Module]:
+    """(onepass's module, torch's) with the same parameters, random where torch has zeros."""
+    ours = getattr(onepass.nn, cls_name)(*args, **options)
+    stock = getattr(nn, cls_name)(*args, **options)
+    for parameter in stock.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=0.3)
+    ours.load_state_dict(stock.state_dict())
+    return ours, stock
+
+
+def run(module, tensors, gradient=None, **arguments):
+    """(output, gradients of the distinct inputs and of all parameters; None for what has none)."""
+    leaves = {id(x): x.detach().clone().requires_grad_() for x in tensors}
+    output = module(*(leaves[id(x)] for x in tensors), **arguments)
+    output = output[0] if isinstance(output, tuple) else output
+    gradient = torch.ones_like(output) if gradient is None else gradient.to(output)
+    wanted = [*leaves.values(), *module.parameters()]
+    return output, *torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+
+
+def assert_same(ours, stock) -> None:
+    assert len(ours) == len(stock)
+    for index, (a, b) in enumerate(zip(ours, stock, strict=True)):
+        assert (a is None) == (b is None), index
+        if a is not None:
+            torch.testing.assert_close(
+                a, b, rtol=1e-11, atol=1e-11, msg=lambda m, i=index: f"{i}: {m}"
+            )
+
+
+# ---------------------------------------------------------------- values and gradients
+
+# Every way in which the inputs may come, with every way in which they may be projected; masks have
+# a test of their own, whose columns for extra keys are what the two have in common.
+INPUTS = ("self", "key is value", "all different")
+OPTIONS = [
+    dict(zip(("bias", "add_bias_kv", "add_zero_attn", "batch_first"), flags, strict=True))
+    for flags in itertools.product((False, True), repeat=4)
+]
+
+
+def draw(inputs: str, batch_first: bool, batched: bool = True, kdim=WIDTH, vdim=WIDTH, keys=KEYS):
+    def tensor(seq, width):
+        shape = ((BATCH, seq) if batch_first else (seq, BATCH)) if batched else (seq,)
+        return torch.randn(*shape, width, dtype=torch.float64)
+
+    query = tensor(SEQ, WIDTH)
+    if inputs == "self":
+        return query, query, query
+    key = tensor(keys, kdim)
+    return query, key, key if inputs == "key is value" else tensor(keys, vdim)
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "unbatched"])
+@pytest.mark.parametrize("inputs", [*INPUTS, "other widths"])
+def test_every_projection(inputs, batched):
+    widths = dict(kdim=8, vdim=10) if inputs == "other widths" else {}
+    for options in OPTIONS:
+        ours, stock = pair("MultiheadAttention", WIDTH, HEADS, **widths, **options)
+        tensors = draw(inputs, options["batch_first"], batched, **widths)
+        with onepass._ops.dispatch_log.record() as calls:
+            y, weights = ours.double()(*tensors, need_weights=False)
+        assert attentions_in(calls) == 1 and weights is None and y.is_contiguous()
+        gradient = torch.randn_like(y)
+        results = [run(m.double(), tensors, gradient, need_weights=False) for m in (ours, stock)]
+        assert_same(*results)
+
+
+def masks(keys: int, entries: int):
+    """(name, key_padding_mask, attn_mask): every kind of either, and of both together."""
+    padding = torch.rand(BATCH, keys) < 0.4
+    flat, full = torch.rand(SEQ, keys) < 0.4, torch.rand(entries, SEQ, keys) < 0.4
+    for mask in (padding, flat, full):
+        mask[..., 0] = False
+    paddings = {
+        "": None,
+        "bool": padding,
+        "float": torch.randn(BATCH, keys).masked_fill(padding, -INF),
+    }
+    others = {
+        "": None,
+        "bool 2-D": flat,
+        "bool 3-D": full,
+        "float 2-D": torch.randn(SEQ, keys).masked_fill(flat, -INF),
+        "float 3-D": torch.randn(entries, SEQ, keys).masked_fill(full, -INF),
+    }
+    for (a, key_padding_mask), (b, attn_mask) in itertools.product(
+        paddings.items(), others.items()
+    ):
+        yield (
+            f"{a}, {b}",
+            *(
+                mask if mask is None or mask.dtype == torch.bool else mask.double()
+                for mask in (key_padding_mask, attn_mask)
+            ),
+        )
+
+
+@pytest.mark.parametrize("extra", [{}, dict(add_bias_kv=True, add_zero_attn=True)], ids=str)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+def test_every_mask(extra, batch_first):
+    ours, stock = pair("MultiheadAttention", WIDTH, HEADS, batch_first=batch_first, **extra)
+    tensors = draw("key is value", batch_first)
+    for name, key_padding_mask, attn_mask in masks(KEYS, BATCH * HEADS):
+        arguments = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask, need_weights=False)
+        with onepass._ops.dispatch_log.record() as calls:
+            results = [run(ours.double(), tensors, **arguments)]
+        assert attentions_in(calls) == 2, name
+        results.append(run(stock.double(), tensors, **arguments))
+        assert_same(*results)
+
+
+def test_masks_of_unbatched_inputs():
+    ours, stock = pair("MultiheadAttention", WIDTH, HEADS)
+    tensors = draw("key is value", False, batched=False)
+    for _, key_padding_mask, attn_mask in masks(KEYS, HEADS):
+        arguments = dict(attn_mask=attn_mask, need_weights=False)
+        if key_padding_mask is not None:
+            arguments["key_padding_mask"] = key_padding_mask[1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results = [run(m.double(), tensors, **arguments) for m in (ours, stock)]
+        assert_same(*results)
+
+
+def test_masks_get_their_gradients():
+    ours, stock = pair("MultiheadAttention", WIDTH, HEADS)
+    tensors = draw("self", False)
+    gradients = []
+    for module in (ours, stock):
+        bias = torch.full((SEQ, SEQ), 0.3, dtype=torch.float64, requires_grad=True)
+        padding = torch.full((BATCH, SEQ), 0.1, dtype=torch.float64, requires_grad=True)
+        y = module.double()(*tensors, attn_mask=bias, key_padding_mask=padding, need_weights=False)[
+            0
+        ]
+        gradients.append(torch.autograd.grad(y.square().sum(), (bias, padding)))
+    assert_same(*gradients)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["no padding", "padding"])
+@pytest.mark.parametrize("extra", [{}, dict(add_zero_attn=True)], ids=["", "zero key"])
+def test_causal_hint(extra, padded):
+    ours, stock = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True, **extra)
+    causal = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
+    arguments = dict(attn_mask=causal, is_causal=True, need_weights=False)
+    if padded:
+        arguments["key_padding_mask"] = torch.arange(SEQ) > torch.tensor([[4], [6]])
+    tensors = draw("self", True)
+    results = [run(module.double(), tensors, **arguments) for module in (ours, stock)]
+    assert_same(*results)
+
+
+def test_causal_hint_of_another_number_of_keys():
+    ours, stock = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
+    tensors = draw("key is value", True)
+    lower_right = torch.ones(SEQ, KEYS, dtype=torch.bool).triu(KEYS - SEQ + 2)
+    for padding in (None, torch.arange(KEYS) > torch.tensor([[2], [6]])):
+        arguments = dict(
+            attn_mask=lower_right, is_causal=True, key_padding_mask=padding, need_weights=False
+        )
+        assert_same(*(run(m.double(), tensors, **arguments) for m in (ours, stock)))
+
+
+def test_causal_hint_is_taken_at_its_word():
+    ours, _ = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
+    x = torch.randn(BATCH, SEQ, WIDTH)
+    with onepass._ops.dispatch_log.record() as calls:
+        y = ours(x, x, x, attn_mask=torch.zeros(SEQ, SEQ), is_causal=True, need_weights=False)[0]
+    assert attentions_in(calls) == 1
+    later = torch.cat((x[:, :-1], torch.randn(BATCH, 1, WIDTH)), 1)
+    z = ours(later, later, later, attn_mask=torch.zeros(SEQ, SEQ), is_causal=True,
+             need_weights=False)[0]  # fmt: skip
+    assert torch.equal(y[:, :-1], z[:, :-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_numerics_rule(dtype, masked):
+    options = dict(batch_first=True, dtype=dtype)
+    ours, stock = pair("MultiheadAttention", 64, 4, **options)
+    exact = copy.deepcopy(stock).double()
+    drawn = [(torch.randn(2, 33, 64).to(dtype), torch.randn(2, 33, 64)) for _ in range(4)]
+    arguments = dict(need_weights=False)
+    if masked:
+        arguments["key_padding_mask"] = torch.arange(33) > torch.tensor([[20], [40]])
+    runs = [
+        [run(module, (x.to(cast),) * 3, dy, **arguments) for x, dy in drawn]
+        for module, cast in ((ours, dtype), (exact, torch.float64), (stock, dtype))
+    ]
+    for index in range(len(runs[0][0])):
+        pooled = ([results[index] for results in column] for column in runs)
+        numerics.assert_close(*pooled, case=f"{dtype} {masked} {index}")
+
+
+def test_rows_that_attend_to_nothing_are_the_output_bias():
+    ours, _ = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
+    x = torch.randn(BATCH, SEQ, WIDTH, requires_grad=True)
+    padding = torch.tensor([[False] * SEQ, [True] * SEQ])
+    y = ours(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+    torch.testing.assert_close(y[1], ours.out_proj.bias.expand(SEQ, -1))
+    y.sum().backward()
+    assert (x.grad[1] == 0).all() and x.grad.isfinite().all()
+
+
+# ---------------------------------------------------------------- torch's own path, and its errors
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_need_weights_is_served_by_torch(average, training):
+    ours, stock = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
+    x = torch.randn(BATCH, SEQ, WIDTH)
+    mask = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
+    with onepass._ops.dispatch_log.record() as calls:
+        results = [
+            m.train(training)(x, x, x, attn_mask=mask, average_attn_weights=average)
+            for m in (ours, stock)
+        ]
+    assert not calls
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+X = torch.randn(BATCH, SEQ, WIDTH)
+NOT_TAKEN = {
+    "1-D": ((X[0, 0],) * 3, {}),
+    "4-D": ((X[None],) * 3, {}),
+    "mixed dimensions": ((X, X[0], X[0]), {}),
+    "width": ((X[..., :-1],) * 3, {}),
+    "key width": ((X, X[..., :-1], X[..., :-1]), {}),
+    "value's length": ((X, X, X[:, :-1]), {}),
+    "batch": ((X, X[:1], X[:1]), {}),
+    "integer mask": ((X, X, X), dict(attn_mask=torch.zeros(SEQ, SEQ, dtype=torch.int64))),
+    "integer padding": ((X, X, X), dict(key_padding_mask=torch.zeros(BATCH, SEQ).long())),
+    "mask's shape": ((X, X, X), dict(attn_mask=torch.zeros(SEQ, SEQ - 1))),
+    "mask's heads": ((X, X, X), dict(attn_mask=torch.zeros(BATCH, SEQ, SEQ))),
+    "mask's dimensions": ((X, X, X), dict(attn_mask=torch.zeros(SEQ))),
+    "padding's shape": ((X, X, X), dict(key_padding_mask=torch.zeros(BATCH, SEQ + 1))),
+    "padding's batch": ((X, X, X), dict(key_padding_mask=torch.zeros(SEQ))),
+    "hint without a mask": ((X, X, X), dict(is_causal=True)),
+    "unbatched mask's heads": ((X[0],) * 3, dict(attn_mask=torch.zeros(2, SEQ, SEQ))),
+}
+
+
+@pytest.mark.parametrize("case", NOT_TAKEN)
+def test_what_torch_refuses_is_refused_in_its_words(case):
+    tensors, arguments = NOT_TAKEN[case]
+    ours, stock = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
+    with pytest.raises(Exception) as expected:
+        stock(*tensors, need_weights=False, **arguments)
+    with pytest.raises(type(expected.value)) as got:
+        ours(*tensors, need_weights=False, **arguments)
+    assert str(got.value) == str(expected.value)
+
+
+def test_mixed_masks_warn_as_torch():
+    ours, stock = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
+    arguments = dict(
+        key_padding_mask=torch.zeros(BATCH, SEQ, dtype=torch.bool),
+        attn_mask=torch.zeros(SEQ, SEQ),
+        need_weights=False,
+    )
+    texts = []
+    for module in (ours, stock):
+        with pytest.warns(UserWarning) as caught:
+            module(X, X, X, **arguments)
+        texts.append(str(caught[0].message))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("arguments", [(8, 3), (0, 1), (8, 0)])
+def test_constructor_errors_are_torchs(arguments):
+    with pytest.raises(Exception) as expected:
+        nn.MultiheadAttention(*arguments)
+    with pytest.raises(type(expected.value)):
+        onepass.nn.MultiheadAttention(*arguments)
+
+
+# ---------------------------------------------------------------- what an instance is
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("MultiheadAttention", dict(embed_dim=8, num_heads=2)),
+        ("MultiheadAttention", dict(embed_dim=8, num_heads=2, kdim=4, vdim=6, add_bias_kv=True)),
+        ("TransformerEncoderLayer", dict(d_model=8, nhead=2, dim_feedforward=16)),
+        ("TransformerDecoderLayer", dict(d_model=8, nhead=2, dim_feedforward=16, bias=False)),
+    ],
+)
+def test_instances_are_torchs_with_the_same_keys_and_start(name, arguments):
+    torch.manual_seed(3)
+    ours = getattr(onepass.nn, name)(**arguments)
+    torch.manual_seed(3)
+    stock = getattr(nn, name)(**arguments)
+    assert isinstance(ours, getattr(nn, name)) and repr(ours) == repr(stock)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    for key, value in ours.state_dict().items():
+        assert torch.equal(value, stock.state_dict()[key])
+    ours.load_state_dict(stock.state_dict())
+    stock.load_state_dict(ours.state_dict())
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(twin) is type(ours)
+        assert [type(m) for m in twin.modules()] == [type(m) for m in ours.modules()]
+
+
+def test_layers_are_made_of_onepass():
+    decoder = onepass.nn.TransformerDecoderLayer(8, 2, 16)
+    own = {type(part) for part in decoder.children()} - {nn.Linear}
+    assert own == {onepass.nn.MultiheadAttention, onepass.nn.LayerNorm, onepass.nn.Dropout}
+    report = onepass.swap(nn.ModuleList([decoder, onepass.nn.TransformerEncoderLayer(8, 2, 16)]))
+    assert not (report.swapped or report.skipped or report.unknown)
+
+
+# ---------------------------------------------------------------- dropout
+
+
+def test_dropout_drops_weights_and_keeps_their_mean():
+    heads, width = 4, 64
+    ours = onepass.nn.MultiheadAttention(width, heads, dropout=0.25, batch_first=True)
+    with torch.no_grad():  # weights are 1 / keys, and the output is how many of them were kept
+        ours.in_proj_weight.zero_()
+        ours.in_proj_bias.copy_(torch.cat((torch.zeros(2 * width), torch.ones(width))))
+        ours.out_proj.weight.copy_(torch.eye(width))
+        ours.out_proj.bias.zero_()
+    x = torch.randn(4, 128, width)
+    torch.manual_seed(1)
+    y = ours(x, x, x, need_weights=False)[0]
+    torch.manual_seed(1)
+    assert torch.equal(y, ours(x, x, x, need_weights=False)[0])
+    assert not torch.equal(y, ours(x, x, x, need_weights=False)[0])
+    # 4 * 128 rows and 4 heads of 128 keys each: the mean's standard deviation is 0.0011.
+    assert abs(y.mean().item() - 1.0) < 0.006
+    kept = (y * 0.75 * 128).round()
+    assert torch.allclose(kept / (0.75 * 128), y, atol=1e-3)
+    assert abs(kept[..., 0].var().item() / (128 * 0.25 * 0.75) - 1.0) < 0.2
+    assert torch.allclose(ours.eval()(x, x, x, need_weights=False)[0], torch.ones(4, 128, width))
+
+
+def test_dropout_gradient_belongs_to_the_drawn_mask():
+    ours = onepass.nn.MultiheadAttention(8, 2, dropout=0.5).double()
+    x = torch.randn(5, 2, 8, dtype=torch.float64, requires_grad=True)
+
+    def drawn(x):
+        torch.manual_seed(4)
+        return ours(x, x, x, need_weights=False)[0]
+
+    assert torch.autograd.gradcheck(drawn, (x,))
+
+
+# ---------------------------------------------------------------- the layers
+
+LAYERS = [
+    {},
+    {"norm_first": True},
+    {"activation": "gelu", "bias": False},
+    {"batch_first": False, "layer_norm_eps": 1e-3},
+]
+
+
+def encoder_masks():
+    causal = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
+    padding = torch.arange(SEQ) > torch.tensor([[4], [6]])
+    as_float = torch.zeros(SEQ, SEQ).masked_fill(causal, -INF)
+    return [
+        {},
+        dict(src_mask=causal),
+        dict(src_mask=as_float, is_causal=True),
+        dict(src_key_padding_mask=padding),
+        dict(src_mask=causal, src_key_padding_mask=padding),
+        dict(src_mask=causal, src_key_padding_mask=padding, is_causal=True),
+    ]
+
+
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+def test_encoder_layer(options, mode):
+    options = {"batch_first": True, **options}
+    ours, stock = pair("TransformerEncoderLayer", WIDTH, HEADS + 1, 24, 0.0, **options)
+    shape = (BATCH, SEQ, WIDTH) if options["batch_first"] else (SEQ, BATCH, WIDTH)
+    x = torch.randn(shape)
+    for arguments in encoder_masks():
+        results = []
+        for module in (ours, stock):
+            module.train(mode == "train")
+            with onepass._ops.dispatch_log.record() as calls:
+                if mode == "no_grad":
+                    with torch.no_grad():
+                        results.append([module(x, **arguments)])
+                else:
+                    results.append(run(module, (x,), **arguments))
+            if module is ours:
+                assert attentions_in(calls) == (1 if mode == "no_grad" else 2)
+                assert sum("layer_norm" in call["op"] for call in calls) >= 2
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_encoder_layer_of_one_sequence_and_its_dropout():
+    ours, stock = pair("TransformerEncoderLayer", WIDTH, HEADS, 24, 0.0)
+    x = torch.randn(SEQ, WIDTH)
+    torch.testing.assert_close(ours(x), stock(x))
+    ours = onepass.nn.TransformerEncoderLayer(WIDTH, HEADS, 24, dropout=0.5)
+    torch.manual_seed(2)
+    y = ours(x)
+    torch.manual_seed(2)
+    assert torch.equal(ours(x), y) and not torch.equal(ours(x), y)
+
+
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+def test_decoder_layer(options):
+    options = {"batch_first": True, **options}
+    ours, stock = pair("TransformerDecoderLayer", WIDTH, HEADS, 24, 0.0, **options)
+    x, memory, _ = draw("all different", options["batch_first"])
+    causal = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
+    for arguments in (
+        {},
+        dict(tgt_mask=causal, tgt_is_causal=True),
+        dict(
+            tgt_mask=causal,
+            memory_mask=torch.rand(SEQ, KEYS) < 0.3,
+            memory_key_padding_mask=torch.arange(KEYS) > torch.tensor([[2], [4]]),
+        ),
+    ):
+        with onepass._ops.dispatch_log.record() as calls:
+            results = [run(ours.double(), (x, memory), **arguments)]
+        assert attentions_in(calls) == 4
+        results.append(run(stock.double(), (x, memory), **arguments))
+        assert_same(*results)
+
+
+# ---------------------------------------------------------------- nn.TransformerEncoder, nested
+
+PADDING = torch.tensor([[False] * 5, [False, False, False, True, True], [False] + [True] * 4])
+quiet = pytest.mark.filterwarnings("ignore:.*nested tensor", "ignore:enable_nested_tensor")
+
+
+@quiet
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}], ids=str)
+def test_inside_torchs_encoder(options):
+    def encoder(cls):
+        return nn.TransformerEncoder(cls(16, 2, 32, batch_first=True, **options), 2).eval()
+
+    ours, stock = encoder(onepass.nn.TransformerEncoderLayer), encoder(nn.TransformerEncoderLayer)
+    ours.load_state_dict(stock.state_dict())
+    x = torch.randn(3, 5, 16)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            with onepass._ops.dispatch_log.record() as calls:
+                y = ours(x, src_key_padding_mask=PADDING)
+            expected = stock(x, src_key_padding_mask=PADDING)
+        assert attentions_in(calls) == 2
+        assert sum("layer_norm" in call["op"] for call in calls) == 4
+        torch.testing.assert_close(y[~PADDING], expected[~PADDING], rtol=1e-5, atol=1e-5)
+        zeroed = [(out[PADDING] == 0).all() for out in (y, expected)]
+        assert zeroed[0] == zeroed[1] == (not grad and not options.get("norm_first"))
+
+
+@quiet
+def test_nested_rows_are_packed_not_padded():
+    layer = onepass.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    rows = [torch.randn(length, 16) for length in (4, 1, 7)]
+    seen = []
+    layer.linear1.register_forward_hook(lambda _, args, y: seen.append(tuple(args[0].shape)))
+    y = layer(torch.nested.nested_tensor(rows))
+    assert seen == [(12, 16)]
+    for ours, row in zip(y.unbind(), rows, strict=True):
+        torch.testing.assert_close(ours, layer(row[None])[0], rtol=1e-5, atol=1e-5)
+    attention = layer.self_attn
+    nested = torch.nested.nested_tensor(rows)
+    y = attention(nested, nested, nested, need_weights=False)[0]
+    for ours, row in zip(y.unbind(), rows, strict=True):
+        one = attention(row[None], row[None], row[None], need_weights=False)[0][0]
+        torch.testing.assert_close(ours, one, rtol=1e-5, atol=1e-5)
+
+
+@quiet
+def test_nested_tensors_that_torch_refuses():
+    layer = onepass.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    nested = torch.nested.nested_tensor([torch.randn(2, 16), torch.randn(3, 16)])
+    other = torch.nested.nested_tensor([torch.randn(2, 16), torch.randn(3, 16)])
+    with pytest.raises(AssertionError, match="does not support NestedTensor"):
+        layer.self_attn(nested, other, other, need_weights=False)
+    with pytest.raises(AssertionError, match="does not support NestedTensor"):
+        layer(nested, src_mask=torch.zeros(3, 3))
+
+
+# ---------------------------------------------------------------- torch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_gives_the_dtypes_of_stock(dtype):
+    ours, stock = pair("TransformerEncoderLayer", 16, 2, 32, 0.0, batch_first=True)
+    x = torch.randn(BATCH, SEQ, 16)
+    for arguments in encoder_masks():
+        with torch.autocast("cpu", dtype=dtype):
+            a, b = ours(x, **arguments), stock(x, **arguments)
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=0.1, atol=0.05)
+            outputs = [m.self_attn(x, x, x, need_weights=False)[0].dtype for m in (ours, stock)]
+            assert outputs[0] == outputs[1] == dtype
+
+
+def test_compile_fullgraph_with_dynamic_lengths():
+    torch._dynamo.reset()
+    layer = onepass.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seq in (5, 9):
+        x = torch.randn(2, seq, 16)
+        mask = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+        padding = torch.arange(seq) > torch.tensor([[2], [seq]])
+        gradients = []
+        for module in (layer, compiled):
+            torch.manual_seed(5)
+            y = module(x, src_mask=mask, src_key_padding_mask=padding)
+            gradients.append((y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))))
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_export():
+    attention = onepass.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    x = torch.randn(2, 7, 16)
+    exported = torch.export.export(Model(), (x,))
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert any("onepass.attention_forward" in target for target in targets)
+    torch.testing.assert_close(exported.module()(x), attention(x, x, x, need_weights=False)[0])
+
+
+def test_double_backward():
+    attention = onepass.nn.MultiheadAttention(4, 2).double()
+    x = torch.randn(3, 1, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: attention(x, x, x, need_weights=False)[0], (x,))
+
+
+def test_nothing_is_copied_on_the_way_in():
+    """Projections are read where they lie, and the output comes back in the wanted order."""
+    attention = onepass.nn.MultiheadAttention(16, 2, bias=False, batch_first=True)
+    x = torch.randn(2, 7, 16)
+    with torch.autograd.profiler.profile() as profile, torch.no_grad():
+        attention(x, x, x, need_weights=False)
+    names = {event.name for event in profile.function_events}
+    assert not names & {"aten::copy_", "aten::clone", "aten::contiguous", "aten::cat"}
