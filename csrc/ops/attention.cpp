@@ -141,7 +141,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const 
   constexpr const char* op = "attention";
   const AttentionChecks checks(op, query, key, value, options);
   Copies copies;
-  AttentionForward args{attach(checks, query, key, value, options, copies), {}, nullptr};
+  AttentionForward args{};
+  static_cast<Attention&>(args) = attach(checks, query, key, value, options, copies);
   const TensorInfo& shape = checks.query();
   int64_t sizes[4];
   std::copy(shape.sizes, shape.sizes + shape.dims, sizes);
@@ -149,24 +150,27 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const 
   Tensor output = empty_rows(sizes, shape.dims, args.dtype, shape.device, options.out_bshd);
   const StatisticShape statistic(args, checks.query_layout());
   Tensor lse = empty(statistic.sizes, statistic.dims, accumulator_of(args.dtype), shape.device);
-  Tensor aux = empty_1d(0, accumulator_of(args.dtype), shape.device);
+  Tensor lse_rest =
+      empty(statistic.sizes, statistic.dims, accumulator_of(args.dtype), shape.device);
   if (options.seqused_q) {  // rows that belong to no query
     torch::stable::zero_(output);
     torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+    torch::stable::zero_(lse_rest);
   }
   if (args.total_q * args.heads > 0) {
     args.output = rows_of(output, checks.query_layout(), copies);
     args.lse = lse.mutable_data_ptr();
+    args.lse_rest = lse_rest.mutable_data_ptr();
     run_operator(backend().attention.forward, args, shape.device,
                  [&] { return describe(op, args); });
   }
-  return {output, lse, aux};
+  return {output, lse, lse_rest};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& doutput, const OptionalTensor& dlse, const Tensor& query,
     const Tensor& key, const Tensor& value, const Tensor& output, const Tensor& lse,
-    const Options& options, int64_t grad_mask) {
+    const OptionalTensor& lse_rest, const Options& options, int64_t grad_mask) {
   constexpr const char* op = "attention_backward";
   const AttentionChecks checks(op, query, key, value, options);
   require(!options.block_table, op, ": block_table must not be given, got one");
@@ -192,6 +196,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   };
   check_gradient("output", output, sizes, query_shape.dims, dtype);
   check_gradient("lse", lse, statistic.sizes, statistic.dims, accumulator);
+  if (lse_rest) {
+    check_gradient("lse_rest", *lse_rest, statistic.sizes, statistic.dims, accumulator);
+  }
   if (doutput) check_gradient("doutput", *doutput, sizes, query_shape.dims, dtype);
   if (dlse) check_gradient("dlse", *dlse, statistic.sizes, statistic.dims, accumulator);
 
@@ -228,6 +235,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   args.doutput = rows_of(*upstream, layout, copies);
   args.output = rows_of(output, layout, copies);
   args.lse = elements_of<void>(lse, copies);
+  args.lse_rest = elements_of<void>(lse_rest, copies);
   args.dlse = elements_of<void>(dlse, copies);
   const auto rows_if = [&](bool wanted, const Tensor& tensor, Layout rows) {
     return wanted ? rows_of(tensor, rows, copies) : Strided{};
@@ -266,10 +274,10 @@ struct Unboxed {
   // Every result of the CPU kernels is deterministic.
   static auto backward(const OptionalTensor& doutput, const OptionalTensor& dlse,
                        const Tensor& query, const Tensor& key, const Tensor& value,
-                       const Tensor& output, const Tensor& lse, Fields... fields, int64_t grad_mask,
-                       bool /*deterministic*/) {
-    return attention_backward(doutput, dlse, query, key, value, output, lse, Options{fields...},
-                              grad_mask);
+                       const Tensor& output, const Tensor& lse, const OptionalTensor& lse_rest,
+                       Fields... fields, int64_t grad_mask, bool /*deterministic*/) {
+    return attention_backward(doutput, dlse, query, key, value, output, lse, lse_rest,
+                              Options{fields...}, grad_mask);
   }
 };
 using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
@@ -291,16 +299,16 @@ using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTens
   "bool out_bshd=False, SymInt num_splits=0"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
-  // aux has size 0 and is there for what the future needs.
+  // lse_rest is what rounding took from lse; the backward wants it back.
   m.def("attention_forward(Tensor query, Tensor key, Tensor value, *, " ONEPASS_ATTENTION_OPTIONS
-        ") -> (Tensor output, Tensor lse, Tensor aux)");
+        ") -> (Tensor output, Tensor lse, Tensor lse_rest)");
   m.def(
       "attention_forward_check(Tensor query, Tensor key, Tensor value, "
       "*, " ONEPASS_ATTENTION_OPTIONS ") -> ()");
   // grad_mask: 1 dquery, 2 dkey, 4 dvalue, 8 dbias, 16 dsinks, 32 dslopes; the others have size 0.
   m.def(
       "attention_backward(Tensor? doutput, Tensor? dlse, Tensor query, Tensor key, Tensor value, "
-      "Tensor output, Tensor lse, *, " ONEPASS_ATTENTION_OPTIONS
+      "Tensor output, Tensor lse, Tensor? lse_rest, *, " ONEPASS_ATTENTION_OPTIONS
       ", int grad_mask, bool deterministic=False) -> (Tensor dquery, Tensor dkey, Tensor dvalue, "
       "Tensor dbias, Tensor dsinks, Tensor dslopes)");
 }

@@ -89,6 +89,8 @@ struct Attention {
 struct AttentionForward : Attention {
   Strided output;  // (batch, heads, seq_q, value_dim) or packed
   void* lse;  // (batch, heads, seq_q) or (heads, total_q) contiguous, in the accumulator's dtype
+  void* lse_rest;  // likewise: what rounding took from the LSE. Of a row that averages huge scores,
+                   // as a bias of finfo.min makes them, that is the whole logarithm of the count.
 };
 
 // With delta = sum(doutput * output) - dlse and dP = drop(doutput value^T):
@@ -97,14 +99,15 @@ struct AttentionForward : Attention {
 //   dbias = ds, summed over what is broadcast;   dslopes = -sum(ds * |position - key|)
 //   dquery = scale * (ds * softcap') key         dkey = scale * (ds * softcap')^T query
 struct AttentionBackward : Attention {
-  Strided doutput;   // (batch, heads, seq_q, value_dim) or packed
-  Strided output;    // likewise
-  const void* lse;   // as the forward wrote it
-  const void* dlse;  // likewise, or null, which is 0
-  Strided dquery;    // as query
-  Strided dkey;      // as key; never paged
-  Strided dvalue;    // as value
-  Strided dbias;     // as bias, 0 strides where it is to be summed; contiguous
+  Strided doutput;       // (batch, heads, seq_q, value_dim) or packed
+  Strided output;        // likewise
+  const void* lse;       // as the forward wrote it
+  const void* lse_rest;  // likewise, or null, which is 0
+  const void* dlse;      // likewise
+  Strided dquery;        // as query
+  Strided dkey;          // as key; never paged
+  Strided dvalue;        // as value
+  Strided dbias;         // as bias, 0 strides where it is to be summed; contiguous
   int64_t dbias_numel;
   float* dslopes;  // as alibi_slopes: (batch, heads) or (heads,); contiguous
   void* dsinks;    // (heads,)

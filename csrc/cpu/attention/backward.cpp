@@ -59,6 +59,7 @@ Shape shape_of(const AttentionBackward& args) {
 
 // Of the whole call.
 struct Shared {
+  float* delta;     // (batch, heads, seq_q) or (heads, total_q), as the LSE lies
   float* dquery;    // (splits, heads, total_q, query_columns)
   float* dbias;     // (dbias_numel,) if wide_bias
   double* dslopes;  // (splits, batch, heads)
@@ -67,6 +68,7 @@ struct Shared {
 
 Shared shared_of(const AttentionBackward& args, const Shape& shape, Arena& arena) {
   Shared s;
+  s.delta = arena.take<float>(args.heads * args.total_q);
   s.dquery = arena.take<float>(
       args.dquery.data ? shape.splits * args.heads * args.total_q * shape.query_columns : 0);
   s.dbias = arena.take<float>(shape.wide_bias ? args.dbias_numel : 0);
@@ -92,7 +94,6 @@ struct Scratch {
   E* ds_rows;     // (kTileQueries, keys)
   float* dkey;    // (keys, query_columns)
   float* dvalue;  // (keys, value_columns)
-  float* delta;   // (heads of a kv head, seq_q)
 };
 
 template <class M>
@@ -116,9 +117,53 @@ Scratch<M> scratch_of(const AttentionBackward& args, const Shape& shape, Arena& 
   s.ds_rows = arena.take<E>(cells);
   s.dkey = arena.take<float>(shape.keys * shape.query_columns);
   s.dvalue = arena.take<float>(shape.keys * shape.value_columns);
-  s.delta = arena.take<float>(args.heads / args.kv_heads * args.seq_q);
   return s;
 }
+
+// ---- before all blocks --------------------------------------------------------------------------
+
+// The scalar products of `count` pairs of rows, a pair per lane, added up in the order of the
+// products that dP is made of: where a row has all its weight on one key, output is that value
+// and dP - delta is exactly 0.
+template <class Left, class Right>
+Vec<float> row_dots(Left&& left, Right&& right, int64_t count, int64_t value_dim) {
+  constexpr int n = kLanes<float>;
+  Vec<float> total = {};
+  for (int64_t first = 0; first < value_dim; first += kChain) {
+    const int64_t size = std::min(kChain, value_dim - first);
+    alignas(64) float panels[2][kChain * n];
+    pack_panel<Fma>([&](int64_t i) { return left(i) + first; }, count, size, n, panels[0]);
+    pack_panel<Fma>([&](int64_t i) { return right(i) + first; }, count, size, n, panels[1]);
+    Vec<float> sum = {};
+    for (int64_t d = 0; d < size; ++d) {
+      sum = fma<float>(load<float>(panels[0] + d * n), load<float>(panels[1] + d * n), sum);
+    }
+    total += sum;
+  }
+  return total;
+}
+
+template <class T>
+void write_delta(const AttentionBackward& args, const Shared& shared, int64_t batch, int64_t head,
+                 int64_t first) {
+  const Sequence sequence = sequence_of(args, batch);
+  const Rows<const T> outputs(args.output, batch, head, sequence.first_q);
+  const Rows<const T> doutputs(args.doutput, batch, head, sequence.first_q);
+  const int64_t last = std::min(first + kRowsAtOnce, sequence.queries);
+  for (int64_t query = first; query < last; query += kLanes<float>) {
+    const int64_t count = std::min<int64_t>(kLanes<float>, last - query);
+    const Vec<float> dots =
+        row_dots([&](int64_t i) { return outputs(query + i); },
+                 [&](int64_t i) { return doutputs(query + i); }, count, args.value_dim);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = lse_row(args, sequence, batch, head, query + i);
+      const float dlse = args.dlse ? static_cast<const float*>(args.dlse)[row] : 0.0f;
+      shared.delta[row] = dots[i] - dlse;
+    }
+  }
+}
+
+// ---- a piece of work ----------------------------------------------------------------------------
 
 // Rows as the first factor of a product (element by element) and as the second (cells of rows).
 template <class M>
@@ -166,7 +211,7 @@ class Backward {
   void keys_of_head(int64_t batch, int64_t kv_head) {
     sequence_ = sequence_of(args_, batch);
     const int64_t group = args_.heads / args_.kv_heads;
-    for (int64_t g = 0; g < group; ++g) begin_head(batch, kv_head * group + g, g);
+    for (int64_t g = 0; g < group; ++g) begin_head(batch, kv_head * group + g);
     for (int64_t k0 = split_ * shape_.keys; k0 < sequence_.keys;
          k0 += shape_.splits * shape_.keys) {
       const int64_t count = std::min(shape_.keys, sequence_.keys - k0);
@@ -192,25 +237,11 @@ class Backward {
     }
   }
 
-  // Zero sums, delta of every query, and what a sink gets.
-  void begin_head(int64_t batch, int64_t head, int64_t g) {
+  // Zero sums, and what a sink gets.
+  void begin_head(int64_t batch, int64_t head) {
     if (args_.dquery.data) {
       std::fill_n(dquery_sums(split_, batch, head, 0), sequence_.queries * shape_.query_columns,
                   0.0f);
-    }
-    const Rows<const T> outputs(args_.output, batch, head, sequence_.first_q);
-    const Rows<const T> doutputs(args_.doutput, batch, head, sequence_.first_q);
-    const float* dlse = static_cast<const float*>(args_.dlse);
-    float* delta = s_.delta + g * args_.seq_q;
-    for (int64_t query = 0; query < sequence_.queries; ++query) {
-      Vec<float> sum = {};
-      const T* output = outputs(query);
-      const T* doutput = doutputs(query);
-      for_each_vector<float>(0, args_.value_dim, [&](int64_t d, auto count) {
-        sum = fma<float>(load<float>(output + d, count), load<float>(doutput + d, count), sum);
-      });
-      delta[query] = sum_of_lanes<float>(sum) -
-                     (dlse ? dlse[lse_row(args_, sequence_, batch, head, query)] : 0.0f);
     }
     if (args_.dslopes) {
       shared_.dslopes[(split_ * args_.batch + batch) * args_.heads + head] = 0.0;
@@ -219,7 +250,7 @@ class Backward {
       const double sink = sink_of(args_, head);
       double sum = 0.0;
       for (int64_t query = 0; query < sequence_.queries; ++query) {
-        sum -= std::exp(sink - lse(batch, head, query)) * delta[query];
+        sum -= std::exp(sink - lse(batch, head, query)) * delta(batch, head, query);
       }
       shared_.dsinks[batch * args_.heads + head] = sum;
     }
@@ -227,6 +258,13 @@ class Backward {
 
   float lse(int64_t batch, int64_t head, int64_t query) const {
     return static_cast<const float*>(args_.lse)[lse_row(args_, sequence_, batch, head, query)];
+  }
+  float lse_rest(int64_t batch, int64_t head, int64_t query) const {
+    const float* rest = static_cast<const float*>(args_.lse_rest);
+    return rest ? rest[lse_row(args_, sequence_, batch, head, query)] : 0.0f;
+  }
+  float delta(int64_t batch, int64_t head, int64_t query) const {
+    return shared_.delta[lse_row(args_, sequence_, batch, head, query)];
   }
   float* dquery_sums(int64_t split, int64_t batch, int64_t head, int64_t query) const {
     const int64_t row = (args_.cu_seq_q ? sequence_.first_q : batch * args_.seq_q) + query;
@@ -271,7 +309,7 @@ class Backward {
       for (int64_t q0 = queries.first / kTileQueries * kTileQueries; q0 < queries.last;
            q0 += kTileQueries) {
         const int64_t first = std::max<int64_t>(queries.first - q0, 0);
-        tile({batch, kv_head * group + g, g, q0, first / M::kPerCell * M::kPerCell,
+        tile({batch, kv_head * group + g, q0, first / M::kPerCell * M::kPerCell,
               std::min(queries.last - q0, kTileQueries), k0, count});
       }
     }
@@ -281,7 +319,6 @@ class Backward {
   struct TileOf {
     int64_t batch;
     int64_t head;
-    int64_t g;
     int64_t q0;
     int64_t first;
     int64_t last;
@@ -295,6 +332,7 @@ class Backward {
     const bool changed = args_.softcap != 0 || args_.alibi_slopes || args_.bias.data ||
                          args_.mask.data || args_.seed;
     if (args_.mask.data && !read_mask(t)) return;
+    if (dbias_) std::fill_n(dbias_row_, t.keys, 0.0f);
 
     const Operand<M> query = operand(args_.query, t, args_.head_dim, shape_.query_columns,
                                      s_.query_rows, s_.query_cells);
@@ -307,24 +345,25 @@ class Backward {
       const KeyRange range = keys_of(args_, sequence_, t.q0 + t.first + row);
       return std::clamp<int64_t>(range.last - t.k0, 0, t.keys);
     };
-    const auto scores = [&](const Operand<M>& a, int64_t dim, const E* panel, float* c) {
-      const int64_t steps = ceil_div(dim, M::kPerCell);
-      multiply<M>({.a = a.rows,
-                   .a_row = a.row_stride,
-                   .a_step = M::kPerCell,
-                   .b = panel,
-                   .b_step = shape_.keys * M::kPerCell,
-                   .steps = steps,
-                   .c = c + t.first * shape_.keys,
-                   .c_row = shape_.keys,
-                   .update = Update::kStore,
-                   .factor = &one},
-                  t.last - t.first, vectors, [&](int64_t, int64_t end) {
-                    return Part{0, steps, ceil_div(last_key(end - 1), n)};
-                  });
+    const auto scores = [&](const Operand<M>& a, int64_t dim, const E* panel, float factor,
+                            float* c) {
+      multiply_in_chains<M>({.a = a.rows,
+                             .a_row = a.row_stride,
+                             .a_step = M::kPerCell,
+                             .b = panel,
+                             .b_step = shape_.keys * M::kPerCell,
+                             .steps = 0,
+                             .c = c + t.first * shape_.keys,
+                             .c_row = shape_.keys,
+                             .update = Update::kStore,
+                             .factor = &factor},
+                            dim, t.last - t.first, vectors, [&](int64_t, int64_t end) {
+                              return Part{0, kAllSteps, ceil_div(last_key(end - 1), n)};
+                            });
     };
-    scores(query, args_.head_dim, s_.key_panel, s_.scores);
-    scores(doutput, args_.value_dim, s_.value_panel, s_.dscores);
+    // Scores come out as the forward's did, bit for bit where that multiplied float32.
+    scores(query, args_.head_dim, s_.key_panel, static_cast<float>(args_.scale), s_.scores);
+    scores(doutput, args_.value_dim, s_.value_panel, one, s_.dscores);
 
     if (whole && !changed) {
       sweep<false>(t);
@@ -432,6 +471,7 @@ class Backward {
   // What a row of the tile needs beside its scores.
   struct RowOf {
     float lse;
+    float lse_rest;  // what rounding took from it
     float delta;
     float position;  // of the query, minus that of the tile's first key
     int32_t first;   // keys that it sees
@@ -478,6 +518,10 @@ class Backward {
         }
       }
     }
+    if (dbias_ && args_.dbias.row_stride == 0) {
+      float* dbias = dbias_at(t, 0);
+      for (int64_t key = 0; key < t.keys; ++key) dbias[key] += dbias_row_[key];
+    }
     if (args_.dslopes) {
       shared_.dslopes[(split_ * args_.batch + t.batch) * args_.heads + t.head] += dslope;
     }
@@ -491,7 +535,8 @@ class Backward {
     const float lse = this->lse(t.batch, t.head, query);
     // A row that saw nothing has no probabilities: exp(-inf) is 0.
     of.lse = lse == -std::numeric_limits<float>::infinity() ? -lse : lse;
-    of.delta = s_.delta[t.g * args_.seq_q + query];
+    of.lse_rest = lse_rest(t.batch, t.head, query);
+    of.delta = delta(t.batch, t.head, query);
     if constexpr (kChanged) {
       const KeyRange range = keys_of(args_, sequence_, query);
       of.first = static_cast<int32_t>(std::clamp<int64_t>(range.first - t.k0, 0, t.keys));
@@ -522,12 +567,11 @@ class Backward {
   template <bool kChanged>
   ONEPASS_INLINE Both one_vector(const TileOf& t, const RowOf& of, int64_t row, int64_t v,
                                  double& dslope) {
-    const float scale = static_cast<float>(args_.scale);
     const int64_t at = row * shape_.keys + v * n;
-    const Vec<float> raw = load<float>(s_.scores + at);
+    Vec<float> score = load<float>(s_.scores + at);
     Vec<float> dp = load<float>(s_.dscores + at);
     if constexpr (!kChanged) {
-      const Vec<float> p = exp(fma<float>(raw, broadcast<float>(scale), broadcast<float>(-of.lse)));
+      const Vec<float> p = exp((score - of.lse) - of.lse_rest);
       return {p, p * (dp - of.delta)};
     } else {
       SignedWords key;
@@ -535,7 +579,6 @@ class Backward {
       key += static_cast<int32_t>(v * n);
       const int64_t left = t.keys - v * n;
       const float softcap = static_cast<float>(args_.softcap);
-      Vec<float> score = raw * scale;
       Vec<float> tangent = broadcast<float>(1.0f);  // of softcap
       if (softcap != 0.0f) {
         const Vec<float> bent = tanh(score / softcap);
@@ -557,8 +600,8 @@ class Backward {
         const uint32_t word = of.mask[v * n / 32] >> (v * n % 32);
         seen &= (SignedWords)((word & bit) != 0u);
       }
-      const Vec<float> exponent =
-          seen ? score - of.lse : broadcast<float>(-std::numeric_limits<float>::infinity());
+      const Vec<float> exponent = seen ? (score - of.lse) - of.lse_rest
+                                       : broadcast<float>(-std::numeric_limits<float>::infinity());
       const Vec<float> p = exp(exponent);
       Vec<float> kept = p;
       if (args_.seed) {
@@ -585,9 +628,14 @@ class Backward {
     });
   }
 
-  void add_dbias(const TileOf& t, int64_t query, int64_t v, int64_t left, Vec<float> ds) const {
-    float* dbias = dbias_ + t.batch * args_.dbias.batch_stride + t.head * args_.dbias.head_stride +
-                   query * args_.dbias.row_stride + t.k0 + v * n;
+  float* dbias_at(const TileOf& t, int64_t query) const {
+    return dbias_ + t.batch * args_.dbias.batch_stride + t.head * args_.dbias.head_stride +
+           query * args_.dbias.row_stride + t.k0;
+  }
+
+  void add_dbias(const TileOf& t, int64_t query, int64_t v, int64_t left, Vec<float> ds) {
+    // What is summed over queries is summed by tiles first: shorter chains lose fewer bits.
+    float* dbias = (args_.dbias.row_stride != 0 ? dbias_at(t, query) : dbias_row_) + v * n;
     if (left >= n) {
       store<float>(dbias, load<float>(dbias) + ds);
     } else {
@@ -603,6 +651,7 @@ class Backward {
   Sequence sequence_{};
   float* dbias_ = nullptr;
   int64_t split_ = 0;
+  float dbias_row_[kTileKeys];
   uint32_t mask_[kTileQueries][kTileWords];
   uint16_t drawn_[2][kTileKeys + 2 * kElementsPerDraw];
 };
@@ -702,6 +751,12 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, 
   Arena sizes(nullptr);
   scratch_of<M>(args, shape, sizes);
   char* slots = static_cast<char*>(workspace) + arena.used();
+  const int64_t chunks = ceil_div(args.seq_q, kRowsAtOnce);
+  const int64_t chunks_of_heads = args.batch * args.heads * chunks;
+  for_each_piece_in_order(context, plan.slots, chunks_of_heads, [&](int64_t piece, int64_t) {
+    write_delta<T>(args, shared, piece / chunks / args.heads, piece / chunks % args.heads,
+                   piece % chunks * kRowsAtOnce);
+  });
   for_each_piece_in_order(context, plan.slots, shape.units * shape.splits,
                           [&](int64_t piece, int64_t slot) {
                             Arena own(slots + slot * sizes.used());
@@ -709,8 +764,7 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, 
                             Backward<T>(args, shape, shared, scratch).piece(piece);
                           });
 
-  const int64_t chunks = ceil_div(args.seq_q, kRowsAtOnce);
-  const int64_t queries = args.dquery.data ? args.batch * args.heads * chunks : 0;
+  const int64_t queries = args.dquery.data ? chunks_of_heads : 0;
   const int64_t numbers = shape.wide_bias ? args.dbias_numel : 0;
   constexpr int64_t kNumbersAtOnce = 1 << 14;
   for_each_piece_in_order(

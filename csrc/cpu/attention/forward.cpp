@@ -186,7 +186,9 @@ class Forward {
 
   void finish(const Group& group) {
     float factor[kGroup];
-    float* lse = lse_of(group.batch, group.head, group.query);
+    const int64_t row = lse_row(args_, sequence_, group.batch, group.head, group.query);
+    float* lse = static_cast<float*>(args_.lse) + row;
+    float* lse_rest = static_cast<float*>(args_.lse_rest) + row;
     const float keep = args_.seed ? dropout_.scale : 1.0f;
     for (int64_t i = 0; i < group.count; ++i) {
       float maximum = this->maximum()[i];
@@ -199,7 +201,9 @@ class Forward {
         sum = sum * std::exp(maximum - larger) + std::exp(sink - larger);
         maximum = larger;
       }
-      lse[i] = maximum + std::log(sum);
+      const float logarithm = std::log(sum);
+      lse[i] = maximum + logarithm;
+      lse_rest[i] = sum == 0.0f ? 0.0f : lost_in_sum(maximum, logarithm);
       factor[i] = sum == 0.0f ? 0.0f : numerator / sum;
     }
     std::fill(factor + group.count, factor + kGroup, 0.0f);
@@ -221,10 +225,6 @@ class Forward {
         }
       }
     }
-  }
-
-  float* lse_of(int64_t batch, int64_t head, int64_t query) const {
-    return static_cast<float*>(args_.lse) + lse_row(args_, sequence_, batch, head, query);
   }
 
   // ---- of a tile -------------------------------------------------------------------------------
@@ -346,17 +346,18 @@ class Forward {
     constexpr int n = kLanes<float>;
     float* scores = s_.scores + lane;  // row j is key j
     const float scale = static_cast<float>(args_.scale);
-    multiply<M>({.a = tile.keys + first * tile.key_stride,
-                 .a_row = tile.key_stride,
-                 .a_step = M::kPerCell,
-                 .b = queries() + lane * M::kPerCell,
-                 .b_step = kGroup * M::kPerCell,
-                 .steps = ceil_div(args_.head_dim, M::kPerCell),
-                 .c = scores + first * kGroup,
-                 .c_row = kGroup,
-                 .update = Update::kStore,
-                 .factor = &scale},
-                last - first, kVectors);
+    multiply_in_chains<M>({.a = tile.keys + first * tile.key_stride,
+                           .a_row = tile.key_stride,
+                           .a_step = M::kPerCell,
+                           .b = queries() + lane * M::kPerCell,
+                           .b_step = kGroup * M::kPerCell,
+                           .steps = 0,
+                           .c = scores + first * kGroup,
+                           .c_row = kGroup,
+                           .update = Update::kStore,
+                           .factor = &scale},
+                          args_.head_dim, last - first, kVectors,
+                          [](int64_t, int64_t) { return Part{0, kAllSteps, kVectors}; });
     if constexpr (kKind != kPlain) {
       change<kVectors, kKind>(group, k0, lane, first, last);
     }

@@ -8,7 +8,10 @@
 // loads kTileVectors vectors and kTileRows broadcasts for their product of multiply-adds.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <limits>
 
 #include "cpu/vec.h"
 
@@ -80,7 +83,7 @@ struct Dot {
 
 enum class Update {
   kStore,    // c = factor[0] * sum
-  kAdd,      // c += sum
+  kAdd,      // c += factor[0] * sum
   kRescale,  // c = c * factor[col] + sum
 };
 
@@ -130,9 +133,10 @@ template <class M, int kRows, int kVectors>
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) store<float>(c + r * p.c_row, sum[r][v] * factor);
     } else if (p.update == Update::kAdd) {
+      const Vec<float> factor = broadcast<float>(*p.factor);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        store<float>(c + r * p.c_row, load<float>(c + r * p.c_row) + sum[r][v]);
+        store<float>(c + r * p.c_row, fma<float>(sum[r][v], factor, load<float>(c + r * p.c_row)));
       }
     } else {
       const Vec<float> factor = load<float>(p.factor + v * kLanes<float>);
@@ -154,12 +158,14 @@ ONEPASS_INLINE void multiply_rows(const Product<M>& p, int64_t rows) {
   kTiles[rows - 1](p);
 }
 
-// The part of a product that a strip of rows needs.
+// The part of a product that a strip of rows needs; steps beyond those there are do no harm.
 struct Part {
   int64_t first_step;
   int64_t last_step;
-  int64_t last_vector;  // a multiple of nothing: column groups that begin behind it are left out
+  int64_t last_vector;  // column groups that begin behind it are left out
 };
+
+inline constexpr int64_t kAllSteps = std::numeric_limits<int64_t>::max();
 
 // rows x vectors of c. part(row, row + count) says which steps a strip of rows sums over: where a
 // diagonal crosses the tile, strips need only a part.
@@ -175,7 +181,7 @@ ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vect
       const int64_t row = strip * rows / strips;
       const int64_t count = (strip + 1) * rows / strips - row;
       const Part taken = part(row, row + count);
-      const int64_t steps = taken.last_step - taken.first_step;
+      const int64_t steps = std::min(taken.last_step, whole.steps) - taken.first_step;
       if (steps <= 0 || vector >= taken.last_vector) continue;
       Product<M> p = whole;
       p.a += row * p.a_row + taken.first_step * p.a_step;
@@ -206,6 +212,25 @@ ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vect
 template <class M>
 ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vectors) {
   multiply(whole, rows, vectors, [&](int64_t, int64_t) { return Part{0, whole.steps, vectors}; });
+}
+
+// Elements of k that one chain of additions takes at most where products run over a head's
+// dimensions: longer chains would lose to those that torch's matrix products make.
+inline constexpr int64_t kChain = 128;
+
+// rows x vectors of c = factor * a b, `size` elements of k in chains of kChain.
+template <class M, class PartOf>
+ONEPASS_INLINE void multiply_in_chains(Product<M> p, int64_t size, int64_t rows, int64_t vectors,
+                                       PartOf&& part) {
+  p.update = Update::kStore;
+  for (int64_t k = 0; k < size; k += kChain) {
+    const int64_t length = size - k < kChain ? size - k : kChain;
+    p.steps = (length + M::kPerCell - 1) / M::kPerCell;
+    multiply(p, rows, vectors, part);
+    p.a += kChain / M::kPerCell * p.a_step;
+    p.b += kChain / M::kPerCell * p.b_step;
+    p.update = Update::kAdd;
+  }
 }
 
 }  // namespace ONEPASS_ISA

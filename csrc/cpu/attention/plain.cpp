@@ -165,6 +165,7 @@ void forward_row(const AttentionForward& args, const Head& head, int64_t i) {
   }
   std::copy(output, output + args.value_dim, head.query_row(args.output, i));
   static_cast<double*>(args.lse)[head.statistic(i)] = row.max + std::log(row.sum);
+  static_cast<double*>(args.lse_rest)[head.statistic(i)] = 0.0;  // the backward needs none
 }
 
 // ---- backward -----------------------------------------------------------------------------------

@@ -49,6 +49,15 @@ inline int64_t lse_row(const Attention& args, const Sequence& sequence, int64_t 
                        : (batch * args.heads + head) * args.seq_q + query;
 }
 
+// What rounding takes from a + b (Knuth's two-sum). Of infinities and NaN: 0.
+template <class A>
+A lost_in_sum(A a, A b) {
+  const A sum = a + b;
+  const A b_taken = sum - a;
+  const A lost = (a - (sum - b_taken)) + (b - b_taken);
+  return lost == lost ? lost : A{0};
+}
+
 inline float sink_of(const Attention& args, int64_t head) {
   return visit_dtype_up_to_float32(args.sinks_dtype, [&]<class S>() -> float {
     const S sink = static_cast<const S*>(args.sinks)[head];

@@ -96,7 +96,7 @@ def attention(
             tensors = _distinct(tensors)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         # One argument for all of them: autograd looks at each one it gets.
-        return _apply_attention(*tensors, (tuple(options.items()), deterministic))
+        return _apply_attention(*tensors, (tuple(options.items()), deterministic))[:2]
     given = _given(*tensors[3:])
     if block_table is not None:
         given["block_table"] = block_table
@@ -108,28 +108,29 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(query, key, value, *others):
         *tensors, (options, _) = others
-        return _forward(query, key, value, **_given(*tensors), **dict(options))[:2]
+        return _forward(query, key, value, **_given(*tensors), **dict(options))
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
         *tensors, (ctx.options, ctx.deterministic) = inputs
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(outputs[2])
         ctx.save_for_backward(*outputs, *tensors)
 
     @staticmethod
-    def backward(ctx, doutput, dlse):
+    def backward(ctx, doutput, dlse, _dlse_rest):
         needs = ctx.needs_input_grad
         mask = sum(bit for bit, need in zip(_BITS, needs, strict=False) if need)
         if doutput is None and dlse is None:
             return (None,) * len(needs)
-        output, lse, *tensors = ctx.saved_tensors
+        output, lse, lse_rest, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             constants = (ctx.options, mask, ctx.deterministic)
-            gradients = _apply_backward(doutput, dlse, output, lse, *tensors, constants)
+            gradients = _apply_backward(doutput, dlse, output, lse, lse_rest, *tensors, constants)
         else:
             query, key, value, *others = tensors
             gradients = _backward(
-                doutput, dlse, query, key, value, output, lse, **_given(*others),
+                doutput, dlse, query, key, value, output, lse, lse_rest, **_given(*others),
                 **dict(ctx.options), grad_mask=mask, deterministic=ctx.deterministic,
             )  # fmt: skip
         wanted = [
@@ -142,16 +143,16 @@ class _AttentionBackward(torch.autograd.Function):
     """The backward as a function of its own, so that it can be differentiated once more."""
 
     @staticmethod
-    def forward(doutput, dlse, output, lse, query, key, value, *others):
+    def forward(doutput, dlse, output, lse, lse_rest, query, key, value, *others):
         *tensors, (options, mask, deterministic) = others
         return _backward(
-            doutput, dlse, query, key, value, output, lse, **_given(*tensors), **dict(options),
-            grad_mask=mask, deterministic=deterministic,
+            doutput, dlse, query, key, value, output, lse, lse_rest, **_given(*tensors),
+            **dict(options), grad_mask=mask, deterministic=deterministic,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        doutput, dlse, _, _, *tensors, (ctx.options, ctx.mask, _) = inputs
+        doutput, dlse, _, _, _, *tensors, (ctx.options, ctx.mask, _) = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(doutput, dlse, *tensors)
 
@@ -188,7 +189,7 @@ class _AttentionBackward(torch.autograd.Function):
             ],
         )
         of_upstream, of_inputs = gradients[:2], gradients[2:]
-        return (*of_upstream, None, None, *of_inputs, *(None,) * (len(others) + 1))
+        return (*of_upstream, None, None, None, *of_inputs, *(None,) * (len(others) + 1))
 
 
 _apply_attention = applied(_Attention)
@@ -248,11 +249,12 @@ def _(query, key, value, **options):
     output = _empty_rows(
         query, (*query.shape[:-1], value.shape[-1]), query.dtype, options.get("out_bshd")
     )
-    return output, query.new_empty(rows, dtype=accumulator), query.new_empty(0, dtype=accumulator)
+    lse, lse_rest = (query.new_empty(rows, dtype=accumulator) for _ in range(2))
+    return output, lse, lse_rest
 
 
 @torch.library.register_fake("onepass::attention_backward")
-def _(doutput, dlse, query, key, value, output, lse, *, grad_mask, **options):
+def _(doutput, dlse, query, key, value, output, lse, lse_rest, *, grad_mask, **options):
     def like(tensor, bit, default_dtype, bshd=False):
         if tensor is None or not grad_mask & bit:
             return query.new_empty(0, dtype=default_dtype if tensor is None else tensor.dtype)
