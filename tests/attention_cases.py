@@ -7,13 +7,16 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import numerics
-from onepass.reference.attention import attention as reference
+from onepass.reference import attention as reference_module
+
+reference, weigh = reference_module.attention, reference_module._weigh
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (F32, BF16, F16, F64)
@@ -292,6 +295,36 @@ def definition(case: Case, t: dict[str, Tensor], dtype: torch.dtype) -> dict[str
     return differentiated(dict(output=output, lse=lse), t, wrt)
 
 
+class WeighFromSaved(torch.autograd.Function):
+    """The reference's softmax and product with a backward from what the operator saves: P from the
+    lse, the sum of P dP from the output, each rounded to its dtype. numerics.EXCEPTIONS says why.
+    """
+
+    @staticmethod
+    def forward(ctx, score, value, factor):
+        output, lse = weigh(score, value, factor)
+        wide = score if score.dtype is F64 else score.float()
+        ctx.save_for_backward(score, value, factor, output, weigh(wide, value, factor)[1])
+        return output, lse
+
+    @staticmethod
+    def backward(ctx, doutput, dlse):
+        score, value, factor, output, lse = ctx.saved_tensors
+        p = (score - lse[..., None]).exp().masked_fill(score == -math.inf, 0).to(score.dtype)
+        delta = (doutput * output).sum(-1) - dlse
+        dp, kept = doutput @ value.mT, p[..., : value.shape[2]]
+        if factor is not None:
+            dp, kept = dp * factor, kept * factor
+        dp = F.pad(dp, (0, p.shape[-1] - dp.shape[-1]))  # the sink has no value
+        return p * (dp - delta[..., None]), kept.mT @ doutput, None
+
+
+def from_saved(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The definition in the input's dtype, its backward from what is saved."""
+    with mock.patch.object(reference_module, "_weigh", WeighFromSaved.apply):
+        return definition(case, t, case.dtype)
+
+
 def stock(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
     """What torch's own fused function gives of a case: all but the gradients of bias and slopes,
     the output alone, or nothing.
@@ -336,7 +369,7 @@ def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
 
     The lse, which is float32 for all but float64, by the formula in float32.
     """
-    formula = definition(case, t, case.dtype)
+    formula = from_saved(case, t)
     if case.dtype not in (F32, F64):
         formula["lse"] = definition(case, t, F32)["lse"]
     return formula | stock(case, t)
@@ -352,7 +385,7 @@ def draws(case: Case) -> int:
     number per head."""
     scores = case.heads * sum(q * k for q, k in case.sequences)
     few = 2 if case.sinks is None and case.alibi is None else 4
-    return max(few, min(12, 200_000 // max(scores, 1))) if scores else 1
+    return max(few, min(16, 200_000 // max(scores, 1))) if scores else 1
 
 
 def pool(case: Case) -> tuple[Case, ...]:

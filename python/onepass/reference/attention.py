@@ -125,23 +125,32 @@ def _attention(
     if sinks is not None:  # one more key, without a value
         score = torch.cat([score, sinks[:, None, None].expand(batch, heads, seq_q, 1)], -1)
 
-    # Rows without a key are 0 and have no gradient; what is -inf by itself is no key either.
+    factor = None
+    if dropout_p:
+        first = batch_offset if sequence is None else batch_offset + sequence
+        factor = keep_scale(
+            seed,
+            (batch, heads, seq_q, seq_k),
+            dropout_p,
+            score.dtype,
+            (first, head_offset, query_offset, key_offset),
+            total_heads,
+        ).to(device)
+    output, lse = _weigh(score, value, factor)
+    return output.to(query.dtype), lse
+
+
+def _weigh(score: Tensor, value: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(score) * factor @ value and the log-sum-exp; scores beyond the values have none.
+
+    Rows without a key are 0 and have no gradient; what is -inf by itself is no key either.
+    """
     masked = score == -math.inf
     empty = masked.all(-1, keepdim=True)
     score = score.masked_fill(masked, -math.inf).masked_fill(empty, 0.0)
     lse = score.logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
-    p = score.softmax(-1).masked_fill(masked, 0.0)[..., :seq_k]
-    if dropout_p:
-        first = batch_offset if sequence is None else batch_offset + sequence
-        p = p * keep_scale(
-            seed,
-            (batch, heads, seq_q, seq_k),
-            dropout_p,
-            p.dtype,
-            (first, head_offset, query_offset, key_offset),
-            total_heads,
-        ).to(device)
-    return (p.to(value.dtype) @ value).to(query.dtype), lse
+    p = score.softmax(-1).masked_fill(masked, 0.0)[..., : value.shape[2]]
+    return (p if factor is None else p * factor).to(value.dtype) @ value, lse
 
 
 def keep_scale(
