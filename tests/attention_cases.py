@@ -224,14 +224,21 @@ def keywords(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensors[name] for name in OPTIONAL if name in tensors}
 
 
+class Results(dict):
+    """By name; lse_rest is no result of its own, but the backward wants it."""
+
+    def __init__(self, results, lse_rest):
+        super().__init__(results)
+        self.lse_rest = lse_rest
+
+
 def forward(case: Case, t: dict[str, Tensor], **changes) -> dict[str, Tensor]:
     """The raw op."""
     arguments = case.options() | keywords(t) | changes
-    output, lse, aux = torch.ops.onepass.attention_forward(
+    output, lse, lse_rest = torch.ops.onepass.attention_forward(
         t["query"], t["key"], t["value"], **arguments
     )
-    assert aux.numel() == 0
-    return dict(output=output, lse=lse)
+    return Results(dict(output=output, lse=lse), lse_rest)
 
 
 def backward(
@@ -242,7 +249,8 @@ def backward(
     arguments = case.options() | keywords(t) | changes
     gradients = torch.ops.onepass.attention_backward(
         t.get("doutput"), t.get("dlse"), t["query"], t["key"], t["value"], outputs["output"],
-        outputs["lse"], grad_mask=sum(GRADIENTS[name] for name in wanted), **arguments,
+        outputs["lse"], getattr(outputs, "lse_rest", None),
+        grad_mask=sum(GRADIENTS[name] for name in wanted), **arguments,
     )  # fmt: skip
     named = dict(zip(GRADIENTS, gradients, strict=True))
     for name, gradient in named.items():
@@ -252,11 +260,12 @@ def backward(
 
 
 def ours(case: Case, t: dict[str, Tensor] | None = None, **changes) -> dict[str, Tensor]:
-    """Outputs and all gradients of the raw ops."""
+    """Outputs and all gradients of the raw ops, as the reference has them."""
     t = case.tensors() if t is None else t
     results = forward(case, t, **changes)
     if case.storage != "paged":
         results |= backward(case, t, results, **changes)
+    del results["lse_rest"]
     return results
 
 
@@ -296,21 +305,20 @@ def definition(case: Case, t: dict[str, Tensor], dtype: torch.dtype) -> dict[str
 
 
 class WeighFromSaved(torch.autograd.Function):
-    """The reference's softmax and product with a backward from what the operator saves: P from the
-    lse, the sum of P dP from the output, each rounded to its dtype. numerics.EXCEPTIONS says why.
+    """The reference's softmax and product with a backward that takes the sum of P dP from the
+    output, which is rounded to its dtype. numerics.EXCEPTIONS says why.
     """
 
     @staticmethod
     def forward(ctx, score, value, factor):
         output, lse = weigh(score, value, factor)
-        wide = score if score.dtype is F64 else score.float()
-        ctx.save_for_backward(score, value, factor, output, weigh(wide, value, factor)[1])
+        ctx.save_for_backward(score, value, factor, output)
         return output, lse
 
     @staticmethod
     def backward(ctx, doutput, dlse):
-        score, value, factor, output, lse = ctx.saved_tensors
-        p = (score - lse[..., None]).exp().masked_fill(score == -math.inf, 0).to(score.dtype)
+        score, value, factor, output = ctx.saved_tensors
+        p = score.softmax(-1).nan_to_num(0.0)
         delta = (doutput * output).sum(-1) - dlse
         dp, kept = doutput @ value.mT, p[..., : value.shape[2]]
         if factor is not None:
@@ -320,7 +328,7 @@ class WeighFromSaved(torch.autograd.Function):
 
 
 def from_saved(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The definition in the input's dtype, its backward from what is saved."""
+    """The definition in the input's dtype, its backward with the saved output."""
     with mock.patch.object(reference_module, "_weigh", WeighFromSaved.apply):
         return definition(case, t, case.dtype)
 

@@ -308,7 +308,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
   // grad_mask: 1 dquery, 2 dkey, 4 dvalue, 8 dbias, 16 dsinks, 32 dslopes; the others have size 0.
   m.def(
       "attention_backward(Tensor? doutput, Tensor? dlse, Tensor query, Tensor key, Tensor value, "
-      "Tensor output, Tensor lse, Tensor? lse_rest, *, " ONEPASS_ATTENTION_OPTIONS
+      "Tensor output, Tensor lse, Tensor? lse_rest=None, *, " ONEPASS_ATTENTION_OPTIONS
       ", int grad_mask, bool deterministic=False) -> (Tensor dquery, Tensor dkey, Tensor dvalue, "
       "Tensor dbias, Tensor dsinks, Tensor dslopes)");
 }
