@@ -123,6 +123,26 @@ def test_innermost_modules_are_swapped_and_containers_for_their_own_calls():
     assert attentions_in(calls) == 3
 
 
+class CallsAround(CallsBesideItsChild):
+    def __init__(self, child):
+        super().__init__()
+        self.child = child
+
+
+@pytest.mark.parametrize("child", [Plain, CHECKPOINTING[0]], ids=["excluded", "refused"])
+def test_a_container_of_one_that_keeps_its_calls_keeps_its_own(child):
+    model = nn.Sequential(Plain(), CallsAround(CallsAround(child())))
+    report = onepass.swap(model, kinds="attention", exclude="1.child.child")
+    assert names(report.swapped) == {"0"}
+    reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
+    assert reasons["1.child"] == "holds '1.child.child', which keeps its attention as it is"
+    assert reasons["1"] == "holds '1.child', which keeps its attention as it is"
+    with onepass._ops.dispatch_log.record() as calls:
+        model(torch.randn(2, 7, 16))
+    assert attentions_in(calls) == 1
+    assert type(model[1].child.child) is child
+
+
 def test_modes_further_out_see_the_call():
     class Names(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

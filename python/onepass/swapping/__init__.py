@@ -5,6 +5,7 @@ parameters, hooks, state_dict keys and everything else of the instance stay the 
 
     engine.py    walks the model, applies the options, swaps all or nothing
     matchers.py  what a module is, from its structure alone
+    callsites.py which modules call F.scaled_dot_product_attention, from their code
     probe.py     the numeric proof that someone else's norm is a norm that onepass computes
     classes.py   the classes that swapped modules get
     report.py    what was done, as a table; verify.py runs stock against swapped

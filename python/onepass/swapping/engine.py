@@ -68,6 +68,7 @@ class _Found(NamedTuple):
 
 class _Plan(NamedTuple):
     kind: str
+    name: str
     module: nn.Module
     cls: type[nn.Module]
 
@@ -90,6 +91,10 @@ def swap(
     `fully_shard`, before or after `DistributedDataParallel`. A file that `torch.save` writes of the
     whole model needs onepass to be loaded; a state_dict does not. Calling it again changes nothing
     that is swapped already.
+
+    Attention is torch's own modules, and modules whose forward calls
+    `F.scaled_dot_product_attention`, as their code says: that function is redirected while such a
+    forward runs, in its thread, and nowhere else.
 
     Args:
         model: any module; it may itself be a norm.
@@ -125,6 +130,7 @@ def swap(
     plans: list[_Plan] = []
     refused: list[dict[str, str]] = []
     verdicts: dict[tuple, NormSpec | str] = {}
+    kept: dict[int, str] = {}  # names of modules whose calls must not be redirected, by id
     found = _walk(model)
     for module, names, wrapped in found:
         cls = type(module)
@@ -142,6 +148,8 @@ def swap(
         if found_match.unknown:
             report.unknown.append(entry)
             continue
+        if found_match.forward is classes.AttentionCalls or found_match.reason == matchers.REGISTRY:
+            kept[id(module)] = names[0]
         reason = _filtered(module, names, include, exclude, filter_fn)
         if reason:
             report.skipped.append({**entry, "reason": reason})
@@ -151,9 +159,17 @@ def swap(
             refused.append({**entry, "reason": reason})
             report.skipped.append(refused[-1])
             continue
-        plans.append(_Plan(found_match.kind, module, target))
-        report.swapped.append(_swapped_entry(names[0], found_match.kind, cls, target))
+        kept.pop(id(module), None)
+        plans.append(_Plan(found_match.kind, names[0], module, target))
 
+    for plan, reason in _around_kept(plans, kept):
+        plans.remove(plan)
+        entry = {"name": plan.name, "type": _full_name(type(plan.module)), "reason": reason}
+        refused.append(entry)
+        report.skipped.append(entry)
+    report.swapped += [
+        _swapped_entry(plan.name, plan.kind, type(plan.module), plan.cls) for plan in plans
+    ]
     if strict:
         _check_strict(kinds if explicit else (), report, refused)
     report.notes = _notes(model, found, report, plans, include, exclude)
@@ -307,6 +323,19 @@ def _target(
         return make_class(type(module), forward, spec), ""
     except TypeError as error:
         return None, f"its class cannot be subclassed: {error}"
+
+
+def _around_kept(plans: list[_Plan], kept: dict[int, str]) -> list[tuple[_Plan, str]]:
+    """Plans to redirect calls that would redirect those of a module that must keep its own too."""
+    refused = []
+    for plan in reversed(plans):  # children first
+        if not issubclass(plan.cls, classes.AttentionCalls):
+            continue
+        inner = [kept[id(module)] for module in plan.module.modules() if id(module) in kept]
+        if inner:
+            kept[id(plan.module)] = plan.name
+            refused.append((plan, f"holds {inner[0]!r}, which keeps its attention as it is"))
+    return refused[::-1]
 
 
 def _check_strict(kinds, report: Report, refused: list[dict[str, str]]) -> None:

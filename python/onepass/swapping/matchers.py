@@ -55,7 +55,10 @@ _OWN_ATTENTION = (
     onepass.nn.TransformerEncoderLayer,
     onepass.nn.TransformerDecoderLayer,
 )
-REGISTRY = "takes attention by name from transformers' registry: add onepass's there, see the notes"
+REGISTRY = (
+    "takes attention by name from transformers' registry: register onepass's there and call "
+    "set_attn_implementation"
+)
 _CHECKPOINTS = (
     "checkpoints inside its forward, whose recomputation would run torch's attention; checkpoint "
     "around the module"
