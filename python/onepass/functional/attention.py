@@ -245,10 +245,9 @@ def _batched(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """All three as (batch, heads, seq, dim), and the sizes that batch is made of."""
     if query.dim() == key.dim() == value.dim() == 4:
-        batch, heads = query.shape[:2]
-        shared = heads == key.shape[1] == value.shape[1] and batch == key.shape[0] == value.shape[0]
-        if shared:
-            return query, key, value, (batch,)
+        of_query, of_key, of_value = query.shape, key.shape, value.shape
+        if of_query[0] == of_key[0] == of_value[0] and of_query[1] == of_key[1] == of_value[1]:
+            return query, key, value, (of_query[0],)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise RuntimeError(
