@@ -28,6 +28,12 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
 #if defined(__AVX512F__)
+inline constexpr int kVectorRegisters = 32;
+#else
+inline constexpr int kVectorRegisters = 16;
+#endif
+
+#if defined(__AVX512F__)
 inline constexpr int kVectorBytes = 64;
 #elif defined(__AVX2__)
 inline constexpr int kVectorBytes = 32;
@@ -93,6 +99,34 @@ ONEPASS_INLINE Vec<A> square_root(Vec<A> v) {
 #else
   for (int i = 0; i < kLanes<A>; ++i) v[i] = std::sqrt(v[i]);
   return v;
+#endif
+}
+
+// Keeps a value in a register: g++ would rather load it again for every use, and in products of
+// tiles the loads bind.
+template <class V>
+ONEPASS_INLINE void keep_in_register(V& value) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(value));
+#elif defined(__x86_64__)
+  asm("" : "+x"(value));
+#else
+  asm("" : "+w"(value));
+#endif
+}
+
+// v * 2^n for whole n. Results too small for normal numbers are right where kScalesToSubnormals;
+// elsewhere n must be at least -126, and a result as small is 0 or not, as the product comes out.
+#if defined(__AVX512F__)
+inline constexpr bool kScalesToSubnormals = true;
+#else
+inline constexpr bool kScalesToSubnormals = false;
+#endif
+ONEPASS_INLINE Vec<float> scale_by_power_of_two(Vec<float> v, Vec<float> n) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_scalef_ps((__m512)v, (__m512)n);
+#else
+  return v * (Vec<float>)((__builtin_convertvector(n, SignedWords) + 127) << 23);
 #endif
 }
 
@@ -253,6 +287,52 @@ ONEPASS_INLINE HalfBits narrow_float16(Vec<float> v) {
   for (int i = 0; i < kLanes<float>; ++i) bits[i] = narrow_to_float16(v[i]).bits;
   return bits;
 #endif
+}
+
+// ---- pairs of bfloat16: low halves of words first -----------------------------------------------
+
+// Whether multiply_add_pairs is one instruction.
+#if defined(__AVX512BF16__)
+inline constexpr bool kHasPairProducts = true;
+#else
+inline constexpr bool kHasPairProducts = false;
+#endif
+
+// sum + a.low * b.low + a.high * b.high. The instruction takes subnormals as zero and rounds each
+// of its two additions to nearest even.
+ONEPASS_INLINE Vec<float> multiply_add_pairs(WordBits a, WordBits b, Vec<float> sum) {
+#if defined(__AVX512BF16__)
+  return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+  sum = fma<float>((Vec<float>)(a << 16), (Vec<float>)(b << 16), sum);
+  return fma<float>((Vec<float>)(a & 0xffff0000u), (Vec<float>)(b & 0xffff0000u), sum);
+#endif
+}
+
+// Lane by lane, rounded.
+ONEPASS_INLINE WordBits pairs_of(Vec<float> low, Vec<float> high) {
+#if defined(__AVX512BF16__)
+  WordBits order;  // of 16-bit elements: 0, 16, 1, 17, ...
+  for (uint32_t i = 0; i < kLanes<float>; ++i) order[i] = i | (i + kLanes<float>) << 16;
+  return (WordBits)_mm512_permutexvar_epi16(
+      (__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
+  return widen_bits(narrow_bfloat16(low)) | widen_bits(narrow_bfloat16(high)) << 16;
+#endif
+}
+
+// Bit i of the result: byte i of the `count` is not zero; of the first 32.
+inline uint32_t bits_of_bytes(const uint8_t* bytes, int64_t count) {
+#if defined(__AVX2__)
+  if (count >= 32) {
+    const __m256i loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
+    return ~static_cast<uint32_t>(
+        _mm256_movemask_epi8(_mm256_cmpeq_epi8(loaded, _mm256_setzero_si256())));
+  }
+#endif
+  uint32_t bits = 0;
+  for (int64_t i = 0; i < count && i < 32; ++i) bits |= static_cast<uint32_t>(bytes[i] != 0) << i;
+  return bits;
 }
 
 // How far ahead of a first pass over memory its lines are asked for: the hardware's prefetchers

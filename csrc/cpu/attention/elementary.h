@@ -33,31 +33,19 @@ ONEPASS_INLINE Vec<float> exp_tail(Vec<float> r) {
   return fma<float>(p, r, broadcast<float>(0x1.fffffcp-2f));
 }
 
-// 2^n for whole n of at most 127 in magnitude.
-ONEPASS_INLINE Vec<float> power_of_two(Vec<float> n) {
-  const SignedWords exponent = __builtin_convertvector(n, SignedWords) + 127;
-  return (Vec<float>)(exponent << 23);
-}
-
 // exp(x) for x <= 88. Below -87 float32 has no normal numbers left: 0, or what is left by the
 // levels that scale into subnormals. NaN stays NaN.
 ONEPASS_INLINE Vec<float> exp(Vec<float> x) {
-#if defined(__AVX512F__)
-  const Vec<float> least = broadcast<float>(-104.0f);  // its exp rounds to 0
-#else
-  const Vec<float> least = broadcast<float>(-87.0f);
-#endif
+  // exp(-104) rounds to 0.
+  const Vec<float> least = broadcast<float>(kScalesToSubnormals ? -104.0f : -87.0f);
   const Vec<float> clamped = x < least ? least : x;
   const Reduced reduced = reduce_by_ln2(clamped);
   const Vec<float> r = reduced.r;
   const Vec<float> p =
       fma<float>(fma<float>(exp_tail(r), r, broadcast<float>(1.0f)), r, broadcast<float>(1.0f));
-#if defined(__AVX512F__)
-  return (Vec<float>)_mm512_scalef_ps((__m512)p, (__m512)reduced.n);
-#else
-  const Vec<float> result = p * power_of_two(reduced.n);
+  const Vec<float> result = scale_by_power_of_two(p, reduced.n);
+  if constexpr (kScalesToSubnormals) return result;
   return x < least ? Vec<float>{} : result;
-#endif
 }
 
 // tanh(x) = (exp(2x) - 1) / (exp(2x) + 1), the difference by its own series: no digits are lost
@@ -70,7 +58,7 @@ ONEPASS_INLINE Vec<float> tanh(Vec<float> x) {
   const Reduced reduced = reduce_by_ln2(doubled);
   const Vec<float> r = reduced.r;
   const Vec<float> difference = fma<float>(exp_tail(r) * r, r, r);  // exp(r) - 1
-  const Vec<float> scale = power_of_two(reduced.n);
+  const Vec<float> scale = scale_by_power_of_two(broadcast<float>(1.0f), reduced.n);
   const Vec<float> one = broadcast<float>(1.0f);
   const Vec<float> numerator = fma<float>(difference, scale, scale - one);  // exp(2x) - 1
   return numerator / (numerator + one + one);

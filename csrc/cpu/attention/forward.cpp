@@ -407,7 +407,7 @@ class Forward {
               total[v] += high_p;
             }
           }
-          store<float>(scores + j / 2 * kGroup + v * n, M::cells_of(low_p, high_p));
+          store<float>(scores + j / 2 * kGroup + v * n, (Vec<float>)pairs_of(low_p, high_p));
         }
       }
     }
@@ -479,8 +479,7 @@ class Forward {
   void drop(const Group& group, int64_t k0, int64_t lane, int64_t first, int64_t last) {
     constexpr int n = kLanes<float>;
     const int64_t offset = args_.key_offset + k0;
-    const uint32_t head = static_cast<uint32_t>(
-        (args_.batch_offset + group.batch) * args_.total_heads + args_.head_offset + group.head);
+    const uint32_t head = random_head(args_, group.batch, group.head);
     WordBits lanes;
     for (int i = 0; i < n; ++i) lanes[i] = static_cast<uint32_t>(i);
     const SignedWords threshold = static_cast<int32_t>(dropout_.threshold) - SignedWords{};
@@ -525,9 +524,7 @@ Plan plan_forward(const AttentionForward& args, const Machine& machine) {
     Arena arena(nullptr);
     scratch_of<MultiplierOf<T>>(args, shape, arena);
     plan.workspace_bytes = arena.used() * plan.slots;
-    plan.reason = MultiplierOf<T>::kPerCell == 2 ? "bfloat16 dot products"
-                  : std::is_same_v<T, float>     ? "float32 multiply-adds"
-                                                 : "converted to float32 while packing";
+    plan.reason = multiplier_text<T>();
   });
   return plan;
 }

@@ -20,25 +20,8 @@ inline namespace ONEPASS_ISA {
 
 // The sums of a tile, the vectors of b and a broadcast fill the registers: 24 + 4 + 1 of 32, and
 // 12 + 2 + 1 of 16.
-#if defined(__AVX512F__)
 inline constexpr int kTileRows = 6;
-inline constexpr int kTileVectors = 4;
-#else
-inline constexpr int kTileRows = 6;
-inline constexpr int kTileVectors = 2;
-#endif
-
-// Keeps a value in a register: g++ would rather load it again for every use, and the loads bind.
-template <class V>
-ONEPASS_INLINE void keep_in_register(V& value) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(value));
-#elif defined(__x86_64__)
-  asm("" : "+x"(value));
-#else
-  asm("" : "+w"(value));
-#endif
-}
+inline constexpr int kTileVectors = kVectorRegisters == 32 ? 4 : 2;
 
 // float32 elements, one multiply-add per step.
 struct Fma {
@@ -53,33 +36,26 @@ struct Fma {
   }
 };
 
-#if defined(__AVX512BF16__)
-// Pairs of bfloat16 neighbours along k, two products per lane and step. The instruction takes
-// subnormals as zero and rounds each of its two additions to nearest even.
+// Pairs of bfloat16 neighbours along k, two products per lane and step.
 struct Dot {
   using Element = BFloat16;
   static constexpr int kPerCell = 2;
-  using Cells = __m512i;
+  using Cells = WordBits;
 
   ONEPASS_INLINE static Cells broadcast_cell(const BFloat16* a) {
-    int32_t pair;
+    uint32_t pair;
     std::memcpy(&pair, a, sizeof(pair));
-    return _mm512_set1_epi32(pair);
+    return pair - WordBits{};
   }
-  ONEPASS_INLINE static Cells load_cells(const BFloat16* b) { return _mm512_loadu_si512(b); }
+  ONEPASS_INLINE static Cells load_cells(const BFloat16* b) {
+    Cells cells;
+    std::memcpy(&cells, b, sizeof(cells));
+    return cells;
+  }
   ONEPASS_INLINE static Vec<float> multiply_add(Cells a, Cells b, Vec<float> sum) {
-    return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-  }
-
-  // Lane by lane the cell of two numbers that follow one another along k.
-  ONEPASS_INLINE static Vec<float> cells_of(Vec<float> low, Vec<float> high) {
-    SignedWords order;  // of 16-bit elements: 0, 16, 1, 17, ...
-    for (int i = 0; i < kLanes<float>; ++i) order[i] = i | (i + kLanes<float>) << 16;
-    return (Vec<float>)_mm512_permutexvar_epi16(
-        (__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+    return multiply_add_pairs(a, b, sum);
   }
 };
-#endif
 
 enum class Update {
   kStore,    // c = factor[0] * sum
@@ -190,19 +166,17 @@ ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vect
       p.steps = steps;
       if (p.update == Update::kRescale) p.factor += vector * kLanes<float>;
       switch (width) {
-#if defined(__AVX512F__)
-        case 4:
-          multiply_rows<M, 4>(p, count);
+        case 1:
+          multiply_rows<M, 1>(p, count);
           break;
-        case 3:
-          multiply_rows<M, 3>(p, count);
-          break;
-#endif
         case 2:
           multiply_rows<M, 2>(p, count);
           break;
+        case 3:
+          if constexpr (kTileVectors > 2) multiply_rows<M, 3>(p, count);
+          break;
         default:
-          multiply_rows<M, 1>(p, count);
+          if constexpr (kTileVectors > 2) multiply_rows<M, 4>(p, count);
       }
     }
     vector += width;

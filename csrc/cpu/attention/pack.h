@@ -127,13 +127,8 @@ void pack_cells_of_rows(Row&& row, int64_t rows, int64_t size, int64_t columns,
 }
 
 // The multiplier of an element type on this level.
-#if defined(__AVX512BF16__)
 template <class T>
-using MultiplierOf = std::conditional_t<std::is_same_v<T, BFloat16>, Dot, Fma>;
-#else
-template <class T>
-using MultiplierOf = Fma;
-#endif
+using MultiplierOf = std::conditional_t<std::is_same_v<T, BFloat16> && kHasPairProducts, Dot, Fma>;
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

@@ -37,22 +37,6 @@ inline KeyRange seeing_queries(const Attention& args, const Sequence& sequence, 
   return {std::max<int64_t>(begin, 0), std::min(end, sequence.queries)};
 }
 
-// Bit i of the result: byte i is not zero.
-inline uint32_t bits_of_bytes(const uint8_t* bytes, int64_t count) {
-#if defined(__AVX2__)
-  if (count >= 32) {
-    const __m256i loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
-    return ~static_cast<uint32_t>(
-        _mm256_movemask_epi8(_mm256_cmpeq_epi8(loaded, _mm256_setzero_si256())));
-  }
-#endif
-  uint32_t bits = 0;
-  for (int64_t i = 0; i < std::min<int64_t>(count, 32); ++i) {
-    bits |= static_cast<uint32_t>(bytes[i] != 0) << i;
-  }
-  return bits;
-}
-
 // words: (kTileWords,) bit j % 32 of word j / 32: the mask allows key j of the `count` at mask_row.
 inline void mask_bits(const uint8_t* mask_row, int64_t count, uint32_t* words) {
   for (int64_t w = 0; w < kTileWords; ++w) {

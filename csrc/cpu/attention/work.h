@@ -49,6 +49,20 @@ inline int64_t lse_row(const Attention& args, const Sequence& sequence, int64_t 
                        : (batch * args.heads + head) * args.seq_q + query;
 }
 
+// The word of a random counter that stands for a head of the whole attention.
+inline uint32_t random_head(const Attention& args, int64_t batch, int64_t head) {
+  return static_cast<uint32_t>((args.batch_offset + batch) * args.total_heads + args.head_offset +
+                               head);
+}
+
+// For plans: what a multiplier does with elements of a dtype.
+template <class T>
+constexpr const char* multiplier_text() {
+  return MultiplierOf<T>::kPerCell == 2 ? "bfloat16 dot products"
+         : std::is_same_v<T, float>     ? "float32 multiply-adds"
+                                        : "float32 multiply-adds, converted while packing";
+}
+
 // What rounding takes from a + b (Knuth's two-sum). Of infinities and NaN: 0.
 template <class A>
 A lost_in_sum(A a, A b) {

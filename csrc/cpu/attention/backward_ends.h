@@ -1,0 +1,113 @@
+// The two ends of a backward: delta of every query, before any block of keys can begin, and what is
+// left to add up when all of them are through.
+#pragma once
+
+#include "cpu/attention/backward_shape.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// The scalar products of `count` pairs of rows, a pair per lane, added up in the order of the
+// products that dP is made of: where a row has all its weight on one key, output is that value
+// and dP - delta is exactly 0.
+template <class Left, class Right>
+Vec<float> row_dots(Left&& left, Right&& right, int64_t count, int64_t value_dim) {
+  constexpr int n = kLanes<float>;
+  Vec<float> total = {};
+  for (int64_t first = 0; first < value_dim; first += kChain) {
+    const int64_t size = std::min(kChain, value_dim - first);
+    alignas(64) float panels[2][kChain * n];
+    pack_panel<Fma>([&](int64_t i) { return left(i) + first; }, count, size, n, panels[0]);
+    pack_panel<Fma>([&](int64_t i) { return right(i) + first; }, count, size, n, panels[1]);
+    Vec<float> sum = {};
+    for (int64_t d = 0; d < size; ++d) {
+      sum = fma<float>(load<float>(panels[0] + d * n), load<float>(panels[1] + d * n), sum);
+    }
+    total += sum;
+  }
+  return total;
+}
+
+template <class T>
+void write_delta(const AttentionBackward& args, const BackwardSums& sums, int64_t batch,
+                 int64_t head, int64_t first) {
+  const Sequence sequence = sequence_of(args, batch);
+  const Rows<const T> outputs(args.output, batch, head, sequence.first_q);
+  const Rows<const T> doutputs(args.doutput, batch, head, sequence.first_q);
+  const int64_t last = std::min(first + kRowsAtOnce, sequence.queries);
+  for (int64_t query = first; query < last; query += kLanes<float>) {
+    const int64_t count = std::min<int64_t>(kLanes<float>, last - query);
+    const Vec<float> dots =
+        row_dots([&](int64_t i) { return outputs(query + i); },
+                 [&](int64_t i) { return doutputs(query + i); }, count, args.value_dim);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = lse_row(args, sequence, batch, head, query + i);
+      const float dlse = args.dlse ? static_cast<const float*>(args.dlse)[row] : 0.0f;
+      sums.delta[row] = dots[i] - dlse;
+    }
+  }
+}
+
+// Adds up the splits' dquery, and rounds what was summed in the workspace.
+template <class T>
+void finish_dquery(const AttentionBackward& args, const BackwardShape& shape,
+                   const BackwardSums& sums, int64_t batch, int64_t head, int64_t first) {
+  const Sequence sequence = sequence_of(args, batch);
+  const int64_t last = std::min(first + kRowsAtOnce, sequence.queries);
+  const Rows<T> rows(args.dquery, batch, head, sequence.first_q);
+  const float scale = static_cast<float>(args.scale);
+  for (int64_t query = first; query < last; ++query) {
+    const float* parts = dquery_sums(args, shape, sums, sequence, 0, batch, head, query);
+    T* row = rows(query);
+    for_each_vector<float>(0, args.head_dim, [&](int64_t d, auto count) {
+      Vec<float> sum = load<float>(parts + d);
+      for (int64_t split = 1; split < shape.splits; ++split) {
+        sum += load<float>(parts + split * args.heads * args.total_q * shape.query_columns + d);
+      }
+      store<float>(row + d, sum * scale, count);
+    });
+  }
+}
+
+inline void finish_dbias(const AttentionBackward& args, const BackwardSums& sums, int64_t first,
+                         int64_t last) {
+  visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
+    B* dbias = static_cast<B*>(args.dbias.data);
+    for_each_vector<float>(first, last, [&](int64_t i, auto count) {
+      store<float>(dbias + i, load<float>(sums.dbias + i, count), count);
+    });
+  });
+}
+
+inline void finish_sums(const AttentionBackward& args, const BackwardShape& shape,
+                        const BackwardSums& sums) {
+  for (int64_t head = 0; head < args.heads; ++head) {
+    double dsink = 0.0;
+    double dslope = 0.0;
+    for (int64_t batch = 0; batch < args.batch; ++batch) {
+      const int64_t at = batch * args.heads + head;
+      if (args.dsinks) dsink += sums.dsinks[at];
+      if (args.dslopes == nullptr) continue;
+      if (args.alibi_batch_stride != 0) dslope = 0.0;
+      for (int64_t split = 0; split < shape.splits; ++split) {
+        dslope += sums.dslopes[split * args.batch * args.heads + at];
+      }
+      args.dslopes[batch * args.alibi_batch_stride + head] = static_cast<float>(dslope);
+    }
+    if (args.dsinks) {
+      visit_dtype_up_to_float32(args.sinks_dtype, [&]<class S>() {
+        S* to = static_cast<S*>(args.dsinks) + head;
+        if constexpr (std::is_same_v<S, float>) {
+          *to = static_cast<float>(dsink);
+        } else if constexpr (std::is_same_v<S, BFloat16>) {
+          *to = narrow_to_bfloat16(static_cast<float>(dsink));
+        } else {
+          *to = narrow_to_float16(static_cast<float>(dsink));
+        }
+      });
+    }
+  }
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

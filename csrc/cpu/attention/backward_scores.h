@@ -1,0 +1,248 @@
+// The scores of a tile of the backward, on their way from S and dP to P and dS.
+#pragma once
+
+#include "cpu/attention/backward_shape.h"
+#include "cpu/attention/elementary.h"
+#include "cpu/random.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+template <class T>
+class ScoreGradients {
+  using M = MultiplierOf<T>;
+  using E = typename M::Element;
+  static constexpr int n = kLanes<float>;
+
+ public:
+  ScoreGradients(const AttentionBackward& args, const BackwardShape& shape,
+                 const BackwardSums& sums, const BackwardScratch<M>& scratch)
+      : args_(args), shape_(shape), sums_(sums), s_(scratch) {
+    if (args.seed) dropout_ = make_dropout(args.seed, args.dropout_p);
+    dbias_ = shape.wide_bias ? sums.dbias : static_cast<float*>(args.dbias.data);
+    changes_ =
+        args.softcap != 0 || args.alibi_slopes || args.bias.data || args.mask.data || args.seed;
+  }
+
+  void begin(const Sequence& sequence, int64_t split) {
+    sequence_ = sequence;
+    split_ = split;
+  }
+
+  // Whether the mask, if there is one, lets anything through.
+  bool read_mask(const BackwardTile& t) {
+    if (args_.mask.data == nullptr) return true;
+    uint32_t any = 0;
+    for (int64_t row = t.first; row < t.last; ++row) {
+      mask_bits(mask_row(args_, t.batch, t.head, t.q0 + row) + t.k0, t.keys, mask_[row]);
+      for (const uint32_t word : mask_[row]) any |= word;
+    }
+    return any != 0;
+  }
+
+  // scores: S to drop(P); dscores: dP to dS, of the score before softcap. Where products go over
+  // cells, both become cells, and dS rows besides.
+  void operator()(const BackwardTile& t) {
+    const SeenKeys seen = seen_keys(args_, sequence_, t.q0 + t.first, t.q0 + t.last);
+    const bool whole = seen.all_first <= t.k0 && seen.all_last >= t.k0 + t.keys;
+    if (dbias_) std::fill_n(dbias_row_, t.keys, 0.0f);
+    whole && !changes_ ? sweep<false>(t) : sweep<true>(t);
+    if (dbias_ && args_.dbias.row_stride == 0) {
+      float* dbias = dbias_at(t, 0);
+      for (int64_t key = 0; key < t.keys; ++key) dbias[key] += dbias_row_[key];
+    }
+  }
+
+ private:
+  struct Both {
+    Vec<float> p;
+    Vec<float> ds;
+  };
+
+  // What a row of the tile needs beside its scores.
+  struct RowOf {
+    float lse;
+    float lse_rest;  // what rounding took from it
+    float delta;
+    float position;  // of the query, minus that of the tile's first key
+    int32_t first;   // keys that it sees
+    int32_t last;
+    const uint32_t* mask;
+    const uint16_t* drawn;
+    int64_t query;
+  };
+
+  template <bool kChanged>
+  void sweep(const BackwardTile& t) {
+    const int64_t vectors = ceil_div(t.keys, n);
+    double dslope = 0.0;
+    for (int64_t row = t.first; row < t.last; row += M::kPerCell) {
+      RowOf rows[M::kPerCell];
+      int64_t needed = vectors;  // behind them no query of the rows sees a key
+      const int64_t here = std::min<int64_t>(M::kPerCell, t.last - row);
+      for (int64_t i = 0; i < here; ++i) rows[i] = row_of<kChanged>(t, row + i, i);
+      if constexpr (kChanged) {
+        int32_t last = 0;
+        for (int64_t i = 0; i < here; ++i) last = std::max(last, rows[i].last);
+        needed = ceil_div(last, n);
+      }
+      for (int64_t v = 0; v < vectors; ++v) {
+        Both result[M::kPerCell] = {};
+        if (v < needed) {
+          for (int64_t i = 0; i < here; ++i) {
+            result[i] = one_vector<kChanged>(t, rows[i], row + i, v, dslope);
+          }
+        }
+        const int64_t at = row * shape_.keys + v * n;
+        if constexpr (M::kPerCell == 1) {
+          store<float>(s_.scores + at, result[0].p);
+          store<float>(s_.dscores + at, result[0].ds);
+        } else {
+          const WordBits p = pairs_of(result[0].p, result[1].p);
+          const WordBits ds = pairs_of(result[0].ds, result[1].ds);
+          const int64_t cell = row * shape_.keys + v * n * M::kPerCell;
+          std::memcpy(s_.p_cells + cell, &p, sizeof(p));
+          std::memcpy(s_.ds_cells + cell, &ds, sizeof(ds));
+          for (int64_t i = 0; i < M::kPerCell; ++i) {
+            store<float>(s_.ds_rows + at + i * shape_.keys, result[i].ds);
+          }
+        }
+      }
+    }
+    if (args_.dslopes) {
+      sums_.dslopes[(split_ * args_.batch + t.batch) * args_.heads + t.head] += dslope;
+    }
+  }
+
+  template <bool kChanged>
+  RowOf row_of(const BackwardTile& t, int64_t row, int64_t slot) {
+    const int64_t query = t.q0 + row;
+    RowOf of{};
+    of.query = query;
+    const int64_t at = lse_row(args_, sequence_, t.batch, t.head, query);
+    const float lse = static_cast<const float*>(args_.lse)[at];
+    // A row that saw nothing has no probabilities: exp(-inf) is 0.
+    of.lse = lse == -std::numeric_limits<float>::infinity() ? -lse : lse;
+    if (args_.lse_rest) of.lse_rest = static_cast<const float*>(args_.lse_rest)[at];
+    of.delta = sums_.delta[at];
+    if constexpr (kChanged) {
+      const KeyRange range = keys_of(args_, sequence_, query);
+      of.first = static_cast<int32_t>(std::clamp<int64_t>(range.first - t.k0, 0, t.keys));
+      of.last = static_cast<int32_t>(std::clamp<int64_t>(range.last - t.k0, 0, t.keys));
+      of.position = static_cast<float>(query + sequence_.alignment - t.k0);
+      of.mask = args_.mask.data ? mask_[row] : nullptr;
+      if (args_.seed) of.drawn = draw_row(t, query, slot);
+    }
+    return of;
+  }
+
+  // The 16-bit values of a row, from the tile's first key on.
+  const uint16_t* draw_row(const BackwardTile& t, int64_t query, int64_t slot) {
+    const int64_t key = args_.key_offset + t.k0;
+    uint16_t* values = drawn_[slot];
+    for (int64_t block = key / 8; block <= (key + t.keys - 1) / 8; block += kPhiloxLanes) {
+      write_in_order(philox4x32(dropout_.key,
+                                {{broadcast_word(static_cast<uint32_t>(args_.query_offset + query)),
+                                  block_of_lane() + static_cast<uint32_t>(block),
+                                  broadcast_word(random_head(args_, t.batch, t.head)),
+                                  broadcast_word(dropout_.offset)}}),
+                     values + (block - key / 8) * kElementsPerBlock);
+    }
+    return values + key % 8;
+  }
+
+  template <bool kChanged>
+  ONEPASS_INLINE Both one_vector(const BackwardTile& t, const RowOf& of, int64_t row, int64_t v,
+                                 double& dslope) {
+    const int64_t at = row * shape_.keys + v * n;
+    Vec<float> score = load<float>(s_.scores + at);
+    Vec<float> dp = load<float>(s_.dscores + at);
+    if constexpr (!kChanged) {
+      const Vec<float> p = exp((score - of.lse) - of.lse_rest);
+      return {p, p * (dp - of.delta)};
+    } else {
+      SignedWords key;
+      for (int i = 0; i < n; ++i) key[i] = i;
+      key += static_cast<int32_t>(v * n);
+      const int64_t left = t.keys - v * n;
+      const float softcap = static_cast<float>(args_.softcap);
+      Vec<float> tangent = broadcast<float>(1.0f);  // of softcap
+      if (softcap != 0.0f) {
+        const Vec<float> bent = tanh(score / softcap);
+        tangent = fma<float>(-bent, bent, tangent);
+        score = softcap * bent;
+      }
+      Vec<float> distance = {};
+      if (args_.alibi_slopes) {
+        const float slope = args_.alibi_slopes[t.batch * args_.alibi_batch_stride + t.head];
+        const Vec<float> ahead = of.position - __builtin_convertvector(key, Vec<float>);
+        distance = ahead < Vec<float>{} ? -ahead : ahead;
+        score -= slope * distance;
+      }
+      if (args_.bias.data) score += bias_of(t, of.query, v, left);
+      SignedWords seen = (key >= of.first) & (key < of.last);
+      if (of.mask) {
+        WordBits bit;
+        for (int i = 0; i < n; ++i) bit[i] = 1u << (i % 32);
+        const uint32_t word = of.mask[v * n / 32] >> (v * n % 32);
+        seen &= (SignedWords)((word & bit) != 0u);
+      }
+      const Vec<float> exponent = seen ? (score - of.lse) - of.lse_rest
+                                       : broadcast<float>(-std::numeric_limits<float>::infinity());
+      const Vec<float> p = exp(exponent);
+      Vec<float> kept = p;
+      if (args_.seed) {
+        const HalfBits values = *reinterpret_cast<const HalfBitsUnaligned*>(of.drawn + v * n);
+        const Vec<float> factor =
+            (SignedWords)widen_bits(values) < static_cast<int32_t>(dropout_.threshold)
+                ? Vec<float>{}
+                : broadcast<float>(dropout_.scale);
+        kept = p * factor;
+        dp = dp * factor;
+      }
+      Vec<float> ds = seen ? p * (dp - of.delta) : Vec<float>{};
+      if (dbias_) add_dbias(t, of.query, v, left, ds);
+      if (args_.dslopes) dslope -= sum_of_lanes<float>(ds * distance);
+      if (softcap != 0.0f) ds *= tangent;
+      return {kept, ds};
+    }
+  }
+
+  Vec<float> bias_of(const BackwardTile& t, int64_t query, int64_t v, int64_t left) const {
+    return visit_dtype_up_to_float32(args_.bias_dtype, [&]<class B>() -> Vec<float> {
+      const B* bias = Rows<const B>(args_.bias, t.batch, t.head, 0)(query) + t.k0 + v * n;
+      return left >= n ? load<float>(bias) : load_partial<float>(bias, left);
+    });
+  }
+
+  float* dbias_at(const BackwardTile& t, int64_t query) const {
+    return dbias_ + t.batch * args_.dbias.batch_stride + t.head * args_.dbias.head_stride +
+           query * args_.dbias.row_stride + t.k0;
+  }
+
+  void add_dbias(const BackwardTile& t, int64_t query, int64_t v, int64_t left, Vec<float> ds) {
+    // What is summed over queries is summed by tiles first: shorter chains lose fewer bits.
+    float* dbias = (args_.dbias.row_stride != 0 ? dbias_at(t, query) : dbias_row_) + v * n;
+    if (left >= n) {
+      store<float>(dbias, load<float>(dbias) + ds);
+    } else {
+      store_partial<float>(dbias, load_partial<float>(dbias, left) + ds, left);
+    }
+  }
+
+  const AttentionBackward& args_;
+  const BackwardShape& shape_;
+  const BackwardSums& sums_;
+  const BackwardScratch<M>& s_;
+  Dropout dropout_{};
+  Sequence sequence_{};
+  int64_t split_ = 0;
+  float* dbias_ = nullptr;
+  bool changes_ = false;  // something besides the scale and the diagonal
+  float dbias_row_[kTileKeys];
+  uint32_t mask_[kTileQueries][kTileWords];
+  uint16_t drawn_[2][kTileKeys + 2 * kElementsPerDraw];
+};
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu
