@@ -265,7 +265,6 @@ def ours(case: Case, t: dict[str, Tensor] | None = None, **changes) -> dict[str,
     results = forward(case, t, **changes)
     if case.storage != "paged":
         results |= backward(case, t, results, **changes)
-    del results["lse_rest"]
     return results
 
 
@@ -390,10 +389,13 @@ def expected_dtypes(case: Case, t: dict[str, Tensor]) -> dict[str, torch.dtype]:
 
 def draws(case: Case) -> int:
     """How many draws are pooled: one says little of a small attention, or of a gradient that is a
-    number per head."""
+    number per head. float64's bound is no question of chance, 16 bits hide what float32 shows."""
     scores = case.heads * sum(q * k for q, k in case.sequences)
-    few = 2 if case.sinks is None and case.alibi is None else 4
-    return max(few, min(16, 200_000 // max(scores, 1))) if scores else 1
+    if scores == 0:
+        return 1
+    numbers = case.sinks is not None or case.alibi is not None
+    few, many = {F64: (1, 2), F32: (8 if numbers else 2, 40)}.get(case.dtype, (4, 12))
+    return max(few, min(many, 100_000 // scores))
 
 
 def pool(case: Case) -> tuple[Case, ...]:

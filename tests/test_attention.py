@@ -153,6 +153,23 @@ def test_pairs_of_options(row):
     check(combination(row))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lse_rest_is_what_rounding_took_from_the_lse(dtype):
+    """What the backward gets of a row beside the lse; without it the lse is taken as it is."""
+    case = Case(dtype, 32, seq_q=70, seq_k=90, bias="", window_right=0)
+    t = case.tensors()
+    t["bias"] = (t["bias"].double() - 1000).to(dtype)
+    found, exact = forward(case, t), attention_cases.definition(case, t, F64)["lse"]
+    lse, rest = found["lse"], found.lse_rest
+    assert (rest.shape, rest.dtype) == (lse.shape, lse.dtype)
+    if dtype is not F64:
+        both = lse.double() + rest.double()
+        assert (both - exact).abs().max() < (lse.double() - exact).abs().max()
+    expected = backward(case, t, found)
+    for name, gradient in backward(case, t, dict(found)).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=2e-2, atol=2e-2)
+
+
 # ---- which gradients ----------------------------------------------------------------------------
 
 EVERYTHING = Case(

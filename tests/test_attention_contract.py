@@ -142,7 +142,7 @@ def test_no_square_in_memory(options):
 
 
 def test_saved_for_backward():
-    """The arguments, the output, a number per row, and a seed."""
+    """The arguments, the output, two numbers per row, and a seed."""
     case = Case(BF16, 32, heads=4, kv_heads=2, seq_q=100, seq_k=120)
     t = case.tensors()
     inputs = [t[name].requires_grad_() for name in ("query", "key", "value")]
@@ -151,7 +151,7 @@ def test_saved_for_backward():
         output = functional.scaled_dot_product_attention(*inputs, dropout_p=0.1, enable_gqa=True)
     own = {x.data_ptr() for x in (*inputs, output)}
     extra = [x for x in saved if x.numel() and x.data_ptr() not in own]
-    assert sum(x.numel() for x in extra) <= 2 * 4 * 100 + 2
+    assert sum(x.numel() for x in extra) <= 2 * (2 * 4 * 100) + 2
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -318,6 +318,9 @@ WRONG_BACKWARD = [
     (dict(output=X[:, :2]), "output must have shape (2, 4, 6, 8), got (2, 2, 6, 8)"),
     (dict(lse=torch.zeros(2, 4, 5)), "lse must have shape (2, 4, 6), got (2, 4, 5)"),
     (dict(lse=torch.zeros(2, 4, 6).bfloat16()), "lse must have dtype float32, got bfloat16"),
+    (dict(lse_rest=torch.zeros(2, 4)), "lse_rest must have shape (2, 4, 6), got (2, 4)"),
+    (dict(lse_rest=torch.zeros(2, 4, 6).double()),
+     "lse_rest must have dtype float32, bfloat16 or float16 beside query, got float64"),
     (dict(grad_mask=64), "grad_mask must ask for gradients of what is given only, 7, got 64"),
     (dict(grad_mask=8), "grad_mask must ask for gradients of what is given only, 7, got 8"),
     (dict(key=KV[:, :, :4]), "value must have shape (2, 2, 4, 8), got (2, 2, 5, 8)"),
@@ -329,7 +332,7 @@ WRONG_BACKWARD = [
 def test_messages_of_the_backward(number):
     changes, message = WRONG_BACKWARD[number]
     output, lse, _ = torch.ops.onepass.attention_forward(**RIGHT)
-    right = RIGHT | dict(doutput=X, dlse=None, output=output, lse=lse, grad_mask=7)
+    right = RIGHT | dict(doutput=X, dlse=None, output=output, lse=lse, lse_rest=None, grad_mask=7)
     with pytest.raises(RuntimeError, match=f"^attention_backward: {re.escape(message)}($|\n)"):
         torch.ops.onepass.attention_backward(**right | changes)
 
@@ -338,7 +341,7 @@ def test_a_backward_of_pages_is_refused():
     output, lse, _ = torch.ops.onepass.attention_forward(**PAGED)
     with pytest.raises(RuntimeError, match="^attention_backward: block_table must not be given"):
         torch.ops.onepass.attention_backward(
-            **PAGED, doutput=output, dlse=None, output=output, lse=lse, grad_mask=7
+            **PAGED, doutput=output, dlse=None, output=output, lse=lse, lse_rest=None, grad_mask=7
         )
 
 

@@ -160,14 +160,12 @@ def test_values_are_those_of_the_scaled_mask(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_everything_dropped(dtype):
     case = Case(dtype, 32, seq_q=9, seq_k=70, dropout_p=1.0, sinks=dtype, bias="q", dlse=True)
+    check(case)
     t = case.tensors()
     found = ours(case, t)
     plain = forward(replace(case, dropout_p=0.0), t | dict(seed=None))
     assert torch.equal(found["lse"], plain["lse"])
     assert not found["output"].any() and not found["dvalue"].any()
-    ref, stock = definition(case, t, F64), base(case, t)
-    for name, result in found.items():
-        numerics.assert_close(result, ref[name], stock[name], name)
 
 
 def test_the_lse_knows_no_dropout():

@@ -40,7 +40,7 @@ LENGTHS = {
     "nothing": ((0, 0), (0, 0)),
     "no keys": ((3, 0), (5, 0)),
     "no queries": ((0, 4), (0, 9)),
-    "many": tuple((n % 5, n % 7) for n in range(16)),
+    "many": tuple((n % 5, n % 7) for n in range(9)),
 }
 lengths = pytest.mark.parametrize("name", LENGTHS)
 
@@ -79,7 +79,7 @@ def test_pages_may_be_shared():
     t = case.tensors()
     t["block_table"][1, :2] = t["block_table"][0, :2]
     found, ref, stock = forward(case, t), definition(case, t, F64), base(case, t)
-    for name in found:
+    for name in ref:
         numerics.assert_close(found[name], ref[name], stock[name], name)
 
 
@@ -98,7 +98,9 @@ def test_one_of_the_used_lengths_alone(which, storage):
     for draw in range(8):
         case = Case(F32, 32, storage=storage, lengths=((40, 70), (33, 12)), dlse=True, draw=draw,
                     **CAUSAL)  # fmt: skip
-        t = {name: tensor.nan_to_num(1.0) for name, tensor in case.tensors().items()}
+        t = case.tensors()
+        for name in ("query", "key", "value"):
+            t[name] = torch.where(t[name].isnan(), torch.randn_like(t[name]), t[name])
         del t[which]
         results.append((ours(case, t), definition(case, t, F64), base(case, t)))
     for name in results[0][0]:
@@ -137,7 +139,8 @@ def test_a_sequence_does_not_depend_on_the_others(storage, dtype):
             rows = slice(*t["cu_seq_q"][b : b + 2].tolist())
             part["query"] = t["query"][rows]
             part["cu_seq_q"] = cumulated([rows.stop - rows.start])
-            expected = dict(output=whole["output"][rows], lse=whole["lse"][:, rows])
+            expected = {name: result[:, rows] for name, result in whole.items() if "lse" in name}
+            expected["output"] = whole["output"][rows]
         else:
             part["query"] = t["query"][b : b + 1]
             expected = {name: result[b : b + 1] for name, result in whole.items()}
@@ -159,7 +162,7 @@ def test_pages_and_packed_keys_are_alike():
     paged, t = replace(case, storage="paged"), case.tensors()
     slopes = dict(alibi_slopes=t["alibi_slopes"])
     found, expected = forward(paged, paged.tensors() | slopes), forward(case, t)
-    for name in found:
+    for name in ("output", "lse"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
 
 

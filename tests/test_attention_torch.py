@@ -217,13 +217,13 @@ def test_opcheck_backward(name, mask):
         return  # which has none
     t = without_nan(case.tensors())
     positional, named = arguments(case, t)
-    output, lse, _ = OPS.attention_forward(*positional, **named)
+    output, lse, rest = OPS.attention_forward(*positional, **named)
     if mask is None:
         mask = sum(bit for wrt, bit in GRADIENTS.items() if wrt in t)
     lse = lse.nan_to_num(neginf=0.0)
     torch.library.opcheck(
         OPS.attention_backward.default,
-        (t["doutput"], t.get("dlse"), *positional, output, lse),
+        (t["doutput"], t.get("dlse"), *positional, output, lse, rest),
         named | dict(grad_mask=mask, out_bshd=mask == 7),
     )
 

@@ -37,9 +37,9 @@ EXCEPTIONS = {
         "random bits per element"
     ),
     "attention gradients": (
-        "they take P from the saved log-sum-exp and sum(P dP) from the saved output, each rounded "
-        "to its dtype: the square is not kept; autograd of the formula keeps both as they were, "
-        "exactly 1 and 0 where a row has one key"
+        "they take sum(P dP) from the saved output, rounded to its dtype, as the square is not "
+        "kept; autograd of the formula keeps the sum as it was, so that gradients of a row with "
+        "one key cancel exactly"
     ),
 }
 
