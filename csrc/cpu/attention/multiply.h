@@ -102,6 +102,7 @@ template <class M, int kRows, int kVectors>
     a += p.a_step;
     b += p.b_step;
   }
+#pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
     float* c = p.c + v * kLanes<float>;
     if (p.update == Update::kStore) {
