@@ -161,7 +161,7 @@ def test_half_a_tile_with_a_mask_and_a_small_lse(length, mask, dtype):
 def test_lse_far_from_zero(sign, dtype):
     case = Case(dtype, 32, seq_q=70, seq_k=90, window_right=0, bias="", dlse=True)
     check_changed(case, lambda t: dict(bias=t["bias"] + sign * 200))
-    check_changed(replace(case, bias=None, sinks=dtype), lambda t: dict(sinks=t["sinks"] + 100))
+    check_changed(replace(case, bias=None, sinks=dtype), lambda t: dict(sinks=t["sinks"] + 60))
 
 
 def smallest_numbers(case: Case, t: dict[str, Tensor], whole: bool) -> dict[str, Tensor]:

@@ -9,10 +9,11 @@ kernel beyond the cache. Cases named `fresh` show that, under the allocator's de
 ``ceilings`` (GB/s and GFLOP/s), ``recycled_memory`` (whether the allocator obeyed; null on CUDA),
 ``failed`` (what went wrong, by case), ``left_out`` (cases that --limit left no time for) and
 ``rows``: ``name``, ``memory``, ``times`` by variant (ours, eager, compile, copy: median, p10, p90,
-calls per batch, page faults per call), ``rounds_at_each_place``, ``against_eager`` and
-``against_compile`` (how many times faster, with the 95 % interval), ``share_of_copy``, ``gbps``,
-``right``, ``check``, ``error_share_of_bound`` and ``goal``; ``other_load`` is the number of cores
-that others kept busy meanwhile (null on CUDA).
+fastest, calls per batch, page faults per call), ``rounds_at_each_place``, ``against_eager`` and
+``against_compile`` (how many times faster, with the 95 % interval), ``share_of_copy`` (or of an
+update, or of arithmetic), ``gbps``, ``gflops`` (both null where they are no measure), ``right``,
+``check``, ``error_share_of_bound`` and ``goal``; ``other_load`` is the number of cores that others
+kept busy meanwhile (null on CUDA).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import traceback
 
 from onepass import _library
 
-FAMILIES = ("norm", "dropout", "optimizer")
+FAMILIES = ("norm", "dropout", "attention", "optimizer")
 SECONDS = 0.7
 STDOUT = "-"
 
@@ -70,6 +71,9 @@ def main(args: argparse.Namespace) -> int:
         return _refuse(f"--device must be one that onepass runs on, got cuda: {obstacle}")
     cases = _cases(args)
     if not cases:
+        return _refuse(f"--device must be cpu for {args.family}, got {args.device}: no cases yet")
+    cases = [case for case in cases if fnmatch.fnmatchcase(case.name, args.case)]
+    if not cases:
         return _refuse(f"--case must match a case, such as norm/*/forward, got {args.case}")
     file = None
     if args.json not in (None, STDOUT):
@@ -97,16 +101,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _cases(args: argparse.Namespace) -> list:
-    from onepass.bench import dropout, norm, optimizer
+    from onepass.bench import attention, dropout, norm, optimizer
 
-    modules = {"norm": norm, "dropout": dropout, "optimizer": optimizer}
+    modules = {"norm": norm, "dropout": dropout, "attention": attention, "optimizer": optimizer}
     families = FAMILIES if args.family == "all" else (args.family,)
-    return [
-        case
-        for family in families
-        for case in modules[family].cases(args.quick, args.device)
-        if fnmatch.fnmatchcase(case.name, args.case)
-    ]
+    return [case for family in families for case in modules[family].cases(args.quick, args.device)]
 
 
 def _run(cases: list, args: argparse.Namespace):
@@ -141,6 +140,7 @@ def _run(cases: list, args: argparse.Namespace):
                         compiled=not args.no_compile,
                         places=places,
                         rounds=rounds,
+                        limits=limits,
                     )
                 except Exception as error:  # the figures of the other cases are still wanted
                     traceback.print_exc()

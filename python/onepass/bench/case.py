@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onepass import numerics
+from onepass.bench.ceilings import Ceilings, CudaCeilings
 from onepass.bench.harness import Interval, Timing, clock_of, measure_pairs, pool
 from onepass.bench.machine import fill_holes, release_memory
 
@@ -89,6 +90,11 @@ class Case:
         compiles: whether torch.compile is to be tried on the stock variant.
         make_checked: returns smaller tensors of the same kind, for the check of results, where that
             of the whole ones would take longer than the measurement.
+        flops: useful operations of a call, a multiply-add being two, where arithmetic is the limit;
+            the ceiling is then that of multiply-adds on all threads.
+        dots: that ceiling is of bfloat16 dot products, where the CPU has an instruction for them.
+        make_stock: returns the tensors that torch takes where it wants the same things in another
+            form, such as padded; ours and the check have those of `make`.
     """
 
     name: str
@@ -104,6 +110,9 @@ class Case:
     moved: int | None = None
     compiles: bool = True
     make_checked: Callable[[], list[Tensor]] | None = None
+    flops: int | None = None
+    dots: bool = False
+    make_stock: Callable[[], list[Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,8 @@ class Row:
     check: str  # empty if all results are right, else what is wrong
     margin: float  # the worst error as a share of what the numerics rule allows
     compile_error: str
-    moved_bytes: int = 0  # that must cross memory in a call; 0 for the overhead of a call
+    moved_bytes: int = 0  # that must cross memory in a call; 0 where memory is no limit
+    arithmetic_gflops: float | None = None  # the ceiling of a case with flops
 
     @property
     def against_eager(self) -> Interval:
@@ -132,7 +142,9 @@ class Row:
     @property
     def share(self) -> float | None:
         """Of the speed of a copy of the first input, by bytes, which moves it twice; or of an
-        update in place."""
+        update in place; or of multiply-adds, by useful operations."""
+        if self.case.flops is not None:
+            return self.gflops / self.arithmetic_gflops if self.arithmetic_gflops else None
         if self.case.moved is not None:
             update = 2 * UPDATE_BYTES / self.timing.median("update")
             return self.moved_bytes / self.timing.median("ours") / update
@@ -145,8 +157,19 @@ class Row:
         """Bytes that must cross memory, per second of ours, in GB/s."""
         return self.moved_bytes / self.timing.median("ours") / 1e9 if self.moved_bytes else None
 
+    @property
+    def gflops(self) -> float | None:
+        """Useful operations per second, in GFLOP/s: of the fastest round, as the ceiling is of
+        its fastest moment."""
+        if self.case.flops is None:
+            return None
+        return self.case.flops / self.timing.fastest("ours") / 1e9
+
     def to_dict(self) -> dict:
         compiled = self.against_compile
+        ceiling = "copy" if self.case.moved is None else "update"
+        if self.case.flops is not None:
+            ceiling = "arithmetic"
         return {
             "name": self.case.name,
             "memory": "fresh" if self.case.fresh else "recycled",
@@ -156,8 +179,9 @@ class Row:
             "against_compile": compiled and compiled.to_dict(),
             "compile_error": self.compile_error or None,
             "against_others": {name: i.to_dict() for name, i in self.against_others.items()},
-            "share_of_copy" if self.case.moved is None else "share_of_update": self.share,
+            f"share_of_{ceiling}": self.share,
             "gbps": self.gbps,
+            "gflops": self.gflops,
             "right": not self.check,
             "check": self.check or None,
             "error_share_of_bound": self.margin,
@@ -166,12 +190,18 @@ class Row:
 
 
 def measure(
-    case: Case, *, seconds: float, compiled: bool, places: int = PLACES, rounds: int = MIN_ROUNDS
+    case: Case,
+    *,
+    seconds: float,
+    compiled: bool,
+    places: int = PLACES,
+    rounds: int = MIN_ROUNDS,
+    limits: Ceilings | CudaCeilings | None = None,
 ) -> Row:
     """Checks the case's results, then times its variants in turn for about `seconds`.
 
     The time is shared between several places in memory, of at least `rounds` rounds each; see
-    `harness`.
+    `harness`. A case with flops has a share of the ceiling only where `limits` tells that.
     """
     torch.manual_seed(SEED)
     check, margin = _check(case)
@@ -187,7 +217,7 @@ def measure(
         stock = torch.compile(case.operator.stock, dynamic=False, fullgraph=True)
         try:
             with _graphs_kept(case.backward_alone):
-                _call(case, stock, _Ring([_tensors(case)]))()
+                _call(case, stock, _stock_inputs(case) or _Ring([_tensors(case)]))()
             functions["compile"] = stock
         except Exception as problem:  # no compiler on this machine, for one
             error = str(problem).strip().partition("\n")[0] or type(problem).__name__
@@ -200,7 +230,11 @@ def measure(
             # Takes the pages that were given back last, which the new tensors would get once more.
             held.append(torch.ones(SPACER_BYTES * place // 4))
         inputs = _inputs(case)
-        calls = {name: _call(case, function, inputs) for name, function in functions.items()}
+        of_stock = _stock_inputs(case) or inputs
+        calls = {
+            name: _call(case, function, of_stock if name in ("eager", "compile") else inputs)
+            for name, function in functions.items()
+        }
         if case.moved is not None:
             calls["update"] = _update(case.device)
             moved_bytes = case.moved
@@ -208,10 +242,13 @@ def measure(
             calls["copy"] = _copy(inputs)
             bytes_of_first = inputs.sets[0][0][0].nbytes
             moved_bytes = case.tensors * bytes_of_first
-            if on_cpu and not case.fresh:
-                held.extend(fill_holes(bytes_of_first))
+        if on_cpu and not case.fresh and (case.tensors or case.flops):
+            held.extend(fill_holes(inputs.sets[0][0][0].nbytes))
         timings.append(measure_pairs(calls, rounds=rounds, seconds=seconds / places, clock=clock))
-    return Row(case, pool(timings), check, margin, error, moved_bytes)
+    arithmetic = None
+    if isinstance(limits, Ceilings) and case.flops is not None:
+        arithmetic = limits.arithmetic_gflops(case.dots)
+    return Row(case, pool(timings), check, margin, error, moved_bytes, arithmetic)
 
 
 class _Ring:
@@ -234,6 +271,13 @@ def _inputs(case: Case) -> _Ring:
     return _Ring([first, *(_tensors(case) for _ in range(COLD_BYTES // size))])
 
 
+def _stock_inputs(case: Case) -> _Ring | None:
+    """Those of the stock variant, where it has its own."""
+    if case.make_stock is None:
+        return None
+    return _Ring([_with_upstream(case, case.make_stock(), case.operator.stock)])
+
+
 def _copy(inputs: _Ring) -> Callable[[], Tensor]:
     target = torch.empty_like(next(inputs)[0][0])
     return lambda: target.copy_(next(inputs)[0][0].detach())
@@ -246,10 +290,13 @@ def _update(device: str) -> Callable[[], Tensor]:
 
 def _tensors(case: Case, make: Callable[[], list[Tensor]] | None = None) -> Inputs:
     """The operator's tensors and, with a backward, one upstream gradient for each output."""
-    tensors = (make or case.make)()
+    return _with_upstream(case, (make or case.make)(), case.operator.ours)
+
+
+def _with_upstream(case: Case, tensors: list[Tensor], function: Function) -> Inputs:
     if not case.backward:
         return tensors, None
-    return tensors, [torch.randn_like(output) for output in case.operator.stock(*tensors)]
+    return tensors, [torch.randn_like(output) for output in function(*tensors)]
 
 
 def _graphs_kept(wanted: bool) -> contextlib.AbstractContextManager:

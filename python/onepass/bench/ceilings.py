@@ -32,6 +32,10 @@ class Ceilings:
     def to_dict(self) -> dict:
         return asdict(self)
 
+    def arithmetic_gflops(self, dots: bool) -> float | None:
+        """Of multiply-adds; with `dots` of bfloat16 dot products, where the CPU has them."""
+        return (self.bf16_dot_gflops or self.fma_gflops) if dots else self.fma_gflops
+
     def __str__(self) -> str:
         arithmetic = "FMA float32 not measured"
         if self.fma_gflops is not None:

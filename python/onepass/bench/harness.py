@@ -148,6 +148,9 @@ class Timing:
     def median(self, name: str) -> float:
         return float(numpy.median(self.times[name]))
 
+    def fastest(self, name: str) -> float:
+        return min(self.times[name])
+
     def percentile(self, name: str, percent: float) -> float:
         return float(numpy.percentile(self.times[name], percent))
 
@@ -167,6 +170,7 @@ class Timing:
                 "median_us": self.median(name) * 1e6,
                 "p10_us": self.percentile(name, 10) * 1e6,
                 "p90_us": self.percentile(name, 90) * 1e6,
+                "fastest_us": self.fastest(name) * 1e6,
                 "calls_per_batch": self.calls[name],
                 "page_faults_per_call": self.faults[name],
             }

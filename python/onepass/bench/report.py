@@ -12,7 +12,7 @@ from rich.text import Text
 from onepass.bench.case import Case, Row
 from onepass.bench.ceilings import Ceilings, CudaCeilings
 
-WIDTH_OFF_TERMINAL = 230
+WIDTH_OFF_TERMINAL = 260
 QUIET = 0.1  # cores; more makes threads wait for each other
 
 
@@ -60,6 +60,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
     faults = any(_faults(row, name) >= 1 for row in rows for name in ("ours", "eager"))
     on_cuda = any(row.case.device == "cuda" for row in rows)
     others = any(row.against_others for row in rows)
+    arithmetic = any(row.gflops for row in rows)
     table = _table(
         "ours us [p10-p90]",
         "eager us",
@@ -69,6 +70,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
         *(("x others",) if others else ()),
         "of ceiling",
         *(("GB/s",) if on_cuda else ()),
+        *(("GFLOP/s",) if arithmetic else ()),
         *(("faults ours/eager",) if faults else ()),
         "goal",
         "right",
@@ -84,6 +86,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
             *((_others(row),) if others else ()),
             f"{row.share:.0%}",
             *((f"{row.gbps:.0f}",) if on_cuda else ()),
+            *((f"{row.gflops:.0f}" if row.gflops else "-",) if arithmetic else ()),
             *((f"{_faults(row, 'ours'):.0f}/{_faults(row, 'eager'):.0f}",) if faults else ()),
             _goal(row),
             _right(row),
@@ -148,7 +151,7 @@ def _goal(row: Row) -> str:
         (goal.compiled, compiled and compiled.median, "{:.1f}x"),
         (goal.share, row.share, "{:.0%}"),
         *(
-            (goal.others.get(name), interval.median, "{:.1f}x " + name)
+            (goal.others.get(name), interval.median, "{:.2g}x " + name)
             for name, interval in row.against_others.items()
         ),
     )
@@ -163,11 +166,13 @@ def _goal(row: Row) -> str:
 def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
     """What the tables above mean and rest on; `result` is the object that --json writes."""
     on_cuda = result.get("device") == "cuda"
+    level = "" if on_cuda else " for AVX2 (attention: for the level here),"
     lines = [
         f"ceilings here: {limits}",
         "of ceiling: bytes that must move per second, of those of a copy of the input, in the same "
-        "cache state, autograd included; for optimizers, of an update in place",
-        f"goal:{'' if on_cuda else ' for AVX2,'} against eager, against compile, of ceiling, "
+        "cache state, autograd included; for optimizers, of an update in place; for attention, "
+        "useful operations per second in the fastest round, of FMA (bfloat16: of dot, if there is)",
+        f"goal:{level} against eager, against compile, of ceiling, "
         "against others; + reached, - not, ? not measured",
         "right: worst error of outputs and gradients, of what the numerics rule allows (at most 1)",
     ]

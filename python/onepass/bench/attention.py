@@ -1,0 +1,467 @@
+"""Cases of the attention family on CPU, against torch's fastest eager attention.
+
+Attention is bound by arithmetic, so its ceiling is that of multiply-adds on all threads (bfloat16:
+of dot products, where the CPU has them), by useful operations: two products of head_dim
+multiply-adds forward and five backward, for every pair of a query and a key that it may see. What a
+kernel computes beyond the diagonal, a window or a sequence's end, and the softmax, does not count.
+
+A backward alone is torch.autograd.grad on a graph that is kept. torch.compile is left out: it calls
+the same attention kernel and has nothing to fuse around it. torch gets its masks as floats made
+beforehand: of boolean ones it makes those in every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass import functional, nn
+from onepass._C import cpu_level
+from onepass._ops.random import draw_seed
+from onepass.bench.case import Case, Goal, Operator
+from onepass.reference.attention import attention as reference
+
+# (batch, heads, seq, head_dim)
+CAUSAL = (
+    (2, 8, 128, 64),
+    (1, 8, 512, 64),
+    (1, 8, 512, 128),
+    (1, 8, 1024, 64),
+    (1, 4, 1024, 128),
+)
+FULL = ((1, 8, 512, 64), (1, 4, 2048, 64), (1, 4, 2048, 128))
+DROPOUT = (1, 8, 1024, 64)
+WINDOWED = (1, 2, 8192, 64)
+ENCODER = (2, 8, 512, 64)  # bias, padding mask, grouped queries, nn.MultiheadAttention
+PACKED = (8, 8, 512, 64)
+FILL = (1, 1 / 8, 3 / 4, 1 / 4, 5 / 8, 3 / 8, 1 / 2, 3 / 8)  # of PACKED's sequences: half in all
+QUICK = (1, 2, 48, 16)
+OVERHEAD = (1, 2, 4, 8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PHASES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # of the forward's operations
+P = 0.1
+WINDOW, WIDER = 256, 1024
+KV_HEADS = 2
+CHECKED_SCORES = 1 << 22  # float64 references of more would take longer than the measurement
+
+
+# ---- goals, on two threads -----------------------------------------------------------------------
+
+# AVX2: (seq, head_dim): forward, backward, each (against torch, share of the FMA ceiling).
+_AVX2_FLOAT32 = {
+    (128, 64): ((2.0, 0.62), (2.0, 0.66)),
+    (512, 64): ((2.0, 0.65), (2.2, 0.75)),
+    (512, 128): ((2.0, 0.65), (2.2, 0.75)),
+    (1024, 64): ((1.6, 0.75), (1.7, 0.77)),
+    (1024, 128): ((1.6, 0.75), (1.7, 0.77)),
+    (2048, 64): ((1.25, 0.80), (1.3, 0.80)),
+    (2048, 128): ((1.1, 0.80), (1.1, 0.80)),
+}
+# 16-bit operands, against torch: (forward, backward); the shares are those of float32.
+_AVX2_HALF = {torch.bfloat16: (2.3, 10.0), torch.float16: (2.3, 18.0)}
+_AVX2_BFLOAT16_FORWARD = {1024: 1.7, 2048: None}
+_AVX2_HALF_WIDE_SHARE = 0.62  # of a forward with head_dim 128
+
+# AVX-512 with bfloat16 dot products, against torch: (kind, seq or None for all, dtype, phase).
+_AVX512 = {
+    ("full", None, torch.float32, "forward"): 1.8,
+    ("full", None, torch.bfloat16, "forward"): 2.8,
+    ("causal", 512, torch.float32, "forward"): 2.5,
+    ("causal", 512, torch.bfloat16, "forward"): 4.0,
+    ("full", None, torch.bfloat16, "backward"): 2.5,
+    ("causal", None, torch.bfloat16, "backward"): 2.5,
+}
+
+# At every level. Dropout may take 18 % longer than none forward and 15 % backward; a window of four
+# times the width has to take three times as long, or the narrow one is not linear in its width.
+_UNDROPPED = {"forward": 1 / 1.18, "backward": 1 / 1.15}
+_DROPOUT = {
+    "causal": {"forward": 8.0, "forward+backward": 4.0},
+    "full": {"forward": 4.0, "forward+backward": 2.0},
+}
+_WINDOW = Goal(15.0, others={f"window {WIDER}": 3.0})
+_PACKED = Goal(1.8)
+_BIAS = Goal(4.0)
+_MODULE = Goal(2.5)  # of the attention in a training step of nn.MultiheadAttention, AVX-512
+
+
+def goal(level: str, kind: str, shape: Sequence[int], dtype: torch.dtype, phase: str) -> Goal:
+    """Of dense attention ("causal" or "full") at a CPU level; all but the best are held to AVX2."""
+    _, _, seq, head_dim = shape
+    if level == "avx512_bf16":
+        found = (_AVX512.get((kind, of, dtype, phase)) for of in (seq, None))
+        return Goal(next((factor for factor in found if factor), None))
+    if phase == "forward+backward" or (kind == "full") != (seq == 2048):
+        return Goal()
+    number = 0 if phase == "forward" else 1
+    factor, share = _AVX2_FLOAT32[seq, head_dim][number]
+    if dtype is not torch.float32:
+        factor = _AVX2_HALF[dtype][number]
+        if phase == "forward":
+            if dtype is torch.bfloat16:
+                factor = _AVX2_BFLOAT16_FORWARD.get(seq, factor)
+            if head_dim == 128:
+                share = _AVX2_HALF_WIDE_SHARE
+    return Goal(factor, share=share)
+
+
+# ---- useful operations ---------------------------------------------------------------------------
+
+
+def pairs(seq: int, causal: bool = False, window: int | None = None) -> int:
+    """Of a query and a key that it sees, among seq of each; window counts the query's own key."""
+    if not causal:
+        return seq * seq
+    width = min(seq, window or seq)
+    return seq * width - width * (width - 1) // 2
+
+
+def flops(batch_pairs: int, heads: int, head_dim: int, phase: str) -> int:
+    """Of a call; batch_pairs are the pairs of all sequences."""
+    return int(4 * batch_pairs * heads * head_dim * PHASES[phase])
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+_RIGHT = {"causal": 0, "full": -1}  # keys that the reference lets a query see behind its own
+
+
+def _dense(kind: str, **torch_options) -> Operator:
+    options = {"is_causal": kind == "causal", **torch_options}
+
+    def stock(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return (F.scaled_dot_product_attention(q, k, v, **options),)
+
+    return Operator(
+        lambda q, k, v: (functional.scaled_dot_product_attention(q, k, v, **options),),
+        stock,
+        lambda q, k, v: (reference(q, k, v, window_right=_RIGHT[kind])[0],),
+        base=stock,
+    )
+
+
+def _dropped(kind: str) -> Operator:
+    options = {"dropout_p": P, "is_causal": kind == "causal"}
+
+    def formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        seed = draw_seed(q.device)
+        return (reference(q, k, v, dropout_p=P, seed=seed, window_right=_RIGHT[kind])[0],)
+
+    return Operator(
+        lambda q, k, v: (functional.scaled_dot_product_attention(q, k, v, **options),),
+        lambda q, k, v: (F.scaled_dot_product_attention(q, k, v, **options),),
+        formula,
+        base=formula,  # torch draws other random numbers
+        others={"no dropout": _dense(kind).ours},
+    )
+
+
+def _as_bias(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+
+
+@functools.lru_cache(maxsize=1)
+def _band(seq: int) -> Tensor:
+    return _as_bias(torch.ones(seq, seq, dtype=torch.bool).tril().triu(1 - WINDOW))
+
+
+def _windowed() -> Operator:
+    def ours(width: int):
+        window = (width - 1, 0)
+        return lambda q, k, v: (
+            functional.scaled_dot_product_attention(q, k, v, window_size=window),
+        )
+
+    def stock(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return (F.scaled_dot_product_attention(q, k, v, _band(q.shape[2])),)
+
+    return Operator(
+        ours(WINDOW),
+        stock,
+        lambda q, k, v: (reference(q, k, v, window_left=WINDOW - 1, window_right=0)[0],),
+        base=stock,
+        others={f"window {WIDER}": ours(WIDER)},
+    )
+
+
+def _biased() -> Operator:
+    def stock(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return (F.scaled_dot_product_attention(q, k, v, bias),)
+
+    return Operator(
+        lambda q, k, v, bias: (functional.scaled_dot_product_attention(q, k, v, bias),),
+        stock,
+        lambda q, k, v, bias: (reference(q, k, v, bias=bias)[0],),
+        base=stock,
+    )
+
+
+def _padded(lengths: Sequence[int], seq: int) -> Operator:
+    """A batch whose sequences are padded to seq: the keys behind their ends are masked out."""
+    mask = (torch.arange(seq) < torch.tensor(lengths)[:, None])[:, None, None]
+    bias = _as_bias(mask)
+
+    def stock(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return (F.scaled_dot_product_attention(q, k, v, bias),)
+
+    return Operator(
+        lambda q, k, v: (functional.scaled_dot_product_attention(q, k, v, mask),),
+        stock,
+        lambda q, k, v: (reference(q, k, v, mask=mask)[0],),
+        base=stock,
+    )
+
+
+def _packed(lengths: Sequence[int], seq: int) -> Operator:
+    """The same batch without its padding; torch's stays padded."""
+    cu_seq = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+    def formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return (reference(q, k, v, cu_seq_q=cu_seq, cu_seq_k=cu_seq)[0],)
+
+    return Operator(
+        lambda q, k, v: (functional.varlen_attention(q, k, v, cu_seq, cu_seq, seq, seq),),
+        _padded(lengths, seq).stock,
+        formula,
+        base=formula,
+    )
+
+
+def _multihead(embed_dim: int, heads: int) -> Operator:
+    """The module, called with its input and its parameters."""
+
+    def variant(cls: type) -> Callable[..., tuple[Tensor, ...]]:
+        module = cls(embed_dim, heads, dropout=P, batch_first=True, device="meta")
+        names = [name for name, _ in module.named_parameters()]
+
+        def call(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+            named = dict(zip(names, parameters, strict=True))
+            options = {"need_weights": False}
+            return torch.func.functional_call(module, named, (x, x, x), options)[:1]
+
+        return call
+
+    inner = _inner(heads, _dropped("full").formula)
+
+    def formula(x, in_weight, in_bias, out_weight, out_bias) -> tuple[Tensor, ...]:
+        return (F.linear(*inner(F.linear(x, in_weight, in_bias)), out_weight, out_bias),)
+
+    ours, stock = (variant(module.MultiheadAttention) for module in (nn, torch.nn))
+    return Operator(ours, stock, formula, base=formula)
+
+
+def _inner(heads: int, function: Callable) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Attention as nn.MultiheadAttention has it, between the two projections."""
+
+    def call(projected: Tensor) -> tuple[Tensor, ...]:  # (batch, seq, 3 * heads * head_dim)
+        query, key, value = projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        return (function(query, key, value)[0].transpose(1, 2).flatten(2),)
+
+    return call
+
+
+# ---- cases ---------------------------------------------------------------------------------------
+
+
+def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
+    """All cases; `quick` keeps small shapes. There are none on CUDA, which has no kernels yet."""
+    if device == "cuda":
+        return
+    for kind, shapes in (("causal", CAUSAL), ("full", FULL)):
+        for shape in (QUICK,) if quick else shapes:
+            for dtype in DTYPES:
+                for phase in PHASES:
+                    wanted = None if quick else goal(cpu_level(), kind, shape, dtype, phase)
+                    yield _case(kind, _dense(kind), shape, phase, wanted, dtype=dtype)
+    yield from _dropout_cases(quick)
+    yield from _window_cases(quick)
+    yield from _mask_cases(quick)
+    yield from _packed_cases(quick)
+    yield from _module_cases(quick)
+    for phase in ("no grad", "forward under grad", "forward+backward"):
+        yield Case(
+            _name("causal", OVERHEAD, torch.float32, phase),
+            _dense("causal"),
+            partial(_tensors, OVERHEAD, grad=phase != "no grad"),
+            phase == "forward+backward",
+            None,
+            compiles=False,
+        )
+
+
+def _dropout_cases(quick: bool) -> Iterator[Case]:
+    shape = QUICK if quick else DROPOUT
+    for kind, against_torch in _DROPOUT.items():
+        for phase in PHASES:
+            undropped = {"no dropout": _UNDROPPED[phase]} if phase in _UNDROPPED else {}
+            wanted = Goal(against_torch.get(phase), others=undropped)
+            yield _case(f"dropout-{kind}", _dropped(kind), shape, phase, None if quick else wanted)
+
+
+def _window_cases(quick: bool) -> Iterator[Case]:
+    batch, heads, seq, head_dim = shape = (1, 1, 2 * WINDOW, 16) if quick else WINDOWED
+    for phase in ("forward", "forward+backward"):
+        yield _case(
+            f"window-{WINDOW}",
+            _windowed(),
+            shape,
+            phase,
+            None if quick else _WINDOW,
+            batch_pairs=batch * pairs(seq, True, WINDOW),
+        )
+
+
+def _mask_cases(quick: bool) -> Iterator[Case]:
+    """A learned bias, grouped queries and a padding mask."""
+    batch, heads, seq, head_dim = shape = QUICK if quick else ENCODER
+    phase = "forward+backward"
+
+    def with_bias(shape: Sequence[int]) -> list[Tensor]:
+        bias = torch.randn(1, *shape[1:3], shape[2], requires_grad=True)
+        return [*_tensors(shape), bias]
+
+    yield _case(
+        "bias", _biased(), shape, phase, None if quick else _BIAS, make=partial(with_bias, shape)
+    )
+    for phase in PHASES:
+        yield _case(
+            f"grouped-{KV_HEADS}",
+            _dense("causal", enable_gqa=True),
+            shape,
+            phase,
+            batch_pairs=batch * pairs(seq, causal=True),
+            make=partial(_tensors, shape, KV_HEADS, grad=phase != "forward"),
+        )
+    lengths = [seq - seq // 4 * (b % 2) for b in range(1, batch + 1)]
+    for phase in PHASES:
+        yield _case(
+            "padding-mask",
+            _padded(lengths, seq),
+            shape,
+            phase,
+            batch_pairs=seq * sum(lengths),
+        )
+
+
+def _packed_cases(quick: bool) -> Iterator[Case]:
+    _, heads, seq, head_dim = shape = (len(FILL), *QUICK[1:]) if quick else PACKED
+    lengths = [int(seq * share) for share in FILL]
+    for phase in ("forward", "forward+backward"):
+        grad = phase != "forward"
+        yield _case(
+            "packed",
+            _packed(lengths, seq),
+            shape,
+            phase,
+            None if quick else _PACKED,
+            batch_pairs=sum(map(pairs, lengths)),
+            make=partial(_randn, (sum(lengths), heads, head_dim), 3, grad=grad),
+            make_stock=partial(_tensors, shape, grad=grad),
+        )
+
+
+def _module_cases(quick: bool) -> Iterator[Case]:
+    """A training step of nn.MultiheadAttention with dropout, and the attention in it alone."""
+    batch, heads, seq, head_dim = shape = QUICK if quick else ENCODER
+    embed_dim, phase = heads * head_dim, "forward+backward"
+    wanted = _MODULE if cpu_level() == "avx512_bf16" and not quick else None
+
+    def make() -> list[Tensor]:
+        sizes = (3 * embed_dim, embed_dim), (3 * embed_dim,), (embed_dim, embed_dim), (embed_dim,)
+        parameters = [(torch.randn(size) / embed_dim**0.5).requires_grad_() for size in sizes]
+        return [*_randn((batch, seq, embed_dim)), *parameters]
+
+    attention = _dropped("full")
+    inner = Operator(
+        *(_inner(heads, f) for f in (attention.ours, attention.stock, attention.formula)),
+        base=_inner(heads, attention.formula),
+    )
+    yield _case(
+        "multihead-inner",
+        inner,
+        shape,
+        phase,
+        wanted,
+        make=partial(_randn, (batch, seq, 3 * embed_dim)),
+    )
+    projections = 3 * 2 * batch * seq * 4 * embed_dim**2  # forward, and twice that backward
+    yield _case(
+        "multihead",
+        _multihead(embed_dim, heads),
+        shape,
+        phase,
+        make=make,
+        more_flops=projections,
+    )
+
+
+def _case(
+    kind: str,
+    operator: Operator,
+    shape: Sequence[int],
+    phase: str,
+    wanted: Goal | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    batch_pairs: int | None = None,
+    more_flops: int = 0,
+    make: Callable[[], list[Tensor]] | None = None,
+    make_stock: Callable[[], list[Tensor]] | None = None,
+) -> Case:
+    batch, heads, seq, head_dim = shape
+    if batch_pairs is None:
+        batch_pairs = batch * pairs(seq, causal=kind.endswith("causal"))
+    dense = partial(_tensors, dtype=dtype, grad=phase != "forward")
+    checked = None
+    if make is None and batch * heads * seq * seq > CHECKED_SCORES:
+        # Fewer heads; of the longest sequences, a part that is as long as such a head may be.
+        checked = partial(dense, (1, 1, min(seq, math.isqrt(CHECKED_SCORES)), head_dim))
+    return Case(
+        _name(kind, shape, dtype, phase),
+        operator,
+        make or partial(dense, shape),
+        phase != "forward",
+        None,
+        wanted or Goal(),
+        backward_alone=phase == "backward",
+        compiles=False,
+        make_checked=checked,
+        flops=flops(batch_pairs, heads, head_dim, phase) + more_flops,
+        dots=dtype is torch.bfloat16,
+        make_stock=make_stock,
+    )
+
+
+def _name(kind: str, shape: Sequence[int], dtype: torch.dtype, phase: str) -> str:
+    sizes = "x".join(map(str, shape))
+    return f"attention/{kind}/{str(dtype).removeprefix('torch.')}/{sizes}/{phase}"
+
+
+def _tensors(
+    shape: Sequence[int],
+    kv_heads: int | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    grad: bool = True,
+) -> list[Tensor]:
+    """query, key, value."""
+    batch, heads, seq, head_dim = shape
+    of_kv = (batch, kv_heads or heads, seq, head_dim)
+    query = _randn(shape, dtype=dtype, grad=grad)
+    return [*query, *_randn(of_kv, 2, dtype=dtype, grad=grad)]
+
+
+def _randn(
+    shape: Sequence[int],
+    count: int = 1,
+    *,
+    dtype: torch.dtype = torch.float32,
+    grad: bool = True,
+) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype).requires_grad_(grad) for _ in range(count)]
