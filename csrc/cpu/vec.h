@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "core/dtype.h"
 
@@ -318,6 +319,66 @@ ONEPASS_INLINE WordBits pairs_of(Vec<float> low, Vec<float> high) {
       (__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
 #else
   return widen_bits(narrow_bfloat16(low)) | widen_bits(narrow_bfloat16(high)) << 16;
+#endif
+}
+
+// ---- squares of 32-bit elements
+// ------------------------------------------------------------------
+
+// Row i, lane j becomes row j, lane i.
+ONEPASS_INLINE void transpose(Vec<float> (&rows)[kLanes<float>]) {
+#if defined(__AVX2__)
+  // Squares of four within 128-bit parts first, then the parts among rows.
+  constexpr int n = kLanes<float>;
+  Vec<float> t[n];
+#pragma GCC unroll 4
+  for (int i = 0; i < n; i += 4) {
+#if defined(__AVX512F__)
+    const __m512* r = reinterpret_cast<const __m512*>(rows + i);
+    const __m512d a = (__m512d)_mm512_unpacklo_ps(r[0], r[1]);
+    const __m512d b = (__m512d)_mm512_unpackhi_ps(r[0], r[1]);
+    const __m512d c = (__m512d)_mm512_unpacklo_ps(r[2], r[3]);
+    const __m512d d = (__m512d)_mm512_unpackhi_ps(r[2], r[3]);
+    t[i] = (Vec<float>)_mm512_unpacklo_pd(a, c);
+    t[i + 1] = (Vec<float>)_mm512_unpackhi_pd(a, c);
+    t[i + 2] = (Vec<float>)_mm512_unpacklo_pd(b, d);
+    t[i + 3] = (Vec<float>)_mm512_unpackhi_pd(b, d);
+#else
+    const __m256* r = reinterpret_cast<const __m256*>(rows + i);
+    const __m256d a = (__m256d)_mm256_unpacklo_ps(r[0], r[1]);
+    const __m256d b = (__m256d)_mm256_unpackhi_ps(r[0], r[1]);
+    const __m256d c = (__m256d)_mm256_unpacklo_ps(r[2], r[3]);
+    const __m256d d = (__m256d)_mm256_unpackhi_ps(r[2], r[3]);
+    t[i] = (Vec<float>)_mm256_unpacklo_pd(a, c);
+    t[i + 1] = (Vec<float>)_mm256_unpackhi_pd(a, c);
+    t[i + 2] = (Vec<float>)_mm256_unpacklo_pd(b, d);
+    t[i + 3] = (Vec<float>)_mm256_unpackhi_pd(b, d);
+#endif
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+#if defined(__AVX512F__)
+    const auto parts = [](Vec<float> x, Vec<float> y, auto which) {
+      return (__m512)_mm512_shuffle_f32x4((__m512)x, (__m512)y, decltype(which)::value);
+    };
+    const std::integral_constant<int, 0x88> even;
+    const std::integral_constant<int, 0xdd> odd;
+    const __m512 a = parts(t[j], t[4 + j], even), b = parts(t[8 + j], t[12 + j], even);
+    const __m512 c = parts(t[j], t[4 + j], odd), d = parts(t[8 + j], t[12 + j], odd);
+    rows[j] = (Vec<float>)parts((Vec<float>)a, (Vec<float>)b, even);
+    rows[4 + j] = (Vec<float>)parts((Vec<float>)c, (Vec<float>)d, even);
+    rows[8 + j] = (Vec<float>)parts((Vec<float>)a, (Vec<float>)b, odd);
+    rows[12 + j] = (Vec<float>)parts((Vec<float>)c, (Vec<float>)d, odd);
+#else
+    rows[j] = (Vec<float>)_mm256_permute2f128_ps((__m256)t[j], (__m256)t[4 + j], 0x20);
+    rows[4 + j] = (Vec<float>)_mm256_permute2f128_ps((__m256)t[j], (__m256)t[4 + j], 0x31);
+#endif
+  }
+#else
+  static_assert(kLanes<float> == 4);
+  Vec<float> t[4];
+  for (int j = 0; j < 4; ++j) t[j] = Vec<float>{rows[0][j], rows[1][j], rows[2][j], rows[3][j]};
+  for (int j = 0; j < 4; ++j) rows[j] = t[j];
 #endif
 }
 

@@ -14,9 +14,9 @@ template <class Left, class Right>
 Vec<float> row_dots(Left&& left, Right&& right, int64_t count, int64_t value_dim) {
   constexpr int n = kLanes<float>;
   Vec<float> total = {};
-  for (int64_t first = 0; first < value_dim; first += kChain) {
-    const int64_t size = std::min(kChain, value_dim - first);
-    alignas(64) float panels[2][kChain * n];
+  for (int64_t first = 0; first < value_dim; first += Fma::kChain) {
+    const int64_t size = std::min(Fma::kChain, value_dim - first);
+    alignas(64) float panels[2][Fma::kChain * n];
     pack_panel<Fma>([&](int64_t i) { return left(i) + first; }, count, size, n, panels[0]);
     pack_panel<Fma>([&](int64_t i) { return right(i) + first; }, count, size, n, panels[1]);
     Vec<float> sum = {};

@@ -6,6 +6,13 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
+// x / ln 2 as a whole number.
+ONEPASS_INLINE Vec<float> whole_logarithm(Vec<float> x) {
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+  return fma<float>(x, broadcast<float>(1.44269504088896341f), broadcast<float>(kMagic)) -
+         broadcast<float>(kMagic);
+}
+
 // x = n ln 2 + r with |r| <= ln 2 / 2, n a whole number; both in float32.
 struct Reduced {
   Vec<float> n;
@@ -13,10 +20,7 @@ struct Reduced {
 };
 
 ONEPASS_INLINE Reduced reduce_by_ln2(Vec<float> x) {
-  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-  const Vec<float> n =
-      fma<float>(x, broadcast<float>(1.44269504088896341f), broadcast<float>(kMagic)) -
-      broadcast<float>(kMagic);
+  const Vec<float> n = whole_logarithm(x);
   // ln 2 as two numbers, the first with so few bits that n times it is exact.
   const Vec<float> r = fma<float>(n, broadcast<float>(-0.693359375f), x);
   return {n, fma<float>(n, broadcast<float>(2.12194440e-4f), r)};
@@ -39,11 +43,12 @@ ONEPASS_INLINE Vec<float> exp(Vec<float> x) {
   // exp(-104) rounds to 0.
   const Vec<float> least = broadcast<float>(kScalesToSubnormals ? -104.0f : -87.0f);
   const Vec<float> clamped = x < least ? least : x;
-  const Reduced reduced = reduce_by_ln2(clamped);
-  const Vec<float> r = reduced.r;
+  const Vec<float> n = whole_logarithm(clamped);
+  // ln 2 as float32 alone: it is off by 2e-9, and where n is large the result is small.
+  const Vec<float> r = fma<float>(n, broadcast<float>(-0.693147180559945309f), clamped);
   const Vec<float> p =
       fma<float>(fma<float>(exp_tail(r), r, broadcast<float>(1.0f)), r, broadcast<float>(1.0f));
-  const Vec<float> result = scale_by_power_of_two(p, reduced.n);
+  const Vec<float> result = scale_by_power_of_two(p, n);
   if constexpr (kScalesToSubnormals) return result;
   return x < least ? Vec<float>{} : result;
 }

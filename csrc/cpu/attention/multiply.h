@@ -27,6 +27,10 @@ inline constexpr int kTileVectors = kVectorRegisters == 32 ? 4 : 2;
 struct Fma {
   using Element = float;
   static constexpr int kPerCell = 1;  // elements of k that a cell of a or b holds
+  // Of additions, where a product runs over a head's dimensions. torch's products sum lane by lane:
+  // with one chain of 64 our scores are 1.4 times as far from float64 as its are, of 128 twice. The
+  // shorter chains cost 1 to 3 % of the speed.
+  static constexpr int64_t kChain = 32;
   using Cells = Vec<float>;
 
   ONEPASS_INLINE static Cells broadcast_cell(const float* a) { return broadcast<float>(*a); }
@@ -40,6 +44,7 @@ struct Fma {
 struct Dot {
   using Element = BFloat16;
   static constexpr int kPerCell = 2;
+  static constexpr int64_t kChain = 128;
   using Cells = WordBits;
 
   ONEPASS_INLINE static Cells broadcast_cell(const BFloat16* a) {
@@ -102,6 +107,7 @@ template <class M, int kRows, int kVectors>
     a += p.a_step;
     b += p.b_step;
   }
+#pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
     float* c = p.c + v * kLanes<float>;
     if (p.update == Update::kStore) {
@@ -188,21 +194,17 @@ ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vect
   multiply(whole, rows, vectors, [&](int64_t, int64_t) { return Part{0, whole.steps, vectors}; });
 }
 
-// Elements of k that one chain of additions takes at most where products run over a head's
-// dimensions: longer chains would lose to those that torch's matrix products make.
-inline constexpr int64_t kChain = 128;
-
-// rows x vectors of c = factor * a b, `size` elements of k in chains of kChain.
+// rows x vectors of c = factor * a b, `size` elements of k in chains of M::kChain.
 template <class M, class PartOf>
 ONEPASS_INLINE void multiply_in_chains(Product<M> p, int64_t size, int64_t rows, int64_t vectors,
                                        PartOf&& part) {
   p.update = Update::kStore;
-  for (int64_t k = 0; k < size; k += kChain) {
-    const int64_t length = size - k < kChain ? size - k : kChain;
+  for (int64_t k = 0; k < size; k += M::kChain) {
+    const int64_t length = size - k < M::kChain ? size - k : M::kChain;
     p.steps = (length + M::kPerCell - 1) / M::kPerCell;
     multiply(p, rows, vectors, part);
-    p.a += kChain / M::kPerCell * p.a_step;
-    p.b += kChain / M::kPerCell * p.b_step;
+    p.a += M::kChain / M::kPerCell * p.a_step;
+    p.b += M::kChain / M::kPerCell * p.b_step;
     p.update = Update::kAdd;
   }
 }

@@ -15,27 +15,6 @@ ONEPASS_INLINE constexpr int64_t round_up(int64_t value, int64_t to) {
   return (value + to - 1) / to * to;
 }
 
-// A square of float32, or of any 32-bit words: row i, lane j becomes row j, lane i.
-ONEPASS_INLINE void transpose(Vec<float> (&rows)[kLanes<float>]) {
-  constexpr int n = kLanes<float>;
-  SignedWords low_first, high_first;  // lanes of the pair (a, b) that go to a and to b
-#pragma GCC unroll 8
-  for (int step = 1; step < n; step *= 2) {
-    for (int lane = 0; lane < n; ++lane) {
-      low_first[lane] = lane & step ? n + (lane - step) : lane;
-      high_first[lane] = lane & step ? n + lane : lane + step;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < n; ++i) {
-      if (i & step) continue;
-      const Vec<float> a = rows[i];
-      const Vec<float> b = rows[i + step];
-      rows[i] = __builtin_shuffle(a, b, low_first);
-      rows[i + step] = __builtin_shuffle(a, b, high_first);
-    }
-  }
-}
-
 // One vector of cells from a row of `size` elements, beginning with element `at`, as 32-bit words.
 template <class M, class T>
 ONEPASS_INLINE Vec<float> load_row_cells(const T* row, int64_t at, int64_t size) {
@@ -45,8 +24,11 @@ ONEPASS_INLINE Vec<float> load_row_cells(const T* row, int64_t at, int64_t size)
                                   : load_partial<float>(row + at, size - at);
   } else {
     Vec<float> cells = {};
-    const int64_t count = size - at < kElements ? size - at : kElements;
-    std::memcpy(&cells, row + at, static_cast<size_t>(count) * sizeof(T));
+    if (at + kElements <= size) {
+      std::memcpy(&cells, row + at, sizeof(cells));
+    } else {
+      std::memcpy(&cells, row + at, static_cast<size_t>(size - at) * sizeof(T));
+    }
     return cells;
   }
 }
