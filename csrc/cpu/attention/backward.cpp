@@ -169,10 +169,12 @@ class Backward {
                                        s_.doutput_rows, s_.doutput_cells);
     const int64_t vectors = ceil_div(t.keys, n);
     const float one = 1.0f;
-    // Keys behind the diagonal of a strip of queries, and queries before that of a strip of keys.
-    const auto last_key = [&](int64_t row) {
-      const KeyRange range = keys_of(args_, sequence_, t.q0 + t.first + row);
-      return std::clamp<int64_t>(range.last - t.k0, 0, t.keys);
+    // The keys that a strip of queries sees, and below the queries that see a strip of keys: where
+    // the diagonal or a window crosses the tile, a part.
+    const auto keys_of_strip = [&](int64_t row, int64_t end) {
+      const SeenKeys seen = seen_keys(args_, sequence_, t.q0 + t.first + row, t.q0 + t.first + end);
+      return KeyRange{std::clamp<int64_t>(seen.first - t.k0, 0, t.keys),
+                      std::clamp<int64_t>(seen.last - t.k0, 0, t.keys)};
     };
     const auto scores = [&](const Operand<M>& a, int64_t dim, const E* panel, float factor,
                             float* c) {
@@ -186,8 +188,9 @@ class Backward {
                              .c_row = shape_.keys,
                              .update = Update::kStore,
                              .factor = &factor},
-                            dim, t.last - t.first, vectors, [&](int64_t, int64_t end) {
-                              return Part{0, kAllSteps, ceil_div(last_key(end - 1), n)};
+                            dim, t.last - t.first, vectors, [&](int64_t row, int64_t end) {
+                              const KeyRange seen = keys_of_strip(row, end);
+                              return Part{0, kAllSteps, seen.first / n, ceil_div(seen.last, n)};
                             });
     };
     // Scores come out as the forward's did, bit for bit where that multiplied float32.
@@ -216,7 +219,7 @@ class Backward {
                     const int64_t from = std::clamp<int64_t>(range.first - t.q0, t.first, t.last);
                     const int64_t to = std::clamp<int64_t>(range.last - t.q0, from, t.last);
                     return Part{from / M::kPerCell - first_cell,
-                                ceil_div(to, M::kPerCell) - first_cell, columns / n};
+                                ceil_div(to, M::kPerCell) - first_cell, 0, columns / n};
                   });
     };
     if (args_.dvalue.data) {
@@ -235,8 +238,9 @@ class Backward {
                    .c_row = shape_.query_columns,
                    .update = Update::kAdd,
                    .factor = &one},
-                  t.last - t.first, shape_.query_columns / n, [&](int64_t, int64_t end) {
-                    return Part{0, ceil_div(last_key(end - 1), M::kPerCell),
+                  t.last - t.first, shape_.query_columns / n, [&](int64_t row, int64_t end) {
+                    const KeyRange seen = keys_of_strip(row, end);
+                    return Part{seen.first / M::kPerCell, ceil_div(seen.last, M::kPerCell), 0,
                                 shape_.query_columns / n};
                   });
     }

@@ -78,17 +78,17 @@ class ScoreGradients {
     double dslope = 0.0;
     for (int64_t row = t.first; row < t.last; row += M::kPerCell) {
       RowOf rows[M::kPerCell];
-      int64_t needed = vectors;  // behind them no query of the rows sees a key
+      int64_t from = 0;  // vectors outside of these hold no key that a query of the rows sees
+      int64_t to = vectors;
       const int64_t here = std::min<int64_t>(M::kPerCell, t.last - row);
       for (int64_t i = 0; i < here; ++i) rows[i] = row_of<kChanged>(t, row + i, i);
       if constexpr (kChanged) {
-        int32_t last = 0;
-        for (int64_t i = 0; i < here; ++i) last = std::max(last, rows[i].last);
-        needed = ceil_div(last, n);
+        from = rows[0].first / n;
+        to = ceil_div(rows[here - 1].last, n);
       }
       for (int64_t v = 0; v < vectors; ++v) {
         Both result[M::kPerCell] = {};
-        if (v < needed) {
+        if (v >= from && v < to) {
           for (int64_t i = 0; i < here; ++i) {
             result[i] = one_vector<kChanged>(t, rows[i], row + i, v, dslope);
           }

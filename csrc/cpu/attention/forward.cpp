@@ -357,7 +357,7 @@ class Forward {
                            .update = Update::kStore,
                            .factor = &scale},
                           args_.head_dim, last - first, kVectors,
-                          [](int64_t, int64_t) { return Part{0, kAllSteps, kVectors}; });
+                          [](int64_t, int64_t) { return Part{0, kAllSteps, 0, kVectors}; });
     if constexpr (kKind != kPlain) {
       change<kVectors, kKind>(group, k0, lane, first, last);
     }

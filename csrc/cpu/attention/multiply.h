@@ -144,7 +144,8 @@ ONEPASS_INLINE void multiply_rows(const Product<M>& p, int64_t rows) {
 struct Part {
   int64_t first_step;
   int64_t last_step;
-  int64_t last_vector;  // column groups that begin behind it are left out
+  int64_t first_vector;  // column groups that lie wholly outside of these are left out
+  int64_t last_vector;
 };
 
 inline constexpr int64_t kAllSteps = std::numeric_limits<int64_t>::max();
@@ -164,7 +165,8 @@ ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vect
       const int64_t count = (strip + 1) * rows / strips - row;
       const Part taken = part(row, row + count);
       const int64_t steps = std::min(taken.last_step, whole.steps) - taken.first_step;
-      if (steps <= 0 || vector >= taken.last_vector) continue;
+      if (steps <= 0 || vector >= taken.last_vector || vector + width <= taken.first_vector)
+        continue;
       Product<M> p = whole;
       p.a += row * p.a_row + taken.first_step * p.a_step;
       p.b += vector * kLanes<float> * M::kPerCell + taken.first_step * p.b_step;
@@ -191,7 +193,8 @@ ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vect
 
 template <class M>
 ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vectors) {
-  multiply(whole, rows, vectors, [&](int64_t, int64_t) { return Part{0, whole.steps, vectors}; });
+  multiply(whole, rows, vectors,
+           [&](int64_t, int64_t) { return Part{0, whole.steps, 0, vectors}; });
 }
 
 // rows x vectors of c = factor * a b, `size` elements of k in chains of M::kChain.
