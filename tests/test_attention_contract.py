@@ -237,7 +237,23 @@ WRONG = [
      "key_scale must not be given, 8-bit inputs are not supported, got one"),
     (RIGHT, dict(value_scale=torch.ones(())),
      "value_scale must not be given, 8-bit inputs are not supported, got one"),
+    (RIGHT, dict(softcap=float("inf")), "softcap must be finite and not negative, got inf"),
+    (RIGHT, dict(num_splits=-1), "num_splits must not be negative, got -1"),
+    (RIGHT, dict(max_q=5), "max_q must be at least the longest sequence, 6, got 5"),
+    (RIGHT, dict(max_k=-3), "max_k must be at least the longest sequence, 5, got -3"),
+    (RIGHT, dict(query_offset=-1), "query_offset must not be negative, got -1"),
+    (RIGHT, dict(key_offset=-2), "key_offset must not be negative, got -2"),
+    (RIGHT, dict(batch_offset=-3), "batch_offset must not be negative, got -3"),
+    (RIGHT, dict(head_offset=-4), "head_offset must not be negative, got -4"),
+    (RIGHT, dict(head_offset=2, total_heads=5),
+     "total_heads must be at least head_offset plus heads, 6, got 5"),
     # packed sequences
+    (PACKED, dict(max_q=-1), "max_q must not be negative, got -1"),
+    (PACKED, dict(max_k=-2), "max_k must not be negative, got -2"),
+    (PACKED, dict(cu_seq_q=torch.zeros(2, 2).int()),
+     "cu_seq_q must have one dimension and an element more than sequences, got (2, 2)"),
+    (PACKED, dict(cu_seq_q=CU_Q[:0]),
+     "cu_seq_q must have one dimension and an element more than sequences, got (0,)"),
     (PACKED, dict(query=X), "query must have 3 dimensions, got (2, 4, 6, 8)"),
     (PACKED, dict(cu_seq_k=None),
      "cu_seq_k must be given with cu_seq_q, and not without, got none"),
@@ -339,7 +355,9 @@ def test_messages_of_the_backward(number):
 
 def test_a_backward_of_pages_is_refused():
     output, lse, _ = torch.ops.onepass.attention_forward(**PAGED)
-    with pytest.raises(RuntimeError, match="^attention_backward: block_table must not be given"):
+    with pytest.raises(
+        RuntimeError, match="^attention_backward: block_table must not be given, got one"
+    ):
         torch.ops.onepass.attention_backward(
             **PAGED, doutput=output, dlse=None, output=output, lse=lse, lse_rest=None, grad_mask=7
         )

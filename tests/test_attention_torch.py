@@ -188,7 +188,6 @@ CHECKED = {
     "no keys": Case(F32, 8, seq_q=5, seq_k=0),
 }  # fmt: skip
 checked = pytest.mark.parametrize("name", CHECKED)
-OPS = torch.ops.onepass
 
 
 def arguments(case: Case, t):
@@ -204,9 +203,8 @@ def without_nan(t):
 def test_opcheck_forward(name, out_bshd):
     case = CHECKED[name]
     positional, named = arguments(case, without_nan(case.tensors()))
-    torch.library.opcheck(
-        OPS.attention_forward.default, positional, named | dict(out_bshd=out_bshd)
-    )
+    named |= dict(out_bshd=out_bshd)
+    torch.library.opcheck(torch.ops.onepass.attention_forward.default, positional, named)
 
 
 @checked
@@ -217,15 +215,13 @@ def test_opcheck_backward(name, mask):
         return  # which has none
     t = without_nan(case.tensors())
     positional, named = arguments(case, t)
-    output, lse, rest = OPS.attention_forward(*positional, **named)
+    output, lse, rest = torch.ops.onepass.attention_forward(*positional, **named)
     if mask is None:
         mask = sum(bit for wrt, bit in GRADIENTS.items() if wrt in t)
     lse = lse.nan_to_num(neginf=0.0)
-    torch.library.opcheck(
-        OPS.attention_backward.default,
-        (t["doutput"], t.get("dlse"), *positional, output, lse, rest),
-        named | dict(grad_mask=mask, out_bshd=mask == 7),
-    )
+    positional = (t["doutput"], t.get("dlse"), *positional, output, lse, rest)
+    named |= dict(grad_mask=mask, out_bshd=mask == 7)
+    torch.library.opcheck(torch.ops.onepass.attention_backward.default, positional, named)
 
 
 def same_shape(fake, real):
