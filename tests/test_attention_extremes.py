@@ -328,3 +328,31 @@ def test_a_masked_key_may_be_anything():
     clean = forward(case, t)
     t["key"][:, :, 7] = NAN
     assert_same(forward(case, t), clean)
+
+
+@pytest.mark.parametrize("keys", [4, 5, 129])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_at_a_low_lse_are_finite(dtype, keys):
+    """Behind an odd number of keys, where tiles are filled up, exp(0 - lse) is infinite."""
+    query = torch.full((1, 1, 4, 8), 5.0, dtype=dtype)
+    key = -query[:, :, :1].expand(-1, -1, keys, -1).contiguous()
+    value = torch.randn(1, 1, keys, 8).to(dtype)
+    output, lse, rest = torch.ops.onepass.attention_forward(query, key, value, scale=1.0)
+    assert (lse < -88).all()
+    gradients = torch.ops.onepass.attention_backward(
+        torch.randn_like(output), None, query, key, value, output, lse, rest, scale=1.0, grad_mask=7
+    )
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sink_of_minus_infinity_is_no_sink(dtype):
+    """Also for rows without a key: nothing is NaN."""
+    case = Case(dtype, 16, seq_q=9, seq_k=5, window_right=0, bottom_right=True, sinks=F32)
+    t = case.tensors()
+    t["sinks"] = torch.full_like(t["sinks"], -INF)
+    results = ours(case, t)
+    without = {name: tensor for name, tensor in t.items() if name != "sinks"}
+    expected = ours(replace(case, sinks=None), without)
+    assert not results.pop("dsinks").any()
+    assert_same(results, expected)

@@ -1,6 +1,6 @@
 #include "ops/attention_checks.h"
 
-#include <limits>
+#include <cmath>
 #include <utility>
 
 namespace onepass {
@@ -191,8 +191,9 @@ void AttentionChecks::numbers() {
   require(args_.total_heads >= options_.head_offset + args_.heads, op_,
           ": total_heads must be at least head_offset plus heads, ",
           options_.head_offset + args_.heads, ", got ", options_.total_heads);
-  require(options_.softcap >= 0.0 && options_.softcap < std::numeric_limits<double>::infinity(),
-          op_, ": softcap must be finite and not negative, got ", options_.softcap);
+  const float softcap = static_cast<float>(options_.softcap);  // as kernels take it
+  require(options_.softcap == 0.0 || (softcap > 0.0f && std::isfinite(softcap)), op_,
+          ": softcap must be 0 or a positive number that float32 holds, got ", options_.softcap);
   require(options_.num_splits >= 0, op_, ": num_splits must not be negative, got ",
           options_.num_splits);
   require_probability(op_, "dropout_p", options_.dropout_p);

@@ -140,6 +140,8 @@ class Backward {
   // ---- a block of keys -----------------------------------------------------------------------
 
   void block(int64_t batch, int64_t kv_head, int64_t k0, int64_t count) {
+    const KeyRange queries = seeing_queries(args_, sequence_, k0, k0 + count);
+    if (queries.first >= queries.last) return;
     const KeyRows<T> keys(args_, args_.key, batch, kv_head, sequence_.first_k);
     const KeyRows<T> values(args_, args_.value, batch, kv_head, sequence_.first_k);
     const auto key = [&](int64_t i) { return keys(k0 + i); };
@@ -150,7 +152,6 @@ class Backward {
       pack_cells_of_rows<M>(key, count, args_.head_dim, shape_.query_columns, s_.key_cells);
     }
     const int64_t group = args_.heads / args_.kv_heads;
-    const KeyRange queries = seeing_queries(args_, sequence_, k0, k0 + count);
     for (int64_t g = 0; g < group; ++g) {
       for (int64_t q0 = queries.first / kTileQueries * kTileQueries; q0 < queries.last;
            q0 += kTileQueries) {

@@ -44,7 +44,10 @@ class ScoreGradients {
   // cells, both become cells, and dS rows besides.
   void operator()(const BackwardTile& t) {
     const SeenKeys seen = seen_keys(args_, sequence_, t.q0 + t.first, t.q0 + t.last);
-    const bool whole = seen.all_first <= t.k0 && seen.all_last >= t.k0 + t.keys;
+    // An odd end of cells is not: what is computed behind it is multiplied by zeros, and might be
+    // infinite.
+    const bool whole =
+        seen.all_first <= t.k0 && seen.all_last >= t.k0 + t.keys && t.keys % M::kPerCell == 0;
     if (dbias_) std::fill_n(dbias_row_, t.keys, 0.0f);
     whole && !changes_ ? sweep<false>(t) : sweep<true>(t);
     if (dbias_ && args_.dbias.row_stride == 0) {

@@ -194,8 +194,8 @@ class Forward {
       float maximum = this->maximum()[i];
       float sum = this->sum()[i];
       float numerator = keep;
-      if (args_.sinks) {
-        const float sink = sink_of(args_, group.head);
+      const float sink = args_.sinks ? sink_of(args_, group.head) : kMinusInfinity;
+      if (sink != kMinusInfinity) {
         const float larger = std::max(maximum, sink);
         numerator *= std::exp(maximum - larger);
         sum = sum * std::exp(maximum - larger) + std::exp(sink - larger);
