@@ -47,7 +47,7 @@ class Backward {
     split_ = index % shape_.splits;
     const int64_t unit = index / shape_.splits;
     const int64_t heads = shape_.all_heads ? 1 : args_.kv_heads;
-    const int64_t first_batch = shape_.all_batches ? 0 : unit / heads;
+    const int64_t first_batch = shape_.all_batches ? 0 : sums_.batches[unit / heads];
     const int64_t last_batch = shape_.all_batches ? args_.batch : first_batch + 1;
     const int64_t first_head = shape_.all_heads ? 0 : unit % heads;
     const int64_t last_head = shape_.all_heads ? args_.kv_heads : first_head + 1;
@@ -320,6 +320,7 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, 
   char* slots = static_cast<char*>(workspace) + arena.used();
   const int64_t chunks = ceil_div(args.seq_q, kRowsAtOnce);
   const int64_t chunks_of_heads = args.batch * args.heads * chunks;
+  order_by_work(args, sums.batches);
   for_each_piece_in_order(context, plan.slots, chunks_of_heads, [&](int64_t piece, int64_t) {
     write_delta<T>(args, sums, piece / chunks / args.heads, piece / chunks % args.heads,
                    piece % chunks * kRowsAtOnce);

@@ -44,16 +44,18 @@ inline BackwardShape backward_shape_of(const AttentionBackward& args) {
 
 // What all pieces of work share.
 struct BackwardSums {
-  float* delta;     // (batch, heads, seq_q) or (heads, total_q), as the LSE lies
-  float* dquery;    // (splits, heads, total_q, query_columns)
-  float* dbias;     // (dbias_numel,) if wide_bias
-  double* dslopes;  // (splits, batch, heads)
-  double* dsinks;   // (batch, heads)
+  int32_t* batches;  // (batch,) in the order in which they are taken
+  float* delta;      // (batch, heads, seq_q) or (heads, total_q), as the LSE lies
+  float* dquery;     // (splits, heads, total_q, query_columns)
+  float* dbias;      // (dbias_numel,) if wide_bias
+  double* dslopes;   // (splits, batch, heads)
+  double* dsinks;    // (batch, heads)
 };
 
 inline BackwardSums backward_sums_of(const AttentionBackward& args, const BackwardShape& shape,
                                      Arena& arena) {
   BackwardSums s;
+  s.batches = arena.take<int32_t>(args.batch);
   s.delta = arena.take<float>(args.heads * args.total_q);
   s.dquery = arena.take<float>(
       args.dquery.data ? shape.splits * args.heads * args.total_q * shape.query_columns : 0);

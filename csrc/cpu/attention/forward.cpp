@@ -118,8 +118,9 @@ class Forward {
   using M = MultiplierOf<T>;
 
  public:
-  Forward(const AttentionForward& args, const Shape& shape, const Scratch<M>& scratch)
-      : args_(args), shape_(shape), s_(scratch) {
+  Forward(const AttentionForward& args, const Shape& shape, const int32_t* batches,
+          const Scratch<M>& scratch)
+      : args_(args), shape_(shape), batches_(batches), s_(scratch) {
     if (args.seed) dropout_ = make_dropout(args.seed, args.dropout_p);
   }
 
@@ -129,7 +130,7 @@ class Forward {
     const int64_t chunk = index % shape_.head_chunks;
     index /= shape_.head_chunks;
     const int64_t kv_head = index % args_.kv_heads;
-    const int64_t batch = index / args_.kv_heads;
+    const int64_t batch = batches_[index / args_.kv_heads];
 
     const int64_t group = args_.heads / args_.kv_heads;
     const int64_t first_head = kv_head * group + chunk * shape_.heads;
@@ -506,6 +507,7 @@ class Forward {
 
   const AttentionForward& args_;
   const Shape& shape_;
+  const int32_t* batches_;  // in the order in which they are taken
   const Scratch<M>& s_;
   Dropout dropout_{};
   Sequence sequence_{};
@@ -522,8 +524,10 @@ Plan plan_forward(const AttentionForward& args, const Machine& machine) {
   plan.slots = plan.parallel ? machine.threads : 1;
   visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
     Arena arena(nullptr);
-    scratch_of<MultiplierOf<T>>(args, shape, arena);
-    plan.workspace_bytes = arena.used() * plan.slots;
+    arena.take<int32_t>(args.batch);
+    Arena scratch(nullptr);
+    scratch_of<MultiplierOf<T>>(args, shape, scratch);
+    plan.workspace_bytes = arena.used() + scratch.used() * plan.slots;
     plan.reason = multiplier_text<T>();
   });
   return plan;
@@ -533,12 +537,16 @@ template <class T>
 void attention_forward_kernel(const AttentionForward& args, const Plan& plan, void* workspace,
                               const Context& context) {
   const Shape shape = shape_of(args, plan.slots);
+  Arena arena(workspace);
+  int32_t* batches = arena.take<int32_t>(args.batch);
+  order_by_work(args, batches);
   Arena sizes(nullptr);
   scratch_of<MultiplierOf<T>>(args, shape, sizes);
+  char* slots = static_cast<char*>(workspace) + arena.used();
   for_each_piece_in_order(context, plan.slots, shape.pieces, [&](int64_t piece, int64_t slot) {
-    Arena arena(static_cast<char*>(workspace) + slot * sizes.used());
-    const auto scratch = scratch_of<MultiplierOf<T>>(args, shape, arena);
-    Forward<T>(args, shape, scratch).piece(piece);
+    Arena own(slots + slot * sizes.used());
+    const auto scratch = scratch_of<MultiplierOf<T>>(args, shape, own);
+    Forward<T>(args, shape, batches, scratch).piece(piece);
   });
 }
 

@@ -1,6 +1,7 @@
 // Work that threads take one piece at a time, each with scratch of its own.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "core/backend.h"
@@ -28,6 +29,22 @@ class Arena {
   char* base_;
   int64_t used_ = 0;
 };
+
+// order: (batch,) the batches, those with the most scores first where lengths differ: what is taken
+// last should be short.
+inline void order_by_work(const Attention& args, int32_t* order) {
+  for (int64_t b = 0; b < args.batch; ++b) order[b] = static_cast<int32_t>(b);
+  if (!args.cu_seq_q && !args.cu_seq_k && !args.seqused_q && !args.seqused_k) return;
+  const auto scores = [&](int32_t batch) {
+    const Sequence sequence = sequence_of(args, batch);
+    return sequence.queries * sequence.keys;
+  };
+  std::sort(order, order + args.batch, [&](int32_t a, int32_t b) {
+    const int64_t of_a = scores(a);
+    const int64_t of_b = scores(b);
+    return of_a != of_b ? of_a > of_b : a < b;
+  });
+}
 
 // body(piece, slot) for every piece in [0, count): threads take the next one as they come, so that
 // long pieces belong in front. Slots, below `slots`, are never shared by two threads at a time.
