@@ -20,7 +20,7 @@ struct Plan {
   int64_t splits;           // pieces that the work is cut into; a function of the shape alone
   int32_t parallel;         // whether the pieces are spread over threads
   const char* reason;       // why this path and no other
-  int64_t slots;            // threads at most, where each has a part of the workspace to itself
+  int64_t slots = 1;        // threads at most, where each has a part of the workspace to itself
 };
 
 // body(begin, end, state) over [0, count) in pieces of at least grain.
