@@ -356,3 +356,15 @@ def test_a_sink_of_minus_infinity_is_no_sink(dtype):
     expected = ours(replace(case, sinks=None), without)
     assert not results.pop("dsinks").any()
     assert_same(results, expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_what_another_call_left_in_memory_is_not_read(dtype, softcap):
+    """Where a window leaves parts of a tile out, scores are what the workspace held before."""
+    case = Case(dtype, 64, seq_q=128, seq_k=128, window_right=59, softcap=softcap)
+    t = case.tensors()
+    clean = ours(case, t)
+    for _ in range(3):
+        ours(case, {name: torch.full_like(tensor, NAN) for name, tensor in t.items()})
+        assert_same(ours(case, t), clean)

@@ -206,7 +206,8 @@ class ScoreGradients {
       Vec<float> ds = seen ? p * (dp - of.delta) : Vec<float>{};
       if (dbias_) add_dbias(t, of.query, v, left, ds);
       if (args_.dslopes) dslope -= sum_of_lanes<float>(ds * distance);
-      if (softcap != 0.0f) ds *= tangent;
+      // Of a key that is not seen the score may be anything, and so may the tangent.
+      if (softcap != 0.0f) ds = seen ? ds * tangent : Vec<float>{};
       return {kept, ds};
     }
   }
