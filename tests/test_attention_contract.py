@@ -249,6 +249,7 @@ WRONG = [
     (RIGHT, dict(key_offset=-2), "key_offset must not be negative, got -2"),
     (RIGHT, dict(batch_offset=-3), "batch_offset must not be negative, got -3"),
     (RIGHT, dict(head_offset=-4), "head_offset must not be negative, got -4"),
+    (RIGHT, dict(key_offset=2**40), "key_offset must be below 2^40, got 1099511627776"),
     (RIGHT, dict(head_offset=2, total_heads=5),
      "total_heads must be at least head_offset plus heads, 6, got 5"),
     # packed sequences

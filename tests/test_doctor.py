@@ -12,7 +12,10 @@ import torch
 
 from onepass import _C, cli, doctor, functional
 
-OPERATORS = ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "dropout", "add_dropout"]
+OPERATORS = [
+    "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "dropout", "add_dropout",
+    "scaled_dot_product_attention", "varlen_attention",
+]  # fmt: skip
 
 
 def test_everything_in_order(capsys):

@@ -4,6 +4,11 @@
 #include <utility>
 
 namespace onepass {
+namespace {
+
+constexpr int64_t kMaxOffset = int64_t{1} << 40;  // far from where sums of positions overflow
+
+}  // namespace
 
 AttentionChecks::AttentionChecks(const char* op, const Tensor& query, const Tensor& key,
                                  const Tensor& value, const AttentionOptions& options)
@@ -186,6 +191,7 @@ void AttentionChecks::numbers() {
                                      std::pair("batch_offset", options_.batch_offset),
                                      std::pair("head_offset", options_.head_offset)}) {
     require(offset >= 0, op_, ": ", name, " must not be negative, got ", offset);
+    require(offset < kMaxOffset, op_, ": ", name, " must be below 2^40, got ", offset);
   }
   args_.total_heads = options_.total_heads ? options_.total_heads : args_.heads;
   require(args_.total_heads >= options_.head_offset + args_.heads, op_,

@@ -190,25 +190,58 @@ def code_for(capability: int, archs: str) -> str:
 
 
 def _self_tests() -> Iterator[Line]:
-    """One small case per operator: norms forward and backward by the numerics rule against the
-    reference in float64, dropout bit for bit against its reference with the same seed."""
+    """One small case per operator: norms and attention forward and backward by the numerics rule
+    against the reference in float64, dropout bit for bit against its reference with the same
+    seed."""
     import torch
     import torch.nn.functional as F
 
     from onepass import functional, numerics, reference
 
     generator = torch.Generator().manual_seed(0)
-    x, residual, dy = (torch.randn(6, 40, generator=generator) for _ in range(3))
+    x, residual = (torch.randn(6, 40, generator=generator) for _ in range(2))
     weight, bias = (torch.randn(40, generator=generator) for _ in range(2))
     shape, eps, p = (40,), 1e-6, 0.3
+    heads = [torch.randn(192, 2, 20, generator=generator) for _ in range(3)]
+    ends = torch.tensor([0, 70, 192], dtype=torch.int32)
+    dy = torch.randn(192, 40, generator=generator)  # of as many rows as an output has
 
+    def dense(ops, *rows):
+        batch = (t.transpose(0, 1)[None] for t in rows)
+        return (
+            ops.scaled_dot_product_attention(*batch, is_causal=True)[0].transpose(0, 1).flatten(1)
+        )
+
+    def packed(ops, *rows):
+        return ops.varlen_attention(*rows, ends, ends, 122, 122, is_causal=True).flatten(1)
+
+    def formula(*rows, **options):
+        scale = rows[0].shape[-1] ** -0.5
+        return reference.attention.attention(*rows, scale=scale, window_right=0, **options)[0]
+
+    definition = SimpleNamespace(
+        **{name: getattr(reference.norm, name) for name in dir(reference.norm) if "norm" in name},
+        scaled_dot_product_attention=lambda *rows, is_causal: formula(*rows),
+        varlen_attention=lambda q, k, v, *_, is_causal: formula(
+            q, k, v, cu_seq_q=ends, cu_seq_k=ends, max_q=122, max_k=122, bottom_right=True
+        ),
+    )
     stock = SimpleNamespace(
+        scaled_dot_product_attention=F.scaled_dot_product_attention,
+        varlen_attention=lambda *rows, is_causal: torch.cat(  # torch has none on CPU
+            [
+                F.scaled_dot_product_attention(
+                    *(t[begin:end].transpose(0, 1) for t in rows[:3]), is_causal=True
+                ).transpose(0, 1)
+                for begin, end in ((0, 70), (70, 192))
+            ]
+        ),
         layer_norm=F.layer_norm,
         rms_norm=F.rms_norm,
         add_layer_norm=lambda x, r, *rest: (F.layer_norm(x + r, *rest), x + r),
         add_rms_norm=lambda x, r, *rest: (F.rms_norm(x + r, *rest), x + r),
     )
-    norms = {
+    calls = {
         "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, shape, w, b, eps), (x, weight, bias)),
         "rms_norm": (lambda ops, x, w: ops.rms_norm(x, shape, w, eps), (x, weight)),
         "add_layer_norm": (
@@ -219,16 +252,18 @@ def _self_tests() -> Iterator[Line]:
             lambda ops, x, r, w: ops.add_rms_norm(x, r, shape, w, eps)[0],
             (x, residual, weight),
         ),
+        "scaled_dot_product_attention": (dense, heads),
+        "varlen_attention": (packed, heads),
     }
 
     def output_and_gradients(call: Callable, ops, inputs, dtype) -> list[torch.Tensor]:
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
         output = call(ops, *leaves)
-        return [output.detach(), *torch.autograd.grad(output, leaves, dy.to(dtype))]
+        return [output.detach(), *torch.autograd.grad(output, leaves, dy[: len(output)].to(dtype))]
 
-    def norm_verdict(call: Callable, inputs) -> tuple[bool, str]:
+    def verdict_by_numerics(call: Callable, inputs) -> tuple[bool, str]:
         ours = output_and_gradients(call, functional, inputs, torch.float32)
-        ref = output_and_gradients(call, reference.norm, inputs, torch.float64)
+        ref = output_and_gradients(call, definition, inputs, torch.float64)
         base = output_and_gradients(call, stock, inputs, torch.float32)
         results = [numerics.compare(*each) for each in zip(ours, ref, base, strict=True)]
         worst = max(results, key=lambda result: result.max_error / result.bound)
@@ -255,7 +290,7 @@ def _self_tests() -> Iterator[Line]:
             same = torch.equal(output, formula(draw_seed(x.device)))
         return same, "bitwise the reference" if same else "differs from the reference"
 
-    for cases, verdict in ((norms, norm_verdict), (dropouts, dropout_verdict)):
+    for cases, verdict in ((calls, verdict_by_numerics), (dropouts, dropout_verdict)):
         for name, case in cases.items():
             try:
                 ok, text = verdict(*case)

@@ -106,9 +106,9 @@ class Backward {
       const int64_t first = lse_row(args_, sequence_, batch, head, 0);
       for (int64_t row = first; row < first + sequence_.queries; ++row) {
         const float lse = static_cast<const float*>(args_.lse)[row];
-        if (lse != -std::numeric_limits<float>::infinity()) {
-          sum -= std::exp(sink - lse) * sums_.delta[row];
-        }
+        if (lse == -std::numeric_limits<float>::infinity()) continue;
+        const double rest = args_.lse_rest ? static_cast<const float*>(args_.lse_rest)[row] : 0.0;
+        sum -= std::exp(sink - lse - rest) * sums_.delta[row];
       }
       sums_.dsinks[batch * args_.heads + head] = sum;
     }

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
 #include <limits>
 
 #include "cpu/vec.h"
@@ -132,12 +131,21 @@ template <class M, int kRows, int kVectors>
 
 template <class M, int kVectors>
 ONEPASS_INLINE void multiply_rows(const Product<M>& p, int64_t rows) {
-  using Tile = void (*)(const Product<M>&);
-  static constexpr Tile kTiles[] = {multiply_tile<M, 1, kVectors>, multiply_tile<M, 2, kVectors>,
-                                    multiply_tile<M, 3, kVectors>, multiply_tile<M, 4, kVectors>,
-                                    multiply_tile<M, 5, kVectors>, multiply_tile<M, 6, kVectors>};
-  static_assert(std::size(kTiles) == kTileRows);
-  kTiles[rows - 1](p);
+  static_assert(kTileRows == 6);
+  switch (rows) {  // not a table: a static one of a template is a symbol that every level shares
+    case 1:
+      return multiply_tile<M, 1, kVectors>(p);
+    case 2:
+      return multiply_tile<M, 2, kVectors>(p);
+    case 3:
+      return multiply_tile<M, 3, kVectors>(p);
+    case 4:
+      return multiply_tile<M, 4, kVectors>(p);
+    case 5:
+      return multiply_tile<M, 5, kVectors>(p);
+    default:
+      return multiply_tile<M, 6, kVectors>(p);
+  }
 }
 
 // The part of a product that a strip of rows needs; steps beyond those there are do no harm.

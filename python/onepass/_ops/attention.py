@@ -81,6 +81,12 @@ def attention(
             seed = draw_seed(query.device)
     differentiated = is_differentiated(query, key, value, bias, sinks, alibi_slopes)
     if differentiated and block_table is not None:
+        if not torch.compiler.is_compiling():
+            given = _given(
+                bias, sinks, alibi_slopes, mask, cu_seq_q, cu_seq_k, seqused_q, seqused_k, seed
+            )
+            more = dict(block_table=block_table, max_q=max_q, max_k=max_k)
+            _forward_check(query, key, value, **given, **more, **options)
         key, value, cu_seq_k = _unpaged(key, value, block_table, seqused_k, max_k)
         block_table = None
     if max_q:

@@ -148,7 +148,10 @@ def _weigh(score: Tensor, value: Tensor, factor: Tensor | None) -> tuple[Tensor,
     masked = score == -math.inf
     empty = masked.all(-1, keepdim=True)
     score = score.masked_fill(masked, -math.inf).masked_fill(empty, 0.0)
-    lse = score.logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
+    # Not logsumexp, whose gradient exp(score - lse) knows no log(n) beside scores of finfo.min.
+    highest = score.detach().amax(-1, keepdim=True) if score.shape[-1] else score.sum(-1, True)
+    lse = (score - highest).exp().sum(-1).log() + highest[..., 0]
+    lse = lse.masked_fill(empty[..., 0], -math.inf)
     p = score.softmax(-1).masked_fill(masked, 0.0)[..., : value.shape[2]]
     return (p if factor is None else p * factor).to(value.dtype) @ value, lse
 
