@@ -17,7 +17,8 @@ struct Plan {
   int64_t zeroed_bytes;     // its leading part that must be zero
   const char* kernel_name;  // the function a profiler shows
   int64_t rows_per_tile;    // rows that a kernel call takes together
-  int64_t splits;           // pieces that the work is cut into; a function of the shape alone
+  int64_t splits;           // pieces that the work is cut into; of the shape alone where results
+                            // depend on them
   int32_t parallel;         // whether the pieces are spread over threads
   const char* reason;       // why this path and no other
   int64_t slots = 1;        // threads at most, where each has a part of the workspace to itself
