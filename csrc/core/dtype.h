@@ -93,4 +93,19 @@ ONEPASS_HOST_DEVICE constexpr Float16 narrow_to_float16(float value) {
   return {static_cast<uint16_t>(sign | (rounded >> 13))};
 }
 
+// For code over any element type up to float32.
+ONEPASS_HOST_DEVICE constexpr float widen(float value) { return value; }
+
+template <class T>
+ONEPASS_HOST_DEVICE constexpr T narrow(float value) {
+  if constexpr (__is_same(T, BFloat16)) {
+    return narrow_to_bfloat16(value);
+  } else if constexpr (__is_same(T, Float16)) {
+    return narrow_to_float16(value);
+  } else {
+    static_assert(__is_same(T, float));
+    return value;
+  }
+}
+
 }  // namespace onepass

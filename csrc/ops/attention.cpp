@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ops/attention_checks.h"
+#include "ops/attention_memory.h"
 #include "ops/runtime.h"
 
 #ifndef ONEPASS_CUDA  // where there are no kernels of this family yet
@@ -27,49 +28,22 @@ constexpr int64_t kWantBias = 8;
 constexpr int64_t kWantSinks = 16;
 constexpr int64_t kWantSlopes = 32;
 
-// What a call copied of its inputs, alive until it returns.
-using Copies = std::vector<Tensor>;
-
-// ---- where rows are ----------------------------------------------------------------------------
-
-// A last dimension that is not dense is copied, all else is read in place.
-Strided rows_of(const Tensor& tensor, Layout layout, Copies& copies) {
-  TensorInfo info = info_of(tensor);
-  const void* data = tensor.const_data_ptr();
-  if (info.sizes[info.dims - 1] != 1 && info.strides[info.dims - 1] != 1) {
-    copies.push_back(torch::stable::contiguous(tensor));
-    info = info_of(copies.back());
-    data = copies.back().const_data_ptr();
-  }
-  const auto stride = [&](int64_t d) { return info.sizes[d] == 1 ? 0 : info.strides[d]; };
-  void* const rows = const_cast<void*>(data);
-  switch (layout) {
-    case Layout::kPacked:
-      return {rows, 0, stride(1), stride(0)};
-    case Layout::kPaged:
-      return {rows, stride(0), stride(2), stride(1)};
-    default:
-      return {rows, stride(0), stride(1), stride(2)};
-  }
-}
-
-template <class T>
-const T* elements_of(const OptionalTensor& tensor, Copies& copies) {
-  if (!tensor || tensor->is_contiguous()) return static_cast<const T*>(data_of(tensor));
-  copies.push_back(torch::stable::contiguous(*tensor));
-  return static_cast<const T*>(copies.back().const_data_ptr());
-}
-
-// The arguments of both directions, complete but for what one of them adds.
-Attention attach(const AttentionChecks& checks, const Tensor& query, const Tensor& key,
-                 const Tensor& value, const Options& options, Copies& copies) {
-  Attention args = checks.args();
+// Where sequences lie, checked as far as their values can be read.
+void attach_lengths(const AttentionChecks& checks, const Options& options, Attention& args,
+                    Copies& copies) {
   args.cu_seq_q = elements_of<int32_t>(options.cu_seq_q, copies);
   args.cu_seq_k = elements_of<int32_t>(options.cu_seq_k, copies);
   args.seqused_q = elements_of<int32_t>(options.seqused_q, copies);
   args.seqused_k = elements_of<int32_t>(options.seqused_k, copies);
   args.block_table = elements_of<int32_t>(options.block_table, copies);
   checks.lengths(args);
+}
+
+// The arguments of both directions, complete but for what one of them adds.
+Attention attach(const AttentionChecks& checks, const Tensor& query, const Tensor& key,
+                 const Tensor& value, const Options& options, Copies& copies) {
+  Attention args = checks.args();
+  attach_lengths(checks, options, args, copies);
   args.query = rows_of(query, checks.query_layout(), copies);
   args.key = rows_of(key, checks.key_layout(), copies);
   args.value = rows_of(value, checks.key_layout(), copies);
@@ -85,16 +59,6 @@ Attention attach(const AttentionChecks& checks, const Tensor& query, const Tenso
 
 DType accumulator_of(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-}
-
-// (batch, heads, rows, cols), with bshd in the memory of a (batch, rows, heads, cols); or packed.
-Tensor empty_rows(const int64_t* sizes, int64_t dims, DType dtype, const Device& device,
-                  bool bshd) {
-  if (dims != 4 || !bshd) return empty(sizes, dims, dtype, device);
-  const auto most = [&](int d) { return std::max<int64_t>(sizes[d], 1); };
-  const int64_t row = most(1) * most(3);
-  const int64_t strides[] = {most(2) * row, most(3), row, 1};
-  return empty_strided(sizes, strides, dims, dtype, device);
 }
 
 // Of the log-sum-exp: (batch, heads, seq_q) or (heads, total_q).
@@ -264,11 +228,15 @@ struct Unboxed {
     return attention_forward(query, key, value, Options{fields...});
   }
 
-  // On the meta device there is nothing to compute; the fake gives the shapes, this the errors.
+  // The errors alone: on the meta device, where the fake gives the shapes, and ahead of what
+  // gathers pages by itself.
   static void forward_check(const Tensor& query, const Tensor& key, const Tensor& value,
                             Fields... fields) {
     const Options options{fields...};
-    AttentionChecks("attention", query, key, value, options);
+    const AttentionChecks checks("attention", query, key, value, options);
+    Attention args = checks.args();
+    Copies copies;
+    attach_lengths(checks, options, args, copies);
   }
 
   // Every result of the CPU kernels is deterministic.

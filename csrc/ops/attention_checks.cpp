@@ -11,11 +11,13 @@ constexpr int64_t kMaxOffset = int64_t{1} << 40;  // far from where sums of posi
 }  // namespace
 
 AttentionChecks::AttentionChecks(const char* op, const Tensor& query, const Tensor& key,
-                                 const Tensor& value, const AttentionOptions& options)
+                                 const Tensor& value, const AttentionOptions& options,
+                                 AttentionKeys keys)
     : op_(op),
       options_(options),
       packed_(options.cu_seq_q.has_value()),
       paged_(options.block_table.has_value()),
+      keys_(keys),
       query_(info_of(query)),
       checked_(op, "query", query_) {
   shapes(info_of(key), info_of(value));
@@ -25,41 +27,47 @@ AttentionChecks::AttentionChecks(const char* op, const Tensor& query, const Tens
 
 void AttentionChecks::shapes(const TensorInfo& key, const TensorInfo& value) {
   const auto given = [](const OptionalTensor& tensor) { return tensor ? "one" : "none"; };
-  require(packed_ || !paged_, op_, ": cu_seq_q must be given with block_table, got none");
-  require(options_.seqused_k || !paged_, op_,
-          ": seqused_k must be given with block_table, got none");
-  require(!options_.cu_seq_k || !paged_, op_,
-          ": cu_seq_k must not be given with block_table, got one");
-  require(options_.cu_seq_k.has_value() == packed_ || paged_, op_,
-          ": cu_seq_k must be given with cu_seq_q, and not without, got ",
-          given(options_.cu_seq_k));
+  const bool own = keys_ == AttentionKeys::kOwn;
+  const char* const key_name = own ? "key" : "k_cache";
+  const char* const value_name = own ? "value" : "v_cache";
+  if (own) {
+    require(packed_ || !paged_, op_, ": cu_seq_q must be given with block_table, got none");
+    require(options_.seqused_k || !paged_, op_,
+            ": seqused_k must be given with block_table, got none");
+    require(!options_.cu_seq_k || !paged_, op_,
+            ": cu_seq_k must not be given with block_table, got one");
+    require(options_.cu_seq_k.has_value() == packed_ || paged_, op_,
+            ": cu_seq_k must be given with cu_seq_q, and not without, got ",
+            given(options_.cu_seq_k));
+  }
   const int64_t query_dims = packed_ ? 3 : 4;
   const int64_t key_dims = packed_ && !paged_ ? 3 : 4;
   require(query_.dims == query_dims, op_, ": query must have ", query_dims, " dimensions, got ",
           shape_of(query_));
-  require(key.dims == key_dims, op_, ": key must have ", key_dims, " dimensions, got ",
+  require(key.dims == key_dims, op_, ": ", key_name, " must have ", key_dims, " dimensions, got ",
           shape_of(key));
   args_.heads = query_.sizes[1];
   args_.kv_heads = key.sizes[paged_ ? 2 : 1];
   args_.head_dim = query_.sizes[query_dims - 1];
   require(args_.head_dim >= 1 && args_.head_dim <= kMaxHeadDim, op_,
           ": query must have a head_dim of 1 to ", kMaxHeadDim, ", got ", args_.head_dim);
-  require(args_.kv_heads > 0 || args_.heads == 0, op_, ": key must have at least one head, got 0");
+  require(args_.kv_heads > 0 || args_.heads == 0, op_, ": ", key_name,
+          " must have at least one head, got 0");
   require(args_.kv_heads == 0 || (args_.heads > 0 && args_.heads % args_.kv_heads == 0), op_,
-          ": query must have a multiple of the ", args_.kv_heads, " heads of key, got ",
+          ": query must have a multiple of the ", args_.kv_heads, " heads of ", key_name, ", got ",
           args_.heads);
   sequences(key);
   int64_t shape[4];
   std::copy(key.sizes, key.sizes + key_dims, shape);
-  if (!packed_) shape[0] = args_.batch;
+  if (!packed_ && !paged_ && keys_ != AttentionKeys::kAnyCache) shape[0] = args_.batch;
   shape[key_dims - 1] = args_.head_dim;
   args_.dtype = checked_.first_dtype();
-  like_query("key", key, shape, key_dims);
+  like_query(key_name, key, shape, key_dims);
   shape[key_dims - 1] = value.dims == key_dims ? value.sizes[key_dims - 1] : args_.head_dim;
-  like_query("value", value, shape, key_dims);
+  like_query(value_name, value, shape, key_dims);
   args_.value_dim = shape[key_dims - 1];
-  require(args_.value_dim >= 1 && args_.value_dim <= kMaxHeadDim, op_,
-          ": value must have a head_dim of 1 to ", kMaxHeadDim, ", got ", args_.value_dim);
+  require(args_.value_dim >= 1 && args_.value_dim <= kMaxHeadDim, op_, ": ", value_name,
+          " must have a head_dim of 1 to ", kMaxHeadDim, ", got ", args_.value_dim);
 }
 
 // How many there are, and how long.
@@ -82,13 +90,15 @@ void AttentionChecks::sequences(const TensorInfo& key) {
   index("cu_seq_q", options_.cu_seq_q, args_.batch + 1);
   index("cu_seq_k", options_.cu_seq_k, args_.batch + 1);
   index("seqused_q", options_.seqused_q, args_.batch);
-  index("seqused_k", options_.seqused_k, args_.batch);
+  index(keys_ == AttentionKeys::kOwn ? "seqused_k" : "cache_seqlens", options_.seqused_k,
+        args_.batch);
   if (paged_) {
     const TensorInfo table = info_of(*options_.block_table);
     max_pages_ = args_.block_table_stride = table.dims == 2 ? table.sizes[1] : 0;
     index("block_table", options_.block_table, args_.batch, max_pages_);
     pages_ = key.sizes[0];
     args_.page_size = key.sizes[1];
+    if (keys_ != AttentionKeys::kOwn) args_.seq_k = max_pages_ * args_.page_size;
   } else {
     total_k_ = key.sizes[0];
   }
@@ -238,7 +248,7 @@ void AttentionChecks::lengths(const Attention& args) const {
     if (args.seqused_k) used("seqused_k", args.seqused_k[b], rows_k);
     longest_q = std::max(longest_q, rows_q);
     longest_k = std::max<int64_t>(longest_k, paged_ ? args.seqused_k[b] : rows_k);
-    if (paged_) pages(args, b);
+    if (paged_) pages(args, b, args.seqused_k[b]);
   }
   if (packed_) longest("max_q", args.seq_q, longest_q);
   if (packed_) longest("max_k", args.seq_k, longest_k);
@@ -265,8 +275,8 @@ void AttentionChecks::longest(const char* name, int64_t bound, int64_t rows) con
 }
 
 // Only those that hold keys in use: what is behind them in the table is nobody's.
-void AttentionChecks::pages(const Attention& args, int64_t batch) const {
-  for (int64_t j = 0; j * args.page_size < args.seqused_k[batch]; ++j) {
+void AttentionChecks::pages(const Attention& args, int64_t batch, int64_t rows) const {
+  for (int64_t j = 0; j * args.page_size < rows; ++j) {
     const int32_t page = args.block_table[batch * args.block_table_stride + j];
     require(page >= 0 && page < pages_, op_, ": block_table must hold numbers of the ", pages_,
             " pages, got ", page);

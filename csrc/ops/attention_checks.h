@@ -49,11 +49,18 @@ enum class AttentionLayout {
   kPaged,   // (pages, rows, heads, cols)
 };
 
+// Whose keys and values a call has.
+enum class AttentionKeys {
+  kOwn,       // as long as the call says
+  kCaches,    // a cache for each sequence, or pages; seqused_k is how much of it is in use
+  kAnyCache,  // likewise, and cache_batch_idx says which cache is whose
+};
+
 class AttentionChecks {
  public:
   // Throws unless everything fits that can be known without reading a tensor's values.
   AttentionChecks(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
-                  const AttentionOptions& options);
+                  const AttentionOptions& options, AttentionKeys keys = AttentionKeys::kOwn);
   AttentionChecks(const AttentionChecks&) = delete;
   AttentionChecks& operator=(const AttentionChecks&) = delete;
 
@@ -70,24 +77,29 @@ class AttentionChecks {
   }
   AttentionLayout key_layout() const { return paged_ ? AttentionLayout::kPaged : query_layout(); }
 
+  // An int32 tensor of shape (rows,) or (rows, cols), if there is one.
+  void index(const char* name, const OptionalTensor& tensor, int64_t rows, int64_t cols = -1) const;
+  // Of query's dtype.
+  void like_query(const char* name, const TensorInfo& info, const int64_t* shape,
+                  int64_t dims) const;
+  // The pages of a sequence that hold its first `rows` keys.
+  void pages(const Attention& args, int64_t batch, int64_t rows) const;
+
  private:
   void shapes(const TensorInfo& key, const TensorInfo& value);
   void sequences(const TensorInfo& key);
-  void like_query(const char* name, const TensorInfo& info, const int64_t* shape,
-                  int64_t dims) const;
-  void index(const char* name, const OptionalTensor& tensor, int64_t rows, int64_t cols = -1) const;
   void score_terms();
   void broadcast(const char* name, const TensorInfo& info) const;
   void numbers();
   void cumulative(const char* name, const int32_t* ends, int64_t total) const;
   void used(const char* name, int64_t value, int64_t rows) const;
   void longest(const char* name, int64_t bound, int64_t rows) const;
-  void pages(const Attention& args, int64_t batch) const;
 
   const char* op_;
   const AttentionOptions& options_;
   const bool packed_;
   const bool paged_;
+  const AttentionKeys keys_;
   const TensorInfo query_;
   const CheckedAgainst checked_;
   Attention args_{};

@@ -142,8 +142,8 @@ class Backward {
   void block(int64_t batch, int64_t kv_head, int64_t k0, int64_t count) {
     const KeyRange queries = seeing_queries(args_, sequence_, k0, k0 + count);
     if (queries.first >= queries.last) return;
-    const KeyRows<T> keys(args_, args_.key, batch, kv_head, sequence_.first_k);
-    const KeyRows<T> values(args_, args_.value, batch, kv_head, sequence_.first_k);
+    const KeyRows<const T> keys(args_, args_.key, batch, kv_head, sequence_.first_k);
+    const KeyRows<const T> values(args_, args_.value, batch, kv_head, sequence_.first_k);
     const auto key = [&](int64_t i) { return keys(k0 + i); };
     pack_panel<M>(key, count, args_.head_dim, shape_.keys, s_.key_panel);
     pack_panel<M>([&](int64_t i) { return values(k0 + i); }, count, args_.value_dim, shape_.keys,
@@ -296,7 +296,7 @@ Plan plan_backward(const AttentionBackward& args, const Machine& machine) {
   plan.rows_per_tile = kTileQueries;
   plan.splits = shape.splits;
   plan.parallel = shape.units * shape.splits > 1;
-  plan.slots = plan.parallel ? machine.threads : 1;
+  plan.slots = std::clamp<int64_t>(shape.units * shape.splits, 1, machine.threads);
   visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
     Arena arena(nullptr);
     backward_sums_of(args, shape, arena);

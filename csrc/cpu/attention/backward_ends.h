@@ -96,14 +96,7 @@ inline void finish_sums(const AttentionBackward& args, const BackwardShape& shap
     }
     if (args.dsinks) {
       visit_dtype_up_to_float32(args.sinks_dtype, [&]<class S>() {
-        S* to = static_cast<S*>(args.dsinks) + head;
-        if constexpr (std::is_same_v<S, float>) {
-          *to = static_cast<float>(dsink);
-        } else if constexpr (std::is_same_v<S, BFloat16>) {
-          *to = narrow_to_bfloat16(static_cast<float>(dsink));
-        } else {
-          *to = narrow_to_float16(static_cast<float>(dsink));
-        }
+        static_cast<S*>(args.dsinks)[head] = narrow<S>(static_cast<float>(dsink));
       });
     }
   }

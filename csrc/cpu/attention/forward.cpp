@@ -152,8 +152,8 @@ class Forward {
     };
     for_each_group([&](const Group& group) { begin(group); });
     const SeenKeys seen = seen_keys(args_, sequence_, first, last);
-    const KeyRows<T> keys(args_, args_.key, batch, kv_head, sequence_.first_k);
-    const KeyRows<T> values(args_, args_.value, batch, kv_head, sequence_.first_k);
+    const KeyRows<const T> keys(args_, args_.key, batch, kv_head, sequence_.first_k);
+    const KeyRows<const T> values(args_, args_.value, batch, kv_head, sequence_.first_k);
     for (int64_t k0 = seen.first / kTileKeys * kTileKeys; k0 < seen.last; k0 += kTileKeys) {
       const int64_t begin = std::max(seen.first - k0, int64_t{0});
       const int64_t end = std::min(seen.last - k0, kTileKeys);
@@ -231,8 +231,8 @@ class Forward {
   // ---- of a tile -------------------------------------------------------------------------------
 
   // Keys [begin, end) from k0 on; those before `begin` are left out, nobody sees them.
-  Tile<M> load(const KeyRows<T>& keys, const KeyRows<T>& values, int64_t k0, int64_t begin,
-               int64_t end) {
+  Tile<M> load(const KeyRows<const T>& keys, const KeyRows<const T>& values, int64_t k0,
+               int64_t begin, int64_t end) {
     Tile<M> tile{};
     // In place if rows follow one another: others share cache sets, and a copy pays.
     if (std::is_same_v<T, typename M::Element> && keys.stride() == args_.head_dim &&
@@ -449,7 +449,7 @@ class Forward {
       const SignedWords from = lanes + clamped(position + v * n - args_.window_left);
       const SignedWords to = lanes + clamped(position + v * n + args_.window_right);
       const Vec<float> here =
-          __builtin_convertvector(lanes + clamped(position + v * n), Vec<float>);
+          __builtin_convertvector(lanes, Vec<float>) + static_cast<float>(position + v * n);
       for (int64_t j = first; j < last; ++j) {
         float* at = s_.scores + j * kGroup + lane + v * n;
         Vec<float> score = cpu::load<float>(at);
@@ -521,7 +521,9 @@ Plan plan_forward(const AttentionForward& args, const Machine& machine) {
   plan.rows_per_tile = shape.block;
   plan.splits = shape.pieces;
   plan.parallel = shape.pieces > 1;
-  plan.slots = plan.parallel ? machine.threads : 1;
+  // Where there are fewer pieces than threads they could not be cut further: the shape for that
+  // many threads is the same.
+  plan.slots = std::clamp<int64_t>(shape.pieces, 1, machine.threads);
   visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
     Arena arena(nullptr);
     arena.take<int32_t>(args.batch);

@@ -11,6 +11,7 @@
 
 #include "core/philox.h"
 #include "cpu/attention/attention.h"
+#include "cpu/attention/work.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -59,25 +60,14 @@ struct Head {
         sequence(sequence_of(call, batch_index)) {}
 
   double* query_row(const Strided& rows, int64_t i) const {
-    return static_cast<double*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride +
-           (sequence.first_q + i) * rows.row_stride;
+    return Rows<double>(rows, batch, head, sequence.first_q)(i);
   }
   double* key_row(const Strided& rows, int64_t j) const {
-    int64_t at = batch;
-    int64_t row = sequence.first_k + j;
-    if (args.block_table) {
-      at = args.block_table[batch * args.block_table_stride + j / args.page_size];
-      row = j % args.page_size;
-    }
-    return static_cast<double*>(rows.data) + at * rows.batch_stride + kv_head * rows.head_stride +
-           row * rows.row_stride;
+    return KeyRows<double>(args, rows, batch, kv_head, sequence.first_k)(j);
   }
 
   // Where the statistics of row i are.
-  int64_t statistic(int64_t i) const {
-    return args.cu_seq_q ? head * args.total_q + sequence.first_q + i
-                         : (batch * args.heads + head) * args.seq_q + i;
-  }
+  int64_t statistic(int64_t i) const { return lse_row(args, sequence, batch, head, i); }
 
   int64_t at(const Strided& terms, int64_t i, int64_t j) const {
     return batch * terms.batch_stride + head * terms.head_stride + i * terms.row_stride + j;
@@ -135,11 +125,9 @@ struct Head {
     if (!args.seed) return 1.0;
     const Dropout dropout = make_dropout(args.seed, args.dropout_p);
     const int64_t key = args.key_offset + j;
-    const int64_t whole_head =
-        (args.batch_offset + batch) * args.total_heads + args.head_offset + head;
     const std::array<uint32_t, 4> words = philox4x32(
         dropout.key, {static_cast<uint32_t>(args.query_offset + i), static_cast<uint32_t>(key / 8),
-                      static_cast<uint32_t>(whole_head), dropout.offset});
+                      random_head(args, batch, head), dropout.offset});
     const uint32_t drawn = words[key % 8 / 2] >> (key % 2 * 16) & 0xffffu;
     return drawn < dropout.threshold ? 0.0 : 65536.0 / (65536.0 - dropout.threshold);
   }

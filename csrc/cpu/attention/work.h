@@ -68,8 +68,9 @@ inline int64_t lse_row(const Attention& args, const Sequence& sequence, int64_t 
 
 // The word of a random counter that stands for a head of the whole attention.
 inline uint32_t random_head(const Attention& args, int64_t batch, int64_t head) {
-  return static_cast<uint32_t>((args.batch_offset + batch) * args.total_heads + args.head_offset +
-                               head);
+  const uint64_t first =
+      static_cast<uint64_t>(args.batch_offset + batch) * static_cast<uint64_t>(args.total_heads);
+  return static_cast<uint32_t>(first + static_cast<uint64_t>(args.head_offset + head));
 }
 
 // For plans: what a multiplier does with elements of a dtype.
@@ -91,12 +92,7 @@ A lost_in_sum(A a, A b) {
 
 inline float sink_of(const Attention& args, int64_t head) {
   return visit_dtype_up_to_float32(args.sinks_dtype, [&]<class S>() -> float {
-    const S sink = static_cast<const S*>(args.sinks)[head];
-    if constexpr (std::is_same_v<S, float>) {
-      return sink;
-    } else {
-      return widen(sink);
-    }
+    return widen(static_cast<const S*>(args.sinks)[head]);
   });
 }
 
@@ -131,7 +127,7 @@ class KeyRows {
     page_stride_ = tensor.batch_stride;
   }
 
-  const T* operator()(int64_t row) const {
+  T* operator()(int64_t row) const {
     if (pages_ == nullptr) return rows_(row);
     return rows_(row % page_size_) + pages_[row / page_size_] * page_stride_;
   }
@@ -139,7 +135,7 @@ class KeyRows {
   int64_t stride() const { return pages_ == nullptr ? rows_.stride() : 0; }
 
  private:
-  Rows<const T> rows_;
+  Rows<T> rows_;
   const int32_t* pages_ = nullptr;
   int64_t page_size_ = 1;
   int64_t page_stride_ = 0;

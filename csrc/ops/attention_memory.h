@@ -1,0 +1,54 @@
+// How the operators of attention find the rows of their tensors, and allocate results.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "ops/attention_checks.h"
+
+namespace onepass {
+
+// What a call copied of its inputs, alive until it returns.
+using Copies = std::vector<Tensor>;
+
+// A last dimension that is not dense is copied, all else is read in place.
+inline Strided rows_of(const Tensor& tensor, AttentionLayout layout, Copies& copies) {
+  TensorInfo info = info_of(tensor);
+  const void* data = tensor.const_data_ptr();
+  if (info.sizes[info.dims - 1] != 1 && info.strides[info.dims - 1] != 1) {
+    copies.push_back(torch::stable::contiguous(tensor));
+    info = info_of(copies.back());
+    data = copies.back().const_data_ptr();
+  }
+  const auto stride = [&](int64_t d) { return info.sizes[d] == 1 ? 0 : info.strides[d]; };
+  void* const rows = const_cast<void*>(data);
+  switch (layout) {
+    case AttentionLayout::kPacked:
+      return {rows, 0, stride(1), stride(0)};
+    case AttentionLayout::kPaged:
+      return {rows, stride(0), stride(2), stride(1)};
+    default:
+      return {rows, stride(0), stride(1), stride(2)};
+  }
+}
+
+template <class T>
+const T* elements_of(const OptionalTensor& tensor, Copies& copies) {
+  if (!tensor || tensor->is_contiguous()) return static_cast<const T*>(data_of(tensor));
+  copies.push_back(torch::stable::contiguous(*tensor));
+  return static_cast<const T*>(copies.back().const_data_ptr());
+}
+
+// (batch, heads, rows, cols), with bshd in the memory of a (batch, rows, heads, cols); or packed.
+inline Tensor empty_rows(const int64_t* sizes, int64_t dims, DType dtype, const Device& device,
+                         bool bshd) {
+  if (dims != 4 || !bshd) return empty(sizes, dims, dtype, device);
+  const auto most = [&](int d) { return std::max<int64_t>(sizes[d], 1); };
+  const int64_t row = most(1) * most(3);
+  const int64_t strides[] = {most(2) * row, most(3), row, 1};
+  return empty_strided(sizes, strides, dims, dtype, device);
+}
+
+}  // namespace onepass
