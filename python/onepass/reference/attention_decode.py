@@ -31,60 +31,59 @@ def attention_decode(
     Args:
         k_cache, v_cache: (caches, kv_heads, max_seq, dim), or (pages, page_size, kv_heads, dim)
             with `block_table`; written if `key` is given.
-        key, value: (batch, kv_heads, new_rows, dim), rows from `cache_seqlens` on.
+        key, value: (batch, kv_heads, new_rows, dim), for the rows from `cache_seqlens` on.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2).
         options: scale, softcap, alibi_slopes and sinks, as of attention.
     """
     batch, heads, seq_q, _ = query.shape
-    lengths = [_max_rows(k_cache, block_table)] * batch
-    if cache_seqlens is not None:
-        lengths = cache_seqlens.tolist()
+    if block_table is None:
+        max_seq = k_cache.shape[2]
+    else:
+        max_seq = block_table.shape[1] * k_cache.shape[1]
+    lengths = [max_seq] * batch if cache_seqlens is None else cache_seqlens.tolist()
     if rotary_cos is not None and batch:
-        by_row = window_left >= 0 or window_right >= 0  # else every query row is at the first
-        query = torch.stack(
-            [
-                rotate(q, *_at(n, seq_q, rotary_cos, rotary_sin, by_row), rotary_interleaved)
-                for q, n in zip(query, lengths, strict=True)
-            ]
+        by_row = window_left >= 0 or window_right >= 0  # else each row of the query at the first
+        query, key = (
+            rotate_at(x, lengths, rotary_cos, rotary_sin, rotary_interleaved, own)
+            for x, own in ((query, by_row), (key, True))
         )
-        key = torch.stack(
-            [
-                rotate(k, *_at(n, k.shape[1], rotary_cos, rotary_sin), rotary_interleaved)
-                for k, n in zip(key, lengths, strict=True)
-            ]
-        )
-
-    def rows(b: int, first: int, last: int) -> tuple:
-        """Indexes those of sequence b: (kv_heads, rows, dim), paged (rows, kv_heads, dim)."""
-        if block_table is None:
-            cache = b if cache_batch_idx is None else int(cache_batch_idx[b])
-            return cache, slice(None), slice(first, last)
-        numbers, page_size = torch.arange(first, last, device=query.device), k_cache.shape[1]
-        return block_table[b, numbers // page_size].long(), numbers % page_size
-
     new_rows = 0 if key is None else key.shape[2]
-    for b in range(batch if new_rows else 0):
-        where = rows(b, lengths[b], lengths[b] + new_rows)
+    for b, length in enumerate(lengths if new_rows else ()):
+        where = rows(k_cache, b, length, length + new_rows, block_table, cache_batch_idx)
         for cache, new in ((k_cache, key[b]), (v_cache, value[b])):
             cache[where] = new if block_table is None else new.transpose(0, 1)
 
-    outputs = query.new_empty(batch, heads, seq_q, v_cache.shape[-1])
-    lses = query.new_empty(batch, heads, seq_q)
-    for b in range(batch):
-        total = lengths[b] + new_rows
+    output = query.new_empty(batch, heads, seq_q, v_cache.shape[-1])
+    lse = query.new_empty(batch, heads, seq_q)
+    for b, length in enumerate(lengths):
+        total = length + new_rows
         first = 0 if cache_leftpad is None else int(cache_leftpad[b])
-        where = rows(b, first, total)
-        k, v = (
-            cache[where] if block_table is None else cache[where].transpose(0, 1)
-            for cache in (k_cache, v_cache)
-        )
-        output, lse = _attention(
+        where = rows(k_cache, b, first, total, block_table, cache_batch_idx)
+        k, v = k_cache[where], v_cache[where]
+        if block_table is not None:
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        output[b : b + 1], lse[b : b + 1] = _attention(
             query[b : b + 1], k[None], v[None], None, None, total - first - seq_q,
             window_left=window_left, window_right=window_right, bottom_right=True, sequence=b,
             **options,
         )  # fmt: skip
-        outputs[b], lses[b] = output[0], lse[0]
-    return outputs, lses
+    return output, lse
+
+
+def rows(
+    cache: Tensor,
+    sequence: int,
+    first: int,
+    last: int,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+) -> tuple:
+    """The index of rows [first, last): (kv_heads, rows, dim), or of pages (rows, kv_heads, dim)."""
+    if block_table is None:
+        where = sequence if cache_batch_idx is None else int(cache_batch_idx[sequence])
+        return where, slice(None), slice(first, last)
+    numbers, page_size = torch.arange(first, last, device=cache.device), cache.shape[1]
+    return block_table[sequence, numbers // page_size].long(), numbers % page_size
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = True) -> Tensor:
@@ -107,13 +106,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = True) -> Ten
     return torch.cat([turned.to(x.dtype), x[..., 2 * pairs :]], -1)
 
 
-def _at(
-    first: int, rows: int, cos: Tensor, sin: Tensor, by_row: bool = True
-) -> tuple[Tensor, Tensor]:
-    """The rows of cos and sin at positions first, first + 1, ..., or always at the first."""
-    at = first + torch.arange(rows, device=cos.device) * by_row
-    return cos[at], sin[at]
-
-
-def _max_rows(k_cache: Tensor, block_table: Tensor | None) -> int:
-    return k_cache.shape[2] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+def rotate_at(
+    x: Tensor, first: list[int], cos: Tensor, sin: Tensor, interleaved: bool, by_row: bool
+) -> Tensor:
+    """Rows i of (batch, heads, rows, head_dim) at positions first[b] + i, or all at first[b]."""
+    offsets = torch.arange(x.shape[2], device=x.device) * by_row
+    return torch.stack(
+        [rotate(x[b], cos[n + offsets], sin[n + offsets], interleaved) for b, n in enumerate(first)]
+    )
