@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onepass._ops import double_backward
+from onepass._ops.attention_layout import empty_rows, is_bshd
 from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.random import draw_seed
@@ -70,7 +71,7 @@ def attention(
         options["softcap"] = softcap
     if bottom_right:
         options["bottom_right"] = True
-    if _is_bshd(query):
+    if is_bshd(query):
         options["out_bshd"] = True
     if num_splits:
         options["num_splits"] = num_splits
@@ -217,14 +218,6 @@ def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return distinct
 
 
-def _is_bshd(query: Tensor) -> bool:
-    """Whether query is a transposed (batch, seq, heads, head_dim), as the output will be then."""
-    if query.dim() != 4 or query.shape[1] == 1 or query.shape[2] == 1:
-        return False
-    _, head, row, _ = query.stride()
-    return row > head > 0
-
-
 def _unpaged(
     key: Tensor, value: Tensor, block_table: Tensor, seqused_k: Tensor, max_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,7 +245,7 @@ def _(query, key, value, **options):
         rows = query.shape[:-1]
     else:
         rows = (query.shape[1], query.shape[0])
-    output = _empty_rows(
+    output = empty_rows(
         query, (*query.shape[:-1], value.shape[-1]), query.dtype, options.get("out_bshd")
     )
     lse, lse_rest = (query.new_empty(rows, dtype=accumulator) for _ in range(2))
@@ -264,7 +257,7 @@ def _(doutput, dlse, query, key, value, output, lse, lse_rest, *, grad_mask, **o
     def like(tensor, bit, default_dtype, bshd=False):
         if tensor is None or not grad_mask & bit:
             return query.new_empty(0, dtype=default_dtype if tensor is None else tensor.dtype)
-        return _empty_rows(query, tensor.shape, tensor.dtype, bshd)
+        return empty_rows(query, tensor.shape, tensor.dtype, bshd)
 
     bshd = options.get("out_bshd")
     return (
@@ -275,10 +268,3 @@ def _(doutput, dlse, query, key, value, output, lse, lse_rest, *, grad_mask, **o
         like(options.get("sinks"), _SINKS, query.dtype),
         like(options.get("alibi_slopes"), _SLOPES, query.dtype),
     )
-
-
-def _empty_rows(like: Tensor, shape, dtype: torch.dtype, bshd: bool | None) -> Tensor:
-    if not bshd or len(shape) != 4:
-        return like.new_empty(shape, dtype=dtype)
-    batch, heads, rows, dim = shape
-    return like.new_empty((batch, rows, heads, dim), dtype=dtype).transpose(1, 2)

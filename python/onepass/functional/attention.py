@@ -230,12 +230,20 @@ def _window(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """In autocast's dtype where that is on, as it does to torch's own function."""
-    device = tensors[0].device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+    if not _is_autocast(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    return _cast(torch.get_autocast_dtype(tensors[0].device.type), *tensors)
+
+
+def _is_autocast(tensor: Tensor) -> bool:
+    device = tensor.device.type
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+
+
+def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Those of them that autocast would cast, in dtype; the others as they are."""
     return tuple(
-        t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
+        t if t is None or t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype)
         for t in tensors
     )
 

@@ -1,0 +1,233 @@
+"""Attention against a KV cache, and the merge of attentions to parts of the keys."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from onepass._ops.attention_decode import attention_decode
+from onepass._ops.differentiation import is_differentiated
+from onepass.functional.attention import _cast, _is_autocast, _window
+
+
+def attention_with_kv_cache(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor | int | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a few new queries to the keys and values that earlier steps left in caches.
+
+    With `key` and `value` they are first written into the caches, in place, behind the rows in use:
+    one call is a decoding step. Every key and value is read once, for all the query heads that
+    share it, in chunks that are merged in order (Dao, Haziza, Massa, Sizov: Flash-Decoding for
+    long-context inference, 2023). A sequence's result depends, bit for bit, on nothing else in the
+    batch, nor on how its cache is stored::
+
+        k_cache, v_cache = (torch.zeros(batch, kv_heads, max_seq, head_dim) for _ in range(2))
+        used = torch.zeros(batch, dtype=torch.int32)
+        with torch.no_grad():
+            for query, key, value in steps:     # each (batch, heads or kv_heads, rows, head_dim)
+                y = attention_with_kv_cache(
+                    query, k_cache, v_cache, key, value, cache_seqlens=used, is_causal=True
+                )
+                used += key.shape[2]            # once per step, for all layers of a model
+
+    The new rows of sequence b become rows cache_seqlens[b] + i of its cache. Row j of a cache is at
+    position j, query row i at total - seq_q + i, where total is cache_seqlens[b] plus the new rows:
+    aligned at the bottom right.
+
+    Args:
+        query: shape (batch, heads, seq_q, head_dim); float32, bfloat16 or float16. Made for 1 to 16
+            rows, right for any number. Head i reads head i // (heads // kv_heads) of the caches.
+        k_cache: shape (caches, kv_heads, max_seq, head_dim), caches being batch unless
+            cache_batch_idx is given; with block_table (pages, page_size, kv_heads, head_dim).
+            query's dtype. Any strides with a dense last dimension; others are copied, and cannot
+            be written.
+        v_cache: likewise, of value_dim, which may differ from head_dim; both are at most 512.
+        key: shape (batch, kv_heads, new_rows, head_dim), query's dtype: keys to be written. Any
+            number of rows, query's or not.
+        value: shape (batch, kv_heads, new_rows, value_dim); comes together with key.
+        cache_seqlens: shape (batch,), int32: rows of each cache in use before this call; or one
+            number for all. None is the whole cache, where nothing is written. Not changed.
+        block_table: shape (batch, max_pages), int32: the row j of sequence b is the row
+            j % page_size of page block_table[b, j // page_size]. Entries behind the last row in
+            use are not looked at. Sequences may share pages that are not written.
+        cache_batch_idx: shape (batch,), int32: which cache is whose; not with block_table.
+        cache_leftpad: shape (batch,), int32: so many rows at the beginning of a cache are no keys.
+            Positions count them.
+        rotary_cos, rotary_sin: shape (positions, rotary_dim / 2), query's dtype or float32: what
+            key and query are rotated by, in their first rotary_dim dimensions (Su, Lu, Pan,
+            Murtadha, Wen, Liu: RoFormer, 2021). A new key is rotated at its row in the cache before
+            it is written; query row i at cache_seqlens[b] + i where there is a window or is_causal,
+            else at cache_seqlens[b]. Only with key: keys in the caches are rotated already.
+        rotary_interleaved: pairs are dimensions (2i, 2i + 1); else (i, i + rotary_dim / 2).
+        scale: of the scores; None is 1 / sqrt(head_dim).
+        is_causal: a query attends to no key behind its position: the same as 0 on the right of
+            window_size. Makes no difference to a single query.
+        window_size: (left, right): a query sees keys from position - left to position + right;
+            -1 is no limit. Keys that no query of a sequence sees are not read.
+        softcap, alibi_slopes, sinks: as in :func:`scaled_dot_product_attention`, without gradients.
+        num_splits: into how many parts the keys may be cut; None or 0 leaves it to the kernel.
+            Results do not depend on what else is in the batch, whatever it is.
+        return_lse: also return the logarithm of the softmax' denominator: what
+            :func:`merge_attention_states` needs.
+
+    Returns:
+        Tensor of shape (batch, heads, seq_q, value_dim) in query's dtype, with query's order of
+        heads and seq_q in memory. With return_lse a pair of it and the log-sum-exp of the scores,
+        sinks included: (batch, heads, seq_q), float32, natural logarithm. A query without a key has
+        output 0 and log-sum-exp -inf (the sink, where there is one). Under autocast query, key and
+        value are cast to the caches' dtype; caches never are.
+
+    Raises:
+        RuntimeError: a shape, dtype, device, length, page number or position does not fit; a cache
+            that is to be written has no dense last dimension or is expanded; two sequences would
+            write the same rows. The message names the argument, and nothing has been written. Or a
+            gradient would be recorded: there are none, decode under `torch.no_grad()`.
+        ValueError: only one of key and value, or rotary_cos or rotary_sin without them;
+            window_size is none.
+    """
+    op = "attention_with_kv_cache"
+    left, right = _window(op, window_size)
+    if key is None or value is None:
+        _check_no_key(op, key=key, value=value, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    if is_differentiated(
+        query, key, value, k_cache, v_cache, alibi_slopes, sinks, rotary_cos, rotary_sin
+    ):
+        _check_no_gradient(
+            op, query=query, key=key, value=value, k_cache=k_cache, v_cache=v_cache,
+            alibi_slopes=alibi_slopes, sinks=sinks, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        )  # fmt: skip
+    if _is_autocast(query):
+        query, key, value = _cast(k_cache.dtype, query, key, value)
+    output, lse = attention_decode(
+        query,
+        k_cache,
+        v_cache,
+        key,
+        value,
+        cache_seqlens=cache_seqlens,
+        block_table=block_table,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        scale=scale,
+        window=(left, 0 if is_causal else right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        num_splits=num_splits or 0,
+    )
+    return (output, lse) if return_lse else output
+
+
+def _check_no_key(op: str, *, key, value, rotary_cos, rotary_sin) -> None:
+    if key is not value:
+        alone, missing = ("key", "value") if value is None else ("value", "key")
+        raise ValueError(f"{op}: {alone} must be given together with {missing}, got {alone} alone")
+    for name, tensor in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        if tensor is not None:
+            raise ValueError(f"{op}: {name} must not be given without key, got one")
+
+
+def _check_no_gradient(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise RuntimeError(
+                f"{op}: {name} must not require gradients, use torch.no_grad(), got one that does"
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(f"{op}: {name} must have no tangent, got one that has")
+
+
+def merge_attention_states(
+    outputs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The attention to all keys, from attentions of the same queries to parts of them.
+
+    ``lse = logsumexp(lses)`` and ``output = sum(exp(lses[i] - lse) * outputs[i])`` (Milakov,
+    Gimelshein: Online normalizer calculation for softmax, 2018), which is exact: chunked prefill, a
+    prefix that sequences share, keys on several machines. The parts are disjoint; a sink belongs
+    to one of them alone. Computed in float32 (float64 for float64) in the order of the parts,
+    rounded once; differentiable, and one kernel under `torch.compile`.
+
+    Args:
+        outputs: the parts' outputs, each of shape (..., dim), such as (batch, heads, seq_q, dim); a
+            sequence of tensors or one with the parts in its first dimension.
+        lses: their log-sum-exps, natural logarithm, each of shape (...): what `return_lse` gives. A
+            part that has no key for a query has -inf there, and its output is not looked at.
+
+    Returns:
+        A pair: Tensor of shape (..., dim) in outputs' dtype, and its log-sum-exp, (...), in float32
+        (float64 for float64). Where no part has a key they are 0 and -inf.
+
+    Raises:
+        RuntimeError: there are no parts, or their number, shapes or dtypes do not fit.
+    """
+    op = "merge_attention_states"
+    outputs, lses = list(outputs), list(lses)
+    if not outputs:
+        raise RuntimeError(f"{op}: outputs must hold at least one tensor, got none")
+    if len(lses) != len(outputs):
+        raise RuntimeError(
+            f"{op}: lses must hold as many tensors as outputs, {len(outputs)}, got {len(lses)}"
+        )
+    first = outputs[0]
+    for output, lse in zip(outputs, lses, strict=True):
+        if output.dim() == 0 or output.shape != first.shape or output.dtype != first.dtype:
+            raise RuntimeError(
+                f"{op}: outputs must have one shape (..., dim) and dtype, got {_about(first)} and "
+                f"{_about(output)}"
+            )
+        if lse.shape != output.shape[:-1]:
+            raise RuntimeError(
+                f"{op}: lses must have shape {tuple(output.shape[:-1])}, that of outputs without "
+                f"the last dimension, got {tuple(lse.shape)}"
+            )
+    accumulator = torch.float64 if first.dtype is torch.float64 else torch.float32
+    stacked = torch.stack(lses).to(accumulator)
+    # Not torch.logsumexp, whose gradient is NaN where all are -inf.
+    highest = stacked.detach().amax(0)
+    highest = highest.masked_fill(highest == -math.inf, 0.0)
+    weights = (stacked - highest).exp()
+    total = weights.sum(0)
+    without_key = total == 0
+    total = total.masked_fill(without_key, 1.0)
+    weights = weights / total
+    lse = (total.log() + highest).masked_fill(without_key, -math.inf)
+    parts = (
+        weight[..., None] * output.masked_fill((part == -math.inf)[..., None], 0.0)
+        for weight, part, output in zip(weights, stacked, outputs, strict=True)
+    )
+    return functools.reduce(torch.add, parts).to(first.dtype), lse
+
+
+def _about(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
