@@ -1,6 +1,7 @@
 """The operators as functions, with the signatures and semantics of `torch.nn.functional`."""
 
 from onepass.functional.attention import scaled_dot_product_attention, varlen_attention
+from onepass.functional.attention_decode import attention_with_kv_cache, merge_attention_states
 from onepass.functional.dropout import add_dropout, dropout
 from onepass.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -8,8 +9,10 @@ __all__ = [
     "add_dropout",
     "add_layer_norm",
     "add_rms_norm",
+    "attention_with_kv_cache",
     "dropout",
     "layer_norm",
+    "merge_attention_states",
     "rms_norm",
     "scaled_dot_product_attention",
     "varlen_attention",
