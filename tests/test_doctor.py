@@ -14,7 +14,8 @@ from onepass import _C, cli, doctor, functional
 
 OPERATORS = [
     "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "dropout", "add_dropout",
-    "scaled_dot_product_attention", "varlen_attention",
+    "scaled_dot_product_attention", "varlen_attention", "attention_with_kv_cache",
+    "merge_attention_states",
 ]  # fmt: skip
 
 

@@ -190,9 +190,9 @@ def code_for(capability: int, archs: str) -> str:
 
 
 def _self_tests() -> Iterator[Line]:
-    """One small case per operator: norms and attention forward and backward by the numerics rule
-    against the reference in float64, dropout bit for bit against its reference with the same
-    seed."""
+    """One small case per operator: norms and attention forward and, where there is one, backward by
+    the numerics rule against the reference in float64, dropout bit for bit against its reference
+    with the same seed."""
     import torch
     import torch.nn.functional as F
 
@@ -204,6 +204,7 @@ def _self_tests() -> Iterator[Line]:
     shape, eps, p = (40,), 1e-6, 0.3
     heads = [torch.randn(192, 2, 20, generator=generator) for _ in range(3)]
     ends = torch.tensor([0, 70, 192], dtype=torch.int32)
+    used = torch.tensor([191], dtype=torch.int32)
     dy = torch.randn(192, 40, generator=generator)  # of as many rows as an output has
 
     def dense(ops, *rows):
@@ -215,9 +216,19 @@ def _self_tests() -> Iterator[Line]:
     def packed(ops, *rows):
         return ops.varlen_attention(*rows, ends, ends, 122, 122, is_causal=True).flatten(1)
 
+    def decode(ops, *rows):  # of the last row, the others being in the caches
+        q, k, v = (t.detach().transpose(0, 1)[None] for t in rows)
+        caches = (F.pad(t[:, :, :191], (0, 0, 0, 1)) for t in (k, v))
+        new = (t[:, :, 191:] for t in (k, v))
+        return ops.attention_with_kv_cache(q[:, :, 191:], *caches, *new, cache_seqlens=used)
+
     def formula(*rows, **options):
         scale = rows[0].shape[-1] ** -0.5
         return reference.attention.attention(*rows, scale=scale, window_right=0, **options)[0]
+
+    def merged(outputs, lses):
+        weights = torch.stack(lses).softmax(0)
+        return (weights[..., None] * torch.stack(outputs)).sum(0), torch.stack(lses).logsumexp(0)
 
     definition = SimpleNamespace(
         **{name: getattr(reference.norm, name) for name in dir(reference.norm) if "norm" in name},
@@ -225,6 +236,10 @@ def _self_tests() -> Iterator[Line]:
         varlen_attention=lambda q, k, v, *_, is_causal: formula(
             q, k, v, cu_seq_q=ends, cu_seq_k=ends, max_q=122, max_k=122, bottom_right=True
         ),
+        attention_with_kv_cache=lambda *rows, **options: (
+            reference.attention_decode.attention_decode(*rows, **options)[0]
+        ),
+        merge_attention_states=merged,
     )
     stock = SimpleNamespace(
         scaled_dot_product_attention=F.scaled_dot_product_attention,
@@ -236,6 +251,12 @@ def _self_tests() -> Iterator[Line]:
                 for begin, end in ((0, 70), (70, 192))
             ]
         ),
+        attention_with_kv_cache=lambda q, k_cache, v_cache, k, v, **_: (
+            F.scaled_dot_product_attention(
+                q, torch.cat([k_cache[:, :, :191], k], 2), torch.cat([v_cache[:, :, :191], v], 2)
+            )
+        ),
+        merge_attention_states=merged,
         layer_norm=F.layer_norm,
         rms_norm=F.rms_norm,
         add_layer_norm=lambda x, r, *rest: (F.layer_norm(x + r, *rest), x + r),
@@ -254,11 +275,18 @@ def _self_tests() -> Iterator[Line]:
         ),
         "scaled_dot_product_attention": (dense, heads),
         "varlen_attention": (packed, heads),
+        "attention_with_kv_cache": (decode, heads),
+        "merge_attention_states": (
+            lambda ops, x, r, a, b: ops.merge_attention_states((x, r), (a, b))[0],
+            (x, residual, weight[:6], bias[:6]),
+        ),
     }
 
     def output_and_gradients(call: Callable, ops, inputs, dtype) -> list[torch.Tensor]:
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
         output = call(ops, *leaves)
+        if not output.requires_grad:
+            return [output]
         return [output.detach(), *torch.autograd.grad(output, leaves, dy[: len(output)].to(dtype))]
 
     def verdict_by_numerics(call: Callable, inputs) -> tuple[bool, str]:

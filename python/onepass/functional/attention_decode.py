@@ -213,19 +213,14 @@ def merge_attention_states(
             )
     accumulator = torch.float64 if first.dtype is torch.float64 else torch.float32
     stacked = torch.stack(lses).to(accumulator)
-    # Not torch.logsumexp, whose gradient is NaN where all are -inf.
-    highest = stacked.detach().amax(0)
-    highest = highest.masked_fill(highest == -math.inf, 0.0)
-    weights = (stacked - highest).exp()
-    total = weights.sum(0)
-    without_key = total == 0
-    total = total.masked_fill(without_key, 1.0)
-    weights = weights / total
-    lse = (total.log() + highest).masked_fill(without_key, -math.inf)
+    without_key = stacked == -math.inf
+    nowhere = without_key.all(0)
+    stacked = stacked.masked_fill(nowhere, 0.0)  # else 0 / 0 and its gradient
     parts = (
-        weight[..., None] * output.masked_fill((part == -math.inf)[..., None], 0.0)
-        for weight, part, output in zip(weights, stacked, outputs, strict=True)
+        weight[..., None] * output.masked_fill(mask[..., None], 0.0)
+        for weight, output, mask in zip(stacked.softmax(0), outputs, without_key, strict=True)
     )
+    lse = stacked.logsumexp(0).masked_fill(nowhere, -math.inf)
     return functools.reduce(torch.add, parts).to(first.dtype), lse
 
 
