@@ -172,8 +172,8 @@ def read(t: dict[str, Tensor], name: str, b: int, first: int, last: int) -> Tens
 
 
 def write(t: dict[str, Tensor], name: str, b: int, first: int, rows: Tensor) -> None:
-    rows = rows.transpose(0, 1) if "block_table" in t else rows
-    t[name][located(t, name, b, first, first + rows.shape["block_table" not in t])] = rows
+    where = located(t, name, b, first, first + rows.shape[1])
+    t[name][where] = (rows.transpose(0, 1) if "block_table" in t else rows).to(t[name].dtype)
 
 
 def bits(tensor: Tensor) -> Tensor:
