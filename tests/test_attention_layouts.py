@@ -9,7 +9,7 @@ import torch
 from attention_cases import BF16, F32, NAN, Case, assert_same, backward, forward, ours
 from torch import Tensor
 
-from onepass import functional
+from onepass import functional, numerics
 
 pytestmark = pytest.mark.isa
 
@@ -95,8 +95,10 @@ def test_broadcast_of_bias_and_mask_by_stride_or_size(case):
     for name, result in narrow.items():
         if name != "dbias":
             assert torch.equal(result, wide[name]), name
-    summed = wide["dbias"].double().sum_to_size(t["bias"].shape)
-    torch.testing.assert_close(narrow["dbias"].double(), summed, rtol=2e-2, atol=2e-2)
+    ref, rounded = (
+        dbias.sum_to_size(t["bias"].shape) for dbias in (wide["dbias"].double(), wide["dbias"])
+    )
+    numerics.assert_close(narrow["dbias"], ref, rounded)
 
 
 def test_upstream_gradient_of_one_element():
@@ -152,8 +154,13 @@ def test_offsets_beyond_32_bits():
     case = Case(BF16, 64, batch=1, seq_q=20, seq_k=30, window_right=0)
     try:
         buffers = [torch.empty(2**31 + 5 + 64 * 30, dtype=BF16) for _ in range(2)]
-    except RuntimeError:
-        pytest.skip("no address space for 8 GiB")
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        pytest.skip(
+            "two buffers of 4 GiB each, of which few pages are touched, cannot be reserved: "
+            "limited by ulimit -v or vm.overcommit_memory"
+        )
     t = case.tensors()
     expected = ours(case, t)
     far = {}

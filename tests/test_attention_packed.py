@@ -155,14 +155,16 @@ def test_a_sequence_does_not_depend_on_the_others(storage, dtype):
         assert_same(forward(case, part), expected, f"sequence {b}")
 
 
-def test_pages_and_packed_keys_are_alike():
-    case = Case(F32, 40, heads=4, kv_heads=2, storage="packed", page_size=16, alibi="",
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pages_and_packed_keys_are_alike(dtype):
+    """Bit for bit."""
+    case = Case(dtype, 40, heads=4, kv_heads=2, storage="packed", page_size=16, alibi="",
                 lengths=((3, 130), (70, 70), (9, 200)), **CAUSAL)  # fmt: skip
     paged, t = replace(case, storage="paged"), case.tensors()
     slopes = dict(alibi_slopes=t["alibi_slopes"])
     found, expected = forward(paged, paged.tensors() | slopes), forward(case, t)
     for name in ("output", "lse"):
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[name], expected[name]), name
 
 
 # ---- the function -------------------------------------------------------------------------------
