@@ -44,13 +44,20 @@ def run(module, tensors, gradient=None, **arguments):
 
 
 def assert_same(ours, stock) -> None:
+    """By the numerics rule for float64: within 1e-11 of the largest number."""
     assert len(ours) == len(stock)
     for index, (a, b) in enumerate(zip(ours, stock, strict=True)):
         assert (a is None) == (b is None), index
         if a is not None:
-            torch.testing.assert_close(
-                a, b, rtol=1e-11, atol=1e-11, msg=lambda m, i=index: f"{i}: {m}"
-            )
+            assert a.dtype == b.dtype == torch.float64
+            numerics.assert_close(a, b, b, str(index))
+
+
+def assert_close(runs) -> None:
+    """By the numerics rule: draws of onepass's results, of torch's in float64, and of torch's."""
+    for index in range(len(runs[0][0])):
+        pooled = ([results[index] for results in column] for column in zip(*runs, strict=True))
+        numerics.assert_close(*pooled, str(index))
 
 
 # ---------------------------------------------------------------- values and gradients
@@ -209,13 +216,12 @@ def test_numerics_rule(dtype, masked):
     arguments = dict(need_weights=False)
     if masked:
         arguments["key_padding_mask"] = torch.arange(33) > torch.tensor([[20], [40]])
+    modules = ((ours, dtype), (exact, torch.float64), (stock, dtype))
     runs = [
-        [run(module, (x.to(cast),) * 3, dy, **arguments) for x, dy in drawn]
-        for module, cast in ((ours, dtype), (exact, torch.float64), (stock, dtype))
+        [run(module, (x.to(cast),) * 3, dy, **arguments) for module, cast in modules]
+        for x, dy in drawn
     ]
-    for index in range(len(runs[0][0])):
-        pooled = ([results[index] for results in column] for column in runs)
-        numerics.assert_close(*pooled, case=f"{dtype} {masked} {index}")
+    assert_close(runs)
 
 
 def test_rows_that_attend_to_nothing_are_the_output_bias():
@@ -358,7 +364,7 @@ def test_dropout_drops_weights_and_keeps_their_mean():
     # 4 * 128 rows and 4 heads of 128 keys each: the mean's standard deviation is 0.0011.
     assert abs(y.mean().item() - 1.0) < 0.006
     kept = (y * 0.75 * 128).round()
-    assert torch.allclose(kept / (0.75 * 128), y, atol=1e-3)
+    torch.testing.assert_close(kept / (0.75 * 128), y)
     assert abs(kept[..., 0].var().item() / (128 * 0.25 * 0.75) - 1.0) < 0.2
     assert torch.allclose(ours.eval()(x, x, x, need_weights=False)[0], torch.ones(4, 128, width))
 
@@ -384,10 +390,10 @@ LAYERS = [
 ]
 
 
-def encoder_masks():
+def encoder_masks(dtype=torch.float32):
     causal = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
     padding = torch.arange(SEQ) > torch.tensor([[4], [6]])
-    as_float = torch.zeros(SEQ, SEQ).masked_fill(causal, -INF)
+    as_float = torch.zeros(SEQ, SEQ, dtype=dtype).masked_fill(causal, -INF)
     return [
         {},
         dict(src_mask=causal),
@@ -403,23 +409,26 @@ def encoder_masks():
 def test_encoder_layer(options, mode):
     options = {"batch_first": True, **options}
     ours, stock = pair("TransformerEncoderLayer", WIDTH, HEADS + 1, 24, 0.0, **options)
+    exact = copy.deepcopy(stock).double()
     shape = (BATCH, SEQ, WIDTH) if options["batch_first"] else (SEQ, BATCH, WIDTH)
     x = torch.randn(shape)
-    for arguments in encoder_masks():
+    runs = []
+    for arguments, wide in zip(encoder_masks(), encoder_masks(torch.float64), strict=True):
         results = []
-        for module in (ours, stock):
+        for module in (ours, exact, stock):
             module.train(mode == "train")
+            of, masks = (x.double(), wide) if module is exact else (x, arguments)
             with onepass._ops.dispatch_log.record() as calls:
                 if mode == "no_grad":
                     with torch.no_grad():
-                        results.append([module(x, **arguments)])
+                        results.append([module(of, **masks)])
                 else:
-                    results.append(run(module, (x,), **arguments))
+                    results.append(run(module, (of,), **masks))
             if module is ours:
                 assert attentions_in(calls) == (1 if mode == "no_grad" else 2)
                 assert sum("layer_norm" in call["op"] for call in calls) >= 2
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        runs.append(results)
+    assert_close(runs)
 
 
 def test_encoder_layer_of_one_sequence_and_its_dropout():
@@ -469,15 +478,17 @@ def test_inside_torchs_encoder(options):
 
     ours, stock = encoder(onepass.nn.TransformerEncoderLayer), encoder(nn.TransformerEncoderLayer)
     ours.load_state_dict(stock.state_dict())
+    exact = copy.deepcopy(stock).double()
     x = torch.randn(3, 5, 16)
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             with onepass._ops.dispatch_log.record() as calls:
                 y = ours(x, src_key_padding_mask=PADDING)
             expected = stock(x, src_key_padding_mask=PADDING)
+            ref = exact(x.double(), src_key_padding_mask=PADDING)
         assert attentions_in(calls) == 2
         assert sum("layer_norm" in call["op"] for call in calls) == 4
-        torch.testing.assert_close(y[~PADDING], expected[~PADDING], rtol=1e-5, atol=1e-5)
+        numerics.assert_close(y[~PADDING], ref[~PADDING], expected[~PADDING])
         zeroed = [(out[PADDING] == 0).all() for out in (y, expected)]
         assert zeroed[0] == zeroed[1] == (not grad and not options.get("norm_first"))
 
@@ -491,13 +502,13 @@ def test_nested_rows_are_packed_not_padded():
     y = layer(torch.nested.nested_tensor(rows))
     assert seen == [(12, 16)]
     for ours, row in zip(y.unbind(), rows, strict=True):
-        torch.testing.assert_close(ours, layer(row[None])[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, layer(row[None])[0])
     attention = layer.self_attn
     nested = torch.nested.nested_tensor(rows)
     y = attention(nested, nested, nested, need_weights=False)[0]
     for ours, row in zip(y.unbind(), rows, strict=True):
         one = attention(row[None], row[None], row[None], need_weights=False)[0][0]
-        torch.testing.assert_close(ours, one, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, one)
 
 
 @quiet
@@ -517,14 +528,17 @@ def test_nested_tensors_that_torch_refuses():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_gives_the_dtypes_of_stock(dtype):
     ours, stock = pair("TransformerEncoderLayer", 16, 2, 32, 0.0, batch_first=True)
+    exact = copy.deepcopy(stock).double()
     x = torch.randn(BATCH, SEQ, 16)
-    for arguments in encoder_masks():
+    runs = []
+    for arguments, wide in zip(encoder_masks(), encoder_masks(torch.float64), strict=True):
         with torch.autocast("cpu", dtype=dtype):
             a, b = ours(x, **arguments), stock(x, **arguments)
             assert a.dtype == b.dtype
-            torch.testing.assert_close(a, b, rtol=0.1, atol=0.05)
             outputs = [m.self_attn(x, x, x, need_weights=False)[0].dtype for m in (ours, stock)]
             assert outputs[0] == outputs[1] == dtype
+        runs.append(([a], [exact(x.double(), **wide)], [b]))
+    assert_close(runs)
 
 
 def test_compile_fullgraph_with_dynamic_lengths():
@@ -541,7 +555,7 @@ def test_compile_fullgraph_with_dynamic_lengths():
             y = module(x, src_mask=mask, src_key_padding_mask=padding)
             gradients.append((y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))))
         for a, b in zip(*gradients, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(a, b)
 
 
 def test_export():

@@ -471,7 +471,7 @@ def test_replaced_steps_are_used(name):
 @pytest.mark.parametrize("how", ["one", "clear", "new"])
 @pytest.mark.parametrize("mode", ["own state", "fp32", "remainder16", "bfloat16", "int8"])
 def test_dropped_state_starts_again(mode, how, name):
-    """As of an optimizer made now; the others' state stays."""
+    """As of an optimizer made now, bit for bit, the noise too; the others' state stays."""
     found = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
     fresh = over_copies(name, found, **MODES[mode])
     for group, old in zip(fresh.param_groups, found.param_groups, strict=True):
@@ -489,12 +489,6 @@ def test_dropped_state_starts_again(mode, how, name):
     if how == "one":
         assert not same(kept[2, first_moment(name)], found[2, first_moment(name)])
         found, fresh = ({k: v for k, v in s.items() if k[0] == 1} for s in (found, fresh))
-    if "bfloat16" in mode or "int8" in mode:
-        # The noise of a parameter whose steps are counted may go on or start again.
-        found, fresh = ({k: s[k] for k in s if k[1] == "param"} for s in (found, fresh))
-        for key in found:
-            torch.testing.assert_close(found[key], fresh[key], rtol=2**-7, atol=1e-3)
-        return
     assert_same(found, fresh)
 
 
