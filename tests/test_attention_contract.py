@@ -24,6 +24,7 @@ from attention_cases import (
 )
 
 from onepass import functional
+from onepass._ops.attention import attention
 
 # ---- bitwise promises ---------------------------------------------------------------------------
 
@@ -322,6 +323,37 @@ def test_messages(number):
     arguments = {name: v for name, v in (right | changes).items() if v is not None}
     with pytest.raises(RuntimeError, match=f"^attention: {re.escape(message)}($|\n)"):
         torch.ops.onepass.attention_forward(**arguments)
+
+
+PAGES = [number for number, (right, *_) in enumerate(WRONG) if right is PAGED]
+
+
+@pytest.mark.parametrize("trained", ["query", "key", "value"])
+@pytest.mark.parametrize("number", PAGES, ids=named)
+def test_messages_of_pages_with_gradients(number, trained):
+    """The same, ahead of what gathers the pages: page numbers and lengths among them."""
+    right, changes, message = WRONG[number]
+    arguments = {name: v for name, v in (right | changes).items() if v is not None}
+    arguments[trained] = arguments[trained].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=f"^attention: {re.escape(message)}($|\n)"):
+        attention(**arguments)
+
+
+@pytest.mark.parametrize("page", [3, -1])
+@pytest.mark.parametrize("trained", [False, True])
+def test_page_numbers_of_varlen_attention(trained, page):
+    key = POOL.clone().requires_grad_(trained)
+
+    def attend(*table):
+        return functional.varlen_attention(
+            PAGED["query"], key, POOL, CU_Q, None, 4, 8, seqused_k=PAGED["seqused_k"],
+            block_table=int32(table), enable_gqa=True,
+        )  # fmt: skip
+
+    message = f"block_table must hold numbers of the 3 pages, got {page}"
+    with pytest.raises(RuntimeError, match=f"^attention: {message}($|\n)"):
+        attend([0, page], [2, 0])
+    assert attend([0, 1], [2, page]).isfinite().all()  # where the second sequence has no keys
 
 
 def test_the_right_calls_are_right():
