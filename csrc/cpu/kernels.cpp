@@ -18,6 +18,7 @@ extern "C" onepass::Backend ONEPASS_JOIN(onepass_cpu_kernels_, ONEPASS_ISA)() {
                         .scale = onepass::cpu::scale_gradients(),
                         .step = onepass::cpu::optimizer_step()},
           .attention = onepass::cpu::attention_backend(),
+          .attention_decode = onepass::cpu::attention_decode(),
           .fma_ceiling = onepass::cpu::fma_ceiling,
           .bf16_dot_ceiling = onepass::cpu::bf16_dot_ceiling};
 }

@@ -7,6 +7,7 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
 AttentionBackend attention_backend();
+Operator<AttentionDecode> attention_decode();
 NormBackend norm_backend();
 DropoutBackend dropout_backend();
 Operator<GradientNorm> gradient_norm();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/attention.h"
+#include "ops/attention_decode.h"
 #include "ops/dropout.h"
 #include "ops/norm.h"
 #include "ops/optimizer.h"
@@ -13,8 +14,9 @@ struct Backend {
   NormBackend norm;
   DropoutBackend dropout;
   OptimizerBackend optimizer;
-  AttentionBackend attention{};           // null on CUDA
-  double (*fma_ceiling)(double seconds);  // measured GFLOP/s of one thread, or null
+  AttentionBackend attention{};                  // null on CUDA
+  Operator<AttentionDecode> attention_decode{};  // likewise
+  double (*fma_ceiling)(double seconds);         // measured GFLOP/s of one thread, or null
   double (*bf16_dot_ceiling)(
       double seconds);  // likewise; 0 where the level has no such instruction
 };

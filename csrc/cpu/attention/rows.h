@@ -1,0 +1,195 @@
+// Products of a few rows with many rows that stay where they are: each is read once, through a
+// pointer of its own, and converted in registers. What decoding is made of: the many are keys and
+// values in a cache, the few are the queries that share them.
+#pragma once
+
+#include "cpu/attention/pack.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// body.template operator()<kRows>(row) for rows in blocks of kMost and what is left.
+template <int kMost, class Body>
+ONEPASS_INLINE void for_each_row_block(int64_t rows, Body&& body) {
+  static_assert(kMost <= 6);
+  int64_t row = 0;
+  for (; row + kMost <= rows; row += kMost) body.template operator()<kMost>(row);
+  const auto rest = [&]<int kRows>() {
+    if constexpr (kRows < kMost) body.template operator()<kRows>(row);
+  };
+  switch (rows - row) {
+    case 1:
+      return rest.template operator()<1>();
+    case 2:
+      return rest.template operator()<2>();
+    case 3:
+      return rest.template operator()<3>();
+    case 4:
+      return rest.template operator()<4>();
+    case 5:
+      return rest.template operator()<5>();
+  }
+}
+
+// ---- scores: lanes along the head's dimensions --------------------------------------------------
+
+// Sums of kScoreRows x kScoreKeys products stay in registers beside the keys and a query, and are
+// summed across lanes together.
+inline constexpr int kScoreRows = kParts;
+inline constexpr int kScoreKeys = 4;
+
+template <class M, class T>
+ONEPASS_INLINE typename M::Cells whole_cells(const T* row) {
+  if constexpr (M::kPerCell == 1) {
+    return load<float>(row);
+  } else {
+    return M::load_cells(row);
+  }
+}
+
+// The first `count` elements, others zero.
+template <class M, class T>
+ONEPASS_INLINE typename M::Cells partial_cells(const T* row, int64_t count) {
+  if constexpr (M::kPerCell == 1) {
+    return load_partial<float>(row, count);
+  } else {
+    return (typename M::Cells)load_row_cells<M>(row, 0, count);
+  }
+}
+
+// scalar: scores[r][j] = scale * sum over d of queries[r][d] * keys[j][d]
+// queries: rows `query_stride` apart with zeros from `size` up to a whole vector. kAsk: the lines
+// of `coming` are asked for along the way.
+template <class M, int kRows, int kKeys, bool kAsk, class T>
+ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query_stride,
+                               const T* const* keys, const T* const* coming, int64_t size,
+                               float scale, float* scores, int64_t score_stride) {
+  constexpr int64_t kElements = kLanes<float> * M::kPerCell;
+  Vec<float> sum[kParts][kScoreKeys] = {};
+  const auto step = [&](int64_t d, auto&& load_key) {
+    typename M::Cells key[kKeys];
+#pragma GCC unroll 8
+    for (int j = 0; j < kKeys; ++j) {
+      key[j] = load_key(keys[j] + d);
+      if constexpr (kAsk) __builtin_prefetch(coming[j] + d);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const typename M::Cells query = M::load_cells(queries + r * query_stride + d);
+#pragma GCC unroll 8
+      for (int j = 0; j < kKeys; ++j) sum[r][j] = M::multiply_add(query, key[j], sum[r][j]);
+    }
+  };
+  int64_t d = 0;
+  for (; d + kElements <= size; d += kElements) {
+    step(d, [](const T* key) { return whole_cells<M>(key); });
+  }
+  if (d < size) {
+    step(d, [&](const T* key) { return partial_cells<M>(key, size - d); });
+  }
+  if constexpr (kRows * kKeys == kParts * 4) {
+    float sums[kParts][4];
+    const Vec<float> scaled = scale * sums_of_lanes(sum);
+    std::memcpy(sums, &scaled, sizeof(sums));
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      std::memcpy(scores + r * score_stride, sums[r], sizeof(sums[r]));
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kKeys; ++j) {
+        scores[r * score_stride + j] = scale * sum_of_lanes<float>(sum[r][j]);
+      }
+    }
+  }
+}
+
+// All rows of queries with `count` keys; asks for the rows in `coming`, one for each key,
+// meanwhile.
+template <class M, class T>
+[[gnu::noinline]] void score_rows(const typename M::Element* queries, int64_t query_stride,
+                                  int64_t rows, const T* const* keys, const T* const* coming,
+                                  int64_t count, int64_t size, float scale, float* scores,
+                                  int64_t score_stride) {
+  const auto score = [&]<int kKeys>(int64_t j) {
+    for_each_row_block<kScoreRows>(rows, [&]<int kRows>(int64_t row) {
+      const auto tile = [&]<bool kAsk>() {
+        score_tile<M, kRows, kKeys, kAsk>(queries + row * query_stride, query_stride, keys + j,
+                                          coming + j, size, scale, scores + row * score_stride + j,
+                                          score_stride);
+      };
+      row == 0 ? tile.template operator()<true>() : tile.template operator()<false>();
+    });
+  };
+  int64_t j = 0;
+  for (; j + kScoreKeys <= count; j += kScoreKeys) score.template operator()<kScoreKeys>(j);
+  for (; j < count; ++j) score.template operator()<1>(j);
+}
+
+// ---- weighted sums: lanes along the value's dimensions ------------------------------------------
+
+// scalar: output[r][d] += sum over j of weights[r][j] * values[j][d], from d = column on
+template <int kRows, int kVectors, bool kAsk, class T, class Count>
+ONEPASS_INLINE void add_tile(const float* weights, int64_t weight_stride, const T* const* values,
+                             const T* const* coming, int64_t count, int64_t column, Count lanes,
+                             float* output, int64_t output_stride) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+  Vec<float> sum[kRows][kVectors] = {};
+  for (int64_t j = 0; j < count; ++j) {
+    Vec<float> value[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      value[v] = load<float>(values[j] + column + v * kLanes<float>, lanes);
+      keep_in_register(value[v]);
+    }
+    if constexpr (kAsk) {
+#pragma GCC unroll 8
+      for (int64_t d = 0; d < kVectors * kLanes<float>; d += kLine) {
+        __builtin_prefetch(coming[j] + column + d);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Vec<float> weight = broadcast<float>(weights[r * weight_stride + j]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = fma<float>(weight, value[v], sum[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      float* to = output + r * output_stride + column + v * kLanes<float>;
+      store<float>(to, load<float>(to) + sum[r][v]);
+    }
+  }
+}
+
+// All rows of weights with `count` values; likewise. Output rows have room for whole vectors.
+template <class T>
+[[gnu::noinline]] void add_rows(const float* weights, int64_t weight_stride, int64_t rows,
+                                const T* const* values, const T* const* coming, int64_t count,
+                                int64_t size, float* output, int64_t output_stride) {
+  constexpr int64_t n = kLanes<float>;
+  for_each_row_block<kTileRows>(rows, [&]<int kRows>(int64_t row) {
+    const auto add = [&]<int kVectors>(int64_t column, auto lanes) {
+      const auto tile = [&]<bool kAsk>() {
+        add_tile<kRows, kVectors, kAsk>(weights + row * weight_stride, weight_stride, values,
+                                        coming, count, column, lanes, output + row * output_stride,
+                                        output_stride);
+      };
+      row == 0 ? tile.template operator()<true>() : tile.template operator()<false>();
+    };
+    int64_t d = 0;
+    for (; d + kTileVectors * n <= size; d += kTileVectors * n) {
+      add.template operator()<kTileVectors>(d, WholeVector<float>{});
+    }
+    for_each_vector<float>(
+        d, size, [&](int64_t column, auto lanes) { add.template operator()<1>(column, lanes); });
+  });
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

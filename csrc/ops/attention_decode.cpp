@@ -1,0 +1,355 @@
+// Attention against a KV cache: schemas, checks, allocation. Two operators, so that reading a cache
+// does not count as writing it: functionalisation would clone it.
+#include "ops/attention_decode.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "ops/attention_memory.h"
+#include "ops/runtime.h"
+
+#ifndef ONEPASS_CUDA  // where there are no kernels of this family yet
+namespace onepass {
+namespace {
+
+// The keyword arguments of both operators, in the order of the schema.
+struct DecodeOptions {
+  OptionalTensor cache_seqlens;
+  OptionalTensor block_table;
+  OptionalTensor cache_batch_idx;
+  OptionalTensor cache_leftpad;
+  OptionalTensor alibi_slopes;
+  OptionalTensor sinks;
+  int64_t window_left;
+  int64_t window_right;
+  double scale;
+  double softcap;
+  bool out_bshd;
+  int64_t num_splits;
+
+  AttentionOptions of_attention() const {
+    AttentionOptions options{};
+    options.seqused_k = cache_seqlens;
+    options.block_table = block_table;
+    options.alibi_slopes = alibi_slopes;
+    options.sinks = sinks;
+    options.window_left = window_left;
+    options.window_right = window_right;
+    options.scale = scale;
+    options.softcap = softcap;
+    options.bottom_right = true;
+    options.out_bshd = out_bshd;
+    options.num_splits = num_splits;
+    return options;
+  }
+};
+
+// What an append has besides.
+struct Append {
+  const Tensor& key;
+  const Tensor& value;
+  const OptionalTensor& rotary_cos;
+  const OptionalTensor& rotary_sin;
+  bool rotary_interleaved;
+};
+
+class DecodeCall {
+ public:
+  // Throws unless everything fits; lengths and page numbers are read where that costs nothing.
+  DecodeCall(const char* op, const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
+             const DecodeOptions& options, const Append* append)
+      : op_(checked_dtype(op, query)),
+        options_(options),
+        attention_(options.of_attention()),
+        checks_(op, query, k_cache, v_cache, attention_,
+                options.cache_batch_idx ? AttentionKeys::kAnyCache : AttentionKeys::kCaches) {
+    const TensorInfo& shape = checks_.query();
+    const TensorInfo cache = info_of(k_cache);
+    static_cast<Attention&>(args_) = checks_.args();
+    require(!options.cache_batch_idx || !options.block_table, op_,
+            ": cache_batch_idx must not be given with block_table, got one");
+    checks_.index("cache_batch_idx", options.cache_batch_idx, args_.batch);
+    checks_.index("cache_leftpad", options.cache_leftpad, args_.batch);
+    caches_ = cache.sizes[0];
+    if (append != nullptr) {
+      require(options.cache_seqlens.has_value(), op_,
+              ": cache_seqlens must be given where keys are appended, got none");
+      writable("k_cache", cache);
+      writable("v_cache", info_of(v_cache));
+      apart(k_cache, v_cache);
+      new_rows(*append);
+      rotary(*append);
+    }
+    args_.seqused_k = elements_of<int32_t>(options.cache_seqlens, copies_);
+    args_.block_table = elements_of<int32_t>(options.block_table, copies_);
+    args_.cache_batch_idx = elements_of<int32_t>(options.cache_batch_idx, copies_);
+    args_.cache_leftpad = elements_of<int32_t>(options.cache_leftpad, copies_);
+    if (shape.device.type == aoti_torch_device_type_cpu()) {
+      lengths();
+      if (args_.new_rows > 0) written_once();
+    }
+  }
+
+  std::pair<Tensor, Tensor> run(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
+                                const Append* append) {
+    const TensorInfo& shape = checks_.query();
+    const int64_t sizes[] = {args_.batch, args_.heads, args_.seq_q, args_.value_dim};
+    Tensor output = empty_rows(sizes, 4, args_.dtype, shape.device, options_.out_bshd);
+    Tensor lse = empty(sizes, 3, DType::kFloat32, shape.device);
+    args_.query = rows_of(query, AttentionLayout::kDense, copies_);
+    args_.key = rows_of(k_cache, checks_.key_layout(), copies_);
+    args_.value = rows_of(v_cache, checks_.key_layout(), copies_);
+    args_.alibi_slopes = elements_of<float>(options_.alibi_slopes, copies_);
+    args_.sinks = elements_of<void>(options_.sinks, copies_);
+    if (append != nullptr) {
+      args_.new_key = rows_of(append->key, AttentionLayout::kDense, copies_);
+      args_.new_value = rows_of(append->value, AttentionLayout::kDense, copies_);
+      args_.rotary_cos = elements_of<void>(append->rotary_cos, copies_);
+      args_.rotary_sin = elements_of<void>(append->rotary_sin, copies_);
+    }
+    if (args_.batch * args_.heads > 0 && args_.seq_q + args_.new_rows > 0) {
+      args_.output = rows_of(output, AttentionLayout::kDense, copies_);
+      args_.lse = static_cast<float*>(lse.mutable_data_ptr());
+      run_operator(backend().attention_decode, args_, shape.device, [&] { return describe(); });
+    }
+    return {output, lse};
+  }
+
+ private:
+  // Before anything else looks at it: float64, which others take, is not for caches.
+  static const char* checked_dtype(const char* op, const Tensor& query) {
+    const int32_t type = info_of(query).scalar_type;
+    const std::optional<DType> dtype = dtype_of(type);
+    require(dtype.has_value() && *dtype != DType::kFloat64, op,
+            ": query must have dtype float32, bfloat16 or float16, got ", TypeName{type});
+    return op;
+  }
+
+  // Also what is left of kv[0] and kv[1] where a compiler has lost their offsets (pytorch issue
+  // 198068).
+  void apart(const Tensor& k_cache, const Tensor& v_cache) const {
+    const void* const begin = k_cache.const_data_ptr();
+    require(begin == nullptr || begin != v_cache.const_data_ptr(), op_,
+            ": v_cache must not lie where k_cache does, both are written in place, got one place");
+  }
+
+  // Rows are written where they lie, so that no copy can stand in for a cache.
+  void writable(const char* name, const TensorInfo& info) const {
+    require(info.sizes[3] == 1 || info.strides[3] == 1, op_, ": ", name,
+            " must be dense in its last dimension, it is written in place, got strides ",
+            Shape{info.strides, 4});
+    for (int64_t d = 0; d < 3; ++d) {
+      require(info.sizes[d] <= 1 || info.strides[d] != 0, op_, ": ", name,
+              " must not be expanded, it is written in place, got strides ",
+              Shape{info.strides, 4});
+    }
+  }
+
+  void new_rows(const Append& append) {
+    const TensorInfo key = info_of(append.key);
+    require(key.dims == 4, op_, ": key must have 4 dimensions, got ", shape_of(key));
+    args_.new_rows = key.sizes[2];
+    const int64_t of_key[] = {args_.batch, args_.kv_heads, args_.new_rows, args_.head_dim};
+    const int64_t of_value[] = {args_.batch, args_.kv_heads, args_.new_rows, args_.value_dim};
+    checks_.like_query("key", key, of_key, 4);
+    checks_.like_query("value", info_of(append.value), of_value, 4);
+  }
+
+  void rotary(const Append& append) {
+    require(append.rotary_cos.has_value() == append.rotary_sin.has_value(), op_,
+            ": rotary_cos must be given together with rotary_sin, got ",
+            append.rotary_cos ? "it alone" : "rotary_sin alone");
+    if (!append.rotary_cos) return;
+    const TensorInfo cos = info_of(*append.rotary_cos);
+    const TensorInfo sin = info_of(*append.rotary_sin);
+    require(cos.dims == 2, op_, ": rotary_cos must have 2 dimensions, got ", shape_of(cos));
+    require(2 * cos.sizes[1] <= args_.head_dim, op_,
+            ": rotary_cos must have at most head_dim / 2 columns, ", args_.head_dim / 2, ", got ",
+            cos.sizes[1]);
+    args_.rotary_dtype = require_dtype(op_, "rotary_cos", cos.scalar_type);
+    require(args_.rotary_dtype == DType::kFloat32 || args_.rotary_dtype == args_.dtype, op_,
+            ": rotary_cos must have dtype float32 or query's ", name_of(args_.dtype), ", got ",
+            name_of(args_.rotary_dtype));
+    checks_.checked().device("rotary_cos", cos);
+    const DType of_sin = checks_.checked().tensor("rotary_sin", sin, cos.sizes, 2);
+    require(of_sin == args_.rotary_dtype, op_, ": rotary_sin must have dtype ",
+            name_of(args_.rotary_dtype), " like rotary_cos, got ", name_of(of_sin));
+    args_.rotary_dim = 2 * cos.sizes[1];
+    args_.rotary_interleaved = append.rotary_interleaved;
+    args_.rotary_by_row = options_.window_left >= 0 || options_.window_right >= 0;
+    rotary_rows_ = cos.sizes[0];
+    has_rotary_ = true;
+  }
+
+  void lengths() const {
+    for (int64_t b = 0; b < args_.batch; ++b) {
+      const CachedKeys keys = cached_keys(args_, b);
+      if (args_.cache_batch_idx) {
+        const int64_t cache = args_.cache_batch_idx[b];
+        require(cache >= 0 && cache < caches_, op_,
+                ": cache_batch_idx must lie between 0 and the last cache, ", caches_ - 1, ", got ",
+                cache);
+      }
+      require(keys.old >= 0 && keys.old <= args_.seq_k, op_,
+              ": cache_seqlens must lie between 0 and the rows of the cache, ", args_.seq_k,
+              ", got ", keys.old);
+      require(keys.last <= args_.seq_k, op_, ": cache_seqlens must leave room for ", args_.new_rows,
+              " new rows in a cache of ", args_.seq_k, " rows, got ", keys.old);
+      require(keys.first >= 0 && keys.first <= keys.last, op_,
+              ": cache_leftpad must lie between 0 and the rows in use, ", keys.last, ", got ",
+              keys.first);
+      if (has_rotary_) {
+        const int64_t of_query =
+            args_.rotary_by_row ? args_.seq_q : std::min<int64_t>(args_.seq_q, 1);
+        const int64_t needed = keys.old + std::max(args_.new_rows, of_query);
+        require(rotary_rows_ >= needed, op_, ": rotary_cos must have a row for every position, ",
+                needed, ", got ", rotary_rows_);
+      }
+      if (args_.block_table) checks_.pages(args_, b, keys.last);
+    }
+  }
+
+  // Threads write the rows of different sequences at the same time.
+  void written_once() const {
+    std::vector<int64_t> written;
+    for (int64_t b = 0; b < args_.batch; ++b) {
+      if (!args_.block_table) {
+        written.push_back(args_.cache_batch_idx ? args_.cache_batch_idx[b] : b);
+        continue;
+      }
+      const CachedKeys keys = cached_keys(args_, b);
+      for (int64_t row = keys.old; row < keys.last; ++row) {
+        const int64_t page =
+            args_.block_table[b * args_.block_table_stride + row / args_.page_size];
+        written.push_back(page * args_.page_size + row % args_.page_size);
+      }
+    }
+    std::sort(written.begin(), written.end());
+    const auto twice = std::adjacent_find(written.begin(), written.end());
+    if (twice == written.end()) return;
+    require(args_.block_table != nullptr, op_,
+            ": cache_batch_idx must not name a cache twice where keys are appended, got ", *twice,
+            " twice");
+    require(false, op_,
+            ": block_table must not give two sequences the same rows to write, got row ",
+            *twice % args_.page_size, " of page ", *twice / args_.page_size, " twice");
+  }
+
+  Dispatch describe() const {
+    std::ostringstream text;
+    text << args_.batch << " x " << args_.heads << " heads";
+    if (args_.kv_heads != args_.heads) text << " on " << args_.kv_heads;
+    int64_t longest = 0;
+    for (int64_t b = 0; b < args_.batch; ++b) {
+      longest = std::max(longest, cached_keys(args_, b).last);
+    }
+    text << ", " << args_.seq_q << " queries x up to " << longest << " keys";
+    if (args_.new_rows > 0) text << ", " << args_.new_rows << " of them new";
+    text << ", head_dim " << args_.head_dim;
+    if (args_.value_dim != args_.head_dim) text << " and " << args_.value_dim;
+    text << ", " << name_of(args_.dtype);
+    if (args_.block_table) text << ", pages of " << args_.page_size;
+    if (args_.window_left != kNoLimit) text << ", " << args_.window_left << " keys back";
+    if (args_.window_right != kNoLimit) text << ", " << args_.window_right << " ahead";
+    if (args_.rotary_cos) text << ", rotary " << args_.rotary_dim;
+    if (args_.alibi_slopes) text << ", ALiBi";
+    if (args_.sinks) text << ", sinks";
+    if (args_.softcap != 0.0) text << ", softcap " << args_.softcap;
+    return {.op = op_, .arguments = text.str()};
+  }
+
+  const char* op_;
+  const DecodeOptions& options_;
+  const AttentionOptions attention_;
+  const AttentionChecks checks_;
+  Copies copies_;
+  AttentionDecode args_{};
+  int64_t caches_ = 0;
+  int64_t rotary_rows_ = 0;
+  bool has_rotary_ = false;
+};
+
+// ---- registration ------------------------------------------------------------------------------
+
+constexpr const char* kDecode = "attention_decode";
+constexpr const char* kAppend = "attention_decode_append";
+
+// Boxing hands over every argument by itself; here the options of both operators become one.
+template <class... Fields>
+struct Unboxed {
+  static std::tuple<Tensor, Tensor> decode(const Tensor& query, const Tensor& k_cache,
+                                           const Tensor& v_cache, Fields... fields) {
+    const DecodeOptions options{fields...};
+    return DecodeCall(kDecode, query, k_cache, v_cache, options, nullptr)
+        .run(query, k_cache, v_cache, nullptr);
+  }
+
+  static void decode_check(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
+                           Fields... fields) {
+    const DecodeOptions options{fields...};
+    DecodeCall(kDecode, query, k_cache, v_cache, options, nullptr);
+  }
+
+  static std::tuple<Tensor, Tensor> append(const Tensor& query, const Tensor& k_cache,
+                                           const Tensor& v_cache, const Tensor& key,
+                                           const Tensor& value, Fields... fields,
+                                           OptionalTensor rotary_cos, OptionalTensor rotary_sin,
+                                           bool rotary_interleaved) {
+    const DecodeOptions options{fields...};
+    const Append append{key, value, rotary_cos, rotary_sin, rotary_interleaved};
+    return DecodeCall(kAppend, query, k_cache, v_cache, options, &append)
+        .run(query, k_cache, v_cache, &append);
+  }
+
+  static void append_check(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
+                           const Tensor& key, const Tensor& value, Fields... fields,
+                           OptionalTensor rotary_cos, OptionalTensor rotary_sin,
+                           bool rotary_interleaved) {
+    const DecodeOptions options{fields...};
+    const Append append{key, value, rotary_cos, rotary_sin, rotary_interleaved};
+    DecodeCall(kAppend, query, k_cache, v_cache, options, &append);
+  }
+};
+using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                    OptionalTensor, int64_t, int64_t, double, double, bool, int64_t>;
+
+}  // namespace
+
+#define ONEPASS_DECODE_OPTIONS                                                           \
+  "Tensor? cache_seqlens=None, Tensor? block_table=None, Tensor? cache_batch_idx=None, " \
+  "Tensor? cache_leftpad=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "          \
+  "SymInt window_left=-1, SymInt window_right=-1, float scale, float softcap=0.0, "      \
+  "bool out_bshd=False, SymInt num_splits=0"
+#define ONEPASS_DECODE_ROTARY \
+  ", Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=True"
+
+STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
+  m.def("attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, *, " ONEPASS_DECODE_OPTIONS
+        ") -> (Tensor output, Tensor lse)");
+  m.def(
+      "attention_decode_append(Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor key, "
+      "Tensor value, *, " ONEPASS_DECODE_OPTIONS ONEPASS_DECODE_ROTARY
+      ") -> (Tensor output, Tensor lse)");
+  m.def(
+      "attention_decode_check(Tensor query, Tensor k_cache, Tensor v_cache, "
+      "*, " ONEPASS_DECODE_OPTIONS ") -> ()");
+  m.def(
+      "attention_decode_append_check(Tensor query, Tensor k_cache, Tensor v_cache, Tensor key, "
+      "Tensor value, *, " ONEPASS_DECODE_OPTIONS ONEPASS_DECODE_ROTARY ") -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(onepass, CompositeExplicitAutograd, m) {
+  m.impl("attention_decode_check", TORCH_BOX(&Ops::decode_check));
+  m.impl("attention_decode_append_check", TORCH_BOX(&Ops::append_check));
+}
+STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
+  m.impl("attention_decode", TORCH_BOX(&Ops::decode));
+  m.impl("attention_decode_append", TORCH_BOX(&Ops::append));
+}
+
+}  // namespace onepass
+#endif  // ONEPASS_CUDA

@@ -1,0 +1,59 @@
+// The contract of attention against a KV cache: few queries per sequence, keys and values where
+// earlier calls left them, and this call's own rows written behind them before they are read.
+//
+// Score, softmax and LSE are those of ops/attention.h, aligned at the bottom right: with
+// total = cache_seqlens + new_rows, query row i is at position total - seq_q + i and the row j of a
+// cache at j. Rows before cache_leftpad are no keys.
+//
+// Rotation of a row at a position, in float32 and rounded once, with c and s a row of rotary_cos
+// and rotary_sin:
+//   (x1, x2) -> (x1 c - x2 s, x1 s + x2 c)   for (x1, x2) the elements (2i, 2i + 1), or, not
+//   interleaved, (i, i + rotary_dim / 2)
+#pragma once
+
+#include "ops/attention.h"
+
+namespace onepass {
+
+// Of the fields of Attention these have a meaning of their own here:
+//   key, value    the caches: (caches, kv_heads, max_seq, dim), or pages; written where rows are new
+//   seqused_k     (batch,) rows in use before the call, or null: all of seq_k
+//   seq_k         rows that a cache has room for
+struct AttentionDecode : Attention {
+  const int32_t* cache_batch_idx;  // (batch,) which cache is a sequence's; or null: its own number
+  const int32_t* cache_leftpad;    // (batch,) or null: 0
+  Strided new_key;                 // (batch, kv_heads, new_rows, head_dim)
+  Strided new_value;               // (batch, kv_heads, new_rows, value_dim)
+  int64_t new_rows;                // 0: nothing is written
+  const void* rotary_cos;          // (positions, rotary_dim / 2) contiguous, or null
+  const void* rotary_sin;          // likewise
+  int64_t rotary_dim;
+  DType rotary_dtype;
+  bool rotary_interleaved;
+  bool rotary_by_row;  // query row i is rotated at cache_seqlens + i, else each at cache_seqlens
+  Strided output;      // (batch, heads, seq_q, value_dim)
+  float* lse;          // (batch, heads, seq_q) contiguous
+};
+
+// The keys of a sequence, as rows of its cache.
+struct CachedKeys {
+  int64_t first;  // the left padding
+  int64_t old;    // rows in use before the call: where new ones begin
+  int64_t last;   // behind the last new one
+};
+
+ONEPASS_HOST_DEVICE inline CachedKeys cached_keys(const AttentionDecode& args, int64_t batch) {
+  const int64_t old = args.seqused_k ? args.seqused_k[batch] : args.seq_k;
+  return {args.cache_leftpad ? args.cache_leftpad[batch] : 0, old, old + args.new_rows};
+}
+
+// Those that query row i sees.
+ONEPASS_HOST_DEVICE inline KeyRange cached_keys_of(const AttentionDecode& args,
+                                                   const CachedKeys& keys, int64_t query) {
+  const int64_t position = keys.last - args.seq_q + query;
+  const int64_t first = position - args.window_left;
+  const int64_t last = position + args.window_right + 1;
+  return {first > keys.first ? first : keys.first, last < keys.last ? last : keys.last};
+}
+
+}  // namespace onepass
