@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from onepass._compiling import require_fixed_offset
 from onepass._ops.attention_layout import empty_rows, is_bshd
 from onepass._ops.dispatch_log import logged
 
@@ -79,7 +80,12 @@ def attention_decode(
         options["rotary_sin"] = rotary_sin
     if not rotary_interleaved:
         options["rotary_interleaved"] = False
-    return _append(query, k_cache, v_cache, key, value, **options)
+    results = _append(query, k_cache, v_cache, key, value, **options)
+    if not torch.compiler.is_compiling():  # which does it by itself
+        for cache in (k_cache, v_cache):
+            if not cache.is_inference():  # those have no version
+                torch.autograd.graph.increment_version(cache)
+    return results
 
 
 @torch.library.register_fake("onepass::attention_decode")
@@ -93,6 +99,9 @@ def _(query, k_cache, v_cache, **options):
 def _(query, k_cache, v_cache, key, value, **options):
     if type(query) in (Tensor, Parameter):
         _append_check(query, k_cache, v_cache, key, value, **options)
+    else:
+        require_fixed_offset("attention_decode_append", "k_cache", k_cache)
+        require_fixed_offset("attention_decode_append", "v_cache", v_cache)
     return _results(query, v_cache, options)
 
 
