@@ -1,0 +1,323 @@
+"""A byte GPT writes text with a KV cache: by torch alone and by onepass, the same text, how fast?
+
+It trains the small GPT of `onepass compare` for a minute on the sources of Python's standard
+library, then continues prompts greedily in float32, twice. Everything but the attention is the same
+modules and weights: `stock_attention` and `onepass_attention` below are the whole difference. Speed
+is measured with that GPT and with compare's large one, as it was initialised: its caches are worth
+reading, its text is not.
+
+    pip install 'onepass[tools]'
+    python examples/generate.py
+    python examples/generate.py --prompt "class Parser(" --batch 1
+
+Exits with 1 if the two texts differ, with 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+try:
+    import numpy  # noqa: F401
+    import rich  # noqa: F401
+except ImportError as error:
+    sys.exit(f"generate: {error.name} is missing: pip install 'onepass[tools]'")
+
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import onepass
+from onepass.bench.harness import machine_facts, measure_pairs
+from onepass.compare.data import Text, held_out_batch, load_text
+from onepass.compare.errors import BadInput
+from onepass.compare.model import GPT, Sizes
+from onepass.compare.progress import Progress
+from onepass.compare.settings import (
+    QUICK_SAMENESS,
+    QUICK_SPEED,
+    SAMENESS,
+    SPEED,
+    Settings,
+    add_arguments,
+    read_settings,
+)
+from onepass.compare.train import Trainer
+from onepass.compare.workload import GptWorkload
+from onepass.functional import attention_with_kv_cache, scaled_dot_product_attention
+
+QUICK_STEPS = 30
+SHOWN = 4  # sequences whose text is printed
+TABLE_WIDTH = 110
+
+
+# ---- the attention of a layer, with a cache: the two ways ---------------------------------------
+#
+# query, key and value are (batch, heads, rows, head_dim) and follow the `used` first rows of the
+# caches, which are (batch, heads, block, head_dim).
+
+
+def stock_attention(
+    query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, used: int
+) -> Tensor:
+    end = used + key.shape[2]
+    k_cache[:, :, used:end] = key
+    v_cache[:, :, used:end] = value
+    if used == 0:  # a prompt attends to itself
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return F.scaled_dot_product_attention(query, k_cache[:, :, :end], v_cache[:, :, :end])
+
+
+def onepass_attention(
+    query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, used: int
+) -> Tensor:
+    if used == 0:
+        k_cache[:, :, : key.shape[2]] = key
+        v_cache[:, :, : key.shape[2]] = value
+        return scaled_dot_product_attention(query, key, value, is_causal=True)
+    return attention_with_kv_cache(query, k_cache, v_cache, key, value, cache_seqlens=used)
+
+
+ATTENTIONS = {"stock": stock_attention, "onepass": onepass_attention}
+
+
+# ---- generation ---------------------------------------------------------------------------------
+
+
+class Writer:
+    """Continues prompts greedily, with one of the attentions and caches of its own."""
+
+    def __init__(self, model: GPT, sizes: Sizes, batch: int, attention: Callable[..., Tensor]):
+        self.model, self.heads, self.attention = model, sizes.heads, attention
+        shape = (batch, sizes.heads, sizes.block, sizes.width // sizes.heads)
+        self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in model.blocks]
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Tensor) -> Tensor:
+        """Reads prompts (batch, seq) into the caches; returns the byte behind each, (batch, 1)."""
+        return self._next(prompt, used=0)
+
+    @torch.inference_mode()
+    def decode(self, token: Tensor, used: int, count: int) -> Tensor:
+        """The `count` bytes (batch, count) behind token (batch, 1), before which `used` are cached.
+
+        May be called again: what it caches lies behind the first `used`.
+        """
+        written = []
+        for position in range(used, used + count):
+            token = self._next(token, position)
+            written.append(token)
+        return torch.cat(written, 1)
+
+    def write(self, prompt: Tensor, count: int) -> Tensor:
+        """The `count` bytes (batch, count) behind prompts (batch, seq)."""
+        first = self.prefill(prompt)
+        return torch.cat([first, self.decode(first, prompt.shape[1], count - 1)], 1)
+
+    def cache_bytes(self) -> int:
+        return sum(cache.nbytes for pair in self.caches for cache in pair)
+
+    def _next(self, tokens: Tensor, used: int) -> Tensor:
+        """The likeliest byte (batch, 1) behind tokens (batch, seq), which follow `used` cached
+        ones: the GPT's forward, without dropout."""
+        model, (batch, seq) = self.model, tokens.shape
+        x = model.tokens(tokens) + model.positions(torch.arange(used, used + seq))
+        for block, (k_cache, v_cache) in zip(model.blocks, self.caches, strict=True):
+            qkv = block.attention.qkv(block.norm_attention(x)).view(batch, seq, 3, self.heads, -1)
+            query, key, value = qkv.permute(2, 0, 3, 1, 4)
+            y = self.attention(query, key, value, k_cache, v_cache, used)
+            x = x + block.attention.out(y.transpose(1, 2).reshape(batch, seq, -1))
+            x = x + block.contract(block.activation(block.expand(block.norm_mlp(x))))
+        logits = model.head(model.norm(x[:, -1:]))
+        return logits.argmax(-1)
+
+
+# ---- what both ways write, and how fast ---------------------------------------------------------
+
+
+class Comparison:
+    """Both ways of continuing the same prompts with the same model."""
+
+    def __init__(self, name: str, model: GPT, sizes: Sizes, prompt: Tensor, count: int):
+        self.name, self.prompt, self.count, self.batch = name, prompt, count, len(prompt)
+        self.writers = {
+            name: Writer(model, sizes, self.batch, attention)
+            for name, attention in ATTENTIONS.items()
+        }
+        self.written = {name: w.write(prompt, count) for name, w in self.writers.items()}
+
+    def difference(self) -> str:
+        """Where the two texts differ first; empty if they are the same."""
+        places = (self.written["stock"] != self.written["onepass"]).nonzero()
+        return "byte {1} of sequence {0}".format(*places[0].tolist()) if len(places) else ""
+
+    def show(self, sequence: int) -> None:
+        print(f"behind  {as_text(self.prompt[sequence])[-60:]!r}")
+        for name, tokens in self.written.items():
+            print(f"{name:7} {as_text(tokens[sequence])!r}")
+        print()
+
+    def measure(self, table: Table, **effort: float) -> None:
+        """Times both ways in turn, prefill and decode apart; adds rows to the table."""
+        seq, steps = self.prompt.shape[1], self.count - 1  # prefill writes the first byte
+        first = self.written["stock"][:, :1]
+        prefill = {n: partial(w.prefill, self.prompt) for n, w in self.writers.items()}
+        decode = {n: partial(w.decode, first, seq, steps) for n, w in self.writers.items()}
+        for phase, rows, functions in (("prefill", seq, prefill), ("decode", steps, decode)):
+            timing = measure_pairs(functions, **effort)
+            for name, writer in self.writers.items():
+                median, low, high = (1e3 * timing.percentile(name, p) for p in (50, 10, 90))
+                table.add_row(
+                    self.name,
+                    f"{phase} {self.batch} x {rows}",
+                    name,
+                    f"{median:.4g} [{low:.4g}-{high:.4g}]",
+                    f"{1e3 * self.batch * rows / median:,.0f}",
+                    "1" if name == "stock" else str(timing.ratio(name, "stock")),
+                    f"{writer.cache_bytes():,}",
+                    end_section=name == "onepass",
+                )
+
+
+def as_text(tokens: Tensor) -> str:
+    return bytes(tokens.tolist()).decode(errors="replace")
+
+
+def new_table() -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("GPT", "phase", "attention"):
+        table.add_column(column, no_wrap=True)
+    for column in (r"median ms \[p10-p90]", "tokens/s", r"times stock \[95 %]", "cache bytes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+def train(workload: GptWorkload, settings: Settings, seconds: float, most_steps: float) -> GPT:
+    """The workload's GPT, of plain torch modules, trained for so long with onepass's."""
+    model = workload.build()
+    with onepass.swapped(model), Progress() as progress:
+        trainer = Trainer(model, settings)
+        advance = progress.phase("Training, seconds", total=math.ceil(seconds))
+        begin, shown = time.perf_counter(), 0
+        for step in itertools.count():
+            elapsed = time.perf_counter() - begin
+            if elapsed >= seconds or step >= most_steps:
+                break
+            for _ in range(shown, int(elapsed)):
+                advance()
+            shown = int(elapsed)
+            trainer.step(workload.batch(step))
+        loss = workload.curve_point(trainer, None)
+    print(f"{step} steps in {elapsed:.0f} s; {workload.curve_name}: {loss:.2f}.\n")
+    return model
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = read_arguments(arguments)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    small, large = (QUICK_SAMENESS, QUICK_SPEED) if args.quick else (SAMENESS, SPEED)
+    try:
+        text = load_text()
+        prompts = read_prompt(args, small, text), held_out_prompt(args, large, text)
+    except BadInput as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return 2
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    settings = read_settings(parser.parse_args([]))  # compare's own: float32 on the CPU, seed 0
+    workloads = [GptWorkload(settings, text, sizes, dropout=0.0) for sizes in (small, large)]
+    print(f"Training the small GPT, {small}, on the {text.describe()}.")
+    trained = train(workloads[0], settings, args.seconds, QUICK_STEPS if args.quick else math.inf)
+    comparisons = [
+        Comparison("small", trained.eval(), small, prompts[0], args.tokens),
+        Comparison("large", workloads[1].build().eval(), large, prompts[1], args.tokens),
+    ]
+    for sequence in range(1 if args.prompt else min(args.batch, SHOWN)):
+        comparisons[0].show(sequence)
+    for comparison in comparisons:
+        if place := comparison.difference():
+            print(f"DIFFERENT: the {comparison.name} GPT's, first at {place}.")
+            return 1
+    print(f"Same: {args.batch} x {args.tokens} bytes of either GPT, the likeliest in float32.")
+
+    table = new_table()
+    effort = dict(rounds=3, seconds=0.0) if args.quick else dict(rounds=7, seconds=2.0)
+    with Progress() as progress:
+        for comparison in comparisons:
+            progress.phase(f"Timing the {comparison.name} GPT")
+            comparison.measure(table, **effort)
+    # A pipe has no width and a terminal may be narrow: lines rather wrap than get cut short.
+    console = Console(width=max(Console().width, TABLE_WIDTH))
+    console.print(table)
+    print(
+        f"large: {large.layers} layers, {large.heads} heads, width {large.width}, caches of "
+        f"{large.block} rows, as initialised."
+    )
+    if args.quick:
+        print("--quick: tiny sizes, a trial. These figures measure nothing.")
+    print(" | ".join(f"{name} {value}" for name, value in machine_facts().items()))
+    return 0
+
+
+def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--seconds", type=float, default=60.0, help="of training (default 60)")
+    add("--prompt", metavar="TEXT", help="of each sequence (default: text not trained on)")
+    add("--tokens", type=int, metavar="N", help="bytes to write (default 64)")
+    add("--batch", type=int, default=4, metavar="N", help="sequences at a time (default 4)")
+    add("--threads", type=int, metavar="N", help="torch's own number by default")
+    add("--quick", action="store_true", help="tiny sizes: a trial, not a measurement")
+    args = parser.parse_args(arguments)
+    if args.tokens is None:
+        args.tokens = 16 if args.quick else 64
+    for name, least in (("seconds", 0), ("tokens", 2), ("batch", 1), ("threads", 1)):
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            parser.error(f"--{name} must be at least {least}, got {value}")
+    return args
+
+
+def read_prompt(args: argparse.Namespace, sizes: Sizes, text: Text) -> Tensor:
+    """What the trained GPT continues, (batch, seq): --prompt in each row, or held-out text."""
+    if args.prompt is None:
+        return held_out_prompt(args, sizes, text)
+    prompt, room = args.prompt.encode(), room_for_prompt(args, sizes)
+    if not 1 <= len(prompt) <= room:
+        raise BadInput(
+            f"--prompt must have 1 to {room} bytes, for the GPT has {sizes.block} positions and "
+            f"--tokens takes {args.tokens}, got {len(prompt)}"
+        )
+    return torch.tensor(list(prompt)).repeat(args.batch, 1)
+
+
+def held_out_prompt(args: argparse.Namespace, sizes: Sizes, text: Text) -> Tensor:
+    """As much text (batch, seq) as there is room for."""
+    return held_out_batch(text, room_for_prompt(args, sizes), args.batch)[0]
+
+
+def room_for_prompt(args: argparse.Namespace, sizes: Sizes) -> int:
+    if args.tokens >= sizes.block:
+        raise BadInput(f"--tokens must be less than {sizes.block}, got {args.tokens}")
+    return sizes.block - args.tokens
+
+
+if __name__ == "__main__":
+    sys.exit(main())
