@@ -15,7 +15,7 @@ SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
-.PHONY: build compare test lint format bench gpu-report clean
+.PHONY: build compare generate test lint format bench gpu-report clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,9 @@ build: $(VENV)/build.stamp
 compare: build
 	$(BIN)/python -m onepass compare --plot compare.png $(ARGS)
 	@echo "The picture is in compare.png."
+
+generate: build
+	$(BIN)/python examples/generate.py $(ARGS)
 
 bench: build
 	$(BIN)/python -m onepass bench $(or $(ARGS),all)

@@ -57,7 +57,7 @@ from onepass.functional import attention_with_kv_cache, scaled_dot_product_atten
 
 QUICK_STEPS = 30
 SHOWN = 4  # sequences whose text is printed
-TABLE_WIDTH = 110
+TABLE_WIDTH = 160
 
 
 # ---- the attention of a layer, with a cache: the two ways ---------------------------------------
