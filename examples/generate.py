@@ -84,6 +84,7 @@ def onepass_attention(
         k_cache[:, :, : key.shape[2]] = key
         v_cache[:, :, : key.shape[2]] = value
         return scaled_dot_product_attention(query, key, value, is_causal=True)
+    # Writes the new row, then attends. Where lengths differ, cache_seqlens is a tensor of them.
     return attention_with_kv_cache(query, k_cache, v_cache, key, value, cache_seqlens=used)
 
 

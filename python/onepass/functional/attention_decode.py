@@ -41,19 +41,19 @@ def attention_with_kv_cache(
     """Attention of a few new queries to the keys and values that earlier steps left in caches.
 
     With `key` and `value` they are first written into the caches, in place, behind the rows in use:
-    one call is a decoding step. Every key and value is read once, for all the query heads that
-    share it, in chunks that are merged in order (Dao, Haziza, Massa, Sizov: Flash-Decoding for
-    long-context inference, 2023). A sequence's result depends, bit for bit, on nothing else in the
-    batch, nor on how its cache is stored::
+    one call is a decoding step of a layer. Every key and value is read once, for all the query
+    heads that share it, in chunks that are merged in order (Dao, Haziza, Massa, Sizov:
+    Flash-Decoding for long-context inference, 2023). A sequence's result depends, bit for bit, on
+    nothing else in the batch, nor on how its cache is stored::
 
         k_cache, v_cache = (torch.zeros(batch, kv_heads, max_seq, head_dim) for _ in range(2))
         used = torch.zeros(batch, dtype=torch.int32)
         with torch.no_grad():
-            for query, key, value in steps:     # each (batch, heads or kv_heads, rows, head_dim)
+            for query, key, value in steps:  # (batch, heads or kv_heads, rows, head_dim)
                 y = attention_with_kv_cache(
                     query, k_cache, v_cache, key, value, cache_seqlens=used, is_causal=True
                 )
-                used += key.shape[2]            # once per step, for all layers of a model
+                used += key.shape[2]         # once per step, for all layers of a model
 
     The new rows of sequence b become rows cache_seqlens[b] + i of its cache. Row j of a cache is at
     position j, query row i at total - seq_q + i, where total is cache_seqlens[b] plus the new rows:
@@ -82,7 +82,8 @@ def attention_with_kv_cache(
             key and query are rotated by, in their first rotary_dim dimensions (Su, Lu, Pan,
             Murtadha, Wen, Liu: RoFormer, 2021). A new key is rotated at its row in the cache before
             it is written; query row i at cache_seqlens[b] + i where there is a window or is_causal,
-            else at cache_seqlens[b]. Only with key: keys in the caches are rotated already.
+            else at cache_seqlens[b], as flash-attention does it. Only with key: keys in the caches
+            are rotated already.
         rotary_interleaved: pairs are dimensions (2i, 2i + 1); else (i, i + rotary_dim / 2).
         scale: of the scores; None is 1 / sqrt(head_dim).
         is_causal: a query attends to no key behind its position: the same as 0 on the right of
