@@ -79,6 +79,11 @@ def test_new_rows_of_no_number_write_nothing(dtype):
     expected = ours(replace(case, new_rows=-1))
     found = ours(case, t)
     assert_same({name: found[name] for name in expected}, expected)
+    t["cache_batch_idx"] = int32([1, 1])
+    found = ours(case, t)["output"]
+    read = replace(case, new_rows=-1)
+    both = {name: t[name][1:].expand(2, -1, -1, -1) for name in ("k_cache", "v_cache")}
+    assert same_bits(found, ours(read, read.tensors() | both)["output"])
 
 
 @dtypes

@@ -242,3 +242,15 @@ def test_the_right_calls_are_right(number):
     _, (output, lse) = call(arguments)
     assert output.shape == Q.shape and lse.shape == Q.shape[:-1]
     assert call(arguments, check=True)[1] in (None, ())
+
+
+def test_caches_in_one_place():
+    """Keys and values would be written into the same rows; reading them is as good as any."""
+    message = "v_cache must not lie where k_cache does, both are written in place, got one place"
+    for right in (APPEND, APPEND_PAGED, APPEND_SCATTERED, ROTARY):
+        cache = right["k_cache"].clone()
+        before = cache.clone()
+        name, error = call(right | dict(k_cache=cache, v_cache=cache))
+        assert str(error).splitlines()[0] == f"{name}: {message}"
+        assert same_bits(cache, before)
+    assert call(READ)[1][0].isfinite().all()
