@@ -116,6 +116,13 @@ ONEPASS_INLINE void keep_in_register(V& value) {
 #endif
 }
 
+// Keeps an address as one number: g++ would rather carry a register for every constant offset.
+template <class T>
+ONEPASS_INLINE const T* as_one_address(const T* address) {
+  asm("" : "+r"(address));
+  return address;
+}
+
 // v * 2^n for whole n. Results too small for normal numbers are right where kScalesToSubnormals;
 // elsewhere n must be at least -126, and a result as small is 0 or not, as the product comes out.
 #if defined(__AVX512F__)

@@ -23,7 +23,7 @@ inline namespace ONEPASS_ISA {
 namespace {
 
 constexpr int64_t kLeastChunk = 128;
-constexpr int64_t kMostChunk = 512;
+constexpr int64_t kMostChunk = kScoreStride;
 constexpr int64_t kChunks = 32;   // that a sequence is cut into, between those limits
 constexpr int64_t kSumKeys = 32;  // values that are summed in one chain
 // How far ahead rows are asked for. Twice what a plain pass over memory takes: between scores and
@@ -233,14 +233,14 @@ class Decode {
     const int64_t columns = query_columns<M>(args_);
     const float scale = static_cast<float>(args_.scale);
     score_rows<M>(s_.queries, columns, last - first, s_.rows, s_.rows + ahead_, count,
-                  args_.head_dim, scale, s_.scores, kMostChunk);
+                  args_.head_dim, scale, s_.scores);
     for (int64_t row = first; row < last; ++row) {
       softmax(row, begin, count, s_.scores + (row - first) * kMostChunk, partial + row - first);
     }
     for (int64_t j = 0; j < count; j += kSumKeys) {
       const T** values = s_.rows + count + j;
-      add_rows(s_.scores + j, kMostChunk, last - first, values, values + ahead_,
-               std::min(count - j, kSumKeys), args_.value_dim, output, shape_.value_columns);
+      add_rows(s_.scores + j, last - first, values, values + ahead_, std::min(count - j, kSumKeys),
+               args_.value_dim, output, shape_.value_columns);
     }
   }
 

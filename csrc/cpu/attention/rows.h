@@ -31,6 +31,9 @@ ONEPASS_INLINE void for_each_row_block(int64_t rows, Body&& body) {
   }
 }
 
+// Between rows of scores and weights; known beforehand, it costs no registers.
+inline constexpr int64_t kScoreStride = 512;
+
 // ---- scores: lanes along the head's dimensions --------------------------------------------------
 
 // Sums of kScoreRows x kScoreKeys products stay in registers beside the keys and a query, and are
@@ -63,29 +66,29 @@ ONEPASS_INLINE typename M::Cells partial_cells(const T* row, int64_t count) {
 template <class M, int kRows, int kKeys, bool kAsk, class T>
 ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query_stride,
                                const T* const* keys, const T* const* coming, int64_t size,
-                               float scale, float* scores, int64_t score_stride) {
+                               float scale, float* scores) {
   constexpr int64_t kElements = kLanes<float> * M::kPerCell;
-  Vec<float> sum[kParts][kScoreKeys] = {};
-  const auto step = [&](int64_t d, auto&& load_key) {
-    typename M::Cells key[kKeys];
+  // Key by key, so that memory is read in the order in which it lies: rows in turn would keep the
+  // hardware from prefetching.
+  Vec<float> sum[kParts][kScoreKeys];
 #pragma GCC unroll 8
-    for (int j = 0; j < kKeys; ++j) {
-      key[j] = load_key(keys[j] + d);
+  for (int j = 0; j < kKeys; ++j) {
+    Vec<float> of_key[kRows] = {};
+    const auto step = [&](int64_t d, typename M::Cells key) {
       if constexpr (kAsk) __builtin_prefetch(coming[j] + d);
-    }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const typename M::Cells query = M::load_cells(queries + r * query_stride + d);
+      for (int r = 0; r < kRows; ++r) {
+        // The query as the second factor, which instructions take from memory.
+        const typename M::Cells query = M::load_cells(queries + r * query_stride + d);
+        of_key[r] = M::multiply_add(key, query, of_key[r]);
+      }
+    };
+    int64_t d = 0;
+#pragma GCC unroll 4
+    for (; d + kElements <= size; d += kElements) step(d, whole_cells<M>(keys[j] + d));
+    if (d < size) step(d, partial_cells<M>(keys[j] + d, size - d));
 #pragma GCC unroll 8
-      for (int j = 0; j < kKeys; ++j) sum[r][j] = M::multiply_add(query, key[j], sum[r][j]);
-    }
-  };
-  int64_t d = 0;
-  for (; d + kElements <= size; d += kElements) {
-    step(d, [](const T* key) { return whole_cells<M>(key); });
-  }
-  if (d < size) {
-    step(d, [&](const T* key) { return partial_cells<M>(key, size - d); });
+    for (int r = 0; r < kRows; ++r) sum[r][j] = of_key[r];
   }
   if constexpr (kRows * kKeys == kParts * 4) {
     float sums[kParts][4];
@@ -93,14 +96,14 @@ ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query
     std::memcpy(sums, &scaled, sizeof(sums));
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      std::memcpy(scores + r * score_stride, sums[r], sizeof(sums[r]));
+      std::memcpy(scores + r * kScoreStride, sums[r], sizeof(sums[r]));
     }
   } else {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
       for (int j = 0; j < kKeys; ++j) {
-        scores[r * score_stride + j] = scale * sum_of_lanes<float>(sum[r][j]);
+        scores[r * kScoreStride + j] = scale * sum_of_lanes<float>(sum[r][j]);
       }
     }
   }
@@ -111,14 +114,12 @@ ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query
 template <class M, class T>
 [[gnu::noinline]] void score_rows(const typename M::Element* queries, int64_t query_stride,
                                   int64_t rows, const T* const* keys, const T* const* coming,
-                                  int64_t count, int64_t size, float scale, float* scores,
-                                  int64_t score_stride) {
+                                  int64_t count, int64_t size, float scale, float* scores) {
   const auto score = [&]<int kKeys>(int64_t j) {
     for_each_row_block<kScoreRows>(rows, [&]<int kRows>(int64_t row) {
       const auto tile = [&]<bool kAsk>() {
         score_tile<M, kRows, kKeys, kAsk>(queries + row * query_stride, query_stride, keys + j,
-                                          coming + j, size, scale, scores + row * score_stride + j,
-                                          score_stride);
+                                          coming + j, size, scale, scores + row * kScoreStride + j);
       };
       row == 0 ? tile.template operator()<true>() : tile.template operator()<false>();
     });
@@ -130,29 +131,45 @@ template <class M, class T>
 
 // ---- weighted sums: lanes along the value's dimensions ------------------------------------------
 
+// Rows to be asked for, line by line in the order in which they lie. By value, for registers.
+template <class T>
+struct Coming {
+  const T* const* rows;
+  int64_t size;  // of each
+  int64_t at;
+
+  template <int64_t kElements>
+  ONEPASS_INLINE void ask() {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+    const T* line = *rows + at;
+#pragma GCC unroll 8
+    for (int64_t d = 0; d < kElements; d += kLine) __builtin_prefetch(line + d);
+    at += kElements;
+    const bool over = at >= size;
+    at = over ? 0 : at;
+    rows += over;
+  }
+};
+
 // scalar: output[r][d] += sum over j of weights[r][j] * values[j][d], from d = column on
 template <int kRows, int kVectors, bool kAsk, class T, class Count>
-ONEPASS_INLINE void add_tile(const float* weights, int64_t weight_stride, const T* const* values,
-                             const T* const* coming, int64_t count, int64_t column, Count lanes,
-                             float* output, int64_t output_stride) {
-  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+ONEPASS_INLINE Coming<T> add_tile(const float* weights, const T* const* values, int64_t count,
+                                  int64_t column, Count lanes, float* output, int64_t output_stride,
+                                  Coming<T> coming) {
   Vec<float> sum[kRows][kVectors] = {};
   for (int64_t j = 0; j < count; ++j) {
+    const T* from = as_one_address(values[j] + column);
     Vec<float> value[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      value[v] = load<float>(values[j] + column + v * kLanes<float>, lanes);
-      keep_in_register(value[v]);
+      Vec<float> loaded = load<float>(from + v * kLanes<float>, lanes);
+      keep_in_register(loaded);
+      value[v] = loaded;
     }
-    if constexpr (kAsk) {
-#pragma GCC unroll 8
-      for (int64_t d = 0; d < kVectors * kLanes<float>; d += kLine) {
-        __builtin_prefetch(coming[j] + column + d);
-      }
-    }
+    if constexpr (kAsk) coming.template ask<kVectors * kLanes<float>>();
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Vec<float> weight = broadcast<float>(weights[r * weight_stride + j]);
+      const Vec<float> weight = broadcast<float>(weights[r * kScoreStride + j]);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sum[r][v] = fma<float>(weight, value[v], sum[r][v]);
     }
@@ -165,20 +182,23 @@ ONEPASS_INLINE void add_tile(const float* weights, int64_t weight_stride, const 
       store<float>(to, load<float>(to) + sum[r][v]);
     }
   }
+  return coming;
 }
 
 // All rows of weights with `count` values; likewise. Output rows have room for whole vectors.
 template <class T>
-[[gnu::noinline]] void add_rows(const float* weights, int64_t weight_stride, int64_t rows,
-                                const T* const* values, const T* const* coming, int64_t count,
-                                int64_t size, float* output, int64_t output_stride) {
+[[gnu::noinline]] void add_rows(const float* weights, int64_t rows, const T* const* values,
+                                const T* const* coming, int64_t count, int64_t size, float* output,
+                                int64_t output_stride) {
   constexpr int64_t n = kLanes<float>;
+  // Values are read a strip of columns at a time; what is asked for is not.
+  Coming<T> to_come{coming, size, 0};
   for_each_row_block<kTileRows>(rows, [&]<int kRows>(int64_t row) {
     const auto add = [&]<int kVectors>(int64_t column, auto lanes) {
       const auto tile = [&]<bool kAsk>() {
-        add_tile<kRows, kVectors, kAsk>(weights + row * weight_stride, weight_stride, values,
-                                        coming, count, column, lanes, output + row * output_stride,
-                                        output_stride);
+        to_come = add_tile<kRows, kVectors, kAsk>(weights + row * kScoreStride, values, count,
+                                                  column, lanes, output + row * output_stride,
+                                                  output_stride, to_come);
       };
       row == 0 ? tile.template operator()<true>() : tile.template operator()<false>();
     };

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from onepass._compiling import require_fixed_offset
+from onepass._compiling import require_fixed_offsets
 from onepass._ops.attention_layout import empty_rows, is_bshd
 from onepass._ops.dispatch_log import logged
 
@@ -100,8 +100,7 @@ def _(query, k_cache, v_cache, key, value, **options):
     if type(query) in (Tensor, Parameter):
         _append_check(query, k_cache, v_cache, key, value, **options)
     else:
-        require_fixed_offset("attention_decode_append", "k_cache", k_cache)
-        require_fixed_offset("attention_decode_append", "v_cache", v_cache)
+        require_fixed_offsets("attention_decode_append", k_cache=k_cache, v_cache=v_cache)
     return _results(query, v_cache, options)
 
 

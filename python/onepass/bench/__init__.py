@@ -11,9 +11,9 @@ kernel beyond the cache. Cases named `fresh` show that, under the allocator's de
 ``rows``: ``name``, ``memory``, ``times`` by variant (ours, eager, compile, copy: median, p10, p90,
 fastest, calls per batch, page faults per call), ``rounds_at_each_place``, ``against_eager`` and
 ``against_compile`` (how many times faster, with the 95 % interval), ``share_of_copy`` (or of an
-update, or of arithmetic), ``gbps``, ``gflops`` (both null where they are no measure), ``right``,
-``check``, ``error_share_of_bound`` and ``goal``; ``other_load`` is the number of cores that others
-kept busy meanwhile (null on CUDA).
+update, a read, or arithmetic), ``gbps``, ``gflops`` (both null where they are no measure),
+``right``, ``check``, ``error_share_of_bound`` and ``goal``; ``other_load`` is the number of cores
+that others kept busy meanwhile (null on CUDA).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import traceback
 
 from onepass import _library
 
-FAMILIES = ("norm", "dropout", "attention", "optimizer")
+FAMILIES = ("norm", "dropout", "attention", "decode", "optimizer")
 SECONDS = 0.7
 STDOUT = "-"
 
@@ -101,9 +101,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _cases(args: argparse.Namespace) -> list:
-    from onepass.bench import attention, dropout, norm, optimizer
+    from onepass.bench import attention, attention_decode, dropout, norm, optimizer
 
-    modules = {"norm": norm, "dropout": dropout, "attention": attention, "optimizer": optimizer}
+    modules = {
+        "norm": norm,
+        "dropout": dropout,
+        "attention": attention,
+        "decode": attention_decode,
+        "optimizer": optimizer,
+    }
     families = FAMILIES if args.family == "all" else (args.family,)
     return [case for family in families for case in modules[family].cases(args.quick, args.device)]
 

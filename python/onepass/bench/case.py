@@ -25,6 +25,7 @@ MIN_ROUNDS = 4  # at each place
 SPACER_BYTES = 3 << 20
 COLD_BYTES = 256 << 20  # beyond the last cache of the machines and devices this is meant for
 UPDATE_BYTES = 192 << 20  # of the update that is the ceiling where `moved` is given
+READ_BYTES = 192 << 20  # of the sum that is the ceiling where `reads` is given
 Function = Callable[..., tuple[Tensor, ...]]
 Inputs = tuple[list[Tensor], list[Tensor] | None]  # an operator's tensors, upstream gradients
 
@@ -87,6 +88,8 @@ class Case:
         device: "cpu" or "cuda", where `make` puts the tensors.
         moved: bytes that must cross memory, where tensors of the first input's size are no measure;
             the ceiling is then an update in place instead of a copy.
+        reads: bytes that must be read and little else; the ceiling is then torch's sum of a tensor
+            that is in no cache.
         compiles: whether torch.compile is to be tried on the stock variant.
         make_checked: returns smaller tensors of the same kind, for the check of results, where that
             of the whole ones would take longer than the measurement.
@@ -108,6 +111,7 @@ class Case:
     backward_alone: bool = False
     device: str = "cpu"
     moved: int | None = None
+    reads: int | None = None
     compiles: bool = True
     make_checked: Callable[[], list[Tensor]] | None = None
     flops: int | None = None
@@ -142,12 +146,15 @@ class Row:
     @property
     def share(self) -> float | None:
         """Of the speed of a copy of the first input, by bytes, which moves it twice; or of an
-        update in place; or of multiply-adds, by useful operations."""
+        update in place, or a plain read; or of multiply-adds, by useful operations."""
         if self.case.flops is not None:
             return self.gflops / self.arithmetic_gflops if self.arithmetic_gflops else None
         if self.case.moved is not None:
             update = 2 * UPDATE_BYTES / self.timing.median("update")
             return self.moved_bytes / self.timing.median("ours") / update
+        if self.case.reads is not None:
+            read = READ_BYTES / self.timing.median("read")
+            return self.moved_bytes / self.timing.median("ours") / read
         if self.case.tensors is None:
             return None
         return self.timing.ratio("ours", "copy").median * self.case.tensors / 2
@@ -168,6 +175,8 @@ class Row:
     def to_dict(self) -> dict:
         compiled = self.against_compile
         ceiling = "copy" if self.case.moved is None else "update"
+        if self.case.reads is not None:
+            ceiling = "read"
         if self.case.flops is not None:
             ceiling = "arithmetic"
         return {
@@ -238,6 +247,9 @@ def measure(
         if case.moved is not None:
             calls["update"] = _update(case.device)
             moved_bytes = case.moved
+        elif case.reads is not None:
+            calls["read"] = torch.ones(READ_BYTES // 4, device=case.device).sum
+            moved_bytes = case.reads
         elif case.tensors is not None:
             calls["copy"] = _copy(inputs)
             bytes_of_first = inputs.sets[0][0][0].nbytes

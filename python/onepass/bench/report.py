@@ -170,7 +170,8 @@ def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
     lines = [
         f"ceilings here: {limits}",
         "of ceiling: bytes that must move per second, of those of a copy of the input, in the same "
-        "cache state, autograd included; for optimizers, of an update in place; for attention, "
+        "cache state, autograd included; for optimizers, of an update in place; for decoding, of "
+        "a read (torch's sum); for attention, "
         "useful operations per second in the fastest round, of FMA (bfloat16: of dot, if there is)",
         f"goal:{level} against eager, against compile, of ceiling, "
         "against others; + reached, - not, ? not measured",
