@@ -150,6 +150,9 @@ WRONG_APPEND = [
      "block_table must not give two sequences the same rows to write, got row 1 of page 1 twice"),
     (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 9]]), cache_seqlens=int32([4, 5])),
      "block_table must not give two sequences the same rows to write, got row 1 of page 1 twice"),
+    # one that reads what the other writes
+    (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 3]]), cache_seqlens=int32([5, 8])),
+     "block_table must not let a sequence read rows that another one writes, got row 1 of page 1"),
     # rotary embedding
     (ROTARY, dict(rotary_sin=None),
      "rotary_cos must be given together with rotary_sin, got it alone"),

@@ -86,6 +86,18 @@ def test_a_page_that_sequences_share_behind_their_last_row():
     assert_same(ours(case, shared), expected)
 
 
+def test_a_page_that_a_window_has_left_behind_may_be_another_sequences():
+    """As where pages are used again; read, its rows would depend on who comes first."""
+    case = Case(F32, 16, lengths=(24, 3), page_size=8, new_rows=1, window_left=4)
+    t = case.tensors()
+    expected = ours(case, t)
+    reused = t | dict(block_table=t["block_table"].clone())
+    reused["block_table"][0, 0] = t["block_table"][1, 0]
+    assert_same(ours(case, with_copied_caches(reused)), expected)
+    with pytest.raises(RuntimeError, match="must not let a sequence read rows that another one w"):
+        ours(replace(case, window_left=-1), with_copied_caches(reused))
+
+
 def test_a_page_may_be_read_more_than_once():
     """The same keys twice in one sequence, the same pages in all."""
     case = Case(F32, 32, lengths=(16, 16), page_size=8, seq_q=2, heads=2)

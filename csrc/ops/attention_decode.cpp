@@ -214,30 +214,60 @@ class DecodeCall {
     }
   }
 
-  // Threads write the rows of different sequences at the same time.
+  // What the threads that have other sequences may not write, or read, at the same time.
   void written_once() const {
-    std::vector<int64_t> written;
-    for (int64_t b = 0; b < args_.batch; ++b) {
-      if (!args_.block_table) {
-        written.push_back(args_.cache_batch_idx ? args_.cache_batch_idx[b] : b);
-        continue;
-      }
-      const CachedKeys keys = cached_keys(args_, b);
-      for (int64_t row = keys.old; row < keys.last; ++row) {
-        const int64_t page =
-            args_.block_table[b * args_.block_table_stride + row / args_.page_size];
-        written.push_back(page * args_.page_size + row % args_.page_size);
-      }
-    }
-    std::sort(written.begin(), written.end());
-    const auto twice = std::adjacent_find(written.begin(), written.end());
-    if (twice == written.end()) return;
-    require(args_.block_table != nullptr, op_,
+    if (args_.block_table != nullptr) return written_rows_once();
+    if (args_.cache_batch_idx == nullptr) return;
+    std::vector<int32_t> caches(args_.cache_batch_idx, args_.cache_batch_idx + args_.batch);
+    std::sort(caches.begin(), caches.end());
+    const auto twice = std::adjacent_find(caches.begin(), caches.end());
+    if (twice == caches.end()) return;
+    require(false, op_,
             ": cache_batch_idx must not name a cache twice where keys are appended, got ", *twice,
             " twice");
-    require(false, op_,
-            ": block_table must not give two sequences the same rows to write, got row ",
-            *twice % args_.page_size, " of page ", *twice / args_.page_size, " twice");
+  }
+
+  void written_rows_once() const {
+    struct Written {
+      int64_t row;  // of all pages
+      int64_t batch;
+    };
+    const auto in_order = [](const Written& a, const Written& b) { return a.row < b.row; };
+    const int64_t size = args_.page_size;
+    const auto first_row = [&](int64_t b, int64_t page) {
+      return args_.block_table[b * args_.block_table_stride + page] * size;
+    };
+    std::vector<Written> written;
+    for (int64_t b = 0; b < args_.batch; ++b) {
+      const CachedKeys keys = cached_keys(args_, b);
+      for (int64_t row = keys.old; row < keys.last; ++row) {
+        written.push_back({first_row(b, row / size) + row % size, b});
+      }
+    }
+    std::sort(written.begin(), written.end(), in_order);
+    for (size_t i = 1; i < written.size(); ++i) {
+      require(written[i].row != written[i - 1].row, op_,
+              ": block_table must not give two sequences the same rows to write, got row ",
+              written[i].row % size, " of page ", written[i].row / size, " twice");
+    }
+    if (args_.seq_q == 0) return;
+    for (int64_t b = 0; b < args_.batch; ++b) {
+      const CachedKeys keys = cached_keys(args_, b);
+      const int64_t first = cached_keys_of(args_, keys, 0).first;
+      for (int64_t page = first / size; page * size < keys.last; ++page) {
+        const int64_t begin = std::max(first - page * size, int64_t{0});
+        const int64_t end = std::min(keys.last - page * size, size);
+        const int64_t at = first_row(b, page);
+        auto other =
+            std::lower_bound(written.begin(), written.end(), Written{at + begin, 0}, in_order);
+        for (; other != written.end() && other->row < at + end; ++other) {
+          require(
+              other->batch == b, op_,
+              ": block_table must not let a sequence read rows that another one writes, got row ",
+              other->row % size, " of page ", other->row / size);
+        }
+      }
+    }
   }
 
   Dispatch describe() const {

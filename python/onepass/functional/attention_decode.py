@@ -106,7 +106,7 @@ def attention_with_kv_cache(
     Raises:
         RuntimeError: a shape, dtype, device, length, page number or position does not fit; a cache
             that is to be written has no dense last dimension or is expanded; two sequences would
-            write the same rows. The message names the argument, and nothing has been written. Or a
+            write the same rows, or one read what another one writes. The message names the argument, and nothing has been written. Or a
             gradient would be recorded: there are none, decode under `torch.no_grad()`.
         ValueError: only one of key and value, or rotary_cos or rotary_sin without them;
             window_size is none.
