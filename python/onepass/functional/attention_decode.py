@@ -74,7 +74,8 @@ def attention_with_kv_cache(
             number for all. None is the whole cache, where nothing is written. Not changed.
         block_table: shape (batch, max_pages), int32: the row j of sequence b is the row
             j % page_size of page block_table[b, j // page_size]. Entries behind the last row in
-            use are not looked at. Sequences may share pages that are not written.
+            use are not looked at. Sequences may share pages, but none may read rows that another
+            one writes in the same call.
         cache_batch_idx: shape (batch,), int32: which cache is whose; not with block_table.
         cache_leftpad: shape (batch,), int32: so many rows at the beginning of a cache are no keys.
             Positions count them.
@@ -106,8 +107,9 @@ def attention_with_kv_cache(
     Raises:
         RuntimeError: a shape, dtype, device, length, page number or position does not fit; a cache
             that is to be written has no dense last dimension or is expanded; two sequences would
-            write the same rows, or one read what another one writes. The message names the argument, and nothing has been written. Or a
-            gradient would be recorded: there are none, decode under `torch.no_grad()`.
+            write the same rows, or one read what another one writes. The message names the
+            argument, and nothing has been written. Or a gradient would be recorded: there are none,
+            decode under `torch.no_grad()`.
         ValueError: only one of key and value, or rotary_cos or rotary_sin without them;
             window_size is none.
     """
