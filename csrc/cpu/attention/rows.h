@@ -61,34 +61,47 @@ ONEPASS_INLINE typename M::Cells partial_cells(const T* row, int64_t count) {
 }
 
 // scalar: scores[r][j] = scale * sum over d of queries[r][d] * keys[j][d]
-// queries: rows `query_stride` apart with zeros from `size` up to a whole vector. kAsk: the lines
-// of `coming` are asked for along the way.
-template <class M, int kRows, int kKeys, bool kAsk, class T>
+// queries: rows `query_stride` apart with zeros from `size` up to a whole vector.
+// kFirst: the keys come from memory, the lines of `coming` are asked for along the way, and all is
+// read in the order in which it lies: keys side by side would keep the hardware from prefetching.
+// Later rows find the keys in L1, and there it pays to load them once for all rows.
+template <class M, int kRows, int kKeys, bool kFirst, class T>
 ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query_stride,
                                const T* const* keys, const T* const* coming, int64_t size,
                                float scale, float* scores) {
   constexpr int64_t kElements = kLanes<float> * M::kPerCell;
-  // Key by key, so that memory is read in the order in which it lies: rows in turn would keep the
-  // hardware from prefetching.
+  constexpr int kAbreast = kFirst ? 1 : kKeys;
   Vec<float> sum[kParts][kScoreKeys];
 #pragma GCC unroll 8
-  for (int j = 0; j < kKeys; ++j) {
-    Vec<float> of_key[kRows] = {};
-    const auto step = [&](int64_t d, typename M::Cells key) {
-      if constexpr (kAsk) __builtin_prefetch(coming[j] + d);
+  for (int first = 0; first < kKeys; first += kAbreast) {
+    Vec<float> part[kRows][kAbreast] = {};
+    const auto step = [&](int64_t d, auto&& load_key) {
+      typename M::Cells key[kAbreast];
+#pragma GCC unroll 8
+      for (int j = 0; j < kAbreast; ++j) key[j] = load_key(keys[first + j] + d);
+      if constexpr (kFirst) __builtin_prefetch(coming[first] + d);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         // The query as the second factor, which instructions take from memory.
         const typename M::Cells query = M::load_cells(queries + r * query_stride + d);
-        of_key[r] = M::multiply_add(key, query, of_key[r]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kAbreast; ++j) {
+          part[r][j] = M::multiply_add(key[j], query, part[r][j]);
+        }
       }
     };
     int64_t d = 0;
-#pragma GCC unroll 4
-    for (; d + kElements <= size; d += kElements) step(d, whole_cells<M>(keys[j] + d));
-    if (d < size) step(d, partial_cells<M>(keys[j] + d, size - d));
+    for (; d + kElements <= size; d += kElements) {
+      step(d, [](const T* key) { return whole_cells<M>(key); });
+    }
+    if (d < size) {
+      step(d, [&](const T* key) { return partial_cells<M>(key, size - d); });
+    }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) sum[r][j] = of_key[r];
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kAbreast; ++j) sum[r][first + j] = part[r][j];
+    }
   }
   if constexpr (kRows * kKeys == kParts * 4) {
     float sums[kParts][4];
@@ -117,9 +130,10 @@ template <class M, class T>
                                   int64_t count, int64_t size, float scale, float* scores) {
   const auto score = [&]<int kKeys>(int64_t j) {
     for_each_row_block<kScoreRows>(rows, [&]<int kRows>(int64_t row) {
-      const auto tile = [&]<bool kAsk>() {
-        score_tile<M, kRows, kKeys, kAsk>(queries + row * query_stride, query_stride, keys + j,
-                                          coming + j, size, scale, scores + row * kScoreStride + j);
+      const auto tile = [&]<bool kFirst>() {
+        score_tile<M, kRows, kKeys, kFirst>(queries + row * query_stride, query_stride, keys + j,
+                                            coming + j, size, scale,
+                                            scores + row * kScoreStride + j);
       };
       row == 0 ? tile.template operator()<true>() : tile.template operator()<false>();
     });
