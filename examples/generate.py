@@ -197,7 +197,7 @@ def new_table() -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("GPT", "phase", "attention"):
         table.add_column(column, no_wrap=True)
-    for column in (r"median ms \[p10-p90]", "tokens/s", r"times stock \[95 %]", "cache bytes"):
+    for column in (r"median ms \[p10-p90]", "tokens/s", r"times as fast \[95 %]", "cache bytes"):
         table.add_column(column, justify="right", no_wrap=True)
     return table
 

@@ -82,6 +82,21 @@ def test_groups_and_queries(seq_q, group, dtype):
     check(replace(case, window_right=0, new_rows=seq_q))
 
 
+@dtypes
+@pytest.mark.parametrize(
+    "seq_q, heads, kv_heads", [(64, 4, 2), (65, 4, 2), (129, 2, 2), (40, 8, 1)]
+)
+def test_many_queries(seq_q, heads, kv_heads, dtype):
+    """Blocks of query rows as pieces of work, from 129 rows of a kv head on."""
+    case = Case(
+        dtype, 40, 24, seq_q=seq_q, heads=heads, kv_heads=kv_heads, lengths=(140, 600, 0, 5)
+    )
+    check(case)
+    check(replace(case, window_right=0, new_rows=seq_q, page_size=16, pads=(3, 0), rotary="halves"))
+    check(replace(case, window_left=20, window_right=0, new_rows=3, sinks=F32, softcap=3.0))
+    check(replace(case, alibi="b", scattered=True))
+
+
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("seq_q", [1, 16])
 def test_windows(seq_q, window):

@@ -25,6 +25,7 @@ from attention_decode_cases import (
     with_copied_caches,
     write,
 )
+from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.isa
 
@@ -37,6 +38,7 @@ CASES = {
     "bfloat16": Case(BF16, 128, lengths=(5000, 130, 0, 700), new_rows=1),
     "float16": Case(F16, 64, lengths=(5000, 130, 0, 700), seq_q=7, new_rows=7, window_right=0),
     "many queries": Case(F32, 64, lengths=(700, 300), seq_q=40, window_right=0),
+    "blocks of queries": Case(BF16, 64, lengths=(700, 300), seq_q=90, new_rows=90, window_right=0),
     "everything": Case(F32, 40, 24, lengths=(700, 130, 0, 64), **EVERYTHING),
     "everything, bfloat16": Case(BF16, 64, lengths=(700, 130, 0, 64), **EVERYTHING),
     "paged": Case(BF16, 64, lengths=(2500, 130, 0), page_size=16, seq_q=2, new_rows=2),
@@ -210,6 +212,43 @@ def test_what_is_appended_does_not_depend_on_threads_or_batch():
         used = case.used[b]
         found = part["k_cache"][0, :, used : used + 70]
         assert same_bits(found, expected["k_cache"][b])
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_inputs_may_lie_in_a_cache_that_is_written(name):
+    """As where rows are moved on by one: they are what they were before the call."""
+    case = Case(F32, 16, lengths=(20, 20), new_rows=5, seq_q=5, kv_heads=4, window_right=0)
+    t = case.tensors()
+    for cache in ("k_cache", "v_cache"):
+        t[cache].nan_to_num_()
+    inside, outside = with_copied_caches(t), with_copied_caches(t)
+    cache = "v_cache" if name == "value" else "k_cache"
+    inside[name] = inside[cache][:, :, 17:22]
+    outside[name] = outside[cache][:, :, 17:22].clone()
+    for one, other in zip(call(case, inside), call(case, outside), strict=True):
+        assert same_bits(one, other)
+    for cache in ("k_cache", "v_cache"):
+        assert same_bits(inside[cache], outside[cache])
+
+
+def test_a_lazily_cloned_cache_is_written_alone():
+    case = Case(F32, 16, lengths=(20, 20), new_rows=1)
+    t = case.tensors()
+    before = {name: t[name].clone() for name in ("k_cache", "v_cache")}
+    call(case, t | {name: torch._lazy_clone(t[name]) for name in before})
+    call(case, t | {name: torch._lazy_clone(t["k_cache"]) for name in before})
+    for name, tensor in before.items():
+        assert same_bits(t[name], tensor)
+
+
+def test_many_queries_take_little_memory():
+    """Not a copy of the output for every chunk of keys."""
+    query, cache = torch.randn(1, 8, 256, 64), torch.randn(1, 2, 8192, 64)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        torch.ops.onepass.attention_decode(query, cache, cache, scale=0.1)
+    events = found.profiler.kineto_results.events()
+    taken = sum(max(e.nbytes(), 0) for e in events if e.name() == "[memory]")
+    assert query.nbytes < taken < 8 * query.nbytes
 
 
 def test_new_rows_may_fall_into_the_padding():

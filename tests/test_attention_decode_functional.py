@@ -187,6 +187,8 @@ WRONG = [
     (dict(rotary_cos=COS, rotary_sin=COS), ValueError,
      "rotary_cos must not be given without key, got one"),
     (dict(rotary_sin=COS), ValueError, "rotary_sin must not be given without key, got one"),
+    (dict(cache_seqlens=3.7), TypeError,
+     "cache_seqlens must be a tensor or a whole number, got 3.7"),
     (dict(window_size=(1,)), ValueError, "window_size must be (left, right), got (1,)"),
 ]  # fmt: skip
 
@@ -196,7 +198,7 @@ def test_messages(number):
     changes, error, message = WRONG[number]
     before = C.clone()
     with pytest.raises(error, match=f"^attention_with_kv_cache: {re.escape(message)}$"):
-        attend(Q, C, C, cache_seqlens=3, **changes)
+        attend(Q, C, C, **{"cache_seqlens": 3, **changes})
     assert torch.equal(C, before)
 
 

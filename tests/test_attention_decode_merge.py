@@ -246,6 +246,8 @@ WRONG = [
     ([], [], "outputs must hold at least one tensor, got none"),
     (torch.zeros(0, 2, 3, 8), torch.zeros(0, 2, 3),
      "outputs must hold at least one tensor, got none"),
+    (torch.tensor(1.0), [LSE], "outputs must have the parts in its first dimension, got none"),
+    ([ONE], torch.tensor(1.0), "lses must have the parts in its first dimension, got none"),
     ([ONE, ONE], [LSE], "lses must hold as many tensors as outputs, 2, got 1"),
     ([ONE], [LSE, LSE], "lses must hold as many tensors as outputs, 1, got 2"),
     ([ONE, ONE[:1]], [LSE, LSE],

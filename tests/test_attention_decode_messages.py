@@ -150,9 +150,13 @@ WRONG_APPEND = [
      "block_table must not give two sequences the same rows to write, got row 1 of page 1 twice"),
     (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 9]]), cache_seqlens=int32([4, 5])),
      "block_table must not give two sequences the same rows to write, got row 1 of page 1 twice"),
-    # one that reads what the other writes
+    # rows that are read at another place than they are written, in another sequence or the same
     (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 3]]), cache_seqlens=int32([5, 8])),
-     "block_table must not let a sequence read rows that another one writes, got row 1 of page 1"),
+     "block_table must not let a row be read that is written at another place, "
+     "got row 1 of page 1"),
+    (APPEND_PAGED, dict(block_table=int32([[0, 1, 0], [2, 3, 4]]), cache_seqlens=int32([8, 8])),
+     "block_table must not let a row be read that is written at another place, "
+     "got row 0 of page 0"),
     # rotary embedding
     (ROTARY, dict(rotary_sin=None),
      "rotary_cos must be given together with rotary_sin, got it alone"),

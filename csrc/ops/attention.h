@@ -1,4 +1,4 @@
-// The contract of the attention family between ops/attention.cpp and a back end.
+// The contract of the attention family between ops/ and a back end.
 //
 //   score = softcap(scale * query key^T) - slope |position - key| + bias, where the mask, the
 //   window

@@ -248,7 +248,7 @@ void AttentionChecks::lengths(const Attention& args) const {
     if (args.seqused_k) used("seqused_k", args.seqused_k[b], rows_k);
     longest_q = std::max(longest_q, rows_q);
     longest_k = std::max<int64_t>(longest_k, paged_ ? args.seqused_k[b] : rows_k);
-    if (paged_) pages(args, b, args.seqused_k[b]);
+    if (paged_) pages(args, b, 0, args.seqused_k[b]);
   }
   if (packed_) longest("max_q", args.seq_q, longest_q);
   if (packed_) longest("max_k", args.seq_k, longest_k);
@@ -275,8 +275,10 @@ void AttentionChecks::longest(const char* name, int64_t bound, int64_t rows) con
 }
 
 // Only those that hold keys in use: what is behind them in the table is nobody's.
-void AttentionChecks::pages(const Attention& args, int64_t batch, int64_t rows) const {
-  for (int64_t j = 0; j * args.page_size < rows; ++j) {
+void AttentionChecks::pages(const Attention& args, int64_t batch, int64_t first,
+                            int64_t last) const {
+  if (args.page_size == 0) return;  // then there are no keys either
+  for (int64_t j = first / args.page_size; j * args.page_size < last; ++j) {
     const int32_t page = args.block_table[batch * args.block_table_stride + j];
     require(page >= 0 && page < pages_, op_, ": block_table must hold numbers of the ", pages_,
             " pages, got ", page);

@@ -1,5 +1,5 @@
-// The checks of the attention family: every rule that ties its arguments together, once for both
-// operators and all back ends.
+// The checks of the attention family: every rule that ties its arguments together, once for all
+// operators and back ends.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@ namespace onepass {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// The keyword arguments of both operators, in the order of the schema.
+// The keyword arguments of attention_forward and attention_backward, in the order of the schema.
 struct AttentionOptions {
   OptionalTensor bias;
   OptionalTensor mask;
@@ -82,8 +82,8 @@ class AttentionChecks {
   // Of query's dtype.
   void like_query(const char* name, const TensorInfo& info, const int64_t* shape,
                   int64_t dims) const;
-  // The pages of a sequence that hold its first `rows` keys.
-  void pages(const Attention& args, int64_t batch, int64_t rows) const;
+  // The pages of a sequence that hold its keys [first, last).
+  void pages(const Attention& args, int64_t batch, int64_t first, int64_t last) const;
 
  private:
   void shapes(const TensorInfo& key, const TensorInfo& value);

@@ -101,14 +101,20 @@ class DecodeCall {
     const int64_t sizes[] = {args_.batch, args_.heads, args_.seq_q, args_.value_dim};
     Tensor output = empty_rows(sizes, 4, args_.dtype, shape.device, options_.out_bshd);
     Tensor lse = empty(sizes, 3, DType::kFloat32, shape.device);
-    args_.query = rows_of(query, AttentionLayout::kDense, copies_);
     args_.key = rows_of(k_cache, checks_.key_layout(), copies_);
     args_.value = rows_of(v_cache, checks_.key_layout(), copies_);
+    // Inputs that lie in a cache are copied before that is written.
+    const auto outside = [&](const Tensor& tensor) {
+      const bool inside = args_.new_rows > 0 && (meet(tensor, k_cache) || meet(tensor, v_cache));
+      if (inside) copies_.push_back(torch::stable::clone(tensor));
+      return rows_of(inside ? Tensor(copies_.back()) : tensor, AttentionLayout::kDense, copies_);
+    };
+    args_.query = outside(query);
     args_.alibi_slopes = elements_of<float>(options_.alibi_slopes, copies_);
     args_.sinks = elements_of<void>(options_.sinks, copies_);
     if (append != nullptr) {
-      args_.new_key = rows_of(append->key, AttentionLayout::kDense, copies_);
-      args_.new_value = rows_of(append->value, AttentionLayout::kDense, copies_);
+      args_.new_key = outside(append->key);
+      args_.new_value = outside(append->value);
       args_.rotary_cos = elements_of<void>(append->rotary_cos, copies_);
       args_.rotary_sin = elements_of<void>(append->rotary_sin, copies_);
     }
@@ -133,9 +139,28 @@ class DecodeCall {
   // Also what is left of kv[0] and kv[1] where a compiler has lost their offsets (pytorch issue
   // 198068).
   void apart(const Tensor& k_cache, const Tensor& v_cache) const {
-    const void* const begin = k_cache.const_data_ptr();
-    require(begin == nullptr || begin != v_cache.const_data_ptr(), op_,
+    // To be written: what shares its memory until then (torch's lazy clones) gets its own here.
+    const void* const begin = k_cache.mutable_data_ptr();
+    require(begin == nullptr || begin != v_cache.mutable_data_ptr(), op_,
             ": v_cache must not lie where k_cache does, both are written in place, got one place");
+  }
+
+  // Whether the memory between the first and the last element of both overlaps.
+  static bool meet(const Tensor& a, const Tensor& b) {
+    const auto range = [](const Tensor& tensor) {
+      const TensorInfo info = info_of(tensor);
+      int64_t last = 0;
+      for (int64_t d = 0; d < info.dims; ++d) {
+        if (info.sizes[d] == 0) return std::pair<uintptr_t, uintptr_t>{0, 0};
+        last += (info.sizes[d] - 1) * info.strides[d];
+      }
+      const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+      const int64_t bytes = (last + 1) * size_of(*dtype_of(info.scalar_type));
+      return std::pair<uintptr_t, uintptr_t>{begin, begin + static_cast<uintptr_t>(bytes)};
+    };
+    const auto [begin_a, end_a] = range(a);
+    const auto [begin_b, end_b] = range(b);
+    return begin_a < end_b && begin_b < end_a;
   }
 
   // Rows are written where they lie, so that no copy can stand in for a cache.
@@ -210,7 +235,10 @@ class DecodeCall {
         require(rotary_rows_ >= needed, op_, ": rotary_cos must have a row for every position, ",
                 needed, ", got ", rotary_rows_);
       }
-      if (args_.block_table) checks_.pages(args_, b, keys.last);
+      if (args_.block_table) {  // pages before what is read or written may be anything
+        const int64_t seen = args_.seq_q > 0 ? cached_keys_of(args_, keys, 0).first : keys.last;
+        checks_.pages(args_, b, std::min(seen, keys.old), keys.last);
+      }
     }
   }
 
@@ -231,6 +259,7 @@ class DecodeCall {
     struct Written {
       int64_t row;  // of all pages
       int64_t batch;
+      int64_t index;  // within the sequence
     };
     const auto in_order = [](const Written& a, const Written& b) { return a.row < b.row; };
     const int64_t size = args_.page_size;
@@ -241,7 +270,7 @@ class DecodeCall {
     for (int64_t b = 0; b < args_.batch; ++b) {
       const CachedKeys keys = cached_keys(args_, b);
       for (int64_t row = keys.old; row < keys.last; ++row) {
-        written.push_back({first_row(b, row / size) + row % size, b});
+        written.push_back({first_row(b, row / size) + row % size, b, row});
       }
     }
     std::sort(written.begin(), written.end(), in_order);
@@ -258,13 +287,13 @@ class DecodeCall {
         const int64_t begin = std::max(first - page * size, int64_t{0});
         const int64_t end = std::min(keys.last - page * size, size);
         const int64_t at = first_row(b, page);
-        auto other =
-            std::lower_bound(written.begin(), written.end(), Written{at + begin, 0}, in_order);
-        for (; other != written.end() && other->row < at + end; ++other) {
-          require(
-              other->batch == b, op_,
-              ": block_table must not let a sequence read rows that another one writes, got row ",
-              other->row % size, " of page ", other->row / size);
+        auto found =
+            std::lower_bound(written.begin(), written.end(), Written{at + begin, 0, 0}, in_order);
+        for (; found != written.end() && found->row < at + end; ++found) {
+          require(found->batch == b && found->index == page * size + found->row - at, op_,
+                  ": block_table must not let a row be read that is written at another place, got "
+                  "row ",
+                  found->row % size, " of page ", found->row / size);
         }
       }
     }

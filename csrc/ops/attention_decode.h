@@ -16,9 +16,9 @@
 namespace onepass {
 
 // Of the fields of Attention these have a meaning of their own here:
-//   key, value    the caches: (caches, kv_heads, max_seq, dim), or pages; written where rows are new
-//   seqused_k     (batch,) rows in use before the call, or null: all of seq_k
-//   seq_k         rows that a cache has room for
+//   key, value    the caches: (caches, kv_heads, max_seq, dim), or pages; written where rows are
+//   new seqused_k     (batch,) rows in use before the call, or null: all of seq_k seq_k rows that a
+//   cache has room for
 struct AttentionDecode : Attention {
   const int32_t* cache_batch_idx;  // (batch,) which cache is a sequence's; or null: its own number
   const int32_t* cache_leftpad;    // (batch,) or null: 0

@@ -3,8 +3,12 @@
 //
 // A piece of work is a chunk of one kv head's keys. It first writes the new rows that fall into it,
 // then S = scale Q K^T, P = exp(S - max) and P V as they lie in the cache, and leaves (max, sum,
-// P V) per query row. Whoever finishes the last chunk of a kv head merges them, in the order of the
+// P V) per query row. Whoever finishes the last chunk of a kv head joins them, in the order of the
 // keys: one parallel region, no waiting, and no bit depends on who does what when.
+//
+// Many queries are bound by arithmetic instead, and what chunks leave would outgrow the cache:
+// there a piece is a block of query rows that goes through the chunks itself, behind a region that
+// writes the new rows.
 //
 // Chunks are counted from the sequence's first key and are as long as its own length says, so that
 // a sequence comes out the same in any batch, behind any padding, in any pages.
@@ -31,6 +35,7 @@ constexpr int64_t kSumKeys = 32;  // values that are summed in one chain
 constexpr int64_t kAheadBytes = 2 * kPrefetchBytes;
 constexpr int64_t kMostAhead = 64;  // in rows
 constexpr int64_t kRowBlock = 64;   // query rows that have their scores at a time
+constexpr int64_t kMostRows = 128;  // of a kv head whose chunks are pieces; beyond, blocks of rows
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // The chunks of a sequence that its queries see, at least one.
@@ -59,7 +64,8 @@ struct Shape {
   int64_t group;   // query heads of a kv head
   int64_t rows;    // queries of a kv head: row h * seq_q + i
   int64_t block;   // of them at a time
-  int64_t pieces;  // chunks of all kv heads
+  int64_t blocks;  // where these are the pieces, else 0
+  int64_t pieces;
   int64_t value_columns;
 };
 
@@ -69,29 +75,61 @@ Shape shape_of(const AttentionDecode& args) {
   shape.rows = shape.group * args.seq_q;
   shape.block = std::min(shape.rows, kRowBlock);
   shape.value_columns = round_up(args.value_dim, kLanes<float>);
+  if (shape.rows > kMostRows) {
+    shape.blocks = ceil_div(shape.rows, shape.block);
+    shape.pieces = args.batch * args.kv_heads * shape.blocks;
+    return shape;
+  }
   for (int64_t b = 0; b < args.batch; ++b) {
     shape.pieces += args.kv_heads * chunks_of(args, cached_keys(args, b)).count;
   }
   return shape;
 }
 
-// What pieces leave for the merge.
+// Attention of query rows to some of the keys.
+struct State {
+  float* maximum;  // (rows,)
+  float* sum;      // (rows,) of exp(score - maximum)
+  float* output;   // (rows, value_columns) values, likewise weighted
+  int64_t columns;
+
+  State from(int64_t row) const {
+    return {maximum + row, sum + row, output + row * columns, columns};
+  }
+};
+
+State take_state(const Shape& shape, int64_t rows, Arena& arena) {
+  return {arena.take<float>(rows), arena.take<float>(rows),
+          arena.take<float>(rows * shape.value_columns), shape.value_columns};
+}
+
+// Row 0 of one joins row 0 of the other, whose keys come first.
+void join(const State& to, const State& from) {
+  const float maximum = std::max(*to.maximum, *from.maximum);
+  // Without any key there is nothing to subtract: exp(-inf - 0) is 0 as well.
+  const float low = maximum == kMinusInfinity ? 0.0f : maximum;
+  const float scale = std::exp(*to.maximum - low);
+  const float scale_from = std::exp(*from.maximum - low);
+  *to.maximum = maximum;
+  *to.sum = scale * *to.sum + scale_from * *from.sum;
+  for (int64_t d = 0; d < to.columns; d += kLanes<float>) {
+    store<float>(to.output + d,
+                 scale * load<float>(to.output + d) + scale_from * load<float>(from.output + d));
+  }
+}
+
+// What threads share where chunks are the pieces.
 struct Partials {
   int64_t* first_piece;        // (batch,)
   std::atomic<int32_t>* left;  // (batch, kv_heads) pieces that are not done
-  float* maximum;              // (pieces, rows)
-  float* sum;                  // (pieces, rows) of exp(score - maximum)
-  float* output;               // (pieces, rows, value_columns) likewise weighted
+  State states;                // (pieces, rows)
 };
 
 Partials partials_of(const AttentionDecode& args, const Shape& shape, Arena& arena) {
-  Partials p;
-  p.first_piece = arena.take<int64_t>(args.batch);
-  p.left = arena.take<std::atomic<int32_t>>(args.batch * args.kv_heads);
-  p.maximum = arena.take<float>(shape.pieces * shape.rows);
-  p.sum = arena.take<float>(shape.pieces * shape.rows);
-  p.output = arena.take<float>(shape.pieces * shape.rows * shape.value_columns);
-  return p;
+  const bool chunks = shape.blocks == 0;
+  return {arena.take<int64_t>(chunks ? args.batch : 0),
+          arena.take<std::atomic<int32_t>>(chunks ? args.batch * args.kv_heads : 0),
+          take_state(shape, chunks ? shape.pieces * shape.rows : 0, arena)};
 }
 
 template <class M, class T>
@@ -99,6 +137,8 @@ struct Scratch {
   typename M::Element* queries;  // (block, query_columns)
   float* scores;                 // (block, kMostChunk)
   const T** rows;                // (2 * kMostChunk + kMostAhead,) keys of the chunk, then values
+  State all;                     // (block,) of all chunks so far, where blocks are the pieces
+  State one;                     // (block,) of one more
 };
 
 template <class M>
@@ -108,11 +148,11 @@ int64_t query_columns(const AttentionDecode& args) {
 
 template <class M, class T>
 Scratch<M, T> scratch_of(const AttentionDecode& args, const Shape& shape, Arena& arena) {
-  Scratch<M, T> s;
-  s.queries = arena.take<typename M::Element>(shape.block * query_columns<M>(args));
-  s.scores = arena.take<float>(shape.block * kMostChunk);
-  s.rows = arena.take<const T*>(2 * kMostChunk + kMostAhead);
-  return s;
+  const int64_t rows = shape.blocks == 0 ? 0 : shape.block;
+  return {arena.take<typename M::Element>(shape.block * query_columns<M>(args)),
+          arena.take<float>(shape.block * kMostChunk),
+          arena.take<const T*>(2 * kMostChunk + kMostAhead), take_state(shape, rows, arena),
+          take_state(shape, rows, arena)};
 }
 
 template <class T>
@@ -129,7 +169,8 @@ class Decode {
         ahead_(std::clamp<int64_t>(kAheadBytes / (args.head_dim * int64_t{sizeof(T)}), 4,
                                    kMostAhead)) {}
 
-  void piece(int64_t index) {
+  // A chunk of keys, where shape.blocks is 0.
+  void chunk(int64_t index) {
     // The last sequence that begins at or before it.
     const int64_t* behind = std::upper_bound(p_.first_piece, p_.first_piece + args_.batch, index);
     batch_ = behind - p_.first_piece - 1;
@@ -140,27 +181,64 @@ class Decode {
     const int64_t chunk = within % chunks.count;
     const int64_t begin = keys_.first + (chunks.first + chunk) * chunks.keys;
     const int64_t end = std::min(begin + chunks.keys, keys_.last);
-
-    const int64_t cache = args_.cache_batch_idx ? args_.cache_batch_idx[batch_] : batch_;
-    const KeyRows<T> keys(args_, args_.key, cache, kv_head_, 0);
-    const KeyRows<T> values(args_, args_.value, cache, kv_head_, 0);
     // New rows that no chunk covers are the outer ones' business.
-    write_new(keys, values, chunk == 0 ? keys_.old : std::max(keys_.old, begin),
+    write_new(chunk == 0 ? keys_.old : std::max(keys_.old, begin),
               chunk == chunks.count - 1 ? keys_.last : std::min(keys_.last, end));
+    const State state = p_.states.from(index * shape_.rows);
     for (int64_t row = 0; row < shape_.rows; row += shape_.block) {
-      attend(keys, values, begin, end, row, std::min(row + shape_.block, shape_.rows),
-             index * shape_.rows + row);
+      attend(begin, end, row, std::min(row + shape_.block, shape_.rows), state.from(row));
     }
     std::atomic<int32_t>& left = p_.left[batch_ * args_.kv_heads + kv_head_];
-    if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      merge(index - chunk, chunks.count);
+    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    const State first = p_.states.from((index - chunk) * shape_.rows);
+    for (int64_t row = 0; row < shape_.rows; ++row) {
+      for (int64_t c = 1; c < chunks.count; ++c) {
+        join(first.from(row), first.from(c * shape_.rows + row));
+      }
+      finish(row, first.from(row));
     }
+  }
+
+  // A block of query rows; the new rows are written already.
+  void block(int64_t index) {
+    const int64_t first = index % shape_.blocks * shape_.block;
+    const int64_t last = std::min(first + shape_.block, shape_.rows);
+    index /= shape_.blocks;
+    kv_head_ = index % args_.kv_heads;
+    batch_ = index / args_.kv_heads;
+    keys_ = cached_keys(args_, batch_);
+    std::fill_n(s_.all.maximum, last - first, kMinusInfinity);
+    std::fill_n(s_.all.sum, last - first, 0.0f);
+    std::fill_n(s_.all.output, (last - first) * s_.all.columns, 0.0f);
+    const Chunks chunks = chunks_of(args_, keys_);
+    for (int64_t c = 0; c < chunks.count; ++c) {
+      const int64_t begin = keys_.first + (chunks.first + c) * chunks.keys;
+      attend(begin, std::min(begin + chunks.keys, keys_.last), first, last, s_.one);
+      for (int64_t row = 0; row < last - first; ++row) join(s_.all.from(row), s_.one.from(row));
+    }
+    for (int64_t row = first; row < last; ++row) finish(row, s_.all.from(row - first));
+  }
+
+  // All new rows of a kv head.
+  void write(int64_t index) {
+    kv_head_ = index % args_.kv_heads;
+    batch_ = index / args_.kv_heads;
+    keys_ = cached_keys(args_, batch_);
+    write_new(keys_.old, keys_.last);
   }
 
  private:
   // ---- rotation and new rows -------------------------------------------------------------------
 
-  void write_new(const KeyRows<T>& keys, const KeyRows<T>& values, int64_t begin, int64_t end) {
+  KeyRows<T> rows_in(const Strided& tensor) const {
+    const int64_t cache = args_.cache_batch_idx ? args_.cache_batch_idx[batch_] : batch_;
+    return {args_, tensor, cache, kv_head_, 0};
+  }
+
+  void write_new(int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    const KeyRows<T> keys = rows_in(args_.key);
+    const KeyRows<T> values = rows_in(args_.value);
     const Rows<const T> new_keys(args_.new_key, batch_, kv_head_, 0);
     const Rows<const T> new_values(args_.new_value, batch_, kv_head_, 0);
     for (int64_t row = begin; row < end; ++row) {
@@ -209,43 +287,45 @@ class Decode {
   }
 
   // Query rows [first, last) and the keys of [begin, end) that any of them sees.
-  void attend(const KeyRows<T>& keys, const KeyRows<T>& values, int64_t begin, int64_t end,
-              int64_t first, int64_t last, int64_t partial) {
-    float* output = p_.output + partial * shape_.value_columns;
-    std::fill_n(output, (last - first) * shape_.value_columns, 0.0f);
-    begin = std::max(begin, cached_keys_of(args_, keys_, 0).first);
-    end = std::min(end, cached_keys_of(args_, keys_, args_.seq_q - 1).last);
+  void attend(int64_t begin, int64_t end, int64_t first, int64_t last, const State& state) {
+    std::fill_n(state.output, (last - first) * state.columns, 0.0f);
+    // Rows of one head see more and more; those of several heads begin anew.
+    const bool one_head = first / args_.seq_q == (last - 1) / args_.seq_q;
+    const int64_t first_query = one_head ? first % args_.seq_q : 0;
+    const int64_t last_query = one_head ? (last - 1) % args_.seq_q : args_.seq_q - 1;
+    begin = std::max(begin, cached_keys_of(args_, keys_, first_query).first);
+    end = std::min(end, cached_keys_of(args_, keys_, last_query).last);
     const int64_t count = end - begin;
     if (count <= 0) {
-      std::fill_n(p_.maximum + partial, last - first, kMinusInfinity);
-      std::fill_n(p_.sum + partial, last - first, 0.0f);
+      std::fill_n(state.maximum, last - first, kMinusInfinity);
+      std::fill_n(state.sum, last - first, 0.0f);
       return;
     }
-    for (int64_t j = 0; j < count; ++j) {
-      s_.rows[j] = keys(begin + j);
-      s_.rows[count + j] = values(begin + j);
-    }
-    // The next chunk's keys, which this thread is likely to read next.
-    for (int64_t j = 0; j < ahead_; ++j) {
-      s_.rows[2 * count + j] = keys(std::min(end + j, keys_.last - 1));
-    }
+    const KeyRows<T> keys = rows_in(args_.key);
+    keys.list(begin, count, s_.rows);
+    rows_in(args_.value).list(begin, count, s_.rows + count);
+    // What comes behind: the next chunk's keys, if this thread goes on with it; with several
+    // threads it mostly does not, and little is lost.
+    const int64_t behind = std::clamp<int64_t>(keys_.last - end, 0, ahead_);
+    keys.list(end, behind, s_.rows + 2 * count);
+    std::fill_n(s_.rows + 2 * count + behind, ahead_ - behind, s_.rows[2 * count - 1]);
     pack_queries(first, last);
     const int64_t columns = query_columns<M>(args_);
     const float scale = static_cast<float>(args_.scale);
     score_rows<M>(s_.queries, columns, last - first, s_.rows, s_.rows + ahead_, count,
                   args_.head_dim, scale, s_.scores);
     for (int64_t row = first; row < last; ++row) {
-      softmax(row, begin, count, s_.scores + (row - first) * kMostChunk, partial + row - first);
+      softmax(row, begin, count, s_.scores + (row - first) * kMostChunk, state.from(row - first));
     }
     for (int64_t j = 0; j < count; j += kSumKeys) {
       const T** values = s_.rows + count + j;
       add_rows(s_.scores + j, last - first, values, values + ahead_, std::min(count - j, kSumKeys),
-               args_.value_dim, output, shape_.value_columns);
+               args_.value_dim, state.output, state.columns);
     }
   }
 
   // The scores of a row become exp(score - maximum).
-  void softmax(int64_t row, int64_t begin, int64_t count, float* scores, int64_t partial) {
+  void softmax(int64_t row, int64_t begin, int64_t count, float* scores, const State& state) {
     constexpr int n = kLanes<float>;
     const int64_t whole = round_up(count, n);
     std::fill(scores + count, scores + whole, kMinusInfinity);
@@ -265,8 +345,8 @@ class Decode {
       sum += p;
       store<float>(scores + j, p);
     }
-    p_.maximum[partial] = maximum;
-    p_.sum[partial] = sum_of_lanes<float>(sum);
+    *state.maximum = maximum;
+    *state.sum = sum_of_lanes<float>(sum);
   }
 
   // Softcap, ALiBi and what the row does not see.
@@ -296,38 +376,28 @@ class Decode {
     std::fill(scores + to, scores + count, kMinusInfinity);
   }
 
-  // ---- all chunks of a kv head -----------------------------------------------------------------
+  // ---- all keys --------------------------------------------------------------------------------
 
-  void merge(int64_t first_piece, int64_t count) {
-    const auto partial = [&](int64_t chunk, int64_t row) {
-      return (first_piece + chunk) * shape_.rows + row;
-    };
-    for (int64_t row = 0; row < shape_.rows; ++row) {
-      const int64_t head = head_of(row);
-      const int64_t query = row % args_.seq_q;
-      const float sink = args_.sinks ? sink_of(args_, head) : kMinusInfinity;
-      float maximum = sink;
-      for (int64_t c = 0; c < count; ++c) maximum = std::max(maximum, p_.maximum[partial(c, row)]);
+  // The sink joins as a key without a value.
+  void finish(int64_t row, const State& state) {
+    const int64_t head = head_of(row);
+    const int64_t query = row % args_.seq_q;
+    float maximum = *state.maximum;
+    float sum = *state.sum;
+    float scale = 1.0f;
+    if (args_.sinks) {
+      const float sink = sink_of(args_, head);
+      maximum = std::max(maximum, sink);
       const float low = maximum == kMinusInfinity ? 0.0f : maximum;
-      float* merged = p_.output + partial(0, row) * shape_.value_columns;
-      float sum = 0.0f;
-      for (int64_t c = 0; c < count; ++c) {
-        const float factor = std::exp(p_.maximum[partial(c, row)] - low);
-        sum += factor * p_.sum[partial(c, row)];
-        const float* output = p_.output + partial(c, row) * shape_.value_columns;
-        for (int64_t d = 0; d < shape_.value_columns; d += kLanes<float>) {
-          const Vec<float> scaled = factor * load<float>(output + d);
-          store<float>(merged + d, c == 0 ? scaled : load<float>(merged + d) + scaled);
-        }
-      }
-      if (args_.sinks) sum += std::exp(sink - low);
-      args_.lse[(batch_ * args_.heads + head) * args_.seq_q + query] = maximum + std::log(sum);
-      const float normalise = sum == 0.0f ? 0.0f : 1.0f / sum;
-      T* to = Rows<T>(args_.output, batch_, head, 0)(query);
-      for_each_vector<float>(0, args_.value_dim, [&](int64_t d, auto lanes) {
-        store<float>(to + d, load<float>(merged + d) * normalise, lanes);
-      });
+      scale = std::exp(*state.maximum - low);
+      sum = scale * sum + std::exp(sink - low);
     }
+    args_.lse[(batch_ * args_.heads + head) * args_.seq_q + query] = maximum + std::log(sum);
+    const float normalise = sum == 0.0f ? 0.0f : scale / sum;
+    T* to = Rows<T>(args_.output, batch_, head, 0)(query);
+    for_each_vector<float>(0, args_.value_dim, [&](int64_t d, auto lanes) {
+      store<float>(to + d, load<float>(state.output + d) * normalise, lanes);
+    });
   }
 
   const AttentionDecode& args_;
@@ -343,8 +413,9 @@ class Decode {
 int64_t bytes_read(const AttentionDecode& args) {
   int64_t rows = 0;
   for (int64_t b = 0; b < args.batch; ++b) {
-    const Chunks chunks = chunks_of(args, cached_keys(args, b));
-    rows += chunks.count * chunks.keys;
+    const CachedKeys keys = cached_keys(args, b);
+    const Chunks chunks = chunks_of(args, keys);
+    rows += std::min(chunks.count * chunks.keys, std::max<int64_t>(keys.last - keys.first, 0));
   }
   return rows * args.kv_heads * (args.head_dim + args.value_dim) * size_of(args.dtype);
 }
@@ -368,13 +439,7 @@ Plan plan_decode(const AttentionDecode& args, const Machine& machine) {
   return plan;
 }
 
-template <class T>
-void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, void* workspace,
-                             const Context& context) {
-  using M = MultiplierOf<T>;
-  const Shape shape = shape_of(args);
-  Arena arena(workspace);
-  const Partials partials = partials_of(args, shape, arena);
+void count_chunks(const AttentionDecode& args, const Partials& partials) {
   int64_t pieces = 0;
   for (int64_t b = 0; b < args.batch; ++b) {
     const int64_t chunks = chunks_of(args, cached_keys(args, b)).count;
@@ -385,14 +450,36 @@ void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, void
     }
     pieces += chunks * args.kv_heads;
   }
+}
+
+template <class T>
+void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, void* workspace,
+                             const Context& context) {
+  using M = MultiplierOf<T>;
+  const Shape shape = shape_of(args);
+  Arena arena(workspace);
+  const Partials partials = partials_of(args, shape, arena);
+  if (shape.blocks == 0) count_chunks(args, partials);
   Arena sizes(nullptr);
   scratch_of<M, T>(args, shape, sizes);
   char* slots = static_cast<char*>(workspace) + arena.used();
-  for_each_piece_in_order(context, plan.slots, pieces, [&](int64_t piece, int64_t slot) {
-    Arena own(slots + slot * sizes.used());
-    const auto scratch = scratch_of<M, T>(args, shape, own);
-    Decode<T>(args, shape, partials, scratch).piece(piece);
-  });
+  const auto for_each = [&](int64_t count, auto&& body) {
+    for_each_piece_in_order(context, plan.slots, count, [&](int64_t piece, int64_t slot) {
+      Arena own(slots + slot * sizes.used());
+      const auto scratch = scratch_of<M, T>(args, shape, own);
+      Decode<T> decode(args, shape, partials, scratch);
+      body(decode, piece);
+    });
+  };
+  if (shape.blocks == 0) {
+    for_each(shape.pieces, [](Decode<T>& decode, int64_t piece) { decode.chunk(piece); });
+    return;
+  }
+  if (args.new_rows > 0) {
+    for_each(args.batch * args.kv_heads,
+             [](Decode<T>& decode, int64_t piece) { decode.write(piece); });
+  }
+  for_each(shape.pieces, [](Decode<T>& decode, int64_t piece) { decode.block(piece); });
 }
 
 void run_decode(const AttentionDecode& args, const Plan& plan, void* workspace,

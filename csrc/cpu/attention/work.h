@@ -131,6 +131,20 @@ class KeyRows {
     if (pages_ == nullptr) return rows_(row);
     return rows_(row % page_size_) + pages_[row / page_size_] * page_stride_;
   }
+  // list[i] is where row first + i lies. Page by page: a row alone takes a division.
+  void list(int64_t first, int64_t count, const T** list) const {
+    if (pages_ == nullptr) {
+      for (int64_t i = 0; i < count; ++i) list[i] = rows_(first + i);
+      return;
+    }
+    for (int64_t i = 0; i < count;) {
+      const int64_t page = (first + i) / page_size_;
+      const int64_t row = (first + i) % page_size_;
+      const T* at = rows_(row) + pages_[page] * page_stride_;
+      const int64_t last = std::min(count, i + page_size_ - row);
+      for (; i < last; ++i, at += rows_.stride()) list[i] = at;
+    }
+  }
   // Between neighbouring rows; 0 where that is not one number.
   int64_t stride() const { return pages_ == nullptr ? rows_.stride() : 0; }
 

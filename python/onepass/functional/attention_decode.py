@@ -60,13 +60,17 @@ def attention_with_kv_cache(
     aligned at the bottom right.
 
     Args:
-        query: shape (batch, heads, seq_q, head_dim); float32, bfloat16 or float16. Made for 1 to 16
-            rows, right for any number. Head i reads head i // (heads // kv_heads) of the caches.
+        query: shape (batch, heads, seq_q, head_dim); float32, bfloat16 or float16. Head i reads
+            head i // (heads // kv_heads) of the caches. Made for 1 to 16 rows, right for any number
+            (keys are read once for 64 rows of the heads that share them; a long prompt is faster
+            through :func:`scaled_dot_product_attention`).
         k_cache: shape (caches, kv_heads, max_seq, head_dim), caches being batch unless
             cache_batch_idx is given; with block_table (pages, page_size, kv_heads, head_dim).
             query's dtype. Any strides with a dense last dimension; others are copied, and cannot
-            be written.
-        v_cache: likewise, of value_dim, which may differ from head_dim; both are at most 512.
+            be written. `torch.compile` does not copy caches that are written, unless both are
+            views of one tensor and inputs of the compiled function.
+        v_cache: likewise, of value_dim, which may differ from head_dim; both are at most 512. The
+            caches must not overlap where they are written.
         key: shape (batch, kv_heads, new_rows, head_dim), query's dtype: keys to be written. Any
             number of rows, query's or not.
         value: shape (batch, kv_heads, new_rows, value_dim); comes together with key.
@@ -74,8 +78,8 @@ def attention_with_kv_cache(
             number for all. None is the whole cache, where nothing is written. Not changed.
         block_table: shape (batch, max_pages), int32: the row j of sequence b is the row
             j % page_size of page block_table[b, j // page_size]. Entries behind the last row in
-            use are not looked at. Sequences may share pages, but none may read rows that another
-            one writes in the same call.
+            use, and before what a window or cache_leftpad leaves, are not looked at. Sequences may
+            share pages, but no row may be written at one place and read at another.
         cache_batch_idx: shape (batch,), int32: which cache is whose; not with block_table.
         cache_leftpad: shape (batch,), int32: so many rows at the beginning of a cache are no keys.
             Positions count them.
@@ -83,8 +87,8 @@ def attention_with_kv_cache(
             key and query are rotated by, in their first rotary_dim dimensions (Su, Lu, Pan,
             Murtadha, Wen, Liu: RoFormer, 2021). A new key is rotated at its row in the cache before
             it is written; query row i at cache_seqlens[b] + i where there is a window or is_causal,
-            else at cache_seqlens[b], as flash-attention does it. Only with key: keys in the caches
-            are rotated already.
+            else at cache_seqlens[b], as flash-attention does it (not its position in a window, if
+            key has another number of rows). Only with key: keys in the caches are rotated already.
         rotary_interleaved: pairs are dimensions (2i, 2i + 1); else (i, i + rotary_dim / 2).
         scale: of the scores; None is 1 / sqrt(head_dim).
         is_causal: a query attends to no key behind its position: the same as 0 on the right of
@@ -92,8 +96,8 @@ def attention_with_kv_cache(
         window_size: (left, right): a query sees keys from position - left to position + right;
             -1 is no limit. Keys that no query of a sequence sees are not read.
         softcap, alibi_slopes, sinks: as in :func:`scaled_dot_product_attention`, without gradients.
-        num_splits: into how many parts the keys may be cut; None or 0 leaves it to the kernel.
-            Results do not depend on what else is in the batch, whatever it is.
+        num_splits: accepted and without effect: how keys are cut depends on a sequence's length,
+            head_dim and dtype alone, and so results do not depend on what else is in the batch.
         return_lse: also return the logarithm of the softmax' denominator: what
             :func:`merge_attention_states` needs.
 
@@ -107,9 +111,10 @@ def attention_with_kv_cache(
     Raises:
         RuntimeError: a shape, dtype, device, length, page number or position does not fit; a cache
             that is to be written has no dense last dimension or is expanded; two sequences would
-            write the same rows, or one read what another one writes. The message names the
-            argument, and nothing has been written. Or a gradient would be recorded: there are none,
-            decode under `torch.no_grad()`.
+            write the same rows, or one be read at another place. The message names the argument,
+            and nothing has been written. Or a gradient would be recorded: there are none, decode
+            under `torch.no_grad()`.
+        TypeError: cache_seqlens is a number that is not whole.
         ValueError: only one of key and value, or rotary_cos or rotary_sin without them;
             window_size is none.
     """
@@ -124,6 +129,10 @@ def attention_with_kv_cache(
             op, query=query, key=key, value=value, k_cache=k_cache, v_cache=v_cache,
             alibi_slopes=alibi_slopes, sinks=sinks, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         )  # fmt: skip
+    if isinstance(cache_seqlens, float):
+        raise TypeError(
+            f"{op}: cache_seqlens must be a tensor or a whole number, got {cache_seqlens}"
+        )
     if _is_autocast(query):
         query, key, value = _cast(k_cache.dtype, query, key, value)
     output, lse = attention_decode(
@@ -195,6 +204,9 @@ def merge_attention_states(
         RuntimeError: there are no parts, or their number, shapes or dtypes do not fit.
     """
     op = "merge_attention_states"
+    for name, parts in (("outputs", outputs), ("lses", lses)):
+        if isinstance(parts, Tensor) and parts.dim() == 0:
+            raise RuntimeError(f"{op}: {name} must have the parts in its first dimension, got none")
     outputs, lses = list(outputs), list(lses)
     if not outputs:
         raise RuntimeError(f"{op}: outputs must hold at least one tensor, got none")
