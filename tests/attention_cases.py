@@ -28,6 +28,16 @@ OPTIONAL = ("bias", "mask", "cu_seq_q", "cu_seq_k", "seqused_q", "seqused_k", "b
 OPTIONAL += ("alibi_slopes", "sinks", "seed")
 
 
+def within_window(case, distance: Tensor) -> Tensor:
+    """Whether a query sees a key that is so far behind it, by a case's window."""
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if case.window_left >= 0:
+        seen &= distance <= case.window_left
+    if case.window_right >= 0:
+        seen &= -distance <= case.window_right
+    return seen
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention; `storage` says how its sequences lie in memory.
@@ -102,12 +112,7 @@ class Case:
         query = torch.arange(self.seq_q)[:, None] + self.query_offset
         distance = query - torch.arange(self.seq_k) - self.key_offset
         distance = distance + (self.seq_k - self.seq_q if self.bottom_right else 0)
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if self.window_left >= 0:
-            seen &= distance <= self.window_left
-        if self.window_right >= 0:
-            seen &= -distance <= self.window_right
-        return seen
+        return within_window(self, distance)
 
     def options(self) -> dict:
         """The keyword arguments that are no tensors."""

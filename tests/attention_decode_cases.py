@@ -8,7 +8,18 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from attention_cases import BF16, F16, F32, F64, NAN, assert_same, equal, int32, pairwise
+from attention_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    NAN,
+    assert_same,
+    equal,
+    int32,
+    pairwise,
+    within_window,
+)
 from torch import Tensor
 
 from onepass import numerics
@@ -80,12 +91,7 @@ class Case:
     def seen(self, keys: int) -> Tensor:
         """(seq_q, keys) whether a row of the query sees a key."""
         distance = torch.arange(self.seq_q)[:, None] + keys - self.seq_q - torch.arange(keys)
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if self.window_left >= 0:
-            seen &= distance <= self.window_left
-        if self.window_right >= 0:
-            seen &= -distance <= self.window_right
-        return seen
+        return within_window(self, distance)
 
     def options(self) -> dict:
         """The keyword arguments that are no tensors, of the reference too."""
