@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_cases import LAYOUTS, strided
 from attention_decode_cases import (
     BF16,
     DTYPES,
@@ -208,28 +209,6 @@ def test_a_key_counts_for_the_queries_that_see_it_alone(dtype):
 
 # ---- strides -------------------------------------------------------------------------------------
 
-
-def strided(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another layout, inside a buffer that is NaN everywhere else."""
-    b, h, s, d = tensor.shape
-    buffers = {
-        "(B, S, H, D)": ((b, s, h, d), lambda t: t.transpose(1, 2)),
-        "(S, B, H, D)": ((s, b, h, d), lambda t: t.permute(1, 2, 0, 3)),
-        "every other row": ((b, h, 2 * s, d), lambda t: t[:, :, ::2]),
-        "wide rows": ((b, h, s, d + 3), lambda t: t[..., 2 : 2 + d]),
-        "one element off": ((tensor.numel() + 1,), lambda t: t[1:].view(b, h, s, d)),
-        "half of kv": ((b, h, s, 2, d), lambda t: t[:, :, :, 1]),
-        "columns not dense": ((b, h, d, s), lambda t: t.mT),
-        "every other column": ((b, h, s, 2 * d), lambda t: t[..., ::2]),
-    }
-    size, view = buffers[layout]
-    buffer = torch.full(size, NAN).to(tensor.dtype)
-    view(buffer).copy_(tensor)
-    return view(buffer)
-
-
-LAYOUTS = ["(B, S, H, D)", "(S, B, H, D)", "every other row", "wide rows", "one element off"]
-LAYOUTS += ["half of kv", "columns not dense", "every other column"]
 STRIDED = {
     "dense": Case(F32, 40, 24, seq_q=3, new_rows=3, window_right=0, lengths=(129, 0, 7)),
     "paged": Case(BF16, 64, seq_q=2, new_rows=1, lengths=(129, 0, 7), page_size=7),

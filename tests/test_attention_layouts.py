@@ -6,8 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import BF16, F32, NAN, Case, assert_same, backward, forward, ours
-from torch import Tensor
+from attention_cases import (
+    BF16,
+    F32,
+    LAYOUTS,
+    NAN,
+    Case,
+    assert_same,
+    backward,
+    forward,
+    ours,
+    strided,
+)
 
 from onepass import functional, numerics
 
@@ -20,29 +30,6 @@ CASE = Case(
 )  # fmt: skip
 CASES = [CASE, replace(CASE, dtype=BF16, head_dim=64, value_dim=64)]
 cases = pytest.mark.parametrize("case", CASES, ids=["float32", "bfloat16"])
-
-
-def strided(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another layout, inside a buffer that is NaN everywhere else."""
-    b, h, s, d = tensor.shape
-    buffers = {
-        "(B, S, H, D)": ((b, s, h, d), lambda t: t.transpose(1, 2)),
-        "(S, B, H, D)": ((s, b, h, d), lambda t: t.permute(1, 2, 0, 3)),
-        "every other row": ((b, h, 2 * s, d), lambda t: t[:, :, ::2]),
-        "wide rows": ((b, h, s, d + 3), lambda t: t[..., 2 : 2 + d]),
-        "one element off": ((tensor.numel() + 1,), lambda t: t[1:].view(b, h, s, d)),
-        "a slice of qkv": ((b, s, 3, h, d), lambda t: t[:, :, 1].transpose(1, 2)),
-        "columns not dense": ((b, h, d, s), lambda t: t.mT),
-        "every other column": ((b, h, s, 2 * d), lambda t: t[..., ::2]),
-    }
-    size, view = buffers[layout]
-    buffer = torch.full(size, NAN if tensor.is_floating_point() else 1).to(tensor.dtype)
-    view(buffer).copy_(tensor)
-    return view(buffer)
-
-
-LAYOUTS = ["(B, S, H, D)", "(S, B, H, D)", "every other row", "wide rows", "one element off"]
-LAYOUTS += ["a slice of qkv", "columns not dense", "every other column"]
 NAMES = ["query", "key", "value", "bias", "mask", "doutput"]
 
 
