@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -469,6 +470,20 @@ def strided(tensor: Tensor, layout: str) -> Tensor:
     buffer = torch.full(size, NAN if tensor.is_floating_point() else 1).to(tensor.dtype)
     view(buffer).copy_(tensor)
     return view(buffer)
+
+
+def reserved(numel: int, dtype: torch.dtype) -> Tensor:
+    """A buffer beyond 2^31 elements, of which a test touches few pages."""
+    assert numel > 2**31
+    try:
+        return torch.empty(numel, dtype=dtype)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        pytest.skip(
+            f"{numel * dtype.itemsize >> 30} GiB, of which few pages are touched, cannot be "
+            "reserved: limited by ulimit -v or vm.overcommit_memory"
+        )
 
 
 LAYOUTS = ["(B, S, H, D)", "(S, B, H, D)", "every other row", "wide rows", "one element off"]

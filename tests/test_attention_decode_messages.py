@@ -147,9 +147,9 @@ WRONG_APPEND = [
     (APPEND_SCATTERED, dict(cache_batch_idx=int32([1, 1])),
      "cache_batch_idx must not name a cache twice where keys are appended, got 1 twice"),
     (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 9]]), cache_seqlens=int32([5, 5])),
-     "block_table must not give two sequences the same rows to write, got row 1 of page 1 twice"),
+     "block_table must not give the same row to write twice, got row 1 of page 1"),
     (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 9]]), cache_seqlens=int32([4, 5])),
-     "block_table must not give two sequences the same rows to write, got row 1 of page 1 twice"),
+     "block_table must not give the same row to write twice, got row 1 of page 1"),
     # rows that are read at another place than they are written, in another sequence or the same
     (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 3]]), cache_seqlens=int32([5, 8])),
      "block_table must not let a row be read that is written at another place, "

@@ -276,8 +276,8 @@ class DecodeCall {
     std::sort(written.begin(), written.end(), in_order);
     for (size_t i = 1; i < written.size(); ++i) {
       require(written[i].row != written[i - 1].row, op_,
-              ": block_table must not give two sequences the same rows to write, got row ",
-              written[i].row % size, " of page ", written[i].row / size, " twice");
+              ": block_table must not give the same row to write twice, got row ",
+              written[i].row % size, " of page ", written[i].row / size);
     }
     if (args_.seq_q == 0) return;
     for (int64_t b = 0; b < args_.batch; ++b) {

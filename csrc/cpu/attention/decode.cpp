@@ -213,7 +213,8 @@ class Decode {
     const Chunks chunks = chunks_of(args_, keys_);
     for (int64_t c = 0; c < chunks.count; ++c) {
       const int64_t begin = keys_.first + (chunks.first + c) * chunks.keys;
-      attend(begin, std::min(begin + chunks.keys, keys_.last), first, last, s_.one);
+      const int64_t end = std::min(begin + chunks.keys, keys_.last);
+      if (!attend(begin, end, first, last, s_.one)) continue;  // behind the diagonal, for one
       for (int64_t row = 0; row < last - first; ++row) join(s_.all.from(row), s_.one.from(row));
     }
     for (int64_t row = first; row < last; ++row) finish(row, s_.all.from(row - first));
@@ -286,8 +287,8 @@ class Decode {
     }
   }
 
-  // Query rows [first, last) and the keys of [begin, end) that any of them sees.
-  void attend(int64_t begin, int64_t end, int64_t first, int64_t last, const State& state) {
+  // Query rows [first, last) and the keys of [begin, end) that any of them sees. False: none.
+  bool attend(int64_t begin, int64_t end, int64_t first, int64_t last, const State& state) {
     std::fill_n(state.output, (last - first) * state.columns, 0.0f);
     // Rows of one head see more and more; those of several heads begin anew.
     const bool one_head = first / args_.seq_q == (last - 1) / args_.seq_q;
@@ -299,7 +300,7 @@ class Decode {
     if (count <= 0) {
       std::fill_n(state.maximum, last - first, kMinusInfinity);
       std::fill_n(state.sum, last - first, 0.0f);
-      return;
+      return false;
     }
     const KeyRows<T> keys = rows_in(args_.key);
     keys.list(begin, count, s_.rows);
@@ -322,6 +323,7 @@ class Decode {
       add_rows(s_.scores + j, last - first, values, values + ahead_, std::min(count - j, kSumKeys),
                args_.value_dim, state.output, state.columns);
     }
+    return true;
   }
 
   // The scores of a row become exp(score - maximum).
@@ -410,14 +412,15 @@ class Decode {
   CachedKeys keys_{};
 };
 
-int64_t bytes_read(const AttentionDecode& args) {
+int64_t bytes_read(const AttentionDecode& args, const Shape& shape) {
   int64_t rows = 0;
   for (int64_t b = 0; b < args.batch; ++b) {
     const CachedKeys keys = cached_keys(args, b);
     const Chunks chunks = chunks_of(args, keys);
     rows += std::min(chunks.count * chunks.keys, std::max<int64_t>(keys.last - keys.first, 0));
   }
-  return rows * args.kv_heads * (args.head_dim + args.value_dim) * size_of(args.dtype);
+  return rows * args.kv_heads * (args.head_dim + args.value_dim) * size_of(args.dtype) *
+         std::max<int64_t>(shape.blocks, 1);
 }
 
 Plan plan_decode(const AttentionDecode& args, const Machine& machine) {
@@ -426,7 +429,7 @@ Plan plan_decode(const AttentionDecode& args, const Machine& machine) {
   plan.kernel_name = "attention_decode_kernel";
   plan.rows_per_tile = shape.block;
   plan.splits = shape.pieces;
-  plan.parallel = shape.pieces > 1 && bytes_read(args) > kSerialBytes;
+  plan.parallel = shape.pieces > 1 && bytes_read(args, shape) > kSerialBytes;
   plan.slots = plan.parallel ? std::min<int64_t>(shape.pieces, machine.threads) : 1;
   visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
     Arena arena(nullptr);
