@@ -136,6 +136,11 @@ __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value)
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// *address += value, in whatever order blocks come; nothing else is ordered by it.
+__device__ __forceinline__ void add_global(float* address, float value) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+
 // In loops that wait for another block.
 __device__ __forceinline__ void spin() { __nanosleep(20); }
 

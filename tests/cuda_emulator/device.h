@@ -143,6 +143,16 @@ inline void store_release(uint32_t* address, uint32_t value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
 
+inline void add_global(float* address, float value) {
+  emulator::count_written(4);
+  float old, sum;
+  __atomic_load(address, &old, __ATOMIC_RELAXED);
+  do {
+    sum = old + value;
+  } while (!__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED));
+}
+
 inline void spin() { emulator::spin(); }
 
 // ---- plain access to global memory --------------------------------------------------------------
