@@ -149,16 +149,15 @@ __device__ __forceinline__ void drop_unseen(uint32_t (&b)[4], uint32_t unseen, i
 // shuffles hand out the words. `first_key` is a multiple of 8 of the whole sequence.
 template <int kTiles>
 __device__ __forceinline__ uint32_t draw(const Dropout& dropout, const Attention& args,
-                                         uint32_t random_head, const LaneRow (&rows)[2],
-                                         int64_t first_key) {
+                                         uint32_t random_head, int first_query, int64_t first_key) {
   static_assert(kTiles % 4 == 0 && 4 * kTiles <= 32);
   const int64_t call = (args.key_offset + first_key) / kCallKeys;
   uint32_t kept = 0;
   ONEPASS_UNROLL
   for (int i = 0; i < kTiles / 4 * 2; ++i) {
     const int n = i / 2 * 4, r = i % 2;
-    auto word =
-        dropout_words(dropout, args, random_head, rows[r].query, call + n + lane_index() % 4);
+    const int query = first_query + lane_index() / 4 + 8 * r;
+    auto word = dropout_words(dropout, args, random_head, query, call + n + lane_index() % 4);
     transpose_in_quad(word);
     ONEPASS_UNROLL
     for (int k = 0; k < 8; ++k) {
