@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
 
   const int warp_row = warp_index() * kTile.rows_per_warp();
   const HeadTerms terms(args, sequence, batch, head);
-  const Dropout dropout = kTerms ? dropout_of(args) : Dropout{.scale = 1.0f};
+  const Dropout dropout = kTerms ? dropout_of(args) : Dropout{{}, 0, 0, 1.0f};
   const auto scale = static_cast<float>(args.scale);
   // With terms, scores are in natural units: a bias of finfo.min leaves no room for a factor.
   const float unit = kTerms ? kLog2e : scale * kLog2e;
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
       const float lse = total == 0.0f ? -INFINITY : max + log_total;
       const float rest = (max - lse) + log_total;
       store_global(static_cast<float*>(args.lse) + at, lse);
-      store_global(static_cast<float*>(args.lse_rest) + at, isfinite(rest) ? rest : 0.0f);
+      store_global(static_cast<float*>(args.lse_rest) + at, fabsf(rest) < INFINITY ? rest : 0.0f);
     }
   }
   __syncwarp();
