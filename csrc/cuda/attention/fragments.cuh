@@ -83,10 +83,14 @@ __device__ __forceinline__ void add_terms(float (&score)[kTiles][4], float (&der
     for_each([&](float&, int n, int e, const LaneRow&, int) { derivative[n][e] = 1.0f; });
   }
   if (args.alibi_slopes) {
-    const int alignment = static_cast<int>(terms.alignment);
-    for_each([&](float& s, int, int, const LaneRow& row, int key) {
-      const int distance = row.query + alignment - key;
-      s = multiply_add(-terms.slope, static_cast<float>(distance < 0 ? -distance : distance), s);
+    // Exact up to 2^24 keys, and rounded as float32 has it beyond.
+    float ahead[2];  // of the row's position over the lane's first key
+    ONEPASS_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      ahead[r] = static_cast<float>(rows[r].query + terms.alignment - key_of(first_key, 0, 0));
+    }
+    for_each([&](float& s, int n, int e, const LaneRow&, int) {
+      s = multiply_add(-terms.slope, fabsf(ahead[e / 2] - static_cast<float>(8 * n + e % 2)), s);
     });
   }
   if (args.bias.data) {
@@ -149,16 +153,15 @@ __device__ __forceinline__ void drop_unseen(uint32_t (&b)[4], uint32_t unseen, i
 // shuffles hand out the words. `first_key` is a multiple of 8 of the whole sequence.
 template <int kTiles>
 __device__ __forceinline__ uint32_t draw(const Dropout& dropout, const Attention& args,
-                                         uint32_t random_head, const LaneRow (&rows)[2],
-                                         int64_t first_key) {
+                                         uint32_t random_head, int first_query, int64_t first_key) {
   static_assert(kTiles % 4 == 0 && 4 * kTiles <= 32);
   const int64_t call = (args.key_offset + first_key) / kCallKeys;
   uint32_t kept = 0;
   ONEPASS_UNROLL
   for (int i = 0; i < kTiles / 4 * 2; ++i) {
     const int n = i / 2 * 4, r = i % 2;
-    auto word =
-        dropout_words(dropout, args, random_head, rows[r].query, call + n + lane_index() % 4);
+    const int query = first_query + lane_index() / 4 + 8 * r;
+    auto word = dropout_words(dropout, args, random_head, query, call + n + lane_index() % 4);
     transpose_in_quad(word);
     ONEPASS_UNROLL
     for (int k = 0; k < 8; ++k) {

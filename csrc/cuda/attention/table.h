@@ -28,7 +28,8 @@ constexpr int bucket_of(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 
 // the sums alone are 128 registers for 16 rows. `terms`: with more to a score than the product,
 // whose addresses want registers too.
 constexpr AttentionTile forward_tile(int bucket, bool terms) {
-  if (bucket == 64 && !terms) return {.queries = 128, .keys = 128, .warps = 4};
+  if (bucket == 64 && !terms) return {.queries = 128, .keys = 96, .warps = 4};
+  if (bucket == 128 && terms) return {.queries = 128, .keys = 32, .warps = 4};
   if (bucket <= 128) return {.queries = 128, .keys = 64, .warps = 4};
   return {.queries = 64, .keys = 64, .warps = 4};
 }

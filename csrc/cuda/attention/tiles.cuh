@@ -26,6 +26,14 @@ __device__ __forceinline__ int slabs_of(int64_t cols) {
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kLanes; }
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kLanes; }
 
+// The same number, of which the compiler knows nothing: what follows from it is computed where it
+// is needed instead of kept in registers through a loop.
+__device__ __forceinline__ int afresh(int number) {
+  auto bits = static_cast<uint32_t>(number);
+  forget(bits);
+  return static_cast<int>(bits);
+}
+
 // ---- rows in global memory ----------------------------------------------------------------------
 
 // The rows of one (batch, head): row i is at base + i * stride.
@@ -50,19 +58,18 @@ __device__ __forceinline__ Rows<T> rows_of(const Strided& tensor, int64_t batch,
   return {base, tensor.row_stride, static_cast<int>(cols), aligned};
 }
 
-// Those of a sequence whose keys are in pages.
+// Those of a sequence whose keys are in pages: row i of the sequence.
 template <class T>
 struct PagedRows {
-  Rows<T> page0;  // the first row of page 0
+  Rows<T> page0;  // of page 0
   int64_t page_stride;
-  const int32_t* table;  // of the sequence; null: not paged, and page0 is all there is
+  const int32_t* table;  // of the sequence
   int page_size;
 
-  __device__ __forceinline__ T* row(int64_t i) const {
-    if (!table) return page0.row(i);
-    const int page = static_cast<int>(i) / page_size;
-    return page0.base + static_cast<int64_t>(load_global(table + page)) * page_stride +
-           (static_cast<int>(i) - page * page_size) * page0.stride;
+  __device__ __forceinline__ T* row(int i) const {
+    const int page = i / page_size;
+    return page0.row(i - page * page_size) +
+           static_cast<int64_t>(load_global(table + page)) * page_stride;
   }
 };
 
@@ -101,28 +108,53 @@ __device__ __forceinline__ Words gather_chunk(const T* row, int col, int cols) {
   return words;
 }
 
-// Starts copying rows first .. first + kRows - 1 with kThreads threads; rows outside [begin, end)
+// Starts copying the chunk of a row at (row, col) of a tile; zero and not read unless `has`.
+template <class T, int kCols>
+__device__ __forceinline__ void load_chunk(const Tile<T, kCols>& tile, int row, int col,
+                                           const T* from, int cols, bool aligned, bool has) {
+  T* const target = tile.chunk(row, col / kChunk);
+  if (aligned) {
+    cp_async_16(target, from + col, has);
+  } else {
+    *reinterpret_cast<Words*>(target) = has ? gather_chunk(from, col, cols) : Words{};
+  }
+}
+
+// Starts copying rows first .. first + kRows - 1 with kThreads threads; those outside [begin, end)
 // are zero and not read. Complete behind the thread's next cp_async_wait and a barrier.
-template <int kRows, int kThreads, class T, int kCols, class Source>
-__device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Source& source,
-                                          int cols, bool aligned, int first, int begin, int end) {
+template <int kRows, int kThreads, class T, int kCols>
+__device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows<const T>& rows,
+                                          int first, int begin, int end) {
   constexpr int kChunks = Tile<T, kCols>::kChunks, kStep = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
   const int col = static_cast<int>(threadIdx.x) % kChunks * kChunk;
+  if (col >= slabs_of(rows.cols) * kSlab) return;
+  const int top = static_cast<int>(threadIdx.x) / kChunks;
+  // From row to row by one addition: products with the stride would each be kept in registers.
+  const T* from = rows.row(first + top);
+  ONEPASS_UNROLL
+  for (int row = top; row < top + kRows; row += kStep) {
+    const bool has = begin <= first + row && first + row < end && col < rows.cols;
+    load_chunk(tile, row, col, from, rows.cols, rows.aligned, has);
+    from += kStep * rows.stride;
+  }
+}
+
+// The same of rows in pages.
+template <int kRows, int kThreads, class T, int kCols>
+__device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile,
+                                          const PagedRows<const T>& rows, int first, int begin,
+                                          int end) {
+  constexpr int kChunks = Tile<T, kCols>::kChunks, kStep = kThreads / kChunks;
+  const int cols = rows.page0.cols;
+  const int col = static_cast<int>(threadIdx.x) % kChunks * kChunk;
   if (col >= slabs_of(cols) * kSlab) return;
   const int top = static_cast<int>(threadIdx.x) / kChunks;
-  ONEPASS_UNROLL
-  for (int i = 0; i < kRows / kStep; ++i) {
-    const int row = top + i * kStep;
+  const bool aligned = rows.page0.aligned && rows.page_stride % kChunk == 0;
+  ONEPASS_ROLL
+  for (int row = top; row < top + kRows; row += kStep) {
     const bool has = begin <= first + row && first + row < end && col < cols;
-    T* const target = tile.chunk(row, col / kChunk);
-    if (aligned) {
-      // An address that is not read still has to be one.
-      cp_async_16(target, has ? source.row(first + row) + col : source.row(begin), has);
-    } else {
-      *reinterpret_cast<Words*>(target) =
-          has ? gather_chunk(source.row(first + row), col, cols) : Words{};
-    }
+    load_chunk(tile, row, col, has ? rows.row(first + row) : rows.page0.base, cols, aligned, has);
   }
 }
 
@@ -151,27 +183,46 @@ __device__ __forceinline__ void store_tile(const Tile<T, kCols>& tile, const Row
 
 // ---- fragments ----------------------------------------------------------------------------------
 
+// Where a lane's row of the next ldmatrix lies from a fragment's first element, with the exchange
+// of chunks: two offsets are all there is to it, for columns at multiples of 16 are one
+// exclusive-or.
+template <int kCols>
+struct FragmentLanes {
+  uint32_t straight;  // matrices 0 1 2 3 are rows 0-7, 8-15, then those again, 8 columns on
+  uint32_t crossed;   // rows 0-7, those again 8 columns on, then rows 8-15
+
+  __device__ __forceinline__ FragmentLanes() {
+    const int lane = lane_index(), within = lane % 8, second = lane / 8 % 2, fourth = lane / 16;
+    straight = static_cast<uint32_t>((8 * second + within) * kCols + (fourth ^ within) * kChunk);
+    crossed = static_cast<uint32_t>((8 * fourth + within) * kCols + (second ^ within) * kChunk);
+  }
+  // In front of a loop's turn: else a compiler keeps the address of every fragment in a register.
+  __device__ __forceinline__ void refresh() {
+    forget(straight);
+    forget(crossed);
+  }
+};
+
 // The 16 x 16 A fragment at (row, col) of a matrix whose tile holds it, or its transpose.
 template <bool kTransposed, class T, int kCols>
-__device__ __forceinline__ void load_a(uint32_t (&a)[4], const Tile<T, kCols>& tile, int row,
-                                       int col) {
-  const int lane = lane_index(), within = lane % 8, second = lane / 8 % 2, fourth = lane / 16;
+__device__ __forceinline__ void load_a(uint32_t (&a)[4], const Tile<T, kCols>& tile,
+                                       const FragmentLanes<kCols>& lanes, int row, int col) {
   if constexpr (kTransposed) {
-    ldmatrix<4, true>(a, tile.chunk(col + 8 * fourth + within, row / kChunk + second));
+    ldmatrix<4, true>(a, tile.data + col * kCols + (lanes.crossed ^ row));
   } else {
-    ldmatrix<4, false>(a, tile.chunk(row + 8 * second + within, col / kChunk + fourth));
+    ldmatrix<4, false>(a, tile.data + row * kCols + (lanes.straight ^ col));
   }
 }
 
 // The B fragments of columns n .. n + 15 (b[0], b[1] and b[2], b[3]) and rows k .. k + 15 of a
 // matrix that the tile holds, or whose transpose it holds.
 template <bool kTransposed, class T, int kCols>
-__device__ __forceinline__ void load_b(uint32_t (&b)[4], const Tile<T, kCols>& tile, int k, int n) {
-  const int lane = lane_index(), within = lane % 8, second = lane / 8 % 2, fourth = lane / 16;
+__device__ __forceinline__ void load_b(uint32_t (&b)[4], const Tile<T, kCols>& tile,
+                                       const FragmentLanes<kCols>& lanes, int k, int n) {
   if constexpr (kTransposed) {
-    ldmatrix<4, false>(b, tile.chunk(n + 8 * fourth + within, k / kChunk + second));
+    ldmatrix<4, false>(b, tile.data + n * kCols + (lanes.crossed ^ k));
   } else {
-    ldmatrix<4, true>(b, tile.chunk(k + 8 * second + within, n / kChunk + fourth));
+    ldmatrix<4, true>(b, tile.data + k * kCols + (lanes.straight ^ n));
   }
 }
 
