@@ -23,6 +23,10 @@ from onepass._ops import attention, attention_decode
 
 FOLDER = emulated.ROOT / "csrc" / "cuda" / "attention"
 KERNELS = tuple(f"attention/{file.name}" for file in sorted(FOLDER.glob("*.cu")))
+# The back end's choice needs all that it chooses from.
+PARTS = ("forward.cu", "backward.cu", "plain_forward.cu", "plain_backward.cu")
+if not all((FOLDER / part).exists() for part in PARTS):
+    KERNELS = tuple(name for name in KERNELS if name != "attention/backend.cu")
 PROGRAM = ("attention", *KERNELS)
 PATHS = {None: 0, "tiled": 1, "plain": 2}
 NO_LIMIT = (2**63 - 1) // 4
