@@ -109,7 +109,7 @@ struct Machine {  // the one device
   std::mt19937_64 random{0};
   Counters counters;
   std::vector<std::string> kernels;
-  std::vector<std::string> launched;
+  std::vector<Launch> launched;
   char end_tag;
 };
 
@@ -291,7 +291,7 @@ void fail(const std::string& what) {
 
 const Counters& counters() { return machine().counters; }
 std::vector<std::string>& kernels() { return machine().kernels; }
-const std::vector<std::string>& launched() { return machine().launched; }
+const std::vector<Launch>& launched() { return machine().launched; }
 void count_read(size_t bytes) { machine().counters.global_read += bytes; }
 void count_written(size_t bytes) { machine().counters.global_written += bytes; }
 
@@ -397,7 +397,7 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   }
   ++m.counters.launches;
   m.counters.shared = std::max<uint64_t>(m.counters.shared, launch.shared_bytes);
-  m.launched.emplace_back(launch.kernel);
+  m.launched.push_back(launch);
   m.kernel = &kernel;
 #if defined(EMULATOR_THREAD)
   m.host_fiber = __tsan_get_current_fiber();

@@ -87,7 +87,7 @@ void launch(const Launch& launch, const std::function<void()>& kernel);
 
 // Every kernel that the program could launch, and those that it did, in order.
 std::vector<std::string>& kernels();
-const std::vector<std::string>& launched();
+const std::vector<Launch>& launched();
 
 // The instance's name. Using it lists the kernel, also if the line that does is never reached.
 template <auto kKernel>

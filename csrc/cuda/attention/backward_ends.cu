@@ -1,0 +1,167 @@
+// The two ends of attention's backward: see backward_ends.cuh. Both read what they need once;
+// doutput and output are the most of it.
+#include "cuda/attention/backward_ends.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/vec.cuh"
+
+namespace onepass::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kRowLanes = 8;  // that share a row: 64 columns in one turn
+constexpr int kRowsAtOnce = kThreads / kRowLanes;
+constexpr int kBlockRows = 4 * kRowsAtOnce;
+
+bool has_aligned_rows(const Strided& rows, DType dtype, int64_t cols) {
+  const int64_t elements = 16 / size_of(dtype);
+  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.batch_stride % elements == 0 &&
+         rows.head_stride % elements == 0 && rows.row_stride % elements == 0 && cols % kPack == 0;
+}
+
+int64_t row_parts(const Attention& args) { return (args.seq_q + kBlockRows - 1) / kBlockRows; }
+
+// kRowLanes lanes' sum of a product of two rows.
+template <class Types, bool kAligned>
+__device__ __forceinline__ typename Types::A row_product(const AttentionBackward& args,
+                                                         int64_t doutput, int64_t output) {
+  const StridedColumns<kAligned> columns{kRowLanes, static_cast<int>(threadIdx.x) % kRowLanes,
+                                         args.value_dim};
+  typename Types::A sum = 0;
+  for (int pack = 0; columns.reaches(pack); ++pack) {
+    const auto left = Types::load(args.doutput.data, args.dtype, doutput, columns, pack);
+    const auto right = Types::load(args.output.data, args.dtype, output, columns, pack);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      sum = multiply_add(Types::value(left, e), Types::value(right, e), sum);
+    }
+  }
+  return sum;
+}
+
+// One block per kBlockRows rows of a (batch, head).
+template <class Types>
+__global__ void __launch_bounds__(kThreads)
+    attention_delta_kernel(const AttentionBackward args, const BackwardEnds ends,
+                           const bool aligned) {
+  using A = typename Types::A;
+  SharedMemory shared;
+  A* scratch = shared.take<A>(kReduceScratch<1>);
+  const int64_t part = blockIdx.x % ends.sink_parts;
+  const int64_t batch = blockIdx.x / ends.sink_parts / args.heads;
+  const int64_t head = blockIdx.x / ends.sink_parts % args.heads;
+  const Sequence sequence = sequence_of(args, batch);
+  const A sink = ends.dsinks ? load_as<A>(args.sinks, args.sinks_dtype, head) : A(0);
+  A dsink = 0;
+  for (int turn = 0; turn < kBlockRows / kRowsAtOnce; ++turn) {
+    const int64_t query =
+        part * kBlockRows + turn * kRowsAtOnce + static_cast<int>(threadIdx.x) / kRowLanes;
+    const auto offset = [&](const Strided& rows) {
+      return batch * rows.batch_stride + head * rows.head_stride +
+             (sequence.first_q + query) * rows.row_stride;
+    };
+    A sum = 0;
+    if (query < sequence.queries) {
+      visit_bool(aligned, [&]<bool kAligned>() {
+        sum = row_product<Types, kAligned>(args, offset(args.doutput), offset(args.output));
+      });
+    }
+    ONEPASS_UNROLL
+    for (int lanes = kRowLanes / 2; lanes > 0; lanes /= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, lanes);
+    }
+    if (query >= sequence.queries || threadIdx.x % kRowLanes != 0) continue;
+    const int64_t row = lse_row(args, sequence, batch, head, query);
+    if (args.dlse) sum -= load_global(static_cast<const A*>(args.dlse) + row);
+    store_global(static_cast<A*>(ends.delta) + row, sum);
+    if (ends.dsinks) dsink += load_lse<A>(args, row).probability(sink) * sum;
+  }
+  if (ends.dsinks) store_partial(dsink, static_cast<A*>(ends.dsinks), blockIdx.x, scratch);
+}
+
+// One block per sum: of a (batch, head), or of a head over all batches. In double, which costs
+// nothing here.
+template <class A>
+__global__ void __launch_bounds__(kThreads)
+    attention_sums_kernel(const A* partials, const int64_t parts, const int64_t heads,
+                          const int64_t batches, void* sums, const DType dtype) {
+  SharedMemory shared;
+  double* scratch = shared.take<double>(kReduceScratch<1>);
+  const int64_t head = blockIdx.x % heads, first_batch = blockIdx.x / heads;
+  double sum[1] = {0.0};
+  for (int64_t batch = first_batch; batch < first_batch + batches; ++batch) {
+    const A* const row = partials + (batch * heads + head) * parts;
+    for (int64_t i = threadIdx.x; i < parts; i += kThreads) sum[0] += load_global(row + i);
+  }
+  reduce_row(sum, kThreads, scratch);
+  if (threadIdx.x != 0) return;
+  if (dtype == DType::kFloat64) {
+    store_global(static_cast<double*>(sums) + blockIdx.x, sum[0]);
+  } else {
+    visit_dtype_up_to_float32(dtype, [&]<class S>() {
+      store_global(static_cast<S*>(sums) + blockIdx.x,
+                   onepass::narrow<S>(static_cast<float>(sum[0])));
+    });
+  }
+}
+
+// summed: over batches as well.
+void add_up(const AttentionBackward& args, const void* partials, int64_t parts, bool summed,
+            void* sums, DType dtype, void* stream) {
+  visit_bool(args.dtype == DType::kFloat64, [&]<bool kDouble>() {
+    using A = std::conditional_t<kDouble, double, float>;
+    launch<attention_sums_kernel<A>>({.blocks = summed ? args.heads : args.batch * args.heads,
+                                      .threads = kThreads,
+                                      .shared_bytes = kReduceScratch<1> * sizeof(double)},
+                                     stream, static_cast<const A*>(partials), parts, args.heads,
+                                     summed ? args.batch : 1, sums, dtype);
+  });
+}
+
+}  // namespace
+
+int64_t ends_bytes(const AttentionBackward& args, int64_t slope_parts) {
+  const int64_t heads = args.batch * args.heads;
+  const int64_t elements = args.heads * args.total_q + (args.dsinks ? heads * row_parts(args) : 0) +
+                           (args.dslopes ? heads * slope_parts : 0);
+  const int64_t bytes = elements * (args.dtype == DType::kFloat64 ? 8 : 4);
+  return (bytes + 15) / 16 * 16;
+}
+
+BackwardEnds ends_in(void* workspace, const AttentionBackward& args, int64_t slope_parts) {
+  const int64_t size = args.dtype == DType::kFloat64 ? 8 : 4;
+  const int64_t heads = args.batch * args.heads;
+  BackwardEnds ends{.delta = workspace,
+                    .dsinks = nullptr,
+                    .dslopes = nullptr,
+                    .sink_parts = row_parts(args),
+                    .slope_parts = slope_parts};
+  char* next = static_cast<char*>(workspace) + args.heads * args.total_q * size;
+  if (args.dsinks) ends.dsinks = next, next += heads * ends.sink_parts * size;
+  if (args.dslopes) ends.dslopes = next;
+  return ends;
+}
+
+void begin_backward(const AttentionBackward& args, const BackwardEnds& ends, void* stream) {
+  const bool aligned = has_aligned_rows(args.doutput, args.dtype, args.value_dim) &&
+                       has_aligned_rows(args.output, args.dtype, args.value_dim);
+  visit_bool(args.dtype == DType::kFloat64, [&]<bool kDouble>() {
+    using Types = std::conditional_t<kDouble, Same<double>, Mixed>;
+    launch<attention_delta_kernel<Types>>(
+        {.blocks = args.batch * args.heads * ends.sink_parts,
+         .threads = kThreads,
+         .shared_bytes = kReduceScratch<1> * sizeof(typename Types::A)},
+        stream, args, ends, aligned);
+  });
+}
+
+void finish_backward(const AttentionBackward& args, const BackwardEnds& ends, void* stream) {
+  if (args.dsinks) {
+    add_up(args, ends.dsinks, ends.sink_parts, true, args.dsinks, args.sinks_dtype, stream);
+  }
+  if (args.dslopes) {
+    add_up(args, ends.dslopes, ends.slope_parts, args.alibi_batch_stride == 0, args.dslopes,
+           DType::kFloat32, stream);
+  }
+}
+
+}  // namespace onepass::cuda
