@@ -20,12 +20,31 @@ bool has_aligned_rows(const Strided& rows, DType dtype, int64_t cols) {
 
 int64_t row_parts(const Attention& args) { return (args.seq_q + kBlockRows - 1) / kBlockRows; }
 
-// kRowLanes lanes' sum of a product of two rows.
+// Packs go around the lanes that share a row, also where a pack is not one access: the order of a
+// sum does not depend on where the row lies.
+template <bool kAligned_>
+struct RowColumns {
+  static constexpr bool kAligned = kAligned_;
+  int64_t cols;
+
+  __device__ __forceinline__ int of(int pack, int e) const {
+    return (pack * kRowLanes + static_cast<int>(threadIdx.x) % kRowLanes) * kPack + e;
+  }
+  __device__ __forceinline__ bool has(int pack, int e) const { return of(pack, e) < cols; }
+  __device__ __forceinline__ bool reaches(int pack) const {
+    return pack * kRowLanes * kPack < cols;
+  }
+  template <class T>
+  __device__ __forceinline__ T* in(T* row, int pack, int e) const {
+    return row + of(pack, e);
+  }
+};
+
+// kRowLanes lanes' parts of the product of two rows.
 template <class Types, bool kAligned>
 __device__ __forceinline__ typename Types::A row_product(const AttentionBackward& args,
                                                          int64_t doutput, int64_t output) {
-  const StridedColumns<kAligned> columns{kRowLanes, static_cast<int>(threadIdx.x) % kRowLanes,
-                                         args.value_dim};
+  const RowColumns<kAligned> columns{args.value_dim};
   typename Types::A sum = 0;
   for (int pack = 0; columns.reaches(pack); ++pack) {
     const auto left = Types::load(args.doutput.data, args.dtype, doutput, columns, pack);
