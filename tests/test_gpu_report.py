@@ -147,7 +147,7 @@ def test_plan(tmp_path):
     steps = {step.name: step for step in gpu_report.plan(FACTS, TOOLS, tmp_path, "python")}
     assert list(steps) == [
         "build", "doctor", "device tests", "attention tests", "bench decode", "bench attention",
-        "bench norm", "compare float32", "compare bfloat16",
+        "bench norm", "bench optimizer", "compare float32", "compare bfloat16",
         *(f"{tool}, {tests}" for tests in gpu_report.TESTS for tool in gpu_report.SANITIZERS),
     ]  # fmt: skip
     words = {name: " ".join(map(str, step.command(100.0))) for name, step in steps.items()}
@@ -168,6 +168,11 @@ def test_plan(tmp_path):
         for file in files:
             assert file in words[name] and (ROOT / file).is_file()
     assert all(0 < step.least < step.limit for step in steps.values())
+
+
+def test_every_device_test_is_run():
+    run = {file for files in gpu_report.TESTS.values() for file in files}
+    assert run == {f"tests/{path.name}" for path in ROOT.glob("tests/test_cuda_device*.py")}
 
 
 def test_every_family_with_cases_on_cuda_is_measured():
