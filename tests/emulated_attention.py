@@ -44,14 +44,18 @@ class AttentionCalls(Calls):
     """`misalign` moves storages of floats, or of the tensors that `misaligned` names as structs do.
 
     `path` is who takes the calls: "tiled" kernels, "plain" ones, or None, which the back end
-    decides.
+    decides. `deterministic` is that of every backward, or None, as its caller says.
     """
 
     program: tuple[str, ...] = PROGRAM
     path: str | None = None
+    deterministic: bool | None = None
 
 
-def on_emulated_cuda(monkeypatch, **options) -> AttentionCalls:
+def on_emulated_cuda(
+    monkeypatch, ops=("forward", "backward", "decode", "append"), **options
+) -> AttentionCalls:
+    """Of the ops that are named; the others stay what they are."""
     calls = AttentionCalls(**options)
 
     def forward(*arguments, **keywords):
@@ -63,14 +67,15 @@ def on_emulated_cuda(monkeypatch, **options) -> AttentionCalls:
     def decode(*arguments, **keywords):
         return decoded(calls, *arguments, **keywords)
 
-    ops = torch.ops.onepass
-    for of, name, function in (
-        (ops, "attention_forward", forward), (attention, "_forward", forward),
-        (ops, "attention_backward", backward), (attention, "_backward", backward),
-        (ops, "attention_decode", decode), (attention_decode, "_decode", decode),
-        (ops, "attention_decode_append", decode), (attention_decode, "_append", decode),
-    ):  # fmt: skip
-        monkeypatch.setattr(of, name, function)
+    places = dict(
+        forward=(attention, "_forward", "attention_forward", forward),
+        backward=(attention, "_backward", "attention_backward", backward),
+        decode=(attention_decode, "_decode", "attention_decode", decode),
+        append=(attention_decode, "_append", "attention_decode_append", decode),
+    )
+    for module, inside, name, function in (places[op] for op in ops):
+        monkeypatch.setattr(module, inside, function)
+        monkeypatch.setattr(torch.ops.onepass, name, function)
     return calls
 
 
@@ -280,6 +285,8 @@ def attention_backward(
             args.add("dsinks", gradients["sinks"], written=True)
         if grad_mask & BITS["alibi_slopes"]:
             args.add("dslopes", gradients["alibi_slopes"], written=True)
+        if calls.deterministic is not None:
+            deterministic = calls.deterministic
         args.numbers |= dict(dbias_numel=gradients["bias"].numel(), deterministic=deterministic)
         args.run("attention_backward")
     return tuple(gradients.values())
