@@ -34,7 +34,11 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu-report"
 SITE = WORK / "site"  # where onepass is installed, for the steps alone
 TESTS = {
-    "device tests": ("tests/test_cuda_device.py", "tests/test_cuda_device_torch.py"),
+    "device tests": (
+        "tests/test_cuda_device.py",
+        "tests/test_cuda_device_torch.py",
+        "tests/test_cuda_device_optim.py",
+    ),
     "attention tests": (
         "tests/test_cuda_device_attention.py",
         "tests/test_cuda_device_attention_torch.py",
@@ -44,7 +48,7 @@ TESTS = {
 # What a step measures, and the seconds that it may take. Of attention's standard shapes, that is
 # the first part; `onepass bench attention --device cuda` by itself measures all.
 BENCHMARKS = {"decode": (("decode",), 75), "attention": (("attention",), 150)}
-BENCHMARKS |= {"norm": (("norm", "dropout"), 150)}
+BENCHMARKS |= {"norm": (("norm", "dropout"), 150), "optimizer": (("optimizer",), 75)}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")
 BUDGET = 600.0
