@@ -27,7 +27,7 @@ def markdown(report: Mapping, measured: Sequence[Mapping], compared: Sequence[Ma
 
 def _figures(result: Mapping) -> list[str]:
     """Of one file of `onepass bench`."""
-    families = {"norm": _norm_rows, "dropout": _norm_rows}
+    families = {"norm": _norm_rows, "dropout": _norm_rows, "optimizer": _optimizer_rows}
     families |= {"attention": _attention_rows, "decode": _decode_rows}
     ceilings, rows = result["ceilings"], result["rows"]
     line = f"Copy of a large tensor: {ceilings['copy_gbps']:.0f} GB/s"
@@ -37,10 +37,10 @@ def _figures(result: Mapping) -> list[str]:
     lines = [f"{line}. Goals of speed reached in {sum(goals)} of {len(goals)} cases."]
     for table in dict.fromkeys(families.values()):
         own = [row for row in rows if families.get(row["name"].partition("/")[0]) is table]
-        large = [row for row in own if _share(row) is not None]
+        small = [row for row in own if _share(row) is None and table is not _optimizer_rows]
+        large = [row for row in own if row not in small]
         if large:
             lines += ["", *table(large)]
-        small = [row for row in own if _share(row) is None]
         if small:
             lines += ["", f"A call on a tensor of {_size(small[0])}: {_overhead(small)}."]
     for word in ("failed", "left_out"):
@@ -92,22 +92,31 @@ def _attention_rows(rows: Sequence[Mapping]) -> list[str]:
 
 
 def _decode_rows(rows: Sequence[Mapping]) -> list[str]:
+    return _single_rows("Decoding, replayed", rows)
+
+
+def _optimizer_rows(rows: Sequence[Mapping]) -> list[str]:
+    """Many small tensors have no share: what a step costs there is not the memory's."""
+    return _single_rows("Optimizer step", rows)
+
+
+def _single_rows(title: str, rows: Sequence[Mapping]) -> list[str]:
     lines = [
-        "| Decoding, replayed | microseconds | GB/s | share of an update in place "
+        f"| {title} | microseconds | GB/s | share of an update in place or a copy "
         "| times faster than eager | than others |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        _, kind, dtype, sizes = row["name"].split("/")
-        others = (f"{name} {_ratio(of)}" for name, of in row["against_others"].items())
+        share, others = _share(row), row["against_others"].items()
         columns = [
             f"{row['times']['ours']['median_us']:.1f}",
-            f"{row['gbps']:.0f}",
-            f"{_share(row):.0%}".replace("%", " %"),
+            f"{row['gbps']:.0f}" if row["gbps"] else "-",
+            "-" if share is None else f"{share:.0%}".replace("%", " %"),
             f"{row['against_eager']['median']:.2f}",
-            ", ".join(others) or "-",
+            ", ".join(f"{name} {_ratio(of)}" for name, of in others) or "-",
         ]
-        lines.append(f"| {kind} {dtype} {sizes} | {' | '.join(columns)} |")
+        name = row["name"].partition("/")[2].replace("/", " ")
+        lines.append(f"| {name} | {' | '.join(columns)} |")
     return lines
 
 
