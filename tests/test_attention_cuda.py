@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import attention_cases
+import emulated
 import pytest
 from attention_cases import BF16, F16, F32, F64, LAYOUTS, Case, assert_same, forward, pairwise
 from attention_cuda_cases import (
     AXES,
+    BRANCHES,
+    CAUSAL,
     DTYPES,
+    INSTANCES,
     LONG_DIMS,
+    SEQUENCES,
     TILED,
     TILED_DIMS,
     check,
@@ -19,8 +24,12 @@ from attention_cuda_cases import (
     half_and_float,
     on_cuda,
 )
+from emulated_attention import PROGRAM
+from emulated_ops import all_instances
 
-CAUSAL = dict(window_right=0, bottom_right=True)
+
+def forward_instances(build: str) -> set[str]:
+    return {name for name in all_instances(build, PROGRAM) if "attention_forward" in name}
 
 
 @pytest.fixture(autouse=True)
@@ -117,9 +126,6 @@ def test_positions_of_a_shard(terms, dtype):
     for first in (0, 2**33):
         for key in (0, 3, 50, 117):
             check(replace(case, query_offset=first + 40, key_offset=first + key, **terms))
-
-
-SEQUENCES = ((1, 1), (129, 64), (0, 7), (64, 200), (7, 0), (0, 0), (33, 33))
 
 
 @dtypes
@@ -273,3 +279,26 @@ def test_lse_rest_is_what_rounding_took(dtype):
         assert rest.any()
         with_rest = (found["lse"].double() + rest.double() - exact).abs().max()
         assert with_rest < (found["lse"].double() - exact).abs().max()
+
+
+# ---- every instance, in every build --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_each_instance(monkeypatch, build):
+    """Without races or bad accesses; none is left out."""
+    calls = on_cuda(monkeypatch, ops=("forward",), build=build, seed=1)
+    for case in INSTANCES:
+        check(case)
+    assert calls.instances == forward_instances(build)
+
+
+@pytest.mark.parametrize("build", ["address", "thread"])
+@half_and_float
+@pytest.mark.parametrize("name", BRANCHES)
+def test_sanitizers_are_silent(monkeypatch, name, dtype, build):
+    """On the branches within an instance that the test above does not take."""
+    on_cuda(monkeypatch, ops=("forward",), build=build, seed=2)
+    case = replace(Case(dtype, 40, heads=2, kv_heads=1), **BRANCHES[name])
+    t = case.tensors()
+    forward(case, t)
