@@ -62,6 +62,23 @@ def check(case: Case) -> None:
     attention_cases.check(case, compute)
 
 
+# ---- traffic -------------------------------------------------------------------------------------
+
+
+def once_per_tile(case: Case, rows: int) -> tuple[int, int]:
+    """(bytes of Q, bytes of K and V) that a forward reads: each query once, and the keys and values
+    that any of a tile of so many queries sees once for the tile. Without sequences of their own.
+    """
+    head_dim, value_dim = case.head_dim, case.value_dim or case.head_dim
+    queries = keys = 0
+    for tile in case.allowed().split(rows):
+        seen = int(tile.any(0).sum())
+        queries += len(tile) * head_dim if seen else 0
+        keys += seen * (head_dim + value_dim)
+    size = case.batch * case.heads * case.dtype.itemsize
+    return queries * size, keys * size
+
+
 # ---- every instance, in every build --------------------------------------------------------------
 
 # By dtype and bucket, without and with terms of scores; rows that no 16 bytes divide among them.

@@ -291,6 +291,20 @@ def test_expanded_tensors(monkeypatch, dims, dtype):
         assert_same(backward(case, t | {name: expanded}, outputs), expected, name)
 
 
+@half_and_float
+@pytest.mark.parametrize("far", ["sequences", "heads", "rows"])
+def test_offsets_beyond_32_bits(monkeypatch, far, dtype):
+    """The memory between what lies so far apart is never touched."""
+    case = Case(dtype, 64, heads=2, seq_q=20, seq_k=70, bias="bhq", mask="bhq", **CAUSAL)
+    t = case.tensors()
+    outputs = forward(case, t)
+    found = []
+    for where in (None, far):
+        on_cuda(monkeypatch, ops=("backward",), far=where, deterministic=True)
+        found.append(backward(case, t, outputs))
+    assert_same(found[1], found[0])
+
+
 # ---- contract ------------------------------------------------------------------------------------
 
 # Everything that several blocks add to: queries that many tiles of keys are seen by, groups of
