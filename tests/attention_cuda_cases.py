@@ -30,6 +30,10 @@ DTYPES = TILED + PLAIN
 TILED_DIMS = (1, 8, 40, 64, 72, 96, 128, 160, 256)
 LONG_DIMS = (264, 512)  # for which there are no tiles
 
+CAUSAL = dict(window_right=0, bottom_right=True)
+# Of nothing, of one row, of less than a tile and of more; more keys than queries and fewer.
+SEQUENCES = ((1, 1), (129, 64), (0, 7), (64, 200), (7, 0), (0, 0), (33, 33))
+
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 half_and_float = pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 
@@ -57,6 +61,55 @@ def check(case: Case) -> None:
 
     attention_cases.check(case, compute)
 
+
+# ---- traffic -------------------------------------------------------------------------------------
+
+
+def once_per_tile(case: Case, rows: int) -> tuple[int, int]:
+    """(bytes of Q, bytes of K and V) that a forward reads: each query once, and the keys and values
+    that any of a tile of so many queries sees once for the tile. Without sequences of their own.
+    """
+    head_dim, value_dim = case.head_dim, case.value_dim or case.head_dim
+    queries = keys = 0
+    for tile in case.allowed().split(rows):
+        seen = int(tile.any(0).sum())
+        queries += len(tile) * head_dim if seen else 0
+        keys += seen * (head_dim + value_dim)
+    size = case.batch * case.heads * case.dtype.itemsize
+    return queries * size, keys * size
+
+
+# ---- every instance, in every build --------------------------------------------------------------
+
+# By dtype and bucket, without and with terms of scores; rows that no 16 bytes divide among them.
+INSTANCES = [
+    Case(dtype, head_dim, batch=1, heads=2, kv_heads=1, seq_q=70, seq_k=110, **CAUSAL, **terms)
+    for dtype in TILED
+    for terms in ({}, dict(bias="q", dropout_p=0.3, alibi="", sinks=F32))
+    for head_dim in (61, 72, 160)
+]
+INSTANCES += [
+    Case(dtype, 40, batch=1, heads=2, kv_heads=1, seq_q=40, seq_k=70, bias="q", sinks=dtype,
+         alibi="", **CAUSAL)
+    for dtype in PLAIN
+]  # fmt: skip
+INSTANCES += [Case(BF16, 264, batch=1, heads=1, seq_q=20, seq_k=40, bias="q")]
+
+# The branches within an instance that those do not take.
+BRANCHES = {
+    "packed": dict(storage="packed used", lengths=SEQUENCES, sinks=F32, dlse=True),
+    "paged": dict(storage="paged", lengths=((9, 40), (70, 130), (1, 0)), page_size=7),
+    "used": dict(storage="used", lengths=((1, 5), (70, 90), (0, 3)), mask="b", window_left=20),
+    "masks": dict(seq_q=70, seq_k=200, mask="bhq", bias="h", softcap=3.0, dropout_p=0.2),
+    "long": dict(seq_q=150, seq_k=230, heads=1, batch=1, window_left=90, window_right=50),
+    "shard": dict(seq_q=70, seq_k=100, key_offset=13, query_offset=40, dropout_p=0.3, alibi="b"),
+    "one": dict(seq_q=1, seq_k=1, dlse=True, bias=""),
+    "unaligned": dict(head_dim=37, value_dim=50, seq_q=30, seq_k=70),
+    "no keys": dict(seq_q=33, seq_k=0, sinks=F32),
+}
+
+
+# ---- pairs of options ----------------------------------------------------------------------------
 
 # Any two values of any two options occur together at least once.
 AXES = dict(

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import attention_cases
+import emulated
 import pytest
 from attention_cases import BF16, F16, F32, F64, LAYOUTS, Case, assert_same, forward, pairwise
 from attention_cuda_cases import (
     AXES,
+    BRANCHES,
+    CAUSAL,
     DTYPES,
+    INSTANCES,
     LONG_DIMS,
+    SEQUENCES,
     TILED,
     TILED_DIMS,
     check,
@@ -18,9 +23,14 @@ from attention_cuda_cases import (
     dtypes,
     half_and_float,
     on_cuda,
+    once_per_tile,
 )
+from emulated_attention import PROGRAM
+from emulated_ops import all_instances
 
-CAUSAL = dict(window_right=0, bottom_right=True)
+
+def forward_instances(build: str) -> set[str]:
+    return {name for name in all_instances(build, PROGRAM) if "attention_forward" in name}
 
 
 @pytest.fixture(autouse=True)
@@ -117,9 +127,6 @@ def test_positions_of_a_shard(terms, dtype):
     for first in (0, 2**33):
         for key in (0, 3, 50, 117):
             check(replace(case, query_offset=first + 40, key_offset=first + key, **terms))
-
-
-SEQUENCES = ((1, 1), (129, 64), (0, 7), (64, 200), (7, 0), (0, 0), (33, 33))
 
 
 @dtypes
@@ -224,6 +231,17 @@ def test_expanded_tensors(dims, dtype):
         assert_same(forward(case, t | {name: expanded}), copied, name)
 
 
+@half_and_float
+@pytest.mark.parametrize("far", ["sequences", "heads", "rows"])
+def test_offsets_beyond_32_bits(monkeypatch, far, dtype):
+    """The memory between what lies so far apart is never touched."""
+    case = Case(dtype, 64, heads=2, seq_q=20, seq_k=70, bias="bhq", mask="bhq", **CAUSAL)
+    t = case.tensors()
+    expected = forward(case, t)
+    on_cuda(monkeypatch, ops=("forward",), far=far)
+    assert_same(forward(case, t), expected)
+
+
 # ---- contract ------------------------------------------------------------------------------------
 
 
@@ -273,3 +291,94 @@ def test_lse_rest_is_what_rounding_took(dtype):
         assert rest.any()
         with_rest = (found["lse"].double() + rest.double() - exact).abs().max()
         assert with_rest < (found["lse"].double() - exact).abs().max()
+
+
+# ---- traffic and resources -----------------------------------------------------------------------
+
+ONE_PASS = {
+    "64": Case(BF16, 64, batch=1, seq_q=150, seq_k=230),
+    "64, causal": Case(F16, 64, batch=2, seq_q=300, seq_k=230, window_right=0),
+    "40 and 72": Case(BF16, 40, 72, heads=4, kv_heads=2, seq_q=150, seq_k=230, **CAUSAL),
+    "128, window": Case(F16, 128, batch=1, seq_q=300, seq_k=200, window_left=20, window_right=5),
+    "256": Case(BF16, 256, batch=1, seq_q=150, seq_k=100, window_right=0),
+    "8": Case(BF16, 8, batch=1, seq_q=150, seq_k=230),
+    "float32": Case(F32, 64, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
+    "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
+}  # fmt: skip
+
+
+def counted(cuda, case: Case) -> dict:
+    forward(case, case.tensors())
+    return cuda.done[-1]
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_one_pass(cuda, name):
+    """Q, O and the LSE once, K and V once for each tile of queries that sees them; to the byte."""
+    case = ONE_PASS[name]
+    call = counted(cuda, case)
+    assert call["read"] == sum(once_per_tile(case, call["rows_per_tile"]))
+    statistics = 2 * (8 if case.dtype is F64 else 4)
+    row = (case.value_dim or case.head_dim) * case.dtype.itemsize + statistics
+    assert call["written"] == case.batch * case.heads * case.seq_q * row
+    assert call["workspace_bytes"] == 0 and call["launches"] == 1
+
+
+TERMS = [
+    (dict(bias="bhq"), 2), (dict(mask="q"), 1), (dict(bias="", bias_dtype=F32, mask="bh"), 5),
+    (dict(alibi="b"), 0), (dict(dropout_p=0.3), 0), (dict(sinks=F32), 0), (dict(softcap=3.0), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("terms, size", TERMS, ids=str)
+@pytest.mark.parametrize("name", ["64", "128, window", "256"])
+def test_terms_of_scores_are_read_once(cuda, name, terms, size):
+    """Those of scores that count; numbers of a head, and the seed, by each thread for itself."""
+    case = replace(ONE_PASS[name], dtype=BF16, **terms)
+    call = counted(cuda, case)
+    least = sum(once_per_tile(case, call["rows_per_tile"]))
+    least += size * int(case.allowed().sum()) * case.batch * case.heads
+    (launch,) = call["launched"]
+    assert least <= call["read"] <= least + 24 * launch.threads * launch.blocks
+    assert call["workspace_bytes"] == 0
+
+
+def test_pages_are_read_once(cuda):
+    """Beside their numbers, which are looked up for every row."""
+    paged = Case(BF16, 64, storage="paged", lengths=((70, 130), (150, 40)), page_size=16)
+    packed = replace(paged, storage="packed", bias="bhq")
+    read = [counted(cuda, case)["read"] for case in (paged, packed)]
+    bias = 2 * 2 * (70 * 130 + 150 * 40)
+    assert read[0] <= read[1] - bias + 2 * 2 * (130 + 2 * 40) * 16 * 4
+
+
+@dtypes
+def test_shared_memory_fits_every_device(cuda, dtype):
+    """A block's limit is 99 KiB on sm_86, sm_89 and sm_120, and more elsewhere."""
+    for head_dim in (64, 128, 256, 512):
+        for terms in ({}, dict(bias="")):
+            call = counted(cuda, Case(dtype, head_dim, batch=1, heads=1, seq_q=3, seq_k=5, **terms))
+            assert 0 < call["shared"] <= 99 * 1024
+
+
+# ---- every instance, in every build --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_each_instance(monkeypatch, build):
+    """Without races or bad accesses; none is left out."""
+    calls = on_cuda(monkeypatch, ops=("forward",), build=build, seed=1)
+    for case in INSTANCES:
+        check(case)
+    assert calls.instances == forward_instances(build)
+
+
+@pytest.mark.parametrize("build", ["address", "thread"])
+@half_and_float
+@pytest.mark.parametrize("name", BRANCHES)
+def test_sanitizers_are_silent(monkeypatch, name, dtype, build):
+    """On the branches within an instance that the test above does not take."""
+    on_cuda(monkeypatch, ops=("forward",), build=build, seed=2)
+    case = replace(Case(dtype, 40, heads=2, kv_heads=1), **BRANCHES[name])
+    t = case.tensors()
+    forward(case, t)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import attention_cases
+import emulated
 import pytest
 import torch
 from attention_cases import (
@@ -27,7 +28,11 @@ from attention_cases import (
 )
 from attention_cuda_cases import (
     AXES,
+    BRANCHES,
+    CAUSAL,
+    INSTANCES,
     LONG_DIMS,
+    SEQUENCES,
     TILED,
     TILED_DIMS,
     combination,
@@ -35,8 +40,14 @@ from attention_cuda_cases import (
     half_and_float,
     on_cuda,
 )
+from emulated_attention import PROGRAM
+from emulated_ops import all_instances
 
-CAUSAL = dict(window_right=0, bottom_right=True)
+
+def backward_instances(build: str) -> set[str]:
+    others = ("attention_forward", "attention_decode")
+    names = all_instances(build, PROGRAM)
+    return {name for name in names if not any(other in name for other in others)}
 
 
 @pytest.fixture(autouse=True)
@@ -135,9 +146,6 @@ def test_positions_of_a_shard(terms, dtype):
     for first in (0, 2**33):
         for key in (0, 3, 50, 117):
             check(replace(case, query_offset=first + 40, key_offset=first + key, **terms))
-
-
-SEQUENCES = ((1, 1), (129, 64), (0, 7), (64, 200), (7, 0), (0, 0), (33, 33))
 
 
 @dtypes
@@ -283,6 +291,20 @@ def test_expanded_tensors(monkeypatch, dims, dtype):
         assert_same(backward(case, t | {name: expanded}, outputs), expected, name)
 
 
+@half_and_float
+@pytest.mark.parametrize("far", ["sequences", "heads", "rows"])
+def test_offsets_beyond_32_bits(monkeypatch, far, dtype):
+    """The memory between what lies so far apart is never touched."""
+    case = Case(dtype, 64, heads=2, seq_q=20, seq_k=70, bias="bhq", mask="bhq", **CAUSAL)
+    t = case.tensors()
+    outputs = forward(case, t)
+    found = []
+    for where in (None, far):
+        on_cuda(monkeypatch, ops=("backward",), far=where, deterministic=True)
+        found.append(backward(case, t, outputs))
+    assert_same(found[1], found[0])
+
+
 # ---- contract ------------------------------------------------------------------------------------
 
 # Everything that several blocks add to: queries that many tiles of keys are seen by, groups of
@@ -351,3 +373,26 @@ def test_gradients_do_not_depend_on_other_sequences(monkeypatch, deterministic, 
         if not deterministic:
             del found["dquery"], expected["dquery"]
         assert_same(found, expected, f"{b} {kv}")
+
+
+# ---- every instance, in every build --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_each_instance(monkeypatch, build):
+    """Without races or bad accesses; none is left out."""
+    calls = on_cuda(monkeypatch, ops=("backward",), build=build, seed=1)
+    for case in INSTANCES:
+        check(case)
+    assert calls.instances == backward_instances(build)
+
+
+@pytest.mark.parametrize("build", ["address", "thread"])
+@half_and_float
+@pytest.mark.parametrize("name", BRANCHES)
+def test_sanitizers_are_silent(monkeypatch, name, dtype, build):
+    """On the branches within an instance that the test above does not take."""
+    on_cuda(monkeypatch, ops=("backward",), build=build, seed=2)
+    case = replace(Case(dtype, 40, heads=2, kv_heads=1), **BRANCHES[name])
+    t = case.tensors()
+    backward(case, t, forward(case, t))
