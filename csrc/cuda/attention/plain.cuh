@@ -146,7 +146,7 @@ __device__ __forceinline__ void load_chunk(A* target, const Rows& rows, int64_t 
     cp_async_16(target, source);
     return;
   }
-  ONEPASS_UNROLL
+  ONEPASS_ROLL
   for (int e = 0; e < kChunk<A>; ++e) {
     target[e] = e < count ? load_as<A>(rows.data, rows.dtype, offset + e) : A(0);
   }
@@ -327,12 +327,15 @@ __device__ __forceinline__ void add_rows_of_queries(A (&sum)[4][4], const A* wei
   weights += 4 * thread_row();
   rows += 4 * thread_col();
   A chain[4][4] = {};
-  ONEPASS_UNROLL
-  for (int query = 0; query < kDepth<A>; ++query) {
-    const Four<A> weight = four(weights + query * stride), row = four(rows + query * stride);
+  ONEPASS_ROLL
+  for (int first = 0; first < kDepth<A>; first += 4) {
     ONEPASS_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      chain[i / 4][i % 4] = multiply_add(weight.at[i / 4], row.at[i % 4], chain[i / 4][i % 4]);
+    for (int query = first; query < first + 4; ++query) {
+      const Four<A> weight = four(weights + query * stride), row = four(rows + query * stride);
+      ONEPASS_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        chain[i / 4][i % 4] = multiply_add(weight.at[i / 4], row.at[i % 4], chain[i / 4][i % 4]);
+      }
     }
   }
   ONEPASS_UNROLL
@@ -344,6 +347,7 @@ __device__ __forceinline__ void add_rows_of_queries(A (&sum)[4][4], const A* wei
 // What every thread of a block would hold of a tile, kept in shared memory because registers are
 // short.
 struct TileState {
+  int first_out;  // column of the results that the block's begin with
   Dropout dropout;
   Sequence sequence;
   int batch;
@@ -368,13 +372,14 @@ class Tile {
   static constexpr int kSharedWords = 4 * kQueries<A> + 2 * kWarps;
   static constexpr int kSharedBytes = (sizeof(TileState) + 15) / 16 * 16 + kSharedWords * 4;
 
-  __device__ __forceinline__ Tile(const Attention& args, SharedMemory& shared)
+  __device__ __forceinline__ Tile(const Attention& args, SharedMemory& shared, int out)
       : args_(args),
         state_(shared.take<TileState>(1)),
         allowed_(shared.take<uint32_t>(kSharedWords)),
         kept_(allowed_ + 2 * kQueries<A>),
         any_(kept_ + 2 * kQueries<A>) {
     if (threadIdx.x == 0) {
+      state_->first_out = out * kOutCols<A>;
       state_->dropout = dropout_of(args);
       state_->batch = -1;
     }
@@ -455,16 +460,54 @@ class Tile {
     return {args_, state_->sequence, state_->batch, state_->head, query(r)};
   }
 
+  // Whether there is more to a score than the product.
+  __device__ __forceinline__ bool has_terms() const {
+    return args_.softcap != 0.0 || args_.alibi_slopes || args_.bias.data;
+  }
+
   // Of the thread's row r and key c, from the product of the two; -inf where it is not seen.
   __device__ __forceinline__ Score<A> score(const RowScores<A>& of_row, int r, int c,
                                             A product) const {
-    if (!state_->whole && !bit(allowed_, r, c)) return {-static_cast<A>(INFINITY), A(0)};
-    const bool has_terms = args_.softcap != 0.0 || args_.alibi_slopes || args_.bias.data;
-    return has_terms ? of_row.score_of_seen(product, key(c))
-                     : Score<A>{product * static_cast<A>(args_.scale), A(1)};
+    if (!sees(r, c)) return {-static_cast<A>(INFINITY), A(0)};
+    return has_terms() ? of_row.score_of_seen(product, key(c))
+                       : Score<A>{product * static_cast<A>(args_.scale), A(1)};
+  }
+
+  // Products to scores. Where there is more to them, row by row by way of the thread's elements of
+  // `scratch`, (kQueries, kKeys): code for all of them at once would not fit where instructions are
+  // kept.
+  __device__ __forceinline__ void to_scores(A (&score)[kRows][4], A* scratch) const {
+    if (!has_terms()) {
+      ONEPASS_UNROLL
+      for (int i = 0; i < 4 * kRows; ++i) {
+        const A scaled = score[i / 4][i % 4] * static_cast<A>(args_.scale);
+        score[i / 4][i % 4] = sees(i / 4, i % 4) ? scaled : -static_cast<A>(INFINITY);
+      }
+      return;
+    }
+    const auto element = [&](int r, int c) -> A& {
+      return scratch[row(r) * kStride<A, kKeys> + col(c)];
+    };
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4 * kRows; ++i) element(i / 4, i % 4) = score[i / 4][i % 4];
+    ONEPASS_ROLL
+    for (int r = 0; r < kRows; ++r) {
+      const RowScores<A> of_row = row_scores(r);
+      ONEPASS_ROLL
+      for (int c = 0; c < 4; ++c) {
+        element(r, c) = sees(r, c) ? of_row.score_of_seen(element(r, c), key(c)).value
+                                   : -static_cast<A>(INFINITY);
+      }
+    }
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4 * kRows; ++i) score[i / 4][i % 4] = element(i / 4, i % 4);
   }
 
  private:
+  __device__ __forceinline__ bool sees(int r, int c) const {
+    return state_->whole || bit(allowed_, r, c);
+  }
+
   // Two words of kKeys bits for a row.
   static __device__ __forceinline__ bool bit(const uint32_t* words, int r, int c) {
     return words[2 * row(r) + c / 2] >> col(c % 2) & 1;

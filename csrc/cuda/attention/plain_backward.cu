@@ -38,8 +38,8 @@ struct Backward {
   using Scores = Tile<A, kThreads>;
   static constexpr int kRows = Scores::kRows;
 
-  __device__ __forceinline__ Backward(const AttentionBackward& call, SharedMemory& shared)
-      : args(call), tile(call, shared), ring(shared) {}
+  __device__ __forceinline__ Backward(const AttentionBackward& call, SharedMemory& shared, int out)
+      : args(call), tile(call, shared, out), ring(shared) {}
 
   static constexpr size_t shared_bytes(int tiles) {
     return (Ring<A, 2>::kElements + tiles * kTileElements<A>)*sizeof(A) + Scores::kSharedBytes;
@@ -135,18 +135,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
   using Block = Backward<A>;
   constexpr int kRows = Block::kRows, kParts = kKeys / kDepth<A>;
   SharedMemory shared;
-  Block block(args, shared);
+  const int outs = static_cast<int>(gridDim.x / (args.batch * args.heads * ends.slope_parts));
+  const int index = static_cast<int>(blockIdx.x);
+  Block block(args, shared, index % outs);
   auto& tile = block.tile;
   A* const ds = shared.take<A>(kTileElements<A>);
 
   // The last queries first: behind a diagonal they have the most to do.
-  const int outs = static_cast<int>(gridDim.x / (args.batch * args.heads * ends.slope_parts));
   const int tiles = static_cast<int>(ends.slope_parts);
-  const int index = static_cast<int>(blockIdx.x);
-  const int first_out = index % outs * kOutCols<A>;
+  const int first_query = (tiles - 1 - index / outs % tiles) * kQueries<A>;
   const int head = static_cast<int>(index / outs / tiles % args.heads);
   const int batch = static_cast<int>(index / outs / tiles / args.heads);
-  const int first_query = (tiles - 1 - index / outs % tiles) * kQueries<A>;
   tile.go_to(batch, head, first_query);
   const Sequence& sequence = tile->sequence;
   int first_key = tile.first_seen();
@@ -154,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
   const auto load_keys = [&](A* stage, int group, int part) {
     load_slab<kDepth<A>, kCols, kThreads>(
         stage, block.of_keys(args.key, args.head_dim), tile->first_key + part * kDepth<A>,
-        first_out + group * kCols, tile->keys >> part * kDepth<A>);
+        tile->first_out + group * kCols, tile->keys >> part * kDepth<A>);
   };
   const auto load_next_tile = [&](A* stage) {
     while (first_key < tile.last_seen() && !tile.enter(first_key)) first_key += kKeys;
@@ -183,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
           ds[tile.row(r) * kStride<A, kKeys> + tile.col(c)] = of.dproduct;
           if (args.dslopes) dslope += of.dslope;
         });
-    const bool two = kGroups<A> > 1 && first_out + kCols < args.head_dim;
+    const bool two = kGroups<A> > 1 && tile->first_out + kCols < args.head_dim;
     add_keys.template operator()<0>(
         [&](A* stage) { two ? load_keys(stage, 1, 0) : leave_tile(stage); });
     if constexpr (kGroups<A> > 1) {
@@ -201,11 +200,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
     for (int g = 0; g < kGroups<A>; ++g) {
       ONEPASS_UNROLL
       for (int c = 0; c < 4; ++c) dquery[g][r][c] *= scale;
-      store_columns(args.dquery, args.dtype, row, first_out + g * kCols + 4 * thread_col(),
+      store_columns(args.dquery, args.dtype, row, tile->first_out + g * kCols + 4 * thread_col(),
                     args.head_dim, dquery[g][r]);
     }
   }
-  if (!args.dslopes || first_out != 0) return;
+  if (!args.dslopes || tile->first_out != 0) return;
   __syncthreads();  // ds has been read
   store_partial(
       dslope, static_cast<A*>(ends.dslopes),
@@ -226,16 +225,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kParts = kQueries<A> / kDepth<A>;
   static_assert(Block::Scores::kThreadRows * 4 == kKeys);
   SharedMemory shared;
-  Block block(args, shared);
+  const int key_tiles = ceil_div(args.seq_k, kKeys);
+  const int outs = static_cast<int>(gridDim.x / (args.batch * args.kv_heads * key_tiles));
+  const int index = static_cast<int>(blockIdx.x);
+  Block block(args, shared, index % outs);
   auto& tile = block.tile;
   A* const p = shared.take<A>(kTileElements<A>);
   A* const ds = shared.take<A>(kTileElements<A>);
 
   // The first keys first: before a diagonal they are seen most.
-  const int key_tiles = ceil_div(args.seq_k, kKeys);
-  const int outs = static_cast<int>(gridDim.x / (args.batch * args.kv_heads * key_tiles));
-  const int index = static_cast<int>(blockIdx.x);
-  const int first_out = index % outs * kOutCols<A>;
   const int first_key = index / outs % key_tiles * kKeys;
   const int kv_head = static_cast<int>(index / outs / key_tiles % args.kv_heads);
   const int batch = static_cast<int>(index / outs / key_tiles / args.kv_heads);
@@ -252,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const auto load_rows = [&](A* stage, const Rows& rows, int group, int part) {
     load_slab<kDepth<A>, kCols, kThreads>(stage, rows, tile->first_query + part * kDepth<A>,
-                                          first_out + group * kCols,
+                                          tile->first_out + group * kCols,
                                           tile.queries() >> part * kDepth<A>);
   };
   const auto load_doutput = [&](A* stage, int group, int part) {
@@ -288,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     load_next_tile(stage);
   };
   const int64_t cols = args.head_dim > args.value_dim ? args.head_dim : args.value_dim;
-  const bool two = kGroups<A> > 1 && first_out + kCols < cols;
+  const bool two = kGroups<A> > 1 && tile->first_out + kCols < cols;
   block.ring.begin(load_next_tile);
   while (step < steps) {
     block.gradients(
@@ -318,8 +316,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int g = 0; g < kGroups<A>; ++g) {
         ONEPASS_UNROLL
         for (int c = 0; c < 4; ++c) sums[g][k][c] *= factor;
-        store_columns(gradient, args.dtype, row, first_out + g * kCols + 4 * thread_col(), cols,
-                      sums[g][k]);
+        store_columns(gradient, args.dtype, row, tile->first_out + g * kCols + 4 * thread_col(),
+                      cols, sums[g][k]);
       }
     }
   };
@@ -337,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using Block = Backward<A>;
   constexpr int kRows = Block::kRows, kThreadRows = Block::Scores::kThreadRows;
   SharedMemory shared;
-  Block block(args, shared);
+  Block block(args, shared, 0);
   auto& tile = block.tile;
   A* const of_rows = shared.take<A>(kThreadRows * kKeys);
 

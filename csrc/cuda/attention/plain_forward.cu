@@ -44,16 +44,15 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
   constexpr int kRows = Scores::kRows, kThreadRows = Scores::kThreadRows;
   constexpr int kParts = kKeys / kDepth<A>;
   SharedMemory shared;
-  Scores tile(args, shared);
+  const int outs = ceil_div(args.value_dim, kOutCols<A>);
+  Scores tile(args, shared, static_cast<int>(blockIdx.x) % outs);
   A* const p = shared.take<A>(kTileElements<A>);
   Ring<A, 1> ring(shared);
   A* const queries = shared.take<A>((resident ? resident : 2) * kSlabElements<A>);
 
   // The last queries first: behind a diagonal they have the most to do.
-  const int outs = ceil_div(args.value_dim, kOutCols<A>);
   const int tiles = ceil_div(args.seq_q, kQueries<A>);
   const int block = static_cast<int>(blockIdx.x);
-  const int first_out = block % outs * kOutCols<A>;
   const int first_query = (tiles - 1 - block / outs % tiles) * kQueries<A>;
   const int head = static_cast<int>(block / outs / tiles % args.heads);
   const int batch = static_cast<int>(block / outs / tiles / args.heads);
@@ -73,18 +72,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
         stage,
         key_rows_of(args, args.key, args.head_dim, tile->batch, tile->kv_head, sequence.first_k),
         tile->first_key, col, tile->keys);
-    if (has_queries) return;
+    if (resident && has_queries) return;
     load_slab<kQueries<A>, kDepth<A>, kThreads>(
         query_slab(i),
         rows_of(args, args.query, args.head_dim, tile->batch, tile->head, sequence.first_q),
         tile->first_query, col, tile.queries());
-    has_queries = resident && i + 1 == slabs;
   };
   const auto load_values = [&](A* stage, int group, int part) {
     load_slab<kDepth<A>, kCols, kThreads>(
         stage,
         key_rows_of(args, args.value, args.value_dim, tile->batch, tile->kv_head, sequence.first_k),
-        tile->first_key + part * kDepth<A>, first_out + group * kCols,
+        tile->first_key + part * kDepth<A>, tile->first_out + group * kCols,
         tile->keys >> part * kDepth<A>);
   };
   const auto load_next_tile = [&](A* stage) {
@@ -115,6 +113,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
         next);
   };
   const auto leave_tile = [&](A* stage) {
+    has_queries = true;
     first_key += kKeys;
     load_next_tile(stage);
   };
@@ -129,12 +128,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
         },
         [&](A* stage) { load_values(stage, 0, 0); });
 
-    ONEPASS_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const RowScores<A> of_row = tile.row_scores(r);
-      ONEPASS_UNROLL
-      for (int c = 0; c < 4; ++c) score[r][c] = tile.score(of_row, r, c, score[r][c]).value;
-    }
+    tile.to_scores(score, p);
     ONEPASS_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const Normalizer older = *normalizer(r);
@@ -164,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
       if (thread_col() == 0) *normalizer(r) = {largest, multiply_add(older.total, shrink, sum)};
     }
 
-    const bool two = kGroups<A> > 1 && first_out + kCols < args.value_dim;
+    const bool two = kGroups<A> > 1 && tile->first_out + kCols < args.value_dim;
     add_values.template operator()<0>(
         [&](A* stage) { two ? load_values(stage, 1, 0) : leave_tile(stage); });
     if constexpr (kGroups<A> > 1) {
@@ -178,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
     const int query = tile.query(r);
     if (query >= sequence.queries) continue;
     const auto [largest, total] = *normalizer(r);
-    if (first_out == 0 && thread_col() == 0) {
+    if (tile->first_out == 0 && thread_col() == 0) {
       const int64_t row = lse_row(args, sequence, tile->batch, tile->head, query);
       const A log = std::log(total), lse = largest + log;
       store_global(static_cast<A*>(args.lse) + row, lse);
@@ -194,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
           args.output, args.dtype,
           rows_of(args, args.output, args.value_dim, tile->batch, tile->head, sequence.first_q)
               .offset(query),
-          first_out + g * kCols + 4 * thread_col(), args.value_dim, value);
+          tile->first_out + g * kCols + 4 * thread_col(), args.value_dim, value);
     }
   }
 }
