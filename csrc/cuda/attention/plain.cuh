@@ -32,6 +32,9 @@ inline constexpr int kDepth = 128 / sizeof(A);  // of a slab, where its products
 template <class A>
 inline constexpr int kOutCols = 512 / sizeof(A);  // of results that a block has
 template <class A>
+inline constexpr int kGroups = kOutCols<A> / kCols;
+static_assert(kGroups<float> == 2 && kGroups<double> == 1);
+template <class A>
 inline constexpr int kChunk = 16 / sizeof(A);
 
 // Rows in shared memory lie an odd number of 16 bytes apart, so that eight rows have the same
@@ -61,12 +64,8 @@ inline const char* reason_of(const Attention& args) {
                                          : "a head dimension beyond the tiles of tensor cores";
 }
 
-__device__ __forceinline__ int thread_col() {
-  return static_cast<int>(threadIdx.x) % kColumnThreads;
-}
-__device__ __forceinline__ int thread_row() {
-  return static_cast<int>(threadIdx.x) / kColumnThreads;
-}
+__device__ __forceinline__ int thread_col() { return thread_index() % kColumnThreads; }
+__device__ __forceinline__ int thread_row() { return thread_index() / kColumnThreads; }
 
 // The first `count` of 64.
 __device__ __forceinline__ uint64_t first_bits(int64_t count) {
@@ -147,7 +146,7 @@ __device__ __forceinline__ void load_chunk(A* target, const Rows& rows, int64_t 
     cp_async_16(target, source);
     return;
   }
-  ONEPASS_UNROLL
+  ONEPASS_ROLL
   for (int e = 0; e < kChunk<A>; ++e) {
     target[e] = e < count ? load_as<A>(rows.data, rows.dtype, offset + e) : A(0);
   }
@@ -203,13 +202,14 @@ __device__ __forceinline__ A lost_in_sum(A a, A b, A sum) {
 
 // ---- slabs on their way -------------------------------------------------------------------------
 
-// Two stages of slabs: while one is used the other is filled, also across products.
-template <class A>
+// Two stages of kSlabs slabs: while one is used the other is filled, also across products.
+template <class A, int kSlabs>
 class Ring {
  public:
-  __device__ __forceinline__ Ring(SharedMemory& shared, int slabs_per_stage)
-      : stages_(shared.take<A>(2 * slabs_per_stage * kSlabElements<A>)),
-        elements_(slabs_per_stage * kSlabElements<A>) {}
+  static constexpr int kElements = 2 * kSlabs * kSlabElements<A>;
+
+  __device__ __forceinline__ explicit Ring(SharedMemory& shared)
+      : stages_(shared.take<A>(kElements)) {}
 
   // load(stage) starts filling the first.
   template <class Load>
@@ -238,10 +238,11 @@ class Ring {
   }
 
  private:
-  __device__ __forceinline__ A* stage() const { return stages_ + (odd_ ? elements_ : 0); }
+  __device__ __forceinline__ A* stage() const {
+    return stages_ + (odd_ ? kSlabs * kSlabElements<A> : 0);
+  }
 
   A* stages_;
-  int elements_;
   bool odd_ = false;
 };
 
@@ -326,12 +327,15 @@ __device__ __forceinline__ void add_rows_of_queries(A (&sum)[4][4], const A* wei
   weights += 4 * thread_row();
   rows += 4 * thread_col();
   A chain[4][4] = {};
-  ONEPASS_UNROLL
-  for (int query = 0; query < kDepth<A>; ++query) {
-    const Four<A> weight = four(weights + query * stride), row = four(rows + query * stride);
+  ONEPASS_ROLL
+  for (int first = 0; first < kDepth<A>; first += 4) {
     ONEPASS_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      chain[i / 4][i % 4] = multiply_add(weight.at[i / 4], row.at[i % 4], chain[i / 4][i % 4]);
+    for (int query = first; query < first + 4; ++query) {
+      const Four<A> weight = four(weights + query * stride), row = four(rows + query * stride);
+      ONEPASS_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        chain[i / 4][i % 4] = multiply_add(weight.at[i / 4], row.at[i % 4], chain[i / 4][i % 4]);
+      }
     }
   }
   ONEPASS_UNROLL
@@ -343,21 +347,18 @@ __device__ __forceinline__ void add_rows_of_queries(A (&sum)[4][4], const A* wei
 // What every thread of a block would hold of a tile, kept in shared memory because registers are
 // short.
 struct TileState {
+  int first_out;  // column of the results that the block's begin with
   Dropout dropout;
   Sequence sequence;
   int batch;
   int head;
   int kv_head;
   int first_query;
+  int rows;  // queries that there are; 0 or less beyond the sequence
+  SeenKeys seen;
   int first_key;
-  uint64_t queries;  // those that there are, a bit each
-  uint64_t keys;     // those that any of the queries sees
-  bool whole;        // each query of the tile sees each key
-};
-
-struct KeySpan {
-  int first;
-  int last;  // behind the last one
+  uint64_t keys;  // those that any of the queries sees, a bit each
+  bool whole;     // each query of the tile sees each key
 };
 
 // Scores of kQueries queries and kKeys keys of a (batch, head): a block comes by one tile after the
@@ -371,13 +372,14 @@ class Tile {
   static constexpr int kSharedWords = 4 * kQueries<A> + 2 * kWarps;
   static constexpr int kSharedBytes = (sizeof(TileState) + 15) / 16 * 16 + kSharedWords * 4;
 
-  __device__ __forceinline__ Tile(const Attention& args, SharedMemory& shared)
+  __device__ __forceinline__ Tile(const Attention& args, SharedMemory& shared, int out)
       : args_(args),
         state_(shared.take<TileState>(1)),
         allowed_(shared.take<uint32_t>(kSharedWords)),
         kept_(allowed_ + 2 * kQueries<A>),
         any_(kept_ + 2 * kQueries<A>) {
     if (threadIdx.x == 0) {
+      state_->first_out = out * kOutCols<A>;
       state_->dropout = dropout_of(args);
       state_->batch = -1;
     }
@@ -392,35 +394,38 @@ class Tile {
       state_->head = head;
       state_->kv_head = static_cast<int>(head / (args_.heads / args_.kv_heads));
       state_->first_query = first_query;
+      const int64_t rest = state_->sequence.queries - first_query;
+      const int rows = rest < kQueries<A> ? static_cast<int>(rest) : kQueries<A>;
+      state_->rows = rows;
+      state_->seen = {0, 0, 0, 0};
+      if (rows > 0) {
+        state_->seen = seen_keys(args_, state_->sequence, first_query, int64_t{first_query} + rows);
+      }
     }
     __syncthreads();
   }
 
-  // The keys that its queries see, from where the first tile of them begins.
-  __device__ __forceinline__ KeySpan keys() const {
-    const int rows = rows_here();
-    if (rows <= 0) return {0, 0};
-    const SeenKeys seen = seen_here(rows);
-    if (seen.first >= seen.last) return {0, 0};
-    return {static_cast<int>(seen.first / kKeys * kKeys), static_cast<int>(seen.last)};
+  // Where the first tile of keys begins that its queries see any of, and where the last one ends.
+  __device__ __forceinline__ int first_seen() const {
+    return has_keys() ? static_cast<int>(state_->seen.first / kKeys * kKeys) : 0;
+  }
+  __device__ __forceinline__ int last_seen() const {
+    return has_keys() ? static_cast<int>(state_->seen.last) : 0;
   }
 
   // Goes to keys first_key .. unless none of the queries sees any of them: then it is nowhere.
   // Every thread must be through with what it asked of the last ones.
   __device__ __forceinline__ bool enter(int first_key) {
-    const int rows = rows_here();
-    if (rows <= 0) return false;
-    const SeenKeys seen = seen_here(rows);
+    const SeenKeys& seen = state_->seen;
     uint64_t keys = first_bits(seen.last - first_key) & ~first_bits(seen.first - first_key);
     if (keys == 0) return false;
-    const bool whole = !args_.mask.data && rows == kQueries<A> && seen.all_first <= first_key &&
-                       seen.all_last >= first_key + kKeys;
-    if (!whole) look(first_key, rows, keys);
+    const bool whole = !args_.mask.data && state_->rows == kQueries<A> &&
+                       seen.all_first <= first_key && seen.all_last >= first_key + kKeys;
+    if (!whole) look(first_key, keys);
     if (keys == 0) return false;
-    if (args_.seed) draw(first_key, rows);
+    if (args_.seed) draw(first_key);
     if (threadIdx.x == 0) {
       state_->first_key = first_key;
-      state_->queries = first_bits(rows);
       state_->keys = keys;
       state_->whole = whole;
     }
@@ -446,52 +451,82 @@ class Tile {
     }
   }
 
-  // body(r, c, score, row of scores, key) for the thread's products of queries and keys.
-  template <class Body>
-  __device__ __forceinline__ void for_each_score(const A (&product)[kRows][4], Body&& body) const {
-    const bool has_terms = args_.softcap != 0.0 || args_.alibi_slopes || args_.bias.data;
-    const bool whole = state_->whole;
-    ONEPASS_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const RowScores<A> scores(args_, state_->sequence, state_->batch, state_->head,
-                                state_->first_query + row(r));
+  // The queries that there are, a bit each.
+  __device__ __forceinline__ uint64_t queries() const { return first_bits(state_->rows); }
+  __device__ __forceinline__ int query(int r) const { return state_->first_query + row(r); }
+  __device__ __forceinline__ int key(int c) const { return state_->first_key + col(c); }
+
+  __device__ __forceinline__ RowScores<A> row_scores(int r) const {
+    return {args_, state_->sequence, state_->batch, state_->head, query(r)};
+  }
+
+  // Whether there is more to a score than the product.
+  __device__ __forceinline__ bool has_terms() const {
+    return args_.softcap != 0.0 || args_.alibi_slopes || args_.bias.data;
+  }
+
+  // Of the thread's row r and key c, from the product of the two; -inf where it is not seen.
+  __device__ __forceinline__ Score<A> score(const RowScores<A>& of_row, int r, int c,
+                                            A product) const {
+    if (!sees(r, c)) return {-static_cast<A>(INFINITY), A(0)};
+    return has_terms() ? of_row.score_of_seen(product, key(c))
+                       : Score<A>{product * static_cast<A>(args_.scale), A(1)};
+  }
+
+  // Products to scores. Where there is more to them, row by row by way of the thread's elements of
+  // `scratch`, (kQueries, kKeys): code for all of them at once would not fit where instructions are
+  // kept.
+  __device__ __forceinline__ void to_scores(A (&score)[kRows][4], A* scratch) const {
+    if (!has_terms()) {
       ONEPASS_UNROLL
+      for (int i = 0; i < 4 * kRows; ++i) {
+        const A scaled = score[i / 4][i % 4] * static_cast<A>(args_.scale);
+        score[i / 4][i % 4] = sees(i / 4, i % 4) ? scaled : -static_cast<A>(INFINITY);
+      }
+      return;
+    }
+    const auto element = [&](int r, int c) -> A& {
+      return scratch[row(r) * kStride<A, kKeys> + col(c)];
+    };
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4 * kRows; ++i) element(i / 4, i % 4) = score[i / 4][i % 4];
+    ONEPASS_ROLL
+    for (int r = 0; r < kRows; ++r) {
+      const RowScores<A> of_row = row_scores(r);
+      ONEPASS_ROLL
       for (int c = 0; c < 4; ++c) {
-        const int key = state_->first_key + col(c);
-        Score<A> score = {-static_cast<A>(INFINITY), A(0)};
-        if (whole || bit(allowed_, r, c)) {
-          score = has_terms ? scores.score_of_seen(product[r][c], key)
-                            : Score<A>{product[r][c] * static_cast<A>(args_.scale), A(1)};
-        }
-        body(r, c, score, scores, key);
+        element(r, c) = sees(r, c) ? of_row.score_of_seen(element(r, c), key(c)).value
+                                   : -static_cast<A>(INFINITY);
       }
     }
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4 * kRows; ++i) score[i / 4][i % 4] = element(i / 4, i % 4);
   }
 
  private:
+  __device__ __forceinline__ bool sees(int r, int c) const {
+    return state_->whole || bit(allowed_, r, c);
+  }
+
   // Two words of kKeys bits for a row.
   static __device__ __forceinline__ bool bit(const uint32_t* words, int r, int c) {
     return words[2 * row(r) + c / 2] >> col(c % 2) & 1;
   }
 
-  __device__ __forceinline__ int rows_here() const {
-    const int64_t rows = state_->sequence.queries - state_->first_query;
-    return rows < kQueries<A> ? static_cast<int>(rows) : kQueries<A>;
-  }
-  __device__ __forceinline__ SeenKeys seen_here(int rows) const {
-    const int64_t first = state_->first_query;
-    return seen_keys(args_, state_->sequence, first, first + rows);
+  __device__ __forceinline__ bool has_keys() const {
+    return state_->seen.first < state_->seen.last;
   }
 
   // Writes which keys each row sees. Of `keys` those are left that a mask leaves.
-  __device__ __forceinline__ void look(int first_key, int rows, uint64_t& keys) {
+  __device__ __forceinline__ void look(int first_key, uint64_t& keys) {
     const int warp = static_cast<int>(threadIdx.x) / kLanes;
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
     uint32_t any[2] = {0, 0};
     ONEPASS_ROLL
     for (int r = warp; r < kQueries<A>; r += kWarps) {
       const int query = state_->first_query + r;
-      const KeyRange range = r < rows ? keys_of(args_, state_->sequence, query) : KeyRange{0, 0};
+      const KeyRange range =
+          r < state_->rows ? keys_of(args_, state_->sequence, query) : KeyRange{0, 0};
       ONEPASS_UNROLL
       for (int half = 0; half < 2; ++half) {
         const int key = first_key + half * kLanes + lane;
@@ -515,10 +550,10 @@ class Tile {
   }
 
   // Writes which keys dropout keeps for each row. A thread makes the calls of half a row.
-  __device__ __forceinline__ void draw(int first_key, int rows) {
+  __device__ __forceinline__ void draw(int first_key) {
     const uint32_t sequence = random_head(args_, state_->batch, state_->head);
     ONEPASS_ROLL
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * rows; i += kThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * state_->rows; i += kThreads) {
       const int64_t key = args_.key_offset + first_key + i % 2 * (kKeys / 2);
       const int shift = static_cast<int>(key % kCallKeys);
       uint64_t kept = 0;

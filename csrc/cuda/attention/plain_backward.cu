@@ -22,8 +22,6 @@ namespace plain {
 namespace {
 
 constexpr int kThreads = 256;
-template <class A>
-constexpr int kGroups = kOutCols<A> / kCols;  // of columns that a block has sums of
 
 // What the probability of a score passes on.
 template <class A>
@@ -31,6 +29,7 @@ struct Gradient {
   A dropped;   // drop(P)
   A ds;        // of the score
   A dproduct;  // of scale * query key^T
+  A dslope;    // of the slope, but for its sign
 };
 
 // A block that comes by tiles of scores, and makes S and dP of each.
@@ -38,14 +37,12 @@ template <class A>
 struct Backward {
   using Scores = Tile<A, kThreads>;
   static constexpr int kRows = Scores::kRows;
-  static constexpr int kStageSlabs = 2;
 
-  __device__ __forceinline__ Backward(const AttentionBackward& call, SharedMemory& shared)
-      : args(call), ring(shared, kStageSlabs), tile(call, shared) {}
+  __device__ __forceinline__ Backward(const AttentionBackward& call, SharedMemory& shared, int out)
+      : args(call), tile(call, shared, out), ring(shared) {}
 
   static constexpr size_t shared_bytes(int tiles) {
-    return (2 * kStageSlabs * kSlabElements<A> + tiles * kTileElements<A>)*sizeof(A) +
-           Scores::kSharedBytes;
+    return (Ring<A, 2>::kElements + tiles * kTileElements<A>)*sizeof(A) + Scores::kSharedBytes;
   }
 
   // Of the tile's (batch, head).
@@ -61,7 +58,7 @@ struct Backward {
                                             const Rows& keys) const {
     load_slab<kKeys, kDepth<A>, kThreads>(stage, keys, tile->first_key, i * kDepth<A>, tile->keys);
     load_slab<kQueries<A>, kDepth<A>, kThreads>(stage + kSlabElements<A>, queries,
-                                                tile->first_query, i * kDepth<A>, tile->queries);
+                                                tile->first_query, i * kDepth<A>, tile.queries());
   }
   __device__ __forceinline__ void load_s(A* stage, int i) const {
     load_dots(stage, i, of_queries(args.query, args.head_dim), of_keys(args.key, args.head_dim));
@@ -84,7 +81,7 @@ struct Backward {
         next);
   }
 
-  // body(r, c, gradient, row of scores, key) for the tile's scores. load_s(stage, 0) has been
+  // body(r, c, gradient) for the tile's scores. load_s(stage, 0) has been
   // called; next(stage) starts what is behind the two products.
   template <class Next, class Body>
   __device__ __forceinline__ void gradients(const BackwardEnds& ends, Next&& next, Body&& body) {
@@ -94,36 +91,37 @@ struct Backward {
         [&](A* stage) { load_dp(stage, 0); });
     dots(dp, args.value_dim, [&](A* stage, int i) { load_dp(stage, i); }, next);
 
-    RowLse<A> lse[kRows];
-    A delta[kRows];
+    const A keep_scale = tile.keep_scale();
     ONEPASS_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      lse[r] = {static_cast<A>(INFINITY), A(0)};
-      delta[r] = 0;
-      const int query = tile->first_query + tile.row(r);
-      if (query >= tile->sequence.queries) continue;
-      const int64_t row = lse_row(args, tile->sequence, tile->batch, tile->head, query);
-      lse[r] = load_lse<A>(args, row);
-      delta[r] = load_global(static_cast<const A*>(ends.delta) + row);
+      const RowScores<A> of_row = tile.row_scores(r);
+      RowLse<A> lse = {static_cast<A>(INFINITY), A(0)};  // beyond the sequence
+      A delta = 0;
+      if (tile.query(r) < tile->sequence.queries) {
+        const int64_t row = lse_row(args, tile->sequence, tile->batch, tile->head, tile.query(r));
+        lse = load_lse<A>(args, row);
+        delta = load_global(static_cast<const A*>(ends.delta) + row);
+      }
+      ONEPASS_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        const Score<A> score = tile.score(of_row, r, c, s[r][c]);
+        Gradient<A> gradient{};
+        if (score.value != -static_cast<A>(INFINITY)) {
+          const A keep = tile.keeps(r, c) ? keep_scale : A(0);
+          const A probability = lse.probability(score.value);
+          gradient.dropped = probability * keep;
+          gradient.ds = probability * (dp[r][c] * keep - delta);
+          gradient.dproduct = gradient.ds * score.derivative;
+          gradient.dslope = gradient.ds * of_row.distance(tile.key(c));
+        }
+        body(r, c, gradient);
+      }
     }
-    const A keep_scale = tile.keep_scale();
-    tile.for_each_score(s,
-                        [&](int r, int c, const Score<A>& score, const RowScores<A>& row, int key) {
-                          Gradient<A> gradient{};
-                          if (score.value != -static_cast<A>(INFINITY)) {
-                            const A keep = tile.keeps(r, c) ? keep_scale : A(0);
-                            const A probability = lse[r].probability(score.value);
-                            gradient.dropped = probability * keep;
-                            gradient.ds = probability * (dp[r][c] * keep - delta[r]);
-                            gradient.dproduct = gradient.ds * score.derivative;
-                          }
-                          body(r, c, gradient, row, key);
-                        });
   }
 
   const AttentionBackward& args;
-  Ring<A> ring;
   Scores tile;
+  Ring<A, 2> ring;  // slabs of keys and of queries
 };
 
 // scalar: dquery[i] = scale * sum over keys j of dproduct[i][j] * key[j]
@@ -137,77 +135,76 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
   using Block = Backward<A>;
   constexpr int kRows = Block::kRows, kParts = kKeys / kDepth<A>;
   SharedMemory shared;
-  Block block(args, shared);
+  const int outs = static_cast<int>(gridDim.x / (args.batch * args.heads * ends.slope_parts));
+  const int index = static_cast<int>(blockIdx.x);
+  Block block(args, shared, index % outs);
   auto& tile = block.tile;
   A* const ds = shared.take<A>(kTileElements<A>);
 
   // The last queries first: behind a diagonal they have the most to do.
-  const int outs = static_cast<int>(gridDim.x / (args.batch * args.heads * ends.slope_parts));
   const int tiles = static_cast<int>(ends.slope_parts);
-  const int index = static_cast<int>(blockIdx.x);
-  const int first_out = index % outs * kOutCols<A>;
+  const int first_query = (tiles - 1 - index / outs % tiles) * kQueries<A>;
   const int head = static_cast<int>(index / outs / tiles % args.heads);
   const int batch = static_cast<int>(index / outs / tiles / args.heads);
-  const int first_query = (tiles - 1 - index / outs % tiles) * kQueries<A>;
   tile.go_to(batch, head, first_query);
   const Sequence& sequence = tile->sequence;
-  const KeySpan seen = tile.keys();
-  int first_key = seen.first;
+  int first_key = tile.first_seen();
 
-  const auto load_keys = [&](A* stage, int group, int i) {
-    load_slab<kDepth<A>, kCols, kThreads>(stage, block.of_keys(args.key, args.head_dim),
-                                          tile->first_key + i * kDepth<A>,
-                                          first_out + group * kCols, tile->keys >> i * kDepth<A>);
+  const auto load_keys = [&](A* stage, int group, int part) {
+    load_slab<kDepth<A>, kCols, kThreads>(
+        stage, block.of_keys(args.key, args.head_dim), tile->first_key + part * kDepth<A>,
+        tile->first_out + group * kCols, tile->keys >> part * kDepth<A>);
   };
   const auto load_next_tile = [&](A* stage) {
-    while (first_key < seen.last && !tile.enter(first_key)) first_key += kKeys;
-    if (first_key < seen.last) block.load_s(stage, 0);
+    while (first_key < tile.last_seen() && !tile.enter(first_key)) first_key += kKeys;
+    if (first_key < tile.last_seen()) block.load_s(stage, 0);
   };
 
   A dquery[kGroups<A>][kRows][4] = {};
   A dslope = 0;
+  const auto add_keys = [&]<int kGroup>(auto&& next) {
+    block.ring.run(
+        kParts, [&](A* stage, int part) { load_keys(stage, kGroup, part); },
+        [&](A* stage, int part) {
+          add_rows<Block::Scores::kThreadRows>(dquery[kGroup], ds + part * kDepth<A>, stage);
+        },
+        next);
+  };
+  const auto leave_tile = [&](A* stage) {
+    first_key += kKeys;
+    load_next_tile(stage);
+  };
   block.ring.begin(load_next_tile);
-  while (first_key < seen.last) {
+  while (first_key < tile.last_seen()) {
     block.gradients(
         ends, [&](A* stage) { load_keys(stage, 0, 0); },
-        [&](int r, int c, const Gradient<A>& of, const RowScores<A>& row, int key) {
+        [&](int r, int c, const Gradient<A>& of) {
           ds[tile.row(r) * kStride<A, kKeys> + tile.col(c)] = of.dproduct;
-          if (args.dslopes) dslope += of.ds * row.distance(key);
+          if (args.dslopes) dslope += of.dslope;
         });
-    ONEPASS_UNROLL
-    for (int g = 0; g < kGroups<A>; ++g) {
-      if (first_out + g * kCols >= args.head_dim) continue;
-      block.ring.run(
-          kParts, [&](A* stage, int i) { load_keys(stage, g, i); },
-          [&](A* stage, int i) {
-            add_rows<Block::Scores::kThreadRows>(dquery[g], ds + i * kDepth<A>, stage);
-          },
-          [&](A* stage) {
-            if (g + 1 < kGroups<A> && first_out + (g + 1) * kCols < args.head_dim) {
-              load_keys(stage, g + 1, 0);
-            } else {
-              first_key += kKeys;
-              load_next_tile(stage);
-            }
-          });
+    const bool two = kGroups<A> > 1 && tile->first_out + kCols < args.head_dim;
+    add_keys.template operator()<0>(
+        [&](A* stage) { two ? load_keys(stage, 1, 0) : leave_tile(stage); });
+    if constexpr (kGroups<A> > 1) {
+      if (two) add_keys.template operator()<1>(leave_tile);
     }
   }
 
   const A scale = static_cast<A>(args.scale);
   ONEPASS_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    const int query = tile->first_query + tile.row(r);
+    const int query = tile.query(r);
     if (!args.dquery.data || query >= sequence.queries) continue;
     const int64_t row = block.of_queries(args.dquery, args.head_dim).offset(query);
     ONEPASS_UNROLL
     for (int g = 0; g < kGroups<A>; ++g) {
       ONEPASS_UNROLL
       for (int c = 0; c < 4; ++c) dquery[g][r][c] *= scale;
-      store_columns(args.dquery, args.dtype, row, first_out + g * kCols + 4 * thread_col(),
+      store_columns(args.dquery, args.dtype, row, tile->first_out + g * kCols + 4 * thread_col(),
                     args.head_dim, dquery[g][r]);
     }
   }
-  if (!args.dslopes || first_out != 0) return;
+  if (!args.dslopes || tile->first_out != 0) return;
   __syncthreads();  // ds has been read
   store_partial(
       dslope, static_cast<A*>(ends.dslopes),
@@ -228,16 +225,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kParts = kQueries<A> / kDepth<A>;
   static_assert(Block::Scores::kThreadRows * 4 == kKeys);
   SharedMemory shared;
-  Block block(args, shared);
+  const int key_tiles = ceil_div(args.seq_k, kKeys);
+  const int outs = static_cast<int>(gridDim.x / (args.batch * args.kv_heads * key_tiles));
+  const int index = static_cast<int>(blockIdx.x);
+  Block block(args, shared, index % outs);
   auto& tile = block.tile;
   A* const p = shared.take<A>(kTileElements<A>);
   A* const ds = shared.take<A>(kTileElements<A>);
 
   // The first keys first: before a diagonal they are seen most.
-  const int key_tiles = ceil_div(args.seq_k, kKeys);
-  const int outs = static_cast<int>(gridDim.x / (args.batch * args.kv_heads * key_tiles));
-  const int index = static_cast<int>(blockIdx.x);
-  const int first_out = index % outs * kOutCols<A>;
   const int first_key = index / outs % key_tiles * kKeys;
   const int kv_head = static_cast<int>(index / outs / key_tiles % args.kv_heads);
   const int batch = static_cast<int>(index / outs / key_tiles / args.kv_heads);
@@ -252,22 +248,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int tiles = seen ? ceil_div(seeing.last, kQueries<A>) - first_tile : 0;
   const int64_t steps = static_cast<int64_t>(group) * tiles;
 
-  // Groups of columns that are left of the block's.
-  const auto groups_of = [&](const Strided& gradient, int64_t cols) {
-    const int groups = gradient.data ? ceil_div(cols - first_out, kCols) : 0;
-    return groups < kGroups<A> ? groups : kGroups<A>;
+  const auto load_rows = [&](A* stage, const Rows& rows, int group, int part) {
+    load_slab<kDepth<A>, kCols, kThreads>(stage, rows, tile->first_query + part * kDepth<A>,
+                                          tile->first_out + group * kCols,
+                                          tile.queries() >> part * kDepth<A>);
   };
-  const int value_groups = groups_of(args.dvalue, args.value_dim);
-  const int key_groups = groups_of(args.dkey, args.head_dim);
-  const auto load_rows = [&](A* stage, const Rows& rows, int g, int i) {
-    load_slab<kDepth<A>, kCols, kThreads>(stage, rows, tile->first_query + i * kDepth<A>,
-                                          first_out + g * kCols, tile->queries >> i * kDepth<A>);
+  const auto load_doutput = [&](A* stage, int group, int part) {
+    load_rows(stage, block.of_queries(args.doutput, args.value_dim), group, part);
   };
-  const auto load_doutput = [&](A* stage, int g, int i) {
-    load_rows(stage, block.of_queries(args.doutput, args.value_dim), g, i);
-  };
-  const auto load_query = [&](A* stage, int g, int i) {
-    load_rows(stage, block.of_queries(args.query, args.head_dim), g, i);
+  const auto load_query = [&](A* stage, int group, int part) {
+    load_rows(stage, block.of_queries(args.query, args.head_dim), group, part);
   };
   int64_t step = 0;
   const auto enter = [&] {
@@ -279,45 +269,43 @@ __global__ void __launch_bounds__(kThreads, 1)
     while (step < steps && !enter()) ++step;
     if (step < steps) block.load_s(stage, 0);
   };
+  // Of a group of columns that only one of the gradients has, the other's are zero.
+  A dkey[kGroups<A>][4][4] = {}, dvalue[kGroups<A>][4][4] = {};
+  const auto add_queries = [&]<int kGroup>(auto&& next) {
+    const auto at = [](int part) { return part * kDepth<A> * kStride<A, kKeys>; };
+    block.ring.run(
+        kParts, [&](A* stage, int part) { load_doutput(stage, kGroup, part); },
+        [&](A* stage, int part) { add_rows_of_queries(dvalue[kGroup], p + at(part), stage); },
+        [&](A* stage) { load_query(stage, kGroup, 0); });
+    block.ring.run(
+        kParts, [&](A* stage, int part) { load_query(stage, kGroup, part); },
+        [&](A* stage, int part) { add_rows_of_queries(dkey[kGroup], ds + at(part), stage); }, next);
+  };
   const auto leave_tile = [&](A* stage) {
     ++step;
     load_next_tile(stage);
   };
-  const auto begin_dkey = [&](A* stage) {
-    key_groups > 0 ? load_query(stage, 0, 0) : leave_tile(stage);
-  };
-  const auto begin_dvalue = [&](A* stage) {
-    value_groups > 0 ? load_doutput(stage, 0, 0) : begin_dkey(stage);
-  };
-
-  A dkey[kGroups<A>][4][4] = {}, dvalue[kGroups<A>][4][4] = {};
-  const auto add = [&](A(&sums)[kGroups<A>][4][4], int groups, const A* weights, auto&& load,
-                       auto&& next) {
-    ONEPASS_UNROLL
-    for (int g = 0; g < kGroups<A>; ++g) {
-      if (g >= groups) continue;
-      block.ring.run(
-          kParts, [&](A* stage, int i) { load(stage, g, i); },
-          [&](A* stage, int i) {
-            add_rows_of_queries(sums[g], weights + i * kDepth<A> * kStride<A, kKeys>, stage);
-          },
-          [&](A* stage) { g + 1 < groups ? load(stage, g + 1, 0) : next(stage); });
-    }
-  };
+  const int64_t cols = args.head_dim > args.value_dim ? args.head_dim : args.value_dim;
+  const bool two = kGroups<A> > 1 && tile->first_out + kCols < cols;
   block.ring.begin(load_next_tile);
   while (step < steps) {
-    block.gradients(ends, begin_dvalue,
-                    [&](int r, int c, const Gradient<A>& of, const RowScores<A>&, int) {
-                      const int at = tile.row(r) * kStride<A, kKeys> + tile.col(c);
-                      p[at] = of.dropped;
-                      ds[at] = of.dproduct;
-                    });
-    add(dvalue, value_groups, p, load_doutput, begin_dkey);
-    add(dkey, key_groups, ds, load_query, leave_tile);
+    block.gradients(
+        ends, [&](A* stage) { load_doutput(stage, 0, 0); },
+        [&](int r, int c, const Gradient<A>& of) {
+          const int at = tile.row(r) * kStride<A, kKeys> + tile.col(c);
+          p[at] = of.dropped;
+          ds[at] = of.dproduct;
+        });
+    add_queries.template operator()<0>(
+        [&](A* stage) { two ? load_doutput(stage, 1, 0) : leave_tile(stage); });
+    if constexpr (kGroups<A> > 1) {
+      if (two) add_queries.template operator()<1>(leave_tile);
+    }
   }
 
-  const auto store = [&](const Strided& gradient, int64_t cols, int groups, A factor,
+  const auto store = [&](const Strided& gradient, int64_t cols, A factor,
                          A(&sums)[kGroups<A>][4][4]) {
+    if (!gradient.data) return;
     ONEPASS_UNROLL
     for (int k = 0; k < 4; ++k) {
       const int key = first_key + 4 * thread_row() + k;
@@ -326,16 +314,15 @@ __global__ void __launch_bounds__(kThreads, 1)
           rows_of(args, gradient, cols, batch, kv_head, sequence.first_k).offset(key);
       ONEPASS_UNROLL
       for (int g = 0; g < kGroups<A>; ++g) {
-        if (g >= groups) continue;
         ONEPASS_UNROLL
         for (int c = 0; c < 4; ++c) sums[g][k][c] *= factor;
-        store_columns(gradient, args.dtype, row, first_out + g * kCols + 4 * thread_col(), cols,
-                      sums[g][k]);
+        store_columns(gradient, args.dtype, row, tile->first_out + g * kCols + 4 * thread_col(),
+                      cols, sums[g][k]);
       }
     }
   };
-  store(args.dvalue, args.value_dim, value_groups, A(1), dvalue);
-  store(args.dkey, args.head_dim, key_groups, static_cast<A>(args.scale), dkey);
+  store(args.dvalue, args.value_dim, A(1), dvalue);
+  store(args.dkey, args.head_dim, static_cast<A>(args.scale), dkey);
 }
 
 // scalar: dbias[b][h][i][j] = sum over what is broadcast of ds[i][j]
@@ -348,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using Block = Backward<A>;
   constexpr int kRows = Block::kRows, kThreadRows = Block::Scores::kThreadRows;
   SharedMemory shared;
-  Block block(args, shared);
+  Block block(args, shared, 0);
   auto& tile = block.tile;
   A* const of_rows = shared.take<A>(kThreadRows * kKeys);
 
@@ -385,9 +372,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   while (step < steps) {
     block.gradients(
         ends, [](A*) {},
-        [&](int r, int c, const Gradient<A>& gradient, const RowScores<A>&, int) {
-          sum[r][c] += gradient.ds;
-        });
+        [&](int r, int c, const Gradient<A>& gradient) { sum[r][c] += gradient.ds; });
     ++step;
     block.ring.begin(load_next_tile);
   }

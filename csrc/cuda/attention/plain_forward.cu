@@ -31,41 +31,40 @@ int resident_slabs(const Attention& args) {
 
 template <class A>
 size_t shared_bytes(int resident) {
-  const int slabs = resident ? resident + 2 : 4;
-  return (slabs * kSlabElements<A> + kTileElements<A>)*sizeof(A) + ForwardTile<A>::kSharedBytes;
+  const int of_queries = (resident ? resident : 2) * kSlabElements<A>;
+  return (kTileElements<A> + Ring<A, 1>::kElements + of_queries) * sizeof(A) +
+         ForwardTile<A>::kSharedBytes;
 }
 
 template <class A>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
     attention_forward_plain_kernel(const AttentionForward __grid_constant__ args,
                                    const int resident) {
   using Scores = ForwardTile<A>;
   constexpr int kRows = Scores::kRows, kThreadRows = Scores::kThreadRows;
-  constexpr int kGroups = kOutCols<A> / kCols, kParts = kKeys / kDepth<A>;
+  constexpr int kParts = kKeys / kDepth<A>;
   SharedMemory shared;
-  A* const queries = shared.take<A>(resident * kSlabElements<A>);
-  Ring<A> ring(shared, resident ? 1 : 2);
+  const int outs = ceil_div(args.value_dim, kOutCols<A>);
+  Scores tile(args, shared, static_cast<int>(blockIdx.x) % outs);
   A* const p = shared.take<A>(kTileElements<A>);
-  Scores tile(args, shared);
+  Ring<A, 1> ring(shared);
+  A* const queries = shared.take<A>((resident ? resident : 2) * kSlabElements<A>);
 
   // The last queries first: behind a diagonal they have the most to do.
-  const int outs = ceil_div(args.value_dim, kOutCols<A>);
   const int tiles = ceil_div(args.seq_q, kQueries<A>);
   const int block = static_cast<int>(blockIdx.x);
-  const int first_out = block % outs * kOutCols<A>;
   const int first_query = (tiles - 1 - block / outs % tiles) * kQueries<A>;
   const int head = static_cast<int>(block / outs / tiles % args.heads);
   const int batch = static_cast<int>(block / outs / tiles / args.heads);
   tile.go_to(batch, head, first_query);
   const Sequence& sequence = tile->sequence;
   if (first_query >= sequence.queries) return;
-  const KeySpan seen = tile.keys();
-  int first_key = seen.first;
+  int first_key = tile.first_seen();
 
   bool has_queries = false;
   const int slabs = ceil_div(args.head_dim, kDepth<A>);
-  const auto query_slab = [&](A* stage, int i) {
-    return resident ? queries + i * kSlabElements<A> : stage + kSlabElements<A>;
+  const auto query_slab = [&](int i) {
+    return queries + (resident ? i : i % 2) * kSlabElements<A>;
   };
   const auto load_scores = [&](A* stage, int i) {
     const int col = i * kDepth<A>;
@@ -73,110 +72,115 @@ __global__ void __launch_bounds__(kThreads)
         stage,
         key_rows_of(args, args.key, args.head_dim, tile->batch, tile->kv_head, sequence.first_k),
         tile->first_key, col, tile->keys);
-    if (has_queries) return;
+    if (resident && has_queries) return;
     load_slab<kQueries<A>, kDepth<A>, kThreads>(
-        query_slab(stage, i),
+        query_slab(i),
         rows_of(args, args.query, args.head_dim, tile->batch, tile->head, sequence.first_q),
-        tile->first_query, col, tile->queries);
-    has_queries = resident && i + 1 == slabs;
+        tile->first_query, col, tile.queries());
   };
   const auto load_values = [&](A* stage, int group, int part) {
     load_slab<kDepth<A>, kCols, kThreads>(
         stage,
         key_rows_of(args, args.value, args.value_dim, tile->batch, tile->kv_head, sequence.first_k),
-        tile->first_key + part * kDepth<A>, first_out + group * kCols,
+        tile->first_key + part * kDepth<A>, tile->first_out + group * kCols,
         tile->keys >> part * kDepth<A>);
   };
   const auto load_next_tile = [&](A* stage) {
-    while (first_key < seen.last && !tile.enter(first_key)) first_key += kKeys;
-    if (first_key < seen.last) load_scores(stage, 0);
+    while (first_key < tile.last_seen() && !tile.enter(first_key)) first_key += kKeys;
+    if (first_key < tile.last_seen()) load_scores(stage, 0);
   };
 
-  A out[kGroups][kRows][4] = {};
-  A largest[kRows], total[kRows];  // total: of the thread's own keys
-  ONEPASS_UNROLL
-  for (int r = 0; r < kRows; ++r) largest[r] = -static_cast<A>(INFINITY), total[r] = 0;
-  if (args.sinks) {
-    const A sink = load_as<A>(args.sinks, args.sinks_dtype, head);
-    ONEPASS_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      largest[r] = sink;
-      total[r] = thread_col() == 0 && sink != -static_cast<A>(INFINITY) ? A(1) : A(0);
-    }
+  // What a row is normalised by, while other tiles come by: behind its P.
+  struct Normalizer {
+    A largest;
+    A total;
+  };
+  const auto normalizer = [&](int r) {
+    return reinterpret_cast<Normalizer*>(p + tile.row(r) * kStride<A, kKeys> + kKeys);
+  };
+  if (thread_col() == 0) {
+    const A none = -static_cast<A>(INFINITY);
+    const A sink = args.sinks ? load_as<A>(args.sinks, args.sinks_dtype, head) : none;
+    for (int r = 0; r < kRows; ++r) *normalizer(r) = {sink, sink == none ? A(0) : A(1)};
   }
+  A out[kGroups<A>][kRows][4] = {};
+  const auto add_values = [&]<int kGroup>(auto&& next) {
+    ring.run(
+        kParts, [&](A* stage, int part) { load_values(stage, kGroup, part); },
+        [&](A* stage, int part) {
+          add_rows<kThreadRows>(out[kGroup], p + part * kDepth<A>, stage);
+        },
+        next);
+  };
+  const auto leave_tile = [&](A* stage) {
+    has_queries = true;
+    first_key += kKeys;
+    load_next_tile(stage);
+  };
   ring.begin(load_next_tile);
-  while (first_key < seen.last) {
+  while (first_key < tile.last_seen()) {
     A score[kRows][4] = {};
     ring.run(
         slabs, load_scores,
         [&](A* stage, int i) {
           const int depth = static_cast<int>(args.head_dim) - i * kDepth<A>;
-          add_dots<kThreadRows>(score, query_slab(stage, i), stage,
-                                depth < kDepth<A> ? depth : kDepth<A>);
+          add_dots<kThreadRows>(score, query_slab(i), stage, depth < kDepth<A> ? depth : kDepth<A>);
         },
         [&](A* stage) { load_values(stage, 0, 0); });
 
-    tile.for_each_score(score, [&](int r, int c, const Score<A>& of, const RowScores<A>&, int) {
-      score[r][c] = of.value;
-    });
+    tile.to_scores(score, p);
     ONEPASS_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      A now = largest[r];
+      const Normalizer older = *normalizer(r);
+      A largest = older.largest, sum = 0;
       ONEPASS_UNROLL
-      for (int c = 0; c < 4; ++c) now = std::fmax(now, score[r][c]);
+      for (int c = 0; c < 4; ++c) largest = std::fmax(largest, score[r][c]);
       ONEPASS_UNROLL
       for (int lanes = kColumnThreads / 2; lanes > 0; lanes /= 2) {
-        now = std::fmax(now, __shfl_xor_sync(kAllLanes, now, lanes));
+        largest = std::fmax(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
       }
-      const A base = now == -static_cast<A>(INFINITY) ? A(0) : now;  // the row has seen no key yet
-      const A shrink = std::exp(largest[r] - base);
-      largest[r] = now;
-      total[r] *= shrink;
-      ONEPASS_UNROLL
-      for (int i = 0; i < 4 * kGroups; ++i) out[i / 4][r][i % 4] *= shrink;
+      // The row may have seen no key yet.
+      const A base = largest == -static_cast<A>(INFINITY) ? A(0) : largest;
       ONEPASS_UNROLL
       for (int c = 0; c < 4; ++c) {
         const A weight = std::exp(score[r][c] - base);
-        total[r] += weight;
+        sum += weight;
         p[tile.row(r) * kStride<A, kKeys> + tile.col(c)] = tile.keeps(r, c) ? weight : A(0);
       }
+      ONEPASS_UNROLL
+      for (int lanes = kColumnThreads / 2; lanes > 0; lanes /= 2) {
+        sum += __shfl_xor_sync(kAllLanes, sum, lanes);
+      }
+      const A shrink = std::exp(older.largest - base);
+      ONEPASS_UNROLL
+      for (int i = 0; i < 4 * kGroups<A>; ++i) out[i / 4][r][i % 4] *= shrink;
+      __syncwarp();  // the older one has been read
+      if (thread_col() == 0) *normalizer(r) = {largest, multiply_add(older.total, shrink, sum)};
     }
 
-    ONEPASS_UNROLL
-    for (int g = 0; g < kGroups; ++g) {
-      if (first_out + g * kCols >= args.value_dim) continue;
-      ring.run(
-          kParts, [&](A* stage, int part) { load_values(stage, g, part); },
-          [&](A* stage, int part) { add_rows<kThreadRows>(out[g], p + part * kDepth<A>, stage); },
-          [&](A* stage) {
-            if (g + 1 < kGroups && first_out + (g + 1) * kCols < args.value_dim) {
-              load_values(stage, g + 1, 0);
-            } else {
-              first_key += kKeys;
-              load_next_tile(stage);
-            }
-          });
+    const bool two = kGroups<A> > 1 && tile->first_out + kCols < args.value_dim;
+    add_values.template operator()<0>(
+        [&](A* stage) { two ? load_values(stage, 1, 0) : leave_tile(stage); });
+    if constexpr (kGroups<A> > 1) {
+      if (two) add_values.template operator()<1>(leave_tile);
     }
   }
 
+  __syncthreads();  // normalizers are there, also where there was no tile
   ONEPASS_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    ONEPASS_UNROLL
-    for (int lanes = kColumnThreads / 2; lanes > 0; lanes /= 2) {
-      total[r] += __shfl_xor_sync(kAllLanes, total[r], lanes);
-    }
-    const int query = tile->first_query + tile.row(r);
+    const int query = tile.query(r);
     if (query >= sequence.queries) continue;
-    if (first_out == 0 && thread_col() == 0) {
+    const auto [largest, total] = *normalizer(r);
+    if (tile->first_out == 0 && thread_col() == 0) {
       const int64_t row = lse_row(args, sequence, tile->batch, tile->head, query);
-      const A log = std::log(total[r]), lse = largest[r] + log;
-      const A rest = total[r] == A(0) ? A(0) : lost_in_sum(largest[r], log, lse);
+      const A log = std::log(total), lse = largest + log;
       store_global(static_cast<A*>(args.lse) + row, lse);
-      store_global(static_cast<A*>(args.lse_rest) + row, rest);
+      store_global(static_cast<A*>(args.lse_rest) + row, lost_in_sum(largest, log, lse));
     }
-    const A factor = total[r] == A(0) ? A(0) : tile.keep_scale() / total[r];
+    const A factor = total == A(0) ? A(0) : tile.keep_scale() / total;
     ONEPASS_UNROLL
-    for (int g = 0; g < kGroups; ++g) {
+    for (int g = 0; g < kGroups<A>; ++g) {
       A value[4];
       ONEPASS_UNROLL
       for (int c = 0; c < 4; ++c) value[c] = out[g][r][c] * factor;
@@ -184,7 +188,7 @@ __global__ void __launch_bounds__(kThreads)
           args.output, args.dtype,
           rows_of(args, args.output, args.value_dim, tile->batch, tile->head, sequence.first_q)
               .offset(query),
-          first_out + g * kCols + 4 * thread_col(), args.value_dim, value);
+          tile->first_out + g * kCols + 4 * thread_col(), args.value_dim, value);
     }
   }
 }
