@@ -423,13 +423,22 @@ static int meet(unsigned mask, const char* what, const void* deposit, size_t byt
 
 void warp_barrier(unsigned mask, const char* what) { meet(mask, what, nullptr, 0, true); }
 
-void exchange(unsigned mask, const char* what, const void* mine, size_t bytes, void* all) {
+static const auto& exchanged(unsigned mask, const char* what, const void* mine, size_t bytes) {
   if (bytes > kMaxDeposit) fail("an exchange of more bytes than a deposit holds");
   const int parity = meet(mask, what, mine, bytes, false);
-  const Meeting& meeting = *machine().running->meeting;
+  return machine().running->meeting->deposits[parity];
+}
+
+void exchange(unsigned mask, const char* what, const void* mine, size_t bytes, void* all) {
+  const auto& deposits = exchanged(mask, what, mine, bytes);
   for (int lane = 0; lane < kWarpSize; ++lane) {
-    copy(static_cast<char*>(all) + lane * bytes, meeting.deposits[parity][lane], bytes);
+    copy(static_cast<char*>(all) + lane * bytes, deposits[lane], bytes);
   }
+}
+
+void exchange_one(unsigned mask, const char* what, const void* mine, size_t bytes, int lane,
+                  void* one) {
+  copy(one, exchanged(mask, what, mine, bytes)[lane], bytes);
 }
 
 void spin() {

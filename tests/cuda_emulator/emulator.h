@@ -51,6 +51,9 @@ void warp_barrier(unsigned mask, const char* what);
 // Lanes in mask hand over `bytes` (at most kMaxDeposit) each and get those of all lanes, by lane.
 inline constexpr size_t kMaxDeposit = 64;
 void exchange(unsigned mask, const char* what, const void* mine, size_t bytes, void* all);
+// Likewise, of one lane.
+void exchange_one(unsigned mask, const char* what, const void* mine, size_t bytes, int lane,
+                  void* one);
 // Lets the others run; for loops that wait for another block.
 void spin();
 
@@ -108,10 +111,10 @@ void set_seed(uint64_t seed);
 // Lane `source`'s value for each lane; a source outside the mask is an error.
 template <class T>
 T shuffle(unsigned mask, const char* what, T value, int source) {
-  T all[kWarpSize];
-  exchange(mask, what, &value, sizeof(T), all);
+  T one;
+  exchange_one(mask, what, &value, sizeof(T), source, &one);
   if (!(mask >> source & 1)) fail(std::string(what) + " reads a lane that is not in its mask");
-  return all[source];
+  return one;
 }
 
 }  // namespace emulator
