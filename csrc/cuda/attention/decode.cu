@@ -230,17 +230,22 @@ class DecodeBlock {
 
   __device__ __forceinline__ void put_queries() {
     const RowTile& tile = facts_->tile;
-    for (int i = static_cast<int>(threadIdx.x); i < Tile::kRows * Tile::kDims; i += kThreads) {
-      const int row = i / Tile::kDims, d = i % Tile::kDims;
-      T element{};
-      if (row < tile.rows && d < args_.head_dim) {
+    constexpr int kChunks = Tile::kDims / kChunk;
+    for (int i = static_cast<int>(threadIdx.x); i < Tile::kRows * kChunks; i += kThreads) {
+      const int row = i / kChunks, col = i % kChunks * kChunk;
+      T elements[kChunk] = {};
+      if (row < tile.rows) {
         const int64_t query = tile.query(shape_, row);
         const T* const from =
             static_cast<const T*>(args_.query.data) + tile.batch * args_.query.batch_stride +
             tile.head(shape_, row) * args_.query.head_stride + query * args_.query.row_stride;
-        element = rotated(args_, from, facts_->all.old + (args_.rotary_by_row ? query : 0), d);
+        const int64_t position = facts_->all.old + (args_.rotary_by_row ? query : 0);
+        ONEPASS_UNROLL
+        for (int e = 0; e < kChunk; ++e) {
+          if (col + e < args_.head_dim) elements[e] = rotated(args_, from, position, col + e);
+        }
       }
-      Tile::put_query(queries_, row, d, element);
+      Tile::put_query(queries_, row, col, elements);
     }
   }
 
@@ -348,27 +353,31 @@ __global__ void __launch_bounds__(Tile::kWarps* kLanes, Tile::kBlocks)
 // ---- what comes before and behind ---------------------------------------------------------------
 
 constexpr int kAppendThreads = 256;
+constexpr int64_t kAppendRows = 16;
 
-// A block per (batch, kv head).
+// A block per kAppendRows new rows of a (batch, kv head).
 __global__ void __launch_bounds__(kAppendThreads)
     attention_decode_append_kernel(const AttentionDecode __grid_constant__ args) {
-  const int64_t batch = blockIdx.x / args.kv_heads, kv_head = blockIdx.x % args.kv_heads;
+  const int64_t blocks = ceil_div(args.new_rows, kAppendRows);
+  const int64_t batch = blockIdx.x / blocks / args.kv_heads;
+  const int64_t kv_head = blockIdx.x / blocks % args.kv_heads;
   const CachedKeys keys = keys_within_cache(args, batch);
-  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
-    write_new_rows<T>(args, keys, batch, kv_head, keys.old, keys.last);
-  });
+  const int64_t begin = keys.old + blockIdx.x % blocks * kAppendRows;
+  const int64_t end = begin + kAppendRows < keys.last ? begin + kAppendRows : keys.last;
+  visit_dtype_up_to_float32(
+      args.dtype, [&]<class T>() { write_new_rows<T>(args, keys, batch, kv_head, begin, end); });
 }
 
 constexpr int kJoinWarps = 8;
 constexpr int kJoinAhead = 8;  // states whose values a lane reads before it needs the first
-constexpr int64_t kMostRuns = most_runs(kMostChunks + 2);
-static_assert(kRunChunks <= kLanes);
+constexpr int kMostRuns = most_runs(kMostChunks + 2);
+static_assert(kRunChunks <= kLanes && kMostRuns <= kLanes);
 
 int64_t join_bytes(const DecodeShape& shape) {
   return kMostRuns * (shape.value_cols * 4 + static_cast<int64_t>(sizeof(State))) + 16;
 }
 
-// A block per query row: a warp joins the states of a run's pieces, then the block those of runs.
+// A block per query row: a warp joins the states of a run's pieces, then all those of the runs.
 __global__ void __launch_bounds__(kJoinWarps* kLanes)
     attention_decode_join_kernel(const AttentionDecode __grid_constant__ args,
                                  const DecodeShape __grid_constant__ shape,
@@ -377,64 +386,58 @@ __global__ void __launch_bounds__(kJoinWarps* kLanes)
   const auto row = static_cast<int>(blockIdx.x % shape.tile_rows);
   const RowTile tile(args, shape, tile_index);
   if (row >= tile.rows) return;
-  const CachedKeys keys = keys_within_cache(args, tile.batch);
-  const Pieces pieces = tile.pieces(args, shape, keys);
+  const Pieces pieces = tile.pieces(args, shape, keys_within_cache(args, tile.batch));
   if (pieces.count() == 1) return;
   const auto cols = static_cast<int>(shape.value_cols / 4);
   SharedMemory shared;
   State* const run_states = shared.take<State>(kMostRuns);
   Values* const run_values = shared.take<Values>(kMostRuns * cols);
 
-  // A run's pieces: itself, or its chunks.
-  const Pieces all_runs = {pieces.chunks, kRunChunks};
-  const auto runs = static_cast<int>(all_runs.count());
+  // The pieces of a run: its chunks, or itself.
+  const Pieces of_runs = {pieces.chunks, kRunChunks};
+  const auto runs = static_cast<int>(of_runs.count());
   for (int run = warp_index(); run < runs; run += kJoinWarps) {
-    const int64_t first = shape.per_piece == 1 ? all_runs.first(run) - pieces.chunks.first : run;
-    const auto count =
-        static_cast<int>(shape.per_piece == 1 ? all_runs.last(run) - all_runs.first(run) : 1);
-    const auto index = [&](int i) {
-      return StoredStates::index(shape, tile_index, first + i, row);
-    };
-    State own;  // of piece `lane`
-    if (lane_index() < count) own = load_global(stored.states + index(lane_index()));
-    for (int col = lane_index(); col < (cols + kLanes - 1) / kLanes * kLanes; col += kLanes) {
-      State state;
+    const bool is_piece = shape.per_piece > 1;
+    const int64_t first = is_piece ? run : of_runs.first(run) - pieces.chunks.first;
+    const auto count = is_piece ? 1 : static_cast<int>(of_runs.last(run) - of_runs.first(run));
+    const int64_t index = StoredStates::index(shape, tile_index, first, row);
+    const auto of_piece = [&](int i) { return index + i * shape.tile_rows; };
+    State own;
+    if (lane_index() < count) own = load_global(stored.states + of_piece(lane_index()));
+    const WarpJoin join(own, count);
+    if (lane_index() == 0) run_states[run] = join.state;
+    for (int first_col = 0; first_col < cols; first_col += kLanes) {
+      const int col = first_col + lane_index();
       Values values{};
       for (int base = 0; base < count; base += kJoinAhead) {
-        Values ahead[kJoinAhead];
+        Values ahead[kJoinAhead] = {};
         ONEPASS_UNROLL
         for (int i = 0; i < kJoinAhead; ++i) {
-          const bool has = base + i < count && col < cols;
-          ahead[i] = has ? load_global(stored.values + index(base + i) * cols + col) : Values{};
+          if (base + i >= count || col >= cols) continue;
+          ahead[i] = load_global(stored.values + of_piece(base + i) * cols + col);
         }
         ONEPASS_UNROLL
         for (int i = 0; i < kJoinAhead; ++i) {
-          const int piece = base + i;
-          const State latter = {__shfl_sync(kAllLanes, own.maximum, piece % kLanes),
-                                __shfl_sync(kAllLanes, own.sum, piece % kLanes)};
-          if (piece >= count) continue;
-          if (piece == 0) {
-            state = latter;
-            values = ahead[i];
-          } else {
-            values = join(join(state, latter), values, ahead[i]);
-          }
+          if (base + i < count) values = join.add(values, ahead[i], base + i);
         }
       }
       if (col < cols) run_values[run * cols + col] = values;
-      if (col == 0) run_states[run] = state;
     }
   }
   __syncthreads();
+  if (warp_index() * kLanes >= cols) return;  // whole warps
+  State own;
+  if (lane_index() < runs) own = run_states[lane_index()];
+  const WarpJoin join(own, runs);
   const auto col = static_cast<int>(threadIdx.x);
-  if (col >= cols) return;
-  State state = run_states[0];
-  Values values = run_values[col];
-  for (int run = 1; run < runs; ++run) {
-    values = join(join(state, run_states[run]), values, run_values[run * cols + col]);
+  Values values{};
+  for (int run = 0; run < runs; ++run) {
+    const Values of_run = col < cols ? run_values[run * cols + col] : Values{};
+    values = join.add(values, of_run, run);
   }
+  if (col >= cols) return;
   const int64_t head = tile.head(shape, row), query = tile.query(shape, row);
-  const Finished finished = finish(args, head, state);
+  const Finished finished = finish(args, head, join.state);
   if (col == 0) store_lse(args, tile.batch, head, query, finished.lse);
   visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
     store_output<T>(args, tile.batch, head, query, 4 * col, values, finished.normalise);
@@ -491,7 +494,9 @@ void run_decode(const AttentionDecode& args, const Plan&, void* workspace, const
   const DecodeShape shape = shape_of(args);
   if (appends_first(args, shape)) {
     launch<attention_decode_append_kernel>(
-        {.blocks = args.batch * args.kv_heads, .threads = kAppendThreads}, context.stream, args);
+        {.blocks = args.batch * args.kv_heads * ceil_div(args.new_rows, kAppendRows),
+         .threads = kAppendThreads},
+        context.stream, args);
   }
   if (shape.rows == 0) return;
   const StoredStates stored = {

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/decode.h"
 #include "cuda/attention/scores.cuh"
+#include "cuda/attention/tiles.cuh"
 #include "cuda/ptx.cuh"
 
 namespace onepass::cuda {
@@ -49,6 +50,44 @@ __device__ __forceinline__ Values join(const Joined& by, const Values& former,
   }
   return both;
 }
+
+// The states of a warp's first `count` lanes, joined in their order as join() would: the largest
+// score so far is exact in any order, and with it all exponentials are independent of one another.
+struct WarpJoin {
+  State state;  // of all
+  Joined own;   // of the lane's and those before it
+
+  __device__ __forceinline__ WarpJoin(const State& latter, int count) {
+    float maximum = latter.maximum;  // of this lane and those before
+    ONEPASS_UNROLL
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+      const float before = from_lane(maximum, lanes);
+      if (lane_index() >= lanes) maximum = fmaxf(maximum, before);
+    }
+    const float former = from_lane(maximum, 1), low = subtrahend(maximum);
+    own = {std::exp((lane_index() > 0 ? former : -INFINITY) - low), std::exp(latter.maximum - low)};
+    state.maximum = __shfl_sync(kAllLanes, maximum, count - 1);
+    for (int i = 0; i < count; ++i) {
+      const State next = {0.0f, __shfl_sync(kAllLanes, latter.sum, i)};
+      const Joined by = of(i);
+      state.sum = i == 0 ? next.sum : multiply_add(by.former, state.sum, by.latter * next.sum);
+    }
+  }
+
+  // `values`, of states 0 .. i - 1, become those of 0 .. i.
+  __device__ __forceinline__ Values add(const Values& values, const Values& latter, int i) const {
+    const Joined by = of(i);
+    return i == 0 ? latter : join(by, values, latter);
+  }
+
+ private:
+  __device__ __forceinline__ Joined of(int i) const {
+    return {__shfl_sync(kAllLanes, own.former, i), __shfl_sync(kAllLanes, own.latter, i)};
+  }
+  static __device__ __forceinline__ float from_lane(float value, int lanes_before) {
+    return __shfl_sync(kAllLanes, value, (lane_index() - lanes_before) & (kLanes - 1));
+  }
+};
 
 // Of all keys: the sink joins as one without a value.
 struct Finished {

@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_pieces(Words* queue, const CacheRows<const 
       cp_async_16(queue + i * kQueueStep * kLanes, row + at, has && at < rows.cols);
     }
   } else {
-    ONEPASS_UNROLL
+    ONEPASS_ROLL
     for (int i = 0; i < kPieces; ++i) {
       if (i * kStep >= rows.cols) continue;
       queue[i * kQueueStep * kLanes] =
@@ -101,10 +101,16 @@ struct TensorTile {
     return j / 2 * 8 + lane_index() % 4 * 2 + j % 2;
   }
 
-  // Queries lie as fragments do: (slice, row / 8, lane), 16 bytes each.
-  static __device__ __forceinline__ void put_query(void* queries, int row, int col, T element) {
+  // Eight columns of a query. They lie as fragments do: (slice, row / 8, lane), 16 bytes each.
+  static __device__ __forceinline__ void put_query(void* queries, int row, int col,
+                                                   const T (&elements)[kChunk]) {
     const int lane = row % 8 * 4 + col % 32 / 8;
-    static_cast<T*>(queries)[((col / 32 * 2 + row / 8) * kLanes + lane) * 8 + col % 8] = element;
+    Words words{};
+    ONEPASS_UNROLL
+    for (int e = 0; e < kChunk; ++e) {
+      words.word[e / 2] |= static_cast<uint32_t>(elements[e].bits) << e % 2 * 16;
+    }
+    static_cast<Words*>(queries)[(col / 32 * 2 + row / 8) * kLanes + lane] = words;
   }
 
   // Pieces (key / 8, slice).
@@ -249,11 +255,17 @@ struct PlainTile {
   static __device__ __forceinline__ int query_index(int row, int slice, int quarter, int lane) {
     return ((row * kSlices + slice) * (kElements / 4) + quarter) * kLanes + lane;
   }
-  static __device__ __forceinline__ void put_query(void* queries, int row, int col, T element) {
-    const int within = col % kSlice, e = within % kElements;
-    Values* const at =
-        static_cast<Values*>(queries) + query_index(row, col / kSlice, e / 4, within / kElements);
-    at->of[e % 4] = widen(element);
+  static __device__ __forceinline__ void put_query(void* queries, int row, int col,
+                                                   const T (&elements)[kChunk]) {
+    ONEPASS_UNROLL
+    for (int half = 0; half < kChunk; half += 4) {
+      const int within = (col + half) % kSlice, e = within % kElements;
+      Values values;
+      ONEPASS_UNROLL
+      for (int k = 0; k < 4; ++k) values.of[k] = widen(elements[half + k]);
+      static_cast<Values*>(queries)[query_index(row, col / kSlice, e / 4, within / kElements)] =
+          values;
+    }
   }
 
   // Pieces (key, slice).
