@@ -170,7 +170,7 @@ __device__ __forceinline__ uint32_t draw(const Dropout& dropout, const Attention
 
 // How far before a call's first key its first tile begins, so that tiles begin where Philox calls
 // do.
-__device__ __forceinline__ int tile_shift(const Attention& args) {
+ONEPASS_HOST_DEVICE inline int tile_shift(const Attention& args) {
   return args.seed ? static_cast<int>(args.key_offset % kCallKeys) : 0;
 }
 
