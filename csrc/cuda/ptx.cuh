@@ -189,6 +189,13 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return y;
 }
 
+// 1 / x to a unit in the last place.
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two floats to a pair of 16-bit elements, `low` in the low half; nearest, ties to even.
 template <class T>
 __device__ __forceinline__ uint32_t narrow_pair(float low, float high) {

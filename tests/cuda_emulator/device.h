@@ -185,6 +185,7 @@ inline void forget(uint32_t&) {}
 inline int thread_index() { return static_cast<int>(threadIdx.x); }
 
 inline float exp2_approximate(float x) { return std::exp2(x); }
+inline float reciprocal_approximate(float x) { return 1.0f / x; }
 
 template <class T>
 uint32_t narrow_pair(float low, float high) {

@@ -127,6 +127,110 @@ struct Turn {
   int first;
 };
 
+// What every thread of a block would hold, kept in shared memory because registers are short.
+struct BlockConstants {
+  Sequence sequence;
+  Dropout dropout;
+  int batch;
+  int kv_head;
+  int group_size;  // heads that share the keys
+  int tile;
+  int shift;  // of the first tile, in front of the first key
+  int first_key;
+  int keys;
+  int queries;
+  int seen_first;  // keys that any query sees: seen_first .. seen_last - 1
+  int seen_last;
+  int begin;  // queries that see any of the tile's keys, from a multiple of a tile of queries on
+  int end;
+  int turns;
+
+  __device__ __forceinline__ BlockConstants(const AttentionBackward& args, const BackwardWork& work,
+                                            const AttentionTile& shape, bool terms)
+      : dropout(dropout_of(args)),
+        group_size(static_cast<int>(args.heads / args.kv_heads)),
+        shift(terms ? tile_shift(args) : 0) {
+    // In any order: tiles of a head are neighbours, which share its Q and dO in the L2; the first
+    // keys, which the most queries see under a diagonal, first. By tickets: heads are neighbours.
+    int64_t index = blockIdx.x;
+    if (work.ticket) {
+      const int64_t number = atomic_add_acq_rel(work.ticket, 1), heads = args.batch * args.kv_heads;
+      index = number % heads * work.key_tiles + number / heads;
+    }
+    tile = static_cast<int>(index % work.key_tiles);
+    batch = static_cast<int>(index / work.key_tiles / args.kv_heads);
+    kv_head = static_cast<int>(index / work.key_tiles % args.kv_heads);
+    sequence = sequence_of(args, batch);
+    keys = static_cast<int>(sequence.keys);
+    queries = static_cast<int>(sequence.queries);
+    first_key = tile * shape.keys - shift;
+    seen_first = seen_last = begin = end = turns = 0;
+    const int last_key = first_key + shape.keys < keys ? first_key + shape.keys : keys;
+    if (first_key >= last_key) return;
+    const KeyRange range = seeing_queries(args, sequence, first_key > 0 ? first_key : 0, last_key);
+    if (range.first >= range.last) return;
+    const SeenKeys seen = seen_keys(args, sequence, range.first, range.last);
+    seen_first = static_cast<int>(seen.first);
+    seen_last = static_cast<int>(seen.last);
+    begin = static_cast<int>(range.first) / shape.queries * shape.queries;
+    end = static_cast<int>(range.last);
+    turns = group_size * ((end - begin + shape.queries - 1) / shape.queries);
+  }
+};
+
+// The keys that the queries of a turn see.
+__device__ __forceinline__ SeenKeys keys_of_turn(const AttentionBackward& args,
+                                                 const BlockConstants& block, const Turn& turn,
+                                                 const AttentionTile& shape) {
+  const int last = turn.first + shape.queries;
+  return seen_keys(args, block.sequence, turn.first, last < block.queries ? last : block.queries);
+}
+
+// Whether all of them see all keys of the block.
+__device__ __forceinline__ bool is_whole(const AttentionBackward& args, const BlockConstants& block,
+                                         const Turn& turn, const AttentionTile& shape) {
+  const SeenKeys seen = keys_of_turn(args, block, turn, shape);
+  return seen.all_first <= block.first_key && block.first_key + shape.keys <= seen.all_last;
+}
+
+__device__ __forceinline__ int64_t slope_partial(const AttentionBackward& args,
+                                                 const BackwardWork& work,
+                                                 const BlockConstants& block, int head) {
+  return (block.batch * args.heads + head) * work.ends.slope_parts + block.tile;
+}
+
+// When a block may add to the dQ of a turn: when all tiles of keys before its own have. For all
+// threads of the block.
+class DqueryTurn {
+ public:
+  __device__ __forceinline__ DqueryTurn(const AttentionBackward& args, const BackwardWork& work,
+                                        const BlockConstants& block, const Turn& turn,
+                                        const AttentionTile& shape) {
+    if (!work.ticket) return;
+    added_ = work.turns + (block.batch * args.heads + turn.head) * work.query_tiles +
+             turn.first / shape.queries;
+    const SeenKeys seen = keys_of_turn(args, block, turn, shape);
+    before_ = static_cast<uint32_t>(block.tile -
+                                    (static_cast<int>(seen.first) + block.shift) / shape.keys);
+  }
+  __device__ __forceinline__ void wait() const {
+    if (!added_) return;
+    if (threadIdx.x == 0) {
+      while (load_acquire(added_) != before_) spin();
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void pass_on() const {
+    if (!added_) return;
+    __syncthreads();
+    if (threadIdx.x == 0) store_release(added_, before_ + 1);
+  }
+
+ private:
+  uint32_t* added_ = nullptr;  // tiles of keys that have been
+  uint32_t before_ = 0;        // those before this one
+};
+
 // Which of a step's keys no query of the tile sees, as drop_unseen() has it. words: what lanes of
 // the warps that have those keys saw of their rows g and g + 8.
 template <int kParts>
@@ -202,101 +306,84 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kParts * kSlab / 8;
   constexpr bool kKeepsValue = backward_keeps_value(kBucket);
   constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS behind P
+  constexpr int kRowTiles = kBucket == 256 ? 1 : 2;       // of dQ at a time, as registers allow
   using RowTile = Tile<T, kBucket>;
   using ScoreTile = Tile<T, backward_score_columns(kBucket)>;
   static_assert(kQueries / 32 * kSlabs == kTile.warps && kThreads >= kQueries);
   SharedMemory shared;
   const RowTile key = RowTile::take(shared, kKeys);
   const RowTile value = kKeepsValue ? RowTile{nullptr} : RowTile::take(shared, kKeys);
+  float* const numbers = shared.take<float>(2 * kQueryNumbers * kQueries);
+  uint32_t* const seen_words = shared.take<uint32_t>(2 * kTile.warps);
+  float* const scratch = shared.take<float>(2 * kReduceScratch<1>);
+  auto* const block = shared.take<BlockConstants>(1);
   const RowTile rows = RowTile::take(shared, 2 * kQueries * work.stages);
+  const bool shares_place = backward_shares_place(kBucket, work.stages);
+  const ScoreTile scores =
+      shares_place ? ScoreTile{rows.data + kQueries * kBucket} : ScoreTile::take(shared, kKeys);
   const auto query_tile = [&](int stage) {
     return RowTile{rows.data + 2 * stage * kQueries * kBucket};
   };
   const auto doutput_tile = [&](int stage) {
     return RowTile{rows.data + (2 * stage + 1) * kQueries * kBucket};
   };
-  const bool shares_place = backward_shares_place(kBucket, work.stages);
-  const ScoreTile scores =
-      shares_place ? ScoreTile{doutput_tile(0).data} : ScoreTile::take(shared, kKeys);
-  float* const numbers = shared.take<float>(2 * kQueryNumbers * kQueries);
   const auto numbers_of = [&](int turn) {
     return QueryTile<kQueries>{numbers + turn % 2 * kQueryNumbers * kQueries};
   };
-  uint32_t* const seen_words = shared.take<uint32_t>(2 * kTile.warps);
-  uint32_t* const ticket = shared.take<uint32_t>(1);
-  float* const scratch = shared.take<float>(2 * kReduceScratch<1>);
 
-  // In any order: tiles of a head are neighbours, which share its Q and dO in the L2; the first
-  // keys, which the most queries see under a diagonal, first. By tickets: heads are neighbours.
-  int64_t index = blockIdx.x;
-  if (work.ticket) {
-    if (threadIdx.x == 0) *ticket = atomic_add_acq_rel(work.ticket, 1);
-    __syncthreads();
-    const int64_t heads = args.batch * args.kv_heads;
-    index = *ticket % heads * work.key_tiles + *ticket / heads;
-  }
-  const auto tile = static_cast<int>(index % work.key_tiles);
-  const auto batch = static_cast<int>(index / work.key_tiles / args.kv_heads);
-  const auto kv_head = static_cast<int>(index / work.key_tiles % args.kv_heads);
-  const int group_size = static_cast<int>(args.heads / args.kv_heads);
-  const Sequence sequence = sequence_of(args, batch);
-  const auto keys = static_cast<int>(sequence.keys), queries = static_cast<int>(sequence.queries);
-  const int shift = kTerms ? tile_shift(args) : 0, first_key = tile * kKeys - shift;
-  const int last_key = first_key + kKeys < keys ? first_key + kKeys : keys;
-  const KeyRange seeing = seeing_queries(args, sequence, first_key > 0 ? first_key : 0, last_key);
-  const bool is_seen = first_key < keys && seeing.first < seeing.last;
-  const int begin = is_seen ? static_cast<int>(seeing.first) / kQueries * kQueries : 0;
-  const int end = is_seen ? static_cast<int>(seeing.last) : 0;
-  const int turns = group_size * ((end - begin + kQueries - 1) / kQueries);
+  if (threadIdx.x == 0) *block = BlockConstants(args, work, kTile, kTerms);
+  __syncthreads();
 
-  const auto head_dim = static_cast<int>(args.head_dim);
-  const auto value_dim = static_cast<int>(args.value_dim);
-  const int head_slabs = slabs_of(head_dim), value_slabs = slabs_of(value_dim);
-  const auto load_keys = [&](const RowTile& target, const Strided& tensor, int cols) {
-    const SeenKeys seen = seen_keys(args, sequence, seeing.first, seeing.last);
-    load_tile<kKeys, kThreads>(
-        target, rows_of<const T>(tensor, batch, kv_head, sequence.first_k, cols), first_key,
-        static_cast<int>(seen.first), static_cast<int>(seen.last));
+  const auto load_keys = [&](const RowTile& target, const Strided& tensor, int64_t cols) {
+    const auto from =
+        rows_of<const T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
+    load_tile<kKeys, kThreads>(target, from, block->first_key, block->seen_first, block->seen_last);
   };
-  const auto load_queries = [&](const RowTile& target, const Strided& tensor, int cols,
+  const auto load_queries = [&](const RowTile& target, const Strided& tensor, int64_t cols,
                                 const Turn& turn) {
-    load_tile<kQueries, kThreads>(
-        target, rows_of<const T>(tensor, batch, turn.head, sequence.first_q, cols), turn.first,
-        turn.first, queries);
+    const auto from =
+        rows_of<const T>(tensor, block->batch, turn.head, block->sequence.first_q, cols);
+    load_tile<kQueries, kThreads>(target, from, turn.first, turn.first, block->queries);
   };
   const auto load_query = [&](const Turn& turn, int stage) {
-    load_queries(query_tile(stage), args.query, head_dim, turn);
+    load_queries(query_tile(stage), args.query, args.head_dim, turn);
   };
   const auto load_doutput = [&](const Turn& turn, int stage) {
-    load_queries(doutput_tile(stage), args.doutput, value_dim, turn);
+    load_queries(doutput_tile(stage), args.doutput, args.value_dim, turn);
   };
   const auto load_memory = [&](const Turn& turn) {
-    const auto i = static_cast<int>(threadIdx.x);
-    return i < kQueries
-               ? load_query_memory(args, work.ends, sequence, batch, turn.head, turn.first + i)
-               : QueryMemory{};
+    const int i = thread_index();
+    if (i >= kQueries) return QueryMemory{};
+    return load_query_memory(args, work.ends, block->sequence, block->batch, turn.head,
+                             turn.first + i);
   };
-  const auto put_numbers = [&](int index_of_turn, const Turn& turn, const QueryMemory& memory) {
-    const auto i = static_cast<int>(threadIdx.x);
+  const auto put_numbers = [&](int turn_index, const Turn& turn, const QueryMemory& memory) {
+    const int i = thread_index();
     if (i >= kQueries) return;
-    numbers_of(index_of_turn)
-        .put(i, query_numbers<kTerms>(args, sequence, memory, turn.first + i, first_key, kKeys));
+    numbers_of(turn_index)
+        .put(i, query_numbers<kTerms>(args, block->sequence, memory, turn.first + i,
+                                      block->first_key, kKeys));
   };
+  const auto next_turn = [&](const Turn& turn) {
+    return turn.first + kQueries < block->end ? Turn{turn.head, turn.first + kQueries}
+                                              : Turn{turn.head + 1, block->begin};
+  };
+  // Of the warp: its keys are top_key(), top_key() + 1 .. of the tile.
+  const auto top_key = [] { return thread_index() / kLanes % kGroups * 16; };
+  const auto part = [] { return kParts == 1 ? 0 : thread_index() / kLanes / kGroups; };
 
-  const int group = warp_index() % kGroups, part = warp_index() / kGroups;
   FragmentLanes<kBucket> lanes;
-  FragmentLanes<backward_score_columns(kBucket)> score_lanes;
-  const Dropout dropout = kTerms ? dropout_of(args) : Dropout{{}, 0, 0, 1.0f};
-  TermGradients terms(args, dropout);
+  const int head_slabs = slabs_of(args.head_dim), value_slabs = slabs_of(args.value_dim);
   float dkey[kOwnTiles][4] = {}, dvalue[kOwnTiles][4] = {};
   uint32_t value_a[kKeepsValue ? 2 * kSlabs : 1][4];
+  float dslope = 0.0f;  // of the head so far, the lane's share
 
-  Turn turn = {kv_head * group_size, begin};
-  if (turns > 0) {
-    load_keys(key, args.key, head_dim);
+  Turn turn = {block->kv_head * block->group_size, block->begin};
+  if (block->turns > 0) {
+    load_keys(key, args.key, args.head_dim);
     // On its way to registers, if it goes there, in the place of the last tiles of queries.
     const RowTile passing = kKeepsValue ? query_tile(work.stages - 1) : value;
-    load_keys(passing, args.value, value_dim);
+    load_keys(passing, args.value, args.value_dim);
     const bool has_place = !kKeepsValue || work.stages > 1;
     if (has_place) load_query(turn, 0), load_doutput(turn, 0);
     cp_async_commit();
@@ -306,8 +393,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       __syncthreads();
       ONEPASS_UNROLL
       for (int step = 0; step < 2 * kSlabs; ++step) {
-        if (step / 2 < value_slabs)
-          load_a<false>(value_a[step], passing, lanes, 16 * group, 16 * step);
+        if (step / 2 >= value_slabs) continue;
+        load_a<false>(value_a[step], passing, lanes, top_key(), 16 * step);
       }
       __syncthreads();
       if (!has_place) load_query(turn, 0), load_doutput(turn, 0);
@@ -315,78 +402,78 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     }
   }
 
-  for (int i = 0; i < turns; ++i) {
-    const bool is_last = i + 1 == turns;
-    Turn next = {turn.head, turn.first + kQueries};
-    if (next.first >= end) next = {turn.head + 1, begin};
+  ONEPASS_ROLL
+  for (int i = 0; i < block->turns; ++i) {
     const int stage = work.stages > 1 ? i % 2 : 0;
     const RowTile query = query_tile(stage), doutput = doutput_tile(stage);
     cp_async_wait<0>();
     __syncthreads();  // this turn's queries have come, the last one's have been used
-    if (!is_last && work.stages > 1) load_query(next, 1 - stage), load_doutput(next, 1 - stage);
+    const bool is_last = i + 1 == block->turns;
+    if (!is_last && work.stages > 1) {
+      const Turn next = next_turn(turn);
+      load_query(next, 1 - stage), load_doutput(next, 1 - stage);
+    }
     cp_async_commit();
-    QueryMemory memory{};
-    if (!is_last) memory = load_memory(next);
     lanes.refresh();
 
-    const int last_query = turn.first + kQueries < queries ? turn.first + kQueries : queries;
-    const SeenKeys seen = seen_keys(args, sequence, turn.first, last_query);
-    const bool whole = seen.all_first <= first_key && first_key + kKeys <= seen.all_last;
-    const HeadTerms head_terms(args, sequence, batch, turn.head);
-    terms.slope = head_terms.slope;
-    uint32_t seen_by_any = 0;  // bit r: key g + 8 r
+    uint32_t seen_by_any = 0;  // bit r: key g + 8 r of the warp
     uint32_t ds_a[kStrips * kSteps][4];
     ONEPASS_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
-      const int left = part * (kQueries / kParts) + strip * kStrip;
-      float bias[kTiles][4];
-      uint32_t counts = 0;
-      if constexpr (kTerms) {
-        counts = load_terms(bias, args, head_terms, numbers_of(i), left, 16 * group,
-                            turn.first + left, first_key + 16 * group);
-      }
+      const int left = part() * (kQueries / kParts) + strip * kStrip;
+      const Strip<kQueries> at = {numbers_of(i), left, top_key(), turn.first + left,
+                                  block->first_key + top_key()};
       float p[kTiles][4] = {}, ds[kTiles][4] = {};
+      [[maybe_unused]] float bias[kTiles][4], tangent[kTiles][4];
+      [[maybe_unused]] uint32_t counts = 0;
+      const auto terms_of_head = [&] {
+        return HeadTerms(args, block->sequence, block->batch, turn.head);
+      };
+      if constexpr (kTerms) counts = load_terms(bias, args, terms_of_head(), at);
       add_scores<T>(p, query, lanes, left, head_slabs,
-                    [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, 16 * group, k); });
+                    [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, top_key(), k); });
+      if constexpr (kTerms) term_probabilities(p, tangent, bias, counts, args, terms_of_head(), at);
       add_scores<T>(ds, doutput, lanes, left, value_slabs, [&](uint32_t (&a)[4], int k) {
         if constexpr (kKeepsValue) {
           ONEPASS_UNROLL
           for (int j = 0; j < 4; ++j) a[j] = value_a[k / 16][j];
         } else {
-          load_a<false>(a, value, lanes, 16 * group, k);
+          load_a<false>(a, value, lanes, top_key(), k);
         }
       });
       if constexpr (kTerms) {
         uint32_t kept = ~0u;
         if (args.seed) {
-          kept = draw_transposed<kTiles>(dropout, args, random_head(args, batch, turn.head),
-                                         turn.first + left, first_key + 16 * group);
+          kept = draw_transposed<kTiles>(block->dropout, args,
+                                         random_head(args, block->batch, turn.head), at.first_query,
+                                         at.first_key);
         }
-        const int64_t distance = turn.first + left + sequence.alignment - first_key;
-        terms.template apply<false>(p, ds, bias, counts, kept, numbers_of(i), left, 16 * group,
-                                    static_cast<float>(distance));
+        term_gradients<false>(p, ds, dslope, tangent, counts, kept, block->dropout.scale, args,
+                              terms_of_head(), at);
         ONEPASS_UNROLL
         for (int j = 0; j < 4 * kTiles; ++j) seen_by_any |= (counts >> j & 1) << j % 4 / 2;
       } else {
-        plain_gradients(p, ds, numbers_of(i), left, 16 * group,
-                        static_cast<float>(args.scale) * kLog2e, whole);
+        plain_gradients(p, ds, at, static_cast<float>(args.scale) * kLog2e,
+                        is_whole(args, *block, turn, kTile));
       }
       uint32_t p_a[kSteps][4];
       ONEPASS_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         as_a<T>(p_a[step], p, step);
         as_a<T>(ds_a[strip * kSteps + step], ds, step);
-        if constexpr (kParts > 1) put_a(scores, p_a[step], 16 * group, left + 16 * step);
+        if constexpr (kParts > 1) put_a(scores, p_a[step], top_key(), left + 16 * step);
       }
       if constexpr (kParts == 1) {
         if (args.dvalue.data) add_gradient<1>(dvalue, p_a, doutput, lanes, left, value_slabs, 0);
       }
     }
 
+    QueryMemory memory{};
+    if (!is_last) memory = load_memory(next_turn(turn));
     if (shares_place) __syncthreads();  // dO has been used
     ONEPASS_UNROLL
     for (int step = 0; step < kStrips * kSteps; ++step) {
-      put_a(scores, ds_a[step], 16 * group, kGradients + part * (kQueries / kParts) + 16 * step);
+      put_a(scores, ds_a[step], top_key(), kGradients + part() * (kQueries / kParts) + 16 * step);
     }
     if (kTerms && args.mask.data) {
       ONEPASS_UNROLL
@@ -399,129 +486,123 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       if (args.dkey.data) add_gradient<1>(dkey, ds_a, query, lanes, 0, head_slabs, 0);
     }
     __syncthreads();  // dS of all keys is there
+    const FragmentLanes<backward_score_columns(kBucket)> score_lanes(thread_index() % kLanes);
     if constexpr (kParts > 1) {
       uint32_t a[kQueries / 16][4];
-      ONEPASS_UNROLL
-      for (int step = 0; step < kQueries / 16; ++step) {
-        load_a<false>(a[step], scores, score_lanes, 16 * group, 16 * step);
+      const auto load_own = [&](int col) {
+        ONEPASS_UNROLL
+        for (int step = 0; step < kQueries / 16; ++step) {
+          load_a<false>(a[step], scores, score_lanes, top_key(), col + 16 * step);
+        }
+      };
+      load_own(0);
+      if (args.dvalue.data) {
+        add_gradient<kParts>(dvalue, a, doutput, lanes, 0, value_slabs, part());
       }
-      if (args.dvalue.data) add_gradient<kParts>(dvalue, a, doutput, lanes, 0, value_slabs, part);
-      ONEPASS_UNROLL
-      for (int step = 0; step < kQueries / 16; ++step) {
-        load_a<false>(a[step], scores, score_lanes, 16 * group, kGradients + 16 * step);
-      }
-      if (args.dkey.data) add_gradient<kParts>(dkey, a, query, lanes, 0, head_slabs, part);
+      load_own(kGradients);
+      if (args.dkey.data) add_gradient<kParts>(dkey, a, query, lanes, 0, head_slabs, part());
     } else if (!is_last && work.stages == 1) {
-      load_query(next, 0);
-      if (!shares_place) load_doutput(next, 0);
+      load_query(next_turn(turn), 0);
+      if (!shares_place) load_doutput(next_turn(turn), 0);
       cp_async_commit();
     }
 
     if (work.dquery) {
-      const int top = warp_index() % (kQueries / 32) * 32, slab = warp_index() / (kQueries / 32);
-      float sum[2][4][4] = {};
-      if (slab < head_slabs) {
-        ONEPASS_UNROLL
-        for (int step = 0; step < kGroups; ++step) {
-          uint32_t a[2][4];
+      const int warp = thread_index() / kLanes, slab = warp / (kQueries / 32);
+      const int top = warp % (kQueries / 32) * 32;
+      const DqueryTurn order(args, work, *block, turn, kTile);
+      ONEPASS_UNROLL
+      for (int m = 0; m < 2; m += kRowTiles) {
+        float sum[kRowTiles][4][4] = {};
+        if (slab < head_slabs) {
           ONEPASS_UNROLL
-          for (int m = 0; m < 2; ++m) {
-            load_a<true>(a[m], scores, score_lanes, kGradients + top + 16 * m, 16 * step);
-          }
-          const uint32_t unseen =
-              kTerms && args.mask.data ? unseen_of_step<kParts>(seen_words, step, kGroups) : 0;
-          ONEPASS_UNROLL
-          for (int n = 0; n < 4; n += 2) {
-            uint32_t b[4];
-            load_b<false>(b, key, lanes, 16 * step, slab * kSlab + 8 * n);
-            if (unseen != 0) drop_unseen(b, unseen, 0);
+          for (int step = 0; step < kGroups; ++step) {
+            uint32_t a[kRowTiles][4];
             ONEPASS_UNROLL
-            for (int m = 0; m < 2; ++m) add_product<T>(sum[m][n], sum[m][n + 1], a[m], b);
+            for (int j = 0; j < kRowTiles; ++j) {
+              load_a<true>(a[j], scores, score_lanes, kGradients + top + 16 * (m + j), 16 * step);
+            }
+            ONEPASS_UNROLL
+            for (int n = 0; n < 4; n += 2) {
+              uint32_t b[4];
+              load_b<false>(b, key, lanes, 16 * step, slab * kSlab + 8 * n);
+              if (kTerms && args.mask.data) {
+                drop_unseen(b, unseen_of_step<kParts>(seen_words, step, kGroups), 0);
+              }
+              ONEPASS_UNROLL
+              for (int j = 0; j < kRowTiles; ++j) {
+                add_product<T>(sum[j][n], sum[j][n + 1], a[j], b);
+              }
+            }
           }
         }
-      }
-      uint32_t* const added =
-          work.ticket ? work.turns + (batch * args.heads + turn.head) * work.query_tiles +
-                            turn.first / kQueries
-                      : nullptr;
-      // How many tiles of keys come before this one, of those that the tile of queries sees.
-      const auto before =
-          static_cast<uint32_t>(tile - (static_cast<int>(seen.first) + shift) / kKeys);
-      if (added) {
-        if (threadIdx.x == 0) {
-          while (load_acquire(added) != before) spin();
-        }
-        __syncthreads();
-      }
-      if (slab < head_slabs) {
-        float* const unit =
-            work.dquery +
-            ((first_unit(args, sequence, batch, turn.head) + (turn.first + top) / kUnitRows) *
-                 head_slabs +
-             slab) *
-                kUnit;
+        if (m == 0) order.wait();
+        if (slab >= head_slabs) continue;
+        const int first = turn.first + top + 16 * m;
+        const int64_t unit =
+            first_unit(args, block->sequence, block->batch, turn.head) + first / kUnitRows;
         ONEPASS_UNROLL
-        for (int r = 0; r < 4; ++r) {
-          if (turn.first + top + kUnitRows * r >= queries) continue;
+        for (int r = 0; r < 2 * kRowTiles; ++r) {
+          if (first + kUnitRows * r >= block->queries) continue;
+          float* const half = work.dquery + ((unit + r) * head_slabs + slab) * kUnit;
           ONEPASS_UNROLL
           for (int n = 0; n < 4; n += 2) {
             const auto& left = sum[r / 2][n];
             const auto& right = sum[r / 2][n + 1];
             const int c = r % 2 * 2;
-            add_to_half(unit + r * head_slabs * kUnit + n / 2 * (kUnit / 2),
-                        {left[c], left[c + 1], right[c], right[c + 1]});
+            add_to_half(half + n / 2 * (kUnit / 2), {left[c], left[c + 1], right[c], right[c + 1]});
           }
         }
       }
-      if (added) {
-        __syncthreads();
-        if (threadIdx.x == 0) store_release(added, before + 1);
-      }
+      order.pass_on();
     }
 
-    if (kTerms && args.dslopes && (is_last || next.head != turn.head)) {
-      store_partial(terms.dslope, static_cast<float*>(work.ends.dslopes),
-                    (batch * args.heads + turn.head) * work.ends.slope_parts + tile,
+    if (kTerms && args.dslopes && (is_last || next_turn(turn).head != turn.head)) {
+      store_partial(dslope, static_cast<float*>(work.ends.dslopes),
+                    slope_partial(args, work, *block, turn.head),
                     scratch + turn.head % 2 * kReduceScratch<1>);
-      terms.dslope = 0.0f;
+      dslope = 0.0f;
     }
-    if (!is_last) put_numbers(i + 1, next, memory);
+    turn = next_turn(turn);
+    if (!is_last) put_numbers(i + 1, turn, memory);
     if (!is_last && work.stages == 1 && (kParts > 1 || shares_place)) {
       __syncthreads();  // what lies in the place of the next queries has been used
-      if (kParts > 1) load_query(next, 0);
-      load_doutput(next, 0);
+      if (kParts > 1) load_query(turn, 0);
+      load_doutput(turn, 0);
       cp_async_commit();
     }
-    turn = next;
   }
 
-  if (const auto i = static_cast<int>(threadIdx.x); turns == 0 && args.dslopes && i < group_size) {
-    const int64_t head = kv_head * group_size + i;
-    store_global(static_cast<float*>(work.ends.dslopes) +
-                     (batch * args.heads + head) * work.ends.slope_parts + tile,
-                 0.0f);
+  if (args.dslopes && block->turns == 0 && thread_index() == 0) {
+    for (int i = 0; i < block->group_size; ++i) {
+      store_global(
+          static_cast<float*>(work.ends.dslopes) + slope_partial(args, work, *block, turn.head + i),
+          0.0f);
+    }
   }
-  if (first_key >= keys) return;
+  if (block->first_key >= block->keys) return;
   // Both leave through the place of K, of which a warp stores an eighth.
-  const auto store = [&](const Strided& tensor, const float (&sum)[kOwnTiles][4], int cols,
+  const auto store = [&](const Strided& tensor, const float (&sum)[kOwnTiles][4], int64_t cols,
                          float factor) {
     if (!tensor.data) return;
     __syncthreads();
     ONEPASS_UNROLL
     for (int n = 0; n < kOwnTiles; ++n) {
-      const int col = (n / 4 * kParts + part) * kSlab + n % 4 * 8 + lane_index() % 4 * 2;
+      const int col = (n / 4 * kParts + part()) * kSlab + n % 4 * 8 + lane_index() % 4 * 2;
       ONEPASS_UNROLL
       for (int r = 0; r < 2; ++r) {
-        *key.pair(16 * group + lane_index() / 4 + 8 * r, col) =
+        *key.pair(top_key() + lane_index() / 4 + 8 * r, col) =
             narrow_pair<T>(sum[n][2 * r] * factor, sum[n][2 * r + 1] * factor);
       }
     }
     __syncthreads();
-    store_tile<kKeys / kTile.warps>(key, rows_of<T>(tensor, batch, kv_head, sequence.first_k, cols),
-                                    warp_index() * (kKeys / kTile.warps), first_key, keys);
+    constexpr int kRows = kKeys / kTile.warps;
+    store_tile<kRows>(
+        key, rows_of<T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols),
+        warp_index() * kRows, block->first_key, block->keys);
   };
-  store(args.dkey, dkey, head_dim, static_cast<float>(args.scale));
-  store(args.dvalue, dvalue, value_dim, dropout.scale);
+  store(args.dkey, dkey, args.head_dim, static_cast<float>(args.scale));
+  store(args.dvalue, dvalue, args.value_dim, kTerms ? block->dropout.scale : 1.0f);
 }
 
 // ---- plan and run -------------------------------------------------------------------------------

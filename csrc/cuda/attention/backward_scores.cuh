@@ -107,56 +107,77 @@ __device__ __forceinline__ QueryNumbers query_numbers(const AttentionBackward& a
 
 // ---- terms of scores ----------------------------------------------------------------------------
 
-// The bias of a strip's scores, and which of them count: bit 4 n + e. first_query, first_key: of
-// the strip's first query and of the warp's first key; i, key: where those are in their tiles.
+// The scores that a warp has at a time: of 16 keys and as many queries as its fragments have.
+template <int kQueries>
+struct Strip {
+  QueryTile<kQueries> queries;
+  int query;        // the first, in its tile
+  int key;          // likewise
+  int first_query;  // in the sequence
+  int first_key;
+
+  // Of element j % 4 of a lane's fragment j / 4.
+  __device__ __forceinline__ int query_of(int j) const {
+    return first_query + j / 4 * 8 + lane_index() % 4 * 2 + j % 2;
+  }
+  __device__ __forceinline__ int key_of(int j) const {
+    return first_key + lane_index() / 4 + j % 4 / 2 * 8;
+  }
+  // In its tile, of the two queries of fragment n.
+  __device__ __forceinline__ int queries_of(int n) const {
+    return query + 8 * n + lane_index() % 4 * 2;
+  }
+  __device__ __forceinline__ uint32_t sees(int n) const {
+    return queries.sees(queries_of(n), key + lane_index() / 4);
+  }
+  // |position - key|, exact up to 2^24.
+  __device__ __forceinline__ float distance(const HeadTerms& terms, int j) const {
+    const auto first = static_cast<float>(first_query + terms.alignment - first_key);
+    return fabsf(first + static_cast<float>(query_of(j) - first_query - (key_of(j) - first_key)));
+  }
+};
+
+// The bias of a strip's scores, and which of them count: bit 4 n + e.
 template <int kTiles, int kQueries>
 __device__ __forceinline__ uint32_t load_terms(float (&bias)[kTiles][4], const Attention& args,
-                                               const HeadTerms& terms,
-                                               const QueryTile<kQueries>& queries, int i, int key,
-                                               int first_query, int first_key) {
+                                               const HeadTerms& terms, const Strip<kQueries>& at) {
   static_assert(4 * kTiles <= 32);
-  const int column = lane_index() % 4 * 2, row = lane_index() / 4;
-  uint32_t seen = 0;
+  uint32_t counts = 0;
   ONEPASS_UNROLL
-  for (int n = 0; n < kTiles; ++n) {
-    seen |= queries.sees(i + 8 * n + column, key + row) << 4 * n;
-  }
-  const auto for_each_seen = [&](auto&& body) {
+  for (int n = 0; n < kTiles; ++n) counts |= at.sees(n) << 4 * n;
+  // Addresses outside of the condition, which is then one of a load alone.
+  const auto for_each = [&](const auto* base, int64_t row_stride, auto&& body) {
     ONEPASS_UNROLL
     for (int j = 0; j < 4 * kTiles; ++j) {
-      const int64_t query = first_query + 8 * (j / 4) + column + j % 2;
-      if (seen >> j & 1) body(j, query, first_key + row + j % 4 / 2 * 8);
+      const auto* const address = base + at.query_of(j) * row_stride + at.key_of(j);
+      if (counts >> j & 1) body(j, load_global(address));
     }
   };
   if (args.mask.data) {
-    const uint8_t* const mask = mask_row(args, terms.batch, terms.head, 0);
     uint32_t hidden = 0;
-    for_each_seen([&](int j, int64_t query, int k) {
-      hidden |= static_cast<uint32_t>(load_global(mask + query * args.mask.row_stride + k) == 0)
-                << j;
-    });
-    seen &= ~hidden;
+    for_each(mask_row(args, terms.batch, terms.head, 0), args.mask.row_stride,
+             [&](int j, uint8_t allowed) { hidden |= static_cast<uint32_t>(allowed == 0) << j; });
+    counts &= ~hidden;
   }
   ONEPASS_UNROLL
   for (int j = 0; j < 4 * kTiles; ++j) bias[j / 4][j % 4] = 0.0f;
   if (args.bias.data) {
     visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
-      const B* const base = static_cast<const B*>(args.bias.data) +
-                            terms.batch * args.bias.batch_stride +
-                            terms.head * args.bias.head_stride;
-      for_each_seen([&](int j, int64_t query, int k) {
-        bias[j / 4][j % 4] = widen(load_global(base + query * args.bias.row_stride + k));
-      });
+      for_each(static_cast<const B*>(args.bias.data) + terms.batch * args.bias.batch_stride +
+                   terms.head * args.bias.head_stride,
+               args.bias.row_stride,
+               [&](int j, const B& value) { bias[j / 4][j % 4] = widen(value); });
     });
   }
-  return seen;
+  return counts;
 }
 
 // scalar: as draw() of fragments.cuh, and bit 4 n + e is element e of a lane's fragment n here too.
 //
 // A Philox call has a query and 8 keys, which are eight lanes here, those of equal t. Each of the
-// eight makes one of the calls of two tiles; the bits that it has of all lanes' scores and those
-// that it needs of its own are a square, turned over in three exchanges for all tiles at once.
+// eight makes one of the calls of two fragments; the bits that it has of all lanes' scores and
+// those that it needs of its own are a square, turned over in three exchanges for all fragments at
+// once.
 template <int kTiles>
 __device__ __forceinline__ uint32_t draw_transposed(const Dropout& dropout, const Attention& args,
                                                     uint32_t random_head, int first_query,
@@ -190,16 +211,13 @@ __device__ __forceinline__ uint32_t draw_transposed(const Dropout& dropout, cons
 
 // scalar: p = exp2(p * unit - lse * log2(e)), ds = p * (ds - delta), of scores that are products
 //
-// p: of S^T, ds: of dP^T; i: the strip's first query in its tile; key: the warp's first key, where
-// `whole` says that no score is masked.
+// p: of S^T, ds: of dP^T. whole: no score is masked.
 template <int kTiles, int kQueries>
 __device__ __forceinline__ void plain_gradients(float (&p)[kTiles][4], float (&ds)[kTiles][4],
-                                                const QueryTile<kQueries>& queries, int i, int key,
-                                                float unit, bool whole) {
-  const int column = lane_index() % 4 * 2, row = lane_index() / 4;
+                                                const Strip<kQueries>& at, float unit, bool whole) {
   ONEPASS_UNROLL
   for (int n = 0; n < kTiles; ++n) {
-    const auto lse = queries.lse(i + 8 * n + column), delta = queries.delta(i + 8 * n + column);
+    const auto lse = at.queries.lse(at.queries_of(n)), delta = at.queries.delta(at.queries_of(n));
     ONEPASS_UNROLL
     for (int e = 0; e < 4; ++e) {
       p[n][e] = exp2_approximate(multiply_add(p[n][e], unit, lse.of[e % 2]));
@@ -209,7 +227,7 @@ __device__ __forceinline__ void plain_gradients(float (&p)[kTiles][4], float (&d
   if (whole) return;
   ONEPASS_UNROLL
   for (int n = 0; n < kTiles; ++n) {
-    const uint32_t seen = queries.sees(i + 8 * n + column, key + row);
+    const uint32_t seen = at.sees(n);
     ONEPASS_UNROLL
     for (int e = 0; e < 4; ++e) {
       if (!(seen >> e & 1)) p[n][e] = ds[n][e] = 0.0f;
@@ -217,78 +235,77 @@ __device__ __forceinline__ void plain_gradients(float (&p)[kTiles][4], float (&d
   }
 }
 
-// P and dS where there is more to a score than its product.
-struct TermGradients {
-  float scale;
-  float softcap;
-  float slope;
-  float keep_scale;  // of what dropout keeps
-  bool has_slope;
-  float dslope = 0.0f;  // sum(ds * distance), the lane's share
-
-  __device__ __forceinline__ TermGradients(const Attention& args, const Dropout& dropout)
-      : scale(static_cast<float>(args.scale)),
-        softcap(static_cast<float>(args.softcap)),
-        slope(0.0f),
-        keep_scale(dropout.scale),
-        has_slope(args.alibi_slopes != nullptr) {}
-
-  // scalar: s = softcap * tanh(scale * p / softcap) - slope * distance + bias, where it is seen;
-  //         p = exp(s - lse), ds = p * (drop(ds) - delta), p = drop(p) but for what it is scaled by
-  //
-  // ds: of dP^T, then the gradient of scale * product, which is another than that of the score
-  // (kScore) by softcap's derivative. distance: of the strip's first query from key 0 of the tile.
-  template <bool kScore, int kTiles, int kQueries>
-  __device__ __forceinline__ void apply(float (&p)[kTiles][4], float (&ds)[kTiles][4],
-                                        const float (&bias)[kTiles][4], uint32_t seen,
-                                        uint32_t kept, const QueryTile<kQueries>& queries, int i,
-                                        int key, float distance) {
-    const int column = lane_index() % 4 * 2, row = lane_index() / 4;
-    float tangent[kTiles][4];
-    const auto for_each = [&](auto&& body) {
-      ONEPASS_UNROLL
-      for (int j = 0; j < 4 * kTiles; ++j) body(p[j / 4][j % 4], j / 4, j % 4);
-    };
-    for_each([&](float& s, int, int) { s *= scale; });
-    if (softcap != 0.0f) {
-      const float inverse = 1.0f / softcap;
-      for_each([&](float& s, int n, int e) {
-        const float bent = tanh_approximate(s * inverse);
-        s = softcap * bent;
-        tangent[n][e] = multiply_add(-bent, bent, 1.0f);
-      });
-    }
-    const auto distance_of = [&](int n, int e) {
-      const int step = 8 * n + column + e % 2 - (key + row + e / 2 * 8);
-      return fabsf(distance + static_cast<float>(step));
-    };
-    if (has_slope) {
-      for_each([&](float& s, int n, int e) { s = multiply_add(-slope, distance_of(n, e), s); });
-    }
+// scalar: s = softcap * tanh(scale * p / softcap) - slope * distance + bias; p = exp(s - lse)
+//
+// tangent: the derivative of softcap.
+template <int kTiles, int kQueries>
+__device__ __forceinline__ void term_probabilities(float (&p)[kTiles][4],
+                                                   float (&tangent)[kTiles][4],
+                                                   const float (&bias)[kTiles][4], uint32_t counts,
+                                                   const Attention& args, const HeadTerms& terms,
+                                                   const Strip<kQueries>& at) {
+  const auto for_each = [&](auto&& body) {
     ONEPASS_UNROLL
-    for (int n = 0; n < kTiles; ++n) {
-      const int at = i + 8 * n + column;
-      const auto lse = queries.lse(at), rest = queries.rest(at), delta = queries.delta(at);
-      ONEPASS_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        const bool sees = seen >> (4 * n + e) & 1, keeps = kept >> (4 * n + e) & 1;
-        const float exponent = ((p[n][e] + bias[n][e]) - lse.of[e % 2]) - rest.of[e % 2];
-        const float weight = sees ? exp2_approximate(exponent * kLog2e) : 0.0f;
-        const float dp = keeps ? ds[n][e] * keep_scale : 0.0f;
-        p[n][e] = keeps ? weight : 0.0f;
-        ds[n][e] = sees ? weight * (dp - delta.of[e % 2]) : 0.0f;
-      }
-    }
-    if constexpr (kScore) return;
-    if (has_slope) {
-      for_each([&](float&, int n, int e) { dslope += ds[n][e] * distance_of(n, e); });
-    }
-    if (softcap != 0.0f) {
-      for_each([&](float&, int n, int e) {
-        if (seen >> (4 * n + e) & 1) ds[n][e] *= tangent[n][e];
-      });
+    for (int j = 0; j < 4 * kTiles; ++j) body(p[j / 4][j % 4], j);
+  };
+  const auto scale = static_cast<float>(args.scale);
+  for_each([&](float& s, int) { s *= scale; });
+  if (args.softcap != 0.0) {
+    const float cap = static_cast<float>(args.softcap), inverse = 1.0f / cap;
+    for_each([&](float& s, int j) {
+      const float bent = tanh_approximate(s * inverse);
+      s = cap * bent;
+      tangent[j / 4][j % 4] = multiply_add(-bent, bent, 1.0f);
+    });
+  }
+  if (args.alibi_slopes) {
+    for_each([&](float& s, int j) { s = multiply_add(-terms.slope, at.distance(terms, j), s); });
+  }
+  ONEPASS_UNROLL
+  for (int n = 0; n < kTiles; ++n) {
+    const auto lse = at.queries.lse(at.queries_of(n)), rest = at.queries.rest(at.queries_of(n));
+    ONEPASS_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      const float exponent = ((p[n][e] + bias[n][e]) - lse.of[e % 2]) - rest.of[e % 2];
+      p[n][e] = counts >> (4 * n + e) & 1 ? exp2_approximate(exponent * kLog2e) : 0.0f;
     }
   }
-};
+}
+
+// scalar: ds = p * (drop(ds) - delta);  p = drop(p), but for what it is scaled by;
+//         dslope += ds * distance;  ds *= tangent
+//
+// kScore: no more than the first. keep_scale: of what dropout keeps.
+template <bool kScore, int kTiles, int kQueries>
+__device__ __forceinline__ void term_gradients(float (&p)[kTiles][4], float (&ds)[kTiles][4],
+                                               float& dslope, const float (&tangent)[kTiles][4],
+                                               uint32_t counts, uint32_t kept, float keep_scale,
+                                               const Attention& args, const HeadTerms& terms,
+                                               const Strip<kQueries>& at) {
+  ONEPASS_UNROLL
+  for (int n = 0; n < kTiles; ++n) {
+    const auto delta = at.queries.delta(at.queries_of(n));
+    ONEPASS_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      const bool is_kept = kept >> (4 * n + e) & 1;
+      const float dp = is_kept ? ds[n][e] * keep_scale : 0.0f;
+      ds[n][e] = counts >> (4 * n + e) & 1 ? p[n][e] * (dp - delta.of[e % 2]) : 0.0f;
+      if (!is_kept) p[n][e] = 0.0f;
+    }
+  }
+  if constexpr (kScore) return;
+  if (args.alibi_slopes) {
+    ONEPASS_UNROLL
+    for (int j = 0; j < 4 * kTiles; ++j) {
+      dslope = multiply_add(ds[j / 4][j % 4], at.distance(terms, j), dslope);
+    }
+  }
+  if (args.softcap != 0.0) {
+    ONEPASS_UNROLL
+    for (int j = 0; j < 4 * kTiles; ++j) {
+      if (counts >> j & 1) ds[j / 4][j % 4] *= tangent[j / 4][j % 4];
+    }
+  }
+}
 
 }  // namespace onepass::cuda

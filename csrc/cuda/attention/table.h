@@ -76,7 +76,7 @@ constexpr bool backward_shares_place(int bucket, int stages) {
 constexpr int backward_score_columns(int bucket) { return bucket == 64 ? 128 : 64; }
 
 constexpr int kQueryNumbers = 5;  // QueryNumbers of backward_scores.cuh
-constexpr int kSmallBytes = 256;  // what warps tell one another
+constexpr int kSmallBytes = 384;  // BlockConstants, and what warps tell one another
 
 // K and V; Q and dO; dS; numbers of the queries of two tiles.
 constexpr int backward_shared_bytes(int bucket, int stages) {

@@ -132,11 +132,21 @@ __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows
   const int top = static_cast<int>(threadIdx.x) / kChunks;
   // From row to row by one addition: products with the stride would each be kept in registers.
   const T* from = rows.row(first + top);
-  ONEPASS_UNROLL
-  for (int row = top; row < top + kRows; row += kStep) {
-    const bool has = begin <= first + row && first + row < end && col < rows.cols;
-    load_chunk(tile, row, col, from, rows.cols, rows.aligned, has);
-    from += kStep * rows.stride;
+  const auto has = [&](int row) {
+    return begin <= first + row && first + row < end && col < rows.cols;
+  };
+  if (rows.aligned) {
+    ONEPASS_UNROLL
+    for (int row = top; row < top + kRows; row += kStep) {
+      cp_async_16(tile.chunk(row, col / kChunk), from + col, has(row));
+      from += kStep * rows.stride;
+    }
+  } else {
+    ONEPASS_ROLL
+    for (int row = top; row < top + kRows; row += kStep) {
+      load_chunk(tile, row, col, from, rows.cols, false, has(row));
+      from += kStep * rows.stride;
+    }
   }
 }
 
@@ -198,8 +208,8 @@ struct FragmentLanes {
   uint32_t straight;  // matrices 0 1 2 3 are rows 0-7, 8-15, then those again, 8 columns on
   uint32_t crossed;   // rows 0-7, those again 8 columns on, then rows 8-15
 
-  __device__ __forceinline__ FragmentLanes() {
-    const int lane = lane_index(), within = lane % 8, second = lane / 8 % 2, fourth = lane / 16;
+  __device__ __forceinline__ explicit FragmentLanes(int lane = lane_index()) {
+    const int within = lane % 8, second = lane / 8 % 2, fourth = lane / 16;
     straight = static_cast<uint32_t>((8 * second + within) * kCols + (fourth ^ within) * kChunk);
     crossed = static_cast<uint32_t>((8 * fourth + within) * kCols + (second ^ within) * kChunk);
   }
