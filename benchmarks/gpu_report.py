@@ -58,6 +58,8 @@ else:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
         }
+        if major < 8:
+            facts["obstacle"] = f"{facts['gpu']} is sm_{major}{minor}, and onepass needs sm_80 on"
 print(json.dumps(facts))
 """
 

@@ -78,14 +78,18 @@ def test_torch_that_is_missing_or_broken(tmp_path, monkeypatch):
 
 
 def test_facts_of_a_device(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text(
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    torch_of = (
         "from types import SimpleNamespace as N\n"
         "__version__, version = '2.11.0+cu130', N(cuda='13.0')\n"
-        "cuda = N(is_available=lambda: True, get_device_capability=lambda: (9, 0),\n"
-        "         get_device_name=lambda: 'NVIDIA H100 80GB HBM3')\n"
+        "cuda = N(is_available=lambda: True, get_device_capability=lambda: {},\n"
+        "         get_device_name=lambda: '{}')\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "torch.py").write_text(torch_of.format((9, 0), FACTS["gpu"]))
     assert gpu_report.facts_of_device() | {"commit": FACTS["commit"]} == FACTS
+    (tmp_path / "torch.py").write_text(torch_of.format((7, 5), "Tesla T4"))
+    with pytest.raises(gpu_report.Obstacle, match="^Tesla T4 is sm_75, and onepass needs sm_80 on"):
+        gpu_report.facts_of_device()
 
 
 def test_tools_are_found_on_the_path_or_in_the_toolkit(tmp_path):

@@ -83,10 +83,14 @@ __device__ __forceinline__ void add_terms(float (&score)[kTiles][4], float (&der
     for_each([&](float&, int n, int e, const LaneRow&, int) { derivative[n][e] = 1.0f; });
   }
   if (args.alibi_slopes) {
-    const int alignment = static_cast<int>(terms.alignment);
-    for_each([&](float& s, int, int, const LaneRow& row, int key) {
-      const int distance = row.query + alignment - key;
-      s = multiply_add(-terms.slope, static_cast<float>(distance < 0 ? -distance : distance), s);
+    // Exact up to 2^24 keys, and rounded as float32 has it beyond.
+    float ahead[2];  // of the row's position over the lane's first key
+    ONEPASS_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      ahead[r] = static_cast<float>(rows[r].query + terms.alignment - key_of(first_key, 0, 0));
+    }
+    for_each([&](float& s, int n, int e, const LaneRow&, int) {
+      s = multiply_add(-terms.slope, fabsf(ahead[e / 2] - static_cast<float>(8 * n + e % 2)), s);
     });
   }
   if (args.bias.data) {

@@ -1,0 +1,524 @@
+// What the multiply-add kernels of attention are made of, for any dtype and head dimension: how
+// rows come to shared memory in slabs, products of slabs, and what is known of a tile of scores.
+//
+// A is what is added up in, float or double; every element is widened to it on its way to shared
+// memory. The score of (query r, key c) of a tile belongs to thread (r % rows of threads, c % 16),
+// so that 16 neighbouring lanes have a row. Every product has its sums in registers, and adds to
+// them slab by slab: chains of kDepth additions, which lose fewer bits than one long one.
+#pragma once
+
+#include "cuda/attention/scores.cuh"
+
+namespace onepass::cuda::plain {
+
+// ---- sizes --------------------------------------------------------------------------------------
+//
+// 64 x 64 scores keep 128 threads busy with 8 x 4 each, where 12 accesses of 16 bytes to shared
+// memory serve 128 multiply-adds. Whatever has the width of a head comes in slabs of 128 bytes per
+// row, and 512 bytes per row of results stay in registers: a block that has more columns than
+// those leaves the others to blocks of their own, which compute the scores anew. Shared memory then
+// does not grow with the head dimension, and two blocks fit where there are 164 KiB of it.
+
+inline constexpr int kKeys = 64;  // of a tile
+inline constexpr int kColumnThreads = 16;
+inline constexpr int kCols = 64;  // of results that a product adds to at once
+inline constexpr int kPerThread = kCols / kColumnThreads;  // of keys as well
+static_assert(kKeys == kCols && kPerThread == 4);
+
+template <class A>
+inline constexpr int kQueries = 256 / sizeof(A);  // of a tile
+template <class A>
+inline constexpr int kDepth = 128 / sizeof(A);  // of a slab, where its products are added up
+template <class A>
+inline constexpr int kOutCols = 512 / sizeof(A);  // of results that a block has
+template <class A>
+inline constexpr int kChunk = 16 / sizeof(A);
+
+// Rows in shared memory lie an odd number of 16 bytes apart, so that eight rows have the same
+// columns in different banks.
+template <class A, int kWidth>
+inline constexpr int kStride = kWidth + kChunk<A>;
+template <class A>
+inline constexpr int kSlabElements = 64 * kStride<A, kDepth<A>>;
+static_assert(kSlabElements<float> >= kDepth<float> * kStride<float, kCols>);
+static_assert(kSlabElements<double> >= kDepth<double> * kStride<double, kCols>);
+template <class A>
+inline constexpr int kTileElements = kQueries<A> * kStride<A, kKeys>;
+
+constexpr int ceil_div(int64_t value, int64_t by) {
+  return static_cast<int>((value + by - 1) / by);
+}
+
+// f<A>() of what a dtype is added up in.
+template <class F>
+void visit_accumulator(DType dtype, F&& f) {
+  dtype == DType::kFloat64 ? f.template operator()<double>() : f.template operator()<float>();
+}
+
+inline const char* reason_of(const Attention& args) {
+  return args.dtype == DType::kFloat64   ? "float64: multiply-adds"
+         : args.dtype == DType::kFloat32 ? "float32: multiply-adds"
+                                         : "a head dimension beyond the tiles of tensor cores";
+}
+
+__device__ __forceinline__ int thread_col() {
+  return static_cast<int>(threadIdx.x) % kColumnThreads;
+}
+__device__ __forceinline__ int thread_row() {
+  return static_cast<int>(threadIdx.x) / kColumnThreads;
+}
+
+// The first `count` of 64.
+__device__ __forceinline__ uint64_t first_bits(int64_t count) {
+  return count <= 0 ? 0 : count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+}
+
+// ---- rows in global memory ----------------------------------------------------------------------
+
+template <class A>
+inline constexpr DType kDType = sizeof(A) == 8 ? DType::kFloat64 : DType::kFloat32;
+
+// The rows of one (batch, head), from `first` on.
+struct Rows {
+  const void* data;
+  DType dtype;
+  int cols;
+  int64_t first;         // element that row 0 begins with, of page 0 if there are any
+  int64_t stride;        // of rows
+  const int32_t* pages;  // null: not paged
+  int64_t page_stride;
+  int page_size;
+
+  __device__ __forceinline__ int64_t offset(int64_t row) const {
+    if (!pages) return first + row * stride;
+    const int page = static_cast<int>(row) / page_size;
+    return first + load_global(pages + page) * page_stride +
+           (static_cast<int>(row) - page * page_size) * stride;
+  }
+};
+
+__device__ __forceinline__ Rows rows_of(const Attention& args, const Strided& tensor, int64_t cols,
+                                        int64_t batch, int64_t head, int64_t first) {
+  return {tensor.data,
+          args.dtype,
+          static_cast<int>(cols),
+          batch * tensor.batch_stride + head * tensor.head_stride + first * tensor.row_stride,
+          tensor.row_stride,
+          nullptr,
+          0,
+          0};
+}
+
+// Keys and values, whose rows may lie in pages.
+__device__ __forceinline__ Rows key_rows_of(const Attention& args, const Strided& tensor,
+                                            int64_t cols, int64_t batch, int64_t kv_head,
+                                            int64_t first) {
+  Rows rows = rows_of(args, tensor, cols, args.block_table ? 0 : batch, kv_head, first);
+  if (args.block_table) {
+    rows.pages = args.block_table + batch * args.block_table_stride;
+    rows.page_stride = tensor.batch_stride;
+    rows.page_size = static_cast<int>(args.page_size);
+  }
+  return rows;
+}
+
+// Rounds once, to nearest even, where A is not the dtype already.
+template <class A>
+__device__ __forceinline__ void store_as(void* base, DType dtype, int64_t i, A value) {
+  if (dtype == DType::kFloat64) {
+    store_global(static_cast<double*>(base) + i, static_cast<double>(value));
+  } else {
+    visit_dtype_up_to_float32(dtype, [&]<class T>() {
+      store_global(static_cast<T*>(base) + i, narrow<T>(static_cast<float>(value)));
+    });
+  }
+}
+
+template <class A>
+__device__ __forceinline__ bool is_aligned(const A* address) {
+  return reinterpret_cast<uintptr_t>(address) % 16 == 0;
+}
+
+// 16 bytes of a slab; zero from element `count` on. Complete behind the thread's next cp_async_wait
+// and a barrier.
+template <class A>
+__device__ __forceinline__ void load_chunk(A* target, const Rows& rows, int64_t offset, int count) {
+  const A* const source = static_cast<const A*>(rows.data) + offset;  // if it has A's dtype
+  if (count >= kChunk<A> && rows.dtype == kDType<A> && is_aligned(source)) {
+    cp_async_16(target, source);
+    return;
+  }
+  ONEPASS_UNROLL
+  for (int e = 0; e < kChunk<A>; ++e) {
+    target[e] = e < count ? load_as<A>(rows.data, rows.dtype, offset + e) : A(0);
+  }
+}
+
+// kRows x kWidth elements from (row, col) on; rows without a bit in `has` are zero and not read.
+template <int kRows, int kWidth, int kThreads, class A>
+__device__ __forceinline__ void load_slab(A* slab, const Rows& rows, int64_t row, int col,
+                                          uint64_t has) {
+  constexpr int kChunks = kWidth / kChunk<A>, kTurns = (kRows * kChunks + kThreads - 1) / kThreads;
+  ONEPASS_ROLL
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int index = turn * kThreads + static_cast<int>(threadIdx.x);
+    if (kRows * kChunks % kThreads != 0 && index >= kRows * kChunks) return;
+    const int r = index / kChunks, c = col + index % kChunks * kChunk<A>;
+    const bool some = (has >> r & 1) && c < rows.cols;
+    load_chunk(slab + r * kStride<A, kWidth> + c - col, rows, some ? rows.offset(row + r) + c : 0,
+               some ? rows.cols - c : 0);
+  }
+}
+
+// Columns col .. col + 3 of a row, those that there are.
+template <class A>
+__device__ __forceinline__ void store_columns(const Strided& tensor, DType dtype, int64_t offset,
+                                              int col, int64_t cols, const A (&value)[4]) {
+  A* const target = static_cast<A*>(tensor.data) + offset + col;  // if it has A's dtype
+  if (col + 4 <= cols && dtype == kDType<A> && is_aligned(target)) {
+    struct alignas(16) Chunk {
+      A element[kChunk<A>];
+    };
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4; i += kChunk<A>) {
+      Chunk chunk;
+      ONEPASS_UNROLL
+      for (int e = 0; e < kChunk<A>; ++e) chunk.element[e] = value[i + e];
+      store_global(reinterpret_cast<Chunk*>(target + i), chunk);
+    }
+    return;
+  }
+  ONEPASS_UNROLL
+  for (int e = 0; e < 4; ++e) {
+    if (col + e < cols) store_as(tensor.data, dtype, offset + col + e, value[e]);
+  }
+}
+
+// What rounding took from a + b (Knuth's two-sum). Of infinities and NaN: 0.
+template <class A>
+__device__ __forceinline__ A lost_in_sum(A a, A b, A sum) {
+  const A taken = sum - a;
+  const A lost = (a - (sum - taken)) + (b - taken);
+  return lost == lost ? lost : A(0);
+}
+
+// ---- slabs on their way -------------------------------------------------------------------------
+
+// Two stages of slabs: while one is used the other is filled, also across products.
+template <class A>
+class Ring {
+ public:
+  __device__ __forceinline__ Ring(SharedMemory& shared, int slabs_per_stage)
+      : stages_(shared.take<A>(2 * slabs_per_stage * kSlabElements<A>)),
+        elements_(slabs_per_stage * kSlabElements<A>) {}
+
+  // load(stage) starts filling the first.
+  template <class Load>
+  __device__ __forceinline__ void begin(Load&& load) {
+    load(stage());
+    cp_async_commit();
+  }
+
+  // use(stage, i) for slabs i of a product, the first of which is on its way; load(stage, i) starts
+  // filling a stage for another, next(stage) for what comes behind the product.
+  template <class Load, class Use, class Next>
+  __device__ __forceinline__ void run(int count, Load&& load, Use&& use, Next&& next) {
+    for (int i = 0; i < count; ++i) {
+      cp_async_wait<0>();
+      __syncthreads();  // all of the stage is there, and nobody uses the other one any more
+      A* const full = stage();
+      odd_ = !odd_;
+      if (i + 1 < count) {
+        load(stage(), i + 1);
+      } else {
+        next(stage());
+      }
+      cp_async_commit();
+      use(full, i);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ A* stage() const { return stages_ + (odd_ ? elements_ : 0); }
+
+  A* stages_;
+  int elements_;
+  bool odd_ = false;
+};
+
+// ---- products -----------------------------------------------------------------------------------
+
+template <class A>
+struct alignas(16) Four {
+  A at[4];
+};
+
+template <class A>
+__device__ __forceinline__ Four<A> four(const A* address) {
+  return *reinterpret_cast<const Four<A>*>(address);
+}
+
+// scalar: sum[query][key] += sum over d < depth of left[query][d] * right[key][d]
+//
+// depth: at most kDepth; what rows have beyond, up to a multiple of 4, is zero.
+template <int kThreadRows, class A, int kRows>
+__device__ __forceinline__ void add_dots(A (&sum)[kRows][4], const A* left, const A* right,
+                                         int depth) {
+  constexpr int stride = kStride<A, kDepth<A>>;
+  left += thread_row() * stride;
+  right += thread_col() * stride;
+  A chain[kRows][4] = {};
+  ONEPASS_ROLL
+  for (int d = 0; d < depth; d += 4) {
+    Four<A> b[4];
+    ONEPASS_UNROLL
+    for (int c = 0; c < 4; ++c) b[c] = four(right + c * kColumnThreads * stride + d);
+    ONEPASS_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const Four<A> a = four(left + r * kThreadRows * stride + d);
+      ONEPASS_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        ONEPASS_UNROLL
+        for (int c = 0; c < 4; ++c) chain[r][c] = multiply_add(a.at[e], b[c].at[e], chain[r][c]);
+      }
+    }
+  }
+  ONEPASS_UNROLL
+  for (int i = 0; i < 4 * kRows; ++i) sum[i / 4][i % 4] += chain[i / 4][i % 4];
+}
+
+// scalar: sum[query][col] += sum over kDepth keys of weight[query][key] * row[key][col]
+//
+// A thread has the queries that it has of scores, and columns 4 thread_col() .. + 3.
+template <int kThreadRows, class A, int kRows>
+__device__ __forceinline__ void add_rows(A (&sum)[kRows][4], const A* weights, const A* rows) {
+  constexpr int stride = kStride<A, kCols>;
+  weights += thread_row() * stride;
+  rows += 4 * thread_col();
+  A chain[kRows][4] = {};
+  ONEPASS_ROLL
+  for (int key = 0; key < kDepth<A>; key += 4) {
+    Four<A> row[4];
+    ONEPASS_UNROLL
+    for (int k = 0; k < 4; ++k) row[k] = four(rows + (key + k) * stride);
+    ONEPASS_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const Four<A> weight = four(weights + r * kThreadRows * stride + key);
+      ONEPASS_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        ONEPASS_UNROLL
+        for (int c = 0; c < 4; ++c) {
+          chain[r][c] = multiply_add(weight.at[k], row[k].at[c], chain[r][c]);
+        }
+      }
+    }
+  }
+  ONEPASS_UNROLL
+  for (int i = 0; i < 4 * kRows; ++i) sum[i / 4][i % 4] += chain[i / 4][i % 4];
+}
+
+// scalar: sum[key][col] += sum over kDepth queries of weight[query][key] * row[query][col]
+//
+// A thread has keys 4 thread_row() .. + 3 and columns 4 thread_col() .. + 3.
+template <class A>
+__device__ __forceinline__ void add_rows_of_queries(A (&sum)[4][4], const A* weights,
+                                                    const A* rows) {
+  constexpr int stride = kStride<A, kCols>;
+  weights += 4 * thread_row();
+  rows += 4 * thread_col();
+  A chain[4][4] = {};
+  ONEPASS_UNROLL
+  for (int query = 0; query < kDepth<A>; ++query) {
+    const Four<A> weight = four(weights + query * stride), row = four(rows + query * stride);
+    ONEPASS_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      chain[i / 4][i % 4] = multiply_add(weight.at[i / 4], row.at[i % 4], chain[i / 4][i % 4]);
+    }
+  }
+  ONEPASS_UNROLL
+  for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] += chain[i / 4][i % 4];
+}
+
+// ---- tiles of scores ----------------------------------------------------------------------------
+
+// What every thread of a block would hold of a tile, kept in shared memory because registers are
+// short.
+struct TileState {
+  Dropout dropout;
+  Sequence sequence;
+  int64_t batch;
+  int64_t head;
+  int64_t first_query;
+  int64_t first_key;
+  uint64_t queries;  // those that there are, a bit each
+  uint64_t keys;     // those that any of the queries sees
+  bool whole;        // each query of the tile sees each key
+};
+
+// Scores of kQueries queries and kKeys keys of a (batch, head): a block comes by one tile after the
+// other.
+template <class A, int kThreads>
+class Tile {
+ public:
+  static constexpr int kThreadRows = kThreads / kColumnThreads;
+  static constexpr int kRows = kQueries<A> / kThreadRows;  // of a thread
+  static constexpr int kWarps = kThreads / kLanes;
+  static constexpr int kSharedWords = 4 * kQueries<A> + 2 * kWarps;
+  static constexpr int kSharedBytes = (sizeof(TileState) + 15) / 16 * 16 + kSharedWords * 4;
+
+  __device__ __forceinline__ Tile(const Attention& args, SharedMemory& shared)
+      : args_(args),
+        state_(shared.take<TileState>(1)),
+        allowed_(shared.take<uint32_t>(kSharedWords)),
+        kept_(allowed_ + 2 * kQueries<A>),
+        any_(kept_ + 2 * kQueries<A>) {
+    if (threadIdx.x == 0) state_->dropout = dropout_of(args);
+  }
+
+  // Where the tile's sequence is; the tile itself is nowhere yet.
+  __device__ __forceinline__ void begin(int64_t batch) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      state_->batch = batch;
+      state_->sequence = sequence_of(args_, batch);
+    }
+    __syncthreads();
+  }
+
+  // Moves the tile, unless none of its queries sees any of its keys: then it is nowhere. Every
+  // thread must be through with what it asks of the tile.
+  __device__ __forceinline__ bool enter(int64_t head, int64_t first_query, int64_t first_key) {
+    const Sequence& sequence = state_->sequence;
+    const int64_t rest = sequence.queries - first_query;
+    const int rows = rest < kQueries<A> ? static_cast<int>(rest) : kQueries<A>;
+    if (rows <= 0) return false;
+    const SeenKeys seen = seen_keys(args_, sequence, first_query, first_query + rows);
+    uint64_t keys = first_bits(seen.last - first_key) & ~first_bits(seen.first - first_key);
+    if (keys == 0) return false;
+    const bool whole = !args_.mask.data && rows == kQueries<A> && seen.all_first <= first_key &&
+                       seen.all_last >= first_key + kKeys;
+    if (!whole) look(head, first_query, first_key, rows, keys);
+    if (keys == 0) return false;
+    if (args_.seed) draw(head, first_query, first_key, rows);
+    if (threadIdx.x == 0) {
+      state_->head = head;
+      state_->first_query = first_query;
+      state_->first_key = first_key;
+      state_->queries = first_bits(rows);
+      state_->keys = keys;
+      state_->whole = whole;
+    }
+    __syncthreads();
+    return true;
+  }
+
+  __device__ __forceinline__ const TileState* operator->() const { return state_; }
+
+  // Where the thread's row r and key c are in the tile.
+  static __device__ __forceinline__ int row(int r) { return thread_row() + kThreadRows * r; }
+  static __device__ __forceinline__ int col(int c) { return thread_col() + kColumnThreads * c; }
+
+  __device__ __forceinline__ bool keeps(int r, int c) const {
+    return !args_.seed || bit(kept_, r, c);
+  }
+  __device__ __forceinline__ A keep_scale() const {
+    if constexpr (sizeof(A) == 8) {
+      const uint32_t threshold = state_->dropout.threshold;
+      return threshold >= 65536u ? 0.0 : 65536.0 / (65536.0 - threshold);
+    } else {
+      return state_->dropout.scale;
+    }
+  }
+
+  // body(r, c, score, row of scores, key) for the thread's products of queries and keys.
+  template <class Body>
+  __device__ __forceinline__ void for_each_score(const A (&product)[kRows][4], Body&& body) const {
+    const bool has_terms = args_.softcap != 0.0 || args_.alibi_slopes || args_.bias.data;
+    const bool whole = state_->whole;
+    ONEPASS_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const RowScores<A> scores(args_, state_->sequence, state_->batch, state_->head,
+                                state_->first_query + row(r));
+      ONEPASS_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        const int64_t key = state_->first_key + col(c);
+        Score<A> score = {-static_cast<A>(INFINITY), A(0)};
+        if (whole || bit(allowed_, r, c)) {
+          score = has_terms ? scores.score_of_seen(product[r][c], key)
+                            : Score<A>{product[r][c] * static_cast<A>(args_.scale), A(1)};
+        }
+        body(r, c, score, scores, key);
+      }
+    }
+  }
+
+ private:
+  // Two words of kKeys bits for a row.
+  static __device__ __forceinline__ bool bit(const uint32_t* words, int r, int c) {
+    return words[2 * row(r) + c / 2] >> col(c % 2) & 1;
+  }
+
+  // Writes which keys each row sees. Of `keys` those are left that a mask leaves.
+  __device__ __forceinline__ void look(int64_t head, int64_t first_query, int64_t first_key,
+                                       int rows, uint64_t& keys) {
+    const int warp = static_cast<int>(threadIdx.x) / kLanes;
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    uint32_t any[2] = {0, 0};
+    ONEPASS_ROLL
+    for (int r = warp; r < kQueries<A>; r += kWarps) {
+      const int64_t query = first_query + r;
+      const KeyRange range = r < rows ? keys_of(args_, state_->sequence, query) : KeyRange{0, 0};
+      ONEPASS_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int64_t key = first_key + half * kLanes + lane;
+        bool sees = range.first <= key && key < range.last;
+        if (sees && args_.mask.data) {
+          sees = load_global(mask_row(args_, state_->batch, head, query) + key) != 0;
+        }
+        const uint32_t word = __ballot_sync(kAllLanes, sees);
+        if (lane == 0) allowed_[2 * r + half] = word;
+        any[half] |= word;
+      }
+    }
+    if (!args_.mask.data) return;
+    if (lane == 0) any_[2 * warp] = any[0], any_[2 * warp + 1] = any[1];
+    __syncthreads();
+    uint32_t low = 0, high = 0;
+    ONEPASS_ROLL
+    for (int w = 0; w < kWarps; ++w) low |= any_[2 * w], high |= any_[2 * w + 1];
+    keys = static_cast<uint64_t>(high) << 32 | low;
+    __syncthreads();  // the next tile may be looked at at once
+  }
+
+  // Writes which keys dropout keeps for each row. A thread makes the calls of half a row.
+  __device__ __forceinline__ void draw(int64_t head, int64_t first_query, int64_t first_key,
+                                       int rows) {
+    const uint32_t sequence = random_head(args_, state_->batch, head);
+    ONEPASS_ROLL
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * rows; i += kThreads) {
+      const int64_t key = args_.key_offset + first_key + i % 2 * (kKeys / 2);
+      const int shift = static_cast<int>(key % kCallKeys);
+      uint64_t kept = 0;
+      ONEPASS_ROLL
+      for (int call = 0; call < (shift ? 5 : 4); ++call) {
+        const auto words = dropout_words(state_->dropout, args_, sequence, first_query + i / 2,
+                                         key / kCallKeys + call);
+        uint32_t eight = 0;
+        ONEPASS_UNROLL
+        for (int k = 0; k < kCallKeys; ++k) {
+          eight |= static_cast<uint32_t>(cuda::keeps(state_->dropout, words, k)) << k;
+        }
+        kept |= static_cast<uint64_t>(eight) << 8 * call;
+      }
+      kept_[i] = static_cast<uint32_t>(kept >> shift);
+    }
+  }
+
+  const Attention& args_;
+  TileState* state_;
+  uint32_t* allowed_;
+  uint32_t* kept_;
+  uint32_t* any_;  // (warps, 2) keys that the rows of a warp see
+};
+
+}  // namespace onepass::cuda::plain
