@@ -118,6 +118,8 @@ struct BackwardWork {
   uint32_t* turns;   // (batch, heads, query_tiles) tiles of keys that have been added
   int64_t key_tiles;
   int64_t query_tiles;
+  int head_slabs;
+  int value_slabs;
   int stages;  // tiles of queries in shared memory
 };
 
@@ -197,6 +199,18 @@ __device__ __forceinline__ int64_t slope_partial(const AttentionBackward& args,
                                                  const BackwardWork& work,
                                                  const BlockConstants& block, int head) {
   return (block.batch * args.heads + head) * work.ends.slope_parts + block.tile;
+}
+
+// Columns kFirst .. of a tile to a narrower one.
+template <int kFirst, int kRows, int kThreads, class T, int kTo, int kFrom>
+__device__ __forceinline__ void move_columns(const Tile<T, kTo>& to, const Tile<T, kFrom>& from) {
+  constexpr int kChunks = Tile<T, kTo>::kChunks;
+  ONEPASS_UNROLL
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    *reinterpret_cast<Words*>(to.chunk(row, chunk)) =
+        *reinterpret_cast<const Words*>(from.chunk(row, kFirst / kChunk + chunk));
+  }
 }
 
 // When a block may add to the dQ of a turn: when all tiles of keys before its own have. For all
@@ -304,19 +318,23 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   constexpr int kStrip = backward_strip(kBucket, kTerms), kStrips = kQueries / kParts / kStrip;
   constexpr int kTiles = kStrip / 8, kSteps = kStrip / 16;
   constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kParts * kSlab / 8;
-  constexpr bool kKeepsValue = backward_keeps_value(kBucket);
+  constexpr int kKept = backward_kept_columns(kBucket);
   constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS behind P
-  constexpr int kRowTiles = kBucket == 256 ? 1 : 2;       // of dQ at a time, as registers allow
+  // As registers allow: 16 rows of dQ at a time; terms of 8 queries, behind all products.
+  constexpr int kRowTiles = 2;
+  constexpr int kTermTiles = kTiles;
   using RowTile = Tile<T, kBucket>;
   using ScoreTile = Tile<T, backward_score_columns(kBucket)>;
   static_assert(kQueries / 32 * kSlabs == kTile.warps && kThreads >= kQueries);
   SharedMemory shared;
   const RowTile key = RowTile::take(shared, kKeys);
-  const RowTile value = kKeepsValue ? RowTile{nullptr} : RowTile::take(shared, kKeys);
+  using ValueTile = Tile<T, 128>;  // of the columns that no registers keep
+  const ValueTile value = kKept == kBucket ? ValueTile{nullptr} : ValueTile::take(shared, kKeys);
   float* const numbers = shared.take<float>(2 * kQueryNumbers * kQueries);
   uint32_t* const seen_words = shared.take<uint32_t>(2 * kTile.warps);
   float* const scratch = shared.take<float>(2 * kReduceScratch<1>);
   auto* const block = shared.take<BlockConstants>(1);
+  auto* const places = shared.take<Turn>(2);  // of this turn and the next
   const RowTile rows = RowTile::take(shared, 2 * kQueries * work.stages);
   const bool shares_place = backward_shares_place(kBucket, work.stages);
   const ScoreTile scores =
@@ -334,7 +352,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   if (threadIdx.x == 0) *block = BlockConstants(args, work, kTile, kTerms);
   __syncthreads();
 
-  const auto load_keys = [&](const RowTile& target, const Strided& tensor, int64_t cols) {
+  const auto load_keys = [&](const auto& target, const Strided& tensor, int64_t cols) {
     const auto from =
         rows_of<const T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
     load_tile<kKeys, kThreads>(target, from, block->first_key, block->seen_first, block->seen_last);
@@ -357,14 +375,15 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     return load_query_memory(args, work.ends, block->sequence, block->batch, turn.head,
                              turn.first + i);
   };
-  const auto put_numbers = [&](int turn_index, const Turn& turn, const QueryMemory& memory) {
+  const auto put_turn = [&](int turn_index, const Turn& turn, const QueryMemory& memory) {
     const int i = thread_index();
+    if (i == 0) places[turn_index % 2] = turn;
     if (i >= kQueries) return;
     numbers_of(turn_index)
         .put(i, query_numbers<kTerms>(args, block->sequence, memory, turn.first + i,
                                       block->first_key, kKeys));
   };
-  const auto next_turn = [&](const Turn& turn) {
+  const auto next_of = [&](const Turn& turn) {
     return turn.first + kQueries < block->end ? Turn{turn.head, turn.first + kQueries}
                                               : Turn{turn.head + 1, block->begin};
   };
@@ -372,30 +391,30 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   const auto top_key = [] { return thread_index() / kLanes % kGroups * 16; };
   const auto part = [] { return kParts == 1 ? 0 : thread_index() / kLanes / kGroups; };
 
-  FragmentLanes<kBucket> lanes;
-  const int head_slabs = slabs_of(args.head_dim), value_slabs = slabs_of(args.value_dim);
   float dkey[kOwnTiles][4] = {}, dvalue[kOwnTiles][4] = {};
-  uint32_t value_a[kKeepsValue ? 2 * kSlabs : 1][4];
+  uint32_t value_a[kKept == 0 ? 1 : kKept / 16][4] = {};
   float dslope = 0.0f;  // of the head so far, the lane's share
 
-  Turn turn = {block->kv_head * block->group_size, block->begin};
   if (block->turns > 0) {
+    const Turn turn = {block->kv_head * block->group_size, block->begin};
     load_keys(key, args.key, args.head_dim);
-    // On its way to registers, if it goes there, in the place of the last tiles of queries.
-    const RowTile passing = kKeepsValue ? query_tile(work.stages - 1) : value;
-    load_keys(passing, args.value, args.value_dim);
-    const bool has_place = !kKeepsValue || work.stages > 1;
+    if constexpr (kKept == 0) load_keys(value, args.value, args.value_dim);
+    // Else V passes through the place of the last tiles of queries.
+    const RowTile passing = query_tile(work.stages - 1);
+    if constexpr (kKept > 0) load_keys(passing, args.value, args.value_dim);
+    const bool has_place = kKept == 0 || work.stages > 1;
     if (has_place) load_query(turn, 0), load_doutput(turn, 0);
     cp_async_commit();
-    put_numbers(0, turn, load_memory(turn));
-    if constexpr (kKeepsValue) {
+    put_turn(0, turn, load_memory(turn));
+    if constexpr (kKept > 0) {
       cp_async_wait<0>();
       __syncthreads();
       ONEPASS_UNROLL
-      for (int step = 0; step < 2 * kSlabs; ++step) {
-        if (step / 2 >= value_slabs) continue;
-        load_a<false>(value_a[step], passing, lanes, top_key(), 16 * step);
+      for (int k = 0; k < kKept; k += 16) {
+        if (k / kSlab >= work.value_slabs) continue;
+        load_a<false>(value_a[k / 16], passing, FragmentLanes<kBucket>(), top_key(), k);
       }
+      if constexpr (kKept < kBucket) move_columns<kKept, kKeys, kThreads>(value, passing);
       __syncthreads();
       if (!has_place) load_query(turn, 0), load_doutput(turn, 0);
       cp_async_commit();
@@ -404,57 +423,73 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
   ONEPASS_ROLL
   for (int i = 0; i < block->turns; ++i) {
-    const int stage = work.stages > 1 ? i % 2 : 0;
-    const RowTile query = query_tile(stage), doutput = doutput_tile(stage);
+    const auto stage = [&] { return work.stages > 1 ? afresh(i) % 2 : 0; };
+    const Turn* const turn = places + i % 2;
     cp_async_wait<0>();
     __syncthreads();  // this turn's queries have come, the last one's have been used
     const bool is_last = i + 1 == block->turns;
     if (!is_last && work.stages > 1) {
-      const Turn next = next_turn(turn);
-      load_query(next, 1 - stage), load_doutput(next, 1 - stage);
+      const Turn next = next_of(*turn);
+      load_query(next, 1 - stage()), load_doutput(next, 1 - stage());
     }
     cp_async_commit();
-    lanes.refresh();
 
     uint32_t seen_by_any = 0;  // bit r: key g + 8 r of the warp
     uint32_t ds_a[kStrips * kSteps][4];
     ONEPASS_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
       const int left = part() * (kQueries / kParts) + strip * kStrip;
-      const Strip<kQueries> at = {numbers_of(i), left, top_key(), turn.first + left,
-                                  block->first_key + top_key()};
-      float p[kTiles][4] = {}, ds[kTiles][4] = {};
-      [[maybe_unused]] float bias[kTiles][4], tangent[kTiles][4];
-      [[maybe_unused]] uint32_t counts = 0;
-      const auto terms_of_head = [&] {
-        return HeadTerms(args, block->sequence, block->batch, turn.head);
+      const auto strip_at = [&](int n) {
+        return Strip<kQueries>{
+            numbers_of(i), thread_index() % kLanes,    left + 8 * n,
+            top_key(),     turn->first + left + 8 * n, block->first_key + top_key()};
       };
-      if constexpr (kTerms) counts = load_terms(bias, args, terms_of_head(), at);
-      add_scores<T>(p, query, lanes, left, head_slabs,
-                    [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, top_key(), k); });
-      if constexpr (kTerms) term_probabilities(p, tangent, bias, counts, args, terms_of_head(), at);
-      add_scores<T>(ds, doutput, lanes, left, value_slabs, [&](uint32_t (&a)[4], int k) {
-        if constexpr (kKeepsValue) {
-          ONEPASS_UNROLL
-          for (int j = 0; j < 4; ++j) a[j] = value_a[k / 16][j];
-        } else {
-          load_a<false>(a, value, lanes, top_key(), k);
-        }
-      });
+      float p[kTiles][4] = {}, ds[kTiles][4] = {};
+      const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
+      const int top = top_key();
+      const auto multiply_keys = [&] {
+        add_scores<T>(p, query_tile(stage()), lanes, left, work.head_slabs,
+                      [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, top, k); });
+      };
+      const auto multiply_values = [&] {
+        const FragmentLanes<128> value_lanes(thread_index() % kLanes);
+        add_scores<T>(ds, doutput_tile(stage()), lanes, left, work.value_slabs,
+                      [&](uint32_t (&a)[4], int k) {
+                        if (k >= kKept) return load_a<false>(a, value, value_lanes, top, k - kKept);
+                        ONEPASS_UNROLL
+                        for (int j = 0; j < 4; ++j) a[j] = value_a[k / 16][j];
+                      });
+      };
       if constexpr (kTerms) {
         uint32_t kept = ~0u;
         if (args.seed) {
           kept = draw_transposed<kTiles>(block->dropout, args,
-                                         random_head(args, block->batch, turn.head), at.first_query,
-                                         at.first_key);
+                                         random_head(args, block->batch, turn->head), strip_at(0));
         }
-        term_gradients<false>(p, ds, dslope, tangent, counts, kept, block->dropout.scale, args,
-                              terms_of_head(), at);
+        multiply_keys();
+        if (kTermTiles < kTiles) multiply_values();
         ONEPASS_UNROLL
-        for (int j = 0; j < 4 * kTiles; ++j) seen_by_any |= (counts >> j & 1) << j % 4 / 2;
+        for (int n = 0; n < kTiles; n += kTermTiles) {
+          float (&part_of_p)[kTermTiles][4] = *reinterpret_cast<float (*)[kTermTiles][4]>(p + n);
+          float (&part_of_ds)[kTermTiles][4] = *reinterpret_cast<float (*)[kTermTiles][4]>(ds + n);
+          const HeadTerms terms(args, block->sequence, block->batch, turn->head);
+          float tangent[kTermTiles][4];
+          const uint32_t counts = counting_scores<kTermTiles>(args, terms, strip_at(n));
+          bend_scores(part_of_p, tangent, args, terms, strip_at(n));
+          for_each_bias<kTermTiles>(args, terms, counts, strip_at(n),
+                                    [&](int j, float bias) { part_of_p[j / 4][j % 4] += bias; });
+          term_probabilities(part_of_p, counts, strip_at(n));
+          if (kTermTiles == kTiles) multiply_values();
+          term_gradients<false>(part_of_p, part_of_ds, dslope, tangent, counts, kept >> 4 * n,
+                                block->dropout.scale, args, terms, strip_at(n));
+          ONEPASS_UNROLL
+          for (int j = 0; j < 4 * kTermTiles; ++j) seen_by_any |= (counts >> j & 1) << j % 4 / 2;
+        }
       } else {
-        plain_gradients(p, ds, at, static_cast<float>(args.scale) * kLog2e,
-                        is_whole(args, *block, turn, kTile));
+        multiply_keys();
+        multiply_values();
+        plain_gradients(p, ds, strip_at(0), static_cast<float>(args.scale) * kLog2e,
+                        is_whole(args, *block, *turn, kTile));
       }
       uint32_t p_a[kSteps][4];
       ONEPASS_UNROLL
@@ -463,13 +498,13 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         as_a<T>(ds_a[strip * kSteps + step], ds, step);
         if constexpr (kParts > 1) put_a(scores, p_a[step], top_key(), left + 16 * step);
       }
-      if constexpr (kParts == 1) {
-        if (args.dvalue.data) add_gradient<1>(dvalue, p_a, doutput, lanes, left, value_slabs, 0);
+      if (kParts == 1 && args.dvalue.data) {
+        add_gradient<1>(dvalue, p_a, doutput_tile(stage()), lanes, left, work.value_slabs, 0);
       }
     }
 
     QueryMemory memory{};
-    if (!is_last) memory = load_memory(next_turn(turn));
+    if (!is_last) memory = load_memory(next_of(*turn));
     if (shares_place) __syncthreads();  // dO has been used
     ONEPASS_UNROLL
     for (int step = 0; step < kStrips * kSteps; ++step) {
@@ -482,8 +517,9 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         if (lane_index() == 0) seen_words[2 * warp_index() + r] = lanes_that_see;
       }
     }
-    if constexpr (kParts == 1) {
-      if (args.dkey.data) add_gradient<1>(dkey, ds_a, query, lanes, 0, head_slabs, 0);
+    const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
+    if (kParts == 1 && args.dkey.data) {
+      add_gradient<1>(dkey, ds_a, query_tile(stage()), lanes, 0, work.head_slabs, 0);
     }
     __syncthreads();  // dS of all keys is there
     const FragmentLanes<backward_score_columns(kBucket)> score_lanes(thread_index() % kLanes);
@@ -497,24 +533,25 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       };
       load_own(0);
       if (args.dvalue.data) {
-        add_gradient<kParts>(dvalue, a, doutput, lanes, 0, value_slabs, part());
+        add_gradient<kParts>(dvalue, a, doutput_tile(stage()), lanes, 0, work.value_slabs, part());
       }
       load_own(kGradients);
-      if (args.dkey.data) add_gradient<kParts>(dkey, a, query, lanes, 0, head_slabs, part());
+      if (args.dkey.data)
+        add_gradient<kParts>(dkey, a, query_tile(stage()), lanes, 0, work.head_slabs, part());
     } else if (!is_last && work.stages == 1) {
-      load_query(next_turn(turn), 0);
-      if (!shares_place) load_doutput(next_turn(turn), 0);
+      load_query(next_of(*turn), 0);
+      if (!shares_place) load_doutput(next_of(*turn), 0);
       cp_async_commit();
     }
 
     if (work.dquery) {
       const int warp = thread_index() / kLanes, slab = warp / (kQueries / 32);
       const int top = warp % (kQueries / 32) * 32;
-      const DqueryTurn order(args, work, *block, turn, kTile);
+      const DqueryTurn order(args, work, *block, *turn, kTile);
       ONEPASS_UNROLL
       for (int m = 0; m < 2; m += kRowTiles) {
         float sum[kRowTiles][4][4] = {};
-        if (slab < head_slabs) {
+        if (slab < work.head_slabs) {
           ONEPASS_UNROLL
           for (int step = 0; step < kGroups; ++step) {
             uint32_t a[kRowTiles][4];
@@ -537,14 +574,14 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
           }
         }
         if (m == 0) order.wait();
-        if (slab >= head_slabs) continue;
-        const int first = turn.first + top + 16 * m;
+        if (slab >= work.head_slabs) continue;
+        const int first = turn->first + top + 16 * m;
         const int64_t unit =
-            first_unit(args, block->sequence, block->batch, turn.head) + first / kUnitRows;
+            first_unit(args, block->sequence, block->batch, turn->head) + first / kUnitRows;
         ONEPASS_UNROLL
         for (int r = 0; r < 2 * kRowTiles; ++r) {
           if (first + kUnitRows * r >= block->queries) continue;
-          float* const half = work.dquery + ((unit + r) * head_slabs + slab) * kUnit;
+          float* const half = work.dquery + ((unit + r) * work.head_slabs + slab) * kUnit;
           ONEPASS_UNROLL
           for (int n = 0; n < 4; n += 2) {
             const auto& left = sum[r / 2][n];
@@ -557,27 +594,28 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       order.pass_on();
     }
 
-    if (kTerms && args.dslopes && (is_last || next_turn(turn).head != turn.head)) {
+    if (kTerms && args.dslopes && (is_last || next_of(*turn).head != turn->head)) {
       store_partial(dslope, static_cast<float*>(work.ends.dslopes),
-                    slope_partial(args, work, *block, turn.head),
-                    scratch + turn.head % 2 * kReduceScratch<1>);
+                    slope_partial(args, work, *block, turn->head),
+                    scratch + turn->head % 2 * kReduceScratch<1>);
       dslope = 0.0f;
     }
-    turn = next_turn(turn);
-    if (!is_last) put_numbers(i + 1, turn, memory);
-    if (!is_last && work.stages == 1 && (kParts > 1 || shares_place)) {
+    if (is_last) continue;
+    const Turn next = next_of(*turn);
+    put_turn(i + 1, next, memory);
+    if (work.stages == 1 && (kParts > 1 || shares_place)) {
       __syncthreads();  // what lies in the place of the next queries has been used
-      if (kParts > 1) load_query(turn, 0);
-      load_doutput(turn, 0);
+      if (kParts > 1) load_query(next, 0);
+      load_doutput(next, 0);
       cp_async_commit();
     }
   }
 
   if (args.dslopes && block->turns == 0 && thread_index() == 0) {
     for (int i = 0; i < block->group_size; ++i) {
-      store_global(
-          static_cast<float*>(work.ends.dslopes) + slope_partial(args, work, *block, turn.head + i),
-          0.0f);
+      const int head = block->kv_head * block->group_size + i;
+      store_global(static_cast<float*>(work.ends.dslopes) + slope_partial(args, work, *block, head),
+                   0.0f);
     }
   }
   if (block->first_key >= block->keys) return;
@@ -673,6 +711,8 @@ void run_backward(const AttentionBackward& args, const Plan& plan, void* workspa
                     .turns = counters + 1,
                     .key_tiles = shape.key_tiles,
                     .query_tiles = shape.query_tiles,
+                    .head_slabs = slabs_of(args.head_dim),
+                    .value_slabs = slabs_of(args.value_dim),
                     .stages = kBackwardStages};
   begin_backward(args, work.ends, context.stream);
   visit_backward(args, [&]<class T, int kBucket, bool kTerms>() {

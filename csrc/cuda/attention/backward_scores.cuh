@@ -111,6 +111,7 @@ __device__ __forceinline__ QueryNumbers query_numbers(const AttentionBackward& a
 template <int kQueries>
 struct Strip {
   QueryTile<kQueries> queries;
+  int lane;
   int query;        // the first, in its tile
   int key;          // likewise
   int first_query;  // in the sequence
@@ -118,17 +119,15 @@ struct Strip {
 
   // Of element j % 4 of a lane's fragment j / 4.
   __device__ __forceinline__ int query_of(int j) const {
-    return first_query + j / 4 * 8 + lane_index() % 4 * 2 + j % 2;
+    return first_query + j / 4 * 8 + lane % 4 * 2 + j % 2;
   }
   __device__ __forceinline__ int key_of(int j) const {
-    return first_key + lane_index() / 4 + j % 4 / 2 * 8;
+    return first_key + lane / 4 + j % 4 / 2 * 8;
   }
   // In its tile, of the two queries of fragment n.
-  __device__ __forceinline__ int queries_of(int n) const {
-    return query + 8 * n + lane_index() % 4 * 2;
-  }
+  __device__ __forceinline__ int queries_of(int n) const { return query + 8 * n + lane % 4 * 2; }
   __device__ __forceinline__ uint32_t sees(int n) const {
-    return queries.sees(queries_of(n), key + lane_index() / 4);
+    return queries.sees(queries_of(n), key + lane / 4);
   }
   // |position - key|, exact up to 2^24.
   __device__ __forceinline__ float distance(const HeadTerms& terms, int j) const {
@@ -137,39 +136,46 @@ struct Strip {
   }
 };
 
-// The bias of a strip's scores, and which of them count: bit 4 n + e.
+// Calls body(j, element) with what a (queries, keys) tensor has for those scores that count.
+template <class Element, int kTiles, int kQueries, class F>
+__device__ __forceinline__ void for_each_of(const Element* base, int64_t row_stride,
+                                            uint32_t counts, const Strip<kQueries>& at, F&& body) {
+  ONEPASS_UNROLL
+  for (int j = 0; j < 4 * kTiles; ++j) {
+    // Outside of the condition, which is then one of a load alone.
+    const Element* const address = base + at.query_of(j) * row_stride + at.key_of(j);
+    if (counts >> j & 1) body(j, load_global(address));
+  }
+}
+
+// Which scores count: bit 4 n + e.
 template <int kTiles, int kQueries>
-__device__ __forceinline__ uint32_t load_terms(float (&bias)[kTiles][4], const Attention& args,
-                                               const HeadTerms& terms, const Strip<kQueries>& at) {
+__device__ __forceinline__ uint32_t counting_scores(const Attention& args, const HeadTerms& terms,
+                                                    const Strip<kQueries>& at) {
   static_assert(4 * kTiles <= 32);
   uint32_t counts = 0;
   ONEPASS_UNROLL
   for (int n = 0; n < kTiles; ++n) counts |= at.sees(n) << 4 * n;
-  // Addresses outside of the condition, which is then one of a load alone.
-  const auto for_each = [&](const auto* base, int64_t row_stride, auto&& body) {
-    ONEPASS_UNROLL
-    for (int j = 0; j < 4 * kTiles; ++j) {
-      const auto* const address = base + at.query_of(j) * row_stride + at.key_of(j);
-      if (counts >> j & 1) body(j, load_global(address));
-    }
-  };
-  if (args.mask.data) {
-    uint32_t hidden = 0;
-    for_each(mask_row(args, terms.batch, terms.head, 0), args.mask.row_stride,
-             [&](int j, uint8_t allowed) { hidden |= static_cast<uint32_t>(allowed == 0) << j; });
-    counts &= ~hidden;
-  }
-  ONEPASS_UNROLL
-  for (int j = 0; j < 4 * kTiles; ++j) bias[j / 4][j % 4] = 0.0f;
-  if (args.bias.data) {
-    visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
-      for_each(static_cast<const B*>(args.bias.data) + terms.batch * args.bias.batch_stride +
-                   terms.head * args.bias.head_stride,
-               args.bias.row_stride,
-               [&](int j, const B& value) { bias[j / 4][j % 4] = widen(value); });
-    });
-  }
-  return counts;
+  if (!args.mask.data) return counts;
+  uint32_t hidden = 0;
+  for_each_of<uint8_t, kTiles>(
+      mask_row(args, terms.batch, terms.head, 0), args.mask.row_stride, counts, at,
+      [&](int j, uint8_t allowed) { hidden |= static_cast<uint32_t>(allowed == 0) << j; });
+  return counts & ~hidden;
+}
+
+// body(j, bias) for those that count, if there is a bias.
+template <int kTiles, int kQueries, class F>
+__device__ __forceinline__ void for_each_bias(const Attention& args, const HeadTerms& terms,
+                                              uint32_t counts, const Strip<kQueries>& at,
+                                              F&& body) {
+  if (!args.bias.data) return;
+  visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
+    const B* const base = static_cast<const B*>(args.bias.data) +
+                          terms.batch * args.bias.batch_stride + terms.head * args.bias.head_stride;
+    for_each_of<B, kTiles>(base, args.bias.row_stride, counts, at,
+                           [&](int j, const B& bias) { body(j, widen(bias)); });
+  });
 }
 
 // scalar: as draw() of fragments.cuh, and bit 4 n + e is element e of a lane's fragment n here too.
@@ -178,17 +184,17 @@ __device__ __forceinline__ uint32_t load_terms(float (&bias)[kTiles][4], const A
 // eight makes one of the calls of two fragments; the bits that it has of all lanes' scores and
 // those that it needs of its own are a square, turned over in three exchanges for all fragments at
 // once.
-template <int kTiles>
+template <int kTiles, int kQueries>
 __device__ __forceinline__ uint32_t draw_transposed(const Dropout& dropout, const Attention& args,
-                                                    uint32_t random_head, int first_query,
-                                                    int64_t first_key) {
+                                                    uint32_t random_head,
+                                                    const Strip<kQueries>& at) {
   static_assert(kTiles % 2 == 0 && 4 * kTiles <= 32);
-  const int g = lane_index() / 4, t = lane_index() % 4;
-  const int64_t call = (args.key_offset + first_key) / kCallKeys + (g >> 1 & 1);
+  const int g = at.lane / 4, t = at.lane % 4;
+  const int64_t call = (args.key_offset + at.first_key) / kCallKeys + (g >> 1 & 1);
   uint32_t kept = 0;
   ONEPASS_UNROLL
   for (int n = 0; n < kTiles; n += 2) {
-    const int query = first_query + 8 * (n + (g >> 2)) + 2 * t + (g & 1);
+    const int query = at.first_query + 8 * (n + (g >> 2)) + 2 * t + (g & 1);
     const auto word = dropout_words(dropout, args, random_head, query, call);
     ONEPASS_UNROLL
     for (int k = 0; k < kCallKeys; ++k) {
@@ -235,15 +241,13 @@ __device__ __forceinline__ void plain_gradients(float (&p)[kTiles][4], float (&d
   }
 }
 
-// scalar: s = softcap * tanh(scale * p / softcap) - slope * distance + bias; p = exp(s - lse)
+// scalar: p = softcap * tanh(scale * p / softcap) - slope * distance
 //
-// tangent: the derivative of softcap.
+// tangent: the derivative of softcap, if there is one.
 template <int kTiles, int kQueries>
-__device__ __forceinline__ void term_probabilities(float (&p)[kTiles][4],
-                                                   float (&tangent)[kTiles][4],
-                                                   const float (&bias)[kTiles][4], uint32_t counts,
-                                                   const Attention& args, const HeadTerms& terms,
-                                                   const Strip<kQueries>& at) {
+__device__ __forceinline__ void bend_scores(float (&p)[kTiles][4], float (&tangent)[kTiles][4],
+                                            const Attention& args, const HeadTerms& terms,
+                                            const Strip<kQueries>& at) {
   const auto for_each = [&](auto&& body) {
     ONEPASS_UNROLL
     for (int j = 0; j < 4 * kTiles; ++j) body(p[j / 4][j % 4], j);
@@ -261,12 +265,18 @@ __device__ __forceinline__ void term_probabilities(float (&p)[kTiles][4],
   if (args.alibi_slopes) {
     for_each([&](float& s, int j) { s = multiply_add(-terms.slope, at.distance(terms, j), s); });
   }
+}
+
+// scalar: p = exp(p - lse), 0 where it does not count
+template <int kTiles, int kQueries>
+__device__ __forceinline__ void term_probabilities(float (&p)[kTiles][4], uint32_t counts,
+                                                   const Strip<kQueries>& at) {
   ONEPASS_UNROLL
   for (int n = 0; n < kTiles; ++n) {
     const auto lse = at.queries.lse(at.queries_of(n)), rest = at.queries.rest(at.queries_of(n));
     ONEPASS_UNROLL
     for (int e = 0; e < 4; ++e) {
-      const float exponent = ((p[n][e] + bias[n][e]) - lse.of[e % 2]) - rest.of[e % 2];
+      const float exponent = (p[n][e] - lse.of[e % 2]) - rest.of[e % 2];
       p[n][e] = counts >> (4 * n + e) & 1 ? exp2_approximate(exponent * kLog2e) : 0.0f;
     }
   }

@@ -64,8 +64,8 @@ constexpr int backward_strip(int bucket, bool terms) {
   return bucket == 256 ? 16 : terms ? 32 : 64;
 }
 
-// Whether V is a factor in registers all along, where that leaves room for more queries.
-constexpr bool backward_keeps_value(int bucket) { return bucket != 128; }
+// Columns of V that are factors in registers all along; the others stay in shared memory.
+constexpr int backward_kept_columns(int bucket) { return bucket == 64 ? 64 : bucket - 128; }
 
 // dS takes the place of dO, which is used up by then, where nothing else fits.
 constexpr bool backward_shares_place(int bucket, int stages) {
@@ -81,10 +81,10 @@ constexpr int kSmallBytes = 384;  // BlockConstants, and what warps tell one ano
 // K and V; Q and dO; dS; numbers of the queries of two tiles.
 constexpr int backward_shared_bytes(int bucket, int stages) {
   const AttentionTile tile = backward_tile(bucket);
-  const int keys = (backward_keeps_value(bucket) ? 1 : 2) * tile.keys;
+  const int columns = 2 * bucket - backward_kept_columns(bucket);
   const int scores =
       backward_shares_place(bucket, stages) ? 0 : tile.keys * backward_score_columns(bucket);
-  return (keys + 2 * stages * tile.queries) * bucket * 2 + scores * 2 +
+  return (columns * tile.keys + 2 * stages * tile.queries * bucket) * 2 + scores * 2 +
          2 * kQueryNumbers * tile.queries * 4 + kSmallBytes;
 }
 

@@ -264,9 +264,10 @@ __device__ __forceinline__ void as_a(uint32_t (&a)[4], const float (&c)[kTiles][
 template <class T, int kCols>
 __device__ __forceinline__ void put_a(const Tile<T, kCols>& tile, const uint32_t (&a)[4], int row,
                                       int col) {
+  const int lane = thread_index() % kLanes;
   ONEPASS_UNROLL
   for (int i = 0; i < 4; ++i) {
-    *tile.pair(row + lane_index() / 4 + i % 2 * 8, col + i / 2 * 8 + lane_index() % 4 * 2) = a[i];
+    *tile.pair(row + lane / 4 + i % 2 * 8, col + i / 2 * 8 + lane % 4 * 2) = a[i];
   }
 }
 
