@@ -16,11 +16,11 @@
 
 namespace onepass::cuda {
 
-// In the workspace, all in the accumulator's dtype A: double for float64, else float.
+// In the workspace. A is the accumulator's dtype: double for float64, else float.
 struct BackwardEnds {
-  void* delta;          // like lse: lse_row() says where
-  void* dsinks;         // (batch, heads, sink_parts) partial sums; null if not wanted
-  void* dslopes;        // (batch, heads, slope_parts) likewise, each written once, also if it is 0
+  void* delta;          // A, like lse: lse_row() says where
+  double* dsinks;       // (batch, heads, sink_parts) partial sums; null if not wanted
+  void* dslopes;        // A (batch, heads, slope_parts) likewise; each is written once, also if 0
   int64_t sink_parts;   // rows of a head in blocks
   int64_t slope_parts;  // as the kernel between the ends cuts up a (batch, head)
 };

@@ -89,11 +89,10 @@ struct Rows {
   int64_t page_stride;
   int page_size;
 
-  __device__ __forceinline__ int64_t offset(int64_t row) const {
+  __device__ __forceinline__ int64_t offset(int row) const {
     if (!pages) return first + row * stride;
-    const int page = static_cast<int>(row) / page_size;
-    return first + load_global(pages + page) * page_stride +
-           (static_cast<int>(row) - page * page_size) * stride;
+    const int page = row / page_size;
+    return first + load_global(pages + page) * page_stride + (row - page * page_size) * stride;
   }
 };
 
@@ -156,7 +155,7 @@ __device__ __forceinline__ void load_chunk(A* target, const Rows& rows, int64_t 
 
 // kRows x kWidth elements from (row, col) on; rows without a bit in `has` are zero and not read.
 template <int kRows, int kWidth, int kThreads, class A>
-__device__ __forceinline__ void load_slab(A* slab, const Rows& rows, int64_t row, int col,
+__device__ __forceinline__ void load_slab(A* slab, const Rows& rows, int row, int col,
                                           uint64_t has) {
   constexpr int kChunks = kWidth / kChunk<A>, kTurns = (kRows * kChunks + kThreads - 1) / kThreads;
   ONEPASS_ROLL
@@ -346,13 +345,19 @@ __device__ __forceinline__ void add_rows_of_queries(A (&sum)[4][4], const A* wei
 struct TileState {
   Dropout dropout;
   Sequence sequence;
-  int64_t batch;
-  int64_t head;
-  int64_t first_query;
-  int64_t first_key;
+  int batch;
+  int head;
+  int kv_head;
+  int first_query;
+  int first_key;
   uint64_t queries;  // those that there are, a bit each
   uint64_t keys;     // those that any of the queries sees
   bool whole;        // each query of the tile sees each key
+};
+
+struct KeySpan {
+  int first;
+  int last;  // behind the last one
 };
 
 // Scores of kQueries queries and kKeys keys of a (batch, head): a block comes by one tile after the
@@ -372,37 +377,48 @@ class Tile {
         allowed_(shared.take<uint32_t>(kSharedWords)),
         kept_(allowed_ + 2 * kQueries<A>),
         any_(kept_ + 2 * kQueries<A>) {
-    if (threadIdx.x == 0) state_->dropout = dropout_of(args);
+    if (threadIdx.x == 0) {
+      state_->dropout = dropout_of(args);
+      state_->batch = -1;
+    }
   }
 
-  // Where the tile's sequence is; the tile itself is nowhere yet.
-  __device__ __forceinline__ void begin(int64_t batch) {
-    __syncthreads();
+  // Goes to queries first_query .. of a (batch, head).
+  __device__ __forceinline__ void go_to(int batch, int head, int first_query) {
+    __syncthreads();  // where it was has been read
     if (threadIdx.x == 0) {
+      if (state_->batch != batch) state_->sequence = sequence_of(args_, batch);
       state_->batch = batch;
-      state_->sequence = sequence_of(args_, batch);
+      state_->head = head;
+      state_->kv_head = static_cast<int>(head / (args_.heads / args_.kv_heads));
+      state_->first_query = first_query;
     }
     __syncthreads();
   }
 
-  // Moves the tile, unless none of its queries sees any of its keys: then it is nowhere. Every
-  // thread must be through with what it asks of the tile.
-  __device__ __forceinline__ bool enter(int64_t head, int64_t first_query, int64_t first_key) {
-    const Sequence& sequence = state_->sequence;
-    const int64_t rest = sequence.queries - first_query;
-    const int rows = rest < kQueries<A> ? static_cast<int>(rest) : kQueries<A>;
+  // The keys that its queries see, from where the first tile of them begins.
+  __device__ __forceinline__ KeySpan keys() const {
+    const int rows = rows_here();
+    if (rows <= 0) return {0, 0};
+    const SeenKeys seen = seen_here(rows);
+    if (seen.first >= seen.last) return {0, 0};
+    return {static_cast<int>(seen.first / kKeys * kKeys), static_cast<int>(seen.last)};
+  }
+
+  // Goes to keys first_key .. unless none of the queries sees any of them: then it is nowhere.
+  // Every thread must be through with what it asked of the last ones.
+  __device__ __forceinline__ bool enter(int first_key) {
+    const int rows = rows_here();
     if (rows <= 0) return false;
-    const SeenKeys seen = seen_keys(args_, sequence, first_query, first_query + rows);
+    const SeenKeys seen = seen_here(rows);
     uint64_t keys = first_bits(seen.last - first_key) & ~first_bits(seen.first - first_key);
     if (keys == 0) return false;
     const bool whole = !args_.mask.data && rows == kQueries<A> && seen.all_first <= first_key &&
                        seen.all_last >= first_key + kKeys;
-    if (!whole) look(head, first_query, first_key, rows, keys);
+    if (!whole) look(first_key, rows, keys);
     if (keys == 0) return false;
-    if (args_.seed) draw(head, first_query, first_key, rows);
+    if (args_.seed) draw(first_key, rows);
     if (threadIdx.x == 0) {
-      state_->head = head;
-      state_->first_query = first_query;
       state_->first_key = first_key;
       state_->queries = first_bits(rows);
       state_->keys = keys;
@@ -441,7 +457,7 @@ class Tile {
                                 state_->first_query + row(r));
       ONEPASS_UNROLL
       for (int c = 0; c < 4; ++c) {
-        const int64_t key = state_->first_key + col(c);
+        const int key = state_->first_key + col(c);
         Score<A> score = {-static_cast<A>(INFINITY), A(0)};
         if (whole || bit(allowed_, r, c)) {
           score = has_terms ? scores.score_of_seen(product[r][c], key)
@@ -458,22 +474,30 @@ class Tile {
     return words[2 * row(r) + c / 2] >> col(c % 2) & 1;
   }
 
+  __device__ __forceinline__ int rows_here() const {
+    const int64_t rows = state_->sequence.queries - state_->first_query;
+    return rows < kQueries<A> ? static_cast<int>(rows) : kQueries<A>;
+  }
+  __device__ __forceinline__ SeenKeys seen_here(int rows) const {
+    const int64_t first = state_->first_query;
+    return seen_keys(args_, state_->sequence, first, first + rows);
+  }
+
   // Writes which keys each row sees. Of `keys` those are left that a mask leaves.
-  __device__ __forceinline__ void look(int64_t head, int64_t first_query, int64_t first_key,
-                                       int rows, uint64_t& keys) {
+  __device__ __forceinline__ void look(int first_key, int rows, uint64_t& keys) {
     const int warp = static_cast<int>(threadIdx.x) / kLanes;
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
     uint32_t any[2] = {0, 0};
     ONEPASS_ROLL
     for (int r = warp; r < kQueries<A>; r += kWarps) {
-      const int64_t query = first_query + r;
+      const int query = state_->first_query + r;
       const KeyRange range = r < rows ? keys_of(args_, state_->sequence, query) : KeyRange{0, 0};
       ONEPASS_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const int64_t key = first_key + half * kLanes + lane;
+        const int key = first_key + half * kLanes + lane;
         bool sees = range.first <= key && key < range.last;
         if (sees && args_.mask.data) {
-          sees = load_global(mask_row(args_, state_->batch, head, query) + key) != 0;
+          sees = load_global(mask_row(args_, state_->batch, state_->head, query) + key) != 0;
         }
         const uint32_t word = __ballot_sync(kAllLanes, sees);
         if (lane == 0) allowed_[2 * r + half] = word;
@@ -491,9 +515,8 @@ class Tile {
   }
 
   // Writes which keys dropout keeps for each row. A thread makes the calls of half a row.
-  __device__ __forceinline__ void draw(int64_t head, int64_t first_query, int64_t first_key,
-                                       int rows) {
-    const uint32_t sequence = random_head(args_, state_->batch, head);
+  __device__ __forceinline__ void draw(int first_key, int rows) {
+    const uint32_t sequence = random_head(args_, state_->batch, state_->head);
     ONEPASS_ROLL
     for (int i = static_cast<int>(threadIdx.x); i < 2 * rows; i += kThreads) {
       const int64_t key = args_.key_offset + first_key + i % 2 * (kKeys / 2);
@@ -501,8 +524,8 @@ class Tile {
       uint64_t kept = 0;
       ONEPASS_ROLL
       for (int call = 0; call < (shift ? 5 : 4); ++call) {
-        const auto words = dropout_words(state_->dropout, args_, sequence, first_query + i / 2,
-                                         key / kCallKeys + call);
+        const auto words = dropout_words(state_->dropout, args_, sequence,
+                                         state_->first_query + i / 2, key / kCallKeys + call);
         uint32_t eight = 0;
         ONEPASS_UNROLL
         for (int k = 0; k < kCallKeys; ++k) {

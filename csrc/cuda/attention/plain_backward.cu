@@ -53,8 +53,7 @@ struct Backward {
     return rows_of(args, tensor, cols, tile->batch, tile->head, tile->sequence.first_q);
   }
   __device__ __forceinline__ Rows of_keys(const Strided& tensor, int64_t cols) const {
-    return rows_of(args, tensor, cols, tile->batch, tile->head / (args.heads / args.kv_heads),
-                   tile->sequence.first_k);
+    return rows_of(args, tensor, cols, tile->batch, tile->kv_head, tile->sequence.first_k);
   }
 
   // Slab i of the tile's queries and keys: columns for S or dP.
@@ -101,25 +100,25 @@ struct Backward {
     for (int r = 0; r < kRows; ++r) {
       lse[r] = {static_cast<A>(INFINITY), A(0)};
       delta[r] = 0;
-      const int64_t query = tile->first_query + tile.row(r);
+      const int query = tile->first_query + tile.row(r);
       if (query >= tile->sequence.queries) continue;
       const int64_t row = lse_row(args, tile->sequence, tile->batch, tile->head, query);
       lse[r] = load_lse<A>(args, row);
       delta[r] = load_global(static_cast<const A*>(ends.delta) + row);
     }
     const A keep_scale = tile.keep_scale();
-    tile.for_each_score(
-        s, [&](int r, int c, const Score<A>& score, const RowScores<A>& row, int64_t key) {
-          Gradient<A> gradient{};
-          if (score.value != -static_cast<A>(INFINITY)) {
-            const A keep = tile.keeps(r, c) ? keep_scale : A(0);
-            const A probability = lse[r].probability(score.value);
-            gradient.dropped = probability * keep;
-            gradient.ds = probability * (dp[r][c] * keep - delta[r]);
-            gradient.dproduct = gradient.ds * score.derivative;
-          }
-          body(r, c, gradient, row, key);
-        });
+    tile.for_each_score(s,
+                        [&](int r, int c, const Score<A>& score, const RowScores<A>& row, int key) {
+                          Gradient<A> gradient{};
+                          if (score.value != -static_cast<A>(INFINITY)) {
+                            const A keep = tile.keeps(r, c) ? keep_scale : A(0);
+                            const A probability = lse[r].probability(score.value);
+                            gradient.dropped = probability * keep;
+                            gradient.ds = probability * (dp[r][c] * keep - delta[r]);
+                            gradient.dproduct = gradient.ds * score.derivative;
+                          }
+                          body(r, c, gradient, row, key);
+                        });
   }
 
   const AttentionBackward& args;
@@ -144,18 +143,16 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
 
   // The last queries first: behind a diagonal they have the most to do.
   const int outs = static_cast<int>(gridDim.x / (args.batch * args.heads * ends.slope_parts));
-  const int first_out = static_cast<int>(blockIdx.x % outs) * kOutCols<A>;
-  const int64_t part = ends.slope_parts - 1 - blockIdx.x / outs % ends.slope_parts;
-  const int64_t head = blockIdx.x / outs / ends.slope_parts % args.heads;
-  const int64_t batch = blockIdx.x / outs / ends.slope_parts / args.heads;
-  const int64_t first_query = part * kQueries<A>;
-  tile.begin(batch);
+  const int tiles = static_cast<int>(ends.slope_parts);
+  const int index = static_cast<int>(blockIdx.x);
+  const int first_out = index % outs * kOutCols<A>;
+  const int head = static_cast<int>(index / outs / tiles % args.heads);
+  const int batch = static_cast<int>(index / outs / tiles / args.heads);
+  const int first_query = (tiles - 1 - index / outs % tiles) * kQueries<A>;
+  tile.go_to(batch, head, first_query);
   const Sequence& sequence = tile->sequence;
-  const int64_t last_query =
-      first_query + kQueries<A> < sequence.queries ? first_query + kQueries<A> : sequence.queries;
-  const SeenKeys seen = seen_keys(args, sequence, first_query, last_query);
-  const int64_t last_key = first_query < last_query ? seen.last : 0;
-  int64_t first_key = seen.first / kKeys * kKeys;
+  const KeySpan seen = tile.keys();
+  int first_key = seen.first;
 
   const auto load_keys = [&](A* stage, int group, int i) {
     load_slab<kDepth<A>, kCols, kThreads>(stage, block.of_keys(args.key, args.head_dim),
@@ -163,17 +160,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
                                           first_out + group * kCols, tile->keys >> i * kDepth<A>);
   };
   const auto load_next_tile = [&](A* stage) {
-    while (first_key < last_key && !tile.enter(head, first_query, first_key)) first_key += kKeys;
-    if (first_key < last_key) block.load_s(stage, 0);
+    while (first_key < seen.last && !tile.enter(first_key)) first_key += kKeys;
+    if (first_key < seen.last) block.load_s(stage, 0);
   };
 
   A dquery[kGroups<A>][kRows][4] = {};
   A dslope = 0;
   block.ring.begin(load_next_tile);
-  while (first_key < last_key) {
+  while (first_key < seen.last) {
     block.gradients(
         ends, [&](A* stage) { load_keys(stage, 0, 0); },
-        [&](int r, int c, const Gradient<A>& of, const RowScores<A>& row, int64_t key) {
+        [&](int r, int c, const Gradient<A>& of, const RowScores<A>& row, int key) {
           ds[tile.row(r) * kStride<A, kKeys> + tile.col(c)] = of.dproduct;
           if (args.dslopes) dslope += of.ds * row.distance(key);
         });
@@ -199,10 +196,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
   const A scale = static_cast<A>(args.scale);
   ONEPASS_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    const int64_t query = first_query + tile.row(r);
+    const int query = tile->first_query + tile.row(r);
     if (!args.dquery.data || query >= sequence.queries) continue;
-    const int64_t row =
-        rows_of(args, args.dquery, args.head_dim, batch, head, sequence.first_q).offset(query);
+    const int64_t row = block.of_queries(args.dquery, args.head_dim).offset(query);
     ONEPASS_UNROLL
     for (int g = 0; g < kGroups<A>; ++g) {
       ONEPASS_UNROLL
@@ -213,8 +209,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
   }
   if (!args.dslopes || first_out != 0) return;
   __syncthreads();  // ds has been read
-  store_partial(dslope, static_cast<A*>(ends.dslopes),
-                (batch * args.heads + head) * ends.slope_parts + part, ds);
+  store_partial(
+      dslope, static_cast<A*>(ends.dslopes),
+      (tile->batch * args.heads + tile->head) * ends.slope_parts + tile->first_query / kQueries<A>,
+      ds);
 }
 
 // scalar: dvalue[j] = sum over queries i of drop(P)[i][j] * doutput[i]
@@ -236,21 +234,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   A* const ds = shared.take<A>(kTileElements<A>);
 
   // The first keys first: before a diagonal they are seen most.
-  const int64_t key_tiles = ceil_div(args.seq_k, kKeys);
+  const int key_tiles = ceil_div(args.seq_k, kKeys);
   const int outs = static_cast<int>(gridDim.x / (args.batch * args.kv_heads * key_tiles));
-  const int first_out = static_cast<int>(blockIdx.x % outs) * kOutCols<A>;
-  const int64_t first_key = blockIdx.x / outs % key_tiles * kKeys;
-  const int64_t kv_head = blockIdx.x / outs / key_tiles % args.kv_heads;
-  const int64_t batch = blockIdx.x / outs / key_tiles / args.kv_heads;
-  tile.begin(batch);
+  const int index = static_cast<int>(blockIdx.x);
+  const int first_out = index % outs * kOutCols<A>;
+  const int first_key = index / outs % key_tiles * kKeys;
+  const int kv_head = static_cast<int>(index / outs / key_tiles % args.kv_heads);
+  const int batch = static_cast<int>(index / outs / key_tiles / args.kv_heads);
+  const int group = static_cast<int>(args.heads / args.kv_heads);
+  tile.go_to(batch, kv_head * group, 0);
   const Sequence& sequence = tile->sequence;
   if (first_key >= sequence.keys) return;
   const int64_t last_key = first_key + kKeys < sequence.keys ? first_key + kKeys : sequence.keys;
   const KeyRange seeing = seeing_queries(args, sequence, first_key, last_key);
-  const int64_t first_tile = seeing.first / kQueries<A>;
-  const int64_t tiles =
-      seeing.first < seeing.last ? ceil_div(seeing.last, kQueries<A>) - first_tile : 0;
-  const int64_t group = args.heads / args.kv_heads;
+  const bool seen = seeing.first < seeing.last;
+  const int first_tile = seen ? static_cast<int>(seeing.first / kQueries<A>) : 0;
+  const int tiles = seen ? ceil_div(seeing.last, kQueries<A>) - first_tile : 0;
+  const int64_t steps = static_cast<int64_t>(group) * tiles;
 
   // Groups of columns that are left of the block's.
   const auto groups_of = [&](const Strided& gradient, int64_t cols) {
@@ -270,13 +270,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     load_rows(stage, block.of_queries(args.query, args.head_dim), g, i);
   };
   int64_t step = 0;
+  const auto enter = [&] {
+    tile.go_to(batch, kv_head * group + static_cast<int>(step / tiles),
+               (first_tile + static_cast<int>(step % tiles)) * kQueries<A>);
+    return tile.enter(first_key);
+  };
   const auto load_next_tile = [&](A* stage) {
-    while (step < group * tiles &&
-           !tile.enter(kv_head * group + step / tiles, (first_tile + step % tiles) * kQueries<A>,
-                       first_key)) {
-      ++step;
-    }
-    if (step < group * tiles) block.load_s(stage, 0);
+    while (step < steps && !enter()) ++step;
+    if (step < steps) block.load_s(stage, 0);
   };
   const auto leave_tile = [&](A* stage) {
     ++step;
@@ -304,9 +305,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   };
   block.ring.begin(load_next_tile);
-  while (step < group * tiles) {
+  while (step < steps) {
     block.gradients(ends, begin_dvalue,
-                    [&](int r, int c, const Gradient<A>& of, const RowScores<A>&, int64_t) {
+                    [&](int r, int c, const Gradient<A>& of, const RowScores<A>&, int) {
                       const int at = tile.row(r) * kStride<A, kKeys> + tile.col(c);
                       p[at] = of.dropped;
                       ds[at] = of.dproduct;
@@ -319,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                          A(&sums)[kGroups<A>][4][4]) {
     ONEPASS_UNROLL
     for (int k = 0; k < 4; ++k) {
-      const int64_t key = first_key + 4 * thread_row() + k;
+      const int key = first_key + 4 * thread_row() + k;
       if (key >= sequence.keys) continue;
       const int64_t row =
           rows_of(args, gradient, cols, batch, kv_head, sequence.first_k).offset(key);
@@ -362,19 +363,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Size batches(args.dbias.batch_stride, args.batch),
       heads(args.dbias.head_stride, args.heads);
   const Size tiles(args.dbias.row_stride, ceil_div(args.seq_q, kQueries<A>));
-  const int64_t first_key = blockIdx.x % key_tiles * kKeys;
+  const int first_key = static_cast<int>(blockIdx.x % key_tiles) * kKeys;
   const int64_t first_tile = blockIdx.x / key_tiles % tiles.own;
   const int64_t first_head = blockIdx.x / key_tiles / tiles.own % heads.own;
   const int64_t first_batch = blockIdx.x / key_tiles / tiles.own / heads.own;
 
   const int64_t steps = batches.each * heads.each * tiles.each;
   int64_t step = 0;
-  int64_t batch = -1;
   const auto enter = [&] {
-    const int64_t next_batch = first_batch + step / tiles.each / heads.each;
-    if (next_batch != batch) tile.begin(batch = next_batch);
-    return tile.enter(first_head + step / tiles.each % heads.each,
-                      (first_tile + step % tiles.each) * kQueries<A>, first_key);
+    tile.go_to(static_cast<int>(first_batch + step / tiles.each / heads.each),
+               static_cast<int>(first_head + step / tiles.each % heads.each),
+               static_cast<int>(first_tile + step % tiles.each) * kQueries<A>);
+    return tile.enter(first_key);
   };
   const auto load_next_tile = [&](A* stage) {
     while (step < steps && !enter()) ++step;
@@ -385,10 +385,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   while (step < steps) {
     block.gradients(
         ends, [](A*) {},
-        [&](int r, int c, const Gradient<A>& gradient, const RowScores<A>&, int64_t) {
+        [&](int r, int c, const Gradient<A>& gradient, const RowScores<A>&, int) {
           sum[r][c] += gradient.ds;
         });
-    __syncthreads();  // the tile has been read
     ++step;
     block.ring.begin(load_next_tile);
   }

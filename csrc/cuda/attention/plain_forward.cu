@@ -50,19 +50,17 @@ __global__ void __launch_bounds__(kThreads)
 
   // The last queries first: behind a diagonal they have the most to do.
   const int outs = ceil_div(args.value_dim, kOutCols<A>);
-  const int64_t tiles = ceil_div(args.seq_q, kQueries<A>);
-  const int first_out = static_cast<int>(blockIdx.x % outs) * kOutCols<A>;
-  const int64_t first_query = (tiles - 1 - blockIdx.x / outs % tiles) * kQueries<A>;
-  const int64_t head = blockIdx.x / outs / tiles % args.heads;
-  const int64_t batch = blockIdx.x / outs / tiles / args.heads;
-  const int64_t kv_head = head / (args.heads / args.kv_heads);
-  tile.begin(batch);
+  const int tiles = ceil_div(args.seq_q, kQueries<A>);
+  const int block = static_cast<int>(blockIdx.x);
+  const int first_out = block % outs * kOutCols<A>;
+  const int first_query = (tiles - 1 - block / outs % tiles) * kQueries<A>;
+  const int head = static_cast<int>(block / outs / tiles % args.heads);
+  const int batch = static_cast<int>(block / outs / tiles / args.heads);
+  tile.go_to(batch, head, first_query);
   const Sequence& sequence = tile->sequence;
   if (first_query >= sequence.queries) return;
-  const int64_t last_query =
-      first_query + kQueries<A> < sequence.queries ? first_query + kQueries<A> : sequence.queries;
-  const SeenKeys seen = seen_keys(args, sequence, first_query, last_query);
-  int64_t first_key = seen.first / kKeys * kKeys;
+  const KeySpan seen = tile.keys();
+  int first_key = seen.first;
 
   bool has_queries = false;
   const int slabs = ceil_div(args.head_dim, kDepth<A>);
@@ -72,23 +70,25 @@ __global__ void __launch_bounds__(kThreads)
   const auto load_scores = [&](A* stage, int i) {
     const int col = i * kDepth<A>;
     load_slab<kKeys, kDepth<A>, kThreads>(
-        stage, key_rows_of(args, args.key, args.head_dim, batch, kv_head, sequence.first_k),
+        stage,
+        key_rows_of(args, args.key, args.head_dim, tile->batch, tile->kv_head, sequence.first_k),
         tile->first_key, col, tile->keys);
     if (has_queries) return;
     load_slab<kQueries<A>, kDepth<A>, kThreads>(
         query_slab(stage, i),
-        rows_of(args, args.query, args.head_dim, batch, head, sequence.first_q), first_query, col,
-        tile->queries);
+        rows_of(args, args.query, args.head_dim, tile->batch, tile->head, sequence.first_q),
+        tile->first_query, col, tile->queries);
     has_queries = resident && i + 1 == slabs;
   };
   const auto load_values = [&](A* stage, int group, int part) {
     load_slab<kDepth<A>, kCols, kThreads>(
-        stage, key_rows_of(args, args.value, args.value_dim, batch, kv_head, sequence.first_k),
+        stage,
+        key_rows_of(args, args.value, args.value_dim, tile->batch, tile->kv_head, sequence.first_k),
         tile->first_key + part * kDepth<A>, first_out + group * kCols,
         tile->keys >> part * kDepth<A>);
   };
   const auto load_next_tile = [&](A* stage) {
-    while (first_key < seen.last && !tile.enter(head, first_query, first_key)) first_key += kKeys;
+    while (first_key < seen.last && !tile.enter(first_key)) first_key += kKeys;
     if (first_key < seen.last) load_scores(stage, 0);
   };
 
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads)
         },
         [&](A* stage) { load_values(stage, 0, 0); });
 
-    tile.for_each_score(score, [&](int r, int c, const Score<A>& of, const RowScores<A>&, int64_t) {
+    tile.for_each_score(score, [&](int r, int c, const Score<A>& of, const RowScores<A>&, int) {
       score[r][c] = of.value;
     });
     ONEPASS_UNROLL
@@ -165,10 +165,10 @@ __global__ void __launch_bounds__(kThreads)
     for (int lanes = kColumnThreads / 2; lanes > 0; lanes /= 2) {
       total[r] += __shfl_xor_sync(kAllLanes, total[r], lanes);
     }
-    const int64_t query = first_query + tile.row(r);
+    const int query = tile->first_query + tile.row(r);
     if (query >= sequence.queries) continue;
     if (first_out == 0 && thread_col() == 0) {
-      const int64_t row = lse_row(args, sequence, batch, head, query);
+      const int64_t row = lse_row(args, sequence, tile->batch, tile->head, query);
       const A log = std::log(total[r]), lse = largest[r] + log;
       const A rest = total[r] == A(0) ? A(0) : lost_in_sum(largest[r], log, lse);
       store_global(static_cast<A*>(args.lse) + row, lse);
@@ -182,7 +182,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int c = 0; c < 4; ++c) value[c] = out[g][r][c] * factor;
       store_columns(
           args.output, args.dtype,
-          rows_of(args, args.output, args.value_dim, batch, head, sequence.first_q).offset(query),
+          rows_of(args, args.output, args.value_dim, tile->batch, tile->head, sequence.first_q)
+              .offset(query),
           first_out + g * kCols + 4 * thread_col(), args.value_dim, value);
     }
   }
