@@ -337,6 +337,14 @@ void open_barrier_if_all_are_there(Block& block) {
 
 }  // namespace
 
+// A number from the environment.
+static size_t setting(const char* name, size_t otherwise) {
+  const char* const text = std::getenv(name);
+  return text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+size_t max_shared_bytes() { return setting("EMULATOR_SHARED", 227 * 1024); }
+
 const Self& self() { return machine().running->self; }
 
 void fail(const std::string& what) {
@@ -467,7 +475,7 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   Machine& m = machine();
   const size_t threads = static_cast<size_t>(launch.block.x) * launch.block.y * launch.block.z;
   if (threads == 0 || threads > 1024) fail("a block of " + std::to_string(threads) + " threads");
-  if (launch.shared_bytes > kMaxSharedBytes) {
+  if (launch.shared_bytes > max_shared_bytes()) {
     fail(std::to_string(launch.shared_bytes) + " bytes of shared memory in one block");
   }
   ++m.counters.launches;
@@ -485,11 +493,12 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   }
   // Blocks that wait for one another are started in order, as the hardware does.
   if (launch.resident == 1) std::shuffle(order.begin(), order.end(), m.random);
+  const size_t together = std::max<size_t>(launch.resident, setting("EMULATOR_RESIDENT", 1));
   std::vector<std::unique_ptr<Block>> blocks;
   size_t next = 0;
   int idle_rounds = 0;
   while (next < order.size() || !blocks.empty()) {
-    while (next < order.size() && blocks.size() < static_cast<size_t>(launch.resident)) {
+    while (next < order.size() && blocks.size() < together) {
       blocks.push_back(make_block(launch, order[next++]));
     }
     std::vector<Thread*> ready;

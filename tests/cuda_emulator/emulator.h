@@ -33,7 +33,8 @@ struct dim3 {
 namespace emulator {
 
 inline constexpr int kWarpSize = 32;
-inline constexpr size_t kMaxSharedBytes = 227 * 1024;
+// Of a block: EMULATOR_SHARED bytes, or what compute capability 9.0 has.
+size_t max_shared_bytes();
 inline constexpr uint8_t kPoison = 0xff;  // a NaN in every float type
 
 // The fiber that is running.
@@ -83,7 +84,7 @@ struct Launch {
   dim3 grid;
   dim3 block;
   size_t shared_bytes = 0;
-  int resident = 1;  // blocks that run at the same time
+  int resident = 1;  // blocks that run at the same time, or EMULATOR_RESIDENT if that is more
   const char* kernel = "";
 };
 void launch(const Launch& launch, const std::function<void()>& kernel);

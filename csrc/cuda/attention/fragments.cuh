@@ -52,7 +52,7 @@ struct HeadTerms {
 // tanh of arguments that a 16-bit product has made: exact to a few 1e-7, which is what float32 says
 // of a score of that size anyway.
 __device__ __forceinline__ float tanh_approximate(float x) {
-  return 1.0f - 2.0f / (1.0f + exp2_approximate(2.0f * kLog2e * x));
+  return 1.0f - 2.0f * reciprocal_approximate(1.0f + exp2_approximate(2.0f * kLog2e * x));
 }
 
 // scalar: score = terms(scale * score), -inf where the row does not see the key
@@ -174,7 +174,7 @@ __device__ __forceinline__ uint32_t draw(const Dropout& dropout, const Attention
 
 // How far before a call's first key its first tile begins, so that tiles begin where Philox calls
 // do.
-__device__ __forceinline__ int tile_shift(const Attention& args) {
+ONEPASS_HOST_DEVICE inline int tile_shift(const Attention& args) {
   return args.seed ? static_cast<int>(args.key_offset % kCallKeys) : 0;
 }
 

@@ -39,4 +39,61 @@ constexpr int forward_shared_bytes(int bucket, const AttentionTile& tile) {
   return (tile.queries + 2 * tile.keys) * bucket * 2;
 }
 
+// ---- backward -----------------------------------------------------------------------------------
+
+// Eight warps. A warp has 16 keys: their scores, transposed, leave the tensor cores as the factors
+// that dK and dV want, so that P never leaves its registers and dS goes to shared memory once, for
+// dQ. At 256 columns two warps share 16 keys: each has the scores of half of the queries and every
+// other slab of dK and dV.
+//
+// 128 keys keep down what grows with the number of their tiles: the additions to dQ and the reads
+// of Q and dO. Their sums are 128 registers of each thread at 128 columns; 256 columns leave room
+// for 64 keys. Queries then follow from what is left: of registers for scores, and of the 99 KiB of
+// shared memory that compute capability 8.6, 8.9 and 12.0 have. There one tile of queries is in
+// shared memory, elsewhere (163 KiB and more) the next one comes in beside it: the same additions
+// in the same order, so results do not depend on it.
+constexpr AttentionTile backward_tile(int bucket) {
+  if (bucket == 64) return {.queries = 128, .keys = 128, .warps = 8};
+  if (bucket == 128) return {.queries = 64, .keys = 128, .warps = 8};
+  return {.queries = 32, .keys = 64, .warps = 8};
+}
+
+// Queries whose scores a warp computes at a time: S and dP of 64 are 64 registers. What is added to
+// scores wants registers too.
+constexpr int backward_strip(int bucket, bool terms) {
+  return bucket == 256 ? 16 : terms ? 32 : 64;
+}
+
+// Columns of V that are factors in registers all along; the others stay in shared memory.
+constexpr int backward_kept_columns(int bucket) { return bucket == 64 ? 64 : bucket - 128; }
+
+// dS takes the place of dO, which is used up by then, where nothing else fits.
+constexpr bool backward_shares_place(int bucket, int stages) {
+  return bucket == 128 && stages == 1;
+}
+
+// Of a row of dS, transposed; at 256 columns P has the other half.
+constexpr int backward_score_columns(int bucket) { return bucket == 64 ? 128 : 64; }
+
+constexpr int kQueryNumbers = 5;  // QueryNumbers of backward_scores.cuh
+constexpr int kSmallBytes = 384;  // BlockConstants, and what warps tell one another
+
+// K and V; Q and dO; dS; numbers of the queries of two tiles.
+constexpr int backward_shared_bytes(int bucket, int stages) {
+  const AttentionTile tile = backward_tile(bucket);
+  const int columns = 2 * bucket - backward_kept_columns(bucket);
+  const int scores =
+      backward_shares_place(bucket, stages) ? 0 : tile.keys * backward_score_columns(bucket);
+  return (columns * tile.keys + 2 * stages * tile.queries * bucket) * 2 + scores * 2 +
+         2 * kQueryNumbers * tile.queries * 4 + kSmallBytes;
+}
+
+constexpr int kBackwardStages = 2;  // at most
+static_assert(backward_shared_bytes(64, 1) <= 99 * 1024);
+static_assert(backward_shared_bytes(128, 1) <= 99 * 1024);
+static_assert(backward_shared_bytes(256, 1) <= 99 * 1024);
+static_assert(backward_shared_bytes(64, kBackwardStages) <= 163 * 1024);
+static_assert(backward_shared_bytes(128, kBackwardStages) <= 163 * 1024);
+static_assert(backward_shared_bytes(256, kBackwardStages) <= 163 * 1024);
+
 }  // namespace onepass::cuda
