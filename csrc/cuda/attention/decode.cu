@@ -8,25 +8,25 @@
 // Dao, Haziza, Massa, Sizov, Flash-Decoding, 2023. decode.h says how, and why nothing but a
 // sequence's own length can change its result by a bit.
 //
-//   attention_decode_append_kernel   rotates the new keys and writes the new rows; only where a kv
-//                                    head has several tiles. Of one, the block that reads a chunk
-//                                    writes its new rows itself: nobody else reads them.
+//   attention_decode_append_kernel   rotates the new keys and writes the new rows, where there are
+//                                    many or a kv head has several tiles. Else the block that reads
+//                                    a chunk, which nobody else does, writes its new rows itself.
 //   attention_decode_kernel          a block takes chunks of a tile; its warps take 16 keys in turn
 //                                    (8 as multiply-adds), each with a running softmax of its own,
 //                                    and put their states together at the chunk's end.
 //   attention_decode_join_kernel     joins the states of chunks or runs, where blocks left several.
 //                                    A launch rather than work for a tile's last block: tickets to
-//                                    know that by would have to be zeroed by a launch as well, and
-//                                    one block would read all states that here many blocks read.
+//                                    know that one by would have to be zeroed by a launch as well,
+//                                    and it would read alone what here many blocks read.
 //
-// Bytes: K and V once per tile, Q once per block, the output once; states are at most an eighth of
-// K and V (decode.h), and stay in the L2. To run at copy speed a multiprocessor of an H100 (3.35
-// TB/s over 132) must get 25 bytes per nanosecond: if they take a microsecond, 25 KB must be under
-// way all the time. A block has 64 KB of queues for 4 warps, as 16-byte cp.async, of which what one
-// warp has just used is the only part that is not under way; two or three blocks fit a
-// multiprocessor. Against that stand, for each 16 keys of 128 columns (8 KB, some 580 cycles of an
-// H100's multiprocessor), 32 products of a tensor core and some 300 other instructions of a warp.
-// Done when it reads at the speed of a copy; not yet timed on a device.
+// Bytes: K and V once per tile, Q once per block, the output once; and states (decode.h), which are
+// read soon after they are written and stay in the L2. By its data sheet an H100 reads 3.35 TB/s
+// with 132 multiprocessors, 25 bytes in each nanosecond for each of them: if a byte is a
+// microsecond under way, 25 KB must be, all the time. A block has queues of 64 KB, all of which are
+// under way but for what its four warps use at the moment (DecodeBlock::go_through), and two or
+// three blocks fit a multiprocessor. For 16 keys of 128 columns (8 KB, 330 ns at that speed) a warp
+// issues 32 products of tensor cores and some hundreds of other instructions. Done when it reads as
+// fast as a copy does; no device has timed it yet.
 #include "core/visit.h"
 #include "cuda/attention/attention.h"
 #include "cuda/attention/decode.h"
@@ -60,7 +60,7 @@ struct BlockFacts {
   CacheRows<const T> values;
 
   __device__ __forceinline__ BlockFacts(const AttentionDecode& args, const DecodeShape& shape,
-                                        int64_t tile_index)
+                                        unsigned tile_index)
       : tile(args, shape, tile_index),
         all(keys_within_cache(args, tile.batch)),
         pieces(tile.pieces(args, shape, all)),
@@ -116,11 +116,13 @@ class DecodeBlock {
     __syncthreads();
     const auto pieces = static_cast<int>(facts_->pieces.count());
     bool has_queries = false;
-    for (int p = blockIdx.x / shape_.tiles; p < pieces; p += static_cast<int>(shape_.splits)) {
+    const auto splits = static_cast<int>(shape_.splits);
+    const auto split = static_cast<int>(blockIdx.x / static_cast<unsigned>(shape_.tiles));
+    for (int p = split; p < pieces; p += splits) {
       const auto first = static_cast<int>(facts_->pieces.first(p));
       const auto last = static_cast<int>(facts_->pieces.last(p));
       for (int chunk = first; chunk < last; ++chunk) {
-        if (has_queries) __syncthreads();  // what was read there is written here
+        if (has_queries) __syncthreads();  // what the last chunk left is overwritten
         attend(chunk, has_queries);
         has_queries = true;
         constexpr int kRun = kRunChunks;
@@ -137,12 +139,14 @@ class DecodeBlock {
   }
 
  private:
-  __device__ __forceinline__ int64_t tile_index() const { return blockIdx.x % shape_.tiles; }
+  __device__ __forceinline__ unsigned tile_index() const {
+    return blockIdx.x % static_cast<unsigned>(shape_.tiles);
+  }
 
   // ---- a chunk, by warps ------------------------------------------------------------------------
 
   __device__ __forceinline__ void attend(int chunk, bool has_queries) {
-    if (args_.new_rows > 0 && shape_.kv_tiles == 1) write_new(chunk);
+    if (args_.new_rows > 0 && shape_.writes_own) write_new(chunk);
     WarpState<Tile> state;
     go_through(state, chunk, has_queries);
     __syncthreads();  // the values go where the queues were
@@ -219,7 +223,7 @@ class DecodeBlock {
       Tile::multiply(score, queries_, queue(turn, 0), static_cast<int>(args_.head_dim), tile.rows);
       load_keys(turn + kStages);
       add_terms(score, args_, rows, key_of(turn));
-      state.soften(score, shrink);
+      state.weigh(score, shrink);
       cp_async_wait<2 * kStages - 1>();
       state.tile.add(score, shrink, queue(turn, 1), static_cast<int>(args_.value_dim), tile.rows,
                      weights_ + warp_index() * Tile::kWeightFloats);
@@ -230,10 +234,10 @@ class DecodeBlock {
 
   __device__ __forceinline__ void put_queries() {
     const RowTile& tile = facts_->tile;
-    constexpr int kChunks = Tile::kDims / kChunk;
-    for (int i = static_cast<int>(threadIdx.x); i < Tile::kRows * kChunks; i += kThreads) {
-      const int row = i / kChunks, col = i % kChunks * kChunk;
-      T elements[kChunk] = {};
+    constexpr int kPacks = Tile::kDims / kPack;
+    for (int i = static_cast<int>(threadIdx.x); i < Tile::kRows * kPacks; i += kThreads) {
+      const int row = i / kPacks, col = i % kPacks * kPack;
+      T elements[kPack] = {};
       if (row < tile.rows) {
         const int64_t query = tile.query(shape_, row);
         const T* const from =
@@ -241,7 +245,7 @@ class DecodeBlock {
             tile.head(shape_, row) * args_.query.head_stride + query * args_.query.row_stride;
         const int64_t position = facts_->all.old + (args_.rotary_by_row ? query : 0);
         ONEPASS_UNROLL
-        for (int e = 0; e < kChunk; ++e) {
+        for (int e = 0; e < kPack; ++e) {
           if (col + e < args_.head_dim) elements[e] = rotated(args_, from, position, col + e);
         }
       }
@@ -370,7 +374,6 @@ __global__ void __launch_bounds__(kAppendThreads)
 
 constexpr int kJoinWarps = 8;
 constexpr int kJoinAhead = 8;  // states whose values a lane reads before it needs the first
-constexpr int kMostRuns = most_runs(kMostChunks + 2);
 static_assert(kRunChunks <= kLanes && kMostRuns <= kLanes);
 
 int64_t join_bytes(const DecodeShape& shape) {
@@ -382,8 +385,8 @@ __global__ void __launch_bounds__(kJoinWarps* kLanes)
     attention_decode_join_kernel(const AttentionDecode __grid_constant__ args,
                                  const DecodeShape __grid_constant__ shape,
                                  const StoredStates __grid_constant__ stored) {
-  const int64_t tile_index = blockIdx.x / shape.tile_rows;
-  const auto row = static_cast<int>(blockIdx.x % shape.tile_rows);
+  const unsigned tile_index = blockIdx.x / static_cast<unsigned>(shape.tile_rows);
+  const auto row = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.tile_rows));
   const RowTile tile(args, shape, tile_index);
   if (row >= tile.rows) return;
   const Pieces pieces = tile.pieces(args, shape, keys_within_cache(args, tile.batch));
@@ -473,7 +476,7 @@ int64_t state_bytes(const DecodeShape& shape) {
 }
 
 bool appends_first(const AttentionDecode& args, const DecodeShape& shape) {
-  return args.new_rows > 0 && shape.kv_tiles != 1;
+  return args.new_rows > 0 && !shape.writes_own;
 }
 
 Plan plan_decode(const AttentionDecode& args, const Machine&) {

@@ -1,23 +1,22 @@
-// How decoding is cut into pieces: host arithmetic that kernels share, without CUDA.
+// How decoding on CUDA is cut into pieces: arithmetic that plans and kernels share.
 //
 // A sequence's keys are cut into chunks, counted from its first key, and what each query row makes
-// of a chunk is a state (maximum, sum, weighted values). States are joined in the order of the
-// keys, kRunChunks of them to a run and the runs to the result. Where chunks begin and in which
-// order they are joined depends on the sequence's own length and on the window alone: nothing of
-// the batch, of pages or of padding can change a bit.
+// of a chunk is a state: maximum, sum, weighted values. States are joined in the order of the keys,
+// kRunChunks of them to a run and the runs to the result. Where chunks begin, and so every bit of
+// the result, depends on the sequence's own length and on the window alone: not on the batch, not
+// on pages or padding, not on which block does what.
 //
-// Who does it may depend on everything. A plan cannot read lengths, which lie on the device, so
-// that grid and workspace are sized by what a cache has room for:
-//   - few tiles of query rows: a block takes every so many-th chunk of its tile, and leaves a state
-//     for each. 128 chunks at most, however long the sequence: one kv head of a batch of one keeps
-//     128 blocks busy, and the states of 16 rows are at most an eighth of what is read.
-//   - more: a block takes runs. The states are a sixteenth of that, and a sequence that is longer
-//     than all others of its batch is still spread over several blocks.
-//   - more than fill any device: a block takes the whole sequence.
-// So the states take at most kFewTiles x (kMostChunks + 2) or kManyTiles x (kMostChunks /
-// kRunChunks
-// + 2) times those of a tile, however many sequences, queries and keys there are; and where a block
-// has whole sequences, one state per query row.
+// That may depend on everything. A plan cannot read lengths, which lie on the device, so grid and
+// workspace are sized by what a cache has room for; blocks beyond a sequence's end leave at once.
+//   - Few tiles of query rows: blocks take chunks, and leave a state for each. There are at most
+//     kMostChunks, however long the sequence, so that one kv head of a batch of one still keeps
+//     that many blocks busy; and the states of 16 rows are at most an eighth of what is read.
+//   - More: blocks take runs. The states are a sixteenth of that, and a sequence that is longer
+//     than the others of its batch is still spread over several blocks.
+//   - More than fill any device: a block takes a whole sequence, and leaves no state.
+// So the workspace has at most kFewTiles * (kMostChunks + 2) or kManyTiles * kMostRuns tiles of
+// states, however many sequences, queries and keys there are; or, where whole sequences have
+// several runs, one tile for each of the output's.
 #pragma once
 
 #include <algorithm>
@@ -34,6 +33,9 @@ inline constexpr int64_t kFewTiles = 128;    // below, chunks are what blocks ta
 inline constexpr int64_t kManyTiles = 1024;  // from here on, whole sequences
 inline constexpr int64_t kLeastSplits = 8;
 inline constexpr int64_t kWholeSequence = int64_t{1} << 40;  // chunks of a piece
+// New rows that blocks write on their way: where a kv head has one tile, and so each chunk one
+// reader. More are worth a launch of their own.
+inline constexpr int64_t kMostOwnRows = 16;
 
 ONEPASS_HOST_DEVICE constexpr int64_t ceil_div(int64_t value, int64_t by) {
   return (value + by - 1) / by;
@@ -97,6 +99,7 @@ inline int64_t most_chunks(const AttentionDecode& args, int64_t queries) {
 
 // The most runs that so many neighbouring chunks can touch.
 constexpr int64_t most_runs(int64_t chunks) { return (chunks - 1) / kRunChunks + 2; }
+inline constexpr int64_t kMostRuns = most_runs(kMostChunks + 2);
 
 // What is the same for all blocks of a call.
 struct DecodeShape {
@@ -109,6 +112,7 @@ struct DecodeShape {
   int64_t splits;      // blocks of a tile: block i takes pieces i, i + splits, ...
   int64_t slots;       // states of a tile in the workspace
   int64_t value_cols;  // of a state: value_dim in whole 16 bytes
+  bool writes_own;     // blocks write the new rows of their chunks
 
   ONEPASS_HOST_DEVICE int64_t states() const { return tiles * slots * tile_rows; }
 };
@@ -123,6 +127,7 @@ inline DecodeShape decode_shape(const AttentionDecode& args, int64_t most_rows) 
   shape.kv_tiles = ceil_div(shape.rows, most_rows);
   shape.tiles = args.batch * args.kv_heads * shape.kv_tiles;
   shape.value_cols = ceil_div(args.value_dim, 4) * 4;
+  shape.writes_own = shape.kv_tiles == 1 && args.new_rows <= kMostOwnRows;
   const int64_t queries = ceil_div(shape.tile_rows - 1, shape.group) + 1;
   const int64_t chunks = most_chunks(args, std::min(queries, args.seq_q));
   const int64_t runs = std::min(most_runs(chunks), chunks);

@@ -66,16 +66,18 @@ __device__ __forceinline__ T rotated(const AttentionDecode& args, const T* row, 
                                      int d) {
   const auto dims = static_cast<int>(args.rotary_dim);
   if (!args.rotary_cos || d >= dims) return load_global(row + d);
-  const int pairs = dims / 2;
-  const bool interleaved = args.rotary_interleaved;
-  const int pair = interleaved ? d / 2 : d % pairs;
-  const bool is_second = interleaved ? d % 2 == 1 : d >= pairs;
-  const int first = interleaved ? 2 * pair : pair;
-  const float x1 = widen(load_global(row + first));
-  const float x2 = widen(load_global(row + first + (interleaved ? 1 : pairs)));
-  const float c = load_as<float>(args.rotary_cos, args.rotary_dtype, position * pairs + pair);
-  const float s = load_as<float>(args.rotary_sin, args.rotary_dtype, position * pairs + pair);
-  return onepass::narrow<T>(is_second ? x1 * s + x2 * c : x1 * c - x2 * s);
+  const int pairs = dims / 2, apart = args.rotary_interleaved ? 1 : pairs;
+  const int pair = args.rotary_interleaved ? d / 2 : d < pairs ? d : d - pairs;
+  const int first = args.rotary_interleaved ? 2 * pair : pair;
+  const auto of_pair = [&](const void* table) {  // of float32 or of T
+    const int64_t at = position * pairs + pair;
+    if (args.rotary_dtype == DType::kFloat32)
+      return load_global(static_cast<const float*>(table) + at);
+    return widen(load_global(static_cast<const T*>(table) + at));
+  };
+  const float x1 = widen(load_global(row + first)), x2 = widen(load_global(row + first + apart));
+  const float c = of_pair(args.rotary_cos), s = of_pair(args.rotary_sin);
+  return onepass::narrow<T>(d == first ? x1 * c - x2 * s : x1 * s + x2 * c);
 }
 
 // Writes the new rows that become rows [begin, end) of the cache, with all threads of the block.
@@ -83,23 +85,33 @@ template <class T>
 __device__ __forceinline__ void write_new_rows(const AttentionDecode& args, const CachedKeys& keys,
                                                int64_t batch, int64_t kv_head, int64_t begin,
                                                int64_t end) {
+  constexpr int kRows = 16, kAhead = 4;  // elements that a thread reads before it writes the first
   const CacheRows<T> key(args, args.key, batch, kv_head, args.head_dim);
   const CacheRows<T> value(args, args.value, batch, kv_head, args.value_dim);
   const auto new_row = [&](const Strided& rows, int64_t row) {
     return static_cast<const T*>(rows.data) + batch * rows.batch_stride +
            kv_head * rows.head_stride + (row - keys.old) * rows.row_stride;
   };
-  const int cols = key.cols + value.cols;
-  for (int64_t i = threadIdx.x; i < (end - begin) * cols; i += blockDim.x) {
-    const int64_t row = begin + i / cols;
-    const auto at = static_cast<int>(i % cols);
-    if (at < key.cols) {
-      store_global(key.row(static_cast<int>(row)) + at,
-                   rotated(args, new_row(args.new_key, row), row, at));
-    } else {
-      const int d = at - key.cols;
-      store_global(value.row(static_cast<int>(row)) + d,
-                   load_global(new_row(args.new_value, row) + d));
+  const int cols = key.cols + value.cols, threads = static_cast<int>(blockDim.x);
+  for (; begin < end; begin += kRows) {
+    const int count = (end - begin < kRows ? static_cast<int>(end - begin) : kRows) * cols;
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += kAhead * threads) {
+      T element[kAhead] = {};
+      ONEPASS_UNROLL
+      for (int a = 0; a < kAhead; ++a) {
+        const int at = i + a * threads, d = at % cols;
+        const int64_t row = begin + at / cols;
+        if (at >= count) continue;
+        element[a] = d < key.cols ? rotated(args, new_row(args.new_key, row), row, d)
+                                  : load_global(new_row(args.new_value, row) + d - key.cols);
+      }
+      ONEPASS_UNROLL
+      for (int a = 0; a < kAhead; ++a) {
+        const int at = i + a * threads, d = at % cols;
+        const auto row = static_cast<int>(begin + at / cols);
+        if (at >= count) continue;
+        store_global(d < key.cols ? key.row(row) + d : value.row(row) + d - key.cols, element[a]);
+      }
     }
   }
 }

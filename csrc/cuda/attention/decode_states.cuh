@@ -12,7 +12,7 @@ namespace onepass::cuda {
 
 // Of a row: the largest score, and the sum of exp(score - maximum). Beside it go the values,
 // weighted by the same exponentials.
-struct State {
+struct alignas(8) State {
   float maximum = -INFINITY;
   float sum = 0.0f;
 };
@@ -111,7 +111,7 @@ __device__ __forceinline__ Finished finish(const AttentionDecode& args, int64_t 
 // ---- where rows are -----------------------------------------------------------------------------
 
 // A tile of query rows of one kv head: row `query * group + head`, so that a tile has all heads of
-// few queries, which see about the same keys.
+// few queries, which see about the same keys. Tiles, as blocks, and rows are fewer than 2^31.
 struct RowTile {
   int64_t batch;
   int64_t kv_head;
@@ -119,12 +119,14 @@ struct RowTile {
   int rows;
 
   __device__ __forceinline__ RowTile(const AttentionDecode& args, const DecodeShape& shape,
-                                     int64_t tile)
-      : batch(tile / shape.kv_tiles / args.kv_heads),
-        kv_head(tile / shape.kv_tiles % args.kv_heads),
-        first(static_cast<int>(tile % shape.kv_tiles * shape.tile_rows)) {
-    const int64_t left = shape.rows - first;
-    rows = static_cast<int>(left < shape.tile_rows ? left : shape.tile_rows);
+                                     unsigned tile) {
+    const auto kv_tiles = static_cast<unsigned>(shape.kv_tiles);
+    const auto kv_heads = static_cast<unsigned>(args.kv_heads);
+    batch = tile / kv_tiles / kv_heads;
+    kv_head = tile / kv_tiles % kv_heads;
+    first = static_cast<int>(tile % kv_tiles) * static_cast<int>(shape.tile_rows);
+    const int left = static_cast<int>(shape.rows) - first;
+    rows = left < shape.tile_rows ? left : static_cast<int>(shape.tile_rows);
   }
   __device__ __forceinline__ int query(const DecodeShape& shape, int row) const {
     return (first + row) / static_cast<int>(shape.group);
@@ -164,9 +166,9 @@ struct StoredStates {
   State* states;
   Values* values;  // (..., value_cols / 4)
 
-  __device__ __forceinline__ static int64_t index(const DecodeShape& shape, int64_t tile,
+  __device__ __forceinline__ static int64_t index(const DecodeShape& shape, unsigned tile,
                                                   int64_t slot, int row) {
-    return (tile * shape.slots + slot) * shape.tile_rows + row;
+    return (int64_t{tile} * shape.slots + slot) * shape.tile_rows + row;
   }
 };
 

@@ -103,11 +103,11 @@ struct TensorTile {
 
   // Eight columns of a query. They lie as fragments do: (slice, row / 8, lane), 16 bytes each.
   static __device__ __forceinline__ void put_query(void* queries, int row, int col,
-                                                   const T (&elements)[kChunk]) {
+                                                   const T (&elements)[kPack]) {
     const int lane = row % 8 * 4 + col % 32 / 8;
     Words words{};
     ONEPASS_UNROLL
-    for (int e = 0; e < kChunk; ++e) {
+    for (int e = 0; e < kPack; ++e) {
       words.word[e / 2] |= static_cast<uint32_t>(elements[e].bits) << e % 2 * 16;
     }
     static_cast<Words*>(queries)[(col / 32 * 2 + row / 8) * kLanes + lane] = words;
@@ -256,9 +256,9 @@ struct PlainTile {
     return ((row * kSlices + slice) * (kElements / 4) + quarter) * kLanes + lane;
   }
   static __device__ __forceinline__ void put_query(void* queries, int row, int col,
-                                                   const T (&elements)[kChunk]) {
+                                                   const T (&elements)[kPack]) {
     ONEPASS_UNROLL
-    for (int half = 0; half < kChunk; half += 4) {
+    for (int half = 0; half < kPack; half += 4) {
       const int within = (col + half) % kSlice, e = within % kElements;
       Values values;
       ONEPASS_UNROLL

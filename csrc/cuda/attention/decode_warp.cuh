@@ -94,8 +94,8 @@ struct WarpState {
 
   // scalar: weight = exp(score - maximum) of each score, the largest of the row so far; what was
   //         summed with an older maximum shrinks by exp(older - maximum)
-  __device__ __forceinline__ void soften(float (&score)[Tile::kOwnRows][Tile::kOwnScores],
-                                         float (&shrink)[Tile::kOwnRows]) {
+  __device__ __forceinline__ void weigh(float (&score)[Tile::kOwnRows][Tile::kOwnScores],
+                                        float (&shrink)[Tile::kOwnRows]) {
     ONEPASS_UNROLL
     for (int i = 0; i < Tile::kOwnRows; ++i) {
       float maximum = own[i].maximum;
