@@ -412,6 +412,8 @@ struct BackwardShape {
   int64_t sums;      // floats
   int64_t counters;  // the ticket, then turns
 
+  int64_t zeroed_bytes() const { return (sums + counters) * 4; }
+
   explicit BackwardShape(const AttentionBackward& args) {
     const AttentionTile tile = backward_tile(bucket_of(args));
     key_tiles = (args.seq_k + tile_shift(args) + tile.keys - 1) / tile.keys;
@@ -431,8 +433,7 @@ Plan plan_backward(const AttentionBackward& args, const Machine&) {
   plan.splits = args.batch * args.kv_heads * shape.key_tiles;
   plan.parallel = true;
   plan.reason = has_terms(args) ? "tensor cores, scores with terms" : "tensor cores";
-  plan.zeroed_bytes = (shape.sums + shape.counters) * 4;
-  plan.workspace_bytes = plan.zeroed_bytes + ends_bytes(args, shape.key_tiles);
+  plan.workspace_bytes = shape.zeroed_bytes() + ends_bytes(args, shape.key_tiles);
   if (args.dbias.data) plan.workspace_bytes += dbias_bytes(args);
   return plan;
 }
@@ -452,6 +453,9 @@ void run_backward(const AttentionBackward& args, const Plan& plan, void* workspa
                     .head_slabs = slabs_of(args.head_dim),
                     .value_slabs = slabs_of(args.value_dim),
                     .stages = kBackwardStages};
+  if (shape.zeroed_bytes() > 0) {
+    zero(workspace, static_cast<size_t>(shape.zeroed_bytes()), context.stream);
+  }
   begin_backward(args, work.ends, context.stream);
   visit_bucket(args, [&]<class T, int kBucket>() {
     if (max_shared_bytes() < backward_shared_bytes(kBucket, kBackwardStages)) work.stages = 1;

@@ -451,7 +451,6 @@ Plan plan_backward(const NormBackward& args, const Machine&) {
   const int64_t parts = parts_of(args, geometry);
   const int64_t means = in_registers ? 0 : 2 * args.rows;
   return {.workspace_bytes = (2 * parts * args.cols + means) * accumulator_size_of(args),
-          .zeroed_bytes = 0,
           .kernel_name = in_registers ? "norm_backward_kernel" : "norm_backward_columns_kernel",
           .rows_per_tile = in_registers ? geometry.rows_per_block() : 1,
           .splits = parts,
