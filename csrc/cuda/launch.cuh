@@ -76,8 +76,9 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
   }
   constexpr size_t kWithoutAsking = 48 * 1024;
   if (shape.shared_bytes > kWithoutAsking) {
+    // All that there is: the limit is the kernel's, and another thread may start it with more.
     check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shape.shared_bytes)),
+                               static_cast<int>(max_shared_bytes())),
           "asking for shared memory");
   }
   cudaLaunchConfig_t config{};

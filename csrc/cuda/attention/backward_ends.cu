@@ -8,7 +8,7 @@ namespace onepass::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowLanes = 8;  // that share a row: 64 columns in one turn
+constexpr int kRowLanes = 8;  // that share a row
 constexpr int kRowsAtOnce = kThreads / kRowLanes;
 constexpr int kBlockRows = 4 * kRowsAtOnce;
 
@@ -20,41 +20,37 @@ bool has_aligned_rows(const Strided& rows, DType dtype, int64_t cols) {
 
 int64_t row_parts(const Attention& args) { return (args.seq_q + kBlockRows - 1) / kBlockRows; }
 
-// Packs go around the lanes that share a row, also where a pack is not one access: the order of a
-// sum does not depend on where the row lies.
+// A chain of a row.
 template <bool kAligned_>
-struct RowColumns {
+struct ChainColumns {
   static constexpr bool kAligned = kAligned_;
+  int first;
   int64_t cols;
 
-  __device__ __forceinline__ int of(int pack, int e) const {
-    return (pack * kRowLanes + static_cast<int>(threadIdx.x) % kRowLanes) * kPack + e;
-  }
+  __device__ __forceinline__ int of(int pack, int e) const { return first + pack * kPack + e; }
   __device__ __forceinline__ bool has(int pack, int e) const { return of(pack, e) < cols; }
-  __device__ __forceinline__ bool reaches(int pack) const {
-    return pack * kRowLanes * kPack < cols;
-  }
   template <class T>
   __device__ __forceinline__ T* in(T* row, int pack, int e) const {
     return row + of(pack, e);
   }
 };
 
-// kRowLanes lanes' parts of the product of two rows.
+// The part of the product of two rows that begins at column `first`.
 template <class Types, bool kAligned>
-__device__ __forceinline__ typename Types::A row_product(const AttentionBackward& args,
-                                                         int64_t doutput, int64_t output) {
-  const RowColumns<kAligned> columns{args.value_dim};
-  typename Types::A sum = 0;
-  for (int pack = 0; columns.reaches(pack); ++pack) {
+__device__ __forceinline__ typename Types::A chain_of(const AttentionBackward& args,
+                                                      int64_t doutput, int64_t output, int first) {
+  const ChainColumns<kAligned> columns{first, args.value_dim};
+  typename Types::A chain = 0;
+  ONEPASS_UNROLL
+  for (int pack = 0; pack < kDeltaChain<typename Types::A> / kPack; ++pack) {
     const auto left = Types::load(args.doutput.data, args.dtype, doutput, columns, pack);
     const auto right = Types::load(args.output.data, args.dtype, output, columns, pack);
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
-      sum = multiply_add(Types::value(left, e), Types::value(right, e), sum);
+      chain = multiply_add(Types::value(left, e), Types::value(right, e), chain);
     }
   }
-  return sum;
+  return chain;
 }
 
 // One block per kBlockRows rows of a (batch, head).
@@ -70,6 +66,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t head = blockIdx.x / ends.sink_parts % args.heads;
   const Sequence sequence = sequence_of(args, batch);
   const A sink = ends.dsinks ? load_as<A>(args.sinks, args.sinks_dtype, head) : A(0);
+  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;  // of a row
+  const int first_lane = static_cast<int>(threadIdx.x) % kLanes - lane;
   double dsink = 0.0;  // of numbers that may cancel, and there are few additions
   for (int turn = 0; turn < kBlockRows / kRowsAtOnce; ++turn) {
     const int64_t query =
@@ -79,16 +77,18 @@ __global__ void __launch_bounds__(kThreads)
              (sequence.first_q + query) * rows.row_stride;
     };
     A sum = 0;
-    if (query < sequence.queries) {
-      visit_bool(aligned, [&]<bool kAligned>() {
-        sum = row_product<Types, kAligned>(args, offset(args.doutput), offset(args.output));
-      });
+    for (int col = 0; col < args.value_dim; col += kRowLanes * kDeltaChain<A>) {
+      A chain = 0;
+      if (query < sequence.queries) {
+        visit_bool(aligned, [&]<bool kAligned>() {
+          chain = chain_of<Types, kAligned>(args, offset(args.doutput), offset(args.output),
+                                            col + lane * kDeltaChain<A>);
+        });
+      }
+      ONEPASS_UNROLL
+      for (int i = 0; i < kRowLanes; ++i) sum += __shfl_sync(kAllLanes, chain, first_lane + i);
     }
-    ONEPASS_UNROLL
-    for (int lanes = kRowLanes / 2; lanes > 0; lanes /= 2) {
-      sum += __shfl_xor_sync(kAllLanes, sum, lanes);
-    }
-    if (query >= sequence.queries || threadIdx.x % kRowLanes != 0) continue;
+    if (query >= sequence.queries || lane != 0) continue;
     const int64_t row = lse_row(args, sequence, batch, head, query);
     if (args.dlse) sum -= load_global(static_cast<const A*>(args.dlse) + row);
     store_global(static_cast<A*>(ends.delta) + row, sum);

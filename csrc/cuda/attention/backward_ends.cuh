@@ -16,6 +16,11 @@
 
 namespace onepass::cuda {
 
+// delta is added up as the multiply-add kernels add up dP, in chains of so many elements: in a row
+// that has all its weight on one key, output is that key's value, and dP - delta exactly 0.
+template <class A>
+inline constexpr int kDeltaChain = 128 / sizeof(A);
+
 // In the workspace. A is the accumulator's dtype: double for float64, else float.
 struct BackwardEnds {
   void* delta;          // A, like lse: lse_row() says where

@@ -16,14 +16,13 @@ namespace onepass::cuda::plain {
 // 64 x 64 scores keep 128 threads busy with 8 x 4 each, where 12 accesses of 16 bytes to shared
 // memory serve 128 multiply-adds. Whatever has the width of a head comes in slabs of 128 bytes per
 // row, and 512 bytes per row of results stay in registers: a block that has more columns than
-// those leaves the others to blocks of their own, which compute the scores anew. Shared memory then
-// does not grow with the head dimension, and two blocks fit where there are 164 KiB of it.
+// those leaves the others to blocks of their own, which compute the scores anew. So neither shared
+// memory nor registers grow with the head dimension.
 
 inline constexpr int kKeys = 64;  // of a tile
 inline constexpr int kColumnThreads = 16;
 inline constexpr int kCols = 64;  // of results that a product adds to at once
-inline constexpr int kPerThread = kCols / kColumnThreads;  // of keys as well
-static_assert(kKeys == kCols && kPerThread == 4);
+static_assert(kKeys == 4 * kColumnThreads && kCols == 4 * kColumnThreads);
 
 template <class A>
 inline constexpr int kQueries = 256 / sizeof(A);  // of a tile
@@ -389,10 +388,15 @@ class Tile {
   __device__ __forceinline__ void go_to(int batch, int head, int first_query) {
     __syncthreads();  // where it was has been read
     if (threadIdx.x == 0) {
-      if (state_->batch != batch) state_->sequence = sequence_of(args_, batch);
-      state_->batch = batch;
-      state_->head = head;
-      state_->kv_head = static_cast<int>(head / (args_.heads / args_.kv_heads));
+      if (state_->batch != batch) {
+        state_->sequence = sequence_of(args_, batch);
+        state_->batch = batch;
+        state_->head = -1;
+      }
+      if (state_->head != head) {
+        state_->head = head;
+        state_->kv_head = static_cast<int>(head / (args_.heads / args_.kv_heads));
+      }
       state_->first_query = first_query;
       const int64_t rest = state_->sequence.queries - first_query;
       const int rows = rest < kQueries<A> ? static_cast<int>(rest) : kQueries<A>;

@@ -37,6 +37,7 @@ template <class A>
 struct Backward {
   using Scores = Tile<A, kThreads>;
   static constexpr int kRows = Scores::kRows;
+  static_assert(kDepth<A> == kDeltaChain<A>);
 
   __device__ __forceinline__ Backward(const AttentionBackward& call, SharedMemory& shared, int out)
       : args(call), tile(call, shared, out), ring(shared) {}
