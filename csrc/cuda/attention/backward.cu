@@ -23,183 +23,15 @@
 // Bytes: Q, dO once for every tile of keys that is seen, dQ likewise (float32, in the L2); K, V,
 // dK, dV once. Done when the tensor cores are busy: five products for one exponential per score.
 #include "cuda/attention/attention.h"
+#include "cuda/attention/backward_bias.h"
+#include "cuda/attention/backward_query.cuh"
 #include "cuda/attention/backward_scores.cuh"
-#include "cuda/attention/table.h"
 #include "cuda/launch.cuh"
 
 namespace onepass::cuda {
 namespace {
 
-// ---- the sums of dQ in the workspace ------------------------------------------------------------
-
-// In units of 8 rows by a slab, as the C fragments of a warp have them: kUnit floats, of which a
-// lane has four neighbours in each half. Rows of a sequence begin with a unit of their own.
-constexpr int kUnitRows = 8;
-constexpr int kUnit = kUnitRows * kSlab;
-
-ONEPASS_HOST_DEVICE inline int64_t units_of_rows(int64_t rows) {
-  return (rows + kUnitRows - 1) / kUnitRows;
-}
-
-// Of rows, in all: linear in the number of queries.
-ONEPASS_HOST_DEVICE inline int64_t units_of_head(const Attention& args) {
-  return args.cu_seq_q ? args.total_q / kUnitRows + args.batch
-                       : args.batch * units_of_rows(args.seq_q);
-}
-
-// Packed: sequence b has units first_q / 8 + b up to where that of b + 1 begins, enough for its
-// rows.
-__device__ __forceinline__ int64_t first_unit(const Attention& args, const Sequence& sequence,
-                                              int64_t batch, int64_t head) {
-  const int64_t of_batch =
-      args.cu_seq_q ? sequence.first_q / kUnitRows + batch : batch * units_of_rows(args.seq_q);
-  return head * units_of_head(args) + of_batch;
-}
-
-// Where value i of a lane lies in half a unit: four neighbours where those are added at once, else
-// so that lanes are neighbours.
-__device__ __forceinline__ int place_in_half(int i) {
-  return kAddsFour ? lane_index() * 4 + i : i * kLanes + lane_index();
-}
-
-__device__ __forceinline__ void add_to_half(float* half, const float (&value)[4]) {
-  if constexpr (kAddsFour) {
-    add_global_4(half + place_in_half(0), value);
-  } else {
-    ONEPASS_UNROLL
-    for (int i = 0; i < 4; ++i) add_global(half + place_in_half(i), value[i]);
-  }
-}
-
-constexpr int kQueryThreads = 128;
-
-// dquery = scale * sums; a warp has a unit of rows.
-template <class T>
-__global__ void __launch_bounds__(kQueryThreads)
-    attention_dquery_kernel(const AttentionBackward args, const float* sums) {
-  constexpr int kWarps = kQueryThreads / kLanes;
-  const int64_t blocks = (units_of_rows(args.seq_q) + kWarps - 1) / kWarps;
-  const int64_t batch = blockIdx.x / blocks / args.heads;
-  const int64_t head = blockIdx.x / blocks % args.heads;
-  const int64_t unit = blockIdx.x % blocks * kWarps + warp_index();
-  const Sequence sequence = sequence_of(args, batch);
-  if (unit * kUnitRows >= sequence.queries) return;
-  const int64_t query = unit * kUnitRows + lane_index() / 4;
-  const auto rows = rows_of<T>(args.dquery, batch, head, sequence.first_q, args.head_dim);
-  const int slabs = slabs_of(args.head_dim);
-  const auto scale = static_cast<float>(args.scale);
-  for (int slab = 0; slab < slabs; ++slab) {
-    const float* const half =
-        sums + ((first_unit(args, sequence, batch, head) + unit) * slabs + slab) * kUnit;
-    std::array<uint32_t, 4> word;  // of the row: columns 8 n + 2 t and the next
-    ONEPASS_UNROLL
-    for (int n = 0; n < 4; ++n) {
-      float pair[2];
-      ONEPASS_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        pair[e] = load_global(half + n / 2 * (kUnit / 2) + place_in_half(n % 2 * 2 + e)) * scale;
-      }
-      word[n] = narrow_pair<T>(pair[0], pair[1]);
-    }
-    transpose_in_quad(word);
-    const int col = slab * kSlab + lane_index() % 4 * kChunk;
-    if (query >= sequence.queries || col >= rows.cols) continue;
-    store_chunk(rows, query, col, {{word[0], word[1], word[2], word[3]}});
-  }
-}
-
-// ---- the kernel ---------------------------------------------------------------------------------
-
-// Beside the arguments.
-struct BackwardWork {
-  BackwardEnds ends;
-  float* dquery;     // sums, units_of_head() of each head; null if not wanted
-  uint32_t* ticket;  // null: in any order
-  uint32_t* turns;   // (batch, heads, query_tiles) tiles of keys that have been added
-  int64_t key_tiles;
-  int64_t query_tiles;
-  int head_slabs;
-  int value_slabs;
-  int stages;  // tiles of queries in shared memory
-};
-
-// A tile of queries of a head.
-struct Turn {
-  int head;
-  int first;
-};
-
-// What every thread of a block would hold, kept in shared memory because registers are short.
-struct BlockConstants {
-  Sequence sequence;
-  Dropout dropout;
-  int batch;
-  int kv_head;
-  int group_size;  // heads that share the keys
-  int tile;
-  int shift;  // of the first tile, in front of the first key
-  int first_key;
-  int keys;
-  int queries;
-  int seen_first;  // keys that any query sees: seen_first .. seen_last - 1
-  int seen_last;
-  int begin;  // queries that see any of the tile's keys, from a multiple of a tile of queries on
-  int end;
-  int turns;
-
-  __device__ __forceinline__ BlockConstants(const AttentionBackward& args, const BackwardWork& work,
-                                            const AttentionTile& shape, bool terms)
-      : dropout(dropout_of(args)),
-        group_size(static_cast<int>(args.heads / args.kv_heads)),
-        shift(terms ? tile_shift(args) : 0) {
-    // In any order: tiles of a head are neighbours, which share its Q and dO in the L2; the first
-    // keys, which the most queries see under a diagonal, first. By tickets: heads are neighbours.
-    int64_t index = blockIdx.x;
-    if (work.ticket) {
-      const int64_t number = atomic_add_acq_rel(work.ticket, 1), heads = args.batch * args.kv_heads;
-      index = number % heads * work.key_tiles + number / heads;
-    }
-    tile = static_cast<int>(index % work.key_tiles);
-    batch = static_cast<int>(index / work.key_tiles / args.kv_heads);
-    kv_head = static_cast<int>(index / work.key_tiles % args.kv_heads);
-    sequence = sequence_of(args, batch);
-    keys = static_cast<int>(sequence.keys);
-    queries = static_cast<int>(sequence.queries);
-    first_key = tile * shape.keys - shift;
-    seen_first = seen_last = begin = end = turns = 0;
-    const int last_key = first_key + shape.keys < keys ? first_key + shape.keys : keys;
-    if (first_key >= last_key) return;
-    const KeyRange range = seeing_queries(args, sequence, first_key > 0 ? first_key : 0, last_key);
-    if (range.first >= range.last) return;
-    const SeenKeys seen = seen_keys(args, sequence, range.first, range.last);
-    seen_first = static_cast<int>(seen.first);
-    seen_last = static_cast<int>(seen.last);
-    begin = static_cast<int>(range.first) / shape.queries * shape.queries;
-    end = static_cast<int>(range.last);
-    turns = group_size * ((end - begin + shape.queries - 1) / shape.queries);
-  }
-};
-
-// The keys that the queries of a turn see.
-__device__ __forceinline__ SeenKeys keys_of_turn(const AttentionBackward& args,
-                                                 const BlockConstants& block, const Turn& turn,
-                                                 const AttentionTile& shape) {
-  const int last = turn.first + shape.queries;
-  return seen_keys(args, block.sequence, turn.first, last < block.queries ? last : block.queries);
-}
-
-// Whether all of them see all keys of the block.
-__device__ __forceinline__ bool is_whole(const AttentionBackward& args, const BlockConstants& block,
-                                         const Turn& turn, const AttentionTile& shape) {
-  const SeenKeys seen = keys_of_turn(args, block, turn, shape);
-  return seen.all_first <= block.first_key && block.first_key + shape.keys <= seen.all_last;
-}
-
-__device__ __forceinline__ int64_t slope_partial(const AttentionBackward& args,
-                                                 const BackwardWork& work,
-                                                 const BlockConstants& block, int head) {
-  return (block.batch * args.heads + head) * work.ends.slope_parts + block.tile;
-}
+// ---- pieces of the kernel -----------------------------------------------------------------------
 
 // Columns kFirst .. of a tile to a narrower one.
 template <int kFirst, int kRows, int kThreads, class T, int kTo, int kFrom>
@@ -212,38 +44,6 @@ __device__ __forceinline__ void move_columns(const Tile<T, kTo>& to, const Tile<
         *reinterpret_cast<const Words*>(from.chunk(row, kFirst / kChunk + chunk));
   }
 }
-
-// When a block may add to the dQ of a turn: when all tiles of keys before its own have. For all
-// threads of the block.
-class DqueryTurn {
- public:
-  __device__ __forceinline__ DqueryTurn(const AttentionBackward& args, const BackwardWork& work,
-                                        const BlockConstants& block, const Turn& turn,
-                                        const AttentionTile& shape) {
-    if (!work.ticket) return;
-    added_ = work.turns + (block.batch * args.heads + turn.head) * work.query_tiles +
-             turn.first / shape.queries;
-    const SeenKeys seen = keys_of_turn(args, block, turn, shape);
-    before_ = static_cast<uint32_t>(block.tile -
-                                    (static_cast<int>(seen.first) + block.shift) / shape.keys);
-  }
-  __device__ __forceinline__ void wait() const {
-    if (!added_) return;
-    if (threadIdx.x == 0) {
-      while (load_acquire(added_) != before_) spin();
-    }
-    __syncthreads();
-  }
-  __device__ __forceinline__ void pass_on() const {
-    if (!added_) return;
-    __syncthreads();
-    if (threadIdx.x == 0) store_release(added_, before_ + 1);
-  }
-
- private:
-  uint32_t* added_ = nullptr;  // tiles of keys that have been
-  uint32_t before_ = 0;        // those before this one
-};
 
 // Which of a step's keys no query of the tile sees, as drop_unseen() has it. words: what lanes of
 // the warps that have those keys saw of their rows g and g + 8.
@@ -259,29 +59,6 @@ __device__ __forceinline__ uint32_t unseen_of_step(const uint32_t* words, int st
     unseen |= static_cast<uint32_t>((seen >> (first + 4) & 0xfu) == 0) << (2 * r + 1);
   }
   return unseen;
-}
-
-// sum (16 x 8 kTiles) += left (16 x columns) right^T, by slabs of columns; factor(a, k) gives
-// columns k .. k + 15 of the left one, rows of `right` begin at `first`.
-template <class T, int kTiles, int kCols, class Factor>
-__device__ __forceinline__ void add_scores(float (&sum)[kTiles][4], const Tile<T, kCols>& right,
-                                           const FragmentLanes<kCols>& lanes, int first, int slabs,
-                                           Factor&& factor) {
-  ONEPASS_UNROLL
-  for (int slab = 0; slab < kCols / kSlab; ++slab) {
-    if (slab >= slabs) continue;
-    ONEPASS_UNROLL
-    for (int k = slab * kSlab; k < (slab + 1) * kSlab; k += 16) {
-      uint32_t a[4];
-      factor(a, k);
-      ONEPASS_UNROLL
-      for (int n = 0; n < kTiles; n += 2) {
-        uint32_t b[4];
-        load_b<true>(b, right, lanes, k, first + 8 * n);
-        add_product<T>(sum[n], sum[n + 1], a, b);
-      }
-    }
-  }
 }
 
 // sum (16 x own columns) += left (16 x 16 kSteps) right (rows from `first` on). Own are the slabs
@@ -308,6 +85,8 @@ __device__ __forceinline__ void add_gradient(float (&sum)[kTiles][4],
   }
 }
 
+// ---- the kernel ---------------------------------------------------------------------------------
+
 template <class T, int kBucket, bool kTerms>
 __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     attention_backward_kernel(const AttentionBackward __grid_constant__ args,
@@ -320,21 +99,18 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kParts * kSlab / 8;
   constexpr int kKept = backward_kept_columns(kBucket);
   constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS behind P
-  // As registers allow: 16 rows of dQ at a time; terms of 8 queries, behind all products.
-  constexpr int kRowTiles = 2;
-  constexpr int kTermTiles = kTiles;
   using RowTile = Tile<T, kBucket>;
+  using ValueTile = Tile<T, 128>;  // of the columns of V that no registers keep
   using ScoreTile = Tile<T, backward_score_columns(kBucket)>;
-  static_assert(kQueries / 32 * kSlabs == kTile.warps && kThreads >= kQueries);
+  static_assert(kQueries / kQueryRows * kSlabs == kTile.warps && kThreads >= kQueries);
   SharedMemory shared;
   const RowTile key = RowTile::take(shared, kKeys);
-  using ValueTile = Tile<T, 128>;  // of the columns that no registers keep
   const ValueTile value = kKept == kBucket ? ValueTile{nullptr} : ValueTile::take(shared, kKeys);
   float* const numbers = shared.take<float>(2 * kQueryNumbers * kQueries);
   uint32_t* const seen_words = shared.take<uint32_t>(2 * kTile.warps);
   float* const scratch = shared.take<float>(2 * kReduceScratch<1>);
   auto* const block = shared.take<BlockConstants>(1);
-  auto* const places = shared.take<Turn>(2);  // of this turn and the next
+  auto* const places = shared.take<Turn>(2);  // this turn and the next
   const RowTile rows = RowTile::take(shared, 2 * kQueries * work.stages);
   const bool shares_place = backward_shares_place(kBucket, work.stages);
   const ScoreTile scores =
@@ -345,13 +121,14 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   const auto doutput_tile = [&](int stage) {
     return RowTile{rows.data + (2 * stage + 1) * kQueries * kBucket};
   };
-  const auto numbers_of = [&](int turn) {
-    return QueryTile<kQueries>{numbers + turn % 2 * kQueryNumbers * kQueries};
+  const auto numbers_of = [&](int i) {
+    return QueryTile<kQueries>{numbers + i % 2 * kQueryNumbers * kQueries};
   };
 
   if (threadIdx.x == 0) *block = BlockConstants(args, work, kTile, kTerms);
   __syncthreads();
 
+  // ---- what comes from memory
   const auto load_keys = [&](const auto& target, const Strided& tensor, int64_t cols) {
     const auto from =
         rows_of<const T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
@@ -383,11 +160,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         .put(i, query_numbers<kTerms>(args, block->sequence, memory, turn.first + i,
                                       block->first_key, kKeys));
   };
-  const auto next_of = [&](const Turn& turn) {
-    return turn.first + kQueries < block->end ? Turn{turn.head, turn.first + kQueries}
-                                              : Turn{turn.head + 1, block->begin};
-  };
-  // Of the warp: its keys are top_key(), top_key() + 1 .. of the tile.
+
+  // Of the warp, from the thread's index read anew: nothing of it is kept in registers.
   const auto top_key = [] { return thread_index() / kLanes % kGroups * 16; };
   const auto part = [] { return kParts == 1 ? 0 : thread_index() / kLanes / kGroups; };
 
@@ -396,13 +170,13 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   float dslope = 0.0f;  // of the head so far, the lane's share
 
   if (block->turns > 0) {
-    const Turn turn = {block->kv_head * block->group_size, block->begin};
+    const Turn turn = block->first_turn();
+    // What registers keep of V passes through the place of the last tiles of queries.
+    const RowTile passing = query_tile(work.stages - 1);
+    const bool has_place = kKept == 0 || work.stages > 1;
     load_keys(key, args.key, args.head_dim);
     if constexpr (kKept == 0) load_keys(value, args.value, args.value_dim);
-    // Else V passes through the place of the last tiles of queries.
-    const RowTile passing = query_tile(work.stages - 1);
     if constexpr (kKept > 0) load_keys(passing, args.value, args.value_dim);
-    const bool has_place = kKept == 0 || work.stages > 1;
     if (has_place) load_query(turn, 0), load_doutput(turn, 0);
     cp_async_commit();
     put_turn(0, turn, load_memory(turn));
@@ -425,24 +199,24 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   for (int i = 0; i < block->turns; ++i) {
     const auto stage = [&] { return work.stages > 1 ? afresh(i) % 2 : 0; };
     const Turn* const turn = places + i % 2;
+    const bool is_last = i + 1 == block->turns;
     cp_async_wait<0>();
     __syncthreads();  // this turn's queries have come, the last one's have been used
-    const bool is_last = i + 1 == block->turns;
     if (!is_last && work.stages > 1) {
-      const Turn next = next_of(*turn);
+      const Turn next = block->behind(*turn, kTile);
       load_query(next, 1 - stage()), load_doutput(next, 1 - stage());
     }
     cp_async_commit();
 
+    // ---- S, dP, and dV where P stays in the warp
     uint32_t seen_by_any = 0;  // bit r: key g + 8 r of the warp
     uint32_t ds_a[kStrips * kSteps][4];
     ONEPASS_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
       const int left = part() * (kQueries / kParts) + strip * kStrip;
-      const auto strip_at = [&](int n) {
-        return Strip<kQueries>{
-            numbers_of(i), thread_index() % kLanes,    left + 8 * n,
-            top_key(),     turn->first + left + 8 * n, block->first_key + top_key()};
+      const auto place = [&] {
+        return Strip<kQueries>{numbers_of(i),      thread_index() % kLanes,     left, top_key(),
+                               turn->first + left, block->first_key + top_key()};
       };
       float p[kTiles][4] = {}, ds[kTiles][4] = {};
       const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
@@ -461,35 +235,32 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
                       });
       };
       if constexpr (kTerms) {
+        const auto terms = [&] {
+          return HeadTerms(args, block->sequence, block->batch, turn->head);
+        };
         uint32_t kept = ~0u;
         if (args.seed) {
           kept = draw_transposed<kTiles>(block->dropout, args,
-                                         random_head(args, block->batch, turn->head), strip_at(0));
+                                         random_head(args, block->batch, turn->head), place());
         }
         multiply_keys();
-        if (kTermTiles < kTiles) multiply_values();
+        float tangent[kTiles][4];
+        const uint32_t counts = counting_scores<kTiles>(args, terms(), place());
+        bend_scores(p, tangent, args, terms(), place());
+        for_each_bias<kTiles>(args, terms(), counts, place(),
+                              [&](int j, float bias) { p[j / 4][j % 4] += bias; });
+        term_probabilities(p, counts, place());
+        multiply_values();
+        term_gradients(p, ds, counts, kept, block->dropout.scale, place());
+        add_slope_gradient(dslope, ds, args, terms(), place());
+        bend_gradients(ds, tangent, counts, args);
         ONEPASS_UNROLL
-        for (int n = 0; n < kTiles; n += kTermTiles) {
-          float (&part_of_p)[kTermTiles][4] = *reinterpret_cast<float (*)[kTermTiles][4]>(p + n);
-          float (&part_of_ds)[kTermTiles][4] = *reinterpret_cast<float (*)[kTermTiles][4]>(ds + n);
-          const HeadTerms terms(args, block->sequence, block->batch, turn->head);
-          float tangent[kTermTiles][4];
-          const uint32_t counts = counting_scores<kTermTiles>(args, terms, strip_at(n));
-          bend_scores(part_of_p, tangent, args, terms, strip_at(n));
-          for_each_bias<kTermTiles>(args, terms, counts, strip_at(n),
-                                    [&](int j, float bias) { part_of_p[j / 4][j % 4] += bias; });
-          term_probabilities(part_of_p, counts, strip_at(n));
-          if (kTermTiles == kTiles) multiply_values();
-          term_gradients<false>(part_of_p, part_of_ds, dslope, tangent, counts, kept >> 4 * n,
-                                block->dropout.scale, args, terms, strip_at(n));
-          ONEPASS_UNROLL
-          for (int j = 0; j < 4 * kTermTiles; ++j) seen_by_any |= (counts >> j & 1) << j % 4 / 2;
-        }
+        for (int j = 0; j < 4 * kTiles; ++j) seen_by_any |= (counts >> j & 1) << j % 4 / 2;
       } else {
         multiply_keys();
         multiply_values();
-        plain_gradients(p, ds, strip_at(0), static_cast<float>(args.scale) * kLog2e,
-                        is_whole(args, *block, *turn, kTile));
+        plain_gradients(p, ds, place(), static_cast<float>(args.scale) * kLog2e,
+                        block->is_whole(args, *turn, kTile));
       }
       uint32_t p_a[kSteps][4];
       ONEPASS_UNROLL
@@ -503,8 +274,9 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       }
     }
 
+    // ---- dK, and dV where two warps have the same keys
     QueryMemory memory{};
-    if (!is_last) memory = load_memory(next_of(*turn));
+    if (!is_last) memory = load_memory(block->behind(*turn, kTile));
     if (shares_place) __syncthreads();  // dO has been used
     ONEPASS_UNROLL
     for (int step = 0; step < kStrips * kSteps; ++step) {
@@ -531,77 +303,59 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
           load_a<false>(a[step], scores, score_lanes, top_key(), col + 16 * step);
         }
       };
-      load_own(0);
       if (args.dvalue.data) {
+        load_own(0);
         add_gradient<kParts>(dvalue, a, doutput_tile(stage()), lanes, 0, work.value_slabs, part());
       }
-      load_own(kGradients);
-      if (args.dkey.data)
+      if (args.dkey.data) {
+        load_own(kGradients);
         add_gradient<kParts>(dkey, a, query_tile(stage()), lanes, 0, work.head_slabs, part());
+      }
     } else if (!is_last && work.stages == 1) {
-      load_query(next_of(*turn), 0);
-      if (!shares_place) load_doutput(next_of(*turn), 0);
+      const Turn next = block->behind(*turn, kTile);
+      load_query(next, 0);
+      if (!shares_place) load_doutput(next, 0);
       cp_async_commit();
     }
 
+    // ---- dQ
     if (work.dquery) {
-      const int warp = thread_index() / kLanes, slab = warp / (kQueries / 32);
-      const int top = warp % (kQueries / 32) * 32;
-      const DqueryTurn order(args, work, *block, *turn, kTile);
-      ONEPASS_UNROLL
-      for (int m = 0; m < 2; m += kRowTiles) {
-        float sum[kRowTiles][4][4] = {};
-        if (slab < work.head_slabs) {
-          ONEPASS_UNROLL
-          for (int step = 0; step < kGroups; ++step) {
-            uint32_t a[kRowTiles][4];
-            ONEPASS_UNROLL
-            for (int j = 0; j < kRowTiles; ++j) {
-              load_a<true>(a[j], scores, score_lanes, kGradients + top + 16 * (m + j), 16 * step);
-            }
-            ONEPASS_UNROLL
-            for (int n = 0; n < 4; n += 2) {
-              uint32_t b[4];
-              load_b<false>(b, key, lanes, 16 * step, slab * kSlab + 8 * n);
-              if (kTerms && args.mask.data) {
-                drop_unseen(b, unseen_of_step<kParts>(seen_words, step, kGroups), 0);
-              }
-              ONEPASS_UNROLL
-              for (int j = 0; j < kRowTiles; ++j) {
-                add_product<T>(sum[j][n], sum[j][n + 1], a[j], b);
-              }
-            }
-          }
-        }
-        if (m == 0) order.wait();
-        if (slab >= work.head_slabs) continue;
-        const int first = turn->first + top + 16 * m;
-        const int64_t unit =
-            first_unit(args, block->sequence, block->batch, turn->head) + first / kUnitRows;
+      const int warp = thread_index() / kLanes, slab = warp / (kQueries / kQueryRows);
+      const int top = warp % (kQueries / kQueryRows) * kQueryRows;
+      float sum[2][4][4] = {};
+      if (slab < work.head_slabs) {
         ONEPASS_UNROLL
-        for (int r = 0; r < 2 * kRowTiles; ++r) {
-          if (first + kUnitRows * r >= block->queries) continue;
-          float* const half = work.dquery + ((unit + r) * work.head_slabs + slab) * kUnit;
+        for (int step = 0; step < kGroups; ++step) {
+          uint32_t a[2][4];
+          load_a<true>(a[0], scores, score_lanes, kGradients + top, 16 * step);
+          load_a<true>(a[1], scores, score_lanes, kGradients + top + 16, 16 * step);
           ONEPASS_UNROLL
           for (int n = 0; n < 4; n += 2) {
-            const auto& left = sum[r / 2][n];
-            const auto& right = sum[r / 2][n + 1];
-            const int c = r % 2 * 2;
-            add_to_half(half + n / 2 * (kUnit / 2), {left[c], left[c + 1], right[c], right[c + 1]});
+            uint32_t b[4];
+            load_b<false>(b, key, lanes, 16 * step, slab * kSlab + 8 * n);
+            if (kTerms && args.mask.data) {
+              drop_unseen(b, unseen_of_step<kParts>(seen_words, step, kGroups), 0);
+            }
+            add_product<T>(sum[0][n], sum[0][n + 1], a[0], b);
+            add_product<T>(sum[1][n], sum[1][n + 1], a[1], b);
           }
         }
       }
+      const QueryOrder order(args, work, *block, *turn, kTile);
+      order.wait();
+      if (slab < work.head_slabs) add_query_gradient(sum, args, work, *block, *turn, top, slab);
       order.pass_on();
     }
 
-    if (kTerms && args.dslopes && (is_last || next_of(*turn).head != turn->head)) {
+    // ---- the next turn
+    const Turn next = block->behind(*turn, kTile);
+    if (kTerms && args.dslopes && (is_last || next.head != turn->head)) {
       store_partial(dslope, static_cast<float*>(work.ends.dslopes),
-                    slope_partial(args, work, *block, turn->head),
+                    block->slope_partial(args, work, turn->head),
                     scratch + turn->head % 2 * kReduceScratch<1>);
       dslope = 0.0f;
     }
     if (is_last) continue;
-    const Turn next = next_of(*turn);
     put_turn(i + 1, next, memory);
     if (work.stages == 1 && (kParts > 1 || shares_place)) {
       __syncthreads();  // what lies in the place of the next queries has been used
@@ -611,12 +365,10 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     }
   }
 
-  if (args.dslopes && block->turns == 0 && thread_index() == 0) {
-    for (int i = 0; i < block->group_size; ++i) {
-      const int head = block->kv_head * block->group_size + i;
-      store_global(static_cast<float*>(work.ends.dslopes) + slope_partial(args, work, *block, head),
-                   0.0f);
-    }
+  if (args.dslopes && block->turns == 0 && thread_index() < block->group_size) {
+    const int head = block->first_turn().head + thread_index();
+    store_global(static_cast<float*>(work.ends.dslopes) + block->slope_partial(args, work, head),
+                 0.0f);
   }
   if (block->first_key >= block->keys) return;
   // Both leave through the place of K, of which a warp stores an eighth.
@@ -635,9 +387,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     }
     __syncthreads();
     constexpr int kRows = kKeys / kTile.warps;
-    store_tile<kRows>(
-        key, rows_of<T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols),
-        warp_index() * kRows, block->first_key, block->keys);
+    const auto to = rows_of<T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
+    store_tile<kRows>(key, to, warp_index() * kRows, block->first_key, block->keys);
   };
   store(args.dkey, dkey, args.head_dim, static_cast<float>(args.scale));
   store(args.dvalue, dvalue, args.value_dim, kTerms ? block->dropout.scale : 1.0f);
@@ -650,22 +401,11 @@ bool has_terms(const AttentionBackward& args) {
          args.softcap != 0.0 || !(args.scale > 0.0);
 }
 
-// f<T, kBucket, kTerms>() of the call.
-template <class F>
-void visit_backward(const AttentionBackward& args, F&& f) {
-  const int bucket = bucket_of(args.head_dim > args.value_dim ? args.head_dim : args.value_dim);
-  visit_bool(args.dtype == DType::kBFloat16, [&]<bool kBFloat16>() {
-    using T = std::conditional_t<kBFloat16, BFloat16, Float16>;
-    visit_bool(has_terms(args), [&]<bool kTerms>() {
-      if (bucket == 64) return f.template operator()<T, 64, kTerms>();
-      if (bucket == 128) return f.template operator()<T, 128, kTerms>();
-      f.template operator()<T, 256, kTerms>();
-    });
-  });
-}
-
-// How a call is cut up, and what the workspace has: first the sums of dQ and the counters, which
-// begin at zero, then the ends.
+// How a call is cut up, and what the workspace has: the sums of dQ and the counters of blocks,
+// which begin at zero; the ends; what dbias needs. Linear in the rows of query:
+//   4 heads (total_q + up to 7 of each sequence) 32 ceil(head_dim / 32)       if dquery is wanted
+// + 4 (1 + batch heads query tiles)                                           if deterministic
+// + ends_bytes() + dbias_bytes()
 struct BackwardShape {
   int64_t key_tiles;
   int64_t query_tiles;
@@ -673,15 +413,13 @@ struct BackwardShape {
   int64_t counters;  // the ticket, then turns
 
   explicit BackwardShape(const AttentionBackward& args) {
-    const AttentionTile tile =
-        backward_tile(bucket_of(args.head_dim > args.value_dim ? args.head_dim : args.value_dim));
+    const AttentionTile tile = backward_tile(bucket_of(args));
     key_tiles = (args.seq_k + tile_shift(args) + tile.keys - 1) / tile.keys;
     query_tiles = (args.seq_q + tile.queries - 1) / tile.queries;
-    sums =
-        args.dquery.data ? args.heads * units_of_head(args) * slabs_of(args.head_dim) * kUnit : 0;
-    counters = args.dquery.data && args.deterministic
-                   ? (1 + args.batch * args.heads * query_tiles + 3) / 4 * 4
-                   : 0;
+    const int64_t units = args.heads * units_of_head(args) * slabs_of(args.head_dim);
+    sums = args.dquery.data ? units * kUnit : 0;
+    const bool in_order = args.dquery.data && args.deterministic;
+    counters = in_order ? (1 + args.batch * args.heads * query_tiles + 3) / 4 * 4 : 0;
   }
 };
 
@@ -689,23 +427,23 @@ Plan plan_backward(const AttentionBackward& args, const Machine&) {
   const BackwardShape shape(args);
   Plan plan{};
   plan.kernel_name = "attention_backward_kernel";
+  plan.rows_per_tile = backward_tile(bucket_of(args)).queries;
+  plan.splits = args.batch * args.kv_heads * shape.key_tiles;
   plan.parallel = true;
   plan.reason = has_terms(args) ? "tensor cores, scores with terms" : "tensor cores";
-  plan.splits = args.batch * args.kv_heads * shape.key_tiles;
-  plan.rows_per_tile =
-      backward_tile(bucket_of(args.head_dim > args.value_dim ? args.head_dim : args.value_dim))
-          .queries;
   plan.zeroed_bytes = (shape.sums + shape.counters) * 4;
   plan.workspace_bytes = plan.zeroed_bytes + ends_bytes(args, shape.key_tiles);
+  if (args.dbias.data) plan.workspace_bytes += dbias_bytes(args);
   return plan;
 }
 
 void run_backward(const AttentionBackward& args, const Plan& plan, void* workspace,
                   const Context& context) {
   const BackwardShape shape(args);
-  float* const sums = static_cast<float*>(workspace);
+  auto* const sums = static_cast<float*>(workspace);
   auto* const counters = reinterpret_cast<uint32_t*>(sums + shape.sums);
-  BackwardWork work{.ends = ends_in(counters + shape.counters, args, shape.key_tiles),
+  auto* const behind = reinterpret_cast<char*>(counters + shape.counters);
+  BackwardWork work{.ends = ends_in(behind, args, shape.key_tiles),
                     .dquery = args.dquery.data ? sums : nullptr,
                     .ticket = shape.counters > 0 ? counters : nullptr,
                     .turns = counters + 1,
@@ -715,25 +453,19 @@ void run_backward(const AttentionBackward& args, const Plan& plan, void* workspa
                     .value_slabs = slabs_of(args.value_dim),
                     .stages = kBackwardStages};
   begin_backward(args, work.ends, context.stream);
-  visit_backward(args, [&]<class T, int kBucket, bool kTerms>() {
+  visit_bucket(args, [&]<class T, int kBucket>() {
     if (max_shared_bytes() < backward_shared_bytes(kBucket, kBackwardStages)) work.stages = 1;
-    if (plan.splits > 0) {
-      launch<attention_backward_kernel<T, kBucket, kTerms>>(
-          {.blocks = plan.splits,
-           .threads = backward_tile(kBucket).threads(),
-           .shared_bytes = static_cast<size_t>(backward_shared_bytes(kBucket, work.stages))},
-          context.stream, args, work);
-    }
-  });
-  if (args.dquery.data) {
-    visit_bool(args.dtype == DType::kBFloat16, [&]<bool kBFloat16>() {
-      using T = std::conditional_t<kBFloat16, BFloat16, Float16>;
-      constexpr int kWarps = kQueryThreads / kLanes;
-      launch<attention_dquery_kernel<T>>(
-          {.blocks = args.batch * args.heads * ((units_of_rows(args.seq_q) + kWarps - 1) / kWarps),
-           .threads = kQueryThreads},
-          context.stream, args, static_cast<const float*>(sums));
+    const LaunchShape blocks{.blocks = plan.splits,
+                             .threads = backward_tile(kBucket).threads(),
+                             .shared_bytes = backward_shared_bytes(kBucket, work.stages)};
+    visit_bool(has_terms(args), [&]<bool kTerms>() {
+      if (plan.splits == 0) return;
+      launch<attention_backward_kernel<T, kBucket, kTerms>>(blocks, context.stream, args, work);
     });
+  });
+  if (args.dquery.data) launch_dquery(args, sums, context.stream);
+  if (args.dbias.data) {
+    launch_dbias(args, work.ends, behind + ends_bytes(args, shape.key_tiles), context.stream);
   }
   finish_backward(args, work.ends, context.stream);
 }

@@ -14,6 +14,32 @@
 
 namespace onepass::cuda {
 
+// ---- products
+// ------------------------------------------------------------------------------------
+
+// sum (16 x 8 kTiles) += left (16 x columns) right^T, by slabs of columns; factor(a, k) gives
+// columns k .. k + 15 of the left one, rows of `right` begin at `first`.
+template <class T, int kTiles, int kCols, class Factor>
+__device__ __forceinline__ void add_scores(float (&sum)[kTiles][4], const Tile<T, kCols>& right,
+                                           const FragmentLanes<kCols>& lanes, int first, int slabs,
+                                           Factor&& factor) {
+  ONEPASS_UNROLL
+  for (int slab = 0; slab < kCols / kSlab; ++slab) {
+    if (slab >= slabs) continue;
+    ONEPASS_UNROLL
+    for (int k = slab * kSlab; k < (slab + 1) * kSlab; k += 16) {
+      uint32_t a[4];
+      factor(a, k);
+      ONEPASS_UNROLL
+      for (int n = 0; n < kTiles; n += 2) {
+        uint32_t b[4];
+        load_b<true>(b, right, lanes, k, first + 8 * n);
+        add_product<T>(sum[n], sum[n + 1], a, b);
+      }
+    }
+  }
+}
+
 // ---- what the scores of a query depend on -------------------------------------------------------
 
 // kTerms: in natural units, so that a bias of finfo.min works.
@@ -282,15 +308,12 @@ __device__ __forceinline__ void term_probabilities(float (&p)[kTiles][4], uint32
   }
 }
 
-// scalar: ds = p * (drop(ds) - delta);  p = drop(p), but for what it is scaled by;
-//         dslope += ds * distance;  ds *= tangent
+// scalar: ds = p * (drop(ds) - delta);  p = drop(p), but for what it is scaled by
 //
-// kScore: no more than the first. keep_scale: of what dropout keeps.
-template <bool kScore, int kTiles, int kQueries>
+// keep_scale: of what dropout keeps.
+template <int kTiles, int kQueries>
 __device__ __forceinline__ void term_gradients(float (&p)[kTiles][4], float (&ds)[kTiles][4],
-                                               float& dslope, const float (&tangent)[kTiles][4],
                                                uint32_t counts, uint32_t kept, float keep_scale,
-                                               const Attention& args, const HeadTerms& terms,
                                                const Strip<kQueries>& at) {
   ONEPASS_UNROLL
   for (int n = 0; n < kTiles; ++n) {
@@ -303,18 +326,30 @@ __device__ __forceinline__ void term_gradients(float (&p)[kTiles][4], float (&ds
       if (!is_kept) p[n][e] = 0.0f;
     }
   }
-  if constexpr (kScore) return;
-  if (args.alibi_slopes) {
-    ONEPASS_UNROLL
-    for (int j = 0; j < 4 * kTiles; ++j) {
-      dslope = multiply_add(ds[j / 4][j % 4], at.distance(terms, j), dslope);
-    }
+}
+
+// scalar: dslope += ds * distance
+template <int kTiles, int kQueries>
+__device__ __forceinline__ void add_slope_gradient(float& dslope, const float (&ds)[kTiles][4],
+                                                   const Attention& args, const HeadTerms& terms,
+                                                   const Strip<kQueries>& at) {
+  if (!args.alibi_slopes) return;
+  ONEPASS_UNROLL
+  for (int j = 0; j < 4 * kTiles; ++j) {
+    dslope = multiply_add(ds[j / 4][j % 4], at.distance(terms, j), dslope);
   }
-  if (args.softcap != 0.0) {
-    ONEPASS_UNROLL
-    for (int j = 0; j < 4 * kTiles; ++j) {
-      if (counts >> j & 1) ds[j / 4][j % 4] *= tangent[j / 4][j % 4];
-    }
+}
+
+// scalar: ds *= tangent, from the gradient of the score to that of scale * product
+template <int kTiles>
+__device__ __forceinline__ void bend_gradients(float (&ds)[kTiles][4],
+                                               const float (&tangent)[kTiles][4], uint32_t counts,
+                                               const Attention& args) {
+  if (args.softcap == 0.0) return;
+  ONEPASS_UNROLL
+  for (int j = 0; j < 4 * kTiles; ++j) {
+    // A score that does not count may be anything, and so may the tangent.
+    if (counts >> j & 1) ds[j / 4][j % 4] *= tangent[j / 4][j % 4];
   }
 }
 

@@ -7,7 +7,12 @@
 // memory of each architecture and without spilling registers (tests/test_cuda_binary.py).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
+
+#include "core/visit.h"
+#include "ops/attention.h"
 
 namespace onepass::cuda {
 
@@ -23,6 +28,22 @@ struct AttentionTile {
 inline constexpr int kBuckets[] = {64, 128, 256};
 
 constexpr int bucket_of(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
+
+inline int bucket_of(const Attention& args) {
+  return bucket_of(args.head_dim > args.value_dim ? args.head_dim : args.value_dim);
+}
+
+// f<T, kBucket>() of a call.
+template <class F>
+void visit_bucket(const Attention& args, F&& f) {
+  visit_bool(args.dtype == DType::kBFloat16, [&]<bool kBFloat16>() {
+    using T = std::conditional_t<kBFloat16, BFloat16, Float16>;
+    const int bucket = bucket_of(args);
+    if (bucket == 64) return f.template operator()<T, 64>();
+    if (bucket == 128) return f.template operator()<T, 128>();
+    f.template operator()<T, 256>();
+  });
+}
 
 // Forward. With 32 rows a warp reads each fragment of K and V once for two products; at 256 columns
 // the sums alone are 128 registers for 16 rows. `terms`: with more to a score than the product,
@@ -79,19 +100,36 @@ constexpr int kQueryNumbers = 5;  // QueryNumbers of backward_scores.cuh
 constexpr int kSmallBytes = 384;  // BlockConstants, and what warps tell one another
 
 // K and V; Q and dO; dS; numbers of the queries of two tiles.
-constexpr int backward_shared_bytes(int bucket, int stages) {
+constexpr size_t backward_shared_bytes(int bucket, int stages) {
   const AttentionTile tile = backward_tile(bucket);
   const int columns = 2 * bucket - backward_kept_columns(bucket);
   const int scores =
       backward_shares_place(bucket, stages) ? 0 : tile.keys * backward_score_columns(bucket);
-  return (columns * tile.keys + 2 * stages * tile.queries * bucket) * 2 + scores * 2 +
-         2 * kQueryNumbers * tile.queries * 4 + kSmallBytes;
+  const int elements = columns * tile.keys + 2 * stages * tile.queries * bucket + scores;
+  return elements * size_t{2} + 2 * kQueryNumbers * tile.queries * sizeof(float) + kSmallBytes;
+}
+
+// dbias: two blocks share a multiprocessor, with 128 registers for each thread, so that few queries
+// are taken at a time.
+constexpr int kBiasStrip = 16;
+
+constexpr AttentionTile bias_tile(int bucket) {
+  if (bucket <= 128) return {.queries = 64, .keys = 128, .warps = 8};
+  return {.queries = 32, .keys = 64, .warps = 8};
+}
+
+// K, V, Q, dO; numbers of the queries; BiasTurn.
+constexpr size_t bias_shared_bytes(int bucket) {
+  const AttentionTile tile = bias_tile(bucket);
+  return 2 * (tile.keys + tile.queries) * bucket * size_t{2} +
+         kQueryNumbers * tile.queries * sizeof(float) + 64;
 }
 
 constexpr int kBackwardStages = 2;  // at most
 static_assert(backward_shared_bytes(64, 1) <= 99 * 1024);
 static_assert(backward_shared_bytes(128, 1) <= 99 * 1024);
 static_assert(backward_shared_bytes(256, 1) <= 99 * 1024);
+static_assert(bias_shared_bytes(128) <= 99 * 1024 && bias_shared_bytes(256) <= 99 * 1024);
 static_assert(backward_shared_bytes(64, kBackwardStages) <= 163 * 1024);
 static_assert(backward_shared_bytes(128, kBackwardStages) <= 163 * 1024);
 static_assert(backward_shared_bytes(256, kBackwardStages) <= 163 * 1024);
