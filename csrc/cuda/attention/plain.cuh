@@ -47,6 +47,8 @@ static_assert(kSlabElements<double> >= kDepth<double> * kStride<double, kCols>);
 template <class A>
 inline constexpr int kTileElements = kQueries<A> * kStride<A, kKeys>;
 
+inline constexpr size_t kSharedOfAll = 99 * 1024;  // bytes that a block may have anywhere
+
 constexpr int ceil_div(int64_t value, int64_t by) {
   return static_cast<int>((value + by - 1) / by);
 }

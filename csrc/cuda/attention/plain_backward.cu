@@ -124,6 +124,8 @@ struct Backward {
   Scores tile;
   Ring<A, 2> ring;  // slabs of keys and of queries
 };
+static_assert(Backward<float>::shared_bytes(2) <= kSharedOfAll);
+static_assert(Backward<double>::shared_bytes(2) <= kSharedOfAll);
 
 // scalar: dquery[i] = scale * sum over keys j of dproduct[i][j] * key[j]
 //         dslope -= sum over j of ds[i][j] * |position - j|

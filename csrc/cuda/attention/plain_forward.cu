@@ -18,7 +18,7 @@ namespace plain {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kResidentSlabs = 6;  // of Q: 92 KB with all else, and all architectures have 99
+constexpr int kResidentSlabs = 6;  // of Q
 
 template <class A>
 using ForwardTile = Tile<A, kThreads>;
@@ -30,11 +30,13 @@ int resident_slabs(const Attention& args) {
 }
 
 template <class A>
-size_t shared_bytes(int resident) {
+constexpr size_t shared_bytes(int resident) {
   const int of_queries = (resident ? resident : 2) * kSlabElements<A>;
   return (kTileElements<A> + Ring<A, 1>::kElements + of_queries) * sizeof(A) +
          ForwardTile<A>::kSharedBytes;
 }
+static_assert(shared_bytes<float>(kResidentSlabs) <= kSharedOfAll);
+static_assert(shared_bytes<double>(kResidentSlabs) <= kSharedOfAll);
 
 template <class A>
 __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
