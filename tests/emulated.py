@@ -69,7 +69,7 @@ def _included(source: Path) -> set[Path]:
         file = left.pop()
         if file not in found:
             found.add(file)
-            for name in re.findall(r'^ *#include "([^"]+)"', file.read_text(), re.MULTILINE):
+            for name in re.findall(r'^ *# *include ["<]([^">]+)', file.read_text(), re.MULTILINE):
                 paths = (folder / name for folder in (file.parent, ROOT / "csrc", ROOT / "tests"))
                 left += [path for path in paths if path.exists()][:1]
     return found

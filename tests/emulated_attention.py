@@ -23,8 +23,13 @@ from onepass._ops import attention, attention_decode
 
 FOLDER = emulated.ROOT / "csrc" / "cuda" / "attention"
 KERNELS = tuple(f"attention/{file.name}" for file in sorted(FOLDER.glob("*.cu")))
+# The back end's choice needs all that it chooses from.
+PARTS = ("forward.cu", "backward.cu", "plain_forward.cu", "plain_backward.cu")
+if not all((FOLDER / part).exists() for part in PARTS):
+    KERNELS = tuple(name for name in KERNELS if name != "attention/backend.cu")
 PROGRAM = ("attention", *KERNELS)
 PATHS = {None: 0, "tiled": 1, "plain": 2}
+FAR = {None: 0, "sequences": 1, "heads": 2, "rows": 3}
 NO_LIMIT = (2**63 - 1) // 4
 GUARD = 256  # bytes on both sides of a result
 # Bits of grad_mask by what is differentiated.
@@ -40,14 +45,20 @@ class AttentionCalls(Calls):
     """`misalign` moves storages of floats, or of the tensors that `misaligned` names as structs do.
 
     `path` is who takes the calls: "tiled" kernels, "plain" ones, or None, which the back end
-    decides.
+    decides. `deterministic` is that of every backward, or None, as its caller says. `far` is what
+    lies beyond the reach of 32 bits in every tensor of dense rows.
     """
 
     program: tuple[str, ...] = PROGRAM
     path: str | None = None
+    deterministic: bool | None = None
+    far: str | None = None
 
 
-def on_emulated_cuda(monkeypatch, **options) -> AttentionCalls:
+def on_emulated_cuda(
+    monkeypatch, ops=("forward", "backward", "decode", "append"), **options
+) -> AttentionCalls:
+    """Of the ops that are named; the others stay what they are."""
     calls = AttentionCalls(**options)
 
     def forward(*arguments, **keywords):
@@ -59,14 +70,15 @@ def on_emulated_cuda(monkeypatch, **options) -> AttentionCalls:
     def decode(*arguments, **keywords):
         return decoded(calls, *arguments, **keywords)
 
-    ops = torch.ops.onepass
-    for of, name, function in (
-        (ops, "attention_forward", forward), (attention, "_forward", forward),
-        (ops, "attention_backward", backward), (attention, "_backward", backward),
-        (ops, "attention_decode", decode), (attention_decode, "_decode", decode),
-        (ops, "attention_decode_append", decode), (attention_decode, "_append", decode),
-    ):  # fmt: skip
-        monkeypatch.setattr(of, name, function)
+    places = dict(
+        forward=(attention, "_forward", "attention_forward", forward),
+        backward=(attention, "_backward", "attention_backward", backward),
+        decode=(attention_decode, "_decode", "attention_decode", decode),
+        append=(attention_decode, "_append", "attention_decode_append", decode),
+    )
+    for module, inside, name, function in (places[op] for op in ops):
+        monkeypatch.setattr(module, inside, function)
+        monkeypatch.setattr(torch.ops.onepass, name, function)
     return calls
 
 
@@ -75,8 +87,8 @@ class Arguments:
 
     def __init__(self, calls: AttentionCalls):
         self.calls = calls
-        self.numbers: dict = dict(path=PATHS[calls.path])
-        self.storages: dict[str, Tensor] = {}  # the first tensor of each
+        self.numbers: dict = dict(path=PATHS[calls.path], far=FAR[calls.far])
+        self.storages: dict[str, Tensor] = {}  # a tensor of each
         self.names: dict[int, str] = {}  # of storages, by address
         self.views: dict[str, tuple[str, int]] = {}
         self.written: set[str] = set()  # storages of results and caches
@@ -88,8 +100,8 @@ class Arguments:
         if not address:
             return
         if address not in self.names:
-            self.names[address] = f"storage_of_{name}"
-            self.storages[f"storage_of_{name}"] = tensor
+            self.names[address] = f"storage{len(self.storages)}"
+            self.storages[self.names[address]] = tensor
         of = self.names[address]
         self.views[name] = (of, tensor.storage_offset() * tensor.element_size())
         if written:
@@ -141,7 +153,8 @@ class Arguments:
         }
         run_case(self.calls, op, self.numbers, self.storages, self._moved(), self.views)
         for name, storage in before.items():
-            assert torch.equal(_whole(self.storages[name]), storage), f"{name} was written"
+            written = [view for view, (of, _) in self.views.items() if of == name]
+            assert torch.equal(_whole(self.storages[name]), storage), f"{op} wrote {written}"
         for inside in self.results:
             buffer = _whole(inside).view(inside.dtype)
             outside = buffer.numel() - inside.numel()
@@ -201,6 +214,7 @@ def _attention(calls: AttentionCalls, query, key, value, o: dict) -> Arguments:
         alibi_batch_stride=heads if slopes is not None and slopes.dim() == 2 else 0,
         block_table_stride=table.shape[1] if paged else 0,
         page_size=key.shape[1] if paged else 0,
+        key_blocks=key.shape[0], key_rows=key.shape[1 if paged else -2],
         batch=batch, heads=heads, kv_heads=key.shape[2 if paged else 1], seq_q=seq_q, seq_k=seq_k,
         total_q=query.shape[0] if packed else batch * seq_q,
         head_dim=query.shape[-1], value_dim=value.shape[-1],
@@ -275,6 +289,8 @@ def attention_backward(
             args.add("dsinks", gradients["sinks"], written=True)
         if grad_mask & BITS["alibi_slopes"]:
             args.add("dslopes", gradients["alibi_slopes"], written=True)
+        if calls.deterministic is not None:
+            deterministic = calls.deterministic
         args.numbers |= dict(dbias_numel=gradients["bias"].numel(), deterministic=deterministic)
         args.run("attention_backward")
     return tuple(gradients.values())

@@ -93,7 +93,7 @@ def run_case(
         name, *kernels = calls.program
         program = emulated.program(name, calls.build, *kernels)
         result = emulated.run(program, folder, seed=calls.seed)
-        assert result.returncode == 0, f"{numbers}\n{result.stderr[-3000:]}"
+        assert result.returncode == 0, f"{result.returncode}: {numbers}\n{result.stderr[-3000:]}"
         assert not result.stderr, result.stderr[-3000:]
         plan = dict(line.split() for line in result.stdout.splitlines())
         assert "kernel" in plan, f"the program has no {op}"

@@ -8,6 +8,7 @@
 // those that there are.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -111,15 +112,13 @@ template <class Args>
 void run(const Operator<Args>& op, const Args& args) {
   const Plan plan = op.plan(args, Machine{.threads = 1});
   const std::unique_ptr<char[]> workspace(new char[plan.workspace_bytes]);
-  for (int64_t i = 0; i < plan.workspace_bytes; ++i) {
-    workspace[i] = static_cast<char>(i < plan.zeroed_bytes ? 0 : emulator::kPoison);
-  }
+  std::fill_n(workspace.get(), plan.workspace_bytes, static_cast<char>(emulator::kPoison));
   const auto print = [](const char* name, int64_t value) {
     std::printf("%s %lld\n", name, static_cast<long long>(value));
   };
   std::printf("kernel %s\n", plan.kernel_name);
   print("splits", plan.splits), print("rows_per_tile", plan.rows_per_tile);
-  print("workspace_bytes", plan.workspace_bytes), print("zeroed_bytes", plan.zeroed_bytes);
+  print("workspace_bytes", plan.workspace_bytes);
   op.run(args, plan, workspace.get(), Context{});
 }
 

@@ -149,8 +149,14 @@ inline void add_global(float* address, float value) {
   __atomic_load(address, &old, __ATOMIC_RELAXED);
   do {
     sum = old + value;
-  } while (!__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED,
-                                      __ATOMIC_RELAXED));
+  } while (
+      !__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
+inline constexpr bool kAddsFour = true;
+inline void add_global_4(float* address, const float (&value)[4]) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulator::fail("red.v4 off 16 bytes");
+  for (int i = 0; i < 4; ++i) add_global(address + i, value[i]);
 }
 
 inline void spin() { emulator::spin(); }
@@ -179,6 +185,7 @@ inline void forget(uint32_t&) {}
 inline int thread_index() { return static_cast<int>(threadIdx.x); }
 
 inline float exp2_approximate(float x) { return std::exp2(x); }
+inline float reciprocal_approximate(float x) { return 1.0f / x; }
 
 template <class T>
 uint32_t narrow_pair(float low, float high) {

@@ -33,7 +33,8 @@ struct dim3 {
 namespace emulator {
 
 inline constexpr int kWarpSize = 32;
-inline constexpr size_t kMaxSharedBytes = 227 * 1024;
+// Of a block: EMULATOR_SHARED bytes, or what compute capability 9.0 has.
+size_t max_shared_bytes();
 inline constexpr uint8_t kPoison = 0xff;  // a NaN in every float type
 
 // The fiber that is running.
@@ -51,6 +52,9 @@ void warp_barrier(unsigned mask, const char* what);
 // Lanes in mask hand over `bytes` (at most kMaxDeposit) each and get those of all lanes, by lane.
 inline constexpr size_t kMaxDeposit = 64;
 void exchange(unsigned mask, const char* what, const void* mine, size_t bytes, void* all);
+// Likewise, of one lane.
+void exchange_one(unsigned mask, const char* what, const void* mine, size_t bytes, int lane,
+                  void* one);
 // Lets the others run; for loops that wait for another block.
 void spin();
 
@@ -80,7 +84,7 @@ struct Launch {
   dim3 grid;
   dim3 block;
   size_t shared_bytes = 0;
-  int resident = 1;  // blocks that run at the same time
+  int resident = 1;  // blocks that run at the same time, or EMULATOR_RESIDENT if that is more
   const char* kernel = "";
 };
 void launch(const Launch& launch, const std::function<void()>& kernel);
@@ -108,10 +112,10 @@ void set_seed(uint64_t seed);
 // Lane `source`'s value for each lane; a source outside the mask is an error.
 template <class T>
 T shuffle(unsigned mask, const char* what, T value, int source) {
-  T all[kWarpSize];
-  exchange(mask, what, &value, sizeof(T), all);
+  T one;
+  exchange_one(mask, what, &value, sizeof(T), source, &one);
   if (!(mask >> source & 1)) fail(std::string(what) + " reads a lane that is not in its mask");
-  return all[source];
+  return one;
 }
 
 }  // namespace emulator

@@ -8,7 +8,7 @@ namespace onepass::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowLanes = 8;  // that share a row: 64 columns in one turn
+constexpr int kRowLanes = 8;  // that share a row
 constexpr int kRowsAtOnce = kThreads / kRowLanes;
 constexpr int kBlockRows = 4 * kRowsAtOnce;
 
@@ -20,22 +20,37 @@ bool has_aligned_rows(const Strided& rows, DType dtype, int64_t cols) {
 
 int64_t row_parts(const Attention& args) { return (args.seq_q + kBlockRows - 1) / kBlockRows; }
 
-// kRowLanes lanes' sum of a product of two rows.
+// A chain of a row.
+template <bool kAligned_>
+struct ChainColumns {
+  static constexpr bool kAligned = kAligned_;
+  int first;
+  int64_t cols;
+
+  __device__ __forceinline__ int of(int pack, int e) const { return first + pack * kPack + e; }
+  __device__ __forceinline__ bool has(int pack, int e) const { return of(pack, e) < cols; }
+  template <class T>
+  __device__ __forceinline__ T* in(T* row, int pack, int e) const {
+    return row + of(pack, e);
+  }
+};
+
+// The part of the product of two rows that begins at column `first`.
 template <class Types, bool kAligned>
-__device__ __forceinline__ typename Types::A row_product(const AttentionBackward& args,
-                                                         int64_t doutput, int64_t output) {
-  const StridedColumns<kAligned> columns{kRowLanes, static_cast<int>(threadIdx.x) % kRowLanes,
-                                         args.value_dim};
-  typename Types::A sum = 0;
-  for (int pack = 0; columns.reaches(pack); ++pack) {
+__device__ __forceinline__ typename Types::A chain_of(const AttentionBackward& args,
+                                                      int64_t doutput, int64_t output, int first) {
+  const ChainColumns<kAligned> columns{first, args.value_dim};
+  typename Types::A chain = 0;
+  ONEPASS_UNROLL
+  for (int pack = 0; pack < kDeltaChain<typename Types::A> / kPack; ++pack) {
     const auto left = Types::load(args.doutput.data, args.dtype, doutput, columns, pack);
     const auto right = Types::load(args.output.data, args.dtype, output, columns, pack);
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
-      sum = multiply_add(Types::value(left, e), Types::value(right, e), sum);
+      chain = multiply_add(Types::value(left, e), Types::value(right, e), chain);
     }
   }
-  return sum;
+  return chain;
 }
 
 // One block per kBlockRows rows of a (batch, head).
@@ -45,13 +60,15 @@ __global__ void __launch_bounds__(kThreads)
                            const bool aligned) {
   using A = typename Types::A;
   SharedMemory shared;
-  A* scratch = shared.take<A>(kReduceScratch<1>);
+  double* scratch = shared.take<double>(kReduceScratch<1>);
   const int64_t part = blockIdx.x % ends.sink_parts;
   const int64_t batch = blockIdx.x / ends.sink_parts / args.heads;
   const int64_t head = blockIdx.x / ends.sink_parts % args.heads;
   const Sequence sequence = sequence_of(args, batch);
   const A sink = ends.dsinks ? load_as<A>(args.sinks, args.sinks_dtype, head) : A(0);
-  A dsink = 0;
+  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;  // of a row
+  const int first_lane = static_cast<int>(threadIdx.x) % kLanes - lane;
+  double dsink = 0.0;  // of numbers that may cancel, and there are few additions
   for (int turn = 0; turn < kBlockRows / kRowsAtOnce; ++turn) {
     const int64_t query =
         part * kBlockRows + turn * kRowsAtOnce + static_cast<int>(threadIdx.x) / kRowLanes;
@@ -60,22 +77,24 @@ __global__ void __launch_bounds__(kThreads)
              (sequence.first_q + query) * rows.row_stride;
     };
     A sum = 0;
-    if (query < sequence.queries) {
-      visit_bool(aligned, [&]<bool kAligned>() {
-        sum = row_product<Types, kAligned>(args, offset(args.doutput), offset(args.output));
-      });
+    for (int col = 0; col < args.value_dim; col += kRowLanes * kDeltaChain<A>) {
+      A chain = 0;
+      if (query < sequence.queries) {
+        visit_bool(aligned, [&]<bool kAligned>() {
+          chain = chain_of<Types, kAligned>(args, offset(args.doutput), offset(args.output),
+                                            col + lane * kDeltaChain<A>);
+        });
+      }
+      ONEPASS_UNROLL
+      for (int i = 0; i < kRowLanes; ++i) sum += __shfl_sync(kAllLanes, chain, first_lane + i);
     }
-    ONEPASS_UNROLL
-    for (int lanes = kRowLanes / 2; lanes > 0; lanes /= 2) {
-      sum += __shfl_xor_sync(kAllLanes, sum, lanes);
-    }
-    if (query >= sequence.queries || threadIdx.x % kRowLanes != 0) continue;
+    if (query >= sequence.queries || lane != 0) continue;
     const int64_t row = lse_row(args, sequence, batch, head, query);
     if (args.dlse) sum -= load_global(static_cast<const A*>(args.dlse) + row);
     store_global(static_cast<A*>(ends.delta) + row, sum);
     if (ends.dsinks) dsink += load_lse<A>(args, row).probability(sink) * sum;
   }
-  if (ends.dsinks) store_partial(dsink, static_cast<A*>(ends.dsinks), blockIdx.x, scratch);
+  if (ends.dsinks) store_partial(dsink, ends.dsinks, blockIdx.x, scratch);
 }
 
 // One block per sum: of a (batch, head), or of a head over all batches. In double, which costs
@@ -105,40 +124,46 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // summed: over batches as well.
+template <class A>
 void add_up(const AttentionBackward& args, const void* partials, int64_t parts, bool summed,
             void* sums, DType dtype, void* stream) {
-  visit_bool(args.dtype == DType::kFloat64, [&]<bool kDouble>() {
-    using A = std::conditional_t<kDouble, double, float>;
-    launch<attention_sums_kernel<A>>({.blocks = summed ? args.heads : args.batch * args.heads,
-                                      .threads = kThreads,
-                                      .shared_bytes = kReduceScratch<1> * sizeof(double)},
-                                     stream, static_cast<const A*>(partials), parts, args.heads,
-                                     summed ? args.batch : 1, sums, dtype);
-  });
+  launch<attention_sums_kernel<A>>({.blocks = summed ? args.heads : args.batch * args.heads,
+                                    .threads = kThreads,
+                                    .shared_bytes = kReduceScratch<1> * sizeof(double)},
+                                   stream, static_cast<const A*>(partials), parts, args.heads,
+                                   summed ? args.batch : 1, sums, dtype);
 }
+
+int64_t round_up_to_16(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+// Bytes of delta and of the two kinds of partial sums.
+struct EndsBytes {
+  EndsBytes(const AttentionBackward& args, int64_t slope_parts) {
+    const int64_t size = args.dtype == DType::kFloat64 ? 8 : 4, heads = args.batch * args.heads;
+    delta = round_up_to_16(args.heads * args.total_q * size);
+    dsinks = round_up_to_16(args.dsinks ? heads * row_parts(args) * 8 : 0);
+    dslopes = round_up_to_16(args.dslopes ? heads * slope_parts * size : 0);
+  }
+  int64_t delta;
+  int64_t dsinks;
+  int64_t dslopes;
+};
 
 }  // namespace
 
 int64_t ends_bytes(const AttentionBackward& args, int64_t slope_parts) {
-  const int64_t heads = args.batch * args.heads;
-  const int64_t elements = args.heads * args.total_q + (args.dsinks ? heads * row_parts(args) : 0) +
-                           (args.dslopes ? heads * slope_parts : 0);
-  const int64_t bytes = elements * (args.dtype == DType::kFloat64 ? 8 : 4);
-  return (bytes + 15) / 16 * 16;
+  const EndsBytes bytes(args, slope_parts);
+  return bytes.delta + bytes.dsinks + bytes.dslopes;
 }
 
 BackwardEnds ends_in(void* workspace, const AttentionBackward& args, int64_t slope_parts) {
-  const int64_t size = args.dtype == DType::kFloat64 ? 8 : 4;
-  const int64_t heads = args.batch * args.heads;
-  BackwardEnds ends{.delta = workspace,
-                    .dsinks = nullptr,
-                    .dslopes = nullptr,
-                    .sink_parts = row_parts(args),
-                    .slope_parts = slope_parts};
-  char* next = static_cast<char*>(workspace) + args.heads * args.total_q * size;
-  if (args.dsinks) ends.dsinks = next, next += heads * ends.sink_parts * size;
-  if (args.dslopes) ends.dslopes = next;
-  return ends;
+  const EndsBytes bytes(args, slope_parts);
+  char* const dsinks = static_cast<char*>(workspace) + bytes.delta;
+  return {.delta = workspace,
+          .dsinks = args.dsinks ? reinterpret_cast<double*>(dsinks) : nullptr,
+          .dslopes = args.dslopes ? dsinks + bytes.dsinks : nullptr,
+          .sink_parts = row_parts(args),
+          .slope_parts = slope_parts};
 }
 
 void begin_backward(const AttentionBackward& args, const BackwardEnds& ends, void* stream) {
@@ -146,22 +171,23 @@ void begin_backward(const AttentionBackward& args, const BackwardEnds& ends, voi
                        has_aligned_rows(args.output, args.dtype, args.value_dim);
   visit_bool(args.dtype == DType::kFloat64, [&]<bool kDouble>() {
     using Types = std::conditional_t<kDouble, Same<double>, Mixed>;
-    launch<attention_delta_kernel<Types>>(
-        {.blocks = args.batch * args.heads * ends.sink_parts,
-         .threads = kThreads,
-         .shared_bytes = kReduceScratch<1> * sizeof(typename Types::A)},
-        stream, args, ends, aligned);
+    launch<attention_delta_kernel<Types>>({.blocks = args.batch * args.heads * ends.sink_parts,
+                                           .threads = kThreads,
+                                           .shared_bytes = kReduceScratch<1> * sizeof(double)},
+                                          stream, args, ends, aligned);
   });
 }
 
 void finish_backward(const AttentionBackward& args, const BackwardEnds& ends, void* stream) {
   if (args.dsinks) {
-    add_up(args, ends.dsinks, ends.sink_parts, true, args.dsinks, args.sinks_dtype, stream);
+    add_up<double>(args, ends.dsinks, ends.sink_parts, true, args.dsinks, args.sinks_dtype, stream);
   }
-  if (args.dslopes) {
-    add_up(args, ends.dslopes, ends.slope_parts, args.alibi_batch_stride == 0, args.dslopes,
-           DType::kFloat32, stream);
-  }
+  if (!args.dslopes) return;
+  visit_bool(args.dtype == DType::kFloat64, [&]<bool kDouble>() {
+    using A = std::conditional_t<kDouble, double, float>;
+    add_up<A>(args, ends.dslopes, ends.slope_parts, args.alibi_batch_stride == 0, args.dslopes,
+              DType::kFloat32, stream);
+  });
 }
 
 }  // namespace onepass::cuda

@@ -16,11 +16,16 @@
 
 namespace onepass::cuda {
 
-// In the workspace, all in the accumulator's dtype A: double for float64, else float.
+// delta is added up as the multiply-add kernels add up dP, in chains of so many elements: in a row
+// that has all its weight on one key, output is that key's value, and dP - delta exactly 0.
+template <class A>
+inline constexpr int kDeltaChain = 128 / sizeof(A);
+
+// In the workspace. A is the accumulator's dtype: double for float64, else float.
 struct BackwardEnds {
-  void* delta;          // like lse: lse_row() says where
-  void* dsinks;         // (batch, heads, sink_parts) partial sums; null if not wanted
-  void* dslopes;        // (batch, heads, slope_parts) likewise, each written once, also if it is 0
+  void* delta;          // A, like lse: lse_row() says where
+  double* dsinks;       // (batch, heads, sink_parts) partial sums; null if not wanted
+  void* dslopes;        // A (batch, heads, slope_parts) likewise; each is written once, also if 0
   int64_t sink_parts;   // rows of a head in blocks
   int64_t slope_parts;  // as the kernel between the ends cuts up a (batch, head)
 };

@@ -119,9 +119,10 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
   const int last = queries - first < kQueries ? queries : first + kQueries;
   const SeenKeys seen = seen_keys(args, sequence, first, last);
   const int shift = kTerms ? tile_shift(args) : 0;
-  const auto begin = static_cast<int>(seen.first), end = static_cast<int>(seen.last);
+  const auto begin = static_cast<int>(seen.first < sequence.keys ? seen.first : sequence.keys);
+  const auto end = static_cast<int>(seen.last > 0 ? seen.last : 0);
   // Of tiles that begin here no row needs a mask; none, if it ends in front.
-  const auto all_begin = static_cast<int>(seen.all_first < seen.last ? seen.all_first : seen.last);
+  const auto all_begin = static_cast<int>(seen.all_first < end ? seen.all_first : end);
   const auto all_end = static_cast<int>(seen.all_last > 0 ? seen.all_last : 0) - kKeys;
   const int first_tile = (begin + shift) / kKeys;
   const int last_tile = begin < end ? (end - 1 + shift) / kKeys : first_tile - 1;

@@ -52,8 +52,90 @@ struct HeadTerms {
 // tanh of arguments that a 16-bit product has made: exact to a few 1e-7, which is what float32 says
 // of a score of that size anyway.
 __device__ __forceinline__ float tanh_approximate(float x) {
-  return 1.0f - 2.0f / (1.0f + exp2_approximate(2.0f * kLog2e * x));
+  return 1.0f - 2.0f * reciprocal_approximate(1.0f + exp2_approximate(2.0f * kLog2e * x));
 }
+
+// A lane's two rows of a bias or a mask.
+template <class B>
+struct TermRows {
+  const B* row[2];  // from key 0 on
+
+  __device__ __forceinline__ TermRows(const B* data, const Strided& tensor, const HeadTerms& terms,
+                                      const LaneRow (&rows)[2]) {
+    data += terms.batch * tensor.batch_stride + terms.head * tensor.head_stride;
+    row[0] = data + rows[0].query * tensor.row_stride;
+    row[1] = data + rows[1].query * tensor.row_stride;
+  }
+
+  // Whether a tile's keys all have elements, which for both rows begin at a multiple of the bytes
+  // of 8 (16 at most); not the same for all lanes.
+  __device__ __forceinline__ bool has_whole_groups(const Attention& args, int first_key,
+                                                   int tiles) const {
+    constexpr uintptr_t kBytes = sizeof(B) == 1 ? 8 : 16;
+    const uintptr_t places = reinterpret_cast<uintptr_t>(row[0] + first_key) |
+                             reinterpret_cast<uintptr_t>(row[1] + first_key);
+    const bool here = places % kBytes == 0 && first_key >= 0 && first_key + 8 * tiles <= args.seq_k;
+    return __ballot_sync(kAllLanes, here) == kAllLanes;
+  }
+
+  // body(n, r, left, right) for the lane's keys of tile n in row r. Each lane of a quad reads the 8
+  // keys of one tile in four at once, and the quad hands out the pairs: one access in place of
+  // eight, of which the next had to wait for the last.
+  template <int kTiles, class Body>
+  __device__ __forceinline__ void for_each_pair(const LaneRow (&rows)[2], int first_key,
+                                                Body&& body) const {
+    struct alignas(sizeof(B) == 1 ? 8 : 16) Eight {
+      B element[8];
+    };
+    static_assert(kTiles % 4 == 0);
+    ONEPASS_UNROLL
+    for (int i = 0; i < kTiles / 4 * 2; ++i) {
+      const int n = i / 2 * 4, r = i % 2;
+      Eight eight{};
+      if (rows[r].last > 0) {  // else there may be no such row
+        const B* const from = row[r] + first_key + 8 * (n + lane_index() % 4);
+        eight = load_global(reinterpret_cast<const Eight*>(from));
+      }
+      std::array<uint32_t, 4> low{}, high{};
+      ONEPASS_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (sizeof(B) == 4) {
+          low[k] = std::bit_cast<uint32_t>(eight.element[2 * k]);
+          high[k] = std::bit_cast<uint32_t>(eight.element[2 * k + 1]);
+        } else {
+          const B pair[2] = {eight.element[2 * k], eight.element[2 * k + 1]};
+          low[k] = bits_of(pair[0]) | bits_of(pair[1]) << 16;
+        }
+      }
+      transpose_in_quad(low);
+      if constexpr (sizeof(B) == 4) transpose_in_quad(high);
+      ONEPASS_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (sizeof(B) == 4) {
+          body(n + k, r, std::bit_cast<B>(low[k]), std::bit_cast<B>(high[k]));
+        } else {
+          body(n + k, r, of_bits(low[k] & 0xffffu), of_bits(low[k] >> 16));
+        }
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t bits_of(B element) {
+    if constexpr (sizeof(B) == 1) {
+      return element;
+    } else {
+      return element.bits;
+    }
+  }
+  static __device__ __forceinline__ B of_bits(uint32_t bits) {
+    if constexpr (sizeof(B) == 1) {
+      return static_cast<uint8_t>(bits);
+    } else {
+      return B{static_cast<uint16_t>(bits)};
+    }
+  }
+};
 
 // scalar: score = terms(scale * score), -inf where the row does not see the key
 //
@@ -83,33 +165,47 @@ __device__ __forceinline__ void add_terms(float (&score)[kTiles][4], float (&der
     for_each([&](float&, int n, int e, const LaneRow&, int) { derivative[n][e] = 1.0f; });
   }
   if (args.alibi_slopes) {
-    const int alignment = static_cast<int>(terms.alignment);
-    for_each([&](float& s, int, int, const LaneRow& row, int key) {
-      const int distance = row.query + alignment - key;
-      s = multiply_add(-terms.slope, static_cast<float>(distance < 0 ? -distance : distance), s);
+    // Exact up to 2^24 keys, and rounded as float32 has it beyond.
+    float ahead[2];  // of the row's position over the lane's first key
+    ONEPASS_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      ahead[r] = static_cast<float>(rows[r].query + terms.alignment - key_of(first_key, 0, 0));
+    }
+    for_each([&](float& s, int n, int e, const LaneRow&, int) {
+      s = multiply_add(-terms.slope, fabsf(ahead[e / 2] - static_cast<float>(8 * n + e % 2)), s);
     });
   }
   if (args.bias.data) {
     visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
-      const B* const base = static_cast<const B*>(args.bias.data) +
-                            terms.batch * args.bias.batch_stride +
-                            terms.head * args.bias.head_stride;
-      const B* const of_rows[2] = {base + rows[0].query * args.bias.row_stride,
-                                   base + rows[1].query * args.bias.row_stride};
-      for_each([&](float& s, int, int e, const LaneRow& row, int key) {
-        if (sees(row, key)) s += widen(load_global(of_rows[e / 2] + key));
-      });
+      const TermRows<B> bias(static_cast<const B*>(args.bias.data), args.bias, terms, rows);
+      if (bias.has_whole_groups(args, first_key, kTiles)) {
+        bias.template for_each_pair<kTiles>(rows, first_key, [&](int n, int r, B left, B right) {
+          score[n][2 * r] += widen(left);
+          score[n][2 * r + 1] += widen(right);
+        });
+      } else {
+        for_each([&](float& s, int, int e, const LaneRow& row, int key) {
+          if (sees(row, key)) s += widen(load_global(bias.row[e / 2] + key));
+        });
+      }
     });
   }
   for_each([&](float& s, int, int, const LaneRow& row, int key) {
     if (!sees(row, key)) s = -INFINITY;
   });
   if (args.mask.data) {
-    const uint8_t* const of_rows[2] = {mask_row(args, terms.batch, terms.head, rows[0].query),
-                                       mask_row(args, terms.batch, terms.head, rows[1].query)};
-    for_each([&](float& s, int, int e, const LaneRow& row, int key) {
-      if (sees(row, key) && load_global(of_rows[e / 2] + key) == 0) s = -INFINITY;
-    });
+    const TermRows<uint8_t> mask(static_cast<const uint8_t*>(args.mask.data), args.mask, terms,
+                                 rows);
+    if (mask.has_whole_groups(args, first_key, kTiles)) {
+      mask.for_each_pair<kTiles>(rows, first_key, [&](int n, int r, uint8_t left, uint8_t right) {
+        if (left == 0) score[n][2 * r] = -INFINITY;
+        if (right == 0) score[n][2 * r + 1] = -INFINITY;
+      });
+    } else {
+      for_each([&](float& s, int, int e, const LaneRow& row, int key) {
+        if (sees(row, key) && load_global(mask.row[e / 2] + key) == 0) s = -INFINITY;
+      });
+    }
   }
 }
 
@@ -170,7 +266,7 @@ __device__ __forceinline__ uint32_t draw(const Dropout& dropout, const Attention
 
 // How far before a call's first key its first tile begins, so that tiles begin where Philox calls
 // do.
-__device__ __forceinline__ int tile_shift(const Attention& args) {
+ONEPASS_HOST_DEVICE inline int tile_shift(const Attention& args) {
   return args.seed ? static_cast<int>(args.key_offset % kCallKeys) : 0;
 }
 

@@ -65,7 +65,11 @@ class RowScores {
   }
 
   __device__ __forceinline__ Score<A> score(A product, int64_t key) const {
-    if (!sees(key)) return {-static_cast<A>(INFINITY), A(0)};
+    return sees(key) ? score_of_seen(product, key) : Score<A>{-static_cast<A>(INFINITY), A(0)};
+  }
+
+  // Of a key that the row is known to see.
+  __device__ __forceinline__ Score<A> score_of_seen(A product, int64_t key) const {
     Score<A> score = {product * static_cast<A>(args_.scale), A(1)};
     if (args_.softcap != 0.0) {
       const A cap = static_cast<A>(args_.softcap);

@@ -19,7 +19,7 @@ inline constexpr int kSlab = 32;
 
 inline constexpr int kChunk = 8;  // elements of 16 bytes
 
-__device__ __forceinline__ int slabs_of(int64_t cols) {
+ONEPASS_HOST_DEVICE inline int slabs_of(int64_t cols) {
   return static_cast<int>((cols + kSlab - 1) / kSlab);
 }
 
@@ -132,11 +132,21 @@ __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows
   const int top = static_cast<int>(threadIdx.x) / kChunks;
   // From row to row by one addition: products with the stride would each be kept in registers.
   const T* from = rows.row(first + top);
-  ONEPASS_UNROLL
-  for (int row = top; row < top + kRows; row += kStep) {
-    const bool has = begin <= first + row && first + row < end && col < rows.cols;
-    load_chunk(tile, row, col, from, rows.cols, rows.aligned, has);
-    from += kStep * rows.stride;
+  const auto has = [&](int row) {
+    return begin <= first + row && first + row < end && col < rows.cols;
+  };
+  if (rows.aligned) {
+    ONEPASS_UNROLL
+    for (int row = top; row < top + kRows; row += kStep) {
+      cp_async_16(tile.chunk(row, col / kChunk), from + col, has(row));
+      from += kStep * rows.stride;
+    }
+  } else {
+    ONEPASS_ROLL
+    for (int row = top; row < top + kRows; row += kStep) {
+      load_chunk(tile, row, col, from, rows.cols, false, has(row));
+      from += kStep * rows.stride;
+    }
   }
 }
 
@@ -158,26 +168,33 @@ __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile,
   }
 }
 
+// A chunk to column `col` of row i.
+template <class T>
+__device__ __forceinline__ void store_chunk(const Rows<T>& rows, int64_t i, int col,
+                                            const Words& words) {
+  T* const target = rows.row(i) + col;
+  if (rows.aligned) {
+    store_global(reinterpret_cast<Words*>(target), words);
+    return;
+  }
+  ONEPASS_UNROLL
+  for (int e = 0; e < kChunk; ++e) {
+    if (col + e >= rows.cols) continue;
+    store_global(target + e, T{static_cast<uint16_t>(words.word[e / 2] >> e % 2 * 16)});
+  }
+}
+
 // Rows top .. top + kRows - 1 of a tile, that this warp has written, to rows first + top .. of
-// global memory, those below `end`.
+// global memory, those of [0, end).
 template <int kRows, class T, int kCols>
 __device__ __forceinline__ void store_tile(const Tile<T, kCols>& tile, const Rows<T>& rows, int top,
                                            int first, int end) {
   const int chunks = (rows.cols + kChunk - 1) / kChunk;
   for (int i = lane_index(); i < kRows * chunks; i += kLanes) {
     const int row = top + i / chunks, col = i % chunks * kChunk;
-    if (first + row >= end) continue;
-    const Words words = *reinterpret_cast<const Words*>(tile.chunk(row, col / kChunk));
-    T* const target = rows.row(first + row) + col;
-    if (rows.aligned) {
-      store_global(reinterpret_cast<Words*>(target), words);
-      continue;
-    }
-    ONEPASS_UNROLL
-    for (int e = 0; e < kChunk; ++e) {
-      if (col + e >= rows.cols) continue;
-      store_global(target + e, T{static_cast<uint16_t>(words.word[e / 2] >> e % 2 * 16)});
-    }
+    if (first + row < 0 || first + row >= end) continue;
+    store_chunk(rows, first + row, col,
+                *reinterpret_cast<const Words*>(tile.chunk(row, col / kChunk)));
   }
 }
 
@@ -191,8 +208,8 @@ struct FragmentLanes {
   uint32_t straight;  // matrices 0 1 2 3 are rows 0-7, 8-15, then those again, 8 columns on
   uint32_t crossed;   // rows 0-7, those again 8 columns on, then rows 8-15
 
-  __device__ __forceinline__ FragmentLanes() {
-    const int lane = lane_index(), within = lane % 8, second = lane / 8 % 2, fourth = lane / 16;
+  __device__ __forceinline__ explicit FragmentLanes(int lane = lane_index()) {
+    const int within = lane % 8, second = lane / 8 % 2, fourth = lane / 16;
     straight = static_cast<uint32_t>((8 * second + within) * kCols + (fourth ^ within) * kChunk);
     crossed = static_cast<uint32_t>((8 * fourth + within) * kCols + (second ^ within) * kChunk);
   }
@@ -241,6 +258,17 @@ __device__ __forceinline__ void as_a(uint32_t (&a)[4], const float (&c)[kTiles][
   a[1] = narrow_pair<T>(c[2 * step][2], c[2 * step][3]);
   a[2] = narrow_pair<T>(c[2 * step + 1][0], c[2 * step + 1][1]);
   a[3] = narrow_pair<T>(c[2 * step + 1][2], c[2 * step + 1][3]);
+}
+
+// An A fragment, or two C fragments narrowed to one, to where load_a<false> finds it again.
+template <class T, int kCols>
+__device__ __forceinline__ void put_a(const Tile<T, kCols>& tile, const uint32_t (&a)[4], int row,
+                                      int col) {
+  const int lane = thread_index() % kLanes;
+  ONEPASS_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    *tile.pair(row + lane / 4 + i % 2 * 8, col + i / 2 * 8 + lane % 4 * 2) = a[i];
+  }
 }
 
 // word[i] of a quad's lane t becomes word[t] of its lane i.
