@@ -53,11 +53,12 @@ struct CacheRows {
     }
   }
 
-  __device__ __forceinline__ T* row(int i) const {
-    if (!pages) return base + i * stride;
+  __device__ __forceinline__ int64_t offset(int i) const {
+    if (!pages) return i * stride;
     const int page = i / page_size;
-    return base + (i - page * page_size) * stride + load_global(pages + page) * page_stride;
+    return (i - page * page_size) * stride + load_global(pages + page) * page_stride;
   }
+  __device__ __forceinline__ T* row(int i) const { return base + offset(i); }
 };
 
 // Element d of a row that is rotated at a position: see ops/attention_decode.h.

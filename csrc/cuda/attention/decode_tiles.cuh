@@ -37,13 +37,12 @@ __device__ __forceinline__ Words gather_piece(const T* row, int col, int cols) {
   return words;
 }
 
-// Starts copying a lane's pieces of row `number`, kPieces of them from column `col` on and kStep
-// columns apart, to every kQueueStep-th of the lane's places; zero and not read unless `has`, and
-// where the row ends. Pieces that no lane has are left out.
+// Starts copying a lane's pieces of a row, kPieces of them from column `col` on and kStep columns
+// apart, to every kQueueStep-th of the lane's places; zero and not read unless `has`, and where the
+// row ends. Pieces that no lane has are left out.
 template <int kPieces, int kStep, int kQueueStep, class T>
 __device__ __forceinline__ void load_pieces(Words* queue, const CacheRows<const T>& rows,
-                                            int number, int col, bool has) {
-  const T* const row = has ? rows.row(number) : rows.base;
+                                            const T* row, int col, bool has) {
   if (rows.aligned) {
     ONEPASS_UNROLL
     for (int i = 0; i < kPieces; ++i) {
@@ -66,6 +65,34 @@ struct KeysThere {
   int first;
   int last;
   __device__ __forceinline__ bool has(int key) const { return first <= key && key < last; }
+};
+
+// The rows of the keys that a warp takes together. Where they are in pages, one lane looks up each.
+template <int kKeys, class T>
+class TurnRows {
+ public:
+  __device__ __forceinline__ TurnRows(const CacheRows<const T>& rows, int first,
+                                      const KeysThere& there)
+      : rows_(rows), there_(there), first_(first), own_offset_(0) {
+    const int key = lane_index();
+    if (rows.pages && key < kKeys && there.has(key)) own_offset_ = rows.offset(first + key);
+  }
+
+  // load_pieces() of a key's row; all lanes of the warp at the same time.
+  template <int kPieces, int kStep, int kQueueStep>
+  __device__ __forceinline__ void load(Words* queue, int key, int col) const {
+    int64_t offset = (first_ + key) * rows_.stride;
+    if (rows_.pages) offset = __shfl_sync(kAllLanes, own_offset_, key);
+    const bool has = there_.has(key);
+    load_pieces<kPieces, kStep, kQueueStep>(queue, rows_, rows_.base + (has ? offset : 0), col,
+                                            has);
+  }
+
+ private:
+  const CacheRows<const T>& rows_;
+  const KeysThere& there_;
+  int first_;
+  int64_t own_offset_;
 };
 
 // 16 query rows, bfloat16 or float16.
@@ -116,22 +143,21 @@ struct TensorTile {
   // Pieces (key / 8, slice).
   static __device__ __forceinline__ void load_keys(Words* queue, const CacheRows<const T>& rows,
                                                    int first, const KeysThere& there) {
+    const TurnRows<kKeys, T> keys(rows, first, there);
     ONEPASS_UNROLL
     for (int n = 0; n < 2; ++n) {
-      const int key = 8 * n + lane_index() / 4;
-      load_pieces<kSlices, 32, 1>(queue + n * kSlices * kLanes, rows, first + key,
-                                  lane_index() % 4 * 8, there.has(key));
+      keys.template load<kSlices, 32, 1>(queue + n * kSlices * kLanes, 8 * n + lane_index() / 4,
+                                         lane_index() % 4 * 8);
     }
   }
 
   // Pieces (group of columns, which of the lane's four keys).
   static __device__ __forceinline__ void load_values(Words* queue, const CacheRows<const T>& rows,
                                                      int first, const KeysThere& there) {
+    const TurnRows<kKeys, T> keys(rows, first, there);
     ONEPASS_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const int key = own_key(i);
-      load_pieces<kGroups, 64, 4>(queue + i * kLanes, rows, first + key, lane_index() / 4 * 8,
-                                  there.has(key));
+      keys.template load<kGroups, 64, 4>(queue + i * kLanes, own_key(i), lane_index() / 4 * 8);
     }
   }
 
@@ -271,10 +297,11 @@ struct PlainTile {
   // Pieces (key, slice).
   static __device__ __forceinline__ void load_rows(Words* queue, const CacheRows<const T>& rows,
                                                    int first, const KeysThere& there) {
+    const TurnRows<kKeys, T> keys(rows, first, there);
     ONEPASS_UNROLL
     for (int key = 0; key < kKeys; ++key) {
-      load_pieces<kSlices, kSlice, 1>(queue + key * kSlices * kLanes, rows, first + key,
-                                      lane_index() * kElements, there.has(key));
+      keys.template load<kSlices, kSlice, 1>(queue + key * kSlices * kLanes, key,
+                                             lane_index() * kElements);
     }
   }
   static __device__ __forceinline__ void load_keys(Words* queue, const CacheRows<const T>& rows,
