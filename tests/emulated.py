@@ -91,10 +91,17 @@ def _made(target: Path, command: list) -> Path:
     return target
 
 
-def run(executable: Path, *arguments, seed: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs a program with a seed for the order of blocks and threads."""
+def run(
+    executable: Path, *arguments, seed: int = 0, resident: int = 1, shared: int = 227 * 1024
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program with a seed for the order of blocks and threads.
+
+    At least `resident` blocks run at the same time, with at most `shared` bytes of memory each.
+    """
     environment = os.environ | {
         "EMULATOR_SEED": str(seed),
+        "EMULATOR_RESIDENT": str(resident),
+        "EMULATOR_SHARED": str(shared),
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "TSAN_OPTIONS": "exitcode=66:halt_on_error=1:atexit_sleep_ms=0",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",

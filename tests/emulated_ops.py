@@ -36,6 +36,8 @@ class Calls:
     program: tuple[str, ...] = ("operators", *KERNELS)
     build: str = "plain"
     seed: int = 0
+    resident: int = 1  # blocks that run at the same time, at least
+    shared: int = 227 * 1024  # bytes that a block may have
     misalign: int = 0  # bytes that tensors of rows begin beyond a multiple of 16
     misaligned: str = ""  # the tensors that do, a pattern of their names; empty: all of them
     done: list[dict] = field(default_factory=list)
@@ -92,7 +94,9 @@ def run_case(
         Path(folder, "case.txt").write_text("\n".join(lines))
         name, *kernels = calls.program
         program = emulated.program(name, calls.build, *kernels)
-        result = emulated.run(program, folder, seed=calls.seed)
+        result = emulated.run(
+            program, folder, seed=calls.seed, resident=calls.resident, shared=calls.shared
+        )
         assert result.returncode == 0, f"{result.returncode}: {numbers}\n{result.stderr[-3000:]}"
         assert not result.stderr, result.stderr[-3000:]
         plan = dict(line.split() for line in result.stdout.splitlines())

@@ -377,8 +377,7 @@ void block_barrier() {
   acquire(tag);
 }
 
-// No memcpy, which the sanitizers would intercept. Every lane copies what all have handed over, for
-// each mma: by words of eight bytes where it can.
+// No memcpy, which the sanitizers would intercept.
 static void copy(void* to, const void* from, size_t bytes) {
   using Word = uint64_t __attribute__((may_alias, aligned(1)));
   if (bytes % sizeof(Word) == 0) {
@@ -431,23 +430,14 @@ static int meet(unsigned mask, const char* what, const void* deposit, size_t byt
 
 void warp_barrier(unsigned mask, const char* what) { meet(mask, what, nullptr, 0, true); }
 
-static const auto& exchanged(unsigned mask, const char* what, const void* mine, size_t bytes) {
+Exchange::Exchange(unsigned mask, const char* what, const void* mine, size_t bytes)
+    : bytes_(bytes) {
   if (bytes > kMaxDeposit) fail("an exchange of more bytes than a deposit holds");
   const int parity = meet(mask, what, mine, bytes, false);
-  return machine().running->meeting->deposits[parity];
+  deposits_ = machine().running->meeting->deposits[parity];
 }
 
-void exchange(unsigned mask, const char* what, const void* mine, size_t bytes, void* all) {
-  const auto& deposits = exchanged(mask, what, mine, bytes);
-  for (int lane = 0; lane < kWarpSize; ++lane) {
-    copy(static_cast<char*>(all) + lane * bytes, deposits[lane], bytes);
-  }
-}
-
-void exchange_one(unsigned mask, const char* what, const void* mine, size_t bytes, int lane,
-                  void* one) {
-  copy(one, exchanged(mask, what, mine, bytes)[lane], bytes);
-}
+void Exchange::get(int lane, void* value) const { copy(value, deposits_[lane], bytes_); }
 
 void spin() {
   machine().running->state = State::kSpinning;
