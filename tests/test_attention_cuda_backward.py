@@ -443,7 +443,9 @@ def test_plain_kernels_write_results_alone(cuda, name):
 @half_and_float
 @pytest.mark.parametrize("bias", [None, "", "bh", "q", "bhq"])
 def test_memory_is_linear_in_the_length(cuda, bias, dtype):
-    """Beside what is wanted: a dbias may have the size of the scores, its workspace not."""
+    """Beside what is wanted: a dbias may have the size of the scores, its workspace not. Where rows
+    are summed, a longer sequence has more parts, up to 16 copies of a dbias of one row."""
+    copies = 0 if "q" in bias else 16 * 4 * 600 * 2 ** len(bias)
     case = Case(dtype, 8, batch=2, heads=2, bias=bias, alibi="b", sinks=F32)
     for deterministic in (False, True):
         workspaces = [
@@ -452,7 +454,9 @@ def test_memory_is_linear_in_the_length(cuda, bias, dtype):
             )["workspace_bytes"]
             for seq in (150, 300, 600)
         ]  # fmt: skip
-        assert workspaces[2] - workspaces[1] <= 2.2 * (workspaces[1] - workspaces[0]) + 4096
+        assert (
+            workspaces[2] - workspaces[1] <= 2.2 * (workspaces[1] - workspaces[0]) + 4096 + copies
+        )
 
 
 @dtypes
