@@ -34,8 +34,9 @@ struct RunningRow {
 //         is not much below; what was summed with an older max is shrunk by exp2((older - max) *
 //         unit)
 //
-// kOneStep: as one multiply-add, where scores are products and max * unit is not beyond float32.
-template <bool kOneStep, int kTiles, int kDimTiles>
+// Not as one multiply-add with max * unit, whose rounding makes the largest P something else than 1
+// where scores are huge: rounded to 16 bit, it would no longer be what the total has of it.
+template <int kTiles, int kDimTiles>
 __device__ __forceinline__ void softmax(float (&p)[kTiles][4], RunningRow (&rows)[2],
                                         float (&sum)[kDimTiles][4], float unit) {
   float shrink[2];
@@ -65,12 +66,10 @@ __device__ __forceinline__ void softmax(float (&p)[kTiles][4], RunningRow (&rows
   ONEPASS_UNROLL
   for (int r = 0; r < 2; ++r) {
     const float base = rows[r].max == -INFINITY ? 0.0f : rows[r].max;  // no key seen yet
-    const float offset = -base * unit;
     ONEPASS_UNROLL
     for (int i = 0; i < 2 * kTiles; ++i) {
       float& score = p[i / 2][2 * r + i % 2];
-      score =
-          exp2_approximate(kOneStep ? multiply_add(score, unit, offset) : (score - base) * unit);
+      score = exp2_approximate((score - base) * unit);
       rows[r].total += score;
     }
   }
@@ -215,7 +214,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
     uint32_t p_a[kWarpTiles][kKeys / 16][4];
     ONEPASS_UNROLL
     for (int m = 0; m < kWarpTiles; ++m) {
-      softmax<!kTerms>(p[m], running[m], sum[m], unit);
+      softmax(p[m], running[m], sum[m], unit);
       if (kTerms && args.seed) {
         drop(p[m], dropout, args, random_head(args, batch, head), first + warp_row + 16 * m,
              first_key);
@@ -259,9 +258,11 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
       if (args.sinks) {
         const float sink = load_as<float>(args.sinks, args.sinks_dtype, head);
         const float with_sink = fmaxf(max, sink);
-        shrink = max == -INFINITY ? 0.0f : exp2_approximate((max - with_sink) * kLog2e);
-        total = total * shrink + exp2_approximate((sink - with_sink) * kLog2e);
-        max = with_sink;
+        if (sink != -INFINITY) {  // which is none, also for a row without keys
+          shrink = max == -INFINITY ? 0.0f : exp2_approximate((max - with_sink) * kLog2e);
+          total = total * shrink + exp2_approximate((sink - with_sink) * kLog2e);
+          max = with_sink;
+        }
       }
       const bool none = total == 0.0f || shrink == 0.0f;
       const float factor = shrink * dropout.scale / total;

@@ -49,10 +49,15 @@ struct HeadTerms {
   }
 };
 
-// tanh of arguments that a 16-bit product has made: exact to a few 1e-7, which is what float32 says
-// of a score of that size anyway.
+// tanh, exact to a few 1e-7 of it: by exp2, and by its series where that would leave few digits.
 __device__ __forceinline__ float tanh_approximate(float x) {
-  return 1.0f - 2.0f * reciprocal_approximate(1.0f + exp2_approximate(2.0f * kLog2e * x));
+  const float square = x * x;
+  float series = multiply_add(square, -17.0f / 315.0f, 2.0f / 15.0f);
+  series = multiply_add(square, series, -1.0f / 3.0f);
+  series = multiply_add(x * square, series, x);
+  const float power = exp2_approximate(2.0f * kLog2e * x);
+  const float whole = 1.0f - 2.0f * reciprocal_approximate(1.0f + power);
+  return square < 0.04f ? series : whole;
 }
 
 // A lane's two rows of a bias or a mask.
@@ -92,9 +97,9 @@ struct TermRows {
     for (int i = 0; i < kTiles / 4 * 2; ++i) {
       const int n = i / 2 * 4, r = i % 2;
       Eight eight{};
-      if (rows[r].last > 0) {  // else there may be no such row
-        const B* const from = row[r] + first_key + 8 * (n + lane_index() % 4);
-        eight = load_global(reinterpret_cast<const Eight*>(from));
+      const int first = first_key + 8 * (n + lane_index() % 4);
+      if (first < rows[r].last && first + 8 > rows[r].first) {  // one of them is seen
+        eight = load_global(reinterpret_cast<const Eight*>(row[r] + first));
       }
       std::array<uint32_t, 4> low{}, high{};
       ONEPASS_UNROLL
