@@ -1,8 +1,8 @@
 """`make gpu-report`: one command that turns a machine with a CUDA device into figures.
 
 Builds onepass for the device that torch sees, in the Python that runs this and without changing it,
-then runs the device tests, all benchmarks, a comparison of a whole model and compute-sanitizer.
-Writes bench.json, compare-*.json, report.json, report.log and table.md to
+then runs the device tests, the benchmarks, a comparison of a whole model and compute-sanitizer.
+Writes bench-*.json, compare-*.json, report.json, report.log and table.md to
 benchmarks/results/<device>/. A step that fails does not keep the others from running.
 
 Exit codes: 0, 1 if a step failed, 2 if there is nothing to run on: no torch with CUDA, no device,
@@ -25,19 +25,35 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from gpu_table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu-report"
 SITE = WORK / "site"  # where onepass is installed, for the steps alone
-TESTS = ("tests/test_cuda_device.py", "tests/test_cuda_device_torch.py")
+TESTS = {
+    "device tests": (
+        "tests/test_cuda_device.py",
+        "tests/test_cuda_device_torch.py",
+        "tests/test_cuda_device_optim.py",
+    ),
+    "attention tests": (
+        "tests/test_cuda_device_attention.py",
+        "tests/test_cuda_device_attention_torch.py",
+        "tests/test_cuda_device_decode.py",
+    ),
+}
+# What a step measures, and the seconds that it may take. Of attention's standard shapes, that is
+# the first part; `onepass bench attention --device cuda` by itself measures all.
+BENCHMARKS = {"decode": (("decode",), 75), "attention": (("attention",), 150)}
+BENCHMARKS |= {"norm": (("norm", "dropout"), 120), "optimizer": (("optimizer",), 60)}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")
 BUDGET = 600.0
 GRACE = 5.0  # seconds between asking a step to end and ending it
 TAIL = 30  # lines of a failed step that are shown
-PHASES = ("forward", "backward", "forward+backward")
 
 PROBE = """
 import json
@@ -58,6 +74,8 @@ else:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
         }
+        if major < 8:
+            facts["obstacle"] = f"{facts['gpu']} is sm_{major}{minor}, and onepass needs sm_80 on"
 print(json.dumps(facts))
 """
 
@@ -185,49 +203,74 @@ def plan(
     """All steps, those with the figures before those that may take long."""
     onepass = [python, "-m", "onepass"]
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    results = WORK / "tests.xml"
-    steps = [
-        Step(
-            "build", 60, 240,
-            lambda seconds: build_command(facts, python),
-            lambda code, log: judge_build(code, python),
-            {"CUDACXX": tools["nvcc"]},
-        ),
+    build = Step(
+        "build",
+        60,
+        240,
+        lambda seconds: build_command(facts, python),
+        lambda code, log: judge_build(code, python),
+        {"CUDACXX": tools["nvcc"]},
+    )
+    return [
+        build,
         Step("doctor", 20, 90, lambda seconds: [*onepass, "doctor"], judge_doctor),
-        Step(
-            "device tests", 60, 200,
-            lambda seconds: [*pytest, f"--junit-xml={results}", *TESTS],
-            lambda code, log: judge_tests(code, results),
+        *(tests(name, files, pytest) for name, files in TESTS.items()),
+        *(bench(name, onepass, folder) for name in BENCHMARKS),
+        *(compare(dtype, onepass, folder) for dtype in ("float32", "bfloat16")),
+        *(
+            sanitizer(tool, name, files, pytest, tools["compute-sanitizer"])
+            for name, files in TESTS.items()
+            for tool in SANITIZERS
         ),
-        Step(
-            "benchmarks", 60, 260,
-            lambda seconds: [
-                *onepass, "bench", "all", "--device", "cuda", "--seconds", "0.3",
-                # Its own imports and the case in hand at the limit take time as well.
-                "--limit", f"{max(seconds - 45, seconds / 3):.0f}", "--json", "bench.json",
-            ],
-            lambda code, log: judge_bench(code, folder / "bench.json"),
-            folder=folder,
-        ),
-    ]  # fmt: skip
-    for dtype in ("float32", "bfloat16"):
-        file = f"compare-{dtype}.json"
-        words = [*onepass, "compare", "--device", "cuda", "--dtype", dtype, "--json", file]
-        words += ["--layers", "12", "--heads", "12", "--width", "768", "--batch", "8"]
-        words += ["--dropout", "0.1", "--steps", "60"]
-        judge = functools.partial(judge_compare, file=folder / file)
-        step = Step(f"compare {dtype}", 45, 120, lambda seconds, words=words: words, judge)
-        steps.append(replace(step, folder=folder))
-    for tool in SANITIZERS:
-        words = [tools["compute-sanitizer"], "--tool", tool, "--error-exitcode", "9"]
-        if tool == "memcheck":
-            words += ["--report-api-errors", "no"]  # torch probes its device by calls that may fail
-        words += [*pytest, TESTS[0], "-k", "small_for_sanitizers"]
-        step = Step(tool, 45, 120, lambda seconds, words=words: words, judge_sanitizer)
-        alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each tensor in an allocation of its own
-        skip = "" if tools["compute-sanitizer"] else "compute-sanitizer is not on this machine"
-        steps.append(replace(step, environment=alone, skip=skip))
-    return steps
+    ]
+
+
+def tests(name: str, files: Sequence[str], pytest: Sequence[str]) -> Step:
+    results = WORK / f"{slug(name)}.xml"
+    words = [*pytest, f"--junit-xml={results}", *files]
+    judge = functools.partial(judge_tests, results=results)
+    return Step(name, 60, 200, lambda seconds: words, judge)
+
+
+def bench(name: str, onepass: Sequence[str], folder: Path) -> Step:
+    families, limit = BENCHMARKS[name]
+    file = f"bench-{name}.json"
+
+    def command(seconds: float) -> list[str]:
+        # Its own imports and the case in hand at the limit take time as well.
+        within = f"{max(seconds - 45, seconds / 3):.0f}"
+        words = [*onepass, "bench", *families, "--device", "cuda", "--seconds", "0.3"]
+        return [*words, "--limit", within, "--json", file]
+
+    judge = functools.partial(judge_bench, file=folder / file)
+    return Step(f"bench {name}", 45, limit, command, judge, folder=folder)
+
+
+def compare(dtype: str, onepass: Sequence[str], folder: Path) -> Step:
+    file = f"compare-{dtype}.json"
+    words = [*onepass, "compare", "--device", "cuda", "--dtype", dtype, "--json", file]
+    words += ["--layers", "12", "--heads", "12", "--width", "768", "--batch", "8"]
+    words += ["--dropout", "0.1", "--steps", "60"]
+    judge = functools.partial(judge_compare, file=folder / file)
+    return Step(f"compare {dtype}", 45, 120, lambda seconds: words, judge, folder=folder)
+
+
+def sanitizer(
+    tool: str, of: str, files: Sequence[str], pytest: Sequence[str], program: str
+) -> Step:
+    words = [program, "--tool", tool, "--error-exitcode", "9"]
+    if tool == "memcheck":
+        words += ["--report-api-errors", "no"]  # torch probes its device by calls that may fail
+    words += [*pytest, *files, "-k", "small_for_sanitizers"]
+    return Step(
+        f"{tool}, {of}",
+        45,
+        120,
+        lambda seconds: words,
+        judge_sanitizer,
+        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor in an allocation of its own
+        skip="" if program else "compute-sanitizer is not on this machine",
+    )
 
 
 def build_command(facts: Mapping, python: str) -> list[str]:
@@ -262,7 +305,7 @@ def judge_doctor(code: int, log: str) -> Outcome:
     return Outcome("ok" if code == 0 else "failed", (log.strip().splitlines() or [""])[-1])
 
 
-def judge_tests(code: int, results: Path) -> Outcome:
+def judge_tests(code: int, log: str, results: Path) -> Outcome:
     """From the JUnit file; tests that were all skipped have shown nothing."""
     try:
         cases = list(ElementTree.parse(results).iter("testcase"))
@@ -278,7 +321,7 @@ def judge_tests(code: int, results: Path) -> Outcome:
     return Outcome("ok" if code == 0 and passed and not bad else "failed", detail)
 
 
-def judge_bench(code: int, file: Path) -> Outcome:
+def judge_bench(code: int, log: str, file: Path) -> Outcome:
     bench = read_json(file)
     if bench is None:
         return Outcome("failed", f"exit code {code}, and no figures")
@@ -402,89 +445,7 @@ def _end(process: subprocess.Popen) -> None:
             process.wait(GRACE)
 
 
-# ---- the table -----------------------------------------------------------------------------------
-
-
-def markdown(report: Mapping, bench: Mapping | None, compared: Sequence[Mapping]) -> str:
-    """The report as Markdown; its rows of figures are those of the README's table."""
-    machine = (bench["machine"] if bench else {}) | report["machine"]
-    names = ("driver", "cuda", "torch", "commit")
-    facts = [f"{name} {machine[name]}" for name in names if name in machine]
-    lines = [f"## {machine['gpu']}", "", f"`make gpu-report`, {report['date']}: {', '.join(facts)}"]
-    if bench:
-        lines += ["", *_figures(bench)]
-    if compared:
-        lines += ["", "| Model (`onepass compare --device cuda`) | times faster | training |"]
-        lines += ["| --- | --- | --- |", *map(_model_row, compared)]
-    lines += ["", "| Step | result | seconds | |", "| --- | --- | --- | --- |"]
-    for step in report["steps"]:
-        detail = step["detail"].replace("|", "/")
-        lines.append(f"| {step['name']} | {step['result']} | {step['seconds']:.0f} | {detail} |")
-    return "\n".join(lines) + "\n"
-
-
-def _figures(bench: Mapping) -> list[str]:
-    groups: dict[str, dict[str, Mapping]] = {}
-    overhead = []
-    for row in bench["rows"]:
-        _, operator, dtype, shape, phase = row["name"].split("/", 4)
-        if row["share_of_copy"] is None:
-            ours, eager = (row["times"][name]["median_us"] for name in ("ours", "eager"))
-            overhead.append(f"{operator} {phase} {ours:.1f} us (eager {eager:.1f})")
-        else:
-            groups.setdefault(f"{operator} {dtype} {shape}", {})[phase] = row
-    goals = [_reached(row) for rows in groups.values() for row in rows.values()]
-    lines = [
-        f"Copy of a large tensor: {bench['ceilings']['copy_gbps']:.0f} GB/s. "
-        f"Goals of speed reached in {sum(goals)} of {len(goals)} cases.",
-        "",
-        f"| Case ({' / '.join(PHASES)}) | times faster than eager | than `torch.compile` "
-        "| share of a same-size copy, by bytes |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name, rows in groups.items():
-        columns = [
-            _each(rows, lambda row: f"{row['against_eager']['median']:.2f}"),
-            _each(rows, lambda row: _ratio(row["against_compile"])),
-            _each(rows, lambda row: f"{row['share_of_copy']:.0%}".replace("%", " %")),
-        ]
-        lines.append(f"| {name} | {' | '.join(columns)} |")
-    if overhead:
-        lines += ["", f"A call on a tensor of 4x8: {', '.join(overhead)}."]
-    for word in ("failed", "left_out"):
-        if bench[word]:
-            lines += ["", f"{word.replace('_', ' ')}: {', '.join(bench[word])}"]
-    return lines
-
-
-def _each(rows: Mapping[str, Mapping], text: Callable[[Mapping], str]) -> str:
-    return " / ".join(text(rows[phase]) if phase in rows else "-" for phase in PHASES)
-
-
-def _ratio(interval: Mapping | None) -> str:
-    return "-" if interval is None else f"{interval['median']:.2f}"
-
-
-def _reached(row: Mapping) -> bool:
-    goal, compiled = row["goal"], row["against_compile"]
-    pairs = [
-        (goal["against_eager"], row["against_eager"]["median"]),
-        (goal["against_compile"], compiled and compiled["median"]),
-        (goal["share_of_copy"], row["share_of_copy"]),
-    ]
-    return all(value is None or wanted is None or value >= wanted for wanted, value in pairs)
-
-
-def _model_row(compared: Mapping) -> str:
-    settings, ratios = compared["settings"], []
-    for speed in compared["speed"]:
-        ratio = speed["variants"]["swapped"]["ratio_to_stock"]
-        low, high = ratio["low"], ratio["high"]
-        ratios.append(f"{ratio['median']:.3f} [{low:.3f}-{high:.3f}] (dropout {speed['dropout']})")
-    sizes = settings["speed"]
-    name = f"GPT, {compared['parameters'] / 1e6:.0f}M, batch {sizes['batch']}x{sizes['block']}"
-    same = "same" if compared["verdict"]["same"] else "different"
-    return f"| {name}, {settings['dtype']} | {', '.join(ratios)} | {same} |"
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -504,7 +465,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(SITE, ignore_errors=True)
-    for stale in [*folder.glob("*.json"), folder / "report.log", WORK / "tests.xml"]:
+    for stale in [*folder.glob("*.json"), folder / "report.log", *WORK.glob("*.xml")]:
         stale.unlink(missing_ok=True)
     print(f"{machine['gpu']}, torch {machine['torch']}, {tools['nvcc']}; results in {folder}")
     start = time.monotonic()
@@ -518,8 +479,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "steps": steps,
     }
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    files = [read_json(folder / f"compare-{dtype}.json") for dtype in ("float32", "bfloat16")]
-    table = markdown(report, read_json(folder / "bench.json"), [file for file in files if file])
+    measured = [read_json(folder / f"bench-{name}.json") for name in BENCHMARKS]
+    compared = [read_json(folder / f"compare-{dtype}.json") for dtype in ("float32", "bfloat16")]
+    table = markdown(report, list(filter(None, measured)), list(filter(None, compared)))
     (folder / "table.md").write_text(table)
     print(f"\n{table}")
     return 1 if any(step["result"] == "failed" for step in steps) else 0

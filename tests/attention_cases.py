@@ -404,7 +404,9 @@ def draws(case: Case) -> int:
     return max(few, min(many, 200_000 // scores))
 
 
-MORE = 5  # times as many draws for a case that fails at first
+def stages(case: Case) -> tuple[int, ...]:
+    """Draws that a case is judged by: a few, and more of one that fails with fewer."""
+    return draws(case), 5 * draws(case)
 
 
 def pool(case: Case) -> tuple[Case, ...]:
@@ -438,14 +440,14 @@ def check(case: Case, compute=compute) -> None:
     each stays wrong.
     """
     results = []
-    for last, count in ((False, draws(case)), (True, MORE * draws(case))):
+    for count in stages(case):
         numbers = range(len(results) // len(pool(case)), count)
         results += [compute(replace(c, draw=draw)) for draw in numbers for c in pool(case)]
         pooled = {
             name: [[result[i][name] for result in results] for i in range(3)]
             for name in results[0][0]
         }
-        if last:
+        if count == stages(case)[-1]:
             for name, tensors in pooled.items():
                 numerics.assert_close(*tensors, f"{case}: {name}")
         elif all(numerics.compare(*tensors).ok for tensors in pooled.values()):

@@ -347,7 +347,9 @@ def draws(case: Case) -> int:
     return max(2, min(10, 20_000 // max(scores, 1)))
 
 
-MORE = 5  # times as many draws for a case that fails at first
+def stages(case: Case) -> tuple[int, ...]:
+    """Draws that a case is judged by: a few, and more of one that fails with fewer."""
+    return draws(case), 5 * draws(case)
 
 
 def compute(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
@@ -363,13 +365,13 @@ def compute(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str,
 def check(case: Case, compute: Callable = compute) -> None:
     """Every result by the numerics rule; attention_cases.check says why by more draws at last."""
     results = []
-    for last, count in ((False, draws(case)), (True, MORE * draws(case))):
+    for count in stages(case):
         results += [compute(replace(case, draw=draw)) for draw in range(len(results), count)]
         pooled = {
             name: [[result[i][name] for result in results] for i in range(3)]
             for name in results[0][1]
         }
-        if last:
+        if count == stages(case)[-1]:
             for name, tensors in pooled.items():
                 numerics.assert_close(*tensors, f"{case}: {name}")
         elif all(numerics.compare(*tensors).ok for tensors in pooled.values()):

@@ -39,42 +39,69 @@ BUILDS = tuple(SANITIZED)
 def program(name: str, build: str, *kernels: str) -> Path:
     """The executable of tests/cuda_emulator/<name>.cpp with csrc/cuda/<kernels>.
 
-    Compiled once for as long as no source changes, also across processes of a parallel test run.
+    Each source is compiled once for as long as neither it nor a header that it includes changes,
+    also across processes of a parallel test run.
     """
     if COMPILER is None:
         pytest.skip("there is no C++ compiler")
     for_kernels, for_scheduler = SANITIZED[build]
     sources = [(FOLDER / "emulator.cpp", for_scheduler), (FOLDER / f"{name}.cpp", for_kernels)]
     sources += [(ROOT / "csrc" / "cuda" / kernel, for_kernels) for kernel in kernels]
-    digest = hashlib.sha256(repr((COMPILER, FLAGS, SANITIZED[build])).encode())
-    for pattern in ("csrc/*/*.h", "csrc/cuda/**/*.cu*", "tests/cuda_emulator/*"):
-        for path in sorted(ROOT.glob(pattern)):
-            digest.update(path.read_bytes())
-    target = BUILD / f"{name}-{build}-{digest.hexdigest()[:16]}"
+    objects = [_compiled(source, build, flags) for source, flags in sources]
+    digest = hashlib.sha256(repr([file.name for file in objects]).encode())
+    linked = BUILD / f"{name}{len(kernels)}-{build}-{digest.hexdigest()[:16]}"
+    return _made(linked, [COMPILER, *for_kernels, *objects])
+
+
+def _compiled(source: Path, build: str, flags: list[str]) -> Path:
+    digest = hashlib.sha256(repr((COMPILER, FLAGS, flags)).encode())
+    for file in sorted(_included(source)):
+        digest.update(file.read_bytes())
+    name = "_".join(source.relative_to(ROOT).with_suffix("").parts)
+    target = BUILD / f"{name}-{build}-{digest.hexdigest()[:16]}.o"
+    return _made(target, [COMPILER, *FLAGS, *flags, "-x", "c++", "-c", source])
+
+
+def _included(source: Path) -> set[Path]:
+    """The source and the headers of this project that it includes, and those that they do."""
+    found, left = set(), [source]
+    while left:
+        file = left.pop()
+        if file not in found:
+            found.add(file)
+            for name in re.findall(r'^ *# *include ["<]([^">]+)', file.read_text(), re.MULTILINE):
+                paths = (folder / name for folder in (file.parent, ROOT / "csrc", ROOT / "tests"))
+                left += [path for path in paths if path.exists()][:1]
+    return found
+
+
+def _made(target: Path, command: list) -> Path:
+    """What the command writes to `target`, in place of what it wrote from other sources."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    with open(BUILD / f"{name}-{build}.lock", "w") as lock:
+    family = target.name.rpartition("-")[0]
+    with open(BUILD / f"{family}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            _compile(target, sources, for_kernels)
+            for stale in BUILD.glob(f"{family}-*"):
+                stale.unlink()
+            with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+                made = Path(folder) / "made"
+                _run([*command, "-o", made])
+                made.replace(target)
     return target
 
 
-def _compile(target: Path, sources: list[tuple[Path, list[str]]], flags: list[str]) -> None:
-    for stale in BUILD.glob(target.name.rpartition("-")[0] + "-*"):
-        stale.unlink()
-    with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-        objects = [Path(folder) / f"{source.stem}.o" for source, _ in sources]
-        for (source, source_flags), compiled in zip(sources, objects, strict=True):
-            _run([COMPILER, *FLAGS, *source_flags, "-x", "c++", "-c", source, "-o", compiled])
-        linked = Path(folder) / "program"
-        _run([COMPILER, *flags, *objects, "-o", linked])
-        linked.replace(target)
+def run(
+    executable: Path, *arguments, seed: int = 0, resident: int = 1, shared: int = 227 * 1024
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program with a seed for the order of blocks and threads.
 
-
-def run(executable: Path, *arguments, seed: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs a program with a seed for the order of blocks and threads."""
+    At least `resident` blocks run at the same time, with at most `shared` bytes of memory each.
+    """
     environment = os.environ | {
         "EMULATOR_SEED": str(seed),
+        "EMULATOR_RESIDENT": str(resident),
+        "EMULATOR_SHARED": str(shared),
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "TSAN_OPTIONS": "exitcode=66:halt_on_error=1:atexit_sleep_ms=0",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",

@@ -21,13 +21,23 @@ KERNELS = ("norm/forward.cu", "norm/backward.cu", "dropout.cu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@dataclass(frozen=True)
+class Launch:
+    blocks: int
+    threads: int
+    shared: int  # bytes of a block
+    kernel: str  # the instance
+
+
 @dataclass
 class Calls:
-    """The calls of one test: kernel names, pieces and counted bytes, by op."""
+    """The calls of one test: plan, launches and counted bytes, by op."""
 
     program: tuple[str, ...] = ("operators", *KERNELS)
     build: str = "plain"
     seed: int = 0
+    resident: int = 1  # blocks that run at the same time, at least
+    shared: int = 227 * 1024  # bytes that a block may have
     misalign: int = 0  # bytes that tensors of rows begin beyond a multiple of 16
     misaligned: str = ""  # the tensors that do, a pattern of their names; empty: all of them
     done: list[dict] = field(default_factory=list)
@@ -55,35 +65,54 @@ def on_emulated_cuda(monkeypatch, **options) -> Calls:
 def run(calls: Calls, op: str, numbers: dict, tensors: dict[str, Tensor | None]) -> None:
     """Runs the op; tensors that it writes change in place."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    moved = {}
+    for name, tensor in present.items():
+        pattern = calls.misaligned
+        hit = re.fullmatch(pattern, name) if pattern else tensor.dim() > 1
+        moved[name] = calls.misalign if hit else 0
+    run_case(calls, op, numbers, present, moved)
+
+
+def run_case(
+    calls: Calls, op: str, numbers: dict, storages: dict[str, Tensor], moved: dict[str, int],
+    views: dict[str, tuple[str, int]] | None = None,
+) -> None:  # fmt: skip
+    """Runs the op on whole storages, which change in place, each so many bytes beyond a multiple of
+    16; views are (name of a storage, bytes behind its beginning).
+    """
     with tempfile.TemporaryDirectory() as folder:
         lines = [f"op {op}"]
         lines += [f"{name} {_number(value)}" for name, value in numbers.items()]
         parts = []
-        for name, tensor in present.items():
+        for name, tensor in storages.items():
             data = _bytes(tensor)
-            pattern = calls.misaligned
-            moved = re.fullmatch(pattern, name) if pattern else tensor.dim() > 1
-            offset = calls.misalign if moved else 0
-            lines.append(f"{name}: {data.numel()} {offset}")
+            lines.append(f"{name}: {data.numel()} {moved[name]}")
             parts.append(data.numpy().tobytes())
+        lines += [f"{name}@ {of} {behind}" for name, (of, behind) in (views or {}).items()]
         file = Path(folder, "tensors.bin")
         file.write_bytes(b"".join(parts))
         Path(folder, "case.txt").write_text("\n".join(lines))
         name, *kernels = calls.program
         program = emulated.program(name, calls.build, *kernels)
-        result = emulated.run(program, folder, seed=calls.seed)
-        assert result.returncode == 0, f"{numbers}\n{result.stderr[-3000:]}"
-        assert not result.stderr, result.stderr[-3000:]
-        kernel, splits = result.stdout.split()
-        counted = dict(
-            line.split() for line in Path(folder, "counters.txt").read_text().splitlines()
+        result = emulated.run(
+            program, folder, seed=calls.seed, resident=calls.resident, shared=calls.shared
         )
-        counted = {name: int(value) for name, value in counted.items()}
-        calls.done.append({"op": op, "kernel": kernel, "splits": int(splits), **counted})
-        calls.instances.update(Path(folder, "kernels.txt").read_text().splitlines())
+        assert result.returncode == 0, f"{result.returncode}: {numbers}\n{result.stderr[-3000:]}"
+        assert not result.stderr, result.stderr[-3000:]
+        plan = dict(line.split() for line in result.stdout.splitlines())
+        assert "kernel" in plan, f"the program has no {op}"
+        lines = Path(folder, "counters.txt").read_text().splitlines()
+        counted = {name: int(value) for name, value in map(str.split, lines)}
+        plan |= {name: int(value) for name, value in plan.items() if name != "kernel"}
+        launches = [
+            Launch(*map(int, line.split(" ", 3)[:3]), line.split(" ", 3)[3])
+            for line in Path(folder, "kernels.txt").read_text().splitlines()
+        ]
+        calls.done.append({"op": op, **plan, **counted, "launched": launches})
+        calls.instances.update(launch.kernel for launch in launches)
         read = torch.frombuffer(bytearray(file.read_bytes()) or bytearray(1), dtype=torch.uint8)
         begin = 0
-        for tensor, part in zip(present.values(), parts, strict=True):
+        for tensor, part in zip(storages.values(), parts, strict=True):
             _bytes(tensor).copy_(read[begin : begin + len(part)])
             begin += len(part)
 

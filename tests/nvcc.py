@@ -52,7 +52,32 @@ def resources(binary: Path) -> dict[str, dict[str, int]]:
     }
 
 
+def max_threads(binary: Path) -> dict[str, int]:
+    """By kernel: those of a block, as its launch bounds say."""
+    sections = cuobjdump("-elf", binary).split("\n.nv.info.")[1:]
+    return {
+        section.partition("\n")[0]: int(threads[1], 16)
+        for section in sections
+        if (threads := re.search(r"EIATTR_MAX_THREADS\s+Format:.*\s+Value:\s*0x(\w+)", section))
+    }
+
+
 def machine_code(binary: Path) -> dict[str, str]:
     """By kernel, as text."""
     parts = cuobjdump("-sass", binary).split("Function : ")[1:]
     return {part.partition("\n")[0]: part for part in parts}
+
+
+def loops(code: str) -> list[str]:
+    """Of a kernel's machine code: the instructions from where a branch goes back to up to it."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
+    instructions = [(int(address, 16), text) for address, text in found]
+    back = [
+        (int(target[1], 16), address)
+        for address, text in instructions
+        if (target := re.search(r"BRA.*?(0x[0-9a-f]+)", text)) and int(target[1], 16) < address
+    ]
+    return [
+        "\n".join(text for address, text in instructions if first <= address <= last)
+        for first, last in back
+    ]

@@ -325,6 +325,24 @@ def test_messages(number):
         torch.ops.onepass.attention_forward(**arguments)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(max_q=0), "max_q must be at least the longest sequence, got 0"),
+        (dict(cu_seq_q=CU_Q[:1], cu_seq_k=CU_K[:1]),
+         "cu_seq_q must have an end for each sequence, got none"),
+    ],
+)  # fmt: skip
+def test_where_lengths_are_not_read_no_row_is_left_out(changes, message):
+    """As on CUDA; the meta device asks the same checks."""
+    arguments = {
+        name: v.to("meta") if isinstance(v, torch.Tensor) else v
+        for name, v in (PACKED | changes).items()
+    }
+    with pytest.raises(RuntimeError, match=f"^attention: {re.escape(message)}($|\n)"):
+        torch.ops.onepass.attention_forward(**arguments)
+
+
 PAGES = [number for number, (right, *_) in enumerate(WRONG) if right is PAGED]
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from test_bench import run
 
-from onepass import _library
 from onepass.bench import attention, harness, report
 from onepass.bench import case as cases
 from onepass.bench.case import Case, Goal, Row
@@ -219,11 +218,3 @@ def test_quick_runs_every_case(capsys):
         assert "compile" not in row["times"]
     shares = [row["share_of_arithmetic"] for row in result["rows"] if row["gflops"]]
     assert len(shares) == len(with_flops(quick=True)) and all(0 < share < 1 for share in shares)
-
-
-def test_there_are_no_cases_on_cuda_yet(monkeypatch, capsys):
-    assert list(attention.cases(device="cuda")) == []
-    monkeypatch.setattr(_library, "no_cuda", lambda: "")
-    assert run("attention", "--device", "cuda") == 2
-    expected = "bench: --device must be cpu for attention, got cuda: no cases yet\n"
-    assert capsys.readouterr().err == expected

@@ -12,7 +12,7 @@ import torch
 from test_bench import run
 
 from onepass.bench import case as cases
-from onepass.bench import dropout, harness, machine, norm, report
+from onepass.bench import dropout, harness, machine, norm, optimizer, report
 from onepass.bench.ceilings import CudaCeilings
 
 
@@ -139,6 +139,18 @@ def test_what_is_checked_of_a_large_case_has_its_columns(monkeypatch):
             assert tensors[0].numel() <= 2**19
             assert f"x{tensors[0].shape[-1]}/" in case.name
             assert tensors[0].requires_grad == case.backward
+
+
+def test_optimizer_cases(monkeypatch):
+    found = {case.name.removeprefix("optimizer/"): case for case in optimizer.cases(device="cuda")}
+    assert all(case.device == "cuda" for case in found.values())
+    # 28 bytes of a billion parameters, against torch's fused step.
+    assert found["adamw/float32/64x16777216"].moved == 28 * 2**30
+    assert found["adamw/float32/64x16777216"].goal.share == 0.9
+    assert found["adamw/float32/300x768"].moved is None  # the host's time
+    for case in optimizer.cases(quick=True, device="cuda"):
+        row = cases.measure(on_cpu(case, monkeypatch), seconds=0, compiled=False, places=1)
+        assert not row.check, f"{case.name}: {row.check}"
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -401,6 +401,7 @@ def one_device(monkeypatch):
     """As if torch saw one CUDA device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(_library, "not_loaded", {})
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))

@@ -1,8 +1,10 @@
-"""What the compiled CUDA kernels need of a device: registers without spills."""
+"""What the compiled CUDA kernels need of a device: registers without spills, and tensor cores in
+the loops that are about them."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import nvcc
 import pytest
@@ -14,36 +16,44 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 REGISTERS = 65536  # of a multiprocessor, on all of them
 KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "dropout_forward_kernel")
 KERNELS += ("optimizer_step_kernel", "gradient_norm_kernel", "scale_gradients_kernel")
+KERNELS += ("attention_forward_kernel", "attention_backward_kernel", "attention_decode_kernel")
 SOURCES = ("norm/forward.cu", "norm/backward.cu", "dropout.cu")
 SOURCES += ("optimizer/step.cu", "optimizer/gradients.cu")
-MAX_THREADS = 512  # of a block; those below name kernels with another launch bound
-THREADS = {
-    r"columns_kernelINS0_4SameIdEE": 256,
-    r"norm_(forward|backward)_kernelI.*Lb0E": 384,  # single elements
-    r"facts": 1024,
-}
+# Minutes of compiling for each architecture: the oldest, and the one whose speed is promised.
+ATTENTION = tuple(f"attention/{file.name}" for file in sorted(CUDA.glob("attention/*.cu")))
+ATTENTION_ARCHITECTURES = ("sm_80", "sm_90")
+COMPILED = [(source, arch) for source in SOURCES for arch in ARCHITECTURES]
+COMPILED += [(source, arch) for source in ATTENTION for arch in ATTENTION_ARCHITECTURES]
+WITHOUT_KERNELS = ("attention/backend.cu",)
+# Kernels whose main loop multiplies on tensor cores what cp.async brings.
+ON_TENSOR_CORES = r"attention_(forward|backward)_kernel|attention_decode_kernel.*TensorTile"
 
 
-def check(kernels: dict[str, dict[str, int]]) -> None:
+def check(binary: Path) -> None:
+    kernels, threads = nvcc.resources(binary), nvcc.max_threads(binary)
     for name, used in kernels.items():
         assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills: {used}"
-        threads = next((n for part, n in THREADS.items() if re.search(part, name)), MAX_THREADS)
-        assert used["REG"] * threads <= REGISTERS, f"{name} cannot start: {used}"
+        assert used["REG"] * threads.get(name, 1024) <= REGISTERS, f"{name} cannot start: {used}"
 
 
 def test_built_kernels_do_not_spill():
     if not _C.build_info()["cuda_archs"]:
         pytest.skip("built without CUDA")
-    kernels = nvcc.resources(_library.library_directory() / "libonepass_cuda.so")
+    library = _library.library_directory() / "libonepass_cuda.so"
+    kernels = nvcc.resources(library)
     for kernel in KERNELS:
-        assert any(kernel in name for name in kernels)
-    check(kernels)
+        assert any(kernel in name for name in kernels), kernel
+    check(library)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("source", SOURCES)
-def test_kernels_of_a_release_do_not_spill(tmp_path, arch, source):
-    """Also for the architectures that this build leaves out."""
-    kernels = nvcc.resources(nvcc.compile_cubin(CUDA / source, tmp_path / "kernels.cubin", arch))
-    assert kernels
-    check(kernels)
+@pytest.mark.parametrize("source, arch", COMPILED)
+def test_kernels_of_a_release_do_not_spill(tmp_path, source, arch):
+    """Also for architectures that this build leaves out."""
+    binary = nvcc.compile_cubin(CUDA / source, tmp_path / "kernels.cubin", arch)
+    assert nvcc.resources(binary) or source in WITHOUT_KERNELS
+    check(binary)
+    for name, code in nvcc.machine_code(binary).items():
+        if re.search(ON_TENSOR_CORES, name):
+            main = [loop for loop in nvcc.loops(code) if "HMMA" in loop and "LDGSTS" in loop]
+            assert main, f"{name} has no loop of tensor cores and asynchronous copies"
+            assert not re.search("LDL|STL", "".join(main)), f"{name} has local memory in its loop"

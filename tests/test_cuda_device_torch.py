@@ -13,12 +13,16 @@ from device import (
     F16,
     F32,
     ON_CUDA,
+    OTHER,
     assert_equal,
+    captured,
     check_draws,
     dtypes,
     kinds,
+    late,
     make,
     needs_device,
+    needs_gigabytes,
     on_cuda_only,
     randn,
 )
@@ -30,7 +34,6 @@ import onepass
 from onepass import functional, reference
 
 pytestmark = needs_device
-OTHER = "cpu" if ON_CUDA else "meta"
 
 
 # ---- streams and graphs --------------------------------------------------------------------------
@@ -54,21 +57,9 @@ def step(case: Case):
 @on_cuda_only
 @kinds
 def test_work_is_on_the_current_stream(rms, residual):
-    """The input arrives late, on a stream of its own: a kernel on any other one would miss it."""
     leaves, run = step(make(rms, 300, 1000, residual=residual))
     expected = run()
-    value = leaves["input"].detach().clone()
-    with torch.no_grad():
-        leaves["input"].fill_(float("nan"))
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
-        with torch.no_grad():
-            leaves["input"].copy_(value)
-        found = run()
-    stream.synchronize()
-    assert_equal(expected, found)
+    assert_equal(expected, late([leaves["input"]], run))
 
 
 @on_cuda_only
@@ -85,20 +76,6 @@ def test_cuda_graph_of_forward_and_backward(rms, residual, cols):
         graph.replay()
         replayed = [tensor.clone() for tensor in found]
         assert_equal(run(), replayed, f"{seed=}")
-
-
-def captured(run):
-    """(the graph of a call, what it writes)."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
-    return graph, found
 
 
 @on_cuda_only
@@ -276,15 +253,6 @@ def test_swap_and_verify(dtype):
 
 
 # ---- more than 2^31 elements ---------------------------------------------------------------------
-
-
-def needs_gigabytes(count: int) -> None:
-    if not ON_CUDA:
-        return
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    if free < count:
-        pytest.skip(f"needs {count} GiB of device memory, {free:.0f} are free")
 
 
 @pytest.mark.parametrize("rms", [False, True])

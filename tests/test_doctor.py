@@ -93,6 +93,20 @@ def test_which_code_a_device_runs(capability, archs, expected):
     assert doctor.code_for(capability, archs) == expected
 
 
+@pytest.mark.parametrize(
+    ("capability", "ok", "fix"),
+    [
+        (86, True, ""),
+        (75, False, "use a device of sm_80 or newer; for others there are no kernels"),
+        (90, False, "pip install with --config-settings=cmake.define.ONEPASS_CUDA_ARCHS=90"),
+    ],
+)
+def test_a_device(capability, ok, fix):
+    line = doctor.device_line(1, "NVIDIA Something", capability, "80-real")
+    assert line.name == "CUDA device 1" and line.ok is ok and line.fix == fix
+    assert line.value.startswith(f"NVIDIA Something, sm_{capability}: ")
+
+
 def test_every_switch_is_listed():
     root = Path(__file__).parents[1]
     sources = [*root.glob("python/**/*.py"), *root.glob("csrc/**/*.cpp")]

@@ -26,6 +26,7 @@ TOOLS = {"nvcc": "/usr/bin/nvcc", "compute-sanitizer": "/usr/bin/compute-sanitiz
 
 
 def load():
+    sys.path.insert(0, str(SCRIPT.parent))  # as where it is run as a script
     spec = importlib.util.spec_from_file_location("gpu_report", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["gpu_report"] = module  # dataclasses look there
@@ -78,14 +79,18 @@ def test_torch_that_is_missing_or_broken(tmp_path, monkeypatch):
 
 
 def test_facts_of_a_device(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text(
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    torch_of = (
         "from types import SimpleNamespace as N\n"
         "__version__, version = '2.11.0+cu130', N(cuda='13.0')\n"
-        "cuda = N(is_available=lambda: True, get_device_capability=lambda: (9, 0),\n"
-        "         get_device_name=lambda: 'NVIDIA H100 80GB HBM3')\n"
+        "cuda = N(is_available=lambda: True, get_device_capability=lambda: {},\n"
+        "         get_device_name=lambda: '{}')\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "torch.py").write_text(torch_of.format((9, 0), FACTS["gpu"]))
     assert gpu_report.facts_of_device() | {"commit": FACTS["commit"]} == FACTS
+    (tmp_path / "torch.py").write_text(torch_of.format((7, 5), "Tesla T4"))
+    with pytest.raises(gpu_report.Obstacle, match="^Tesla T4 is sm_75, and onepass needs sm_80 on"):
+        gpu_report.facts_of_device()
 
 
 def test_tools_are_found_on_the_path_or_in_the_toolkit(tmp_path):
@@ -141,8 +146,9 @@ def test_slug(device, folder):
 def test_plan(tmp_path):
     steps = {step.name: step for step in gpu_report.plan(FACTS, TOOLS, tmp_path, "python")}
     assert list(steps) == [
-        "build", "doctor", "device tests", "benchmarks", "compare float32", "compare bfloat16",
-        "memcheck", "racecheck", "synccheck",
+        "build", "doctor", "device tests", "attention tests", "bench decode", "bench attention",
+        "bench norm", "bench optimizer", "compare float32", "compare bfloat16",
+        *(f"{tool}, {tests}" for tests in gpu_report.TESTS for tool in gpu_report.SANITIZERS),
     ]  # fmt: skip
     words = {name: " ".join(map(str, step.command(100.0))) for name, step in steps.items()}
     assert "--no-build-isolation --no-deps --no-index" in words["build"]
@@ -150,16 +156,30 @@ def test_plan(tmp_path):
     assert "cmake.define.ONEPASS_CUDA=ON" in words["build"]
     assert "cmake.define.ONEPASS_CUDA_ARCHS=90" in words["build"]
     assert "torch-2-11-0-cu130-sm90" in words["build"]
-    assert "bench all --device cuda" in words["benchmarks"]
-    assert words["benchmarks"].endswith("--limit 55 --json bench.json")
-    assert "--limit 20" in " ".join(steps["benchmarks"].command(60.0))
+    assert "bench norm dropout --device cuda" in words["bench norm"]
+    assert words["bench attention"].endswith("--limit 55 --json bench-attention.json")
+    assert "--limit 20" in " ".join(steps["bench decode"].command(60.0))
     assert "compare --device cuda --dtype bfloat16 --json" in words["compare bfloat16"]
-    for tool in gpu_report.SANITIZERS:
-        assert words[tool].startswith(f"{TOOLS['compute-sanitizer']} --tool {tool} ")
-        assert not steps[tool].skip
+    for name, files in gpu_report.TESTS.items():
+        for tool in gpu_report.SANITIZERS:
+            step = f"{tool}, {name}"
+            assert words[step].startswith(f"{TOOLS['compute-sanitizer']} --tool {tool} ")
+            assert not steps[step].skip
+        for file in files:
+            assert file in words[name] and (ROOT / file).is_file()
     assert all(0 < step.least < step.limit for step in steps.values())
-    for file in gpu_report.TESTS:
-        assert file in words["device tests"] and (ROOT / file).is_file()
+
+
+def test_every_device_test_is_run():
+    run = {file for files in gpu_report.TESTS.values() for file in files}
+    assert run == {f"tests/{path.name}" for path in ROOT.glob("tests/test_cuda_device*.py")}
+
+
+def test_every_family_is_measured():
+    from onepass.bench import FAMILIES
+
+    measured = [family for families, _ in gpu_report.BENCHMARKS.values() for family in families]
+    assert sorted(measured) == sorted(FAMILIES)
 
 
 def test_figures_name_no_folder_of_the_machine(tmp_path):
@@ -182,19 +202,22 @@ def test_flags_of_the_plan_are_flags_of_the_commands(tmp_path):
             parser.parse_args(words[4:])
 
 
-def test_sanitizers_choose_a_test_that_exists(tmp_path):
-    step = gpu_report.plan(FACTS, TOOLS, tmp_path)[-1]
-    words = step.command(100.0)
-    words = [*words[words.index("-m") :], "--collect-only"]
-    result = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert result.stdout.count("test_small_for_sanitizers") == 5, result.stdout
+def test_sanitizers_choose_tests_that_exist(tmp_path):
+    for step in gpu_report.plan(FACTS, TOOLS, tmp_path):
+        if step.name.startswith("memcheck"):
+            words = step.command(100.0)
+            words = [*words[words.index("-m") :], "--collect-only"]
+            result = subprocess.run(
+                [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+            )
+            count = 5 if step.name.endswith("device tests") else 10
+            assert result.stdout.count("test_small_for_sanitizers") == count, result.stdout
 
 
 def test_without_compute_sanitizer_its_steps_are_skipped(tmp_path):
     steps = gpu_report.plan(FACTS, TOOLS | {"compute-sanitizer": ""}, tmp_path)
-    assert [step.name for step in steps if step.skip] == list(gpu_report.SANITIZERS)
+    skipped = {step.name.partition(",")[0] for step in steps if step.skip}
+    assert skipped == set(gpu_report.SANITIZERS)
     records = gpu_report.execute(steps[-1:], 100.0, tmp_path / "log", say=lambda line: None)
     assert results_of(records) == ["skipped"]
     assert records[0]["detail"] == "compute-sanitizer is not on this machine"
@@ -223,7 +246,7 @@ def test_a_step_that_fails_takes_no_other_with_it(tmp_path):
 
 def test_steps_see_what_was_built_first(tmp_path):
     code = "import os; print(os.environ['PYTHONPATH']); print(os.getcwd())"
-    step = gpu_report.replace(python_step("only", code), folder=tmp_path)
+    step = python_step("only", code, folder=tmp_path)
     _, text = gpu_report.run(step, 20.0, tmp_path / "log")
     path, folder = text.splitlines()
     assert path.split(os.pathsep)[0] == str(gpu_report.SITE) and folder == str(tmp_path)
@@ -296,12 +319,12 @@ def test_verdict_on_the_device_tests(tmp_path, body, code, outcome):
         [*words, "--rootdir", tmp_path, tmp_path], capture_output=True, cwd=tmp_path
     )
     assert result.returncode == code
-    judged = gpu_report.judge_tests(result.returncode, tmp_path / "tests.xml")
+    judged = gpu_report.judge_tests(result.returncode, "", tmp_path / "tests.xml")
     assert judged == gpu_report.Outcome(*outcome)
 
 
 def test_tests_that_left_no_results_failed(tmp_path):
-    judged = gpu_report.judge_tests(-11, tmp_path / "tests.xml")
+    judged = gpu_report.judge_tests(-11, "", tmp_path / "tests.xml")
     assert judged == gpu_report.Outcome("failed", "exit code -11, and no results")
 
 
@@ -358,10 +381,28 @@ def row(name: str, eager: float, compiled: float | None, share: float | None, go
         "times": {"ours": {"median_us": 9.0}, "eager": {"median_us": 12.5}},
         "against_eager": interval(eager),
         "against_compile": interval(compiled),
+        "against_others": {},
         "share_of_copy": share,
         "right": True,
-        "goal": {"against_eager": 1.0, "against_compile": 1.0, "share_of_copy": goal},
+        "goal": {
+            "against_eager": 1.0,
+            "against_compile": 1.0,
+            "share_of_copy": goal,
+            "against_others": {},
+        },
     }
+
+
+def attention_row(name: str, share: float, others: dict[str, float], wanted=None, **more) -> dict:
+    found = row(name, 1.5, None, None)
+    del found["share_of_copy"]
+    ceiling = "arithmetic" if name.startswith("attention/") else "update"
+    found |= {f"share_of_{ceiling}": share, **more}
+    found["against_others"] = {
+        other: {"median": value, "low": value, "high": value} for other, value in others.items()
+    }
+    goal = dict.fromkeys(found["goal"]) | {"against_others": wanted or {}}
+    return found | {"goal": goal}
 
 
 BENCH = {
@@ -400,7 +441,7 @@ REPORT = {
 
 
 def test_table():
-    lines = gpu_report.markdown(REPORT, BENCH, [COMPARED]).splitlines()
+    lines = gpu_report.markdown(REPORT, [BENCH], [COMPARED]).splitlines()
     assert lines[0] == "## NVIDIA H100 80GB HBM3"
     assert "driver 580.1, cuda 13.0, torch 2.11.0+cu130, commit 0123456789ab" in lines[2]
     text = "\n".join(lines)
@@ -420,8 +461,55 @@ def test_table():
     assert tables == [5] * 4 + [4] * 3 + [5] * 4, "all rows of a table have its columns"
 
 
+ATTENTION = BENCH | {
+    "ceilings": {"copy_gbps": 3012.3, "matmul_16_gflops": 701e3},
+    "failed": {},
+    "left_out": [],
+    "rows": [
+        attention_row(
+            f"attention/full/bfloat16/4x16x4096x128/{phase}",
+            share,
+            {"flash": 1.25, "cudnn": 0.75} if phase == "forward" else {"flash": 1.5},
+            gflops=gflops,
+        )
+        for phase, share, gflops in (("forward", 0.5, 350.4e3), ("backward", 0.43, 300.6e3))
+    ]
+    + [
+        attention_row(
+            "attention/mask/bfloat16/8x16x2048x128/forward", 0.4, {"none": 0.8}, {"none": 0.77},
+            gflops=280e3,
+        ),
+        attention_row(
+            "decode/grouped/bfloat16/1x32on8x1x32768x128", 0.81, {"flash": 2.0}, gbps=2500.2
+        ),
+        row("optimizer/adamw/float32/300x768", 3.0, None, None) | {"gbps": None},
+    ],
+}  # fmt: skip
+
+
+def test_table_of_attention():
+    lines = gpu_report.markdown(REPORT, [BENCH, ATTENTION], []).splitlines()
+    assert (
+        "Copy of a large tensor: 3012 GB/s; torch's matmul in bfloat16: 701 TFLOP/s. Goals of "
+        "speed reached in 1 of 1 cases."
+    ) in lines
+    assert (
+        "| full bfloat16 4x16x4096x128 | 350 / 301 | 50 % / 43 % | 1.50 / 1.50 "
+        "| flash 1.25 / 1.50, cudnn 0.75 / - |"
+    ) in lines
+    assert (
+        "| mask bfloat16 8x16x2048x128 | 280 / - | 40 % / - | 1.50 / - | none 0.80 / - |" in lines
+    )
+    assert (
+        "| grouped bfloat16 1x32on8x1x32768x128 | 9.0 | 2500 | 81 % | 1.50 | flash 2.00 |" in lines
+    )
+    assert "| adamw float32 300x768 | 9.0 | - | - | 3.00 | - |" in lines
+    tables = [line.count("|") for line in lines if line.startswith("|")]
+    assert tables == [5] * 4 + [7] * 3 + [6] * 4 + [7] * 3 + [5] * 4
+
+
 def test_table_without_any_figures():
-    text = gpu_report.markdown(REPORT, None, [])
+    text = gpu_report.markdown(REPORT, [], [])
     assert "| build | ok | 41 |  |" in text and "eager" not in text
 
 
@@ -435,9 +523,14 @@ def test_bench_and_compare_write_what_the_table_reads(tmp_path):
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     figures = gpu_report.read_json(tmp_path / "bench.json")
     compared = gpu_report.read_json(tmp_path / "compare.json")
-    text = gpu_report.markdown(REPORT, figures, [compared])
+    text = gpu_report.markdown(REPORT, [figures], [compared])
     assert "| layer_norm float32 64x96 | " in text and "| GPT, " in text
-    assert gpu_report.judge_bench(0, tmp_path / "bench.json").detail == "22 cases"
+    assert gpu_report.judge_bench(0, "", tmp_path / "bench.json").detail == "22 cases"
+    attention = [*words, "bench", "attention", "decode", "--quick", "--threads", "1"]
+    attention += ["--case", "*/causal/*/1x2x*", "--json", "attention.json"]
+    subprocess.run(attention, cwd=tmp_path, check=True, capture_output=True)
+    text = gpu_report.markdown(REPORT, [gpu_report.read_json(tmp_path / "attention.json")], [])
+    assert "| causal float32 1x2x48x16 | " in text and "A call on a tensor of 1x2x4x8: " in text
     judged = gpu_report.judge_compare(0, "", tmp_path / "compare.json")
     assert judged.result in ("ok", "failed") and judged.detail == compared["verdict"]["sentence"]
 
@@ -451,11 +544,11 @@ def test_main_writes_the_report(tmp_path, monkeypatch, capsys, code, expected):
     monkeypatch.setattr(gpu_report, "plan", lambda *_: steps)
     folder = tmp_path / "out" / "nvidia-h100-80gb-hbm3"
     folder.mkdir(parents=True)
-    (folder / "bench.json").write_text("of an earlier run")
+    (folder / "bench-norm.json").write_text("of an earlier run")
     assert gpu_report.main(["--out", str(tmp_path / "out"), "--budget", "30"]) == expected
     report = json.loads((folder / "report.json").read_text())
     assert results_of(report["steps"]) == ["ok", "failed" if expected else "ok"]
     assert report["machine"] == FACTS and report["budget"] == 30
-    assert not (folder / "bench.json").exists()
+    assert not (folder / "bench-norm.json").exists()
     table = (folder / "table.md").read_text()
     assert table in capsys.readouterr().out and "| build | ok |" in table

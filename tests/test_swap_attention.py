@@ -449,7 +449,27 @@ def test_excluded_layers_are_named_as_bypassed():
 # ---------------------------------------------------------------- torch
 
 
-@pytest.mark.parametrize("cls", [Plain, Alias, Helper, Method, WithProcessor])
+class Unflattened(Plain):
+    """As diffusers splits heads; Dynamo cannot follow the method below another mode."""
+
+    def split(self, x):
+        return self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+
+class BesideTorchs(Plain):
+    """Calls the function and holds torch's module, which is called below its redirection."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.other = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.other(x, x, x, need_weights=False)[0] + super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "cls", [Plain, Alias, Helper, Method, WithProcessor, Unflattened, BesideTorchs]
+)
 def test_compile_fullgraph(cls):
     torch._dynamo.reset()
     model = Block(cls)

@@ -13,8 +13,7 @@ struct Machine {
 };
 
 struct Plan {
-  int64_t workspace_bytes;  // scratch that run() receives, 64-byte aligned
-  int64_t zeroed_bytes;     // its leading part that must be zero
+  int64_t workspace_bytes;  // scratch that run() receives, 64-byte aligned, as it is
   const char* kernel_name;  // the function a profiler shows
   int64_t rows_per_tile;    // rows that a kernel call takes together
   int64_t splits;           // pieces that the work is cut into; of the shape alone where results

@@ -78,7 +78,6 @@ int64_t bytes_per_element(const DropoutForward& args) {
 Plan plan_forward(const DropoutForward& args, const Machine& machine) {
   const bool parallel = machine.threads > 1 && args.numel * bytes_per_element(args) > kSerialBytes;
   return {.workspace_bytes = 0,
-          .zeroed_bytes = 0,
           .kernel_name = args.seed ? "dropout_forward_kernel" : "add_kernel",
           .rows_per_tile = 1,
           .splits = (args.numel + kDropoutTile - 1) / kDropoutTile,

@@ -11,5 +11,7 @@ Operator<DropoutForward> dropout_forward();
 Operator<GradientNorm> gradient_norm();
 Operator<ScaleGradients> scale_gradients();
 Operator<OptimizerStep> optimizer_step();
+AttentionBackend attention_backend();
+Operator<AttentionDecode> attention_decode();
 
 }  // namespace onepass::cuda

@@ -61,7 +61,6 @@ Plan plan_forward(const DropoutForward& args, const Machine&) {
   const int64_t packs = (args.numel + kPack - 1) / kPack;
   const int64_t blocks = (packs + kPacksPerBlock - 1) / kPacksPerBlock;
   return {.workspace_bytes = 0,
-          .zeroed_bytes = 0,
           .kernel_name = "dropout_forward_kernel",
           .rows_per_tile = 1,
           .splits = std::clamp<int64_t>(blocks, 1, kMaxBlocks),

@@ -9,6 +9,8 @@ extern "C" onepass::Backend onepass_cuda_kernels() {
           .optimizer = {.norm = onepass::cuda::gradient_norm(),
                         .scale = onepass::cuda::scale_gradients(),
                         .step = onepass::cuda::optimizer_step()},
+          .attention = onepass::cuda::attention_backend(),
+          .attention_decode = onepass::cuda::attention_decode(),
           .fma_ceiling = nullptr,
           .bf16_dot_ceiling = nullptr};
 }

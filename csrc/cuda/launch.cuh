@@ -32,6 +32,9 @@ inline constexpr size_t kMaxParameterBytes = 32764;
 // Ordered with the kernels on the stream; part of a graph that captures it.
 inline void zero(void* memory, size_t bytes, void* /*stream*/) { std::memset(memory, 0, bytes); }
 
+// What a block of the current device may have.
+inline size_t max_shared_bytes() { return emulator::max_shared_bytes(); }
+
 template <auto kKernel, class... Args>
 void launch(const LaunchShape& shape, void* /*stream*/, const Args&... args) {
   emulator::launch({.grid = {static_cast<unsigned>(shape.blocks), 1, 1},
@@ -55,6 +58,15 @@ inline void zero(void* memory, size_t bytes, void* stream) {
   check(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)), "zeroing memory");
 }
 
+// What a block of the current device may have.
+inline size_t max_shared_bytes() {
+  int device = 0, bytes = 0;
+  check(cudaGetDevice(&device), "asking for the device");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        "asking for its shared memory");
+  return static_cast<size_t>(bytes);
+}
+
 template <auto kKernel, class... Args>
 void launch(const LaunchShape& shape, void* stream, const Args&... args) {
   constexpr int64_t kMaxBlocks = 0x7fffffff;
@@ -64,8 +76,9 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
   }
   constexpr size_t kWithoutAsking = 48 * 1024;
   if (shape.shared_bytes > kWithoutAsking) {
+    // All that there is: the limit is the kernel's, and another thread may start it with more.
     check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shape.shared_bytes)),
+                               static_cast<int>(max_shared_bytes())),
           "asking for shared memory");
   }
   cudaLaunchConfig_t config{};

@@ -136,6 +136,27 @@ __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value)
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// *address += value, in whatever order blocks come; nothing else is ordered by it.
+__device__ __forceinline__ void add_global(float* address, float value) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+
+// The same of four neighbours, 16-byte aligned: one instruction where kAddsFour.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && \
+    __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201
+inline constexpr bool kAddsFour = true;
+__device__ __forceinline__ void add_global_4(float* address, const float (&value)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+               "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3])
+               : "memory");
+}
+#else
+inline constexpr bool kAddsFour = false;
+__device__ __forceinline__ void add_global_4(float* address, const float (&value)[4]) {
+  for (int i = 0; i < 4; ++i) add_global(address + i, value[i]);
+}
+#endif
+
 // In loops that wait for another block.
 __device__ __forceinline__ void spin() { __nanosleep(20); }
 
@@ -165,6 +186,13 @@ __device__ __forceinline__ double multiply_add(double a, double b, double c) {
 __device__ __forceinline__ float exp2_approximate(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x to a unit in the last place.
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

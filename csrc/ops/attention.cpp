@@ -13,7 +13,6 @@
 #include "ops/attention_memory.h"
 #include "ops/runtime.h"
 
-#ifndef ONEPASS_CUDA  // where there are no kernels of this family yet
 namespace onepass {
 namespace {
 
@@ -134,7 +133,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& doutput, const OptionalTensor& dlse, const Tensor& query,
     const Tensor& key, const Tensor& value, const Tensor& output, const Tensor& lse,
-    const OptionalTensor& lse_rest, const Options& options, int64_t grad_mask) {
+    const OptionalTensor& lse_rest, const Options& options, int64_t grad_mask, bool deterministic) {
   constexpr const char* op = "attention_backward";
   const AttentionChecks checks(op, query, key, value, options);
   require(!options.block_table, op, ": block_table must not be given, got one");
@@ -213,6 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   }
   if (grad_mask & kWantSlopes) args.dslopes = static_cast<float*>(dslopes.mutable_data_ptr());
   if (grad_mask & kWantSinks) args.dsinks = dsinks.mutable_data_ptr();
+  args.deterministic = deterministic;
   run_operator(backend().attention.backward, args, query_shape.device,
                [&] { return describe(op, args); });
   return {dquery, dkey, dvalue, dbias, dsinks, dslopes};
@@ -239,13 +239,12 @@ struct Unboxed {
     attach_lengths(checks, options, args, copies);
   }
 
-  // Every result of the CPU kernels is deterministic.
   static auto backward(const OptionalTensor& doutput, const OptionalTensor& dlse,
                        const Tensor& query, const Tensor& key, const Tensor& value,
                        const Tensor& output, const Tensor& lse, const OptionalTensor& lse_rest,
-                       Fields... fields, int64_t grad_mask, bool /*deterministic*/) {
+                       Fields... fields, int64_t grad_mask, bool deterministic) {
     return attention_backward(doutput, dlse, query, key, value, output, lse, lse_rest,
-                              Options{fields...}, grad_mask);
+                              Options{fields...}, grad_mask, deterministic);
   }
 };
 using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
@@ -266,6 +265,7 @@ using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTens
   "float scale, float softcap=0.0, float dropout_p=0.0, bool bottom_right=False, "           \
   "bool out_bshd=False, SymInt num_splits=0"
 
+#ifndef ONEPASS_CUDA
 STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
   // lse_rest is what rounding took from lse; the backward wants it back.
   m.def("attention_forward(Tensor query, Tensor key, Tensor value, *, " ONEPASS_ATTENTION_OPTIONS
@@ -287,6 +287,11 @@ STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&Ops::forward));
   m.impl("attention_backward", TORCH_BOX(&Ops::backward));
 }
+#else
+STABLE_TORCH_LIBRARY_IMPL(onepass, CUDA, m) {
+  m.impl("attention_forward", TORCH_BOX(&Ops::forward));
+  m.impl("attention_backward", TORCH_BOX(&Ops::backward));
+}
+#endif
 
 }  // namespace onepass
-#endif  // ONEPASS_CUDA

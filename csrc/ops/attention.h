@@ -109,8 +109,9 @@ struct AttentionBackward : Attention {
   Strided dvalue;        // as value
   Strided dbias;         // as bias, 0 strides where it is to be summed; contiguous
   int64_t dbias_numel;
-  float* dslopes;  // as alibi_slopes: (batch, heads) or (heads,); contiguous
-  void* dsinks;    // (heads,)
+  float* dslopes;      // as alibi_slopes: (batch, heads) or (heads,); contiguous
+  void* dsinks;        // (heads,)
+  bool deterministic;  // bitwise repeatable: on CUDA, where sums are atomic otherwise
 };
 
 struct AttentionBackend {
@@ -162,6 +163,52 @@ ONEPASS_HOST_DEVICE inline KeyRange keys_of(const Attention& args, const Sequenc
   const int64_t first = position - args.window_left;
   const int64_t last = position + args.window_right + 1;
   return {first > 0 ? first : 0, last < sequence.keys ? last : sequence.keys};
+}
+
+// Of queries [first, last) of a sequence; intervals only grow and move to the right with the query,
+// so the first and the last query say it all. No key: first >= last.
+struct SeenKeys {
+  int64_t first;      // of any query
+  int64_t last;       // of any query
+  int64_t all_first;  // of every query
+  int64_t all_last;
+};
+
+ONEPASS_HOST_DEVICE inline SeenKeys seen_keys(const Attention& args, const Sequence& sequence,
+                                              int64_t first, int64_t last) {
+  const KeyRange low = keys_of(args, sequence, first);
+  const KeyRange high = keys_of(args, sequence, last - 1);
+  return {low.first, high.last, high.first, low.last};
+}
+
+// Likewise the queries of a sequence that see any of keys [first, last).
+ONEPASS_HOST_DEVICE inline KeyRange seeing_queries(const Attention& args, const Sequence& sequence,
+                                                   int64_t first, int64_t last) {
+  const int64_t begin = first - args.window_right - sequence.alignment;
+  const int64_t end = last - 1 + args.window_left - sequence.alignment + 1;
+  return {begin > 0 ? begin : 0, end < sequence.queries ? end : sequence.queries};
+}
+
+// The row of a boolean mask that a query goes by, indexed by key.
+ONEPASS_HOST_DEVICE inline const uint8_t* mask_row(const Attention& args, int64_t batch,
+                                                   int64_t head, int64_t query) {
+  return static_cast<const uint8_t*>(args.mask.data) + batch * args.mask.batch_stride +
+         head * args.mask.head_stride + query * args.mask.row_stride;
+}
+
+// Where the LSE of a query lies among those of the call.
+ONEPASS_HOST_DEVICE inline int64_t lse_row(const Attention& args, const Sequence& sequence,
+                                           int64_t batch, int64_t head, int64_t query) {
+  return args.cu_seq_q ? head * args.total_q + sequence.first_q + query
+                       : (batch * args.heads + head) * args.seq_q + query;
+}
+
+// The word of a random counter that stands for a head of the whole attention.
+ONEPASS_HOST_DEVICE inline uint32_t random_head(const Attention& args, int64_t batch,
+                                                int64_t head) {
+  const uint64_t first =
+      static_cast<uint64_t>(args.batch_offset + batch) * static_cast<uint64_t>(args.total_heads);
+  return static_cast<uint32_t>(first + static_cast<uint64_t>(args.head_offset + head));
 }
 
 }  // namespace onepass

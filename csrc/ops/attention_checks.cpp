@@ -234,7 +234,15 @@ void AttentionChecks::numbers() {
 
 // What the lengths and page numbers in `args` must be. They are read where that costs nothing.
 void AttentionChecks::lengths(const Attention& args) const {
-  if (query_.device.type != aoti_torch_device_type_cpu()) return;
+  if (query_.device.type != aoti_torch_device_type_cpu()) {
+    // What can be said without reading them: results are not left without a kernel.
+    if (packed_ && args.total_q > 0) {
+      require(args.batch > 0, op_, ": cu_seq_q must have an end for each sequence, got none");
+      require(args.seq_q > 0, op_, ": max_q must be at least the longest sequence, got ",
+              args.seq_q);
+    }
+    return;
+  }
   if (packed_) cumulative("cu_seq_q", args.cu_seq_q, args.total_q);
   if (args.cu_seq_k) cumulative("cu_seq_k", args.cu_seq_k, total_k_);
   int64_t longest_q = 0;

@@ -13,7 +13,6 @@
 #include "ops/attention_memory.h"
 #include "ops/runtime.h"
 
-#ifndef ONEPASS_CUDA  // where there are no kernels of this family yet
 namespace onepass {
 namespace {
 
@@ -68,7 +67,6 @@ class DecodeCall {
         attention_(options.of_attention()),
         checks_(op, query, k_cache, v_cache, attention_,
                 options.cache_batch_idx ? AttentionKeys::kAnyCache : AttentionKeys::kCaches) {
-    const TensorInfo& shape = checks_.query();
     const TensorInfo cache = info_of(k_cache);
     static_cast<Attention&>(args_) = checks_.args();
     require(!options.cache_batch_idx || !options.block_table, op_,
@@ -89,7 +87,7 @@ class DecodeCall {
     args_.block_table = elements_of<int32_t>(options.block_table, copies_);
     args_.cache_batch_idx = elements_of<int32_t>(options.cache_batch_idx, copies_);
     args_.cache_leftpad = elements_of<int32_t>(options.cache_leftpad, copies_);
-    if (shape.device.type == aoti_torch_device_type_cpu()) {
+    if (on_cpu()) {
       lengths();
       if (args_.new_rows > 0) written_once();
     }
@@ -299,15 +297,21 @@ class DecodeCall {
     }
   }
 
+  // The longest sequence where lengths can be read, else what a cache has room for.
+  int64_t longest() const {
+    if (!on_cpu()) return args_.seq_k;
+    int64_t last = 0;
+    for (int64_t b = 0; b < args_.batch; ++b) last = std::max(last, cached_keys(args_, b).last);
+    return last;
+  }
+
+  bool on_cpu() const { return checks_.query().device.type == aoti_torch_device_type_cpu(); }
+
   Dispatch describe() const {
     std::ostringstream text;
     text << args_.batch << " x " << args_.heads << " heads";
     if (args_.kv_heads != args_.heads) text << " on " << args_.kv_heads;
-    int64_t longest = 0;
-    for (int64_t b = 0; b < args_.batch; ++b) {
-      longest = std::max(longest, cached_keys(args_, b).last);
-    }
-    text << ", " << args_.seq_q << " queries x up to " << longest << " keys";
+    text << ", " << args_.seq_q << " queries x up to " << longest() << " keys";
     if (args_.new_rows > 0) text << ", " << args_.new_rows << " of them new";
     text << ", head_dim " << args_.head_dim;
     if (args_.value_dim != args_.head_dim) text << " and " << args_.value_dim;
@@ -387,6 +391,7 @@ using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTens
 #define ONEPASS_DECODE_ROTARY \
   ", Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=True"
 
+#ifndef ONEPASS_CUDA
 STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
   m.def("attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, *, " ONEPASS_DECODE_OPTIONS
         ") -> (Tensor output, Tensor lse)");
@@ -409,6 +414,11 @@ STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
   m.impl("attention_decode", TORCH_BOX(&Ops::decode));
   m.impl("attention_decode_append", TORCH_BOX(&Ops::append));
 }
+#else
+STABLE_TORCH_LIBRARY_IMPL(onepass, CUDA, m) {
+  m.impl("attention_decode", TORCH_BOX(&Ops::decode));
+  m.impl("attention_decode_append", TORCH_BOX(&Ops::append));
+}
+#endif
 
 }  // namespace onepass
-#endif  // ONEPASS_CUDA

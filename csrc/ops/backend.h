@@ -14,11 +14,11 @@ struct Backend {
   NormBackend norm;
   DropoutBackend dropout;
   OptimizerBackend optimizer;
-  AttentionBackend attention{};                  // null on CUDA
-  Operator<AttentionDecode> attention_decode{};  // likewise
-  double (*fma_ceiling)(double seconds);         // measured GFLOP/s of one thread, or null
-  double (*bf16_dot_ceiling)(
-      double seconds);  // likewise; 0 where the level has no such instruction
+  AttentionBackend attention;
+  Operator<AttentionDecode> attention_decode;
+  // Measured GFLOP/s of one thread, null on CUDA; 0 where the level has no such instruction.
+  double (*fma_ceiling)(double seconds);
+  double (*bf16_dot_ceiling)(double seconds);
 };
 
 }  // namespace onepass

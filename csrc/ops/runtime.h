@@ -6,6 +6,7 @@
 
 #include "core/backend.h"
 #include "ops/backend.h"
+#include "ops/check.h"
 #include "ops/host.h"
 #include "ops/tensor.h"
 
@@ -14,6 +15,11 @@ namespace onepass {
 const Backend& backend();  // of the library this is compiled into
 Machine machine();
 Context context(const Device& device);
+
+// Of the CUDA devices that kernels are made for, as 10 * major + minor: those with the tensor-core
+// instructions for bfloat16 and with copies from global to shared memory past the registers.
+inline constexpr int32_t kOldestCapability = 80;
+int32_t capability_of(const Device& device);  // kOldestCapability on the CPU
 
 // Makes the device torch's current one for as long as it lives; nothing on CPU.
 class DeviceGuard {
@@ -38,6 +44,11 @@ std::vector<Dispatch> take_recorded();
 template <class Args, class Describe>
 void run_operator(const Operator<Args>& op, const Args& args, const Device& device,
                   Describe&& describe) {
+  if (const int32_t got = capability_of(device); got < kOldestCapability) [[unlikely]] {
+    require(false, describe().op, ": tensors must be on a CUDA device of compute capability ",
+            kOldestCapability / 10, ".", kOldestCapability % 10, " or newer, got ", device,
+            ", which has ", got / 10, ".", got % 10);
+  }
   const Machine here = machine();
   const Plan plan = op.plan(args, here);
   if (recording()) [[unlikely]] {

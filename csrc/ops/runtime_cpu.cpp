@@ -88,6 +88,8 @@ Machine machine() {
   return {.threads = static_cast<int32_t>(threads)};
 }
 
+int32_t capability_of(const Device&) { return kOldestCapability; }
+
 DeviceGuard::DeviceGuard(const Device&) {}
 DeviceGuard::~DeviceGuard() = default;
 

@@ -3,11 +3,15 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <atomic>
 #include <stdexcept>
 
 #include "ops/runtime.h"
 
-extern "C" onepass::Backend onepass_cuda_kernels();
+extern "C" {
+onepass::Backend onepass_cuda_kernels();
+int onepass_cuda_capability(int device);
+}
 
 namespace onepass {
 
@@ -25,6 +29,19 @@ Context context(const Device& device) {
                              std::to_string(device.index));
   }
   return {.stream = stream, .parallel_for = nullptr};
+}
+
+int32_t capability_of(const Device& device) {
+  constexpr int32_t kDevices = 128;  // torch has no more
+  static std::atomic<int32_t> known[kDevices];
+  std::atomic<int32_t>& capability = known[device.index % kDevices];
+  int32_t found = capability.load(std::memory_order_relaxed);
+  if (found == 0) [[unlikely]] {
+    found = onepass_cuda_capability(device.index);
+    if (found < 0) found = kOldestCapability;  // the launch says what is wrong with the driver
+    capability.store(found, std::memory_order_relaxed);
+  }
+  return found;
 }
 
 DeviceGuard::DeviceGuard(const Device& device) {

@@ -15,6 +15,7 @@ from pathlib import Path
 
 REINSTALL = "reinstall it: pip install --force-reinstall --no-deps onepass"
 OLDEST_TORCH = (2, 10)
+OLDEST_CAPABILITY = (8, 0)  # of CUDA devices; that of csrc/ops/runtime.h
 
 # Facts for `onepass doctor`: library name -> path once loaded, or -> the reason why it is not.
 loaded: dict[str, Path] = {}
@@ -49,7 +50,20 @@ def no_cuda() -> str:
 
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    return not_loaded.get("libonepass_cuda.so", "")
+    return not_loaded.get("libonepass_cuda.so", "") or too_old()
+
+
+def too_old(device=None) -> str:
+    """Why the kernels cannot run on a CUDA device, torch's current one by default, by its age."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= OLDEST_CAPABILITY:
+        return ""
+    got, oldest = (".".join(map(str, version)) for version in (capability, OLDEST_CAPABILITY))
+    return f"the device has compute capability {got}, and onepass needs {oldest} or newer"
 
 
 def is_command_line(argv: list[str], orig_argv: list[str]) -> bool:

@@ -156,13 +156,18 @@ def _cuda() -> Iterator[Line]:
     for device in range(count):
         library.onepass_cuda_device_name(device, name, len(name))
         capability = library.onepass_cuda_capability(device)
-        code = code_for(capability, archs)
-        yield Line(
-            f"CUDA device {device}",
-            f"{name.value.decode()}, sm_{capability}: {code or 'nothing built runs on it'}",
-            bool(code),
-            f"pip install with --config-settings=cmake.define.ONEPASS_CUDA_ARCHS={capability}",
-        )
+        yield device_line(device, name.value.decode(), capability, archs)
+
+
+def device_line(number: int, name: str, capability: int, archs: str) -> Line:
+    """Whether a build for `archs` runs on a device of this capability (as 10 * major + minor)."""
+    code = code_for(capability, archs)
+    fix = f"pip install with --config-settings=cmake.define.ONEPASS_CUDA_ARCHS={capability}"
+    oldest = "{}{}".format(*_library.OLDEST_CAPABILITY)
+    if capability < int(oldest):
+        fix = f"use a device of sm_{oldest} or newer; for others there are no kernels"
+    value = f"{name}, sm_{capability}: {code or 'nothing built runs on it'}"
+    return Line(f"CUDA device {number}", value, bool(code), fix)
 
 
 def _no_device(error: str, toolkit: str) -> Line:

@@ -2,10 +2,13 @@
 // that tests/emulated_ops.py has written. case.txt has one field of the argument struct per line:
 //   NAME value                 a number
 //   NAME: BYTES OFFSET         the next tensor in tensors.bin, OFFSET bytes beyond a multiple of 16
-// The tensors are written back, what was counted to counters.txt, and the names of the kernels that
-// ran to kernels.txt. `PROGRAM --kernels` prints the names of those that there are.
+//   NAME@ TENSOR BYTES         a view: BYTES behind the beginning of a tensor named before
+// The tensors are written back, what was counted to counters.txt, and to kernels.txt the kernels
+// that ran: blocks, threads, bytes of shared memory, name. `PROGRAM --kernels` prints the names of
+// those that there are.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -37,6 +40,7 @@ struct Case {
   std::string folder;
   std::map<std::string, std::string> values;
   std::map<std::string, Tensor> tensors;
+  std::map<std::string, char*> views;
   std::vector<std::string> order;  // of the tensors in the file
 
   explicit Case(const std::string& path) : folder(path) {
@@ -44,11 +48,19 @@ struct Case {
     std::ifstream data(path + "/tensors.bin", std::ios::binary);
     std::string name;
     while (file >> name) {
-      if (name.back() != ':') {
+      const char kind = name.back();
+      if (kind != ':' && kind != '@') {
         file >> values[name];
         continue;
       }
       name.pop_back();
+      if (kind == '@') {
+        std::string of;
+        size_t behind;
+        file >> of >> behind;
+        views[name] = tensors.at(of).data() + behind;
+        continue;
+      }
       Tensor& tensor = tensors[name];
       file >> tensor.bytes >> tensor.offset;
       tensor.memory.reset(new char[tensor.offset + tensor.bytes]);
@@ -69,7 +81,10 @@ struct Case {
     count("launches", counted.launches);
     count("shared", counted.shared);
     std::ofstream ran(folder + "/kernels.txt");
-    for (const std::string& name : emulator::launched()) ran << name << "\n";
+    for (const emulator::Launch& launch : emulator::launched()) {
+      ran << launch.grid.x << " " << launch.block.x << " " << launch.shared_bytes << " "
+          << launch.kernel << "\n";
+    }
   }
 
   void count(const char* name, uint64_t value) const {
@@ -79,7 +94,10 @@ struct Case {
   template <class T>
   void get(const char* name, T*& pointer) const {
     const auto found = tensors.find(name);
-    pointer = found == tensors.end() ? nullptr : reinterpret_cast<T*>(found->second.data());
+    const auto view = views.find(name);
+    char* data = found == tensors.end() ? nullptr : found->second.data();
+    if (view != views.end()) data = view->second;
+    pointer = reinterpret_cast<T*>(data);
   }
   template <class T>
   void get(const char* name, T& value) const {
@@ -94,10 +112,13 @@ template <class Args>
 void run(const Operator<Args>& op, const Args& args) {
   const Plan plan = op.plan(args, Machine{.threads = 1});
   const std::unique_ptr<char[]> workspace(new char[plan.workspace_bytes]);
-  for (int64_t i = 0; i < plan.workspace_bytes; ++i) {
-    workspace[i] = static_cast<char>(i < plan.zeroed_bytes ? 0 : emulator::kPoison);
-  }
-  std::printf("%s %lld\n", plan.kernel_name, static_cast<long long>(plan.splits));
+  std::fill_n(workspace.get(), plan.workspace_bytes, static_cast<char>(emulator::kPoison));
+  const auto print = [](const char* name, int64_t value) {
+    std::printf("%s %lld\n", name, static_cast<long long>(value));
+  };
+  std::printf("kernel %s\n", plan.kernel_name);
+  print("splits", plan.splits), print("rows_per_tile", plan.rows_per_tile);
+  print("workspace_bytes", plan.workspace_bytes);
   op.run(args, plan, workspace.get(), Context{});
 }
 

@@ -18,11 +18,6 @@ namespace detail {
 
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
-struct Fragments {
-  uint32_t a[4];
-  uint32_t b[2];
-};
-
 template <class T>
 float element(uint32_t pair, int which) {
   return widen(T{static_cast<uint16_t>(which ? pair >> 16 : pair)});
@@ -36,36 +31,59 @@ inline float tf32(uint32_t bits) { return std::bit_cast<float>(bits & 0xffffe000
 // b rows 2t, 2t + 1 (+ 8 for r = 1), column g; d[r] row g (+ 8 for r >= 2), column 2t + r % 2.
 template <class T>
 void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  const detail::Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-  detail::Fragments all[emulator::kWarpSize];
-  emulator::exchange(detail::kAllLanes, "mma.m16n8k16", &mine, sizeof(mine), all);
-  const int lane = emulator::self().lane;
+  struct Fragments {
+    float a[4][2];
+    float b[2][2];
+  };
+  Fragments mine;
   for (int r = 0; r < 4; ++r) {
-    const int row = lane / 4 + (r >= 2 ? 8 : 0), column = lane % 4 * 2 + r % 2;
-    float sum = 0.0f;
-    for (int k = 0; k < 16; ++k) {
-      const detail::Fragments& of_a = all[row % 8 * 4 + k % 8 / 2];
-      const detail::Fragments& of_b = all[column * 4 + k % 8 / 2];
-      sum += detail::element<T>(of_a.a[(row >= 8 ? 1 : 0) + (k >= 8 ? 2 : 0)], k % 2) *
-             detail::element<T>(of_b.b[k >= 8 ? 1 : 0], k % 2);
+    for (int which = 0; which < 2; ++which) {
+      mine.a[r][which] = detail::element<T>(a[r], which);
+      if (r < 2) mine.b[r][which] = detail::element<T>(b[r], which);
     }
-    d[r] += sum;
   }
+  const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k16", &mine, sizeof(mine));
+  const int g = emulator::self().lane / 4, t = emulator::self().lane % 4;
+  float rows[2][16], columns[2][16];  // g and g + 8; 2t and 2t + 1
+  for (int lane = 0; lane < 4; ++lane) {
+    Fragments of_row, of_column;
+    all.get(4 * g + lane, &of_row);
+    for (int i = 0; i < 2; ++i) {
+      all.get(4 * (2 * t + i) + lane, &of_column);
+      for (int k = 0; k < 4; ++k) {
+        const int at = k / 2 * 8 + 2 * lane + k % 2;
+        rows[i][at] = of_row.a[i + k / 2 * 2][k % 2];
+        columns[i][at] = of_column.b[k / 2][k % 2];
+      }
+    }
+  }
+  float sum[4] = {};
+  for (int k = 0; k < 16; ++k) {
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) sum[r] += rows[r / 2][k] * columns[r % 2][k];
+  }
+  for (int r = 0; r < 4; ++r) d[r] += sum[r];
 }
 
 // Register r of a holds row g (+ 8 for odd r), column t (+ 4 for r >= 2); register r of b row t (+
 // 4 for r = 1), column g.
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  const detail::Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-  detail::Fragments all[emulator::kWarpSize];
-  emulator::exchange(detail::kAllLanes, "mma.m16n8k8", &mine, sizeof(mine), all);
+  struct Fragments {
+    uint32_t a[4];
+    uint32_t b[2];
+  };
+  const Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k8", &mine, sizeof(mine));
   const int lane = emulator::self().lane;
   for (int r = 0; r < 4; ++r) {
     const int row = lane / 4 + (r >= 2 ? 8 : 0), column = lane % 4 * 2 + r % 2;
     float sum = 0.0f;
     for (int k = 0; k < 8; ++k) {
-      sum += detail::tf32(all[row % 8 * 4 + k % 4].a[(row >= 8 ? 1 : 0) + (k >= 4 ? 2 : 0)]) *
-             detail::tf32(all[column * 4 + k % 4].b[k >= 4 ? 1 : 0]);
+      Fragments of_row, of_column;
+      all.get(row % 8 * 4 + k % 4, &of_row);
+      all.get(column * 4 + k % 4, &of_column);
+      sum += detail::tf32(of_row.a[(row >= 8 ? 1 : 0) + (k >= 4 ? 2 : 0)]) *
+             detail::tf32(of_column.b[k >= 4 ? 1 : 0]);
     }
     d[r] += sum;
   }
@@ -79,10 +97,13 @@ void ldmatrix(uint32_t (&d)[kMatrices], const void* row) {
   const int lane = emulator::self().lane;
   Row mine{};
   if (lane < 8 * kMatrices) mine = *static_cast<const Row*>(row);
-  Row all[emulator::kWarpSize];
-  emulator::exchange(detail::kAllLanes, "ldmatrix", &mine, sizeof(mine), all);
+  const emulator::Exchange all(detail::kAllLanes, "ldmatrix", &mine, sizeof(mine));
   for (int m = 0; m < kMatrices; ++m) {
-    const auto at = [&](int r, int c) { return static_cast<uint32_t>(all[8 * m + r].element[c]); };
+    const auto at = [&](int r, int c) {
+      Row of_matrix;
+      all.get(8 * m + r, &of_matrix);
+      return static_cast<uint32_t>(of_matrix.element[c]);
+    };
     const int g = lane / 4, t = lane % 4;
     d[m] =
         kTranspose ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
@@ -143,6 +164,22 @@ inline void store_release(uint32_t* address, uint32_t value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
 
+inline void add_global(float* address, float value) {
+  emulator::count_written(4);
+  float old, sum;
+  __atomic_load(address, &old, __ATOMIC_RELAXED);
+  do {
+    sum = old + value;
+  } while (
+      !__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
+inline constexpr bool kAddsFour = true;
+inline void add_global_4(float* address, const float (&value)[4]) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulator::fail("red.v4 off 16 bytes");
+  for (int i = 0; i < 4; ++i) add_global(address + i, value[i]);
+}
+
 inline void spin() { emulator::spin(); }
 
 // ---- plain access to global memory --------------------------------------------------------------
@@ -169,6 +206,7 @@ inline void forget(uint32_t&) {}
 inline int thread_index() { return static_cast<int>(threadIdx.x); }
 
 inline float exp2_approximate(float x) { return std::exp2(x); }
+inline float reciprocal_approximate(float x) { return 1.0f / x; }
 
 template <class T>
 uint32_t narrow_pair(float low, float high) {

@@ -3,8 +3,6 @@
 // sanitizers must hear of something.
 #include "emulator.h"
 
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -12,6 +10,9 @@
 #include <random>
 #include <vector>
 
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
 #if defined(EMULATOR_ADDRESS)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -25,8 +26,68 @@ void __tsan_release(void* tag);
 }
 #endif
 
+#if defined(__x86_64__)
+// Leaves what a function must preserve on its stack, and that in *from; goes on upon `to`.
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+  .text
+emulator_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+#endif
+
 namespace emulator {
 namespace {
+
+// Where a fiber goes on. swapcontext() would do, but it calls the system for a mask of signals each
+// time, which is half of what a kernel that multiplies matrices takes.
+#if defined(__x86_64__)
+
+struct Context {
+  void* stack;
+};
+
+void prepare(Context& context, char* memory, size_t bytes, void (*begin)()) {
+  constexpr int kPreserved = 6;
+  auto* top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(memory + bytes) / 16 * 16);
+  *--top = nullptr;  // where begin() would return to, which it never does
+  *--top = reinterpret_cast<void*>(begin);
+  for (int i = 0; i < kPreserved; ++i) *--top = nullptr;
+  context.stack = top;
+}
+
+void change(Context& from, Context& to) { emulator_switch(&from.stack, to.stack); }
+
+#else
+
+using Context = ucontext_t;
+
+// A function of its own: getcontext may return twice as far as the compiler knows.
+void prepare(Context& context, char* memory, size_t bytes, void (*begin)()) {
+  getcontext(&context);
+  context.uc_stack.ss_sp = memory;
+  context.uc_stack.ss_size = bytes;
+  context.uc_link = nullptr;
+  makecontext(&context, begin, 0);
+}
+
+void change(Context& from, Context& to) { swapcontext(&from, &to); }
+
+#endif
 
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kGapBytes = 64;
@@ -72,7 +133,7 @@ enum class State { kReady, kAtBarrier, kInMeeting, kSpinning, kDone };
 
 struct Thread {
   Self self;
-  ucontext_t context;
+  Context context;
   Stack* stack = nullptr;
   Block* block = nullptr;
   int warp = 0;
@@ -96,7 +157,7 @@ struct Block {
 };
 
 struct Machine {  // the one device
-  ucontext_t host;
+  Context host;
   void* host_fake_stack = nullptr;
   const void* host_bottom = nullptr;
   size_t host_size = 0;
@@ -109,7 +170,7 @@ struct Machine {  // the one device
   std::mt19937_64 random{0};
   Counters counters;
   std::vector<std::string> kernels;
-  std::vector<std::string> launched;
+  std::vector<Launch> launched;
   char end_tag;
 };
 
@@ -126,7 +187,7 @@ void resume(Thread& thread) {
 #elif defined(EMULATOR_THREAD)
   __tsan_switch_to_fiber(thread.stack->fiber, 1);  // 1: the switch itself orders nothing
 #endif
-  swapcontext(&m.host, &thread.context);
+  change(m.host, thread.context);
 #if defined(EMULATOR_ADDRESS)
   __sanitizer_finish_switch_fiber(m.host_fake_stack, nullptr, nullptr);
 #endif
@@ -142,7 +203,7 @@ void yield() {
 #elif defined(EMULATOR_THREAD)
   __tsan_switch_to_fiber(m.host_fiber, 1);
 #endif
-  swapcontext(&thread.context, &m.host);
+  change(thread.context, m.host);
 #if defined(EMULATOR_ADDRESS)
   __sanitizer_finish_switch_fiber(thread.fake_stack, &m.host_bottom, &m.host_size);
 #endif
@@ -170,15 +231,6 @@ std::string name_of(const Thread& thread) {
            ")";
   };
   return "thread " + text(thread.self.thread) + " of block " + text(thread.self.block);
-}
-
-// A function of its own: getcontext may return twice as far as the compiler knows.
-void set_context(Thread& thread) {
-  getcontext(&thread.context);
-  thread.context.uc_stack.ss_sp = thread.stack->memory.get();
-  thread.context.uc_stack.ss_size = kStackBytes;
-  thread.context.uc_link = nullptr;
-  makecontext(&thread.context, run_thread, 0);
 }
 
 Stack* take_stack() {
@@ -224,7 +276,11 @@ std::unique_ptr<Block> make_block(const Launch& launch, dim3 index) {
     thread.block = block.get();
     thread.warp = i / kWarpSize;
     thread.stack = take_stack();
-    set_context(thread);
+    char* stack = thread.stack->memory.get();
+#if defined(EMULATOR_ADDRESS)
+    __asan_unpoison_memory_region(stack, kStackBytes);  // of what the last fiber had on it
+#endif
+    prepare(thread.context, stack, kStackBytes, run_thread);
   }
   release(&block->start_tag);
   return block;
@@ -281,6 +337,14 @@ void open_barrier_if_all_are_there(Block& block) {
 
 }  // namespace
 
+// A number from the environment.
+static size_t setting(const char* name, size_t otherwise) {
+  const char* const text = std::getenv(name);
+  return text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+size_t max_shared_bytes() { return setting("EMULATOR_SHARED", 227 * 1024); }
+
 const Self& self() { return machine().running->self; }
 
 void fail(const std::string& what) {
@@ -291,7 +355,7 @@ void fail(const std::string& what) {
 
 const Counters& counters() { return machine().counters; }
 std::vector<std::string>& kernels() { return machine().kernels; }
-const std::vector<std::string>& launched() { return machine().launched; }
+const std::vector<Launch>& launched() { return machine().launched; }
 void count_read(size_t bytes) { machine().counters.global_read += bytes; }
 void count_written(size_t bytes) { machine().counters.global_written += bytes; }
 
@@ -311,6 +375,18 @@ void block_barrier() {
   yield();
   thread.state = State::kReady;
   acquire(tag);
+}
+
+// No memcpy, which the sanitizers would intercept.
+static void copy(void* to, const void* from, size_t bytes) {
+  using Word = uint64_t __attribute__((may_alias, aligned(1)));
+  if (bytes % sizeof(Word) == 0) {
+    auto* target = static_cast<volatile Word*>(to);
+    for (size_t i = 0; i < bytes / sizeof(Word); ++i) target[i] = static_cast<const Word*>(from)[i];
+    return;
+  }
+  auto* target = static_cast<volatile unsigned char*>(to);
+  for (size_t i = 0; i < bytes; ++i) target[i] = static_cast<const unsigned char*>(from)[i];
 }
 
 // Returns the parity of the meeting's slots, after all lanes of the mask have arrived.
@@ -333,12 +409,10 @@ static int meet(unsigned mask, const char* what, const void* deposit, size_t byt
   const int parity = static_cast<int>(meeting.generation % 2);
   if (meeting.arrived == 0) {
     meeting.what = what;
-  } else if (std::string(meeting.what) != what) {
+  } else if (meeting.what != what && std::string(meeting.what) != what) {
     fail("lanes of one mask meet in " + std::string(meeting.what) + " and in " + what);
   }
-  const auto* source = static_cast<const unsigned char*>(deposit);
-  volatile unsigned char* slot = meeting.deposits[parity][lane];  // volatile: no memcpy, which the
-  for (size_t i = 0; i < bytes; ++i) slot[i] = source[i];         // sanitizer would intercept
+  copy(meeting.deposits[parity][lane], deposit, bytes);
   if (orders) release(&meeting.tags[parity]);
   thread.state = State::kInMeeting;
   thread.meeting = &meeting;
@@ -356,15 +430,14 @@ static int meet(unsigned mask, const char* what, const void* deposit, size_t byt
 
 void warp_barrier(unsigned mask, const char* what) { meet(mask, what, nullptr, 0, true); }
 
-void exchange(unsigned mask, const char* what, const void* mine, size_t bytes, void* all) {
+Exchange::Exchange(unsigned mask, const char* what, const void* mine, size_t bytes)
+    : bytes_(bytes) {
   if (bytes > kMaxDeposit) fail("an exchange of more bytes than a deposit holds");
   const int parity = meet(mask, what, mine, bytes, false);
-  const Meeting& meeting = *machine().running->meeting;
-  auto* target = static_cast<volatile unsigned char*>(all);
-  for (int lane = 0; lane < kWarpSize; ++lane) {
-    for (size_t i = 0; i < bytes; ++i) target[lane * bytes + i] = meeting.deposits[parity][lane][i];
-  }
+  deposits_ = machine().running->meeting->deposits[parity];
 }
+
+void Exchange::get(int lane, void* value) const { copy(value, deposits_[lane], bytes_); }
 
 void spin() {
   machine().running->state = State::kSpinning;
@@ -392,12 +465,12 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   Machine& m = machine();
   const size_t threads = static_cast<size_t>(launch.block.x) * launch.block.y * launch.block.z;
   if (threads == 0 || threads > 1024) fail("a block of " + std::to_string(threads) + " threads");
-  if (launch.shared_bytes > kMaxSharedBytes) {
+  if (launch.shared_bytes > max_shared_bytes()) {
     fail(std::to_string(launch.shared_bytes) + " bytes of shared memory in one block");
   }
   ++m.counters.launches;
   m.counters.shared = std::max<uint64_t>(m.counters.shared, launch.shared_bytes);
-  m.launched.emplace_back(launch.kernel);
+  m.launched.push_back(launch);
   m.kernel = &kernel;
 #if defined(EMULATOR_THREAD)
   m.host_fiber = __tsan_get_current_fiber();
@@ -410,11 +483,12 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   }
   // Blocks that wait for one another are started in order, as the hardware does.
   if (launch.resident == 1) std::shuffle(order.begin(), order.end(), m.random);
+  const size_t together = std::max<size_t>(launch.resident, setting("EMULATOR_RESIDENT", 1));
   std::vector<std::unique_ptr<Block>> blocks;
   size_t next = 0;
   int idle_rounds = 0;
   while (next < order.size() || !blocks.empty()) {
-    while (next < order.size() && blocks.size() < static_cast<size_t>(launch.resident)) {
+    while (next < order.size() && blocks.size() < together) {
       blocks.push_back(make_block(launch, order[next++]));
     }
     std::vector<Thread*> ready;

@@ -33,7 +33,8 @@ struct dim3 {
 namespace emulator {
 
 inline constexpr int kWarpSize = 32;
-inline constexpr size_t kMaxSharedBytes = 227 * 1024;
+// Of a block: EMULATOR_SHARED bytes, or what compute capability 9.0 has.
+size_t max_shared_bytes();
 inline constexpr uint8_t kPoison = 0xff;  // a NaN in every float type
 
 // The fiber that is running.
@@ -48,9 +49,18 @@ const Self& self();
 
 void block_barrier();
 void warp_barrier(unsigned mask, const char* what);
-// Lanes in mask hand over `bytes` (at most kMaxDeposit) each and get those of all lanes, by lane.
+// What lanes hand one another, `bytes` (at most kMaxDeposit) each: all lanes in the mask make one,
+// and use it up before they meet again.
 inline constexpr size_t kMaxDeposit = 64;
-void exchange(unsigned mask, const char* what, const void* mine, size_t bytes, void* all);
+class Exchange {
+ public:
+  Exchange(unsigned mask, const char* what, const void* mine, size_t bytes);
+  void get(int lane, void* value) const;
+
+ private:
+  const unsigned char (*deposits_)[kMaxDeposit];
+  size_t bytes_;
+};
 // Lets the others run; for loops that wait for another block.
 void spin();
 
@@ -80,14 +90,14 @@ struct Launch {
   dim3 grid;
   dim3 block;
   size_t shared_bytes = 0;
-  int resident = 1;  // blocks that run at the same time
+  int resident = 1;  // blocks that run at the same time, or EMULATOR_RESIDENT if that is more
   const char* kernel = "";
 };
 void launch(const Launch& launch, const std::function<void()>& kernel);
 
 // Every kernel that the program could launch, and those that it did, in order.
 std::vector<std::string>& kernels();
-const std::vector<std::string>& launched();
+const std::vector<Launch>& launched();
 
 // The instance's name. Using it lists the kernel, also if the line that does is never reached.
 template <auto kKernel>
@@ -108,10 +118,11 @@ void set_seed(uint64_t seed);
 // Lane `source`'s value for each lane; a source outside the mask is an error.
 template <class T>
 T shuffle(unsigned mask, const char* what, T value, int source) {
-  T all[kWarpSize];
-  exchange(mask, what, &value, sizeof(T), all);
+  const Exchange all(mask, what, &value, sizeof(T));
   if (!(mask >> source & 1)) fail(std::string(what) + " reads a lane that is not in its mask");
-  return all[source];
+  T result;
+  all.get(source, &result);
+  return result;
 }
 
 }  // namespace emulator
@@ -139,11 +150,13 @@ T __shfl_down_sync(unsigned mask, T value, int delta) {
                            lane + delta < emulator::kWarpSize ? lane + delta : lane);
 }
 inline unsigned __ballot_sync(unsigned mask, bool predicate) {
-  bool all[emulator::kWarpSize];
-  emulator::exchange(mask, "__ballot_sync", &predicate, 1, all);
+  const emulator::Exchange all(mask, "__ballot_sync", &predicate, sizeof(predicate));
   unsigned bits = 0;
   for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
-    if (mask >> lane & 1 && all[lane]) bits |= 1u << lane;
+    if (!(mask >> lane & 1)) continue;
+    bool voted;
+    all.get(lane, &voted);
+    if (voted) bits |= 1u << lane;
   }
   return bits;
 }

@@ -310,7 +310,6 @@ void for_each_query(const Attention& args, const Context& context, F&& body) {
 Plan plan_of(const Attention& args, const Machine& machine, const char* kernel_name) {
   const int64_t rows = args.batch * args.heads * args.seq_q;
   return {.workspace_bytes = 0,
-          .zeroed_bytes = 0,
           .kernel_name = kernel_name,
           .rows_per_tile = 1,
           .splits = rows,

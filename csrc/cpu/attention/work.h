@@ -59,20 +59,6 @@ void for_each_piece_in_order(const Context& context, int64_t slots, int64_t coun
   });
 }
 
-// Where the LSE of a query lies among those of the call.
-inline int64_t lse_row(const Attention& args, const Sequence& sequence, int64_t batch, int64_t head,
-                       int64_t query) {
-  return args.cu_seq_q ? head * args.total_q + sequence.first_q + query
-                       : (batch * args.heads + head) * args.seq_q + query;
-}
-
-// The word of a random counter that stands for a head of the whole attention.
-inline uint32_t random_head(const Attention& args, int64_t batch, int64_t head) {
-  const uint64_t first =
-      static_cast<uint64_t>(args.batch_offset + batch) * static_cast<uint64_t>(args.total_heads);
-  return static_cast<uint32_t>(first + static_cast<uint64_t>(args.head_offset + head));
-}
-
 // For plans: what a multiplier does with elements of a dtype.
 template <class T>
 constexpr const char* multiplier_text() {

@@ -299,7 +299,6 @@ Plan plan_norm_backward(const NormBackward& args, const Machine& machine) {
   const bool parallel =
       machine.threads > 1 && chunks > 1 && args.rows * args.cols * bytes > kSerialBytes;
   return {.workspace_bytes = (1 + 4 * chunks) * padded_bytes(args.cols, accumulator_size_of(args)),
-          .zeroed_bytes = 0,
           .kernel_name = "norm_backward_kernel",
           .rows_per_tile = rows_per_block(args.cols),
           .splits = chunks,

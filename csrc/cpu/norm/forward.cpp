@@ -242,7 +242,6 @@ Plan plan_norm_forward(const NormForward& args, const Machine& machine) {
   const bool parallel =
       machine.threads > 1 && args.rows > 1 && args.rows * forward_row_bytes(args) > kSerialBytes;
   return {.workspace_bytes = widened * padded_bytes(args.cols, accumulator_size),
-          .zeroed_bytes = 0,
           .kernel_name = "norm_forward_kernel",
           .rows_per_tile = rows_per_block(args.cols),
           .splits = args.rows,

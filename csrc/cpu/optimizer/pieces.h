@@ -30,7 +30,6 @@ inline Plan plan_pieces(int64_t pieces, const Machine& machine, const char* kern
                         int64_t workspace_bytes) {
   const bool parallel = machine.threads > 1 && pieces > 1;
   return {.workspace_bytes = workspace_bytes,
-          .zeroed_bytes = 0,
           .kernel_name = kernel_name,
           .rows_per_tile = kPieceElements,
           .splits = pieces,

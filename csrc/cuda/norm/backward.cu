@@ -107,10 +107,15 @@ __device__ __forceinline__ void apply_pack(
   }
 }
 
-// A value of the row, read by one lane of each warp; a missing one is 0.
+// A value of the row, read by one lane of each warp or by one thread alone; a missing one is 0.
+template <class A>
+__device__ __forceinline__ A read_once(const A* address, bool reads) {
+  return address && reads ? load_global(address) : A(0);
+}
+
 template <class A>
 __device__ __forceinline__ A read_once(const A* address) {
-  return address && threadIdx.x % kLanes == 0 ? load_global(address) : A(0);
+  return read_once(address, threadIdx.x % kLanes == 0);
 }
 
 template <class A>
@@ -154,7 +159,17 @@ __global__ void __launch_bounds__(max_threads(kAligned), 1)
   typename Types::Kept* parked =
       kIsParked<kPacks> ? shared.take<typename Types::Kept>(kPacks * blockDim.x) : nullptr;
   BlockConstants* constants = shared.take<BlockConstants>(1);
+  // Of a row that the whole block has: mean and rstd of even and of odd ones, read one row ahead by
+  // one thread. The barrier that sums the row's means stands between that and their use.
+  A* statistics = shared.take<A>(4);
+  const auto read_ahead = [&](int r) {
+    if (threads_per_row == kLanes || thread != 0 || r >= constants->rows) return;
+    const int64_t row = constants->first_row + r;
+    statistics[2 * (r & 1)] = read_once(at_row<A>(args.mean, row), true);
+    statistics[2 * (r & 1) + 1] = read_once(at_row<A>(args.rstd, row), true);
+  };
   if (thread == 0) *constants = BlockConstants(args, blockIdx.x, gridDim.x);
+  read_ahead(0);
   stage_values<kPacks>(args.weight, args.weight_dtype, A(1), static_cast<A>(args.weight_offset),
                        WarpColumns<kAligned, kPacks>(threads_per_row, args.cols), group,
                        rows_per_block, weights);
@@ -185,11 +200,14 @@ __global__ void __launch_bounds__(max_threads(kAligned), 1)
       ONEPASS_UNROLL
       for (int p = 0; p < kPacks; ++p) load_packs(p);
     }
-    A mean = read_once(at_row<A>(args.mean, row));
-    if constexpr (kIsParked<kPacks>) mean = broadcast(mean);
-    A rstd = read_once(at_row<A>(args.rstd, row));
-    if constexpr (!kIsParked<kPacks>) mean = broadcast(mean);
-    rstd = broadcast(rstd);
+    A mean, rstd;
+    if (threads_per_row > kLanes) {
+      mean = statistics[2 * (r & 1)], rstd = statistics[2 * (r & 1) + 1];
+      read_ahead(r + 1);
+    } else {
+      mean = read_once(at_row<A>(args.mean, row)), rstd = read_once(at_row<A>(args.rstd, row));
+      mean = broadcast(mean), rstd = broadcast(rstd);
+    }
     A means[2] = {};  // of g * (x - mean), of g
     ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
@@ -433,7 +451,6 @@ Plan plan_backward(const NormBackward& args, const Machine&) {
   const int64_t parts = parts_of(args, geometry);
   const int64_t means = in_registers ? 0 : 2 * args.rows;
   return {.workspace_bytes = (2 * parts * args.cols + means) * accumulator_size_of(args),
-          .zeroed_bytes = 0,
           .kernel_name = in_registers ? "norm_backward_kernel" : "norm_backward_columns_kernel",
           .rows_per_tile = in_registers ? geometry.rows_per_block() : 1,
           .splits = parts,
@@ -453,8 +470,9 @@ void run_backward(const NormBackward& args, const Plan& plan, void* workspace,
     LaunchShape shape{.blocks = parts, .threads = static_cast<unsigned>(geometry.threads)};
     if (args.rows > 0 && geometry.packs > 0) {
       const int arrays = geometry.rows_per_block() > 1 ? 2 : 1;
-      shape.shared_bytes = sizeof(BlockConstants) +
-                           (2 * kReduceScratch<2> + arrays * geometry.row_elements()) * sizeof(A);
+      shape.shared_bytes =
+          sizeof(BlockConstants) +
+          (4 + 2 * kReduceScratch<2> + arrays * geometry.row_elements()) * sizeof(A);
       visit_geometry<kBackwardPacks<Types>>(geometry, [&]<int kPacks, bool kAligned>() {
         if (kIsParked<kPacks>) {
           shape.shared_bytes += kPacks * geometry.threads * sizeof(typename Types::Kept);

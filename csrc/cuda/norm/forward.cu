@@ -286,7 +286,6 @@ Plan plan_forward(const NormForward& args, const Machine&) {
   const bool in_registers = geometry.packs > 0;
   const int64_t per_block = in_registers ? geometry.rows_per_block() : 1;
   return {.workspace_bytes = 0,
-          .zeroed_bytes = 0,
           .kernel_name = in_registers ? "norm_forward_kernel" : "norm_forward_long_kernel",
           .rows_per_tile = per_block,
           .splits = (args.rows + per_block - 1) / per_block,

@@ -166,7 +166,6 @@ Plan plan_norm(const GradientNorm& args, const Machine&) {
   const int64_t blocks =
       for_each_launch(list, run_of(list.pieces(), kMaxRun), [](int64_t, int64_t, int64_t) {});
   return {.workspace_bytes = kTicketBytes + blocks * static_cast<int64_t>(sizeof(double)),
-          .zeroed_bytes = 0,  // by run()
           .kernel_name = "gradient_norm_kernel",
           .rows_per_tile = kPieceElements,
           .splits = blocks,
@@ -249,7 +248,6 @@ __global__ void __launch_bounds__(kStepThreads)
 
 Plan plan_scale(const ScaleGradients& args, const Machine&) {
   return {.workspace_bytes = 0,
-          .zeroed_bytes = 0,
           .kernel_name = "scale_gradients_kernel",
           .rows_per_tile = kPieceElements,
           .splits = args.gradients.pieces(),

@@ -319,7 +319,6 @@ StepEntry step_entry(const StepTensor& tensor) {
 Plan plan_step(const OptimizerStep& args, const Machine&) {
   const int64_t tables = tables_of<StepTable>(args.list);
   return {.workspace_bytes = tables * static_cast<int64_t>(sizeof(uint32_t)),
-          .zeroed_bytes = 0,  // by run()
           .kernel_name = "optimizer_step_kernel",
           .rows_per_tile = kPieceElements,
           .splits = args.list.pieces(),

@@ -10,8 +10,9 @@ kernel beyond the cache. Cases named `fresh` show that, under the allocator's de
 ``failed`` (what went wrong, by case), ``left_out`` (cases that --limit left no time for) and
 ``rows``: ``name``, ``memory``, ``times`` by variant (ours, eager, compile, copy: median, p10, p90,
 fastest, calls per batch, page faults per call), ``rounds_at_each_place``, ``against_eager`` and
-``against_compile`` (how many times faster, with the 95 % interval), ``share_of_copy`` (or of an
-update, a read, or arithmetic), ``gbps``, ``gflops`` (both null where they are no measure),
+``against_compile`` (how many times faster, with the 95 % interval), ``against_others``,
+``unavailable`` (further variants that do not run here, and what they say), ``share_of_copy`` (or of
+an update, a read, or arithmetic), ``gbps``, ``gflops`` (both null where they are no measure),
 ``right``, ``check``, ``error_share_of_bound`` and ``goal``; ``other_load`` is the number of cores
 that others kept busy meanwhile (null on CUDA).
 """
@@ -34,7 +35,9 @@ STDOUT = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("family", choices=[*FAMILIES, "all"], nargs="?", default="all")
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help=f"{', '.join(FAMILIES)}; all (the default)"
+    )
     parser.add_argument("--case", metavar="GLOB", default="*", help="only cases of this name")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's own number by default")
@@ -58,6 +61,9 @@ def main(args: argparse.Namespace) -> int:
         import rich  # noqa: F401
     except ModuleNotFoundError as error:
         return _refuse(f"{error.name} is missing: pip install 'onepass[tools]'")
+    for family in args.families:
+        if family not in (*FAMILIES, "all"):
+            return _refuse(f"FAMILY must be one of {', '.join(FAMILIES)} and all, got {family}")
     if args.threads is not None and args.threads < 1:
         return _refuse(f"--threads must be at least 1, got {args.threads}")
     if not args.seconds > 0:
@@ -69,10 +75,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.device == "cuda" and (obstacle := _library.no_cuda()):
         return _refuse(f"--device must be one that onepass runs on, got cuda: {obstacle}")
-    cases = _cases(args)
-    if not cases:
-        return _refuse(f"--device must be cpu for {args.family}, got {args.device}: no cases yet")
-    cases = [case for case in cases if fnmatch.fnmatchcase(case.name, args.case)]
+    cases = [case for case in _cases(args) if fnmatch.fnmatchcase(case.name, args.case)]
     if not cases:
         return _refuse(f"--case must match a case, such as norm/*/forward, got {args.case}")
     file = None
@@ -110,7 +113,8 @@ def _cases(args: argparse.Namespace) -> list:
         "decode": attention_decode,
         "optimizer": optimizer,
     }
-    families = FAMILIES if args.family == "all" else (args.family,)
+    wanted = set(args.families or FAMILIES)
+    families = [family for family in FAMILIES if family in wanted or "all" in wanted]
     return [case for family in families for case in modules[family].cases(args.quick, args.device)]
 
 
@@ -156,7 +160,7 @@ def _run(cases: list, args: argparse.Namespace):
 
     machine, others = machine_facts(), OtherLoad()
     if on_cuda:
-        limits = cuda_ceilings(CUDA_BIG_BYTES // 16 if args.quick else CUDA_BIG_BYTES)
+        limits = cuda_ceilings(CUDA_BIG_BYTES // 16, 2048) if args.quick else cuda_ceilings()
         recycled = None
         run_while(fresh=False)
     else:

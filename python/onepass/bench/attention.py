@@ -1,4 +1,5 @@
-"""Cases of the attention family on CPU, against torch's fastest eager attention.
+"""Cases of the attention family on CPU, against torch's fastest eager attention. Those of CUDA are
+in attention_cuda.
 
 Attention is bound by arithmetic, so its ceiling is that of multiply-adds on all threads (bfloat16:
 of dot products, where the CPU has them), by useful operations: two products of head_dim
@@ -269,8 +270,11 @@ def _inner(heads: int, function: Callable) -> Callable[[Tensor], tuple[Tensor, .
 
 
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
-    """All cases; `quick` keeps small shapes. There are none on CUDA, which has no kernels yet."""
+    """All cases of a device; `quick` keeps small shapes."""
     if device == "cuda":
+        from onepass.bench import attention_cuda
+
+        yield from attention_cuda.cases(quick)
         return
     for kind, shapes in (("causal", CAUSAL), ("full", FULL)):
         for shape in (QUICK,) if quick else shapes:
@@ -412,12 +416,13 @@ def _case(
     more_flops: int = 0,
     make: Callable[[], list[Tensor]] | None = None,
     make_stock: Callable[[], list[Tensor]] | None = None,
+    checked: Callable[[], list[Tensor]] | None = None,
+    device: str = "cpu",
 ) -> Case:
     batch, heads, seq, head_dim = shape
     if batch_pairs is None:
         batch_pairs = batch * pairs(seq, causal=kind.endswith("causal"))
-    dense = partial(_tensors, dtype=dtype, grad=phase != "forward")
-    checked = None
+    dense = partial(_tensors, dtype=dtype, grad=phase != "forward", device=device)
     if make is None and batch * heads * seq * seq > CHECKED_SCORES:
         # Fewer heads; of the longest sequences, a part that is as long as such a head may be.
         checked = partial(dense, (1, 1, min(seq, math.isqrt(CHECKED_SCORES)), head_dim))
@@ -429,10 +434,11 @@ def _case(
         None,
         wanted or Goal(),
         backward_alone=phase == "backward",
+        device=device,
         compiles=False,
         make_checked=checked,
         flops=flops(batch_pairs, heads, head_dim, phase) + more_flops,
-        dots=dtype is torch.bfloat16,
+        dots=dtype is torch.bfloat16 or (device == "cuda" and dtype is torch.float16),
         make_stock=make_stock,
     )
 
@@ -448,12 +454,13 @@ def _tensors(
     *,
     dtype: torch.dtype = torch.float32,
     grad: bool = True,
+    device: str = "cpu",
 ) -> list[Tensor]:
     """query, key, value."""
     batch, heads, seq, head_dim = shape
     of_kv = (batch, kv_heads or heads, seq, head_dim)
-    query = _randn(shape, dtype=dtype, grad=grad)
-    return [*query, *_randn(of_kv, 2, dtype=dtype, grad=grad)]
+    query = _randn(shape, dtype=dtype, grad=grad, device=device)
+    return [*query, *_randn(of_kv, 2, dtype=dtype, grad=grad, device=device)]
 
 
 def _randn(
@@ -462,5 +469,6 @@ def _randn(
     *,
     dtype: torch.dtype = torch.float32,
     grad: bool = True,
+    device: str = "cpu",
 ) -> list[Tensor]:
-    return [torch.randn(shape).to(dtype).requires_grad_(grad) for _ in range(count)]
+    return [torch.randn(shape, device=device).to(dtype).requires_grad_(grad) for _ in range(count)]

@@ -1,7 +1,9 @@
 """Cases of the decode family: attention of a few new queries against a KV cache.
 
-What binds is reading keys and values, so the ceiling is a plain read. No call finds its KV cache in
-the processor's: they take turns among 256 MiB of them, as the layers of a model do.
+What binds is reading keys and values, so the ceiling is a plain read; on CUDA an update in place,
+which runs at the speed of a copy. No call finds its KV cache in the processor's: they take turns
+among 256 MiB of them, as the layers of a model do. On CUDA calls are replays of graphs, as where
+models are served: a call from Python takes longer than the device does.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass import functional
+from onepass.bench.attention_cuda import BACKENDS
 from onepass.bench.case import Case, Goal, Operator
 from onepass.reference.attention_decode import attention_decode as reference
 
@@ -34,12 +38,28 @@ _LONG_FLOAT16 = Goal(2.0, others={"expanded": 3.0})
 # for what a call costs whatever its length.
 _PROPORTIONAL = 0.9
 
+# On CUDA: heads of 128 but where another number is the matter.
+CUDA_LONG = (1, 32, 8, 1, 32768, 128)
+CUDA_SHAPES = (
+    (1, 32, 32, 1, 32768, 128),
+    (1, 32, 8, 1, 32768, 64),
+    (1, 8, 2, 1, 32768, 256),
+    (1, 16, 1, 1, 131072, 128),
+    (8, 32, 8, 1, 4096, 128),
+    (64, 32, 8, 1, 2048, 128),
+)
+CUDA_SEVERAL = (1, 32, 8, 8, 32768, 128)
+CUDA_RAGGED = (32, 32, 8, 1, 8192, 128)
+CUDA_PAGE_SIZES = (256, PAGE_SIZE)
+_CUDA_LONG = Goal(share=0.80)
+
 Shape = Sequence[int]
 
 
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
-    """All cases; `quick` keeps small shapes. There are none on CUDA, which has no kernels yet."""
+    """All cases of a device; `quick` keeps small shapes."""
     if device == "cuda":
+        yield from _cuda_cases(quick)
         return
     for dtype in DTYPES:
         wanted = _LONG if dtype is not torch.float16 else _LONG_FLOAT16
@@ -50,12 +70,36 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         yield _case("append", LONG, dtype, quick, operator=_append)
         yield _case(f"pages-{PAGE_SIZE}", LONG, dtype, quick, operator=_paged)
         yield _ragged_case(dtype, quick)
-    yield Case(
+    yield _overhead_case()
+
+
+def _cuda_cases(quick: bool) -> Iterator[Case]:
+    """Where time runs out, the last are missing."""
+    case = partial(_case, quick=quick, device="cuda")
+    yield _overhead_case("cuda")
+    for dtype in (torch.bfloat16, torch.float16):
+        yield case("grouped", CUDA_LONG, dtype, wanted=_CUDA_LONG, operator=_read_on_cuda)
+    dtype = torch.bfloat16
+    yield case("append", CUDA_LONG, dtype, operator=_append)
+    for page_size in (32, PAGE_SIZE) if quick else CUDA_PAGE_SIZES:
+        paged = partial(_paged, page_size=page_size)
+        yield case(f"pages-{page_size}", CUDA_LONG, dtype, operator=paged)
+    yield case("drafted", CUDA_SEVERAL, dtype, operator=_read_on_cuda)
+    yield _ragged_case(dtype, quick, "cuda")
+    for shape in () if quick else CUDA_SHAPES:
+        kind = "grouped" if shape[1] != shape[2] else "multi-head"
+        yield case(kind, shape, dtype, operator=_read_on_cuda)
+    yield case("append", CUDA_LONG, torch.float32, operator=_append)
+
+
+def _overhead_case(device: str = "cpu") -> Case:
+    return Case(
         _name("append", OVERHEAD, torch.float32),
         _append(OVERHEAD),
-        partial(_tensors, OVERHEAD, torch.float32, new_rows=1),
+        partial(_tensors, OVERHEAD, torch.float32, new_rows=1, device=device),
         False,
         None,
+        device=device,
         compiles=False,
     )
 
@@ -68,6 +112,7 @@ def _case(
     wanted: Goal | None = None,
     *,
     operator: Callable[[Shape], Operator],
+    device: str = "cpu",
 ) -> Case:
     if quick:
         shape, wanted = QUICK, None
@@ -75,32 +120,40 @@ def _case(
     return Case(
         _name(kind, shape, dtype),
         operator(shape),
-        partial(_tensors, shape, dtype, new_rows=new_rows),
+        partial(_tensors, shape, dtype, new_rows=new_rows, device=device),
         False,
         None,
         wanted or Goal(),
         cold=not quick,
         compiles=False,
-        reads=_bytes(shape, dtype, [shape[4]] * shape[0]),
+        **_memory(shape, dtype, [shape[4]] * shape[0], device),
     )
 
 
-def _ragged_case(dtype: torch.dtype, quick: bool) -> Case:
-    shape = QUICK if quick else RAGGED
+def _ragged_case(dtype: torch.dtype, quick: bool, device: str = "cpu") -> Case:
+    shape = QUICK if quick else CUDA_RAGGED if device == "cuda" else RAGGED
     batch, keys = shape[0], shape[4]
     lengths = [int(keys * SHARES[b % len(SHARES)]) for b in range(batch)]
     goal = Goal(others={"all as long": _PROPORTIONAL * batch * keys / sum(lengths)})
     return Case(
         _name("ragged", shape, dtype),
         _ragged(shape, lengths),
-        partial(_tensors, shape, dtype),
+        partial(_tensors, shape, dtype, device=device),
         False,
         None,
         Goal() if quick else goal,
         cold=not quick,
         compiles=False,
-        reads=_bytes(shape, dtype, lengths),
+        **_memory(shape, dtype, lengths, device),
     )
+
+
+def _memory(shape: Shape, dtype: torch.dtype, lengths: Sequence[int], device: str) -> dict:
+    """What a case is measured against, and how it is called."""
+    read = _bytes(shape, dtype, lengths)
+    if device == "cuda":
+        return {"device": device, "moved": read, "graphs": True}
+    return {"reads": read}
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -122,14 +175,27 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, ...]:
     return reference(q, k, v, window_right=0, **options)[:1]
 
 
+class _Held:
+    """A tensor that every call reads, copied once to a device where it is asked for."""
+
+    def __init__(self, tensor: Tensor):
+        self._copies = {tensor.device: tensor}
+
+    def __call__(self, device: torch.device) -> Tensor:
+        if device not in self._copies:
+            self._copies[device] = next(iter(self._copies.values())).to(device)
+        return self._copies[device]
+
+
 def _read(shape: Shape, expanded: bool = False) -> Operator:
     mask, group = _mask(shape), shape[1] // shape[2]
+    held = _Held(mask) if mask is not None else lambda device: None
 
     def repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return _stock(q, *(t.repeat_interleave(group, 1) for t in (k, v)), mask)
+        return _stock(q, *(t.repeat_interleave(group, 1) for t in (k, v)), held(q.device))
 
     def stock(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return _stock(q, k, v, mask)
+        return _stock(q, k, v, held(q.device))
 
     return Operator(
         lambda q, k, v: (functional.attention_with_kv_cache(q, k, v, is_causal=True),),
@@ -140,14 +206,30 @@ def _read(shape: Shape, expanded: bool = False) -> Operator:
     )
 
 
+def _read_on_cuda(shape: Shape) -> Operator:
+    """Beside torch's choice each of what it chooses among, and the heads repeated, which all of
+    them take."""
+    read = _read(shape, expanded=shape[1] != shape[2])
+
+    def through(backend: SDPBackend) -> Callable[..., tuple[Tensor, ...]]:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            with sdpa_kernel(backend):
+                return read.stock(q, k, v)
+
+        return call
+
+    optional = {name: through(backend) for name, backend in BACKENDS.items()} | read.others
+    return Operator(read.ours, read.stock, read.formula, read.base, optional=optional)
+
+
 def _append(shape: Shape) -> Operator:
     """A step: the new row goes behind those in use, one less than there are."""
     used = shape[4] - 1
-    lengths = torch.full((shape[0],), used, dtype=torch.int32)
+    lengths = _Held(torch.full((shape[0],), used, dtype=torch.int32))
 
     def ours(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         attend = functional.attention_with_kv_cache
-        return (attend(q, k, v, key, value, cache_seqlens=lengths, is_causal=True),)
+        return (attend(q, k, v, key, value, cache_seqlens=lengths(q.device), is_causal=True),)
 
     def stock(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         k[:, :, used:] = key
@@ -155,49 +237,56 @@ def _append(shape: Shape) -> Operator:
         return _stock(q, k, v)
 
     def formula(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        return _formula(q, k, v, key=key, value=value, cache_seqlens=lengths)
+        return _formula(q, k, v, key=key, value=value, cache_seqlens=lengths(q.device))
 
     return Operator(ours, stock, formula, base=stock)
 
 
-def _paged(shape: Shape) -> Operator:
+def _paged(shape: Shape, page_size: int = PAGE_SIZE) -> Operator:
     """The caches as pages in random order; torch gathers them first."""
     batch, _, kv_heads, _, keys, head_dim = shape
-    pages = keys // PAGE_SIZE
-    table = torch.randperm(batch * pages).view(batch, pages).to(torch.int32)
-    lengths = torch.full((batch,), keys, dtype=torch.int32)
+    pages = keys // page_size
+    table = _Held(torch.randperm(batch * pages).view(batch, pages).to(torch.int32))
+    lengths = _Held(torch.full((batch,), keys, dtype=torch.int32))
 
     def pool(t: Tensor) -> Tensor:
-        return t.view(batch * pages, PAGE_SIZE, kv_heads, head_dim)
+        return t.view(batch * pages, page_size, kv_heads, head_dim)
 
     def stock(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         gathered = (
-            pool(t)[table].view(batch, keys, kv_heads, head_dim).transpose(1, 2) for t in (k, v)
+            pool(t)[table(t.device)].view(batch, keys, kv_heads, head_dim).transpose(1, 2)
+            for t in (k, v)
         )
         return _stock(q, *gathered)
 
-    options = {"cache_seqlens": lengths, "block_table": table}
+    def options(device: torch.device) -> dict[str, Tensor]:
+        return {"cache_seqlens": lengths(device), "block_table": table(device)}
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return (functional.attention_with_kv_cache(q, pool(k), pool(v), **options(q.device)),)
+
     return Operator(
-        lambda q, k, v: (functional.attention_with_kv_cache(q, pool(k), pool(v), **options),),
+        ours,
         stock,
-        lambda q, k, v: _formula(q, pool(k), pool(v), **options),
+        lambda q, k, v: _formula(q, pool(k), pool(v), **options(q.device)),
         base=stock,
     )
 
 
 def _ragged(shape: Shape, lengths: Sequence[int]) -> Operator:
     """Caches in use up to lengths of their own, which torch is told by a mask."""
-    used = torch.tensor(lengths, dtype=torch.int32)
-    mask = (torch.arange(shape[4]) < used[:, None])[:, None, None]
+    of_sequences = torch.tensor(lengths, dtype=torch.int32)
+    mask = _Held((torch.arange(shape[4]) < of_sequences[:, None])[:, None, None])
+    used = _Held(of_sequences)
     attend = functional.attention_with_kv_cache
 
     def stock(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return _stock(q, k, v, mask)
+        return _stock(q, k, v, mask(q.device))
 
     return Operator(
-        lambda q, k, v: (attend(q, k, v, cache_seqlens=used),),
+        lambda q, k, v: (attend(q, k, v, cache_seqlens=used(q.device)),),
         stock,
-        partial(_formula, cache_seqlens=used),
+        lambda q, k, v: _formula(q, k, v, cache_seqlens=used(q.device)),
         base=stock,
         others={"all as long": lambda q, k, v: (attend(q, k, v),)},
     )
@@ -206,12 +295,15 @@ def _ragged(shape: Shape, lengths: Sequence[int]) -> Operator:
 # ---- tensors -------------------------------------------------------------------------------------
 
 
-def _tensors(shape: Shape, dtype: torch.dtype, new_rows: int = 0) -> list[Tensor]:
+def _tensors(
+    shape: Shape, dtype: torch.dtype, new_rows: int = 0, device: str = "cpu"
+) -> list[Tensor]:
     """query, k_cache, v_cache, and key and value where there are new rows."""
     batch, heads, kv_heads, seq_q, keys, head_dim = shape
     caches = [(batch, kv_heads, keys, head_dim)] * 2
     new = [(batch, kv_heads, new_rows, head_dim)] * 2 if new_rows else []
-    return [torch.randn(s).to(dtype) for s in [(batch, heads, seq_q, head_dim), *caches, *new]]
+    sizes = [(batch, heads, seq_q, head_dim), *caches, *new]
+    return [torch.randn(size, device=device).to(dtype) for size in sizes]
 
 
 def _bytes(shape: Shape, dtype: torch.dtype, lengths: Sequence[int]) -> int:

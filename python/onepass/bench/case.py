@@ -41,6 +41,8 @@ class Operator:
         base: whose error ours is held against (`onepass.numerics`): torch's own function, or the
             formula where torch draws other random numbers.
         others: further variants by name, to be timed beside these; their results are not looked at.
+        optional: likewise, that not every torch and device has: what raises is left out.
+        compiled: names of optional ones that torch.compile makes.
     """
 
     ours: Function
@@ -48,6 +50,8 @@ class Operator:
     formula: Function
     base: Function
     others: Mapping[str, Function] = field(default_factory=dict)
+    optional: Mapping[str, Function] = field(default_factory=dict)
+    compiled: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,12 @@ class Case:
             of the whole ones would take longer than the measurement.
         flops: useful operations of a call, a multiply-add being two, where arithmetic is the limit;
             the ceiling is then that of multiply-adds on all threads.
-        dots: that ceiling is of bfloat16 dot products, where the CPU has an instruction for them.
+        dots: that ceiling is of bfloat16 dot products, where the CPU has an instruction for them,
+            or of 16-bit matrices, where tensor cores have.
         make_stock: returns the tensors that torch takes where it wants the same things in another
             form, such as padded; ours and the check have those of `make`.
+        graphs: on CUDA a call is the replay of a CUDA graph, as where models are served: what the
+            host does for a call is left out.
     """
 
     name: str
@@ -117,6 +124,7 @@ class Case:
     flops: int | None = None
     dots: bool = False
     make_stock: Callable[[], list[Tensor]] | None = None
+    graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,7 @@ class Row:
     compile_error: str
     moved_bytes: int = 0  # that must cross memory in a call; 0 where memory is no limit
     arithmetic_gflops: float | None = None  # the ceiling of a case with flops
+    unavailable: Mapping[str, str] = field(default_factory=dict)  # optional variants: what they say
 
     @property
     def against_eager(self) -> Interval:
@@ -141,7 +150,11 @@ class Row:
 
     @property
     def against_others(self) -> dict[str, Interval]:
-        return {name: self.timing.ratio("ours", name) for name in self.case.operator.others}
+        operator = self.case.operator
+        names = [
+            name for name in (*operator.others, *operator.optional) if name in self.timing.times
+        ]
+        return {name: self.timing.ratio("ours", name) for name in names}
 
     @property
     def share(self) -> float | None:
@@ -188,6 +201,7 @@ class Row:
             "against_compile": compiled and compiled.to_dict(),
             "compile_error": self.compile_error or None,
             "against_others": {name: i.to_dict() for name, i in self.against_others.items()},
+            "unavailable": dict(self.unavailable),
             f"share_of_{ceiling}": self.share,
             "gbps": self.gbps,
             "gflops": self.gflops,
@@ -229,7 +243,9 @@ def measure(
                 _call(case, stock, _stock_inputs(case) or _Ring([_tensors(case)]))()
             functions["compile"] = stock
         except Exception as problem:  # no compiler on this machine, for one
-            error = str(problem).strip().partition("\n")[0] or type(problem).__name__
+            error = _first_line(problem)
+    found, unavailable = _available(case, compiled)
+    functions |= found
     on_cpu = case.device == "cpu"
     clock = clock_of(case.device)
     timings, held, moved_bytes = [], [], 0
@@ -258,9 +274,32 @@ def measure(
             held.extend(fill_holes(inputs.sets[0][0][0].nbytes))
         timings.append(measure_pairs(calls, rounds=rounds, seconds=seconds / places, clock=clock))
     arithmetic = None
-    if isinstance(limits, Ceilings) and case.flops is not None:
+    if limits is not None and case.flops is not None:
         arithmetic = limits.arithmetic_gflops(case.dots)
-    return Row(case, pool(timings), check, margin, error, moved_bytes, arithmetic)
+    return Row(case, pool(timings), check, margin, error, moved_bytes, arithmetic, unavailable)
+
+
+def _available(case: Case, compiled: bool) -> tuple[dict[str, Function], dict[str, str]]:
+    """(the optional variants that run here, what the others say)."""
+    found, unavailable = {}, {}
+    variants = {
+        name: function
+        for name, function in case.operator.optional.items()
+        if compiled or name not in case.operator.compiled
+    }
+    inputs = _Ring([_tensors(case)] if variants else [])
+    for name, function in variants.items():
+        try:
+            with _graphs_kept(case.backward_alone):
+                _call(case, function, inputs)()
+            found[name] = function
+        except Exception as problem:
+            unavailable[name] = _first_line(problem)
+    return found, unavailable
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).strip().partition("\n")[0] or type(problem).__name__
 
 
 class _Ring:
@@ -322,6 +361,8 @@ def _graphs_kept(wanted: bool) -> contextlib.AbstractContextManager:
 
 def _call(case: Case, function: Function, inputs: _Ring) -> Callable[[], tuple[Tensor, ...]]:
     """What is timed: without a backward the function alone."""
+    if case.graphs and case.device == "cuda":
+        return _replayed(function, inputs)
     if not case.backward:
         return lambda: function(*next(inputs)[0])
 
@@ -338,6 +379,21 @@ def _call(case: Case, function: Function, inputs: _Ring) -> Callable[[], tuple[T
         return torch.autograd.grad(outputs[id(tensors)], tensors, upstream, retain_graph=True)
 
     return backward
+
+
+def _replayed(function: Function, inputs: _Ring) -> Callable[[], None]:
+    """The function on each set of inputs, captured in a CUDA graph of its own."""
+    graphs = {}
+    for tensors, _ in inputs.sets:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # what is done once, as compiling, is not captured
+            function(*tensors)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = graphs[id(tensors)] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function(*tensors)
+    return lambda: graphs[id(next(inputs)[0])].replay()
 
 
 def _check(case: Case) -> tuple[str, float]:

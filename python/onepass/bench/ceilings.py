@@ -15,6 +15,8 @@ from onepass.bench.harness import clock_of, measure_pairs
 
 BIG_BYTES = 192 << 20  # per tensor: well beyond any cache here
 CUDA_BIG_BYTES = 1 << 30  # likewise; a millisecond of the fastest device
+CUDA_MATRIX = 8192  # rows and columns: 1.1 TFLOP, 2 ms of the fastest device
+MATRICES = (torch.bfloat16, torch.float32)
 ARITHMETIC_SECONDS = 0.1
 
 
@@ -55,15 +57,28 @@ class CudaCeilings:
     tensor_bytes: int
     copy_gbps: float
     update_gbps: float
+    # torch's product of square matrices, in its fastest round; None is not measured.
+    matmul_16_gflops: float | None = None  # of bfloat16
+    matmul_32_gflops: float | None = None  # of float32, without TF32
 
     def to_dict(self) -> dict:
         return asdict(self)
 
+    def arithmetic_gflops(self, dots: bool) -> float | None:
+        """Of multiply-adds in float32; with `dots` of 16-bit products, on tensor cores."""
+        return self.matmul_16_gflops if dots else self.matmul_32_gflops
+
     def __str__(self) -> str:
-        return (
+        text = (
             f"copy {self.copy_gbps:.0f} GB/s, update in place {self.update_gbps:.0f} GB/s "
             f"(tensors of {self.tensor_bytes >> 20} MiB)"
         )
+        if self.matmul_16_gflops is not None and self.matmul_32_gflops is not None:
+            text += (
+                f", torch's matmul {self.matmul_16_gflops / 1e3:.0f} TFLOP/s in bfloat16, "
+                f"{self.matmul_32_gflops / 1e3:.0f} in float32"
+            )
+        return text
 
 
 def ceilings(big_bytes: int = BIG_BYTES) -> Ceilings:
@@ -80,9 +95,31 @@ def ceilings(big_bytes: int = BIG_BYTES) -> Ceilings:
     )
 
 
-def cuda_ceilings(big_bytes: int = CUDA_BIG_BYTES) -> CudaCeilings:
-    """Measures both on torch's current device; `big_bytes` is the size of each of two tensors."""
-    return CudaCeilings(big_bytes // 4 * 4, *_bandwidths(big_bytes, "cuda"))
+def cuda_ceilings(
+    big_bytes: int = CUDA_BIG_BYTES, size: int = CUDA_MATRIX, device: str = "cuda"
+) -> CudaCeilings:
+    """Measures them on torch's current device; `big_bytes` is the size of each of two tensors,
+    `size` that of the matrices."""
+    bandwidths = _bandwidths(big_bytes, device)
+    return CudaCeilings(big_bytes // 4 * 4, *bandwidths, *_matmuls(size, device))
+
+
+def _matmuls(size: int, device: str) -> tuple[float, float]:
+    """GFLOP/s of products in bfloat16 and in float32, of the fastest rounds."""
+    matrices = {dtype: torch.randn(2, size, size, device=device).to(dtype) for dtype in MATRICES}
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        timing = measure_pairs(
+            {str(dtype): (lambda of=of: of[0] @ of[1]) for dtype, of in matrices.items()},
+            rounds=5,
+            seconds=0.5,
+            clock=clock_of(device),
+        )
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    flops = 2 * size**3
+    return tuple(flops / timing.fastest(str(dtype)) / 1e9 for dtype in MATRICES)
 
 
 def _bandwidths(big_bytes: int, device: str) -> tuple[float, float]:

@@ -26,6 +26,11 @@ MANY_SMALL = (400, 768)
 LARGE = (8, 1 << 21)
 ONE_LARGE = (1, 1 << 24)
 QUICK = (5, 512)
+# On CUDA: a billion parameters, a quarter of that where several copies have to fit, and as many
+# small tensors as a model of a billion has, where the host's time is what a step takes.
+CUDA_HUGE = (64, 1 << 24)
+CUDA_LARGE = (16, 1 << 24)
+CUDA_SMALL = (300, 768)
 MAX_NORM = {"within": 1e6, "clipped": 0.5}
 # To reach on two threads, against torch's own function.
 GOALS = {MANY_SMALL: Goal(eager=10.0), ONE_LARGE: Goal(eager=1.5)}
@@ -129,8 +134,10 @@ def _formula(*tensors: Tensor, max_norm: float = math.inf) -> tuple[Tensor, ...]
     )
 
 
-def _make(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
-    params = [torch.randn(shape, dtype=dtype) for shape in shapes]
+def _make(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu"
+) -> list[Tensor]:
+    params = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     return [*params, *(torch.randn_like(param) * 1e-2 for param in params)]
 
 
@@ -165,44 +172,56 @@ def _step_case(
     *,
     others: dict[str, Function] | None = None,
     formula: Function = _formula,
+    device: str = "cpu",
 ) -> Case:
     elements = sum(math.prod(shape) for shape in shapes)
     return Case(
         f"optimizer/{name}",
         Operator(ours, stock, formula, base=stock, others=others or {}),
-        partial(_make, shapes, dtype),
+        partial(_make, shapes, dtype, device),
         False,
         None if bytes_each is None else 1,
         goal,
         moved=None if bytes_each is None else int(bytes_each * elements),
         compiles=False,
-        make_checked=partial(_make, CHECKED_SHAPES, dtype),
+        make_checked=partial(_make, CHECKED_SHAPES, dtype, device),
+        device=device,
     )
 
 
-def _steps(quick: bool) -> Iterator[Case]:
+def _steps(quick: bool, device: str) -> Iterator[Case]:
     float32, bfloat16 = torch.float32, torch.bfloat16
-    count, numel = QUICK if quick else LARGE
-    large = [(numel,)] * count
-    small = [(QUICK if quick else MANY_SMALL)[1:]] * (QUICK if quick else MANY_SMALL)[0]
-    large_name, small_name = f"{count}x{numel}", f"{len(small)}x{small[0][0]}"
+    on_cuda = device == "cuda"
+    case = partial(_step_case, device=device)
+
+    def shapes_of(many: tuple[int, int]) -> list[tuple[int]]:
+        count, numel = QUICK if quick else many
+        return [(numel,)] * count
+
+    large = shapes_of(CUDA_LARGE if on_cuda else LARGE)
+    small = shapes_of(CUDA_SMALL if on_cuda else MANY_SMALL)
+    first = shapes_of(CUDA_HUGE) if on_cuda else large
+    large_name, small_name, first_name = (f"{len(s)}x{s[0][0]}" for s in (large, small, first))
     stock = partial(_optimizer, torch.optim.AdamW)
     ours = partial(_optimizer, optim.AdamW)
 
-    def goal(**goals) -> Goal:
-        return Goal() if quick else Goal(**goals)
+    def goal(on_device: Goal | None = None, **goals) -> Goal:
+        if quick:
+            return Goal()
+        return (on_device or Goal()) if on_cuda else Goal(**goals)
 
-    yield _step_case(
-        f"adamw/float32/{large_name}",
-        large,
+    bandwidth = Goal(eager=1.0, share=0.9)
+    yield case(
+        f"adamw/float32/{first_name}",
+        first,
         float32,
         ours(),
         stock(fused=True),
-        goal(eager=0.98, share=0.9, others={"default": 9.0}),
+        goal(bandwidth, eager=0.98, share=0.9, others={"default": 9.0}),
         28,
-        others={"default": stock()},
+        others={} if on_cuda else {"default": stock()},  # whose temporaries need as much again
     )
-    yield _step_case(
+    yield case(
         f"adamw/float32/{small_name}",
         small,
         float32,
@@ -213,7 +232,7 @@ def _steps(quick: bool) -> Iterator[Case]:
         others={"default": stock()},
     )
     if not quick:
-        yield _step_case(
+        yield case(
             "adamw+clip/float32/gpt2-small",
             gpt2_small(),
             float32,
@@ -224,36 +243,36 @@ def _steps(quick: bool) -> Iterator[Case]:
             formula=partial(_formula, max_norm=1.0),
         )
     full = {"master": "fp32", "state_dtype": float32}
-    yield _step_case(
+    yield case(
         f"adamw/bfloat16/{large_name}/master-28B",
         large,
         bfloat16,
         ours(**full),
         _Steps(_chain),
-        goal(eager=1.5, share=0.85),
+        goal(bandwidth, eager=1.5, share=0.85),
         28,
     )
-    yield _step_case(
+    yield case(
         f"adamw/bfloat16/{large_name}/remainder16-18B",
         large,
         bfloat16,
         ours(master="remainder16", state_dtype=bfloat16),
         _Steps(_chain),
-        goal(others={"28 B": 1.2}),
+        goal(bandwidth, others={"28 B": 1.2}),
         18,
         others={"28 B": ours(**full)},
     )
-    yield _step_case(
+    yield case(
         f"adamw/bfloat16/{large_name}/stochastic-14B",
         large,
         bfloat16,
         ours(master="stochastic", state_dtype=bfloat16),
         _Steps(_chain),
-        goal(),
+        goal(bandwidth),
         14,
         others={"28 B": ours(**full)},
     )
-    yield _step_case(
+    yield case(
         f"adamw/float32/{large_name}/int8-16B",
         large,
         float32,
@@ -266,18 +285,20 @@ def _steps(quick: bool) -> Iterator[Case]:
 
 
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
-    """All cases; there are none on CUDA, where there are no kernels of this family yet."""
-    if device == "cuda":
-        return
-    for count, numel in (QUICK,) if quick else (MANY_SMALL, ONE_LARGE):
+    """All cases of a device; `quick` keeps small shapes."""
+    on_cuda = device == "cuda"
+    for count, numel in (QUICK,) if quick else (CUDA_SMALL if on_cuda else MANY_SMALL, ONE_LARGE):
         for phase, max_norm in MAX_NORM.items():
             large = (count, numel) == ONE_LARGE
             yield Case(
                 f"optimizer/clip_grad_norm/float32/{count}x{numel}/{phase}",
                 _clipping(max_norm),
-                lambda count=count, numel=numel: [torch.randn(numel) for _ in range(count)],
+                lambda count=count, numel=numel: [
+                    torch.randn(numel, device=device) for _ in range(count)
+                ],
                 False,
                 (1 if phase == "within" else 3) if large else None,
-                Goal() if quick else GOALS[count, numel],
+                Goal() if quick or on_cuda else GOALS[count, numel],
+                device=device,
             )
-    yield from _steps(quick)
+    yield from _steps(quick, device)

@@ -46,6 +46,12 @@ def print_tables(rows: Sequence[Row]) -> None:
     errors = {row.compile_error for row in rows if row.compile_error}
     for error in sorted(errors):
         console.print(Text(f"torch.compile failed: {error}"))
+    missing: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for said in row.unavailable.items():
+            missing.setdefault(said, []).append(row.case.name)
+    for (name, error), names in sorted(missing.items()):
+        console.print(Text(f"{name} left out of {', '.join(names)}: {error}"))
 
 
 def _table(*columns: str) -> Table:
@@ -70,7 +76,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
         *(("x others",) if others else ()),
         "of ceiling",
         *(("GB/s",) if on_cuda else ()),
-        *(("GFLOP/s",) if arithmetic else ()),
+        *((("TFLOP/s" if on_cuda else "GFLOP/s"),) if arithmetic else ()),
         *(("faults ours/eager",) if faults else ()),
         "goal",
         "right",
@@ -85,8 +91,8 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
             str(row.against_compile or "-"),
             *((_others(row),) if others else ()),
             f"{row.share:.0%}",
-            *((f"{row.gbps:.0f}",) if on_cuda else ()),
-            *((f"{row.gflops:.0f}" if row.gflops else "-",) if arithmetic else ()),
+            *((f"{row.gbps:.0f}" if row.gbps else "-",) if on_cuda else ()),
+            *((_flops(row),) if arithmetic else ()),
             *((f"{_faults(row, 'ours'):.0f}/{_faults(row, 'eager'):.0f}",) if faults else ()),
             _goal(row),
             _right(row),
@@ -137,6 +143,12 @@ def _right(row: Row) -> str:
     return "NO" if row.check else f"{row.margin:.2f}"
 
 
+def _flops(row: Row) -> str:
+    if not row.gflops:
+        return "-"
+    return f"{row.gflops / 1e3:.1f}" if row.case.device == "cuda" else f"{row.gflops:.0f}"
+
+
 def _others(row: Row) -> str:
     """Factors against the further variants."""
     parts = (f"{interval.median:.2f} {name}" for name, interval in row.against_others.items())
@@ -167,12 +179,14 @@ def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
     """What the tables above mean and rest on; `result` is the object that --json writes."""
     on_cuda = result.get("device") == "cuda"
     level = "" if on_cuda else " for AVX2 (attention: for the level here),"
+    decoding = "an update in place" if on_cuda else "a read (torch's sum)"
+    arithmetic = "torch's matmul" if on_cuda else "FMA (bfloat16: of dot, if there is)"
     lines = [
         f"ceilings here: {limits}",
         "of ceiling: bytes that must move per second, of those of a copy of the input, in the same "
         "cache state, autograd included; for optimizers, of an update in place; for decoding, of "
-        "a read (torch's sum); for attention, "
-        "useful operations per second in the fastest round, of FMA (bfloat16: of dot, if there is)",
+        f"{decoding}; for attention, useful operations per second in the fastest round, of "
+        f"{arithmetic}",
         f"goal:{level} against eager, against compile, of ceiling, "
         "against others; + reached, - not, ? not measured",
         "right: worst error of outputs and gradients, of what the numerics rule allows (at most 1)",
@@ -180,7 +194,7 @@ def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
     if on_cuda:
         lines.append(
             "backward: torch.autograd.grad alone, on a graph that is kept; no input is in the L2 "
-            "cache; times by events on the stream"
+            "cache; times by events on the stream, of decoding of replays of CUDA graphs"
         )
     else:
         memory = "freed memory stays with the process, for all variants (M_MMAP_MAX=0, no trimming)"

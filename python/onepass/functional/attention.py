@@ -58,7 +58,8 @@ def scaled_dot_product_attention(
             test long, ICLR 2022). Has a gradient.
         sinks: shape (heads,), float32 or query's dtype: one more score per row, which counts in the
             softmax but has no value. Has a gradient.
-        deterministic: gradients that repeat bit for bit; on a CPU they always do.
+        deterministic: gradients that repeat bit for bit; on a CPU they always do. On CUDA this, or
+            `torch.use_deterministic_algorithms(True)`, sums query's gradient in a fixed order.
         return_lse: also return the logarithm of the softmax' denominator.
 
     Returns:
@@ -186,7 +187,8 @@ def varlen_attention(
 
     Raises:
         RuntimeError: a shape, dtype, device, length or page number does not fit; the message names
-            the argument.
+            the argument. On CUDA the values of lengths and page numbers are not looked at, which
+            would wait for the device: max_q, max_k and the rows in memory must hold them.
         ValueError: key's heads are not query's and enable_gqa is not set; window_size is none.
     """
     op = "varlen_attention"

@@ -113,7 +113,8 @@ def attention_with_kv_cache(
             that is to be written has no dense last dimension or is expanded; two sequences would
             write the same rows, or one be read at another place. The message names the argument,
             and nothing has been written. Or a gradient would be recorded: there are none, decode
-            under `torch.no_grad()`.
+            under `torch.no_grad()`. On CUDA lengths, cache and page numbers are not looked at,
+            which would wait for the device; positions beyond rotary_cos, too, are the caller's.
         TypeError: cache_seqlens is a number that is not whole.
         ValueError: only one of key and value, or rotary_cos or rotary_sin without them;
             window_size is none.

@@ -129,7 +129,7 @@ def _dense(module, query, key, value, key_padding_mask, attn_mask, is_causal: bo
 def _packed(module, x: Tensor) -> Tensor:
     """Self-attention of every sequence of a packed nested tensor."""
     sizes = x._nested_tensor_size()[:, 0]  # on the CPU, as the longest is needed there
-    cu_seq = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(x.device)
+    cu_seq = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(x.device, non_blocking=True)
     longest = int(sizes.max()) if len(sizes) else 0
     rows = rows_of(x)
     output = functional.varlen_attention(

@@ -135,7 +135,7 @@ def _attention(
             score.dtype,
             (first, head_offset, query_offset, key_offset),
             total_heads,
-        ).to(device)
+        )
     output, lse = _weigh(score, value, factor)
     return output.to(query.dtype), lse
 
@@ -165,7 +165,7 @@ def keep_scale(
     total_heads: int = 0,
 ) -> Tensor:
     """(batch, heads, seq_q, seq_k) the factor of each score: 0 if dropped, else the inverse keep
-    probability.
+    probability; on seed's device, which nothing waits for.
 
     A score takes 16 bits of the block of (query, key // 8, batch * total_heads + head), low halves
     of the four words first; it is dropped if they are below round(65536 p), halves rounded up.
@@ -174,15 +174,20 @@ def keep_scale(
         seed: int64[2]: seed, offset.
         offsets: of the first batch, head, query and key within a larger attention.
     """
+
+    def positions(first: int, last: int) -> Tensor:
+        return torch.arange(first, last, device=seed.device)
+
     batch, head, query = (
-        torch.arange(size) + offset for size, offset in zip(shape[:3], offsets[:3], strict=True)
+        positions(offset, offset + size)
+        for size, offset in zip(shape[:3], offsets[:3], strict=True)
     )
     first_key, seq_k = offsets[3], shape[3]
-    block = torch.arange(first_key // 8, (first_key + seq_k + 7) // 8)
+    block = positions(first_key // 8, (first_key + seq_k + 7) // 8)
     row = batch[:, None] * (total_heads or shape[1]) + head
-    words = (query[:, None], block, row[..., None, None], seed[1].cpu())
+    words = (query[:, None], block, row[..., None, None], seed[1])
     counter = torch.broadcast_tensors(*(word & _WORD for word in words))
-    low, high = int(seed[0]) & _WORD, int(seed[0]) >> 32 & _WORD
+    low, high = seed[0] & _WORD, seed[0] >> 32 & _WORD
     halves = [
         word >> shift & 0xFFFF for word in philox4x32((low, high), counter) for shift in (0, 16)
     ]

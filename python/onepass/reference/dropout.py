@@ -12,7 +12,9 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox4x32(key: tuple[int, int], counter: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def philox4x32(
+    key: tuple[int | Tensor, int | Tensor], counter: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """Four random 32-bit words, as int64 tensors, from a key and a counter of four such words.
 
     Philox4x32-10: Salmon, Moraes, Dror, Shaw, SC 2011.

@@ -169,6 +169,8 @@ class _Redirection(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            func = torch.unflatten  # the same; the method calls super(), which Dynamo cannot follow
         if func is not F.scaled_dot_product_attention or not _is_taken(*args, **kwargs):
             return func(*args, **kwargs)
         ours = onepass.functional.scaled_dot_product_attention

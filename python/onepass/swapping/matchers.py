@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import onepass.nn
+from onepass import _library
 from onepass.swapping import callsites, classes
 from onepass.swapping.classes import has_kernels
 
@@ -235,7 +236,9 @@ def _obstacle(module: nn.Module, kind: str) -> str:
             continue
         if type(parameter) is not nn.Parameter:
             return f"its {name} is a {type(parameter).__name__}"
-    for device in {parameter.device.type for parameter in module.parameters()}:
-        if not has_kernels(device, kind):
-            return f"onepass has no kernels for its device, {device}, in this build"
+    for device in {parameter.device for parameter in module.parameters()}:
+        if not has_kernels(device.type, kind):
+            return f"onepass has no kernels for its device, {device.type}, in this build"
+        if device.type == "cuda" and (reason := _library.too_old(device)):
+            return reason
     return ""

@@ -1,0 +1,26 @@
+// Which kernels a call of attention takes.
+#include "cuda/attention/attention.h"
+#include "cuda/backend.h"
+
+namespace onepass::cuda {
+namespace {
+
+// Tensor cores where a tile fits them; all else is multiply-adds, in float64 or float32.
+template <class Args, auto tiled, auto plain>
+Operator<Args> by_shape() {
+  static constexpr auto of = [](const Args& args) { return is_tiled(args) ? tiled() : plain(); };
+  return {
+      .plan = [](const Args& args, const Machine& machine) { return of(args).plan(args, machine); },
+      .run = [](const Args& args, const Plan& plan, void* workspace,
+                const Context& context) { of(args).run(args, plan, workspace, context); }};
+}
+
+}  // namespace
+
+AttentionBackend attention_backend() {
+  return {.forward = by_shape<AttentionForward, tiled_attention_forward, plain_attention_forward>(),
+          .backward =
+              by_shape<AttentionBackward, tiled_attention_backward, plain_attention_backward>()};
+}
+
+}  // namespace onepass::cuda

@@ -1,0 +1,481 @@
+// Attention on tensor cores, backward: bfloat16 and float16, head dimensions up to 256.
+//
+//   S = Q K^T;  P = exp(terms(scale S) - lse);  dP = dO V^T;  dS = P (drop(dP) - delta)
+//   dV = drop(P)^T dO;   dK = scale dS^T Q;   dQ = scale dS K
+//
+// One block per tile of keys of a head of keys: K and V are read once, and the queries of all heads
+// that share them pass by in tiles, the next one on its way while one is used. dK and dV stay in
+// registers over all of them and are written once, also those of a group of heads: there is no
+// copy of them per head. dQ gathers what all tiles of keys add to it in float32, in the workspace,
+// which a last kernel scales and rounds. Nothing has the size of the scores.
+//
+// Scores are computed transposed (backward_scores.cuh): P^T and dS^T are factors of dV and dK as
+// they leave the tensor cores, and only dQ wants dS from other warps, through shared memory.
+// Per tile a warp multiplies
+//   S^T, dP^T   its 16 keys by all queries (a half of them where two warps share 16 keys)
+//   dV, dK      its 16 keys by all columns (every other slab of 32)
+//   dQ          32 queries by 32 columns, over all keys of the block
+//
+// dQ is added by red.global in whatever order blocks come; deterministic: in that of the tiles of
+// keys, for which blocks wait for one another. They take their work by tickets, so that whoever is
+// waited for has begun, and neighbouring tickets are of different heads, which do not wait.
+//
+// Bytes: Q, dO once for every tile of keys that is seen, dQ likewise (float32, in the L2); K, V,
+// dK, dV once. Done when the tensor cores are busy: five products for one exponential per score.
+#include "cuda/attention/attention.h"
+#include "cuda/attention/backward_bias.h"
+#include "cuda/attention/backward_query.cuh"
+#include "cuda/attention/backward_scores.cuh"
+#include "cuda/launch.cuh"
+
+namespace onepass::cuda {
+namespace {
+
+// ---- pieces of the kernel -----------------------------------------------------------------------
+
+// Columns kFirst .. of a tile to a narrower one.
+template <int kFirst, int kRows, int kThreads, class T, int kTo, int kFrom>
+__device__ __forceinline__ void move_columns(const Tile<T, kTo>& to, const Tile<T, kFrom>& from) {
+  constexpr int kChunks = Tile<T, kTo>::kChunks;
+  ONEPASS_UNROLL
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    *reinterpret_cast<Words*>(to.chunk(row, chunk)) =
+        *reinterpret_cast<const Words*>(from.chunk(row, kFirst / kChunk + chunk));
+  }
+}
+
+// Which of a step's keys no query of the tile sees, as drop_unseen() has it. words: what lanes of
+// the warps that have those keys saw of their rows g and g + 8.
+template <int kParts>
+__device__ __forceinline__ uint32_t unseen_of_step(const uint32_t* words, int step, int groups) {
+  const int first = lane_index() % 4 * 8;  // bits of four lanes for key 2 t, then for 2 t + 1
+  uint32_t unseen = 0;
+  ONEPASS_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    uint32_t seen = words[2 * step + r];
+    if constexpr (kParts > 1) seen |= words[2 * (step + groups) + r];
+    unseen |= static_cast<uint32_t>((seen >> first & 0xfu) == 0) << 2 * r;
+    unseen |= static_cast<uint32_t>((seen >> (first + 4) & 0xfu) == 0) << (2 * r + 1);
+  }
+  return unseen;
+}
+
+// sum (16 x own columns) += left (16 x 16 kSteps) right (rows from `first` on). Own are the slabs
+// part, part + kParts and so on.
+template <int kParts, class T, int kTiles, int kSteps, int kCols>
+__device__ __forceinline__ void add_gradient(float (&sum)[kTiles][4],
+                                             const uint32_t (&left)[kSteps][4],
+                                             const Tile<T, kCols>& right,
+                                             const FragmentLanes<kCols>& lanes, int first,
+                                             int slabs, int part) {
+  ONEPASS_UNROLL
+  for (int i = 0; i < kTiles / 4; ++i) {
+    const int slab = i * kParts + part;
+    if (slab >= slabs) continue;
+    ONEPASS_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      ONEPASS_UNROLL
+      for (int n = 4 * i; n < 4 * i + 4; n += 2) {
+        uint32_t b[4];
+        load_b<false>(b, right, lanes, first + 16 * step, slab * kSlab + 8 * (n % 4));
+        add_product<T>(sum[n], sum[n + 1], left[step], b);
+      }
+    }
+  }
+}
+
+// ---- the kernel ---------------------------------------------------------------------------------
+
+template <class T, int kBucket, bool kTerms>
+__global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
+    attention_backward_kernel(const AttentionBackward __grid_constant__ args,
+                              const BackwardWork __grid_constant__ work) {
+  constexpr AttentionTile kTile = backward_tile(kBucket);
+  constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kThreads = kTile.threads();
+  constexpr int kGroups = kKeys / 16, kParts = kTile.warps / kGroups;
+  constexpr int kStrip = backward_strip(kBucket, kTerms), kStrips = kQueries / kParts / kStrip;
+  constexpr int kTiles = kStrip / 8, kSteps = kStrip / 16;
+  constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kParts * kSlab / 8;
+  constexpr int kKept = backward_kept_columns(kBucket);
+  constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS behind P
+  using RowTile = Tile<T, kBucket>;
+  using ValueTile = Tile<T, 128>;  // of the columns of V that no registers keep
+  using ScoreTile = Tile<T, backward_score_columns(kBucket)>;
+  static_assert(kQueries / kQueryRows * kSlabs == kTile.warps && kThreads >= kQueries);
+  SharedMemory shared;
+  const RowTile key = RowTile::take(shared, kKeys);
+  const ValueTile value = kKept == kBucket ? ValueTile{nullptr} : ValueTile::take(shared, kKeys);
+  float* const numbers = shared.take<float>(2 * kQueryNumbers * kQueries);
+  uint32_t* const seen_words = shared.take<uint32_t>(2 * kTile.warps);
+  float* const scratch = shared.take<float>(2 * kReduceScratch<1>);
+  auto* const block = shared.take<BlockConstants>(1);
+  auto* const places = shared.take<Turn>(2);  // this turn and the next
+  const RowTile rows = RowTile::take(shared, 2 * kQueries * work.stages);
+  const bool shares_place = backward_shares_place(kBucket, work.stages);
+  const ScoreTile scores =
+      shares_place ? ScoreTile{rows.data + kQueries * kBucket} : ScoreTile::take(shared, kKeys);
+  const auto query_tile = [&](int stage) {
+    return RowTile{rows.data + 2 * stage * kQueries * kBucket};
+  };
+  const auto doutput_tile = [&](int stage) {
+    return RowTile{rows.data + (2 * stage + 1) * kQueries * kBucket};
+  };
+  const auto numbers_of = [&](int i) {
+    return QueryTile<kQueries>{numbers + i % 2 * kQueryNumbers * kQueries};
+  };
+
+  if (threadIdx.x == 0) *block = BlockConstants(args, work, kTile, kTerms);
+  __syncthreads();
+
+  // ---- what comes from memory
+  const auto load_keys = [&](const auto& target, const Strided& tensor, int64_t cols) {
+    const auto from =
+        rows_of<const T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
+    load_tile<kKeys, kThreads>(target, from, block->first_key, block->seen_first, block->seen_last);
+  };
+  const auto load_queries = [&](const RowTile& target, const Strided& tensor, int64_t cols,
+                                const Turn& turn) {
+    const auto from =
+        rows_of<const T>(tensor, block->batch, turn.head, block->sequence.first_q, cols);
+    load_tile<kQueries, kThreads>(target, from, turn.first, turn.first, block->queries);
+  };
+  const auto load_query = [&](const Turn& turn, int stage) {
+    load_queries(query_tile(stage), args.query, args.head_dim, turn);
+  };
+  const auto load_doutput = [&](const Turn& turn, int stage) {
+    load_queries(doutput_tile(stage), args.doutput, args.value_dim, turn);
+  };
+  const auto load_memory = [&](const Turn& turn) {
+    const int i = thread_index();
+    if (i >= kQueries) return QueryMemory{};
+    return load_query_memory(args, work.ends, block->sequence, block->batch, turn.head,
+                             turn.first + i);
+  };
+  const auto put_turn = [&](int turn_index, const Turn& turn, const QueryMemory& memory) {
+    const int i = thread_index();
+    if (i == 0) places[turn_index % 2] = turn;
+    if (i >= kQueries) return;
+    numbers_of(turn_index)
+        .put(i, query_numbers<kTerms>(args, block->sequence, memory, turn.first + i,
+                                      block->first_key, kKeys));
+  };
+
+  // Of the warp, from the thread's index read anew: nothing of it is kept in registers.
+  const auto top_key = [] { return thread_index() / kLanes % kGroups * 16; };
+  const auto part = [] { return kParts == 1 ? 0 : thread_index() / kLanes / kGroups; };
+
+  float dkey[kOwnTiles][4] = {}, dvalue[kOwnTiles][4] = {};
+  uint32_t value_a[kKept == 0 ? 1 : kKept / 16][4] = {};
+  float dslope = 0.0f;  // of the head so far, the lane's share
+
+  if (block->turns > 0) {
+    const Turn turn = block->first_turn();
+    // What registers keep of V passes through the place of the last tiles of queries.
+    const RowTile passing = query_tile(work.stages - 1);
+    const bool has_place = kKept == 0 || work.stages > 1;
+    load_keys(key, args.key, args.head_dim);
+    if constexpr (kKept == 0) load_keys(value, args.value, args.value_dim);
+    if constexpr (kKept > 0) load_keys(passing, args.value, args.value_dim);
+    if (has_place) load_query(turn, 0), load_doutput(turn, 0);
+    cp_async_commit();
+    put_turn(0, turn, load_memory(turn));
+    if constexpr (kKept > 0) {
+      cp_async_wait<0>();
+      __syncthreads();
+      ONEPASS_UNROLL
+      for (int k = 0; k < kKept; k += 16) {
+        if (k / kSlab >= work.value_slabs) continue;
+        load_a<false>(value_a[k / 16], passing, FragmentLanes<kBucket>(), top_key(), k);
+      }
+      if constexpr (kKept < kBucket) move_columns<kKept, kKeys, kThreads>(value, passing);
+      __syncthreads();
+      if (!has_place) load_query(turn, 0), load_doutput(turn, 0);
+      cp_async_commit();
+    }
+  }
+
+  ONEPASS_ROLL
+  for (int i = 0; i < block->turns; ++i) {
+    const auto stage = [&] { return work.stages > 1 ? afresh(i) % 2 : 0; };
+    const Turn* const turn = places + i % 2;
+    const bool is_last = i + 1 == block->turns;
+    cp_async_wait<0>();
+    __syncthreads();  // this turn's queries have come, the last one's have been used
+    if (!is_last && work.stages > 1) {
+      const Turn next = block->behind(*turn, kTile);
+      load_query(next, 1 - stage()), load_doutput(next, 1 - stage());
+    }
+    cp_async_commit();
+
+    // ---- S, dP, and dV where P stays in the warp
+    uint32_t seen_by_any = 0;  // bit r: key g + 8 r of the warp
+    uint32_t ds_a[kStrips * kSteps][4];
+    ONEPASS_UNROLL
+    for (int strip = 0; strip < kStrips; ++strip) {
+      const int left = part() * (kQueries / kParts) + strip * kStrip;
+      const auto place = [&] {
+        return Strip<kQueries>{numbers_of(i),      thread_index() % kLanes,     left, top_key(),
+                               turn->first + left, block->first_key + top_key()};
+      };
+      float p[kTiles][4] = {}, ds[kTiles][4] = {};
+      const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
+      const int top = top_key();
+      const auto multiply_keys = [&] {
+        add_scores<T>(p, query_tile(stage()), lanes, left, work.head_slabs,
+                      [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, top, k); });
+      };
+      const auto multiply_values = [&] {
+        const FragmentLanes<128> value_lanes(thread_index() % kLanes);
+        add_scores<T>(ds, doutput_tile(stage()), lanes, left, work.value_slabs,
+                      [&](uint32_t (&a)[4], int k) {
+                        if (k >= kKept) return load_a<false>(a, value, value_lanes, top, k - kKept);
+                        ONEPASS_UNROLL
+                        for (int j = 0; j < 4; ++j) a[j] = value_a[k / 16][j];
+                      });
+      };
+      if constexpr (kTerms) {
+        const auto terms = [&] {
+          return HeadTerms(args, block->sequence, block->batch, turn->head);
+        };
+        uint32_t kept = ~0u;
+        if (args.seed) {
+          kept = draw_transposed<kTiles>(block->dropout, args,
+                                         random_head(args, block->batch, turn->head), place());
+        }
+        multiply_keys();
+        float tangent[kTiles][4];
+        const uint32_t counts = counting_scores<kTiles>(args, terms(), place());
+        bend_scores(p, tangent, args, terms(), place());
+        for_each_bias<kTiles>(args, terms(), counts, place(),
+                              [&](int j, float bias) { p[j / 4][j % 4] += bias; });
+        term_probabilities(p, counts, place());
+        multiply_values();
+        term_gradients(p, ds, counts, kept, block->dropout.scale, place());
+        add_slope_gradient(dslope, ds, args, terms(), place());
+        bend_gradients(ds, tangent, counts, args);
+        ONEPASS_UNROLL
+        for (int j = 0; j < 4 * kTiles; ++j) seen_by_any |= (counts >> j & 1) << j % 4 / 2;
+      } else {
+        multiply_keys();
+        multiply_values();
+        plain_gradients(p, ds, place(), static_cast<float>(args.scale) * kLog2e,
+                        block->is_whole(args, *turn, kTile));
+      }
+      uint32_t p_a[kSteps][4];
+      ONEPASS_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        as_a<T>(p_a[step], p, step);
+        as_a<T>(ds_a[strip * kSteps + step], ds, step);
+        if constexpr (kParts > 1) put_a(scores, p_a[step], top_key(), left + 16 * step);
+      }
+      if (kParts == 1 && args.dvalue.data) {
+        add_gradient<1>(dvalue, p_a, doutput_tile(stage()), lanes, left, work.value_slabs, 0);
+      }
+    }
+
+    // ---- dK, and dV where two warps have the same keys
+    QueryMemory memory{};
+    if (!is_last) memory = load_memory(block->behind(*turn, kTile));
+    if (shares_place) __syncthreads();  // dO has been used
+    ONEPASS_UNROLL
+    for (int step = 0; step < kStrips * kSteps; ++step) {
+      put_a(scores, ds_a[step], top_key(), kGradients + part() * (kQueries / kParts) + 16 * step);
+    }
+    if (kTerms && args.mask.data) {
+      ONEPASS_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const unsigned lanes_that_see = __ballot_sync(kAllLanes, seen_by_any >> r & 1);
+        if (lane_index() == 0) seen_words[2 * warp_index() + r] = lanes_that_see;
+      }
+    }
+    const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
+    if (kParts == 1 && args.dkey.data) {
+      add_gradient<1>(dkey, ds_a, query_tile(stage()), lanes, 0, work.head_slabs, 0);
+    }
+    __syncthreads();  // dS of all keys is there
+    const FragmentLanes<backward_score_columns(kBucket)> score_lanes(thread_index() % kLanes);
+    if constexpr (kParts > 1) {
+      uint32_t a[kQueries / 16][4];
+      const auto load_own = [&](int col) {
+        ONEPASS_UNROLL
+        for (int step = 0; step < kQueries / 16; ++step) {
+          load_a<false>(a[step], scores, score_lanes, top_key(), col + 16 * step);
+        }
+      };
+      if (args.dvalue.data) {
+        load_own(0);
+        add_gradient<kParts>(dvalue, a, doutput_tile(stage()), lanes, 0, work.value_slabs, part());
+      }
+      if (args.dkey.data) {
+        load_own(kGradients);
+        add_gradient<kParts>(dkey, a, query_tile(stage()), lanes, 0, work.head_slabs, part());
+      }
+    } else if (!is_last && work.stages == 1) {
+      const Turn next = block->behind(*turn, kTile);
+      load_query(next, 0);
+      if (!shares_place) load_doutput(next, 0);
+      cp_async_commit();
+    }
+
+    // ---- dQ
+    if (work.dquery) {
+      const int warp = thread_index() / kLanes, slab = warp / (kQueries / kQueryRows);
+      const int top = warp % (kQueries / kQueryRows) * kQueryRows;
+      float sum[2][4][4] = {};
+      if (slab < work.head_slabs) {
+        ONEPASS_UNROLL
+        for (int step = 0; step < kGroups; ++step) {
+          uint32_t a[2][4];
+          load_a<true>(a[0], scores, score_lanes, kGradients + top, 16 * step);
+          load_a<true>(a[1], scores, score_lanes, kGradients + top + 16, 16 * step);
+          ONEPASS_UNROLL
+          for (int n = 0; n < 4; n += 2) {
+            uint32_t b[4];
+            load_b<false>(b, key, lanes, 16 * step, slab * kSlab + 8 * n);
+            if (kTerms && args.mask.data) {
+              drop_unseen(b, unseen_of_step<kParts>(seen_words, step, kGroups), 0);
+            }
+            add_product<T>(sum[0][n], sum[0][n + 1], a[0], b);
+            add_product<T>(sum[1][n], sum[1][n + 1], a[1], b);
+          }
+        }
+      }
+      const QueryOrder order(args, work, *block, *turn, kTile);
+      order.wait();
+      if (slab < work.head_slabs) add_query_gradient(sum, args, work, *block, *turn, top, slab);
+      order.pass_on();
+    }
+
+    // ---- the next turn
+    const Turn next = block->behind(*turn, kTile);
+    if (kTerms && args.dslopes && (is_last || next.head != turn->head)) {
+      store_partial(dslope, static_cast<float*>(work.ends.dslopes),
+                    block->slope_partial(args, work, turn->head),
+                    scratch + turn->head % 2 * kReduceScratch<1>);
+      dslope = 0.0f;
+    }
+    if (is_last) continue;
+    put_turn(i + 1, next, memory);
+    if (work.stages == 1 && (kParts > 1 || shares_place)) {
+      __syncthreads();  // what lies in the place of the next queries has been used
+      if (kParts > 1) load_query(next, 0);
+      load_doutput(next, 0);
+      cp_async_commit();
+    }
+  }
+
+  if (args.dslopes && block->turns == 0 && thread_index() < block->group_size) {
+    const int head = block->first_turn().head + thread_index();
+    store_global(static_cast<float*>(work.ends.dslopes) + block->slope_partial(args, work, head),
+                 0.0f);
+  }
+  if (block->first_key >= block->keys) return;
+  // Both leave through the place of K, of which a warp stores an eighth.
+  const auto store = [&](const Strided& tensor, const float (&sum)[kOwnTiles][4], int64_t cols,
+                         float factor) {
+    if (!tensor.data) return;
+    __syncthreads();
+    ONEPASS_UNROLL
+    for (int n = 0; n < kOwnTiles; ++n) {
+      const int col = (n / 4 * kParts + part()) * kSlab + n % 4 * 8 + lane_index() % 4 * 2;
+      ONEPASS_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        *key.pair(top_key() + lane_index() / 4 + 8 * r, col) =
+            narrow_pair<T>(sum[n][2 * r] * factor, sum[n][2 * r + 1] * factor);
+      }
+    }
+    __syncthreads();
+    constexpr int kRows = kKeys / kTile.warps;
+    const auto to = rows_of<T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
+    store_tile<kRows>(key, to, warp_index() * kRows, block->first_key, block->keys);
+  };
+  store(args.dkey, dkey, args.head_dim, static_cast<float>(args.scale));
+  store(args.dvalue, dvalue, args.value_dim, kTerms ? block->dropout.scale : 1.0f);
+}
+
+// ---- plan and run -------------------------------------------------------------------------------
+
+bool has_terms(const AttentionBackward& args) {
+  return args.bias.data || args.mask.data || args.alibi_slopes || args.seed ||
+         args.softcap != 0.0 || !(args.scale > 0.0);
+}
+
+// How a call is cut up, and what the workspace has: the sums of dQ and the counters of blocks,
+// which begin at zero; the ends; what dbias needs. Linear in the rows of query:
+//   4 heads (total_q + up to 7 of each sequence) 32 ceil(head_dim / 32)       if dquery is wanted
+// + 4 (1 + batch heads query tiles)                                           if deterministic
+// + ends_bytes() + dbias_bytes()
+struct BackwardShape {
+  int64_t key_tiles;
+  int64_t query_tiles;
+  int64_t sums;      // floats
+  int64_t counters;  // the ticket, then turns
+
+  int64_t zeroed_bytes() const { return (sums + counters) * 4; }
+
+  explicit BackwardShape(const AttentionBackward& args) {
+    const AttentionTile tile = backward_tile(bucket_of(args));
+    key_tiles = (args.seq_k + tile_shift(args) + tile.keys - 1) / tile.keys;
+    query_tiles = (args.seq_q + tile.queries - 1) / tile.queries;
+    const int64_t units = args.heads * units_of_head(args) * slabs_of(args.head_dim);
+    sums = args.dquery.data ? units * kUnit : 0;
+    const bool in_order = args.dquery.data && args.deterministic;
+    counters = in_order ? (1 + args.batch * args.heads * query_tiles + 3) / 4 * 4 : 0;
+  }
+};
+
+Plan plan_backward(const AttentionBackward& args, const Machine&) {
+  const BackwardShape shape(args);
+  Plan plan{};
+  plan.kernel_name = "attention_backward_kernel";
+  plan.rows_per_tile = backward_tile(bucket_of(args)).queries;
+  plan.splits = args.batch * args.kv_heads * shape.key_tiles;
+  plan.parallel = true;
+  plan.reason = has_terms(args) ? "tensor cores, scores with terms" : "tensor cores";
+  plan.workspace_bytes = shape.zeroed_bytes() + ends_bytes(args, shape.key_tiles);
+  if (args.dbias.data) plan.workspace_bytes += dbias_bytes(args);
+  return plan;
+}
+
+void run_backward(const AttentionBackward& args, const Plan& plan, void* workspace,
+                  const Context& context) {
+  const BackwardShape shape(args);
+  auto* const sums = static_cast<float*>(workspace);
+  auto* const counters = reinterpret_cast<uint32_t*>(sums + shape.sums);
+  auto* const behind = reinterpret_cast<char*>(counters + shape.counters);
+  BackwardWork work{.ends = ends_in(behind, args, shape.key_tiles),
+                    .dquery = args.dquery.data ? sums : nullptr,
+                    .ticket = shape.counters > 0 ? counters : nullptr,
+                    .turns = counters + 1,
+                    .key_tiles = shape.key_tiles,
+                    .query_tiles = shape.query_tiles,
+                    .head_slabs = slabs_of(args.head_dim),
+                    .value_slabs = slabs_of(args.value_dim),
+                    .stages = kBackwardStages};
+  if (shape.zeroed_bytes() > 0) {
+    zero(workspace, static_cast<size_t>(shape.zeroed_bytes()), context.stream);
+  }
+  begin_backward(args, work.ends, context.stream);
+  visit_bucket(args, [&]<class T, int kBucket>() {
+    if (max_shared_bytes() < backward_shared_bytes(kBucket, kBackwardStages)) work.stages = 1;
+    const LaunchShape blocks{.blocks = plan.splits,
+                             .threads = backward_tile(kBucket).threads(),
+                             .shared_bytes = backward_shared_bytes(kBucket, work.stages)};
+    visit_bool(has_terms(args), [&]<bool kTerms>() {
+      if (plan.splits == 0) return;
+      launch<attention_backward_kernel<T, kBucket, kTerms>>(blocks, context.stream, args, work);
+    });
+  });
+  if (args.dquery.data) launch_dquery(args, sums, context.stream);
+  if (args.dbias.data) {
+    launch_dbias(args, work.ends, behind + ends_bytes(args, shape.key_tiles), context.stream);
+  }
+  finish_backward(args, work.ends, context.stream);
+}
+
+}  // namespace
+
+Operator<AttentionBackward> tiled_attention_backward() { return {plan_backward, run_backward}; }
+
+}  // namespace onepass::cuda

@@ -1,0 +1,256 @@
+// The gradient of a bias on tensor cores: dbias = dS, summed over what is broadcast.
+//
+// One block per tile of dbias. It computes the scores of the tile once more, two products, for all
+// batches, heads and queries that share the tile, in order, and adds them up in registers: no
+// atomics, nothing of the size of the scores in memory, the same bits always. Where queries share
+// a row of bias there are few tiles; there blocks have parts of the queries, and a last kernel adds
+// up what they leave.
+//
+// Bytes: Q, K, V and dO of every tile, dbias once. Two blocks share a multiprocessor, which hide
+// each other's loads.
+#include "cuda/attention/backward_bias.h"
+#include "cuda/attention/backward_scores.cuh"
+#include "cuda/launch.cuh"
+
+namespace onepass::cuda {
+namespace {
+
+// ---- how dbias is cut up ------------------------------------------------------------------------
+
+struct BiasWork {
+  BackwardEnds ends;
+  float* partials;  // (parts, dbias_numel), or null where a block has all that it adds up
+  int64_t batches;  // of dbias: 1 where they are summed
+  int64_t heads;
+  int64_t parts;  // of the queries: tiles, or sums that are left to the last kernel
+  int64_t query_tiles;
+  int64_t key_tiles;
+
+  BiasWork(const AttentionBackward& args, const AttentionTile& tile)
+      : ends{},
+        partials(nullptr),
+        batches(args.dbias.batch_stride != 0 ? args.batch : 1),
+        heads(args.dbias.head_stride != 0 ? args.heads : 1),
+        query_tiles((args.seq_q + tile.queries - 1) / tile.queries),
+        key_tiles((args.seq_k + tile_shift(args) + tile.keys - 1) / tile.keys) {
+    parts = query_tiles;
+    if (args.dbias.row_stride != 0) return;
+    // As many blocks as keep a device busy, of the shape alone; at most kMaxParts copies of dbias.
+    constexpr int64_t kFewBlocks = 256, kMaxParts = 16;
+    const int64_t tiles = batches * heads * key_tiles;
+    parts = tiles > 0 ? (kFewBlocks + tiles - 1) / tiles : 1;
+    if (parts > kMaxParts) parts = kMaxParts;
+    if (parts > query_tiles) parts = query_tiles;
+  }
+  int64_t blocks() const { return batches * heads * parts * key_tiles; }
+  bool adds_up(const AttentionBackward& args) const {
+    return args.dbias.row_stride == 0 && parts > 1;
+  }
+};
+
+template <class B>
+__device__ __forceinline__ void store_bias(const AttentionBackward& args, const BiasWork& work,
+                                           int64_t part, int64_t i, float value) {
+  if (work.partials) {
+    store_global(work.partials + part * args.dbias_numel + i, value);
+  } else {
+    store_global(static_cast<B*>(args.dbias.data) + i, onepass::narrow<B>(value));
+  }
+}
+
+// ---- the kernels --------------------------------------------------------------------------------
+
+// Queries of a head whose dS a block adds to its sums. In shared memory, as registers are short.
+struct BiasTurn {
+  Sequence sequence;
+  int batch;
+  int head;
+  int first;
+};
+
+template <class T, int kBucket>
+__global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
+    attention_dbias_kernel(const AttentionBackward __grid_constant__ args,
+                           const BiasWork __grid_constant__ work) {
+  constexpr AttentionTile kTile = bias_tile(kBucket);
+  constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kThreads = kTile.threads();
+  constexpr int kGroups = kKeys / 16, kParts = kTile.warps / kGroups;
+  constexpr int kStrips = kQueries / kParts / kBiasStrip, kTiles = kBiasStrip / 8;
+  using RowTile = Tile<T, kBucket>;
+  SharedMemory shared;
+  const RowTile key = RowTile::take(shared, kKeys), value = RowTile::take(shared, kKeys);
+  const RowTile query = RowTile::take(shared, kQueries), doutput = RowTile::take(shared, kQueries);
+  const QueryTile<kQueries> numbers = {shared.take<float>(kQueryNumbers * kQueries)};
+  auto* const turn = shared.take<BiasTurn>(1);
+
+  const auto first_key = [&] {
+    return static_cast<int>(blockIdx.x % work.key_tiles) * kKeys - tile_shift(args);
+  };
+  const auto part = [&] { return blockIdx.x / work.key_tiles % work.parts; };
+  const auto head = [&] { return blockIdx.x / work.key_tiles / work.parts % work.heads; };
+  const auto batch = [&] { return blockIdx.x / work.key_tiles / work.parts / work.heads; };
+  // Of the warp, from the thread's index read anew: nothing of it is kept in registers.
+  const auto top = [] { return thread_index() / kLanes % kGroups * 16; };
+  const auto left = [] { return thread_index() / kLanes / kGroups * (kQueries / kParts); };
+
+  const bool sums_rows = args.dbias.row_stride == 0;
+  const auto first_tile = [&](int64_t index) {
+    return static_cast<int>(sums_rows ? work.query_tiles * index / work.parts : index);
+  };
+  const auto tiles = [&] { return first_tile(part() + 1) - first_tile(part()); };
+  const auto heads = [&] { return static_cast<int>(args.heads / work.heads); };
+  const int turns = static_cast<int>(args.batch / work.batches) * heads() * tiles();
+  float sum[kStrips * kTiles][4] = {};
+  ONEPASS_ROLL
+  for (int i = 0; i < turns; ++i) {
+    BiasTurn next{};
+    next.batch = static_cast<int>(batch()) + i / tiles() / heads();
+    next.head = static_cast<int>(head()) + i / tiles() % heads();
+    next.first = (first_tile(part()) + i % tiles()) * kQueries;
+    next.sequence = sequence_of(args, next.batch);
+    const auto queries = static_cast<int>(next.sequence.queries);
+    if (next.first >= queries || first_key() >= next.sequence.keys) continue;
+    const int last = next.first + kQueries < queries ? next.first + kQueries : queries;
+    const SeenKeys seen = seen_keys(args, next.sequence, next.first, last);
+    if (seen.first >= first_key() + kKeys || seen.last <= first_key()) continue;
+    __syncthreads();  // the last turn's tiles have been used
+    const auto load_keys = [&](const RowTile& target, const Strided& tensor, int64_t cols) {
+      const auto kv_head = next.head / static_cast<int>(args.heads / args.kv_heads);
+      const auto from = rows_of<const T>(tensor, next.batch, kv_head, next.sequence.first_k, cols);
+      load_tile<kKeys, kThreads>(target, from, first_key(), static_cast<int>(seen.first),
+                                 static_cast<int>(seen.last));
+    };
+    const auto load_queries = [&](const RowTile& target, const Strided& tensor, int64_t cols) {
+      const auto from =
+          rows_of<const T>(tensor, next.batch, next.head, next.sequence.first_q, cols);
+      load_tile<kQueries, kThreads>(target, from, next.first, next.first, queries);
+    };
+    load_keys(key, args.key, args.head_dim), load_keys(value, args.value, args.value_dim);
+    load_queries(query, args.query, args.head_dim);
+    load_queries(doutput, args.doutput, args.value_dim);
+    cp_async_commit();
+    if (const int q = thread_index(); q < kQueries) {
+      const QueryMemory memory =
+          load_query_memory(args, work.ends, next.sequence, next.batch, next.head, next.first + q);
+      numbers.put(
+          q, query_numbers<true>(args, next.sequence, memory, next.first + q, first_key(), kKeys));
+    }
+    if (thread_index() == 0) *turn = next;
+    cp_async_wait<0>();
+    __syncthreads();
+
+    ONEPASS_UNROLL
+    for (int strip = 0; strip < kStrips; ++strip) {
+      const auto column = [&] { return left() + strip * kBiasStrip; };
+      const auto place = [&] {
+        return Strip<kQueries>{numbers, thread_index() % kLanes, column(),
+                               top(),   turn->first + column(),  first_key() + top()};
+      };
+      const auto terms = [&] { return HeadTerms(args, turn->sequence, turn->batch, turn->head); };
+      uint32_t kept = ~0u;
+      if (args.seed) {
+        kept = draw_transposed<kTiles>(dropout_of(args), args,
+                                       random_head(args, turn->batch, turn->head), place());
+      }
+      float p[kTiles][4] = {}, ds[kTiles][4] = {}, tangent[kTiles][4];
+      const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
+      const int row = top();
+      add_scores<T>(p, query, lanes, column(), slabs_of(args.head_dim),
+                    [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, row, k); });
+      const uint32_t counts = counting_scores<kTiles>(args, terms(), place());
+      bend_scores(p, tangent, args, terms(), place());
+      for_each_bias<kTiles>(args, terms(), counts, place(),
+                            [&](int j, float bias) { p[j / 4][j % 4] += bias; });
+      term_probabilities(p, counts, place());
+      add_scores<T>(ds, doutput, lanes, column(), slabs_of(args.value_dim),
+                    [&](uint32_t (&a)[4], int k) { load_a<false>(a, value, lanes, row, k); });
+      term_gradients(p, ds, counts, kept, dropout_of(args).scale, place());
+      ONEPASS_UNROLL
+      for (int j = 0; j < 4 * kTiles; ++j) sum[strip * kTiles + j / 4][j % 4] += ds[j / 4][j % 4];
+    }
+  }
+
+  const int64_t base = batch() * args.dbias.batch_stride + head() * args.dbias.head_stride;
+  const int t = lane_index() % 4;
+  const auto key_of = [&](int r) { return first_key() + top() + lane_index() / 4 + 8 * r; };
+  const auto has = [&](int j) { return 0 <= j && j < args.seq_k; };
+  visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
+    if (!sums_rows) {
+      ONEPASS_UNROLL
+      for (int j = 0; j < 4 * kStrips * kTiles; ++j) {
+        const int64_t i = part() * kQueries + left() + j / 4 * 8 + 2 * t + j % 2;
+        if (i >= args.seq_q || !has(key_of(j % 4 / 2))) continue;
+        store_bias<B>(args, work, 0, base + i * args.dbias.row_stride + key_of(j % 4 / 2),
+                      sum[j / 4][j % 4]);
+      }
+      return;
+    }
+    // Four lanes have the queries of a key, and with them a second warp where two share keys.
+    float of_key[2] = {};
+    ONEPASS_UNROLL
+    for (int j = 0; j < 4 * kStrips * kTiles; ++j) of_key[j % 4 / 2] += sum[j / 4][j % 4];
+    ONEPASS_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      of_key[r] += __shfl_xor_sync(kAllLanes, of_key[r], 1);
+      of_key[r] += __shfl_xor_sync(kAllLanes, of_key[r], 2);
+    }
+    if constexpr (kParts > 1) {
+      __syncthreads();  // the numbers of queries have been used
+      float* const other = numbers.data + top() + lane_index() / 4;
+      if (left() > 0 && t == 0) other[0] = of_key[0], other[8] = of_key[1];
+      __syncthreads();
+      if (left() > 0) return;
+      of_key[0] += other[0], of_key[1] += other[8];
+    }
+    ONEPASS_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (t == 0 && has(key_of(r))) {
+        store_bias<B>(args, work, part(), base + key_of(r), of_key[r]);
+      }
+    }
+  });
+}
+
+constexpr int kSumThreads = 256;
+
+__global__ void __launch_bounds__(kSumThreads)
+    attention_dbias_sums_kernel(const AttentionBackward args, const float* partials,
+                                const int64_t parts) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
+  if (i >= args.dbias_numel) return;
+  float sum = 0.0f;
+  for (int64_t part = 0; part < parts; ++part) {
+    sum += load_global(partials + part * args.dbias_numel + i);
+  }
+  visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
+    store_global(static_cast<B*>(args.dbias.data) + i, onepass::narrow<B>(sum));
+  });
+}
+
+}  // namespace
+
+int64_t dbias_bytes(const AttentionBackward& args) {
+  const BiasWork work(args, bias_tile(bucket_of(args)));
+  return work.adds_up(args) ? (work.parts * args.dbias_numel + 3) / 4 * 16 : 0;
+}
+
+void launch_dbias(const AttentionBackward& args, const BackwardEnds& ends, void* workspace,
+                  void* stream) {
+  visit_bucket(args, [&]<class T, int kBucket>() {
+    constexpr AttentionTile kTile = bias_tile(kBucket);
+    BiasWork work(args, kTile);
+    work.ends = ends;
+    if (work.adds_up(args)) work.partials = static_cast<float*>(workspace);
+    if (work.blocks() == 0) return;
+    launch<attention_dbias_kernel<T, kBucket>>({.blocks = work.blocks(),
+                                                .threads = kTile.threads(),
+                                                .shared_bytes = bias_shared_bytes(kBucket)},
+                                               stream, args, work);
+    if (!work.partials) return;
+    launch<attention_dbias_sums_kernel>(
+        {.blocks = (args.dbias_numel + kSumThreads - 1) / kSumThreads, .threads = kSumThreads},
+        stream, args, static_cast<const float*>(work.partials), work.parts);
+  });
+}
+
+}  // namespace onepass::cuda

@@ -1,0 +1,193 @@
+// The two ends of attention's backward: see backward_ends.cuh. Both read what they need once;
+// doutput and output are the most of it.
+#include "cuda/attention/backward_ends.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/vec.cuh"
+
+namespace onepass::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kRowLanes = 8;  // that share a row
+constexpr int kRowsAtOnce = kThreads / kRowLanes;
+constexpr int kBlockRows = 4 * kRowsAtOnce;
+
+bool has_aligned_rows(const Strided& rows, DType dtype, int64_t cols) {
+  const int64_t elements = 16 / size_of(dtype);
+  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.batch_stride % elements == 0 &&
+         rows.head_stride % elements == 0 && rows.row_stride % elements == 0 && cols % kPack == 0;
+}
+
+int64_t row_parts(const Attention& args) { return (args.seq_q + kBlockRows - 1) / kBlockRows; }
+
+// A chain of a row.
+template <bool kAligned_>
+struct ChainColumns {
+  static constexpr bool kAligned = kAligned_;
+  int first;
+  int64_t cols;
+
+  __device__ __forceinline__ int of(int pack, int e) const { return first + pack * kPack + e; }
+  __device__ __forceinline__ bool has(int pack, int e) const { return of(pack, e) < cols; }
+  template <class T>
+  __device__ __forceinline__ T* in(T* row, int pack, int e) const {
+    return row + of(pack, e);
+  }
+};
+
+// The part of the product of two rows that begins at column `first`.
+template <class Types, bool kAligned>
+__device__ __forceinline__ typename Types::A chain_of(const AttentionBackward& args,
+                                                      int64_t doutput, int64_t output, int first) {
+  const ChainColumns<kAligned> columns{first, args.value_dim};
+  typename Types::A chain = 0;
+  ONEPASS_UNROLL
+  for (int pack = 0; pack < kDeltaChain<typename Types::A> / kPack; ++pack) {
+    const auto left = Types::load(args.doutput.data, args.dtype, doutput, columns, pack);
+    const auto right = Types::load(args.output.data, args.dtype, output, columns, pack);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      chain = multiply_add(Types::value(left, e), Types::value(right, e), chain);
+    }
+  }
+  return chain;
+}
+
+// One block per kBlockRows rows of a (batch, head).
+template <class Types>
+__global__ void __launch_bounds__(kThreads)
+    attention_delta_kernel(const AttentionBackward args, const BackwardEnds ends,
+                           const bool aligned) {
+  using A = typename Types::A;
+  SharedMemory shared;
+  double* scratch = shared.take<double>(kReduceScratch<1>);
+  const int64_t part = blockIdx.x % ends.sink_parts;
+  const int64_t batch = blockIdx.x / ends.sink_parts / args.heads;
+  const int64_t head = blockIdx.x / ends.sink_parts % args.heads;
+  const Sequence sequence = sequence_of(args, batch);
+  const A sink = ends.dsinks ? load_as<A>(args.sinks, args.sinks_dtype, head) : A(0);
+  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;  // of a row
+  const int first_lane = static_cast<int>(threadIdx.x) % kLanes - lane;
+  double dsink = 0.0;  // of numbers that may cancel, and there are few additions
+  for (int turn = 0; turn < kBlockRows / kRowsAtOnce; ++turn) {
+    const int64_t query =
+        part * kBlockRows + turn * kRowsAtOnce + static_cast<int>(threadIdx.x) / kRowLanes;
+    const auto offset = [&](const Strided& rows) {
+      return batch * rows.batch_stride + head * rows.head_stride +
+             (sequence.first_q + query) * rows.row_stride;
+    };
+    A sum = 0;
+    for (int col = 0; col < args.value_dim; col += kRowLanes * kDeltaChain<A>) {
+      A chain = 0;
+      if (query < sequence.queries) {
+        visit_bool(aligned, [&]<bool kAligned>() {
+          chain = chain_of<Types, kAligned>(args, offset(args.doutput), offset(args.output),
+                                            col + lane * kDeltaChain<A>);
+        });
+      }
+      ONEPASS_UNROLL
+      for (int i = 0; i < kRowLanes; ++i) sum += __shfl_sync(kAllLanes, chain, first_lane + i);
+    }
+    if (query >= sequence.queries || lane != 0) continue;
+    const int64_t row = lse_row(args, sequence, batch, head, query);
+    if (args.dlse) sum -= load_global(static_cast<const A*>(args.dlse) + row);
+    store_global(static_cast<A*>(ends.delta) + row, sum);
+    if (ends.dsinks) dsink += load_lse<A>(args, row).probability(sink) * sum;
+  }
+  if (ends.dsinks) store_partial(dsink, ends.dsinks, blockIdx.x, scratch);
+}
+
+// One block per sum: of a (batch, head), or of a head over all batches. In double, which costs
+// nothing here.
+template <class A>
+__global__ void __launch_bounds__(kThreads)
+    attention_sums_kernel(const A* partials, const int64_t parts, const int64_t heads,
+                          const int64_t batches, void* sums, const DType dtype) {
+  SharedMemory shared;
+  double* scratch = shared.take<double>(kReduceScratch<1>);
+  const int64_t head = blockIdx.x % heads, first_batch = blockIdx.x / heads;
+  double sum[1] = {0.0};
+  for (int64_t batch = first_batch; batch < first_batch + batches; ++batch) {
+    const A* const row = partials + (batch * heads + head) * parts;
+    for (int64_t i = threadIdx.x; i < parts; i += kThreads) sum[0] += load_global(row + i);
+  }
+  reduce_row(sum, kThreads, scratch);
+  if (threadIdx.x != 0) return;
+  if (dtype == DType::kFloat64) {
+    store_global(static_cast<double*>(sums) + blockIdx.x, sum[0]);
+  } else {
+    visit_dtype_up_to_float32(dtype, [&]<class S>() {
+      store_global(static_cast<S*>(sums) + blockIdx.x,
+                   onepass::narrow<S>(static_cast<float>(sum[0])));
+    });
+  }
+}
+
+// summed: over batches as well.
+template <class A>
+void add_up(const AttentionBackward& args, const void* partials, int64_t parts, bool summed,
+            void* sums, DType dtype, void* stream) {
+  launch<attention_sums_kernel<A>>({.blocks = summed ? args.heads : args.batch * args.heads,
+                                    .threads = kThreads,
+                                    .shared_bytes = kReduceScratch<1> * sizeof(double)},
+                                   stream, static_cast<const A*>(partials), parts, args.heads,
+                                   summed ? args.batch : 1, sums, dtype);
+}
+
+int64_t round_up_to_16(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+// Bytes of delta and of the two kinds of partial sums.
+struct EndsBytes {
+  EndsBytes(const AttentionBackward& args, int64_t slope_parts) {
+    const int64_t size = args.dtype == DType::kFloat64 ? 8 : 4, heads = args.batch * args.heads;
+    delta = round_up_to_16(args.heads * args.total_q * size);
+    dsinks = round_up_to_16(args.dsinks ? heads * row_parts(args) * 8 : 0);
+    dslopes = round_up_to_16(args.dslopes ? heads * slope_parts * size : 0);
+  }
+  int64_t delta;
+  int64_t dsinks;
+  int64_t dslopes;
+};
+
+}  // namespace
+
+int64_t ends_bytes(const AttentionBackward& args, int64_t slope_parts) {
+  const EndsBytes bytes(args, slope_parts);
+  return bytes.delta + bytes.dsinks + bytes.dslopes;
+}
+
+BackwardEnds ends_in(void* workspace, const AttentionBackward& args, int64_t slope_parts) {
+  const EndsBytes bytes(args, slope_parts);
+  char* const dsinks = static_cast<char*>(workspace) + bytes.delta;
+  return {.delta = workspace,
+          .dsinks = args.dsinks ? reinterpret_cast<double*>(dsinks) : nullptr,
+          .dslopes = args.dslopes ? dsinks + bytes.dsinks : nullptr,
+          .sink_parts = row_parts(args),
+          .slope_parts = slope_parts};
+}
+
+void begin_backward(const AttentionBackward& args, const BackwardEnds& ends, void* stream) {
+  const bool aligned = has_aligned_rows(args.doutput, args.dtype, args.value_dim) &&
+                       has_aligned_rows(args.output, args.dtype, args.value_dim);
+  visit_bool(args.dtype == DType::kFloat64, [&]<bool kDouble>() {
+    using Types = std::conditional_t<kDouble, Same<double>, Mixed>;
+    launch<attention_delta_kernel<Types>>({.blocks = args.batch * args.heads * ends.sink_parts,
+                                           .threads = kThreads,
+                                           .shared_bytes = kReduceScratch<1> * sizeof(double)},
+                                          stream, args, ends, aligned);
+  });
+}
+
+void finish_backward(const AttentionBackward& args, const BackwardEnds& ends, void* stream) {
+  if (args.dsinks) {
+    add_up<double>(args, ends.dsinks, ends.sink_parts, true, args.dsinks, args.sinks_dtype, stream);
+  }
+  if (!args.dslopes) return;
+  visit_bool(args.dtype == DType::kFloat64, [&]<bool kDouble>() {
+    using A = std::conditional_t<kDouble, double, float>;
+    add_up<A>(args, ends.dslopes, ends.slope_parts, args.alibi_batch_stride == 0, args.dslopes,
+              DType::kFloat32, stream);
+  });
+}
+
+}  // namespace onepass::cuda

@@ -1,0 +1,125 @@
+// dQ: its sums in the workspace, what blocks add to them, and the last kernel, which scales and
+// rounds them.
+//
+// Sums are float32, in units of 8 rows by a slab of columns, as C fragments have them: a lane has
+// four values in each half of a unit. Every sequence begins with a unit of its own, so that a
+// unit's rows are those of a fragment; per head they are rows / 8 + sequences at most.
+#pragma once
+
+#include "cuda/attention/backward_work.cuh"
+#include "cuda/launch.cuh"
+
+namespace onepass::cuda {
+
+inline constexpr int kUnitRows = 8;
+inline constexpr int kUnit = kUnitRows * kSlab;
+inline constexpr int kHalfUnit = kUnit / 2;
+
+ONEPASS_HOST_DEVICE inline int64_t units_of_rows(int64_t rows) {
+  return (rows + kUnitRows - 1) / kUnitRows;
+}
+
+// In rows, of all sequences.
+ONEPASS_HOST_DEVICE inline int64_t units_of_head(const Attention& args) {
+  return args.cu_seq_q ? args.total_q / kUnitRows + args.batch
+                       : args.batch * units_of_rows(args.seq_q);
+}
+
+// Packed: from first_q / 8 + b to where sequence b + 1 begins there is a unit for each 8 rows.
+__device__ __forceinline__ int64_t first_unit(const Attention& args, const Sequence& sequence,
+                                              int64_t batch, int64_t head) {
+  const int64_t of_batch =
+      args.cu_seq_q ? sequence.first_q / kUnitRows + batch : batch * units_of_rows(args.seq_q);
+  return head * units_of_head(args) + of_batch;
+}
+
+// Where value i of a lane lies in half a unit: four neighbours where those are added at once, else
+// lanes are neighbours.
+__device__ __forceinline__ int place_in_half(int i) {
+  const int lane = thread_index() % kLanes;
+  return kAddsFour ? lane * 4 + i : i * kLanes + lane;
+}
+
+__device__ __forceinline__ void add_to_half(float* half, const float (&value)[4]) {
+  if constexpr (kAddsFour) {
+    add_global_4(half + place_in_half(0), value);
+  } else {
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4; ++i) add_global(half + place_in_half(i), value[i]);
+  }
+}
+
+// Rows and columns of dQ that a warp has of a turn.
+inline constexpr int kQueryRows = 32;
+
+// Adds 32 rows of dS K, from row `top` of the turn on, columns of a slab.
+__device__ __forceinline__ void add_query_gradient(const float (&sum)[2][4][4],
+                                                   const Attention& args, const BackwardWork& work,
+                                                   const BlockConstants& block, const Turn& turn,
+                                                   int top, int slab) {
+  const int first = turn.first + top;
+  const int64_t unit = first_unit(args, block.sequence, block.batch, turn.head) + first / kUnitRows;
+  ONEPASS_UNROLL
+  for (int r = 0; r < kQueryRows / kUnitRows; ++r) {
+    if (first + kUnitRows * r >= block.queries) continue;
+    float* const values = work.dquery + ((unit + r) * work.head_slabs + slab) * kUnit;
+    ONEPASS_UNROLL
+    for (int n = 0; n < 4; n += 2) {
+      const auto& left = sum[r / 2][n];
+      const auto& right = sum[r / 2][n + 1];
+      const int i = r % 2 * 2;
+      add_to_half(values + n / 2 * kHalfUnit, {left[i], left[i + 1], right[i], right[i + 1]});
+    }
+  }
+}
+
+inline constexpr int kDqueryThreads = 128;
+
+// scalar: dquery[i][d] = scale * sums[i][d]
+//
+// A warp has the rows of a unit.
+template <class T>
+__global__ void __launch_bounds__(kDqueryThreads)
+    attention_dquery_kernel(const AttentionBackward args, const float* sums) {
+  constexpr int kWarps = kDqueryThreads / kLanes;
+  const int64_t blocks = (units_of_rows(args.seq_q) + kWarps - 1) / kWarps;
+  const int64_t batch = blockIdx.x / blocks / args.heads;
+  const int64_t head = blockIdx.x / blocks % args.heads;
+  const int64_t unit = blockIdx.x % blocks * kWarps + warp_index();
+  const Sequence sequence = sequence_of(args, batch);
+  if (unit * kUnitRows >= sequence.queries) return;
+  const int64_t query = unit * kUnitRows + lane_index() / 4;
+  const auto rows = rows_of<T>(args.dquery, batch, head, sequence.first_q, args.head_dim);
+  const int slabs = slabs_of(args.head_dim);
+  const auto scale = static_cast<float>(args.scale);
+  for (int slab = 0; slab < slabs; ++slab) {
+    const float* const values =
+        sums + ((first_unit(args, sequence, batch, head) + unit) * slabs + slab) * kUnit;
+    std::array<uint32_t, 4> word;  // columns 8 n + 2 t and the next
+    ONEPASS_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      float pair[2];
+      ONEPASS_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        pair[e] = load_global(values + n / 2 * kHalfUnit + place_in_half(n % 2 * 2 + e)) * scale;
+      }
+      word[n] = narrow_pair<T>(pair[0], pair[1]);
+    }
+    transpose_in_quad(word);
+    const int col = slab * kSlab + lane_index() % 4 * kChunk;
+    if (query >= sequence.queries || col >= rows.cols) continue;
+    store_chunk(rows, query, col, {{word[0], word[1], word[2], word[3]}});
+  }
+}
+
+inline void launch_dquery(const AttentionBackward& args, const float* sums, void* stream) {
+  constexpr int kWarps = kDqueryThreads / kLanes;
+  const int64_t blocks = (units_of_rows(args.seq_q) + kWarps - 1) / kWarps;
+  visit_bool(args.dtype == DType::kBFloat16, [&]<bool kBFloat16>() {
+    launch<attention_dquery_kernel<std::conditional_t<kBFloat16, BFloat16, Float16>>>(
+        {.blocks = args.batch * args.heads * blocks, .threads = kDqueryThreads}, stream, args,
+        sums);
+  });
+}
+
+}  // namespace onepass::cuda

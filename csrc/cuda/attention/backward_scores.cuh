@@ -1,0 +1,356 @@
+// The scores of attention's backward on tensor cores, and their gradients: what the kernel of dQ,
+// dK, dV and that of dbias share.
+//
+//   P = exp(score - lse),   dS = P * (drop(dP) - delta),   dP = dO V^T
+//
+// Scores are computed transposed, S^T = K Q^T: element e of a lane's C fragment n is that of key
+// g + 8 (e / 2) of the warp's 16 and of query 8 n + 2 t + e % 2. So narrowed fragments of P^T and
+// dS^T are A fragments of P^T dO and dS^T Q as they lie.
+#pragma once
+
+#include "cuda/attention/backward_ends.cuh"
+#include "cuda/attention/fragments.cuh"
+#include "cuda/attention/table.h"
+
+namespace onepass::cuda {
+
+// ---- products
+// ------------------------------------------------------------------------------------
+
+// sum (16 x 8 kTiles) += left (16 x columns) right^T, by slabs of columns; factor(a, k) gives
+// columns k .. k + 15 of the left one, rows of `right` begin at `first`.
+template <class T, int kTiles, int kCols, class Factor>
+__device__ __forceinline__ void add_scores(float (&sum)[kTiles][4], const Tile<T, kCols>& right,
+                                           const FragmentLanes<kCols>& lanes, int first, int slabs,
+                                           Factor&& factor) {
+  ONEPASS_UNROLL
+  for (int slab = 0; slab < kCols / kSlab; ++slab) {
+    if (slab >= slabs) continue;
+    ONEPASS_UNROLL
+    for (int k = slab * kSlab; k < (slab + 1) * kSlab; k += 16) {
+      uint32_t a[4];
+      factor(a, k);
+      ONEPASS_UNROLL
+      for (int n = 0; n < kTiles; n += 2) {
+        uint32_t b[4];
+        load_b<true>(b, right, lanes, k, first + 8 * n);
+        add_product<T>(sum[n], sum[n + 1], a, b);
+      }
+    }
+  }
+}
+
+// ---- what the scores of a query depend on -------------------------------------------------------
+
+// kTerms: in natural units, so that a bias of finfo.min works.
+struct QueryNumbers {
+  float lse;    // inf of a row that saw no key; without terms: -log2(e) (lse + rest)
+  float rest;   // what rounding took from the lse
+  float delta;  // sum(doutput * output) - dlse
+  int first;    // keys that it sees before any mask, counted in the tile: first .. last - 1
+  int last;
+};
+
+// Of a tile's queries in shared memory.
+template <int kQueries>
+struct QueryTile {
+  static_assert(sizeof(QueryNumbers) == kQueryNumbers * sizeof(float));
+  float* data;
+
+  __device__ __forceinline__ void put(int i, const QueryNumbers& numbers) const {
+    data[i] = numbers.lse;
+    data[kQueries + i] = numbers.rest;
+    data[2 * kQueries + i] = numbers.delta;
+    data[3 * kQueries + i] = std::bit_cast<float>(numbers.first);
+    data[4 * kQueries + i] = std::bit_cast<float>(numbers.last);
+  }
+
+  struct alignas(8) Two {
+    float of[2];
+  };
+  // Of two neighbours, the first of which is even.
+  __device__ __forceinline__ Two lse(int i) const { return two(i); }
+  __device__ __forceinline__ Two rest(int i) const { return two(kQueries + i); }
+  __device__ __forceinline__ Two delta(int i) const { return two(2 * kQueries + i); }
+
+  // Bit e: whether query i + e % 2 sees key or, for e >= 2, key + 8, before any mask.
+  __device__ __forceinline__ uint32_t sees(int i, int key) const {
+    const Two first = two(3 * kQueries + i), last = two(4 * kQueries + i);
+    uint32_t seen = 0;
+    ONEPASS_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      const int j = key + e / 2 * 8;
+      const bool sees =
+          std::bit_cast<int>(first.of[e % 2]) <= j && j < std::bit_cast<int>(last.of[e % 2]);
+      seen |= static_cast<uint32_t>(sees) << e;
+    }
+    return seen;
+  }
+
+ private:
+  __device__ __forceinline__ Two two(int i) const {
+    return *reinterpret_cast<const Two*>(data + i);
+  }
+};
+
+// What memory has of a query; read one tile ahead, so nothing is computed from it yet.
+struct QueryMemory {
+  float lse;
+  float rest;
+  float delta;
+};
+
+__device__ __forceinline__ QueryMemory load_query_memory(const AttentionBackward& args,
+                                                         const BackwardEnds& ends,
+                                                         const Sequence& sequence, int64_t batch,
+                                                         int64_t head, int query) {
+  if (query >= sequence.queries) return {-INFINITY, 0.0f, 0.0f};
+  const int64_t row = lse_row(args, sequence, batch, head, query);
+  return {load_global(static_cast<const float*>(args.lse) + row),
+          args.lse_rest ? load_global(static_cast<const float*>(args.lse_rest) + row) : 0.0f,
+          load_global(static_cast<const float*>(ends.delta) + row)};
+}
+
+template <bool kTerms>
+__device__ __forceinline__ QueryNumbers query_numbers(const AttentionBackward& args,
+                                                      const Sequence& sequence,
+                                                      const QueryMemory& memory, int query,
+                                                      int first_key, int tile_keys) {
+  // With its lse turned around, a row that saw no key has no probabilities: exp(-inf) is 0.
+  const float lse = memory.lse == -INFINITY ? INFINITY : memory.lse;
+  QueryNumbers numbers{lse, memory.rest, memory.delta, 0, 0};
+  if constexpr (!kTerms) numbers.lse = -multiply_add(lse, kLog2e, memory.rest * kLog2e);
+  if (query >= sequence.queries) return numbers;
+  const KeyRange keys = keys_of(args, sequence, query);
+  const auto in_tile = [&](int64_t key) {
+    const int64_t i = key - first_key;
+    return static_cast<int>(i < 0 ? 0 : i > tile_keys ? tile_keys : i);
+  };
+  numbers.first = in_tile(keys.first);
+  numbers.last = in_tile(keys.last);
+  return numbers;
+}
+
+// ---- terms of scores ----------------------------------------------------------------------------
+
+// The scores that a warp has at a time: of 16 keys and as many queries as its fragments have.
+template <int kQueries>
+struct Strip {
+  QueryTile<kQueries> queries;
+  int lane;
+  int query;        // the first, in its tile
+  int key;          // likewise
+  int first_query;  // in the sequence
+  int first_key;
+
+  // Of element j % 4 of a lane's fragment j / 4.
+  __device__ __forceinline__ int query_of(int j) const {
+    return first_query + j / 4 * 8 + lane % 4 * 2 + j % 2;
+  }
+  __device__ __forceinline__ int key_of(int j) const {
+    return first_key + lane / 4 + j % 4 / 2 * 8;
+  }
+  // In its tile, of the two queries of fragment n.
+  __device__ __forceinline__ int queries_of(int n) const { return query + 8 * n + lane % 4 * 2; }
+  __device__ __forceinline__ uint32_t sees(int n) const {
+    return queries.sees(queries_of(n), key + lane / 4);
+  }
+  // |position - key|, exact up to 2^24.
+  __device__ __forceinline__ float distance(const HeadTerms& terms, int j) const {
+    const auto first = static_cast<float>(first_query + terms.alignment - first_key);
+    return fabsf(first + static_cast<float>(query_of(j) - first_query - (key_of(j) - first_key)));
+  }
+};
+
+// Calls body(j, element) with what a (queries, keys) tensor has for those scores that count.
+template <class Element, int kTiles, int kQueries, class F>
+__device__ __forceinline__ void for_each_of(const Element* base, int64_t row_stride,
+                                            uint32_t counts, const Strip<kQueries>& at, F&& body) {
+  ONEPASS_UNROLL
+  for (int j = 0; j < 4 * kTiles; ++j) {
+    // Outside of the condition, which is then one of a load alone.
+    const Element* const address = base + at.query_of(j) * row_stride + at.key_of(j);
+    if (counts >> j & 1) body(j, load_global(address));
+  }
+}
+
+// Which scores count: bit 4 n + e.
+template <int kTiles, int kQueries>
+__device__ __forceinline__ uint32_t counting_scores(const Attention& args, const HeadTerms& terms,
+                                                    const Strip<kQueries>& at) {
+  static_assert(4 * kTiles <= 32);
+  uint32_t counts = 0;
+  ONEPASS_UNROLL
+  for (int n = 0; n < kTiles; ++n) counts |= at.sees(n) << 4 * n;
+  if (!args.mask.data) return counts;
+  uint32_t hidden = 0;
+  for_each_of<uint8_t, kTiles>(
+      mask_row(args, terms.batch, terms.head, 0), args.mask.row_stride, counts, at,
+      [&](int j, uint8_t allowed) { hidden |= static_cast<uint32_t>(allowed == 0) << j; });
+  return counts & ~hidden;
+}
+
+// body(j, bias) for those that count, if there is a bias.
+template <int kTiles, int kQueries, class F>
+__device__ __forceinline__ void for_each_bias(const Attention& args, const HeadTerms& terms,
+                                              uint32_t counts, const Strip<kQueries>& at,
+                                              F&& body) {
+  if (!args.bias.data) return;
+  visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
+    const B* const base = static_cast<const B*>(args.bias.data) +
+                          terms.batch * args.bias.batch_stride + terms.head * args.bias.head_stride;
+    for_each_of<B, kTiles>(base, args.bias.row_stride, counts, at,
+                           [&](int j, const B& bias) { body(j, widen(bias)); });
+  });
+}
+
+// scalar: as draw() of fragments.cuh, and bit 4 n + e is element e of a lane's fragment n here too.
+//
+// A Philox call has a query and 8 keys, which are eight lanes here, those of equal t. Each of the
+// eight makes one of the calls of two fragments; the bits that it has of all lanes' scores and
+// those that it needs of its own are a square, turned over in three exchanges for all fragments at
+// once.
+template <int kTiles, int kQueries>
+__device__ __forceinline__ uint32_t draw_transposed(const Dropout& dropout, const Attention& args,
+                                                    uint32_t random_head,
+                                                    const Strip<kQueries>& at) {
+  static_assert(kTiles % 2 == 0 && 4 * kTiles <= 32);
+  const int g = at.lane / 4, t = at.lane % 4;
+  const int64_t call = (args.key_offset + at.first_key) / kCallKeys + (g >> 1 & 1);
+  uint32_t kept = 0;
+  ONEPASS_UNROLL
+  for (int n = 0; n < kTiles; n += 2) {
+    const int query = at.first_query + 8 * (n + (g >> 2)) + 2 * t + (g & 1);
+    const auto word = dropout_words(dropout, args, random_head, query, call);
+    ONEPASS_UNROLL
+    for (int k = 0; k < kCallKeys; ++k) {
+      const bool keeps = (word[k / 2] >> k % 2 * 16 & 0xffffu) >= dropout.threshold;
+      kept |= static_cast<uint32_t>(keeps) << (4 * n + k);
+    }
+  }
+  constexpr uint32_t kLower[] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu};
+  ONEPASS_UNROLL
+  for (int i = 0; i < 3; ++i) {
+    const int step = 1 << i;
+    const uint32_t other = __shfl_xor_sync(kAllLanes, kept, 4 * step);
+    kept = g & step ? (kept & ~kLower[i]) | (other & ~kLower[i]) >> step
+                    : (kept & kLower[i]) | (other & kLower[i]) << step;
+  }
+  return kept;
+}
+
+// ---- P and dS -----------------------------------------------------------------------------------
+
+// scalar: p = exp2(p * unit - lse * log2(e)), ds = p * (ds - delta), of scores that are products
+//
+// p: of S^T, ds: of dP^T. whole: no score is masked.
+template <int kTiles, int kQueries>
+__device__ __forceinline__ void plain_gradients(float (&p)[kTiles][4], float (&ds)[kTiles][4],
+                                                const Strip<kQueries>& at, float unit, bool whole) {
+  ONEPASS_UNROLL
+  for (int n = 0; n < kTiles; ++n) {
+    const auto lse = at.queries.lse(at.queries_of(n)), delta = at.queries.delta(at.queries_of(n));
+    ONEPASS_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      p[n][e] = exp2_approximate(multiply_add(p[n][e], unit, lse.of[e % 2]));
+      ds[n][e] = p[n][e] * (ds[n][e] - delta.of[e % 2]);
+    }
+  }
+  if (whole) return;
+  ONEPASS_UNROLL
+  for (int n = 0; n < kTiles; ++n) {
+    const uint32_t seen = at.sees(n);
+    ONEPASS_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      if (!(seen >> e & 1)) p[n][e] = ds[n][e] = 0.0f;
+    }
+  }
+}
+
+// scalar: p = softcap * tanh(scale * p / softcap) - slope * distance
+//
+// tangent: the derivative of softcap, if there is one.
+template <int kTiles, int kQueries>
+__device__ __forceinline__ void bend_scores(float (&p)[kTiles][4], float (&tangent)[kTiles][4],
+                                            const Attention& args, const HeadTerms& terms,
+                                            const Strip<kQueries>& at) {
+  const auto for_each = [&](auto&& body) {
+    ONEPASS_UNROLL
+    for (int j = 0; j < 4 * kTiles; ++j) body(p[j / 4][j % 4], j);
+  };
+  const auto scale = static_cast<float>(args.scale);
+  for_each([&](float& s, int) { s *= scale; });
+  if (args.softcap != 0.0) {
+    const float cap = static_cast<float>(args.softcap), inverse = 1.0f / cap;
+    for_each([&](float& s, int j) {
+      const float bent = tanh_approximate(s * inverse);
+      s = cap * bent;
+      tangent[j / 4][j % 4] = multiply_add(-bent, bent, 1.0f);
+    });
+  }
+  if (args.alibi_slopes) {
+    for_each([&](float& s, int j) { s = multiply_add(-terms.slope, at.distance(terms, j), s); });
+  }
+}
+
+// scalar: p = exp(p - lse), 0 where it does not count
+template <int kTiles, int kQueries>
+__device__ __forceinline__ void term_probabilities(float (&p)[kTiles][4], uint32_t counts,
+                                                   const Strip<kQueries>& at) {
+  ONEPASS_UNROLL
+  for (int n = 0; n < kTiles; ++n) {
+    const auto lse = at.queries.lse(at.queries_of(n)), rest = at.queries.rest(at.queries_of(n));
+    ONEPASS_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      const float exponent = (p[n][e] - lse.of[e % 2]) - rest.of[e % 2];
+      p[n][e] = counts >> (4 * n + e) & 1 ? exp2_approximate(exponent * kLog2e) : 0.0f;
+    }
+  }
+}
+
+// scalar: ds = p * (drop(ds) - delta);  p = drop(p), but for what it is scaled by
+//
+// keep_scale: of what dropout keeps.
+template <int kTiles, int kQueries>
+__device__ __forceinline__ void term_gradients(float (&p)[kTiles][4], float (&ds)[kTiles][4],
+                                               uint32_t counts, uint32_t kept, float keep_scale,
+                                               const Strip<kQueries>& at) {
+  ONEPASS_UNROLL
+  for (int n = 0; n < kTiles; ++n) {
+    const auto delta = at.queries.delta(at.queries_of(n));
+    ONEPASS_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      const bool is_kept = kept >> (4 * n + e) & 1;
+      const float dp = is_kept ? ds[n][e] * keep_scale : 0.0f;
+      ds[n][e] = counts >> (4 * n + e) & 1 ? p[n][e] * (dp - delta.of[e % 2]) : 0.0f;
+      if (!is_kept) p[n][e] = 0.0f;
+    }
+  }
+}
+
+// scalar: dslope += ds * distance
+template <int kTiles, int kQueries>
+__device__ __forceinline__ void add_slope_gradient(float& dslope, const float (&ds)[kTiles][4],
+                                                   const Attention& args, const HeadTerms& terms,
+                                                   const Strip<kQueries>& at) {
+  if (!args.alibi_slopes) return;
+  ONEPASS_UNROLL
+  for (int j = 0; j < 4 * kTiles; ++j) {
+    dslope = multiply_add(ds[j / 4][j % 4], at.distance(terms, j), dslope);
+  }
+}
+
+// scalar: ds *= tangent, from the gradient of the score to that of scale * product
+template <int kTiles>
+__device__ __forceinline__ void bend_gradients(float (&ds)[kTiles][4],
+                                               const float (&tangent)[kTiles][4], uint32_t counts,
+                                               const Attention& args) {
+  if (args.softcap == 0.0) return;
+  ONEPASS_UNROLL
+  for (int j = 0; j < 4 * kTiles; ++j) {
+    // A score that does not count may be anything, and so may the tangent.
+    if (counts >> j & 1) ds[j / 4][j % 4] *= tangent[j / 4][j % 4];
+  }
+}
+
+}  // namespace onepass::cuda

@@ -1,0 +1,135 @@
+// What a block of attention's backward has to do: its tile of keys, the tiles of queries that see
+// it, one turn each, and when it may add to the dQ of one.
+#pragma once
+
+#include "cuda/attention/backward_ends.cuh"
+#include "cuda/attention/fragments.cuh"
+#include "cuda/attention/table.h"
+
+namespace onepass::cuda {
+
+// Of a call, beside its arguments.
+struct BackwardWork {
+  BackwardEnds ends;
+  float* dquery;     // sums, see backward_query.cuh; null if not wanted
+  uint32_t* ticket;  // of the next block; null: blocks add to dQ in any order
+  uint32_t* turns;   // (batch, heads, query_tiles) how many tiles of keys have been added
+  int64_t key_tiles;
+  int64_t query_tiles;
+  int head_slabs;
+  int value_slabs;
+  int stages;  // tiles of queries in shared memory
+};
+
+// A tile of queries of a head.
+struct Turn {
+  int head;
+  int first;
+};
+
+// What every thread of a block would hold, kept in shared memory because registers are short.
+struct BlockConstants {
+  Sequence sequence;
+  Dropout dropout;
+  int batch;
+  int kv_head;
+  int group_size;  // heads that share the keys
+  int tile;
+  int shift;      // of the first tile, in front of the first key
+  int first_key;  // of this one
+  int keys;       // of the sequence
+  int queries;
+  int seen_first;  // keys that any query sees: seen_first .. seen_last - 1
+  int seen_last;
+  int begin;  // queries that see any of the tile's keys; from a multiple of a tile of queries on
+  int end;
+  int turns;
+
+  __device__ __forceinline__ BlockConstants(const AttentionBackward& args, const BackwardWork& work,
+                                            const AttentionTile& shape, bool terms)
+      : dropout(dropout_of(args)),
+        group_size(static_cast<int>(args.heads / args.kv_heads)),
+        shift(terms ? tile_shift(args) : 0) {
+    // In any order: tiles of a head are neighbours, which share its Q and dO in the L2; the first
+    // keys, which the most queries see under a diagonal, first. By tickets: heads are neighbours,
+    // which do not wait for one another.
+    int64_t index = blockIdx.x;
+    if (work.ticket) {
+      const int64_t number = atomic_add_acq_rel(work.ticket, 1), heads = args.batch * args.kv_heads;
+      index = number % heads * work.key_tiles + number / heads;
+    }
+    tile = static_cast<int>(index % work.key_tiles);
+    batch = static_cast<int>(index / work.key_tiles / args.kv_heads);
+    kv_head = static_cast<int>(index / work.key_tiles % args.kv_heads);
+    sequence = sequence_of(args, batch);
+    keys = static_cast<int>(sequence.keys);
+    queries = static_cast<int>(sequence.queries);
+    first_key = tile * shape.keys - shift;
+    seen_first = seen_last = begin = end = turns = 0;
+    const int last_key = first_key + shape.keys < keys ? first_key + shape.keys : keys;
+    if (first_key >= last_key) return;
+    const KeyRange range = seeing_queries(args, sequence, first_key > 0 ? first_key : 0, last_key);
+    if (range.first >= range.last) return;
+    const SeenKeys seen = seen_keys(args, sequence, range.first, range.last);
+    seen_first = static_cast<int>(seen.first);
+    seen_last = static_cast<int>(seen.last);
+    begin = static_cast<int>(range.first) / shape.queries * shape.queries;
+    end = static_cast<int>(range.last);
+    turns = group_size * ((end - begin + shape.queries - 1) / shape.queries);
+  }
+
+  __device__ __forceinline__ Turn first_turn() const { return {kv_head * group_size, begin}; }
+  __device__ __forceinline__ Turn behind(const Turn& turn, const AttentionTile& shape) const {
+    return turn.first + shape.queries < end ? Turn{turn.head, turn.first + shape.queries}
+                                            : Turn{turn.head + 1, begin};
+  }
+  // The keys that the queries of a turn see.
+  __device__ __forceinline__ SeenKeys keys_of(const AttentionBackward& args, const Turn& turn,
+                                              const AttentionTile& shape) const {
+    const int last = turn.first + shape.queries;
+    return seen_keys(args, sequence, turn.first, last < queries ? last : queries);
+  }
+  // Whether all of them see all keys of the tile.
+  __device__ __forceinline__ bool is_whole(const AttentionBackward& args, const Turn& turn,
+                                           const AttentionTile& shape) const {
+    const SeenKeys seen = keys_of(args, turn, shape);
+    return seen.all_first <= first_key && first_key + shape.keys <= seen.all_last;
+  }
+  __device__ __forceinline__ int64_t slope_partial(const AttentionBackward& args,
+                                                   const BackwardWork& work, int head) const {
+    return (batch * args.heads + head) * work.ends.slope_parts + tile;
+  }
+};
+
+// When a block may add to the dQ of a turn: when all tiles of keys before its own have, of those
+// that the queries see. For all threads of the block.
+class QueryOrder {
+ public:
+  __device__ __forceinline__ QueryOrder(const AttentionBackward& args, const BackwardWork& work,
+                                        const BlockConstants& block, const Turn& turn,
+                                        const AttentionTile& shape) {
+    if (!work.ticket) return;
+    added_ = work.turns + (block.batch * args.heads + turn.head) * work.query_tiles +
+             turn.first / shape.queries;
+    const auto first = static_cast<int>(block.keys_of(args, turn, shape).first);
+    before_ = static_cast<uint32_t>(block.tile - (first + block.shift) / shape.keys);
+  }
+  __device__ __forceinline__ void wait() const {
+    if (!added_) return;
+    if (threadIdx.x == 0) {
+      while (load_acquire(added_) != before_) spin();
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void pass_on() const {
+    if (!added_) return;
+    __syncthreads();
+    if (threadIdx.x == 0) store_release(added_, before_ + 1);
+  }
+
+ private:
+  uint32_t* added_ = nullptr;  // tiles of keys that have been added
+  uint32_t before_ = 0;        // those in front of this one
+};
+
+}  // namespace onepass::cuda

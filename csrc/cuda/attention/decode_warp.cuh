@@ -1,0 +1,135 @@
+// A warp that decodes: the scores of its query rows with the keys of a turn, and the softmax that
+// runs along with them.
+#pragma once
+
+#include "cuda/attention/decode_states.cuh"
+#include "cuda/attention/decode_tiles.cuh"
+
+namespace onepass::cuda {
+
+// A key's number within a chunk of `count`, or that of the chunk's end beyond which it lies.
+__device__ __forceinline__ int keys_within(int64_t key, int count) {
+  return key < 0 ? 0 : key > count ? count : static_cast<int>(key);
+}
+
+// What a lane's rows see of a chunk, and by which terms; keys are counted from the chunk's first.
+template <class Tile>
+struct OwnRows {
+  KeysThere keys[Tile::kOwnRows];
+  int position[Tile::kOwnRows];
+  float slope[Tile::kOwnRows];
+
+  __device__ __forceinline__ OwnRows(const AttentionDecode& args, const DecodeShape& shape,
+                                     const RowTile& tile, const CachedKeys& all, int64_t first_key,
+                                     int count) {
+    ONEPASS_UNROLL
+    for (int i = 0; i < Tile::kOwnRows; ++i) {
+      const int row = Tile::own_row(i);
+      keys[i] = {0, 0};
+      position[i] = 0;
+      slope[i] = 0.0f;
+      if (row >= tile.rows) continue;
+      const int64_t query = tile.query(shape, row);
+      const KeyRange seen = cached_keys_of(args, all, query);
+      keys[i] = {keys_within(seen.first - first_key, count),
+                 keys_within(seen.last - first_key, count)};
+      position[i] = static_cast<int>(all.last - args.seq_q + query - first_key);
+      if (!args.alibi_slopes) continue;
+      slope[i] = load_global(args.alibi_slopes + tile.batch * args.alibi_batch_stride +
+                             tile.head(shape, row));
+    }
+  }
+};
+
+template <bool kExact>
+__device__ __forceinline__ float exponential(float x) {
+  if constexpr (kExact) {
+    return std::exp(x);
+  } else {
+    return exp2_approximate(x * kLog2e);
+  }
+}
+
+template <bool kExact>
+__device__ __forceinline__ float bent(float score, float cap) {
+  if constexpr (kExact) {
+    return cap * std::tanh(score / cap);
+  } else {
+    return cap * tanh_approximate(score * (1.0f / cap));
+  }
+}
+
+// scalar: s = scale * product; s = softcap * tanh(s / softcap); s -= slope * |position - key|; -inf
+//         where the row does not see the key
+template <class Tile>
+__device__ __forceinline__ void add_terms(float (&score)[Tile::kOwnRows][Tile::kOwnScores],
+                                          const AttentionDecode& args, const OwnRows<Tile>& rows,
+                                          int first_key) {
+  const float scale = static_cast<float>(args.scale), cap = static_cast<float>(args.softcap);
+  const auto for_each = [&](auto&& body) {
+    ONEPASS_UNROLL
+    for (int e = 0; e < Tile::kOwnRows * Tile::kOwnScores; ++e) {
+      const int i = e / Tile::kOwnScores, j = e % Tile::kOwnScores;
+      body(score[i][j], i, first_key + Tile::own_key(j));
+    }
+  };
+  for_each([&](float& s, int, int) { s *= scale; });
+  if (args.softcap != 0.0) for_each([&](float& s, int, int) { s = bent<Tile::kExact>(s, cap); });
+  if (args.alibi_slopes) {
+    for_each([&](float& s, int i, int key) {
+      const int distance = rows.position[i] - key;
+      s -= rows.slope[i] * static_cast<float>(distance < 0 ? -distance : distance);
+    });
+  }
+  for_each([&](float& s, int i, int key) {
+    if (!rows.keys[i].has(key)) s = -INFINITY;
+  });
+}
+
+// A warp's share of a chunk: the running softmax of its rows.
+template <class Tile>
+struct WarpState {
+  Tile tile;  // with the sums of values
+  State own[Tile::kOwnRows];
+
+  // scalar: weight = exp(score - maximum) of each score, the largest of the row so far; what was
+  //         summed with an older maximum shrinks by exp(older - maximum)
+  __device__ __forceinline__ void weigh(float (&score)[Tile::kOwnRows][Tile::kOwnScores],
+                                        float (&shrink)[Tile::kOwnRows]) {
+    ONEPASS_UNROLL
+    for (int i = 0; i < Tile::kOwnRows; ++i) {
+      float maximum = own[i].maximum;
+      ONEPASS_UNROLL
+      for (float s : score[i]) maximum = fmaxf(maximum, s);
+      ONEPASS_UNROLL
+      for (int lanes = Tile::kApart; lanes < Tile::kApart * Tile::kSharing; lanes *= 2) {
+        maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, lanes));
+      }
+      const float low = subtrahend(maximum);
+      shrink[i] = exponential<Tile::kExact>(own[i].maximum - low);
+      own[i].maximum = maximum;
+      own[i].sum *= shrink[i];
+      ONEPASS_UNROLL
+      for (float& s : score[i]) {
+        s = exponential<Tile::kExact>(s - low);
+        own[i].sum += s;
+      }
+    }
+  }
+
+  // (kRows,) of the warp: sums, so far of a lane's own scores, become those of the row.
+  __device__ __forceinline__ void put(State* states, Values* values, int rows, int value_dim) {
+    ONEPASS_UNROLL
+    for (int i = 0; i < Tile::kOwnRows; ++i) {
+      ONEPASS_UNROLL
+      for (int lanes = Tile::kApart; lanes < Tile::kApart * Tile::kSharing; lanes *= 2) {
+        own[i].sum += __shfl_xor_sync(kAllLanes, own[i].sum, lanes);
+      }
+      const bool is_first = lane_index() / Tile::kApart % Tile::kSharing == 0;
+      if (is_first) states[Tile::own_row(i)] = own[i];
+    }
+    tile.put(values, rows, value_dim);
+  }
+};
+
+}  // namespace onepass::cuda

@@ -1,0 +1,278 @@
+// Scores as tensor cores leave them: in C fragments, of which a lane has two rows and in each n8
+// tile two neighbouring keys. What scores.cuh says of one score, said of all that a lane has.
+#pragma once
+
+#include "cuda/attention/scores.cuh"
+#include "cuda/attention/tiles.cuh"
+
+namespace onepass::cuda {
+
+// A query row of a lane. Rows and keys of one sequence are counted in int.
+struct LaneRow {
+  int query;
+  int first;  // keys that it sees before any mask: first .. last - 1; none beyond the sequence
+  int last;
+};
+
+// The lane's rows of the 16 rows from `first`.
+__device__ __forceinline__ void lane_rows(const Attention& args, const Sequence& sequence,
+                                          int first, LaneRow (&rows)[2]) {
+  ONEPASS_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const int query = first + lane_index() / 4 + 8 * r;
+    rows[r] = {query, 0, 0};
+    if (query >= sequence.queries) continue;
+    const KeyRange keys = keys_of(args, sequence, query);
+    if (keys.first >= keys.last) continue;
+    rows[r].first = static_cast<int>(keys.first);
+    rows[r].last = static_cast<int>(keys.last);
+  }
+}
+
+// The key of element e of a lane's fragment n in a tile that begins at `first_key`.
+__device__ __forceinline__ int key_of(int first_key, int n, int e) {
+  return first_key + 8 * n + lane_index() % 4 * 2 + e % 2;
+}
+
+// What a row of all others than its product with a key depends on.
+struct HeadTerms {
+  int64_t batch;
+  int64_t head;
+  int64_t alignment;
+  float slope;
+
+  __device__ __forceinline__ HeadTerms(const Attention& args, const Sequence& sequence,
+                                       int64_t batch_index, int64_t head_index)
+      : batch(batch_index), head(head_index), alignment(sequence.alignment), slope(0.0f) {
+    if (!args.alibi_slopes) return;
+    slope = load_global(args.alibi_slopes + batch * args.alibi_batch_stride + head);
+  }
+};
+
+// tanh, exact to a few 1e-7 of it: by exp2, and by its series where that would leave few digits.
+__device__ __forceinline__ float tanh_approximate(float x) {
+  const float square = x * x;
+  float series = multiply_add(square, -17.0f / 315.0f, 2.0f / 15.0f);
+  series = multiply_add(square, series, -1.0f / 3.0f);
+  series = multiply_add(x * square, series, x);
+  const float power = exp2_approximate(2.0f * kLog2e * x);
+  const float whole = 1.0f - 2.0f * reciprocal_approximate(1.0f + power);
+  return square < 0.04f ? series : whole;
+}
+
+// A lane's two rows of a bias or a mask.
+template <class B>
+struct TermRows {
+  const B* row[2];  // from key 0 on
+
+  __device__ __forceinline__ TermRows(const B* data, const Strided& tensor, const HeadTerms& terms,
+                                      const LaneRow (&rows)[2]) {
+    data += terms.batch * tensor.batch_stride + terms.head * tensor.head_stride;
+    row[0] = data + rows[0].query * tensor.row_stride;
+    row[1] = data + rows[1].query * tensor.row_stride;
+  }
+
+  // Whether a tile's keys all have elements, which for both rows begin at a multiple of the bytes
+  // of 8 (16 at most); not the same for all lanes.
+  __device__ __forceinline__ bool has_whole_groups(const Attention& args, int first_key,
+                                                   int tiles) const {
+    constexpr uintptr_t kBytes = sizeof(B) == 1 ? 8 : 16;
+    const uintptr_t places = reinterpret_cast<uintptr_t>(row[0] + first_key) |
+                             reinterpret_cast<uintptr_t>(row[1] + first_key);
+    const bool here = places % kBytes == 0 && first_key >= 0 && first_key + 8 * tiles <= args.seq_k;
+    return __ballot_sync(kAllLanes, here) == kAllLanes;
+  }
+
+  // body(n, r, left, right) for the lane's keys of tile n in row r. Each lane of a quad reads the 8
+  // keys of one tile in four at once, and the quad hands out the pairs: one access in place of
+  // eight, of which the next had to wait for the last.
+  template <int kTiles, class Body>
+  __device__ __forceinline__ void for_each_pair(const LaneRow (&rows)[2], int first_key,
+                                                Body&& body) const {
+    struct alignas(sizeof(B) == 1 ? 8 : 16) Eight {
+      B element[8];
+    };
+    static_assert(kTiles % 4 == 0);
+    ONEPASS_UNROLL
+    for (int i = 0; i < kTiles / 4 * 2; ++i) {
+      const int n = i / 2 * 4, r = i % 2;
+      Eight eight{};
+      const int first = first_key + 8 * (n + lane_index() % 4);
+      if (first < rows[r].last && first + 8 > rows[r].first) {  // one of them is seen
+        eight = load_global(reinterpret_cast<const Eight*>(row[r] + first));
+      }
+      std::array<uint32_t, 4> low{}, high{};
+      ONEPASS_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (sizeof(B) == 4) {
+          low[k] = std::bit_cast<uint32_t>(eight.element[2 * k]);
+          high[k] = std::bit_cast<uint32_t>(eight.element[2 * k + 1]);
+        } else {
+          const B pair[2] = {eight.element[2 * k], eight.element[2 * k + 1]};
+          low[k] = bits_of(pair[0]) | bits_of(pair[1]) << 16;
+        }
+      }
+      transpose_in_quad(low);
+      if constexpr (sizeof(B) == 4) transpose_in_quad(high);
+      ONEPASS_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (sizeof(B) == 4) {
+          body(n + k, r, std::bit_cast<B>(low[k]), std::bit_cast<B>(high[k]));
+        } else {
+          body(n + k, r, of_bits(low[k] & 0xffffu), of_bits(low[k] >> 16));
+        }
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t bits_of(B element) {
+    if constexpr (sizeof(B) == 1) {
+      return element;
+    } else {
+      return element.bits;
+    }
+  }
+  static __device__ __forceinline__ B of_bits(uint32_t bits) {
+    if constexpr (sizeof(B) == 1) {
+      return static_cast<uint8_t>(bits);
+    } else {
+      return B{static_cast<uint16_t>(bits)};
+    }
+  }
+};
+
+// scalar: score = terms(scale * score), -inf where the row does not see the key
+//
+// kDerivative: derivative[n][e] of the result by scale * product, which is that of softcap.
+template <bool kDerivative, int kTiles>
+__device__ __forceinline__ void add_terms(float (&score)[kTiles][4], float (&derivative)[kTiles][4],
+                                          const Attention& args, const HeadTerms& terms,
+                                          const LaneRow (&rows)[2], int first_key) {
+  const auto for_each = [&](auto&& body) {
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      const int n = i / 4, e = i % 4;
+      body(score[n][e], n, e, rows[e / 2], key_of(first_key, n, e));
+    }
+  };
+  const auto sees = [](const LaneRow& row, int key) { return row.first <= key && key < row.last; };
+  const float scale = static_cast<float>(args.scale);
+  for_each([&](float& s, int, int, const LaneRow&, int) { s *= scale; });
+  if (args.softcap != 0.0) {
+    const float cap = static_cast<float>(args.softcap), inverse = 1.0f / cap;
+    for_each([&](float& s, int n, int e, const LaneRow&, int) {
+      const float bent = tanh_approximate(s * inverse);
+      s = cap * bent;
+      if constexpr (kDerivative) derivative[n][e] = multiply_add(-bent, bent, 1.0f);
+    });
+  } else if constexpr (kDerivative) {
+    for_each([&](float&, int n, int e, const LaneRow&, int) { derivative[n][e] = 1.0f; });
+  }
+  if (args.alibi_slopes) {
+    // Exact up to 2^24 keys, and rounded as float32 has it beyond.
+    float ahead[2];  // of the row's position over the lane's first key
+    ONEPASS_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      ahead[r] = static_cast<float>(rows[r].query + terms.alignment - key_of(first_key, 0, 0));
+    }
+    for_each([&](float& s, int n, int e, const LaneRow&, int) {
+      s = multiply_add(-terms.slope, fabsf(ahead[e / 2] - static_cast<float>(8 * n + e % 2)), s);
+    });
+  }
+  if (args.bias.data) {
+    visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
+      const TermRows<B> bias(static_cast<const B*>(args.bias.data), args.bias, terms, rows);
+      if (bias.has_whole_groups(args, first_key, kTiles)) {
+        bias.template for_each_pair<kTiles>(rows, first_key, [&](int n, int r, B left, B right) {
+          score[n][2 * r] += widen(left);
+          score[n][2 * r + 1] += widen(right);
+        });
+      } else {
+        for_each([&](float& s, int, int e, const LaneRow& row, int key) {
+          if (sees(row, key)) s += widen(load_global(bias.row[e / 2] + key));
+        });
+      }
+    });
+  }
+  for_each([&](float& s, int, int, const LaneRow& row, int key) {
+    if (!sees(row, key)) s = -INFINITY;
+  });
+  if (args.mask.data) {
+    const TermRows<uint8_t> mask(static_cast<const uint8_t*>(args.mask.data), args.mask, terms,
+                                 rows);
+    if (mask.has_whole_groups(args, first_key, kTiles)) {
+      mask.for_each_pair<kTiles>(rows, first_key, [&](int n, int r, uint8_t left, uint8_t right) {
+        if (left == 0) score[n][2 * r] = -INFINITY;
+        if (right == 0) score[n][2 * r + 1] = -INFINITY;
+      });
+    } else {
+      for_each([&](float& s, int, int e, const LaneRow& row, int key) {
+        if (sees(row, key) && load_global(mask.row[e / 2] + key) == 0) s = -INFINITY;
+      });
+    }
+  }
+}
+
+// Bit 2 n + i: no row of the warp sees the lane's key i of tile n, for the mask's sake: its score
+// is -inf. In a product the row of such a key must not be a NaN, which not even 0 makes harmless.
+template <int kTiles>
+__device__ __forceinline__ uint32_t unseen_keys(const float (&score)[kTiles][4]) {
+  static_assert(2 * kTiles <= 32);
+  uint32_t unseen = 0;
+  ONEPASS_UNROLL
+  for (int i = 0; i < 2 * kTiles; ++i) {
+    const bool none = score[i / 2][i % 2] == -INFINITY && score[i / 2][i % 2 + 2] == -INFINITY;
+    unseen |= static_cast<uint32_t>(none) << i;
+  }
+  ONEPASS_UNROLL
+  for (int lanes = 4; lanes < kLanes; lanes *= 2) {
+    unseen &= __shfl_xor_sync(kAllLanes, unseen, lanes);
+  }
+  return unseen;
+}
+
+// Zeros the rows of B fragments (keys 16 step .. 16 step + 15 are their k) that unseen_keys()
+// names.
+__device__ __forceinline__ void drop_unseen(uint32_t (&b)[4], uint32_t unseen, int step) {
+  ONEPASS_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t bits = unseen >> (4 * step + i % 2 * 2);
+    b[i] &= (bits & 1 ? 0u : 0xffffu) | (bits & 2 ? 0u : 0xffff0000u);
+  }
+}
+
+// scalar: keeps(i, j) = 16 bits number j % 8 of philox(seed; query i, j / 8, random head)
+//                       >= threshold, with j counted from the whole sequence's first key
+//
+// Bit 4 n + e is element e of a lane's fragment n. A call has a row of an n8 tile, and its word t
+// is the two keys of lane t of a quad: with four tiles a lane makes the call of one, and four
+// shuffles hand out the words. `first_key` is a multiple of 8 of the whole sequence.
+template <int kTiles>
+__device__ __forceinline__ uint32_t draw(const Dropout& dropout, const Attention& args,
+                                         uint32_t random_head, int first_query, int64_t first_key) {
+  static_assert(kTiles % 4 == 0 && 4 * kTiles <= 32);
+  const int64_t call = (args.key_offset + first_key) / kCallKeys;
+  uint32_t kept = 0;
+  ONEPASS_UNROLL
+  for (int i = 0; i < kTiles / 4 * 2; ++i) {
+    const int n = i / 2 * 4, r = i % 2;
+    const int query = first_query + lane_index() / 4 + 8 * r;
+    auto word = dropout_words(dropout, args, random_head, query, call + n + lane_index() % 4);
+    transpose_in_quad(word);
+    ONEPASS_UNROLL
+    for (int k = 0; k < 8; ++k) {
+      const bool keeps = (word[k / 2] >> k % 2 * 16 & 0xffffu) >= dropout.threshold;
+      kept |= static_cast<uint32_t>(keeps) << (4 * (n + k / 2) + 2 * r + k % 2);
+    }
+  }
+  return kept;
+}
+
+// How far before a call's first key its first tile begins, so that tiles begin where Philox calls
+// do.
+ONEPASS_HOST_DEVICE inline int tile_shift(const Attention& args) {
+  return args.seed ? static_cast<int>(args.key_offset % kCallKeys) : 0;
+}
+
+}  // namespace onepass::cuda

@@ -1,0 +1,588 @@
+// What the multiply-add kernels of attention are made of, for any dtype and head dimension: how
+// rows come to shared memory in slabs, products of slabs, and what is known of a tile of scores.
+//
+// A is what is added up in, float or double; every element is widened to it on its way to shared
+// memory. The score of (query r, key c) of a tile belongs to thread (r % rows of threads, c % 16),
+// so that 16 neighbouring lanes have a row. Every product has its sums in registers, and adds to
+// them slab by slab: chains of kDepth additions, which lose fewer bits than one long one.
+#pragma once
+
+#include "cuda/attention/scores.cuh"
+
+namespace onepass::cuda::plain {
+
+// ---- sizes --------------------------------------------------------------------------------------
+//
+// 64 x 64 scores keep 128 threads busy with 8 x 4 each, where 12 accesses of 16 bytes to shared
+// memory serve 128 multiply-adds. Whatever has the width of a head comes in slabs of 128 bytes per
+// row, and 512 bytes per row of results stay in registers: a block that has more columns than
+// those leaves the others to blocks of their own, which compute the scores anew. So neither shared
+// memory nor registers grow with the head dimension.
+
+inline constexpr int kKeys = 64;  // of a tile
+inline constexpr int kColumnThreads = 16;
+inline constexpr int kCols = 64;  // of results that a product adds to at once
+static_assert(kKeys == 4 * kColumnThreads && kCols == 4 * kColumnThreads);
+
+template <class A>
+inline constexpr int kQueries = 256 / sizeof(A);  // of a tile
+template <class A>
+inline constexpr int kDepth = 128 / sizeof(A);  // of a slab, where its products are added up
+template <class A>
+inline constexpr int kOutCols = 512 / sizeof(A);  // of results that a block has
+template <class A>
+inline constexpr int kGroups = kOutCols<A> / kCols;
+static_assert(kGroups<float> == 2 && kGroups<double> == 1);
+template <class A>
+inline constexpr int kChunk = 16 / sizeof(A);
+
+// Rows in shared memory lie an odd number of 16 bytes apart, so that eight rows have the same
+// columns in different banks.
+template <class A, int kWidth>
+inline constexpr int kStride = kWidth + kChunk<A>;
+template <class A>
+inline constexpr int kSlabElements = 64 * kStride<A, kDepth<A>>;
+static_assert(kSlabElements<float> >= kDepth<float> * kStride<float, kCols>);
+static_assert(kSlabElements<double> >= kDepth<double> * kStride<double, kCols>);
+template <class A>
+inline constexpr int kTileElements = kQueries<A> * kStride<A, kKeys>;
+
+inline constexpr size_t kSharedOfAll = 99 * 1024;  // bytes that a block may have anywhere
+
+constexpr int ceil_div(int64_t value, int64_t by) {
+  return static_cast<int>((value + by - 1) / by);
+}
+
+// f<A>() of what a dtype is added up in.
+template <class F>
+void visit_accumulator(DType dtype, F&& f) {
+  dtype == DType::kFloat64 ? f.template operator()<double>() : f.template operator()<float>();
+}
+
+inline const char* reason_of(const Attention& args) {
+  return args.dtype == DType::kFloat64   ? "float64: multiply-adds"
+         : args.dtype == DType::kFloat32 ? "float32: multiply-adds"
+                                         : "a head dimension beyond the tiles of tensor cores";
+}
+
+__device__ __forceinline__ int thread_col() { return thread_index() % kColumnThreads; }
+__device__ __forceinline__ int thread_row() { return thread_index() / kColumnThreads; }
+
+// The first `count` of 64.
+__device__ __forceinline__ uint64_t first_bits(int64_t count) {
+  return count <= 0 ? 0 : count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+}
+
+// ---- rows in global memory ----------------------------------------------------------------------
+
+template <class A>
+inline constexpr DType kDType = sizeof(A) == 8 ? DType::kFloat64 : DType::kFloat32;
+
+// The rows of one (batch, head), from `first` on.
+struct Rows {
+  const void* data;
+  DType dtype;
+  int cols;
+  int64_t first;         // element that row 0 begins with, of page 0 if there are any
+  int64_t stride;        // of rows
+  const int32_t* pages;  // null: not paged
+  int64_t page_stride;
+  int page_size;
+
+  __device__ __forceinline__ int64_t offset(int row) const {
+    if (!pages) return first + row * stride;
+    const int page = row / page_size;
+    return first + load_global(pages + page) * page_stride + (row - page * page_size) * stride;
+  }
+};
+
+__device__ __forceinline__ Rows rows_of(const Attention& args, const Strided& tensor, int64_t cols,
+                                        int64_t batch, int64_t head, int64_t first) {
+  return {tensor.data,
+          args.dtype,
+          static_cast<int>(cols),
+          batch * tensor.batch_stride + head * tensor.head_stride + first * tensor.row_stride,
+          tensor.row_stride,
+          nullptr,
+          0,
+          0};
+}
+
+// Keys and values, whose rows may lie in pages.
+__device__ __forceinline__ Rows key_rows_of(const Attention& args, const Strided& tensor,
+                                            int64_t cols, int64_t batch, int64_t kv_head,
+                                            int64_t first) {
+  Rows rows = rows_of(args, tensor, cols, args.block_table ? 0 : batch, kv_head, first);
+  if (args.block_table) {
+    rows.pages = args.block_table + batch * args.block_table_stride;
+    rows.page_stride = tensor.batch_stride;
+    rows.page_size = static_cast<int>(args.page_size);
+  }
+  return rows;
+}
+
+// Rounds once, to nearest even, where A is not the dtype already.
+template <class A>
+__device__ __forceinline__ void store_as(void* base, DType dtype, int64_t i, A value) {
+  if (dtype == DType::kFloat64) {
+    store_global(static_cast<double*>(base) + i, static_cast<double>(value));
+  } else {
+    visit_dtype_up_to_float32(dtype, [&]<class T>() {
+      store_global(static_cast<T*>(base) + i, narrow<T>(static_cast<float>(value)));
+    });
+  }
+}
+
+template <class A>
+__device__ __forceinline__ bool is_aligned(const A* address) {
+  return reinterpret_cast<uintptr_t>(address) % 16 == 0;
+}
+
+// 16 bytes of a slab; zero from element `count` on. Complete behind the thread's next cp_async_wait
+// and a barrier.
+template <class A>
+__device__ __forceinline__ void load_chunk(A* target, const Rows& rows, int64_t offset, int count) {
+  const A* const source = static_cast<const A*>(rows.data) + offset;  // if it has A's dtype
+  if (count >= kChunk<A> && rows.dtype == kDType<A> && is_aligned(source)) {
+    cp_async_16(target, source);
+    return;
+  }
+  ONEPASS_ROLL
+  for (int e = 0; e < kChunk<A>; ++e) {
+    target[e] = e < count ? load_as<A>(rows.data, rows.dtype, offset + e) : A(0);
+  }
+}
+
+// kRows x kWidth elements from (row, col) on; rows without a bit in `has` are zero and not read.
+template <int kRows, int kWidth, int kThreads, class A>
+__device__ __forceinline__ void load_slab(A* slab, const Rows& rows, int row, int col,
+                                          uint64_t has) {
+  constexpr int kChunks = kWidth / kChunk<A>, kTurns = (kRows * kChunks + kThreads - 1) / kThreads;
+  ONEPASS_ROLL
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int index = turn * kThreads + static_cast<int>(threadIdx.x);
+    if (kRows * kChunks % kThreads != 0 && index >= kRows * kChunks) return;
+    const int r = index / kChunks, c = col + index % kChunks * kChunk<A>;
+    const bool some = (has >> r & 1) && c < rows.cols;
+    load_chunk(slab + r * kStride<A, kWidth> + c - col, rows, some ? rows.offset(row + r) + c : 0,
+               some ? rows.cols - c : 0);
+  }
+}
+
+// Columns col .. col + 3 of a row, those that there are.
+template <class A>
+__device__ __forceinline__ void store_columns(const Strided& tensor, DType dtype, int64_t offset,
+                                              int col, int64_t cols, const A (&value)[4]) {
+  A* const target = static_cast<A*>(tensor.data) + offset + col;  // if it has A's dtype
+  if (col + 4 <= cols && dtype == kDType<A> && is_aligned(target)) {
+    struct alignas(16) Chunk {
+      A element[kChunk<A>];
+    };
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4; i += kChunk<A>) {
+      Chunk chunk;
+      ONEPASS_UNROLL
+      for (int e = 0; e < kChunk<A>; ++e) chunk.element[e] = value[i + e];
+      store_global(reinterpret_cast<Chunk*>(target + i), chunk);
+    }
+    return;
+  }
+  ONEPASS_UNROLL
+  for (int e = 0; e < 4; ++e) {
+    if (col + e < cols) store_as(tensor.data, dtype, offset + col + e, value[e]);
+  }
+}
+
+// What rounding took from a + b (Knuth's two-sum). Of infinities and NaN: 0.
+template <class A>
+__device__ __forceinline__ A lost_in_sum(A a, A b, A sum) {
+  const A taken = sum - a;
+  const A lost = (a - (sum - taken)) + (b - taken);
+  return lost == lost ? lost : A(0);
+}
+
+// ---- slabs on their way -------------------------------------------------------------------------
+
+// Two stages of kSlabs slabs: while one is used the other is filled, also across products.
+template <class A, int kSlabs>
+class Ring {
+ public:
+  static constexpr int kElements = 2 * kSlabs * kSlabElements<A>;
+
+  __device__ __forceinline__ explicit Ring(SharedMemory& shared)
+      : stages_(shared.take<A>(kElements)) {}
+
+  // load(stage) starts filling the first.
+  template <class Load>
+  __device__ __forceinline__ void begin(Load&& load) {
+    load(stage());
+    cp_async_commit();
+  }
+
+  // use(stage, i) for slabs i of a product, the first of which is on its way; load(stage, i) starts
+  // filling a stage for another, next(stage) for what comes behind the product.
+  template <class Load, class Use, class Next>
+  __device__ __forceinline__ void run(int count, Load&& load, Use&& use, Next&& next) {
+    for (int i = 0; i < count; ++i) {
+      cp_async_wait<0>();
+      __syncthreads();  // all of the stage is there, and nobody uses the other one any more
+      A* const full = stage();
+      odd_ = !odd_;
+      if (i + 1 < count) {
+        load(stage(), i + 1);
+      } else {
+        next(stage());
+      }
+      cp_async_commit();
+      use(full, i);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ A* stage() const {
+    return stages_ + (odd_ ? kSlabs * kSlabElements<A> : 0);
+  }
+
+  A* stages_;
+  bool odd_ = false;
+};
+
+// ---- products -----------------------------------------------------------------------------------
+
+template <class A>
+struct alignas(16) Four {
+  A at[4];
+};
+
+template <class A>
+__device__ __forceinline__ Four<A> four(const A* address) {
+  return *reinterpret_cast<const Four<A>*>(address);
+}
+
+// scalar: sum[query][key] += sum over d < depth of left[query][d] * right[key][d]
+//
+// depth: at most kDepth; what rows have beyond, up to a multiple of 4, is zero.
+template <int kThreadRows, class A, int kRows>
+__device__ __forceinline__ void add_dots(A (&sum)[kRows][4], const A* left, const A* right,
+                                         int depth) {
+  constexpr int stride = kStride<A, kDepth<A>>;
+  left += thread_row() * stride;
+  right += thread_col() * stride;
+  A chain[kRows][4] = {};
+  ONEPASS_ROLL
+  for (int d = 0; d < depth; d += 4) {
+    Four<A> b[4];
+    ONEPASS_UNROLL
+    for (int c = 0; c < 4; ++c) b[c] = four(right + c * kColumnThreads * stride + d);
+    ONEPASS_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const Four<A> a = four(left + r * kThreadRows * stride + d);
+      ONEPASS_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        ONEPASS_UNROLL
+        for (int c = 0; c < 4; ++c) chain[r][c] = multiply_add(a.at[e], b[c].at[e], chain[r][c]);
+      }
+    }
+  }
+  ONEPASS_UNROLL
+  for (int i = 0; i < 4 * kRows; ++i) sum[i / 4][i % 4] += chain[i / 4][i % 4];
+}
+
+// scalar: sum[query][col] += sum over kDepth keys of weight[query][key] * row[key][col]
+//
+// A thread has the queries that it has of scores, and columns 4 thread_col() .. + 3.
+template <int kThreadRows, class A, int kRows>
+__device__ __forceinline__ void add_rows(A (&sum)[kRows][4], const A* weights, const A* rows) {
+  constexpr int stride = kStride<A, kCols>;
+  weights += thread_row() * stride;
+  rows += 4 * thread_col();
+  A chain[kRows][4] = {};
+  ONEPASS_ROLL
+  for (int key = 0; key < kDepth<A>; key += 4) {
+    Four<A> row[4];
+    ONEPASS_UNROLL
+    for (int k = 0; k < 4; ++k) row[k] = four(rows + (key + k) * stride);
+    ONEPASS_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const Four<A> weight = four(weights + r * kThreadRows * stride + key);
+      ONEPASS_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        ONEPASS_UNROLL
+        for (int c = 0; c < 4; ++c) {
+          chain[r][c] = multiply_add(weight.at[k], row[k].at[c], chain[r][c]);
+        }
+      }
+    }
+  }
+  ONEPASS_UNROLL
+  for (int i = 0; i < 4 * kRows; ++i) sum[i / 4][i % 4] += chain[i / 4][i % 4];
+}
+
+// scalar: sum[key][col] += sum over kDepth queries of weight[query][key] * row[query][col]
+//
+// A thread has keys 4 thread_row() .. + 3 and columns 4 thread_col() .. + 3.
+template <class A>
+__device__ __forceinline__ void add_rows_of_queries(A (&sum)[4][4], const A* weights,
+                                                    const A* rows) {
+  constexpr int stride = kStride<A, kCols>;
+  weights += 4 * thread_row();
+  rows += 4 * thread_col();
+  A chain[4][4] = {};
+  ONEPASS_ROLL
+  for (int first = 0; first < kDepth<A>; first += 4) {
+    ONEPASS_UNROLL
+    for (int query = first; query < first + 4; ++query) {
+      const Four<A> weight = four(weights + query * stride), row = four(rows + query * stride);
+      ONEPASS_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        chain[i / 4][i % 4] = multiply_add(weight.at[i / 4], row.at[i % 4], chain[i / 4][i % 4]);
+      }
+    }
+  }
+  ONEPASS_UNROLL
+  for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] += chain[i / 4][i % 4];
+}
+
+// ---- tiles of scores ----------------------------------------------------------------------------
+
+// What every thread of a block would hold of a tile, kept in shared memory because registers are
+// short.
+struct TileState {
+  int first_out;  // column of the results that the block's begin with
+  Dropout dropout;
+  Sequence sequence;
+  int batch;
+  int head;
+  int kv_head;
+  int first_query;
+  int rows;  // queries that there are; 0 or less beyond the sequence
+  SeenKeys seen;
+  int first_key;
+  uint64_t keys;  // those that any of the queries sees, a bit each
+  bool whole;     // each query of the tile sees each key
+};
+
+// Scores of kQueries queries and kKeys keys of a (batch, head): a block comes by one tile after the
+// other.
+template <class A, int kThreads>
+class Tile {
+ public:
+  static constexpr int kThreadRows = kThreads / kColumnThreads;
+  static constexpr int kRows = kQueries<A> / kThreadRows;  // of a thread
+  static constexpr int kWarps = kThreads / kLanes;
+  static constexpr int kSharedWords = 4 * kQueries<A> + 2 * kWarps;
+  static constexpr int kSharedBytes = (sizeof(TileState) + 15) / 16 * 16 + kSharedWords * 4;
+
+  __device__ __forceinline__ Tile(const Attention& args, SharedMemory& shared, int out)
+      : args_(args),
+        state_(shared.take<TileState>(1)),
+        allowed_(shared.take<uint32_t>(kSharedWords)),
+        kept_(allowed_ + 2 * kQueries<A>),
+        any_(kept_ + 2 * kQueries<A>) {
+    if (threadIdx.x == 0) {
+      state_->first_out = out * kOutCols<A>;
+      state_->dropout = dropout_of(args);
+      state_->batch = -1;
+    }
+  }
+
+  // Goes to queries first_query .. of a (batch, head).
+  __device__ __forceinline__ void go_to(int batch, int head, int first_query) {
+    __syncthreads();  // where it was has been read
+    if (threadIdx.x == 0) {
+      if (state_->batch != batch) {
+        state_->sequence = sequence_of(args_, batch);
+        state_->batch = batch;
+        state_->head = -1;
+      }
+      if (state_->head != head) {
+        state_->head = head;
+        state_->kv_head = static_cast<int>(head / (args_.heads / args_.kv_heads));
+      }
+      state_->first_query = first_query;
+      const int64_t rest = state_->sequence.queries - first_query;
+      const int rows = rest < kQueries<A> ? static_cast<int>(rest) : kQueries<A>;
+      state_->rows = rows;
+      state_->seen = {0, 0, 0, 0};
+      if (rows > 0) {
+        state_->seen = seen_keys(args_, state_->sequence, first_query, int64_t{first_query} + rows);
+      }
+    }
+    __syncthreads();
+  }
+
+  // Where the first tile of keys begins that its queries see any of, and where the last one ends.
+  __device__ __forceinline__ int first_seen() const {
+    return has_keys() ? static_cast<int>(state_->seen.first / kKeys * kKeys) : 0;
+  }
+  __device__ __forceinline__ int last_seen() const {
+    return has_keys() ? static_cast<int>(state_->seen.last) : 0;
+  }
+
+  // Goes to keys first_key .. unless none of the queries sees any of them: then it is nowhere.
+  // Every thread must be through with what it asked of the last ones.
+  __device__ __forceinline__ bool enter(int first_key) {
+    const SeenKeys& seen = state_->seen;
+    uint64_t keys = first_bits(seen.last - first_key) & ~first_bits(seen.first - first_key);
+    if (keys == 0) return false;
+    const bool whole = !args_.mask.data && state_->rows == kQueries<A> &&
+                       seen.all_first <= first_key && seen.all_last >= first_key + kKeys;
+    if (!whole) look(first_key, keys);
+    if (keys == 0) return false;
+    if (args_.seed) draw(first_key);
+    if (threadIdx.x == 0) {
+      state_->first_key = first_key;
+      state_->keys = keys;
+      state_->whole = whole;
+    }
+    __syncthreads();
+    return true;
+  }
+
+  __device__ __forceinline__ const TileState* operator->() const { return state_; }
+
+  // Where the thread's row r and key c are in the tile.
+  static __device__ __forceinline__ int row(int r) { return thread_row() + kThreadRows * r; }
+  static __device__ __forceinline__ int col(int c) { return thread_col() + kColumnThreads * c; }
+
+  __device__ __forceinline__ bool keeps(int r, int c) const {
+    return !args_.seed || bit(kept_, r, c);
+  }
+  __device__ __forceinline__ A keep_scale() const {
+    if constexpr (sizeof(A) == 8) {
+      const uint32_t threshold = state_->dropout.threshold;
+      return threshold >= 65536u ? 0.0 : 65536.0 / (65536.0 - threshold);
+    } else {
+      return state_->dropout.scale;
+    }
+  }
+
+  // The queries that there are, a bit each.
+  __device__ __forceinline__ uint64_t queries() const { return first_bits(state_->rows); }
+  __device__ __forceinline__ int query(int r) const { return state_->first_query + row(r); }
+  __device__ __forceinline__ int key(int c) const { return state_->first_key + col(c); }
+
+  __device__ __forceinline__ RowScores<A> row_scores(int r) const {
+    return {args_, state_->sequence, state_->batch, state_->head, query(r)};
+  }
+
+  // Whether there is more to a score than the product.
+  __device__ __forceinline__ bool has_terms() const {
+    return args_.softcap != 0.0 || args_.alibi_slopes || args_.bias.data;
+  }
+
+  // Of the thread's row r and key c, from the product of the two; -inf where it is not seen.
+  __device__ __forceinline__ Score<A> score(const RowScores<A>& of_row, int r, int c,
+                                            A product) const {
+    if (!sees(r, c)) return {-static_cast<A>(INFINITY), A(0)};
+    return has_terms() ? of_row.score_of_seen(product, key(c))
+                       : Score<A>{product * static_cast<A>(args_.scale), A(1)};
+  }
+
+  // Products to scores. Where there is more to them, row by row by way of the thread's elements of
+  // `scratch`, (kQueries, kKeys): code for all of them at once would not fit where instructions are
+  // kept.
+  __device__ __forceinline__ void to_scores(A (&score)[kRows][4], A* scratch) const {
+    if (!has_terms()) {
+      ONEPASS_UNROLL
+      for (int i = 0; i < 4 * kRows; ++i) {
+        const A scaled = score[i / 4][i % 4] * static_cast<A>(args_.scale);
+        score[i / 4][i % 4] = sees(i / 4, i % 4) ? scaled : -static_cast<A>(INFINITY);
+      }
+      return;
+    }
+    const auto element = [&](int r, int c) -> A& {
+      return scratch[row(r) * kStride<A, kKeys> + col(c)];
+    };
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4 * kRows; ++i) element(i / 4, i % 4) = score[i / 4][i % 4];
+    ONEPASS_ROLL
+    for (int r = 0; r < kRows; ++r) {
+      const RowScores<A> of_row = row_scores(r);
+      ONEPASS_ROLL
+      for (int c = 0; c < 4; ++c) {
+        element(r, c) = sees(r, c) ? of_row.score_of_seen(element(r, c), key(c)).value
+                                   : -static_cast<A>(INFINITY);
+      }
+    }
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4 * kRows; ++i) score[i / 4][i % 4] = element(i / 4, i % 4);
+  }
+
+ private:
+  __device__ __forceinline__ bool sees(int r, int c) const {
+    return state_->whole || bit(allowed_, r, c);
+  }
+
+  // Two words of kKeys bits for a row.
+  static __device__ __forceinline__ bool bit(const uint32_t* words, int r, int c) {
+    return words[2 * row(r) + c / 2] >> col(c % 2) & 1;
+  }
+
+  __device__ __forceinline__ bool has_keys() const {
+    return state_->seen.first < state_->seen.last;
+  }
+
+  // Writes which keys each row sees. Of `keys` those are left that a mask leaves.
+  __device__ __forceinline__ void look(int first_key, uint64_t& keys) {
+    const int warp = static_cast<int>(threadIdx.x) / kLanes;
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    uint32_t any[2] = {0, 0};
+    ONEPASS_ROLL
+    for (int r = warp; r < kQueries<A>; r += kWarps) {
+      const int query = state_->first_query + r;
+      const KeyRange range =
+          r < state_->rows ? keys_of(args_, state_->sequence, query) : KeyRange{0, 0};
+      ONEPASS_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int key = first_key + half * kLanes + lane;
+        bool sees = range.first <= key && key < range.last;
+        if (sees && args_.mask.data) {
+          sees = load_global(mask_row(args_, state_->batch, state_->head, query) + key) != 0;
+        }
+        const uint32_t word = __ballot_sync(kAllLanes, sees);
+        if (lane == 0) allowed_[2 * r + half] = word;
+        any[half] |= word;
+      }
+    }
+    if (!args_.mask.data) return;
+    if (lane == 0) any_[2 * warp] = any[0], any_[2 * warp + 1] = any[1];
+    __syncthreads();
+    uint32_t low = 0, high = 0;
+    ONEPASS_ROLL
+    for (int w = 0; w < kWarps; ++w) low |= any_[2 * w], high |= any_[2 * w + 1];
+    keys = static_cast<uint64_t>(high) << 32 | low;
+    __syncthreads();  // the next tile may be looked at at once
+  }
+
+  // Writes which keys dropout keeps for each row. A thread makes the calls of half a row.
+  __device__ __forceinline__ void draw(int first_key) {
+    const uint32_t sequence = random_head(args_, state_->batch, state_->head);
+    ONEPASS_ROLL
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * state_->rows; i += kThreads) {
+      const int64_t key = args_.key_offset + first_key + i % 2 * (kKeys / 2);
+      const int shift = static_cast<int>(key % kCallKeys);
+      uint64_t kept = 0;
+      ONEPASS_ROLL
+      for (int call = 0; call < (shift ? 5 : 4); ++call) {
+        const auto words = dropout_words(state_->dropout, args_, sequence,
+                                         state_->first_query + i / 2, key / kCallKeys + call);
+        uint32_t eight = 0;
+        ONEPASS_UNROLL
+        for (int k = 0; k < kCallKeys; ++k) {
+          eight |= static_cast<uint32_t>(cuda::keeps(state_->dropout, words, k)) << k;
+        }
+        kept |= static_cast<uint64_t>(eight) << 8 * call;
+      }
+      kept_[i] = static_cast<uint32_t>(kept >> shift);
+    }
+  }
+
+  const Attention& args_;
+  TileState* state_;
+  uint32_t* allowed_;
+  uint32_t* kept_;
+  uint32_t* any_;  // (warps, 2) keys that the rows of a warp see
+};
+
+}  // namespace onepass::cuda::plain

@@ -1,0 +1,227 @@
+// Attention forward by multiply-adds: float32 and float64, and head dimensions beyond those of the
+// tensor-core tiles.
+//
+//   scalar: with m the largest score of the row so far, p = exp(score - m), summed in l; what was
+//           summed with an older m is shrunk by exp(older - m)
+//
+// One block per tile of queries of a (batch, head) and kOutCols columns of the output. Tiles of
+// keys come by once: their scores are made in registers (kDepth columns of Q and K at a time), P
+// goes through shared memory, the output stays in registers. Q stays in shared memory up to
+// kResidentSlabs, and is read again for every tile of keys beyond. Per block Q, O and the keys and
+// values that it sees cross the bus once. Done when multiply-adds are what it waits for.
+#include "cuda/attention/attention.h"
+#include "cuda/attention/plain.cuh"
+#include "cuda/launch.cuh"
+
+namespace onepass::cuda {
+namespace plain {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kResidentSlabs = 6;  // of Q
+
+template <class A>
+using ForwardTile = Tile<A, kThreads>;
+
+template <class A>
+int resident_slabs(const Attention& args) {
+  const int slabs = ceil_div(args.head_dim, kDepth<A>);
+  return slabs <= kResidentSlabs ? slabs : 0;
+}
+
+template <class A>
+constexpr size_t shared_bytes(int resident) {
+  const int of_queries = (resident ? resident : 2) * kSlabElements<A>;
+  return (kTileElements<A> + Ring<A, 1>::kElements + of_queries) * sizeof(A) +
+         ForwardTile<A>::kSharedBytes;
+}
+static_assert(shared_bytes<float>(kResidentSlabs) <= kSharedOfAll);
+static_assert(shared_bytes<double>(kResidentSlabs) <= kSharedOfAll);
+
+template <class A>
+__global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
+    attention_forward_plain_kernel(const AttentionForward __grid_constant__ args,
+                                   const int resident) {
+  using Scores = ForwardTile<A>;
+  constexpr int kRows = Scores::kRows, kThreadRows = Scores::kThreadRows;
+  constexpr int kParts = kKeys / kDepth<A>;
+  SharedMemory shared;
+  const int outs = ceil_div(args.value_dim, kOutCols<A>);
+  Scores tile(args, shared, static_cast<int>(blockIdx.x) % outs);
+  A* const p = shared.take<A>(kTileElements<A>);
+  Ring<A, 1> ring(shared);
+  A* const queries = shared.take<A>((resident ? resident : 2) * kSlabElements<A>);
+
+  // The last queries first: behind a diagonal they have the most to do.
+  const int tiles = ceil_div(args.seq_q, kQueries<A>);
+  const int block = static_cast<int>(blockIdx.x);
+  const int first_query = (tiles - 1 - block / outs % tiles) * kQueries<A>;
+  const int head = static_cast<int>(block / outs / tiles % args.heads);
+  const int batch = static_cast<int>(block / outs / tiles / args.heads);
+  tile.go_to(batch, head, first_query);
+  const Sequence& sequence = tile->sequence;
+  if (first_query >= sequence.queries) return;
+  int first_key = tile.first_seen();
+
+  bool has_queries = false;
+  const int slabs = ceil_div(args.head_dim, kDepth<A>);
+  const auto query_slab = [&](int i) {
+    return queries + (resident ? i : i % 2) * kSlabElements<A>;
+  };
+  const auto load_scores = [&](A* stage, int i) {
+    const int col = i * kDepth<A>;
+    load_slab<kKeys, kDepth<A>, kThreads>(
+        stage,
+        key_rows_of(args, args.key, args.head_dim, tile->batch, tile->kv_head, sequence.first_k),
+        tile->first_key, col, tile->keys);
+    if (resident && has_queries) return;
+    load_slab<kQueries<A>, kDepth<A>, kThreads>(
+        query_slab(i),
+        rows_of(args, args.query, args.head_dim, tile->batch, tile->head, sequence.first_q),
+        tile->first_query, col, tile.queries());
+  };
+  const auto load_values = [&](A* stage, int group, int part) {
+    load_slab<kDepth<A>, kCols, kThreads>(
+        stage,
+        key_rows_of(args, args.value, args.value_dim, tile->batch, tile->kv_head, sequence.first_k),
+        tile->first_key + part * kDepth<A>, tile->first_out + group * kCols,
+        tile->keys >> part * kDepth<A>);
+  };
+  const auto load_next_tile = [&](A* stage) {
+    while (first_key < tile.last_seen() && !tile.enter(first_key)) first_key += kKeys;
+    if (first_key < tile.last_seen()) load_scores(stage, 0);
+  };
+
+  // What a row is normalised by, while other tiles come by: behind its P.
+  struct Normalizer {
+    A largest;
+    A total;
+  };
+  const auto normalizer = [&](int r) {
+    return reinterpret_cast<Normalizer*>(p + tile.row(r) * kStride<A, kKeys> + kKeys);
+  };
+  if (thread_col() == 0) {
+    const A none = -static_cast<A>(INFINITY);
+    const A sink = args.sinks ? load_as<A>(args.sinks, args.sinks_dtype, head) : none;
+    for (int r = 0; r < kRows; ++r) *normalizer(r) = {sink, sink == none ? A(0) : A(1)};
+  }
+  A out[kGroups<A>][kRows][4] = {};
+  const auto add_values = [&]<int kGroup>(auto&& next) {
+    ring.run(
+        kParts, [&](A* stage, int part) { load_values(stage, kGroup, part); },
+        [&](A* stage, int part) {
+          add_rows<kThreadRows>(out[kGroup], p + part * kDepth<A>, stage);
+        },
+        next);
+  };
+  const auto leave_tile = [&](A* stage) {
+    has_queries = true;
+    first_key += kKeys;
+    load_next_tile(stage);
+  };
+  ring.begin(load_next_tile);
+  while (first_key < tile.last_seen()) {
+    A score[kRows][4] = {};
+    ring.run(
+        slabs, load_scores,
+        [&](A* stage, int i) {
+          const int depth = static_cast<int>(args.head_dim) - i * kDepth<A>;
+          add_dots<kThreadRows>(score, query_slab(i), stage, depth < kDepth<A> ? depth : kDepth<A>);
+        },
+        [&](A* stage) { load_values(stage, 0, 0); });
+
+    tile.to_scores(score, p);
+    ONEPASS_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const Normalizer older = *normalizer(r);
+      A largest = older.largest, sum = 0;
+      ONEPASS_UNROLL
+      for (int c = 0; c < 4; ++c) largest = std::fmax(largest, score[r][c]);
+      ONEPASS_UNROLL
+      for (int lanes = kColumnThreads / 2; lanes > 0; lanes /= 2) {
+        largest = std::fmax(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
+      }
+      // The row may have seen no key yet.
+      const A base = largest == -static_cast<A>(INFINITY) ? A(0) : largest;
+      ONEPASS_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        const A weight = std::exp(score[r][c] - base);
+        sum += weight;
+        p[tile.row(r) * kStride<A, kKeys> + tile.col(c)] = tile.keeps(r, c) ? weight : A(0);
+      }
+      ONEPASS_UNROLL
+      for (int lanes = kColumnThreads / 2; lanes > 0; lanes /= 2) {
+        sum += __shfl_xor_sync(kAllLanes, sum, lanes);
+      }
+      const A shrink = std::exp(older.largest - base);
+      ONEPASS_UNROLL
+      for (int i = 0; i < 4 * kGroups<A>; ++i) out[i / 4][r][i % 4] *= shrink;
+      __syncwarp();  // the older one has been read
+      if (thread_col() == 0) *normalizer(r) = {largest, multiply_add(older.total, shrink, sum)};
+    }
+
+    const bool two = kGroups<A> > 1 && tile->first_out + kCols < args.value_dim;
+    add_values.template operator()<0>(
+        [&](A* stage) { two ? load_values(stage, 1, 0) : leave_tile(stage); });
+    if constexpr (kGroups<A> > 1) {
+      if (two) add_values.template operator()<1>(leave_tile);
+    }
+  }
+
+  __syncthreads();  // normalizers are there, also where there was no tile
+  ONEPASS_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const int query = tile.query(r);
+    if (query >= sequence.queries) continue;
+    const auto [largest, total] = *normalizer(r);
+    if (tile->first_out == 0 && thread_col() == 0) {
+      const int64_t row = lse_row(args, sequence, tile->batch, tile->head, query);
+      const A log = std::log(total), lse = largest + log;
+      store_global(static_cast<A*>(args.lse) + row, lse);
+      store_global(static_cast<A*>(args.lse_rest) + row, lost_in_sum(largest, log, lse));
+    }
+    const A factor = total == A(0) ? A(0) : tile.keep_scale() / total;
+    ONEPASS_UNROLL
+    for (int g = 0; g < kGroups<A>; ++g) {
+      A value[4];
+      ONEPASS_UNROLL
+      for (int c = 0; c < 4; ++c) value[c] = out[g][r][c] * factor;
+      store_columns(
+          args.output, args.dtype,
+          rows_of(args, args.output, args.value_dim, tile->batch, tile->head, sequence.first_q)
+              .offset(query),
+          tile->first_out + g * kCols + 4 * thread_col(), args.value_dim, value);
+    }
+  }
+}
+
+Plan plan_forward(const AttentionForward& args, const Machine&) {
+  Plan plan{};
+  plan.kernel_name = "attention_forward_plain_kernel";
+  plan.parallel = true;
+  plan.reason = reason_of(args);
+  visit_accumulator(args.dtype, [&]<class A>() {
+    plan.rows_per_tile = kQueries<A>;
+    plan.splits = args.batch * args.heads * ceil_div(args.seq_q, kQueries<A>) *
+                  ceil_div(args.value_dim, kOutCols<A>);
+  });
+  return plan;
+}
+
+void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {
+  visit_accumulator(args.dtype, [&]<class A>() {
+    const int resident = resident_slabs<A>(args);
+    launch<attention_forward_plain_kernel<A>>(
+        {.blocks = plan.splits, .threads = kThreads, .shared_bytes = shared_bytes<A>(resident)},
+        context.stream, args, resident);
+  });
+}
+
+}  // namespace
+}  // namespace plain
+
+Operator<AttentionForward> plain_attention_forward() {
+  return {plain::plan_forward, plain::run_forward};
+}
+
+}  // namespace onepass::cuda

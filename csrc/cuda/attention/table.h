@@ -1,0 +1,137 @@
+// The tiles of the tensor-core kernels, in one place.
+//
+// A bucket is the head dimension that a kernel is compiled for; smaller ones use the same kernel
+// and leave out slabs of 32 columns. Warps share a tile by rows alone, so that a row's maximum and
+// sum stay in four lanes. Nothing here has been timed on a device yet: sizes follow what
+// flash-attention found on the A100 (two of these blocks fit a multiprocessor), within the shared
+// memory of each architecture and without spilling registers (tests/test_cuda_binary.py).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "core/visit.h"
+#include "ops/attention.h"
+
+namespace onepass::cuda {
+
+struct AttentionTile {
+  int queries;
+  int keys;
+  int warps;
+
+  constexpr int threads() const { return 32 * warps; }
+  constexpr int rows_per_warp() const { return queries / warps; }
+};
+
+inline constexpr int kBuckets[] = {64, 128, 256};
+
+constexpr int bucket_of(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
+
+inline int bucket_of(const Attention& args) {
+  return bucket_of(args.head_dim > args.value_dim ? args.head_dim : args.value_dim);
+}
+
+// f<T, kBucket>() of a call.
+template <class F>
+void visit_bucket(const Attention& args, F&& f) {
+  visit_bool(args.dtype == DType::kBFloat16, [&]<bool kBFloat16>() {
+    using T = std::conditional_t<kBFloat16, BFloat16, Float16>;
+    const int bucket = bucket_of(args);
+    if (bucket == 64) return f.template operator()<T, 64>();
+    if (bucket == 128) return f.template operator()<T, 128>();
+    f.template operator()<T, 256>();
+  });
+}
+
+// Forward. With 32 rows a warp reads each fragment of K and V once for two products; at 256 columns
+// the sums alone are 128 registers for 16 rows. `terms`: with more to a score than the product,
+// whose addresses want registers too.
+constexpr AttentionTile forward_tile(int bucket, bool terms) {
+  if (bucket == 64 && !terms) return {.queries = 128, .keys = 96, .warps = 4};
+  if (bucket == 128 && terms) return {.queries = 128, .keys = 32, .warps = 4};
+  if (bucket <= 128) return {.queries = 128, .keys = 64, .warps = 4};
+  return {.queries = 64, .keys = 64, .warps = 4};
+}
+
+// Q, then K, then V; the output takes the place of Q.
+constexpr int forward_shared_bytes(int bucket, const AttentionTile& tile) {
+  return (tile.queries + 2 * tile.keys) * bucket * 2;
+}
+
+// ---- backward -----------------------------------------------------------------------------------
+
+// Eight warps. A warp has 16 keys: their scores, transposed, leave the tensor cores as the factors
+// that dK and dV want, so that P never leaves its registers and dS goes to shared memory once, for
+// dQ. At 256 columns two warps share 16 keys: each has the scores of half of the queries and every
+// other slab of dK and dV.
+//
+// 128 keys keep down what grows with the number of their tiles: the additions to dQ and the reads
+// of Q and dO. Their sums are 128 registers of each thread at 128 columns; 256 columns leave room
+// for 64 keys. Queries then follow from what is left: of registers for scores, and of the 99 KiB of
+// shared memory that compute capability 8.6, 8.9 and 12.0 have. There one tile of queries is in
+// shared memory, elsewhere (163 KiB and more) the next one comes in beside it: the same additions
+// in the same order, so results do not depend on it.
+constexpr AttentionTile backward_tile(int bucket) {
+  if (bucket == 64) return {.queries = 128, .keys = 128, .warps = 8};
+  if (bucket == 128) return {.queries = 64, .keys = 128, .warps = 8};
+  return {.queries = 32, .keys = 64, .warps = 8};
+}
+
+// Queries whose scores a warp computes at a time: S and dP of 64 are 64 registers. What is added to
+// scores wants registers too.
+constexpr int backward_strip(int bucket, bool terms) {
+  return bucket == 256 ? 16 : terms ? 32 : 64;
+}
+
+// Columns of V that are factors in registers all along; the others stay in shared memory.
+constexpr int backward_kept_columns(int bucket) { return bucket == 64 ? 64 : bucket - 128; }
+
+// dS takes the place of dO, which is used up by then, where nothing else fits.
+constexpr bool backward_shares_place(int bucket, int stages) {
+  return bucket == 128 && stages == 1;
+}
+
+// Of a row of dS, transposed; at 256 columns P has the other half.
+constexpr int backward_score_columns(int bucket) { return bucket == 64 ? 128 : 64; }
+
+constexpr int kQueryNumbers = 5;  // QueryNumbers of backward_scores.cuh
+constexpr int kSmallBytes = 384;  // BlockConstants, and what warps tell one another
+
+// K and V; Q and dO; dS; numbers of the queries of two tiles.
+constexpr size_t backward_shared_bytes(int bucket, int stages) {
+  const AttentionTile tile = backward_tile(bucket);
+  const int columns = 2 * bucket - backward_kept_columns(bucket);
+  const int scores =
+      backward_shares_place(bucket, stages) ? 0 : tile.keys * backward_score_columns(bucket);
+  const int elements = columns * tile.keys + 2 * stages * tile.queries * bucket + scores;
+  return elements * size_t{2} + 2 * kQueryNumbers * tile.queries * sizeof(float) + kSmallBytes;
+}
+
+// dbias: two blocks share a multiprocessor, with 128 registers for each thread, so that few queries
+// are taken at a time.
+constexpr int kBiasStrip = 16;
+
+constexpr AttentionTile bias_tile(int bucket) {
+  if (bucket <= 128) return {.queries = 64, .keys = 128, .warps = 8};
+  return {.queries = 32, .keys = 64, .warps = 8};
+}
+
+// K, V, Q, dO; numbers of the queries; BiasTurn.
+constexpr size_t bias_shared_bytes(int bucket) {
+  const AttentionTile tile = bias_tile(bucket);
+  return 2 * (tile.keys + tile.queries) * bucket * size_t{2} +
+         kQueryNumbers * tile.queries * sizeof(float) + 64;
+}
+
+constexpr int kBackwardStages = 2;  // at most
+static_assert(backward_shared_bytes(64, 1) <= 99 * 1024);
+static_assert(backward_shared_bytes(128, 1) <= 99 * 1024);
+static_assert(backward_shared_bytes(256, 1) <= 99 * 1024);
+static_assert(bias_shared_bytes(128) <= 99 * 1024 && bias_shared_bytes(256) <= 99 * 1024);
+static_assert(backward_shared_bytes(64, kBackwardStages) <= 163 * 1024);
+static_assert(backward_shared_bytes(128, kBackwardStages) <= 163 * 1024);
+static_assert(backward_shared_bytes(256, kBackwardStages) <= 163 * 1024);
+
+}  // namespace onepass::cuda

@@ -1,0 +1,145 @@
+"""What the tests of attention's CUDA kernels share: small cases, and which kernels there are.
+
+The shapes are chosen by the tiles of csrc/cuda/attention/table.h, which have up to 128 queries and
+96 keys: 150 queries on 230 keys are two tiles of queries and at least three of keys, the last of
+each cut off; under a diagonal some of them have masked and unmasked scores, some only the one or
+the other. Each bucket of head dims (64, 128, 256) has dims that fill it, that leave out slabs of
+columns, and that no 16 bytes divide.
+"""
+
+from __future__ import annotations
+
+import attention_cases
+import attention_decode_cases
+import pytest
+from attention_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    Case,
+    base,
+    definition,
+    equal,
+    forward,
+)
+from emulated_attention import AttentionCalls, on_emulated_cuda
+
+TILED, PLAIN = (BF16, F16), (F32, F64)
+DTYPES = TILED + PLAIN
+TILED_DIMS = (1, 8, 40, 64, 72, 96, 128, 160, 256)
+LONG_DIMS = (264, 512)  # for which there are no tiles
+
+CAUSAL = dict(window_right=0, bottom_right=True)
+# Of nothing, of one row, of less than a tile and of more; more keys than queries and fewer.
+SEQUENCES = ((1, 1), (129, 64), (0, 7), (64, 200), (7, 0), (0, 0), (33, 33))
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+half_and_float = pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+
+
+def on_cuda(monkeypatch, **options) -> AttentionCalls:
+    """Of a case one draw is judged at first, and no more if it is right; see `check`."""
+    for cases in (attention_cases, attention_decode_cases):
+        monkeypatch.setattr(cases, "stages", lambda case: (1, 6, 30))
+    return on_emulated_cuda(monkeypatch, **options)
+
+
+def check(case: Case) -> None:
+    """The forward's results by the numerics rule."""
+
+    def compute(drawn: Case):
+        t = drawn.tensors()
+        t = {name: tensor for name, tensor in t.items() if name not in ("doutput", "dlse")}
+        before = {name: tensor.clone() for name, tensor in t.items()}
+        found, ref = forward(drawn, t), definition(drawn, t, F64)
+        for name, tensor in t.items():
+            assert equal(tensor, before[name]), f"{name} was written"
+        assert found["output"].dtype is drawn.dtype
+        assert found["lse"].dtype is found.lse_rest.dtype is (F64 if drawn.dtype is F64 else F32)
+        return found, ref, ref if drawn.dtype is F64 else base(drawn, t)
+
+    attention_cases.check(case, compute)
+
+
+# ---- traffic -------------------------------------------------------------------------------------
+
+
+def once_per_tile(case: Case, rows: int) -> tuple[int, int]:
+    """(bytes of Q, bytes of K and V) that a forward reads: each query once, and the keys and values
+    that any of a tile of so many queries sees once for the tile. Without sequences of their own.
+    """
+    head_dim, value_dim = case.head_dim, case.value_dim or case.head_dim
+    queries = keys = 0
+    for tile in case.allowed().split(rows):
+        seen = int(tile.any(0).sum())
+        queries += len(tile) * head_dim if seen else 0
+        keys += seen * (head_dim + value_dim)
+    size = case.batch * case.heads * case.dtype.itemsize
+    return queries * size, keys * size
+
+
+# ---- every instance, in every build --------------------------------------------------------------
+
+# By dtype and bucket, without and with terms of scores; rows that no 16 bytes divide among them.
+INSTANCES = [
+    Case(dtype, head_dim, batch=1, heads=2, kv_heads=1, seq_q=70, seq_k=110, **CAUSAL, **terms)
+    for dtype in TILED
+    for terms in ({}, dict(bias="q", dropout_p=0.3, alibi="", sinks=F32))
+    for head_dim in (61, 72, 160)
+]
+INSTANCES += [
+    Case(dtype, 40, batch=1, heads=2, kv_heads=1, seq_q=40, seq_k=70, bias="q", sinks=dtype,
+         alibi="", **CAUSAL)
+    for dtype in PLAIN
+]  # fmt: skip
+INSTANCES += [Case(BF16, 264, batch=1, heads=1, seq_q=20, seq_k=40, bias="q")]
+# One row of bias for more queries than a tile has, whose gradient is added up in parts.
+INSTANCES += [Case(BF16, 40, batch=1, heads=1, seq_q=150, seq_k=40, bias="")]
+
+# The branches within an instance that those do not take.
+BRANCHES = {
+    "packed": dict(storage="packed used", lengths=SEQUENCES, sinks=F32, dlse=True),
+    "paged": dict(storage="paged", lengths=((9, 40), (70, 130), (1, 0)), page_size=7),
+    "used": dict(storage="used", lengths=((1, 5), (70, 90), (0, 3)), mask="b", window_left=20),
+    "masks": dict(seq_q=70, seq_k=200, mask="bhq", bias="h", softcap=3.0, dropout_p=0.2),
+    "long": dict(seq_q=150, seq_k=230, heads=1, batch=1, window_left=90, window_right=50),
+    "shard": dict(seq_q=70, seq_k=100, key_offset=13, query_offset=40, dropout_p=0.3, alibi="b"),
+    "one": dict(seq_q=1, seq_k=1, dlse=True, bias=""),
+    "unaligned": dict(head_dim=37, value_dim=50, seq_q=30, seq_k=70),
+    "no keys": dict(seq_q=33, seq_k=0, sinks=F32),
+}
+
+
+# ---- pairs of options ----------------------------------------------------------------------------
+
+# Any two values of any two options occur together at least once.
+AXES = dict(
+    head_dim=(8, 40, 64, 72, 128, 160, 256, 264),
+    length=[(150, 230), (1, 200), (130, 3), (33, 97), (96, 64)],
+    bias=[None, "", "b", "h", "q", "bhq"],
+    mask=[None, "", "h", "bq", "bhq"],
+    window=[(-1, -1, False), (-1, 0, False), (-1, 0, True), (60, 0, True), (33, 17, False)],
+    storage=["dense", "dense", "used", "packed", "packed used", "paged"],
+    dtype=DTYPES,
+    group=[(2, 2), (4, 2), (3, 1)],
+    alibi=[None, "", "b"],
+    sinks=[None, F32, "dtype"],
+    dropout_p=[0.0, 0.3],
+    softcap=[0.0, 2.0],
+    dlse=[False, True],
+    value_dim=[0, 24, 72],
+)  # fmt: skip
+
+
+def combination(row: dict) -> Case:
+    row = dict(row)
+    (seq_q, seq_k), (heads, kv_heads) = row.pop("length"), row.pop("group")
+    left, right, bottom_right = row.pop("window")
+    sinks = row.pop("sinks")
+    if sinks is not None:
+        sinks = row["dtype"] if sinks == "dtype" or row["dtype"] is F64 else sinks
+    return Case(
+        seq_q=seq_q, seq_k=seq_k, heads=heads, kv_heads=kv_heads, window_left=left,
+        window_right=right, bottom_right=bottom_right, sinks=sinks, **row,
+    )  # fmt: skip
