@@ -18,7 +18,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Columns for each CUDA kernel: one, two and four packs per thread in a warp, a block, several warps
 # that do not fill, tails that no pack divides; and rows too long for registers.
 ALIGNED = [8, 256, 264, 1000, 1024, 2056, 4104]
-UNALIGNED = [1, 7, 33, 1023, 2049]
+UNALIGNED = [1, 7, 33, 1023, 2049, 16383]
 LONG = {torch.float32: 16392, torch.bfloat16: 16392, torch.float16: 16392, torch.float64: 8200}
 
 

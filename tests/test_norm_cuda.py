@@ -181,13 +181,27 @@ def bytes_of(call: dict) -> int:
     return call["read"] + call["written"]
 
 
-# Bytes per element, forward and backward.
+# Bytes per element, forward and backward; the most columns that are read once.
 ONE_PASS = [
     ("bf16", BF16, None, 4, 6, 16384),
+    ("f16", F16, None, 4, 6, 16384),
     ("f32", F32, None, 8, 12, 8192),
     ("bf16+residual", BF16, BF16, 8, 8, 16384),
     ("bf16+f32 residual", BF16, F32, 12, 16, 8192),
 ]
+
+
+def check_one_pass(calls, case, forward, backward):
+    """To the byte: rows once, weight and bias once per block, statistics, and the sums of parts."""
+    rows, cols = case.input.shape
+    outputs_and_gradients(case.ours, case)
+    (ahead,), (back,) = calls.of("norm_forward"), calls.of("norm_backward")
+    vector, statistics = cols * case.input.element_size(), 8 * rows
+    assert bytes_of(ahead) == forward * rows * cols + ahead["splits"] * 2 * vector + statistics
+    partials = 2 * 4 * cols  # written once, and read once by the last kernel
+    assert bytes_of(back) == (
+        backward * rows * cols + back["splits"] * (vector + 2 * partials) + 2 * vector + statistics
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,29 +209,40 @@ ONE_PASS = [
     [
         pytest.param(*case, cols, id=f"{name}-{cols}")
         for name, *case, most in ONE_PASS
-        for cols in (256, 1024, 4096, 8192, 6143, 16384, 12287)
+        for cols in (256, 1024, 4096, 8192, 6145, 8191, 16384, 12289, 16383)
         if cols <= most
     ],
 )
 def test_one_pass(cuda, dtype, residual, forward, backward, cols):
-    rows = 16
-    case = make(False, rows, cols, dtype, residual=residual is not None)
+    case = make(False, 16, cols, dtype, residual=residual is not None)
     if residual is not None:
         case.residual = case.residual.to(residual)
-    outputs_and_gradients(case.ours, case)
-    (ahead,), (back,) = cuda.of("norm_forward"), cuda.of("norm_backward")
-    weights = 2 * cols * dtype.itemsize  # weight and bias
-    assert bytes_of(ahead) <= forward * rows * cols + ahead["splits"] * weights + 8 * rows
-    partials = 2 * 4 * cols  # written once, and read once by the last kernel
-    assert bytes_of(back) <= (
-        backward * rows * cols + back["splits"] * (weights // 2 + 2 * partials) + weights + 8 * rows
-    )
+    check_one_pass(cuda, case, forward, backward)
+
+
+@pytest.mark.parametrize("apart", ["stride", "address"])
+@pytest.mark.parametrize(
+    "dtype, forward, backward, cols",
+    [
+        pytest.param(dtype, *bytes, most, id=name)
+        for name, dtype, residual, *bytes, most in ONE_PASS
+        if residual is None
+    ],
+)
+def test_one_pass_over_rows_off_16_bytes(monkeypatch, apart, dtype, forward, backward, cols):
+    """Of lengths that 16-byte accesses could take."""
+    calls = on_emulated_cuda(monkeypatch, misalign=dtype.itemsize if apart == "address" else 0)
+    case = make(False, 16, cols, dtype)
+    if apart == "stride":
+        case.input = torch.randn(16, cols + 1).to(dtype)[:, :cols]
+    check_one_pass(calls, case, forward, backward)
+    assert calls.instances and not any("true" in name for name in calls.instances)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
 def test_shared_memory_fits_every_device(cuda, dtype):
     """A block's limit is 99 KiB on sm_86, sm_89 and sm_120, and more elsewhere."""
-    for cols in (1024, 4096, 8192, 16384, 16392):
+    for cols in (1024, 4096, 8192, 16383, 16384, 16392):
         case = make(False, 3, cols, dtype)
         outputs_and_gradients(case.ours, case)
     assert 0 < max(call["shared"] for call in cuda.done) <= 99 * 1024
@@ -255,8 +280,9 @@ def test_partials_are_few(cuda, cols):
 
 # ---- every instance, in every build --------------------------------------------------------------
 
-# One, two and four packs per thread, few and many single elements, rows too long for registers.
-EACH = [72, 264, 1000, 33, 1001, 16392, 16395]
+# One, two and four packs per thread, few and many single elements of few and of many threads, rows
+# too long for registers.
+EACH = [72, 264, 1000, 33, 1001, 12289, 16392, 16395]
 DTYPES = [(F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32)]
 
 

@@ -1,12 +1,12 @@
 // Layer norm and RMS norm on CUDA, backward.
 //
 // x and doutput are read once and stay in registers between the sums and the gradient (16-bit rows
-// up to 16,384 columns, float32 up to 8,192, three quarters of that where rows are not aligned);
-// longer rows are read a second time. The sums for dweight and dbias stay in registers over a
-// block's rows and are written once; which rows a block has follows from the shape alone, so
-// gradients are the same bits on every device, and no atomics are needed. Bytes per element:
-// doutput + x + dx (+ dresidual_out); per block and column weight and partials, which the last
-// kernel reads once. Done when it runs at the speed of a copy of as many bytes.
+// up to 16,384 columns, float32 up to 8,192); longer rows are read a second time. The sums for
+// dweight and dbias stay in registers over a block's rows and are written once; which rows a block
+// has follows from the shape alone, so gradients are the same bits on every device, and no atomics
+// are needed. Bytes per element: doutput + x + dx (+ dresidual_out); per block and column weight
+// and partials, which the last kernel reads once. Done when it runs at the speed of a copy of as
+// many bytes.
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/norm/geometry.cuh"
@@ -142,9 +142,9 @@ template <int kPacks>
 inline constexpr bool kIsParked = kPacks == 4;
 
 // Rows in registers. A block has a run of rows, in parts that follow from the shape, and leaves
-// its sums in partials (parts, 2, cols).
-template <class Types, int kPacks, bool kAligned>
-__global__ void __launch_bounds__(max_threads(kAligned), 1)
+// its sums in partials (parts, 2, cols). It has kThreads threads at most.
+template <class Types, int kPacks, bool kAligned, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
     norm_backward_kernel(const NormBackward args, const int threads_per_row,
                          typename Types::A* partials) {
   using A = typename Types::A;
@@ -405,6 +405,20 @@ inline constexpr int kBackwardPacks = sizeof(typename Types::A) == 8       ? 1
                                       : sizeof(typename Types::Kept) == 16 ? 4
                                                                            : 2;
 
+// f.operator()<kThreads>() for what geometry_of can give. The fewer threads a block has at most,
+// the more of 65,536 registers each can have. With the 168 of 384 threads single elements of four
+// packs have 60 loads of a thread under way, with the 128 of 512 only 20 (`cuobjdump -sass` for
+// sm_90): those are for rows that need so many. Nothing else but float64 (136) would take more than
+// 128.
+template <int kPacks, bool kAligned, class F>
+void visit_threads(const Geometry& geometry, F&& f) {
+  constexpr int kFewThreads = 384;
+  if constexpr (kPacks == 4 && !kAligned) {
+    if (geometry.threads <= kFewThreads) return f.template operator()<kFewThreads>();
+  }
+  f.template operator()<kMaxThreads>();
+}
+
 template <class F>
 decltype(auto) visit_backward(const NormBackward& args, F&& f) {
   return visit_types(
@@ -477,8 +491,10 @@ void run_backward(const NormBackward& args, const Plan& plan, void* workspace,
         if (kIsParked<kPacks>) {
           shape.shared_bytes += kPacks * geometry.threads * sizeof(typename Types::Kept);
         }
-        launch<norm_backward_kernel<Types, kPacks, kAligned>>(shape, context.stream, args,
-                                                              geometry.threads_per_row, partials);
+        visit_threads<kPacks, kAligned>(geometry, [&]<int kThreads>() {
+          launch<norm_backward_kernel<Types, kPacks, kAligned, kThreads>>(
+              shape, context.stream, args, geometry.threads_per_row, partials);
+        });
       });
     } else if (args.rows > 0) {
       auto* const means = reinterpret_cast<RowMeans<A>*>(partials + 2 * parts * args.cols);

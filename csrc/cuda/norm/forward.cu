@@ -1,8 +1,8 @@
 // Layer norm and RMS norm on CUDA, forward.
 //
 // A row is read once and stays in registers between the sums and the scaling, in the dtype it came
-// in: up to 1,024 columns a warp has a row (four rows per block), up to 16,384 a block has (12,288
-// where rows are not aligned; a quarter of each in float64). Longer rows are read a second time.
+// in: up to 1,024 columns a warp has a row (four rows per block), up to 16,384 a block has; in
+// float64 a quarter of each. Longer rows are read a second time.
 // Bytes per element: input + output (+ residual + residual_out); per block and column weight and
 // bias; per row the statistics. Done when it runs at the speed of a copy of as many bytes.
 #include "cuda/backend.h"
@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_statistics(const NormForward& args, int64_
 
 // The row in registers: kPacks packs of each thread.
 template <class Types, int kPacks, bool kAligned>
-__global__ void __launch_bounds__(max_threads(kAligned), 1)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     norm_forward_kernel(const NormForward args, const int threads_per_row) {
   using A = typename Types::A;
   SharedMemory shared;

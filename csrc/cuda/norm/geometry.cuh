@@ -25,10 +25,6 @@ struct Geometry {
   int row_elements() const { return threads_per_row * packs * kPack; }  // with the filler
 };
 
-// Of a block whose rows are in registers. Single elements need more than the 128 registers that
-// each of 512 threads can have; 384 threads have 168.
-constexpr int max_threads(bool aligned) { return aligned ? kMaxThreads : 384; }
-
 inline Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
   const int64_t lanes = kLanes * kPack;  // columns that a warp has with one pack per thread
   for (int packs = 1; packs <= max_packs; packs *= 2) {
@@ -39,7 +35,7 @@ inline Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
     return {taken, kLanes, kLanes * kWarpsPerBlock, aligned};
   }
   const int64_t warps = (cols + lanes * max_packs - 1) / (lanes * max_packs);
-  if (warps * kLanes > max_threads(aligned)) return {0, kMaxThreads, kMaxThreads, aligned};
+  if (warps * kLanes > kMaxThreads) return {0, kMaxThreads, kMaxThreads, aligned};
   const int threads = static_cast<int>(warps) * kLanes;
   return {max_packs, threads, threads, aligned};
 }
