@@ -26,9 +26,9 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-constexpr int64_t kLeastChunk = 128;
+constexpr int64_t kLeastChunk = 256;
 constexpr int64_t kMostChunk = kScoreStride;
-constexpr int64_t kChunks = 32;   // that a sequence is cut into, between those limits
+constexpr int64_t kChunks = 16;   // that a sequence is cut into, between those limits
 constexpr int64_t kSumKeys = 32;  // values that are summed in one chain
 // How far ahead rows are asked for. Twice what a plain pass over memory takes: between scores and
 // sums no row is read at all.
@@ -36,6 +36,7 @@ constexpr int64_t kAheadBytes = 2 * kPrefetchBytes;
 constexpr int64_t kMostAhead = 64;  // in rows
 constexpr int64_t kRowBlock = 64;   // query rows that have their scores at a time
 constexpr int64_t kMostRows = 128;  // of a kv head whose chunks are pieces; beyond, blocks of rows
+constexpr int64_t kPageBytes = 4096;  // of memory; larger pages are found as well
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // The chunks of a sequence that its queries see, at least one.
@@ -118,6 +119,30 @@ void join(const State& to, const State& from) {
   }
 }
 
+// Row 0 of `count` states whose rows lie `apart`, those of earlier keys first: becomes that of the
+// first state.
+void join_all(const State& to, int64_t count, int64_t apart) {
+  float maximum = *to.maximum;
+  for (int64_t i = 1; i < count; ++i) maximum = std::max(maximum, to.maximum[i * apart]);
+  const float low = maximum == kMinusInfinity ? 0.0f : maximum;
+  float sum = 0.0f;
+  float* scales = to.maximum;  // in their places
+  for (int64_t i = 0; i < count; ++i) {
+    const float scale = std::exp(to.maximum[i * apart] - low);
+    sum += scale * to.sum[i * apart];
+    scales[i * apart] = scale;
+  }
+  for (int64_t d = 0; d < to.columns; d += kLanes<float>) {
+    Vec<float> output = {};
+    for (int64_t i = 0; i < count; ++i) {
+      output += scales[i * apart] * load<float>(to.output + i * apart * to.columns + d);
+    }
+    store<float>(to.output + d, output);
+  }
+  *to.maximum = maximum;
+  *to.sum = sum;
+}
+
 // What threads share where chunks are the pieces.
 struct Partials {
   int64_t* first_piece;        // (batch,)
@@ -192,9 +217,7 @@ class Decode {
     if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     const State first = p_.states.from((index - chunk) * shape_.rows);
     for (int64_t row = 0; row < shape_.rows; ++row) {
-      for (int64_t c = 1; c < chunks.count; ++c) {
-        join(first.from(row), first.from(c * shape_.rows + row));
-      }
+      join_all(first.from(row), chunks.count, shape_.rows);
       finish(row, first.from(row));
     }
   }
@@ -305,11 +328,12 @@ class Decode {
     const KeyRows<T> keys = rows_in(args_.key);
     keys.list(begin, count, s_.rows);
     rows_in(args_.value).list(begin, count, s_.rows + count);
-    // What comes behind: the next chunk's keys, if this thread goes on with it; with several
-    // threads it mostly does not, and little is lost.
+    // What comes behind: the next chunk's keys, since threads take runs of them.
     const int64_t behind = std::clamp<int64_t>(keys_.last - end, 0, ahead_);
     keys.list(end, behind, s_.rows + 2 * count);
     std::fill_n(s_.rows + 2 * count + behind, ahead_ - behind, s_.rows[2 * count - 1]);
+    ask_for_pages(args_.key, s_.rows, count);
+    ask_for_pages(args_.value, s_.rows + count, count + ahead_);
     pack_queries(first, last);
     const int64_t columns = query_columns<M>(args_);
     const float scale = static_cast<float>(args_.scale);
@@ -324,6 +348,18 @@ class Decode {
                args_.value_dim, state.output, state.columns);
     }
     return true;
+  }
+
+  // Looks up the pages that rows are in, several at a time. A load or a prefetch from a page that
+  // is new to the processor holds up all behind it until the page is found: a plain pass over
+  // memory has the next page's loads under way by then, the arithmetic between the loads here is
+  // too long. Always inline: g++ takes a function that only prefetches for one without effect.
+  ONEPASS_INLINE void ask_for_pages(const Strided& tensor, const T* const* rows,
+                                    int64_t count) const {
+    const int64_t row_bytes = std::abs(tensor.row_stride) * int64_t{sizeof(T)};
+    int64_t step = std::max<int64_t>(kPageBytes / std::max<int64_t>(row_bytes, 1), 1);
+    if (args_.block_table) step = std::min(step, args_.page_size);
+    for (int64_t i = 0; i < count; i += step) __builtin_prefetch(rows[i]);
   }
 
   // The scores of a row become exp(score - maximum).
@@ -467,7 +503,7 @@ void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, void
   scratch_of<M, T>(args, shape, sizes);
   char* slots = static_cast<char*>(workspace) + arena.used();
   const auto for_each = [&](int64_t count, auto&& body) {
-    for_each_piece_in_order(context, plan.slots, count, [&](int64_t piece, int64_t slot) {
+    for_each_run_of_pieces(context, plan.slots, count, [&](int64_t piece, int64_t slot) {
       Arena own(slots + slot * sizes.used());
       const auto scratch = scratch_of<M, T>(args, shape, own);
       Decode<T> decode(args, shape, partials, scratch);

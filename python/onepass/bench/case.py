@@ -163,11 +163,10 @@ class Row:
         if self.case.flops is not None:
             return self.gflops / self.arithmetic_gflops if self.arithmetic_gflops else None
         if self.case.moved is not None:
-            update = 2 * UPDATE_BYTES / self.timing.median("update")
-            return self.moved_bytes / self.timing.median("ours") / update
+            updates = self.moved_bytes / (2 * UPDATE_BYTES)
+            return self.timing.ratio("ours", "update").median * updates
         if self.case.reads is not None:
-            read = READ_BYTES / self.timing.median("read")
-            return self.moved_bytes / self.timing.median("ours") / read
+            return self.timing.ratio("ours", "read").median * self.moved_bytes / READ_BYTES
         if self.case.tensors is None:
             return None
         return self.timing.ratio("ours", "copy").median * self.case.tensors / 2
