@@ -1,5 +1,6 @@
-// onepass._C: facts about the build and the machine, and the plans of the calls that ran. Host side
-// only: no tensor crosses pybind11, and the op libraries know nothing of Python.
+// onepass._C: facts about the build and the machine, the plans of the calls that ran, and questions
+// about hundreds of Python objects in one call. Host side only: no tensor crosses pybind11 (among
+// those objects it is one like any other), and the op libraries know nothing of Python.
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -83,10 +84,82 @@ double ceiling(double (*measure)(double), double seconds) {
   return measure(seconds);
 }
 
+// ---- objects: compared by identity, never looked into -------------------------------------------
+
+// ([getattr(o, name) for o in objects], how many of them are None)
+py::tuple attributes(const py::list& objects, const py::str& name) {
+  py::list values(objects.size());  // of null pointers, which its end would pass over
+  Py_ssize_t missing = 0;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values.ptr()); ++i) {
+    // Held, and looked for where it is now: reading an attribute may run any Python code.
+    PyObject* const found = PyList_GetItem(objects.ptr(), i);
+    if (found == nullptr) throw py::error_already_set();
+    const auto object = py::reinterpret_borrow<py::object>(found);
+    PyObject* const value = PyObject_GetAttr(object.ptr(), name.ptr());
+    if (value == nullptr) throw py::error_already_set();
+    missing += value == Py_None;
+    PyList_SET_ITEM(values.ptr(), i, value);
+  }
+  return py::make_tuple(std::move(values), missing);
+}
+
+// Whether sequences hold the same objects as lists, each as the one in its place.
+bool hold_same(const py::list& sequences, const py::list& lists) {
+  if (sequences.size() != lists.size()) return false;
+  for (size_t i = 0; i < sequences.size() && i < lists.size(); ++i) {
+    const auto one = py::reinterpret_steal<py::object>(
+        PySequence_Fast(py::object(sequences[i]).ptr(), "onepass: params must be a sequence"));
+    if (!one) throw py::error_already_set();
+    const py::list other = lists[i];
+    const Py_ssize_t size = PyList_GET_SIZE(other.ptr());
+    if (PySequence_Fast_GET_SIZE(one.ptr()) != size) return false;
+    PyObject* const* const items = PySequence_Fast_ITEMS(one.ptr());
+    for (Py_ssize_t k = 0; k < size; ++k) {
+      if (items[k] != PyList_GET_ITEM(other.ptr(), k)) return false;
+    }
+  }
+  return true;
+}
+
+// next(object) for the values of a dict, each one followed by its keys and values if it is a dict;
+// until one returns false, which is then returned. next must not run Python code.
+template <class Next>
+bool for_each_within(const py::dict& entries, Next&& next) {
+  PyObject *key, *value, *entry;
+  for (Py_ssize_t outer = 0; PyDict_Next(entries.ptr(), &outer, nullptr, &entry);) {
+    if (!next(entry)) return false;
+    if (!PyDict_Check(entry)) continue;
+    for (Py_ssize_t inner = 0; PyDict_Next(entry, &inner, &key, &value);) {
+      if (!next(key) || !next(value)) return false;
+    }
+  }
+  return true;
+}
+
+// [entry, key, value, key, value, ..., entry, ...]
+py::list contents(const py::dict& entries) {
+  py::list objects;
+  for_each_within(entries, [&](PyObject* object) {
+    objects.append(py::handle(object));
+    return true;
+  });
+  return objects;
+}
+
+// Whether a dict still holds the objects that contents() found, in the same order.
+bool holds(const py::dict& entries, const py::list& objects) {
+  const Py_ssize_t count = PyList_GET_SIZE(objects.ptr());
+  Py_ssize_t at = 0;
+  const bool same = for_each_within(entries, [&](PyObject* object) {
+    return at < count && PyList_GET_ITEM(objects.ptr(), at++) == object;
+  });
+  return same && at == count;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Build facts, CPU levels, recorded plans. No tensors.";
+  m.doc() = "Build facts, CPU levels, recorded plans, identities of objects. No tensors.";
   m.def("attach", &attach, "Finds the loaded op library at this path.");
   m.def("build_info", &build_info, "What this package was built from and for.");
   m.def("cpu_levels", [] { return attached().levels(); }, "Levels that this machine supports.");
@@ -101,4 +174,9 @@ PYBIND11_MODULE(_C, m) {
       "bf16_dot_ceiling",
       [](double seconds) { return ceiling(attached().backend().bf16_dot_ceiling, seconds); },
       "GFLOP/s of one thread in bfloat16 dot products; 0 where the level has none.");
+  m.def("attributes", &attributes, "The attribute of each object, and how many of them are None.");
+  m.def("hold_same", &hold_same,
+        "Whether sequences hold the same objects as lists, each as its own.");
+  m.def("contents", &contents, "The values of a dict, dicts followed by their keys and values.");
+  m.def("holds", &holds, "Whether a dict still holds what contents() found.");
 }

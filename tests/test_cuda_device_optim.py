@@ -157,7 +157,7 @@ def test_messages():
     p.grad = torch.ones(5, device=DEVICE)
     optimizer = onepass.optim.SGD([p], lr=1.0)
     optimizer.step()
-    table = optimizer._table.step_table((0,), [p]).number
+    table = optimizer._table.step_table(range(1), [p]).number
     hyper, device_hyper = optimizer._hyper_tables(p.device)
     step = torch.ops.onepass.optimizer_step.default
     for message, options in (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
+import weakref
 
 import pytest
 import torch
@@ -138,6 +140,178 @@ def test_replaced_parameters_are_let_go():
     optimizer.step()
     gc.collect()
     assert len(optimizer._hidden_steps) == 1
+
+
+# ---- groups, states and gradients from step to step ----------------------------------------------
+
+
+def stepped(name, change, *, steps=6):
+    """The parameters after steps with a change among them: as ever, and with nothing kept."""
+    results = []
+    for fresh in (False, True):
+        torch.manual_seed(0)
+        params = parameters(40, (5, 8), 7)
+        optimizer = ours(name)(
+            [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], **FLAGS[name]
+        )
+        for step in range(steps):
+            if step == steps // 2:
+                change(optimizer, params)
+            if fresh:
+                optimizer._table = None  # looks at everything anew
+            for p in params:
+                if p.grad is not None:
+                    p.grad = torch.randn_like(p)
+            optimizer.step()
+        results.append([p.detach().clone() for p in params])
+    return results
+
+
+def move_between_groups(optimizer, params):
+    """The parameters of all groups, one behind the other, stay what they were."""
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+
+
+def swap_within_a_group(optimizer, params):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def make_a_tuple(optimizer, params):
+    optimizer.param_groups[0]["params"] = tuple(optimizer.param_groups[0]["params"])
+
+
+def add_a_group(optimizer, params):
+    more = parameters(9)
+    params += more
+    optimizer.add_param_group({"params": more, "lr": 0.25})
+
+
+def take_a_gradient(optimizer, params):
+    params[1].grad = None
+
+
+def replace_data(optimizer, params):
+    params[1].data = torch.ones_like(params[1])
+
+
+def replace_states(optimizer, params):
+    for p in params:
+        for key, value in optimizer.state[p].items():
+            optimizer.state[p][key] = value.clone() + 1
+
+
+def replace_entries(optimizer, params):
+    for p in params:
+        optimizer.state[p] = {key: value * 2 for key, value in optimizer.state[p].items()}
+
+
+def swap_states(optimizer, params):
+    one, other = (optimizer.state[p] for p in params[:2])
+    for key in one:
+        if one[key].dim():
+            one[key], other[key] = (
+                other[key].reshape_as(one[key]).clone(),
+                one[key].reshape_as(other[key]).clone(),
+            )
+
+
+def clear_states(optimizer, params):
+    optimizer.state.clear()
+
+
+def clear_an_entry(optimizer, params):
+    optimizer.state[params[0]].clear()
+
+
+def load(optimizer, params):
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        for key, value in entry.items():
+            entry[key] = value.clone() + 1
+    optimizer.load_state_dict(saved)
+
+
+HARMLESS = (swap_within_a_group, make_a_tuple, add_a_group)
+
+
+@names
+@pytest.mark.parametrize(
+    "change",
+    [
+        *HARMLESS,
+        move_between_groups,
+        take_a_gradient,
+        replace_data,
+        replace_states,
+        replace_entries,
+        swap_states,
+        clear_states,
+        clear_an_entry,
+        load,
+    ],
+)
+def test_a_change_is_noticed(name, change):
+    """What is kept from step to step gives the steps that looking at everything anew gives."""
+    kept, anew = stepped(name, change)
+    assert all(torch.equal(one, other) for one, other in zip(kept, anew, strict=True))
+    if change not in HARMLESS:
+        without, _ = stepped(name, lambda *_: None)
+        assert not all(torch.equal(one, other) for one, other in zip(kept, without, strict=True))
+
+
+@names
+def test_every_state_put_there_is_the_one_that_is_stepped(name):
+    """Also one with the same values: whoever put it there looks at it later."""
+    params = parameters(30, 20)
+    optimizer = ours(name)(params, **FLAGS[name])
+    for _ in range(2):
+        optimizer.step()
+    for p in params:
+        for key in optimizer.state[p]:
+            put = optimizer.state[p][key] = optimizer.state[p][key].clone()
+            before = put.clone()
+            optimizer.step()
+            assert optimizer.state[p][key] is put and not torch.equal(put, before), key
+
+
+@pytest.mark.parametrize("which", ["step", "clip", "norm", "refused"])
+def test_gradients_are_let_go(which):
+    params = parameters(30, 20)
+    optimizer = onepass.optim.AdamW(
+        params, max_grad_norm=1.0 if which == "norm" else None, zero_grads=which == "refused"
+    )
+    optimizer.step()
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        if which == "refused":
+            params[1].grad = torch.zeros(20).expand(20)
+            params[0].grad = torch.zeros(1).expand(30)
+            with pytest.raises(RuntimeError, match="must not share memory"):
+                optimizer.step()
+        elif which == "clip":
+            onepass.optim.clip_grad_norm_(params, 0.1)
+        else:
+            optimizer.step()
+        alive = [weakref.ref(p.grad) for p in params]
+        for p in params:
+            p.grad = None
+        gc.collect()
+        assert all(gradient() is None for gradient in alive)
+
+
+def test_gradients_that_nobody_else_holds():
+    """An operator gives back what it was lent, whoever owns it."""
+    gradients = [torch.randn(9) for _ in range(3)]
+    before = [sys.getrefcount(g) for g in gradients]
+    for _ in range(3):
+        norm = onepass._ops.optimizer.gradient_norm(gradients)
+    assert torch.allclose(norm, torch.cat(gradients).double().norm())
+    assert [sys.getrefcount(g) for g in gradients] == before
+    alive = [weakref.ref(g) for g in gradients]
+    del gradients
+    assert all(gradient() is None for gradient in alive)
 
 
 # ---- steps that are not made ---------------------------------------------------------------------

@@ -95,8 +95,9 @@ class CheckedAgainst {
 
 // Of tensors in a list, where torch has chosen the kernel by one of them; on the CPU it would have
 // chosen another for any that is elsewhere.
-inline void require_device(const char* op, const char* name, const Tensor& tensor,
-                           const Device& device) {
+template <class AnyTensor>  // Tensor or AtenTensorHandle
+void require_device(const char* op, const char* name, const AnyTensor& tensor,
+                    const Device& device) {
 #ifdef ONEPASS_CUDA
   const Device here = info_of(tensor).device;
   require(here == device, op, ": ", name, " must be on one device, ", device, ", got ", here);

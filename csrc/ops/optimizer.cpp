@@ -16,20 +16,20 @@ namespace {
 // A flat list, and what it lies in.
 class CheckedTensors {
  public:
-  CheckedTensors(const char* op, const char* name, const std::vector<Tensor>& tensors) {
+  CheckedTensors(const char* op, const char* name, const TensorList& tensors) {
     tensors_.reserve(tensors.size());
     first_piece_.reserve(tensors.size() + 1);
     int64_t pieces = 0;
-    device_ = info_of(tensors.front())
-                  .device;  // of all: torch chose the kernel by it, and has none for an empty list
-    for (const Tensor& tensor : tensors) {
+    device_ = info_of(tensors[0]).device;  // of all: torch chose the kernel by it, and has none for
+                                           // an empty list
+    for (const AtenTensorHandle tensor : tensors) {
       const FlatInfo info = flat_info_of(tensor);
       require_device(op, name, tensor, device_);
       if (!info.contiguous) require_dense(op, name, info_of(tensor));
       const DType dtype = require_dtype(op, name, info.scalar_type);
       wide_ = wide_ || dtype == DType::kFloat64;
       mixed_ = mixed_ || (!tensors_.empty() && dtype != tensors_.front().dtype);
-      tensors_.push_back({tensor.mutable_data_ptr(), info.numel, dtype});
+      tensors_.push_back({mutable_data_of(tensor), info.numel, dtype});
       first_piece_.push_back(pieces);
       pieces += pieces_of(info.numel);
     }
@@ -81,8 +81,9 @@ Tensor norm_of(const char* op, const CheckedTensors& gradients, double norm_type
   return norm;
 }
 
-Tensor gradient_norm(const std::vector<Tensor>& gradients, double norm_type) {
+Tensor gradient_norm(StableListHandle list, double norm_type) {
   constexpr const char* op = "gradient_norm";
+  const TensorList gradients(list);
   return norm_of(op, CheckedTensors(op, "gradients", gradients), norm_type);
 }
 
@@ -108,10 +109,10 @@ void write(void* target, DType dtype, double value) {
 }
 
 // The norm of all gradients together; then they are scaled to max_norm, if it is larger.
-Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, double norm_type,
+Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type,
                       bool error_if_nonfinite) {
+  const TensorList gradients(list);
   const CheckedTensors checked(kClip, "gradients", gradients);
-  checked.require_apart(kClip, "gradients");
   const Tensor total = norm_of(kClip, checked, norm_type);
   const double norm = *static_cast<const double*>(total.const_data_ptr());
   if (error_if_nonfinite && !std::isfinite(norm)) {
@@ -125,6 +126,7 @@ Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, dou
   }
   const double factor = clip_factor(max_norm, norm);
   if (factor != 1.0) {
+    checked.require_apart(kClip, "gradients");  // they may share memory where they are only read
     ScaleGradients args{};
     args.gradients = checked.flat();
     args.factor = factor;
@@ -140,8 +142,8 @@ Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, dou
 #else  // CUDA: the host waits for nothing
 
 // error_if_nonfinite is Python's to see to, which has to wait for the norm.
-Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, double norm_type,
-                      bool) {
+Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type, bool) {
+  const TensorList gradients(list);
   const CheckedTensors checked(kClip, "gradients", gradients);
   checked.require_apart(kClip, "gradients");
   require_norm_type(kClip, norm_type);
@@ -170,13 +172,14 @@ Tensor clip_grad_norm(const std::vector<Tensor>& gradients, double max_norm, dou
 // A step of all parameters of a table, unless `norm` is not finite or `found_inf` is not zero; then
 // nothing changes but gradients that are to be set to zeros. The gradients are divided by
 // grad_scale and scaled to max_norm on their way.
-void optimizer_step(int64_t algorithm, int64_t table, const std::vector<Tensor>& gradients,
-                    const Tensor& hyper, int64_t seed, bool stochastic_params,
-                    bool stochastic_moments, bool zero_gradients, std::optional<double> max_norm,
+void optimizer_step(int64_t algorithm, int64_t table, StableListHandle list, const Tensor& hyper,
+                    int64_t seed, bool stochastic_params, bool stochastic_moments,
+                    bool zero_gradients, std::optional<double> max_norm,
                     const std::optional<Tensor>& norm, const std::optional<Tensor>& grad_scale,
                     const std::optional<Tensor>& found_inf,
                     const std::optional<Tensor>& device_hyper) {
   constexpr const char* op = "optimizer_step";
+  const TensorList gradients(list);
   require(algorithm >= 0 && algorithm <= static_cast<int64_t>(Algorithm::kLion), op,
           ": algorithm must be 0 (Adam), 1 (SGD) or 2 (Lion), got ", algorithm);
   CheckedStep checked(op, static_cast<Algorithm>(algorithm), table, gradients, hyper,

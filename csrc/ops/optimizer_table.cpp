@@ -229,7 +229,7 @@ void optimizer_table_release(const Tensor&, int64_t table) {
 }
 
 CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
-                         const std::vector<Tensor>& gradients, const Tensor& hyper,
+                         const TensorList& gradients, const Tensor& hyper,
                          StochasticRounding rounding, bool zero_gradients)
     : op_(op),
       algorithm_(algorithm),
@@ -263,7 +263,7 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
   }
 }
 
-bool CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& gradient) {
+bool CheckedStep::complete(StepTensor& tensor, size_t number, AtenTensorHandle gradient) {
   const Tensor& param = table_->params[number];
   const FlatInfo& before = table_->infos[number];
   require(layout_key_of(param) == table_->layout_keys[number], op_,
@@ -292,7 +292,7 @@ bool CheckedStep::complete(StepTensor& tensor, size_t number, const Tensor& grad
           ": params must lie where they did while they have a master, got others in number ",
           number);
   tensor.param = data;
-  tensor.gradient = gradient.mutable_data_ptr();
+  tensor.gradient = mutable_data_of(gradient);
 #ifndef ONEPASS_CUDA
   tensor.scalars = scalars_of(tensor.group, *tensor.step);
 #endif

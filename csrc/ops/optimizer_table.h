@@ -116,9 +116,8 @@ struct StepNumbers {
 // A table with the gradients and settings of one step.
 class CheckedStep {
  public:
-  CheckedStep(const char* op, Algorithm algorithm, int64_t table,
-              const std::vector<Tensor>& gradients, const Tensor& hyper,
-              StochasticRounding rounding, bool zero_gradients);
+  CheckedStep(const char* op, Algorithm algorithm, int64_t table, const TensorList& gradients,
+              const Tensor& hyper, StochasticRounding rounding, bool zero_gradients);
 
   OptimizerStep args(int64_t seed, std::optional<double> max_norm,
                      const StepNumbers& numbers) const;
@@ -133,7 +132,7 @@ class CheckedStep {
   };
 
   // Returns whether the parameter lies where it did.
-  bool complete(StepTensor& tensor, size_t number, const Tensor& gradient);
+  bool complete(StepTensor& tensor, size_t number, AtenTensorHandle gradient);
   int32_t scalars_of(int32_t group, float steps);
   OptimizerStep common_args(int64_t seed) const;
 

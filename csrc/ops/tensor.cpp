@@ -1,6 +1,7 @@
 #include "ops/tensor.h"
 
 #include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <array>
@@ -20,9 +21,8 @@ void check(AOTITorchError error, const char* what) {
 
 }  // namespace
 
-TensorInfo info_of(const Tensor& tensor) {
+TensorInfo info_of(AtenTensorHandle handle) {
   TensorInfo info;
-  const AtenTensorHandle handle = tensor.get();
   int64_t* sizes;
   int64_t* strides;
   check(aoti_torch_get_dim(handle, &info.dims), "reading a tensor's rank");
@@ -36,13 +36,42 @@ TensorInfo info_of(const Tensor& tensor) {
   return info;
 }
 
-FlatInfo flat_info_of(const Tensor& tensor) {
+FlatInfo flat_info_of(AtenTensorHandle handle) {
   FlatInfo info;
-  const AtenTensorHandle handle = tensor.get();
   check(aoti_torch_get_numel(handle, &info.numel), "reading a tensor's size");
   check(aoti_torch_get_dtype(handle, &info.scalar_type), "reading a tensor's dtype");
   check(aoti_torch_is_contiguous(handle, &info.contiguous), "reading a tensor's strides");
   return info;
+}
+
+void* mutable_data_of(AtenTensorHandle handle) {
+  void* data;
+  check(torch_get_mutable_data_ptr(handle, &data), "reading where a tensor lies");
+  return data;
+}
+
+TensorList::TensorList(StableListHandle list) {
+  size_t size = 0;
+  AOTITorchError error = torch_list_size(list, &size);
+  tensors_.reserve(size);
+  for (size_t i = 0; i < size && error == AOTI_TORCH_SUCCESS; ++i) {
+    StableIValue item;
+    error = torch_list_get_item(list, i, &item);
+    if (error == AOTI_TORCH_SUCCESS) {
+      tensors_.push_back(torch::stable::detail::to<AtenTensorHandle>(item));
+    }
+  }
+  torch_delete_list(list);
+  if (error != AOTI_TORCH_SUCCESS) [[unlikely]] {
+    release();
+  }
+  check(error, "reading a list of tensors");
+}
+
+TensorList::~TensorList() { release(); }
+
+void TensorList::release() {
+  for (const AtenTensorHandle tensor : tensors_) aoti_torch_delete_tensor_object(tensor);
 }
 
 uint64_t layout_key_of(const Tensor& tensor) {

@@ -37,21 +37,21 @@ GOALS = {MANY_SMALL: Goal(eager=10.0), ONE_LARGE: Goal(eager=1.5)}
 CHECKED_SHAPES = ((768,), (5000,), (3, 7), (8192,))
 
 
-class _Parameter:
-    """What the functions ask of a parameter."""
-
-    def __init__(self, grad: Tensor):
-        self.grad = grad
+_parameters: dict[int, list[Tensor]] = {}  # by the first gradient, so that none are made anew
 
 
-_parameters: dict[int, list[_Parameter]] = {}  # by the first gradient, so that none are made anew
+def _with(gradients: tuple[Tensor, ...]) -> list[Tensor]:
+    """Parameters with these gradients.
 
-
-def _with(gradients: tuple[Tensor, ...]) -> list[_Parameter]:
+    Real ones: as long as no parameter has a gradient, every operator that lets go of it has to ask
+    for Python's lock (torch 2.13), which a training loop never sees.
+    """
     held = _parameters.get(id(gradients[0]))
     if held is None or held[0].grad is not gradients[0]:
         _parameters.clear()
-        held = _parameters[id(gradients[0])] = [_Parameter(g) for g in gradients]
+        held = _parameters[id(gradients[0])] = [torch.empty_like(g) for g in gradients]
+        for parameter, gradient in zip(held, gradients, strict=True):
+            parameter.grad = gradient
     return held
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from onepass._ops import objects
 from onepass._ops import optimizer as _optimizer
 
 
@@ -46,7 +47,7 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, Tensor):
         parameters = [parameters]
-    else:
+    elif not isinstance(parameters, list):
         is_generator = isinstance(parameters, types.GeneratorType)
         parameters = list(parameters)
         if is_generator and not parameters:
@@ -54,7 +55,9 @@ def clip_grad_norm_(
                 "`parameters` is an empty generator, no gradient clipping will occur.",
                 stacklevel=3,
             )
-    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+    gradients, missing = objects.attributes(parameters, "grad")
+    if missing:
+        gradients = [gradient for gradient in gradients if gradient is not None]
     max_norm, norm_type = float(max_norm), float(norm_type)
     # Whether to raise is known only when the norm is: torch waits for it.
     waits = error_if_nonfinite and any(g.device.type != "cpu" for g in gradients)

@@ -37,6 +37,9 @@ MAX_STEP_TABLES = 16
 
 SCALE = "_scale"  # the key of a moment in codes, with this behind it, holds its scales
 
+# Of the parameters with gradients: a range if all have one, the same as a key and quicker.
+Numbers = range | tuple[int, ...]
+
 # Columns of the table: the parameter's number, its group, then pairs (buffer, first element).
 _STEP, _MOMENTS, _SCALES, _MASTER, _COLUMNS = 2, 4, 10, 16, 18
 
@@ -204,8 +207,8 @@ class Table:
     """What steps need of the parameters' states, as long as nobody replaces one."""
 
     params: list[Tensor]  # of all groups
-    entries: list[object]  # the values of optimizer.state
-    values: dict[str, tuple[list[dict], list[object]]]  # by key: those that have it, and what
+    grouped: list[list[Tensor]]  # the same by group
+    contents: list[object]  # of optimizer.state: the entries, and what they hold
     has_state: list[bool]  # per parameter
     all_have_state: bool
     kinds: list[tuple[str, ...]]  # the moments of each group
@@ -219,23 +222,9 @@ class Table:
     versions: list[int] = field(default_factory=list)  # of the parameters with a master
     pointers: list[int] = field(default_factory=list)
     # For the parameters that had gradients in the last steps, by their numbers.
-    step_tables: dict[tuple[int, ...], StepTable] = field(default_factory=dict)
+    step_tables: dict[Numbers, StepTable] = field(default_factory=dict)
 
-    def has_values(self) -> bool:
-        """Whether every entry holds the objects that it did.
-
-        Asked in every step: nothing is allocated that Python's garbage collector would count, or it
-        would run in each one too.
-        """
-        try:
-            return all(
-                all(map(operator.is_, map(operator.itemgetter(key), holders), held))
-                for key, (holders, held) in self.values.items()
-            )
-        except KeyError:
-            return False
-
-    def step_table(self, numbers: tuple[int, ...], params: list[Tensor]) -> StepTable:
+    def step_table(self, numbers: Numbers, params: list[Tensor]) -> StepTable:
         """What the operator is handed for these of the parameters."""
         table = self.step_tables.get(numbers)
         if table is None:

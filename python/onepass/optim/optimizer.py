@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from onepass._ops import objects
 from onepass._ops import optimizer as _ops
 from onepass._ops.dispatch_log import say
 from onepass.optim import codes, masters
@@ -21,6 +22,7 @@ from onepass.optim.checks import (
 from onepass.optim.distributed import broadcast_int, total_norm
 from onepass.optim.flat_state import (
     SCALE,
+    Numbers,
     Places,
     Request,
     Table,
@@ -240,19 +242,20 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def _step(self) -> None:
-        all_params = [p for group in self.param_groups for p in group["params"]]
-        all_gradients = [p.grad for p in all_params]
-        numbers = tuple([i for i, g in enumerate(all_gradients) if g is not None])
-        if len(numbers) == len(all_params):
-            params, gradients = all_params, all_gradients
-        else:
-            params = [all_params[i] for i in numbers]
-            gradients = [all_gradients[i] for i in numbers]
+        lists = [group["params"] for group in self.param_groups]
+        table = self._table
+        is_known = table is not None and objects.hold_same(lists, table.grouped)
+        all_params = table.params if is_known else [p for params in lists for p in params]
+        params = all_params
+        gradients, missing = objects.attributes(params, "grad")
+        numbers: Numbers = range(len(params))
+        if missing:
+            numbers = tuple([i for i, g in enumerate(gradients) if g is not None])
+            params = [params[i] for i in numbers]
+            gradients = [gradients[i] for i in numbers]
         if not gradients:
             self.grad_norm = None if self.max_grad_norm is None else torch.zeros(())
             return
-        table = self._table
-        is_known = table is not None and are_same(all_params, table.params)
         are_sharded = table.are_sharded if is_known else any(local(p) is not p for p in all_params)
         local_params, local_gradients = params, gradients
         if are_sharded:
@@ -327,7 +330,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _recover(
         self,
         all_params: list[Tensor],
-        numbers: tuple[int, ...],
+        numbers: Numbers,
         gradients: list[Tensor],
         local_params: list[Tensor],
         local_gradients: list[Tensor],
@@ -379,11 +382,10 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     # ---- the table -------------------------------------------------------------------------------
 
-    def _is_current(self, table: Table, numbers: tuple[int, ...]) -> bool:
+    def _is_current(self, table: Table, numbers: Numbers) -> bool:
         """Whether these are the settings and states that the table was made for."""
         return (
-            are_same(self.state.values(), table.entries)
-            and table.has_values()
+            objects.holds(self.state, table.contents)
             and (table.all_have_state or all(map(table.has_state.__getitem__, numbers)))
             and table.kinds == [self._moment_keys(group) for group in self.param_groups]
         )
@@ -399,9 +401,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             if isinstance(entry, dict) and ("master" in entry or "remainder" in entry):
                 masters.reseed(param, entry)
 
-    def _make_table(
-        self, params: list[Tensor], numbers: tuple[int, ...], gradients: list[Tensor]
-    ) -> Table:
+    def _make_table(self, params: list[Tensor], numbers: Numbers, gradients: list[Tensor]) -> Table:
         name = type(self).__name__
         groups = [group for group in self.param_groups for _ in group["params"]]
         refuse_sparse(name, gradients)  # before any state is made
@@ -435,19 +435,13 @@ class FlatOptimizer(torch.optim.Optimizer):
                 with_master.append((param, entry))
         known = set(params)
         self._hidden_steps = {p: step for p, step in self._hidden_steps.items() if p in known}
-        entries = list(self.state.values())
-        values: dict[str, tuple[list[dict], list[object]]] = {}
-        for entry in entries:
-            for key, value in entry.items():
-                holders, held = values.setdefault(key, ([], []))
-                holders.append(entry)
-                held.append(value)
-        in_use = [*self._hidden_steps.values(), *(v for _, held in values.values() for v in held)]
+        contents = objects.contents(self.state)
+        in_use = [*self._hidden_steps.values(), *contents]
         self._places.keep_only([v for v in in_use if isinstance(v, Tensor)])
         table = Table(
             params=params,
-            entries=entries,
-            values=values,
+            grouped=[list(group["params"]) for group in self.param_groups],
+            contents=contents,
             has_state=has_state,
             all_have_state=all(has_state),
             kinds=[self._moment_keys(group) for group in self.param_groups],

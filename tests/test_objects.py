@@ -1,0 +1,223 @@
+"""The questions that a step asks of hundreds of objects: `onepass._ops.objects`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import OrderedDict, defaultdict
+
+import pytest
+
+from onepass._ops.objects import attributes, contents, hold_same, holds
+
+
+class Holder:
+    def __init__(self, grad):
+        self.grad = grad
+
+
+class Same:
+    """Equal to everything: comparisons must not ask it."""
+
+    def __eq__(self, other):
+        raise AssertionError("compared by value")
+
+    __hash__ = object.__hash__
+
+
+# ---- attributes ----------------------------------------------------------------------------------
+
+
+def test_attributes():
+    values = [object(), None, Same(), None]
+    assert attributes([], "grad") == ([], 0)
+    found, missing = attributes([Holder(value) for value in values], "grad")
+    assert missing == 2
+    assert all(one is other for one, other in zip(found, values, strict=True))
+
+
+def test_attributes_hold_one_reference_to_each():
+    value = object()
+    holders = [Holder(value)] * 5
+    before = sys.getrefcount(value)
+    found = attributes(holders, "grad")
+    assert sys.getrefcount(value) == before + 5
+    del found
+    assert sys.getrefcount(value) == before
+
+
+def test_attributes_that_are_not_there():
+    value = object()
+    before = sys.getrefcount(value)
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'grad'"):
+        attributes([Holder(value), 3], "grad")
+    gc.collect()
+    assert sys.getrefcount(value) == before
+
+
+def test_attributes_of_a_list_that_shrinks_meanwhile():
+    class Emptying:
+        @property
+        def grad(self):
+            holders.clear()
+            gc.collect()  # looks at the half-filled result
+            return 1
+
+    holders = [Emptying(), Holder(2)]
+    with pytest.raises(IndexError):
+        attributes(holders, "grad")
+
+
+def test_attributes_of_a_list_that_grows_meanwhile():
+    class Growing:
+        @property
+        def grad(self):
+            holders.append(Holder(3))
+            return 1
+
+    holders = [Growing(), Holder(2)]
+    assert attributes(holders, "grad") == ([1, 2], 0)
+
+
+# ---- sequences -----------------------------------------------------------------------------------
+
+
+def test_hold_same():
+    a, b, c = Same(), Same(), Same()
+    held = [[a, b], [], [c]]
+    assert hold_same([[a, b], [], [c]], held)
+    assert hold_same([(a, b), (), (c,)], held)
+    assert hold_same([], [])
+    different = (
+        [[a, b], []],
+        [[a, b], [], [c], []],
+        [[a], [b], [c]],  # the same in another division
+        [[a, b], [c], []],
+        [[a], [], [c]],
+        [[a, b, c], [], [c]],
+        [[b, a], [], [c]],
+        [[a, Same()], [], [c]],
+    )
+    for sequences in different:
+        assert not hold_same(sequences, held)
+
+
+def test_hold_same_of_no_sequence():
+    with pytest.raises(TypeError, match="params must be a sequence"):
+        hold_same([3], [[]])
+
+
+# ---- dicts of dicts ------------------------------------------------------------------------------
+
+
+def entries():
+    return defaultdict(
+        dict, {1: {"x": Same(), "y": Same()}, 2: {}, 3: OrderedDict(x=Same()), "other": Same()}
+    )
+
+
+def test_contents():
+    of = entries()
+    found = contents(of)
+    expected = [of[1], "x", of[1]["x"], "y", of[1]["y"], of[2], of[3], "x", of[3]["x"], of["other"]]
+    assert all(one is other for one, other in zip(found, expected, strict=True))
+    assert contents({}) == []
+
+
+def change_value(of):
+    of[1]["y"] = Same()
+
+
+def change_last_value(of):
+    of[3]["x"] = Same()
+
+
+def change_other(of):
+    of["other"] = Same()
+
+
+def change_entry(of):
+    of[1] = dict(of[1])
+
+
+def swap_entries(of):
+    of[1], of[3] = of[3], of[1]
+
+
+def swap_values(of):
+    of[1]["x"], of[1]["y"] = of[1]["y"], of[1]["x"]
+
+
+def move_value(of):
+    """The same objects in the same order, but in other entries."""
+    of[2]["y"] = of[1].pop("y")
+
+
+def rename(of):
+    of[1]["z"] = of[1].pop("y")
+
+
+def remove_value(of):
+    del of[1]["y"]
+
+
+def add_value(of):
+    of[1]["z"] = None
+
+
+def add_to_the_last(of):
+    of[3]["z"] = None
+
+
+def remove_entry(of):
+    del of[2]
+
+
+def remove_last_entry(of):
+    del of["other"]
+
+
+def add_entry(of):
+    of[4] = {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_value,
+        change_last_value,
+        change_other,
+        change_entry,
+        swap_entries,
+        swap_values,
+        move_value,
+        rename,
+        remove_value,
+        add_value,
+        add_to_the_last,
+        remove_entry,
+        remove_last_entry,
+        add_entry,
+        dict.clear,
+    ],
+)
+def test_a_change_is_seen(change):
+    of = entries()
+    found = contents(of)
+    assert holds(of, found)
+    change(of)
+    assert not holds(of, found)
+    assert holds(of, contents(of))
+
+
+def test_what_was_found_is_kept():
+    """So no other object can come to lie where one of them lay."""
+    of = entries()
+    found, value = contents(of), weakref.ref(of[1]["x"])
+    of.clear()
+    gc.collect()
+    assert value() is not None
+    del found
+    gc.collect()
+    assert value() is None
