@@ -84,50 +84,51 @@ double ceiling(double (*measure)(double), double seconds) {
   return measure(seconds);
 }
 
-// ---- objects: compared by identity, never looked into -------------------------------------------
+// ---- objects, compared by identity
+// ---------------------------------------------------------------
 
-// ([getattr(o, name) for o in objects], how many of them are None)
+// ([getattr(o, name) for o in objects], how many of them are None). Reading an attribute may run
+// any Python code: what is read from is held, and looked for where it is now.
 py::tuple attributes(const py::list& objects, const py::str& name) {
-  py::list values(objects.size());  // of null pointers, which its end would pass over
+  py::list values;
   Py_ssize_t missing = 0;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values.ptr()); ++i) {
-    // Held, and looked for where it is now: reading an attribute may run any Python code.
+  const Py_ssize_t count = PyList_GET_SIZE(objects.ptr());
+  for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const found = PyList_GetItem(objects.ptr(), i);
     if (found == nullptr) throw py::error_already_set();
     const auto object = py::reinterpret_borrow<py::object>(found);
-    PyObject* const value = PyObject_GetAttr(object.ptr(), name.ptr());
-    if (value == nullptr) throw py::error_already_set();
-    missing += value == Py_None;
-    PyList_SET_ITEM(values.ptr(), i, value);
+    const auto value =
+        py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name.ptr()));
+    if (!value || PyList_Append(values.ptr(), value.ptr()) != 0) throw py::error_already_set();
+    missing += value.is_none();
   }
   return py::make_tuple(std::move(values), missing);
 }
 
-// Whether sequences hold the same objects as lists, each as the one in its place.
+// Whether lists and tuples hold the same objects as lists, each as the one in its place. What is
+// neither is not looked into: to read an iterator is to empty it.
 bool hold_same(const py::list& sequences, const py::list& lists) {
   if (sequences.size() != lists.size()) return false;
-  for (size_t i = 0; i < sequences.size() && i < lists.size(); ++i) {
-    const auto one = py::reinterpret_steal<py::object>(
-        PySequence_Fast(py::object(sequences[i]).ptr(), "onepass: params must be a sequence"));
-    if (!one) throw py::error_already_set();
-    const py::list other = lists[i];
-    const Py_ssize_t size = PyList_GET_SIZE(other.ptr());
-    if (PySequence_Fast_GET_SIZE(one.ptr()) != size) return false;
-    PyObject* const* const items = PySequence_Fast_ITEMS(one.ptr());
+  for (size_t i = 0; i < lists.size(); ++i) {
+    PyObject* const one = PyList_GET_ITEM(sequences.ptr(), i);
+    PyObject* const other = PyList_GET_ITEM(lists.ptr(), i);
+    if (!PyList_Check(one) && !PyTuple_Check(one)) return false;
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(one);
+    if (!PyList_Check(other) || PyList_GET_SIZE(other) != size) return false;
     for (Py_ssize_t k = 0; k < size; ++k) {
-      if (items[k] != PyList_GET_ITEM(other.ptr(), k)) return false;
+      if (PySequence_Fast_GET_ITEM(one, k) != PyList_GET_ITEM(other, k)) return false;
     }
   }
   return true;
 }
 
-// next(object) for the values of a dict, each one followed by its keys and values if it is a dict;
+// next(object) for the keys and values of a dict, and where a value is a dict for those in it;
 // until one returns false, which is then returned. next must not run Python code.
 template <class Next>
 bool for_each_within(const py::dict& entries, Next&& next) {
-  PyObject *key, *value, *entry;
-  for (Py_ssize_t outer = 0; PyDict_Next(entries.ptr(), &outer, nullptr, &entry);) {
-    if (!next(entry)) return false;
+  PyObject *of, *entry, *key, *value;
+  for (Py_ssize_t outer = 0; PyDict_Next(entries.ptr(), &outer, &of, &entry);) {
+    if (!next(of) || !next(entry)) return false;
     if (!PyDict_Check(entry)) continue;
     for (Py_ssize_t inner = 0; PyDict_Next(entry, &inner, &key, &value);) {
       if (!next(key) || !next(value)) return false;
@@ -136,7 +137,7 @@ bool for_each_within(const py::dict& entries, Next&& next) {
   return true;
 }
 
-// [entry, key, value, key, value, ..., entry, ...]
+// [key, entry, key in the entry, value, key, value, ..., key, entry, ...]
 py::list contents(const py::dict& entries) {
   py::list objects;
   for_each_within(entries, [&](PyObject* object) {
@@ -176,7 +177,7 @@ PYBIND11_MODULE(_C, m) {
       "GFLOP/s of one thread in bfloat16 dot products; 0 where the level has none.");
   m.def("attributes", &attributes, "The attribute of each object, and how many of them are None.");
   m.def("hold_same", &hold_same,
-        "Whether sequences hold the same objects as lists, each as its own.");
-  m.def("contents", &contents, "The values of a dict, dicts followed by their keys and values.");
+        "Whether lists and tuples hold the same objects as lists, each as its own.");
+  m.def("contents", &contents, "The keys and values of a dict and of the dicts in it.");
   m.def("holds", &holds, "Whether a dict still holds what contents() found.");
 }

@@ -6,6 +6,7 @@ import gc
 import math
 import sys
 import weakref
+from collections import UserDict
 
 import pytest
 import torch
@@ -145,12 +146,12 @@ def test_replaced_parameters_are_let_go():
 # ---- groups, states and gradients from step to step ----------------------------------------------
 
 
-def stepped(name, change, *, steps=6):
+def stepped(name, change, *, steps=6, shapes=(40, (5, 8), 7)):
     """The parameters after steps with a change among them: as ever, and with nothing kept."""
     results = []
     for fresh in (False, True):
         torch.manual_seed(0)
-        params = parameters(40, (5, 8), 7)
+        params = parameters(*shapes)
         optimizer = ours(name)(
             [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], **FLAGS[name]
         )
@@ -258,6 +259,51 @@ def test_a_change_is_noticed(name, change):
     if change not in HARMLESS:
         without, _ = stepped(name, lambda *_: None)
         assert not all(torch.equal(one, other) for one, other in zip(kept, without, strict=True))
+
+
+@names
+def test_entries_that_change_places_are_noticed(name):
+    """Of parameters of one shape."""
+
+    def swap(optimizer, params):
+        one, other = (optimizer.state.pop(p) for p in params[:2])
+        last = optimizer.state.pop(params[2])
+        optimizer.state[params[1]], optimizer.state[params[0]] = one, other
+        optimizer.state[params[2]] = last
+
+    kept, anew = stepped(name, swap, shapes=(40, 40, 7))
+    assert all(torch.equal(one, other) for one, other in zip(kept, anew, strict=True))
+    without, _ = stepped(name, lambda *_: None, shapes=(40, 40, 7))
+    assert not torch.equal(kept[0], without[0])
+
+
+@names
+@pytest.mark.parametrize("what", ["entries", "state"])
+def test_mappings_that_are_no_dicts(name, what):
+    """What is put into them later is stepped as well."""
+    params = parameters(40, 7)
+    optimizer = ours(name)(params, **FLAGS[name])
+    optimizer.step()
+    if what == "entries":
+        for p in params:
+            optimizer.state[p] = UserDict(optimizer.state[p])
+    else:
+        optimizer.state = UserDict(optimizer.state)
+    for _ in range(2):
+        optimizer.step()
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+    put = optimizer.state[params[0]][key] = torch.full((40,), 9.0)
+    optimizer.step()
+    assert optimizer.state[params[0]][key] is put and not (put == 9.0).any()
+
+
+@names
+def test_an_iterator_of_parameters_is_no_step_in_silence(name):
+    optimizer = ours(name)(parameters(40, 7), **FLAGS[name])
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = iter(parameters(40, 7))
+    with pytest.raises(TypeError, match="params must be a list, got .*iterator"):
+        optimizer.step()
 
 
 @names

@@ -208,7 +208,7 @@ class Table:
 
     params: list[Tensor]  # of all groups
     grouped: list[list[Tensor]]  # the same by group
-    contents: list[object]  # of optimizer.state: the entries, and what they hold
+    contents: list[object] | None  # of optimizer.state; None: not all dicts, cannot be compared
     has_state: list[bool]  # per parameter
     all_have_state: bool
     kinds: list[tuple[str, ...]]  # the moments of each group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -245,6 +245,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         lists = [group["params"] for group in self.param_groups]
         table = self._table
         is_known = table is not None and objects.hold_same(lists, table.grouped)
+        if not is_known:
+            for params in lists:
+                if isinstance(params, Iterator):
+                    raise TypeError(
+                        f"{type(self).__name__}: params must be a list, got {type(params).__name__}"
+                    )
         all_params = table.params if is_known else [p for params in lists for p in params]
         params = all_params
         gradients, missing = objects.attributes(params, "grad")
@@ -385,7 +391,9 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _is_current(self, table: Table, numbers: Numbers) -> bool:
         """Whether these are the settings and states that the table was made for."""
         return (
-            objects.holds(self.state, table.contents)
+            table.contents is not None
+            and isinstance(self.state, dict)
+            and objects.holds(self.state, table.contents)
             and (table.all_have_state or all(map(table.has_state.__getitem__, numbers)))
             and table.kinds == [self._moment_keys(group) for group in self.param_groups]
         )
@@ -435,13 +443,14 @@ class FlatOptimizer(torch.optim.Optimizer):
                 with_master.append((param, entry))
         known = set(params)
         self._hidden_steps = {p: step for p, step in self._hidden_steps.items() if p in known}
-        contents = objects.contents(self.state)
-        in_use = [*self._hidden_steps.values(), *contents]
+        entries = list(self.state.values())
+        are_dicts = all(isinstance(holder, dict) for holder in (self.state, *entries))
+        in_use = [*self._hidden_steps.values(), *(v for entry in entries for v in entry.values())]
         self._places.keep_only([v for v in in_use if isinstance(v, Tensor)])
         table = Table(
             params=params,
             grouped=[list(group["params"]) for group in self.param_groups],
-            contents=contents,
+            contents=objects.contents(self.state) if are_dicts else None,
             has_state=has_state,
             all_have_state=all(has_state),
             kinds=[self._moment_keys(group) for group in self.param_groups],
