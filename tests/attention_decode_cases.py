@@ -48,7 +48,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     seq_q: int = 1
-    lengths: tuple[int, ...] = (129, 0, 1, 70)
+    lengths: tuple[int, ...] = (257, 0, 1, 70)
     new_rows: int = -1  # appended; -1: attention_decode, which appends none
     page_size: int = 0  # 0: dense caches
     pads: tuple[int, ...] = ()  # rows before the keys, by turns; (): no cache_leftpad

@@ -31,8 +31,9 @@ from onepass import numerics, reference
 pytestmark = pytest.mark.isa
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-# Nothing, one key, a page of 16 and one less and more, likewise chunks and tiles.
-LENGTHS = (0, 1, 15, 16, 17, 127, 128, 129, 511, 513, 1000)
+# Nothing, one key, a page of 16 and one less and more, likewise tiles and chunks (256 on CPU, 128
+# on CUDA).
+LENGTHS = (0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 511, 513, 1000)
 GROUPS = [(1, 1), (4, 1), (8, 2), (6, 6), (12, 4)]  # heads, kv_heads
 HEAD_DIMS = (1, 8, 40, 59, 64, 111, 128, 256, 512)
 QUERIES = (1, 2, 3, 7, 16, 17)
@@ -103,7 +104,7 @@ def test_windows(seq_q, window):
     left, right = window
     case = Case(F32, 32, seq_q=seq_q, window_left=left, window_right=right)
     for new_rows in (-1, seq_q):
-        check(replace(case, lengths=(0, 1, 20, 64, 129, 300), new_rows=new_rows))
+        check(replace(case, lengths=(0, 1, 20, 64, 257, 300), new_rows=new_rows))
 
 
 @dtypes
@@ -165,7 +166,7 @@ def test_the_whole_cache_without_lengths(dtype):
 def test_rotary(rotary_dim, rotary, dtype):
     for rotary_dtype in {F32, dtype}:
         case = Case(dtype, 40, seq_q=3, new_rows=3, rotary=rotary, rotary_dim=rotary_dim,
-                    rotary_dtype=rotary_dtype, lengths=(0, 5, 129))  # fmt: skip
+                    rotary_dtype=rotary_dtype, lengths=(0, 5, 257))  # fmt: skip
         check(case)  # every query at the first new row
         check(replace(case, window_right=0))
         check(replace(case, window_left=50, page_size=7))
@@ -198,7 +199,7 @@ def test_rotary_by_zero_changes_nothing(dtype):
     case = Case(dtype, 32, new_rows=2, seq_q=2, window_right=0)
     t = case.tensors()
     expected = ours(case, t)
-    cos = torch.ones(140, 9, dtype=dtype)
+    cos = torch.ones(270, 9, dtype=dtype)
     for rotary in ("interleaved", "halves"):
         rotated = t | dict(rotary_cos=cos, rotary_sin=torch.zeros_like(cos))
         assert_same(ours(replace(case, rotary=rotary), rotated), expected)
@@ -274,7 +275,7 @@ def test_replay_position_by_position(rotary, page_size, dtype):
 
 # Any two values of any two options occur together at least once.
 AXES = dict(
-    lengths=[(0, 1, 129), (15, 16, 17), (6, 7, 8), (63, 64, 65), (127, 128), (511,), (513, 3),
+    lengths=[(0, 1, 257), (15, 16, 17), (6, 7, 8), (63, 64, 65), (127, 128), (511,), (513, 3),
              (1000, 2)],
     head_dim=HEAD_DIMS,
     seq_q=QUERIES,

@@ -168,7 +168,7 @@ def test_append_and_then_read_is_one_call(options, page_size):
     """The same query against the same rows, whoever wrote them."""
     for dtype in DTYPES:
         case = Case(dtype, 40, seq_q=3, new_rows=4, page_size=page_size, pads=(0, 2),
-                    lengths=(700, 0, 129, 12), **options)  # fmt: skip
+                    lengths=(700, 0, 257, 12), **options)  # fmt: skip
         t = with_copied_caches(case.tensors())
         output, lse = call(case, t)
         again = {name: x for name, x in t.items() if name not in ("key", "value")}
@@ -188,7 +188,7 @@ def test_one_append_is_as_good_as_key_by_key(rotary, page_size):
     for dtype in DTYPES:
         case = Case(dtype, 40, seq_q=5, new_rows=5, page_size=page_size, window_right=0,
                     pads=(0, 2), rotary=rotary, rotary_dim=26,
-                    lengths=(70, 0, 129, 12))  # fmt: skip
+                    lengths=(70, 0, 257, 12))  # fmt: skip
         t = case.tensors()
         at_once, by_one = with_copied_caches(t), with_copied_caches(t)
         call(case, at_once)

@@ -210,8 +210,8 @@ def test_a_key_counts_for_the_queries_that_see_it_alone(dtype):
 # ---- strides -------------------------------------------------------------------------------------
 
 STRIDED = {
-    "dense": Case(F32, 40, 24, seq_q=3, new_rows=3, window_right=0, lengths=(129, 0, 7)),
-    "paged": Case(BF16, 64, seq_q=2, new_rows=1, lengths=(129, 0, 7), page_size=7),
+    "dense": Case(F32, 40, 24, seq_q=3, new_rows=3, window_right=0, lengths=(257, 0, 7)),
+    "paged": Case(BF16, 64, seq_q=2, new_rows=1, lengths=(257, 0, 7), page_size=7),
     "odd": Case(BF16, 59, 9, seq_q=2, new_rows=2, lengths=(70, 3)),
 }
 

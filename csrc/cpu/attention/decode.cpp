@@ -26,6 +26,8 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
+// The fewer chunks, the less there is between reads; as many as there are, with kv heads and batch,
+// as many threads can take part. Timed with two.
 constexpr int64_t kLeastChunk = 256;
 constexpr int64_t kMostChunk = kScoreStride;
 constexpr int64_t kChunks = 16;   // that a sequence is cut into, between those limits
@@ -104,7 +106,7 @@ State take_state(const Shape& shape, int64_t rows, Arena& arena) {
           arena.take<float>(rows * shape.value_columns), shape.value_columns};
 }
 
-// Row 0 of one joins row 0 of the other, whose keys come first.
+// Row 0 of `from` joins row 0 of `to`, whose keys come first.
 void join(const State& to, const State& from) {
   const float maximum = std::max(*to.maximum, *from.maximum);
   // Without any key there is nothing to subtract: exp(-inf - 0) is 0 as well.
@@ -122,11 +124,12 @@ void join(const State& to, const State& from) {
 // Row 0 of `count` states whose rows lie `apart`, those of earlier keys first: becomes that of the
 // first state.
 void join_all(const State& to, int64_t count, int64_t apart) {
+  if (count == 1) return;
   float maximum = *to.maximum;
   for (int64_t i = 1; i < count; ++i) maximum = std::max(maximum, to.maximum[i * apart]);
   const float low = maximum == kMinusInfinity ? 0.0f : maximum;
   float sum = 0.0f;
-  float* scales = to.maximum;  // in their places
+  float* scales = to.maximum;  // in the maxima's places
   for (int64_t i = 0; i < count; ++i) {
     const float scale = std::exp(to.maximum[i * apart] - low);
     sum += scale * to.sum[i * apart];
@@ -145,14 +148,19 @@ void join_all(const State& to, int64_t count, int64_t apart) {
 
 // What threads share where chunks are the pieces.
 struct Partials {
-  int64_t* first_piece;        // (batch,)
+  int64_t* first_piece;        // (batch + 1,) of each sequence, and the end
   std::atomic<int32_t>* left;  // (batch, kv_heads) pieces that are not done
   State states;                // (pieces, rows)
+
+  // Whose piece it is: the last sequence that begins at or before it.
+  int64_t batch_of(int64_t piece, int64_t batch) const {
+    return std::upper_bound(first_piece, first_piece + batch, piece) - first_piece - 1;
+  }
 };
 
 Partials partials_of(const AttentionDecode& args, const Shape& shape, Arena& arena) {
   const bool chunks = shape.blocks == 0;
-  return {arena.take<int64_t>(chunks ? args.batch : 0),
+  return {arena.take<int64_t>(chunks ? args.batch + 1 : 0),
           arena.take<std::atomic<int32_t>>(chunks ? args.batch * args.kv_heads : 0),
           take_state(shape, chunks ? shape.pieces * shape.rows : 0, arena)};
 }
@@ -196,9 +204,7 @@ class Decode {
 
   // A chunk of keys, where shape.blocks is 0.
   void chunk(int64_t index) {
-    // The last sequence that begins at or before it.
-    const int64_t* behind = std::upper_bound(p_.first_piece, p_.first_piece + args_.batch, index);
-    batch_ = behind - p_.first_piece - 1;
+    batch_ = p_.batch_of(index, args_.batch);
     keys_ = cached_keys(args_, batch_);
     const Chunks chunks = chunks_of(args_, keys_);
     const int64_t within = index - p_.first_piece[batch_];
@@ -333,7 +339,8 @@ class Decode {
     keys.list(end, behind, s_.rows + 2 * count);
     std::fill_n(s_.rows + 2 * count + behind, ahead_ - behind, s_.rows[2 * count - 1]);
     ask_for_pages(args_.key, s_.rows, count);
-    ask_for_pages(args_.value, s_.rows + count, count + ahead_);
+    ask_for_pages(args_.value, s_.rows + count, count);
+    ask_for_pages(args_.key, s_.rows + 2 * count, ahead_);
     pack_queries(first, last);
     const int64_t columns = query_columns<M>(args_);
     const float scale = static_cast<float>(args_.scale);
@@ -360,6 +367,7 @@ class Decode {
     int64_t step = std::max<int64_t>(kPageBytes / std::max<int64_t>(row_bytes, 1), 1);
     if (args_.block_table) step = std::min(step, args_.page_size);
     for (int64_t i = 0; i < count; i += step) __builtin_prefetch(rows[i]);
+    __builtin_prefetch(rows[count - 1]);
   }
 
   // The scores of a row become exp(score - maximum).
@@ -489,6 +497,7 @@ void count_chunks(const AttentionDecode& args, const Partials& partials) {
     }
     pieces += chunks * args.kv_heads;
   }
+  partials.first_piece[args.batch] = pieces;
 }
 
 template <class T>
@@ -502,23 +511,32 @@ void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, void
   Arena sizes(nullptr);
   scratch_of<M, T>(args, shape, sizes);
   char* slots = static_cast<char*>(workspace) + arena.used();
-  const auto for_each = [&](int64_t count, auto&& body) {
-    for_each_run_of_pieces(context, plan.slots, count, [&](int64_t piece, int64_t slot) {
+  // Of a Decode<T> with scratch of its own.
+  const auto decoding = [&](auto&& body) {
+    return [&](int64_t piece, int64_t slot) {
       Arena own(slots + slot * sizes.used());
       const auto scratch = scratch_of<M, T>(args, shape, own);
       Decode<T> decode(args, shape, partials, scratch);
       body(decode, piece);
-    });
+    };
   };
   if (shape.blocks == 0) {
-    for_each(shape.pieces, [](Decode<T>& decode, int64_t piece) { decode.chunk(piece); });
+    // No thread takes more of a sequence than its share, however short the others are.
+    const auto most = [&](int64_t piece) {
+      const int64_t* first = partials.first_piece + partials.batch_of(piece, args.batch);
+      return (first[1] - first[0]) / plan.slots;
+    };
+    for_each_run_of_pieces(context, plan.slots, shape.pieces, most,
+                           decoding([](Decode<T>& decode, int64_t piece) { decode.chunk(piece); }));
     return;
   }
   if (args.new_rows > 0) {
-    for_each(args.batch * args.kv_heads,
-             [](Decode<T>& decode, int64_t piece) { decode.write(piece); });
+    for_each_piece_in_order(
+        context, plan.slots, args.batch * args.kv_heads,
+        decoding([](Decode<T>& decode, int64_t piece) { decode.write(piece); }));
   }
-  for_each(shape.pieces, [](Decode<T>& decode, int64_t piece) { decode.block(piece); });
+  for_each_piece_in_order(context, plan.slots, shape.pieces,
+                          decoding([](Decode<T>& decode, int64_t piece) { decode.block(piece); }));
 }
 
 void run_decode(const AttentionDecode& args, const Plan& plan, void* workspace,

@@ -60,16 +60,19 @@ void for_each_piece_in_order(const Context& context, int64_t slots, int64_t coun
 }
 
 // Likewise, but threads take runs of neighbouring pieces, each half a thread's share of what is
-// left (guided self-scheduling, Polychronopoulos and Kuck 1987): for pieces of about one size that
-// follow each other in memory, where a thread that goes on with the next one has asked for it
-// already.
-template <class Body>
-void for_each_run_of_pieces(const Context& context, int64_t slots, int64_t count, Body&& body) {
+// left (guided self-scheduling, Polychronopoulos and Kuck 1987) and at most `most(its first piece)`
+// long: for pieces that follow each other in memory, where a thread that goes on with the next one
+// has asked for it already.
+template <class Most, class Body>
+void for_each_run_of_pieces(const Context& context, int64_t slots, int64_t count, Most&& most,
+                            Body&& body) {
   std::atomic<int64_t> next{0};
   context.for_each(slots, 1, [&](int64_t begin, int64_t) {
+    // Threads that found no slot left to take have their pieces done by the others.
     int64_t first = next.load(std::memory_order_relaxed);
     while (first < count) {
-      const int64_t last = first + std::max<int64_t>((count - first) / (2 * slots), 1);
+      const int64_t share = std::min((count - first) / (2 * slots), most(first));
+      const int64_t last = first + std::max<int64_t>(share, 1);
       if (!next.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
       for (int64_t piece = first; piece < last; ++piece) body(piece, begin);
       first = next.load(std::memory_order_relaxed);
