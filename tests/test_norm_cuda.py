@@ -224,8 +224,8 @@ def test_one_pass(cuda, dtype, residual, forward, backward, cols):
 @pytest.mark.parametrize(
     "dtype, forward, backward, cols",
     [
-        pytest.param(dtype, *bytes, most, id=name)
-        for name, dtype, residual, *bytes, most in ONE_PASS
+        pytest.param(dtype, *read_and_written, most, id=name)
+        for name, dtype, residual, *read_and_written, most in ONE_PASS
         if residual is None
     ],
 )

@@ -63,7 +63,7 @@ TensorList::TensorList(StableListHandle list) {
   }
   torch_delete_list(list);
   if (error != AOTI_TORCH_SUCCESS) [[unlikely]] {
-    release();
+    release();  // no destructor runs where a constructor throws
   }
   check(error, "reading a list of tensors");
 }

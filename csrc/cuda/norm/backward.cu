@@ -407,9 +407,9 @@ inline constexpr int kBackwardPacks = sizeof(typename Types::A) == 8       ? 1
 
 // f.operator()<kThreads>() for what geometry_of can give. The fewer threads a block has at most,
 // the more of 65,536 registers each can have. With the 168 of 384 threads single elements of four
-// packs have 60 loads of a thread under way, with the 128 of 512 only 20 (`cuobjdump -sass` for
-// sm_90): those are for rows that need so many. Nothing else but float64 (136) would take more than
-// 128.
+// packs of bfloat16 have 60 loads of a thread under way, with the 128 of 512 about 20
+// (`cuobjdump -sass` for sm_90): those are for rows that need so many. Aligned packs would take up
+// to 152 as well, but theirs are a few loads of 16 bytes.
 template <int kPacks, bool kAligned, class F>
 void visit_threads(const Geometry& geometry, F&& f) {
   constexpr int kFewThreads = 384;

@@ -43,8 +43,8 @@ _parameters: dict[int, list[Tensor]] = {}  # by the first gradient, so that none
 def _with(gradients: tuple[Tensor, ...]) -> list[Tensor]:
     """Parameters with these gradients.
 
-    Real ones: as long as no parameter has a gradient, every operator that lets go of it has to ask
-    for Python's lock (torch 2.13), which a training loop never sees.
+    Real ones: an operator that lets go of a gradient which belongs to no parameter asks for
+    Python's lock (torch 2.13), which a training loop never sees.
     """
     held = _parameters.get(id(gradients[0]))
     if held is None or held[0].grad is not gradients[0]:
