@@ -3,8 +3,8 @@
 // A bucket is the head dimension that a kernel is compiled for; smaller ones use the same kernel
 // and leave out slabs of 32 columns. Warps share a tile by rows alone, so that a row's maximum and
 // sum stay in four lanes. Nothing here has been timed on a device yet: sizes follow what
-// flash-attention found on the A100 (two of these blocks fit a multiprocessor), within the shared
-// memory of each architecture and without spilling registers (tests/test_cuda_binary.py).
+// flash-attention found on the A100, within the shared memory of each architecture and without
+// spilling registers (tests/test_cuda_binary.py).
 #pragma once
 
 #include <cstddef>
@@ -48,6 +48,10 @@ void visit_bucket(const Attention& args, F&& f) {
 // Forward. With 32 rows a warp reads each fragment of K and V once for two products; at 256 columns
 // the sums alone are 128 registers for 16 rows. `terms`: with more to a score than the product,
 // whose addresses want registers too.
+//
+// Two blocks fit a multiprocessor: of the A100 (164 KiB) up to 128 columns, of the H100 (228 KiB)
+// all, of compute capability 8.6, 8.9 and 12.0 (100 KiB) up to 64 columns and, with terms, 128.
+// Where it is one, nothing hides the softmax behind products: to be tried first there are 32 keys.
 constexpr AttentionTile forward_tile(int bucket, bool terms) {
   if (bucket == 64 && !terms) return {.queries = 128, .keys = 96, .warps = 4};
   if (bucket == 128 && terms) return {.queries = 128, .keys = 32, .warps = 4};
