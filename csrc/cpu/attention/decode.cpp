@@ -106,27 +106,13 @@ State take_state(const Shape& shape, int64_t rows, Arena& arena) {
           arena.take<float>(rows * shape.value_columns), shape.value_columns};
 }
 
-// Row 0 of `from` joins row 0 of `to`, whose keys come first.
-void join(const State& to, const State& from) {
-  const float maximum = std::max(*to.maximum, *from.maximum);
-  // Without any key there is nothing to subtract: exp(-inf - 0) is 0 as well.
-  const float low = maximum == kMinusInfinity ? 0.0f : maximum;
-  const float scale = std::exp(*to.maximum - low);
-  const float scale_from = std::exp(*from.maximum - low);
-  *to.maximum = maximum;
-  *to.sum = scale * *to.sum + scale_from * *from.sum;
-  for (int64_t d = 0; d < to.columns; d += kLanes<float>) {
-    store<float>(to.output + d,
-                 scale * load<float>(to.output + d) + scale_from * load<float>(from.output + d));
-  }
-}
-
-// Row 0 of `count` states whose rows lie `apart`, those of earlier keys first: becomes that of the
-// first state.
-void join_all(const State& to, int64_t count, int64_t apart) {
+// Row 0 of `count` states whose rows lie `apart`, those of earlier keys first, becomes row 0 of the
+// first.
+void join(const State& to, int64_t count, int64_t apart) {
   if (count == 1) return;
   float maximum = *to.maximum;
   for (int64_t i = 1; i < count; ++i) maximum = std::max(maximum, to.maximum[i * apart]);
+  // Without any key there is nothing to subtract: exp(-inf - 0) is 0 as well.
   const float low = maximum == kMinusInfinity ? 0.0f : maximum;
   float sum = 0.0f;
   float* scales = to.maximum;  // in the maxima's places
@@ -170,8 +156,7 @@ struct Scratch {
   typename M::Element* queries;  // (block, query_columns)
   float* scores;                 // (block, kMostChunk)
   const T** rows;                // (2 * kMostChunk + kMostAhead,) keys of the chunk, then values
-  State all;                     // (block,) of all chunks so far, where blocks are the pieces
-  State one;                     // (block,) of one more
+  State states;  // (2, block) of all chunks so far, where blocks are the pieces, and of one more
 };
 
 template <class M>
@@ -184,8 +169,7 @@ Scratch<M, T> scratch_of(const AttentionDecode& args, const Shape& shape, Arena&
   const int64_t rows = shape.blocks == 0 ? 0 : shape.block;
   return {arena.take<typename M::Element>(shape.block * query_columns<M>(args)),
           arena.take<float>(shape.block * kMostChunk),
-          arena.take<const T*>(2 * kMostChunk + kMostAhead), take_state(shape, rows, arena),
-          take_state(shape, rows, arena)};
+          arena.take<const T*>(2 * kMostChunk + kMostAhead), take_state(shape, 2 * rows, arena)};
 }
 
 template <class T>
@@ -223,7 +207,7 @@ class Decode {
     if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     const State first = p_.states.from((index - chunk) * shape_.rows);
     for (int64_t row = 0; row < shape_.rows; ++row) {
-      join_all(first.from(row), chunks.count, shape_.rows);
+      join(first.from(row), chunks.count, shape_.rows);
       finish(row, first.from(row));
     }
   }
@@ -236,17 +220,18 @@ class Decode {
     kv_head_ = index % args_.kv_heads;
     batch_ = index / args_.kv_heads;
     keys_ = cached_keys(args_, batch_);
-    std::fill_n(s_.all.maximum, last - first, kMinusInfinity);
-    std::fill_n(s_.all.sum, last - first, 0.0f);
-    std::fill_n(s_.all.output, (last - first) * s_.all.columns, 0.0f);
+    const State all = s_.states, one = s_.states.from(shape_.block);
+    std::fill_n(all.maximum, last - first, kMinusInfinity);
+    std::fill_n(all.sum, last - first, 0.0f);
+    std::fill_n(all.output, (last - first) * all.columns, 0.0f);
     const Chunks chunks = chunks_of(args_, keys_);
     for (int64_t c = 0; c < chunks.count; ++c) {
       const int64_t begin = keys_.first + (chunks.first + c) * chunks.keys;
       const int64_t end = std::min(begin + chunks.keys, keys_.last);
-      if (!attend(begin, end, first, last, s_.one)) continue;  // behind the diagonal, for one
-      for (int64_t row = 0; row < last - first; ++row) join(s_.all.from(row), s_.one.from(row));
+      if (!attend(begin, end, first, last, one)) continue;  // behind the diagonal, for one
+      for (int64_t row = 0; row < last - first; ++row) join(all.from(row), 2, shape_.block);
     }
-    for (int64_t row = first; row < last; ++row) finish(row, s_.all.from(row - first));
+    for (int64_t row = first; row < last; ++row) finish(row, all.from(row - first));
   }
 
   // All new rows of a kv head.
