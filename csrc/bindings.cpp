@@ -84,8 +84,7 @@ double ceiling(double (*measure)(double), double seconds) {
   return measure(seconds);
 }
 
-// ---- objects, compared by identity
-// ---------------------------------------------------------------
+// ---- objects, compared by identity --------------------------------------------------------------
 
 // ([getattr(o, name) for o in objects], how many of them are None). Reading an attribute may run
 // any Python code: what is read from is held, and looked for where it is now.

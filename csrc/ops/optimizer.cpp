@@ -20,8 +20,8 @@ class CheckedTensors {
     tensors_.reserve(tensors.size());
     first_piece_.reserve(tensors.size() + 1);
     int64_t pieces = 0;
-    device_ = info_of(tensors[0]).device;  // of all: torch chose the kernel by it, and has none for
-                                           // an empty list
+    // Of all: torch chose the kernel by the first, and has none for an empty list.
+    device_ = info_of(tensors[0]).device;
     for (const AtenTensorHandle tensor : tensors) {
       const FlatInfo info = flat_info_of(tensor);
       require_device(op, name, tensor, device_);
