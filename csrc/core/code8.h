@@ -55,14 +55,16 @@ ONEPASS_HOST_DEVICE constexpr CodeLine code_line(int octave) {
   return {levels * unit * (8.0f / 7.0f), levels * (6.0f / 7.0f) - 1.0f};
 }
 
-// Added before truncation: what lies a rounding error below a code counts as the code.
+// What encode8 adds before it truncates. The slack is in it: what lies a rounding error below a
+// code counts as the code.
 inline constexpr float kCodeSlack = 0x1p-14f;
+inline constexpr float kNearestCode = 0.5f + kCodeSlack;
 
-// Stochastic rounding, right on average: 16 random bits times this. With the slack its mean is one
+// Stochastic rounding, right on average: 16 random bits * kCodeNoise + kCodeSlack. Its mean is one
 // half and it stays below one, so that a zero stays one.
 inline constexpr float kCodeNoise = (0.5f - kCodeSlack) / 32767.5f;
 
-// The code of 0 <= x <= 1. rounding: 0.5 for the nearest, or 16 random bits times kCodeNoise.
+// The code of 0 <= x <= 1.
 template <int kBits>
 ONEPASS_HOST_DEVICE inline uint32_t encode8(float x, float rounding) {
   constexpr int kLast = kBits - 1;
@@ -70,8 +72,7 @@ ONEPASS_HOST_DEVICE inline uint32_t encode8(float x, float rounding) {
   const int halvings = 126 - static_cast<int>(std::bit_cast<uint32_t>(x) >> 23);  // -1 for 1
   const int third = (halvings > 0 ? halvings : 0) / 3;
   const CodeLine line = code_line<kBits>(third < kLast ? third : kLast);
-  const int code =
-      static_cast<int>(std::fma(x, line.slope, line.intercept) + rounding + kCodeSlack);
+  const int code = static_cast<int>(std::fma(x, line.slope, line.intercept) + rounding);
   const int least = kBits == 8 && x > 0.0f ? 1 : 0;
   return static_cast<uint32_t>(code > kTop ? kTop : code > least ? code : least);
 }

@@ -26,9 +26,10 @@ struct Pair {
     even = (Vec<float>)(words << 16);
     odd = (Vec<float>)(words & 0xffff0000u);
   }
-  // Rounded after adding these bits.
+  // Rounded after adding these bits, to a NaN as well: one that arithmetic made of bfloat16 numbers
+  // cannot wrap, since the half that is cut off is zero, or at most 0x7fff of a remainder.
   ONEPASS_INLINE void store(BFloat16* to, WordBits even_bits, WordBits odd_bits) const {
-    store_words(to, blend_halves(round_bits(even, even_bits) >> 16, round_bits(odd, odd_bits)));
+    store_words(to, blend_halves(((WordBits)even + even_bits) >> 16, (WordBits)odd + odd_bits));
   }
 };
 
@@ -159,6 +160,25 @@ int64_t adam_pairs(const FusedOperands<kMaster, false, kMomentType> on, int64_t 
   }
   return i;
 }
+
+// AdamW with the usual betas and moments in 8 bits, on a block of them: decoded in registers, and
+// left in float32 until the block's largest is known.
+struct CodedOperands : Operands<float> {
+  const uint8_t* codes[2];
+  Vec<float> scales[2];
+  const MomentCodes& tables;
+  Largest largest[2];
+
+  template <int kWhich, class Count>
+  ONEPASS_INLINE Vec<float> load_moment(int64_t i, Count) const {
+    return decode_bytes<kWhich == 0>(tables, codes[kWhich] + i) * scales[kWhich];
+  }
+  template <int kWhich, class Count>
+  ONEPASS_INLINE void store_moment(int64_t i, Vec<float> v, Count) {
+    largest[kWhich].add(v);
+    store<float>(moments[kWhich] + i, v);
+  }
+};
 
 // body.operator()<kMaster, kWideGradient, kMomentType>() if the tensor is one of the fused kinds;
 // false if it is not.

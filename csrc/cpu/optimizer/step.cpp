@@ -15,12 +15,13 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-// What a thread works in: 5 tiles of 2 KB, and the noise.
+// What a thread works in: 5 tiles of 2 KB, the noise, and what codes mean.
 struct Tiles {
   Tile<float> param;
   Tile<float> gradient;
   Tile<float> moments[kMoments];
   NoiseTile noise;
+  MomentCodes codes;
 };
 
 float* open_param(const StepTensor& t, int64_t at, int64_t count, Tile<float>& tile) {
@@ -71,36 +72,38 @@ const float* open_gradient(const StepTensor& t, int64_t at, int64_t count, Tile<
 // The number of the second moment, which is never negative.
 constexpr int kSecondMoment = 1;
 
-float* open_moment(const StepTensor& t, int which, int64_t at, int64_t count, Tile<float>& tile) {
+float* open_moment(const StepTensor& t, int which, int64_t at, int64_t count, Tiles& tiles) {
   void* const moment = t.moments[which];
+  float* const to = tiles.moments[which].values;
   switch (t.moment_type) {
     case MomentType::kBFloat16:
     case MomentType::kBFloat16Stochastic:
-      widen_block(static_cast<const BFloat16*>(moment) + at, tile.values, count);
-      return tile.values;
+      widen_block(static_cast<const BFloat16*>(moment) + at, to, count);
+      return to;
     case MomentType::kFloat16:
-      widen_block(static_cast<const Float16*>(moment) + at, tile.values, count);
-      return tile.values;
+      widen_block(static_cast<const Float16*>(moment) + at, to, count);
+      return to;
     case MomentType::kInt8:
       visit_bool(which < kSecondMoment, [&]<bool kSigned>() {
-        decode_block<kSigned>(static_cast<const uint8_t*>(moment) + at,
-                              t.scales[which] + at / kCodeBlock, tile.values, count);
+        decode_blocks<kSigned>(tiles.codes, static_cast<const uint8_t*>(moment) + at,
+                               t.scales[which] + at / kCodeBlock, to, count);
       });
-      return tile.values;
+      return to;
     default:
       return static_cast<float*>(moment) + at;
   }
 }
 
+// element: the first one's number within the stretch of the noise.
 void close_moment(const StepTensor& t, int which, int64_t at, int64_t count, const float* values,
-                  const NoiseTile& noise) {
+                  const Noise& noise, uint32_t element, const Tiles& tiles) {
   void* const moment = t.moments[which];
   switch (t.moment_type) {
     case MomentType::kBFloat16:
     case MomentType::kBFloat16Stochastic: {
       BFloat16* const to = static_cast<BFloat16*>(moment) + at;
       if (t.moment_type == MomentType::kBFloat16Stochastic && which == kSecondMoment) {
-        round_block(values, to, count, Stochastic<NoiseHalf::kHigh>{noise});
+        round_block(values, to, count, Stochastic<NoiseHalf::kHigh>{tiles.noise});
       } else {
         narrow_block(values, to, count);
       }
@@ -113,11 +116,12 @@ void close_moment(const StepTensor& t, int which, int64_t at, int64_t count, con
       uint8_t* const codes = static_cast<uint8_t*>(moment) + at;
       float* const scales = t.scales[which] + at / kCodeBlock;
       if (which < kSecondMoment) {
-        encode_block<true>(values, codes, scales, count, NearestCode{});
+        encode_blocks<true>(tiles.codes, values, codes, scales, count, NearestCode{});
       } else if (which == kSecondMoment) {
-        encode_block<false>(values, codes, scales, count, StochasticCode{noise});
+        encode_blocks<false>(tiles.codes, values, codes, scales, count,
+                             StochasticCode(noise, element));
       } else {
-        encode_block<false>(values, codes, scales, count, NearestCode{});
+        encode_blocks<false>(tiles.codes, values, codes, scales, count, NearestCode{});
       }
       break;
     }
@@ -148,14 +152,17 @@ Noise noise_of(const OptimizerStep& args, const StepTensor& t, int64_t first) {
                     first / kNoiseStretch);
 }
 
+// AdamW as most of the world has it: what fused.h is written for.
+bool is_usual_adam(const OptimizerStep& args, const StepScalars& scalars) {
+  return args.algorithm == Algorithm::kAdam && !scalars.amsgrad && scalars.gradient_decay == 0.0 &&
+         is_near(scalars);
+}
+
 // Whether it was one of the kinds that need no tiles.
 bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t first,
                       int64_t count) {
   const StepScalars& scalars = args.scalars[t.scalars];
-  if (args.algorithm != Algorithm::kAdam || scalars.amsgrad || scalars.gradient_decay != 0.0 ||
-      !is_near(scalars)) {
-    return false;
-  }
+  if (!is_usual_adam(args, scalars)) return false;
   return visit_fused(t, [&]<Master kMaster, bool kWideGradient, MomentType kMomentType>() {
     const int64_t moment_size = kMomentType == MomentType::kFloat32 ? 4 : 2;
     const int64_t master_size = kMaster == Master::kFloat32 ? 4 : 2;
@@ -180,32 +187,65 @@ bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t fi
   });
 }
 
+// The update of a tile whose moments are codes.
+void step_codes(const StepTensor& t, int64_t at, int64_t count, const Operands<float>& on,
+                const StepScalars& s, float gradient_factor, StochasticCode rounding,
+                Tiles& tiles) {
+  uint8_t* const codes[] = {static_cast<uint8_t*>(t.moments[0]) + at,
+                            static_cast<uint8_t*>(t.moments[1]) + at};
+  NearestCode nearest;
+  for (int64_t block = 0; block < count; block += kCodeBlock) {
+    float* const scales[] = {t.scales[0] + (at + block) / kCodeBlock,
+                             t.scales[1] + (at + block) / kCodeBlock};
+    float* const first = tiles.moments[0].values;
+    float* const second = tiles.moments[1].values;
+    const CodedOperands coded{{on.param + block, on.gradient + block, {first, second}},
+                              {codes[0] + block, codes[1] + block},
+                              {broadcast<float>(*scales[0]), broadcast<float>(*scales[1])},
+                              tiles.codes,
+                              {}};
+    const CodedOperands done =
+        adam_block<float, false, false, true>(coded, 0, kCodeBlock, s, gradient_factor);
+    *scales[0] = done.largest[0].value();
+    *scales[1] = done.largest[1].value();
+    encode_block<true>(tiles.codes, first, codes[0] + block, *scales[0], nearest);
+    encode_block<false>(tiles.codes, second, codes[1] + block, *scales[1], rounding);
+  }
+}
+
 void step_piece(const OptimizerStep& args, const StepTensor& t, int64_t first, int64_t count,
                 Tiles& tiles) {
   const StepScalars& scalars = args.scalars[t.scalars];
-  const bool noisy =
+  const bool codes = t.moment_type == MomentType::kInt8;
+  const bool coded_adam = codes && is_usual_adam(args, scalars);
+  const bool fills_noise =
       t.master_kind == Master::kStochastic ||
-      (t.moments[kSecondMoment] &&
-       (t.moment_type == MomentType::kBFloat16Stochastic || t.moment_type == MomentType::kInt8));
-  const Noise noise = noisy ? noise_of(args, t, first) : Noise{};
+      (t.moments[kSecondMoment] && t.moment_type == MomentType::kBFloat16Stochastic);
+  const Noise noise = fills_noise || codes ? noise_of(args, t, first) : Noise{};
   // Where nothing passes through tiles, there is no need to stop at their ends: a float32 step is
   // 7 % faster for it (8 x 2M, AVX-512).
   const int64_t tile = is_in_place(t) ? kPieceElements : kTile;
   for (int64_t done = 0; done < count; done += tile) {
     const int64_t at = first + done;
     const int64_t n = std::min(tile, count - done);
-    Operands<float> on;
-    on.param = open_param(t, at, n, tiles.param);
-    on.gradient = open_gradient(t, at, n, tiles.gradient);
-    for (int which = 0; which < kMoments; ++which) {
-      on.moments[which] =
-          t.moments[which] ? open_moment(t, which, at, n, tiles.moments[which]) : nullptr;
+    const uint32_t element = static_cast<uint32_t>(done);
+    Operands<float> on{
+        open_param(t, at, n, tiles.param), open_gradient(t, at, n, tiles.gradient), {}};
+    if (coded_adam) {
+      const float factor = static_cast<float>(args.gradient_factor * scalars.gradient_sign);
+      step_codes(t, at, n, on, scalars, factor, StochasticCode(noise, element), tiles);
+    } else {
+      for (int which = 0; which < kMoments; ++which) {
+        if (t.moments[which]) on.moments[which] = open_moment(t, which, at, n, tiles);
+      }
+      update_block(args.algorithm, on, n, scalars, args.gradient_factor);
     }
-    update_block(args.algorithm, on, n, scalars, args.gradient_factor);
-    if (noisy) tiles.noise.fill(noise, static_cast<uint32_t>(done), n);
+    if (fills_noise) tiles.noise.fill(noise, element, n);
     close_param(t, at, n, on.param, tiles.noise);
     for (int which = 0; which < kMoments; ++which) {
-      if (t.moments[which]) close_moment(t, which, at, n, on.moments[which], tiles.noise);
+      if (on.moments[which]) {
+        close_moment(t, which, at, n, on.moments[which], noise, element, tiles);
+      }
     }
   }
 }

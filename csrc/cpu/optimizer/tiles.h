@@ -26,7 +26,6 @@ struct alignas(64) Tile {
 
 typedef uint32_t WordBitsUnaligned
     __attribute__((vector_size(kVectorBytes), aligned(2), may_alias));
-typedef int32_t SignedWords __attribute__((vector_size(kVectorBytes)));
 
 // The 16 of 32 bits of noise that round one operand.
 enum class NoiseHalf { kLow, kHigh };
@@ -190,25 +189,23 @@ class Codes {
 
   Codes() : Codes(Tables()) {}
 
-  // The octave follows from the code's leading one, that is from its exponent as a number.
+  // The octave follows from the code's leading one, that is from its exponent as a number. That of
+  // code 0 is code 1's, whose line goes through 0.
   ONEPASS_INLINE Vec<float> decode(WordBits code) const {
     const Vec<float> number = __builtin_convertvector((SignedWords)code, Vec<float>);
-    const WordBits exponent = (WordBits)number >> 23;
-    const Vec<float> value = fma<float>(number, value_slope_[exponent], value_intercept_[exponent]);
-    return code == 0u ? Vec<float>{} : value;
+    constexpr uint32_t kOne = 0x3f800000;  // and numbers that are not negative compare as bits
+    const WordBits least_one = (WordBits)number > kOne ? (WordBits)number : WordBits{} + kOne;
+    const WordBits exponent = least_one >> 23;
+    return fma<float>(number, value_slope_[exponent], value_intercept_[exponent]);
   }
 
-  // As encode8.
-  ONEPASS_INLINE WordBits encode(Vec<float> x, Vec<float> rounding) const {
-    const SignedWords halvings = 126 - (SignedWords)((WordBits)x >> 23);
-    const SignedWords third = (halvings > 0 ? halvings : SignedWords{}) * 43 >> 7;  // below 127
-    const WordBits octave = (WordBits)(third < kLast ? third : SignedWords{} + kLast);
+  // As encode8, but for its limits: what is too large is not cut here, and a NaN becomes the least
+  // of all words.
+  ONEPASS_INLINE SignedWords encode(Vec<float> x, Vec<float> rounding) const {
+    const SignedWords third = (SignedWords)third_of_rest(126, (WordBits)x >> 23);
+    const WordBits octave = (WordBits)(third > kLast ? SignedWords{} + kLast : third);
     const Vec<float> place = fma<float>(x, code_slope_[octave], code_intercept_[octave]);
-    const SignedWords code = __builtin_convertvector(place + rounding + kCodeSlack, SignedWords);
-    constexpr int32_t kTop = (1 << kBits) - 1;
-    WordBits kept = (WordBits)(code > kTop ? SignedWords{} + kTop : code) & kTop;  // NaN: any
-    if constexpr (kBits == 8) kept = kept == 0u ? (WordBits)(x > 0.0f) & 1u : kept;
-    return kept;
+    return __builtin_convertvector(place + rounding, SignedWords);
   }
 
  private:
@@ -241,66 +238,118 @@ class Codes {
   EightNumbers code_intercept_;
 };
 
-// kSigned: seven bits and a sign; else eight.
+// kSigned: seven bits and a sign, of first moments; else eight, of those that are never negative.
+struct MomentCodes {
+  Codes<7> with_sign;
+  Codes<8> without;
+
+  template <bool kSigned>
+  ONEPASS_INLINE const auto& of() const {
+    if constexpr (kSigned) {
+      return with_sign;
+    } else {
+      return without;
+    }
+  }
+};
+
+// The values of a vector of codes but for the scale.
 template <bool kSigned>
-void decode_block(const uint8_t* codes, const float* scales, float* to, int64_t count) {
-  const Codes<kSigned ? 7 : 8> table;
+ONEPASS_INLINE Vec<float> decode_bytes(const MomentCodes& tables, const uint8_t* codes) {
+  const WordBits code = load_bytes<kSigned>(codes);
+  if constexpr (!kSigned) return tables.without.decode(code);
+  return (Vec<float>)((WordBits)tables.with_sign.decode(code & 0x7fu) | (code & 0x80000000u));
+}
+
+template <bool kSigned>
+void decode_blocks(const MomentCodes& tables, const uint8_t* codes, const float* scales, float* to,
+                   int64_t count) {
   for (int64_t block = 0; block < count; block += kCodeBlock) {
     const float scale = scales[block / kCodeBlock];
     for (int64_t i = block; i < block + kCodeBlock; i += kLanes<float>) {
-      const WordBits code = load_bytes(codes + i);
-      Vec<float> value;
-      if constexpr (kSigned) {
-        value = (Vec<float>)((WordBits)table.decode(code & 0x7fu) | (code & 0x80u) << 24);
-      } else {
-        value = table.decode(code);
-      }
-      *reinterpret_cast<typename VecOf<float>::unaligned*>(to + i) = value * scale;
+      store<float>(to + i, decode_bytes<kSigned>(tables, codes + i) * scale);
     }
   }
 }
 
-// A NaN or an infinity becomes the scale, and nothing of the block stays finite.
-template <bool kSigned, class Rounding>
-void encode_block(const float* from, uint8_t* codes, float* scales, int64_t count,
-                  Rounding&& rounding) {
-  const Codes<kSigned ? 7 : 8> table;
-  for (int64_t block = 0; block < count; block += kCodeBlock) {
-    WordBits largest{};  // magnitudes compare like their bits, NaN above infinity
-    for (int64_t i = block; i < block + kCodeBlock; i += kLanes<float>) {
-      const WordBits magnitude = (WordBits)load<float>(from + i) & 0x7fffffffu;
-      largest = magnitude > largest ? magnitude : largest;
-    }
-    uint32_t top = 0;
-    for (int lane = 0; lane < kLanes<float>; ++lane) top = std::max(top, largest[lane]);
-    const float scale = std::bit_cast<float>(top);
-    scales[block / kCodeBlock] = scale;
-    const Vec<float> inverse = broadcast<float>(inverse_scale(scale));
-    for (int64_t i = block; i < block + kCodeBlock; i += kLanes<float>) {
-      const WordBits bits = (WordBits)load<float>(from + i);
-      const Vec<float> x = (Vec<float>)(bits & 0x7fffffffu) * inverse;
-      WordBits code;
-      if constexpr (kSigned) {
-        code = table.encode(x, rounding(i)) | (bits >> 31) << 7;
-      } else {
-        code = table.encode(x, rounding(i));
-      }
-      store_bytes(codes + i, code);
-    }
+// The largest magnitude of a block. Magnitudes compare like their bits, NaN above infinity.
+class Largest {
+ public:
+  ONEPASS_INLINE void add(Vec<float> v) {
+    const SignedWords magnitude = (SignedWords)v & 0x7fffffff;
+    bits_ = magnitude > bits_ ? magnitude : bits_;
   }
-}
 
+  float value() const {
+    int32_t top = 0;
+    for (int lane = 0; lane < kLanes<float>; ++lane) top = std::max(top, bits_[lane]);
+    return std::bit_cast<float>(top);
+  }
+
+ private:
+  SignedWords bits_{};
+};
+
+// How a code is rounded; asked for once per vector, in order.
 struct NearestCode {
-  ONEPASS_INLINE Vec<float> operator()(int64_t) const { return Vec<float>{} + 0.5f; }
+  ONEPASS_INLINE Vec<float> next() { return broadcast<float>(kNearestCode); }
 };
 
-struct StochasticCode {
-  const NoiseTile& noise;
-  ONEPASS_INLINE Vec<float> operator()(int64_t i) const {
-    const SignedWords bits = (SignedWords)noise.bits<NoiseHalf::kHigh>(i);
-    return __builtin_convertvector(bits, Vec<float>) * kCodeNoise;
+class StochasticCode {
+ public:
+  // From this element of a stretch on.
+  StochasticCode(const Noise& noise, uint32_t element)
+      : word_(noise_lanes(noise, element)), step_(noise.stride * kLanes<float>) {}
+
+  ONEPASS_INLINE Vec<float> next() {
+    const SignedWords bits = (SignedWords)(mix_high_bits(word_) >> 16);
+    word_ += step_;
+    return fma<float>(__builtin_convertvector(bits, Vec<float>), broadcast<float>(kCodeNoise),
+                      broadcast<float>(kCodeSlack));
   }
+
+ private:
+  WordBits word_;
+  uint32_t step_;
 };
+
+// The codes of one block, whose largest magnitude is the scale. Where that is a NaN or an infinity,
+// nothing of the block stays finite.
+template <bool kSigned, class Rounding>
+ONEPASS_INLINE void encode_block(const MomentCodes& tables, const float* from, uint8_t* codes,
+                                 float scale, Rounding& rounding) {
+  const auto table = tables.of<kSigned>();
+  const Vec<float> inverse = broadcast<float>(inverse_scale(scale));
+  for (int64_t i = 0; i < kCodeBlock; i += kVectorBytes) {
+    SignedWords code[4], about[4];  // of each value its sign, or else whether it is one at all
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const WordBits bits = (WordBits)load<float>(from + i + k * kLanes<float>);
+      const Vec<float> x = (Vec<float>)(bits & 0x7fffffffu) * inverse;
+      code[k] = table.encode(x, rounding.next());
+      about[k] = kSigned ? (SignedWords)bits : (SignedWords)(x > 0.0f);
+    }
+    const Bytes number = saturate_to_bytes<kSigned>(code);
+    const Bytes fact = saturate_to_bytes<true>(about);
+    const Bytes least = fact & 1;
+    *reinterpret_cast<BytesUnaligned*>(codes + i) =
+        kSigned ? (number & 0x7f) | (fact & 0x80) : (number > least ? number : least);
+  }
+}
+
+template <bool kSigned, class Rounding>
+void encode_blocks(const MomentCodes& tables, const float* from, uint8_t* codes, float* scales,
+                   int64_t count, Rounding rounding) {
+  for (int64_t block = 0; block < count; block += kCodeBlock) {
+    Largest largest;
+    for (int64_t i = 0; i < kCodeBlock; i += kLanes<float>) {
+      largest.add(load<float>(from + block + i));
+    }
+    const float scale = largest.value();
+    scales[block / kCodeBlock] = scale;
+    encode_block<kSigned>(tables, from + block, codes + block, scale, rounding);
+  }
+}
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

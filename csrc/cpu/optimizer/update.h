@@ -94,8 +94,9 @@ class AdamStep {
       step_;
 };
 
+// The operands may keep something of what they stored, and are returned.
 template <class A, bool kGradientDecay, bool kAmsgrad, bool kNear, class On>
-void adam_block(const On on, int64_t begin, int64_t end, const StepScalars& s, A gradient_factor) {
+On adam_block(On on, int64_t begin, int64_t end, const StepScalars& s, A gradient_factor) {
   const AdamStep<A, kGradientDecay, kAmsgrad, kNear> step(s, gradient_factor);
   for_each_vector<A>(begin, end, [&](int64_t i, auto lanes) {
     Vec<A> p = on.load_param(i, lanes);
@@ -109,6 +110,7 @@ void adam_block(const On on, int64_t begin, int64_t end, const StepScalars& s, A
     if constexpr (kAmsgrad) on.template store_moment<2>(i, top, lanes);
     on.store_param(i, p, lanes);
   });
+  return on;
 }
 
 // Sutskever, Martens, Dahl, Hinton: On the importance of initialization and momentum in deep

@@ -113,7 +113,8 @@ __device__ __forceinline__ void store_moment(const StepEntry& t, const Row<kPack
     case MomentType::kInt8: {
       float scale;
       const Bits bits = encode<(kWhich < kSecondMoment)>(value, scale, [&](int e) {
-        return kIsSecond ? static_cast<float>(noise_of(e) >> 16) * kCodeNoise : 0.5f;
+        return kIsSecond ? std::fma(static_cast<float>(noise_of(e) >> 16), kCodeNoise, kCodeSlack)
+                         : kNearestCode;
       });
       store_bits(base, 1, row, bits);
       if (row.lane == 0) store_global(t.scales[kWhich] + row.first / kCodeBlock, scale);
