@@ -200,7 +200,7 @@ def test_each_tensor_in_each_layout(layout, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("name", ["query", "key", "value", "output", "bias"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "output", "bias", "mask"])
 def test_one_tensor_that_is_not_aligned(monkeypatch, name, dtype):
     case = replace(LAID_OUT, dtype=dtype, head_dim=40)
     t = case.tensors()

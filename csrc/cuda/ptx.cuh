@@ -93,6 +93,14 @@ __device__ __forceinline__ void ldmatrix(uint32_t (&d)[kMatrices], const void* r
   }
 }
 
+// The transpose of an 8 x 8 matrix of 16-bit elements: a lane gives row g, columns 2t and 2t + 1,
+// and receives column g, rows 2t and 2t + 1.
+__device__ __forceinline__ uint32_t movmatrix_transposed(uint32_t pair) {
+  uint32_t turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
 // ---- asynchronous copies, global to shared ------------------------------------------------------
 
 // 16 aligned bytes; with `valid` false, 16 zero bytes and no read.

@@ -110,6 +110,18 @@ void ldmatrix(uint32_t (&d)[kMatrices], const void* row) {
   }
 }
 
+inline uint32_t movmatrix_transposed(uint32_t pair) {
+  const emulator::Exchange all(detail::kAllLanes, "movmatrix", &pair, sizeof(pair));
+  const int g = emulator::self().lane / 4, t = emulator::self().lane % 4;
+  uint32_t turned = 0;
+  for (int which = 0; which < 2; ++which) {
+    uint32_t of_row;
+    all.get(4 * (2 * t + which) + g / 2, &of_row);
+    turned |= (of_row >> g % 2 * 16 & 0xffffu) << which * 16;
+  }
+  return turned;
+}
+
 // ---- asynchronous copies ------------------------------------------------------------------------
 
 namespace detail {

@@ -26,6 +26,7 @@
 #include "cuda/attention/backward_bias.h"
 #include "cuda/attention/backward_query.cuh"
 #include "cuda/attention/backward_scores.cuh"
+#include "cuda/attention/backward_terms.cuh"
 #include "cuda/launch.cuh"
 
 namespace onepass::cuda {
@@ -243,12 +244,12 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
           kept = draw_transposed<kTiles>(block->dropout, args,
                                          random_head(args, block->batch, turn->head), place());
         }
+        const StripTerms<kTiles> from_memory(args, terms(), place());
         multiply_keys();
         float tangent[kTiles][4];
-        const uint32_t counts = counting_scores<kTiles>(args, terms(), place());
+        const uint32_t counts = from_memory.counts(args, thread_index() % kLanes);
         bend_scores(p, tangent, args, terms(), place());
-        for_each_bias<kTiles>(args, terms(), counts, place(),
-                              [&](int j, float bias) { p[j / 4][j % 4] += bias; });
+        from_memory.add_bias(p, args);
         term_probabilities(p, counts, place());
         multiply_values();
         term_gradients(p, ds, counts, kept, block->dropout.scale, place());

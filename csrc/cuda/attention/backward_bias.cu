@@ -10,6 +10,7 @@
 // each other's loads.
 #include "cuda/attention/backward_bias.h"
 #include "cuda/attention/backward_scores.cuh"
+#include "cuda/attention/backward_terms.cuh"
 #include "cuda/launch.cuh"
 
 namespace onepass::cuda {
@@ -152,15 +153,15 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
         kept = draw_transposed<kTiles>(dropout_of(args), args,
                                        random_head(args, turn->batch, turn->head), place());
       }
+      const StripTerms<kTiles> from_memory(args, terms(), place());
       float p[kTiles][4] = {}, ds[kTiles][4] = {}, tangent[kTiles][4];
       const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
       const int row = top();
       add_scores<T>(p, query, lanes, column(), slabs_of(args.head_dim),
                     [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, row, k); });
-      const uint32_t counts = counting_scores<kTiles>(args, terms(), place());
+      const uint32_t counts = from_memory.counts(args, thread_index() % kLanes);
       bend_scores(p, tangent, args, terms(), place());
-      for_each_bias<kTiles>(args, terms(), counts, place(),
-                            [&](int j, float bias) { p[j / 4][j % 4] += bias; });
+      from_memory.add_bias(p, args);
       term_probabilities(p, counts, place());
       add_scores<T>(ds, doutput, lanes, column(), slabs_of(args.value_dim),
                     [&](uint32_t (&a)[4], int k) { load_a<false>(a, value, lanes, row, k); });
