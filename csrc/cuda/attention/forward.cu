@@ -93,10 +93,10 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], const Dropout& dropo
 }
 
 // kTerms: there is more to a score than the product of query and key, or keys are in pages.
-template <class T, int kBucket, bool kTerms>
-__global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
+template <class T, int kBucket, bool kTerms, bool kNarrow>
+__global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads())
     attention_forward_kernel(const AttentionForward args) {
-  constexpr AttentionTile kTile = forward_tile(kBucket, kTerms);
+  constexpr AttentionTile kTile = forward_tile(kBucket, kTerms, kNarrow);
   constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kThreads = kTile.threads();
   constexpr int kWarpTiles = kTile.rows_per_warp() / 16, kTiles = kKeys / 8;
   constexpr int kDimTiles = kBucket / 8, kSlabs = kBucket / kSlab;
@@ -294,42 +294,40 @@ bool has_terms(const AttentionForward& args) {
          args.softcap != 0.0 || !(args.scale > 0.0);
 }
 
-// f<T, kBucket, kTerms>() of the call.
-template <class F>
-void visit_forward(const AttentionForward& args, F&& f) {
-  const int bucket = bucket_of(args.head_dim > args.value_dim ? args.head_dim : args.value_dim);
-  visit_bool(args.dtype == DType::kBFloat16, [&]<bool kBFloat16>() {
-    using T = std::conditional_t<kBFloat16, BFloat16, Float16>;
-    visit_bool(has_terms(args), [&]<bool kTerms>() {
-      if (bucket == 64) return f.template operator()<T, 64, kTerms>();
-      if (bucket == 128) return f.template operator()<T, 128, kTerms>();
-      f.template operator()<T, 256, kTerms>();
-    });
-  });
-}
-
 Plan plan_forward(const AttentionForward& args, const Machine&) {
   Plan plan{};
   plan.kernel_name = "attention_forward_kernel";
   plan.parallel = true;
   plan.reason = has_terms(args) ? "tensor cores, scores with terms" : "tensor cores";
-  visit_forward(args, [&]<class, int kBucket, bool kTerms>() {
-    plan.rows_per_tile = forward_tile(kBucket, kTerms).queries;
-  });
+  // Of a narrow tile too: a plan does not depend on the device.
+  plan.rows_per_tile = forward_tile(bucket_of(args), has_terms(args), false).queries;
   plan.splits =
       args.batch * args.heads * ((args.seq_q + plan.rows_per_tile - 1) / plan.rows_per_tile);
   return plan;
 }
 
+template <class T, int kBucket, bool kTerms, bool kNarrow>
+void launch_forward(const AttentionForward& args, int64_t blocks, void* stream) {
+  constexpr AttentionTile kTile = forward_tile(kBucket, kTerms, kNarrow);
+  static_assert(kTile.queries == forward_tile(kBucket, kTerms, false).queries);
+  launch<attention_forward_kernel<T, kBucket, kTerms, kNarrow>>(
+      {.blocks = blocks,
+       .threads = kTile.threads(),
+       .shared_bytes = forward_shared_bytes(kBucket, kTile)},
+      stream, args);
+}
+
 void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {
   if (plan.splits == 0) return;
-  visit_forward(args, [&]<class T, int kBucket, bool kTerms>() {
-    constexpr AttentionTile kTile = forward_tile(kBucket, kTerms);
-    launch<attention_forward_kernel<T, kBucket, kTerms>>(
-        {.blocks = plan.splits,
-         .threads = kTile.threads(),
-         .shared_bytes = forward_shared_bytes(kBucket, kTile)},
-        context.stream, args);
+  visit_bucket(args, [&]<class T, int kBucket>() {
+    visit_bool(has_terms(args), [&]<bool kTerms>() {
+      if constexpr (has_narrow_tile(kBucket, kTerms)) {
+        if (is_narrow(kBucket, kTerms, max_shared_bytes())) {
+          return launch_forward<T, kBucket, kTerms, true>(args, plan.splits, context.stream);
+        }
+      }
+      launch_forward<T, kBucket, kTerms, false>(args, plan.splits, context.stream);
+    });
   });
 }
 
