@@ -248,20 +248,19 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         multiply_keys();
         float tangent[kTiles][4];
         const uint32_t counts = from_memory.counts(args, thread_index() % kLanes);
-        bend_scores(p, tangent, args, terms(), place());
+        bend_scores(p, tangent, args, work.numbers, terms(), place());
         from_memory.add_bias(p, args);
         term_probabilities(p, counts, place());
         multiply_values();
         term_gradients(p, ds, counts, kept, block->dropout.scale, place());
         add_slope_gradient(dslope, ds, args, terms(), place());
-        bend_gradients(ds, tangent, counts, args);
+        bend_gradients(ds, tangent, counts, work.numbers);
         ONEPASS_UNROLL
         for (int j = 0; j < 4 * kTiles; ++j) seen_by_any |= (counts >> j & 1) << j % 4 / 2;
       } else {
         multiply_keys();
         multiply_values();
-        plain_gradients(p, ds, place(), static_cast<float>(args.scale) * kLog2e,
-                        block->is_whole(args, *turn, kTile));
+        plain_gradients(p, ds, place(), work.numbers.unit, block->is_whole(args, *turn, kTile));
       }
       uint32_t p_a[kSteps][4];
       ONEPASS_UNROLL
@@ -391,7 +390,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     const auto to = rows_of<T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
     store_tile<kRows>(key, to, warp_index() * kRows, block->first_key, block->keys);
   };
-  store(args.dkey, dkey, args.head_dim, static_cast<float>(args.scale));
+  store(args.dkey, dkey, args.head_dim, work.numbers.scale);
   store(args.dvalue, dvalue, args.value_dim, kTerms ? block->dropout.scale : 1.0f);
 }
 
@@ -446,6 +445,7 @@ void run_backward(const AttentionBackward& args, const Plan& plan, void* workspa
   auto* const counters = reinterpret_cast<uint32_t*>(sums + shape.sums);
   auto* const behind = reinterpret_cast<char*>(counters + shape.counters);
   BackwardWork work{.ends = ends_in(behind, args, shape.key_tiles),
+                    .numbers = ScoreNumbers(args),
                     .dquery = args.dquery.data ? sums : nullptr,
                     .ticket = shape.counters > 0 ? counters : nullptr,
                     .turns = counters + 1,

@@ -235,19 +235,17 @@ __device__ __forceinline__ void plain_gradients(float (&p)[kTiles][4], float (&d
 // tangent: the derivative of softcap, if there is one.
 template <int kTiles, int kQueries>
 __device__ __forceinline__ void bend_scores(float (&p)[kTiles][4], float (&tangent)[kTiles][4],
-                                            const Attention& args, const HeadTerms& terms,
-                                            const Strip<kQueries>& at) {
+                                            const Attention& args, const ScoreNumbers& numbers,
+                                            const HeadTerms& terms, const Strip<kQueries>& at) {
   const auto for_each = [&](auto&& body) {
     ONEPASS_UNROLL
     for (int j = 0; j < 4 * kTiles; ++j) body(p[j / 4][j % 4], j);
   };
-  const auto scale = static_cast<float>(args.scale);
-  for_each([&](float& s, int) { s *= scale; });
-  if (args.softcap != 0.0) {
-    const float cap = static_cast<float>(args.softcap), inverse = 1.0f / cap;
+  for_each([&](float& s, int) { s *= numbers.scale; });
+  if (numbers.softcap != 0.0f) {
     for_each([&](float& s, int j) {
-      const float bent = tanh_approximate(s * inverse);
-      s = cap * bent;
+      const float bent = tanh_approximate(s * numbers.inverse_softcap);
+      s = numbers.softcap * bent;
       tangent[j / 4][j % 4] = multiply_add(-bent, bent, 1.0f);
     });
   }
@@ -307,8 +305,8 @@ __device__ __forceinline__ void add_slope_gradient(float& dslope, const float (&
 template <int kTiles>
 __device__ __forceinline__ void bend_gradients(float (&ds)[kTiles][4],
                                                const float (&tangent)[kTiles][4], uint32_t counts,
-                                               const Attention& args) {
-  if (args.softcap == 0.0) return;
+                                               const ScoreNumbers& numbers) {
+  if (numbers.softcap == 0.0f) return;
   ONEPASS_UNROLL
   for (int j = 0; j < 4 * kTiles; ++j) {
     // A score that does not count may be anything, and so may the tangent.

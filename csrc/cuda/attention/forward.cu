@@ -95,7 +95,7 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], const Dropout& dropo
 // kTerms: there is more to a score than the product of query and key, or keys are in pages.
 template <class T, int kBucket, bool kTerms, bool kNarrow>
 __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads())
-    attention_forward_kernel(const AttentionForward args) {
+    attention_forward_kernel(const AttentionForward args, const ScoreNumbers numbers) {
   constexpr AttentionTile kTile = forward_tile(kBucket, kTerms, kNarrow);
   constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kThreads = kTile.threads();
   constexpr int kWarpTiles = kTile.rows_per_warp() / 16, kTiles = kKeys / 8;
@@ -153,9 +153,8 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
   const int warp_row = warp_index() * kTile.rows_per_warp();
   const HeadTerms terms(args, sequence, batch, head);
   const Dropout dropout = kTerms ? dropout_of(args) : Dropout{{}, 0, 0, 1.0f};
-  const auto scale = static_cast<float>(args.scale);
   // With terms, scores are in natural units: a bias of finfo.min leaves no room for a factor.
-  const float unit = kTerms ? kLog2e : scale * kLog2e;
+  const float unit = kTerms ? kLog2e : numbers.unit;
   FragmentLanes<kBucket> lanes;
   RunningRow running[kWarpTiles][2];
   float sum[kWarpTiles][kDimTiles][4] = {};
@@ -193,8 +192,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
       LaneRow rows[2];
       if constexpr (kTerms) {
         lane_rows(args, sequence, first + warp_row + 16 * m, rows);
-        float no_derivative[kTiles][4];
-        add_terms<false>(p[m], no_derivative, args, terms, rows, first_key);
+        add_terms(p[m], args, numbers, terms, rows, first_key);
         if (args.mask.data) unseen[m] = unseen_keys(p[m]);
       } else if (first_key < all_begin || first_key > all_end) {
         lane_rows(args, sequence_of(args, afresh(batch)), first + warp_row + 16 * m, rows);
@@ -253,7 +251,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
       float total = running[m][r].total;
       total += __shfl_xor_sync(kAllLanes, total, 1);
       total += __shfl_xor_sync(kAllLanes, total, 2);
-      float max = kTerms ? running[m][r].max : running[m][r].max * scale;
+      float max = kTerms ? running[m][r].max : running[m][r].max * numbers.scale;
       float shrink = 1.0f;
       if (args.sinks) {
         const float sink = load_as<float>(args.sinks, args.sinks_dtype, head);
@@ -314,7 +312,7 @@ void launch_forward(const AttentionForward& args, int64_t blocks, void* stream) 
       {.blocks = blocks,
        .threads = kTile.threads(),
        .shared_bytes = forward_shared_bytes(kBucket, kTile)},
-      stream, args);
+      stream, args, ScoreNumbers(args));
 }
 
 void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {
