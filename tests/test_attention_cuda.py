@@ -189,7 +189,7 @@ LAID_OUT = Case(
 @half_and_float
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_tensor_in_each_layout(layout, dtype):
-    """Bit for bit, whether rows are copied by 16 bytes or by elements."""
+    """Bit for bit, whether rows are copied by 16 bytes, by 8, by 4 or by elements."""
     case = replace(LAID_OUT, dtype=dtype)
     t = case.tensors()
     expected = forward(case, t)
@@ -206,7 +206,7 @@ def test_one_tensor_that_is_not_aligned(monkeypatch, name, dtype):
     case = replace(LAID_OUT, dtype=dtype, head_dim=40)
     t = case.tensors()
     expected = forward(case, t)
-    for misalign in (dtype.itemsize, 8):
+    for misalign in {dtype.itemsize, 4, 8}:
         on_cuda(monkeypatch, ops=("forward",), misalign=misalign, misaligned=name)
         assert_same(forward(case, t), expected)
 
@@ -303,6 +303,7 @@ ONE_PASS = {
     "40 and 72": Case(BF16, 40, 72, heads=4, kv_heads=2, seq_q=150, seq_k=230, **CAUSAL),
     "128, window": Case(F16, 128, batch=1, seq_q=300, seq_k=200, window_left=20, window_right=5),
     "256": Case(BF16, 256, batch=1, seq_q=150, seq_k=100, window_right=0),
+    "36 and 70": Case(BF16, 36, 70, batch=1, seq_q=150, seq_k=130),  # rows in pieces of 8 and 4
     "8": Case(BF16, 8, batch=1, seq_q=150, seq_k=230),
     "float32": Case(F32, 64, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
     "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),

@@ -250,7 +250,7 @@ LAID_OUT = Case(
 @half_and_float
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_tensor_in_each_layout(monkeypatch, layout, dtype):
-    """Bit for bit, whether rows are copied by 16 bytes or by elements."""
+    """Bit for bit, whether rows are copied by 16 bytes, by 8, by 4 or by elements."""
     on_cuda(monkeypatch, ops=("backward",), deterministic=True)
     case = replace(LAID_OUT, dtype=dtype)
     t = case.tensors()
@@ -273,7 +273,7 @@ def test_one_tensor_that_is_not_aligned(monkeypatch, name, dtype):
     t = case.tensors()
     outputs = forward(case, t)
     found = []
-    for misalign in (0, dtype.itemsize, 8):
+    for misalign in sorted({0, dtype.itemsize, 4, 8}):
         on_cuda(monkeypatch, ops=("backward",), misalign=misalign, misaligned=name,
                 deterministic=True)  # fmt: skip
         found.append(backward(case, t, outputs))
@@ -400,6 +400,7 @@ ONE_PASS = {
     "40 and 72": Case(BF16, 40, 72, batch=1, heads=4, kv_heads=2, seq_q=150, seq_k=230, **CAUSAL),
     "128, window": Case(F16, 128, batch=1, seq_q=300, seq_k=200, window_left=20, window_right=5),
     "256": Case(BF16, 256, batch=1, seq_q=150, seq_k=100, window_right=0),
+    "36 and 70": Case(BF16, 36, 70, batch=1, seq_q=150, seq_k=130),  # rows in pieces of 8 and 4
     "float32": Case(F32, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
     "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
 }  # fmt: skip

@@ -112,6 +112,17 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
                : "memory");
 }
 
+// The same of kBytes, 4 or 8, as aligned; these go through the L1.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_few(void* shared, const void* global, bool valid = true) {
+  static_assert(kBytes == 4 || kBytes == 8);
+  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int bytes = valid ? kBytes : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(global),
+               "n"(kBytes), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
