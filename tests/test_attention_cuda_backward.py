@@ -135,6 +135,8 @@ def test_rows_of_bias_and_mask_that_no_16_bytes_divide(head_dim, dtype):
         check(case)
         if seq_k == 148:
             check(replace(case, bias_dtype=F32, dropout_p=0.3, key_offset=3))
+        if seq_k == 145:
+            check(replace(case, bias="b", mask="b"))  # one row for all queries
 
 
 @dtypes
@@ -472,6 +474,7 @@ def test_terms_of_scores_are_read_once(cuda, name):
         assert read_by_terms(cuda, case, bias="bhq", bias_dtype=F32) == 4 * scores
         assert read_by_terms(cuda, case, mask="bhq") == in_rows
         assert 0 < read_by_terms(cuda, case, bias="bh") <= 2 * in_rows
+        assert 0 < read_by_terms(cuda, case, mask="bh") <= in_rows
 
 
 def test_terms_of_scores_are_read_once_for_dbias(cuda):

@@ -396,11 +396,6 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
 // ---- plan and run -------------------------------------------------------------------------------
 
-bool has_terms(const AttentionBackward& args) {
-  return args.bias.data || args.mask.data || args.alibi_slopes || args.seed ||
-         args.softcap != 0.0 || !(args.scale > 0.0);
-}
-
 // How a call is cut up, and what the workspace has: the sums of dQ and the counters of blocks,
 // which begin at zero; the ends; what dbias needs. Linear in the rows of query:
 //   4 heads (total_q + up to 7 of each sequence) 32 ceil(head_dim / 32)       if dquery is wanted

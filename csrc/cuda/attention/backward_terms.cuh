@@ -87,7 +87,8 @@ class StripTerms {
   };
 
   // Whole rows where 4 bytes divide them: a lane has the 16 keys of one query. Else a warp reads
-  // two rows at a time, byte by byte, and a ballot makes them a word.
+  // two rows at a time, byte by byte, and waits for them: as ballots they are 4 registers, as
+  // bytes on their way 16.
   template <int kQueries>
   __device__ __forceinline__ void load_mask(const Attention& args, const HeadTerms& terms,
                                             const Strip<kQueries>& at, uint32_t rows,
@@ -114,6 +115,12 @@ class StripTerms {
     }
     const int key = at.lane % kKeys;
     const bool has_key = 0 <= at.first_key + key && at.first_key + key < args.seq_k;
+    if (stride == 0) {  // one row, which both halves of the warp read
+      const uint32_t row = __ballot_sync(kAllLanes, has_key && load_global(first + key) != 0);
+      ONEPASS_UNROLL
+      for (int n = 0; n < kTiles; ++n) mask_[n] = row;
+      return;
+    }
     uint8_t allowed[kRows / 2] = {};
     ONEPASS_UNROLL
     for (int i = 0; i < kRows / 2; ++i) {

@@ -287,11 +287,6 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
 
 // ---- plan and run -------------------------------------------------------------------------------
 
-bool has_terms(const AttentionForward& args) {
-  return args.bias.data || args.mask.data || args.alibi_slopes || args.seed || args.block_table ||
-         args.softcap != 0.0 || !(args.scale > 0.0);
-}
-
 Plan plan_forward(const AttentionForward& args, const Machine&) {
   Plan plan{};
   plan.kernel_name = "attention_forward_kernel";

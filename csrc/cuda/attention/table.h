@@ -45,9 +45,16 @@ void visit_bucket(const Attention& args, F&& f) {
   });
 }
 
+// Whether a call takes the instances with terms: there is more to a score than the product, scaled
+// by a positive factor, or keys are in pages.
+inline bool has_terms(const Attention& args) {
+  return args.bias.data || args.mask.data || args.alibi_slopes || args.seed || args.block_table ||
+         args.softcap != 0.0 || !(args.scale > 0.0);
+}
+
 // Forward. With 32 rows a warp reads each fragment of K and V once for two products; at 256 columns
-// the sums alone are 128 registers for 16 rows. `terms`: with more to a score than the product,
-// whose addresses want registers too. `narrow`: see below.
+// the sums alone are 128 registers for 16 rows. Terms of scores want registers for their addresses.
+// `narrow`: see is_narrow().
 constexpr AttentionTile forward_tile(int bucket, bool terms, bool narrow) {
   if (bucket == 64 && !terms) return {.queries = 128, .keys = 96, .warps = 4};
   if (bucket == 128 && (terms || narrow)) return {.queries = 128, .keys = 32, .warps = 4};
