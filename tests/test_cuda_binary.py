@@ -26,6 +26,8 @@ COMPILED = [(source, arch) for source in SOURCES for arch in ARCHITECTURES]
 COMPILED += [(source, arch) for source in ATTENTION for arch in ATTENTION_ARCHITECTURES]
 WITHOUT_KERNELS = ("attention/backend.cu",)
 # Kernels whose main loop multiplies on tensor cores what cp.async brings.
+OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
+PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")
 ON_TENSOR_CORES = r"attention_(forward|backward)_kernel|attention_decode_kernel.*TensorTile"
 
 
@@ -57,3 +59,5 @@ def test_kernels_of_a_release_do_not_spill(tmp_path, source, arch):
             main = [loop for loop in nvcc.loops(code) if "HMMA" in loop and "LDGSTS" in loop]
             assert main, f"{name} has no loop of tensor cores and asynchronous copies"
             assert not re.search("LDL|STL", "".join(main)), f"{name} has local memory in its loop"
+            for piece in PIECES if re.search(OF_TILES, name) else ():
+                assert re.search(piece, "".join(main)), f"{name} has no {piece} in its loop"
