@@ -1,9 +1,12 @@
 // What memory adds to the scores of attention's backward: bias and mask.
 //
-// Rows of both are of keys, and a lane's scores (backward_scores.cuh) are of neighbouring queries:
-// what is asked for by lanes of neighbouring keys comes to them over the other lanes. It is asked
-// for in front of the product that hides the way, and stays as it came until behind that, so that
-// nothing waits for it.
+// Rows of both are of keys, and a lane's scores (backward_scores.cuh) are of neighbouring queries.
+// So lanes read a row's neighbours, two elements of a bias or 16 bytes of a mask at a time, and
+// hand them on to the lanes that have their scores: a bias by movmatrix, a mask as bits. They are
+// asked for in front of the product that hides the way, and stay as they came until behind it.
+//
+// In registers, not by way of shared memory: there is no room for a tile of bias beside those of
+// 128 columns in 99 KiB, nor for one of float32 in 163 KiB, and dbias has none at all.
 #pragma once
 
 #include "cuda/attention/backward_scores.cuh"
