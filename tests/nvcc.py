@@ -68,16 +68,34 @@ def machine_code(binary: Path) -> dict[str, str]:
     return {part.partition("\n")[0]: part for part in parts}
 
 
+def instructions(code: str) -> list[tuple[int, str]]:
+    """(address, text) of a kernel's machine code."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
+    return [(int(address, 16), text) for address, text in found]
+
+
 def loops(code: str) -> list[str]:
     """Of a kernel's machine code: the instructions from where a branch goes back to up to it."""
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
-    instructions = [(int(address, 16), text) for address, text in found]
+    code = instructions(code)
     back = [
         (int(target[1], 16), address)
-        for address, text in instructions
+        for address, text in code
         if (target := re.search(r"BRA.*?(0x[0-9a-f]+)", text)) and int(target[1], 16) < address
     ]
     return [
-        "\n".join(text for address, text in instructions if first <= address <= last)
+        "\n".join(text for address, text in code if first <= address <= last)
         for first, last in back
     ]
+
+
+def products_on_the_way(code: str) -> list[int]:
+    """For each matrix that movmatrix transposes: how many products stand between the load of its
+    elements and that."""
+    texts = [text for _, text in instructions(code)]
+    found = []
+    for i, text in enumerate(texts):
+        if source := re.search(r"MOVM\S* R\d+, (R\d+)", text):
+            load = re.compile(rf"LDG\S* {source[1]},")
+            first = max(j for j in range(i) if load.search(texts[j]))
+            found.append(sum("HMMA" in between for between in texts[first:i]))
+    return found

@@ -67,6 +67,7 @@ def test_lengths(lengths, dtype):
             check(Case(dtype, 64, batch=1, heads=1, seq_q=seq_q, seq_k=seq_k, **window))
 
 
+WINDOW = dict(window_left=40, window_right=20)
 # Of one key, beyond the keys, behind the diagonal, narrower and wider than a tile.
 WINDOWS = [(0, 0), (5, 3), (0, -1), (-1, 5), (63, 0), (100, 30), (1000, 0)]
 
@@ -188,7 +189,7 @@ LAID_OUT = Case(
 @half_and_float
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_tensor_in_each_layout(layout, dtype):
-    """Bit for bit, whether rows are copied by 16 bytes or by elements."""
+    """Bit for bit, whether rows are copied by 16 bytes, by 8, by 4 or by elements."""
     case = replace(LAID_OUT, dtype=dtype)
     t = case.tensors()
     expected = forward(case, t)
@@ -200,12 +201,12 @@ def test_each_tensor_in_each_layout(layout, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("name", ["query", "key", "value", "output", "bias"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "output", "bias", "mask"])
 def test_one_tensor_that_is_not_aligned(monkeypatch, name, dtype):
     case = replace(LAID_OUT, dtype=dtype, head_dim=40)
     t = case.tensors()
     expected = forward(case, t)
-    for misalign in (dtype.itemsize, 8):
+    for misalign in {dtype.itemsize, 4, 8}:
         on_cuda(monkeypatch, ops=("forward",), misalign=misalign, misaligned=name)
         assert_same(forward(case, t), expected)
 
@@ -302,6 +303,7 @@ ONE_PASS = {
     "40 and 72": Case(BF16, 40, 72, heads=4, kv_heads=2, seq_q=150, seq_k=230, **CAUSAL),
     "128, window": Case(F16, 128, batch=1, seq_q=300, seq_k=200, window_left=20, window_right=5),
     "256": Case(BF16, 256, batch=1, seq_q=150, seq_k=100, window_right=0),
+    "36 and 70": Case(BF16, 36, 70, batch=1, seq_q=150, seq_k=130),  # rows in pieces of 8 and 4
     "8": Case(BF16, 8, batch=1, seq_q=150, seq_k=230),
     "float32": Case(F32, 64, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
     "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
@@ -356,12 +358,33 @@ def test_pages_are_read_once(cuda):
 
 
 @dtypes
-def test_shared_memory_fits_every_device(cuda, dtype):
-    """A block's limit is 99 KiB on sm_86, sm_89 and sm_120, and more elsewhere."""
+@pytest.mark.parametrize("limit", [99, 163, 227])
+def test_shared_memory_fits_every_device(monkeypatch, limit, dtype):
+    """Of compute capability 8.6, 8.9 and 12.0, of 8.0, and of 9.0 and 10.0."""
+    cuda = on_cuda(monkeypatch, ops=("forward",), shared=limit * 1024)
     for head_dim in (64, 128, 256, 512):
         for terms in ({}, dict(bias="")):
             call = counted(cuda, Case(dtype, head_dim, batch=1, heads=1, seq_q=3, seq_k=5, **terms))
-            assert 0 < call["shared"] <= 99 * 1024
+            assert 0 < call["shared"] <= limit * 1024
+            # A multiprocessor has 1 KiB more than a block may have, and keeps 1 KiB of each.
+            two_fit = 2 * (call["shared"] + 1024) <= (limit + 1) * 1024
+            if dtype in TILED and head_dim <= 256:
+                assert two_fit == (head_dim <= 128 or limit == 227)
+
+
+@pytest.mark.parametrize("dtype", TILED, ids=str)
+@pytest.mark.parametrize("shared", [99, 163])
+def test_tiles_of_fewer_keys_where_shared_memory_is_short(monkeypatch, shared, dtype):
+    """So that two blocks fit; the bytes that are read and written stay the same."""
+    cuda = on_cuda(monkeypatch, ops=("forward",), shared=shared * 1024)
+    for head_dim, value_dim, window in ((72, 128, {}), (128, 72, CAUSAL), (96, 96, WINDOW)):
+        for lengths in ((150, 230), (129, 33), (1, 65), (130, 31)):
+            case = Case(dtype, head_dim, value_dim, batch=1, heads=2, kv_heads=1, seq_q=lengths[0],
+                        seq_k=lengths[1], **window)  # fmt: skip
+            check(case)
+            (launch,) = cuda.done[-1]["launched"]
+            assert launch.shared == 128 * (128 + 2 * (32 if shared == 99 else 64)) * 2
+            assert cuda.done[-1]["read"] == sum(once_per_tile(case, 128))
 
 
 # ---- every instance, in every build --------------------------------------------------------------
@@ -373,6 +396,10 @@ def test_each_instance(monkeypatch, build):
     calls = on_cuda(monkeypatch, ops=("forward",), build=build, seed=1)
     for case in INSTANCES:
         check(case)
+    calls.shared = 99 * 1024
+    for case in INSTANCES:
+        if case.dtype in TILED and case.head_dim == 72 and case.bias is None:
+            check(case)
     assert calls.instances == forward_instances(build)
 
 

@@ -125,6 +125,20 @@ def test_dtypes_of_bias_and_sinks(dtype, other):
         check(Case(dtype, 32, heads=3, seq_q=60, seq_k=40, sinks=other, alibi="b", **CAUSAL))
 
 
+@pytest.mark.parametrize("dtype", TILED, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 72, 160])
+def test_rows_of_bias_and_mask_that_no_16_bytes_divide(head_dim, dtype):
+    """Of a mask those that 16 bytes divide, 4, 2 or one; of a bias in pairs or one by one."""
+    for seq_k in (144, 148, 146, 145):
+        case = Case(dtype, head_dim, batch=1, heads=1, seq_q=70, seq_k=seq_k, bias="q", mask="q",
+                    window_left=100, window_right=60)  # fmt: skip
+        check(case)
+        if seq_k == 148:
+            check(replace(case, bias_dtype=F32, dropout_p=0.3, key_offset=3))
+        if seq_k == 145:
+            check(replace(case, bias="b", mask="b"))  # one row for all queries
+
+
 @dtypes
 @pytest.mark.parametrize(
     "options",
@@ -238,7 +252,7 @@ LAID_OUT = Case(
 @half_and_float
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_tensor_in_each_layout(monkeypatch, layout, dtype):
-    """Bit for bit, whether rows are copied by 16 bytes or by elements."""
+    """Bit for bit, whether rows are copied by 16 bytes, by 8, by 4 or by elements."""
     on_cuda(monkeypatch, ops=("backward",), deterministic=True)
     case = replace(LAID_OUT, dtype=dtype)
     t = case.tensors()
@@ -253,13 +267,15 @@ def test_each_tensor_in_each_layout(monkeypatch, layout, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("name", "query key value doutput output dquery dkey dvalue bias".split())
+@pytest.mark.parametrize(
+    "name", "query key value doutput output dquery dkey dvalue bias mask".split()
+)
 def test_one_tensor_that_is_not_aligned(monkeypatch, name, dtype):
     case = replace(LAID_OUT, dtype=dtype, head_dim=40, dlse=True)
     t = case.tensors()
     outputs = forward(case, t)
     found = []
-    for misalign in (0, dtype.itemsize, 8):
+    for misalign in sorted({0, dtype.itemsize, 4, 8}):
         on_cuda(monkeypatch, ops=("backward",), misalign=misalign, misaligned=name,
                 deterministic=True)  # fmt: skip
         found.append(backward(case, t, outputs))
@@ -386,6 +402,7 @@ ONE_PASS = {
     "40 and 72": Case(BF16, 40, 72, batch=1, heads=4, kv_heads=2, seq_q=150, seq_k=230, **CAUSAL),
     "128, window": Case(F16, 128, batch=1, seq_q=300, seq_k=200, window_left=20, window_right=5),
     "256": Case(BF16, 256, batch=1, seq_q=150, seq_k=100, window_right=0),
+    "36 and 70": Case(BF16, 36, 70, batch=1, seq_q=150, seq_k=130),  # rows in pieces of 8 and 4
     "float32": Case(F32, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
     "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
 }  # fmt: skip
@@ -428,6 +445,45 @@ def test_one_pass(cuda, name, deterministic):
     turns = 64 * call["splits"] * -(-case.seq_q // tile) if deterministic else 0
     assert read <= call["read"] <= read + more + turns
     assert written <= call["written"] <= written + more + turns
+
+
+def read_by_terms(cuda, case: Case, **terms) -> int:
+    """What a bias or a mask adds to the bytes that the gradients of Q, K and V take."""
+    wanted = ("query", "key", "value")
+    with_terms = counted(cuda, replace(case, **terms), wanted=wanted)
+    return with_terms["read"] - counted(cuda, case, wanted=wanted)["read"]
+
+
+def rows_of_warps(case: Case) -> list[torch.Tensor]:
+    """For each 16 keys, which a warp has: the queries that see any of them, before any mask."""
+    return [keys[keys.any(1)] for keys in case.allowed().split(16, 1)]
+
+
+@pytest.mark.parametrize("name", ["64", "64, causal", "128, window", "256"])
+def test_terms_of_scores_are_read_once(cuda, name):
+    """For each tile of keys, which has each score once: in rows of 16 keys, or one by one where two
+    bytes divide no pair of them; to the byte. Where queries share a row, less."""
+    case = replace(ONE_PASS[name], dtype=BF16)
+    heads = case.batch * case.heads
+    for seq_k in (112, 111):
+        case = replace(case, seq_k=seq_k)
+        scores, rows = heads * int(case.allowed().sum()), rows_of_warps(case)
+        in_rows = heads * sum(row.numel() for row in rows)
+        in_pairs = in_rows if seq_k % 2 == 0 else scores
+        assert read_by_terms(cuda, case, bias="bhq") == 2 * in_pairs
+        assert read_by_terms(cuda, case, bias="bhq", bias_dtype=F32) == 4 * scores
+        assert read_by_terms(cuda, case, mask="bhq") == in_rows
+        assert 0 < read_by_terms(cuda, case, bias="bh") <= 2 * in_rows
+        assert 0 < read_by_terms(cuda, case, mask="bh") <= in_rows
+
+
+def test_terms_of_scores_are_read_once_for_dbias(cuda):
+    """By two kernels, which read all else alike whatever the dtype of the bias."""
+    case = Case(BF16, 64, batch=1, heads=2, seq_q=150, seq_k=112, bias="bhq", **CAUSAL)
+    scores, rows = int(case.allowed().sum()), rows_of_warps(case)
+    read = [counted(cuda, replace(case, bias_dtype=dtype))["read"] for dtype in (F32, BF16)]
+    in_rows = sum(row.numel() for row in rows)
+    assert read[0] - read[1] == 2 * case.heads * (4 * scores - 2 * in_rows)
 
 
 @pytest.mark.parametrize("name", [name for name in ONE_PASS if "float" in name])

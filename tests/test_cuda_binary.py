@@ -26,6 +26,10 @@ COMPILED = [(source, arch) for source in SOURCES for arch in ARCHITECTURES]
 COMPILED += [(source, arch) for source in ATTENTION for arch in ATTENTION_ARCHITECTURES]
 WITHOUT_KERNELS = ("attention/backend.cu",)
 # Kernels whose main loop multiplies on tensor cores what cp.async brings.
+OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
+PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")
+# Kernels that ask for pairs of a bias in front of the product that these are added to, by bucket.
+WITH_BIAS = r"attention_(backward_kernel\S*Li(\d+)ELb1E|dbias_kernel\S*Li(\d+)E)"
 ON_TENSOR_CORES = r"attention_(forward|backward)_kernel|attention_decode_kernel.*TensorTile"
 
 
@@ -53,7 +57,14 @@ def test_kernels_of_a_release_do_not_spill(tmp_path, source, arch):
     assert nvcc.resources(binary) or source in WITHOUT_KERNELS
     check(binary)
     for name, code in nvcc.machine_code(binary).items():
+        if match := re.search(WITH_BIAS, name):
+            bucket, products = int(match[2] or match[3]), nvcc.products_on_the_way(code)
+            queries = 16 if bucket == 256 or match[3] else 32  # of a strip, see table.h
+            whole = bucket // 16 * queries // 8  # of keys by queries, 16 columns and 8 queries each
+            assert products and min(products) >= whole, f"{name} waits for a bias: {products}"
         if re.search(ON_TENSOR_CORES, name):
             main = [loop for loop in nvcc.loops(code) if "HMMA" in loop and "LDGSTS" in loop]
             assert main, f"{name} has no loop of tensor cores and asynchronous copies"
             assert not re.search("LDL|STL", "".join(main)), f"{name} has local memory in its loop"
+            for piece in PIECES if re.search(OF_TILES, name) else ():
+                assert re.search(piece, "".join(main)), f"{name} has no {piece} in its loop"

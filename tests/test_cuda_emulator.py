@@ -26,6 +26,10 @@ CAUGHT_BY = {
     "overwrite_in_flight": ("plain", "wrong value"),
     "copy_into_what_is_read": ("thread", "data race"),
     "copy_twice_in_flight": ("plain", "cp.async into a buffer whose last is in flight"),
+    "misaligned_copy": ("address", "misaligned address"),
+    "read_few_before_the_wait": ("plain", "wrong value"),
+    "copy_into_a_part_in_flight": ("plain", "cp.async into a buffer whose last is in flight"),
+    "copy_that_is_left_out": ("plain", "wrong value: output[33] is 40, not 33"),
     "end_in_flight": ("plain", "a thread ends with a cp.async in flight"),
     "extra_pass": ("plain", "read 512 written 256"),
 }

@@ -93,6 +93,14 @@ __device__ __forceinline__ void ldmatrix(uint32_t (&d)[kMatrices], const void* r
   }
 }
 
+// The transpose of an 8 x 8 matrix of 16-bit elements: a lane gives row g, columns 2t and 2t + 1,
+// and receives column g, rows 2t and 2t + 1.
+__device__ __forceinline__ uint32_t movmatrix_transposed(uint32_t pair) {
+  uint32_t turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
 // ---- asynchronous copies, global to shared ------------------------------------------------------
 
 // 16 aligned bytes; with `valid` false, 16 zero bytes and no read.
@@ -101,6 +109,17 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global),
                "r"(bytes)
+               : "memory");
+}
+
+// The same of kBytes, 4 or 8, as aligned; these go through the L1.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_few(void* shared, const void* global, bool valid = true) {
+  static_assert(kBytes == 4 || kBytes == 8);
+  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int bytes = valid ? kBytes : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(global),
+               "n"(kBytes), "r"(bytes)
                : "memory");
 }
 

@@ -110,26 +110,65 @@ void ldmatrix(uint32_t (&d)[kMatrices], const void* row) {
   }
 }
 
+inline uint32_t movmatrix_transposed(uint32_t pair) {
+  const emulator::Exchange all(detail::kAllLanes, "movmatrix", &pair, sizeof(pair));
+  const int g = emulator::self().lane / 4, t = emulator::self().lane % 4;
+  uint32_t turned = 0;
+  for (int which = 0; which < 2; ++which) {
+    uint32_t of_row;
+    all.get(4 * (2 * t + which) + g / 2, &of_row);
+    turned |= (of_row >> g % 2 * 16 & 0xffffu) << which * 16;
+  }
+  return turned;
+}
+
 // ---- asynchronous copies ------------------------------------------------------------------------
 
 namespace detail {
 
-struct alignas(16) Bytes16 {
-  uint64_t half[2];
+// Of a copy, with its alignment, which the sanitizer of undefined behaviour looks at.
+template <int kBytes>
+struct alignas(kBytes) CopiedBytes {
+  unsigned char byte[kBytes];
 };
+
+// The target is poison from here to the wait that the data arrives with.
+template <int kBytes>
+void begin_copy(void* shared, const void* global, bool valid) {
+  const auto* const begin = static_cast<const char*>(shared);
+  for (const auto& group : emulator::copies_in_flight()) {
+    for (const emulator::Copy& copy : group) {
+      const auto* const other = static_cast<const char*>(copy.shared);
+      if (begin < other + copy.bytes && other < begin + kBytes) {
+        emulator::fail("cp.async into a buffer whose last is in flight");
+      }
+    }
+  }
+  auto* target = static_cast<CopiedBytes<kBytes>*>(shared);
+  CopiedBytes<kBytes> poison;
+  std::memset(&poison, emulator::kPoison, kBytes);
+  *target = poison;
+  emulator::copies_in_flight().back().push_back({shared, global, kBytes, valid});
+}
+
+template <int kBytes>
+void end_copy(const emulator::Copy& copy) {
+  using Bytes = CopiedBytes<kBytes>;
+  if (copy.valid) emulator::count_read(kBytes);
+  *static_cast<Bytes*>(copy.shared) =
+      copy.valid ? *static_cast<const Bytes*>(copy.global) : Bytes{};
+}
 
 }  // namespace detail
 
-// The target is poison from here to the wait that the data arrives with.
 inline void cp_async_16(void* shared, const void* global, bool valid = true) {
-  for (const auto& group : emulator::copies_in_flight()) {
-    for (const emulator::Copy& copy : group) {
-      if (copy.shared == shared) emulator::fail("cp.async into a buffer whose last is in flight");
-    }
-  }
-  auto* target = static_cast<detail::Bytes16*>(shared);
-  *target = {{~uint64_t{0}, ~uint64_t{0}}};
-  emulator::copies_in_flight().back().push_back({shared, global, valid});
+  detail::begin_copy<16>(shared, global, valid);
+}
+
+template <int kBytes>
+void cp_async_few(void* shared, const void* global, bool valid = true) {
+  static_assert(kBytes == 4 || kBytes == 8);
+  detail::begin_copy<kBytes>(shared, global, valid);
 }
 
 inline void cp_async_commit() { emulator::copies_in_flight().emplace_back(); }
@@ -139,9 +178,9 @@ void cp_async_wait() {
   auto& groups = emulator::copies_in_flight();
   while (groups.size() > kPending + 1) {
     for (const emulator::Copy& copy : groups.front()) {
-      if (copy.valid) emulator::count_read(16);
-      *static_cast<detail::Bytes16*>(copy.shared) =
-          copy.valid ? *static_cast<const detail::Bytes16*>(copy.global) : detail::Bytes16{};
+      if (copy.bytes == 16) detail::end_copy<16>(copy);
+      if (copy.bytes == 8) detail::end_copy<8>(copy);
+      if (copy.bytes == 4) detail::end_copy<4>(copy);
     }
     groups.erase(groups.begin());
   }

@@ -82,6 +82,7 @@ void count_written(size_t bytes);
 struct Copy {
   void* shared;
   const void* global;
+  int bytes;
   bool valid;
 };
 std::vector<std::vector<Copy>>& copies_in_flight();

@@ -236,6 +236,66 @@ void copy_twice_in_flight(const float* input, float* output) {
   store_global(output + thread(), values[thread()]);
 }
 
+// Copies of 8 bytes, that begin 4 bytes beyond a multiple of 8.
+template <bool kFault>
+void misaligned_copy(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  const int i = 2 * thread() + kFault;
+  if (thread() < kThreads / 2 - 1) cp_async_few<8>(values + i, input + i);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  store_global(output + thread(), thread() < kThreads - 2 - kFault
+                                      ? values[thread() + kFault] - kFault
+                                      : load_global(input + thread()));
+}
+
+// As read_before_the_wait, of copies of 4 bytes.
+template <bool kFault>
+void read_few_before_the_wait(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  cp_async_few<4>(values + thread(), input + thread());
+  cp_async_commit();
+  if (!kFault) cp_async_wait<0>();
+  __syncthreads();
+  store_global(output + thread(), values[thread()]);
+  if (kFault) cp_async_wait<0>();
+}
+
+// A copy of 4 bytes into the second half of one of 8 that has not arrived.
+template <bool kFault>
+void copy_into_a_part_in_flight(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  const int i = 2 * thread();
+  if (thread() < kThreads / 2) {
+    cp_async_few<8>(values + i, input + i);
+    if (!kFault) cp_async_commit(), cp_async_wait<0>();
+    cp_async_few<4>(values + i + 1, input + i + 1);
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  store_global(output + thread(), values[thread()]);
+}
+
+// A copy that is left out zeroes its target.
+template <bool kFault>
+void copy_that_is_left_out(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  values[thread()] = 7.0f;
+  const bool valid = thread() != 33;
+  if (valid || !kFault) cp_async_few<4>(values + thread(), input + thread(), valid);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  const float value = load_global(input + thread());
+  store_global(output + thread(), valid ? values[thread()] : value + values[thread()]);
+}
+
 // A copy that nobody waits for.
 template <bool kFault>
 void end_in_flight(const float* input, float* output) {
@@ -369,6 +429,10 @@ const std::map<std::string, Pair> kPairs = {
     {"overwrite_in_flight", {PAIR(run, overwrite_in_flight)}},
     {"copy_into_what_is_read", {PAIR(run, copy_into_what_is_read), 1}},
     {"copy_twice_in_flight", {PAIR(run, copy_twice_in_flight)}},
+    {"misaligned_copy", {PAIR(run, misaligned_copy)}},
+    {"read_few_before_the_wait", {PAIR(run, read_few_before_the_wait)}},
+    {"copy_into_a_part_in_flight", {PAIR(run, copy_into_a_part_in_flight)}},
+    {"copy_that_is_left_out", {PAIR(run, copy_that_is_left_out)}},
     {"end_in_flight", {PAIR(run, end_in_flight)}},
     {"add_across_blocks", {PAIR(run_sum, add_across_blocks)}},
     {"tickets", {PAIR(run_tickets, tickets)}},

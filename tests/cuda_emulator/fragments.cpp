@@ -1,7 +1,7 @@
-// The fragment layouts of mma and ldmatrix, held against the PTX ISA's own words (sections "Matrix
-// Fragments for mma.m16n8k16", "... mma.m16n8k8" and "ldmatrix"): where each element of a matrix
-// lies is written down here as that text has it, element by element, and the product must be right.
-// Ends with 0 if everything is, else it names what is wrong.
+// The fragment layouts of mma, ldmatrix and movmatrix, held against the PTX ISA's own words
+// (sections "Matrix Fragments for mma.m16n8k16", "... mma.m16n8k8", "ldmatrix" and "movmatrix"):
+// where each element of a matrix lies is written down here as that text has it, element by element,
+// and the product must be right. Ends with 0 if everything is, else it names what is wrong.
 #include <cstdio>
 #include <memory>
 
@@ -150,6 +150,18 @@ bool loads_right() {
   return *wrong == 0;
 }
 
+// "movmatrix.m8n8.trans.b16: a thread holds elements 2 (T % 4) and 2 (T % 4) + 1 of row T / 4 of
+// the source, and of the destination, which is the transpose."
+void turn_matrix(int* wrong) {
+  const int lane = static_cast<int>(threadIdx.x), row = lane / 4, column = 2 * (lane % 4);
+  const auto element = [](int r, int c) { return static_cast<uint32_t>(1000 + 8 * r + c); };
+  const uint32_t turned =
+      movmatrix_transposed(element(row, column) | element(row, column + 1) << 16);
+  if (turned != (element(column, row) | element(column + 1, row) << 16)) {
+    __atomic_fetch_add(wrong, 1, __ATOMIC_RELAXED);
+  }
+}
+
 // Every lane of a warp of two: the collectives.
 void collectives(int* wrong) {
   const int lane = static_cast<int>(threadIdx.x);
@@ -178,5 +190,9 @@ int main() {
   auto wrong = std::make_unique<int>(0);
   launch<collectives>({.blocks = 1, .threads = 32}, nullptr, wrong.get());
   if (*wrong) std::printf("collectives: %d lanes wrong\n", *wrong);
+  right &= *wrong == 0;
+  *wrong = 0;
+  launch<turn_matrix>({.blocks = 1, .threads = 32}, nullptr, wrong.get());
+  if (*wrong) std::printf("movmatrix: %d lanes wrong\n", *wrong);
   return right && *wrong == 0 ? 0 : 1;
 }

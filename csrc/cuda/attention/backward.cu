@@ -26,6 +26,7 @@
 #include "cuda/attention/backward_bias.h"
 #include "cuda/attention/backward_query.cuh"
 #include "cuda/attention/backward_scores.cuh"
+#include "cuda/attention/backward_terms.cuh"
 #include "cuda/launch.cuh"
 
 namespace onepass::cuda {
@@ -243,24 +244,23 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
           kept = draw_transposed<kTiles>(block->dropout, args,
                                          random_head(args, block->batch, turn->head), place());
         }
+        const StripTerms<kTiles> from_memory(args, terms(), place());
         multiply_keys();
         float tangent[kTiles][4];
-        const uint32_t counts = counting_scores<kTiles>(args, terms(), place());
-        bend_scores(p, tangent, args, terms(), place());
-        for_each_bias<kTiles>(args, terms(), counts, place(),
-                              [&](int j, float bias) { p[j / 4][j % 4] += bias; });
+        const uint32_t counts = from_memory.counts(args, thread_index() % kLanes);
+        bend_scores(p, tangent, args, work.numbers, terms(), place());
+        from_memory.add_bias(p, args);
         term_probabilities(p, counts, place());
         multiply_values();
         term_gradients(p, ds, counts, kept, block->dropout.scale, place());
         add_slope_gradient(dslope, ds, args, terms(), place());
-        bend_gradients(ds, tangent, counts, args);
+        bend_gradients(ds, tangent, counts, work.numbers);
         ONEPASS_UNROLL
         for (int j = 0; j < 4 * kTiles; ++j) seen_by_any |= (counts >> j & 1) << j % 4 / 2;
       } else {
         multiply_keys();
         multiply_values();
-        plain_gradients(p, ds, place(), static_cast<float>(args.scale) * kLog2e,
-                        block->is_whole(args, *turn, kTile));
+        plain_gradients(p, ds, place(), work.numbers.unit, block->is_whole(args, *turn, kTile));
       }
       uint32_t p_a[kSteps][4];
       ONEPASS_UNROLL
@@ -390,16 +390,11 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     const auto to = rows_of<T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
     store_tile<kRows>(key, to, warp_index() * kRows, block->first_key, block->keys);
   };
-  store(args.dkey, dkey, args.head_dim, static_cast<float>(args.scale));
+  store(args.dkey, dkey, args.head_dim, work.numbers.scale);
   store(args.dvalue, dvalue, args.value_dim, kTerms ? block->dropout.scale : 1.0f);
 }
 
 // ---- plan and run -------------------------------------------------------------------------------
-
-bool has_terms(const AttentionBackward& args) {
-  return args.bias.data || args.mask.data || args.alibi_slopes || args.seed ||
-         args.softcap != 0.0 || !(args.scale > 0.0);
-}
 
 // How a call is cut up, and what the workspace has: the sums of dQ and the counters of blocks,
 // which begin at zero; the ends; what dbias needs. Linear in the rows of query:
@@ -445,6 +440,7 @@ void run_backward(const AttentionBackward& args, const Plan& plan, void* workspa
   auto* const counters = reinterpret_cast<uint32_t*>(sums + shape.sums);
   auto* const behind = reinterpret_cast<char*>(counters + shape.counters);
   BackwardWork work{.ends = ends_in(behind, args, shape.key_tiles),
+                    .numbers = ScoreNumbers(args),
                     .dquery = args.dquery.data ? sums : nullptr,
                     .ticket = shape.counters > 0 ? counters : nullptr,
                     .turns = counters + 1,

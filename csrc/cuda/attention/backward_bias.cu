@@ -10,6 +10,7 @@
 // each other's loads.
 #include "cuda/attention/backward_bias.h"
 #include "cuda/attention/backward_scores.cuh"
+#include "cuda/attention/backward_terms.cuh"
 #include "cuda/launch.cuh"
 
 namespace onepass::cuda {
@@ -19,6 +20,7 @@ namespace {
 
 struct BiasWork {
   BackwardEnds ends;
+  ScoreNumbers numbers;
   float* partials;  // (parts, dbias_numel), or null where a block has all that it adds up
   int64_t batches;  // of dbias: 1 where they are summed
   int64_t heads;
@@ -28,6 +30,7 @@ struct BiasWork {
 
   BiasWork(const AttentionBackward& args, const AttentionTile& tile)
       : ends{},
+        numbers(args),
         partials(nullptr),
         batches(args.dbias.batch_stride != 0 ? args.batch : 1),
         heads(args.dbias.head_stride != 0 ? args.heads : 1),
@@ -60,7 +63,44 @@ __device__ __forceinline__ void store_bias(const AttentionBackward& args, const 
 
 // ---- the kernels --------------------------------------------------------------------------------
 
-// Queries of a head whose dS a block adds to its sums. In shared memory, as registers are short.
+// A block's tile of dbias, and which of the scores are summed to it: those of `heads` heads for
+// each of the batches, and of `tiles` tiles of queries. In shared memory, as registers are short
+// and divisions long.
+struct BiasBlock {
+  Dropout dropout;
+  int first_key;
+  int batch;
+  int head;
+  int part;
+  int heads;
+  int first_tile;
+  int tiles;
+  int turns;
+
+  __device__ __forceinline__ BiasBlock(const AttentionBackward& args, const BiasWork& work,
+                                       const AttentionTile& tile)
+      : dropout(dropout_of(args)), heads(static_cast<int>(args.heads / work.heads)) {
+    int64_t rest = blockIdx.x;
+    const auto take = [&](int64_t count) {
+      const auto index = static_cast<int>(rest % count);
+      rest /= count;
+      return index;
+    };
+    first_key = take(work.key_tiles) * tile.keys - tile_shift(args);
+    part = take(work.parts);
+    head = take(work.heads);
+    batch = static_cast<int>(rest);
+    const bool sums_rows = args.dbias.row_stride == 0;
+    const auto begin = [&](int64_t index) {
+      return static_cast<int>(sums_rows ? work.query_tiles * index / work.parts : index);
+    };
+    first_tile = begin(part);
+    tiles = begin(part + 1) - first_tile;
+    turns = static_cast<int>(args.batch / work.batches) * heads * tiles;
+  }
+};
+
+// Queries of a head whose dS a block adds to its sums; likewise.
 struct BiasTurn {
   Sequence sequence;
   int batch;
@@ -81,43 +121,33 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
   const RowTile key = RowTile::take(shared, kKeys), value = RowTile::take(shared, kKeys);
   const RowTile query = RowTile::take(shared, kQueries), doutput = RowTile::take(shared, kQueries);
   const QueryTile<kQueries> numbers = {shared.take<float>(kQueryNumbers * kQueries)};
+  auto* const block = shared.take<BiasBlock>(1);
   auto* const turn = shared.take<BiasTurn>(1);
+  if (thread_index() == 0) *block = BiasBlock(args, work, kTile);
+  __syncthreads();
 
-  const auto first_key = [&] {
-    return static_cast<int>(blockIdx.x % work.key_tiles) * kKeys - tile_shift(args);
-  };
-  const auto part = [&] { return blockIdx.x / work.key_tiles % work.parts; };
-  const auto head = [&] { return blockIdx.x / work.key_tiles / work.parts % work.heads; };
-  const auto batch = [&] { return blockIdx.x / work.key_tiles / work.parts / work.heads; };
   // Of the warp, from the thread's index read anew: nothing of it is kept in registers.
   const auto top = [] { return thread_index() / kLanes % kGroups * 16; };
   const auto left = [] { return thread_index() / kLanes / kGroups * (kQueries / kParts); };
 
-  const bool sums_rows = args.dbias.row_stride == 0;
-  const auto first_tile = [&](int64_t index) {
-    return static_cast<int>(sums_rows ? work.query_tiles * index / work.parts : index);
-  };
-  const auto tiles = [&] { return first_tile(part() + 1) - first_tile(part()); };
-  const auto heads = [&] { return static_cast<int>(args.heads / work.heads); };
-  const int turns = static_cast<int>(args.batch / work.batches) * heads() * tiles();
   float sum[kStrips * kTiles][4] = {};
   ONEPASS_ROLL
-  for (int i = 0; i < turns; ++i) {
+  for (int i = 0; i < block->turns; ++i) {
     BiasTurn next{};
-    next.batch = static_cast<int>(batch()) + i / tiles() / heads();
-    next.head = static_cast<int>(head()) + i / tiles() % heads();
-    next.first = (first_tile(part()) + i % tiles()) * kQueries;
+    next.batch = block->batch + i / block->tiles / block->heads;
+    next.head = block->head + i / block->tiles % block->heads;
+    next.first = (block->first_tile + i % block->tiles) * kQueries;
     next.sequence = sequence_of(args, next.batch);
     const auto queries = static_cast<int>(next.sequence.queries);
-    if (next.first >= queries || first_key() >= next.sequence.keys) continue;
+    if (next.first >= queries || block->first_key >= next.sequence.keys) continue;
     const int last = next.first + kQueries < queries ? next.first + kQueries : queries;
     const SeenKeys seen = seen_keys(args, next.sequence, next.first, last);
-    if (seen.first >= first_key() + kKeys || seen.last <= first_key()) continue;
+    if (seen.first >= block->first_key + kKeys || seen.last <= block->first_key) continue;
     __syncthreads();  // the last turn's tiles have been used
     const auto load_keys = [&](const RowTile& target, const Strided& tensor, int64_t cols) {
       const auto kv_head = next.head / static_cast<int>(args.heads / args.kv_heads);
       const auto from = rows_of<const T>(tensor, next.batch, kv_head, next.sequence.first_k, cols);
-      load_tile<kKeys, kThreads>(target, from, first_key(), static_cast<int>(seen.first),
+      load_tile<kKeys, kThreads>(target, from, block->first_key, static_cast<int>(seen.first),
                                  static_cast<int>(seen.last));
     };
     const auto load_queries = [&](const RowTile& target, const Strided& tensor, int64_t cols) {
@@ -132,8 +162,8 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
     if (const int q = thread_index(); q < kQueries) {
       const QueryMemory memory =
           load_query_memory(args, work.ends, next.sequence, next.batch, next.head, next.first + q);
-      numbers.put(
-          q, query_numbers<true>(args, next.sequence, memory, next.first + q, first_key(), kKeys));
+      numbers.put(q, query_numbers<true>(args, next.sequence, memory, next.first + q,
+                                         block->first_key, kKeys));
     }
     if (thread_index() == 0) *turn = next;
     cp_async_wait<0>();
@@ -144,41 +174,43 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
       const auto column = [&] { return left() + strip * kBiasStrip; };
       const auto place = [&] {
         return Strip<kQueries>{numbers, thread_index() % kLanes, column(),
-                               top(),   turn->first + column(),  first_key() + top()};
+                               top(),   turn->first + column(),  block->first_key + top()};
       };
       const auto terms = [&] { return HeadTerms(args, turn->sequence, turn->batch, turn->head); };
       uint32_t kept = ~0u;
       if (args.seed) {
-        kept = draw_transposed<kTiles>(dropout_of(args), args,
+        kept = draw_transposed<kTiles>(block->dropout, args,
                                        random_head(args, turn->batch, turn->head), place());
       }
+      const StripTerms<kTiles> from_memory(args, terms(), place());
       float p[kTiles][4] = {}, ds[kTiles][4] = {}, tangent[kTiles][4];
       const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
       const int row = top();
       add_scores<T>(p, query, lanes, column(), slabs_of(args.head_dim),
                     [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, row, k); });
-      const uint32_t counts = counting_scores<kTiles>(args, terms(), place());
-      bend_scores(p, tangent, args, terms(), place());
-      for_each_bias<kTiles>(args, terms(), counts, place(),
-                            [&](int j, float bias) { p[j / 4][j % 4] += bias; });
+      const uint32_t counts = from_memory.counts(args, thread_index() % kLanes);
+      bend_scores(p, tangent, args, work.numbers, terms(), place());
+      from_memory.add_bias(p, args);
       term_probabilities(p, counts, place());
       add_scores<T>(ds, doutput, lanes, column(), slabs_of(args.value_dim),
                     [&](uint32_t (&a)[4], int k) { load_a<false>(a, value, lanes, row, k); });
-      term_gradients(p, ds, counts, kept, dropout_of(args).scale, place());
+      term_gradients(p, ds, counts, kept, block->dropout.scale, place());
       ONEPASS_UNROLL
       for (int j = 0; j < 4 * kTiles; ++j) sum[strip * kTiles + j / 4][j % 4] += ds[j / 4][j % 4];
     }
   }
 
-  const int64_t base = batch() * args.dbias.batch_stride + head() * args.dbias.head_stride;
+  const bool sums_rows = args.dbias.row_stride == 0;
+  const int64_t base =
+      block->batch * args.dbias.batch_stride + block->head * args.dbias.head_stride;
   const int t = lane_index() % 4;
-  const auto key_of = [&](int r) { return first_key() + top() + lane_index() / 4 + 8 * r; };
+  const auto key_of = [&](int r) { return block->first_key + top() + lane_index() / 4 + 8 * r; };
   const auto has = [&](int j) { return 0 <= j && j < args.seq_k; };
   visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
     if (!sums_rows) {
       ONEPASS_UNROLL
       for (int j = 0; j < 4 * kStrips * kTiles; ++j) {
-        const int64_t i = part() * kQueries + left() + j / 4 * 8 + 2 * t + j % 2;
+        const int64_t i = block->part * kQueries + left() + j / 4 * 8 + 2 * t + j % 2;
         if (i >= args.seq_q || !has(key_of(j % 4 / 2))) continue;
         store_bias<B>(args, work, 0, base + i * args.dbias.row_stride + key_of(j % 4 / 2),
                       sum[j / 4][j % 4]);
@@ -205,7 +237,7 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
     ONEPASS_UNROLL
     for (int r = 0; r < 2; ++r) {
       if (t == 0 && has(key_of(r))) {
-        store_bias<B>(args, work, part(), base + key_of(r), of_key[r]);
+        store_bias<B>(args, work, block->part, base + key_of(r), of_key[r]);
       }
     }
   });

@@ -14,8 +14,7 @@
 
 namespace onepass::cuda {
 
-// ---- products
-// ------------------------------------------------------------------------------------
+// ---- products -----------------------------------------------------------------------------------
 
 // sum (16 x 8 kTiles) += left (16 x columns) right^T, by slabs of columns; factor(a, k) gives
 // columns k .. k + 15 of the left one, rows of `right` begin at `first`.
@@ -73,6 +72,12 @@ struct QueryTile {
   __device__ __forceinline__ Two rest(int i) const { return two(kQueries + i); }
   __device__ __forceinline__ Two delta(int i) const { return two(2 * kQueries + i); }
 
+  // Whether query i sees any of keys first .. first + keys - 1, before any mask.
+  __device__ __forceinline__ bool sees_any(int i, int first, int keys) const {
+    const int begin = std::bit_cast<int>(data[3 * kQueries + i]);
+    const int end = std::bit_cast<int>(data[4 * kQueries + i]);
+    return (begin > first ? begin : first) < (end < first + keys ? end : first + keys);
+  }
   // Bit e: whether query i + e % 2 sees key or, for e >= 2, key + 8, before any mask.
   __device__ __forceinline__ uint32_t sees(int i, int key) const {
     const Two first = two(3 * kQueries + i), last = two(4 * kQueries + i);
@@ -162,48 +167,6 @@ struct Strip {
   }
 };
 
-// Calls body(j, element) with what a (queries, keys) tensor has for those scores that count.
-template <class Element, int kTiles, int kQueries, class F>
-__device__ __forceinline__ void for_each_of(const Element* base, int64_t row_stride,
-                                            uint32_t counts, const Strip<kQueries>& at, F&& body) {
-  ONEPASS_UNROLL
-  for (int j = 0; j < 4 * kTiles; ++j) {
-    // Outside of the condition, which is then one of a load alone.
-    const Element* const address = base + at.query_of(j) * row_stride + at.key_of(j);
-    if (counts >> j & 1) body(j, load_global(address));
-  }
-}
-
-// Which scores count: bit 4 n + e.
-template <int kTiles, int kQueries>
-__device__ __forceinline__ uint32_t counting_scores(const Attention& args, const HeadTerms& terms,
-                                                    const Strip<kQueries>& at) {
-  static_assert(4 * kTiles <= 32);
-  uint32_t counts = 0;
-  ONEPASS_UNROLL
-  for (int n = 0; n < kTiles; ++n) counts |= at.sees(n) << 4 * n;
-  if (!args.mask.data) return counts;
-  uint32_t hidden = 0;
-  for_each_of<uint8_t, kTiles>(
-      mask_row(args, terms.batch, terms.head, 0), args.mask.row_stride, counts, at,
-      [&](int j, uint8_t allowed) { hidden |= static_cast<uint32_t>(allowed == 0) << j; });
-  return counts & ~hidden;
-}
-
-// body(j, bias) for those that count, if there is a bias.
-template <int kTiles, int kQueries, class F>
-__device__ __forceinline__ void for_each_bias(const Attention& args, const HeadTerms& terms,
-                                              uint32_t counts, const Strip<kQueries>& at,
-                                              F&& body) {
-  if (!args.bias.data) return;
-  visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
-    const B* const base = static_cast<const B*>(args.bias.data) +
-                          terms.batch * args.bias.batch_stride + terms.head * args.bias.head_stride;
-    for_each_of<B, kTiles>(base, args.bias.row_stride, counts, at,
-                           [&](int j, const B& bias) { body(j, widen(bias)); });
-  });
-}
-
 // scalar: as draw() of fragments.cuh, and bit 4 n + e is element e of a lane's fragment n here too.
 //
 // A Philox call has a query and 8 keys, which are eight lanes here, those of equal t. Each of the
@@ -272,19 +235,17 @@ __device__ __forceinline__ void plain_gradients(float (&p)[kTiles][4], float (&d
 // tangent: the derivative of softcap, if there is one.
 template <int kTiles, int kQueries>
 __device__ __forceinline__ void bend_scores(float (&p)[kTiles][4], float (&tangent)[kTiles][4],
-                                            const Attention& args, const HeadTerms& terms,
-                                            const Strip<kQueries>& at) {
+                                            const Attention& args, const ScoreNumbers& numbers,
+                                            const HeadTerms& terms, const Strip<kQueries>& at) {
   const auto for_each = [&](auto&& body) {
     ONEPASS_UNROLL
     for (int j = 0; j < 4 * kTiles; ++j) body(p[j / 4][j % 4], j);
   };
-  const auto scale = static_cast<float>(args.scale);
-  for_each([&](float& s, int) { s *= scale; });
-  if (args.softcap != 0.0) {
-    const float cap = static_cast<float>(args.softcap), inverse = 1.0f / cap;
+  for_each([&](float& s, int) { s *= numbers.scale; });
+  if (numbers.softcap != 0.0f) {
     for_each([&](float& s, int j) {
-      const float bent = tanh_approximate(s * inverse);
-      s = cap * bent;
+      const float bent = tanh_approximate(s * numbers.inverse_softcap);
+      s = numbers.softcap * bent;
       tangent[j / 4][j % 4] = multiply_add(-bent, bent, 1.0f);
     });
   }
@@ -344,8 +305,8 @@ __device__ __forceinline__ void add_slope_gradient(float& dslope, const float (&
 template <int kTiles>
 __device__ __forceinline__ void bend_gradients(float (&ds)[kTiles][4],
                                                const float (&tangent)[kTiles][4], uint32_t counts,
-                                               const Attention& args) {
-  if (args.softcap == 0.0) return;
+                                               const ScoreNumbers& numbers) {
+  if (numbers.softcap == 0.0f) return;
   ONEPASS_UNROLL
   for (int j = 0; j < 4 * kTiles; ++j) {
     // A score that does not count may be anything, and so may the tangent.

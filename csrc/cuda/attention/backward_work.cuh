@@ -11,6 +11,7 @@ namespace onepass::cuda {
 // Of a call, beside its arguments.
 struct BackwardWork {
   BackwardEnds ends;
+  ScoreNumbers numbers;
   float* dquery;     // sums, see backward_query.cuh; null if not wanted
   uint32_t* ticket;  // of the next block; null: blocks add to dQ in any order
   uint32_t* turns;   // (batch, heads, query_tiles) how many tiles of keys have been added

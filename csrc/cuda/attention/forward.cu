@@ -93,10 +93,10 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], const Dropout& dropo
 }
 
 // kTerms: there is more to a score than the product of query and key, or keys are in pages.
-template <class T, int kBucket, bool kTerms>
-__global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
-    attention_forward_kernel(const AttentionForward args) {
-  constexpr AttentionTile kTile = forward_tile(kBucket, kTerms);
+template <class T, int kBucket, bool kTerms, bool kNarrow>
+__global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads())
+    attention_forward_kernel(const AttentionForward args, const ScoreNumbers numbers) {
+  constexpr AttentionTile kTile = forward_tile(kBucket, kTerms, kNarrow);
   constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kThreads = kTile.threads();
   constexpr int kWarpTiles = kTile.rows_per_warp() / 16, kTiles = kKeys / 8;
   constexpr int kDimTiles = kBucket / 8, kSlabs = kBucket / kSlab;
@@ -153,9 +153,8 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
   const int warp_row = warp_index() * kTile.rows_per_warp();
   const HeadTerms terms(args, sequence, batch, head);
   const Dropout dropout = kTerms ? dropout_of(args) : Dropout{{}, 0, 0, 1.0f};
-  const auto scale = static_cast<float>(args.scale);
   // With terms, scores are in natural units: a bias of finfo.min leaves no room for a factor.
-  const float unit = kTerms ? kLog2e : scale * kLog2e;
+  const float unit = kTerms ? kLog2e : numbers.unit;
   FragmentLanes<kBucket> lanes;
   RunningRow running[kWarpTiles][2];
   float sum[kWarpTiles][kDimTiles][4] = {};
@@ -193,8 +192,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
       LaneRow rows[2];
       if constexpr (kTerms) {
         lane_rows(args, sequence, first + warp_row + 16 * m, rows);
-        float no_derivative[kTiles][4];
-        add_terms<false>(p[m], no_derivative, args, terms, rows, first_key);
+        add_terms(p[m], args, numbers, terms, rows, first_key);
         if (args.mask.data) unseen[m] = unseen_keys(p[m]);
       } else if (first_key < all_begin || first_key > all_end) {
         lane_rows(args, sequence_of(args, afresh(batch)), first + warp_row + 16 * m, rows);
@@ -253,7 +251,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
       float total = running[m][r].total;
       total += __shfl_xor_sync(kAllLanes, total, 1);
       total += __shfl_xor_sync(kAllLanes, total, 2);
-      float max = kTerms ? running[m][r].max : running[m][r].max * scale;
+      float max = kTerms ? running[m][r].max : running[m][r].max * numbers.scale;
       float shrink = 1.0f;
       if (args.sinks) {
         const float sink = load_as<float>(args.sinks, args.sinks_dtype, head);
@@ -289,47 +287,40 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms).threads())
 
 // ---- plan and run -------------------------------------------------------------------------------
 
-bool has_terms(const AttentionForward& args) {
-  return args.bias.data || args.mask.data || args.alibi_slopes || args.seed || args.block_table ||
-         args.softcap != 0.0 || !(args.scale > 0.0);
-}
-
-// f<T, kBucket, kTerms>() of the call.
-template <class F>
-void visit_forward(const AttentionForward& args, F&& f) {
-  const int bucket = bucket_of(args.head_dim > args.value_dim ? args.head_dim : args.value_dim);
-  visit_bool(args.dtype == DType::kBFloat16, [&]<bool kBFloat16>() {
-    using T = std::conditional_t<kBFloat16, BFloat16, Float16>;
-    visit_bool(has_terms(args), [&]<bool kTerms>() {
-      if (bucket == 64) return f.template operator()<T, 64, kTerms>();
-      if (bucket == 128) return f.template operator()<T, 128, kTerms>();
-      f.template operator()<T, 256, kTerms>();
-    });
-  });
-}
-
 Plan plan_forward(const AttentionForward& args, const Machine&) {
   Plan plan{};
   plan.kernel_name = "attention_forward_kernel";
   plan.parallel = true;
   plan.reason = has_terms(args) ? "tensor cores, scores with terms" : "tensor cores";
-  visit_forward(args, [&]<class, int kBucket, bool kTerms>() {
-    plan.rows_per_tile = forward_tile(kBucket, kTerms).queries;
-  });
+  // Of a narrow tile too: a plan does not depend on the device.
+  plan.rows_per_tile = forward_tile(bucket_of(args), has_terms(args), false).queries;
   plan.splits =
       args.batch * args.heads * ((args.seq_q + plan.rows_per_tile - 1) / plan.rows_per_tile);
   return plan;
 }
 
+template <class T, int kBucket, bool kTerms, bool kNarrow>
+void launch_forward(const AttentionForward& args, int64_t blocks, void* stream) {
+  constexpr AttentionTile kTile = forward_tile(kBucket, kTerms, kNarrow);
+  static_assert(kTile.queries == forward_tile(kBucket, kTerms, false).queries);
+  launch<attention_forward_kernel<T, kBucket, kTerms, kNarrow>>(
+      {.blocks = blocks,
+       .threads = kTile.threads(),
+       .shared_bytes = forward_shared_bytes(kBucket, kTile)},
+      stream, args, ScoreNumbers(args));
+}
+
 void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {
   if (plan.splits == 0) return;
-  visit_forward(args, [&]<class T, int kBucket, bool kTerms>() {
-    constexpr AttentionTile kTile = forward_tile(kBucket, kTerms);
-    launch<attention_forward_kernel<T, kBucket, kTerms>>(
-        {.blocks = plan.splits,
-         .threads = kTile.threads(),
-         .shared_bytes = forward_shared_bytes(kBucket, kTile)},
-        context.stream, args);
+  visit_bucket(args, [&]<class T, int kBucket>() {
+    visit_bool(has_terms(args), [&]<bool kTerms>() {
+      if constexpr (has_narrow_tile(kBucket, kTerms)) {
+        if (is_narrow(kBucket, kTerms, max_shared_bytes())) {
+          return launch_forward<T, kBucket, kTerms, true>(args, plan.splits, context.stream);
+        }
+      }
+      launch_forward<T, kBucket, kTerms, false>(args, plan.splits, context.stream);
+    });
   });
 }
 

@@ -34,6 +34,21 @@ __device__ __forceinline__ int key_of(int first_key, int n, int e) {
   return first_key + 8 * n + lane_index() % 4 * 2 + e % 2;
 }
 
+// What scores are scaled and bent by, in float32: a parameter of kernels, because a device has few
+// units for the doubles of the arguments and would ask them again for every tile.
+struct ScoreNumbers {
+  float scale;
+  float unit;     // scale * log2(e)
+  float softcap;  // 0: none
+  float inverse_softcap;
+
+  explicit ScoreNumbers(const Attention& args)
+      : scale(static_cast<float>(args.scale)),
+        unit(scale * kLog2e),
+        softcap(static_cast<float>(args.softcap)),
+        inverse_softcap(1.0f / softcap) {}
+};
+
 // What a row of all others than its product with a key depends on.
 struct HeadTerms {
   int64_t batch;
@@ -143,11 +158,9 @@ struct TermRows {
 };
 
 // scalar: score = terms(scale * score), -inf where the row does not see the key
-//
-// kDerivative: derivative[n][e] of the result by scale * product, which is that of softcap.
-template <bool kDerivative, int kTiles>
-__device__ __forceinline__ void add_terms(float (&score)[kTiles][4], float (&derivative)[kTiles][4],
-                                          const Attention& args, const HeadTerms& terms,
+template <int kTiles>
+__device__ __forceinline__ void add_terms(float (&score)[kTiles][4], const Attention& args,
+                                          const ScoreNumbers& numbers, const HeadTerms& terms,
                                           const LaneRow (&rows)[2], int first_key) {
   const auto for_each = [&](auto&& body) {
     ONEPASS_UNROLL
@@ -157,17 +170,11 @@ __device__ __forceinline__ void add_terms(float (&score)[kTiles][4], float (&der
     }
   };
   const auto sees = [](const LaneRow& row, int key) { return row.first <= key && key < row.last; };
-  const float scale = static_cast<float>(args.scale);
-  for_each([&](float& s, int, int, const LaneRow&, int) { s *= scale; });
-  if (args.softcap != 0.0) {
-    const float cap = static_cast<float>(args.softcap), inverse = 1.0f / cap;
-    for_each([&](float& s, int n, int e, const LaneRow&, int) {
-      const float bent = tanh_approximate(s * inverse);
-      s = cap * bent;
-      if constexpr (kDerivative) derivative[n][e] = multiply_add(-bent, bent, 1.0f);
+  for_each([&](float& s, int, int, const LaneRow&, int) { s *= numbers.scale; });
+  if (numbers.softcap != 0.0f) {
+    for_each([&](float& s, int, int, const LaneRow&, int) {
+      s = numbers.softcap * tanh_approximate(s * numbers.inverse_softcap);
     });
-  } else if constexpr (kDerivative) {
-    for_each([&](float&, int n, int e, const LaneRow&, int) { derivative[n][e] = 1.0f; });
   }
   if (args.alibi_slopes) {
     // Exact up to 2^24 keys, and rounded as float32 has it beyond.

@@ -45,16 +45,19 @@ void visit_bucket(const Attention& args, F&& f) {
   });
 }
 
+// Whether a call takes the instances with terms: there is more to a score than the product, scaled
+// by a positive factor, or keys are in pages.
+inline bool has_terms(const Attention& args) {
+  return args.bias.data || args.mask.data || args.alibi_slopes || args.seed || args.block_table ||
+         args.softcap != 0.0 || !(args.scale > 0.0);
+}
+
 // Forward. With 32 rows a warp reads each fragment of K and V once for two products; at 256 columns
-// the sums alone are 128 registers for 16 rows. `terms`: with more to a score than the product,
-// whose addresses want registers too.
-//
-// Two blocks fit a multiprocessor: of the A100 (164 KiB) up to 128 columns, of the H100 (228 KiB)
-// all, of compute capability 8.6, 8.9 and 12.0 (100 KiB) up to 64 columns and, with terms, 128.
-// Where it is one, nothing hides the softmax behind products: to be tried first there are 32 keys.
-constexpr AttentionTile forward_tile(int bucket, bool terms) {
+// the sums alone are 128 registers for 16 rows. Terms of scores want registers for their addresses.
+// `narrow`: see is_narrow().
+constexpr AttentionTile forward_tile(int bucket, bool terms, bool narrow) {
   if (bucket == 64 && !terms) return {.queries = 128, .keys = 96, .warps = 4};
-  if (bucket == 128 && terms) return {.queries = 128, .keys = 32, .warps = 4};
+  if (bucket == 128 && (terms || narrow)) return {.queries = 128, .keys = 32, .warps = 4};
   if (bucket <= 128) return {.queries = 128, .keys = 64, .warps = 4};
   return {.queries = 64, .keys = 64, .warps = 4};
 }
@@ -63,6 +66,27 @@ constexpr AttentionTile forward_tile(int bucket, bool terms) {
 constexpr int forward_shared_bytes(int bucket, const AttentionTile& tile) {
   return (tile.queries + 2 * tile.keys) * bucket * 2;
 }
+
+// Whether two blocks of so many bytes each are on a multiprocessor at a time, one of which
+// multiplies while the other has its softmax. Each takes 1 KiB more than it asks for, and all but
+// that is what a single block may have (`shared`).
+constexpr bool two_fit(size_t bytes, size_t shared) { return 2 * (bytes + 1024) <= shared + 1024; }
+
+// Whether a call takes the narrow tile: where two of the other would not fit. That is at 128
+// columns without terms in the 100 KiB of compute capability 8.6, 8.9 and 12.0. The A100 (164 KiB)
+// and the H100 (228 KiB) have room for two, and there 64 keys read Q half as often. At 256 columns
+// only the H100 has: two would fit 164 KiB with 32 keys and 100 KiB with 16, which are not made.
+//
+// With the number of keys the order of sums changes, so that the last bits of a result may differ
+// from one kind of device to another. On any one they depend on nothing but the row.
+constexpr bool has_narrow_tile(int bucket, bool terms) { return bucket == 128 && !terms; }
+
+constexpr bool is_narrow(int bucket, bool terms, size_t shared) {
+  const int bytes = forward_shared_bytes(bucket, forward_tile(bucket, terms, false));
+  return has_narrow_tile(bucket, terms) && !two_fit(static_cast<size_t>(bytes), shared);
+}
+static_assert(two_fit(forward_shared_bytes(128, forward_tile(128, false, true)), 99 * 1024));
+static_assert(is_narrow(128, false, 99 * 1024) && !is_narrow(128, false, 163 * 1024));
 
 // ---- backward -----------------------------------------------------------------------------------
 
@@ -122,11 +146,11 @@ constexpr AttentionTile bias_tile(int bucket) {
   return {.queries = 32, .keys = 64, .warps = 8};
 }
 
-// K, V, Q, dO; numbers of the queries; BiasTurn.
+// K, V, Q, dO; numbers of the queries; BiasBlock and BiasTurn.
 constexpr size_t bias_shared_bytes(int bucket) {
   const AttentionTile tile = bias_tile(bucket);
   return 2 * (tile.keys + tile.queries) * bucket * size_t{2} +
-         kQueryNumbers * tile.queries * sizeof(float) + 64;
+         kQueryNumbers * tile.queries * sizeof(float) + 128;
 }
 
 constexpr int kBackwardStages = 2;  // at most

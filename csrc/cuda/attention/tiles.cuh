@@ -42,10 +42,16 @@ struct Rows {
   T* base;
   int64_t stride;
   int cols;
-  bool aligned;  // each row begins at a multiple of 16 bytes and ends at one of a chunk
+  int piece;  // bytes: the most of 16, 8, 4 and 2 that divide where each row begins and ends
 
   __device__ __forceinline__ T* row(int64_t i) const { return base + i * stride; }
 };
+
+// The greatest power of two, up to 16, that divides all of them.
+__device__ __forceinline__ int common_piece(uint64_t a, uint64_t b, uint64_t c = 0) {
+  const auto bits = static_cast<uint32_t>(a | b | c) | 16u;
+  return static_cast<int>(bits & (0u - bits));
+}
 
 // Of a dense or packed tensor, `first` rows in.
 template <class T>
@@ -53,9 +59,10 @@ __device__ __forceinline__ Rows<T> rows_of(const Strided& tensor, int64_t batch,
                                            int64_t first, int64_t cols) {
   T* base = static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride +
             first * tensor.row_stride;
-  const bool aligned = reinterpret_cast<uintptr_t>(base) % 16 == 0 &&
-                       tensor.row_stride % kChunk == 0 && cols % kChunk == 0;
-  return {base, tensor.row_stride, static_cast<int>(cols), aligned};
+  const int piece = common_piece(reinterpret_cast<uintptr_t>(base),
+                                 static_cast<uint64_t>(tensor.row_stride) * sizeof(T),
+                                 static_cast<uint64_t>(cols) * sizeof(T));
+  return {base, tensor.row_stride, static_cast<int>(cols), piece};
 }
 
 // Those of a sequence whose keys are in pages: row i of the sequence.
@@ -108,13 +115,26 @@ __device__ __forceinline__ Words gather_chunk(const T* row, int col, int cols) {
   return words;
 }
 
-// Starts copying the chunk of a row at (row, col) of a tile; zero and not read unless `has`.
+// Starts copying the chunk of a row at (row, col) of a tile, in pieces of so many bytes; what is
+// beyond the row is zero and not read, nor is any of it unless `has`. Two bytes cannot be copied
+// asynchronously: those are read and written here.
 template <class T, int kCols>
 __device__ __forceinline__ void load_chunk(const Tile<T, kCols>& tile, int row, int col,
-                                           const T* from, int cols, bool aligned, bool has) {
+                                           const T* from, int cols, int piece, bool has) {
   T* const target = tile.chunk(row, col / kChunk);
-  if (aligned) {
+  const auto copy = [&]<int kBytes>() {
+    constexpr int kElements = kBytes / sizeof(T);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kChunk; e += kElements) {
+      cp_async_few<kBytes>(target + e, from + col + e, has && col + e < cols);
+    }
+  };
+  if (piece == 16) {
     cp_async_16(target, from + col, has);
+  } else if (piece == 8) {
+    copy.template operator()<8>();
+  } else if (piece == 4) {
+    copy.template operator()<4>();
   } else {
     *reinterpret_cast<Words*>(target) = has ? gather_chunk(from, col, cols) : Words{};
   }
@@ -135,7 +155,7 @@ __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows
   const auto has = [&](int row) {
     return begin <= first + row && first + row < end && col < rows.cols;
   };
-  if (rows.aligned) {
+  if (rows.piece == 16) {
     ONEPASS_UNROLL
     for (int row = top; row < top + kRows; row += kStep) {
       cp_async_16(tile.chunk(row, col / kChunk), from + col, has(row));
@@ -144,7 +164,7 @@ __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows
   } else {
     ONEPASS_ROLL
     for (int row = top; row < top + kRows; row += kStep) {
-      load_chunk(tile, row, col, from, rows.cols, false, has(row));
+      load_chunk(tile, row, col, from, rows.cols, rows.piece, has(row));
       from += kStep * rows.stride;
     }
   }
@@ -160,11 +180,12 @@ __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile,
   const int col = static_cast<int>(threadIdx.x) % kChunks * kChunk;
   if (col >= slabs_of(cols) * kSlab) return;
   const int top = static_cast<int>(threadIdx.x) / kChunks;
-  const bool aligned = rows.page0.aligned && rows.page_stride % kChunk == 0;
+  const int piece = common_piece(static_cast<uint64_t>(rows.page0.piece),
+                                 static_cast<uint64_t>(rows.page_stride) * sizeof(T));
   ONEPASS_ROLL
   for (int row = top; row < top + kRows; row += kStep) {
     const bool has = begin <= first + row && first + row < end && col < cols;
-    load_chunk(tile, row, col, has ? rows.row(first + row) : rows.page0.base, cols, aligned, has);
+    load_chunk(tile, row, col, has ? rows.row(first + row) : rows.page0.base, cols, piece, has);
   }
 }
 
@@ -173,7 +194,7 @@ template <class T>
 __device__ __forceinline__ void store_chunk(const Rows<T>& rows, int64_t i, int col,
                                             const Words& words) {
   T* const target = rows.row(i) + col;
-  if (rows.aligned) {
+  if (rows.piece == 16) {
     store_global(reinterpret_cast<Words*>(target), words);
     return;
   }
