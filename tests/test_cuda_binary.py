@@ -25,11 +25,11 @@ ATTENTION_ARCHITECTURES = ("sm_80", "sm_90")
 COMPILED = [(source, arch) for source in SOURCES for arch in ARCHITECTURES]
 COMPILED += [(source, arch) for source in ATTENTION for arch in ATTENTION_ARCHITECTURES]
 WITHOUT_KERNELS = ("attention/backend.cu",)
-# Kernels whose main loop multiplies on tensor cores what cp.async brings.
 OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
 PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")
 # Kernels that ask for pairs of a bias in front of the product that these are added to, by bucket.
 WITH_BIAS = r"attention_(backward_kernel\S*Li(\d+)ELb1E|dbias_kernel\S*Li(\d+)E)"
+# Kernels whose main loop multiplies on tensor cores what cp.async brings.
 ON_TENSOR_CORES = r"attention_(forward|backward)_kernel|attention_decode_kernel.*TensorTile"
 
 

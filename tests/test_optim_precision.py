@@ -208,6 +208,42 @@ def test_stochastic_rounding_keeps_infinities_and_nans(name):
 
 
 @pytest.mark.isa
+# Less than a vector of elements, and pairs of vectors with a tail.
+counts = pytest.mark.parametrize("count", [7, 200])
+
+
+@counts
+@pytest.mark.parametrize("master", [None, "stochastic", "remainder16"])
+@pytest.mark.parametrize("name", ["lr", "grad_scale"])
+def test_rounding_keeps_any_nan(name, master, count):
+    """Also one of ones alone, as CUDA makes them, to which nothing may be added."""
+    number = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(F32)
+    param = torch.nn.Parameter(torch.ones(count, dtype=BF16))
+    optimizer = onepass.optim.AdamW([param], master=master, state_dtype=BF16)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    if name == "lr":
+        optimizer.param_groups[0]["lr"] = number
+    else:
+        optimizer.grad_scale = number
+    optimizer.step()
+    assert param.isnan().all()
+    moments = [optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq")]
+    assert all(moment.isnan().all() for moment in moments) == (name == "grad_scale")
+
+
+@counts
+def test_a_nan_stays_one_whatever_its_remainder(count):
+    param = torch.nn.Parameter(torch.randn(count).to(BF16))
+    optimizer = onepass.optim.AdamW([param], master="remainder16", state_dtype=BF16)
+    for _ in range(3):
+        param.grad = torch.randn(count).to(BF16)
+        optimizer.step()
+    param.data.fill_(math.nan)  # which its master does not see
+    optimizer.step()
+    assert param.isnan().all()
+
+
 @pytest.mark.parametrize("gradient", [1.1015625, 0.0])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_second_moments_in_16_bits_are_unbiased_where_the_nearest_would_stall(dtype, gradient):

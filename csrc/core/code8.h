@@ -64,7 +64,7 @@ inline constexpr float kNearestCode = 0.5f + kCodeSlack;
 // half and it stays below one, so that a zero stays one.
 inline constexpr float kCodeNoise = (0.5f - kCodeSlack) / 32767.5f;
 
-// The code of 0 <= x <= 1.
+// The code of 0 <= x <= 1. rounding: kNearestCode, or the sum above of random bits.
 template <int kBits>
 ONEPASS_HOST_DEVICE inline uint32_t encode8(float x, float rounding) {
   constexpr int kLast = kBits - 1;

@@ -1,6 +1,7 @@
-// The operands of AdamW in bfloat16 with the usual betas, converted between memory and registers:
-// what passes through tiles costs twice as many instructions, and with 18 bytes per parameter those
-// bind, not the memory (`onepass bench optimizer`). Other algorithms and dtypes take the tiles.
+// The operands of AdamW with the usual betas, converted between memory and registers: in bfloat16,
+// where what passes through tiles costs twice as many instructions, and with 18 bytes per parameter
+// those bind, not the memory (`onepass bench optimizer`); and moments in 8 bits. Other algorithms
+// and dtypes take the tiles.
 #pragma once
 
 #include "cpu/optimizer/tiles.h"
@@ -26,10 +27,14 @@ struct Pair {
     even = (Vec<float>)(words << 16);
     odd = (Vec<float>)(words & 0xffff0000u);
   }
-  // Rounded after adding these bits, to a NaN as well: one that arithmetic made of bfloat16 numbers
-  // cannot wrap, since the half that is cut off is zero, or at most 0x7fff of a remainder.
+  // Rounded after adding these bits. A NaN that arithmetic made of bfloat16 numbers is safe from
+  // them, the half of it that is cut off being zero; others (kAnyNan) are left as they are.
+  template <bool kAnyNan = false>
   ONEPASS_INLINE void store(BFloat16* to, WordBits even_bits, WordBits odd_bits) const {
-    store_words(to, blend_halves(((WordBits)even + even_bits) >> 16, (WordBits)odd + odd_bits));
+    const auto sum = [](Vec<float> v, WordBits bits) {
+      return kAnyNan ? round_bits(v, bits) : (WordBits)v + bits;
+    };
+    store_words(to, blend_halves(sum(even, even_bits) >> 16, sum(odd, odd_bits)));
   }
 };
 
@@ -151,7 +156,7 @@ int64_t adam_pairs(const FusedOperands<kMaster, false, kMomentType> on, int64_t 
     if constexpr (kMaster == Master::kStochastic) {
       p.store(on.param + i, even_bits & 0xffffu, odd_bits & 0xffffu);
     } else if constexpr (kMaster == Master::kRemainder) {
-      p.store(on.param + i, TiesAway{}(0), TiesAway{}(0));
+      p.template store<true>(on.param + i, TiesAway{}(0), TiesAway{}(0));
       store_words(static_cast<uint16_t*>(on.master) + i,
                   blend_halves((WordBits)p.even, (WordBits)p.odd << 16));
     } else {

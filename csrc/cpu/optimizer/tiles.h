@@ -8,6 +8,7 @@
 
 #include "core/code8.h"
 #include "core/noise.h"
+#include "cpu/bytes.h"
 #include "cpu/vec.h"
 #include "ops/optimizer.h"
 
@@ -199,10 +200,10 @@ class Codes {
     return fma<float>(number, value_slope_[exponent], value_intercept_[exponent]);
   }
 
-  // As encode8, but for its limits: what is too large is not cut here, and a NaN becomes the least
-  // of all words.
+  // As encode8 (where fma() is fused), but for its limits: what is too large is not cut here, and a
+  // NaN becomes the least of all words.
   ONEPASS_INLINE SignedWords encode(Vec<float> x, Vec<float> rounding) const {
-    const SignedWords third = (SignedWords)third_of_rest(126, (WordBits)x >> 23);
+    const SignedWords third = (SignedWords)third_of_rest<126>((WordBits)x >> 23);
     const WordBits octave = (WordBits)(third > kLast ? SignedWords{} + kLast : third);
     const Vec<float> place = fma<float>(x, code_slope_[octave], code_intercept_[octave]);
     return __builtin_convertvector(place + rounding, SignedWords);

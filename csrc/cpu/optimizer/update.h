@@ -2,6 +2,8 @@
 // everything that does not depend on the element taken from StepScalars.
 #pragma once
 
+#include <limits>
+
 #include "core/visit.h"
 #include "cpu/vec.h"
 #include "ops/optimizer.h"
@@ -68,15 +70,15 @@ template <class A, bool kGradientDecay, bool kAmsgrad, bool kNear>
 class AdamStep {
  public:
   AdamStep(const StepScalars& s, A gradient_factor)
-      : weight_(broadcast<A>(static_cast<A>(kNear ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0))),
-        factor_(broadcast<A>(gradient_factor)),
-        decay_(broadcast<A>(static_cast<A>(s.gradient_decay))),
-        beta2_(broadcast<A>(static_cast<A>(s.beta2))),
-        one_minus_beta2_(broadcast<A>(static_cast<A>(s.one_minus_beta2))),
-        inverse_root_(broadcast<A>(static_cast<A>(s.inverse_root))),
-        eps_(broadcast<A>(static_cast<A>(s.eps))),
-        param_factor_(broadcast<A>(static_cast<A>(s.param_factor))),
-        step_(broadcast<A>(static_cast<A>(-s.step_size))) {}
+      : weight_(number(kNear ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0)),
+        factor_(number(gradient_factor)),
+        decay_(number(s.gradient_decay)),
+        beta2_(number(s.beta2)),
+        one_minus_beta2_(number(s.one_minus_beta2)),
+        inverse_root_(number(s.inverse_root)),
+        eps_(number(s.eps)),
+        param_factor_(number(s.param_factor)),
+        step_(number(-s.step_size)) {}
 
   // top: the largest second moment so far, unused without amsgrad.
   ONEPASS_INLINE void operator()(Vec<A>& p, Vec<A> g, Vec<A>& m, Vec<A>& v, Vec<A>& top) const {
@@ -90,6 +92,13 @@ class AdamStep {
   }
 
  private:
+  // A NaN as arithmetic on bfloat16 numbers makes them, its low half zero (Pair::store of fused.h
+  // relies on that); a CUDA device's own, for one, is all ones.
+  static Vec<A> number(double value) {
+    return broadcast<A>(value == value ? static_cast<A>(value)
+                                       : std::numeric_limits<A>::quiet_NaN());
+  }
+
   Vec<A> weight_, factor_, decay_, beta2_, one_minus_beta2_, inverse_root_, eps_, param_factor_,
       step_;
 };

@@ -245,9 +245,13 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
                                          random_head(args, block->batch, turn->head), place());
         }
         const StripTerms<kTiles> from_memory(args, terms(), place());
+        const auto settled = [&] { return from_memory.counts(args, thread_index() % kLanes); };
+        // At 128 columns there are no registers for a mask on its way beside a bias on its way.
+        constexpr bool kMaskWaits = kBucket == 128;
+        uint32_t counts = kMaskWaits ? settled() : 0;
         multiply_keys();
         float tangent[kTiles][4];
-        const uint32_t counts = from_memory.counts(args, thread_index() % kLanes);
+        if constexpr (!kMaskWaits) counts = settled();
         bend_scores(p, tangent, args, work.numbers, terms(), place());
         from_memory.add_bias(p, args);
         term_probabilities(p, counts, place());

@@ -60,7 +60,8 @@ class StripTerms {
     return seen_ & allowed;
   }
 
-  // scalar: p += bias, where a score counts
+  // scalar: p += bias; also where a score does not count, which may become a NaN and is not looked
+  // at
   __device__ __forceinline__ void add_bias(float (&p)[kTiles][4], const Attention& args) const {
     if (!args.bias.data) return;
     visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {

@@ -35,7 +35,7 @@ __device__ __forceinline__ int key_of(int first_key, int n, int e) {
 }
 
 // What scores are scaled and bent by, in float32: a parameter of kernels, because a device has few
-// units for the doubles of the arguments and would ask them again for every tile.
+// units for the doubles of the arguments and would convert them again for every tile.
 struct ScoreNumbers {
   float scale;
   float unit;     // scale * log2(e)

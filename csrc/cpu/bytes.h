@@ -1,0 +1,75 @@
+// Words as bytes and back, and a division: what codes of 8 bits need beyond vec.h.
+#pragma once
+
+#include "cpu/vec.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// One byte per word, zero-extended or, with kSigned, sign-extended.
+template <bool kSigned>
+ONEPASS_INLINE WordBits load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (WordBits)(kSigned ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return (WordBits)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  SignedWords words;
+  for (int i = 0; i < kLanes<float>; ++i) {
+    words[i] = kSigned ? static_cast<int8_t>(from[i]) : from[i];
+  }
+  return (WordBits)words;
+#endif
+}
+
+typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes)));
+typedef uint8_t BytesUnaligned __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
+
+// The words of four vectors as consecutive bytes, those that no byte holds as the nearest one.
+template <bool kSigned>
+ONEPASS_INLINE Bytes saturate_to_bytes(const SignedWords (&words)[4]) {
+#if defined(__AVX2__)
+  WordBits order;  // of groups of four bytes: each 128-bit part has one group of every vector
+  for (uint32_t i = 0; i < kLanes<float>; ++i) order[i] = i % kParts * 4 + i / kParts;
+#endif
+#if defined(__AVX512F__)
+  const __m512i low = _mm512_packs_epi32((__m512i)words[0], (__m512i)words[1]);
+  const __m512i high = _mm512_packs_epi32((__m512i)words[2], (__m512i)words[3]);
+  const __m512i bytes = kSigned ? _mm512_packs_epi16(low, high) : _mm512_packus_epi16(low, high);
+  return (Bytes)_mm512_permutexvar_epi32((__m512i)order, bytes);
+#elif defined(__AVX2__)
+  const __m256i low = _mm256_packs_epi32((__m256i)words[0], (__m256i)words[1]);
+  const __m256i high = _mm256_packs_epi32((__m256i)words[2], (__m256i)words[3]);
+  const __m256i bytes = kSigned ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
+  return (Bytes)_mm256_permutevar8x32_epi32(bytes, (__m256i)order);
+#else
+  Bytes bytes;
+  for (int i = 0; i < kVectorBytes; ++i) {
+    const int32_t word = words[i / kLanes<float>][i % kLanes<float>];
+    constexpr int32_t kLeast = kSigned ? -128 : 0;
+    constexpr int32_t kMost = kSigned ? 127 : 255;
+    bytes[i] = static_cast<uint8_t>(word < kLeast ? kLeast : word > kMost ? kMost : word);
+  }
+  return bytes;
+#endif
+}
+
+// (kFrom - word) / 3, rounded down, and 0 where that is negative; of words below 65536.
+template <uint32_t kFrom>
+ONEPASS_INLINE WordBits third_of_rest(WordBits word) {
+  static_assert(kFrom < 32768, "where 21846 / 65536 is near enough to a third");
+#if defined(__AVX512F__)
+  const __m512i rest = _mm512_subs_epu16(_mm512_set1_epi32(kFrom), (__m512i)word);
+  return (WordBits)_mm512_mulhi_epu16(rest, _mm512_set1_epi32(21846));
+#elif defined(__AVX2__)
+  const __m256i rest = _mm256_subs_epu16(_mm256_set1_epi32(kFrom), (__m256i)word);
+  return (WordBits)_mm256_mulhi_epu16(rest, _mm256_set1_epi32(21846));
+#else
+  return (kFrom > word ? kFrom - word : WordBits{}) * 21846u >> 16;
+#endif
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu
