@@ -204,14 +204,11 @@ def test_stochastic_rounding_keeps_infinities_and_nans(name):
         torch.testing.assert_close(p.detach().float(), special, equal_nan=True, rtol=0, atol=0)
 
 
-# ---- 16-bit moments ------------------------------------------------------------------------------
-
-
-@pytest.mark.isa
 # Less than a vector of elements, and pairs of vectors with a tail.
 counts = pytest.mark.parametrize("count", [7, 200])
 
 
+@pytest.mark.isa
 @counts
 @pytest.mark.parametrize("master", [None, "stochastic", "remainder16"])
 @pytest.mark.parametrize("name", ["lr", "grad_scale"])
@@ -232,6 +229,7 @@ def test_rounding_keeps_any_nan(name, master, count):
     assert all(moment.isnan().all() for moment in moments) == (name == "grad_scale")
 
 
+@pytest.mark.isa
 @counts
 def test_a_nan_stays_one_whatever_its_remainder(count):
     param = torch.nn.Parameter(torch.randn(count).to(BF16))
@@ -244,6 +242,10 @@ def test_a_nan_stays_one_whatever_its_remainder(count):
     assert param.isnan().all()
 
 
+# ---- 16-bit moments ------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
 @pytest.mark.parametrize("gradient", [1.1015625, 0.0])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_second_moments_in_16_bits_are_unbiased_where_the_nearest_would_stall(dtype, gradient):
