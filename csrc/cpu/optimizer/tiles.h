@@ -8,8 +8,8 @@
 
 #include "core/code8.h"
 #include "core/noise.h"
-#include "cpu/bytes.h"
 #include "cpu/vec.h"
+#include "cpu/vec_bytes.h"
 #include "ops/optimizer.h"
 
 namespace onepass::cpu {

@@ -1,4 +1,4 @@
-// Words as bytes and back, and a division: what codes of 8 bits need beyond vec.h.
+// The SIMD layer's part for codes of 8 bits: words as bytes and back, and a division.
 #pragma once
 
 #include "cpu/vec.h"
