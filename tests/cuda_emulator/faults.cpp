@@ -153,16 +153,30 @@ void uninitialised(const float* input, float* output) {
   store_global(output + thread(), load_global(input + thread()) + values[thread()]);
 }
 
-template <bool kFault>
-void read_before_the_wait(const float* input, float* output) {
+// copy(values): every thread's part of an asynchronous copy of the input.
+template <bool kFault, class Copy>
+void read_what_is_copied(float* output, Copy&& copy) {
   SharedMemory shared;
   float* values = shared.take<float>(kThreads);
-  if (thread() < kThreads / 4) cp_async_16(values + 4 * thread(), input + 4 * thread());
+  copy(values);
   cp_async_commit();
   if (!kFault) cp_async_wait<0>();
   __syncthreads();
   store_global(output + thread(), values[thread()]);
   if (kFault) cp_async_wait<0>();
+}
+
+template <bool kFault>
+void read_before_the_wait(const float* input, float* output) {
+  read_what_is_copied<kFault>(output, [&](float* values) {
+    if (thread() < kThreads / 4) cp_async_16(values + 4 * thread(), input + 4 * thread());
+  });
+}
+
+template <bool kFault>
+void read_few_before_the_wait(const float* input, float* output) {
+  read_what_is_copied<kFault>(
+      output, [&](float* values) { cp_async_few<4>(values + thread(), input + thread()); });
 }
 
 // Two groups; waiting for all but one leaves the second in flight.
@@ -249,19 +263,6 @@ void misaligned_copy(const float* input, float* output) {
   store_global(output + thread(), thread() < kThreads - 2 - kFault
                                       ? values[thread() + kFault] - kFault
                                       : load_global(input + thread()));
-}
-
-// As read_before_the_wait, of copies of 4 bytes.
-template <bool kFault>
-void read_few_before_the_wait(const float* input, float* output) {
-  SharedMemory shared;
-  float* values = shared.take<float>(kThreads);
-  cp_async_few<4>(values + thread(), input + thread());
-  cp_async_commit();
-  if (!kFault) cp_async_wait<0>();
-  __syncthreads();
-  store_global(output + thread(), values[thread()]);
-  if (kFault) cp_async_wait<0>();
 }
 
 // A copy of 4 bytes into the second half of one of 8 that has not arrived.
