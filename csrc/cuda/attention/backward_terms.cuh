@@ -3,7 +3,8 @@
 // Rows of both are of keys, and a lane's scores (backward_scores.cuh) are of neighbouring queries.
 // So lanes read a row's neighbours, two elements of a bias or 16 bytes of a mask at a time, and
 // hand them on to the lanes that have their scores: a bias by movmatrix, a mask as bits. They are
-// asked for in front of the product that hides the way, and stay as they came until behind it.
+// asked for in front of the product that hides the way, and stay as they came until behind it;
+// but a mask is waited for where a kernel has no registers for it meanwhile.
 //
 // In registers, not by way of shared memory: there is no room for a tile of bias beside those of
 // 128 columns in 99 KiB, nor for one of float32 in 163 KiB, and dbias has none at all.
@@ -196,8 +197,8 @@ class StripTerms {
 
   uint32_t seen_ = 0;  // before any mask, as counts() has it
   uint32_t bias_[4 * kTiles] = {};
-  uint32_t mask_[4] =
-      {};  // bytes of keys 4 i .. of query `lane`; or words of ballots, see counts()
+  // Bytes of keys 4 i .. of query `lane`; or words of ballots, see counts().
+  uint32_t mask_[4] = {};
   bool has_bytes_ = false;
   BiasForm form_ = BiasForm::kOneRow;
 };
