@@ -238,8 +238,11 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _is_autocast(tensor: Tensor) -> bool:
-    device = tensor.device.type
-    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+    # Not by the device's type: in a model, where other operators have used the caches meanwhile,
+    # making its name takes longer than all else here.
+    if tensor.is_cpu:
+        return torch.is_autocast_enabled("cpu")
+    return tensor.is_cuda and torch.is_autocast_enabled("cuda")
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
