@@ -281,6 +281,18 @@ def test_any_order_of_blocks_and_threads(monkeypatch, dtype):
         assert_same(forward(case, t), expected)
 
 
+@half_and_float
+def test_any_number_of_heads_in_turns(monkeypatch, dtype):
+    """Each by itself, and two at a time, which leaves one of three over."""
+    case = Case(dtype, 40, batch=3, heads=2, kv_heads=1, seq_q=150, seq_k=170, window_right=0)
+    t = case.tensors()
+    expected = forward(case, t)
+    monkeypatch.setenv("EMULATOR_MULTIPROCESSORS", "1")
+    for share in (0, 2):
+        monkeypatch.setenv("EMULATOR_L2", str(2 * share * 2 * t["key"][0].nbytes))
+        assert_same(forward(case, t), expected)
+
+
 @dtypes
 def test_lse_rest_is_what_rounding_took(dtype):
     case = Case(dtype, 32, heads=1, seq_q=70, seq_k=90, bias="", window_right=0)

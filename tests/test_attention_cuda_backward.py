@@ -372,6 +372,15 @@ def test_any_order_is_right(monkeypatch, name):
         assert not all(torch.equal(first["dquery"], other["dquery"]) for other in others)
 
 
+@pytest.mark.parametrize("l2_bytes", [0, 256_000])
+def test_any_number_of_heads_in_turns(monkeypatch, l2_bytes):
+    """Each by itself, and two at a time, which leaves one of three over: Q, dO and dQ have 64,000
+    bytes for each key head."""
+    monkeypatch.setenv("EMULATOR_MULTIPROCESSORS", "1")
+    monkeypatch.setenv("EMULATOR_L2", str(l2_bytes))
+    check(Case(BF16, 40, batch=3, heads=2, kv_heads=1, seq_q=100, seq_k=300, **CAUSAL))
+
+
 @half_and_float
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_do_not_depend_on_other_sequences(monkeypatch, deterministic, dtype):

@@ -35,6 +35,10 @@ inline void zero(void* memory, size_t bytes, void* /*stream*/) { std::memset(mem
 // What a block of the current device may have.
 inline size_t max_shared_bytes() { return emulator::max_shared_bytes(); }
 
+// Of the current device.
+inline size_t l2_bytes() { return emulator::l2_bytes(); }
+inline int64_t multiprocessors() { return emulator::multiprocessors(); }
+
 template <auto kKernel, class... Args>
 void launch(const LaunchShape& shape, void* /*stream*/, const Args&... args) {
   emulator::launch({.grid = {static_cast<unsigned>(shape.blocks), 1, 1},
@@ -58,14 +62,23 @@ inline void zero(void* memory, size_t bytes, void* stream) {
   check(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)), "zeroing memory");
 }
 
+inline int attribute_of_device(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  check(cudaGetDevice(&device), "asking for the device");
+  check(cudaDeviceGetAttribute(&value, attribute, device), "asking what the device has");
+  return value;
+}
+
 // What a block of the current device may have.
 inline size_t max_shared_bytes() {
-  int device = 0, bytes = 0;
-  check(cudaGetDevice(&device), "asking for the device");
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-        "asking for its shared memory");
-  return static_cast<size_t>(bytes);
+  return static_cast<size_t>(attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
+
+// Of the current device.
+inline size_t l2_bytes() {
+  return static_cast<size_t>(attribute_of_device(cudaDevAttrL2CacheSize));
+}
+inline int64_t multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount); }
 
 template <auto kKernel, class... Args>
 void launch(const LaunchShape& shape, void* stream, const Args&... args) {

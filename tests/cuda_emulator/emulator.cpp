@@ -344,6 +344,8 @@ static size_t setting(const char* name, size_t otherwise) {
 }
 
 size_t max_shared_bytes() { return setting("EMULATOR_SHARED", 227 * 1024); }
+size_t l2_bytes() { return setting("EMULATOR_L2", 50 << 20); }
+int64_t multiprocessors() { return static_cast<int64_t>(setting("EMULATOR_MULTIPROCESSORS", 132)); }
 
 const Self& self() { return machine().running->self; }
 

@@ -35,6 +35,9 @@ namespace emulator {
 inline constexpr int kWarpSize = 32;
 // Of a block: EMULATOR_SHARED bytes, or what compute capability 9.0 has.
 size_t max_shared_bytes();
+// EMULATOR_L2 bytes and EMULATOR_MULTIPROCESSORS, or what an H100 has.
+size_t l2_bytes();
+int64_t multiprocessors();
 inline constexpr uint8_t kPoison = 0xff;  // a NaN in every float type
 
 // The fiber that is running.

@@ -437,6 +437,19 @@ Plan plan_backward(const AttentionBackward& args, const Machine&) {
   return plan;
 }
 
+// Blocks of a pair share its Q, dO and dQ. Where they wait for their turns at those, all pairs take
+// turns: two blocks of different pairs never wait for one another.
+BlockOrder order_of(const AttentionBackward& args, const BackwardShape& shape) {
+  const int64_t pairs = args.batch * args.kv_heads;
+  const int64_t row_bytes = (args.head_dim + args.value_dim) * size_of(args.dtype) +
+                            (shape.sums > 0 ? args.head_dim * 4 : 0);
+  const int64_t bytes = args.heads / args.kv_heads * args.seq_q * row_bytes;
+  BlockOrder order =
+      order_of_blocks(pairs, 1, shape.key_tiles, bytes, {l2_bytes(), multiprocessors()});
+  if (shape.counters > 0) order.group = order.pairs;
+  return order;
+}
+
 void run_backward(const AttentionBackward& args, const Plan& plan, void* workspace,
                   const Context& context) {
   const BackwardShape shape(args);
@@ -445,10 +458,10 @@ void run_backward(const AttentionBackward& args, const Plan& plan, void* workspa
   auto* const behind = reinterpret_cast<char*>(counters + shape.counters);
   BackwardWork work{.ends = ends_in(behind, args, shape.key_tiles),
                     .numbers = ScoreNumbers(args),
+                    .order = order_of(args, shape),
                     .dquery = args.dquery.data ? sums : nullptr,
                     .ticket = shape.counters > 0 ? counters : nullptr,
                     .turns = counters + 1,
-                    .key_tiles = shape.key_tiles,
                     .query_tiles = shape.query_tiles,
                     .head_slabs = slabs_of(args.head_dim),
                     .value_slabs = slabs_of(args.value_dim),

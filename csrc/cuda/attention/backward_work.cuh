@@ -4,6 +4,7 @@
 
 #include "cuda/attention/backward_ends.cuh"
 #include "cuda/attention/fragments.cuh"
+#include "cuda/attention/order.h"
 #include "cuda/attention/table.h"
 
 namespace onepass::cuda {
@@ -12,10 +13,10 @@ namespace onepass::cuda {
 struct BackwardWork {
   BackwardEnds ends;
   ScoreNumbers numbers;
+  BlockOrder order;  // of pairs' tiles of keys, each of which has the queries of all heads
   float* dquery;     // sums, see backward_query.cuh; null if not wanted
   uint32_t* ticket;  // of the next block; null: blocks add to dQ in any order
   uint32_t* turns;   // (batch, heads, query_tiles) how many tiles of keys have been added
-  int64_t key_tiles;
   int64_t query_tiles;
   int head_slabs;
   int value_slabs;
@@ -51,17 +52,14 @@ struct BlockConstants {
       : dropout(dropout_of(args)),
         group_size(static_cast<int>(args.heads / args.kv_heads)),
         shift(terms ? tile_shift(args) : 0) {
-    // In any order: tiles of a head are neighbours, which share its Q and dO in the L2; the first
-    // keys, which the most queries see under a diagonal, first. By tickets: heads are neighbours,
-    // which do not wait for one another.
-    int64_t index = blockIdx.x;
-    if (work.ticket) {
-      const int64_t number = atomic_add_acq_rel(work.ticket, 1), heads = args.batch * args.kv_heads;
-      index = number % heads * work.key_tiles + number / heads;
-    }
-    tile = static_cast<int>(index % work.key_tiles);
-    batch = static_cast<int>(index / work.key_tiles / args.kv_heads);
-    kv_head = static_cast<int>(index / work.key_tiles % args.kv_heads);
+    // The first keys are seen by the most queries under a diagonal. By tickets, a block has started
+    // before all those that wait for it.
+    const BlockPlace place =
+        work.order.place(work.ticket ? atomic_add_acq_rel(work.ticket, 1) : blockIdx.x);
+    const auto kv_heads = static_cast<unsigned>(args.kv_heads);
+    tile = static_cast<int>(place.turn);
+    batch = static_cast<int>(place.pair / kv_heads);
+    kv_head = static_cast<int>(place.pair % kv_heads);
     sequence = sequence_of(args, batch);
     keys = static_cast<int>(sequence.keys);
     queries = static_cast<int>(sequence.queries);

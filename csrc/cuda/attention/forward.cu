@@ -14,6 +14,7 @@
 // * keys * head_dim operations for one exponential per score.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/fragments.cuh"
+#include "cuda/attention/order.h"
 #include "cuda/attention/table.h"
 #include "cuda/launch.cuh"
 
@@ -92,10 +93,31 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], const Dropout& dropo
   }
 }
 
+// A block's tile of queries.
+struct QueryBlock {
+  int batch;
+  int kv_head;
+  int head;
+  int first;
+};
+
+__device__ __forceinline__ QueryBlock block_of(const AttentionForward& args,
+                                               const BlockOrder& order, unsigned block,
+                                               int queries) {
+  const BlockPlace place = order.place(block);
+  const auto kv_heads = static_cast<unsigned>(args.kv_heads);
+  const unsigned kv_head = place.pair % kv_heads;
+  // The last queries see the most keys under a diagonal.
+  return {static_cast<int>(place.pair / kv_heads), static_cast<int>(kv_head),
+          static_cast<int>(kv_head * order.heads + place.head),
+          static_cast<int>(order.tiles - 1 - place.turn) * queries};
+}
+
 // kTerms: there is more to a score than the product of query and key, or keys are in pages.
 template <class T, int kBucket, bool kTerms, bool kNarrow>
 __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads())
-    attention_forward_kernel(const AttentionForward args, const ScoreNumbers numbers) {
+    attention_forward_kernel(const AttentionForward args, const ScoreNumbers numbers,
+                             const BlockOrder order) {
   constexpr AttentionTile kTile = forward_tile(kBucket, kTerms, kNarrow);
   constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kThreads = kTile.threads();
   constexpr int kWarpTiles = kTile.rows_per_warp() / 16, kTiles = kKeys / 8;
@@ -105,13 +127,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
   const RowTile query = RowTile::take(shared, kQueries);
   const RowTile key = RowTile::take(shared, kKeys), value = RowTile::take(shared, kKeys);
 
-  // Blocks of a head are neighbours, which share its K and V in the L2; the last queries, which see
-  // the most keys under a diagonal, first.
-  const int64_t query_tiles = (args.seq_q + kQueries - 1) / kQueries;
-  const auto batch = static_cast<int>(blockIdx.x / query_tiles / args.heads);
-  const auto head = static_cast<int>(blockIdx.x / query_tiles % args.heads);
-  const int kv_head = head / static_cast<int>(args.heads / args.kv_heads);
-  const int first = static_cast<int>(query_tiles - 1 - blockIdx.x % query_tiles) * kQueries;
+  const auto [batch, kv_head, head, first] = block_of(args, order, blockIdx.x, kQueries);
   const Sequence sequence = sequence_of(args, batch);
   if (first >= sequence.queries) return;
   const int queries = static_cast<int>(sequence.queries);
@@ -243,7 +259,10 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
   }
 
   // The output takes the place of the warp's own rows of Q, which nobody else has read.
-  const auto output_rows = rows_of<T>(args.output, batch, head, sequence.first_q, value_dim);
+  // Where it goes is found out anew, instead of kept in registers through the loop.
+  const QueryBlock own = block_of(args, order, afresh(blockIdx.x), kQueries);
+  const Sequence whole = sequence_of(args, own.batch);
+  const auto output_rows = rows_of<T>(args.output, own.batch, own.head, whole.first_q, value_dim);
   ONEPASS_UNROLL
   for (int m = 0; m < kWarpTiles; ++m) {
     ONEPASS_UNROLL
@@ -254,7 +273,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
       float max = kTerms ? running[m][r].max : running[m][r].max * numbers.scale;
       float shrink = 1.0f;
       if (args.sinks) {
-        const float sink = load_as<float>(args.sinks, args.sinks_dtype, head);
+        const float sink = load_as<float>(args.sinks, args.sinks_dtype, own.head);
         const float with_sink = fmaxf(max, sink);
         if (sink != -INFINITY) {  // which is none, also for a row without keys
           shrink = max == -INFINITY ? 0.0f : exp2_approximate((max - with_sink) * kLog2e);
@@ -271,9 +290,9 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
         *query.pair(warp_row + 16 * m + lane_index() / 4 + 8 * r, 8 * n + lane_index() % 4 * 2) =
             narrow_pair<T>(left, right);
       }
-      const int i = first + warp_row + 16 * m + lane_index() / 4 + 8 * r;
+      const int i = own.first + warp_row + 16 * m + lane_index() / 4 + 8 * r;
       if (lane_index() % 4 != 0 || i >= last) continue;
-      const int64_t at = lse_row(args, sequence, batch, head, i);
+      const int64_t at = lse_row(args, whole, own.batch, own.head, i);
       const float log_total = logf(total);
       const float lse = total == 0.0f ? -INFINITY : max + log_total;
       const float rest = (max - lse) + log_total;
@@ -282,7 +301,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
     }
   }
   __syncwarp();
-  store_tile<kTile.rows_per_warp()>(query, output_rows, warp_row, first, last);
+  store_tile<kTile.rows_per_warp()>(query, output_rows, warp_row, own.first, last);
 }
 
 // ---- plan and run -------------------------------------------------------------------------------
@@ -299,6 +318,14 @@ Plan plan_forward(const AttentionForward& args, const Machine&) {
   return plan;
 }
 
+// Blocks of a pair share its keys and values.
+BlockOrder order_of(const AttentionForward& args, int64_t blocks) {
+  const int64_t bytes = args.seq_k * (args.head_dim + args.value_dim) * size_of(args.dtype);
+  return order_of_blocks(args.batch * args.kv_heads, args.heads / args.kv_heads,
+                         blocks / (args.batch * args.heads), bytes,
+                         {l2_bytes(), multiprocessors()});
+}
+
 template <class T, int kBucket, bool kTerms, bool kNarrow>
 void launch_forward(const AttentionForward& args, int64_t blocks, void* stream) {
   constexpr AttentionTile kTile = forward_tile(kBucket, kTerms, kNarrow);
@@ -307,7 +334,7 @@ void launch_forward(const AttentionForward& args, int64_t blocks, void* stream) 
       {.blocks = blocks,
        .threads = kTile.threads(),
        .shared_bytes = forward_shared_bytes(kBucket, kTile)},
-      stream, args, ScoreNumbers(args));
+      stream, args, ScoreNumbers(args), order_of(args, blocks));
 }
 
 void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {
