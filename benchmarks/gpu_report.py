@@ -55,7 +55,7 @@ SANITIZERS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")
 BUDGET = 570.0  # of ten minutes; a step in hand at their end is still to be ended and reported
 HANGS = 90  # seconds of one test after which pytest shows where it is
-GRACE = 5.0  # seconds between asking a step to end and ending it
+GRACE = 15.0  # seconds between asking a step to end and ending it
 TAIL = 30  # lines of a failed step that are shown
 
 PROBE = """
@@ -452,7 +452,7 @@ def run(step: Step, seconds: float, log: Path) -> tuple[int | None, str]:
 def _end(process: subprocess.Popen) -> None:
     """Ends a step that still runs, and the processes that it started and left behind.
 
-    First as by Ctrl-C, at which pytest tells what it has found so far.
+    First as by Ctrl-C, at which pytest and `onepass bench` tell what they have found so far.
     """
     gone = contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired)
     for ending in (signal.SIGINT, signal.SIGTERM):

@@ -220,4 +220,4 @@ def test_cuda_tables_show_gigabytes_per_second(capsys):
     assert "GB/s" in printed and "3000" in printed and "150%" in printed
     assert "1.0x+ 1.0x? 85%+" in printed
     assert "copy 3100 GB/s" in printed and "gpu NVIDIA Something" in printed
-    assert "left out by --limit: norm/x" in printed and "AVX2" not in printed
+    assert "left out by --limit or Ctrl-C: norm/x" in printed and "AVX2" not in printed
