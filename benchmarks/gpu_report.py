@@ -26,6 +26,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from gpu_table import markdown
@@ -33,6 +34,7 @@ from gpu_table import markdown
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu-report"
 SITE = WORK / "site"  # where onepass is installed, for the steps alone
+# One process each: where a kernel has accessed memory that is not its own, no other runs any more.
 TESTS = {
     "device tests": (
         "tests/test_cuda_device.py",
@@ -42,8 +44,8 @@ TESTS = {
     "attention tests": (
         "tests/test_cuda_device_attention.py",
         "tests/test_cuda_device_attention_torch.py",
-        "tests/test_cuda_device_decode.py",
     ),
+    "decode tests": ("tests/test_cuda_device_decode.py",),
 }
 # What a step measures, and the seconds that it may take. Of attention's standard shapes, that is
 # the first part; `onepass bench attention --device cuda` by itself measures all.
@@ -51,8 +53,9 @@ BENCHMARKS = {"decode": (("decode",), 75), "attention": (("attention",), 150)}
 BENCHMARKS |= {"norm": (("norm", "dropout"), 120), "optimizer": (("optimizer",), 60)}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")
-BUDGET = 600.0
-GRACE = 5.0  # seconds between asking a step to end and ending it
+BUDGET = 570.0  # of ten minutes; a step in hand at their end is still to be ended and reported
+HANGS = 90  # seconds of one test after which pytest shows where it is
+GRACE = 15.0  # seconds between asking a step to end and ending it
 TAIL = 30  # lines of a failed step that are shown
 
 PROBE = """
@@ -203,6 +206,8 @@ def plan(
     """All steps, those with the figures before those that may take long."""
     onepass = [python, "-m", "onepass"]
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest += ["-o", f"faulthandler_timeout={HANGS}"]
+    every_file = [file for files in TESTS.values() for file in files]
     build = Step(
         "build",
         60,
@@ -214,9 +219,10 @@ def plan(
     return [
         build,
         Step("doctor", 20, 90, lambda seconds: [*onepass, "doctor"], judge_doctor),
-        *(tests(name, files, pytest) for name, files in TESTS.items()),
+        *(tests(name, files, [*pytest, "-m", "not slow"]) for name, files in TESTS.items()),
         *(bench(name, onepass, folder) for name in BENCHMARKS),
         *(compare(dtype, onepass, folder) for dtype in ("float32", "bfloat16")),
+        tests("slow tests", every_file, [*pytest, "-m", "slow"]),
         *(
             sanitizer(tool, name, files, pytest, tools["compute-sanitizer"])
             for name, files in TESTS.items()
@@ -361,20 +367,27 @@ def read_json(file: Path) -> dict | None:
 
 
 def environment_of_steps() -> dict[str, str]:
-    """The caller's, with what was built first on the path."""
+    """The caller's, with what was built first on the path; the tests need no pytest plugin, and
+    one of the caller's may change their order or their seeds."""
     paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environment.pop("ONEPASS_TEST_DEVICE", None)
     return environment
 
 
 def execute(
-    steps: Sequence[Step], budget: float, log: Path, say: Callable[[str], object] = print
+    steps: Sequence[Step],
+    budget: float,
+    log: Path,
+    say: Callable[[str], object] = print,
+    keep: Callable[[list[dict]], object] = lambda records: None,
 ) -> list[dict]:
     """Runs the steps one by one within `budget` seconds; returns a record of each.
 
     A step gets what is left, at most its limit; all output goes to the file `log`. When the first,
-    the build, fails, there is nothing to run the others on.
+    the build, fails, there is nothing to run the others on. `keep` gets the records so far after
+    each step: whoever ends this process before the last one has those.
     """
     end = time.monotonic() + budget
     records, built = [], True
@@ -403,6 +416,7 @@ def execute(
             for line in text.splitlines()[-TAIL:]:
                 say(f"    {line}")
         records.append({"name": step.name, **asdict(outcome), "seconds": round(taken, 1)})
+        keep(records)
     return records
 
 
@@ -436,13 +450,20 @@ def run(step: Step, seconds: float, log: Path) -> tuple[int | None, str]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a step that still runs, with the processes that it started."""
-    for ending in (signal.SIGTERM, signal.SIGKILL):
+    """Ends a step that still runs, and the processes that it started and left behind.
+
+    First as by Ctrl-C, at which pytest and `onepass bench` tell what they have found so far.
+    """
+    gone = contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired)
+    for ending in (signal.SIGINT, signal.SIGTERM):
         if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            break
+        with gone:
             os.killpg(process.pid, ending)
             process.wait(GRACE)
+    with gone:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(GRACE)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -455,7 +476,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER",
         help="the results go into a folder in it, named after the device",
     )  # fmt: skip
+    parser.add_argument(
+        "--only", nargs="+", metavar="GLOB",
+        help="of the steps behind the build: two runs of a half each have twice the time",
+    )  # fmt: skip
     args = parser.parse_args(argv)
+    start = time.monotonic()
     try:
         machine, tools = find_all(os.environ)
     except Obstacle as obstacle:
@@ -465,16 +491,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(SITE, ignore_errors=True)
-    for stale in [*folder.glob("*.json"), folder / "report.log", *WORK.glob("*.xml")]:
+    build, *others = plan(machine, tools, folder)
+    chosen = [step for step in others if any(fnmatchcase(step.name, of) for of in args.only or "*")]
+    figures = folder.glob("*.json")
+    if args.only:  # what the others have written stays in the table
+        figures = [folder / f"{slug(step.name)}.json" for step in chosen]
+    for stale in [*figures, folder / "report.log", *WORK.glob("*.xml")]:
         stale.unlink(missing_ok=True)
     print(f"{machine['gpu']}, torch {machine['torch']}, {tools['nvcc']}; results in {folder}")
-    start = time.monotonic()
+    keep = functools.partial(write, folder, machine, args.budget, start)
+    left = args.budget - (time.monotonic() - start)
     say = functools.partial(print, flush=True)
-    steps = execute(plan(machine, tools, folder), args.budget, folder / "report.log", say)
+    steps = execute([build, *chosen], left, folder / "report.log", say, keep)
+    print(f"\n{(folder / 'table.md').read_text()}")
+    return 1 if any(step["result"] == "failed" for step in steps) else 0
+
+
+def write(folder: Path, machine: dict, budget: float, start: float, steps: list[dict]) -> None:
+    """report.json and table.md, of these records and of what their steps have written."""
     report = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine,
-        "budget": args.budget,
+        "budget": budget,
         "seconds": round(time.monotonic() - start, 1),
         "steps": steps,
     }
@@ -483,9 +521,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     compared = [read_json(folder / f"compare-{dtype}.json") for dtype in ("float32", "bfloat16")]
     table = markdown(report, list(filter(None, measured)), list(filter(None, compared)))
     (folder / "table.md").write_text(table)
-    print(f"\n{table}")
-    return 1 if any(step["result"] == "failed" for step in steps) else 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its step ends too
     raise SystemExit(main())

@@ -467,3 +467,22 @@ def test_bad_input_is_one_line_and_exit_code_two(words, message, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"bench: {message}") and captured.err.count("\n") == 1
+
+
+def test_ctrl_c_keeps_what_was_measured(capsys, monkeypatch):
+    whole = cases.measure
+
+    def measure(case, **options):
+        if case.name.endswith("/forward under grad"):
+            raise KeyboardInterrupt
+        return whole(case, **options)
+
+    monkeypatch.setattr(cases, "measure", measure)
+    words = ("norm", "--quick", "--no-compile", "--case", "norm/rms_norm/float32/4x8/*")
+    assert run(*words, "--json", "-") == 130
+    result = json.loads(capsys.readouterr().out)
+    assert [row["name"].rpartition("/")[2] for row in result["rows"]] == ["no grad"]
+    assert [name.rpartition("/")[2] for name in result["left_out"]] == [
+        "forward under grad",
+        "forward+backward",
+    ]

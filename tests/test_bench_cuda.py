@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 import torch
 from test_bench import run
 
+import onepass
 from onepass.bench import case as cases
 from onepass.bench import dropout, harness, machine, norm, optimizer, report
 from onepass.bench.ceilings import CudaCeilings
@@ -153,6 +156,20 @@ def test_optimizer_cases(monkeypatch):
         assert not row.check, f"{case.name}: {row.check}"
 
 
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, onepass.optim.AdamW])
+def test_an_optimizer_goes_with_the_tensors_it_was_made_for(cls):
+    """Those of all cases together would have no room on a device."""
+    step = optimizer._optimizer(cls)
+    tensors = optimizer._make([(64,), (5,)], torch.float32)
+    params = [weakref.ref(param) for param in step(*tensors)]
+    again = step(*tensors)
+    assert all(param() is same for param, same in zip(params, again, strict=True))
+    del again
+    tensors.clear()
+    gc.collect()
+    assert [param() for param in params] == [None, None]
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_backward_alone_is_the_same_gradient_each_time(monkeypatch, backend):
     """Forwards run before any clock does; also where the graph is a compiled one."""
@@ -203,4 +220,4 @@ def test_cuda_tables_show_gigabytes_per_second(capsys):
     assert "GB/s" in printed and "3000" in printed and "150%" in printed
     assert "1.0x+ 1.0x? 85%+" in printed
     assert "copy 3100 GB/s" in printed and "gpu NVIDIA Something" in printed
-    assert "left out by --limit: norm/x" in printed and "AVX2" not in printed
+    assert "left out by --limit or Ctrl-C: norm/x" in printed and "AVX2" not in printed

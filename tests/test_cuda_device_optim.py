@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device import DEVICE, needs_device, on_cuda_only
+from device import DEVICE, ON_CUDA, needs_device, nothing_waits, on_cuda_only
 from optim_cases import FLAGS, MODES, NAMES, ours
 
 import onepass
@@ -103,6 +103,26 @@ def test_grad_scaler():
     assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_no_step_waits_for_the_device(mode):
+    """Also where a schedule has changed the learning rate."""
+    optimizer = run("AdamW", BF16, DEVICE, steps=1, **MODES[mode])
+    with nothing_waits():
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        optimizer.step()
+        onepass.optim.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+
+
+@pytest.mark.skipif(not ON_CUDA or torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_device_that_is_not_the_current_one(mode):
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    found, expected = (everything(run("AdamW", BF16, of, **MODES[mode])) for of in (last, DEVICE))
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
 @on_cuda_only
 @pytest.mark.parametrize("mode", MODES)
 def test_in_a_cuda_graph(mode):
@@ -117,6 +137,7 @@ def test_in_a_cuda_graph(mode):
             p.grad = torch.full_like(p, 0.5)
         optimizer = onepass.optim.AdamW(params, lr=lr, capturable=True, **MODES[mode])
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             optimizer.step()
             graph = torch.cuda.CUDAGraph()

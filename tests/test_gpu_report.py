@@ -146,8 +146,8 @@ def test_slug(device, folder):
 def test_plan(tmp_path):
     steps = {step.name: step for step in gpu_report.plan(FACTS, TOOLS, tmp_path, "python")}
     assert list(steps) == [
-        "build", "doctor", "device tests", "attention tests", "bench decode", "bench attention",
-        "bench norm", "bench optimizer", "compare float32", "compare bfloat16",
+        "build", "doctor", *gpu_report.TESTS, "bench decode", "bench attention", "bench norm",
+        "bench optimizer", "compare float32", "compare bfloat16", "slow tests",
         *(f"{tool}, {tests}" for tests in gpu_report.TESTS for tool in gpu_report.SANITIZERS),
     ]  # fmt: skip
     words = {name: " ".join(map(str, step.command(100.0))) for name, step in steps.items()}
@@ -166,7 +166,9 @@ def test_plan(tmp_path):
             assert words[step].startswith(f"{TOOLS['compute-sanitizer']} --tool {tool} ")
             assert not steps[step].skip
         for file in files:
-            assert file in words[name] and (ROOT / file).is_file()
+            assert file in words[name] and file in words["slow tests"] and (ROOT / file).is_file()
+        assert "-m not slow" in words[name]
+    assert "-m slow" in words["slow tests"]
     assert all(0 < step.least < step.limit for step in steps.values())
 
 
@@ -210,8 +212,9 @@ def test_sanitizers_choose_tests_that_exist(tmp_path):
             result = subprocess.run(
                 [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
             )
-            count = 5 if step.name.endswith("device tests") else 10
-            assert result.stdout.count("test_small_for_sanitizers") == count, result.stdout
+            count = {"device tests": 5, "attention tests": 7, "decode tests": 3}
+            found = result.stdout.count("test_small_for_sanitizers")
+            assert found == count[step.name.partition(", ")[2]], result.stdout
 
 
 def test_without_compute_sanitizer_its_steps_are_skipped(tmp_path):
@@ -262,7 +265,8 @@ def test_nothing_runs_after_a_build_that_failed(tmp_path):
 def test_a_step_gets_no_more_than_its_limit_and_ends_with_its_children(tmp_path):
     code = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child = 'import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(60)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', child])\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -272,13 +276,47 @@ def test_a_step_gets_no_more_than_its_limit_and_ends_with_its_children(tmp_path)
     assert time.monotonic() - start < 30
     assert results_of(records) == ["failed"]
     assert records[0]["detail"] == "did not end within 1 s"
-    child = int((tmp_path / "log").read_text().split()[-1])
+    child = next(int(line) for line in (tmp_path / "log").read_text().split() if line.isdigit())
     for _ in range(100):
         status = Path(f"/proc/{child}/status")
         if not status.exists() or "State:\tZ" in status.read_text():
             return
         time.sleep(0.05)
     pytest.fail("its child still runs")
+
+
+def test_tests_that_do_not_end_tell_what_they_found(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import time\ndef test_one(): assert False, 'so it goes'\ndef test_two(): time.sleep(60)\n"
+    )
+    words = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path)]
+    step = gpu_report.Step("tests", 0.1, 5.0, lambda seconds: words)
+    gpu_report.execute([step], 60.0, tmp_path / "log", say=lambda line: None)
+    log = (tmp_path / "log").read_text()
+    assert "so it goes" in log and "1 failed" in log
+
+
+def test_ending_the_report_ends_its_step(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import signal, runpy, pathlib, gpu_report as g\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
+        "words = [sys.executable, '-c', 'import os, time; print(os.getpid()); time.sleep(60)']\n"
+        "step = g.Step('sleeps', 0.1, 50.0, lambda seconds: words)\n"
+        "g.run(step, 50.0, pathlib.Path(sys.argv[2]))\n"
+    )
+    log = tmp_path / "log"
+    report = subprocess.Popen([sys.executable, "-c", code, str(SCRIPT.parent), str(log)])
+    lines: list[str] = []
+    for _ in range(200):
+        lines = log.read_text().split("\n") if log.exists() else []
+        if lines and lines[-1] == "" and lines[-2].isdigit():
+            break
+        time.sleep(0.05)
+    report.terminate()
+    assert report.wait(20) == 1
+    status = Path(f"/proc/{lines[-2]}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_what_does_not_fit_the_budget_is_named(tmp_path):
@@ -371,168 +409,7 @@ def test_verdict_on_a_build(monkeypatch, tmp_path):
     assert judged.result == "failed" and "another onepass comes first" in judged.detail
 
 
-# ---- the table -----------------------------------------------------------------------------------
-
-
-def row(name: str, eager: float, compiled: float | None, share: float | None, goal=None) -> dict:
-    interval = lambda value: value and {"median": value, "low": value, "high": value}  # noqa: E731
-    return {
-        "name": name,
-        "times": {"ours": {"median_us": 9.0}, "eager": {"median_us": 12.5}},
-        "against_eager": interval(eager),
-        "against_compile": interval(compiled),
-        "against_others": {},
-        "share_of_copy": share,
-        "right": True,
-        "goal": {
-            "against_eager": 1.0,
-            "against_compile": 1.0,
-            "share_of_copy": goal,
-            "against_others": {},
-        },
-    }
-
-
-def attention_row(name: str, share: float, others: dict[str, float], wanted=None, **more) -> dict:
-    found = row(name, 1.5, None, None)
-    del found["share_of_copy"]
-    ceiling = "arithmetic" if name.startswith("attention/") else "update"
-    found |= {f"share_of_{ceiling}": share, **more}
-    found["against_others"] = {
-        other: {"median": value, "low": value, "high": value} for other, value in others.items()
-    }
-    goal = dict.fromkeys(found["goal"]) | {"against_others": wanted or {}}
-    return found | {"goal": goal}
-
-
-BENCH = {
-    "machine": {"gpu": FACTS["gpu"], "driver": "580.1", "cuda": "13.0", "commit": "none"},
-    "ceilings": {"copy_gbps": 3012.3},
-    "failed": {"norm/add_rms_norm/bfloat16/65536x1024/forward": "RuntimeError: no"},
-    "left_out": ["dropout/dropout/float32/65536x1024/forward"],
-    "rows": [
-        row("norm/layer_norm/float32/4x8/forward under grad", 1.4, None, None),
-        row("norm/layer_norm/bfloat16/65536x1024/forward", 1.25, 1.01, 0.93, 0.9),
-        row("norm/layer_norm/bfloat16/65536x1024/backward", 1.5, None, 0.80, 0.85),
-        row("norm/rms_norm/bfloat16/65536x1024/forward+backward", 2.0, 1.1, 0.7),
-    ],
-}
-COMPARED = {
-    "parameters": 85_900_000,
-    "settings": {"dtype": "bfloat16", "speed": {"batch": 8, "block": 1024}},
-    "speed": [
-        {
-            "dropout": 0.1,
-            "variants": {
-                "swapped": {"ratio_to_stock": {"median": 1.0512, "low": 1.05, "high": 1.052}}
-            },
-        }
-    ],
-    "verdict": {"same": True, "sentence": "1.05x"},
-}
-REPORT = {
-    "date": "2026-11-21",
-    "machine": FACTS,
-    "steps": [
-        {"name": "build", "result": "ok", "detail": "", "seconds": 41.2},
-        {"name": "memcheck", "result": "left out", "detail": "3 s | left", "seconds": 0.0},
-    ],
-}
-
-
-def test_table():
-    lines = gpu_report.markdown(REPORT, [BENCH], [COMPARED]).splitlines()
-    assert lines[0] == "## NVIDIA H100 80GB HBM3"
-    assert "driver 580.1, cuda 13.0, torch 2.11.0+cu130, commit 0123456789ab" in lines[2]
-    text = "\n".join(lines)
-    assert "Copy of a large tensor: 3012 GB/s. Goals of speed reached in 2 of 3 cases." in text
-    assert (
-        "| layer_norm bfloat16 65536x1024 | 1.25 / 1.50 / - | 1.01 / - / - | 93 % / 80 % / - |"
-    ) in lines
-    assert "| rms_norm bfloat16 65536x1024 | - / - / 2.00 | - / - / 1.10 | - / - / 70 % |" in lines
-    assert "layer_norm forward under grad 9.0 us (eager 12.5)." in text
-    assert "failed: norm/add_rms_norm/bfloat16/65536x1024/forward" in lines
-    assert "left out: dropout/dropout/float32/65536x1024/forward" in lines
-    assert (
-        "| GPT, 86M, batch 8x1024, bfloat16 | 1.051 [1.050-1.052] (dropout 0.1) | same |" in lines
-    )
-    assert "| build | ok | 41 |  |" in lines and "| memcheck | left out | 0 | 3 s / left |" in lines
-    tables = [line.count("|") for line in lines if line.startswith("|")]
-    assert tables == [5] * 4 + [4] * 3 + [5] * 4, "all rows of a table have its columns"
-
-
-ATTENTION = BENCH | {
-    "ceilings": {"copy_gbps": 3012.3, "matmul_16_gflops": 701e3},
-    "failed": {},
-    "left_out": [],
-    "rows": [
-        attention_row(
-            f"attention/full/bfloat16/4x16x4096x128/{phase}",
-            share,
-            {"flash": 1.25, "cudnn": 0.75} if phase == "forward" else {"flash": 1.5},
-            gflops=gflops,
-        )
-        for phase, share, gflops in (("forward", 0.5, 350.4e3), ("backward", 0.43, 300.6e3))
-    ]
-    + [
-        attention_row(
-            "attention/mask/bfloat16/8x16x2048x128/forward", 0.4, {"none": 0.8}, {"none": 0.77},
-            gflops=280e3,
-        ),
-        attention_row(
-            "decode/grouped/bfloat16/1x32on8x1x32768x128", 0.81, {"flash": 2.0}, gbps=2500.2
-        ),
-        row("optimizer/adamw/float32/300x768", 3.0, None, None) | {"gbps": None},
-    ],
-}  # fmt: skip
-
-
-def test_table_of_attention():
-    lines = gpu_report.markdown(REPORT, [BENCH, ATTENTION], []).splitlines()
-    assert (
-        "Copy of a large tensor: 3012 GB/s; torch's matmul in bfloat16: 701 TFLOP/s. Goals of "
-        "speed reached in 1 of 1 cases."
-    ) in lines
-    assert (
-        "| full bfloat16 4x16x4096x128 | 350 / 301 | 50 % / 43 % | 1.50 / 1.50 "
-        "| flash 1.25 / 1.50, cudnn 0.75 / - |"
-    ) in lines
-    assert (
-        "| mask bfloat16 8x16x2048x128 | 280 / - | 40 % / - | 1.50 / - | none 0.80 / - |" in lines
-    )
-    assert (
-        "| grouped bfloat16 1x32on8x1x32768x128 | 9.0 | 2500 | 81 % | 1.50 | flash 2.00 |" in lines
-    )
-    assert "| adamw float32 300x768 | 9.0 | - | - | 3.00 | - |" in lines
-    tables = [line.count("|") for line in lines if line.startswith("|")]
-    assert tables == [5] * 4 + [7] * 3 + [6] * 4 + [7] * 3 + [5] * 4
-
-
-def test_table_without_any_figures():
-    text = gpu_report.markdown(REPORT, [], [])
-    assert "| build | ok | 41 |  |" in text and "eager" not in text
-
-
-def test_bench_and_compare_write_what_the_table_reads(tmp_path):
-    """The real things on the CPU; their cases have two phases there."""
-    words = [sys.executable, "-m", "onepass"]
-    bench = [*words, "bench", "norm", "--quick", "--no-compile", "--json", "bench.json"]
-    compare = [*words, "compare", "--quick", "--steps", "2", "--pairs", "1", "--dropout", "0"]
-    compare += ["--json", "compare.json", "--threads", "1"]
-    for command in (bench, compare):
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    figures = gpu_report.read_json(tmp_path / "bench.json")
-    compared = gpu_report.read_json(tmp_path / "compare.json")
-    text = gpu_report.markdown(REPORT, [figures], [compared])
-    assert "| layer_norm float32 64x96 | " in text and "| GPT, " in text
-    assert gpu_report.judge_bench(0, "", tmp_path / "bench.json").detail == "22 cases"
-    attention = [*words, "bench", "attention", "decode", "--quick", "--threads", "1"]
-    attention += ["--case", "*/causal/*/1x2x*", "--json", "attention.json"]
-    subprocess.run(attention, cwd=tmp_path, check=True, capture_output=True)
-    text = gpu_report.markdown(REPORT, [gpu_report.read_json(tmp_path / "attention.json")], [])
-    assert "| causal float32 1x2x48x16 | " in text and "A call on a tensor of 1x2x4x8: " in text
-    judged = gpu_report.judge_compare(0, "", tmp_path / "compare.json")
-    assert judged.result in ("ok", "failed") and judged.detail == compared["verdict"]["sentence"]
+# ---- the command -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("code", "expected"), [("", 0), ("raise SystemExit(1)", 1)])
@@ -548,7 +425,38 @@ def test_main_writes_the_report(tmp_path, monkeypatch, capsys, code, expected):
     assert gpu_report.main(["--out", str(tmp_path / "out"), "--budget", "30"]) == expected
     report = json.loads((folder / "report.json").read_text())
     assert results_of(report["steps"]) == ["ok", "failed" if expected else "ok"]
-    assert report["machine"] == FACTS and report["budget"] == 30
+    assert report["machine"] == FACTS and report["budget"] == 30 and report["seconds"] > 0
     assert not (folder / "bench-norm.json").exists()
     table = (folder / "table.md").read_text()
     assert table in capsys.readouterr().out and "| build | ok |" in table
+
+
+def test_main_runs_the_steps_that_are_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
+    monkeypatch.setattr(gpu_report, "SITE", tmp_path / "work" / "site")
+    monkeypatch.setattr(gpu_report, "find_all", lambda environment: (dict(FACTS), TOOLS))
+    names = ("build", "device tests", "bench norm", "bench decode", "memcheck, device tests")
+    steps = [python_step(name, "") for name in names]
+    monkeypatch.setattr(gpu_report, "plan", lambda *_: steps)
+    folder = tmp_path / "nvidia-h100-80gb-hbm3"
+    folder.mkdir()
+    for name in ("bench-norm", "bench-attention"):
+        (folder / f"{name}.json").write_text("of another run")
+    gpu_report.main(["--out", str(tmp_path), "--only", "bench*", "*check,*"])
+    report = json.loads((folder / "report.json").read_text())
+    assert [step["name"] for step in report["steps"]] == ["build", *names[2:]]
+    assert not (folder / "bench-norm.json").exists()
+    assert (folder / "bench-attention.json").exists()
+
+
+def test_the_report_is_written_after_each_step(tmp_path):
+    counts = []
+    steps = [python_step("build", ""), python_step("next", "")]
+
+    def keep(records) -> None:
+        gpu_report.write(tmp_path, FACTS, 60.0, time.monotonic(), records)
+        counts.append(len(json.loads((tmp_path / "report.json").read_text())["steps"]))
+        assert f"| {records[-1]['name']} | ok |" in (tmp_path / "table.md").read_text()
+
+    gpu_report.execute(steps, 60.0, tmp_path / "log", lambda line: None, keep)
+    assert counts == [1, 2]

@@ -14,7 +14,7 @@ from optim_cases import FLAGS, NAMES, TORCH_NAMES, ours, snapshot
 
 import onepass
 from onepass._ops import dispatch_log
-from onepass.optim import fuse
+from onepass.optim import flat_state, fuse
 
 F32, BF16 = torch.float32, torch.bfloat16
 names = pytest.mark.parametrize("name", NAMES)
@@ -491,3 +491,13 @@ def test_a_remainder_is_exact_in_any_order_of_loading(target, first):
         for _ in range(30):
             optimizer.step()
     assert torch.equal(p, q)
+
+
+def test_settings_on_a_device_stay_in_their_memory():
+    """Captured steps read them there. On the meta device, which is one that is not the CPU."""
+    meta, settings = torch.device("meta"), torch.rand(2, 11, dtype=torch.float64)
+    assert flat_state.on_device(settings, torch.device("cpu"), None) is None
+    first = flat_state.on_device(settings, meta, None)
+    assert first.device == meta and first.shape == settings.shape and first.dtype == settings.dtype
+    assert flat_state.on_device(settings * 2, meta, first) is first
+    assert flat_state.on_device(settings[:1], meta, first).shape == (1, 11)

@@ -55,7 +55,9 @@ def norm(
         # Constants: a float that Dynamo made symbolic cannot enter a second autograd.Function.
         eps, weight_offset = (float.fromhex(float(v).hex()) for v in (eps, weight_offset))
     if out_dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
-        out_dtype = _cuda_autocast_dtype(input.dtype, rms)
+        # Dynamo looks behind a cache, and warns of each.
+        of = _cuda_autocast_dtype if torch.compiler.is_compiling() else _known_autocast_dtype
+        out_dtype = of(input.dtype, rms)
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
     constants = (normalized_shape, rms, eps, weight_offset, dropout_p, out_dtype, residual_dtype)
     if is_differentiated(input, residual, weight, bias):
@@ -234,9 +236,11 @@ def _(
     )
 
 
-@functools.cache
 def _cuda_autocast_dtype(dtype: torch.dtype, rms: bool) -> torch.dtype:
-    """The dtype that torch's own norm returns under CUDA autocast, asked of torch itself once."""
+    """The dtype that torch's own norm returns under CUDA autocast, asked of torch itself."""
     function = torch.nn.functional.rms_norm if rms else torch.nn.functional.layer_norm
     with torch.no_grad(), torch.autocast("cuda", enabled=True):
         return function(torch.zeros(1, 8, dtype=dtype, device="cuda"), (8,)).dtype
+
+
+_known_autocast_dtype = functools.cache(_cuda_autocast_dtype)

@@ -7,7 +7,7 @@ kernel beyond the cache. Cases named `fresh` show that, under the allocator's de
 
 ``--json`` writes one object: ``command``, ``device`` (cpu or cuda), ``machine`` (facts by name),
 ``ceilings`` (GB/s and GFLOP/s), ``recycled_memory`` (whether the allocator obeyed; null on CUDA),
-``failed`` (what went wrong, by case), ``left_out`` (cases that --limit left no time for) and
+``failed`` (what went wrong, by case), ``left_out`` (cases that --limit or Ctrl-C left out) and
 ``rows``: ``name``, ``memory``, ``times`` by variant (ours, eager, compile, copy: median, p10, p90,
 fastest, calls per batch, page faults per call), ``rounds_at_each_place``, ``against_eager`` and
 ``against_compile`` (how many times faster, with the 95 % interval), ``against_others``,
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures and prints; returns 0, 1 if a case failed or was wrong, 2 for bad input."""
+    """Measures and prints; returns 0, 1 if a case failed or was wrong, 2 for bad input, 130 after
+    Ctrl-C, which ends the measuring alone."""
     try:
         import numpy  # noqa: F401
         import rich  # noqa: F401
@@ -87,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads or threads)
     try:
-        result, rows, limits = _run(cases, args)
+        result, rows, limits, interrupted = _run(cases, args)
     finally:
         torch.set_num_threads(threads)
     if file:
@@ -100,6 +101,8 @@ def main(args: argparse.Namespace) -> int:
 
         print_tables(rows)
         print_footer(result, limits)
+    if interrupted:
+        return 130
     return 1 if result["failed"] or any(row.check for row in rows) else 0
 
 
@@ -119,7 +122,7 @@ def _cases(args: argparse.Namespace) -> list:
 
 
 def _run(cases: list, args: argparse.Namespace):
-    """(the JSON object, rows in the order of cases, ceilings)."""
+    """(the JSON object, rows in the order of cases, ceilings, whether Ctrl-C came)."""
     from onepass.bench.case import MIN_ROUNDS, PLACES, measure
     from onepass.bench.ceilings import BIG_BYTES, CUDA_BIG_BYTES, ceilings, cuda_ceilings
     from onepass.bench.harness import MIN_ROUNDS as ROUNDS_AT_ONE_PLACE
@@ -135,12 +138,12 @@ def _run(cases: list, args: argparse.Namespace):
     rows, failed, left_out = {}, {}, []
     ordered = progress(sorted(cases, key=lambda case: not case.fresh))
     pending = next(ordered, None)
-    start = time.perf_counter()
+    start, interrupted = time.perf_counter(), False
 
     def run_while(fresh: bool) -> None:
-        nonlocal pending
+        nonlocal pending, interrupted
         while pending is not None and pending.fresh == fresh:
-            if time.perf_counter() - start > args.limit:
+            if interrupted or time.perf_counter() - start > args.limit:
                 left_out.append(pending.name)
             else:
                 try:
@@ -152,7 +155,10 @@ def _run(cases: list, args: argparse.Namespace):
                         rounds=rounds,
                         limits=limits,
                     )
-                except Exception as error:  # the figures of the other cases are still wanted
+                except KeyboardInterrupt:  # of the cases before, the figures are still wanted
+                    interrupted = True
+                    left_out.append(pending.name)
+                except Exception as error:  # and of the others
                     traceback.print_exc()
                     text = str(error).strip().partition("\n")[0]
                     failed[pending.name] = f"{type(error).__name__}: {text}"
@@ -180,7 +186,7 @@ def _run(cases: list, args: argparse.Namespace):
         "left_out": left_out,
         "rows": [row.to_dict() for row in in_order],
     }
-    return result, in_order, limits
+    return result, in_order, limits, interrupted
 
 
 def _refuse(message: str) -> int:

@@ -12,6 +12,7 @@ csrc/cpu/optimizer/step.cpp's story: every operand read and written once.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -74,7 +75,8 @@ def _clipping(max_norm: float) -> Operator:
 
 class _Steps:
     """A variant of the step: an optimizer on copies of the first half of the tensors it is called
-    with, whose gradients are the second half; kept as long as they are the same tensors.
+    with, whose gradients are the second half; kept as long as they are the same tensors, and there:
+    those of all cases together have no room on a device.
 
     Copies, since a parameter that another variant steps has changed from outside, and a master
     would follow it in every step.
@@ -82,11 +84,11 @@ class _Steps:
 
     def __init__(self, make: Callable[[list[Tensor]], Callable[[], object]]):
         self._make = make
-        self._first: Tensor | None = None
+        self._forget()
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self._first is not tensors[0]:
-            self._first = tensors[0]
+        if self._first() is not tensors[0]:
+            self._first = weakref.ref(tensors[0], self._forget)
             half = len(tensors) // 2
             self._params = [tensor.detach().clone() for tensor in tensors[:half]]
             for param, gradient in zip(self._params, tensors[half:], strict=True):
@@ -94,6 +96,10 @@ class _Steps:
             self._step = self._make(self._params)
         self._step()
         return tuple(self._params)
+
+    def _forget(self, first: object = None) -> None:
+        self._first = self._step = lambda: None
+        self._params: list[Tensor] = []
 
 
 def _optimizer(cls: type, **options) -> _Steps:

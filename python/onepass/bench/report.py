@@ -208,7 +208,7 @@ def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
     for name, problem in result.get("failed", {}).items():
         lines.append(f"FAILED: {name}: {problem}")
     if result.get("left_out"):
-        lines.append(f"left out by --limit: {', '.join(result['left_out'])}")
+        lines.append(f"left out by --limit or Ctrl-C: {', '.join(result['left_out'])}")
     lines.append(", ".join(f"{key} {value}" for key, value in result["machine"].items()))
     lines.append(result["command"])
     print("\n" + "\n".join(lines))

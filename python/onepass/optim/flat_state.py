@@ -11,6 +11,7 @@ that is not seen until the next table.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
@@ -94,6 +95,17 @@ def noise_number(number: int, param: Tensor) -> int:
     return number + (shard << 20)
 
 
+def on_device(settings: Tensor, device: torch.device, before: Tensor | None) -> Tensor | None:
+    """Settings as a kernel reads them, None on the CPU; in the memory of those before, from which a
+    captured step goes on reading."""
+    if device.type == "cpu":
+        return None
+    if before is None or before.shape != settings.shape or before.device != device:
+        before = torch.empty_like(settings, device=device)
+    # The host does not wait for the device: the driver has taken the few numbers by the return.
+    return before.copy_(settings, non_blocking=True)
+
+
 def are_same(ones: Collection, others: Collection) -> bool:
     """Whether two collections hold the same objects."""
     return len(ones) == len(others) and all(map(operator.is_, ones, others))
@@ -170,7 +182,8 @@ class Places:
         elif not request.key.endswith(SCALE):
             part = part.as_strided(param.shape, strides_of(param), buffer.storage_offset() + offset)
         # Through DLPack the view gets a storage that covers it alone and keeps the buffer alive.
-        entry = torch.from_dlpack(part) if numel else torch.empty_like(part)
+        with _current(part.device):
+            entry = torch.from_dlpack(part) if numel else torch.empty_like(part)
         if entry.dim() and request.param is not param and not request.key.endswith(SCALE):
             entry = DTensor.from_local(
                 entry,
@@ -182,6 +195,11 @@ class Places:
             )
         self._by_id[id(entry)] = Place(entry, buffer, offset)
         return entry
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes a CUDA device torch's current one: DLPack exports from no other."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _padded(numel: int) -> int:

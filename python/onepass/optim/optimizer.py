@@ -33,6 +33,7 @@ from onepass.optim.flat_state import (
     layouts_of,
     local,
     noise_number,
+    on_device,
     strides_of,
 )
 from onepass.optim.options import check_options
@@ -378,7 +379,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         held = self._hyper_table
         if held is None or rows != self._hyper_rows or (held[1] is None) != (device.type == "cpu"):
             table = torch.tensor(rows, dtype=torch.float64)
-            held = table, None if device.type == "cpu" else table.to(device)
+            held = table, on_device(table, device, held and held[1])
             self._hyper_rows, self._hyper_table = rows, held
         if held[1] is not None:
             for number, group in enumerate(self.param_groups):
