@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
@@ -242,6 +243,13 @@ class SimpleNamespaceOutput(dict):
     """A dict with attributes, as the outputs of transformers are."""
 
     __getattr__ = dict.__getitem__
+
+
+def test_a_mapping_of_keywords_is_a_batch():
+    batch = UserDict(ids=IDS, labels=IDS)  # as tokenizers return
+    report = onepass.swap(Model())
+    result = report.verify(batch)
+    assert result.ok and result.loss == report.verify(dict(batch)).loss
 
 
 def test_gradients_of_inputs_that_want_one():

@@ -20,7 +20,7 @@ import contextlib
 import copy
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -109,6 +109,8 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RuntimeError("verify: model must have data, got tensors on the meta device")
     modules = _modules(report)
+    if len(batch) == 1 and isinstance(batch[0], Mapping):  # tokenizers return one that is no dict
+        batch = (dict(batch[0]),)
     with _undisturbed(model):
         with _classes(modules, "original"):
             stock = _run(model, batch, loss_fn)
