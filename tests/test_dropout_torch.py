@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from seeds import drawn_seed
 
+import onepass
 from onepass import functional, reference
 
 functions = pytest.mark.parametrize("function", [functional.dropout, F.dropout])
@@ -83,3 +84,26 @@ def test_gradients_share_no_storage_with_the_upstream_gradient():
     functional.add_dropout(x, r, 0.5).backward(g)
     assert r.grad.data_ptr() != g.data_ptr() and x.grad.data_ptr() != g.data_ptr()
     assert torch.equal(r.grad, g)
+
+
+@pytest.mark.parametrize("cls", [onepass.nn.Dropout, torch.nn.Dropout])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "format, shape",
+    [(torch.channels_last, (2, 3, 4, 5)), (torch.channels_last_3d, (2, 3, 4, 5, 6))],
+    ids=["4-D", "5-D"],
+)
+def test_modules_keep_channels_last(cls, inplace, format, shape):
+    leaf = torch.randn(shape).to(memory_format=format).requires_grad_()
+    x = leaf * 1
+    module = cls(0.5, inplace)
+    y = module(x)
+    assert y.is_contiguous(memory_format=format) and not y.is_contiguous()
+    assert (y is x) == inplace
+    y.sum().backward()
+    assert leaf.grad.is_contiguous(memory_format=format)
+    kept = y != 0
+    assert torch.equal(leaf.grad[kept], (y / leaf)[kept].round()) and not leaf.grad[~kept].any()
+    assert module.eval()(leaf) is leaf
+    compiled = torch.compile(cls(0.5), backend="eager", fullgraph=True)
+    assert compiled(leaf).is_contiguous(memory_format=format)

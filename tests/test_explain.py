@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import UserDict
 
 import pytest
 import torch
@@ -34,6 +35,23 @@ def test_every_family_is_explained():
         assert call["level"] == _C.cpu_level()
         assert call["kernel"].endswith("_kernel")
         assert call["reason"]
+
+
+@pytest.mark.parametrize("mapping", [dict, UserDict])
+def test_a_batch_of_keywords_as_verify_takes_it(mapping):
+    class Named(torch.nn.LayerNorm):
+        def forward(self, x, scale=1.0):
+            return functional.layer_norm(scale * x, self.normalized_shape)
+
+    class Whole(Named):
+        def forward(self, batch):
+            return super().forward(batch["x"])
+
+    for module in (Named(16), Whole(16)):
+        (call,) = calls_of(module, mapping(x=torch.randn(3, 16)))
+        assert call["op"] == "layer_norm"
+    (call,) = calls_of(lambda batch: functional.layer_norm(batch["x"], 16), {"x": torch.ones(16)})
+    assert call["op"] == "layer_norm"
 
 
 def test_the_plan_follows_shape_and_threads():

@@ -127,6 +127,27 @@ def test_a_scheduler_made_before_drives_the_new_one(name, taken):
         torch.testing.assert_close(results[1][key], value)
 
 
+@torch_names
+def test_a_scheduler_made_before_stays_with_the_new_one_through_a_checkpoint(name):
+    old = old_optimizer(name, 1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(old, 0.5)
+    new = onepass.optim.fuse(old)
+    checkpoint = copy.deepcopy((new.state_dict(), scheduler.state_dict()))
+    steps(new, 1, first=1)
+    scheduler.step()
+    twin = copy.deepcopy(new)
+    twin.load_state_dict(checkpoint[0])
+    assert all(one is two for one, two in zip(old.param_groups, new.param_groups, strict=True))
+    for load in (new.load_state_dict, old.load_state_dict):  # torch's puts new groups there
+        load(checkpoint[0])
+        scheduler.load_state_dict(checkpoint[1])
+        steps(new, 1, first=1)
+        scheduler.step()
+        assert new.param_groups[0]["lr"] == FLAGS[name]["lr"] / 2
+    new.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+    assert len(old.param_groups) == len(new.param_groups)
+
+
 def test_fuse_refuses_others():
     p = torch.zeros(5, requires_grad=True)
     for other in (

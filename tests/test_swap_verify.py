@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +112,54 @@ def test_nan_is_a_difference_unless_stock_has_it_too(monkeypatch):
     assert report.verify(IDS).ok
 
 
+class Bottleneck(Model):
+    """Everything in it is a multiple of one number, whose rounding is one draw for all of them."""
+
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return logits * (2.0 + torch.sin(300.0 * logits.mean()))
+
+
+@pytest.mark.parametrize("judged", ["float64", "rounding"])
+def test_one_lucky_draw_of_stock_is_no_difference(monkeypatch, judged):
+    if judged == "rounding":
+        monkeypatch.setattr(verify, "_room_for_double", lambda model: False)
+    for seed in range(16):
+        torch.manual_seed(seed)
+        result = onepass.swap(Bottleneck(), probe=False).verify(IDS)
+        assert result.ok, f"{seed=}: {result}"
+        assert result.judged == judged and len(str(result).splitlines()) == 1
+
+
+def test_stock_in_float64_may_have_nan_where_stock_has_none():
+    class Masked(Model):
+        """transformers' eager attention: a mask of the model's dtype, a softmax in float32."""
+
+        def forward(self, ids):
+            logits = super().forward(ids)
+            mask = torch.full_like(logits, torch.finfo(logits.dtype).min)
+            return logits * (logits + mask).softmax(-1, dtype=torch.float32)
+
+    result = onepass.swap(Masked()).verify(IDS)
+    assert result.ok and result.judged == "rounding"
+    assert "nan" not in str(result)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_is_not_finite_in_stock_either_is_the_same(monkeypatch, value):
+    class NotFinite(Model):
+        def forward(self, ids):
+            logits = super().forward(ids)
+            return logits, torch.full_like(logits, float(value))
+
+    report = onepass.swap(NotFinite())
+    loss_fn = lambda output: output[0].square().mean()  # noqa: E731
+    result = report.verify(IDS, loss_fn=loss_fn)
+    assert result.ok and result.judged == "float64"
+    broken(monkeypatch, classes.LayerNormForward, 1.0001)
+    assert not report.verify(IDS, loss_fn=loss_fn).ok
+
+
 def test_leaves_no_trace():
     class Counting(Model):
         def __init__(self):
@@ -194,6 +243,13 @@ class SimpleNamespaceOutput(dict):
     """A dict with attributes, as the outputs of transformers are."""
 
     __getattr__ = dict.__getitem__
+
+
+def test_a_mapping_of_keywords_is_a_batch():
+    batch = UserDict(ids=IDS, labels=IDS)  # as tokenizers return
+    report = onepass.swap(Model())
+    result = report.verify(batch)
+    assert result.ok and result.loss == report.verify(dict(batch)).loss
 
 
 def test_gradients_of_inputs_that_want_one():

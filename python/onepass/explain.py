@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import html
 import importlib
+import inspect
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -63,17 +64,30 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
     """Runs ``fn_or_module(*args, **kwargs)`` and says which onepass kernels ran, and why those.
 
     A backward inside the function is recorded too. The result of the call is dropped; gradients and
-    buffers change as the call changes them.
+    buffers change as the call changes them. A single dict for a module whose forward takes its keys
+    is passed as keywords, as :meth:`onepass.swapping.Report.verify` does.
 
     Returns:
         An Explanation, which prints as text and as HTML and has `to_dict()`.
     """
+    if len(args) == 1 and not kwargs and _takes_keys(fn_or_module, args[0]):
+        args, kwargs = (), dict(args[0])
     with dispatch_log.record() as records:
         fn_or_module(*args, **kwargs)
     counts = Counter(tuple(record.items()) for record in records)
     calls = [{**dict(items), "count": count} for items, count in counts.items()]
     stock = _stock_modules(fn_or_module) if isinstance(fn_or_module, torch.nn.Module) else []
     return Explanation(calls, _level_reason(), stock)
+
+
+def _takes_keys(module, batch) -> bool:
+    if not (isinstance(module, torch.nn.Module) and isinstance(batch, Mapping)):
+        return False
+    try:
+        inspect.signature(module.forward).bind(**batch)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _level_reason() -> str:

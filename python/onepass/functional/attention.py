@@ -259,8 +259,10 @@ def _batched(
     """All three as (batch, heads, seq, dim), and the sizes that batch is made of."""
     if query.dim() == key.dim() == value.dim() == 4:
         of_query, of_key, of_value = query.shape, key.shape, value.shape
-        if of_query[0] == of_key[0] == of_value[0] and of_query[1] == of_key[1] == of_value[1]:
-            return query, key, value, (of_query[0],)
+        if of_query[0] == of_key[0] == of_value[0] and of_key[1] == of_value[1]:
+            # The operator shares one head of key, or with enable_gqa any number, by itself.
+            if enable_gqa or of_key[1] == of_query[1] or of_key[1] == 1:
+                return query, key, value, (of_query[0],)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise RuntimeError(

@@ -68,11 +68,26 @@ def fuse(
     optimizer.step = _refusal(type(optimizer).__name__)
     optimizer.state_dict = fused.state_dict
     optimizer.load_state_dict = fused.load_state_dict
-    # What a scheduler looks at to tell whether steps are made.
-    optimizer.step._wrapped_by_lr_sched = True
-    old = weakref.ref(optimizer)
-    fused.register_step_post_hook(lambda *_: setattr(old(), "_opt_called", True) if old() else None)
+    _lead(weakref.ref(optimizer), fused)
     return fused
+
+
+def _lead(old: weakref.ref, fused: FlatOptimizer) -> None:
+    """What a scheduler of the old optimizer sees there stays true: the groups whose settings it
+    changes, for which torch's load_state_dict makes new dicts, and whether steps are made.
+    """
+
+    def stepped(*_) -> None:
+        if (optimizer := old()) is not None:
+            optimizer._opt_called = True
+
+    def loaded(fused: FlatOptimizer) -> None:
+        if (optimizer := old()) is not None:
+            optimizer.param_groups = fused.param_groups
+
+    old().step._wrapped_by_lr_sched = True
+    fused.register_step_post_hook(stepped)
+    fused.register_load_state_dict_post_hook(loaded)
 
 
 _HOOKS = (

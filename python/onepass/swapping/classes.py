@@ -11,7 +11,8 @@ import functools
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.fx
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
@@ -54,7 +55,7 @@ class LayerNormForward(Swapped):
     def forward(self, input: Tensor) -> Tensor:
         if _is_plain(input):
             return onepass.nn.LayerNorm.forward(self, input)
-        return torch.nn.LayerNorm.forward(self, input)
+        return _elsewhere(self, torch.nn.LayerNorm.forward, input)
 
 
 class RMSNormForward(Swapped):
@@ -63,7 +64,7 @@ class RMSNormForward(Swapped):
     def forward(self, x: Tensor) -> Tensor:
         if _is_plain(x):
             return onepass.nn.RMSNorm.forward(self, x)
-        return torch.nn.RMSNorm.forward(self, x)
+        return _elsewhere(self, torch.nn.RMSNorm.forward, x)
 
 
 class DropoutForward(Swapped):
@@ -73,7 +74,7 @@ class DropoutForward(Swapped):
     def forward(self, input: Tensor) -> Tensor:
         if _is_plain(input):
             return onepass.nn.Dropout.forward(self, input)
-        return torch.nn.Dropout.forward(self, input)
+        return _elsewhere(self, torch.nn.Dropout.forward, input)
 
 
 class ForeignNormForward(Swapped):
@@ -92,7 +93,7 @@ class ForeignNormForward(Swapped):
         weight = getattr(self, spec.weight)
         out_dtype = self._onepass_out_dtypes.get((input.dtype, weight.dtype))
         if out_dtype is None or not _is_plain(input):
-            return super().forward(input)
+            return _elsewhere(self, self._onepass_original.forward, input)
         if torch.is_autocast_enabled(input.device.type):
             out_dtype = self._onepass_under_autocast(input, weight)
         return norm(
@@ -131,9 +132,10 @@ class MultiheadAttentionForward(Swapped):
 
     @functools.wraps(torch.nn.MultiheadAttention.forward)
     def forward(self, query, key, value, *args, **named):
-        ours = all(map(_is_for_attention, (query, key, value)))
-        cls = onepass.nn.MultiheadAttention if ours else torch.nn.MultiheadAttention
-        return cls.forward(self, query, key, value, *args, **named)
+        if all(map(_is_for_attention, (query, key, value))):
+            return onepass.nn.MultiheadAttention.forward(self, query, key, value, *args, **named)
+        original = torch.nn.MultiheadAttention.forward
+        return _elsewhere(self, original, query, key, value, *args, **named)
 
 
 class EncoderLayerForward(Swapped):
@@ -142,9 +144,9 @@ class EncoderLayerForward(Swapped):
 
     @functools.wraps(torch.nn.TransformerEncoderLayer.forward)
     def forward(self, src, *args, **named):
-        ours = _is_for_attention(src)
-        cls = onepass.nn.TransformerEncoderLayer if ours else torch.nn.TransformerEncoderLayer
-        return cls.forward(self, src, *args, **named)
+        if _is_for_attention(src):
+            return onepass.nn.TransformerEncoderLayer.forward(self, src, *args, **named)
+        return _elsewhere(self, torch.nn.TransformerEncoderLayer.forward, src, *args, **named)
 
 
 class DecoderLayerForward(Swapped):
@@ -171,9 +173,14 @@ class _Redirection(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             func = torch.unflatten  # the same; the method calls super(), which Dynamo cannot follow
-        if func is not F.scaled_dot_product_attention or not _is_taken(*args, **kwargs):
+        if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         ours = onepass.functional.scaled_dot_product_attention
+        traced = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.fx.Proxy)]
+        if traced:
+            return handle_torch_function(ours, traced, *args, **kwargs)  # a node that calls ours
+        if not _is_taken(*args, **kwargs):
+            return func(*args, **kwargs)
         # Modes further out, which profile or count, see a call of this name all the same.
         if not torch.compiler.is_compiling() and has_torch_function(args):
             return handle_torch_function(ours, args, *args, **kwargs)
@@ -318,6 +325,8 @@ _ATTENTION_DEVICES = frozenset(
 def _is_for_attention(input: Tensor) -> bool:
     """Whether attention may be given this tensor: distributed ones, and those on a device that has
     no kernels in this build, run the original."""
+    if isinstance(input, torch.fx.Proxy):
+        return False
     return input.device.type in _ATTENTION_DEVICES and not hasattr(input, "device_mesh")
 
 
@@ -328,4 +337,18 @@ def _is_plain(input: Tensor) -> bool:
     """
     if type(input) is Tensor:
         return not input.is_nested
+    if isinstance(input, torch.fx.Proxy):
+        return False
     return not (input.is_nested or hasattr(input, "device_mesh"))
+
+
+def _elsewhere(module: nn.Module, original, input, *args, **named):
+    """What is not computed here: by the original's forward; or later, where torch.fx is tracing.
+
+    A traced graph calls the swapped module as a whole, as it would call one of torch's own.
+    """
+    if not isinstance(input, torch.fx.Proxy):
+        return original(module, input, *args, **named)
+    tracer = input.tracer
+    name = tracer.path_of_module(module)
+    return tracer.create_proxy("call_module", name, (input, *args), named)

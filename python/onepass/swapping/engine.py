@@ -37,6 +37,11 @@ _ATTENTION_CALLS = (
     "calls of F.scaled_dot_product_attention with nested or distributed tensors, a CausalBias, or "
     f"a head_dim above {classes.MOST_HEAD_DIM} run torch's"
 )
+_REDIRECTION = (
+    "in forwards whose calls of F.scaled_dot_product_attention are redirected, each torch function "
+    "and each look at a tensor's shape takes about a microsecond longer: with few tokens, as in "
+    "decoding, they may be slower than stock"
+)
 _REGISTRY = (
     "to run transformers on onepass's attention, register a function that calls onepass.functional."
     "scaled_dot_product_attention with transformers.AttentionInterface, transformers' own "
@@ -411,7 +416,7 @@ def _attention_notes(found: list[_Found], plans: list[_Plan]) -> list[str]:
         notes.append(_ATTENTION_STREAMS)
     notes += note(_NEED_WEIGHTS, swapped_to(classes.MultiheadAttentionForward, alone))
     notes += note(_ENCODER_LAYERS, swapped_to(classes.EncoderLayerForward, modules))
-    notes += note(_ATTENTION_CALLS, calling)
+    notes += note(_ATTENTION_CALLS, calling) + note(_REDIRECTION, calling)
     return notes + note(_FAST_PATH, bypassed)
 
 

@@ -62,7 +62,8 @@ class Report:
         afterwards; its forward hooks do run.
 
         Args:
-            batch: the model's positional arguments; a single dict is passed as keywords.
+            batch: the model's positional arguments; a single dict, or what a tokenizer returns, is
+                passed as keywords.
             loss_fn: takes the model's output and returns a scalar. Without it the loss is the
                 output's `loss`, or the scalar in it, or else a fixed random projection of it.
 

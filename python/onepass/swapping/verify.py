@@ -8,7 +8,10 @@ parameters moved by one rounding shows how far rounding alone carries this model
 
 Every tensor may be off by what `onepass.numerics` allows: twice stock's own error plus one ulp. One
 draw says little about a small tensor, so stock's error counts as no smaller than is usual in this
-model: the median over its tensors, the largest for tensors of fewer than 64 numbers.
+model: the median over its tensors, the largest for tensors of fewer than 64 numbers. Where all
+gradients are multiples of one number (a contrastive loss, CTC) one draw says little about any of
+them: before tensors are called different, stock's error is drawn again with parameters that are
+one rounding away, and the largest counts.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import contextlib
 import copy
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -30,6 +33,8 @@ from onepass.swapping.classes import ForeignNormForward
 
 _SMALL = 64  # numbers in a tensor below which one draw says little
 _NEGLIGIBLE = 1e-6  # a gradient this small beside the largest is rounding noise around zero
+# Of stock's error. One draw called 14 of 48 CLIPs and wav2vec2s different, whose swap was right.
+_MOST_DRAWS = 6
 
 
 class Deviation(NamedTuple):
@@ -37,7 +42,7 @@ class Deviation(NamedTuple):
 
     name: str
     error: float  # swapped from the reference
-    stock_error: float  # stock from the reference
+    stock_error: float  # stock from the reference, in the draw that was furthest off
     allowed: float
 
 
@@ -104,19 +109,34 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RuntimeError("verify: model must have data, got tensors on the meta device")
     modules = _modules(report)
+    if len(batch) == 1 and isinstance(batch[0], Mapping):  # tokenizers return one that is no dict
+        batch = (dict(batch[0]),)
     with _undisturbed(model):
         with _classes(modules, "original"):
             stock = _run(model, batch, loss_fn)
             exact = _run_in_double(model, batch, loss_fn, modules)
-            judged = "float64"
-            if exact is None:
-                judged = "rounding"
-                exact, base = stock, _run(model, batch, loss_fn, nudged=True)
-            else:
-                base = stock
+            if exact is not None and not _finite_alike(exact.tensors, stock.tensors):
+                exact = None
         with _classes(modules, "swapped"):
             swapped = _run(model, batch, loss_fn)
-    deviations = _deviations(swapped.tensors, exact.tensors, base.tensors)
+        truth = stock if exact is None else exact
+        stock_errors = dict.fromkeys(truth.tensors, 0.0)
+        with _classes(modules, "original"):
+            for draw in range(_MOST_DRAWS):
+                if draw == 0 and exact is not None:
+                    base, ref = stock, exact
+                else:
+                    moved = _moved(model, draw)
+                    base, ref = _run(model, batch, loss_fn, moved), stock
+                    if exact is not None:
+                        ref = _run_in_double(model, batch, loss_fn, modules, moved) or base
+                for name, tensor in base.tensors.items():
+                    error = _distance(tensor, ref.tensors[name])
+                    stock_errors[name] = max(stock_errors[name], error)
+                deviations = _deviations(swapped.tensors, truth.tensors, stock_errors)
+                if all(_share(deviation) <= 1.0 for deviation in deviations):
+                    break
+    judged = "rounding" if exact is None else "float64"
     return Verification(deviations, (stock.loss, swapped.loss), judged)
 
 
@@ -160,15 +180,19 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _run(model, batch, loss_fn, *, nudged: bool = False) -> _Run:
-    """One forward and backward, which draws from the random state that holds, and leaves it so."""
+def _run(model, batch, loss_fn, moved: dict[str, Tensor] | None = None) -> _Run:
+    """One forward and backward, which draws from the random state that holds, and leaves it so.
+
+    With `moved` in the place of the model's parameters, if given.
+    """
     devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad():
-        return _forward_backward(model, batch, loss_fn, nudged)
+        return _forward_backward(model, batch, loss_fn, moved)
 
 
-def _forward_backward(model, batch, loss_fn, nudged: bool) -> _Run:
-    named = {name: value for name, value in model.named_parameters() if value.requires_grad}
+def _forward_backward(model, batch, loss_fn, moved) -> _Run:
+    parameters = dict(model.named_parameters()) if moved is None else moved
+    named = {name: value for name, value in parameters.items() if value.requires_grad}
     inputs = {
         f"input {index}": leaf
         for index, leaf in enumerate(pytree.tree_leaves(batch))
@@ -176,11 +200,10 @@ def _forward_backward(model, batch, loss_fn, nudged: bool) -> _Run:
     }
     kwargs = batch[0] if len(batch) == 1 and isinstance(batch[0], dict) else {}
     args = () if kwargs else batch
-    if nudged:
-        named = {name: _nudged(value) for name, value in named.items()}
-        output = torch.func.functional_call(model, named, args, kwargs)
-    else:
+    if moved is None:
         output = model(*args, **kwargs)
+    else:
+        output = torch.func.functional_call(model, moved, args, kwargs)
     leaves = [
         leaf
         for leaf in pytree.tree_leaves(_plain(output))
@@ -226,7 +249,7 @@ def _loss(output, leaves: list[Tensor]) -> Tensor:
     )
 
 
-def _run_in_double(model, batch, loss_fn, modules) -> _Run | None:
+def _run_in_double(model, batch, loss_fn, modules, moved=None) -> _Run | None:
     """Stock in float64 on a copy, None where there is no room for one, or it does not run."""
     if not _room_for_double(model):
         return None
@@ -237,8 +260,7 @@ def _run_in_double(model, batch, loss_fn, modules) -> _Run | None:
             cls = swapped.get(id(module))
             if cls is not None and issubclass(cls, ForeignNormForward):
                 twin.forward = _formula(twin, cls._onepass_spec)
-        batch = pytree.tree_map(_to_double, batch)
-        run = _run(double, batch, loss_fn)
+        run = _run(double, *pytree.tree_map(_to_double, (batch, loss_fn, moved)))
     except Exception:  # foreign code in a dtype that it was not written for
         return None
     computed = (value for name, value in run.tensors.items() if not _is_gradient(name))
@@ -276,13 +298,25 @@ def _to_double(leaf):
     return leaf
 
 
-def _nudged(value: Tensor) -> Tensor:
-    random = torch.Generator().manual_seed(value.numel())
-    sign = torch.randint(0, 2, value.shape, generator=random).mul_(2).sub_(1).to(value)
-    return (value.detach() * (1 + torch.finfo(value.dtype).eps * sign)).requires_grad_()
+def _moved(model, draw: int) -> dict[str, Tensor]:
+    """The model's parameters, each number one rounding away."""
+    random = torch.Generator().manual_seed(draw)
+    moved = {}
+    for name, value in model.named_parameters():
+        if value.is_floating_point():
+            sign = torch.randint(0, 2, value.shape, generator=random).mul_(2).sub_(1).to(value)
+            near = value.detach() * (1 + torch.finfo(value.dtype).eps * sign)
+            moved[name] = near.requires_grad_(value.requires_grad)
+    return moved
 
 
-def _deviations(swapped, exact, base) -> list[Deviation]:
+def _finite_alike(exact: dict[str, Tensor], stock: dict[str, Tensor]) -> bool:
+    """False where a model cannot be asked in float64: a mask of that dtype's minimum is infinite in
+    a softmax that computes in float32."""
+    return all(torch.equal(exact[name].isfinite(), stock[name].isfinite()) for name in stock)
+
+
+def _deviations(swapped, exact, stock_errors) -> list[Deviation]:
     largest = max((_largest(ref) for name, ref in exact.items() if _is_gradient(name)), default=0.0)
     sizes = {}
     for name, ref in exact.items():
@@ -290,7 +324,7 @@ def _deviations(swapped, exact, base) -> list[Deviation]:
         if _is_gradient(name) and size <= _NEGLIGIBLE * largest:
             size = largest
         sizes[name] = size or 1.0
-    stock = {name: _distance(base[name], ref) / sizes[name] for name, ref in exact.items()}
+    stock = {name: stock_errors[name] / size for name, size in sizes.items()}
     usual, most = statistics.median(stock.values()), max(stock.values())
     deviations = []
     for name, ref in exact.items():
@@ -306,7 +340,8 @@ def _is_gradient(name: str) -> bool:
 
 
 def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+    """Of the finite numbers."""
+    return tensor.abs().nan_to_num(0.0, 0.0).max().item() if tensor.numel() else 0.0
 
 
 def _distance(tensor: Tensor, ref: Tensor) -> float:
