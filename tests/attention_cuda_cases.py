@@ -9,6 +9,8 @@ columns, and that no 16 bytes divide.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import attention_cases
 import attention_decode_cases
 import pytest
@@ -36,6 +38,14 @@ SEQUENCES = ((1, 1), (129, 64), (0, 7), (64, 200), (7, 0), (0, 0), (33, 33))
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 half_and_float = pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+# Dtypes, and float32 whose products may be of TF32.
+KINDS = (*DTYPES, "tf32")
+kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
+
+
+def of_kind(kind) -> dict:
+    """What makes it one: fields of a case."""
+    return dict(dtype=F32, tf32=True) if kind == "tf32" else dict(dtype=kind)
 
 
 def on_cuda(monkeypatch, **options) -> AttentionCalls:
@@ -60,6 +70,20 @@ def check(case: Case) -> None:
         return found, ref, ref if drawn.dtype is F64 else base(drawn, t)
 
     attention_cases.check(case, compute)
+
+
+def relative_errors(found: dict, case: Case, t: dict) -> dict[str, float]:
+    """The largest of each result, as a share of its largest element."""
+    exact = definition(case, t, F64)
+    return {
+        name: float((result.double() - exact[name]).abs().max() / exact[name].abs().max())
+        for name, result in found.items()
+    }
+
+
+# Half a unit in tf32's last place is 2^-11 of a factor. Sums of many products have less of it, and
+# differences more.
+TF32_ERRORS = (2.0**-15, 2.0**-8)
 
 
 # ---- traffic -------------------------------------------------------------------------------------
@@ -93,6 +117,7 @@ INSTANCES += [
          alibi="", **CAUSAL)
     for dtype in PLAIN
 ]  # fmt: skip
+INSTANCES += [replace(INSTANCES[-2], tf32=True)]
 INSTANCES += [Case(BF16, 264, batch=1, heads=1, seq_q=20, seq_k=40, bias="q")]
 # One row of bias for more queries than a tile has, whose gradient is added up in parts.
 INSTANCES += [Case(BF16, 40, batch=1, heads=1, seq_q=150, seq_k=40, bias="")]
@@ -121,7 +146,7 @@ AXES = dict(
     mask=[None, "", "h", "bq", "bhq"],
     window=[(-1, -1, False), (-1, 0, False), (-1, 0, True), (60, 0, True), (33, 17, False)],
     storage=["dense", "dense", "used", "packed", "packed used", "paged"],
-    dtype=DTYPES,
+    kind=KINDS,
     group=[(2, 2), (4, 2), (3, 1)],
     alibi=[None, "", "b"],
     sinks=[None, F32, "dtype"],
@@ -134,6 +159,7 @@ AXES = dict(
 
 def combination(row: dict) -> Case:
     row = dict(row)
+    row |= of_kind(row.pop("kind"))
     (seq_q, seq_k), (heads, kv_heads) = row.pop("length"), row.pop("group")
     left, right, bottom_right = row.pop("window")
     sinks = row.pop("sinks")
