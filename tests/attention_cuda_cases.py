@@ -72,20 +72,6 @@ def check(case: Case) -> None:
     attention_cases.check(case, compute)
 
 
-def relative_errors(found: dict, case: Case, t: dict) -> dict[str, float]:
-    """The largest of each result, as a share of its largest element."""
-    exact = definition(case, t, F64)
-    return {
-        name: float((result.double() - exact[name]).abs().max() / exact[name].abs().max())
-        for name, result in found.items()
-    }
-
-
-# Half a unit in tf32's last place is 2^-11 of a factor. Sums of many products have less of it, and
-# differences more.
-TF32_ERRORS = (2.0**-15, 2.0**-8)
-
-
 # ---- traffic -------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import attention_cases
 import emulated
 import pytest
-import torch
 from attention_cases import (
     BF16,
     F16,
@@ -16,7 +15,6 @@ from attention_cases import (
     LAYOUTS,
     Case,
     assert_same,
-    definition,
     forward,
     pairwise,
 )
@@ -28,7 +26,6 @@ from attention_cuda_cases import (
     INSTANCES,
     LONG_DIMS,
     SEQUENCES,
-    TF32_ERRORS,
     TILED,
     TILED_DIMS,
     check,
@@ -39,7 +36,6 @@ from attention_cuda_cases import (
     of_kind,
     on_cuda,
     once_per_tile,
-    relative_errors,
 )
 from emulated_attention import PROGRAM
 from emulated_ops import all_instances
@@ -195,66 +191,6 @@ def test_plain_kernels_take_what_tiles_do(monkeypatch, head_dim, dtype):
 def test_which_kernel(cuda, dtype, head_dim, value_dim, kernel):
     check(Case(dtype, head_dim, value_dim, batch=1, heads=1, seq_q=5, seq_k=9))
     assert {call["kernel"] for call in cuda.done} == {kernel}
-
-
-# ---- TF32 ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("head_dim", [40, 264])
-def test_tf32_only_where_it_is_allowed(monkeypatch, head_dim):
-    case = Case(F32, head_dim, batch=1, heads=1, seq_q=66, seq_k=130)
-    t = case.tensors()
-    assert relative_errors(forward(case, t), case, t)["output"] < 2.0**-19
-    found = forward(case, t, allow_tf32=True)
-    low, high = TF32_ERRORS
-    assert low < relative_errors(found, case, t)["output"] < high
-    assert relative_errors(found, case, t)["lse"] < high
-
-
-@pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
-def test_tf32_is_of_float32_alone(dtype):
-    case = Case(dtype, 264, batch=1, heads=1, seq_q=20, seq_k=40)
-    t = case.tensors()
-    assert_same(forward(case, t, allow_tf32=True), forward(case, t))
-
-
-def test_factors_are_rounded_to_nearest():
-    """One key: the output is its value. Dropping bits instead would make all of it smaller."""
-    case = Case(F32, 64, batch=1, heads=1, seq_q=1, seq_k=1, tf32=True)
-    t = case.tensors()
-    found, value = forward(case, t)["output"], t["value"]
-    assert torch.equal(found.view(torch.int32), (value.view(torch.int32) + 0x1000) & -0x2000)
-    assert (found.abs() > value.abs()).any() and (found.abs() < value.abs()).any()
-
-
-@pytest.mark.parametrize("tf32", [False, True])
-def test_numbers_that_tf32_has_no_room_for(tf32):
-    """The largest of float32 rounds to infinity there, and parts of the smallest to 0."""
-    case = Case(F32, 16, batch=1, heads=1, seq_q=20, seq_k=30, tf32=tf32)
-    t = case.tensors()
-    largest = torch.finfo(F32).max
-    t["value"][..., :2] = 0.0
-    t["value"][..., 7, 0], t["value"][..., 9, 1] = largest, -largest
-    t["value"][..., 2] = torch.finfo(F32).smallest_normal
-    t["query"][..., 3], t["key"][..., 3] = largest, 0.0
-    found = forward(case, t)["output"]
-    exact = definition(case, t, F64)["output"]
-    tolerance = TF32_ERRORS[1] if tf32 else 2.0**-19
-    for column in range(16):
-        torch.testing.assert_close(
-            found[..., column].double(), exact[..., column], rtol=0,
-            atol=tolerance * float(exact[..., column].abs().max()),
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1], ids=hex)
-def test_every_nan_that_arithmetic_makes_is_one(bits, tf32):
-    case = Case(F32, 16, batch=1, heads=1, seq_q=20, seq_k=30, tf32=tf32)
-    t = case.tensors()
-    t["value"].view(torch.int32)[..., 7, 5] = bits
-    found = forward(case, t)["output"].isnan()
-    assert found[..., 5].all() and found.sum() == found[..., 5].numel()
 
 
 # ---- layouts -------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from attention_cuda_cases import (
     INSTANCES,
     LONG_DIMS,
     SEQUENCES,
-    TF32_ERRORS,
     TILED,
     TILED_DIMS,
     combination,
@@ -43,7 +42,6 @@ from attention_cuda_cases import (
     kinds,
     of_kind,
     on_cuda,
-    relative_errors,
 )
 from emulated_attention import PROGRAM
 from emulated_ops import all_instances
@@ -258,21 +256,6 @@ def test_without_lse_rest_it_is_zero(dtype):
     outputs = forward(case, t)
     zero = attention_cases.Results(outputs, torch.zeros_like(outputs.lse_rest))
     assert_same(backward(case, t, dict(outputs)), backward(case, t, zero))
-
-
-@pytest.mark.parametrize("bias", ["q", ""])
-@pytest.mark.parametrize("head_dim", [40, 264])
-def test_tf32_only_where_it_is_allowed(monkeypatch, head_dim, bias):
-    """dbias is made by multiply-adds, of an LSE and a delta that have the forward's errors."""
-    on_cuda(monkeypatch)
-    case = Case(F32, head_dim, batch=1, heads=1, seq_q=66, seq_k=130, bias=bias)
-    t = case.tensors()
-    exact = relative_errors(ours(case, t), case, t)
-    assert max(exact.values()) < 2.0**-18
-    low, high = TF32_ERRORS
-    for name, error in relative_errors(ours(replace(case, tf32=True), t), case, t).items():
-        assert error < high, name
-        assert low < error or name in ("lse", "dbias"), name
 
 
 # ---- layouts -------------------------------------------------------------------------------------
@@ -543,16 +526,6 @@ def test_plain_kernels_write_results_alone(cuda, name):
     elements = 2 * key_heads * case.seq_k * case.head_dim
     elements += heads * case.seq_q * (case.head_dim + 1)
     assert call["written"] == elements * case.dtype.itemsize
-
-
-def test_tf32_reads_as_much_as_multiply_adds(cuda):
-    """But for numbers of a row, by half as many threads in each tile that two kernels come by."""
-    case = ONE_PASS["float32"]
-    reads = [counted(cuda, replace(case, tf32=tf32))["read"] for tf32 in (False, True)]
-    rows = 0
-    for queries in case.allowed().split(64):
-        rows += sum(len(queries) for tile in queries.split(64, 1) if tile.any())
-    assert reads[0] - reads[1] == 2 * case.heads * rows * 12 * (16 - 8)
 
 
 @half_and_float
