@@ -25,8 +25,9 @@ ATTENTION = tuple(f"attention/{file.name}" for file in sorted(CUDA.glob("attenti
 ATTENTION_ARCHITECTURES = ("sm_80", "sm_90")
 COMPILED = [(source, arch) for source in SOURCES for arch in ARCHITECTURES]
 COMPILED += [(source, arch) for source in ATTENTION for arch in ATTENTION_ARCHITECTURES]
-# It has no register left.
-COMPILED += [("attention/backward.cu", arch) for arch in ("sm_100", "sm_120")]
+# They have no register left.
+FULL = ("attention/backward.cu", "attention/plain_forward.cu")
+COMPILED += [(source, arch) for source in FULL for arch in ("sm_100", "sm_120")]
 WITHOUT_KERNELS = ("attention/backend.cu",)
 OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
 PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")

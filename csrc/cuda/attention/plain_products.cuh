@@ -3,15 +3,15 @@
 // There are kinds of them, which a kernel is made for: MultiplyAdds<A>, whose factors and sums are
 // A, float or double; and Tf32 of plain_tf32.cuh. A tile is kQueries x kKeys scores. A kind has
 //
-//   Accumulator            what it adds up in, and every element is widened to
-//   Scores<kThreads>       of the scores of a tile: elements (row(r), col(c)) are the thread's r, c
-//                          (col(c) is in_half(c) of half(c), 32 keys each)
-//   QueryResults<kThreads> of a group of results, whose rows are a tile's queries: col(c) ..
-//                          col(c + 3) are neighbours for every fourth c
-//   KeyResults<kThreads>   likewise of those whose rows are a tile's keys
-//   kFactorStride          how far apart rows of scores lie that are the left factor of rows of
-//   keys kTransposedStride      and of rows of queries kScoresAreFactors      whether the scores
-//   that a thread has are the next product's as they are
+//   Accumulator: what it adds up in, and every element is widened to
+//   Scores<kThreads>: of those of a tile, elements (row(r), col(c)) are the thread's r, c; the key
+//     is in_half(c) of half(c), which have 32 each
+//   QueryResults<kThreads>: likewise of a group of results whose rows are a tile's queries; col(c)
+//     .. col(c + 3) are neighbours for every fourth c
+//   KeyResults<kThreads>: likewise of those whose rows are a tile's keys
+//   kFactorStride: how far apart rows of scores lie that are the left factor of rows of keys
+//   kTransposedStride: likewise, of rows of queries
+//   kScoresAreFactors: whether the scores that a thread has are the next product's as they are
 #pragma once
 
 #include "cuda/ptx.cuh"

@@ -1,5 +1,6 @@
 // Products of slabs on tensor cores, in TF32: of 24 bits a factor keeps 11, rounded to nearest, and
-// sums are float.
+// sums are float. Of those a warp has 16 rows and 64 columns, or with twice as many warps 32; a
+// lane's 16 bytes of the right factor serve two mma.
 //
 // Fragments are those of mma.m16n8k8 (cuda/ptx.cuh); g is lane / 4 and t is lane % 4. In which
 // order an mma takes its eight k is free, as long as both factors have the same: here places t and
@@ -31,7 +32,6 @@ struct Tf32 {
   static constexpr int kTransposedStride = kStride<float, kKeys>;
   static constexpr bool kScoresAreFactors = true;
 
-  // Warps have 16 rows each, or with twice as many warps half of their columns.
   template <int kThreads>
   struct Lane {
     static constexpr int kWarps = kThreads / kLanes;
@@ -51,11 +51,9 @@ struct Tf32 {
   struct Scores {
     using Own = Lane<kThreads>;
     static constexpr int kRowLanes = 4;
-    static constexpr int kThreadRows = kQueries<float> / 2;
     static constexpr int kRows = 2;
     static constexpr int kCols = 2 * Own::kTiles;
 
-    static __device__ __forceinline__ int thread_row() { return Own::first_row() / 2 + Own::g(); }
     static __device__ __forceinline__ int row_lane() { return Own::t(); }
     static __device__ __forceinline__ int row(int r) { return Own::first_row() + Own::g() + 8 * r; }
     static __device__ __forceinline__ int col(int c) {
