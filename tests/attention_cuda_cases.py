@@ -121,6 +121,11 @@ BRANCHES = {
     "no keys": dict(seq_q=33, seq_k=0, sinks=F32),
 }
 
+# In TF32 those where who has which score says what is done.
+BRANCHES_OF_KINDS = [(name, kind) for name in BRANCHES for kind in (BF16, F32)]
+BRANCHES_OF_KINDS += [(name, "tf32") for name in ("paged", "masks", "unaligned")]
+branches = pytest.mark.parametrize("name, kind", BRANCHES_OF_KINDS, ids=str)
+
 
 # ---- pairs of options ----------------------------------------------------------------------------
 

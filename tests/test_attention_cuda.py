@@ -28,6 +28,7 @@ from attention_cuda_cases import (
     SEQUENCES,
     TILED,
     TILED_DIMS,
+    branches,
     check,
     combination,
     dtypes,
@@ -435,8 +436,7 @@ def test_each_instance(monkeypatch, build):
 
 
 @pytest.mark.parametrize("build", ["address", "thread"])
-@pytest.mark.parametrize("kind", [BF16, F32, "tf32"], ids=str)
-@pytest.mark.parametrize("name", BRANCHES)
+@branches
 def test_sanitizers_are_silent(monkeypatch, name, kind, build):
     """On the branches within an instance that the test above does not take."""
     on_cuda(monkeypatch, ops=("forward",), build=build, seed=2)

@@ -36,6 +36,7 @@ from attention_cuda_cases import (
     SEQUENCES,
     TILED,
     TILED_DIMS,
+    branches,
     combination,
     dtypes,
     half_and_float,
@@ -572,8 +573,7 @@ def test_each_instance(monkeypatch, build):
 
 
 @pytest.mark.parametrize("build", ["address", "thread"])
-@pytest.mark.parametrize("kind", [BF16, F32, "tf32"], ids=str)
-@pytest.mark.parametrize("name", BRANCHES)
+@branches
 def test_sanitizers_are_silent(monkeypatch, name, kind, build):
     """On the branches within an instance that the test above does not take."""
     case = replace(Case(head_dim=40, heads=2, kv_heads=1, **of_kind(kind)), **BRANCHES[name])
