@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass import numerics
 from onepass.reference import attention as reference_module
@@ -78,6 +79,7 @@ class Case:
     head_offset: int = 0
     total_heads: int = 0
     factor: float = 1.3  # of scale: not the default
+    tf32: bool = False  # torch allows it: for float32 on CUDA
     draw: int = 0  # which random numbers
 
     @property
@@ -123,6 +125,10 @@ class Case:
         if self.packed:
             numbers["max_q"], numbers["max_k"] = (max(n) for n in self.stored)
         return numbers
+
+    def permissions(self) -> dict:
+        """The keyword arguments that the definition has not."""
+        return dict(allow_tf32=True) if self.tf32 else {}
 
     def tensors(self) -> dict[str, Tensor]:
         """All arguments that are tensors, and the gradients of the outputs: doutput, dlse."""
@@ -240,7 +246,7 @@ class Results(dict):
 
 def forward(case: Case, t: dict[str, Tensor], **changes) -> dict[str, Tensor]:
     """The raw op."""
-    arguments = case.options() | keywords(t) | changes
+    arguments = case.options() | case.permissions() | keywords(t) | changes
     output, lse, lse_rest = torch.ops.onepass.attention_forward(
         t["query"], t["key"], t["value"], **arguments
     )
@@ -252,7 +258,7 @@ def backward(
 ) -> dict[str, Tensor]:
     """The raw op; what is not wanted has size 0."""
     wanted = [name for name in wanted if name in t]
-    arguments = case.options() | keywords(t) | changes
+    arguments = case.options() | case.permissions() | keywords(t) | changes
     gradients = torch.ops.onepass.attention_backward(
         t.get("doutput"), t.get("dlse"), t["query"], t["key"], t["value"], outputs["output"],
         outputs["lse"], getattr(outputs, "lse_rest", None),
@@ -332,6 +338,17 @@ class WeighFromSaved(torch.autograd.Function):
         return p * (dp - delta[..., None]), kept.mT @ doutput, None
 
 
+class Tf32Products(TorchDispatchMode):
+    """Matrix products of factors that are rounded to tf32, as tensor cores take float32."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
+            # To nearest, ties away from zero: 13 bits are dropped.
+            bits = [factor.contiguous().view(torch.int32) for factor in arguments]
+            arguments = [((n + 0x1000) & -0x2000).view(F32) for n in bits]
+        return function(*arguments, **(keywords or {}))
+
+
 def from_saved(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
     """The definition in the input's dtype, its backward with the saved output."""
     with mock.patch.object(reference_module, "_weigh", WeighFromSaved.apply):
@@ -382,6 +399,9 @@ def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
 
     The lse, which is float32 for all but float64, by the formula in float32.
     """
+    if case.tf32:
+        with Tf32Products():
+            return from_saved(case, t)
     formula = from_saved(case, t)
     if case.dtype not in (F32, F64):
         formula["lse"] = definition(case, t, F32)["lse"]

@@ -9,6 +9,8 @@ columns, and that no 16 bytes divide.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import attention_cases
 import attention_decode_cases
 import pytest
@@ -36,6 +38,14 @@ SEQUENCES = ((1, 1), (129, 64), (0, 7), (64, 200), (7, 0), (0, 0), (33, 33))
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 half_and_float = pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+# Dtypes, and float32 whose products may be of TF32.
+KINDS = (*DTYPES, "tf32")
+kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
+
+
+def of_kind(kind) -> dict:
+    """What makes it one: fields of a case."""
+    return dict(dtype=F32, tf32=True) if kind == "tf32" else dict(dtype=kind)
 
 
 def on_cuda(monkeypatch, **options) -> AttentionCalls:
@@ -93,6 +103,7 @@ INSTANCES += [
          alibi="", **CAUSAL)
     for dtype in PLAIN
 ]  # fmt: skip
+INSTANCES += [replace(INSTANCES[-2], tf32=True)]
 INSTANCES += [Case(BF16, 264, batch=1, heads=1, seq_q=20, seq_k=40, bias="q")]
 # One row of bias for more queries than a tile has, whose gradient is added up in parts.
 INSTANCES += [Case(BF16, 40, batch=1, heads=1, seq_q=150, seq_k=40, bias="")]
@@ -110,6 +121,11 @@ BRANCHES = {
     "no keys": dict(seq_q=33, seq_k=0, sinks=F32),
 }
 
+# In TF32 those where who has which score says what is done.
+BRANCHES_OF_KINDS = [(name, kind) for name in BRANCHES for kind in (BF16, F32)]
+BRANCHES_OF_KINDS += [(name, "tf32") for name in ("paged", "masks", "unaligned")]
+branches = pytest.mark.parametrize("name, kind", BRANCHES_OF_KINDS, ids=str)
+
 
 # ---- pairs of options ----------------------------------------------------------------------------
 
@@ -121,7 +137,7 @@ AXES = dict(
     mask=[None, "", "h", "bq", "bhq"],
     window=[(-1, -1, False), (-1, 0, False), (-1, 0, True), (60, 0, True), (33, 17, False)],
     storage=["dense", "dense", "used", "packed", "packed used", "paged"],
-    dtype=DTYPES,
+    kind=KINDS,
     group=[(2, 2), (4, 2), (3, 1)],
     alibi=[None, "", "b"],
     sinks=[None, F32, "dtype"],
@@ -134,6 +150,7 @@ AXES = dict(
 
 def combination(row: dict) -> Case:
     row = dict(row)
+    row |= of_kind(row.pop("kind"))
     (seq_q, seq_k), (heads, kv_heads) = row.pop("length"), row.pop("group")
     left, right, bottom_right = row.pop("window")
     sinks = row.pop("sinks")

@@ -35,6 +35,7 @@ GUARD = 256  # bytes on both sides of a result
 # Bits of grad_mask by what is differentiated.
 BITS = dict(query=1, key=2, value=4, bias=8, sinks=16, alibi_slopes=32)
 # The ops as they were before anything took their place.
+FORWARD = torch.ops.onepass.attention_forward
 FORWARD_CHECK = torch.ops.onepass.attention_forward_check
 DECODE_CHECK = torch.ops.onepass.attention_decode_check
 APPEND_CHECK = torch.ops.onepass.attention_decode_append_check
@@ -53,16 +54,25 @@ class AttentionCalls(Calls):
     path: str | None = None
     deterministic: bool | None = None
     far: str | None = None
+    allow_tf32: bool = False  # also where the caller does not
 
 
 def on_emulated_cuda(
     monkeypatch, ops=("forward", "backward", "decode", "append"), **options
 ) -> AttentionCalls:
-    """Of the ops that are named; the others stay what they are."""
+    """Of the ops that are named; the others stay what they are.
+
+    But for a forward in TF32, which comes with the backward: that wants the LSE of such scores.
+    """
     calls = AttentionCalls(**options)
+    of_forward = calls if "forward" in ops else AttentionCalls(allow_tf32=calls.allow_tf32)
+    if "backward" in ops:
+        ops = {*ops, "forward"}
 
     def forward(*arguments, **keywords):
-        return attention_forward(calls, *arguments, **keywords)
+        if of_forward is not calls and not (calls.allow_tf32 or keywords.get("allow_tf32")):
+            return FORWARD(*arguments, **keywords)
+        return attention_forward(of_forward, *arguments, **keywords)
 
     def backward(*arguments, **keywords):
         return attention_backward(calls, *arguments, **keywords)
@@ -224,6 +234,7 @@ def _attention(calls: AttentionCalls, query, key, value, o: dict) -> Arguments:
         total_heads=o.get("total_heads", 0) or heads, bottom_right=o.get("bottom_right", False),
         whole_q=max_q or seq_q, whole_k=max_k or seq_k, scale=float(o["scale"]),
         softcap=float(o.get("softcap", 0.0)), dropout_p=float(o.get("dropout_p", 0.0)),
+        allow_tf32=calls.allow_tf32 or o.get("allow_tf32", False),
         dtype=query.dtype, bias_dtype=(query if o.get("bias") is None else o["bias"]).dtype,
         sinks_dtype=(query if o.get("sinks") is None else o["sinks"]).dtype,
     )  # fmt: skip

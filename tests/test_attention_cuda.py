@@ -7,7 +7,17 @@ from dataclasses import replace
 import attention_cases
 import emulated
 import pytest
-from attention_cases import BF16, F16, F32, F64, LAYOUTS, Case, assert_same, forward, pairwise
+from attention_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    LAYOUTS,
+    Case,
+    assert_same,
+    forward,
+    pairwise,
+)
 from attention_cuda_cases import (
     AXES,
     BRANCHES,
@@ -18,10 +28,13 @@ from attention_cuda_cases import (
     SEQUENCES,
     TILED,
     TILED_DIMS,
+    branches,
     check,
     combination,
     dtypes,
     half_and_float,
+    kinds,
+    of_kind,
     on_cuda,
     once_per_tile,
 )
@@ -41,10 +54,10 @@ def cuda(monkeypatch):
 # ---- values --------------------------------------------------------------------------------------
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("head_dim", TILED_DIMS + LONG_DIMS)
-def test_head_dims(head_dim, dtype):
-    check(Case(dtype, head_dim, batch=1, heads=1, seq_q=66, seq_k=130, **CAUSAL))
+def test_head_dims(head_dim, kind):
+    check(Case(head_dim=head_dim, **of_kind(kind), batch=1, heads=1, seq_q=66, seq_k=130, **CAUSAL))
 
 
 @half_and_float
@@ -58,13 +71,14 @@ def test_value_dims(value_dim, dtype):
 LENGTHS = [(1, 1), (1, 385), (385, 1), (128, 96), (127, 95), (129, 97), (64, 64), (150, 230)]
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_lengths(lengths, dtype):
+def test_lengths(lengths, kind):
     seq_q, seq_k = lengths
+    case = Case(batch=1, heads=1, seq_q=seq_q, seq_k=seq_k, **of_kind(kind))
     for window in ({}, dict(window_right=0), CAUSAL):
-        if seq_k > 1 or dtype in TILED:
-            check(Case(dtype, 64, batch=1, heads=1, seq_q=seq_q, seq_k=seq_k, **window))
+        if seq_k > 1 or kind in TILED:
+            check(replace(case, **window))
 
 
 WINDOW = dict(window_left=40, window_right=20)
@@ -109,15 +123,16 @@ def test_dtypes_of_bias_and_sinks(dtype, other):
         check(Case(dtype, 32, heads=3, seq_q=60, seq_k=40, sinks=other, alibi="b", **CAUSAL))
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize(
     "options",
     [dict(alibi=""), dict(alibi="b", **CAUSAL), dict(softcap=2.0), dict(softcap=20.0, factor=9.0),
      dict(dropout_p=0.3), dict(factor=-0.7), dict(factor=0.0)],
     ids=str,
 )  # fmt: skip
-def test_options(options, dtype):
-    check(Case(dtype, 64, heads=2, kv_heads=1, seq_q=70, seq_k=200, **options))
+def test_options(options, kind):
+    case = Case(heads=2, kv_heads=1, seq_q=70, seq_k=200, **of_kind(kind))
+    check(replace(case, **options))
 
 
 @half_and_float
@@ -131,14 +146,15 @@ def test_positions_of_a_shard(terms, dtype):
             check(replace(case, query_offset=first + 40, key_offset=first + key, **terms))
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("storage", ["packed", "packed used", "used", "paged"])
-def test_sequences_of_their_own_lengths(storage, dtype):
-    case = Case(dtype, 40, 24, heads=2, kv_heads=1, storage=storage, lengths=SEQUENCES)
+def test_sequences_of_their_own_lengths(storage, kind):
+    case = Case(head_dim=40, value_dim=24, heads=2, kv_heads=1, storage=storage, lengths=SEQUENCES,
+                **of_kind(kind))  # fmt: skip
     check(case)
     check(replace(case, **CAUSAL))
     check(replace(case, bias="bhq", mask="bq", alibi="b", sinks=F32, dropout_p=0.3, softcap=3.0,
-                  window_left=40, bottom_right=True, bias_dtype=dtype))  # fmt: skip
+                  window_left=40, bottom_right=True, bias_dtype=case.dtype))  # fmt: skip
 
 
 @dtypes
@@ -211,11 +227,12 @@ def test_one_tensor_that_is_not_aligned(monkeypatch, name, dtype):
         assert_same(forward(case, t), expected)
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("head_dim", [1, 3, 40, 97, 200])
-def test_no_tensor_is_aligned(monkeypatch, head_dim, dtype):
-    on_cuda(monkeypatch, ops=("forward",), misalign=dtype.itemsize)
-    check(Case(dtype, head_dim, heads=1, seq_q=70, seq_k=130, **CAUSAL))
+def test_no_tensor_is_aligned(monkeypatch, head_dim, kind):
+    case = Case(head_dim=head_dim, heads=1, seq_q=70, seq_k=130, **CAUSAL, **of_kind(kind))
+    on_cuda(monkeypatch, ops=("forward",), misalign=case.dtype.itemsize)
+    check(case)
 
 
 @half_and_float
@@ -247,11 +264,12 @@ def test_offsets_beyond_32_bits(monkeypatch, far, dtype):
 # ---- contract ------------------------------------------------------------------------------------
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("terms", [{}, dict(bias="bh", mask="b", alibi="b")], ids=["", "terms"])
-def test_a_row_does_not_depend_on_its_batch(terms, dtype):
+def test_a_row_does_not_depend_on_its_batch(terms, kind):
     """Bit for bit: nor on other heads, nor on how many other rows there are."""
-    case = Case(dtype, 40, batch=3, heads=4, kv_heads=2, seq_q=130, seq_k=150, **CAUSAL, **terms)
+    case = Case(head_dim=40, batch=3, heads=4, kv_heads=2, seq_q=130, seq_k=150, **CAUSAL, **terms,
+                **of_kind(kind))  # fmt: skip
     t = case.tensors()
     whole = forward(case, t)
     for b, kv in ((slice(0, 1), slice(0, 1)), (slice(1, 3), slice(1, 2)), (slice(2, 3),) * 2):
@@ -271,9 +289,9 @@ def test_a_row_does_not_depend_on_its_batch(terms, dtype):
         assert_same(forward(shifted, part), expected, f"rows {rows}")
 
 
-@dtypes
-def test_any_order_of_blocks_and_threads(monkeypatch, dtype):
-    case = replace(LAID_OUT, dtype=dtype, dropout_p=0.3)
+@kinds
+def test_any_order_of_blocks_and_threads(monkeypatch, kind):
+    case = replace(LAID_OUT, dropout_p=0.3, **of_kind(kind))
     t = case.tensors()
     expected = forward(case, t)
     for seed in (1, 2):
@@ -320,6 +338,7 @@ ONE_PASS = {
     "float32": Case(F32, 64, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
     "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
 }  # fmt: skip
+ONE_PASS["float32 as TF32"] = replace(ONE_PASS["float32"], tf32=True)
 
 
 def counted(cuda, case: Case) -> dict:
@@ -369,18 +388,19 @@ def test_pages_are_read_once(cuda):
     assert read[0] <= read[1] - bias + 2 * 2 * (130 + 2 * 40) * 16 * 4
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("limit", [99, 163, 227])
-def test_shared_memory_fits_every_device(monkeypatch, limit, dtype):
+def test_shared_memory_fits_every_device(monkeypatch, limit, kind):
     """Of compute capability 8.6, 8.9 and 12.0, of 8.0, and of 9.0 and 10.0."""
     cuda = on_cuda(monkeypatch, ops=("forward",), shared=limit * 1024)
+    case = Case(batch=1, heads=1, seq_q=3, seq_k=5, **of_kind(kind))
     for head_dim in (64, 128, 256, 512):
         for terms in ({}, dict(bias="")):
-            call = counted(cuda, Case(dtype, head_dim, batch=1, heads=1, seq_q=3, seq_k=5, **terms))
+            call = counted(cuda, replace(case, head_dim=head_dim, **terms))
             assert 0 < call["shared"] <= limit * 1024
             # A multiprocessor has 1 KiB more than a block may have, and keeps 1 KiB of each.
             two_fit = 2 * (call["shared"] + 1024) <= (limit + 1) * 1024
-            if dtype in TILED and head_dim <= 256:
+            if kind in TILED and head_dim <= 256:
                 assert two_fit == (head_dim <= 128 or limit == 227)
 
 
@@ -416,11 +436,10 @@ def test_each_instance(monkeypatch, build):
 
 
 @pytest.mark.parametrize("build", ["address", "thread"])
-@half_and_float
-@pytest.mark.parametrize("name", BRANCHES)
-def test_sanitizers_are_silent(monkeypatch, name, dtype, build):
+@branches
+def test_sanitizers_are_silent(monkeypatch, name, kind, build):
     """On the branches within an instance that the test above does not take."""
     on_cuda(monkeypatch, ops=("forward",), build=build, seed=2)
-    case = replace(Case(dtype, 40, heads=2, kv_heads=1), **BRANCHES[name])
+    case = replace(Case(head_dim=40, heads=2, kv_heads=1, **of_kind(kind)), **BRANCHES[name])
     t = case.tensors()
     forward(case, t)

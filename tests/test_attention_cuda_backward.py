@@ -1,6 +1,7 @@
 """Attention's backward kernels under the emulator: all six gradients, layouts, order, races.
 
-The output and the LSE are the CPU's, so that what fails here is a fault of the backward.
+The output and the LSE are the CPU's, so that what fails here is a fault of the backward; but for
+TF32, of which the CPU has none.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ from attention_cuda_cases import (
     SEQUENCES,
     TILED,
     TILED_DIMS,
+    branches,
     combination,
     dtypes,
     half_and_float,
+    kinds,
+    of_kind,
     on_cuda,
 )
 from emulated_attention import PROGRAM
@@ -58,10 +62,21 @@ def cuda(monkeypatch):
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("head_dim", TILED_DIMS + LONG_DIMS)
-def test_head_dims(head_dim, dtype):
-    check(Case(dtype, head_dim, batch=1, heads=1, seq_q=66, seq_k=130, dlse=True, **CAUSAL))
+def test_head_dims(head_dim, kind):
+    check(
+        Case(
+            head_dim=head_dim,
+            **of_kind(kind),
+            batch=1,
+            heads=1,
+            seq_q=66,
+            seq_k=130,
+            dlse=True,
+            **CAUSAL,
+        )
+    )
 
 
 @half_and_float
@@ -75,14 +90,15 @@ def test_value_dims(value_dim, dtype):
 LENGTHS = [(1, 1), (1, 385), (385, 1), (128, 64), (127, 63), (129, 65), (64, 128), (150, 230)]
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_lengths(lengths, dtype):
+def test_lengths(lengths, kind):
     seq_q, seq_k = lengths
+    case = Case(batch=1, heads=1, seq_q=seq_q, seq_k=seq_k, **of_kind(kind))
     for window in ({}, dict(window_right=0), CAUSAL):
         # Of one key all gradients of scores are what cancels, see attention_cases.pool.
-        if seq_k > 1 or (dtype is not F32 and not window):
-            check(Case(dtype, 64, batch=1, heads=1, seq_q=seq_q, seq_k=seq_k, **window))
+        if seq_k > 1 or (case.dtype is not F32 and not window):
+            check(replace(case, **window))
 
 
 # Of one key, beyond the keys, behind the diagonal, narrower and wider than a tile.
@@ -139,7 +155,7 @@ def test_rows_of_bias_and_mask_that_no_16_bytes_divide(head_dim, dtype):
             check(replace(case, bias="b", mask="b"))  # one row for all queries
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize(
     "options",
     [dict(alibi=""), dict(alibi="b", **CAUSAL), dict(softcap=2.0), dict(softcap=20.0, factor=9.0),
@@ -147,8 +163,9 @@ def test_rows_of_bias_and_mask_that_no_16_bytes_divide(head_dim, dtype):
      dict(factor=0.0)],
     ids=str,
 )  # fmt: skip
-def test_options(options, dtype):
-    check(Case(dtype, 64, heads=2, kv_heads=1, seq_q=70, seq_k=200, **options))
+def test_options(options, kind):
+    case = Case(heads=2, kv_heads=1, seq_q=70, seq_k=200, **of_kind(kind))
+    check(replace(case, **options))
 
 
 @half_and_float
@@ -162,14 +179,15 @@ def test_positions_of_a_shard(terms, dtype):
             check(replace(case, query_offset=first + 40, key_offset=first + key, **terms))
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("storage", ["packed", "packed used", "used"])
-def test_sequences_of_their_own_lengths(storage, dtype):
-    case = Case(dtype, 40, 24, heads=2, kv_heads=1, storage=storage, lengths=SEQUENCES)
+def test_sequences_of_their_own_lengths(storage, kind):
+    case = Case(head_dim=40, value_dim=24, heads=2, kv_heads=1, storage=storage, lengths=SEQUENCES,
+                **of_kind(kind))  # fmt: skip
     check(case)
     check(replace(case, **CAUSAL))
     check(replace(case, bias="bhq", mask="bq", alibi="b", sinks=F32, dropout_p=0.3, softcap=3.0,
-                  window_left=40, bottom_right=True, bias_dtype=dtype, dlse=True))  # fmt: skip
+                  window_left=40, bottom_right=True, bias_dtype=case.dtype, dlse=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("row", pairwise(AXES, 1), ids=lambda row: "-".join(map(str, row.values())))
@@ -282,11 +300,14 @@ def test_one_tensor_that_is_not_aligned(monkeypatch, name, dtype):
         assert_same(found[-1], found[0], str(misalign))
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("head_dim", [1, 3, 40, 97, 200])
-def test_no_tensor_is_aligned(monkeypatch, head_dim, dtype):
-    on_cuda(monkeypatch, ops=("backward",), misalign=dtype.itemsize)
-    check(Case(dtype, head_dim, heads=1, seq_q=70, seq_k=130, dlse=True, sinks=dtype, **CAUSAL))
+def test_no_tensor_is_aligned(monkeypatch, head_dim, kind):
+    case = Case(
+        head_dim=head_dim, heads=1, seq_q=70, seq_k=130, dlse=True, **CAUSAL, **of_kind(kind)
+    )
+    on_cuda(monkeypatch, ops=("backward",), misalign=case.dtype.itemsize)
+    check(replace(case, sinks=case.dtype))
 
 
 @half_and_float
@@ -332,6 +353,7 @@ SHARED = {
     "everything": replace(EVERYTHING, bias="", seq_k=300),
     "packed": replace(EVERYTHING, storage="packed used", seq_k=300, dtype=F16),
     "float32": Case(F32, 40, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=200, bias="q"),
+    "tf32": Case(F32, 40, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=200, bias="q", tf32=True),
     "float64": Case(F64, 24, batch=2, heads=2, kv_heads=1, seq_q=70, seq_k=100, bias="", sinks=F64),
     "float32, everything": replace(EVERYTHING, dtype=F32, bias=""),
     "long dim": Case(BF16, 264, batch=1, heads=2, kv_heads=1, seq_q=70, seq_k=150, bias="h"),
@@ -415,6 +437,7 @@ ONE_PASS = {
     "float32": Case(F32, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
     "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
 }  # fmt: skip
+ONE_PASS["float32 as TF32"] = replace(ONE_PASS["float32"], tf32=True)
 
 
 def counted(cuda, case: Case, **changes) -> dict:
@@ -525,15 +548,15 @@ def test_memory_is_linear_in_the_length(cuda, bias, dtype):
         )
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("limit", [99, 163])
-def test_shared_memory_fits_every_device(monkeypatch, limit, dtype):
+def test_shared_memory_fits_every_device(monkeypatch, limit, kind):
     """Of compute capability 8.6, 8.9 and 12.0, and of 8.0."""
     cuda = on_cuda(monkeypatch, ops=("backward",), shared=limit * 1024)
+    case = Case(batch=1, heads=1, seq_q=40, seq_k=70, **of_kind(kind))
     for head_dim in (64, 128, 256, 512):
         for terms in ({}, dict(bias="")):
-            case = Case(dtype, head_dim, batch=1, heads=1, seq_q=40, seq_k=70, **terms)
-            call = counted(cuda, case)
+            call = counted(cuda, replace(case, head_dim=head_dim, **terms))
             assert 0 < call["shared"] <= limit * 1024
 
 
@@ -550,11 +573,10 @@ def test_each_instance(monkeypatch, build):
 
 
 @pytest.mark.parametrize("build", ["address", "thread"])
-@half_and_float
-@pytest.mark.parametrize("name", BRANCHES)
-def test_sanitizers_are_silent(monkeypatch, name, dtype, build):
+@branches
+def test_sanitizers_are_silent(monkeypatch, name, kind, build):
     """On the branches within an instance that the test above does not take."""
-    case = replace(Case(dtype, 40, heads=2, kv_heads=1), **BRANCHES[name])
+    case = replace(Case(head_dim=40, heads=2, kv_heads=1, **of_kind(kind)), **BRANCHES[name])
     if case.storage == "paged":  # which has no gradients
         case = replace(case, storage="packed")
     t = case.tensors()

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from onepass import functional, numerics, reference
+from onepass._ops import attention as op
 
 attend = functional.scaled_dot_product_attention
 
@@ -414,3 +415,92 @@ def test_no_gradient_saves_nothing():
     assert saved == []
     with torch.inference_mode():
         assert attend(x, x, x).is_inference()
+
+
+# ---- TF32 ----------------------------------------------------------------------------------------
+
+
+def set_of_all(on: bool) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "none"  # as that of all says
+    torch.backends.fp32_precision = "tf32" if on else "none"
+
+
+def set_of_products(on: bool) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if on else "ieee"
+
+
+WAYS = {
+    "allow_tf32": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
+    "matmul_precision": lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
+    "fp32_precision": set_of_products,
+    "fp32_precision of all": set_of_all,
+}
+
+
+@pytest.fixture
+def torch_precision():
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple[str, bool]]:
+    """(name, allow_tf32) of each call of an op."""
+    calls = []
+
+    def listened(name):
+        run = getattr(op, name)
+
+        def listen(*arguments, **options):
+            calls.append((name, options.get("allow_tf32", False)))
+            return run(*arguments, **options)
+
+        monkeypatch.setattr(op, name, listen)
+
+    listened("_forward")
+    listened("_backward")
+    return calls
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tf32_is_allowed_where_torch_allows_it(asked, torch_precision, way):
+    """Of float32 on CUDA."""
+    with FakeTensorMode():
+        for on in (False, True, False):
+            WAYS[way](on)
+            for device, dtype in (("cuda", F32), ("cuda", BF16), ("cuda", F64), ("cpu", F32)):
+                query = torch.empty(1, 2, 8, 16, device=device, dtype=dtype)
+                attend(query, query, query)
+                packed = torch.empty(8, 2, 16, device=device, dtype=dtype)
+                bounds = torch.empty(2, device=device, dtype=torch.int32)
+                functional.varlen_attention(packed, packed, packed, bounds, bounds, 8, 8)
+    of_each = [on and case == 0 for on in (False, True, False) for case in range(4)]
+    assert asked == [("_forward", on) for on in of_each for _ in range(2)]
+
+
+def test_a_backward_keeps_to_what_its_forward_was_allowed(monkeypatch, asked):
+    """Also where torch's permission has changed since; the CPU's kernels do not look at it."""
+    allowed = True
+    monkeypatch.setattr(op, "_takes_tf32", lambda query: allowed)
+    x = torch.randn(1, 2, 8, 16, requires_grad=True)
+    with_tf32 = attend(x, x, x)
+    allowed = False
+    without = attend(x, x, x)
+    (first,) = torch.autograd.grad(without.square().sum(), x)
+    allowed = True
+    (second,) = torch.autograd.grad(with_tf32.square().sum(), x, create_graph=True)
+    assert asked == [("_forward", True), ("_forward", False), ("_backward", False),
+                     ("_backward", True)]  # fmt: skip
+    assert torch.equal(first, second)
+    (third,) = torch.autograd.grad(second.sum(), x)  # by the definition, which has no such option
+    assert third.isfinite().all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_compiled_follows_torchs_precision(torch_precision, way):
+    compiled = torch.compile(lambda: op._tf32_is_allowed(), backend="eager", fullgraph=True)
+    for on in (False, True, False):
+        WAYS[way](on)
+        assert compiled() is on

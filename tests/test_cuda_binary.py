@@ -17,6 +17,7 @@ REGISTERS = 65536  # of a multiprocessor, on all of them
 KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "dropout_forward_kernel")
 KERNELS += ("optimizer_step_kernel", "gradient_norm_kernel", "scale_gradients_kernel")
 KERNELS += ("attention_forward_kernel", "attention_backward_kernel", "attention_decode_kernel")
+KERNELS += ("attention_forward_plain_kernel", "attention_backward_plain_kernel")
 SOURCES = ("norm/forward.cu", "norm/backward.cu", "dropout.cu")
 SOURCES += ("optimizer/step.cu", "optimizer/gradients.cu")
 # Minutes of compiling for each architecture: the oldest, and the one whose speed is promised.
@@ -24,15 +25,17 @@ ATTENTION = tuple(f"attention/{file.name}" for file in sorted(CUDA.glob("attenti
 ATTENTION_ARCHITECTURES = ("sm_80", "sm_90")
 COMPILED = [(source, arch) for source in SOURCES for arch in ARCHITECTURES]
 COMPILED += [(source, arch) for source in ATTENTION for arch in ATTENTION_ARCHITECTURES]
-# It has no register left.
-COMPILED += [("attention/backward.cu", arch) for arch in ("sm_100", "sm_120")]
+# They have no register left.
+FULL = ("attention/backward.cu", "attention/plain_forward.cu")
+COMPILED += [(source, arch) for source in FULL for arch in ("sm_100", "sm_120")]
 WITHOUT_KERNELS = ("attention/backend.cu",)
 OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
 PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")
 # Kernels that ask for pairs of a bias in front of the product that these are added to, by bucket.
 WITH_BIAS = r"attention_(backward_kernel\S*Li(\d+)ELb1E|dbias_kernel\S*Li(\d+)E)"
-# Kernels whose main loop multiplies on tensor cores what cp.async brings.
+# Kernels whose main loop multiplies on tensor cores what cp.async brings, and those in TF32.
 ON_TENSOR_CORES = r"attention_(forward|backward)_kernel|attention_decode_kernel.*TensorTile"
+ON_TF32 = r"attention_(forward|backward|dquery)_plain_kernel.*Tf32"
 
 
 def check(binary: Path) -> None:
@@ -64,8 +67,10 @@ def test_kernels_of_a_release_do_not_spill(tmp_path, source, arch):
             queries = 16 if bucket == 256 or match[3] else 32  # of a strip, see table.h
             whole = bucket // 16 * queries // 8  # of keys by queries, 16 columns and 8 queries each
             assert products and min(products) >= whole, f"{name} waits for a bias: {products}"
-        if re.search(ON_TENSOR_CORES, name):
-            main = [loop for loop in nvcc.loops(code) if "HMMA" in loop and "LDGSTS" in loop]
+        if re.search(f"{ON_TENSOR_CORES}|{ON_TF32}", name):
+            product = r"HMMA.*\.TF32" if re.search(ON_TF32, name) else "HMMA"
+            loops = [loop for loop in nvcc.loops(code) if "LDGSTS" in loop]
+            main = [loop for loop in loops if re.search(product, loop)]
             assert main, f"{name} has no loop of tensor cores and asynchronous copies"
             assert not re.search("LDL|STL", "".join(main)), f"{name} has local memory in its loop"
             for piece in PIECES if re.search(OF_TILES, name) else ():

@@ -161,6 +161,21 @@ def test_dtypes_of_bias_and_sinks(dtype, bias_dtype):
     check(Case(dtype, 64, seq_q=60, seq_k=90, sinks=dtype, dlse=True))
 
 
+# By the error of the formula whose products are of TF32; on the CPU there is none.
+TF32 = {
+    "causal": Case(F32, 64, heads=4, kv_heads=2, seq_q=200, seq_k=300, window_right=0, tf32=True),
+    "bias": Case(F32, 40, seq_q=130, seq_k=200, bias="hq", tf32=True),
+    "everything": replace(variant("everything", F32), tf32=True),
+    "long dim": Case(F32, 264, heads=2, seq_q=70, seq_k=130, tf32=True),
+    "packed": Case(F32, 64, heads=4, storage="packed", seq_q=130, seq_k=200, tf32=True),
+}
+
+
+@pytest.mark.parametrize("name", TF32)
+def test_tf32(name):
+    check(TF32[name])
+
+
 @halves
 def test_16_bit_gradients_are_accumulated_in_float32(dtype):
     """torch's unfused function does; its fused one, elsewhere the measure, does not."""

@@ -37,7 +37,8 @@ from onepass import functional, numerics, reference
 pytestmark = needs_device
 attend = functional.scaled_dot_product_attention
 
-# One of each kernel: tiles of every head dimension, multiply-adds, both kinds of scores, packed.
+# One of each kernel: tiles of every head dimension, multiply-adds, TF32, both kinds of scores,
+# packed.
 KERNELS = {
     "causal": Case(BF16, 64, heads=4, kv_heads=2, seq_q=200, seq_k=200, window_right=0),
     "full": Case(F16, 128, heads=2, seq_q=130, seq_k=200),
@@ -48,6 +49,7 @@ KERNELS = {
         dlse=True,
     ),
     "float32": Case(F32, 64, heads=4, kv_heads=2, seq_q=130, seq_k=200, bias="q", dlse=True),
+    "tf32": Case(F32, 64, heads=4, kv_heads=2, seq_q=130, seq_k=200, dlse=True, tf32=True),
     "packed": Case(BF16, 64, heads=4, storage="packed", seq_q=130, seq_k=200, alibi="b"),
 }  # fmt: skip
 kernels = pytest.mark.parametrize("name", KERNELS)
@@ -62,6 +64,32 @@ def step(case: Case):
         return found | backward(case, t, found, deterministic=deterministic)
 
     return t, run
+
+
+# ---- TF32 ----------------------------------------------------------------------------------------
+
+
+@on_cuda_only
+def test_float32_takes_tf32_where_torch_does(monkeypatch):
+    """As torch's unfused function: by the numerics rule, and no better."""
+    tensors = [randn(2, 4, seq, 64, requires_grad=True) for seq in (200, 300, 300)]
+    upstream = randn(2, 4, 200, 64)
+
+    def results(function, dtype=F32):
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+        output = function(*leaves)
+        return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(dtype))]
+
+    errors = []
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        exact = results(F.scaled_dot_product_attention, F64)
+        for allowed in (False, True):
+            monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+            found, torchs = results(attend), results(F.scaled_dot_product_attention)
+            for one, ref, base in zip(found, exact, torchs, strict=True):
+                numerics.assert_close(one, ref, base, f"{allowed=}")
+            errors.append([(o - r).abs().max() for o, r in zip(found, exact, strict=True)])
+    assert all(rounded > 8 * full for full, rounded in zip(*errors, strict=True))
 
 
 # ---- streams and graphs --------------------------------------------------------------------------

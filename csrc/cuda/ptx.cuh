@@ -45,7 +45,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
   }
 }
 
-// a: 16 x 8 row-major, b: 8 x 8 column-major, float32 bits of which tf32 keeps the upper 19.
+// a: 16 x 8 row-major, b: 8 x 8 column-major, float32 bits of which tf32 keeps the upper 19. Sums
+// are truncated to float32.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4],
                                                  const uint32_t (&b)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

@@ -96,16 +96,19 @@ Dispatch describe(const char* op, const Attention& args) {
   if (args.sinks) text << ", sinks";
   if (args.softcap != 0.0) text << ", softcap " << args.softcap;
   if (args.seed) text << ", dropout " << args.dropout_p;
+  if (args.allow_tf32) text << ", TF32 allowed";
   return {.op = op, .arguments = text.str()};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key,
-                                                     const Tensor& value, const Options& options) {
+                                                     const Tensor& value, const Options& options,
+                                                     bool allow_tf32) {
   constexpr const char* op = "attention";
   const AttentionChecks checks(op, query, key, value, options);
   Copies copies;
   AttentionForward args{};
   static_cast<Attention&>(args) = attach(checks, query, key, value, options, copies);
+  args.allow_tf32 = allow_tf32;
   const TensorInfo& shape = checks.query();
   int64_t sizes[4];
   std::copy(shape.sizes, shape.sizes + shape.dims, sizes);
@@ -133,7 +136,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& doutput, const OptionalTensor& dlse, const Tensor& query,
     const Tensor& key, const Tensor& value, const Tensor& output, const Tensor& lse,
-    const OptionalTensor& lse_rest, const Options& options, int64_t grad_mask, bool deterministic) {
+    const OptionalTensor& lse_rest, const Options& options, int64_t grad_mask, bool deterministic,
+    bool allow_tf32) {
   constexpr const char* op = "attention_backward";
   const AttentionChecks checks(op, query, key, value, options);
   require(!options.block_table, op, ": block_table must not be given, got one");
@@ -168,6 +172,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   Copies copies;
   AttentionBackward args{};
   static_cast<Attention&>(args) = attach(checks, query, key, value, options, copies);
+  args.allow_tf32 = allow_tf32;
   const auto gradient_of = [&](bool wanted, const Tensor& of, DType of_dtype, bool bshd) {
     const TensorInfo info = info_of(of);
     return wanted ? empty_rows(info.sizes, info.dims, of_dtype, info.device, bshd)
@@ -223,15 +228,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
 // Boxing hands over every argument by itself; here the options of both operators become one.
 template <class... Fields>
 struct Unboxed {
-  static auto forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                      Fields... fields) {
-    return attention_forward(query, key, value, Options{fields...});
+  static auto forward(const Tensor& query, const Tensor& key, const Tensor& value, Fields... fields,
+                      bool allow_tf32) {
+    return attention_forward(query, key, value, Options{fields...}, allow_tf32);
   }
 
   // The errors alone: on the meta device, where the fake gives the shapes, and ahead of what
   // gathers pages by itself.
   static void forward_check(const Tensor& query, const Tensor& key, const Tensor& value,
-                            Fields... fields) {
+                            Fields... fields, bool /*allow_tf32*/) {
     const Options options{fields...};
     const AttentionChecks checks("attention", query, key, value, options);
     Attention args = checks.args();
@@ -242,9 +247,9 @@ struct Unboxed {
   static auto backward(const OptionalTensor& doutput, const OptionalTensor& dlse,
                        const Tensor& query, const Tensor& key, const Tensor& value,
                        const Tensor& output, const Tensor& lse, const OptionalTensor& lse_rest,
-                       Fields... fields, int64_t grad_mask, bool deterministic) {
+                       Fields... fields, int64_t grad_mask, bool deterministic, bool allow_tf32) {
     return attention_backward(doutput, dlse, query, key, value, output, lse, lse_rest,
-                              Options{fields...}, grad_mask, deterministic);
+                              Options{fields...}, grad_mask, deterministic, allow_tf32);
   }
 };
 using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
@@ -267,18 +272,19 @@ using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTens
 
 #ifndef ONEPASS_CUDA
 STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
-  // lse_rest is what rounding took from lse; the backward wants it back.
+  // lse_rest is what rounding took from lse; the backward wants it back. allow_tf32: float32 on
+  // CUDA may keep 10 bits of what it multiplies.
   m.def("attention_forward(Tensor query, Tensor key, Tensor value, *, " ONEPASS_ATTENTION_OPTIONS
-        ") -> (Tensor output, Tensor lse, Tensor lse_rest)");
+        ", bool allow_tf32=False) -> (Tensor output, Tensor lse, Tensor lse_rest)");
   m.def(
       "attention_forward_check(Tensor query, Tensor key, Tensor value, "
-      "*, " ONEPASS_ATTENTION_OPTIONS ") -> ()");
+      "*, " ONEPASS_ATTENTION_OPTIONS ", bool allow_tf32=False) -> ()");
   // grad_mask: 1 dquery, 2 dkey, 4 dvalue, 8 dbias, 16 dsinks, 32 dslopes; the others have size 0.
   m.def(
       "attention_backward(Tensor? doutput, Tensor? dlse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor lse, Tensor? lse_rest=None, *, " ONEPASS_ATTENTION_OPTIONS
-      ", int grad_mask, bool deterministic=False) -> (Tensor dquery, Tensor dkey, Tensor dvalue, "
-      "Tensor dbias, Tensor dsinks, Tensor dslopes)");
+      ", int grad_mask, bool deterministic=False, bool allow_tf32=False) -> (Tensor dquery, "
+      "Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsinks, Tensor dslopes)");
 }
 STABLE_TORCH_LIBRARY_IMPL(onepass, CompositeExplicitAutograd, m) {
   m.impl("attention_forward_check", TORCH_BOX(&Ops::forward_check));

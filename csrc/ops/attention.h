@@ -81,6 +81,7 @@ struct Attention {
   double scale;
   double softcap;  // 0: none
   double dropout_p;
+  bool allow_tf32;   // of float32 on CUDA: products may keep 10 bits of their factors
   DType dtype;       // of query, key, value, output and their gradients
   DType bias_dtype;  // of bias and dbias
   DType sinks_dtype;

@@ -41,6 +41,10 @@ EXCEPTIONS = {
         "kept; autograd of the formula keeps the sum as it was, so that gradients of a row with "
         "one key cancel exactly"
     ),
+    "attention in TF32": (
+        "where torch may take TF32 for matrix products on CUDA, float32 is held to the formula "
+        "whose products are of TF32; torch's own fused function may take more exact ones"
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 // Runs one operator of the attention family on tensors from files: `attention CASE`, see case.h.
 // The number `path` says who takes the call: 0 the back end, as its plan decides; 1 the kernels of
-// tiles; 2 those of multiply-adds, which take what tiles do as well. The number `far` moves tensors
+// tiles; 2 the plain ones, which take what tiles do as well. The number `far` moves tensors
 // that are not packed to where their sequences or pages (1), heads (2) or rows (3) are so far apart
 // that 32 bits do not count the elements between the first and the last.
 #include "cuda/attention/attention.h"
@@ -45,8 +45,8 @@ void get_attention(const Case& call, Attention& args) {
   GET(seed), GET(batch), GET(heads), GET(kv_heads), GET(seq_q), GET(seq_k), GET(total_q);
   GET(head_dim), GET(value_dim), GET(window_left), GET(window_right), GET(query_offset);
   GET(key_offset), GET(batch_offset), GET(head_offset), GET(total_heads), GET(bottom_right);
-  GET(whole_q), GET(whole_k), GET(scale), GET(softcap), GET(dropout_p), GET(dtype);
-  GET(bias_dtype), GET(sinks_dtype);
+  GET(whole_q), GET(whole_k), GET(scale), GET(softcap), GET(dropout_p), GET(allow_tf32);
+  GET(dtype), GET(bias_dtype), GET(sinks_dtype);
 }
 
 AttentionForward forward_of(const Case& call) {

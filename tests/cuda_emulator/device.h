@@ -3,6 +3,8 @@
 // them counts as the calling thread's own access.
 #pragma once
 
+#include <bit>
+#include <cmath>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -65,27 +67,53 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
   for (int r = 0; r < 4; ++r) d[r] += sum[r];
 }
 
+namespace detail {
+
+// To float32, towards zero.
+inline float truncated(double sum) {
+  const auto nearest = static_cast<float>(sum);
+  const bool beyond = std::fabs(static_cast<double>(nearest)) > std::fabs(sum);
+  if (!beyond || std::isinf(nearest)) return nearest;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(nearest) - 1);
+}
+
+}  // namespace detail
+
 // Register r of a holds row g (+ 8 for odd r), column t (+ 4 for r >= 2); register r of b row t (+
-// 4 for r = 1), column g.
+// 4 for r = 1), column g. Tensor cores add exact products, and drop what float32 has no bits for;
+// the A100 four at a time. Doubles hold those exactly enough.
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Fragments {
-    uint32_t a[4];
-    uint32_t b[2];
+    float a[4];
+    float b[2];
   };
-  const Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-  const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k8", &mine, sizeof(mine));
-  const int lane = emulator::self().lane;
+  Fragments mine;
   for (int r = 0; r < 4; ++r) {
-    const int row = lane / 4 + (r >= 2 ? 8 : 0), column = lane % 4 * 2 + r % 2;
-    float sum = 0.0f;
-    for (int k = 0; k < 8; ++k) {
-      Fragments of_row, of_column;
-      all.get(row % 8 * 4 + k % 4, &of_row);
-      all.get(column * 4 + k % 4, &of_column);
-      sum += detail::tf32(of_row.a[(row >= 8 ? 1 : 0) + (k >= 4 ? 2 : 0)]) *
-             detail::tf32(of_column.b[k >= 4 ? 1 : 0]);
+    mine.a[r] = detail::tf32(a[r]);
+    if (r < 2) mine.b[r] = detail::tf32(b[r]);
+  }
+  const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k8", &mine, sizeof(mine));
+  const int g = emulator::self().lane / 4, t = emulator::self().lane % 4;
+  double rows[2][8], columns[2][8];  // g and g + 8; 2t and 2t + 1
+  for (int lane = 0; lane < 4; ++lane) {
+    Fragments of_row, of_column;
+    all.get(4 * g + lane, &of_row);
+    for (int i = 0; i < 2; ++i) {
+      all.get(4 * (2 * t + i) + lane, &of_column);
+      for (int half = 0; half < 2; ++half) {
+        rows[i][lane + 4 * half] = static_cast<double>(of_row.a[i + 2 * half]);
+        columns[i][lane + 4 * half] = static_cast<double>(of_column.b[half]);
+      }
     }
-    d[r] += sum;
+  }
+  for (int r = 0; r < 4; ++r) {
+    const double* const row = rows[r / 2];
+    const double* const column = columns[r % 2];
+    for (int k = 0; k < 8; k += 4) {
+      const double sum = row[k] * column[k] + row[k + 1] * column[k + 1] +
+                         row[k + 2] * column[k + 2] + row[k + 3] * column[k + 3];
+      d[r] = detail::truncated(static_cast<double>(d[r]) + sum);
+    }
   }
 }
 

@@ -102,6 +102,21 @@ void multiply_k8(Result* result) {
   }
 }
 
+// What float32 has no bits for is dropped, not rounded.
+void add_truncated(int* wrong) {
+  const uint32_t one = std::bit_cast<uint32_t>(1.0f);
+  const uint32_t a[4] = {one, one, one, one}, b[2] = {one, one};
+  for (const float sign : {1.0f, -1.0f}) {
+    const uint32_t part = std::bit_cast<uint32_t>(sign * 0.12f * 0x1p-23f);  // of a unit of 1
+    const uint32_t small[2] = {part, part};
+    float d[4] = {sign, sign, sign, sign};
+    mma_m16n8k8_tf32(d, a, small);  // 8 of them are nearly a unit
+    const bool dropped = d[0] == sign && d[1] == sign && d[2] == sign && d[3] == sign;
+    mma_m16n8k8_tf32(d, a, b);
+    if (!dropped || d[0] != sign + 8.0f) __atomic_fetch_add(wrong, 1, __ATOMIC_RELAXED);
+  }
+}
+
 bool is_product(const Result& result, int depth, const char* what) {
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 8; ++column) {
@@ -188,6 +203,10 @@ int main() {
   right &= loads_right<2, false>() && loads_right<2, true>();
   right &= loads_right<4, false>() && loads_right<4, true>();
   auto wrong = std::make_unique<int>(0);
+  launch<add_truncated>({.blocks = 1, .threads = 32}, nullptr, wrong.get());
+  if (*wrong) std::printf("mma.m16n8k8 tf32: %d lanes have rounded sums\n", *wrong);
+  right &= *wrong == 0;
+  *wrong = 0;
   launch<collectives>({.blocks = 1, .threads = 32}, nullptr, wrong.get());
   if (*wrong) std::printf("collectives: %d lanes wrong\n", *wrong);
   right &= *wrong == 0;

@@ -6,7 +6,7 @@
 
 namespace onepass::cuda {
 
-// Head dimensions that the tiles of tensor cores are made for.
+// Head dimensions that the tiles of 16-bit rows are made for.
 inline constexpr int64_t kMaxTiledDim = 256;
 
 inline bool is_tiled(const Attention& args) {
@@ -18,7 +18,8 @@ inline bool is_tiled(const Attention& args) {
 Operator<AttentionForward> tiled_attention_forward();
 Operator<AttentionBackward> tiled_attention_backward();
 
-// All else, float32 and float64 and head dimensions up to kMaxHeadDim: multiply-adds.
+// All else, float32 and float64 and head dimensions up to kMaxHeadDim: multiply-adds, or for
+// float32 products of TF32 where they are allowed.
 Operator<AttentionForward> plain_attention_forward();
 Operator<AttentionBackward> plain_attention_backward();
 

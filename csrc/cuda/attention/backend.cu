@@ -5,7 +5,7 @@
 namespace onepass::cuda {
 namespace {
 
-// Tensor cores where a tile fits them; all else is multiply-adds, in float64 or float32.
+// Tiles of 16-bit rows where they fit; all else is the plain kernels.
 template <class Args, auto tiled, auto plain>
 Operator<Args> by_shape() {
   static constexpr auto of = [](const Args& args) { return is_tiled(args) ? tiled() : plain(); };

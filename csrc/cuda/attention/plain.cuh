@@ -1,57 +1,25 @@
-// What the multiply-add kernels of attention are made of, for any dtype and head dimension: how
-// rows come to shared memory in slabs, products of slabs, and what is known of a tile of scores.
+// What the plain kernels of attention are made of, for any dtype and head dimension: how rows come
+// to shared memory in slabs, and what is known of a tile of scores. Products of slabs, and who has
+// which score, are those of a Kind: plain_products.cuh.
 //
 // A is what is added up in, float or double; every element is widened to it on its way to shared
-// memory. The score of (query r, key c) of a tile belongs to thread (r % rows of threads, c % 16),
-// so that 16 neighbouring lanes have a row. Every product has its sums in registers, and adds to
-// them slab by slab: chains of kDepth additions, which lose fewer bits than one long one.
+// memory.
 //
-// Why float32 is not on tensor cores: with factors split into two of TF32, three products miss the
-// numerics rule (at head_dim 8; and a weight of 1 does not return V as it was). Four hold it. By
-// peaks that is 2 times the multiply-adds of the A100 and a quarter of those of compute capability
-// 8.6, 8.9 and 12.0, and the backward then wants the forward's scores bit for bit. One product,
-// where torch allows TF32, is not written.
+// Why float32 is on tensor cores only where torch allows TF32: with factors split into two of TF32,
+// three products miss the numerics rule (at head_dim 8; and a weight of 1 does not return V as it
+// was). Four hold it. By peaks that is 2 times the multiply-adds of the A100 and a quarter of those
+// of compute capability 8.6, 8.9 and 12.0, and the backward then wants the forward's scores bit for
+// bit.
 #pragma once
 
+#include "cuda/attention/plain_products.cuh"
+#include "cuda/attention/plain_tf32.cuh"
 #include "cuda/attention/scores.cuh"
 
 namespace onepass::cuda::plain {
 
-// ---- sizes --------------------------------------------------------------------------------------
-//
-// 64 x 64 scores keep 128 threads busy with 8 x 4 each, where 12 accesses of 16 bytes to shared
-// memory serve 128 multiply-adds. Whatever has the width of a head comes in slabs of 128 bytes per
-// row, and 512 bytes per row of results stay in registers: a block that has more columns than
-// those leaves the others to blocks of their own, which compute the scores anew. So neither shared
-// memory nor registers grow with the head dimension.
-
-inline constexpr int kKeys = 64;  // of a tile
-inline constexpr int kColumnThreads = 16;
-inline constexpr int kCols = 64;  // of results that a product adds to at once
-static_assert(kKeys == 4 * kColumnThreads && kCols == 4 * kColumnThreads);
-
-template <class A>
-inline constexpr int kQueries = 256 / sizeof(A);  // of a tile
-template <class A>
-inline constexpr int kDepth = 128 / sizeof(A);  // of a slab, where its products are added up
-template <class A>
-inline constexpr int kOutCols = 512 / sizeof(A);  // of results that a block has
-template <class A>
-inline constexpr int kGroups = kOutCols<A> / kCols;
-static_assert(kGroups<float> == 2 && kGroups<double> == 1);
-template <class A>
-inline constexpr int kChunk = 16 / sizeof(A);
-
-// Rows in shared memory lie an odd number of 16 bytes apart, so that eight rows have the same
-// columns in different banks.
-template <class A, int kWidth>
-inline constexpr int kStride = kWidth + kChunk<A>;
-template <class A>
-inline constexpr int kSlabElements = 64 * kStride<A, kDepth<A>>;
-static_assert(kSlabElements<float> >= kDepth<float> * kStride<float, kCols>);
-static_assert(kSlabElements<double> >= kDepth<double> * kStride<double, kCols>);
-template <class A>
-inline constexpr int kTileElements = kQueries<A> * kStride<A, kKeys>;
+template <class Kind>
+inline constexpr int kTileElements = kQueries<typename Kind::Accumulator> * Kind::kFactorStride;
 
 inline constexpr size_t kSharedOfAll = 99 * 1024;  // bytes that a block may have anywhere
 
@@ -59,20 +27,28 @@ constexpr int ceil_div(int64_t value, int64_t by) {
   return static_cast<int>((value + by - 1) / by);
 }
 
-// f<A>() of what a dtype is added up in.
+inline bool is_tf32(const Attention& args) {
+  return args.dtype == DType::kFloat32 && args.allow_tf32;
+}
+
+// f<Kind>() of the products that a call takes.
 template <class F>
-void visit_accumulator(DType dtype, F&& f) {
-  dtype == DType::kFloat64 ? f.template operator()<double>() : f.template operator()<float>();
+void visit_kind(const Attention& args, F&& f) {
+  if (is_tf32(args)) {
+    f.template operator()<Tf32>();
+  } else if (args.dtype == DType::kFloat64) {
+    f.template operator()<MultiplyAdds<double>>();
+  } else {
+    f.template operator()<MultiplyAdds<float>>();
+  }
 }
 
 inline const char* reason_of(const Attention& args) {
-  return args.dtype == DType::kFloat64   ? "float64: multiply-adds"
+  return is_tf32(args)                   ? "float32: TF32, as torch allows"
+         : args.dtype == DType::kFloat64 ? "float64: multiply-adds"
          : args.dtype == DType::kFloat32 ? "float32: multiply-adds"
                                          : "a head dimension beyond the tiles of tensor cores";
 }
-
-__device__ __forceinline__ int thread_col() { return thread_index() % kColumnThreads; }
-__device__ __forceinline__ int thread_row() { return thread_index() / kColumnThreads; }
 
 // The first `count` of 64.
 __device__ __forceinline__ uint64_t first_bits(int64_t count) {
@@ -199,6 +175,20 @@ __device__ __forceinline__ void store_columns(const Strided& tensor, DType dtype
   }
 }
 
+// factor * sums of a thread to its columns of a row of results; `first` is the group's.
+template <class Results, class A>
+__device__ __forceinline__ void store_row(const Strided& tensor, DType dtype, int64_t offset,
+                                          int first, int64_t cols, const A (&sums)[Results::kCols],
+                                          A factor) {
+  ONEPASS_UNROLL
+  for (int c = 0; c < Results::kCols; c += 4) {
+    A value[4];
+    ONEPASS_UNROLL
+    for (int e = 0; e < 4; ++e) value[e] = sums[c + e] * factor;
+    store_columns(tensor, dtype, offset, first + Results::col(c), cols, value);
+  }
+}
+
 // What rounding took from a + b (Knuth's two-sum). Of infinities and NaN: 0.
 template <class A>
 __device__ __forceinline__ A lost_in_sum(A a, A b, A sum) {
@@ -253,102 +243,6 @@ class Ring {
   bool odd_ = false;
 };
 
-// ---- products -----------------------------------------------------------------------------------
-
-template <class A>
-struct alignas(16) Four {
-  A at[4];
-};
-
-template <class A>
-__device__ __forceinline__ Four<A> four(const A* address) {
-  return *reinterpret_cast<const Four<A>*>(address);
-}
-
-// scalar: sum[query][key] += sum over d < depth of left[query][d] * right[key][d]
-//
-// depth: at most kDepth; what rows have beyond, up to a multiple of 4, is zero.
-template <int kThreadRows, class A, int kRows>
-__device__ __forceinline__ void add_dots(A (&sum)[kRows][4], const A* left, const A* right,
-                                         int depth) {
-  constexpr int stride = kStride<A, kDepth<A>>;
-  left += thread_row() * stride;
-  right += thread_col() * stride;
-  A chain[kRows][4] = {};
-  ONEPASS_ROLL
-  for (int d = 0; d < depth; d += 4) {
-    Four<A> b[4];
-    ONEPASS_UNROLL
-    for (int c = 0; c < 4; ++c) b[c] = four(right + c * kColumnThreads * stride + d);
-    ONEPASS_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const Four<A> a = four(left + r * kThreadRows * stride + d);
-      ONEPASS_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        ONEPASS_UNROLL
-        for (int c = 0; c < 4; ++c) chain[r][c] = multiply_add(a.at[e], b[c].at[e], chain[r][c]);
-      }
-    }
-  }
-  ONEPASS_UNROLL
-  for (int i = 0; i < 4 * kRows; ++i) sum[i / 4][i % 4] += chain[i / 4][i % 4];
-}
-
-// scalar: sum[query][col] += sum over kDepth keys of weight[query][key] * row[key][col]
-//
-// A thread has the queries that it has of scores, and columns 4 thread_col() .. + 3.
-template <int kThreadRows, class A, int kRows>
-__device__ __forceinline__ void add_rows(A (&sum)[kRows][4], const A* weights, const A* rows) {
-  constexpr int stride = kStride<A, kCols>;
-  weights += thread_row() * stride;
-  rows += 4 * thread_col();
-  A chain[kRows][4] = {};
-  ONEPASS_ROLL
-  for (int key = 0; key < kDepth<A>; key += 4) {
-    Four<A> row[4];
-    ONEPASS_UNROLL
-    for (int k = 0; k < 4; ++k) row[k] = four(rows + (key + k) * stride);
-    ONEPASS_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const Four<A> weight = four(weights + r * kThreadRows * stride + key);
-      ONEPASS_UNROLL
-      for (int k = 0; k < 4; ++k) {
-        ONEPASS_UNROLL
-        for (int c = 0; c < 4; ++c) {
-          chain[r][c] = multiply_add(weight.at[k], row[k].at[c], chain[r][c]);
-        }
-      }
-    }
-  }
-  ONEPASS_UNROLL
-  for (int i = 0; i < 4 * kRows; ++i) sum[i / 4][i % 4] += chain[i / 4][i % 4];
-}
-
-// scalar: sum[key][col] += sum over kDepth queries of weight[query][key] * row[query][col]
-//
-// A thread has keys 4 thread_row() .. + 3 and columns 4 thread_col() .. + 3.
-template <class A>
-__device__ __forceinline__ void add_rows_of_queries(A (&sum)[4][4], const A* weights,
-                                                    const A* rows) {
-  constexpr int stride = kStride<A, kCols>;
-  weights += 4 * thread_row();
-  rows += 4 * thread_col();
-  A chain[4][4] = {};
-  ONEPASS_ROLL
-  for (int first = 0; first < kDepth<A>; first += 4) {
-    ONEPASS_UNROLL
-    for (int query = first; query < first + 4; ++query) {
-      const Four<A> weight = four(weights + query * stride), row = four(rows + query * stride);
-      ONEPASS_UNROLL
-      for (int i = 0; i < 16; ++i) {
-        chain[i / 4][i % 4] = multiply_add(weight.at[i / 4], row.at[i % 4], chain[i / 4][i % 4]);
-      }
-    }
-  }
-  ONEPASS_UNROLL
-  for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] += chain[i / 4][i % 4];
-}
-
 // ---- tiles of scores ----------------------------------------------------------------------------
 
 // What every thread of a block would hold of a tile, kept in shared memory because registers are
@@ -370,11 +264,13 @@ struct TileState {
 
 // Scores of kQueries queries and kKeys keys of a (batch, head): a block comes by one tile after the
 // other.
-template <class A, int kThreads>
+template <class Kind, int kThreads>
 class Tile {
  public:
-  static constexpr int kThreadRows = kThreads / kColumnThreads;
-  static constexpr int kRows = kQueries<A> / kThreadRows;  // of a thread
+  using A = typename Kind::Accumulator;
+  using Own = typename Kind::template Scores<kThreads>;
+  static constexpr int kRows = Own::kRows;  // of a thread
+  static constexpr int kCols = Own::kCols;
   static constexpr int kWarps = kThreads / kLanes;
   static constexpr int kSharedWords = 4 * kQueries<A> + 2 * kWarps;
   static constexpr int kSharedBytes = (sizeof(TileState) + 15) / 16 * 16 + kSharedWords * 4;
@@ -448,8 +344,8 @@ class Tile {
   __device__ __forceinline__ const TileState* operator->() const { return state_; }
 
   // Where the thread's row r and key c are in the tile.
-  static __device__ __forceinline__ int row(int r) { return thread_row() + kThreadRows * r; }
-  static __device__ __forceinline__ int col(int c) { return thread_col() + kColumnThreads * c; }
+  static __device__ __forceinline__ int row(int r) { return Own::row(r); }
+  static __device__ __forceinline__ int col(int c) { return Own::col(c); }
 
   __device__ __forceinline__ bool keeps(int r, int c) const {
     return !args_.seed || bit(kept_, r, c);
@@ -486,33 +382,38 @@ class Tile {
   }
 
   // Products to scores. Where there is more to them, row by row by way of the thread's elements of
-  // `scratch`, (kQueries, kKeys): code for all of them at once would not fit where instructions are
+  // `scratch`, kTileElements: code for all of them at once would not fit where instructions are
   // kept.
-  __device__ __forceinline__ void to_scores(A (&score)[kRows][4], A* scratch) const {
+  __device__ __forceinline__ void to_scores(A (&score)[kRows][kCols], A* scratch) const {
     if (!has_terms()) {
       ONEPASS_UNROLL
-      for (int i = 0; i < 4 * kRows; ++i) {
-        const A scaled = score[i / 4][i % 4] * static_cast<A>(args_.scale);
-        score[i / 4][i % 4] = sees(i / 4, i % 4) ? scaled : -static_cast<A>(INFINITY);
+      for (int i = 0; i < kRows * kCols; ++i) {
+        const int r = i / kCols, c = i % kCols;
+        const A scaled = score[r][c] * static_cast<A>(args_.scale);
+        score[r][c] = sees(r, c) ? scaled : -static_cast<A>(INFINITY);
       }
       return;
     }
     const auto element = [&](int r, int c) -> A& {
-      return scratch[row(r) * kStride<A, kKeys> + col(c)];
+      return scratch[row(r) * Kind::kFactorStride + col(c)];
     };
     ONEPASS_UNROLL
-    for (int i = 0; i < 4 * kRows; ++i) element(i / 4, i % 4) = score[i / 4][i % 4];
+    for (int i = 0; i < kRows * kCols; ++i) {
+      element(i / kCols, i % kCols) = score[i / kCols][i % kCols];
+    }
     ONEPASS_ROLL
     for (int r = 0; r < kRows; ++r) {
       const RowScores<A> of_row = row_scores(r);
       ONEPASS_ROLL
-      for (int c = 0; c < 4; ++c) {
+      for (int c = 0; c < kCols; ++c) {
         element(r, c) = sees(r, c) ? of_row.score_of_seen(element(r, c), key(c)).value
                                    : -static_cast<A>(INFINITY);
       }
     }
     ONEPASS_UNROLL
-    for (int i = 0; i < 4 * kRows; ++i) score[i / 4][i % 4] = element(i / 4, i % 4);
+    for (int i = 0; i < kRows * kCols; ++i) {
+      score[i / kCols][i % kCols] = element(i / kCols, i % kCols);
+    }
   }
 
  private:
@@ -522,7 +423,7 @@ class Tile {
 
   // Two words of kKeys bits for a row.
   static __device__ __forceinline__ bool bit(const uint32_t* words, int r, int c) {
-    return words[2 * row(r) + c / 2] >> col(c % 2) & 1;
+    return words[2 * row(r) + Own::half(c)] >> Own::in_half(c) & 1;
   }
 
   __device__ __forceinline__ bool has_keys() const {

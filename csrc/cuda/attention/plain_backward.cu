@@ -1,5 +1,5 @@
-// Attention backward by multiply-adds: float32 and float64, and head dimensions beyond those of the
-// tensor-core tiles.
+// Attention backward of float32 and float64, and of head dimensions beyond those of the 16-bit
+// tiles.
 //
 //   S = Q K^T;  P = exp(score(S) - lse);  dP = drop(dO V^T);  dS = P (dP - delta) score'(S)
 //   dV = drop(P)^T dO;  dK = scale dS^T Q;  dQ = scale dS K;  dbias = P (dP - delta), summed
@@ -9,7 +9,7 @@
 // blocks, and results are the same bits in any order of blocks. S and dP are made by each of them
 // anew: seven products instead of five, and two more for dbias. All rows come in slabs, kDepth
 // columns or rows at a time. A block has kOutCols columns of its gradient; wider heads are other
-// blocks' work. Done when multiply-adds are what it waits for.
+// blocks' work. Done when products are what it waits for.
 #include <algorithm>
 
 #include "cuda/attention/attention.h"
@@ -33,17 +33,19 @@ struct Gradient {
 };
 
 // A block that comes by tiles of scores, and makes S and dP of each.
-template <class A>
+template <class Kind>
 struct Backward {
-  using Scores = Tile<A, kThreads>;
+  using A = typename Kind::Accumulator;
+  using Scores = Tile<Kind, kThreads>;
   static constexpr int kRows = Scores::kRows;
+  static constexpr int kScoreCols = Scores::kCols;
   static_assert(kDepth<A> == kDeltaChain<A>);
 
   __device__ __forceinline__ Backward(const AttentionBackward& call, SharedMemory& shared, int out)
       : args(call), tile(call, shared, out), ring(shared) {}
 
   static constexpr size_t shared_bytes(int tiles) {
-    return (Ring<A, 2>::kElements + tiles * kTileElements<A>)*sizeof(A) + Scores::kSharedBytes;
+    return (Ring<A, 2>::kElements + tiles * kTileElements<Kind>)*sizeof(A) + Scores::kSharedBytes;
   }
 
   // Of the tile's (batch, head).
@@ -71,13 +73,14 @@ struct Backward {
 
   // Sums of products of rows, all `cols` of them; the first slab is on its way.
   template <class Load, class Next>
-  __device__ __forceinline__ void dots(A (&sum)[kRows][4], int64_t cols, Load&& load, Next&& next) {
+  __device__ __forceinline__ void dots(A (&sum)[kRows][kScoreCols], int64_t cols, Load&& load,
+                                       Next&& next) {
     ring.run(
         ceil_div(cols, kDepth<A>), load,
         [&](A* stage, int i) {
           const int depth = static_cast<int>(cols) - i * kDepth<A>;
-          add_dots<Scores::kThreadRows>(sum, stage + kSlabElements<A>, stage,
-                                        depth < kDepth<A> ? depth : kDepth<A>);
+          Kind::template add_dots<kThreads>(sum, stage + kSlabElements<A>, stage,
+                                            depth < kDepth<A> ? depth : kDepth<A>);
         },
         next);
   }
@@ -86,7 +89,7 @@ struct Backward {
   // called; next(stage) starts what is behind the two products.
   template <class Next, class Body>
   __device__ __forceinline__ void gradients(const BackwardEnds& ends, Next&& next, Body&& body) {
-    A s[kRows][4] = {}, dp[kRows][4] = {};
+    A s[kRows][kScoreCols] = {}, dp[kRows][kScoreCols] = {};
     dots(
         s, args.head_dim, [&](A* stage, int i) { load_s(stage, i); },
         [&](A* stage) { load_dp(stage, 0); });
@@ -104,7 +107,7 @@ struct Backward {
         delta = load_global(static_cast<const A*>(ends.delta) + row);
       }
       ONEPASS_UNROLL
-      for (int c = 0; c < 4; ++c) {
+      for (int c = 0; c < kScoreCols; ++c) {
         const Score<A> score = tile.score(of_row, r, c, s[r][c]);
         Gradient<A> gradient{};
         if (score.value != -static_cast<A>(INFINITY)) {
@@ -124,25 +127,28 @@ struct Backward {
   Scores tile;
   Ring<A, 2> ring;  // slabs of keys and of queries
 };
-static_assert(Backward<float>::shared_bytes(2) <= kSharedOfAll);
-static_assert(Backward<double>::shared_bytes(2) <= kSharedOfAll);
+static_assert(Backward<MultiplyAdds<double>>::shared_bytes(2) <= kSharedOfAll);
+static_assert(Backward<MultiplyAdds<float>>::shared_bytes(2) <= kSharedOfAll);
+static_assert(Backward<Tf32>::shared_bytes(2) <= kSharedOfAll);
 
 // scalar: dquery[i] = scale * sum over keys j of dproduct[i][j] * key[j]
 //         dslope -= sum over j of ds[i][j] * |position - j|
 //
 // One block per tile of queries of a (batch, head), and kOutCols columns of dquery.
-template <class A>
-__global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
+template <class Kind>
+__global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) == 8 ? 1 : 2)
     attention_dquery_plain_kernel(const AttentionBackward __grid_constant__ args,
                                   const BackwardEnds ends) {
-  using Block = Backward<A>;
-  constexpr int kRows = Block::kRows, kParts = kKeys / kDepth<A>;
+  using A = typename Kind::Accumulator;
+  using Block = Backward<Kind>;
+  using Results = typename Kind::template QueryResults<kThreads>;
+  constexpr int kParts = kKeys / kDepth<A>;
   SharedMemory shared;
   const int outs = static_cast<int>(gridDim.x / (args.batch * args.heads * ends.slope_parts));
   const int index = static_cast<int>(blockIdx.x);
   Block block(args, shared, index % outs);
   auto& tile = block.tile;
-  A* const ds = shared.take<A>(kTileElements<A>);
+  A* const ds = shared.take<A>(kTileElements<Kind>);
 
   // The last queries first: behind a diagonal they have the most to do.
   const int tiles = static_cast<int>(ends.slope_parts);
@@ -163,13 +169,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
     if (first_key < tile.last_seen()) block.load_s(stage, 0);
   };
 
-  A dquery[kGroups<A>][kRows][4] = {};
+  A dquery[kGroups<A>][Results::kRows][Results::kCols] = {};
   A dslope = 0;
   const auto add_keys = [&]<int kGroup>(auto&& next) {
     block.ring.run(
         kParts, [&](A* stage, int part) { load_keys(stage, kGroup, part); },
         [&](A* stage, int part) {
-          add_rows<Block::Scores::kThreadRows>(dquery[kGroup], ds + part * kDepth<A>, stage);
+          Kind::template add_rows<kThreads>(dquery[kGroup], ds, part, stage);
         },
         next);
   };
@@ -182,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
     block.gradients(
         ends, [&](A* stage) { load_keys(stage, 0, 0); },
         [&](int r, int c, const Gradient<A>& of) {
-          ds[tile.row(r) * kStride<A, kKeys> + tile.col(c)] = of.dproduct;
+          ds[tile.row(r) * Kind::kFactorStride + tile.col(c)] = of.dproduct;
           if (args.dslopes) dslope += of.dslope;
         });
     const bool two = kGroups<A> > 1 && tile->first_out + kCols < args.head_dim;
@@ -195,16 +201,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
 
   const A scale = static_cast<A>(args.scale);
   ONEPASS_UNROLL
-  for (int r = 0; r < kRows; ++r) {
-    const int query = tile.query(r);
+  for (int r = 0; r < Results::kRows; ++r) {
+    const int query = tile->first_query + Results::row(r);
     if (!args.dquery.data || query >= sequence.queries) continue;
     const int64_t row = block.of_queries(args.dquery, args.head_dim).offset(query);
     ONEPASS_UNROLL
     for (int g = 0; g < kGroups<A>; ++g) {
-      ONEPASS_UNROLL
-      for (int c = 0; c < 4; ++c) dquery[g][r][c] *= scale;
-      store_columns(args.dquery, args.dtype, row, tile->first_out + g * kCols + 4 * thread_col(),
-                    args.head_dim, dquery[g][r]);
+      store_row<Results>(args.dquery, args.dtype, row, tile->first_out + g * kCols, args.head_dim,
+                         dquery[g][r], scale);
     }
   }
   if (!args.dslopes || tile->first_out != 0) return;
@@ -220,21 +224,22 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 2)
 //
 // One block per tile of keys of a (batch, kv_head), and kOutCols columns of both; over all heads
 // that read it.
-template <class A>
+template <class Kind>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_backward_plain_kernel(const AttentionBackward __grid_constant__ args,
                                     const BackwardEnds ends) {
-  using Block = Backward<A>;
+  using A = typename Kind::Accumulator;
+  using Block = Backward<Kind>;
+  using Results = typename Kind::template KeyResults<kThreads>;
   constexpr int kParts = kQueries<A> / kDepth<A>;
-  static_assert(Block::Scores::kThreadRows * 4 == kKeys);
   SharedMemory shared;
   const int key_tiles = ceil_div(args.seq_k, kKeys);
   const int outs = static_cast<int>(gridDim.x / (args.batch * args.kv_heads * key_tiles));
   const int index = static_cast<int>(blockIdx.x);
   Block block(args, shared, index % outs);
   auto& tile = block.tile;
-  A* const p = shared.take<A>(kTileElements<A>);
-  A* const ds = shared.take<A>(kTileElements<A>);
+  A* const p = shared.take<A>(kTileElements<Kind>);
+  A* const ds = shared.take<A>(kTileElements<Kind>);
 
   // The first keys first: before a diagonal they are seen most.
   const int first_key = index / outs % key_tiles * kKeys;
@@ -273,16 +278,22 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (step < steps) block.load_s(stage, 0);
   };
   // Of a group of columns that only one of the gradients has, the other's are zero.
-  A dkey[kGroups<A>][4][4] = {}, dvalue[kGroups<A>][4][4] = {};
+  A dkey[kGroups<A>][Results::kRows][Results::kCols] = {};
+  A dvalue[kGroups<A>][Results::kRows][Results::kCols] = {};
   const auto add_queries = [&]<int kGroup>(auto&& next) {
-    const auto at = [](int part) { return part * kDepth<A> * kStride<A, kKeys>; };
+    const auto at = [](int part) { return part * kDepth<A> * Kind::kTransposedStride; };
     block.ring.run(
         kParts, [&](A* stage, int part) { load_doutput(stage, kGroup, part); },
-        [&](A* stage, int part) { add_rows_of_queries(dvalue[kGroup], p + at(part), stage); },
+        [&](A* stage, int part) {
+          Kind::template add_rows_of_queries<kThreads>(dvalue[kGroup], p + at(part), stage);
+        },
         [&](A* stage) { load_query(stage, kGroup, 0); });
     block.ring.run(
         kParts, [&](A* stage, int part) { load_query(stage, kGroup, part); },
-        [&](A* stage, int part) { add_rows_of_queries(dkey[kGroup], ds + at(part), stage); }, next);
+        [&](A* stage, int part) {
+          Kind::template add_rows_of_queries<kThreads>(dkey[kGroup], ds + at(part), stage);
+        },
+        next);
   };
   const auto leave_tile = [&](A* stage) {
     ++step;
@@ -295,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     block.gradients(
         ends, [&](A* stage) { load_doutput(stage, 0, 0); },
         [&](int r, int c, const Gradient<A>& of) {
-          const int at = tile.row(r) * kStride<A, kKeys> + tile.col(c);
+          const int at = tile.row(r) * Kind::kTransposedStride + tile.col(c);
           p[at] = of.dropped;
           ds[at] = of.dproduct;
         });
@@ -307,20 +318,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   const auto store = [&](const Strided& gradient, int64_t cols, A factor,
-                         A(&sums)[kGroups<A>][4][4]) {
+                         const A(&sums)[kGroups<A>][Results::kRows][Results::kCols]) {
     if (!gradient.data) return;
     ONEPASS_UNROLL
-    for (int k = 0; k < 4; ++k) {
-      const int key = first_key + 4 * thread_row() + k;
+    for (int k = 0; k < Results::kRows; ++k) {
+      const int key = first_key + Results::row(k);
       if (key >= sequence.keys) continue;
       const int64_t row =
           rows_of(args, gradient, cols, batch, kv_head, sequence.first_k).offset(key);
       ONEPASS_UNROLL
       for (int g = 0; g < kGroups<A>; ++g) {
-        ONEPASS_UNROLL
-        for (int c = 0; c < 4; ++c) sums[g][k][c] *= factor;
-        store_columns(gradient, args.dtype, row, tile->first_out + g * kCols + 4 * thread_col(),
-                      cols, sums[g][k]);
+        store_row<Results>(gradient, args.dtype, row, tile->first_out + g * kCols, cols, sums[g][k],
+                           factor);
       }
     }
   };
@@ -330,13 +339,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // scalar: dbias[b][h][i][j] = sum over what is broadcast of ds[i][j]
 //
-// One block per tile of dbias, and per tile of keys where all queries share a row.
+// One block per tile of dbias, and per tile of keys where all queries share a row. Multiply-adds
+// also where TF32 is allowed, which saves an instance: P = exp(S - lse) then has the rounding of
+// the lse alone, where dQ and dK have that of S too.
 template <class A>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_dbias_plain_kernel(const AttentionBackward __grid_constant__ args,
                                  const BackwardEnds ends) {
-  using Block = Backward<A>;
-  constexpr int kRows = Block::kRows, kThreadRows = Block::Scores::kThreadRows;
+  using Block = Backward<MultiplyAdds<A>>;
+  using Own = typename Block::Scores::Own;
+  constexpr int kRows = Own::kRows, kThreadRows = Own::kThreadRows;
   SharedMemory shared;
   Block block(args, shared, 0);
   auto& tile = block.tile;
@@ -397,7 +409,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     A of_row = 0;
     ONEPASS_UNROLL
     for (int r = 0; r < kRows; ++r) of_row += sum[r][c];
-    of_rows[thread_row() * kKeys + tile.col(c)] = of_row;
+    of_rows[Own::thread_row() * kKeys + tile.col(c)] = of_row;
   }
   __syncthreads();
   const int key = static_cast<int>(threadIdx.x);
@@ -440,7 +452,8 @@ Plan plan_backward(const AttentionBackward& args, const Machine&) {
   plan.kernel_name = "attention_backward_plain_kernel";
   plan.parallel = true;
   plan.reason = reason_of(args);
-  visit_accumulator(args.dtype, [&]<class A>() {
+  visit_kind(args, [&]<class Kind>() {
+    using A = typename Kind::Accumulator;
     const Blocks<A> blocks(args);
     plan.workspace_bytes = ends_bytes(args, blocks.query_tiles);
     plan.rows_per_tile = kQueries<A>;
@@ -451,7 +464,8 @@ Plan plan_backward(const AttentionBackward& args, const Machine&) {
 
 void run_backward(const AttentionBackward& args, const Plan&, void* workspace,
                   const Context& context) {
-  visit_accumulator(args.dtype, [&]<class A>() {
+  visit_kind(args, [&]<class Kind>() {
+    using A = typename Kind::Accumulator;
     const Blocks<A> blocks(args);
     const BackwardEnds ends = ends_in(workspace, args, blocks.query_tiles);
     begin_backward(args, ends, context.stream);
@@ -460,13 +474,14 @@ void run_backward(const AttentionBackward& args, const Plan&, void* workspace,
       launch<kKernel>({.blocks = count, .threads = kThreads, .shared_bytes = shared_bytes},
                       context.stream, args, ends);
     };
-    start.template operator()<attention_backward_plain_kernel<A>>(blocks.dkey,
-                                                                  Backward<A>::shared_bytes(2));
-    start.template operator()<attention_dquery_plain_kernel<A>>(blocks.dquery,
-                                                                Backward<A>::shared_bytes(1));
+    start.template operator()<attention_backward_plain_kernel<Kind>>(
+        blocks.dkey, Backward<Kind>::shared_bytes(2));
+    start.template operator()<attention_dquery_plain_kernel<Kind>>(blocks.dquery,
+                                                                   Backward<Kind>::shared_bytes(1));
+    using OfBias = Backward<MultiplyAdds<A>>;
     start.template operator()<attention_dbias_plain_kernel<A>>(
         blocks.dbias,
-        Backward<A>::shared_bytes(0) + Backward<A>::Scores::kThreadRows * kKeys * sizeof(A));
+        OfBias::shared_bytes(0) + OfBias::Scores::Own::kThreadRows * kKeys * sizeof(A));
     finish_backward(args, ends, context.stream);
   });
 }

@@ -1,14 +1,15 @@
-// Attention forward by multiply-adds: float32 and float64, and head dimensions beyond those of the
-// tensor-core tiles.
+// Attention forward of float32 and float64, and of head dimensions beyond those of the 16-bit
+// tiles.
 //
 //   scalar: with m the largest score of the row so far, p = exp(score - m), summed in l; what was
 //           summed with an older m is shrunk by exp(older - m)
 //
 // One block per tile of queries of a (batch, head) and kOutCols columns of the output. Tiles of
 // keys come by once: their scores are made in registers (kDepth columns of Q and K at a time), P
-// goes through shared memory, the output stays in registers. Q stays in shared memory up to
-// kResidentSlabs, and is read again for every tile of keys beyond. Per block Q, O and the keys and
-// values that it sees cross the bus once. Done when multiply-adds are what it waits for.
+// stays there (Tf32) or goes through shared memory (MultiplyAdds), the output stays in registers. Q
+// stays in shared memory up to kResidentSlabs, and is read again for every tile of keys beyond. Per
+// block Q, O and the keys and values that it sees cross the bus once. Done when products are what
+// it waits for.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/plain.cuh"
 #include "cuda/launch.cuh"
@@ -21,34 +22,35 @@ constexpr int kThreads = 128;
 constexpr int kResidentSlabs = 6;  // of Q
 
 template <class A>
-using ForwardTile = Tile<A, kThreads>;
-
-template <class A>
 int resident_slabs(const Attention& args) {
   const int slabs = ceil_div(args.head_dim, kDepth<A>);
   return slabs <= kResidentSlabs ? slabs : 0;
 }
 
-template <class A>
+template <class Kind>
 constexpr size_t shared_bytes(int resident) {
+  using A = typename Kind::Accumulator;
   const int of_queries = (resident ? resident : 2) * kSlabElements<A>;
-  return (kTileElements<A> + Ring<A, 1>::kElements + of_queries) * sizeof(A) +
-         ForwardTile<A>::kSharedBytes;
+  return (kTileElements<Kind> + Ring<A, 1>::kElements + of_queries) * sizeof(A) +
+         Tile<Kind, kThreads>::kSharedBytes;
 }
-static_assert(shared_bytes<float>(kResidentSlabs) <= kSharedOfAll);
-static_assert(shared_bytes<double>(kResidentSlabs) <= kSharedOfAll);
+static_assert(shared_bytes<MultiplyAdds<double>>(kResidentSlabs) <= kSharedOfAll);
+static_assert(shared_bytes<MultiplyAdds<float>>(kResidentSlabs) <= kSharedOfAll);
+static_assert(shared_bytes<Tf32>(kResidentSlabs) <= kSharedOfAll);
 
-template <class A>
-__global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
+template <class Kind>
+__global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) == 8 ? 1 : 3)
     attention_forward_plain_kernel(const AttentionForward __grid_constant__ args,
                                    const int resident) {
-  using Scores = ForwardTile<A>;
-  constexpr int kRows = Scores::kRows, kThreadRows = Scores::kThreadRows;
-  constexpr int kParts = kKeys / kDepth<A>;
+  using A = typename Kind::Accumulator;
+  using Own = typename Kind::template Scores<kThreads>;
+  using Results = typename Kind::template QueryResults<kThreads>;
+  constexpr int kRows = Own::kRows, kParts = kKeys / kDepth<A>;
+  static_assert(Results::kRows == kRows);
   SharedMemory shared;
   const int outs = ceil_div(args.value_dim, kOutCols<A>);
-  Scores tile(args, shared, static_cast<int>(blockIdx.x) % outs);
-  A* const p = shared.take<A>(kTileElements<A>);
+  Tile<Kind, kThreads> tile(args, shared, static_cast<int>(blockIdx.x) % outs);
+  A* const p = shared.take<A>(kTileElements<Kind>);  // or scratch for scores
   Ring<A, 1> ring(shared);
   A* const queries = shared.take<A>((resident ? resident : 2) * kSlabElements<A>);
 
@@ -98,19 +100,23 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
     A total;
   };
   const auto normalizer = [&](int r) {
-    return reinterpret_cast<Normalizer*>(p + tile.row(r) * kStride<A, kKeys> + kKeys);
+    return reinterpret_cast<Normalizer*>(p + tile.row(r) * Kind::kFactorStride + kKeys);
   };
-  if (thread_col() == 0) {
+  if (Own::row_lane() == 0) {
     const A none = -static_cast<A>(INFINITY);
     const A sink = args.sinks ? load_as<A>(args.sinks, args.sinks_dtype, head) : none;
     for (int r = 0; r < kRows; ++r) *normalizer(r) = {sink, sink == none ? A(0) : A(1)};
   }
-  A out[kGroups<A>][kRows][4] = {};
-  const auto add_values = [&]<int kGroup>(auto&& next) {
+  A out[kGroups<A>][kRows][Results::kCols] = {};
+  const auto add_values = [&]<int kGroup>(const auto& score, auto&& next) {
     ring.run(
         kParts, [&](A* stage, int part) { load_values(stage, kGroup, part); },
         [&](A* stage, int part) {
-          add_rows<kThreadRows>(out[kGroup], p + part * kDepth<A>, stage);
+          if constexpr (Kind::kScoresAreFactors) {
+            Kind::template add_rows<kThreads>(out[kGroup], score, part, stage);
+          } else {
+            Kind::template add_rows<kThreads>(out[kGroup], p, part, stage);
+          }
         },
         next);
   };
@@ -121,12 +127,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
   };
   ring.begin(load_next_tile);
   while (first_key < tile.last_seen()) {
-    A score[kRows][4] = {};
+    A score[kRows][Own::kCols] = {};
     ring.run(
         slabs, load_scores,
         [&](A* stage, int i) {
           const int depth = static_cast<int>(args.head_dim) - i * kDepth<A>;
-          add_dots<kThreadRows>(score, query_slab(i), stage, depth < kDepth<A> ? depth : kDepth<A>);
+          Kind::template add_dots<kThreads>(score, query_slab(i), stage,
+                                            depth < kDepth<A> ? depth : kDepth<A>);
         },
         [&](A* stage) { load_values(stage, 0, 0); });
 
@@ -136,35 +143,43 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
       const Normalizer older = *normalizer(r);
       A largest = older.largest, sum = 0;
       ONEPASS_UNROLL
-      for (int c = 0; c < 4; ++c) largest = std::fmax(largest, score[r][c]);
+      for (int c = 0; c < Own::kCols; ++c) largest = std::fmax(largest, score[r][c]);
       ONEPASS_UNROLL
-      for (int lanes = kColumnThreads / 2; lanes > 0; lanes /= 2) {
+      for (int lanes = Own::kRowLanes / 2; lanes > 0; lanes /= 2) {
         largest = std::fmax(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
       }
       // The row may have seen no key yet.
       const A base = largest == -static_cast<A>(INFINITY) ? A(0) : largest;
       ONEPASS_UNROLL
-      for (int c = 0; c < 4; ++c) {
+      for (int c = 0; c < Own::kCols; ++c) {
         const A weight = std::exp(score[r][c] - base);
         sum += weight;
-        p[tile.row(r) * kStride<A, kKeys> + tile.col(c)] = tile.keeps(r, c) ? weight : A(0);
+        const A kept = tile.keeps(r, c) ? weight : A(0);
+        if constexpr (Kind::kScoresAreFactors) {
+          score[r][c] = kept;
+        } else {
+          p[tile.row(r) * Kind::kFactorStride + tile.col(c)] = kept;
+        }
       }
       ONEPASS_UNROLL
-      for (int lanes = kColumnThreads / 2; lanes > 0; lanes /= 2) {
+      for (int lanes = Own::kRowLanes / 2; lanes > 0; lanes /= 2) {
         sum += __shfl_xor_sync(kAllLanes, sum, lanes);
       }
       const A shrink = std::exp(older.largest - base);
       ONEPASS_UNROLL
-      for (int i = 0; i < 4 * kGroups<A>; ++i) out[i / 4][r][i % 4] *= shrink;
+      for (int g = 0; g < kGroups<A>; ++g) {
+        ONEPASS_UNROLL
+        for (int c = 0; c < Results::kCols; ++c) out[g][r][c] *= shrink;
+      }
       __syncwarp();  // the older one has been read
-      if (thread_col() == 0) *normalizer(r) = {largest, multiply_add(older.total, shrink, sum)};
+      if (Own::row_lane() == 0) *normalizer(r) = {largest, multiply_add(older.total, shrink, sum)};
     }
 
     const bool two = kGroups<A> > 1 && tile->first_out + kCols < args.value_dim;
     add_values.template operator()<0>(
-        [&](A* stage) { two ? load_values(stage, 1, 0) : leave_tile(stage); });
+        score, [&](A* stage) { two ? load_values(stage, 1, 0) : leave_tile(stage); });
     if constexpr (kGroups<A> > 1) {
-      if (two) add_values.template operator()<1>(leave_tile);
+      if (two) add_values.template operator()<1>(score, leave_tile);
     }
   }
 
@@ -174,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
     const int query = tile.query(r);
     if (query >= sequence.queries) continue;
     const auto [largest, total] = *normalizer(r);
-    if (tile->first_out == 0 && thread_col() == 0) {
+    if (tile->first_out == 0 && Own::row_lane() == 0) {
       const int64_t row = lse_row(args, sequence, tile->batch, tile->head, query);
       const A log = std::log(total), lse = largest + log;
       store_global(static_cast<A*>(args.lse) + row, lse);
@@ -183,14 +198,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 1 : 3)
     const A factor = total == A(0) ? A(0) : tile.keep_scale() / total;
     ONEPASS_UNROLL
     for (int g = 0; g < kGroups<A>; ++g) {
-      A value[4];
-      ONEPASS_UNROLL
-      for (int c = 0; c < 4; ++c) value[c] = out[g][r][c] * factor;
-      store_columns(
+      store_row<Results>(
           args.output, args.dtype,
           rows_of(args, args.output, args.value_dim, tile->batch, tile->head, sequence.first_q)
               .offset(query),
-          tile->first_out + g * kCols + 4 * thread_col(), args.value_dim, value);
+          tile->first_out + g * kCols, args.value_dim, out[g][r], factor);
     }
   }
 }
@@ -200,7 +212,8 @@ Plan plan_forward(const AttentionForward& args, const Machine&) {
   plan.kernel_name = "attention_forward_plain_kernel";
   plan.parallel = true;
   plan.reason = reason_of(args);
-  visit_accumulator(args.dtype, [&]<class A>() {
+  visit_kind(args, [&]<class Kind>() {
+    using A = typename Kind::Accumulator;
     plan.rows_per_tile = kQueries<A>;
     plan.splits = args.batch * args.heads * ceil_div(args.seq_q, kQueries<A>) *
                   ceil_div(args.value_dim, kOutCols<A>);
@@ -209,10 +222,10 @@ Plan plan_forward(const AttentionForward& args, const Machine&) {
 }
 
 void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {
-  visit_accumulator(args.dtype, [&]<class A>() {
-    const int resident = resident_slabs<A>(args);
-    launch<attention_forward_plain_kernel<A>>(
-        {.blocks = plan.splits, .threads = kThreads, .shared_bytes = shared_bytes<A>(resident)},
+  visit_kind(args, [&]<class Kind>() {
+    const int resident = resident_slabs<typename Kind::Accumulator>(args);
+    launch<attention_forward_plain_kernel<Kind>>(
+        {.blocks = plan.splits, .threads = kThreads, .shared_bytes = shared_bytes<Kind>(resident)},
         context.stream, args, resident);
   });
 }

@@ -23,6 +23,8 @@ _backward = torch.ops.onepass.attention_backward.default
 # below.
 _QUERY, _KEY, _VALUE, _BIAS, _SINKS, _SLOPES = 1, 2, 4, 8, 16, 32
 _BITS = (_QUERY, _KEY, _VALUE, _BIAS, _SINKS, _SLOPES)
+# Options that are no part of the definition.
+_OF_BACK_ENDS = ("out_bshd", "num_splits", "allow_tf32")
 
 
 @logged
@@ -75,6 +77,8 @@ def attention(
         options["out_bshd"] = True
     if num_splits:
         options["num_splits"] = num_splits
+    if _takes_tf32(query):
+        options["allow_tf32"] = True
     seed = None
     if dropout_p:
         options["dropout_p"] = dropout_p
@@ -166,7 +170,7 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *second):
         doutput, dlse, query, key, value, bias, sinks, slopes, *others = ctx.saved_tensors
-        options = {name: v for name, v in ctx.options if name not in ("out_bshd", "num_splits")}
+        options = {name: v for name, v in ctx.options if name not in _OF_BACK_ENDS}
 
         def formula(doutput, dlse, *leaves):
             given = _given(*leaves[3:], *others)
@@ -201,6 +205,18 @@ class _AttentionBackward(torch.autograd.Function):
 
 _apply_attention = applied(_Attention)
 _apply_backward = applied(_AttentionBackward)
+
+
+def _takes_tf32(query: Tensor) -> bool:
+    """Whether a call may: its backward then does, whatever torch allows by that time."""
+    return query.is_cuda and query.dtype is torch.float32 and _tf32_is_allowed()
+
+
+@torch.compiler.assume_constant_result
+def _tf32_is_allowed() -> bool:
+    """Whether torch would take TF32 for a float32 matrix product on CUDA: by `allow_tf32`,
+    `set_float32_matmul_precision` or any `fp32_precision`, all of which this one knows of."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _given(bias, sinks, alibi_slopes, mask, cu_seq_q, cu_seq_k, seqused_q, seqused_k, seed):

@@ -37,7 +37,8 @@ def scaled_dot_product_attention(
     Args:
         query: shape (..., heads, seq_q, head_dim), or (seq_q, head_dim); float32, bfloat16, float16
             or float64. Any strides: a dense last dimension is read in place, other layouts are
-            copied once.
+            copied once. float32 on CUDA is multiplied in TF32 where torch may do so with a matrix
+            product (`torch.backends.cuda.matmul.fp32_precision`), else to its own accuracy.
         key: shape (..., heads, seq_k, head_dim), dtype of query.
         value: shape (..., heads, seq_k, value_dim), dtype of query. The leading dimensions of all
             three broadcast; head_dim and value_dim are at most 512.
