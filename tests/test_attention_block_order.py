@@ -16,17 +16,23 @@ MIB = 1 << 20
 
 
 class Call(NamedTuple):
-    pairs: int
-    heads: int
+    batch: int
+    kv_heads: int
+    heads: int  # of each kv head
     tiles: int
     pair_bytes: int
     l2_bytes: int
     multiprocessors: int
 
+    @property
+    def pairs(self) -> int:
+        return self.batch * self.kv_heads
+
 
 class Place(NamedTuple):
-    pair: int
-    head: int
+    batch: int
+    kv_head: int
+    head: int  # of all
     turn: int
 
 
@@ -40,8 +46,8 @@ def orders(calls: list[Call]) -> list[tuple[int, list[Place]]]:
     found = []
     for line in result.stdout.splitlines():
         group, *numbers = map(int, line.split())
-        triples = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
-        found.append((group, [Place(*triple) for triple in triples]))
+        places = zip(*(numbers[i::4] for i in range(4)), strict=True)
+        found.append((group, [Place(*place) for place in places]))
     assert len(found) == len(calls)
     return found
 
@@ -50,7 +56,8 @@ def random_calls(count: int, seed: int) -> list[Call]:
     rng = random.Random(seed)
     few = [1, 1, 2, 3, 5, 8, 13]
     return [
-        Call(rng.choice([*few, 40]), rng.choice(few), rng.choice(few), rng.choice([0, 1, 7, 30]),
+        Call(rng.choice([*few, 40]), rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 5]),
+             rng.choice(few), rng.choice([0, 1, 7, 30]),
              2 * rng.choice([0, 1, 29, 30, 60, 100, 10_000]), rng.choice([1, 1, 10, 40]))
         for _ in range(count)
     ]  # fmt: skip
@@ -74,10 +81,11 @@ def test_every_tile_comes_once_and_the_longest_of_a_group_first(found):
     """Heads that share keys are neighbours."""
     for call, (size, places) in zip(CALLS, found, strict=True):
         expected = [
-            Place(pair, head, turn)
+            Place(pair // call.kv_heads, kv_head, kv_head * call.heads + head, turn)
             for group in groups(call, size)
             for turn in range(call.tiles)
             for pair in group
+            for kv_head in [pair % call.kv_heads]
             for head in range(call.heads)
         ]
         assert places == expected, call
@@ -102,7 +110,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 def causal(length: int, l2_bytes: int) -> Call:
     """16,384 tokens, 16 heads of 128 columns in 16 bits."""
-    return Call(16384 // length * 16, 1, length // QUERIES, 4 * 128 * length, l2_bytes, 132)
+    return Call(16384 // length, 16, 1, length // QUERIES, 4 * 128 * length, l2_bytes, 132)
 
 
 def busy(places: list[Place], length: int, slots: int) -> float:

@@ -440,12 +440,11 @@ Plan plan_backward(const AttentionBackward& args, const Machine&) {
 // Blocks of a pair share its Q, dO and dQ. Where they wait for their turns at those, all pairs take
 // turns: two blocks of different pairs never wait for one another.
 BlockOrder order_of(const AttentionBackward& args, const BackwardShape& shape) {
-  const int64_t pairs = args.batch * args.kv_heads;
   const int64_t row_bytes = (args.head_dim + args.value_dim) * size_of(args.dtype) +
                             (shape.sums > 0 ? args.head_dim * 4 : 0);
   const int64_t bytes = args.heads / args.kv_heads * args.seq_q * row_bytes;
-  BlockOrder order =
-      order_of_blocks(pairs, 1, shape.key_tiles, bytes, {l2_bytes(), multiprocessors()});
+  BlockOrder order = order_of_blocks(args.batch, args.kv_heads, 1, shape.key_tiles, bytes,
+                                     {l2_bytes(), multiprocessors()});
   if (shape.counters > 0) order.group = order.pairs;
   return order;
 }

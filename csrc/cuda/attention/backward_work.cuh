@@ -56,10 +56,9 @@ struct BlockConstants {
     // before all those that wait for it.
     const BlockPlace place =
         work.order.place(work.ticket ? atomic_add_acq_rel(work.ticket, 1) : blockIdx.x);
-    const auto kv_heads = static_cast<unsigned>(args.kv_heads);
-    tile = static_cast<int>(place.turn);
-    batch = static_cast<int>(place.pair / kv_heads);
-    kv_head = static_cast<int>(place.pair % kv_heads);
+    tile = place.turn;
+    batch = place.batch;
+    kv_head = place.kv_head;
     sequence = sequence_of(args, batch);
     keys = static_cast<int>(sequence.keys);
     queries = static_cast<int>(sequence.queries);

@@ -93,26 +93,6 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], const Dropout& dropo
   }
 }
 
-// A block's tile of queries.
-struct QueryBlock {
-  int batch;
-  int kv_head;
-  int head;
-  int first;
-};
-
-__device__ __forceinline__ QueryBlock block_of(const AttentionForward& args,
-                                               const BlockOrder& order, unsigned block,
-                                               int queries) {
-  const BlockPlace place = order.place(block);
-  const auto kv_heads = static_cast<unsigned>(args.kv_heads);
-  const unsigned kv_head = place.pair % kv_heads;
-  // The last queries see the most keys under a diagonal.
-  return {static_cast<int>(place.pair / kv_heads), static_cast<int>(kv_head),
-          static_cast<int>(kv_head * order.heads + place.head),
-          static_cast<int>(order.tiles - 1 - place.turn) * queries};
-}
-
 // kTerms: there is more to a score than the product of query and key, or keys are in pages.
 template <class T, int kBucket, bool kTerms, bool kNarrow>
 __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads())
@@ -127,7 +107,12 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
   const RowTile query = RowTile::take(shared, kQueries);
   const RowTile key = RowTile::take(shared, kKeys), value = RowTile::take(shared, kKeys);
 
-  const auto [batch, kv_head, head, first] = block_of(args, order, blockIdx.x, kQueries);
+  const auto [batch, kv_head, head, turn] = order.place(blockIdx.x);
+  // The last queries see the most keys under a diagonal.
+  const auto first_of = [&](int of_turn) {
+    return (static_cast<int>(order.tiles) - 1 - of_turn) * kQueries;
+  };
+  const int first = first_of(turn);
   const Sequence sequence = sequence_of(args, batch);
   if (first >= sequence.queries) return;
   const int queries = static_cast<int>(sequence.queries);
@@ -260,7 +245,8 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
 
   // The output takes the place of the warp's own rows of Q, which nobody else has read.
   // Where it goes is found out anew, instead of kept in registers through the loop.
-  const QueryBlock own = block_of(args, order, afresh(blockIdx.x), kQueries);
+  const BlockPlace own = order.place(static_cast<unsigned>(afresh(static_cast<int>(blockIdx.x))));
+  const int top = first_of(own.turn);
   const Sequence whole = sequence_of(args, own.batch);
   const auto output_rows = rows_of<T>(args.output, own.batch, own.head, whole.first_q, value_dim);
   ONEPASS_UNROLL
@@ -290,7 +276,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
         *query.pair(warp_row + 16 * m + lane_index() / 4 + 8 * r, 8 * n + lane_index() % 4 * 2) =
             narrow_pair<T>(left, right);
       }
-      const int i = own.first + warp_row + 16 * m + lane_index() / 4 + 8 * r;
+      const int i = top + warp_row + 16 * m + lane_index() / 4 + 8 * r;
       if (lane_index() % 4 != 0 || i >= last) continue;
       const int64_t at = lse_row(args, whole, own.batch, own.head, i);
       const float log_total = logf(total);
@@ -301,7 +287,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
     }
   }
   __syncwarp();
-  store_tile<kTile.rows_per_warp()>(query, output_rows, warp_row, own.first, last);
+  store_tile<kTile.rows_per_warp()>(query, output_rows, warp_row, top, last);
 }
 
 // ---- plan and run -------------------------------------------------------------------------------
@@ -321,7 +307,7 @@ Plan plan_forward(const AttentionForward& args, const Machine&) {
 // Blocks of a pair share its keys and values.
 BlockOrder order_of(const AttentionForward& args, int64_t blocks) {
   const int64_t bytes = args.seq_k * (args.head_dim + args.value_dim) * size_of(args.dtype);
-  return order_of_blocks(args.batch * args.kv_heads, args.heads / args.kv_heads,
+  return order_of_blocks(args.batch, args.kv_heads, args.heads / args.kv_heads,
                          blocks / (args.batch * args.heads), bytes,
                          {l2_bytes(), multiprocessors()});
 }

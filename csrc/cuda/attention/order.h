@@ -26,15 +26,17 @@
 
 namespace onepass::cuda {
 
-// Of a tile. A pair is a (batch, kv head), number batch * kv_heads + kv_head.
 struct BlockPlace {
-  unsigned pair;
-  unsigned head;  // of those that share the pair's keys
-  unsigned turn;  // 0: the tile of a head that has the most to do
+  int batch;
+  int kv_head;
+  int head;  // of query, where those that share a kv head have blocks of their own
+  int turn;  // 0: the tile of a head that has the most to do
 };
 
+// Of pairs of (batch, kv head).
 struct BlockOrder {
   unsigned pairs;
+  unsigned kv_heads;
   unsigned heads;  // of a pair that have blocks of their own
   unsigned tiles;  // of a head
   unsigned group;  // pairs that take turns; the first ones may be fewer
@@ -47,7 +49,9 @@ struct BlockOrder {
     const unsigned members = (last - first) * heads;
     const unsigned within = members * tiles - 1 - behind % of_group;
     const unsigned member = within % members;
-    return {first + member / heads, member % heads, within / members};
+    const unsigned pair = first + member / heads, kv_head = pair % kv_heads;
+    return {static_cast<int>(pair / kv_heads), static_cast<int>(kv_head),
+            static_cast<int>(kv_head * heads + member % heads), static_cast<int>(within / members)};
   }
 };
 
@@ -58,13 +62,15 @@ struct BlockRoom {
 };
 
 // Of blocks that share `pair_bytes` of their pair, two on a multiprocessor.
-inline BlockOrder order_of_blocks(int64_t pairs, int64_t heads, int64_t tiles, int64_t pair_bytes,
-                                  const BlockRoom& room) {
+inline BlockOrder order_of_blocks(int64_t batch, int64_t kv_heads, int64_t heads, int64_t tiles,
+                                  int64_t pair_bytes, const BlockRoom& room) {
+  const int64_t pairs = batch * kv_heads;
   const int64_t blocks = std::max<int64_t>(heads * tiles, 1);
   const int64_t fit = static_cast<int64_t>(room.l2_bytes / 2) / std::max<int64_t>(pair_bytes, 1);
   const int64_t at_once = (2 * room.multiprocessors + blocks - 1) / blocks;
   const auto group = std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>({fit, at_once, 1})));
-  return {static_cast<unsigned>(pairs), static_cast<unsigned>(heads), static_cast<unsigned>(tiles),
+  return {static_cast<unsigned>(pairs), static_cast<unsigned>(kv_heads),
+          static_cast<unsigned>(heads), static_cast<unsigned>(tiles),
           static_cast<unsigned>(std::min<uint64_t>(group, std::max<int64_t>(pairs, 1)))};
 }
 

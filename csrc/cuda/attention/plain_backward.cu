@@ -14,6 +14,7 @@
 
 #include "cuda/attention/attention.h"
 #include "cuda/attention/backward_ends.cuh"
+#include "cuda/attention/order.h"
 #include "cuda/attention/plain.cuh"
 #include "cuda/launch.cuh"
 
@@ -138,7 +139,7 @@ static_assert(Backward<Tf32>::shared_bytes(2) <= kSharedOfAll);
 template <class Kind>
 __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) == 8 ? 1 : 2)
     attention_dquery_plain_kernel(const AttentionBackward __grid_constant__ args,
-                                  const BackwardEnds ends) {
+                                  const BackwardEnds ends, const BlockOrder order) {
   using A = typename Kind::Accumulator;
   using Block = Backward<Kind>;
   using Results = typename Kind::template QueryResults<kThreads>;
@@ -150,11 +151,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
   auto& tile = block.tile;
   A* const ds = shared.take<A>(kTileElements<Kind>);
 
-  // The last queries first: behind a diagonal they have the most to do.
-  const int tiles = static_cast<int>(ends.slope_parts);
-  const int first_query = (tiles - 1 - index / outs % tiles) * kQueries<A>;
-  const int head = static_cast<int>(index / outs / tiles % args.heads);
-  const int batch = static_cast<int>(index / outs / tiles / args.heads);
+  // The last queries have the most to do behind a diagonal.
+  const auto [batch, kv_head, head, turn] = order.place(blockIdx.x / outs);
+  const int first_query = (static_cast<int>(order.tiles) - 1 - turn) * kQueries<A>;
   tile.go_to(batch, head, first_query);
   const Sequence& sequence = tile->sequence;
   int first_key = tile.first_seen();
@@ -227,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
 template <class Kind>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_backward_plain_kernel(const AttentionBackward __grid_constant__ args,
-                                    const BackwardEnds ends) {
+                                    const BackwardEnds ends, const BlockOrder order) {
   using A = typename Kind::Accumulator;
   using Block = Backward<Kind>;
   using Results = typename Kind::template KeyResults<kThreads>;
@@ -241,10 +240,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   A* const p = shared.take<A>(kTileElements<Kind>);
   A* const ds = shared.take<A>(kTileElements<Kind>);
 
-  // The first keys first: before a diagonal they are seen most.
-  const int first_key = index / outs % key_tiles * kKeys;
-  const int kv_head = static_cast<int>(index / outs / key_tiles % args.kv_heads);
-  const int batch = static_cast<int>(index / outs / key_tiles / args.kv_heads);
+  // The first keys are seen most before a diagonal.
+  const auto [batch, kv_head, head, turn] = order.place(blockIdx.x / outs);
+  const int first_key = turn * kKeys;
   const int group = static_cast<int>(args.heads / args.kv_heads);
   tile.go_to(batch, kv_head * group, 0);
   const Sequence& sequence = tile->sequence;
@@ -441,6 +439,16 @@ struct Blocks {
               (args.dbias.row_stride ? query_tiles : 1) * key_tiles;
     }
   }
+
+  // Of tiles of each head or, where heads share keys, of them together. Blocks of a pair share its
+  // K, V, Q and dO.
+  static BlockOrder order(const AttentionBackward& args, int64_t heads, int64_t tiles) {
+    const int64_t rows = args.seq_k + args.heads / args.kv_heads * args.seq_q;
+    const int64_t bytes = rows * (args.head_dim + args.value_dim) * size_of(args.dtype);
+    return order_of_blocks(args.batch, args.kv_heads, heads, tiles, bytes,
+                           {l2_bytes(), multiprocessors()});
+  }
+
   int64_t query_tiles;
   int64_t dquery = 0;
   int64_t dkey = 0;
@@ -469,15 +477,17 @@ void run_backward(const AttentionBackward& args, const Plan&, void* workspace,
     const Blocks<A> blocks(args);
     const BackwardEnds ends = ends_in(workspace, args, blocks.query_tiles);
     begin_backward(args, ends, context.stream);
-    const auto start = [&]<auto kKernel>(int64_t count, size_t shared_bytes) {
+    const auto start = [&]<auto kKernel>(int64_t count, size_t shared_bytes, auto... order) {
       if (count == 0) return;
       launch<kKernel>({.blocks = count, .threads = kThreads, .shared_bytes = shared_bytes},
-                      context.stream, args, ends);
+                      context.stream, args, ends, order...);
     };
     start.template operator()<attention_backward_plain_kernel<Kind>>(
-        blocks.dkey, Backward<Kind>::shared_bytes(2));
-    start.template operator()<attention_dquery_plain_kernel<Kind>>(blocks.dquery,
-                                                                   Backward<Kind>::shared_bytes(1));
+        blocks.dkey, Backward<Kind>::shared_bytes(2),
+        Blocks<A>::order(args, 1, ceil_div(args.seq_k, kKeys)));
+    start.template operator()<attention_dquery_plain_kernel<Kind>>(
+        blocks.dquery, Backward<Kind>::shared_bytes(1),
+        Blocks<A>::order(args, args.heads / args.kv_heads, blocks.query_tiles));
     using OfBias = Backward<MultiplyAdds<A>>;
     start.template operator()<attention_dbias_plain_kernel<A>>(
         blocks.dbias,

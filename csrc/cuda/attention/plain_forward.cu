@@ -11,6 +11,7 @@
 // block Q, O and the keys and values that it sees cross the bus once. Done when products are what
 // it waits for.
 #include "cuda/attention/attention.h"
+#include "cuda/attention/order.h"
 #include "cuda/attention/plain.cuh"
 #include "cuda/launch.cuh"
 
@@ -41,7 +42,7 @@ static_assert(shared_bytes<Tf32>(kResidentSlabs) <= kSharedOfAll);
 template <class Kind>
 __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) == 8 ? 1 : 3)
     attention_forward_plain_kernel(const AttentionForward __grid_constant__ args,
-                                   const int resident) {
+                                   const int resident, const BlockOrder order) {
   using A = typename Kind::Accumulator;
   using Own = typename Kind::template Scores<kThreads>;
   using Results = typename Kind::template QueryResults<kThreads>;
@@ -54,12 +55,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
   Ring<A, 1> ring(shared);
   A* const queries = shared.take<A>((resident ? resident : 2) * kSlabElements<A>);
 
-  // The last queries first: behind a diagonal they have the most to do.
-  const int tiles = ceil_div(args.seq_q, kQueries<A>);
-  const int block = static_cast<int>(blockIdx.x);
-  const int first_query = (tiles - 1 - block / outs % tiles) * kQueries<A>;
-  const int head = static_cast<int>(block / outs / tiles % args.heads);
-  const int batch = static_cast<int>(block / outs / tiles / args.heads);
+  // The last queries have the most to do behind a diagonal.
+  const auto [batch, kv_head, head, turn] = order.place(blockIdx.x / outs);
+  const int first_query = (static_cast<int>(order.tiles) - 1 - turn) * kQueries<A>;
   tile.go_to(batch, head, first_query);
   const Sequence& sequence = tile->sequence;
   if (first_query >= sequence.queries) return;
@@ -223,10 +221,15 @@ Plan plan_forward(const AttentionForward& args, const Machine&) {
 
 void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {
   visit_kind(args, [&]<class Kind>() {
-    const int resident = resident_slabs<typename Kind::Accumulator>(args);
+    using A = typename Kind::Accumulator;
+    const int resident = resident_slabs<A>(args);
+    const BlockOrder order = order_of_blocks(
+        args.batch, args.kv_heads, args.heads / args.kv_heads, ceil_div(args.seq_q, kQueries<A>),
+        args.seq_k * (args.head_dim + args.value_dim) * size_of(args.dtype),
+        {l2_bytes(), multiprocessors()});
     launch<attention_forward_plain_kernel<Kind>>(
         {.blocks = plan.splits, .threads = kThreads, .shared_bytes = shared_bytes<Kind>(resident)},
-        context.stream, args, resident);
+        context.stream, args, resident, order);
   });
 }
 
