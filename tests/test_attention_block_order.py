@@ -126,7 +126,7 @@ def busy(places: list[Place], length: int, slots: int) -> float:
 
 
 @pytest.mark.parametrize("slots", [132, 264])
-@pytest.mark.parametrize("l2_bytes", [6 * MIB, 50 * MIB])
+@pytest.mark.parametrize("l2_bytes", [6 * MIB, 200 * MIB])
 def test_a_model_of_a_device_is_busy(slots, l2_bytes):
     """With one or two blocks on each multiprocessor."""
     calls = [causal(length, l2_bytes) for length in LENGTHS]

@@ -394,13 +394,14 @@ def test_any_order_is_right(monkeypatch, name):
         assert not all(torch.equal(first["dquery"], other["dquery"]) for other in others)
 
 
-@pytest.mark.parametrize("l2_bytes", [0, 256_000])
-def test_any_number_of_heads_in_turns(monkeypatch, l2_bytes):
-    """Each by itself, and two at a time, which leaves one of three over: Q, dO and dQ have 64,000
-    bytes for each key head."""
+@pytest.mark.parametrize("dtype, head_dim, pair_bytes", [(BF16, 40, 64_000), (F32, 150, 600_000)])
+@pytest.mark.parametrize("share", [0, 2])
+def test_any_number_of_heads_in_turns(monkeypatch, dtype, head_dim, pair_bytes, share):
+    """Each by itself, and two at a time, which leaves one of three over. A pair shares Q, dO and
+    dQ, in float32 K, V, Q and dO."""
     monkeypatch.setenv("EMULATOR_MULTIPROCESSORS", "1")
-    monkeypatch.setenv("EMULATOR_L2", str(l2_bytes))
-    check(Case(BF16, 40, batch=3, heads=2, kv_heads=1, seq_q=100, seq_k=300, **CAUSAL))
+    monkeypatch.setenv("EMULATOR_L2", str(2 * share * pair_bytes))
+    check(Case(dtype, head_dim, batch=3, heads=2, kv_heads=1, seq_q=100, seq_k=300, **CAUSAL))
 
 
 @half_and_float

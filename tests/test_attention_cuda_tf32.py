@@ -124,3 +124,13 @@ def test_reads_as_much_as_multiply_adds(cuda):
     for queries in case.allowed().split(64):
         rows += sum(len(queries) for tile in queries.split(64, 1) if tile.any())
     assert multiply_adds - products == 2 * case.heads * rows * 12 * (16 - 8)
+
+
+def test_a_bias_gradient_has_a_bound():
+    """Its scores are not the forward's, which with large ones may differ by many units."""
+    case = Case(F32, 64, batch=1, heads=1, seq_q=66, seq_k=130, bias="q", tf32=True)
+    t = case.tensors()
+    t["query"] *= 3000
+    found = ours(case, t)["dbias"]
+    most = (t["doutput"].double() @ t["value"].double().mT).abs().max()
+    assert 0 < found.abs().max() < 2.01 * most  # of P (dP - delta)

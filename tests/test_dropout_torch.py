@@ -107,3 +107,10 @@ def test_modules_keep_channels_last(cls, inplace, format, shape):
     assert module.eval()(leaf) is leaf
     compiled = torch.compile(cls(0.5), backend="eager", fullgraph=True)
     assert compiled(leaf).is_contiguous(memory_format=format)
+
+
+def test_vmap_of_samples_that_are_not_contiguous():
+    model = onepass.nn.Dropout(0.5)
+    x = torch.ones(3, 2, 4, 5, 6).transpose(2, 3)
+    y = torch.vmap(model, randomness="different")(x)
+    assert y.shape == x.shape and 0 < int((y == 0).sum()) < y.numel()

@@ -310,7 +310,7 @@ def test_ending_the_report_ends_its_step(tmp_path):
     lines: list[str] = []
     for _ in range(200):
         lines = log.read_text().split("\n") if log.exists() else []
-        if lines and lines[-1] == "" and lines[-2].isdigit():
+        if len(lines) > 1 and lines[-1] == "" and lines[-2].isdigit():
             break
         time.sleep(0.05)
     report.terminate()

@@ -81,13 +81,18 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
 
 
 def _takes_keys(module, batch) -> bool:
+    """Whether forward has a parameter for each key; one that takes any may want the dict itself."""
     if not (isinstance(module, torch.nn.Module) and isinstance(batch, Mapping)):
         return False
     try:
-        inspect.signature(module.forward).bind(**batch)
+        signature = inspect.signature(module.forward)
+        signature.bind(**batch)
     except (TypeError, ValueError):
         return False
-    return True
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return all(
+        key in signature.parameters and signature.parameters[key].kind in by_name for key in batch
+    )
 
 
 def _level_reason() -> str:

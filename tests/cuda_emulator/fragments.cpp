@@ -107,10 +107,10 @@ void add_truncated(int* wrong) {
   const uint32_t one = std::bit_cast<uint32_t>(1.0f);
   const uint32_t a[4] = {one, one, one, one}, b[2] = {one, one};
   for (const float sign : {1.0f, -1.0f}) {
-    const uint32_t part = std::bit_cast<uint32_t>(sign * 0.12f * 0x1p-23f);  // of a unit of 1
+    const uint32_t part = std::bit_cast<uint32_t>(sign * 0.2f * 0x1p-23f);  // of a unit of 1
     const uint32_t small[2] = {part, part};
     float d[4] = {sign, sign, sign, sign};
-    mma_m16n8k8_tf32(d, a, small);  // 8 of them are nearly a unit
+    mma_m16n8k8_tf32(d, a, small);  // four at a time, nearly a unit
     const bool dropped = d[0] == sign && d[1] == sign && d[2] == sign && d[3] == sign;
     mma_m16n8k8_tf32(d, a, b);
     if (!dropped || d[0] != sign + 8.0f) __atomic_fetch_add(wrong, 1, __ATOMIC_RELAXED);

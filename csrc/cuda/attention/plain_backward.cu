@@ -113,7 +113,9 @@ struct Backward {
         Gradient<A> gradient{};
         if (score.value != -static_cast<A>(INFINITY)) {
           const A keep = tile.keeps(r, c) ? keep_scale : A(0);
-          const A probability = lse.probability(score.value);
+          A probability = lse.probability(score.value);
+          // That of scores which are not the forward's has no bound where they are large.
+          if (args.allow_tf32 && probability > A(1)) probability = A(1);
           gradient.dropped = probability * keep;
           gradient.ds = probability * (dp[r][c] * keep - delta);
           gradient.dproduct = gradient.ds * score.derivative;
@@ -338,8 +340,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 // scalar: dbias[b][h][i][j] = sum over what is broadcast of ds[i][j]
 //
 // One block per tile of dbias, and per tile of keys where all queries share a row. Multiply-adds
-// also where TF32 is allowed, which saves an instance: P = exp(S - lse) then has the rounding of
-// the lse alone, where dQ and dK have that of S too.
+// also where TF32 is allowed, which saves an instance: of P = exp(S - lse) only the lse then has
+// TF32's rounding.
 template <class A>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_dbias_plain_kernel(const AttentionBackward __grid_constant__ args,

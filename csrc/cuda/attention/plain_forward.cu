@@ -220,6 +220,7 @@ Plan plan_forward(const AttentionForward& args, const Machine&) {
 }
 
 void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {
+  if (plan.splits == 0) return;
   visit_kind(args, [&]<class Kind>() {
     using A = typename Kind::Accumulator;
     const int resident = resident_slabs<A>(args);

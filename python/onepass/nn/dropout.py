@@ -15,21 +15,14 @@ class Dropout(torch.nn.Dropout):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() > 3 and self.training and self.p > 0.0 and not self.inplace:
+        if input.dim() in (4, 5) and self.training and self.p > 0.0 and not self.inplace:
             if _is_channels_last(input):
                 rows = functional.dropout(input.movedim(1, -1), self.p)
                 return rows.movedim(-1, 1)
         return functional.dropout(input, self.p, self.training, self.inplace)
 
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
 def _is_channels_last(input: Tensor) -> bool:
     """Whether it lies so, and not in the usual order as well (one channel does)."""
-    format = _FORMATS.get(input.dim())
-    return (
-        format is not None
-        and not input.is_contiguous()
-        and input.is_contiguous(memory_format=format)
-    )
+    # Not by memory_format, which torch.vmap does not know.
+    return not input.is_contiguous() and input.movedim(1, -1).is_contiguous()

@@ -102,8 +102,10 @@ def on_device(settings: Tensor, device: torch.device, before: Tensor | None) -> 
         return None
     if before is None or before.shape != settings.shape or before.device != device:
         before = torch.empty_like(settings, device=device)
-    # The host does not wait for the device: the driver has taken the few numbers by the return.
-    return before.copy_(settings, non_blocking=True)
+    # The host does not wait for the device: the driver has taken the few numbers by the return. But
+    # in a capture, whose replays would read them anew: there torch says that it cannot be done.
+    waits = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return before.copy_(settings, non_blocking=not waits)
 
 
 def are_same(ones: Collection, others: Collection) -> bool:

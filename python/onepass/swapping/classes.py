@@ -351,4 +351,6 @@ def _elsewhere(module: nn.Module, original, input, *args, **named):
         return original(module, input, *args, **named)
     tracer = input.tracer
     name = tracer.path_of_module(module)
+    if not name:  # the module that is traced
+        return original(module, input, *args, **named)
     return tracer.create_proxy("call_module", name, (input, *args), named)
