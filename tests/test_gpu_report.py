@@ -425,7 +425,7 @@ def test_main_writes_the_report(tmp_path, monkeypatch, capsys, code, expected):
     assert gpu_report.main(["--out", str(tmp_path / "out"), "--budget", "30"]) == expected
     report = json.loads((folder / "report.json").read_text())
     assert results_of(report["steps"]) == ["ok", "failed" if expected else "ok"]
-    assert report["machine"] == FACTS and report["budget"] == 30 and report["seconds"] > 0
+    assert report["machine"] == FACTS and report["budget"] == 30 and 0 <= report["seconds"] < 30
     assert not (folder / "bench-norm.json").exists()
     table = (folder / "table.md").read_text()
     assert table in capsys.readouterr().out and "| build | ok |" in table
