@@ -241,7 +241,7 @@ def test_families_on_the_command_line(monkeypatch, capsys):
     monkeypatch.setattr(_library, "no_cuda", lambda: "")
     result = {"failed": {}}
     monkeypatch.setattr(
-        "onepass.bench._run", lambda of, args: (seen.extend(of) or result, [], None)
+        "onepass.bench._run", lambda of, args: (seen.extend(of) or result, [], None, False)
     )
     monkeypatch.setattr("onepass.bench.report.print_footer", lambda *_: None)
     assert run("attention", "decode", "--device", "cuda") == 0
