@@ -31,9 +31,9 @@ PLACES = 5
 MIN_ROUNDS = 4  # at each place
 SPACER_BYTES = 3 << 20
 COLD_BYTES = 256 << 20  # beyond the last cache of the machines and devices this is meant for
-# Of a cold case on the CPU: as many calls, one after the other, as a model has layers. The first one
+# Of a cold case on the CPU: as many calls, one after the other, as a model has layers. The first
 # after another variant finds no code of Python's and torch's in the caches and takes up to 0.1 ms
-# longer, which a model pays for once, not once in five calls.
+# longer; in batches of five calls that would be a tenth of the time.
 COLD_BATCH_SECONDS = 6e-3
 UPDATE_BYTES = 192 << 20  # of the update that is the ceiling where `moved` is given
 READ_BYTES = 192 << 20  # of the sum that is the ceiling where `reads` is given
