@@ -109,7 +109,7 @@ def _level_reason() -> str:
 
 def _stock_modules(module: torch.nn.Module) -> list[dict]:
     """What a swap of this module would do: what it would replace was not replaced yet."""
-    from onepass.swapping import swap
+    from onepass.swapping import matchers, swap
     from onepass.swapping.classes import is_swapped
 
     types = {name: type(part) for name, part in module.named_modules()}
@@ -117,7 +117,7 @@ def _stock_modules(module: torch.nn.Module) -> list[dict]:
     would = [
         {"name": entry["name"], "type": entry["from"], "reason": "not swapped: onepass.swap(model)"}
         for entry in report["swapped"]
-        if not is_swapped(types[entry["name"]])
+        if not is_swapped(types[entry["name"]]) and entry["to"] != matchers.ATTACHED
     ]
     return [*would, *report["skipped"], *report["unknown"]]
 

@@ -115,15 +115,25 @@ def _masked_attention(
     mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
+    scale: float | None = None,
 ) -> Tensor:
-    """What `onepass.nn` needs of attention: a float and a boolean mask at once.
+    """What callers inside onepass need of attention: a float and a boolean mask at once.
 
     All are four-dimensional; bias (added to the scores) and mask (True attends) broadcast to
     (batch, heads, seq_q, seq_k), but for the last dimension.
     """
     query, key, value = _autocast(query, key, value)
     window = (-1, 0 if is_causal else -1)
-    return attention(query, key, value, bias=bias, mask=mask, dropout_p=dropout_p, window=window)[0]
+    return attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        dropout_p=dropout_p,
+        window=window,
+        scale=scale,
+    )[0]
 
 
 def varlen_attention(

@@ -43,10 +43,12 @@ _REDIRECTION = (
     "decoding, they may be slower than stock"
 )
 _REGISTRY = (
-    "to run transformers on onepass's attention, register a function that calls onepass.functional."
-    "scaled_dot_product_attention with transformers.AttentionInterface, transformers' own "
-    "sdpa_mask under the same name with AttentionMaskInterface, and choose the name with "
-    "model.set_attn_implementation"
+    "to run transformers' models on onepass's attention: import onepass.integrations.transformers; "
+    "onepass.integrations.transformers.attach(model)"
+)
+_ATTACHED = (
+    "{names}: on onepass's attention by transformers' registry; unswap leaves that, "
+    "onepass.integrations.transformers.detach(model) undoes it"
 )
 _PROBED = (
     "norms of other classes were accepted by a numeric probe on the CPU; in dtype combinations "
@@ -148,6 +150,10 @@ def swap(
             continue
         found_match = matchers.match(module, kinds)
         if found_match is None:
+            continue
+        if found_match.attached:
+            kept[id(module)] = names[0]
+            report.swapped.append(_entry(names[0], found_match.kind, cls, matchers.ATTACHED))
             continue
         entry = {"name": names[0], "type": _full_name(cls), "reason": found_match.reason}
         if found_match.unknown:
@@ -369,6 +375,9 @@ def _notes(model, found, report, plans, include, exclude) -> list[str]:
     notes += _attention_notes(found, plans)
     if any(entry["reason"] == matchers.REGISTRY for entry in report.skipped):
         notes.append(_REGISTRY)
+    attached = [entry["name"] for entry in report.swapped if entry["to"] == matchers.ATTACHED]
+    if attached:
+        notes.append(_ATTACHED.format(names=", ".join(grouped(attached))))
     if any(issubclass(plan.cls, ForeignNormForward) for plan in plans):
         notes.append(_PROBED)
     names = [name for item in found for name in item.names]
@@ -435,7 +444,11 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 
 
 def _swapped_entry(name: str, kind: str, original: type, target: type) -> dict[str, str]:
-    return {"name": name, "from": _full_name(original), "to": _to(target), "kind": kind}
+    return _entry(name, kind, original, _to(target))
+
+
+def _entry(name: str, kind: str, original: type, to: str) -> dict[str, str]:
+    return {"name": name, "from": _full_name(original), "to": to, "kind": kind}
 
 
 def _to(cls: type[classes.Swapped]) -> str:

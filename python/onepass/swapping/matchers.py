@@ -28,13 +28,15 @@ class Structure(NamedTuple):
 
 
 class Match(NamedTuple):
-    """One of: swap to `forward`, `structure` to be probed, refused or unknown for `reason`."""
+    """One of: swap to `forward`, `structure` to be probed, refused or unknown for `reason`, or
+    `attached`: on onepass already without a swap."""
 
     kind: str
     forward: type[classes.Swapped] | None = None
     structure: Structure | None = None
     reason: str = ""
     unknown: bool = False
+    attached: bool = False
 
 
 _STOCK_NORMS = {
@@ -57,9 +59,11 @@ _OWN_ATTENTION = (
     onepass.nn.TransformerDecoderLayer,
 )
 REGISTRY = (
-    "takes attention by name from transformers' registry: register onepass's there and call "
-    "set_attn_implementation"
+    "takes attention by name from transformers' registry: "
+    "onepass.integrations.transformers.attach(model) makes that onepass's"
 )
+ATTACHED = "onepass's attention, by transformers' registry"
+ATTACHED_NAME = "onepass"  # of it in that registry
 _CHECKPOINTS = (
     "checkpoints inside its forward, whose recomputation would run torch's attention; checkpoint "
     "around the module"
@@ -84,7 +88,7 @@ def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
     for kind in kinds:
         found = _RULES[kind](module)
         if found is not None:
-            if found.reason or found.unknown:
+            if found.reason or found.unknown or found.attached:
                 return found
             obstacle = _obstacle(module, kind)
             return found._replace(reason=obstacle) if obstacle else found
@@ -147,6 +151,9 @@ def _attention(module: nn.Module) -> Match | None:
         return Match("attention", unknown=True, reason="a subclass with a forward of its own")
     calls = callsites.calls_of(module)
     if calls.registry:
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == ATTACHED_NAME:
+            return Match("attention", attached=True)
         return Match("attention", reason=REGISTRY)
     if calls.attention:
         reason = _CHECKPOINTS if calls.checkpoint else ""

@@ -83,9 +83,9 @@ class Report:
         counts = f"{len(self.skipped)} skipped, {len(self.unknown)} unknown"
         lines = [f"onepass.swap: {verb} {len(self.swapped)}, {counts}"]
         for section, columns in _COLUMNS.items():
-            rows = self._rows(section)
-            if rows:
-                lines += ["", *_table(section, columns, rows)]
+            found = self._rows(section)
+            if found:
+                lines += ["", *table(section, columns, found)]
         if self.notes:
             lines += ["", "notes"]
             lines += [f"  - {note}" for note in self.notes]
@@ -96,12 +96,12 @@ class Report:
     def _repr_html_(self) -> str:
         parts = [f"<b>{html.escape(str(self).splitlines()[0])}</b>"]
         for section, columns in _COLUMNS.items():
-            rows = self._rows(section)
-            if rows:
+            found = self._rows(section)
+            if found:
                 head = "".join(f"<th>{column}</th>" for column in columns)
                 body = "".join(
                     "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-                    for row in rows
+                    for row in found
                 )
                 parts.append(f"<table><caption>{section}</caption><tr>{head}</tr>{body}</table>")
         if self.notes:
@@ -110,15 +110,7 @@ class Report:
         return "\n".join(parts)
 
     def _rows(self, section: str) -> list[tuple[str, ...]]:
-        """Rows of the printed table: names that differ in their numbers alone share one."""
-        groups: dict[tuple, list[str]] = {}
-        for entry in getattr(self, section):
-            facts = tuple(
-                _short(entry[column]) if column in ("from", "type") else entry[column]
-                for column in _COLUMNS[section][2:]
-            )
-            groups.setdefault((_pattern(entry["name"]), facts), []).append(entry["name"])
-        return [(_common(names), str(len(names)), *facts) for (_, facts), names in groups.items()]
+        return rows(getattr(self, section), _COLUMNS[section])
 
     def __call__(self, *_, **__):
         raise TypeError(f"a swap report is not a model: {_HINT}")
@@ -135,6 +127,18 @@ class Report:
 
 def _short(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def rows(entries: list[dict[str, str]], columns: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Rows of a printed table: names that differ in their numbers alone share one."""
+    groups: dict[tuple, list[str]] = {}
+    for entry in entries:
+        facts = tuple(
+            _short(entry[column]) if column in ("from", "type") else entry[column]
+            for column in columns[2:]
+        )
+        groups.setdefault((_pattern(entry["name"]), facts), []).append(entry["name"])
+    return [(_common(names), str(len(names)), *facts) for (_, facts), names in groups.items()]
 
 
 def grouped(names: list[str]) -> list[str]:
@@ -155,7 +159,7 @@ def _common(names: list[str]) -> str:
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts) or "(root)"
 
 
-def _table(section: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def table(section: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     indent = " " * (len(section) + 2)
 

@@ -20,6 +20,7 @@ import contextlib
 import copy
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
     if len(batch) == 1 and isinstance(batch[0], Mapping):  # tokenizers return one that is no dict
         batch = (dict(batch[0]),)
     with _undisturbed(model):
-        with _classes(modules, "original"):
+        with _stock(model, modules):
             stock = _run(model, batch, loss_fn)
             exact = _run_in_double(model, batch, loss_fn, modules)
             if exact is not None and not _finite_alike(exact.tensors, stock.tensors):
@@ -121,7 +122,7 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
             swapped = _run(model, batch, loss_fn)
         truth = stock if exact is None else exact
         stock_errors = dict.fromkeys(truth.tensors, 0.0)
-        with _classes(modules, "original"):
+        with _stock(model, modules):
             for draw in range(_MOST_DRAWS):
                 if draw == 0 and exact is not None:
                     base, ref = stock, exact
@@ -149,6 +150,18 @@ def _modules(report) -> list[tuple[nn.Module, type, type]]:
                 f"{type(change.module).__name__}, which replaced one of them (sharding does)"
             )
     return [(change.module, change.original, change.swapped) for change in report._changes]
+
+
+@contextlib.contextmanager
+def _stock(model: nn.Module, modules) -> Iterator[None]:
+    """The original classes, and in transformers' models the attention from before `attach`."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_classes(modules, "original"))
+        # Who has not imported it has attached nothing.
+        integration = sys.modules.get("onepass.integrations.transformers.models")
+        if integration is not None:
+            stack.enter_context(integration.stock(model))
+        yield
 
 
 @contextlib.contextmanager

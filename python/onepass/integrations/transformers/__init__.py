@@ -1,0 +1,52 @@
+"""onepass's attention in models of transformers, by the switch that transformers has for it.
+
+    import onepass.integrations.transformers as onepass_transformers
+
+    model = AutoModelForCausalLM.from_pretrained(...)
+    print(onepass_transformers.attach(model))  # which modules run on onepass; which not, and why
+    onepass.swap(model)                        # its norms and dropouts; before or after
+    onepass_transformers.detach(model)         # what it had before: "sdpa", "eager", ...
+
+transformers' models take attention from a registry, by the name in their config. :func:`register`
+enters `"onepass"` there, which `from_pretrained(..., attn_implementation="onepass")` takes as well;
+:func:`attach` does that and sets the name in a model that exists. Modules that attend by themselves
+(Falcon, GPT-J) are what `onepass.swap` is for.
+
+What runs is what transformers' own "sdpa" computes, and what that refuses: softcap (Gemma 2),
+attention sinks (gpt-oss), keys that an indexer selects (DeepSeek 3.2), packed sequences by
+`cu_seq_lens_q` and `cu_seq_lens_k` without a mask. Heads that share keys and values are never
+expanded, a position bias (T5) is not merged with a mask, and a step of decoding reads the cache
+once, and padding never. Weights are dropped by onepass's random stream, which follows `manual_seed`
+and is not equal to torch's; a query whose keys are all masked has output 0. As with "sdpa",
+`output_attentions=True` gives None and a warning: there is no matrix of weights.
+
+`save_pretrained` does not write the name, so that a checkpoint loads where onepass is not
+installed. A model that is pickled whole needs onepass, and registers it as it is loaded.
+transformers allows its continuous batching, and the Trainer its context parallelism, for names of
+its own alone, and says so.
+
+    attention.py  what the registry calls: the masks and the attention
+    models.py     attach, detach
+"""
+
+from __future__ import annotations
+
+try:
+    import transformers as _transformers
+except ModuleNotFoundError as _error:
+    if _error.name != "transformers":
+        raise
+    raise ImportError(
+        "onepass.integrations.transformers: the package transformers is not installed: "
+        "pip install transformers"
+    ) from None
+if not hasattr(_transformers, "AttentionMaskInterface"):
+    raise ImportError(
+        "onepass.integrations.transformers: transformers must have AttentionMaskInterface, got "
+        f"version {_transformers.__version__}: pip install --upgrade transformers"
+    )
+
+from onepass.integrations.transformers.attention import NAME, register
+from onepass.integrations.transformers.models import Attachment, attach, detach
+
+__all__ = ["NAME", "Attachment", "attach", "detach", "register"]

@@ -1,0 +1,275 @@
+"""What transformers' registries call: the masks and the attention."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import logging
+
+from onepass._ops.differentiation import is_differentiated
+from onepass.functional.attention import (
+    _is_autocast,
+    _masked_attention,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
+from onepass.functional.attention_decode import attention_with_kv_cache
+from onepass.swapping import matchers
+
+NAME = matchers.ATTACHED_NAME
+
+# Queries for which `attention_with_kv_cache` beats the dense operator: for 8 heads on 2 or 8 and 64
+# to 8192 keys, float32 and bfloat16, one query takes 0.07 to 0.25 of the time, 8 take 0.25 to 0.7,
+# and 16 as long (a loop over both on one thread of a Zen 5).
+_FEW_QUERIES = 8
+# Drop queries after the masks are made, in the belief that only "sdpa" goes without a mask.
+_DROP_QUERIES = ("gemma4",)
+
+logger = logging.get_logger(__name__)
+
+
+def register() -> None:
+    """Enters "onepass" in transformers' registries of attention and of masks; again is no harm.
+
+    Enough for `from_pretrained(..., attn_implementation="onepass")` and `set_attn_implementation`.
+    transformers asks no model class whether it supports the name: :func:`attach` does.
+    """
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_mask(*args, allow_is_causal_skip: bool = True, config=None, **named) -> Tensor | None:
+    """The mask of "sdpa": boolean, or None where `is_causal` says it all."""
+    if config is not None and str(config.model_type).startswith(_DROP_QUERIES):
+        allow_is_causal_skip = False
+    return sdpa_mask(*args, allow_is_causal_skip=allow_is_causal_skip, config=config, **named)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    deterministic: bool | None = None,
+    **others,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' models call it.
+
+    Args:
+        module: the caller; its `is_causal` counts where the argument is None, and without one it is
+            causal, as with "sdpa". `num_key_value_groups` allows fewer heads of key and value.
+        query: shape (batch, heads, seq_q, head_dim).
+        key: shape (batch, kv_heads, seq_k, head_dim).
+        value: shape (batch, kv_heads, seq_k, value_dim).
+        attention_mask: boolean (True attends) or float (added), broadcasts to (batch, heads, seq_q,
+            seq_k). Without one a causal module's query i attends to keys up to i; a single query
+            attends to all.
+        dropout: probability of dropping a weight.
+        scaling: of the scores; None is 1 / sqrt(head_dim).
+        position_bias: added to the scores, broadcasts like the mask; has a gradient.
+        softcap: c turns a score s into c * tanh(s / c).
+        s_aux: shape (heads,): sinks, one more score per row, without a value; has a gradient.
+        indices: shape (batch, seq_q, selected): the only keys that a query may attend to.
+        cu_seq_lens_q, cu_seq_lens_k: shape (sequences + 1,), int32: where the sequences packed in a
+            batch of one begin. With a mask that is not looked at: the mask has it.
+        deterministic: as in :func:`onepass.functional.scaled_dot_product_attention`.
+        others: ignored: sliding_window and position_ids, which the mask has, max_length_q and
+            max_length_k, and what models pass through (use_cache, labels, ...).
+
+    Returns:
+        (Tensor of shape (batch, seq_q, heads, value_dim), contiguous; None, as there are no
+        weights).
+
+    Raises:
+        ValueError: an argument is one that only another implementation takes: a paged cache,
+            block_indices, sinks of each query.
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+    """
+    _refuse(others)
+    seq_q = query.shape[2]
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_causal = seq_q > 1 and attention_mask is None and is_causal  # the order matters to Dynamo
+    if s_aux is not None and s_aux.dtype not in (torch.float32, query.dtype):
+        s_aux = s_aux.float()
+    if indices is not None:
+        attention_mask = _selected(indices, attention_mask, is_causal, seq_q, key.shape[2])
+        is_causal = False
+    grouped = getattr(module, "num_key_value_groups", 1) > 1
+    options = {"softcap": softcap or 0.0, "sinks": s_aux}
+    if (
+        position_bias is None
+        and not (is_causal or dropout)
+        and _is_for_cache(query, key, value, s_aux)
+    ):
+        filled = _filled(attention_mask, query.shape[0], seq_q)
+        if filled is not None:
+            output = attention_with_kv_cache(query, key, value, scale=scaling, **filled, **options)
+            return output.transpose(1, 2).contiguous(), None
+    options["deterministic"] = bool(deterministic)
+    if position_bias is not None:
+        output = _with_position_bias(
+            query, key, value, position_bias, attention_mask, is_causal, dropout, scaling, grouped,
+            **options,
+        )  # fmt: skip
+    elif attention_mask is None and cu_seq_lens_q is not None:
+        options.update(dropout_p=dropout, scale=scaling, is_causal=is_causal)
+        return _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, others, options), None
+    else:
+        batch, heads, kv_heads = query.shape[0], query.shape[1], key.shape[1]
+        packs = grouped and seq_q == 1 and s_aux is None and not torch.compiler.is_compiling()
+        if packs and (attention_mask is None or attention_mask.shape[1] == 1):
+            # The heads that share keys as rows: a tile of them costs what one of them costs.
+            query = query.reshape(batch, kv_heads, heads // kv_heads, query.shape[3])
+        output = scaled_dot_product_attention(
+            query, key, value, attention_mask, dropout, is_causal, scaling, grouped, **options
+        )
+        if query.shape[1] != heads:
+            output = output.reshape(output.shape[0], heads, 1, output.shape[3])
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse(others: dict) -> None:
+    """What would change the result and cannot be computed here."""
+    if others.get("output_attentions"):
+        logger.warning_once(
+            "onepass computes no matrix of attention weights: output_attentions=True gives None. "
+            "Set the attention to `eager` to get one."
+        )
+    for name, why in _REFUSED.items():
+        if others.get(name) is not None:
+            raise ValueError(
+                f"onepass.integrations.transformers: {name} must be None, {why}, got "
+                f"{type(others[name]).__name__}"
+            )
+
+
+_REFUSED = {
+    "cache": "as transformers makes the masks of paged caches for its own implementations alone",
+    "block_indices": "as blocks of selected keys are for sparse kernels",
+    "sinks": "as sinks of each query are for eager attention; s_aux holds one for each head",
+}
+
+
+def _selected(
+    indices: Tensor, mask: Tensor | None, is_causal: bool, seq_q: int, seq_k: int
+) -> Tensor:
+    """The mask without the keys that an indexer did not select, shape (batch, 1, seq_q, seq_k)."""
+    kept = indices.new_zeros((*indices.shape[:2], seq_k), dtype=torch.bool)
+    kept = kept.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None:
+        return kept.tril() if is_causal else kept
+    if mask.dtype is torch.bool:
+        return mask & kept
+    return mask.masked_fill(~kept, torch.finfo(mask.dtype).min)
+
+
+def _with_position_bias(
+    query, key, value, bias, mask, is_causal, dropout, scaling, grouped, **options
+) -> Tensor:
+    plain = not (grouped or options["softcap"] or options["sinks"] is not None)
+    if mask is not None and mask.dtype is torch.bool:
+        if plain and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+            return _masked_attention(
+                query, key, value, bias=bias, mask=mask, dropout_p=dropout, is_causal=False,
+                scale=scaling,
+            )  # fmt: skip
+        bias = torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    elif mask is not None:
+        bias = bias + mask
+    return scaled_dot_product_attention(
+        query, key, value, bias, dropout, is_causal, scaling, grouped, **options
+    )
+
+
+def _packed(query, key, value, cu_seq_q, cu_seq_k, others: dict, options: dict) -> Tensor:
+    if not query.shape[0] == key.shape[0] == value.shape[0] == 1 or cu_seq_k is None:
+        raise ValueError(
+            "onepass.integrations.transformers: cu_seq_lens_q must come with cu_seq_lens_k and a "
+            f"batch of one, got {'none and ' if cu_seq_k is None else ''}a batch of "
+            f"{query.shape[0]}"
+        )
+    longest = [others.get("max_length_q"), others.get("max_length_k")]
+    longest = [
+        given if isinstance(given, int) else tensor.shape[2]
+        for given, tensor in zip(longest, (query, key), strict=True)
+    ]
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = varlen_attention(
+        *rows, cu_seq_q.int(), cu_seq_k.int(), *longest, enable_gqa=True, **options
+    )
+    return output.unsqueeze(0).contiguous()
+
+
+def _is_for_cache(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
+    """Whether a call without diagonal and dropout is for the operator of KV caches, by its shapes,
+    dtypes and gradients."""
+    return (
+        query.shape[2] <= _FEW_QUERIES
+        and query.dtype is key.dtype is value.dtype
+        and query.dtype is not torch.float64
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and key.shape[1] == value.shape[1]
+        and not _is_autocast(query)
+        and not is_differentiated(query, key, value, sinks)
+    )
+
+
+def _filled(mask: Tensor | None, batch: int, seq_q: int) -> dict[str, Tensor] | None:
+    """The mask as the rows of each cache that are in use; None where it is no such mask.
+
+    That is what padding on the left, a static cache and a window leave to a single query. A mask on
+    a device is not looked at, which would wait for the device, nor one that is being traced.
+    """
+    if mask is None:
+        return {}
+    if seq_q != 1 or mask.dtype is not torch.bool or mask.shape[:2] != (batch, 1):
+        return None
+    if not mask.is_cpu or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    if mask.is_inference():
+        return _interval(mask[:, 0, 0])
+    of, version, filled = _last_filled
+    if of() is not mask or version != mask._version:
+        filled = _interval(mask[:, 0, 0])
+        _remember(mask, filled)
+    return filled
+
+
+def _interval(mask: Tensor) -> dict[str, Tensor] | None:
+    """Where the True of each row of (batch, seq_k) begin and end, None if they have gaps."""
+    seq_k = mask.shape[1]
+    if not seq_k:
+        return None
+    numbers = mask.to(torch.uint8)
+    count = numbers.sum(-1)
+    first = numbers.argmax(-1)
+    end = seq_k - numbers.flip(-1).argmax(-1)
+    if not bool(((end - first == count) | (count == 0)).all()):
+        return None
+    end = torch.where(count == 0, first, end)
+    return {"cache_leftpad": first.int(), "cache_seqlens": end.int()}
+
+
+# One mask serves all layers of a forward: (weak reference to it, its version, what _interval
+# found). Masks of torch.inference_mode, which have no version, are looked at anew.
+_last_filled: tuple = (lambda: None, -1, None)
+
+
+def _remember(mask: Tensor, filled: dict[str, Tensor] | None) -> None:
+    global _last_filled
+    _last_filled = (weakref.ref(mask), mask._version, filled)
