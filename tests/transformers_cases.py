@@ -1,0 +1,146 @@
+"""Small models of transformers with random weights, and their inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+SEQ = 12
+IDS = (torch.arange(2 * SEQ).reshape(2, SEQ) * 7) % 29 + 2
+PADDING = {"none": None, "right": torch.ones(2, SEQ), "left": torch.ones(2, SEQ)}
+PADDING["right"][1, 8:] = 0
+PADDING["left"][1, :4] = 0
+
+_SMALL = dict(
+    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=64, pad_token_id=0,
+)  # fmt: skip
+_GROUPED = dict(_SMALL, num_key_value_heads=2)
+_VISION = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16,
+    patch_size=4,
+)  # fmt: skip
+_SEQ_TO_SEQ = dict(
+    vocab_size=32, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=0,
+    bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
+)  # fmt: skip
+_T5 = dict(
+    vocab_size=32, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0,
+    decoder_start_token_id=0, dropout_rate=0.0,
+)  # fmt: skip
+_LATENT = dict(
+    _SMALL, num_key_value_heads=4, moe_intermediate_size=16, n_routed_experts=4, n_group=2,
+    topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16,
+    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, experts_implementation="eager",
+)  # fmt: skip
+
+# name: (class of the model, class of its config, settings)
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        dict(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    ),
+    "mistral": ("MistralForCausalLM", "MistralConfig", dict(_GROUPED, sliding_window=5)),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        dict(_GROUPED, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0),
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        dict(
+            _GROUPED,
+            head_dim=8,
+            sliding_window=5,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            experts_implementation="eager",
+        ),
+    ),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", dict(_GROUPED, head_dim=8)),
+    "phi": ("PhiForCausalLM", "PhiConfig", _GROUPED),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SMALL),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT),
+    "deepseek_v32": (
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        dict(_LATENT, index_topk=4, index_n_heads=2, index_head_dim=16),
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", _SMALL),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", _SMALL),
+    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
+    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", _T5),
+    "bart": ("BartForConditionalGeneration", "BartConfig", _SEQ_TO_SEQ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        dict(_SEQ_TO_SEQ, num_mel_bins=8, max_source_positions=10, suppress_tokens=None),
+    ),
+    "vit": ("ViTModel", "ViTConfig", _VISION),
+    "clip": (
+        "CLIPModel",
+        "CLIPConfig",
+        dict(text_config=dict(_SMALL, eos_token_id=1), vision_config=_VISION),
+    ),
+    "siglip": ("SiglipModel", "SiglipConfig", dict(text_config=_SMALL, vision_config=_VISION)),
+}
+ENCODER_DECODER = ("t5", "umt5", "bart", "whisper")
+DECODERS = (
+    "llama", "gpt2", "mistral", "gemma2", "gpt_oss", "qwen3", "phi", "gpt_neox", "deepseek_v3",
+    "deepseek_v32",
+)  # fmt: skip
+
+
+def build(name: str, **more):
+    """A model in eval mode, the same one each time."""
+    cls, config, settings = MODELS[name]
+    config = getattr(transformers, config)(**{**settings, **more})
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(config).eval()
+    with torch.no_grad():  # weights of attention far from uniform, and biases that count
+        for parameter in model.parameters():
+            random = torch.randn(parameter.shape)
+            if parameter.dim() > 1:
+                parameter.copy_(1.5 * parameter.shape[-1] ** -0.5 * random)
+            else:
+                parameter.add_(0.1 * random)
+    return model
+
+
+def inputs(name: str, padding: str = "none") -> dict:
+    mask = PADDING[padding]
+    batch = {"input_ids": IDS} if mask is None else {"input_ids": IDS, "attention_mask": mask}
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    if name == "vit":
+        return {"pixel_values": pixels}
+    if name in ("clip", "siglip"):
+        return {**batch, "pixel_values": pixels}
+    if name == "whisper":
+        features = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(1))
+        return {"input_features": features, "decoder_input_ids": IDS[:, :6]}
+    if name in ENCODER_DECODER:
+        return {**batch, "decoder_input_ids": IDS[:, :6]}
+    return batch
+
+
+def doubled(batch: dict) -> dict:
+    return {k: v.double() if k.endswith(("values", "features")) else v for k, v in batch.items()}
+
+
+def output(name: str, model, batch: dict) -> torch.Tensor:
+    """What is compared, without rows of padding."""
+    result = model(**batch)
+    if name == "vit":
+        return result.last_hidden_state
+    if name in ("clip", "siglip"):
+        return torch.cat([result.text_embeds, result.image_embeds], -1)
+    mask = batch.get("attention_mask")
+    if mask is None or name in ENCODER_DECODER:
+        return result.logits
+    return result.logits[mask.bool()]
