@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from pathlib import Path
@@ -11,30 +10,13 @@ import pytest
 import torch
 import transformers_cases as cases
 from torch import nn
-from transformers_cases import IDS, PADDING, SEQ, build, doubled, inputs, output, transformers
+from transformers_cases import SEQ, build, doubled, inputs, output, run, transformers
 
-import onepass
 import onepass.integrations.transformers as integration
 from onepass import numerics
-from onepass._ops import dispatch_log
 from onepass.integrations.transformers import attention
 
 DRAWS = 4  # of gradients: one says little about a model this small
-
-
-def close(a, b) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def attentions_in(calls) -> list[str]:
-    return [call["op"] for call in calls if call["op"].startswith("attention")]
-
-
-def run(model, *args, **kwargs):
-    """(what the model returns, the attention operators that it ran)."""
-    with dispatch_log.record() as calls:
-        result = model(*args, **kwargs)
-    return result, attentions_in(calls)
 
 
 def formula(module, query, key, value, mask, scaling, softcap=None, s_aux=None, **_):
@@ -142,8 +124,8 @@ class Caller(nn.Module):
 
 
 def qkv(batch=2, heads=4, kv_heads=4, seq_q=5, seq_k=5, dim=8, value_dim=8, dtype=torch.float32):
-    shapes = (batch, heads, seq_q, dim), (batch, kv_heads, seq_k, dim), (batch, kv_heads, seq_k, value_dim)  # fmt: skip
-    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+    sizes = (heads, seq_q, dim), (kv_heads, seq_k, dim), (kv_heads, seq_k, value_dim)
+    return [torch.randn(batch, *size, dtype=dtype) for size in sizes]
 
 
 def both(module, tensors, mask=None, *, leaves=(), **named):

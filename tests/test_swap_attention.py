@@ -542,35 +542,20 @@ def test_transformers_registry_is_skipped_with_the_remedy():
     report = onepass.swap(model)
     assert names(report.skipped) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
     assert "transformers' registry" in report.skipped[0]["reason"]
-    (note,) = (note for note in report.notes if "set_attn_implementation" in note)
-    assert "AttentionInterface" in note and "AttentionMaskInterface" in note
+    (note,) = (note for note in report.notes if "transformers' models" in note)
+    assert note.endswith("onepass.integrations.transformers.attach(model)")
 
 
 def test_the_remedy_works():
     model = llama()
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    def attend(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
-        output = onepass.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout,
-            attention_mask is None and query.shape[2] > 1,
-            scaling,
-            enable_gqa=True,
-        )
-        return output.transpose(1, 2), None
-
+    report = onepass.swap(model)
+    (note,) = (note for note in report.notes if "transformers' models" in note)
     padding = torch.ones_like(IDS)
     padding[1, :3] = 0
+    onepass.unswap(model)
     exact = copy.deepcopy(model).double()
     expected, ref = (m(IDS, attention_mask=padding).logits for m in (model, exact))
-    AttentionInterface.register("onepass", attend)
-    AttentionMaskInterface.register("onepass", sdpa_mask)
-    model.set_attn_implementation("onepass")
+    exec(note.partition(": ")[2], {"model": model})  # the note is the code
     with onepass._ops.dispatch_log.record() as calls:
         got = model(IDS, attention_mask=padding).logits
     assert attentions_in(calls) == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from onepass._ops import dispatch_log
+
 transformers = pytest.importorskip("transformers")
 
 SEQ = 12
@@ -144,3 +146,14 @@ def output(name: str, model, batch: dict) -> torch.Tensor:
     if mask is None or name in ENCODER_DECODER:
         return result.logits
     return result.logits[mask.bool()]
+
+
+def run(function, *args, **kwargs):
+    """(what it returns, the attention operators that it ran)."""
+    with dispatch_log.record() as calls:
+        result = function(*args, **kwargs)
+    return result, [call["op"] for call in calls if call["op"].startswith("attention")]
+
+
+def close(a, b) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -49,4 +49,4 @@ if not hasattr(_transformers, "AttentionMaskInterface"):
 from onepass.integrations.transformers.attention import NAME, register
 from onepass.integrations.transformers.models import Attachment, attach, detach
 
-__all__ = ["NAME", "Attachment", "attach", "detach", "register"]
+__all__ = ["Attachment", "NAME", "attach", "detach", "register"]

@@ -7,7 +7,7 @@ import html
 from collections.abc import Callable, Iterator
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from onepass import _library
 from onepass.integrations.transformers.attention import NAME, register
@@ -88,7 +88,8 @@ class _Before:
 
 
 def _restored(pairs: list[tuple]) -> _Before:
-    register()
+    if NAME not in AttentionInterface():
+        register()
     return _Before(pairs)
 
 
