@@ -14,34 +14,34 @@ from transformers_cases import SEQ, build, doubled, inputs, output, run, transfo
 
 import onepass.integrations.transformers as integration
 from onepass import numerics
-from onepass.integrations.transformers import attention
+from onepass.integrations.transformers import attention, models
 
-DRAWS = 4  # of gradients: one says little about a model this small
+DRAWS = 8  # of gradients: one says little about a model this small
 
 
-def formula(module, query, key, value, mask, scaling, softcap=None, s_aux=None, **_):
+def formula(module, query, key, value, mask, scaling, softcap=None, s_aux=None, indices=None, **_):
     """Attention in float64, whose eager functions compute the softmax in float32."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     scores = query @ key.mT * scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores if mask is None else scores + mask
+    if indices is not None:
+        kept = torch.zeros(scores[:, 0].shape, dtype=torch.bool).scatter(-1, indices.long(), True)
+        scores = scores.masked_fill(~kept[:, None], float("-inf"))
     sinks = torch.full_like(scores[..., :1], float("-inf"))
     sinks = sinks if s_aux is None else sinks.zero_() + s_aux[:, None, None]
     weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (weights.nan_to_num() @ value).transpose(1, 2), None
+    return (weights @ value).transpose(1, 2), None
 
 
 def exact(name: str):
     """The model in float64 with stock attention; the formula's where stock's is eager."""
     model = build(name).double()
-    if model.config._attn_implementation == "eager":
+    if name in cases.EAGER:
+        eager_mask = transformers.masking_utils.eager_mask
         transformers.AttentionInterface.register("formula", formula)
-        transformers.AttentionMaskInterface.register(
-            "formula", transformers.masking_utils.sdpa_mask
-        )
+        transformers.AttentionMaskInterface.register("formula", eager_mask)
         model.set_attn_implementation("formula")
     return model
 
@@ -69,7 +69,7 @@ def test_values_and_gradients(name, padding):
     assert ours.shape == base.shape
     numerics.assert_close(ours, truth, base)
 
-    shares = []
+    draws = []
     for _ in range(DRAWS):
         weights = torch.randn(truth.shape, dtype=torch.float64)
         results = []
@@ -78,13 +78,27 @@ def test_values_and_gradients(name, padding):
             loss = (y * weights.to(y)).sum()
             results.append(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
         assert [g is None for g in results[0]] == [g is None for g in results[2]]
-        triples = [t for t in zip(*results, strict=True) if t[0] is not None]
-        largest = max(t[1].abs().max() for t in triples)
-        # In shares of the largest of each tensor; but for those that are zero up to rounding.
-        triples = [t for t in triples if t[1].abs().max() > 1e-3 * largest]
-        assert len(triples) > 8
-        shares += [[gradient / t[1].abs().max() for gradient in t] for t in triples]
-    numerics.assert_close(*zip(*shares, strict=True))
+        draws.append(
+            [
+                torch.stack([g.double() for g in t])
+                for t in zip(*results, strict=True)
+                if t[0] is not None
+            ]
+        )
+    pooled = [torch.stack(parameter, 1) for parameter in zip(*draws, strict=True)]
+    sizes = [of_ref.abs().max() for _, of_ref, _ in pooled]
+    # In shares of the largest of each parameter; but for those that are zero up to rounding.
+    shares = [p / size for p, size in zip(pooled, sizes, strict=True) if size > 1e-3 * max(sizes)]
+    assert len(shares) > 8
+    ours, ref, base = (torch.cat([share[n].flatten() for share in shares]) for n in range(3))
+    numerics.assert_close(ours.float(), ref, base)
+
+
+def test_every_model_known_to_compute_the_same_is_tested():
+    types = {build(name).config.model_type for name in cases.EAGER}
+    assert types | {"t5_gemma_module"} == set(models._PROVEN)
+    for name in cases.EAGER:
+        assert build(name).config._attn_implementation == "eager"
 
 
 def test_softcap_sinks_and_windows_make_a_difference():
@@ -93,6 +107,7 @@ def test_softcap_sinks_and_windows_make_a_difference():
         "gemma2": dict(attn_logit_softcapping=None),
         "mistral": dict(sliding_window=None),
         "deepseek_v32": dict(index_topk=SEQ),
+        "deepseek_v4": dict(compress_rates=dict.fromkeys(cases._COMPRESSED, SEQ)),
     }
     for name, change in changes.items():
         batch = inputs(name)
@@ -224,8 +239,9 @@ def test_sinks_of_another_dtype(dtype):
     sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0], dtype=dtype)
     y, _ = attention.attention_forward(Caller(2), *tensors, None, scaling=0.5, s_aux=sinks)
     doubles = [tensor.double() for tensor in tensors]
-    ref, _ = formula(None, *doubles, None, 0.5, s_aux=sinks.double())
-    base, _ = formula(None, *tensors, None, 0.5, s_aux=sinks.bfloat16())
+    causal = torch.ones(5, 5).tril().log()
+    ref, _ = formula(None, *doubles, causal.double(), 0.5, s_aux=sinks.double())
+    base, _ = formula(None, *tensors, causal.bfloat16(), 0.5, s_aux=sinks.bfloat16())
     numerics.assert_close(y, ref, base)
 
 

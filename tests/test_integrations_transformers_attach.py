@@ -23,7 +23,7 @@ def implementations(model) -> list[str]:
     """Of all configs in it, the sub-configs included."""
     found = {}
     for module in model.modules():
-        pending = [module.config] if hasattr(module, "config") else []
+        pending = [module.config] if isinstance(module, transformers.PreTrainedModel) else []
         while pending:
             config = pending.pop()
             found[id(config)] = config._attn_implementation
@@ -240,6 +240,13 @@ def test_models_that_take_no_attention_from_outside_are_reported(name, reason):
     with pytest.raises(RuntimeError, match="must be attached whole under strict, got .*" + reason):
         integration.attach(model, strict=True)
     assert integration.detach(model) == []
+
+
+def test_models_on_eager_alone_that_nobody_has_looked_at_are_reported(monkeypatch):
+    model = build("gemma2")
+    monkeypatch.setattr(model.config, "model_type", "gemma9", raising=False)
+    report = integration.attach(model)
+    assert not report.attached and "eager attention alone" in report.skipped[0]["reason"]
 
 
 def test_falcon_and_its_like_are_swaps():

@@ -39,7 +39,11 @@ _LATENT = dict(
     qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, experts_implementation="eager",
 )  # fmt: skip
 
-# name: (class of the model, class of its config, settings)
+_WINDOWED = dict(_GROUPED, head_dim=8, sliding_window=5)
+_EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16, experts_implementation="eager")
+_COMPRESSED = ["compressed_sparse_attention", "heavily_compressed_attention"]
+
+# name: (class of the model, class of its config, settings); what transformers runs on "sdpa"
 MODELS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
     "gpt2": (
@@ -48,23 +52,6 @@ MODELS = {
         dict(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     ),
     "mistral": ("MistralForCausalLM", "MistralConfig", dict(_GROUPED, sliding_window=5)),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        dict(_GROUPED, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0),
-    ),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        dict(
-            _GROUPED,
-            head_dim=8,
-            sliding_window=5,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            experts_implementation="eager",
-        ),
-    ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", dict(_GROUPED, head_dim=8)),
     "phi": ("PhiForCausalLM", "PhiConfig", _GROUPED),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SMALL),
@@ -92,11 +79,71 @@ MODELS = {
     ),
     "siglip": ("SiglipModel", "SiglipConfig", dict(text_config=_SMALL, vision_config=_VISION)),
 }
-ENCODER_DECODER = ("t5", "umt5", "bart", "whisper")
-DECODERS = (
-    "llama", "gpt2", "mistral", "gemma2", "gpt_oss", "qwen3", "phi", "gpt_neox", "deepseek_v3",
-    "deepseek_v32",
-)  # fmt: skip
+# what transformers runs on "eager" alone
+EAGER = {
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        dict(_WINDOWED, attn_logit_softcapping=2.0),
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        dict(_WINDOWED, **_EXPERTS, num_local_experts=4),
+    ),
+    "vaultgemma": (
+        "VaultGemmaForCausalLM",
+        "VaultGemmaConfig",
+        dict(_WINDOWED, attn_logit_softcapping=2.0),
+    ),
+    "t5gemma": (
+        "T5GemmaForConditionalGeneration",
+        "T5GemmaConfig",
+        dict(
+            encoder=dict(_WINDOWED, attn_logit_softcapping=2.0),
+            decoder=dict(_WINDOWED, attn_logit_softcapping=2.0),
+            vocab_size=32,
+            pad_token_id=0,
+        ),
+    ),
+    "flint": ("FlintForCausalLM", "FlintConfig", dict(_WINDOWED, **_EXPERTS, num_experts=4)),
+    "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAConfig", _WINDOWED),
+    "granitemoe_swa": (
+        "GraniteMoeSWAForCausalLM",
+        "GraniteMoeSWAConfig",
+        dict(_WINDOWED, **_EXPERTS, num_local_experts=4),
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2FlashConfig",
+        dict(
+            _WINDOWED, **_EXPERTS, n_routed_experts=4, v_head_dim=12, swa_num_key_value_heads=4,
+            swa_num_attention_heads=4, swa_head_dim=8, swa_v_head_dim=12,
+        ),
+    ),
+    "openai_privacy_filter": (
+        "OpenAIPrivacyFilterForTokenClassification",
+        "OpenAIPrivacyFilterConfig",
+        dict(_WINDOWED, **_EXPERTS, num_local_experts=4),
+    ),
+    "hy_v4": (
+        "HYV4ForCausalLM",
+        "HYV4Config",
+        dict(_LATENT, index_topk=4, index_n_heads=2, index_head_dim=16),
+    ),
+    "deepseek_v4": (
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4Config",
+        dict(
+            _SMALL, **_EXPERTS, head_dim=16, q_lora_rank=16, n_routed_experts=4, sliding_window=5,
+            o_groups=2, o_lora_rank=8, index_n_heads=2, index_head_dim=16, index_topk=2,
+            layer_types=_COMPRESSED, compress_rates=dict(zip(_COMPRESSED, (2, 4), strict=True)),
+        ),
+    ),
+    "videoprism_text_model": ("VideoPrismTextModel", "VideoPrismTextConfig", _SMALL),
+}  # fmt: skip
+MODELS.update(EAGER)
+ENCODER_DECODER = ("t5", "umt5", "t5gemma", "bart", "whisper")
 
 
 def build(name: str, **more):
@@ -140,6 +187,8 @@ def output(name: str, model, batch: dict) -> torch.Tensor:
     result = model(**batch)
     if name == "vit":
         return result.last_hidden_state
+    if name == "videoprism_text_model":
+        return result.pooler_output
     if name in ("clip", "siglip"):
         return torch.cat([result.text_embeds, result.image_embeds], -1)
     mask = batch.get("attention_mask")

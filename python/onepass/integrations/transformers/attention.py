@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import logging
 
 from onepass._ops.differentiation import is_differentiated
@@ -26,8 +26,11 @@ NAME = matchers.ATTACHED_NAME
 # to 8192 keys, float32 and bfloat16, one query takes 0.07 to 0.25 of the time, 8 take 0.25 to 0.7,
 # and 16 as long (a loop over both on one thread of a Zen 5).
 _FEW_QUERIES = 8
-# Drop queries after the masks are made, in the belief that only "sdpa" goes without a mask.
+# By model_type. These drop queries after the masks are made, unless the name is "sdpa": without a
+# mask they would lose the diagonal.
 _DROP_QUERIES = ("gemma4",)
+# These continue a mask as what is added to the scores, which a boolean one is not.
+_ADD_MASKS = ("deepseek_v4",)
 
 logger = logging.get_logger(__name__)
 
@@ -43,8 +46,14 @@ def register() -> None:
 
 
 def attention_mask(*args, allow_is_causal_skip: bool = True, config=None, **named) -> Tensor | None:
-    """The mask of "sdpa": boolean, or None where `is_causal` says it all."""
-    if config is not None and str(config.model_type).startswith(_DROP_QUERIES):
+    """The mask of "sdpa": boolean, or None where `is_causal` says it all.
+
+    Where a model's code needs that of "eager" it gets that: of floats, or at least not None.
+    """
+    model_type = "" if config is None else str(config.model_type)
+    if model_type.startswith(_ADD_MASKS):
+        return eager_mask(*args, config=config, **named)
+    if model_type.startswith(_DROP_QUERIES):
         allow_is_causal_skip = False
     return sdpa_mask(*args, allow_is_causal_skip=allow_is_causal_skip, config=config, **named)
 

@@ -14,6 +14,14 @@ from onepass.integrations.transformers.attention import NAME, register
 from onepass.swapping import matchers
 from onepass.swapping.report import rows, table
 
+# What transformers runs on eager attention alone, though it takes attention from outside, by
+# model_type: a test holds that onepass computes the same. What others do with their masks or leave
+# to their eager function nobody has looked at.
+_PROVEN = (
+    "deepseek_v4", "flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4",
+    "mimo_v2_flash", "openai_privacy_filter", "t5_gemma_module", "t5gemma", "vaultgemma",
+    "videoprism_text_model",
+)  # fmt: skip
 _KINDS = ("attention",)
 _RECORD = "_onepass_attention_before"  # on a PreTrainedModel: what its configs named before attach
 
@@ -98,9 +106,10 @@ def attach(model: nn.Module, *, strict: bool = False) -> Attachment:
 
     Every `PreTrainedModel` in it is looked at, `model` itself or within wrappers (peft,
     `DistributedDataParallel`, your own modules): its config, and its sub-configs, name "onepass"
-    afterwards if transformers says that the class takes attention from outside (`_supports_sdpa` or
-    `_supports_attention_backend`). Nothing else changes: no class, no parameter. Works before and
-    after `onepass.swap`, and on compiled models, which compile again.
+    afterwards if transformers runs the class on "sdpa" (`_supports_sdpa`), or if it is one that
+    runs on eager attention alone and onepass is known to compute the same (Gemma 2, gpt-oss, ...).
+    Nothing else changes: no class, no parameter. Works before and after `onepass.swap`, and on
+    compiled models, which compile again.
 
     Args:
         model: a `transformers.PreTrainedModel`, or a module that holds some.
@@ -216,7 +225,8 @@ def _refusal(holder: PreTrainedModel) -> str:
     can_set = getattr(holder, "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
         return "takes no attention from transformers' registry; onepass.swap looks at its modules"
-    if not (holder._supports_sdpa or holder._supports_attention_backend):
+    proven = holder._supports_attention_backend and holder.config.model_type in _PROVEN
+    if not (holder._supports_sdpa or proven):
         return "transformers vouches for its eager attention alone"
     holder.get_correct_attn_implementation(NAME)  # raises what transformers has to say of it
     return ""
