@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers_cases as cases
 from torch import nn
-from transformers_cases import SEQ, build, doubled, inputs, output, run, transformers
+from transformers_cases import IDS, SEQ, build, close, doubled, inputs, output, run, transformers
 
 import onepass.integrations.transformers as integration
 from onepass import numerics
@@ -260,10 +260,53 @@ def test_packed_sequences_without_a_mask():
         torch.testing.assert_close(y, expected)
         y, _ = attention.attention_forward(Caller(2), *tensors, whole[None, None], **named)
         assert torch.equal(y, expected)  # the mask has it
-    with pytest.raises(ValueError, match="cu_seq_lens_q must come with cu_seq_lens_k and a batch"):
+    few = [tensor.detach()[:, :, :6] for tensor in tensors]
+    named = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 4, 6]))
+    y, _ = attention.attention_forward(Caller(2, False), *few, None, **named)
+    expected, _ = attention.attention_forward(Caller(2), *few, mask[None, None, :6, :6])
+    torch.testing.assert_close(y, expected)
+
+
+def test_packed_sequences_that_are_none():
+    named = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 2, 5]))
+    rule = "cu_seq_lens_q must come with cu_seq_lens_k and a batch of one, without position_bias, "
+    with pytest.raises(ValueError, match=f"{rule}got a batch of 2"):
         attention.attention_forward(Caller(), *qkv(), None, **named)
-    with pytest.raises(ValueError, match="got none and a batch of 1"):
-        attention.attention_forward(Caller(2), *tensors, None, cu_seq_lens_q=lengths)
+    named["cu_seq_lens_k"] = None
+    with pytest.raises(ValueError, match=f"{rule}.* no cu_seq_lens_k, a position_bias"):
+        bias = torch.zeros(1, 4, 5, 5)
+        attention.attention_forward(Caller(), *qkv(1), None, position_bias=bias, **named)
+
+
+def test_a_mask_for_other_keys_is_refused():
+    for seq_q in (1, 5):
+        with pytest.raises(RuntimeError, match="mask"):
+            attention.attention_forward(
+                Caller(), *qkv(seq_q=seq_q), torch.ones(2, 1, seq_q, 4, dtype=torch.bool)
+            )
+
+
+def test_compiled_steps_with_a_mask():
+    """As a static cache makes them: heads that share keys are rows there too."""
+    torch._dynamo.reset()
+    function = torch.compile(attention.attention_forward, fullgraph=True, backend="aot_eager")
+    query, key, value = qkv(kv_heads=2, seq_q=1, seq_k=9)
+    mask = band(1, 9)
+    with torch.no_grad():
+        (y, _), ops = run(function, Caller(2), query, key, value, mask)
+        expected, _ = attention.attention_forward(Caller(2), query, key, value, mask)
+    assert ops == ["attention"]
+    torch.testing.assert_close(y, expected)
+
+
+def test_export():
+    model = build("llama")
+    integration.attach(model)
+    with torch.no_grad():
+        exported = torch.export.export(model, (IDS,), {"use_cache": False})
+        targets = [str(node.target) for node in exported.graph.nodes]
+        assert sum("onepass.attention_forward" in target for target in targets) == 2
+        close(exported.module()(IDS, use_cache=False).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize("mask", [None, band(5, 5), torch.zeros(2, 1, 5, 5)])
@@ -343,3 +386,4 @@ def test_every_place_that_asks_for_the_name_is_known():
     asked = re.compile(r"^ *(.*_attn_implementation (?:==|!=|in) ?[(\[\"'].*)$", re.MULTILINE)
     found = {line for text in sources() for line in asked.findall(text)}
     assert found == set(NAME_BRANCHES)
+    assert not [text for text in sources() if 'ALL_ATTENTION_FUNCTIONS["sdpa"] =' in text]

@@ -249,6 +249,16 @@ def test_models_on_eager_alone_that_nobody_has_looked_at_are_reported(monkeypatc
     assert not report.attached and "eager attention alone" in report.skipped[0]["reason"]
 
 
+def test_models_with_an_sdpa_of_their_own_are_reported(monkeypatch):
+    model = build("llama")
+    own = transformers.AttentionInterface()
+    own["sdpa"] = None
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, "ALL_ATTENTION_FUNCTIONS", own)
+    report = integration.attach(model)
+    assert not report.attached and "attention of its own" in report.skipped[0]["reason"]
+
+
 def test_falcon_and_its_like_are_swaps():
     model = unsupported("falcon")
     report = integration.attach(model)

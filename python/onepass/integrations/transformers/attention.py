@@ -120,12 +120,14 @@ def attention_forward(
         is_causal = False
     grouped = getattr(module, "num_key_value_groups", 1) > 1
     options = {"softcap": softcap or 0.0, "sinks": s_aux}
-    if (
-        position_bias is None
-        and not (is_causal or dropout)
-        and _is_for_cache(query, key, value, s_aux)
-    ):
-        filled = _filled(attention_mask, query.shape[0], seq_q)
+    if cu_seq_lens_q is not None and attention_mask is None:
+        options.update(dropout_p=dropout, scale=scaling, is_causal=is_causal)
+        options["deterministic"] = bool(deterministic)
+        _check_packed(query, key, value, cu_seq_lens_k, position_bias)
+        return _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, others, options), None
+    plain = position_bias is None and not is_causal and not dropout
+    if plain and _is_for_cache(query, key, value, s_aux):
+        filled = _filled(attention_mask, query.shape[0], seq_q, key.shape[2])
         if filled is not None:
             output = attention_with_kv_cache(query, key, value, scale=scaling, **filled, **options)
             return output.transpose(1, 2).contiguous(), None
@@ -135,13 +137,10 @@ def attention_forward(
             query, key, value, position_bias, attention_mask, is_causal, dropout, scaling, grouped,
             **options,
         )  # fmt: skip
-    elif attention_mask is None and cu_seq_lens_q is not None:
-        options.update(dropout_p=dropout, scale=scaling, is_causal=is_causal)
-        return _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, others, options), None
     else:
         batch, heads, kv_heads = query.shape[0], query.shape[1], key.shape[1]
-        packs = grouped and seq_q == 1 and s_aux is None and not torch.compiler.is_compiling()
-        if packs and (attention_mask is None or attention_mask.shape[1] == 1):
+        shared = attention_mask is None or attention_mask.shape[1:-1] == (1, 1)
+        if grouped and seq_q == 1 and s_aux is None and shared:
             # The heads that share keys as rows: a tile of them costs what one of them costs.
             query = query.reshape(batch, kv_heads, heads // kv_heads, query.shape[3])
         output = scaled_dot_product_attention(
@@ -205,13 +204,19 @@ def _with_position_bias(
     )
 
 
-def _packed(query, key, value, cu_seq_q, cu_seq_k, others: dict, options: dict) -> Tensor:
-    if not query.shape[0] == key.shape[0] == value.shape[0] == 1 or cu_seq_k is None:
+def _check_packed(query, key, value, cu_seq_k, position_bias) -> None:
+    batches = {tensor.shape[0] for tensor in (query, key, value)}
+    if batches != {1} or cu_seq_k is None or position_bias is not None:
+        got = [f"a batch of {max(batches)}"]
+        got += ["no cu_seq_lens_k"] * (cu_seq_k is None)
+        got += ["a position_bias"] * (position_bias is not None)
         raise ValueError(
             "onepass.integrations.transformers: cu_seq_lens_q must come with cu_seq_lens_k and a "
-            f"batch of one, got {'none and ' if cu_seq_k is None else ''}a batch of "
-            f"{query.shape[0]}"
+            f"batch of one, without position_bias, got {', '.join(got)}"
         )
+
+
+def _packed(query, key, value, cu_seq_q, cu_seq_k, others: dict, options: dict) -> Tensor:
     longest = [others.get("max_length_q"), others.get("max_length_k")]
     longest = [
         given if isinstance(given, int) else tensor.shape[2]
@@ -238,7 +243,7 @@ def _is_for_cache(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | Non
     )
 
 
-def _filled(mask: Tensor | None, batch: int, seq_q: int) -> dict[str, Tensor] | None:
+def _filled(mask: Tensor | None, batch: int, seq_q: int, seq_k: int) -> dict[str, Tensor] | None:
     """The mask as the rows of each cache that are in use; None where it is no such mask.
 
     That is what padding on the left, a static cache and a window leave to a single query. A mask on
@@ -246,7 +251,7 @@ def _filled(mask: Tensor | None, batch: int, seq_q: int) -> dict[str, Tensor] | 
     """
     if mask is None:
         return {}
-    if seq_q != 1 or mask.dtype is not torch.bool or mask.shape[:2] != (batch, 1):
+    if seq_q != 1 or mask.dtype is not torch.bool or mask.shape != (batch, 1, 1, seq_k):
         return None
     if not mask.is_cpu or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import sys
 from collections.abc import Callable, Iterator
 
 from torch import nn
@@ -108,8 +109,8 @@ def attach(model: nn.Module, *, strict: bool = False) -> Attachment:
     `DistributedDataParallel`, your own modules): its config, and its sub-configs, name "onepass"
     afterwards if transformers runs the class on "sdpa" (`_supports_sdpa`), or if it is one that
     runs on eager attention alone and onepass is known to compute the same (Gemma 2, gpt-oss, ...).
-    Nothing else changes: no class, no parameter. Works before and after `onepass.swap`, and on
-    compiled models, which compile again.
+    Nothing else changes: no class, no parameter; models that share a config object change together.
+    Works before and after `onepass.swap`, and on compiled models, which compile again.
 
     Args:
         model: a `transformers.PreTrainedModel`, or a module that holds some.
@@ -225,6 +226,9 @@ def _refusal(holder: PreTrainedModel) -> str:
     can_set = getattr(holder, "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
         return "takes no attention from transformers' registry; onepass.swap looks at its modules"
+    registry = getattr(sys.modules.get(type(holder).__module__), "ALL_ATTENTION_FUNCTIONS", None)
+    if "sdpa" in getattr(registry, "_local_mapping", ()):
+        return "its module has an attention of its own under the name sdpa"
     proven = holder._supports_attention_backend and holder.config.model_type in _PROVEN
     if not (holder._supports_sdpa or proven):
         return "transformers vouches for its eager attention alone"
