@@ -1,4 +1,1 @@
-"""onepass under other libraries' own switches; each module imports the library it is named after.
-
-Nothing here is imported by `import onepass` or by `onepass.swap`.
-"""
+"""onepass by other libraries' names and switches. `import onepass` and `swap` import none of it."""
