@@ -17,6 +17,7 @@ from transformers_cases import IDS, build, close, inputs, run, transformers
 import onepass
 import onepass.integrations.transformers as integration
 from onepass.integrations.transformers import attention
+from onepass.integrations.transformers import models as integration_models
 
 
 def implementations(model) -> list[str]:
@@ -169,6 +170,23 @@ def test_a_part_can_be_detached_and_attached_again():
     assert set(implementations(model)) == {"sdpa"}
 
 
+def test_a_part_that_was_attached_alone():
+    for name, part in (("clip", "vision_model"), ("llama", "model")):
+        model = build(name)
+        model.set_attn_implementation("eager")
+        integration.attach(getattr(model, part))
+        assert "onepass" in implementations(model)
+        with integration_models.stock(model):
+            assert set(implementations(model)) == {"eager"}
+        integration.attach(model)
+        assert set(implementations(model)) == {"onepass"}
+        integration.detach(model)
+        assert set(implementations(model)) == {"eager"}
+        integration.attach(getattr(model, part))
+        integration.detach(model)
+        assert set(implementations(model)) == {"eager"}
+
+
 def test_what_was_chosen_since_is_left_alone():
     model = build("llama")
     integration.attach(model)
@@ -275,6 +293,10 @@ def test_strict_leaves_the_model_as_it_was():
         integration.attach(model, strict=True)
     assert implementations(model) == before
     assert integration.attach(model[0], strict=True).attached
+    with pytest.raises(RuntimeError):  # what was attached before stays so
+        integration.attach(model, strict=True)
+    assert implementations(model[0]) == ["onepass"]
+    assert integration.detach(model) and implementations(model) == before
 
 
 def test_a_device_without_kernels_is_refused(monkeypatch):

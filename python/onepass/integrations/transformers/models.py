@@ -128,34 +128,36 @@ def attach(model: nn.Module, *, strict: bool = False) -> Attachment:
     _check_devices(model)
     register()
     report = Attachment(model)
-    refused: dict[int, str] = {}
-    changes: dict[int, tuple] = {}  # by id of the config
+    refused: set[int] = set()  # ids of configs
+    changes: dict[int, tuple] = {}
+    known = _recorded(holders)
+    own = {id(holder.config) for _, holder in holders}
     for name, holder in holders:
         if id(holder.config) in changes or id(holder.config) in refused:
             continue
         reason = _refusal(holder)
         if reason:
-            refused[id(holder.config)] = reason
-            entry = {"name": name, "type": _full_name(holder), "reason": reason}
-            report.skipped.append(entry)
+            refused.add(id(holder.config))
+            report.skipped.append({"name": name, "type": _full_name(holder), "reason": reason})
             continue
-        own = {id(other.config) for _, other in holders}
         for config in _configs(holder.config):
             if config is holder.config or id(config) not in own:
-                changes[id(config)] = (config, _before(holder, config))
+                changes[id(config)] = (config, _before(holder, config, known))
+    were = [(config, config._attn_implementation) for config, _ in changes.values()]
     for config, _ in changes.values():
         config._attn_implementation_internal = NAME
-    for _, holder in holders:
-        pairs = [changes[id(c)] for c in _configs(holder.config) if id(c) in changes]
-        if pairs:
-            holder.__dict__[_RECORD] = _Before(pairs)
     _list_modules(report, refused, changes)
     if strict and (report.skipped or not report.attached):
-        detach(model)
+        for config, implementation in were:
+            config._attn_implementation_internal = implementation
         got = "; ".join(f"{e['name'] or '(root)'!r}: {e['reason']}" for e in report.skipped)
         raise RuntimeError(
             f"attach: model must be attached whole under strict, got {got or 'none'}"
         )
+    for _, holder in holders:
+        pairs = [changes[id(c)] for c in _configs(holder.config) if id(c) in changes]
+        if pairs:
+            holder.__dict__[_RECORD] = _Before(pairs)
     return report
 
 
@@ -245,29 +247,34 @@ def _configs(config) -> Iterator:
             yield from _configs(inner)
 
 
-def _before(holder: PreTrainedModel, config) -> str | None:
+def _recorded(holders: list[tuple[str, PreTrainedModel]]) -> dict[int, str | None]:
+    """What configs named before attach, by their ids, as far as these models know."""
+    records = [holder.__dict__.get(_RECORD) for _, holder in reversed(holders)]  # the outer counts
+    return {id(c): named for record in records if record for c, named in record.pairs}
+
+
+def _before(holder: PreTrainedModel, config, known: dict[int, str | None]) -> str | None:
     """What a config names, or did before attach; transformers' default if it was never another."""
     named = config._attn_implementation
     if named != NAME:
         return named
-    record = holder.__dict__.get(_RECORD)
-    for known, implementation in record.pairs if record is not None else ():
-        if known is config:
-            return implementation
+    if id(config) in known:
+        return known[id(config)]
     return holder.get_correct_attn_implementation(None)
 
 
 def _attached(holders: list[tuple[str, PreTrainedModel]]) -> dict[int, tuple]:
     """(config, its implementation from before) by id, of every config that names "onepass"."""
+    known = _recorded(holders)
     return {
-        id(config): (config, _before(holder, config))
-        for _, holder in reversed(holders)  # an outer model's record counts
+        id(config): (config, _before(holder, config, known))
+        for _, holder in holders
         for config in _configs(holder.config)
         if config._attn_implementation == NAME
     }
 
 
-def _list_modules(report: Attachment, refused: dict[int, str], changes: dict[int, tuple]) -> None:
+def _list_modules(report: Attachment, refused: set[int], changes: dict[int, tuple]) -> None:
     """Fills the lists: what each module says of itself, by its code and its config."""
     for name, module in report._model.named_modules():
         match = matchers.match(module, _KINDS)
