@@ -551,10 +551,10 @@ def test_a_norm_that_is_off_by_little_is_different(monkeypatch, text):
 
     settings = settings_of("--steps", "20")
     workload = GptWorkload(settings, text, TINY, dropout=0.0)
-    monkeypatch.setattr(train.onepass, "swap", lambda model: None)
+    monkeypatch.setattr(train, "accelerate", lambda model: None)
     unchanged = train.compare_training(workload, settings, lambda: None)
     assert unchanged.same and unchanged.stock_gap > 0
-    monkeypatch.setattr(train.onepass, "swap", swap)
+    monkeypatch.setattr(train, "accelerate", swap)
     assert not train.compare_training(workload, settings, lambda: None).same
 
 

@@ -67,6 +67,17 @@ def float32_inside():
     return Float32Inside(), torch.randn(8, 16)
 
 
+def transformer():
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )
+    ids = torch.arange(64).reshape(2, 32)
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
 def wrong():
     return Net()
 
@@ -295,6 +306,19 @@ def test_own_model(capsys, user_models, function):
     assert data["first_step"]["swapped"]["gradient_error"] < 1e-3
     kinds = [entry["kind"] for entry in data["swap_report"]["swapped"]]
     assert sorted(kinds) == ["dropout", "norm"]
+
+
+def test_own_model_of_transformers_is_attached(capsys, user_models, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
+    data = run_json(capsys, *QUICK, "--model", "user_models:transformer")
+    to = [entry["to"] for entry in data["swap_report"]["swapped"] if entry["kind"] == "attention"]
+    assert to == ["onepass's attention, by transformers' registry"] * 2
+    assert data["first_step"]["swapped"]["gradient_error"] < 1e-3
+    parts = {name: v["parts_ms"] for name, v in data["speed"][0]["variants"].items()}
+    for phase in ("forward", "backward"):
+        for variant in ("stock", "swapped"):
+            assert parts[variant][phase]["attention"] > 0
 
 
 def test_own_model_in_bfloat16(capsys, user_models, monkeypatch):

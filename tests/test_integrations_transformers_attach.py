@@ -260,6 +260,21 @@ def test_models_that_take_no_attention_from_outside_are_reported(name, reason):
     assert integration.detach(model) == []
 
 
+def test_models_that_select_blocks_of_keys_are_reported():
+    config = transformers.MiniMaxM3VLTextConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, dense_intermediate_size=32,
+        shared_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, rotary_dim=8, index_n_heads=2, index_head_dim=8,
+        index_block_size=2, index_topk_blocks=2, num_local_experts=4, num_experts_per_tok=2,
+        pad_token_id=0, layer_types=["full_attention", "minimax_m3_sparse"],
+    )  # fmt: skip
+    model = transformers.MiniMaxM3VLTextModel(config)
+    before = implementations(model)
+    report = integration.attach(model)
+    assert not report.attached and "blocks of keys" in report.skipped[0]["reason"]
+    assert implementations(model) == before
+
+
 def test_models_on_eager_alone_that_nobody_has_looked_at_are_reported(monkeypatch):
     model = build("gemma2")
     monkeypatch.setattr(model.config, "model_type", "gemma9", raising=False)
@@ -384,6 +399,24 @@ def test_verify_compares_with_the_attention_from_before(name, monkeypatch):
 
     monkeypatch.setitem(functions, "onepass", wrong)
     assert not report.verify(batch).ok and not attached.verify(batch).ok
+
+
+def test_verify_of_what_is_not_attached_any_more():
+    model = build("llama")
+    attached = integration.attach(model)
+    integration.detach(model)
+    with pytest.raises(RuntimeError, match="verify: model must be attached"):
+        attached.verify(IDS)
+
+
+def test_what_swap_is_told_to_leave_is_not_listed_as_swapped():
+    model = build("llama")
+    integration.attach(model)
+    report = onepass.swap(model, exclude="*")
+    assert not report.swapped
+    reasons = [e["reason"] for e in report.skipped if e["name"].endswith("self_attn")]
+    assert reasons == ["excluded by '*'; on onepass's attention all the same: attached, which is "
+                       "not swap's to undo"] * 2  # fmt: skip
 
 
 def test_verify_of_a_model_without_a_record(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from transformers_cases import IDS, PADDING, build, close, inputs, run, transformers
 
 import onepass.integrations.transformers as integration
@@ -45,6 +46,30 @@ def test_steps_without_padding_need_no_look_at_a_mask(monkeypatch):
     integration.attach(model)
     monkeypatch.setattr(attention, "_interval", None)
     assert run(generate, model)[1].count("attention_decode") == 2 * (TOKENS - 1)
+
+
+def test_a_mask_is_looked_at_once_for_all_layers(monkeypatch):
+    model, looks = build("llama"), []
+    integration.attach(model)
+    interval = attention._interval
+    monkeypatch.setattr(attention, "_interval", lambda mask: looks.append(0) or interval(mask))
+    ops = run(generate, model, attention_mask=PADDING["left"].long())[1]
+    assert len(looks) == TOKENS - 1 and ops.count("attention_decode") == 2 * len(looks)
+
+
+def test_masks_without_numbers_are_not_looked_at():
+    module, mask = nn.Module(), torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    mask[1, ..., :4] = False
+    tensors = [torch.randn(2, 4, 1, 8), *torch.randn(2, 2, 4, 9, 8).unbind()]
+    expected = attention.attention_forward(module, *tensors, mask)[0]
+
+    def one(*arguments):
+        return attention.attention_forward(module, *(x.unsqueeze(0) for x in arguments))[0][0]
+
+    close(torch.vmap(one)(*tensors, mask), expected)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in (*tensors, mask)]
+        assert attention.attention_forward(module, *fakes)[0].shape == expected.shape
 
 
 def test_beams_and_drafts_are_stocks():
@@ -103,7 +128,7 @@ def masks():
     yield torch.zeros(3, 1, 1, 9), False
 
 
-@pytest.mark.parametrize("mask, in_one_piece", masks())
+@pytest.mark.parametrize("mask, in_one_piece", list(masks()))
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_masked_steps(mask, in_one_piece, kv_heads):
     module = nn.Module()
@@ -121,12 +146,18 @@ def test_masked_steps(mask, in_one_piece, kv_heads):
     numerics.assert_close(y, ref, base)
 
 
-def test_a_mask_that_changes_in_place_is_looked_at_again():
+@pytest.mark.parametrize("whose", ["made here", "another's", "numpy's"])
+def test_a_mask_that_changes_in_place_is_looked_at_again(whose):
     module, query = nn.Module(), torch.randn(1, 2, 1, 8)
     key, value = torch.randn(2, 1, 2, 5, 8).unbind()
     mask = torch.zeros(1, 1, 1, 5, dtype=torch.bool)
+    if whose == "made here":
+        setattr(mask, attention._FILLED, (None, None))
     for filled in range(1, 6):
-        mask[..., filled - 1] = True
+        if whose == "numpy's":  # which does not raise the version
+            mask.numpy()[..., filled - 1] = True
+        else:
+            mask[..., filled - 1] = True
         y, _ = attention.attention_forward(module, query, key, value, mask)
         expected, _ = attention.attention_forward(
             module, query, key[:, :, :filled], value[:, :, :filled], None

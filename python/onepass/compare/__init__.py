@@ -34,7 +34,8 @@ the GPT and for what ``--model`` takes.
   ``state_bytes_per_parameter``, ``bytes_per_parameter`` (with the parameter itself and its
   gradient), ``losses`` at ``steps`` and their ``gap`` to stock's (null where not trained), ``same``
   (null where other numerics were asked for)
-- ``swap_report``: ``Report.to_dict()`` of the swap
+- ``swap_report``: ``Report.to_dict()`` of the swap; models of transformers are attached as well
+  (:mod:`onepass.integrations.transformers`)
 - ``verdict``: ``{same, not_accelerated, sentence, optimizer_same}``; not_accelerated: share of the
   swapped step per part and dropout; optimizer_same: of training by onepass's AdamW, null where not
   trained

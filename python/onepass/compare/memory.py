@@ -20,7 +20,7 @@ import torch
 from onepass.compare.data import load_text
 from onepass.compare.settings import Settings, make_current
 from onepass.compare.train import Trainer
-from onepass.compare.workload import GptWorkload, UserWorkload
+from onepass.compare.workload import GptWorkload, UserWorkload, accelerate
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -48,9 +48,7 @@ def main(task_text: str) -> None:
         workload = GptWorkload(settings, text, settings.speed, task["dropout"])
     model = workload.build()
     if task["variant"].endswith("swapped"):
-        import onepass
-
-        onepass.swap(model)
+        accelerate(model)
     compiled = task["variant"].startswith("compiled")
     trainer = Trainer(model, settings, compiled)
     # Optimizer state, caches, compiled code: there before the level is taken. A small batch leaves

@@ -50,6 +50,7 @@ _ATTACHED = (
     "{names}: on onepass's attention by transformers' registry; unswap leaves that, "
     "onepass.integrations.transformers.detach(model) undoes it"
 )
+_STILL_ATTACHED = "on onepass's attention all the same: attached, which is not swap's to undo"
 _PROBED = (
     "norms of other classes were accepted by a numeric probe on the CPU; in dtype combinations "
     "that it did not prove (float64 for most) they run their own forward"
@@ -153,7 +154,12 @@ def swap(
             continue
         if found_match.attached:
             kept[id(module)] = names[0]
-            report.swapped.append(_entry(names[0], found_match.kind, cls, matchers.ATTACHED))
+            reason = _filtered(module, names, include, exclude, filter_fn)
+            if reason:
+                entry = {"name": names[0], "type": _full_name(cls)}
+                report.skipped.append({**entry, "reason": f"{reason}; {_STILL_ATTACHED}"})
+            else:
+                report.swapped.append(_entry(names[0], found_match.kind, cls, matchers.ATTACHED))
             continue
         entry = {"name": names[0], "type": _full_name(cls), "reason": found_match.reason}
         if found_match.unknown:

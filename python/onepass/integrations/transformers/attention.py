@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -14,11 +12,11 @@ from onepass._ops.differentiation import is_differentiated
 from onepass.functional.attention import (
     _is_autocast,
     _masked_attention,
-    scaled_dot_product_attention,
     varlen_attention,
 )
 from onepass.functional.attention_decode import attention_with_kv_cache
 from onepass.swapping import matchers
+from onepass.swapping.classes import attend_visibly
 
 NAME = matchers.ATTACHED_NAME
 
@@ -31,6 +29,10 @@ _FEW_QUERIES = 8
 _DROP_QUERIES = ("gemma4",)
 # These continue a mask as what is added to the scores, which a boolean one is not.
 _ADD_MASKS = ("deepseek_v4",)
+
+# One mask serves all layers of a forward. On those made here: (version, what _interval found then).
+# Of others nothing is remembered: memory that numpy shares changes without a version.
+_FILLED = "_onepass_filled"
 
 logger = logging.get_logger(__name__)
 
@@ -55,7 +57,10 @@ def attention_mask(*args, allow_is_causal_skip: bool = True, config=None, **name
         return eager_mask(*args, config=config, **named)
     if model_type.startswith(_DROP_QUERIES):
         allow_is_causal_skip = False
-    return sdpa_mask(*args, allow_is_causal_skip=allow_is_causal_skip, config=config, **named)
+    mask = sdpa_mask(*args, allow_is_causal_skip=allow_is_causal_skip, config=config, **named)
+    if mask is not None and _can_be_looked_at(mask):
+        setattr(mask, _FILLED, (None, None))
+    return mask
 
 
 def attention_forward(
@@ -143,7 +148,7 @@ def attention_forward(
         if grouped and seq_q == 1 and s_aux is None and shared:
             # The heads that share keys as rows: a tile of them costs what one of them costs.
             query = query.reshape(batch, kv_heads, heads // kv_heads, query.shape[3])
-        output = scaled_dot_product_attention(
+        output = attend_visibly(
             query, key, value, attention_mask, dropout, is_causal, scaling, grouped, **options
         )
         if query.shape[1] != heads:
@@ -199,9 +204,7 @@ def _with_position_bias(
         bias = torch.where(mask, bias, torch.finfo(bias.dtype).min)
     elif mask is not None:
         bias = bias + mask
-    return scaled_dot_product_attention(
-        query, key, value, bias, dropout, is_causal, scaling, grouped, **options
-    )
+    return attend_visibly(query, key, value, bias, dropout, is_causal, scaling, grouped, **options)
 
 
 def _check_packed(query, key, value, cu_seq_k, position_bias) -> None:
@@ -253,15 +256,25 @@ def _filled(mask: Tensor | None, batch: int, seq_q: int, seq_k: int) -> dict[str
         return {}
     if seq_q != 1 or mask.dtype is not torch.bool or mask.shape != (batch, 1, 1, seq_k):
         return None
-    if not mask.is_cpu or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if not mask.is_cpu or not _can_be_looked_at(mask):
         return None
-    if mask.is_inference():
-        return _interval(mask[:, 0, 0])
-    of, version, filled = _last_filled
-    if of() is not mask or version != mask._version:
+    version = None if mask.is_inference() else mask._version
+    known, filled = getattr(mask, _FILLED, (None, None))
+    if version is None or known != version:
         filled = _interval(mask[:, 0, 0])
-        _remember(mask, filled)
+        if version is not None and hasattr(mask, _FILLED):
+            setattr(mask, _FILLED, (version, filled))
     return filled
+
+
+def _can_be_looked_at(tensor: Tensor) -> bool:
+    """Whether it has numbers, and those of one call: it is not traced, faked or vmapped."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or type(tensor) is not Tensor
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def _interval(mask: Tensor) -> dict[str, Tensor] | None:
@@ -277,13 +290,3 @@ def _interval(mask: Tensor) -> dict[str, Tensor] | None:
         return None
     end = torch.where(count == 0, first, end)
     return {"cache_leftpad": first.int(), "cache_seqlens": end.int()}
-
-
-# One mask serves all layers of a forward: (weak reference to it, its version, what _interval
-# found). Masks of torch.inference_mode, which have no version, are looked at anew.
-_last_filled: tuple = (lambda: None, -1, None)
-
-
-def _remember(mask: Tensor, filled: dict[str, Tensor] | None) -> None:
-    global _last_filled
-    _last_filled = (weakref.ref(mask), mask._version, filled)

@@ -23,6 +23,8 @@ _PROVEN = (
     "mimo_v2_flash", "openai_privacy_filter", "t5_gemma_module", "t5gemma", "vaultgemma",
     "videoprism_text_model",
 )  # fmt: skip
+# What passes an argument that the attention refuses.
+_SPARSE = ("minimax_m3_vl_text",)
 _KINDS = ("attention",)
 _RECORD = "_onepass_attention_before"  # on a PreTrainedModel: what its configs named before attach
 
@@ -55,9 +57,16 @@ class Attachment:
 
         As :meth:`onepass.swapping.Report.verify`; what `onepass.swap` changed stays swapped in both
         runs. Its report's `verify` undoes both.
+
+        Raises:
+            RuntimeError: nothing in the model is attached any more.
         """
         from onepass.swapping.verify import verify
 
+        if self._model is not None and not _attached(_found(self._model)):
+            raise RuntimeError(
+                "verify: model must be attached still, got one whose configs name others"
+            )
         return verify(self, batch, loss_fn)
 
     def __str__(self) -> str:
@@ -109,7 +118,8 @@ def attach(model: nn.Module, *, strict: bool = False) -> Attachment:
     `DistributedDataParallel`, your own modules): its config, and its sub-configs, name "onepass"
     afterwards if transformers runs the class on "sdpa" (`_supports_sdpa`), or if it is one that
     runs on eager attention alone and onepass is known to compute the same (Gemma 2, gpt-oss, ...).
-    Nothing else changes: no class, no parameter; models that share a config object change together.
+    Nothing else changes: no class, no parameter; models that share a config object change together
+    (which of them was attached knows what it named before; detach that one).
     Works before and after `onepass.swap`, and on compiled models, which compile again.
 
     Args:
@@ -231,6 +241,8 @@ def _refusal(holder: PreTrainedModel) -> str:
     registry = getattr(sys.modules.get(type(holder).__module__), "ALL_ATTENTION_FUNCTIONS", None)
     if "sdpa" in getattr(registry, "_local_mapping", ()):
         return "its module has an attention of its own under the name sdpa"
+    if holder.config.model_type in _SPARSE:
+        return "selects blocks of keys, which onepass's attention does not take"
     proven = holder._supports_attention_backend and holder.config.model_type in _PROVEN
     if not (holder._supports_sdpa or proven):
         return "transformers vouches for its eager attention alone"
