@@ -436,6 +436,8 @@ def run(step: Step, seconds: float, log: Path) -> tuple[int | None, str]:
                 cwd=step.folder,
                 env=environment_of_steps() | step.environment,
                 start_new_session=True,
+                # Ignored where the report runs in the background of a shell; see _end.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         except OSError as error:
             return 127, str(error)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -285,13 +286,20 @@ def test_a_step_gets_no_more_than_its_limit_and_ends_with_its_children(tmp_path)
     pytest.fail("its child still runs")
 
 
-def test_tests_that_do_not_end_tell_what_they_found(tmp_path):
+@pytest.mark.parametrize(
+    "handler", [signal.default_int_handler, signal.SIG_IGN], ids=["handled", "ignored"]
+)
+def test_tests_that_do_not_end_tell_what_they_found(tmp_path, handler):
     (tmp_path / "test_it.py").write_text(
         "import time\ndef test_one(): assert False, 'so it goes'\ndef test_two(): time.sleep(60)\n"
     )
     words = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path)]
     step = gpu_report.Step("tests", 0.1, 5.0, lambda seconds: words)
-    gpu_report.execute([step], 60.0, tmp_path / "log", say=lambda line: None)
+    before = signal.signal(signal.SIGINT, handler)  # in the background of a shell it is ignored
+    try:
+        gpu_report.execute([step], 60.0, tmp_path / "log", say=lambda line: None)
+    finally:
+        signal.signal(signal.SIGINT, before)
     log = (tmp_path / "log").read_text()
     assert "so it goes" in log and "1 failed" in log
 
