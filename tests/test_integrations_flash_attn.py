@@ -323,10 +323,10 @@ def test_compiled_caches_are_written():
 
 def test_probabilities_with_dropout_are_refused():
     (q,) = drawn(F32, (1, 4, 1, 8))
-    with pytest.raises(NotImplementedError, match="flash_attn_func: return_attn_probs must be"):
+    with pytest.raises(ValueError, match="flash_attn_func: return_attn_probs must be"):
         flash_attn.flash_attn_func(q, q, q, 0.1, return_attn_probs=True)
     cu = bounds((4,))
-    with pytest.raises(NotImplementedError, match="flash_attn_varlen_func: return_attn_probs"):
+    with pytest.raises(ValueError, match="flash_attn_varlen_func: return_attn_probs"):
         flash_attn.flash_attn_varlen_func(
             q[0], q[0], q[0], cu, cu, 4, 4, 0.1, return_attn_probs=True
         )

@@ -206,4 +206,4 @@ def run(function, *args, **kwargs):
 
 def close(a, b) -> None:
     """The same by another path; how far from the truth, test_values_and_gradients asks."""
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a, b)

@@ -68,8 +68,9 @@ ONEPASS_INLINE typename M::Cells partial_cells(const T* row, int64_t count) {
 // kFirst: the keys come from memory, the lines of `coming` are asked for along the way, and all is
 // read in the order in which it lies: keys side by side would keep the hardware from prefetching.
 // Only where arithmetic takes as long as reading, since elements are converted, do two of them
-// share the loads of a query: 10 % less time for bfloat16 on AVX2, 8 % more for float32 (`onepass
-// bench decode`, grouped). Later rows find the keys in L1, and load them once for all rows.
+// share the loads of a query: on AVX2 that took a tenth off bfloat16 and added as much to float32
+// (the grouped cases of `onepass bench decode`, in a loop over 200 MB of caches). Later rows find
+// the keys in L1, and load them once for all rows.
 template <class M, int kRows, int kKeys, bool kFirst, class T>
 ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query_stride,
                                const T* const* keys, const T* const* coming, int64_t size,

@@ -73,9 +73,9 @@ def flash_attn_func(
         triple of it, the log-sum-exp (batch, heads, seq_q), and an empty tensor.
 
     Raises:
-        NotImplementedError: return_attn_probs with dropout, where flash_attn's third result has the
-            probabilities.
-        RuntimeError, ValueError: as onepass's own function does.
+        ValueError: return_attn_probs with dropout, where flash_attn's third result has the
+            probabilities; or as onepass's own function does.
+        RuntimeError: as that does.
     """
     _refuse_probabilities("flash_attn_func", return_attn_probs, dropout_p)
     output, lse = scaled_dot_product_attention(
@@ -317,7 +317,7 @@ def flash_attn_with_kvcache(
 
 def _refuse_probabilities(op: str, return_attn_probs: bool, dropout_p: float) -> None:
     if return_attn_probs and dropout_p > 0.0:
-        raise NotImplementedError(
+        raise ValueError(
             f"{op}: return_attn_probs must be False with dropout, whose probabilities are never "
             f"stored, got dropout_p {dropout_p}"
         )
