@@ -1,6 +1,6 @@
 # Two commands from a bare machine (Python 3.10 or newer, a C++20 compiler):
 #   make compare   a real transformer on real text, stock against swapped, with a picture
-#   make test      the whole test suite
+#   make test      the tests to work with; make test-all adds those that take their time
 # Everything happens in .venv; TORCH is pinned there and nowhere else. ARGS is passed on.
 
 TORCH ?= torch==2.13.0
@@ -15,7 +15,7 @@ SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
-.PHONY: build compare generate test lint format bench gpu-report clean
+.PHONY: build compare generate test test-all test-slow lint format bench gpu-report clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -49,8 +49,19 @@ bench: build
 gpu-report:
 	$(PYTHON) benchmarks/gpu_report.py $(ARGS)
 
+# pytest keeps the tests as it rewrites them, which takes seconds in each process.
+export PYTHONDONTWRITEBYTECODE :=
+
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup
+
 test: $(VENV)/test.stamp build
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --nbmake --nbmake-timeout=300 tests notebooks $(ARGS)
+	$(PYTEST) -m "not slow" --nbmake --nbmake-timeout=300 tests notebooks $(ARGS)
+
+# What make test leaves out.
+test-slow: $(VENV)/test.stamp build
+	$(PYTEST) -m slow tests $(ARGS)
+
+test-all: test test-slow
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from gpu_table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu-report"
+WRITTEN = ("report.json", "table.md")
 SITE = WORK / "site"  # where onepass is installed, for the steps alone
 # One process each: where a kernel has accessed memory that is not its own, no other runs any more.
 TESTS = {
@@ -490,7 +492,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu-report: {obstacle}", file=sys.stderr)
         return 2
     folder = args.out.resolve() / slug(machine["gpu"])
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in WRITTEN:
+            output_files().OutputFile(folder / name)
+    except OSError as error:
+        print(f"gpu-report: --out must be writable: {error.strerror}: {folder}", file=sys.stderr)
+        return 2
     WORK.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(SITE, ignore_errors=True)
     build, *others = plan(machine, tools, folder)
@@ -505,12 +513,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = args.budget - (time.monotonic() - start)
     say = functools.partial(print, flush=True)
     steps = execute([build, *chosen], left, folder / "report.log", say, keep)
-    print(f"\n{(folder / 'table.md').read_text()}")
-    return 1 if any(step["result"] == "failed" for step in steps) else 0
+    table, written = keep(steps)
+    print(f"\n{table}")
+    return 1 if not written or any(step["result"] == "failed" for step in steps) else 0
 
 
-def write(folder: Path, machine: dict, budget: float, start: float, steps: list[dict]) -> None:
-    """report.json and table.md, of these records and of what their steps have written."""
+def output_files():
+    """onepass's own module, which needs nothing of what is built here."""
+    path = ROOT / "python" / "onepass" / "_output_file.py"
+    spec = importlib.util.spec_from_file_location("output_file", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write(
+    folder: Path, machine: dict, budget: float, start: float, steps: list[dict]
+) -> tuple[str, bool]:
+    """report.json and table.md, of these records and of what their steps have written.
+
+    Returns the table, and whether both could be written; if not, stderr says why.
+    """
     report = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine,
@@ -518,11 +541,14 @@ def write(folder: Path, machine: dict, budget: float, start: float, steps: list[
         "seconds": round(time.monotonic() - start, 1),
         "steps": steps,
     }
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     measured = [read_json(folder / f"bench-{name}.json") for name in BENCHMARKS]
     compared = [read_json(folder / f"compare-{dtype}.json") for dtype in ("float32", "bfloat16")]
     table = markdown(report, list(filter(None, measured)), list(filter(None, compared)))
-    (folder / "table.md").write_text(table)
+    module, written = output_files(), True
+    for name, text in zip(WRITTEN, (json.dumps(report, indent=1) + "\n", table), strict=True):
+        file = module.OutputFile(folder / name, trial=False)
+        written &= module.write_or_say("gpu-report", name, file, text.encode())
+    return table, written
 
 
 if __name__ == "__main__":

@@ -10,7 +10,22 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(flags_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
   set(flags_avx512_bf16 ${flags_avx512} -mavx512bf16)
 endif()
+set(ONEPASS_CPU_LEVELS "" CACHE STRING "CPU levels to build, from the least, e.g. baseline;avx2; empty: all")
+if(ONEPASS_CPU_LEVELS)
+  set(levels ${ONEPASS_CPU_LEVELS})
+endif()
+set(level_list "")
+foreach(level ${levels})
+  if(NOT DEFINED flags_${level})
+    message(FATAL_ERROR "onepass: ONEPASS_CPU_LEVELS names ${level}, which is no level of this machine.")
+  endif()
+  string(APPEND level_list "LEVEL(${level}) ")
+endforeach()
 list(JOIN levels ", " ONEPASS_CPU_LEVELS_TEXT)
+set(optimization -O3)
+if(ONEPASS_SANITIZE)
+  set(optimization -O1)  # compiles in a fraction of the time
+endif()
 
 # GNU ld by name: other linkers that a compiler may prefer know no --force-group-allocation.
 find_program(ONEPASS_LD NAMES ld.bfd ld REQUIRED)
@@ -22,7 +37,7 @@ foreach(level ${levels})
   target_include_directories(cpu_${level} PRIVATE csrc)
   target_compile_definitions(cpu_${level} PRIVATE ONEPASS_ISA=${level})
   # Fused multiply-adds stand where the source writes fma(), nowhere else (cpu/vec.h).
-  target_compile_options(cpu_${level} PRIVATE -O3 -ffp-contract=off -fno-math-errno
+  target_compile_options(cpu_${level} PRIVATE ${optimization} -ffp-contract=off -fno-math-errno
     ${flags_${level}})
   set(object ${CMAKE_BINARY_DIR}/cpu_${level}.o)
   add_custom_command(OUTPUT ${object}
@@ -35,3 +50,4 @@ foreach(level ${levels})
 endforeach()
 
 onepass_op_library(onepass_cpu ${ops_sources} ${level_objects})
+target_compile_definitions(onepass_cpu PRIVATE "ONEPASS_CPU_LEVELS=${level_list}")

@@ -85,7 +85,7 @@ onepass_op_library(onepass_cuda ${ops_sources} ${cuda_sources})
 # where the source says so, as on the CPU.
 target_compile_options(onepass_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --fmad=false>)
-target_compile_definitions(onepass_cuda PRIVATE ONEPASS_CUDA USE_CUDA)
+target_compile_definitions(onepass_cuda PRIVATE ONEPASS_CUDA ONEPASS_DISPATCH_KEY=CUDA USE_CUDA)
 target_include_directories(onepass_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_link_libraries(onepass_cuda PRIVATE torch_cuda_stub)
 set_target_properties(onepass_cuda PROPERTIES CUDA_VISIBILITY_PRESET hidden)

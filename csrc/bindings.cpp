@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "ops/host.h"
+#include "ops/optimizer.h"
 
 namespace py = pybind11;
 
@@ -77,6 +78,26 @@ py::list take() {
     records.append(std::move(record));
   }
   return records;
+}
+
+// What Python has to know of ops/optimizer.h.
+py::dict optimizer_contract() {
+  py::dict algorithms;
+  for (int64_t i = 0; i < onepass::kAlgorithms; ++i) algorithms[onepass::kAlgorithmNames[i]] = i;
+  py::list settings;
+  for (const char* name : onepass::kHyperNames) settings.append(name);
+  py::dict layout;
+  layout["step"] = static_cast<int64_t>(onepass::kStepColumn);
+  layout["moments"] = static_cast<int64_t>(onepass::kMomentColumn);
+  layout["scales"] = static_cast<int64_t>(onepass::kScaleColumn);
+  layout["master"] = static_cast<int64_t>(onepass::kMasterColumn);
+  layout["columns"] = static_cast<int64_t>(onepass::kLayoutColumns);
+  py::dict contract;
+  contract["algorithms"] = algorithms;
+  contract["settings"] = settings;
+  contract["layout"] = layout;
+  contract["code_block"] = onepass::kCodeBlock;
+  return contract;
 }
 
 double ceiling(double (*measure)(double), double seconds) {
@@ -162,9 +183,15 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Build facts, CPU levels, recorded plans, identities of objects. No tensors.";
   m.def("attach", &attach, "Finds the loaded op library at this path.");
   m.def("build_info", &build_info, "What this package was built from and for.");
+  m.def(
+      "optimizer_contract", &optimizer_contract,
+      "Numbers of algorithms, columns of settings and layouts, as csrc/ops/optimizer.h has them.");
   m.def("cpu_levels", [] { return attached().levels(); }, "Levels that this machine supports.");
   m.def("cpu_level", [] { return std::string(attached().backend().name); }, "The level in use.");
   m.def("record", &record, "Starts or stops recording plans.");
+  m.def(
+      "parallel_regions", [] { return attached().regions(); },
+      "Parallel regions that CPU operators of this process have entered.");
   m.def("take", &take, "Plans recorded since the last take.");
   m.def(
       "fma_ceiling",

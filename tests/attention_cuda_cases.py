@@ -51,7 +51,7 @@ def of_kind(kind) -> dict:
 def on_cuda(monkeypatch, **options) -> AttentionCalls:
     """Of a case one draw is judged at first, and no more if it is right; see `check`."""
     for cases in (attention_cases, attention_decode_cases):
-        monkeypatch.setattr(cases, "stages", lambda case: (1, 6, 30))
+        monkeypatch.setattr(cases, "stages", lambda case: (1, 6, 30, 150))
     return on_emulated_cuda(monkeypatch, **options)
 
 
@@ -150,13 +150,4 @@ AXES = dict(
 
 def combination(row: dict) -> Case:
     row = dict(row)
-    row |= of_kind(row.pop("kind"))
-    (seq_q, seq_k), (heads, kv_heads) = row.pop("length"), row.pop("group")
-    left, right, bottom_right = row.pop("window")
-    sinks = row.pop("sinks")
-    if sinks is not None:
-        sinks = row["dtype"] if sinks == "dtype" or row["dtype"] is F64 else sinks
-    return Case(
-        seq_q=seq_q, seq_k=seq_k, heads=heads, kv_heads=kv_heads, window_left=left,
-        window_right=right, bottom_right=bottom_right, sinks=sinks, **row,
-    )  # fmt: skip
+    return attention_cases.combination(row | of_kind(row.pop("kind")))

@@ -349,7 +349,7 @@ def draws(case: Case) -> int:
 
 def stages(case: Case) -> tuple[int, ...]:
     """Draws that a case is judged by: a few, and more of one that fails with fewer."""
-    return draws(case), 5 * draws(case)
+    return draws(case), 5 * draws(case), 25 * draws(case)
 
 
 def compute(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 
+import costs
+import grids
 import pytest
 import torch
+from executors import cuda, emulator  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -15,8 +20,54 @@ def same_start():
     One, because the spinning threads of two pytest workers slow each other down tenfold; results do
     not depend on the number, which has tests of its own.
     """
-    torch.manual_seed(0)
+    # torch.manual_seed() takes a millisecond where it notes the stack for devices to come.
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def norms_run_ours(nothing_left_behind, monkeypatch):
+    """Swapped layer norms run ours at every size: small ones, as tests take, run torch's else."""
+    from onepass.swapping import small_norms
+
+    monkeypatch.setattr(small_norms, "LEAST_ELEMENTS", {})
+
+
+def _process_state() -> dict:
+    """What a test could leave changed for all tests after it in this process."""
+    return {
+        "address space": resource.getrlimit(resource.RLIMIT_AS),
+        "file size": resource.getrlimit(resource.RLIMIT_FSIZE),
+        "SIGINT": signal.getsignal(signal.SIGINT),
+        "SIGALRM": signal.getsignal(signal.SIGALRM),
+        # Others' variables change when torch's compiler or transformers are imported.
+        "variables": {name: v for name, v in os.environ.items() if name.startswith("ONEPASS_")},
+        "folder": os.getcwd(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """No test leaves a limit, a variable or a mode of the process behind: its kin would fail."""
+    before = _process_state()
+    yield
+    after = _process_state()
+    assert after == before, [name for name in before if after[name] != before[name]]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(costs.Costs(config))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest asks for marks
+def pytest_collection_modifyitems(items: list) -> None:
+    """ONEPASS_TEST_EVERY=5 keeps every fifth test: what test_lower_levels runs while you wait."""
+    grids.mark(items)
+    items[:] = items[:: int(os.environ.get("ONEPASS_TEST_EVERY", "1"))]
 
 
 def pytest_report_header() -> str:

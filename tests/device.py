@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterator
 
@@ -28,10 +27,6 @@ on_cuda_only = pytest.mark.skipif(not ON_CUDA, reason="needs streams, graphs or 
 OTHER = "cpu" if ON_CUDA else "meta"  # a device that tensors are not on
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-KINDS = list(itertools.product((False, True), (False, True)))
-kinds = pytest.mark.parametrize(
-    "rms, residual", KINDS, ids=["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"]
-)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 make = functools.partial(norm_cases.make, device=DEVICE)
 

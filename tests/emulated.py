@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import hashlib
 import os
 import re
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
+import compiled
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "cuda_emulator"
-BUILD = ROOT / "build" / "cuda_emulator"
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 
 FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-g", "-O1", "-fno-omit-frame-pointer"]
-FLAGS += ["-ffp-contract=off", "-DONEPASS_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
+FLAGS += ["-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off"]
+FLAGS += ["-DONEPASS_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
 
 # What each build adds, for the kernels and for the scheduler. The address sanitizer goes with the
 # undefined-behaviour one; the thread sanitizer must not see the scheduler.
@@ -33,62 +32,53 @@ SANITIZED = {
     "thread": (["-fsanitize=thread", "-DEMULATOR_THREAD"], ["-DEMULATOR_THREAD"]),
 }
 BUILDS = tuple(SANITIZED)
+# For the instances of attention, which take minutes under a sanitizer.
+SLOW_UNDER_SANITIZERS = [
+    build if build == "plain" else pytest.param(build, marks=pytest.mark.slow) for build in BUILDS
+]
+
+
+@functools.cache
+def library() -> Path:
+    """csrc/ops on the emulated CUDA back end: the operators `onepass_emulated::*`, on the CPU."""
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
+    torch_folder = Path(torch.__file__).parent
+    for_torch = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-DTORCH={torch.__version__}"]
+    for_torch += ["-isystem", str(torch_folder / "include"), "-DONEPASS_NAMESPACE=onepass_emulated"]
+    kernels = [file for file in (ROOT / "csrc" / "cuda").rglob("*.cu") if file.name != "facts.cu"]
+    sources = [(file, []) for file in (FOLDER / "emulator.cpp", FOLDER / "image.cpp", *kernels)]
+    operators = [*(ROOT / "csrc" / "ops").glob("*.cpp"), FOLDER / "runtime_emulated.cpp"]
+    for file in operators:  # the host may not look into tensors; the schemas are defined here
+        sources.append((file, for_torch + ["-DONEPASS_CUDA"] * (file.name != "library.cpp")))
+    linking = ["-shared", f"-L{torch_folder / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"]
+    return _linked("library-plain", "plain", sources, linking)
 
 
 @functools.cache
 def program(name: str, build: str, *kernels: str) -> Path:
-    """The executable of tests/cuda_emulator/<name>.cpp with csrc/cuda/<kernels>.
-
-    Each source is compiled once for as long as neither it nor a header that it includes changes,
-    also across processes of a parallel test run.
-    """
+    """The executable of tests/cuda_emulator/<name>.cpp with csrc/cuda/<kernels>."""
     if COMPILER is None:
         pytest.skip("there is no C++ compiler")
     for_kernels, for_scheduler = SANITIZED[build]
     sources = [(FOLDER / "emulator.cpp", for_scheduler), (FOLDER / f"{name}.cpp", for_kernels)]
+    sources.append((FOLDER / "image.cpp", for_kernels))
+    if name == "replay":
+        kernels += ("kernels.cu",)
     sources += [(ROOT / "csrc" / "cuda" / kernel, for_kernels) for kernel in kernels]
-    objects = [_compiled(source, build, flags) for source, flags in sources]
-    digest = hashlib.sha256(repr([file.name for file in objects]).encode())
-    linked = BUILD / f"{name}{len(kernels)}-{build}-{digest.hexdigest()[:16]}"
-    return _made(linked, [COMPILER, *for_kernels, *objects])
+    return _linked(f"{name}{len(kernels)}-{build}", build, sources, for_kernels)
 
 
-def _compiled(source: Path, build: str, flags: list[str]) -> Path:
-    digest = hashlib.sha256(repr((COMPILER, FLAGS, flags)).encode())
-    for file in sorted(_included(source)):
-        digest.update(file.read_bytes())
+def _linked(name: str, build: str, sources: list[tuple[Path, list[str]]], flags: list[str]) -> Path:
+    objects = compiled.made([_object(source, build, flags) for source, flags in sources])
+    (linked,) = compiled.made([compiled.Recipe(name, (COMPILER, *objects, *flags))])
+    return linked
+
+
+def _object(source: Path, build: str, flags: list[str]) -> compiled.Recipe:
     name = "_".join(source.relative_to(ROOT).with_suffix("").parts)
-    target = BUILD / f"{name}-{build}-{digest.hexdigest()[:16]}.o"
-    return _made(target, [COMPILER, *FLAGS, *flags, "-x", "c++", "-c", source])
-
-
-def _included(source: Path) -> set[Path]:
-    """The source and the headers of this project that it includes, and those that they do."""
-    found, left = set(), [source]
-    while left:
-        file = left.pop()
-        if file not in found:
-            found.add(file)
-            for name in re.findall(r'^ *# *include ["<]([^">]+)', file.read_text(), re.MULTILINE):
-                paths = (folder / name for folder in (file.parent, ROOT / "csrc", ROOT / "tests"))
-                left += [path for path in paths if path.exists()][:1]
-    return found
-
-
-def _made(target: Path, command: list) -> Path:
-    """What the command writes to `target`, in place of what it wrote from other sources."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    family = target.name.rpartition("-")[0]
-    with open(BUILD / f"{family}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            for stale in BUILD.glob(f"{family}-*"):
-                stale.unlink()
-            with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-                made = Path(folder) / "made"
-                _run([*command, "-o", made])
-                made.replace(target)
-    return target
+    command = (COMPILER, *FLAGS, *flags, "-x", "c++", "-c", source)
+    return compiled.Recipe(f"{name}-{build}", command, (source,), ".o")
 
 
 def run(
@@ -114,9 +104,3 @@ def run(
     hint = r"==\d+==WARNING: ASan doesn't fully support makecontext.*\n"
     result.stderr = re.sub(hint, "", result.stderr)
     return result
-
-
-def _run(command: list) -> None:
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if result.returncode != 0:
-        pytest.fail(f"{' '.join(map(str, command))}\n{result.stderr[-4000:]}")

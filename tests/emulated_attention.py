@@ -206,8 +206,7 @@ def _attention(calls: AttentionCalls, query, key, value, o: dict) -> Arguments:
     for name in ("bias", "mask"):
         args.rows(name, o.get(name), "dense")
     for name in (
-        "alibi_slopes", "sinks", "cu_seq_q", "cu_seq_k", "seqused_q", "seqused_k", "block_table",
-        "seed",
+        "alibi_slopes", "sinks", "cu_seq_q", "cu_seq_k", "seqused_k", "block_table", "seed",
     ):  # fmt: skip
         args.elements(name, o.get(name))
     max_q, max_k = o.get("max_q", 0), o.get("max_k", 0)
@@ -230,8 +229,7 @@ def _attention(calls: AttentionCalls, query, key, value, o: dict) -> Arguments:
         head_dim=query.shape[-1], value_dim=value.shape[-1],
         window_left=limit("window_left"), window_right=limit("window_right"),
         query_offset=o.get("query_offset", 0), key_offset=o.get("key_offset", 0),
-        batch_offset=o.get("batch_offset", 0), head_offset=o.get("head_offset", 0),
-        total_heads=o.get("total_heads", 0) or heads, bottom_right=o.get("bottom_right", False),
+        bottom_right=o.get("bottom_right", False),
         whole_q=max_q or seq_q, whole_k=max_k or seq_k, scale=float(o["scale"]),
         softcap=float(o.get("softcap", 0.0)), dropout_p=float(o.get("dropout_p", 0.0)),
         allow_tf32=calls.allow_tf32 or o.get("allow_tf32", False),
@@ -249,12 +247,10 @@ def attention_forward(calls: AttentionCalls, query, key, value, **options):
     """(output, lse, lse_rest)"""
     FORWARD_CHECK(query, key, value, **options)
     args = _attention(calls, query, key, value, options)
-    used = options.get("seqused_q") is not None
     shape = (*query.shape[:-1], value.shape[-1])
-    output = args.result(shape, query.dtype, 0 if used else None, options.get("out_bshd", False))
+    output = args.result(shape, query.dtype, bshd=options.get("out_bshd", False))
     accumulator, statistic = _accumulator(query.dtype), _statistic_shape(args, query)
-    lse = args.result(statistic, accumulator, -float("inf") if used else None)
-    lse_rest = args.result(statistic, accumulator, 0 if used else None)
+    lse, lse_rest = args.result(statistic, accumulator), args.result(statistic, accumulator)
     args.rows("output", output, "dense" if query.dim() == 4 else "packed", written=True)
     args.add("lse", lse, written=True)
     args.add("lse_rest", lse_rest, written=True)
@@ -267,7 +263,7 @@ def attention_backward(
     calls: AttentionCalls, doutput, dlse, query, key, value, output, lse, lse_rest=None, *,
     grad_mask, deterministic=False, **options,
 ):  # fmt: skip
-    """(dquery, dkey, dvalue, dbias, dsinks, dslopes)"""
+    """(dquery, dkey, dvalue, [dbias, dsinks, dslopes])"""
     FORWARD_CHECK(query, key, value, **options)
     args = _attention(calls, query, key, value, options)
     layout = "dense" if query.dim() == 4 else "packed"
@@ -280,8 +276,7 @@ def attention_backward(
         if not grad_mask & BITS[name]:
             gradients[name] = _empty(query.dtype if tensor is None else tensor.dtype)
             continue
-        used = options.get("seqused_q" if name == "query" else "seqused_k") is not None
-        zero = empty or (used and name in ("query", "key", "value"))
+        zero = empty or (options.get("seqused_k") is not None and name in ("key", "value"))
         gradients[name] = args.result(
             tensor.shape, tensor.dtype, 0 if zero else None, bshd and name in "query key value"
         )
@@ -304,7 +299,8 @@ def attention_backward(
             deterministic = calls.deterministic
         args.numbers |= dict(dbias_numel=gradients["bias"].numel(), deterministic=deterministic)
         args.run("attention_backward")
-    return tuple(gradients.values())
+    *of_inputs, dbias, dsinks, dslopes = gradients.values()
+    return *of_inputs, [dbias, dsinks, dslopes]
 
 
 def decoded(calls: AttentionCalls, query, k_cache, v_cache, key=None, value=None, **options):

@@ -1,7 +1,5 @@
-"""The raw ops on the emulated CUDA back end: what `onepass._ops` calls, on files instead of a GPU.
-
-`on_emulated_cuda(monkeypatch)` puts them under the public functions, so that a test of the CPU
-kernels becomes one of the CUDA kernels by one line.
+"""Runs an operator of the emulated CUDA back end on files, for the families whose tests do not
+run on the executors yet (tests/executors.py): attention and the optimizers.
 """
 
 from __future__ import annotations
@@ -13,27 +11,17 @@ from pathlib import Path
 
 import emulated
 import torch
+from executors import Launch
 from torch import Tensor
 
-from onepass._ops import dropout, norm
-
-KERNELS = ("norm/forward.cu", "norm/backward.cu", "dropout.cu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@dataclass(frozen=True)
-class Launch:
-    blocks: int
-    threads: int
-    shared: int  # bytes of a block
-    kernel: str  # the instance
 
 
 @dataclass
 class Calls:
     """The calls of one test: plan, launches and counted bytes, by op."""
 
-    program: tuple[str, ...] = ("operators", *KERNELS)
+    program: tuple[str, ...] = ()  # the name, and the kernels that it is linked with
     build: str = "plain"
     seed: int = 0
     resident: int = 1  # blocks that run at the same time, at least
@@ -47,19 +35,11 @@ class Calls:
         return [call for call in self.done if call["op"] == op]
 
 
-def all_instances(build: str = "plain", program=("operators", *KERNELS)) -> set[str]:
+def all_instances(build: str, program: tuple[str, ...]) -> set[str]:
     """Every instance of a kernel that the ops of a program could launch."""
     name, *kernels = program
     executable = emulated.program(name, build, *kernels)
     return set(emulated.run(executable, "--kernels").stdout.splitlines())
-
-
-def on_emulated_cuda(monkeypatch, **options) -> Calls:
-    calls = Calls(**options)
-    monkeypatch.setattr(norm, "_forward", lambda *a: _norm_forward(calls, *a))
-    monkeypatch.setattr(norm, "_backward", lambda *a: _norm_backward(calls, *a))
-    monkeypatch.setattr(dropout, "_forward", lambda *a: _dropout_forward(calls, *a))
-    return calls
 
 
 def run(calls: Calls, op: str, numbers: dict, tensors: dict[str, Tensor | None]) -> None:
@@ -131,137 +111,3 @@ def _number(value) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return repr(value)
-
-
-def _rows(tensor: Tensor | None, shape) -> Tensor | None:
-    """A copy as (*rows, cols), rows of up to three dimensions, in a storage of its own.
-
-    Rows that are dense keep their distances, others are packed, as the ops do it.
-    """
-    if tensor is None:
-        return None
-    tensor = tensor.detach().flatten(tensor.dim() - len(shape))
-    if tensor.numel() and 2 <= tensor.dim() <= 4 and tensor.stride(-1) == 1:
-        reach = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in reach)
-        storage = tensor.as_strided((extent,), (1,)).clone()
-        return storage.as_strided(tensor.shape, tensor.stride())
-    if not 2 <= tensor.dim() <= 4:
-        tensor = tensor.reshape(-1, torch.Size(shape).numel())
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _row_numbers(rows: Tensor, **tensors: Tensor | None) -> dict:
-    """rows, cols, the rows' sizes, and the strides of each tensor by its name; all shaped alike."""
-    sizes = (1, 1, 1, *rows.shape[:-1])[-3:]
-    strides = {
-        f"{name}_stride": (0, 0, 0, *(() if tensor is None else tensor.stride()[:-1]))[-3:]
-        for name, tensor in tensors.items()
-    }
-    return dict(rows=rows.shape[:-1].numel(), cols=rows.shape[-1], row_size=sizes, **strides)
-
-
-def _poisoned(shape, dtype: torch.dtype, wanted: bool = True) -> Tensor | None:
-    return torch.full(shape, float("nan"), dtype=dtype) if wanted else None
-
-
-def _flat(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().flatten().clone()
-
-
-def _or_empty(tensor: Tensor | None, shape, dtype: torch.dtype) -> Tensor:
-    return torch.empty(0, dtype=dtype) if tensor is None else tensor.reshape(shape)
-
-
-def _accumulator(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
-
-
-def _norm_forward(
-    calls, input, residual, weight, bias, seed, shape, rms, eps, offset, p, out_dtype,
-    residual_dtype, save_statistics,
-):  # fmt: skip
-    x, stream = _rows(input, shape), _rows(residual, shape)
-    out_dtype = out_dtype or input.dtype
-    residual_dtype = residual_dtype or (input if residual is None else residual).dtype
-    accumulator = _accumulator(input)
-    y = _poisoned(x.shape, out_dtype)
-    total = _poisoned(x.shape, residual_dtype, residual is not None)
-    mean = _poisoned(x.shape[:-1], accumulator, save_statistics and not rms)
-    rstd = _poisoned(x.shape[:-1], accumulator, save_statistics)
-    numbers = _row_numbers(x, input=x, residual=stream) | dict(
-        input_dtype=input.dtype, residual_dtype=input.dtype if residual is None else residual.dtype,
-        weight_dtype=input.dtype if weight is None else weight.dtype,
-        bias_dtype=input.dtype if bias is None else bias.dtype,
-        output_dtype=out_dtype, residual_out_dtype=residual_dtype,
-        eps=float(eps), weight_offset=float(offset), dropout_p=float(p), rms=rms,
-    )  # fmt: skip
-    tensors = dict(
-        input=x, residual=stream, weight=_flat(weight), bias=_flat(bias), seed=seed, output=y,
-        residual_out=total, mean=mean, rstd=rstd,
-    )  # fmt: skip
-    if x.numel():
-        run(calls, "norm_forward", numbers, tensors)
-    leading = input.shape[: input.dim() - len(shape)]
-    return (
-        y.reshape(input.shape),
-        _or_empty(total, input.shape, residual_dtype),
-        _or_empty(mean, leading, accumulator),
-        _or_empty(rstd, leading, accumulator),
-    )
-
-
-def _norm_backward(
-    calls, doutput, dresidual_out, x, weight, bias, seed, mean, rstd, shape, rms, offset, p,
-    input_dtype, residual_dtype, mask,
-):  # fmt: skip
-    input_dtype, residual_dtype = input_dtype or x.dtype, residual_dtype or x.dtype
-    d = _rows(torch.zeros_like(x) if doutput is None else doutput, shape)
-    above, rows = _rows(dresidual_out, shape), _rows(x, shape)
-    dinput = _poisoned(rows.shape, input_dtype, bool(mask & 1))
-    dresidual = _poisoned(rows.shape, residual_dtype, bool(mask & 2))
-    dweight = None
-    if mask & 4 and weight is not None:
-        dweight = _poisoned(rows.shape[-1:], weight.dtype)
-    dbias = _poisoned(rows.shape[-1:], bias.dtype) if mask & 8 and bias is not None else None
-    numbers = _row_numbers(rows, doutput=d, dresidual_out=above, x=rows) | dict(
-        doutput_dtype=d.dtype, x_dtype=x.dtype,
-        weight_dtype=x.dtype if weight is None else weight.dtype,
-        dinput_dtype=input_dtype, dresidual_dtype=residual_dtype,
-        dweight_dtype=x.dtype if weight is None else weight.dtype,
-        dbias_dtype=x.dtype if bias is None else bias.dtype,
-        weight_offset=float(offset), dropout_p=float(p), rms=rms,
-    )  # fmt: skip
-    tensors = dict(
-        doutput=d, dresidual_out=above, x=rows, weight=_flat(weight),
-        mean=None if rms else _flat(mean), rstd=_flat(rstd), seed=seed, dinput=dinput,
-        dresidual=dresidual, dweight=dweight, dbias=dbias,
-    )  # fmt: skip
-    if rows.shape[-1]:
-        run(calls, "norm_backward", numbers, tensors)
-    return (
-        _or_empty(dinput, x.shape, input_dtype),
-        _or_empty(dresidual, x.shape, residual_dtype),
-        _or_empty(dweight, shape, x.dtype if weight is None else weight.dtype),
-        _or_empty(dbias, shape, x.dtype if bias is None else bias.dtype),
-    )
-
-
-def _dropout_forward(calls, input, residual, seed, p, out_dtype):
-    dtype = (input if residual is None else residual).dtype if out_dtype is None else out_dtype
-    x = input.detach().contiguous().clone()
-    stream = None if residual is None else residual.detach().contiguous().clone()
-    output = _poisoned(x.shape, dtype)
-    numbers = dict(
-        numel=x.numel(), input_dtype=x.dtype,
-        residual_dtype=x.dtype if stream is None else stream.dtype, output_dtype=dtype,
-        dropout_p=float(p),
-    )  # fmt: skip
-    if x.numel():
-        run(
-            calls,
-            "dropout_forward",
-            numbers,
-            dict(input=x, residual=stream, seed=seed, output=output),
-        )
-    return output

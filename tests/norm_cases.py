@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 import torch.nn.functional as F
 from seeds import drawn_seed
@@ -14,6 +15,10 @@ from onepass import functional, numerics, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = list(itertools.product((False, True), (False, True)))
+kinds = pytest.mark.parametrize(
+    "rms, residual", KINDS, ids=["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"]
+)
 
 # Columns for each CUDA kernel: one, two and four packs per thread in a warp, a block, several warps
 # that do not fill, tails that no pack divides; and rows too long for registers.
@@ -96,8 +101,6 @@ class Case:
             x = (residual + self.dropped(input)).to(self.residual_dtype or residual.dtype)
         if self.rms:
             scaled = weight + self.weight_offset if weight is not None else None
-            if weight is None and self.weight_offset:
-                scaled = x.new_full(self.shape, 1 + self.weight_offset)
             y = F.rms_norm(x, self.shape, scaled, self.eps)
         else:
             # F.layer_norm on CPU wants 16-bit weights to have the input's dtype, or float32.
@@ -229,7 +232,7 @@ def mixes(residual: bool):
 def raw_forward(input: Tensor, **arguments):
     """The op itself; what is not given is left out, the row is the last dimension."""
     defaults = dict.fromkeys(("residual", "weight", "bias", "seed", "out_dtype", "residual_dtype"))
-    defaults |= dict(normalized_shape=list(input.shape[-1:]), rms=False, eps=0.0)
+    defaults |= dict(normalized_shape=list(input.shape[-1:]), kind=0, eps=0.0)
     defaults |= dict(weight_offset=0.0, dropout_p=0.0, save_statistics=False)
     return torch.ops.onepass.norm_forward(**defaults | {"input": input} | arguments)
 
@@ -238,6 +241,6 @@ def raw_backward(x: Tensor, **arguments):
     """As :func:`raw_forward`, with every gradient."""
     defaults = dict.fromkeys(("doutput", "dresidual_out", "weight", "bias", "seed"))
     defaults |= dict.fromkeys(("input_dtype", "residual_dtype"))
-    defaults |= dict(normalized_shape=list(x.shape[-1:]), rms=False)
+    defaults |= dict(normalized_shape=list(x.shape[-1:]), kind=0)
     defaults |= dict(weight_offset=0.0, dropout_p=0.0, grad_mask=15)
     return torch.ops.onepass.norm_backward(**defaults | {"x": x} | arguments)

@@ -11,23 +11,24 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+import compiled
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def compile_cubin(source: Path, target: Path, arch: str) -> Path:
-    """`target`, compiled from `source` for `arch` (as in sm_80); skips where there is no nvcc."""
+def cubin(source: Path, arch: str) -> Path:
+    """Compiled from `source` for `arch` (as in sm_80); skips where there is no nvcc."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("there is no nvcc")
     options = (ROOT / "cmake" / "cuda.cmake").read_text()
     (flags,) = re.findall(r"COMPILE_LANGUAGE:CUDA>:(--[^>]*)>", options)
     command = [nvcc, "-std=c++20", f"-arch={arch}", *flags.split(), "-Werror=all-warnings"]
-    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}", "-cubin", "-o", target, source]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return target
+    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}", "-cubin", source]
+    name = "_".join(source.relative_to(ROOT).with_suffix("").parts)
+    recipe = compiled.Recipe(f"{name}-{arch}", tuple(command), (source,), ".cubin")
+    return compiled.made([recipe])[0]
 
 
 def cuobjdump(*words: str | Path) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import pickle
 
+import injection
 import pytest
 import torch
 
@@ -45,6 +47,28 @@ FLAGS = {
     "SGD": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9},
     "Lion": {"lr": 1e-2, "weight_decay": 0.1},
 }
+
+# What one group may ask for that the others do not.
+OF_A_GROUP = {
+    "AdamW": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": True, "maximize": True},
+    "Adam": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": True, "maximize": True},
+    "SGD": {"momentum": 0.5, "dampening": 0.3, "maximize": True},
+    "Lion": {"betas": (0.7, 0.9), "maximize": True},
+}
+# Options that states are loaded under.
+EXTRAS = {
+    "AdamW": {"master": "remainder16", "state_dtype": F32, "max_grad_norm": 0.5},
+    "Adam": {"state_dtype": "int8", "zero_grads": True},
+    "SGD": {"master": "stochastic"},
+    "Lion": {"master": "fp32", "max_grad_norm": 1e3},
+}
+WITH_STEP = ("AdamW", "Adam", "SGD")  # with the extras above
+
+HOOKS = [
+    f"_optimizer_{call}_{when}_hooks"
+    for call in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
 
 names = pytest.mark.parametrize("name", NAMES)
 torch_names = pytest.mark.parametrize("name", TORCH_NAMES)
@@ -106,6 +130,36 @@ def snapshot(optimizer):
             if isinstance(value, torch.Tensor):
                 found[index, key] = value.detach().clone()
     return found
+
+
+def everything(optimizer, identities=True):
+    """What an optimizer has and what it steps, to be compared with == before and after a fault.
+
+    With identities: of the same optimizer; without, of one made alike.
+    """
+    params = members(optimizer)
+    hidden = getattr(optimizer, "_hidden_steps", {})
+    found = {
+        "params": params,
+        "grads": [p.grad for p in params],
+        "states": [optimizer.state.get(p) for p in params],
+        "entries": len(optimizer.state),
+        "steps": [hidden.get(p) for p in params],
+        "groups": [{**group, "params": len(group["params"])} for group in optimizer.param_groups],
+        "defaults": dict(optimizer.defaults),
+        "norm": getattr(optimizer, "grad_norm", None),
+        "hooks": [len(getattr(optimizer, hooks)) for hooks in HOOKS],
+        "attributes": sorted(optimizer.__dict__),
+    }
+    if identities:
+        groups = optimizer.param_groups
+        found["versions"] = [(p._version, p.data_ptr()) for p in params]
+        found["objects"] = [(id(group), *map(id, group["params"])) for group in groups]
+        found["keys"] = [(id(key), id(entry)) for key, entry in optimizer.state.items()]
+        found["tensors"] = [
+            [(key, id(value)) for key, value in optimizer.state.get(p, {}).items()] for p in params
+        ]
+    return injection.bits(found)
 
 
 def assert_same(one, two, case=""):
@@ -196,6 +250,10 @@ def through_a_file(value):
     torch.save(value, buffer)
     buffer.seek(0)
     return torch.load(buffer)
+
+
+def through_pickle(value):
+    return pickle.loads(pickle.dumps(value))
 
 
 def first_moment(name):

@@ -14,27 +14,39 @@ import torch
 from emulated_ops import DTYPES, Calls, run
 from torch import Tensor
 
+from onepass._ops.optimizer import ALGORITHMS, Hyper
+from onepass._ops.optimizer import CODE_BLOCK as BLOCK
+
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INT8 = torch.uint8
-ADAM, SGD, LION = range(3)
+ADAM, SGD, LION = map(ALGORITHMS.get, ("Adam", "SGD", "Lion"))
 MOMENTS = {ADAM: 2, SGD: 1, LION: 1}
 MOMENT_TYPES = {F32: 0, BF16: 1, F16: 3, F64: 4, INT8: 5}
 STOCHASTIC_BF16 = 2
 NONE, MASTER, REMAINDER, STOCHASTIC = range(4)
-BLOCK = 256  # elements of one scale
 PIECE = 4096
 PROGRAM = ("optimizer", "optimizer/step.cu", "optimizer/gradients.cu")
 
-# The columns of `hyper`.
-SETTINGS = dict(
-    lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, momentum=0.9, dampening=0.0,
-    decoupled=True, amsgrad=False, nesterov=False, maximize=False,
+SETTINGS = Hyper(
+    lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, momentum=0.9, decoupled=True
 )  # fmt: skip
+
+# Beside the defaults, what a group may ask for; amsgrad has a moment more.
+GROUPS = {
+    ADAM: [
+        {}, {"decoupled": False}, {"amsgrad": True}, {"maximize": True, "weight_decay": 0.0},
+        {"beta1": 0.3, "eps": 0.0, "decoupled": False, "amsgrad": True, "maximize": True},
+    ],
+    SGD: [
+        {}, {"decoupled": False, "nesterov": True}, {"momentum": 0.0, "maximize": True},
+        {"dampening": 0.25, "decoupled": False}, {"momentum": 0.0, "decoupled": False},
+    ],
+    LION: [{}, {"beta1": 0.4, "beta2": 0.3}, {"maximize": True, "weight_decay": 0.0}],
+}  # fmt: skip
 
 
 def hyper(*groups: dict) -> Tensor:
-    rows = [[float(value) for value in (SETTINGS | group).values()] for group in groups]
-    return torch.tensor(rows, dtype=F64)
+    return torch.tensor([SETTINGS._replace(**group) for group in groups], dtype=F64)
 
 
 @dataclass

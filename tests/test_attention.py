@@ -7,6 +7,7 @@ where it has one.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import attention_cases
 import pytest
@@ -40,19 +41,37 @@ HEAD_DIMS = (1, 8, 40, 59, 64, 96, 111, 128, 192, 256, 512)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.grid(2)
 def test_lengths(length, causal, dtype):
     check(Case(dtype, seq_q=length, seq_k=length, window_right=0 if causal else -1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.grid(2)
 def test_head_dims(head_dim, dtype):
     check(Case(dtype, head_dim, batch=1, seq_q=66, seq_k=130, window_right=0, bottom_right=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "terms",
+    [dict(window_right=0), dict(window_left=60, window_right=20), dict(alibi="b"),
+     dict(dropout_p=0.3), dict(window_right=0, alibi="", mask="bq", dropout_p=0.3, softcap=3.0)],
+    ids=str,
+)  # fmt: skip
+def test_positions_of_a_shard(terms, dtype):
+    """As ring attention has them: before, on and behind the diagonal, far beyond 32 bits, and
+    beginning within the eight keys that share random numbers."""
+    case = Case(dtype, 40, heads=2, kv_heads=1, seq_q=70, seq_k=130, dlse=True, **terms)
+    for query, key in ((0, 3), (40, 50), (13, 117), (2**33 + 205, 2**33 + 77)):
+        check(replace(case, query_offset=query, key_offset=key))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("value_dim", [1, 24, 59, 128, 512])
 @pytest.mark.parametrize("head_dim", [1, 64, 192])
+@pytest.mark.grid(2)
 def test_value_dims(head_dim, value_dim, dtype):
     check(Case(dtype, head_dim, value_dim, batch=1, seq_q=40, seq_k=70))
 
@@ -61,6 +80,7 @@ def test_value_dims(head_dim, value_dim, dtype):
 @pytest.mark.parametrize(
     "seq_q, seq_k", [(1, 385), (385, 5), (1, 128), (7, 300), (300, 7), (64, 192), (192, 64)]
 )
+@pytest.mark.grid
 def test_queries_and_keys_of_different_lengths(seq_q, seq_k, dtype):
     for bottom_right in (False, True):
         for window in ((-1, -1), (-1, 0), (40, 0)):
@@ -85,6 +105,7 @@ WINDOWS = [(0, 0), (5, 3), (0, -1), (-1, 5), (63, 0), (64, 64), (100, 0), (1000,
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("bottom_right", [False, True], ids=["top-left", "bottom-right"])
+@pytest.mark.grid
 def test_windows(window, bottom_right):
     left, right = window
     for seq_q, seq_k in ((200, 200), (90, 210), (210, 90)):
@@ -102,6 +123,7 @@ def test_groups(heads, kv_heads, dtype):
 
 @pytest.mark.parametrize("pattern", ["", "b", "h", "q", "bh", "bq", "hq", "bhq"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.grid
 def test_bias_and_mask_of_one_pattern(pattern, dtype):
     check(Case(dtype, 16, heads=3, seq_q=70, seq_k=100, bias=pattern))
     check(Case(dtype, 16, heads=3, seq_q=70, seq_k=200, mask=pattern))
@@ -141,23 +163,9 @@ AXES = dict(
 )  # fmt: skip
 
 
-def combination(row: dict) -> Case:
-    row = dict(row)
-    (seq_q, seq_k), (heads, kv_heads) = row.pop("length"), row.pop("group")
-    left, right, bottom_right = row.pop("window")
-    sinks = row.pop("sinks")
-    if sinks is not None:
-        sinks = row["dtype"] if sinks == "dtype" or row["dtype"] is F64 else sinks
-    # A float64 bias goes with float64 alone; elsewhere it has query's dtype here.
-    return Case(
-        seq_q=seq_q, seq_k=seq_k, heads=heads, kv_heads=kv_heads, window_left=left,
-        window_right=right, bottom_right=bottom_right, sinks=sinks, **row,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("row", pairwise(AXES), ids=lambda row: "-".join(map(str, row.values())))
 def test_pairs_of_options(row):
-    check(combination(row))
+    check(attention_cases.combination(row))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,7 +15,7 @@ from attention_cuda_cases import DTYPES, TILED, on_cuda
 from attention_dropout_cases import SEED, backward_masks, forward_mask, kept
 from hypothesis import given, settings
 from test_attention_dropout import (  # noqa: F401
-    test_a_shard_of_batch_heads_and_queries_computes_what_the_whole_does,
+    test_a_shard_of_queries_computes_what_the_whole_does,
     test_everything_dropped,
     test_forward_and_backward_drop_what_the_reference_drops,
     test_golden_bits,

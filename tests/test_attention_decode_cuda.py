@@ -101,6 +101,7 @@ WINDOWS = [(-1, 0), (60, 0), (33, 17), (3, 130), (0, 0), (2000, 0), (-1, 5)]
 @dtypes
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("new_rows", [-1, 1, 3])
+@pytest.mark.grid(2)
 def test_lengths(new_rows, page_size, dtype):
     case = Case(dtype, heads=2, kv_heads=1, lengths=LENGTHS, new_rows=new_rows, page_size=page_size)
     check(case)
@@ -121,6 +122,7 @@ LONG = {
 
 @dtypes
 @pytest.mark.parametrize("name", LONG)
+@pytest.mark.grid
 def test_long_and_many_sequences(cuda, name, dtype):
     """Each way to cut the work: by chunks, by runs of chunks, by sequences."""
     check(replace(LONG[name], dtype=dtype))
@@ -130,6 +132,7 @@ def test_long_and_many_sequences(cuda, name, dtype):
 
 @dtypes
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.grid(2)
 def test_head_dims(head_dim, dtype):
     case = Case(dtype, head_dim, seq_q=2, lengths=(150, 9), new_rows=2, window_right=0)
     check(case)
@@ -140,6 +143,7 @@ def test_head_dims(head_dim, dtype):
 @dtypes
 @pytest.mark.parametrize("group", [(1, 1), (4, 1), (6, 2), (12, 4), (24, 1)], ids=str)
 @pytest.mark.parametrize("seq_q", [1, 3, 16, 17])
+@pytest.mark.grid(4)
 def test_groups_and_queries(seq_q, group, dtype):
     heads, kv_heads = group
     case = Case(dtype, 32, heads=heads, kv_heads=kv_heads, seq_q=seq_q, lengths=(140, 5))
@@ -149,6 +153,7 @@ def test_groups_and_queries(seq_q, group, dtype):
 
 @dtypes
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.grid
 def test_windows(window, dtype):
     left, right = window
     case = Case(dtype, 32, window_left=left, window_right=right, lengths=(0, 1, 20, 64, 300))
@@ -166,6 +171,7 @@ def test_windows(window, dtype):
      dict(new_rows=40), dict(new_rows=2, window_right=0, lengths=(0, 1, 4, 5), seq_q=7)],
     ids=str,
 )  # fmt: skip
+@pytest.mark.grid(2)
 def test_options(options, dtype):
     if options.get("sinks") == "dtype":
         options = options | dict(sinks=dtype)
@@ -175,6 +181,7 @@ def test_options(options, dtype):
 @dtypes
 @pytest.mark.parametrize("rotary", ["interleaved", "halves"])
 @pytest.mark.parametrize("rotary_dim", [0, 2, 26])
+@pytest.mark.grid(2)
 def test_rotary(rotary_dim, rotary, dtype):
     for rotary_dtype in {F32, dtype}:
         case = Case(dtype, 40, seq_q=3, new_rows=3, rotary=rotary, rotary_dim=rotary_dim,
@@ -291,6 +298,7 @@ def test_any_order_of_blocks_and_threads(monkeypatch, name):
 @dtypes
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("far", ["sequences", "heads", "rows"])
+@pytest.mark.grid(2)
 def test_offsets_beyond_32_bits(monkeypatch, far, page_size, dtype):
     """In dense caches sequences, in others pages; the memory between them is never touched."""
     case = Case(dtype, 64, lengths=(20, 30), new_rows=2, seq_q=2, page_size=page_size)
@@ -301,6 +309,7 @@ def test_offsets_beyond_32_bits(monkeypatch, far, page_size, dtype):
 
 @dtypes
 @pytest.mark.parametrize("head_dim", [1, 3, 40, 59, 97])
+@pytest.mark.grid(2)
 def test_no_tensor_is_aligned(monkeypatch, head_dim, dtype):
     """Bit for bit, whether rows are copied by 16 bytes or by elements."""
     case = Case(dtype, head_dim, seq_q=2, lengths=(150, 9), new_rows=2, window_right=0)
@@ -354,6 +363,7 @@ def test_keys_and_values_are_read_once_per_tile(cuda, name):
 
 @dtypes
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+@pytest.mark.grid
 def test_shared_memory_fits_every_device(cuda, head_dim, dtype):
     """A block's limit is 99 KiB on sm_86, sm_89 and sm_120, and more elsewhere."""
     case = Case(dtype, head_dim, lengths=(20,), new_rows=1, seq_q=17)
@@ -372,7 +382,7 @@ BRANCHES = {
 }
 
 
-@pytest.mark.parametrize("build", emulated.BUILDS)
+@pytest.mark.parametrize("build", emulated.SLOW_UNDER_SANITIZERS)
 def test_each_instance(monkeypatch, build):
     """Without races or bad accesses; none is left out."""
     calls = on_cuda(monkeypatch, build=build, seed=1)
@@ -385,6 +395,7 @@ def test_each_instance(monkeypatch, build):
     assert calls.instances == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["address", "thread"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("name", BRANCHES)

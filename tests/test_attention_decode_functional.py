@@ -130,10 +130,9 @@ def test_num_splits():
     case = Case(F32, 32, lengths=(700, 3))
     t = case.tensors()
     expected = through(case, t)
-    for splits in (None, 0):
+    for splits in (None, 0, 3, -1):  # ignored
         for one, other in zip(through(case, t, num_splits=splits), expected, strict=True):
             assert same_bits(one, other)
-    assert through(case, t, num_splits=3)[0].isfinite().all()
 
 
 def test_output_follows_the_layout_of_the_query():

@@ -298,6 +298,7 @@ def test_compile_fullgraph_with_dynamic_shapes():
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_inductor():
     outputs, lses = torch.randn(3, 2, 9, 8), torch.randn(3, 2, 9)
     lses[1, 0, 1], lses[:, 1, 2] = -INF, -INF

@@ -114,7 +114,6 @@ WRONG = [
     (READ, dict(sinks=torch.zeros(2)), "sinks must have shape (4,), got (2,)"),
     (READ, dict(sinks=torch.zeros(4).half()),
      "sinks must have dtype float32 or query's float32, got float16"),
-    (READ, dict(num_splits=-1), "num_splits must not be negative, got -1"),
 ]  # fmt: skip
 
 WRONG_APPEND = [

@@ -60,6 +60,7 @@ def test_opcheck(name, out_bshd):
 
 @checked
 @pytest.mark.parametrize("rotary, new_rows", [(None, 0), (None, 2), ("interleaved", 2)])
+@pytest.mark.grid
 def test_opcheck_append(name, rotary, new_rows):
     case = replace(CHECKED[name], new_rows=new_rows, rotary=rotary, rotary_dim=6)
     positional, named = checked_arguments(case)
@@ -100,9 +101,11 @@ def test_fakes_have_the_shapes_dtypes_and_strides(appends, order, dtype):
     assert meta[0].device.type == "meta"
 
 
-def test_meta_tensors_are_checked_for_shapes():
-    q, k = torch.randn(2, 4, 1, 8, device="meta"), torch.randn(2, 2, 9, 8, device="meta")
-    new, used = k[:, :, :1], int32([5, 3]).to("meta")
+@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
+def test_tensors_without_data_are_checked(mode):
+    with mode:
+        q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8)
+        new, used = k[:, :, :1], torch.full((2,), 3, dtype=torch.int32)
     attend = attention_with_kv_cache
     for wrong in (
         lambda: attend(q, k[..., :7], k),
@@ -328,6 +331,7 @@ def uncopied() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name, how", uncopied())
+@pytest.mark.grid
 def test_an_append_copies_no_cache(name, how, compiled_anew):
     """Not under functionalisation either, which knows no other way to write into an input."""
     step, caches = ways()[name]

@@ -47,6 +47,7 @@ lengths = pytest.mark.parametrize("name", LENGTHS)
 
 @lengths
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.grid
 def test_lengths(name, dtype):
     for storage in ("packed", "packed used", "used"):
         case = Case(dtype, 32, heads=2, kv_heads=1, storage=storage, lengths=LENGTHS[name])
@@ -65,6 +66,7 @@ def test_everything_on_packed_sequences(name):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("page_size", [1, 7, 16, 256])
+@pytest.mark.grid
 def test_page_sizes(page_size, dtype):
     sequences = ((1, 130), (9, 16), (4, 0), (0, 20), (64, 257))
     case = Case(dtype, 40, 24, heads=4, kv_heads=2, storage="paged", lengths=sequences,
@@ -91,29 +93,11 @@ def test_entries_of_the_block_table_beyond_the_keys_are_not_looked_at():
     assert_same(ours(case, other), ours(case, t))
 
 
-@pytest.mark.parametrize("which", ["seqused_q", "seqused_k"])
-@pytest.mark.parametrize("storage", ["used", "packed used"])
-def test_one_of_the_used_lengths_alone(which, storage):
-    case = Case(F32, 32, storage=storage, lengths=((40, 70), (33, 12)), dlse=True, **CAUSAL)
-
-    def compute(drawn: Case):
-        t = drawn.tensors()
-        for name in ("query", "key", "value"):
-            t[name] = torch.where(t[name].isnan(), torch.randn_like(t[name]), t[name])
-        del t[which]
-        return ours(drawn, t), definition(drawn, t, F64), base(drawn, t)
-
-    check(case, compute)
-
-
-def test_unused_rows_are_zero():
+def test_gradients_of_unused_rows_are_zero():
     case = Case(F32, 32, storage="used", lengths=((40, 70), (33, 12)), sinks=F32)
     results = ours(case)
-    assert results["output"].shape[2] > 40
-    for b, (queries, keys) in enumerate(case.sequences):
-        assert not results["output"][b, :, queries:].any()
-        assert (results["lse"][b, :, queries:] == -torch.inf).all()
-        assert not results["dquery"][b, :, queries:].any()
+    for b, (_, keys) in enumerate(case.sequences):
+        assert results["dkey"].shape[2] > keys
         assert not results["dkey"][b, :, keys:].any() and not results["dvalue"][b, :, keys:].any()
 
 
@@ -149,7 +133,7 @@ def test_a_sequence_does_not_depend_on_the_others(storage, dtype):
             part["cu_seq_k"] = cumulated([keys.stop - keys.start])
         elif storage == "used":
             part["key"], part["value"] = t["key"][b : b + 1], t["value"][b : b + 1]
-        for name in ("seqused_q", "seqused_k", "block_table"):
+        for name in ("seqused_k", "block_table"):
             if name in t:
                 part[name] = t[name][b : b + 1]
         assert_same(forward(case, part), expected, f"sequence {b}")
@@ -243,7 +227,7 @@ def test_torchs_arguments_come_first_and_mean_the_same():
     aux = varlen(case, t, return_lse=False, return_aux=AuxRequest(lse=True))
     assert torch.equal(aux[0], output) and torch.equal(aux[1], lse)
     assert torch.equal(varlen(case, t, return_lse=False, return_aux=AuxRequest()), output)
-    assert torch.equal(varlen(case, t, num_splits=1)[0], output)
+    assert torch.equal(varlen(case, t, num_splits=-7)[0], output)
 
 
 @pytest.mark.parametrize("trained", [(), ("query",), ("key", "value"), ("query", "key", "value")])

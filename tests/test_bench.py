@@ -460,6 +460,7 @@ def test_no_case_begins_after_the_limit(capsys):
         (("--seconds", "-1"), "--seconds must be positive, got -1"),
         (("--limit", "0"), "--limit must be positive, got 0"),
         (("--quick", "--json", "no/such/folder/x.json"), "--json must name a file to write"),
+        (("--quick", "--json", "/dev/full"), "--json must name a file to write: No space left"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(words, message, capsys):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from fnmatch import fnmatch
 
 import pytest
 import torch
 from test_bench import run
 
-from onepass.bench import attention, harness, report
+from onepass.bench import attention, attention_parts, harness, report
 from onepass.bench import case as cases
 from onepass.bench.case import Case, Goal, Row
 from onepass.bench.ceilings import Ceilings
@@ -35,8 +36,8 @@ def with_flops(quick: bool = False) -> list[Case]:
 def test_pairs_by_counting(seq, window):
     square = torch.ones(seq, seq, dtype=torch.bool)
     seen = square.tril() if window is None else square.tril().triu(1 - window)
-    assert attention.pairs(seq, True, window) == int(seen.sum())
-    assert attention.pairs(seq) == seq * seq
+    assert attention_parts.pairs(seq, True, window) == int(seen.sum())
+    assert attention_parts.pairs(seq) == seq * seq
 
 
 def seen_by_queries(kind: str, batch: int, seq: int) -> torch.Tensor:
@@ -49,7 +50,7 @@ def seen_by_queries(kind: str, batch: int, seq: int) -> torch.Tensor:
     if kind == "padding-mask":
         square[::2, :, seq - seq // 4 :] = False
     if kind == "packed":
-        for sequence, share in zip(square, attention.FILL, strict=True):
+        for sequence, share in zip(square, attention_parts.FILL, strict=True):
             sequence[int(seq * share) :] = False
             sequence[:, int(seq * share) :] = False
     return square
@@ -69,7 +70,7 @@ def test_operations_of_every_case_by_counting(quick):
 
 
 def test_the_packed_batch_is_half_full():
-    assert sum(attention.FILL) == len(attention.FILL) / 2 == attention.PACKED[0] / 2
+    assert sum(attention_parts.FILL) == len(attention_parts.FILL) / 2 == attention.PACKED[0] / 2
 
 
 # ---- ceilings ------------------------------------------------------------------------------------
@@ -172,11 +173,11 @@ def test_long_cases_are_checked_on_less():
     for case in with_flops():
         kind, dtype, (batch, heads, seq, head_dim), phase = parts(case)
         if case.make_checked is None:
-            assert batch * heads * seq * seq <= attention.CHECKED_SCORES or kind == "packed"
+            assert batch * heads * seq * seq <= attention_parts.CHECKED_SCORES or kind == "packed"
             continue
         query, key, value = case.make_checked()
         assert query.shape == key.shape == value.shape
-        assert query.shape[1] * query.shape[2] ** 2 <= attention.CHECKED_SCORES
+        assert query.shape[1] * query.shape[2] ** 2 <= attention_parts.CHECKED_SCORES
         assert query.shape[2] == min(seq, 2048) and query.shape[3] == head_dim
         assert query.dtype is dtype and query.requires_grad == (phase != "forward")
 
@@ -207,14 +208,18 @@ def test_torch_has_the_packed_batch_padded(monkeypatch):
     assert seen["ours"] == {(batch * seq // 2, heads, head_dim)}
 
 
-def test_quick_runs_every_case(capsys):
+# Of every variant the case that has all of it; the others repeat its parts.
+@pytest.mark.parametrize("glob", ["*/forward+backward", pytest.param("*", marks=pytest.mark.slow)])
+def test_quick_runs_every_case(capsys, glob):
     """On one thread, since threads that wait for a busy core would take most of the time."""
-    assert run("attention", "--quick", "--threads", "1", "--json", "-") == 0
+    words = ("--quick", "--threads", "1", "--case", f"attention/{glob}")
+    assert run("attention", *words, "--json", "-") == 0
     result = json.loads(capsys.readouterr().out)
-    names = [case.name for case in attention.cases(quick=True)]
+    names = [case.name for case in attention.cases(quick=True) if fnmatch(case.name, glob)]
     assert [row["name"] for row in result["rows"]] == names
     for row in result["rows"]:
         assert row["right"], f"{row['name']}: {row['check']}"
         assert "compile" not in row["times"]
     shares = [row["share_of_arithmetic"] for row in result["rows"] if row["gflops"]]
-    assert len(shares) == len(with_flops(quick=True)) and all(0 < share < 1 for share in shares)
+    counted = [case for case in with_flops(quick=True) if case.name in names]
+    assert len(shares) == len(counted) and all(0 < share < 1 for share in shares)

@@ -13,7 +13,15 @@ from test_bench import run
 from test_bench_cuda import on_cpu
 
 from onepass import _library, functional
-from onepass.bench import attention, attention_cuda, attention_decode, ceilings, harness, report
+from onepass.bench import (
+    attention,
+    attention_cuda,
+    attention_decode,
+    attention_parts,
+    ceilings,
+    harness,
+    report,
+)
 from onepass.bench import case as cases
 from onepass.bench.ceilings import CudaCeilings
 from onepass.reference.attention import attention as reference
@@ -85,7 +93,7 @@ def test_long_cases_are_checked_on_less(monkeypatch):
             continue
         shape = [int(size) for size in name.split("/")[3].split("x")]
         if case.make_checked is None:
-            assert shape[0] * shape[1] * shape[2] ** 2 <= attention.CHECKED_SCORES
+            assert shape[0] * shape[1] * shape[2] ** 2 <= attention_parts.CHECKED_SCORES
             continue
         query, key, *_ = tensors = case.make_checked()
         assert query.shape[-1] == shape[3] and str(query.dtype)[6:] == name.split("/")[2]
@@ -94,7 +102,7 @@ def test_long_cases_are_checked_on_less(monkeypatch):
             ends, longest = attention_cuda._ends(len(query), query.device)
             lengths = ends.diff().tolist()
             assert max(lengths) == longest and ends[-1] == len(query)
-        assert heads * sum(n * n for n in lengths) <= 3 * attention.CHECKED_SCORES
+        assert heads * sum(n * n for n in lengths) <= 3 * attention_parts.CHECKED_SCORES
         assert all(tensor.requires_grad == case.backward for tensor in tensors)
 
 
@@ -107,7 +115,7 @@ def test_decoding_counts_the_bytes_of_keys_and_values():
     assert case.moved == 2 * 32768 * 8 * 128 * 2 and case.goal.share == 0.8
     assert case.graphs and case.cold and case.reads is None
     ragged = found["decode/ragged/bfloat16/32x32on8x1x8192x128"]
-    shares = attention_decode.SHARES
+    shares = attention_parts.FILL
     lengths = [int(8192 * shares[b % len(shares)]) for b in range(32)]
     assert ragged.moved == 2 * sum(lengths) * 8 * 128 * 2
     assert all(case.reads for case in attention_decode.cases() if "/1x2x1x16x8" not in case.name)

@@ -266,7 +266,8 @@ def test_picture(outcome):
 # Flags
 
 
-def test_json_to_stdout_is_nothing_but_json(capsys, tmp_path):
+def test_json_to_stdout_is_nothing_but_json(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox " * 200)
     data = run_json(
@@ -295,7 +296,9 @@ def test_defaults_are_those_of_the_documentation():
 
 
 @pytest.mark.parametrize("function", ["fixed", "by_step"])
-def test_own_model(capsys, user_models, function):
+def test_own_model(capsys, user_models, monkeypatch, function):
+    if function == "by_step":
+        monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
     data = run_json(capsys, *QUICK, "--model", f"user_models:{function}")
     speed = data["speed"][0]
     assert speed["dropout"] is None and speed["items_per_batch"] == 8
@@ -391,8 +394,11 @@ BAD_INPUT = [
         ["--model", "user_models:float32_inside", "--master", "fp32"],
         "--master trains the model with bfloat16 parameters, and its forward fails: ",
     ),
-    (["--json", "no-such-folder/out.json"], "--json must name a file in an existing folder"),
-    (["--plot", "no-such-folder/out.png"], "--plot must name a file in an existing folder"),
+    (["--json", "no-such-folder/out.json"], "--json must name a file to write: No such file"),
+    (["--plot", "no-such-folder/out.png"], "--plot must name a file to write: No such file"),
+    (["--plot", "out.docx"], "--plot must end in one of "),
+    (["--json", "/dev/full"], "--json must name a file to write: No space left"),
+    (["--plot", "/dev/full"], "--plot must name a file to write: No space left"),
     (["--model", "user_models"], "--model must be package.module:function"),
     (["--model", "no_such_module:f"], "--model must name a function that can be imported"),
     (["--model", "user_models:f"], "--model must name a function that can be imported"),

@@ -38,29 +38,12 @@ ON_TENSOR_CORES = r"attention_(forward|backward)_kernel|attention_decode_kernel.
 ON_TF32 = r"attention_(forward|backward|dquery)_plain_kernel.*Tf32"
 
 
-def check(binary: Path) -> None:
+def check(binary: Path) -> set[str]:
+    """The names of the kernels, none of which waits for memory where it should not."""
     kernels, threads = nvcc.resources(binary), nvcc.max_threads(binary)
     for name, used in kernels.items():
         assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills: {used}"
         assert used["REG"] * threads.get(name, 1024) <= REGISTERS, f"{name} cannot start: {used}"
-
-
-def test_built_kernels_do_not_spill():
-    if not _C.build_info()["cuda_archs"]:
-        pytest.skip("built without CUDA")
-    library = _library.library_directory() / "libonepass_cuda.so"
-    kernels = nvcc.resources(library)
-    for kernel in KERNELS:
-        assert any(kernel in name for name in kernels), kernel
-    check(library)
-
-
-@pytest.mark.parametrize("source, arch", COMPILED)
-def test_kernels_of_a_release_do_not_spill(tmp_path, source, arch):
-    """Also for architectures that this build leaves out."""
-    binary = nvcc.compile_cubin(CUDA / source, tmp_path / "kernels.cubin", arch)
-    assert nvcc.resources(binary) or source in WITHOUT_KERNELS
-    check(binary)
     for name, code in nvcc.machine_code(binary).items():
         if match := re.search(WITH_BIAS, name):
             bucket, products = int(match[2] or match[3]), nvcc.products_on_the_way(code)
@@ -75,3 +58,23 @@ def test_kernels_of_a_release_do_not_spill(tmp_path, source, arch):
             assert not re.search("LDL|STL", "".join(main)), f"{name} has local memory in its loop"
             for piece in PIECES if re.search(OF_TILES, name) else ():
                 assert re.search(piece, "".join(main)), f"{name} has no {piece} in its loop"
+    return set(kernels)
+
+
+def test_built_kernels():
+    if not _C.build_info()["cuda_archs"]:
+        pytest.skip("built without CUDA")
+    kernels = check(_library.library_directory() / "libonepass_cuda.so")
+    for kernel in KERNELS:
+        assert any(kernel in name for name in kernels), kernel
+
+
+def marked(source: str, arch: str):
+    """sm_90, whose speed is promised, among the quick tests; the others take minutes."""
+    return pytest.param(source, arch, marks=() if arch == "sm_90" else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("source, arch", [marked(*pair) for pair in COMPILED])
+def test_kernels_of_a_release(source, arch):
+    """Also for architectures that this build leaves out."""
+    assert check(nvcc.cubin(CUDA / source, arch)) or source in WITHOUT_KERNELS

@@ -15,19 +15,27 @@ from device import (
     DEVICE,
     F32,
     F64,
-    KINDS,
     ON_CUDA,
     assert_equal,
     check_draws,
     dtypes,
-    kinds,
     make,
     needs_device,
     on_cuda_only,
     randn,
     results,
 )
-from norm_cases import ALIGNED, DTYPES, FLOATS, LONG, UNALIGNED, check, outputs_and_gradients
+from norm_cases import (
+    ALIGNED,
+    DTYPES,
+    FLOATS,
+    KINDS,
+    LONG,
+    UNALIGNED,
+    check,
+    kinds,
+    outputs_and_gradients,
+)
 from seeds import drawn_seed
 from torch.utils.checkpoint import checkpoint
 
@@ -91,7 +99,7 @@ def test_residual_dtype(rms, residual_dtype):
 
 def test_optional_arguments():
     for dtype, weight in itertools.product(DTYPES, (False, True)):
-        check_draws(True, 6, 72, dtype, weight=weight, weight_offset=1.0)
+        check_draws(True, 6, 72, dtype, weight=weight, weight_offset=1.0 if weight else 0.0)
         check_draws(False, 6, 72, dtype, weight=weight, bias=not weight)
     for wrt in (["input"], ["weight"], ["bias"], ["input", "bias"]):
         check_draws(False, 21, 65, wrt=wrt)

@@ -18,7 +18,6 @@ from device import (
     captured,
     check_draws,
     dtypes,
-    kinds,
     late,
     make,
     needs_device,
@@ -26,7 +25,7 @@ from device import (
     on_cuda_only,
     randn,
 )
-from norm_cases import Case, check
+from norm_cases import Case, check, kinds
 from seeds import drawn_seed
 from torch import nn
 
@@ -111,7 +110,7 @@ def test_a_device_that_is_not_the_current_one():
 def test_opcheck_forward(rms, residual, grad):
     case = make(rms, (3, 2), 10, residual=residual)
     tensors = [getattr(case, name) for name in ("input", "residual", "weight", "bias")]
-    arguments = (*tensors, None, [10], rms, 1e-5, 0.0, 0.0, None, None, grad)
+    arguments = (*tensors, None, [10], int(rms), 1e-5, 0.0, 0.0, None, None, grad)
     torch.library.opcheck(torch.ops.onepass.norm_forward.default, arguments)
 
 

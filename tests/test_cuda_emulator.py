@@ -32,6 +32,7 @@ CAUGHT_BY = {
     "copy_that_is_left_out": ("plain", "wrong value: output[33] is 40, not 33"),
     "end_in_flight": ("plain", "a thread ends with a cp.async in flight"),
     "extra_pass": ("plain", "read 512 written 256"),
+    "beside_a_tensor": ("plain", "wrote beside a tensor of 256 bytes"),
 }
 SEEDS = 3
 

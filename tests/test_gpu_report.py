@@ -205,6 +205,7 @@ def test_flags_of_the_plan_are_flags_of_the_commands(tmp_path):
             parser.parse_args(words[4:])
 
 
+@pytest.mark.slow
 def test_sanitizers_choose_tests_that_exist(tmp_path):
     for step in gpu_report.plan(FACTS, TOOLS, tmp_path):
         if step.name.startswith("memcheck"):
@@ -455,6 +456,26 @@ def test_main_runs_the_steps_that_are_asked_for(tmp_path, monkeypatch, capsys):
     assert [step["name"] for step in report["steps"]] == ["build", *names[2:]]
     assert not (folder / "bench-norm.json").exists()
     assert (folder / "bench-attention.json").exists()
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_what_cannot_be_written_is_no_success(tmp_path, monkeypatch, capsys, when):
+    monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
+    monkeypatch.setattr(gpu_report, "SITE", tmp_path / "work" / "site")
+    monkeypatch.setattr(gpu_report, "find_all", lambda environment: (dict(FACTS), TOOLS))
+    folder = tmp_path / "out" / "nvidia-h100-80gb-hbm3"
+    blocked = folder / "table.md" if when == "before" else folder / "report.json"
+    make = f"import os; os.makedirs({str(blocked)!r})"  # a folder in the place of the file
+    monkeypatch.setattr(gpu_report, "plan", lambda *_: [python_step("build", make)])
+    if when == "before":
+        blocked.mkdir(parents=True)
+    code = gpu_report.main(["--out", str(tmp_path / "out"), "--budget", "30"])
+    output, errors = capsys.readouterr()
+    if when == "before":
+        assert (code, output) == (2, "") and "gpu-report: --out must be writable: Is a" in errors
+    else:
+        assert code == 1 and "| build | ok |" in output
+        assert "gpu-report: report.json could not be written: " in errors
 
 
 def test_the_report_is_written_after_each_step(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from test_gpu_report import FACTS, gpu_report
 
 
@@ -147,6 +148,7 @@ def test_table_without_any_figures():
     assert "| build | ok | 41 |  |" in text and "eager" not in text
 
 
+@pytest.mark.slow
 def test_bench_and_compare_write_what_the_table_reads(tmp_path):
     """The real things on the CPU; their cases have two phases there."""
     words = [sys.executable, "-m", "onepass"]

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from transformers_cases import IDS, PADDING, build, close, inputs, run, transformers
 
 import onepass.integrations.transformers as integration
@@ -222,6 +225,23 @@ def test_gradient_checkpointing(use_reentrant):
     assert (calls, with_recomputation) == (2, 4)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name, layer", [("llama", "LlamaDecoderLayer"), ("gpt2", "GPT2Block")])
+def test_checkpoint_wrappers_around_layers_that_fill_a_cache(name, layer):
+    """The layer appends to the cache a second time as it is recomputed; "sdpa" crops the keys."""
+    gradients = []
+    for attached in (False, True):
+        model = build(name).eval()  # no dropout
+        model.train(name == "llama")
+        apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__ == layer)
+        if attached:
+            integration.attach(model)
+        output, ops = run(model, IDS, labels=IDS, use_cache=True)
+        assert len(ops) == 2 * attached and output.past_key_values is not None
+        gradients.append(torch.autograd.grad(output.loss, list(model.parameters())))
+    for ours, stock in zip(gradients[1], gradients[0], strict=True):
+        close(ours, stock)
 
 
 @pytest.mark.parametrize("padding", ["none", "right"])

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-
 import emulated
 import pytest
 import torch
-from emulated_ops import all_instances, on_emulated_cuda
-from norm_cases import ALIGNED, LONG, UNALIGNED, Case, check, make, outputs_and_gradients
+from executors import all_instances
+from norm_cases import (
+    ALIGNED,
+    LONG,
+    UNALIGNED,
+    Case,
+    check,
+    kinds,
+    make,
+    outputs_and_gradients,
+)
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-KINDS = list(itertools.product((False, True), (False, True)))
-kinds = pytest.mark.parametrize("rms, residual", KINDS)
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    return on_emulated_cuda(monkeypatch)
+KERNELS = ("norm/forward.cu", "norm/backward.cu")
 
 
 # ---- values and gradients ------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def test_dropout_before_the_add(cuda, rms, dtype):
 @pytest.mark.parametrize("cols", [72, 33, 2056, 16392])
 def test_optional_weight_and_offset(cuda, weight, cols):
     for rms in (False, True):
-        case = make(rms, 5, cols, weight_offset=1.0 if rms else 0.0)
+        case = make(rms, 5, cols, weight_offset=1.0 if rms and weight else 0.0)
         if not weight:
             case.weight = case.bias = None
         check(case)
@@ -133,21 +134,19 @@ def test_rows_in_three_dimensions(cuda, rms, residual):
 
 
 @kinds
-def test_addresses_that_are_not_aligned(monkeypatch, rms, residual):
-    on_emulated_cuda(monkeypatch, misalign=4)
+def test_addresses_that_are_not_aligned(cuda, rms, residual):
+    cuda.set(shift=4)
     check(make(rms, 6, 72, residual=residual))
     check(make(rms, 3, 2048, residual=residual))
 
 
-ROWS = "input residual output residual_out doutput dresidual_out x dinput dresidual weight bias"
-
-
 @pytest.mark.parametrize("build", ["plain", "address"])
-@pytest.mark.parametrize("name", ROWS.split())
-def test_one_tensor_that_is_not_aligned(monkeypatch, build, name):
-    on_emulated_cuda(monkeypatch, build=build, misalign=4, misaligned=name)
-    for cols in (72, 2056):
-        check(make(False, 3, cols, residual=True))
+@pytest.mark.parametrize("tensor", range(10))  # of those that a struct points to
+def test_one_tensor_that_is_not_aligned(cuda, build, tensor):
+    cuda.set(shift=4, misaligned=tensor)
+    with cuda.sanitized(build, *KERNELS):
+        for cols in (72, 2056):
+            check(make(False, 3, cols, residual=True))
 
 
 # ---- contracts -----------------------------------------------------------------------------------
@@ -155,10 +154,10 @@ def test_one_tensor_that_is_not_aligned(monkeypatch, build, name):
 
 @kinds
 @pytest.mark.parametrize("cols", [72, 33, 2056])
-def test_bitwise_equal_in_any_order_of_blocks_and_threads(monkeypatch, rms, residual, cols):
+def test_bitwise_equal_in_any_order_of_blocks_and_threads(cuda, rms, residual, cols):
     results = []
     for seed in range(3):
-        on_emulated_cuda(monkeypatch, seed=seed)
+        cuda.set(seed=seed)
         case = make(rms, 100, cols, residual=residual)
         results.append([v for of in outputs_and_gradients(case.ours, case) for v in of.values()])
     for other in results[1:]:
@@ -229,14 +228,15 @@ def test_one_pass(cuda, dtype, residual, forward, backward, cols):
         if residual is None
     ],
 )
-def test_one_pass_over_rows_off_16_bytes(monkeypatch, apart, dtype, forward, backward, cols):
+def test_one_pass_over_rows_off_16_bytes(cuda, apart, dtype, forward, backward, cols):
     """Of lengths that 16-byte accesses could take."""
-    calls = on_emulated_cuda(monkeypatch, misalign=dtype.itemsize if apart == "address" else 0)
     case = make(False, 16, cols, dtype)
     if apart == "stride":
         case.input = torch.randn(16, cols + 1).to(dtype)[:, :cols]
-    check_one_pass(calls, case, forward, backward)
-    assert calls.instances and not any("true" in name for name in calls.instances)
+    else:
+        case.input = torch.randn(16 * cols + 1).to(dtype)[1:].view(16, cols)
+    check_one_pass(cuda, case, forward, backward)
+    assert cuda.instances and not any("true" in name for name in cuda.instances)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
@@ -286,25 +286,29 @@ EACH = [72, 264, 1000, 33, 1001, 12289, 16392, 16395]
 DTYPES = [(F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32)]
 
 
-@pytest.mark.parametrize("build", emulated.BUILDS)
-def test_each_instance(monkeypatch, build):
+# Nine minutes under the thread sanitizer; test_sanitizers_are_silent has the branches.
+@pytest.mark.parametrize(
+    "build", ["plain", "address", pytest.param("thread", marks=pytest.mark.slow)]
+)
+def test_each_instance(cuda, build):
     """Values by the numerics rule, without races or bad accesses; none is left out."""
-    calls = on_emulated_cuda(monkeypatch, build=build, seed=1)
-    for dtype, residual_dtype in DTYPES:
-        for cols in EACH:
-            rows = 3 if cols > 2000 else 6
-            case = make(cols % 2 > 0, rows, cols, dtype, residual=True, dropout_p=0.25)
-            case.residual = case.residual.to(residual_dtype)
-            check(case)
-    left_out = {name for name in all_instances(build) - calls.instances if "norm_" in name}
+    cuda.set(seed=1)
+    with cuda.sanitized(build, *KERNELS, seed=1):
+        for dtype, residual_dtype in DTYPES:
+            for cols in EACH:
+                rows = 3 if cols > 2000 else 6
+                case = make(cols % 2 > 0, rows, cols, dtype, residual=True, dropout_p=0.25)
+                case.residual = case.residual.to(residual_dtype)
+                check(case)
+    left_out = {name for name in all_instances() - cuda.instances if "::norm_" in name}
     assert not left_out
 
 
 @pytest.mark.parametrize("build", [build for build in emulated.BUILDS if build != "plain"])
 @kinds
-def test_sanitizers_are_silent(monkeypatch, build, rms, residual):
+def test_sanitizers_are_silent(cuda, build, rms, residual):
     """On the branches within an instance that the test above does not take."""
     for cols in (72, 33, 2056):
-        on_emulated_cuda(monkeypatch, build=build, seed=cols)
-        case = make(rms, 9 if cols < 2000 else 3, cols, residual=residual)
-        outputs_and_gradients(case.ours, case)
+        with cuda.sanitized(build, *KERNELS, seed=cols):
+            case = make(rms, 9 if cols < 2000 else 3, cols, residual=residual)
+            outputs_and_gradients(case.ours, case)

@@ -4,32 +4,49 @@ export, autocast."""
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_cases import DTYPES, make, raw_backward, raw_forward
+from norm_cases import DTYPES, kinds, make, raw_backward, raw_forward
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import onepass
-from onepass import _C, functional, reference
+from onepass import functional, reference
 
-KINDS = [(rms, residual) for rms in (False, True) for residual in (False, True)]
-kinds = pytest.mark.parametrize(
-    "rms, residual", KINDS, ids=["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"]
-)
-
-# ---- errors: `<op>: <argument> must <rule>, got <value>`, on CPU and on meta ---------------------
+# ---- errors: `<op>: <argument> must <rule>, got <value>`, with data and without ------------------
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
 def test_messages(device, rms):
+    check_messages(device, rms)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
+def test_messages_of_fakes(rms):
+    with FakeTensorMode():
+        check_messages("cpu", rms, devices=False)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_messages_of_compiled_calls(dynamic):
+    compiled = torch.compile(functional.rms_norm, fullgraph=True, dynamic=dynamic, backend="eager")
+    with pytest.raises(RuntimeError, match=r"rms_norm: weight must have shape \(6,\), got \(5,\)"):
+        compiled(torch.randn(4, 6), (6,), torch.ones(5))
+
+
+def test_sizes_that_only_the_run_tells_are_left_to_it():
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        x = torch.randn(4, 6)
+        some = x[x[:, 0] > 0]
+        y, out = functional.add_rms_norm(some, some, (6,), torch.ones(6))
+    assert y.shape == out.shape == some.shape and some.shape[0].node.hint is None
+
+
+def check_messages(device, rms, devices=True):
     op = "rms_norm" if rms else "layer_norm"
     norm, add_norm = getattr(functional, op), getattr(functional, f"add_{op}")
     x = torch.randn(4, 6, device=device)
@@ -73,6 +90,8 @@ def test_messages(device, rms):
             x, 6, None, torch.ones(2, 6, device=device)
         )
     for message, call in wrong.items():
+        if "on the device of" in message and not devices:
+            continue
         if "meta" in message and "cpu" in message and device == "cpu":
             message = message.replace("device of input, cpu, got meta", "device of input, .*")
         with pytest.raises(RuntimeError, match=f"^{message}"):
@@ -86,13 +105,14 @@ def test_raw_op_messages():
     right = dict(doutput=x, x=x, weight=w, mean=statistics, rstd=statistics)
 
     def forward(**changes):
-        return raw_forward(**{"input": x, "weight": w, "rms": True} | changes)
+        return raw_forward(**{"input": x, "weight": w, "kind": 1} | changes)
 
     def backward(**changes):
         return raw_backward(**right | changes)
 
     wrong = {
         "rms_norm: bias must not be given, got one": lambda: forward(bias=w),
+        r"norm: kind must be 0 \(layer\) or 1 \(RMS\), got 2": lambda: forward(kind=2),
         "rms_norm: dropout_p must be 0 without a residual, got 0.5": lambda: forward(
             dropout_p=0.5, seed=seed
         ),
@@ -283,7 +303,7 @@ def test_saved_for_backward(rms, residual):
 def test_opcheck_forward(rms, residual, grad):
     case = make(rms, (3, 2), 10, residual=residual)
     tensors = [getattr(case, name) for name in ("input", "residual", "weight", "bias")]
-    arguments = (*tensors, None, [10], rms, 1e-5, 0.0, 0.0, None, None, grad)
+    arguments = (*tensors, None, [10], int(rms), 1e-5, 0.0, 0.0, None, None, grad)
     torch.library.opcheck(torch.ops.onepass.norm_forward.default, arguments)
 
 
@@ -291,7 +311,7 @@ def test_opcheck_forward(rms, residual, grad):
 def test_opcheck_forward_of_strided_inputs_with_dropout(rms):
     x, r = torch.randn(2, 10, 3).transpose(1, 2), torch.randn(3, 2, 10).transpose(0, 1)
     seed = torch.tensor([1, 2])
-    arguments = (x, r, torch.randn(20)[::2], None, seed, [10], rms, 1e-5, 0.0, 0.3)
+    arguments = (x, r, torch.randn(20)[::2], None, seed, [10], int(rms), 1e-5, 0.0, 0.3)
     arguments += (torch.bfloat16, torch.float16, True)
     torch.library.opcheck(torch.ops.onepass.norm_forward.default, arguments)
 
@@ -405,27 +425,3 @@ def test_activation_checkpointing_restores_the_dropout():
         (y * stream).sum().backward()
         gradients.append(leaf.grad)
     assert torch.equal(*gradients)
-
-
-# ---- every CPU level ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
-def test_lower_levels(level):
-    """The tests marked isa, in a process that uses a lower level of this machine."""
-    if level not in _C.cpu_levels() or level == _C.cpu_level():
-        pytest.skip(f"{level} is not a lower level of this machine")
-    if "ONEPASS_CPU_ISA" in os.environ:
-        pytest.skip("already at a chosen level")
-    folder = Path(__file__).parent
-    files = [file for file in folder.glob("test_*.py") if "mark.isa" in file.read_text()]
-    command = [sys.executable, "-m", "pytest", "-x", "-m", "isa", "-p", "no:cacheprovider"]
-    result = subprocess.run(
-        [*command, *map(str, sorted(files))],
-        env={**os.environ, "ONEPASS_CPU_ISA": level},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert f"CPU level {level}" in result.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -14,8 +15,10 @@ from optim_cases import (
     F32,
     FLAGS,
     MODES,
+    SHAPES,
     assert_same,
     bits,
+    first_moment,
     give_gradients,
     made,
     members,
@@ -317,6 +320,7 @@ def test_constructor_errors(name):
             {"state_dtype": torch.float16},
         ),
         (ValueError, f"{name}: state_dtype must .*, got 'int4'", {"state_dtype": "int4"}),
+        (ValueError, f"{name}: state_dtype must .*, got \\['int8'\\]", {"state_dtype": ["int8"]}),
         (ValueError, "Invalid learning rate: -1", {"lr": -1.0}),
         (ValueError, "Invalid weight_decay value: -1", {"weight_decay": -1.0}),
         (
@@ -336,6 +340,22 @@ def test_constructor_errors(name):
         for index, betas in ((0, (1.0, 0.9)), (1, (0.9, -0.1))):
             with pytest.raises(ValueError, match=f"Invalid beta parameter at index {index}"):
                 onepass.optim.Lion([p], betas=betas)
+
+
+@names
+@pytest.mark.parametrize("word", ["float32", "bfloat16"])
+def test_state_dtype_by_its_name(word, name):
+    """The same as the dtype, from the constructor on, through copies and in fuse."""
+    dtype = getattr(torch, word)
+    by_name, by_dtype = (made(name, SHAPES, BF16, state_dtype=given) for given in (word, dtype))
+    for one in (by_name, copy.deepcopy(by_name), by_dtype):
+        assert one.state_dtype is dtype
+    assert_same(snapshot(steps(by_name, 3)), snapshot(steps(by_dtype, 3)))
+    assert by_name.state[members(by_name)[0]][first_moment(name)].dtype is dtype
+    if name != "Lion":
+        params = [torch.nn.Parameter(torch.ones(3))]
+        fused = onepass.optim.fuse(stock(name)(params), state_dtype=word)
+        assert fused.state_dtype is dtype
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])

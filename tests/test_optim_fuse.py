@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -26,6 +25,7 @@ from optim_cases import (
     snapshot,
     steps,
     stock,
+    through_pickle,
     torch_names,
 )
 
@@ -36,9 +36,7 @@ import onepass
 
 @names
 @modes
-@pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("how", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("taken", [0, 2])
 def test_copies_go_on_by_themselves(taken, how, mode, name):
     optimizer = steps(made(name, SHAPES, BF16, **MODES[mode]), taken)
@@ -146,6 +144,18 @@ def test_a_scheduler_made_before_stays_with_the_new_one_through_a_checkpoint(nam
         assert new.param_groups[0]["lr"] == FLAGS[name]["lr"] / 2
     new.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
     assert len(old.param_groups) == len(new.param_groups)
+
+
+@torch_names
+def test_fuse_takes_an_optimizer_once(name):
+    """A second one would begin without the states, which the first one has."""
+    old = old_optimizer(name, 2)
+    new = onepass.optim.fuse(old, max_grad_norm=1.0)
+    before = snapshot(new)
+    with pytest.raises(RuntimeError, match="fuse: optimizer must .* other options"):
+        onepass.optim.fuse(old)
+    assert onepass.optim.fuse(old, max_grad_norm=1.0) is new
+    assert_same(snapshot(new), before)
 
 
 def test_fuse_refuses_others():

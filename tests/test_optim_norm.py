@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -27,6 +28,7 @@ from optim_cases import (
     snapshot,
     steps,
     stock,
+    through_pickle,
 )
 
 import onepass
@@ -164,9 +166,79 @@ def test_norms_beyond_the_range_of_squares():
 # ---- GradScaler ----------------------------------------------------------------------------------
 
 
+def scaled(optimizer, scaler, number=0):
+    """Gradients as a backward of a scaled loss leaves them."""
+    scaler.scale(torch.ones(()))
+    give_gradients(optimizer, number, scaler.get_scale())
+    return [p.grad.clone() for p in members(optimizer)]
+
+
 @names
-def test_says_that_it_scales(name):
-    assert made(name, SHAPES)._step_supports_amp_scaling is True
+def test_only_a_scaler_is_told_that_steps_unscale(name):
+    """A trainer that clips unscales first if it hears no; with fused=True it hears torch's yes."""
+    optimizer = made(name, SHAPES)
+    assert optimizer._step_supports_amp_scaling is False
+    fused = made(name, SHAPES, fused=True)
+    for one in (fused, copy.deepcopy(fused), through_pickle(fused)):
+        assert one._step_supports_amp_scaling is True
+    for one in (optimizer, fused):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaled(one, scaler)
+        with torch.profiler.profile() as profile:
+            scaler.step(one)
+        ran = {event.key: event.count for event in profile.key_averages()}
+        assert ran["onepass::optimizer_step"] == 1, ran
+    optimizer._step_supports_amp_scaling = False  # a user's word goes
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = scaled(optimizer, scaler)
+    scaler.step(optimizer)
+    for p, gradient in zip(members(optimizer), before, strict=True):
+        assert same(p.grad, gradient / 1024)
+
+
+@names
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_a_scaler_in_any_order(limit, name):
+    """The step divides, or unscale_ has; gradients are written by unscale_ alone."""
+    results = []
+    for unscaled in (False, True):
+        optimizer = made(name, SHAPES, max_grad_norm=limit)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number in range(4):
+            before = scaled(optimizer, scaler, number)
+            if unscaled:
+                scaler.unscale_(optimizer)
+            after = [p.grad.clone() for p in members(optimizer)]
+            scaler.step(optimizer)
+            scaler.update()
+            for p, written, scaled_one in zip(members(optimizer), after, before, strict=True):
+                assert same(p.grad, written)
+                assert same(written, scaled_one / 1024 if unscaled else scaled_one)
+        norm = [] if limit is None else [optimizer.grad_norm]
+        results.append([p.detach() for p in members(optimizer)] + norm)
+    assert all(same(one, two) for one, two in zip(*results, strict=True))
+
+
+@names
+def test_a_scaler_of_several_optimizers(name):
+    """One of them finds an infinity: the others make their step, and all share the next scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizers = [made(name, SHAPES), made(name, SHAPES, fused=True), made(name, SHAPES)]
+    for one in optimizers:
+        scaled(one, scaler)
+    members(optimizers[1])[1].grad[7] = math.inf
+    scaler.unscale_(optimizers[2])
+    before = [snapshot(one) for one in optimizers]
+    for one in optimizers:
+        scaler.step(one)
+    scaler.update()
+    assert scaler.get_scale() == 512
+    assert_same(snapshot(optimizers[1]), before[1])
+    for number in (0, 2):
+        for index in range(len(SHAPES)):
+            now = members(optimizers[number])[index].detach()
+            assert not same(now, before[number][index, "param"])
+            assert same(now, members(optimizers[0])[index].detach())
 
 
 @pytest.mark.isa

@@ -101,12 +101,8 @@ def test_what_belongs_to_the_optimizer_is_not_saved(mode, name):
     if noisy:
         assert type(group["seed"]) is int
     for entries in optimizer.state_dict()["state"].values():
-        assert ("master" in entries) == (master == "fp32")
-        assert ("remainder" in entries) == (master == "remainder16")
-        if master == "fp32":
-            assert entries["master"].dtype == F32
-        if master == "remainder16":
-            assert entries["remainder"].dtype == torch.int16
+        assert ("master" in entries) == (master in ("fp32", "remainder16"))
+        assert "remainder" not in entries and entries.get("master", torch.empty(0)).dtype == F32
         key = first_moment(name)
         dtype = {None: BF16, "int8": F32}.get(state_dtype, state_dtype)
         assert entries[key].dtype == dtype
@@ -341,6 +337,22 @@ def test_masters_are_converted(kinds, name):
 
 
 @names
+@pytest.mark.parametrize("target", ["fp32", "remainder16"])
+def test_remainders_that_were_saved_are_loaded(target, name):
+    """Checkpoints had them as they are kept."""
+    whole = steps(made(name, SHAPES, BF16, master="remainder16"), 3)
+    saved = whole.state_dict()
+    for index, p in enumerate(members(whole)):
+        assert whole.state[p]["remainder"].dtype is torch.int16
+        assert whole.state[p].keys() - {"remainder"} == saved["state"][index].keys() - {"master"}
+        del saved["state"][index]["master"]
+        saved["state"][index]["remainder"] = whole.state[p]["remainder"]
+    new = resumed(name, whole, through_a_file(saved), master=target)
+    steps(new, 3, first=3), steps(whole, 3, first=3)
+    assert_same(snapshot(new), snapshot(whole))
+
+
+@names
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_masters_are_made_from_the_parameter(dtype, name):
     plain = steps(made(name, SHAPES, dtype), 3)
@@ -504,7 +516,7 @@ def test_parameters_changed_from_outside_are_used(mode, name):
         if how == "loaded":  # the state without masters, which then are made from the parameters
             checkpoint = copy.deepcopy(optimizer.state_dict())
             for entries in checkpoint["state"].values():
-                entries.pop("master", None), entries.pop("remainder", None)
+                entries.pop("master", None)
             params = [value.requires_grad_() for value in values]
             optimizer = ours(name)(params, **FLAGS[name], **extras)
             optimizer.load_state_dict(checkpoint)
@@ -532,13 +544,9 @@ def test_a_master_that_was_reseeded_is_the_parameter(master, name):
     steps(optimizer, 1, first=2)
     assert (first == 1.5).all()
     after = snapshot(optimizer)
-    if master == "fp32":
-        assert (after[1, "master"] == 1.5).all()
-    else:
-        assert (after[1, "remainder"] == 0).all()
-    key = "master" if master == "fp32" else "remainder"
+    assert (after[1, "master"] == 1.5).all()
     for index in (0, 2, 3):
-        assert same(after[index, key], others[index, key])
+        assert same(after[index, "master"], others[index, "master"])
 
 
 @names
@@ -551,8 +559,7 @@ def test_masters_of_parameters_without_gradients_are_reseeded_too(master, name):
         first.fill_(1.5)
     expected = over_copies(name, found, master=master)
     checkpoint = copy.deepcopy(found.state_dict())
-    for key in ("master", "remainder"):
-        checkpoint["state"][1].pop(key, None)
+    del checkpoint["state"][1]["master"]
     expected.load_state_dict(checkpoint)
     for optimizer in (found, expected):
         for number in (2, 3):

@@ -15,6 +15,7 @@ from optimizer_cases import (
     F16,
     F32,
     F64,
+    GROUPS,
     INT8,
     LION,
     MOMENTS,
@@ -30,25 +31,12 @@ from optimizer_cases import (
 )  # fmt: skip
 
 from onepass import numerics
+from onepass._ops.optimizer import ALGORITHMS
 
-ALGORITHMS = {"adam": ADAM, "sgd": SGD, "lion": LION}
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 MIXED_SIZES = {False: 300, True: 512}  # a whole row and a tail; two blocks of codes
 SIZES = (0, 1, 7, 255, 256, 257, PIECE, PIECE + 1, 2 * PIECE + 300)
 INF, NAN = float("inf"), float("nan")
-
-# Beside the defaults, what a group may ask for; amsgrad has a moment more.
-SETTINGS = {
-    ADAM: [
-        {}, {"decoupled": False}, {"amsgrad": True}, {"maximize": True, "weight_decay": 0.0},
-        {"beta1": 0.3, "eps": 0.0, "decoupled": False, "amsgrad": True, "maximize": True},
-    ],
-    SGD: [
-        {}, {"decoupled": False, "nesterov": True}, {"momentum": 0.0, "maximize": True},
-        {"dampening": 0.25, "decoupled": False}, {"momentum": 0.0, "decoupled": False},
-    ],
-    LION: [{}, {"beta1": 0.4, "beta2": 0.3}, {"maximize": True, "weight_decay": 0.0}],
-}  # fmt: skip
 
 
 def assert_equal(ones, others, case="") -> None:
@@ -70,7 +58,7 @@ def check(call: Step, steps: int = 1, **options) -> OptimizerCalls:
 
 def make_groups(algorithm: int, sizes=SIZES, **dtypes) -> tuple[list, torch.Tensor]:
     """Tensors of each size in each group, one of them before its first step."""
-    settings = SETTINGS[algorithm]
+    settings = GROUPS[algorithm]
     tensors = []
     for group, setting in enumerate(settings):
         moments = MOMENTS[algorithm] + bool(setting.get("amsgrad"))

@@ -204,10 +204,11 @@ def test_saved_model_loads_in_a_fresh_process(tmp_path):
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     onepass.swap(model)
-    x = torch.randn(4, 8)
+    x = torch.randn(1 << 15, 8)  # enough for ours: small layer norms run torch's
     torch.save({"model": model, "x": x, "y": model(x)}, tmp_path / "model.pt")
     code = (
-        "import sys, torch; saved = torch.load(sys.argv[1], weights_only=False)\n"
+        "import sys, torch; torch.set_num_threads(1)\n"
+        "saved = torch.load(sys.argv[1], weights_only=False)\n"
         "model = saved['model']; assert torch.equal(model(saved['x']), saved['y'])\n"
         "import onepass; print(len(onepass.unswap(model)), [type(m).__name__ for m in model])"
     )
@@ -402,6 +403,11 @@ def test_strict_raises_on_a_refused_candidate():
     assert names(report.swapped) == {"0"} and names(report.skipped) == {"1", "2"}
 
 
+class SlidingAttention(nn.Module):
+    def forward(self, x):
+        return x
+
+
 def test_strict_raises_on_an_explicit_kind_without_a_match():
     model = nn.Sequential(nn.LayerNorm(8), SlidingAttention())
     with pytest.raises(RuntimeError, match="got no match for 'dropout'"):
@@ -489,39 +495,6 @@ def test_devices_without_kernels_are_refused(monkeypatch):
     assert entry["reason"] == "onepass has no kernels for its device, cpu, in this build"
 
 
-class AdaptiveNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8, elementwise_affine=False)
-        self.scale = nn.Linear(8, 8)
-
-
-class DropPath(nn.Module):
-    pass
-
-
-class SlidingAttention(nn.Module):
-    def forward(self, x):
-        return x
-
-
-def test_related_modules_without_a_rule_are_unknown():
-    model = nn.ModuleDict(
-        {
-            "attention": SlidingAttention(),
-            "dropout2d": nn.Dropout2d(),
-            "alpha": nn.AlphaDropout(),
-            "path": DropPath(),
-            "adaptive": AdaptiveNorm(),
-            "linear": nn.Linear(8, 8),
-        }
-    )
-    report = onepass.swap(model)
-    assert names(report.unknown) == set(model) - {"linear"}
-    assert names(report.swapped) == {"adaptive.norm"} and not report.skipped
-    assert names(onepass.swap(model, kinds="norm").unknown) == {"adaptive"}
-
-
 def test_parametrizing_after_the_swap_forbids_unswap():
     model = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8))
     onepass.swap(model)
@@ -582,7 +555,7 @@ def test_report_as_data_and_html():
 
 
 def test_notes_tell_what_changes_beyond_speed():
-    assert not onepass.swap(nn.LayerNorm(4)).notes
+    assert not onepass.swap(nn.RMSNorm(4)).notes
     (note,) = onepass.swap(nn.Dropout(0.1)).notes
     assert "reproducible from manual_seed" in note and "unseeded shuffle" in note
     (note,) = onepass.swap(RMS(4)).notes

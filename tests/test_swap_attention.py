@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.attention.bias
 import torch.nn.functional as F
 from foreign_attention import (
     CHECKPOINTING,
@@ -537,25 +538,14 @@ def llama():
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def test_transformers_registry_is_skipped_with_the_remedy():
+def test_transformers_attention_by_name():
     model = llama()
-    report = onepass.swap(model)
-    assert names(report.skipped) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
-    assert "transformers' registry" in report.skipped[0]["reason"]
-    (note,) = (note for note in report.notes if "transformers' models" in note)
-    assert note.endswith("onepass.integrations.transformers.attach(model)")
-
-
-def test_the_remedy_works():
-    model = llama()
-    report = onepass.swap(model)
-    (note,) = (note for note in report.notes if "transformers' models" in note)
     padding = torch.ones_like(IDS)
     padding[1, :3] = 0
-    onepass.unswap(model)
     exact = copy.deepcopy(model).double()
     expected, ref = (m(IDS, attention_mask=padding).logits for m in (model, exact))
-    exec(note.partition(": ")[2], {"model": model})  # the note is the code
+    report = onepass.swap(model, kinds="attention")
+    assert names(report.swapped) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
     with onepass._ops.dispatch_log.record() as calls:
         got = model(IDS, attention_mask=padding).logits
     assert attentions_in(calls) == 2

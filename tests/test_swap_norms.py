@@ -150,9 +150,9 @@ def test_verdict_does_not_depend_on_the_width(cols):
 def test_probe_runs_once_per_class_and_configuration(monkeypatch):
     probed = []
 
-    def counted(module, structure):
+    def counted(module, *arguments, **options):
         probed.append(module)
-        return original(module, structure)
+        return original(module, *arguments, **options)
 
     original = probing.probe
     monkeypatch.setattr(probing, "probe", counted)

@@ -60,9 +60,9 @@ def test_llama_swapped_is_the_same_and_stays_a_llama():
     model = llama()
     expected = logits(model)
     report = onepass.swap(model)
-    assert {entry["name"] for entry in report.swapped} == NORMS
-    assert not report.unknown
-    assert all("LlamaAttention" in entry["type"] for entry in report.skipped)
+    attention = {f"model.layers.{layer}.self_attn" for layer in range(2)}
+    assert {entry["name"] for entry in report.swapped} == NORMS | attention
+    assert not report.unknown and not report.skipped
     close(logits(model), expected)
     result = report.verify({"input_ids": IDS, "labels": IDS})
     assert result.ok and result.judged == "float64", result

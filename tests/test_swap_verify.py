@@ -270,7 +270,7 @@ def test_frozen_model_compares_outputs_alone():
 def test_to_dict_is_json():
     data = json.loads(json.dumps(onepass.swap(Model()).verify(IDS).to_dict()))
     assert data["ok"] is True and data["judged"] == "float64"
-    assert set(data["tensors"][0]) == {"name", "error", "stock_error", "allowed"}
+    assert set(data["tensors"][0]) == {"name", "error", "stock_error", "allowed", "decides"}
     assert data["worst"] == data["tensors"][0]["name"]
     assert set(data["loss"]) == {"stock", "swapped"}
 

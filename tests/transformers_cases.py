@@ -207,3 +207,19 @@ def run(function, *args, **kwargs):
 def close(a, b) -> None:
     """The same by another path; how far from the truth, test_values_and_gradients asks."""
     torch.testing.assert_close(a, b)
+
+
+def implementations(model) -> list[str]:
+    """Of all configs in it, the sub-configs included."""
+    found = {}
+    for module in model.modules():
+        pending = [module.config] if isinstance(module, transformers.PreTrainedModel) else []
+        while pending:
+            config = pending.pop()
+            found[id(config)] = config._attn_implementation
+            pending += [getattr(config, key) for key in config.sub_configs]
+    return list(found.values())
+
+
+def kinds(model):
+    return [type(module) for module in model.modules()]

@@ -18,9 +18,8 @@ struct Plan {
   int64_t rows_per_tile;    // rows that a kernel call takes together
   int64_t splits;           // pieces that the work is cut into; of the shape alone where results
                             // depend on them
-  int32_t parallel;         // whether the pieces are spread over threads
   const char* reason;       // why this path and no other
-  int64_t slots = 1;        // threads at most, where each has a part of the workspace to itself
+  int64_t threads = 1;      // that take part at most; a part of the workspace is a thread's own
 };
 
 // body(begin, end, state) over [0, count) in pieces of at least grain.

@@ -76,25 +76,25 @@ int64_t bytes_per_element(const DropoutForward& args) {
 }
 
 Plan plan_forward(const DropoutForward& args, const Machine& machine) {
-  const bool parallel = machine.threads > 1 && args.numel * bytes_per_element(args) > kSerialBytes;
+  const int64_t rate = args.seed ? kRandomBytes : kBytes;
+  const int64_t tiles = (args.numel + kDropoutTile - 1) / kDropoutTile;
+  const int64_t threads = threads_for(args.numel * bytes_per_element(args) / rate, tiles, machine);
   return {.workspace_bytes = 0,
           .kernel_name = args.seed ? "dropout_forward_kernel" : "add_kernel",
           .rows_per_tile = 1,
-          .splits = (args.numel + kDropoutTile - 1) / kDropoutTile,
-          .parallel = parallel,
-          .reason = parallel ? "one parallel region" : "too small for a parallel region"};
+          .splits = tiles,
+          .reason = threads > 1 ? "one parallel region" : "too small for a parallel region",
+          .threads = threads};
 }
 
 void run_forward(const DropoutForward& args, const Plan& plan, void*, const Context& context) {
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
   const Kernel kernel = kernel_for(args);
   // Pieces begin at whole tiles, so no two threads draw the same block.
-  for_each_piece(context, plan.parallel, plan.splits, kDropoutTile * bytes_per_element(args),
-                 [&](int64_t begin, int64_t end) {
-                   const int64_t last = end * kDropoutTile;
-                   kernel(args, dropout, begin * kDropoutTile,
-                          last < args.numel ? last : args.numel);
-                 });
+  for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
+    const int64_t last = end * kDropoutTile;
+    kernel(args, dropout, begin * kDropoutTile, last < args.numel ? last : args.numel);
+  });
 }
 
 }  // namespace

@@ -64,7 +64,6 @@ Plan plan_forward(const DropoutForward& args, const Machine&) {
           .kernel_name = "dropout_forward_kernel",
           .rows_per_tile = 1,
           .splits = std::clamp<int64_t>(blocks, 1, kMaxBlocks),
-          .parallel = true,
           .reason = is_aligned(args) ? "16-byte accesses" : "unaligned: single elements"};
 }
 

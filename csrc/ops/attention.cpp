@@ -2,15 +2,14 @@
 // end's; every one of them is reached through the checks of attention_checks.h.
 #include "ops/attention.h"
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <limits>
 #include <tuple>
 #include <vector>
 
 #include "ops/attention_checks.h"
 #include "ops/attention_memory.h"
+#include "ops/library.h"
 #include "ops/runtime.h"
 
 namespace onepass {
@@ -32,7 +31,6 @@ void attach_lengths(const AttentionChecks& checks, const Options& options, Atten
                     Copies& copies) {
   args.cu_seq_q = elements_of<int32_t>(options.cu_seq_q, copies);
   args.cu_seq_k = elements_of<int32_t>(options.cu_seq_k, copies);
-  args.seqused_q = elements_of<int32_t>(options.seqused_q, copies);
   args.seqused_k = elements_of<int32_t>(options.seqused_k, copies);
   args.block_table = elements_of<int32_t>(options.block_table, copies);
   checks.lengths(args);
@@ -77,38 +75,20 @@ struct StatisticShape {
 
 Dispatch describe(const char* op, const Attention& args) {
   std::ostringstream text;
-  text << args.batch << " x " << args.heads << " heads";
-  if (args.kv_heads != args.heads) text << " on " << args.kv_heads;
+  describe_heads(text, args);
   text << ", " << (args.cu_seq_q ? "up to " : "") << args.seq_q << " queries x " << args.seq_k
-       << " keys, head_dim " << args.head_dim;
-  if (args.value_dim != args.head_dim) text << " and " << args.value_dim;
-  text << ", " << name_of(args.dtype);
-  if (args.block_table) text << ", paged";
-  if (args.window_left != kNoLimit || args.window_right > 0) {
-    if (args.window_left != kNoLimit) text << ", " << args.window_left << " keys back";
-    if (args.window_right != kNoLimit) text << ", " << args.window_right << " ahead";
-  } else {
-    text << ", causal";
-  }
-  if (args.bias.data) text << ", bias " << name_of(args.bias_dtype);
-  if (args.mask.data) text << ", mask";
-  if (args.alibi_slopes) text << ", ALiBi";
-  if (args.sinks) text << ", sinks";
-  if (args.softcap != 0.0) text << ", softcap " << args.softcap;
-  if (args.seed) text << ", dropout " << args.dropout_p;
-  if (args.allow_tf32) text << ", TF32 allowed";
+       << " keys";
+  describe_terms(text, args);
   return {.op = op, .arguments = text.str()};
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key,
-                                                     const Tensor& value, const Options& options,
-                                                     bool allow_tf32) {
+std::tuple<Tensor, Tensor, Tensor> attention_forward(const Options& options, const Tensor& query,
+                                                     const Tensor& key, const Tensor& value) {
   constexpr const char* op = "attention";
   const AttentionChecks checks(op, query, key, value, options);
   Copies copies;
   AttentionForward args{};
   static_cast<Attention&>(args) = attach(checks, query, key, value, options, copies);
-  args.allow_tf32 = allow_tf32;
   const TensorInfo& shape = checks.query();
   int64_t sizes[4];
   std::copy(shape.sizes, shape.sizes + shape.dims, sizes);
@@ -118,26 +98,31 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const 
   Tensor lse = empty(statistic.sizes, statistic.dims, accumulator_of(args.dtype), shape.device);
   Tensor lse_rest =
       empty(statistic.sizes, statistic.dims, accumulator_of(args.dtype), shape.device);
-  if (options.seqused_q) {  // rows that belong to no query
-    torch::stable::zero_(output);
-    torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
-    torch::stable::zero_(lse_rest);
-  }
   if (args.total_q * args.heads > 0) {
     args.output = rows_of(output, checks.query_layout(), copies);
     args.lse = lse.mutable_data_ptr();
     args.lse_rest = lse_rest.mutable_data_ptr();
+    checks.tighten(args, Strided{});
     run_operator(backend().attention.forward, args, shape.device,
                  [&] { return describe(op, args); });
   }
   return {output, lse, lse_rest};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const OptionalTensor& doutput, const OptionalTensor& dlse, const Tensor& query,
-    const Tensor& key, const Tensor& value, const Tensor& output, const Tensor& lse,
-    const OptionalTensor& lse_rest, const Options& options, int64_t grad_mask, bool deterministic,
-    bool allow_tf32) {
+// The errors alone: on the meta device, where the fake gives the shapes, and ahead of what gathers
+// pages by itself.
+void attention_forward_check(const Options& options, const Tensor& query, const Tensor& key,
+                             const Tensor& value) {
+  const AttentionChecks checks("attention", query, key, value, options);
+  Attention args = checks.args();
+  Copies copies;
+  attach_lengths(checks, options, args, copies);
+}
+
+std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> attention_backward(
+    const Options& options, const OptionalTensor& doutput, const OptionalTensor& dlse,
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& output,
+    const Tensor& lse, const OptionalTensor& lse_rest, int64_t grad_mask, bool deterministic) {
   constexpr const char* op = "attention_backward";
   const AttentionChecks checks(op, query, key, value, options);
   require(!options.block_table, op, ": block_table must not be given, got one");
@@ -157,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   const StatisticShape statistic(checks.args(), layout);
   const auto check_gradient = [&](const char* name, const Tensor& tensor, const int64_t* shape,
                                   int64_t dims, DType wanted) {
-    const DType got = checks.checked().tensor(name, info_of(tensor), shape, dims);
+    const DType got = checks.checked().tensor(name, input_of(op, name, tensor), shape, dims);
     require(got == wanted, op, ": ", name, " must have dtype ", name_of(wanted), ", got ",
             name_of(got));
   };
@@ -172,7 +157,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   Copies copies;
   AttentionBackward args{};
   static_cast<Attention&>(args) = attach(checks, query, key, value, options, copies);
-  args.allow_tf32 = allow_tf32;
   const auto gradient_of = [&](bool wanted, const Tensor& of, DType of_dtype, bool bshd) {
     const TensorInfo info = info_of(of);
     return wanted ? empty_rows(info.sizes, info.dims, of_dtype, info.device, bshd)
@@ -190,13 +174,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   Tensor dslopes =
       gradient_of_option(grad_mask & kWantSlopes, options.alibi_slopes, DType::kFloat32);
   const bool empty_call = args.total_q * args.heads == 0;
-  if (empty_call || options.seqused_q) torch::stable::zero_(dquery);
-  for (Tensor* gradient : {&dkey, &dvalue}) {  // of keys that no query sees
-    if (empty_call || options.seqused_k) torch::stable::zero_(*gradient);
+  if (options.seqused_k) {  // rows that are no keys
+    for (Tensor* gradient : {&dkey, &dvalue}) torch::stable::zero_(*gradient);
   }
   if (empty_call) {
-    for (Tensor* gradient : {&dbias, &dsinks, &dslopes}) torch::stable::zero_(*gradient);
-    return {dquery, dkey, dvalue, dbias, dsinks, dslopes};
+    for (Tensor* gradient : {&dquery, &dkey, &dvalue, &dbias, &dsinks, &dslopes}) {
+      torch::stable::zero_(*gradient);
+    }
+    return {dquery, dkey, dvalue, {dbias, dsinks, dslopes}};
   }
 
   const OptionalTensor upstream = doutput ? doutput : zeros_like(output, dtype);
@@ -218,86 +203,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (grad_mask & kWantSlopes) args.dslopes = static_cast<float*>(dslopes.mutable_data_ptr());
   if (grad_mask & kWantSinks) args.dsinks = dsinks.mutable_data_ptr();
   args.deterministic = deterministic;
+  checks.tighten(args, args.dbias);
   run_operator(backend().attention.backward, args, query_shape.device,
                [&] { return describe(op, args); });
-  return {dquery, dkey, dvalue, dbias, dsinks, dslopes};
+  return {dquery, dkey, dvalue, {dbias, dsinks, dslopes}};
 }
-
-// ---- registration ------------------------------------------------------------------------------
-
-// Boxing hands over every argument by itself; here the options of both operators become one.
-template <class... Fields>
-struct Unboxed {
-  static auto forward(const Tensor& query, const Tensor& key, const Tensor& value, Fields... fields,
-                      bool allow_tf32) {
-    return attention_forward(query, key, value, Options{fields...}, allow_tf32);
-  }
-
-  // The errors alone: on the meta device, where the fake gives the shapes, and ahead of what
-  // gathers pages by itself.
-  static void forward_check(const Tensor& query, const Tensor& key, const Tensor& value,
-                            Fields... fields, bool /*allow_tf32*/) {
-    const Options options{fields...};
-    const AttentionChecks checks("attention", query, key, value, options);
-    Attention args = checks.args();
-    Copies copies;
-    attach_lengths(checks, options, args, copies);
-  }
-
-  static auto backward(const OptionalTensor& doutput, const OptionalTensor& dlse,
-                       const Tensor& query, const Tensor& key, const Tensor& value,
-                       const Tensor& output, const Tensor& lse, const OptionalTensor& lse_rest,
-                       Fields... fields, int64_t grad_mask, bool deterministic, bool allow_tf32) {
-    return attention_backward(doutput, dlse, query, key, value, output, lse, lse_rest,
-                              Options{fields...}, grad_mask, deterministic, allow_tf32);
-  }
-};
-using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                    OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                    OptionalTensor, OptionalTensor, OptionalTensor, int64_t, int64_t, int64_t,
-                    int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, double, double, double,
-                    bool, bool, int64_t>;
 
 }  // namespace
 
-#define ONEPASS_ATTENTION_OPTIONS                                                            \
-  "Tensor? bias=None, Tensor? mask=None, Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, "     \
-  "Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? block_table=None, "               \
-  "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? query_scale=None, "                \
-  "Tensor? key_scale=None, Tensor? value_scale=None, Tensor? seed=None, SymInt max_q=0, "    \
-  "SymInt max_k=0, SymInt window_left=-1, SymInt window_right=-1, SymInt query_offset=0, "   \
-  "SymInt key_offset=0, SymInt batch_offset=0, SymInt head_offset=0, SymInt total_heads=0, " \
-  "float scale, float softcap=0.0, float dropout_p=0.0, bool bottom_right=False, "           \
-  "bool out_bshd=False, SymInt num_splits=0"
+#define ONEPASS_ATTENTION_ARGUMENTS                                                  \
+  "(Tensor query, Tensor key, Tensor value, *" ONEPASS_SCHEMA(ONEPASS_SCORE_OPTIONS) \
+      ONEPASS_SCHEMA(ONEPASS_ATTENTION_OPTIONS) ")"
 
-#ifndef ONEPASS_CUDA
-STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
-  // lse_rest is what rounding took from lse; the backward wants it back. allow_tf32: float32 on
-  // CUDA may keep 10 bits of what it multiplies.
-  m.def("attention_forward(Tensor query, Tensor key, Tensor value, *, " ONEPASS_ATTENTION_OPTIONS
-        ", bool allow_tf32=False) -> (Tensor output, Tensor lse, Tensor lse_rest)");
-  m.def(
-      "attention_forward_check(Tensor query, Tensor key, Tensor value, "
-      "*, " ONEPASS_ATTENTION_OPTIONS ", bool allow_tf32=False) -> ()");
-  // grad_mask: 1 dquery, 2 dkey, 4 dvalue, 8 dbias, 16 dsinks, 32 dslopes; the others have size 0.
-  m.def(
-      "attention_backward(Tensor? doutput, Tensor? dlse, Tensor query, Tensor key, Tensor value, "
-      "Tensor output, Tensor lse, Tensor? lse_rest=None, *, " ONEPASS_ATTENTION_OPTIONS
-      ", int grad_mask, bool deterministic=False, bool allow_tf32=False) -> (Tensor dquery, "
-      "Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsinks, Tensor dslopes)");
+OperatorList attention_operators() {
+  return {
+      // lse_rest is what rounding took from lse; the backward wants it back.
+      {"attention_forward" ONEPASS_ATTENTION_ARGUMENTS
+       " -> (Tensor output, Tensor lse, Tensor lse_rest)",
+       TORCH_BOX(&Packed<&attention_forward>::call)},
+      {"attention_forward_check" ONEPASS_ATTENTION_ARGUMENTS " -> ()",
+       TORCH_BOX(&Packed<&attention_forward_check>::call), true},
+      // dterms: of bias, sinks, alibi_slopes; the list may grow. grad_mask: 1 dquery, 2 dkey,
+      // 4 dvalue, 8, 16, 32 dterms; the others have size 0.
+      {"attention_backward(Tensor? doutput, Tensor? dlse, Tensor query, Tensor key, Tensor value, "
+       "Tensor output, Tensor lse, Tensor? lse_rest=None, *, int grad_mask, "
+       "bool deterministic=False" ONEPASS_SCHEMA(ONEPASS_SCORE_OPTIONS)
+           ONEPASS_SCHEMA(ONEPASS_ATTENTION_OPTIONS) ") -> (Tensor dquery, Tensor dkey, Tensor "
+                                                     "dvalue, Tensor[] dterms)",
+       TORCH_BOX(&Packed<&attention_backward>::call)},
+  };
 }
-STABLE_TORCH_LIBRARY_IMPL(onepass, CompositeExplicitAutograd, m) {
-  m.impl("attention_forward_check", TORCH_BOX(&Ops::forward_check));
-}
-STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
-  m.impl("attention_forward", TORCH_BOX(&Ops::forward));
-  m.impl("attention_backward", TORCH_BOX(&Ops::backward));
-}
-#else
-STABLE_TORCH_LIBRARY_IMPL(onepass, CUDA, m) {
-  m.impl("attention_forward", TORCH_BOX(&Ops::forward));
-  m.impl("attention_backward", TORCH_BOX(&Ops::backward));
-}
-#endif
 
 }  // namespace onepass

@@ -11,8 +11,8 @@
 // sequence begins. Paged keys are (pages, page_size, kv_heads, head_dim) with batch_stride the
 // stride of a page, and block_table says which pages are a sequence's.
 //
-// Rows of results beyond seqused_* are filled by ops/: a kernel has nothing to do with them. There
-// is at least one query.
+// Gradients of rows beyond seqused_k are filled by ops/: a kernel has nothing to do with them.
+// There is at least one query.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,6 @@ struct Attention {
   const void* sinks;           // (heads,) contiguous or null
   const int32_t* cu_seq_q;     // (batch + 1,) or null, which is dense
   const int32_t* cu_seq_k;     // (batch + 1,) or null, which is dense or paged
-  const int32_t* seqused_q;    // (batch,) how many of a sequence's queries there are; or null, all
   const int32_t* seqused_k;    // (batch,) how many of a sequence's keys there are; or null, all
   const int32_t* block_table;  // (batch, max_pages) or null, which is not paged
   int64_t block_table_stride;  // of a row
@@ -66,15 +65,12 @@ struct Attention {
   // A query at position p sees keys p - window_left .. p + window_right; causal is 0 on the right.
   int64_t window_left;   // 0 .. kNoLimit
   int64_t window_right;  // 0 .. kNoLimit
-  // Where this call's part of a sharded attention begins, and how many heads the whole one has:
-  // query row i is at position query_offset + i + alignment, key j at key_offset + j.
+  // Where this call's part of a sharded attention begins: query row i is at position
+  // query_offset + i + alignment, key j at key_offset + j.
   int64_t query_offset;
   int64_t key_offset;
-  int64_t batch_offset;
-  int64_t head_offset;
-  int64_t total_heads;
   // Bottom-right alignment is whole_k - whole_q (dense), or that of each sequence's own lengths
-  // (packed and seqused_*); top-left is 0.
+  // (packed and seqused_k); top-left is 0.
   bool bottom_right;
   int64_t whole_q;
   int64_t whole_k;
@@ -144,7 +140,6 @@ ONEPASS_HOST_DEVICE inline Sequence sequence_of(const Attention& args, int64_t b
     sequence.keys = args.cu_seq_k[batch + 1] - sequence.first_k;
     own_lengths = true;
   }
-  if (args.seqused_q) sequence.queries = args.seqused_q[batch], own_lengths = true;
   if (args.seqused_k) sequence.keys = args.seqused_k[batch], own_lengths = true;
   const int64_t bottom_right =
       own_lengths ? sequence.keys - sequence.queries : args.whole_k - args.whole_q;
@@ -204,12 +199,10 @@ ONEPASS_HOST_DEVICE inline int64_t lse_row(const Attention& args, const Sequence
                        : (batch * args.heads + head) * args.seq_q + query;
 }
 
-// The word of a random counter that stands for a head of the whole attention.
+// The word of a random counter that stands for a head.
 ONEPASS_HOST_DEVICE inline uint32_t random_head(const Attention& args, int64_t batch,
                                                 int64_t head) {
-  const uint64_t first =
-      static_cast<uint64_t>(args.batch_offset + batch) * static_cast<uint64_t>(args.total_heads);
-  return static_cast<uint32_t>(first + static_cast<uint64_t>(args.head_offset + head));
+  return static_cast<uint32_t>(batch * args.heads + head);
 }
 
 }  // namespace onepass

@@ -18,9 +18,11 @@ AttentionChecks::AttentionChecks(const char* op, const Tensor& query, const Tens
       packed_(options.cu_seq_q.has_value()),
       paged_(options.block_table.has_value()),
       keys_(keys),
-      query_(info_of(query)),
+      query_(input_of(op, "query", query)),
       checked_(op, "query", query_) {
-  shapes(info_of(key), info_of(value));
+  const bool own = keys == AttentionKeys::kOwn;
+  shapes(input_of(op, own ? "key" : "k_cache", key),
+         input_of(op, own ? "value" : "v_cache", value));
   score_terms();
   numbers();
 }
@@ -73,7 +75,7 @@ void AttentionChecks::shapes(const TensorInfo& key, const TensorInfo& value) {
 // How many there are, and how long.
 void AttentionChecks::sequences(const TensorInfo& key) {
   if (packed_) {
-    const TensorInfo ends = info_of(*options_.cu_seq_q);
+    const TensorInfo ends = input_of(op_, "cu_seq_q", *options_.cu_seq_q);
     require(ends.dims == 1 && ends.sizes[0] > 0, op_,
             ": cu_seq_q must have one dimension and an element more than sequences, got ",
             shape_of(ends));
@@ -85,20 +87,21 @@ void AttentionChecks::sequences(const TensorInfo& key) {
     args_.batch = query_.sizes[0];
     args_.seq_q = query_.sizes[2];
     args_.seq_k = key.sizes[2];
-    args_.total_q = args_.batch * args_.seq_q;
+    args_.total_q = product(op_, "query", args_.batch, args_.seq_q);
   }
   index("cu_seq_q", options_.cu_seq_q, args_.batch + 1);
   index("cu_seq_k", options_.cu_seq_k, args_.batch + 1);
-  index("seqused_q", options_.seqused_q, args_.batch);
   index(keys_ == AttentionKeys::kOwn ? "seqused_k" : "cache_seqlens", options_.seqused_k,
         args_.batch);
   if (paged_) {
-    const TensorInfo table = info_of(*options_.block_table);
+    const TensorInfo table = input_of(op_, "block_table", *options_.block_table);
     max_pages_ = args_.block_table_stride = table.dims == 2 ? table.sizes[1] : 0;
     index("block_table", options_.block_table, args_.batch, max_pages_);
     pages_ = key.sizes[0];
     args_.page_size = key.sizes[1];
-    if (keys_ != AttentionKeys::kOwn) args_.seq_k = max_pages_ * args_.page_size;
+    if (keys_ != AttentionKeys::kOwn) {
+      args_.seq_k = product(op_, "block_table", max_pages_, args_.page_size);
+    }
   } else {
     total_k_ = key.sizes[0];
   }
@@ -106,8 +109,13 @@ void AttentionChecks::sequences(const TensorInfo& key) {
     require(options_.max_q >= 0, op_, ": max_q must not be negative, got ", options_.max_q);
     require(options_.max_k >= 0, op_, ": max_k must not be negative, got ", options_.max_k);
   } else {
-    if (options_.max_q != 0) longest("max_q", options_.max_q, args_.seq_q);
-    if (options_.max_k != 0) longest("max_k", options_.max_k, args_.seq_k);
+    const auto whole = [&](const char* name, int64_t length, int64_t rows) {
+      if (length == 0) return;
+      longest(name, length, rows);
+      require(length < kMaxOffset, op_, ": ", name, " must be below 2^40, got ", length);
+    };
+    whole("max_q", options_.max_q, args_.seq_q);
+    whole("max_k", options_.max_k, args_.seq_k);
   }
   args_.whole_q = options_.max_q ? options_.max_q : args_.seq_q;
   args_.whole_k = options_.max_k ? options_.max_k : args_.seq_k;
@@ -124,7 +132,7 @@ void AttentionChecks::like_query(const char* name, const TensorInfo& info, const
 void AttentionChecks::index(const char* name, const OptionalTensor& tensor, int64_t rows,
                             int64_t cols) const {
   if (!tensor) return;
-  const TensorInfo info = info_of(*tensor);
+  const TensorInfo info = input_of(op_, name, *tensor);
   const int64_t shape[] = {rows, cols};
   const int64_t dims = cols < 0 ? 1 : 2;
   require(is_int32(info.scalar_type) && info.dims == dims &&
@@ -137,18 +145,18 @@ void AttentionChecks::index(const char* name, const OptionalTensor& tensor, int6
 void AttentionChecks::score_terms() {
   const int64_t of_heads[] = {args_.batch, args_.heads};
   if (options_.bias) {
-    const TensorInfo bias = info_of(*options_.bias);
+    const TensorInfo bias = input_of(op_, "bias", *options_.bias);
     broadcast("bias", bias);
     args_.bias_dtype = checked_.dtype("bias", bias.scalar_type);
   }
   if (options_.mask) {
-    const TensorInfo mask = info_of(*options_.mask);
+    const TensorInfo mask = input_of(op_, "mask", *options_.mask);
     broadcast("mask", mask);
     require(is_bool(mask.scalar_type), op_, ": mask must have dtype bool, got ",
             TypeName{mask.scalar_type});
   }
   if (options_.alibi_slopes) {
-    const TensorInfo slopes = info_of(*options_.alibi_slopes);
+    const TensorInfo slopes = input_of(op_, "alibi_slopes", *options_.alibi_slopes);
     require((slopes.dims == 1 && slopes.sizes[0] == args_.heads) ||
                 (slopes.dims == 2 && std::equal(of_heads, of_heads + 2, slopes.sizes)),
             op_, ": alibi_slopes must have shape ", Shape{of_heads + 1, 1}, " or ",
@@ -159,7 +167,7 @@ void AttentionChecks::score_terms() {
     args_.alibi_batch_stride = slopes.dims == 2 ? args_.heads : 0;
   }
   if (options_.sinks) {
-    const TensorInfo sinks = info_of(*options_.sinks);
+    const TensorInfo sinks = input_of(op_, "sinks", *options_.sinks);
     require(sinks.dims == 1 && sinks.sizes[0] == args_.heads, op_, ": sinks must have shape ",
             Shape{of_heads + 1, 1}, ", got ", shape_of(sinks));
     args_.sinks_dtype = require_dtype(op_, "sinks", sinks.scalar_type);
@@ -180,38 +188,21 @@ void AttentionChecks::broadcast(const char* name, const TensorInfo& info) const 
 }
 
 void AttentionChecks::numbers() {
-  for (const auto& [name, scale] : {std::pair("query_scale", &options_.query_scale),
-                                    std::pair("key_scale", &options_.key_scale),
-                                    std::pair("value_scale", &options_.value_scale)}) {
-    require(!scale->has_value(), op_, ": ", name,
-            " must not be given, 8-bit inputs are not supported, got one");
-  }
   require(options_.window_left >= -1, op_, ": window_left must be at least -1, got ",
           options_.window_left);
   require(options_.window_right >= -1, op_, ": window_right must be at least -1, got ",
           options_.window_right);
-  const bool own_lengths = packed_ || options_.seqused_q || options_.seqused_k;
+  const bool own_lengths = packed_ || options_.seqused_k;
   for (const auto& [name, offset] : {std::pair("query_offset", options_.query_offset),
                                      std::pair("key_offset", options_.key_offset)}) {
     require(offset == 0 || !own_lengths, op_, ": ", name,
             " must be 0 where sequences have lengths of their own, got ", offset);
-  }
-  for (const auto& [name, offset] : {std::pair("query_offset", options_.query_offset),
-                                     std::pair("key_offset", options_.key_offset),
-                                     std::pair("batch_offset", options_.batch_offset),
-                                     std::pair("head_offset", options_.head_offset)}) {
     require(offset >= 0, op_, ": ", name, " must not be negative, got ", offset);
     require(offset < kMaxOffset, op_, ": ", name, " must be below 2^40, got ", offset);
   }
-  args_.total_heads = options_.total_heads ? options_.total_heads : args_.heads;
-  require(args_.total_heads >= options_.head_offset + args_.heads, op_,
-          ": total_heads must be at least head_offset plus heads, ",
-          options_.head_offset + args_.heads, ", got ", options_.total_heads);
   const float softcap = static_cast<float>(options_.softcap);  // as kernels take it
   require(options_.softcap == 0.0 || (softcap > 0.0f && std::isfinite(softcap)), op_,
           ": softcap must be 0 or a positive number that float32 holds, got ", options_.softcap);
-  require(options_.num_splits >= 0, op_, ": num_splits must not be negative, got ",
-          options_.num_splits);
   require_probability(op_, "dropout_p", options_.dropout_p);
   require((options_.dropout_p > 0.0) == options_.seed.has_value(), op_,
           ": seed must be given with dropout_p > 0 only, got ", options_.seed ? "one" : "none");
@@ -224,11 +215,10 @@ void AttentionChecks::numbers() {
   args_.window_right = limit(options_.window_right);
   args_.query_offset = options_.query_offset;
   args_.key_offset = options_.key_offset;
-  args_.batch_offset = options_.batch_offset;
-  args_.head_offset = options_.head_offset;
   args_.bottom_right = options_.bottom_right;
   args_.scale = options_.scale;
   args_.softcap = options_.softcap;
+  args_.allow_tf32 = options_.allow_tf32;
   args_.dropout_p = options_.dropout_p;
 }
 
@@ -249,17 +239,37 @@ void AttentionChecks::lengths(const Attention& args) const {
   int64_t longest_k = 0;
   for (int64_t b = 0; b < args.batch; ++b) {
     const int64_t rows_q = packed_ ? args.cu_seq_q[b + 1] - args.cu_seq_q[b] : args.seq_q;
-    const int64_t rows_k = paged_    ? max_pages_ * args.page_size
+    const int64_t rows_k = paged_    ? product(op_, "block_table", max_pages_, args.page_size)
                            : packed_ ? args.cu_seq_k[b + 1] - args.cu_seq_k[b]
                                      : args.seq_k;
-    if (args.seqused_q) used("seqused_q", args.seqused_q[b], rows_q);
-    if (args.seqused_k) used("seqused_k", args.seqused_k[b], rows_k);
+    if (args.seqused_k) {
+      const int64_t used = args.seqused_k[b];
+      require(used >= 0 && used <= rows_k, op_,
+              ": seqused_k must lie between 0 and the rows of the sequence, ", rows_k, ", got ",
+              used);
+    }
     longest_q = std::max(longest_q, rows_q);
     longest_k = std::max<int64_t>(longest_k, paged_ ? args.seqused_k[b] : rows_k);
     if (paged_) pages(args, b, 0, args.seqused_k[b]);
   }
   if (packed_) longest("max_q", args.seq_q, longest_q);
   if (packed_) longest("max_k", args.seq_k, longest_k);
+}
+
+void AttentionChecks::tighten(Attention& args, const Strided& dbias) const {
+  if (!packed_) return;
+  int64_t queries = args.total_q;
+  int64_t keys = paged_ ? product(op_, "block_table", max_pages_, args.page_size) : total_k_;
+  if (query_.device.type == aoti_torch_device_type_cpu()) {
+    queries = keys = 0;
+    for (int64_t b = 0; b < args.batch; ++b) {
+      queries = std::max<int64_t>(queries, args.cu_seq_q[b + 1] - args.cu_seq_q[b]);
+      keys = std::max<int64_t>(
+          keys, paged_ ? args.seqused_k[b] : args.cu_seq_k[b + 1] - args.cu_seq_k[b]);
+    }
+  }
+  if (dbias.row_stride == 0) args.seq_q = std::min(args.seq_q, queries);
+  if (dbias.data == nullptr) args.seq_k = std::min(args.seq_k, keys);
 }
 
 void AttentionChecks::cumulative(const char* name, const int32_t* ends, int64_t total) const {
@@ -270,11 +280,6 @@ void AttentionChecks::cumulative(const char* name, const int32_t* ends, int64_t 
   }
   require(ends[args_.batch] == total, op_, ": ", name, " must end with the number of rows, ", total,
           ", got ", ends[args_.batch]);
-}
-
-void AttentionChecks::used(const char* name, int64_t value, int64_t rows) const {
-  require(value >= 0 && value <= rows, op_, ": ", name,
-          " must lie between 0 and the rows of the sequence, ", rows, ", got ", value);
 }
 
 void AttentionChecks::longest(const char* name, int64_t bound, int64_t rows) const {

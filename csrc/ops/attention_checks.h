@@ -2,46 +2,10 @@
 // operators and back ends.
 #pragma once
 
-#include <optional>
-
-#include "ops/attention.h"
+#include "ops/attention_options.h"
 #include "ops/check.h"
 
 namespace onepass {
-
-using OptionalTensor = std::optional<Tensor>;
-
-// The keyword arguments of attention_forward and attention_backward, in the order of the schema.
-struct AttentionOptions {
-  OptionalTensor bias;
-  OptionalTensor mask;
-  OptionalTensor cu_seq_q;
-  OptionalTensor cu_seq_k;
-  OptionalTensor seqused_q;
-  OptionalTensor seqused_k;
-  OptionalTensor block_table;
-  OptionalTensor alibi_slopes;
-  OptionalTensor sinks;
-  OptionalTensor query_scale;
-  OptionalTensor key_scale;
-  OptionalTensor value_scale;
-  OptionalTensor seed;
-  int64_t max_q;
-  int64_t max_k;
-  int64_t window_left;
-  int64_t window_right;
-  int64_t query_offset;
-  int64_t key_offset;
-  int64_t batch_offset;
-  int64_t head_offset;
-  int64_t total_heads;
-  double scale;
-  double softcap;
-  double dropout_p;
-  bool bottom_right;
-  bool out_bshd;
-  int64_t num_splits;
-};
 
 enum class AttentionLayout {
   kDense,   // (batch, heads, rows, cols)
@@ -67,6 +31,10 @@ class AttentionChecks {
   // What the lengths and page numbers that `args` points to must be. They are read where that costs
   // nothing: on the CPU.
   void lengths(const Attention& args) const;
+  // Lowers seq_q and seq_k of packed sequences, upper bounds that a caller may set as high as he
+  // likes, to what there is: the longest sequence where lengths are read, else all rows. But not
+  // below the size of a dbias, which has to be written whole.
+  void tighten(Attention& args, const Strided& dbias) const;
 
   // Sizes, numbers and dtypes, without pointers.
   const Attention& args() const { return args_; }
@@ -92,7 +60,6 @@ class AttentionChecks {
   void broadcast(const char* name, const TensorInfo& info) const;
   void numbers();
   void cumulative(const char* name, const int32_t* ends, int64_t total) const;
-  void used(const char* name, int64_t value, int64_t rows) const;
   void longest(const char* name, int64_t bound, int64_t rows) const;
 
   const char* op_;

@@ -2,8 +2,6 @@
 // does not count as writing it: functionalisation would clone it.
 #include "ops/attention_decode.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <limits>
 #include <tuple>
@@ -11,50 +9,27 @@
 #include <vector>
 
 #include "ops/attention_memory.h"
+#include "ops/library.h"
 #include "ops/runtime.h"
 
 namespace onepass {
 namespace {
 
-// The keyword arguments of both operators, in the order of the schema.
-struct DecodeOptions {
-  OptionalTensor cache_seqlens;
-  OptionalTensor block_table;
-  OptionalTensor cache_batch_idx;
-  OptionalTensor cache_leftpad;
-  OptionalTensor alibi_slopes;
-  OptionalTensor sinks;
-  int64_t window_left;
-  int64_t window_right;
-  double scale;
-  double softcap;
-  bool out_bshd;
-  int64_t num_splits;
-
-  AttentionOptions of_attention() const {
-    AttentionOptions options{};
-    options.seqused_k = cache_seqlens;
-    options.block_table = block_table;
-    options.alibi_slopes = alibi_slopes;
-    options.sinks = sinks;
-    options.window_left = window_left;
-    options.window_right = window_right;
-    options.scale = scale;
-    options.softcap = softcap;
-    options.bottom_right = true;
-    options.out_bshd = out_bshd;
-    options.num_splits = num_splits;
-    return options;
-  }
-};
+// As the checks of the family take them.
+AttentionOptions of_attention(const DecodeOptions& options) {
+  AttentionOptions all{};
+  static_cast<ScoreOptions&>(all) = options;
+  all.seqused_k = options.cache_seqlens;
+  all.block_table = options.block_table;
+  all.bottom_right = true;
+  return all;
+}
 
 // What an append has besides.
 struct Append {
   const Tensor& key;
   const Tensor& value;
-  const OptionalTensor& rotary_cos;
-  const OptionalTensor& rotary_sin;
-  bool rotary_interleaved;
+  const AppendOptions& rotary;
 };
 
 class DecodeCall {
@@ -64,7 +39,7 @@ class DecodeCall {
              const DecodeOptions& options, const Append* append)
       : op_(checked_dtype(op, query)),
         options_(options),
-        attention_(options.of_attention()),
+        attention_(of_attention(options)),
         checks_(op, query, k_cache, v_cache, attention_,
                 options.cache_batch_idx ? AttentionKeys::kAnyCache : AttentionKeys::kCaches) {
     const TensorInfo cache = info_of(k_cache);
@@ -87,7 +62,7 @@ class DecodeCall {
     args_.block_table = elements_of<int32_t>(options.block_table, copies_);
     args_.cache_batch_idx = elements_of<int32_t>(options.cache_batch_idx, copies_);
     args_.cache_leftpad = elements_of<int32_t>(options.cache_leftpad, copies_);
-    if (on_cpu()) {
+    if (reads_lengths()) {
       lengths();
       if (args_.new_rows > 0) written_once();
     }
@@ -104,7 +79,7 @@ class DecodeCall {
     // Inputs that lie in a cache are copied before that is written.
     const auto outside = [&](const Tensor& tensor) {
       const bool inside = args_.new_rows > 0 && (meet(tensor, k_cache) || meet(tensor, v_cache));
-      if (inside) copies_.push_back(torch::stable::clone(tensor));
+      if (inside) copies_.push_back(contiguous_copy(tensor));
       return rows_of(inside ? Tensor(copies_.back()) : tensor, AttentionLayout::kDense, copies_);
     };
     args_.query = outside(query);
@@ -113,8 +88,8 @@ class DecodeCall {
     if (append != nullptr) {
       args_.new_key = outside(append->key);
       args_.new_value = outside(append->value);
-      args_.rotary_cos = elements_of<void>(append->rotary_cos, copies_);
-      args_.rotary_sin = elements_of<void>(append->rotary_sin, copies_);
+      args_.rotary_cos = elements_of<void>(append->rotary.rotary_cos, copies_);
+      args_.rotary_sin = elements_of<void>(append->rotary.rotary_sin, copies_);
     }
     if (args_.batch * args_.heads > 0 && args_.seq_q + args_.new_rows > 0) {
       args_.output = rows_of(output, AttentionLayout::kDense, copies_);
@@ -127,7 +102,7 @@ class DecodeCall {
  private:
   // Before anything else looks at it: float64, which others take, is not for caches.
   static const char* checked_dtype(const char* op, const Tensor& query) {
-    const int32_t type = info_of(query).scalar_type;
+    const int32_t type = input_of(op, "query", query).scalar_type;
     const std::optional<DType> dtype = dtype_of(type);
     require(dtype.has_value() && *dtype != DType::kFloat64, op,
             ": query must have dtype float32, bfloat16 or float16, got ", TypeName{type});
@@ -174,22 +149,22 @@ class DecodeCall {
   }
 
   void new_rows(const Append& append) {
-    const TensorInfo key = info_of(append.key);
+    const TensorInfo key = input_of(op_, "key", append.key);
     require(key.dims == 4, op_, ": key must have 4 dimensions, got ", shape_of(key));
     args_.new_rows = key.sizes[2];
     const int64_t of_key[] = {args_.batch, args_.kv_heads, args_.new_rows, args_.head_dim};
     const int64_t of_value[] = {args_.batch, args_.kv_heads, args_.new_rows, args_.value_dim};
     checks_.like_query("key", key, of_key, 4);
-    checks_.like_query("value", info_of(append.value), of_value, 4);
+    checks_.like_query("value", input_of(op_, "value", append.value), of_value, 4);
   }
 
   void rotary(const Append& append) {
-    require(append.rotary_cos.has_value() == append.rotary_sin.has_value(), op_,
+    require(append.rotary.rotary_cos.has_value() == append.rotary.rotary_sin.has_value(), op_,
             ": rotary_cos must be given together with rotary_sin, got ",
-            append.rotary_cos ? "it alone" : "rotary_sin alone");
-    if (!append.rotary_cos) return;
-    const TensorInfo cos = info_of(*append.rotary_cos);
-    const TensorInfo sin = info_of(*append.rotary_sin);
+            append.rotary.rotary_cos ? "it alone" : "rotary_sin alone");
+    if (!append.rotary.rotary_cos) return;
+    const TensorInfo cos = input_of(op_, "rotary_cos", *append.rotary.rotary_cos);
+    const TensorInfo sin = input_of(op_, "rotary_sin", *append.rotary.rotary_sin);
     require(cos.dims == 2, op_, ": rotary_cos must have 2 dimensions, got ", shape_of(cos));
     require(2 * cos.sizes[1] <= args_.head_dim, op_,
             ": rotary_cos must have at most head_dim / 2 columns, ", args_.head_dim / 2, ", got ",
@@ -203,7 +178,7 @@ class DecodeCall {
     require(of_sin == args_.rotary_dtype, op_, ": rotary_sin must have dtype ",
             name_of(args_.rotary_dtype), " like rotary_cos, got ", name_of(of_sin));
     args_.rotary_dim = 2 * cos.sizes[1];
-    args_.rotary_interleaved = append.rotary_interleaved;
+    args_.rotary_interleaved = append.rotary.rotary_interleaved;
     args_.rotary_by_row = options_.window_left >= 0 || options_.window_right >= 0;
     rotary_rows_ = cos.sizes[0];
     has_rotary_ = true;
@@ -299,30 +274,23 @@ class DecodeCall {
 
   // The longest sequence where lengths can be read, else what a cache has room for.
   int64_t longest() const {
-    if (!on_cpu()) return args_.seq_k;
+    if (!reads_lengths()) return args_.seq_k;
     int64_t last = 0;
     for (int64_t b = 0; b < args_.batch; ++b) last = std::max(last, cached_keys(args_, b).last);
     return last;
   }
 
-  bool on_cpu() const { return checks_.query().device.type == aoti_torch_device_type_cpu(); }
+  bool reads_lengths() const {
+    return kHostReadsTensors && checks_.query().device.type == aoti_torch_device_type_cpu();
+  }
 
   Dispatch describe() const {
     std::ostringstream text;
-    text << args_.batch << " x " << args_.heads << " heads";
-    if (args_.kv_heads != args_.heads) text << " on " << args_.kv_heads;
+    describe_heads(text, args_);
     text << ", " << args_.seq_q << " queries x up to " << longest() << " keys";
     if (args_.new_rows > 0) text << ", " << args_.new_rows << " of them new";
-    text << ", head_dim " << args_.head_dim;
-    if (args_.value_dim != args_.head_dim) text << " and " << args_.value_dim;
-    text << ", " << name_of(args_.dtype);
-    if (args_.block_table) text << ", pages of " << args_.page_size;
-    if (args_.window_left != kNoLimit) text << ", " << args_.window_left << " keys back";
-    if (args_.window_right != kNoLimit) text << ", " << args_.window_right << " ahead";
+    describe_terms(text, args_);
     if (args_.rotary_cos) text << ", rotary " << args_.rotary_dim;
-    if (args_.alibi_slopes) text << ", ALiBi";
-    if (args_.sinks) text << ", sinks";
-    if (args_.softcap != 0.0) text << ", softcap " << args_.softcap;
     return {.op = op_, .arguments = text.str()};
   }
 
@@ -337,88 +305,58 @@ class DecodeCall {
   bool has_rotary_ = false;
 };
 
-// ---- registration ------------------------------------------------------------------------------
+// ---- the operators -----------------------------------------------------------------------------
 
 constexpr const char* kDecode = "attention_decode";
 constexpr const char* kAppend = "attention_decode_append";
 
-// Boxing hands over every argument by itself; here the options of both operators become one.
-template <class... Fields>
-struct Unboxed {
-  static std::tuple<Tensor, Tensor> decode(const Tensor& query, const Tensor& k_cache,
-                                           const Tensor& v_cache, Fields... fields) {
-    const DecodeOptions options{fields...};
-    return DecodeCall(kDecode, query, k_cache, v_cache, options, nullptr)
-        .run(query, k_cache, v_cache, nullptr);
-  }
+std::tuple<Tensor, Tensor> decode(const DecodeOptions& options, const Tensor& query,
+                                  const Tensor& k_cache, const Tensor& v_cache) {
+  return DecodeCall(kDecode, query, k_cache, v_cache, options, nullptr)
+      .run(query, k_cache, v_cache, nullptr);
+}
 
-  static void decode_check(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
-                           Fields... fields) {
-    const DecodeOptions options{fields...};
-    DecodeCall(kDecode, query, k_cache, v_cache, options, nullptr);
-  }
+void decode_check(const DecodeOptions& options, const Tensor& query, const Tensor& k_cache,
+                  const Tensor& v_cache) {
+  DecodeCall(kDecode, query, k_cache, v_cache, options, nullptr);
+}
 
-  static std::tuple<Tensor, Tensor> append(const Tensor& query, const Tensor& k_cache,
-                                           const Tensor& v_cache, const Tensor& key,
-                                           const Tensor& value, Fields... fields,
-                                           OptionalTensor rotary_cos, OptionalTensor rotary_sin,
-                                           bool rotary_interleaved) {
-    const DecodeOptions options{fields...};
-    const Append append{key, value, rotary_cos, rotary_sin, rotary_interleaved};
-    return DecodeCall(kAppend, query, k_cache, v_cache, options, &append)
-        .run(query, k_cache, v_cache, &append);
-  }
+std::tuple<Tensor, Tensor> append(const AppendOptions& options, const Tensor& query,
+                                  const Tensor& k_cache, const Tensor& v_cache, const Tensor& key,
+                                  const Tensor& value) {
+  const Append append{key, value, options};
+  return DecodeCall(kAppend, query, k_cache, v_cache, options, &append)
+      .run(query, k_cache, v_cache, &append);
+}
 
-  static void append_check(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
-                           const Tensor& key, const Tensor& value, Fields... fields,
-                           OptionalTensor rotary_cos, OptionalTensor rotary_sin,
-                           bool rotary_interleaved) {
-    const DecodeOptions options{fields...};
-    const Append append{key, value, rotary_cos, rotary_sin, rotary_interleaved};
-    DecodeCall(kAppend, query, k_cache, v_cache, options, &append);
-  }
-};
-using Ops = Unboxed<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                    OptionalTensor, int64_t, int64_t, double, double, bool, int64_t>;
+void append_check(const AppendOptions& options, const Tensor& query, const Tensor& k_cache,
+                  const Tensor& v_cache, const Tensor& key, const Tensor& value) {
+  const Append append{key, value, options};
+  DecodeCall(kAppend, query, k_cache, v_cache, options, &append);
+}
 
 }  // namespace
 
-#define ONEPASS_DECODE_OPTIONS                                                           \
-  "Tensor? cache_seqlens=None, Tensor? block_table=None, Tensor? cache_batch_idx=None, " \
-  "Tensor? cache_leftpad=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "          \
-  "SymInt window_left=-1, SymInt window_right=-1, float scale, float softcap=0.0, "      \
-  "bool out_bshd=False, SymInt num_splits=0"
-#define ONEPASS_DECODE_ROTARY \
-  ", Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=True"
+#define ONEPASS_DECODE_SCHEMA \
+  ", *" ONEPASS_SCHEMA(ONEPASS_SCORE_OPTIONS) ONEPASS_SCHEMA(ONEPASS_DECODE_OPTIONS)
+#define ONEPASS_APPEND_SCHEMA \
+  ", Tensor key, Tensor value" ONEPASS_DECODE_SCHEMA ONEPASS_SCHEMA(ONEPASS_ROTARY_OPTIONS)
 
-#ifndef ONEPASS_CUDA
-STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
-  m.def("attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, *, " ONEPASS_DECODE_OPTIONS
-        ") -> (Tensor output, Tensor lse)");
-  m.def(
-      "attention_decode_append(Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor key, "
-      "Tensor value, *, " ONEPASS_DECODE_OPTIONS ONEPASS_DECODE_ROTARY
-      ") -> (Tensor output, Tensor lse)");
-  m.def(
-      "attention_decode_check(Tensor query, Tensor k_cache, Tensor v_cache, "
-      "*, " ONEPASS_DECODE_OPTIONS ") -> ()");
-  m.def(
-      "attention_decode_append_check(Tensor query, Tensor k_cache, Tensor v_cache, Tensor key, "
-      "Tensor value, *, " ONEPASS_DECODE_OPTIONS ONEPASS_DECODE_ROTARY ") -> ()");
+OperatorList attention_decode_operators() {
+  return {
+      {"attention_decode(Tensor query, Tensor k_cache, Tensor v_cache" ONEPASS_DECODE_SCHEMA
+       ") -> (Tensor output, Tensor lse)",
+       TORCH_BOX(&Packed<&decode>::call)},
+      {"attention_decode_check(Tensor query, Tensor k_cache, Tensor v_cache" ONEPASS_DECODE_SCHEMA
+       ") -> ()",
+       TORCH_BOX(&Packed<&decode_check>::call), true},
+      {"attention_decode_append(Tensor query, Tensor(a!) k_cache, Tensor(b!) "
+       "v_cache" ONEPASS_APPEND_SCHEMA ") -> (Tensor output, Tensor lse)",
+       TORCH_BOX(&Packed<&append>::call)},
+      {"attention_decode_append_check(Tensor query, Tensor k_cache, Tensor "
+       "v_cache" ONEPASS_APPEND_SCHEMA ") -> ()",
+       TORCH_BOX(&Packed<&append_check>::call), true},
+  };
 }
-STABLE_TORCH_LIBRARY_IMPL(onepass, CompositeExplicitAutograd, m) {
-  m.impl("attention_decode_check", TORCH_BOX(&Ops::decode_check));
-  m.impl("attention_decode_append_check", TORCH_BOX(&Ops::append_check));
-}
-STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
-  m.impl("attention_decode", TORCH_BOX(&Ops::decode));
-  m.impl("attention_decode_append", TORCH_BOX(&Ops::append));
-}
-#else
-STABLE_TORCH_LIBRARY_IMPL(onepass, CUDA, m) {
-  m.impl("attention_decode", TORCH_BOX(&Ops::decode));
-  m.impl("attention_decode_append", TORCH_BOX(&Ops::append));
-}
-#endif
 
 }  // namespace onepass

@@ -1,8 +1,6 @@
 // How the operators of attention find the rows of their tensors, and allocate results.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -18,7 +16,7 @@ inline Strided rows_of(const Tensor& tensor, AttentionLayout layout, Copies& cop
   TensorInfo info = info_of(tensor);
   const void* data = tensor.const_data_ptr();
   if (info.sizes[info.dims - 1] != 1 && info.strides[info.dims - 1] != 1) {
-    copies.push_back(torch::stable::contiguous(tensor));
+    copies.push_back(contiguous_copy(tensor));
     info = info_of(copies.back());
     data = copies.back().const_data_ptr();
   }
@@ -37,7 +35,7 @@ inline Strided rows_of(const Tensor& tensor, AttentionLayout layout, Copies& cop
 template <class T>
 const T* elements_of(const OptionalTensor& tensor, Copies& copies) {
   if (!tensor || tensor->is_contiguous()) return static_cast<const T*>(data_of(tensor));
-  copies.push_back(torch::stable::contiguous(*tensor));
+  copies.push_back(contiguous_copy(*tensor));
   return static_cast<const T*>(copies.back().const_data_ptr());
 }
 

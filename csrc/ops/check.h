@@ -38,6 +38,36 @@ struct Shape {
 
 inline Shape shape_of(const TensorInfo& tensor) { return {tensor.sizes, tensor.dims}; }
 
+template <class Info>
+void require_memory(const char* op, const char* name, AtenTensorHandle tensor, const Info& info) {
+  const StorageBytes bytes = storage_bytes_of(tensor, info);
+  require(bytes.needed <= bytes.held, op, ": ", name,
+          " must have memory for all its elements, which end at byte ", bytes.needed,
+          " of its storage, got one of ", bytes.held, " bytes");
+}
+
+// Of a tensor that a caller hands over: every one goes through here, or through flat_input_of().
+inline TensorInfo input_of(const char* op, const char* name, AtenTensorHandle tensor) {
+  set_operator(op);
+  // For `None` torch hands over one that is not defined.
+  require(is_defined(tensor), op, ": ", name, " must be given, got none");
+  const TensorInfo info = info_of(tensor);
+  require_memory(op, name, tensor, info);
+  return info;
+}
+inline TensorInfo input_of(const char* op, const char* name, const Tensor& tensor) {
+  return input_of(op, name, tensor.get());
+}
+
+// Of sizes that no tensor's own count of elements bounds together: those of expanded or of empty
+// tensors, or of several.
+inline int64_t product(const char* op, const char* name, int64_t a, int64_t b) {
+  int64_t result;
+  require(!__builtin_mul_overflow(a, b, &result), op, ": ", name,
+          " must have sizes whose product int64 holds, got ", a, " and ", b);
+  return result;
+}
+
 inline DType require_dtype(const char* op, const char* name, int32_t scalar_type) {
   const std::optional<DType> dtype = dtype_of(scalar_type);
   require(dtype.has_value(), op, ": ", name,
@@ -79,7 +109,7 @@ class CheckedAgainst {
   }
 
   void seed(const Tensor& seed) const {
-    const TensorInfo info = info_of(seed);
+    const TensorInfo info = input_of(op_, "seed", seed);
     require(info.dims == 1 && info.sizes[0] == 2 && info.strides[0] == 1 &&
                 is_int64(info.scalar_type) && info.device == first_.device,
             op_, ": seed must be a dense int64 tensor of shape (2,) on ", first_.device, ", got ",

@@ -1,10 +1,10 @@
 // Dropout, alone or with a residual add: schema, checks, allocation.
 #include "ops/dropout.h"
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "ops/check.h"
+#include "ops/library.h"
 #include "ops/runtime.h"
 
 namespace onepass {
@@ -23,14 +23,14 @@ CheckedDropout check_dropout(const Tensor& input, const OptionalTensor& residual
                              const OptionalTensor& seed, double p,
                              const std::optional<ScalarType>& out_dtype) {
   const char* op = residual ? "add_dropout" : "dropout";
-  CheckedDropout call{.input = info_of(input)};
+  CheckedDropout call{.input = input_of(op, "input", input)};
   DropoutForward& args = call.args;
   const TensorInfo& shape = call.input;
   const CheckedAgainst checked(op, "input", shape);
   args.input_dtype = args.output_dtype = checked.first_dtype();
   if (residual) {
     args.residual_dtype = args.output_dtype =
-        checked.tensor("residual", info_of(*residual), shape.sizes, shape.dims);
+        checked.tensor("residual", input_of(op, "residual", *residual), shape.sizes, shape.dims);
   }
   if (out_dtype) {
     require(!residual, op, ": out_dtype must not be given with a residual, got one");
@@ -68,36 +68,26 @@ Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual,
   return output;
 }
 
-#ifndef ONEPASS_CUDA
 // On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
 void dropout_forward_check(const Tensor& input, const OptionalTensor& residual,
                            const OptionalTensor& seed, double p,
                            std::optional<ScalarType> out_dtype) {
   check_dropout(input, residual, seed, p, out_dtype);
 }
-#endif
 
 }  // namespace
 
 #define ONEPASS_DROPOUT_FORWARD_ARGUMENTS \
   "(Tensor input, Tensor? residual, Tensor? seed, float p, ScalarType? out_dtype)"
 
-#ifndef ONEPASS_CUDA
-STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
-  // output = dropout(input) + residual. Its own backward: the same map on the gradient.
-  m.def("dropout_forward" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> Tensor");
-  m.def("dropout_forward_check" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> ()");
+OperatorList dropout_operators() {
+  return {
+      // output = dropout(input) + residual. Its own backward: the same map on the gradient.
+      {"dropout_forward" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> Tensor",
+       TORCH_BOX(&dropout_forward)},
+      {"dropout_forward_check" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> ()",
+       TORCH_BOX(&dropout_forward_check), true},
+  };
 }
-STABLE_TORCH_LIBRARY_IMPL(onepass, CompositeExplicitAutograd, m) {
-  m.impl("dropout_forward_check", TORCH_BOX(&dropout_forward_check));
-}
-STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
-  m.impl("dropout_forward", TORCH_BOX(&dropout_forward));
-}
-#else
-STABLE_TORCH_LIBRARY_IMPL(onepass, CUDA, m) {
-  m.impl("dropout_forward", TORCH_BOX(&dropout_forward));
-}
-#endif
 
 }  // namespace onepass

@@ -24,6 +24,7 @@ struct Host {
   std::vector<std::string> (*levels)();  // that this machine supports
   void (*record)(bool on);               // starts or stops recording
   std::vector<Dispatch> (*take)();       // the calls recorded since the last take
+  int64_t (*regions)();                  // parallel regions entered so far, on the CPU
 };
 
 }  // namespace onepass

@@ -2,22 +2,33 @@
 // are the back end's; every one of them is reached through the checks here.
 #include "ops/norm.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <tuple>
-#include <vector>
 
 #include "ops/check.h"
+#include "ops/fields.h"
+#include "ops/library.h"
 #include "ops/rows.h"
 #include "ops/runtime.h"
 
 namespace onepass {
 namespace {
 
-using torch::headeronly::ScalarType;
+// What norm_forward takes beside its input.
+#define ONEPASS_NORM_OPTIONS(FIELD)             \
+  FIELD(OptionalTensor, residual, "")           \
+  FIELD(OptionalTensor, weight, "")             \
+  FIELD(OptionalTensor, bias, "")               \
+  FIELD(OptionalTensor, seed, "")               \
+  FIELD(Sizes, normalized_shape, "")            \
+  FIELD(StaticInt, kind, "") /* NormKind */     \
+  FIELD(double, eps, "")                        \
+  FIELD(double, weight_offset, "")              \
+  FIELD(double, dropout_p, "")                  \
+  FIELD(OptionalScalarType, out_dtype, "")      \
+  FIELD(OptionalScalarType, residual_dtype, "") \
+  FIELD(bool, save_statistics, "")
 
-using OptionalTensor = std::optional<Tensor>;
-using Sizes = std::vector<int64_t>;
+ONEPASS_DEFINE_OPTIONS(NormOptions, ONEPASS_NORM_OPTIONS);
 
 // Bits of grad_mask.
 constexpr int64_t kWantInput = 1;
@@ -25,13 +36,20 @@ constexpr int64_t kWantResidual = 2;
 constexpr int64_t kWantWeight = 4;
 constexpr int64_t kWantBias = 8;
 
-const char* op_name(bool rms, bool add) {
-  return rms ? (add ? "add_rms_norm" : "rms_norm") : (add ? "add_layer_norm" : "layer_norm");
+constexpr const char* kNames[kNormKinds][2] = {{"layer_norm", "add_layer_norm"},
+                                               {"rms_norm", "add_rms_norm"}};
+
+const char* op_name(NormKind kind, bool add) { return kNames[static_cast<int64_t>(kind)][add]; }
+
+NormKind kind_of(int64_t number) {
+  require(number >= 0 && number < kNormKinds, "norm: kind must be 0 (layer) or 1 (RMS), got ",
+          number);
+  return static_cast<NormKind>(number);
 }
 
-RowTensor row_tensor(const OptionalTensor& tensor) {
+RowTensor row_tensor(const char* op, const char* name, const OptionalTensor& tensor) {
   RowTensor rows{tensor};
-  if (tensor) rows.info = info_of(*tensor);
+  if (tensor) rows.info = input_of(op, name, *tensor);
   return rows;
 }
 
@@ -66,7 +84,7 @@ Dispatch describe(const NormForward& args) {
   if (args.weight) text << ", weight " << name_of(args.weight_dtype);
   text << ", output " << name_of(args.output_dtype);
   if (args.seed) text << ", dropout " << args.dropout_p;
-  return {.op = op_name(args.rms, args.residual != nullptr), .arguments = text.str()};
+  return {.op = op_name(args.kind, args.residual != nullptr), .arguments = text.str()};
 }
 
 Dispatch describe(const NormBackward& args) {
@@ -74,7 +92,7 @@ Dispatch describe(const NormBackward& args) {
   text << args.rows << " x " << args.cols << ", doutput " << name_of(args.doutput_dtype) << ", x "
        << name_of(args.x_dtype) << (args.dresidual_out ? ", with dresidual_out" : "");
   if (args.seed) text << ", dropout " << args.dropout_p;
-  return {.op = std::string(op_name(args.rms, args.dresidual_out != nullptr)) + "_backward",
+  return {.op = std::string(op_name(args.kind, args.dresidual_out != nullptr)) + "_backward",
           .arguments = text.str()};
 }
 
@@ -87,62 +105,58 @@ struct CheckedForward {
   int64_t leading = 0;  // dimensions before normalized_shape
 };
 
-CheckedForward check_forward(const Tensor& input, const OptionalTensor& residual,
-                             const OptionalTensor& weight, const OptionalTensor& bias,
-                             const OptionalTensor& seed, const Sizes& normalized_shape, bool rms,
-                             double eps, double weight_offset, double dropout_p,
-                             const std::optional<ScalarType>& out_dtype,
-                             const std::optional<ScalarType>& residual_dtype) {
-  const char* op = op_name(rms, residual.has_value());
-  CheckedForward call{.input = row_tensor(input), .residual = row_tensor(residual)};
+CheckedForward check_forward(const NormOptions& options, const Tensor& input) {
+  const NormKind kind = kind_of(options.kind);
+  const char* op = op_name(kind, options.residual.has_value());
+  CheckedForward call{.input = row_tensor(op, "input", input),
+                      .residual = row_tensor(op, "residual", options.residual)};
   NormForward& args = call.args;
   const TensorInfo& shape = call.input.info;
   const CheckedAgainst checked(op, "input", shape);
-  check_normalized_shape(op, "input", shape, normalized_shape);
-  const int64_t row_dims = static_cast<int64_t>(normalized_shape.size());
+  check_normalized_shape(op, "input", shape, options.normalized_shape);
+  const int64_t row_dims = static_cast<int64_t>(options.normalized_shape.size());
   args.input_dtype = args.residual_dtype = checked.first_dtype();
-  if (residual) {
+  if (options.residual) {
     args.residual_dtype = checked.tensor("residual", call.residual.info, shape.sizes, shape.dims);
   }
-  if (weight) {
-    args.weight_dtype =
-        checked.tensor("weight", info_of(*weight), normalized_shape.data(), row_dims);
+  if (options.weight) {
+    args.weight_dtype = checked.tensor("weight", input_of(op, "weight", *options.weight),
+                                       options.normalized_shape.data(), row_dims);
   }
-  if (bias) {
-    args.bias_dtype = checked.tensor("bias", info_of(*bias), normalized_shape.data(), row_dims);
+  if (options.bias) {
+    args.bias_dtype = checked.tensor("bias", input_of(op, "bias", *options.bias),
+                                     options.normalized_shape.data(), row_dims);
   }
-  require(!bias || !rms, op, ": bias must not be given, got one");
+  require(!options.bias || kind != NormKind::kRms, op, ": bias must not be given, got one");
   args.output_dtype = args.input_dtype;
-  if (out_dtype) args.output_dtype = checked.dtype("out_dtype", static_cast<int32_t>(*out_dtype));
+  if (options.out_dtype)
+    args.output_dtype = checked.dtype("out_dtype", static_cast<int32_t>(*options.out_dtype));
   args.residual_out_dtype = args.residual_dtype;
-  if (residual_dtype) {
+  if (options.residual_dtype) {
     args.residual_out_dtype =
-        checked.dtype("residual_dtype", static_cast<int32_t>(*residual_dtype));
+        checked.dtype("residual_dtype", static_cast<int32_t>(*options.residual_dtype));
   }
-  require_probability(op, "dropout_p", dropout_p);
-  require(dropout_p == 0.0 || residual, op, ": dropout_p must be 0 without a residual, got ",
-          dropout_p);
-  require((dropout_p > 0.0) == seed.has_value(), op,
-          ": seed must be given with dropout_p > 0 only, got ", seed ? "one" : "none");
-  if (seed) checked.seed(*seed);
+  require_probability(op, "dropout_p", options.dropout_p);
+  require(options.dropout_p == 0.0 || options.residual, op,
+          ": dropout_p must be 0 without a residual, got ", options.dropout_p);
+  require((options.dropout_p > 0.0) == options.seed.has_value(), op,
+          ": seed must be given with dropout_p > 0 only, got ", options.seed ? "one" : "none");
+  if (options.seed) checked.seed(*options.seed);
 
-  call.leading = set_size(args, shape, normalized_shape);
-  call.weight = dense(weight);
-  call.bias = dense(bias);
-  args.eps = eps;
-  args.weight_offset = weight_offset;
-  args.dropout_p = dropout_p;
-  args.rms = rms;
+  call.leading = set_size(args, shape, options.normalized_shape);
+  call.weight = dense(options.weight);
+  call.bias = dense(options.bias);
+  args.eps = options.eps;
+  args.weight_offset = options.weight_offset;
+  args.dropout_p = options.dropout_p;
+  args.kind = kind;
   return call;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(
-    const Tensor& input, const OptionalTensor& residual, const OptionalTensor& weight,
-    const OptionalTensor& bias, const OptionalTensor& seed, const Sizes& normalized_shape, bool rms,
-    double eps, double weight_offset, double dropout_p, std::optional<ScalarType> out_dtype,
-    std::optional<ScalarType> residual_dtype, bool save_statistics) {
-  CheckedForward call = check_forward(input, residual, weight, bias, seed, normalized_shape, rms,
-                                      eps, weight_offset, dropout_p, out_dtype, residual_dtype);
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(const NormOptions& options,
+                                                        const Tensor& input) {
+  CheckedForward call = check_forward(options, input);
+  const OptionalTensor& residual = options.residual;
   NormForward& args = call.args;
   const TensorInfo shape = call.input.info;
   const DType statistics_dtype =
@@ -155,10 +169,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(
   Tensor residual_out = residual
                             ? empty(shape.sizes, shape.dims, args.residual_out_dtype, shape.device)
                             : empty_1d(0, args.residual_out_dtype, shape.device);
-  Tensor mean = statistics(save_statistics && !rms);
-  Tensor rstd = statistics(save_statistics);
+  const bool has_mean = options.save_statistics && args.kind != NormKind::kRms;
+  Tensor mean = statistics(has_mean);
+  Tensor rstd = statistics(options.save_statistics);
 
-  address_rows({&call.input, &call.residual}, static_cast<int64_t>(normalized_shape.size()),
+  address_rows({&call.input, &call.residual}, static_cast<int64_t>(options.normalized_shape.size()),
                args.row_size);
   args.input = call.input.data();
   args.input_stride = call.input.stride;
@@ -166,39 +181,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(
   args.residual_stride = call.residual.stride;
   args.weight = data_of(call.weight);
   args.bias = data_of(call.bias);
-  args.seed = static_cast<const int64_t*>(data_of(seed));
+  args.seed = static_cast<const int64_t*>(data_of(options.seed));
   args.output = output.mutable_data_ptr();
   if (residual) args.residual_out = residual_out.mutable_data_ptr();
-  if (save_statistics && !rms) args.mean = mean.mutable_data_ptr();
-  if (save_statistics) args.rstd = rstd.mutable_data_ptr();
+  if (has_mean) args.mean = mean.mutable_data_ptr();
+  if (options.save_statistics) args.rstd = rstd.mutable_data_ptr();
   if (args.cols > 0) {
     run_operator(backend().norm.forward, args, shape.device, [&] { return describe(args); });
   }
   return {output, residual_out, mean, rstd};
 }
 
-#ifndef ONEPASS_CUDA
 // On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
-void norm_forward_check(const Tensor& input, const OptionalTensor& residual,
-                        const OptionalTensor& weight, const OptionalTensor& bias,
-                        const OptionalTensor& seed, const Sizes& normalized_shape, bool rms,
-                        double eps, double weight_offset, double dropout_p,
-                        std::optional<ScalarType> out_dtype,
-                        std::optional<ScalarType> residual_dtype, bool) {
-  check_forward(input, residual, weight, bias, seed, normalized_shape, rms, eps, weight_offset,
-                dropout_p, out_dtype, residual_dtype);
+void norm_forward_check(const NormOptions& options, const Tensor& input) {
+  check_forward(options, input);
 }
-#endif
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
     const OptionalTensor& doutput, const OptionalTensor& dresidual_out, const Tensor& x,
     const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& seed,
-    const Tensor& mean, const Tensor& rstd, const Sizes& normalized_shape, bool rms,
-    double weight_offset, double dropout_p, std::optional<ScalarType> input_dtype,
-    std::optional<ScalarType> residual_dtype, int64_t grad_mask) {
+    const Tensor& mean, const Tensor& rstd, const Sizes& normalized_shape, StaticInt number,
+    double weight_offset, double dropout_p, OptionalScalarType input_dtype,
+    OptionalScalarType residual_dtype, int64_t grad_mask) {
+  const NormKind kind = kind_of(number);
+  const bool rms = kind == NormKind::kRms;
   const char* op = rms ? "rms_norm_backward" : "layer_norm_backward";
   NormBackward args{};
-  RowTensor x_rows = row_tensor(x);
+  RowTensor x_rows = row_tensor(op, "x", x);
   const TensorInfo shape = x_rows.info;
   const CheckedAgainst checked(op, "x", shape);
   check_normalized_shape(op, "x", shape, normalized_shape);
@@ -211,9 +220,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
     args.dresidual_dtype = checked.dtype("residual_dtype", static_cast<int32_t>(*residual_dtype));
   }
   RowTensor doutput_rows =
-      row_tensor(doutput ? doutput : OptionalTensor(zeros_like(x, args.x_dtype)));
+      row_tensor(op, "doutput", doutput ? doutput : OptionalTensor(zeros_like(x, args.x_dtype)));
   args.doutput_dtype = checked.tensor("doutput", doutput_rows.info, shape.sizes, shape.dims);
-  RowTensor dresidual_out_rows = row_tensor(dresidual_out);
+  RowTensor dresidual_out_rows = row_tensor(op, "dresidual_out", dresidual_out);
   if (dresidual_out) {
     const DType dtype =
         checked.tensor("dresidual_out", dresidual_out_rows.info, shape.sizes, shape.dims);
@@ -221,12 +230,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
             " like x, got ", name_of(dtype));
   }
   if (weight) {
-    args.weight_dtype =
-        checked.tensor("weight", info_of(*weight), normalized_shape.data(), row_dims);
+    args.weight_dtype = checked.tensor("weight", input_of(op, "weight", *weight),
+                                       normalized_shape.data(), row_dims);
   }
   DType bias_dtype = args.x_dtype;
   if (bias) {
-    bias_dtype = checked.tensor("bias", info_of(*bias), normalized_shape.data(), row_dims);
+    bias_dtype =
+        checked.tensor("bias", input_of(op, "bias", *bias), normalized_shape.data(), row_dims);
   }
   args.dweight_dtype = args.weight_dtype;
   args.dbias_dtype = bias_dtype;
@@ -234,7 +244,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
   const DType statistics_dtype =
       args.x_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   const auto check_statistics = [&](const char* name, const Tensor& tensor) {
-    const DType dtype = checked.tensor(name, info_of(tensor), shape.sizes, leading);
+    const DType dtype = checked.tensor(name, input_of(op, name, tensor), shape.sizes, leading);
     require(dtype == statistics_dtype, op, ": ", name, " must have dtype ",
             name_of(statistics_dtype), ", got ", name_of(dtype));
   };
@@ -282,7 +292,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
   if (want_bias) args.dbias = dbias.mutable_data_ptr();
   args.weight_offset = weight_offset;
   args.dropout_p = dropout_p;
-  args.rms = rms;
+  args.kind = kind;
   if (args.cols > 0) {
     run_operator(backend().norm.backward, args, shape.device, [&] { return describe(args); });
   }
@@ -291,38 +301,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
 
 }  // namespace
 
-#define ONEPASS_NORM_FORWARD_ARGUMENTS                                                     \
-  "(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, "          \
-  "SymInt[] normalized_shape, bool rms, float eps, float weight_offset, float dropout_p, " \
-  "ScalarType? out_dtype, ScalarType? residual_dtype, bool save_statistics)"
-
-#ifndef ONEPASS_CUDA
-STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
-  // x = residual + dropout(input), rounded to residual_dtype, or input itself without a residual;
-  // output = norm(x). Outputs that are not asked for have size 0.
-  m.def("norm_forward" ONEPASS_NORM_FORWARD_ARGUMENTS
-        " -> (Tensor output, Tensor residual_out, Tensor mean, Tensor rstd)");
-  m.def("norm_forward_check" ONEPASS_NORM_FORWARD_ARGUMENTS " -> ()");
-  // grad_mask: 1 dinput, 2 dresidual, 4 dweight, 8 dbias.
-  m.def(
-      "norm_backward(Tensor? doutput, Tensor? dresidual_out, Tensor x, Tensor? weight, "
-      "Tensor? bias, Tensor? seed, Tensor mean, Tensor rstd, SymInt[] normalized_shape, bool rms, "
-      "float weight_offset, float dropout_p, ScalarType? input_dtype, "
-      "ScalarType? residual_dtype, int grad_mask) "
-      "-> (Tensor dinput, Tensor dresidual, Tensor dweight, Tensor dbias)");
+OperatorList norm_operators() {
+  return {
+      // x = residual + dropout(input), rounded to residual_dtype, or input itself without a
+      // residual; output = norm(x). Outputs that are not asked for have size 0.
+      {"norm_forward(Tensor input" ONEPASS_SCHEMA(
+           ONEPASS_NORM_OPTIONS) ") -> (Tensor output, Tensor residual_out, Tensor mean, Tensor "
+                                 "rstd)",
+       TORCH_BOX(&Packed<&norm_forward>::call)},
+      {"norm_forward_check(Tensor input" ONEPASS_SCHEMA(ONEPASS_NORM_OPTIONS) ") -> ()",
+       TORCH_BOX(&Packed<&norm_forward_check>::call), true},
+      // grad_mask: 1 dinput, 2 dresidual, 4 dweight, 8 dbias.
+      {"norm_backward(Tensor? doutput, Tensor? dresidual_out, Tensor x, Tensor? weight, "
+       "Tensor? bias, Tensor? seed, Tensor mean, Tensor rstd, SymInt[] normalized_shape, "
+       "int kind, float weight_offset, float dropout_p, ScalarType? input_dtype, "
+       "ScalarType? residual_dtype, int grad_mask) "
+       "-> (Tensor dinput, Tensor dresidual, Tensor dweight, Tensor dbias)",
+       TORCH_BOX(&norm_backward)},
+  };
 }
-STABLE_TORCH_LIBRARY_IMPL(onepass, CompositeExplicitAutograd, m) {
-  m.impl("norm_forward_check", TORCH_BOX(&norm_forward_check));
-}
-STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
-  m.impl("norm_forward", TORCH_BOX(&norm_forward));
-  m.impl("norm_backward", TORCH_BOX(&norm_backward));
-}
-#else
-STABLE_TORCH_LIBRARY_IMPL(onepass, CUDA, m) {
-  m.impl("norm_forward", TORCH_BOX(&norm_forward));
-  m.impl("norm_backward", TORCH_BOX(&norm_backward));
-}
-#endif
 
 }  // namespace onepass

@@ -13,6 +13,14 @@ namespace onepass {
 
 inline constexpr int kRowDims = 3;
 
+// Which statistics a row is normalised by; the numbers are those of the schemas and of Python.
+// One byte: as four, the CUDA backward spills on sm_90.
+enum class NormKind : uint8_t {
+  kLayer = 0,  // mean and rstd
+  kRms = 1,    // rstd alone, of x as it is
+};
+inline constexpr int64_t kNormKinds = 2;
+
 struct RowStride {
   int64_t stride[kRowDims];
 };
@@ -35,7 +43,7 @@ ONEPASS_HOST_DEVICE inline int64_t row_offset(const RowIndex& row, const RowStri
 }
 
 // x = residual + dropout(input), or input itself without a residual;
-// output = (x - mean) * rstd * (weight + weight_offset) + bias; rms has no mean.
+// output = (x - mean) * rstd * (weight + weight_offset) + bias; kRms has no mean.
 struct NormForward {
   const void* input;     // (rows, cols)
   const void* residual;  // (rows, cols) or null
@@ -44,7 +52,7 @@ struct NormForward {
   const int64_t* seed;   // (2,) or null, which is no dropout
   void* output;          // (rows, cols) contiguous
   void* residual_out;    // (rows, cols) contiguous, x rounded to its dtype; null without a residual
-  void* mean;            // (rows,) contiguous in the accumulator's dtype; null if not kept or rms
+  void* mean;            // (rows,) contiguous in the accumulator's dtype; null if not kept or kRms
   void* rstd;            // (rows,) contiguous in the accumulator's dtype; null if not kept
   int64_t rows;
   int64_t cols;
@@ -60,11 +68,11 @@ struct NormForward {
   double eps;
   double weight_offset;
   double dropout_p;
-  bool rms;
+  NormKind kind;
 };
 
 // With g = doutput * (weight + weight_offset) and h = (x - mean) * rstd:
-//   dx = rstd * (g - mean(g) - h * mean(g * h)) + dresidual_out     (rms: without mean(g))
+//   dx = rstd * (g - mean(g) - h * mean(g * h)) + dresidual_out     (kRms: without mean(g))
 //   dinput = dropout(dx), dresidual = dx, dweight = sum over rows of doutput * h,
 //   dbias = sum over rows of doutput.
 struct NormBackward {
@@ -72,7 +80,7 @@ struct NormBackward {
   const void* dresidual_out;  // (rows, cols) or null, which is 0; in x's dtype
   const void* x;              // (rows, cols) what was normalised: input or residual_out
   const void* weight;         // (cols,) or null
-  const void* mean;           // (rows,) contiguous; null for rms
+  const void* mean;           // (rows,) contiguous; null for kRms
   const void* rstd;           // (rows,) contiguous
   const int64_t* seed;        // (2,) or null
   void* dinput;               // (rows, cols) contiguous, or null if not wanted
@@ -94,7 +102,7 @@ struct NormBackward {
   DType dbias_dtype;
   double weight_offset;
   double dropout_p;
-  bool rms;
+  NormKind kind;
 };
 
 struct NormBackend {

@@ -1,12 +1,11 @@
 // The optimizer family: schema, checks, the flat list of work.
 #include "ops/optimizer.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <cmath>
 #include <vector>
 
 #include "ops/check.h"
+#include "ops/library.h"
 #include "ops/optimizer_table.h"
 #include "ops/runtime.h"
 
@@ -23,9 +22,8 @@ class CheckedTensors {
     // Of all: torch chose the kernel by the first, and has none for an empty list.
     device_ = info_of(tensors[0]).device;
     for (const AtenTensorHandle tensor : tensors) {
-      const FlatInfo info = flat_info_of(tensor);
       require_device(op, name, tensor, device_);
-      if (!info.contiguous) require_dense(op, name, info_of(tensor));
+      const FlatInfo info = flat_input_of(op, name, tensor);
       const DType dtype = require_dtype(op, name, info.scalar_type);
       wide_ = wide_ || dtype == DType::kFloat64;
       mixed_ = mixed_ || (!tensors_.empty() && dtype != tensors_.front().dtype);
@@ -36,9 +34,7 @@ class CheckedTensors {
     first_piece_.push_back(pieces);
   }
 
-  FlatTensors flat() const {
-    return {tensors_.data(), first_piece_.data(), static_cast<int64_t>(tensors_.size())};
-  }
+  FlatTensors flat() const { return flat_list(tensors_, first_piece_); }
   void require_apart(const char* op, const char* name) const {
     onepass::require_apart(op, name, tensors_, [](const FlatTensor& tensor) { return tensor; });
   }
@@ -113,6 +109,8 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type,
                       bool error_if_nonfinite) {
   const TensorList gradients(list);
   const CheckedTensors checked(kClip, "gradients", gradients);
+  const DType dtype = checked.common_dtype();
+  Tensor rounded = empty(nullptr, 0, dtype, checked.device());  // what may fail, before the scaling
   const Tensor total = norm_of(kClip, checked, norm_type);
   const double norm = *static_cast<const double*>(total.const_data_ptr());
   if (error_if_nonfinite && !std::isfinite(norm)) {
@@ -133,8 +131,6 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type,
     run_operator(backend().optimizer.scale, args, checked.device(),
                  [&]() -> Dispatch { return {.op = kClip, .arguments = checked.text()}; });
   }
-  const DType dtype = checked.common_dtype();
-  Tensor rounded = empty(nullptr, 0, dtype, checked.device());
   write(rounded.mutable_data_ptr(), dtype, norm);
   return rounded;
 }
@@ -171,8 +167,8 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type, 
 
 // A step of all parameters of a table, unless `norm` is not finite or `found_inf` is not zero; then
 // nothing changes but gradients that are to be set to zeros. The gradients are divided by
-// grad_scale and scaled to max_norm on their way.
-void optimizer_step(int64_t algorithm, int64_t table, StableListHandle list, const Tensor& hyper,
+// grad_scale and scaled to max_norm on their way. False: the table is stale, and nothing was done.
+bool optimizer_step(int64_t algorithm, int64_t table, StableListHandle list, const Tensor& hyper,
                     int64_t seed, bool stochastic_params, bool stochastic_moments,
                     bool zero_gradients, std::optional<double> max_norm,
                     const std::optional<Tensor>& norm, const std::optional<Tensor>& grad_scale,
@@ -180,42 +176,38 @@ void optimizer_step(int64_t algorithm, int64_t table, StableListHandle list, con
                     const std::optional<Tensor>& device_hyper) {
   constexpr const char* op = "optimizer_step";
   const TensorList gradients(list);
-  require(algorithm >= 0 && algorithm <= static_cast<int64_t>(Algorithm::kLion), op,
-          ": algorithm must be 0 (Adam), 1 (SGD) or 2 (Lion), got ", algorithm);
+  require(algorithm >= 0 && algorithm < kAlgorithms, op, ": algorithm must be from 0 to ",
+          kAlgorithms - 1, ", got ", algorithm);
   CheckedStep checked(op, static_cast<Algorithm>(algorithm), table, gradients, hyper,
                       {stochastic_params, stochastic_moments}, zero_gradients);
+  if (checked.is_stale()) return false;
   const OptimizerStep args =
       checked.args(seed, max_norm, {norm, grad_scale, found_inf, device_hyper});
   run_operator(backend().optimizer.step, args, checked.device(),
                [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; });
   checked.count(args);
+  return true;
 }
 
 }  // namespace
 
-#ifndef ONEPASS_CUDA
-STABLE_TORCH_LIBRARY_FRAGMENT(onepass, m) {
-  m.def(
-      "clip_grad_norm(Tensor(a!)[] gradients, float max_norm, float norm_type, bool "
-      "error_if_nonfinite) -> Tensor");
-  m.def("gradient_norm(Tensor[] gradients, float norm_type=2.0) -> Tensor");
-  m.def("optimizer_table(Tensor(a!)[] params, Tensor(b!)[] states, Tensor layout) -> SymInt");
-  m.def("optimizer_table_release(Tensor state, SymInt table) -> ()");
-  m.def(
-      "optimizer_step(SymInt algorithm, SymInt table, Tensor(a!)[] gradients, Tensor hyper, *, "
-      "SymInt seed=0, bool stochastic_params=False, bool stochastic_moments=False, bool "
-      "zero_gradients=False, float? max_norm=None, Tensor? norm=None, Tensor? grad_scale=None, "
-      "Tensor? found_inf=None, Tensor? device_hyper=None) -> ()");
-}
-STABLE_TORCH_LIBRARY_IMPL(onepass, CPU, m) {
-#else
-STABLE_TORCH_LIBRARY_IMPL(onepass, CUDA, m) {
-#endif
-  m.impl("clip_grad_norm", TORCH_BOX(&clip_grad_norm));
-  m.impl("gradient_norm", TORCH_BOX(&gradient_norm));
-  m.impl("optimizer_table", TORCH_BOX(&optimizer_table));
-  m.impl("optimizer_table_release", TORCH_BOX(&optimizer_table_release));
-  m.impl("optimizer_step", TORCH_BOX(&optimizer_step));
+OperatorList optimizer_operators() {
+  return {
+      {"clip_grad_norm(Tensor(a!)[] gradients, float max_norm, float norm_type, bool "
+       "error_if_nonfinite) -> Tensor",
+       TORCH_BOX(&clip_grad_norm)},
+      {"gradient_norm(Tensor[] gradients, float norm_type=2.0) -> Tensor",
+       TORCH_BOX(&gradient_norm)},
+      {"optimizer_table(Tensor(a!)[] params, Tensor(b!)[] states, Tensor layout) -> SymInt",
+       TORCH_BOX(&optimizer_table)},
+      {"optimizer_table_release(Tensor state, SymInt table) -> ()",
+       TORCH_BOX(&optimizer_table_release)},
+      {"optimizer_step(SymInt algorithm, SymInt table, Tensor(a!)[] gradients, Tensor hyper, *, "
+       "SymInt seed=0, bool stochastic_params=False, bool stochastic_moments=False, bool "
+       "zero_gradients=False, float? max_norm=None, Tensor? norm=None, Tensor? grad_scale=None, "
+       "Tensor? found_inf=None, Tensor? device_hyper=None) -> bool",
+       TORCH_BOX(&optimizer_step)},
+  };
 }
 
 }  // namespace onepass

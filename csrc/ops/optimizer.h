@@ -4,6 +4,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <iterator>
 
 #include "core/backend.h"
 #include "core/dtype.h"
@@ -55,7 +57,33 @@ struct ScaleGradients {
 
 // ---- the step -----------------------------------------------------------------------------------
 
-enum class Algorithm : int32_t { kAdam, kSgd, kLion };
+// ALGORITHM(number, name): all there are. Python finds the numbers by these names in onepass._C.
+#define ONEPASS_ALGORITHMS(ALGORITHM) \
+  ALGORITHM(kAdam, "Adam")            \
+  ALGORITHM(kSgd, "SGD")              \
+  ALGORITHM(kLion, "Lion")
+
+#define ONEPASS_NUMBER(number, name) number,
+enum class Algorithm : int32_t { ONEPASS_ALGORITHMS(ONEPASS_NUMBER) };
+#undef ONEPASS_NUMBER
+
+#define ONEPASS_NAME(number, name) name,
+inline constexpr const char* kAlgorithmNames[] = {ONEPASS_ALGORITHMS(ONEPASS_NAME)};
+#undef ONEPASS_NAME
+inline constexpr int64_t kAlgorithms = std::size(kAlgorithmNames);
+
+// f.operator()<Algorithm>() for the one that it is.
+template <class F>
+void visit_algorithm(Algorithm algorithm, F&& f) {
+  switch (algorithm) {
+#define ONEPASS_CASE(number, name)              \
+  case Algorithm::number:                       \
+    f.template operator()<Algorithm::number>(); \
+    break;
+    ONEPASS_ALGORITHMS(ONEPASS_CASE)
+#undef ONEPASS_CASE
+  }
+}
 
 // What the parameter's own dtype leaves of the float32 result.
 enum class Master : int32_t {
@@ -78,8 +106,7 @@ inline constexpr int64_t kCodeBlock = 256;
 inline constexpr int kMoments = 3;
 
 // A parameter and what belongs to it, everything (numel,) in the same order of elements.
-// moments: Adam exp_avg, exp_avg_sq, max_exp_avg_sq; SGD momentum_buffer; Lion exp_avg. Null where
-// the group's settings ask for none.
+// moments: as moments_of counts them; null where the group's settings ask for none.
 struct StepTensor {
   void* param;
   void* gradient;
@@ -97,20 +124,65 @@ struct StepTensor {
   float* step;      // () the number of steps made, in the parameter's memory
 };
 
-// The settings of a parameter group, as torch names them.
-struct Hyper {
-  double lr;
-  double beta1;
-  double beta2;
-  double eps;
-  double weight_decay;
-  double momentum;
-  double dampening;
-  bool decoupled;  // weight decay acts on the parameter, not on the gradient
-  bool amsgrad;
-  bool nesterov;
-  bool maximize;
+// The columns of `layout`, (parameters, kLayoutColumns) int64: where in the operator's list of
+// states each parameter's lie, as pairs (number of the tensor in the list or -1, its first element
+// there). python/onepass/optim/flat_state.py writes it.
+enum LayoutColumn : int64_t {
+  kIndexColumn,  // of the parameter in its optimizer
+  kGroupColumn,  // row of `hyper`
+  kStepColumn,   // float32, (): the number of steps made
+  kMomentColumn = kStepColumn + 2,
+  kScaleColumn = kMomentColumn + 2 * kMoments,
+  kMasterColumn = kScaleColumn + 2 * kMoments,
+  kLayoutColumns = kMasterColumn + 2,
 };
+
+// The settings of a parameter group, as torch names them: a row of `hyper`, (groups, kHyperColumns)
+// float64, is a Hyper. Python takes the names from onepass._C; flags are not zero where they hold.
+// decoupled: weight decay acts on the parameter, not on the gradient.
+#define ONEPASS_HYPER(FIELD) \
+  FIELD(lr)                  \
+  FIELD(beta1)               \
+  FIELD(beta2)               \
+  FIELD(eps)                 \
+  FIELD(weight_decay)        \
+  FIELD(momentum)            \
+  FIELD(dampening)           \
+  FIELD(decoupled)           \
+  FIELD(amsgrad)             \
+  FIELD(nesterov)            \
+  FIELD(maximize)
+
+#define ONEPASS_FIELD(name) double name;
+struct Hyper {
+  ONEPASS_HYPER(ONEPASS_FIELD)
+};
+#undef ONEPASS_FIELD
+
+#define ONEPASS_FIELD(name) #name,
+inline constexpr const char* kHyperNames[] = {ONEPASS_HYPER(ONEPASS_FIELD)};
+#undef ONEPASS_FIELD
+inline constexpr int64_t kHyperColumns = std::size(kHyperNames);
+static_assert(sizeof(Hyper) == kHyperColumns * sizeof(double));
+
+ONEPASS_HOST_DEVICE inline Hyper hyper_of(const double* row) {
+  Hyper hyper;
+  std::memcpy(&hyper, row, sizeof(hyper));
+  return hyper;
+}
+
+// The moments of a parameter, in the order of StepTensor: Adam exp_avg, exp_avg_sq, max_exp_avg_sq;
+// SGD momentum_buffer; Lion exp_avg.
+ONEPASS_HOST_DEVICE constexpr int moments_of(Algorithm algorithm, bool amsgrad, bool momentum) {
+  switch (algorithm) {
+    case Algorithm::kAdam:
+      return amsgrad ? 3 : 2;
+    case Algorithm::kSgd:
+      return momentum ? 1 : 0;
+    default:
+      return 1;
+  }
+}
 
 // What the loop over elements needs of them, for one count of steps.
 struct StepScalars {
@@ -133,14 +205,15 @@ struct StepScalars {
 ONEPASS_HOST_DEVICE inline StepScalars step_scalars(Algorithm algorithm, const Hyper& hyper,
                                                     uint32_t step) {
   const bool adam = algorithm == Algorithm::kAdam;
+  const bool decoupled = hyper.decoupled != 0.0;
   const double correction1 = adam ? 1.0 - std::pow(hyper.beta1, step) : 1.0;
   const double correction2 = adam ? 1.0 - std::pow(hyper.beta2, step) : 1.0;
   return {.step = step,
-          .amsgrad = hyper.amsgrad,
-          .nesterov = hyper.nesterov,
-          .gradient_sign = hyper.maximize ? -1.0 : 1.0,
-          .gradient_decay = hyper.decoupled ? 0.0 : hyper.weight_decay,
-          .param_factor = hyper.decoupled ? 1.0 - hyper.lr * hyper.weight_decay : 1.0,
+          .amsgrad = hyper.amsgrad != 0.0,
+          .nesterov = hyper.nesterov != 0.0,
+          .gradient_sign = hyper.maximize != 0.0 ? -1.0 : 1.0,
+          .gradient_decay = decoupled ? 0.0 : hyper.weight_decay,
+          .param_factor = decoupled ? 1.0 - hyper.lr * hyper.weight_decay : 1.0,
           .step_size = hyper.lr / correction1,
           .one_minus_beta1 = 1.0 - hyper.beta1,
           .beta2 = hyper.beta2,
@@ -149,23 +222,6 @@ ONEPASS_HOST_DEVICE inline StepScalars step_scalars(Algorithm algorithm, const H
           .eps = hyper.eps,
           .momentum = hyper.momentum,
           .momentum_gain = 1.0 - hyper.dampening};
-}
-
-// The columns of a row of hyper parameters.
-inline constexpr int64_t kHyperColumns = 11;
-
-ONEPASS_HOST_DEVICE inline Hyper hyper_of(const double* row) {
-  return {.lr = row[0],
-          .beta1 = row[1],
-          .beta2 = row[2],
-          .eps = row[3],
-          .weight_decay = row[4],
-          .momentum = row[5],
-          .dampening = row[6],
-          .decoupled = row[7] != 0.0,
-          .amsgrad = row[8] != 0.0,
-          .nesterov = row[9] != 0.0,
-          .maximize = row[10] != 0.0};
 }
 
 // The factor that brings a norm to at most max_norm, as torch computes it.

@@ -121,37 +121,16 @@ std::shared_ptr<StepTable> find_table(const char* op, int64_t number) {
   return found->second;
 }
 
-void require_same_order(const char* op, const TensorInfo& param, const TensorInfo& gradient) {
-  bool same = param.dims == gradient.dims;
-  for (int64_t d = 0; same && d < param.dims; ++d) {
-    same = param.sizes[d] == gradient.sizes[d] &&
-           (param.sizes[d] == 1 || param.strides[d] == gradient.strides[d]);
+// Of a parameter and its gradient, which has as many elements.
+bool are_in_one_order(const char* op, const TensorInfo& param, const TensorInfo& gradient) {
+  bool same_shape = param.dims == gradient.dims, same_order = true;
+  for (int64_t d = 0; same_shape && d < param.dims; ++d) {
+    same_shape = param.sizes[d] == gradient.sizes[d];
+    same_order = same_order && (param.sizes[d] == 1 || param.strides[d] == gradient.strides[d]);
   }
-  require(same, op, ": gradients must have their parameter's shape and strides, ", shape_of(param),
-          " and ", Shape{param.strides, param.dims}, ", got ", shape_of(gradient), " and ",
-          Shape{gradient.strides, gradient.dims});
-}
-
-// Read by a message alone.
-struct LayoutText {
-  const Tensor& tensor;
-
-  friend std::ostream& operator<<(std::ostream& text, const LayoutText& layout) {
-    const TensorInfo info = info_of(layout.tensor);
-    return text << "shape " << shape_of(info) << ", strides " << Shape{info.strides, info.dims}
-                << " of " << TypeName{info.scalar_type};
-  }
-};
-
-int moments_of(Algorithm algorithm, const Hyper& hyper) {
-  switch (algorithm) {
-    case Algorithm::kAdam:
-      return hyper.amsgrad ? 3 : 2;
-    case Algorithm::kSgd:
-      return hyper.momentum != 0.0 ? 1 : 0;
-    default:
-      return 1;
-  }
+  require(same_shape, op, ": gradients must have their parameter's shape, ", shape_of(param),
+          ", got ", shape_of(gradient));
+  return same_order;
 }
 
 }  // namespace
@@ -160,7 +139,7 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
                      const Tensor& layout)
     : params(params_), states(states_) {
   const int64_t count = static_cast<int64_t>(params.size());
-  const TensorInfo table = info_of(layout);
+  const TensorInfo table = input_of(kTableOp, "layout", layout);
   require(is_int64(table.scalar_type) && table.dims == 2 && table.sizes[0] == count &&
               table.sizes[1] == kLayoutColumns && layout.is_contiguous(),
           kTableOp, ": layout must be a contiguous int64 tensor of shape (", count, ", ",
@@ -172,10 +151,11 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
   buffers.reserve(states.size());
   for (const Tensor& state : states) {
     require_device(kTableOp, "states", state, device);
-    const FlatInfo info = flat_info_of(state);
-    if (!info.contiguous) require_dense(kTableOp, "states", info_of(state));
+    const FlatInfo info = flat_input_of(kTableOp, "states", state);
     buffers.push_back({static_cast<char*>(state.mutable_data_ptr()), info.numel, info.scalar_type,
                        size_of_state(info.scalar_type)});
+    state_infos.push_back(info);
+    state_data.push_back(buffers.back().data);
   }
   infos.reserve(params.size());
   tensors.reserve(params.size());
@@ -183,8 +163,7 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
   int64_t pieces = 0;
   for (const Tensor& param : params) {
     require_device(kTableOp, "params", param, device);
-    const FlatInfo info = flat_info_of(param);
-    if (!info.contiguous) require_dense(kTableOp, "params", info_of(param));
+    const FlatInfo info = flat_input_of(kTableOp, "params", param);
     StepTensor tensor{};
     tensor.numel = info.numel;
     tensor.param_dtype = require_dtype(kTableOp, "params", info.scalar_type);
@@ -236,7 +215,7 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
       rounding_(rounding),
       zero_gradients_(zero_gradients),
       table_(find_table(op, table)) {
-  const TensorInfo info = info_of(hyper);
+  const TensorInfo info = input_of(op, "hyper", hyper);
   require(dtype_of(info.scalar_type) == DType::kFloat64 && info.dims == 2 &&
               info.sizes[0] >= table_->groups && info.sizes[1] == kHyperColumns &&
               hyper.is_contiguous(),
@@ -246,12 +225,12 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
   require(gradients.size() == table_->params.size(), op,
           ": gradients must be as many as the table's parameters, ", table_->params.size(),
           ", got ", gradients.size());
-  bool moved = false;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    if (!complete(table_->tensors[i], i, gradients[i])) moved = true;
+  states_stayed();
+  for (size_t i = 0; i < gradients.size() && !is_stale_; ++i) {
+    is_stale_ = !complete(table_->tensors[i], i, gradients[i]);
   }
-  if (moved || !table_->are_apart) {
-    table_->are_apart = false;
+  if (is_stale_) return;
+  if (!table_->are_apart) {
     require_apart(op, "params", table_->tensors,
                   [](const StepTensor& t) { return FlatTensor{t.param, t.numel, t.param_dtype}; });
     table_->are_apart = true;
@@ -263,19 +242,31 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
   }
 }
 
+// The table knows where states lie, and no step may write where they lay once.
+void CheckedStep::states_stayed() const {
+  for (size_t i = 0; i < table_->states.size(); ++i) {
+    const AtenTensorHandle state = table_->states[i].get();
+    require_memory(op_, "states", state, table_->state_infos[i]);
+    require(mutable_data_of(state) == table_->state_data[i], op_,
+            ": states must lie where they did in the table, got others in number ", i);
+  }
+}
+
+// False: the parameter or its gradient does not lie as the table has it.
 bool CheckedStep::complete(StepTensor& tensor, size_t number, AtenTensorHandle gradient) {
   const Tensor& param = table_->params[number];
   const FlatInfo& before = table_->infos[number];
-  require(layout_key_of(param) == table_->layout_keys[number], op_,
-          ": params must be as they were in the table, ", before.numel, " elements of ",
-          TypeName{before.scalar_type}, ", got ", LayoutText{param});
+  if (layout_key_of(param) != table_->layout_keys[number]) return false;
+  require_memory(op_, "params", param.get(), before);
   const FlatInfo info = flat_info_of(gradient);
   require_device(op_, "gradients", gradient, table_->device);
   require(info.numel == tensor.numel, op_, ": gradients must have their parameter's ", tensor.numel,
           " elements, got ", info.numel);
-  if (!(before.contiguous && info.contiguous)) {
-    require_same_order(op_, info_of(param), info_of(gradient));
+  if (!(before.contiguous && info.contiguous) &&
+      !are_in_one_order(op_, info_of(param), info_of(gradient))) {
+    return false;
   }
+  require_memory(op_, "gradients", gradient, info);
   if (info.scalar_type != before.scalar_type) {
     tensor.gradient_dtype = require_dtype(op_, "gradients", info.scalar_type);
     require((tensor.param_dtype == DType::kFloat64) == (tensor.gradient_dtype == DType::kFloat64),
@@ -287,16 +278,17 @@ bool CheckedStep::complete(StepTensor& tensor, size_t number, AtenTensorHandle g
     tensor.gradient_dtype = tensor.param_dtype;
   }
   void* const data = param.mutable_data_ptr();
-  const bool stayed = data == tensor.param;
-  require(stayed || !tensor.param || !tensor.master, op_,
-          ": params must lie where they did while they have a master, got others in number ",
-          number);
-  tensor.param = data;
+  if (data != tensor.param) {
+    if (tensor.param && tensor.master) return false;  // it may be another parameter's master
+    table_->are_apart = false;  // as far as anybody knows, also if a later check fails
+    tensor.param = data;
+  }
   tensor.gradient = mutable_data_of(gradient);
 #ifndef ONEPASS_CUDA
   tensor.scalars = scalars_of(tensor.group, *tensor.step);
 #endif
-  const int wanted = moments_of(algorithm_, hyper_of(hyper_ + tensor.group * kHyperColumns));
+  const Hyper hyper = hyper_of(hyper_ + tensor.group * kHyperColumns);
+  const int wanted = moments_of(algorithm_, hyper.amsgrad != 0.0, hyper.momentum != 0.0);
   require(wanted == 0 || tensor.moments[wanted - 1], op_, ": states must hold ", wanted,
           " moments for these settings, got fewer");
   if (!tensor.master) {
@@ -308,7 +300,7 @@ bool CheckedStep::complete(StepTensor& tensor, size_t number, AtenTensorHandle g
     tensor.moment_type =
         rounding_.moments ? MomentType::kBFloat16Stochastic : MomentType::kBFloat16;
   }
-  return stayed;
+  return true;
 }
 
 // Parameters of a group at the same step share their scalars; those of a group mostly do.
@@ -316,6 +308,9 @@ int32_t CheckedStep::scalars_of(int32_t group, float steps) {
   for (size_t i = keys_.size(); i-- > 0;) {
     if (keys_[i].group == group && keys_[i].steps == steps) return static_cast<int32_t>(i);
   }
+  constexpr float kMostSteps = 4294967040.0f;  // the last below 2^32
+  require(steps >= 0.0f && steps <= kMostSteps, op_,
+          ": states must hold a step that lies between 0 and 2^32, got ", steps);
   keys_.push_back({group, steps});
   scalars_.push_back(step_scalars(algorithm_, hyper_of(hyper_ + group * kHyperColumns),
                                   static_cast<uint32_t>(steps) + 1));
@@ -327,7 +322,7 @@ int32_t CheckedStep::scalars_of(int32_t group, float steps) {
 namespace {
 
 double read_number(const char* op, const char* name, const Tensor& tensor) {
-  const FlatInfo info = flat_info_of(tensor);
+  const FlatInfo info = flat_input_of(op, name, tensor);
   require(info.numel == 1, op, ": ", name, " must have one element, got ", info.numel);
   const void* const data = tensor.const_data_ptr();
   switch (require_dtype(op, name, info.scalar_type)) {
@@ -373,7 +368,7 @@ namespace {
 const void* number_on(const char* op, const char* name, const std::optional<Tensor>& tensor,
                       DType dtype, const Device& device) {
   if (!tensor) return nullptr;
-  const TensorInfo info = info_of(*tensor);
+  const TensorInfo info = input_of(op, name, *tensor);
   require(flat_info_of(*tensor).numel == 1 && dtype_of(info.scalar_type) == dtype &&
               info.device == device,
           op, ": ", name, " must be one ", name_of(dtype), " on ", device, ", got ", shape_of(info),
@@ -395,7 +390,7 @@ OptimizerStep CheckedStep::args(int64_t seed, std::optional<double> max_norm,
       number_on(op_, "found_inf", numbers.found_inf, DType::kFloat32, device));
   args.max_norm = max_norm.value_or(INFINITY);
   require(numbers.hyper.has_value(), op_, ": device_hyper must be given on CUDA, got none");
-  const TensorInfo info = info_of(*numbers.hyper);
+  const TensorInfo info = input_of(op_, "device_hyper", *numbers.hyper);
   require(dtype_of(info.scalar_type) == DType::kFloat64 && info.dims == 2 &&
               info.sizes[0] >= table_->groups && info.sizes[1] == kHyperColumns &&
               numbers.hyper->is_contiguous() && info.device == device,
@@ -411,8 +406,7 @@ void CheckedStep::count(const OptimizerStep&) const {}  // the kernel does
 
 OptimizerStep CheckedStep::common_args(int64_t seed) const {
   OptimizerStep args{};
-  args.list = {table_->tensors.data(), table_->first_piece.data(),
-               static_cast<int64_t>(table_->tensors.size())};
+  args.list = flat_list(table_->tensors, table_->first_piece);
   args.algorithm = algorithm_;
   args.zero_gradients = zero_gradients_;
   args.seed = seed;

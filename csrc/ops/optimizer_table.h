@@ -33,7 +33,30 @@ inline void require_dense(const char* op, const char* name, const TensorInfo& in
           shape_of(info), " with strides ", Shape{info.strides, info.dims});
 }
 
+// Of a tensor that a caller hands over, whose elements lie in whatever order without gaps.
+inline FlatInfo flat_input_of(const char* op, const char* name, AtenTensorHandle tensor) {
+  set_operator(op);
+  const FlatInfo info = flat_info_of(tensor);
+  if (!info.contiguous) require_dense(op, name, info_of(tensor));
+  require_memory(op, name, tensor, info);
+  return info;
+}
+inline FlatInfo flat_input_of(const char* op, const char* name, const Tensor& tensor) {
+  return flat_input_of(op, name, tensor.get());
+}
+
 inline int64_t pieces_of(int64_t numel) { return (numel + kPieceElements - 1) / kPieceElements; }
+
+template <class Item>
+FlatList<Item> flat_list(const std::vector<Item>& tensors,
+                         const std::vector<int64_t>& first_piece) {
+  const auto bytes = [](const auto& list) {
+    return static_cast<int64_t>(list.size() * sizeof(list[0]));
+  };
+  tell_of_memory(Memory::kList, tensors.data(), bytes(tensors));
+  tell_of_memory(Memory::kList, first_piece.data(), bytes(first_piece));
+  return {tensors.data(), first_piece.data(), static_cast<int64_t>(tensors.size())};
+}
 
 // Pieces of all tensors are written at the same time, so none may lie in another.
 // flat_of(item) says where each lies.
@@ -63,19 +86,6 @@ void require_apart(const char* op, const char* name, const std::vector<Item>& it
   }
 }
 
-// The columns of `layout`, (parameters, kLayoutColumns) int64: where in `states` each parameter's
-// states lie, as pairs (number of the tensor in the list or -1, its first element there).
-// python/onepass/optim/flat_state.py writes it.
-enum LayoutColumn : int64_t {
-  kIndexColumn,  // of the parameter in its optimizer
-  kGroupColumn,  // row of `hyper`
-  kStepColumn,   // float32, (): the number of steps made
-  kMomentColumn = kStepColumn + 2,
-  kScaleColumn = kMomentColumn + 2 * kMoments,
-  kMasterColumn = kScaleColumn + 2 * kMoments,
-  kLayoutColumns = kMasterColumn + 2,
-};
-
 struct StepTable {
   // Keeps the tensors; the StepTensors lack what may change from step to step.
   StepTable(const std::vector<Tensor>& params, const std::vector<Tensor>& states,
@@ -83,7 +93,9 @@ struct StepTable {
 
   std::vector<Tensor> params;
   std::vector<Tensor> states;
-  std::vector<FlatInfo> infos;        // of params
+  std::vector<FlatInfo> infos;  // of params
+  std::vector<FlatInfo> state_infos;
+  std::vector<void*> state_data;      // where they lay as the table was made
   std::vector<uint64_t> layout_keys;  // of params, as they were
   std::vector<StepTensor> tensors;    // one per parameter
   std::vector<int64_t> first_piece;   // (parameters + 1,)
@@ -121,6 +133,9 @@ class CheckedStep {
 
   OptimizerStep args(int64_t seed, std::optional<double> max_norm,
                      const StepNumbers& numbers) const;
+  // Whether parameters or gradients do not lie as the table has them: the caller has to make
+  // another table, or to hand over copies.
+  bool is_stale() const { return is_stale_; }
   const Device& device() const { return table_->device; }
   void count(const OptimizerStep& step) const;  // where the host knows that it was made
   std::string text() const;
@@ -131,7 +146,7 @@ class CheckedStep {
     float steps;
   };
 
-  // Returns whether the parameter lies where it did.
+  void states_stayed() const;
   bool complete(StepTensor& tensor, size_t number, AtenTensorHandle gradient);
   int32_t scalars_of(int32_t group, float steps);
   OptimizerStep common_args(int64_t seed) const;
@@ -141,6 +156,7 @@ class CheckedStep {
   StochasticRounding rounding_;
   bool zero_gradients_;
   std::shared_ptr<StepTable> table_;
+  bool is_stale_ = false;
   const double* hyper_;
   std::vector<Key> keys_;
   std::vector<StepScalars> scalars_;

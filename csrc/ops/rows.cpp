@@ -1,12 +1,10 @@
 #include "ops/rows.h"
 
-#include <torch/csrc/stable/ops.h>
-
 namespace onepass {
 namespace {
 
 void make_contiguous(RowTensor& rows) {
-  rows.tensor = torch::stable::contiguous(*rows.tensor);
+  rows.tensor = contiguous_copy(*rows.tensor);
   rows.info = info_of(*rows.tensor);
 }
 

@@ -9,8 +9,19 @@
 #include "ops/check.h"
 #include "ops/host.h"
 #include "ops/tensor.h"
+#ifdef ONEPASS_EMULATE
+#include <cuda_emulator/execution.h>
+#endif
 
 namespace onepass {
+
+// Whether the host may look at what lies in the tensors of a call. On a device it would have to
+// wait for what was computed before.
+#ifdef ONEPASS_CUDA
+inline constexpr bool kHostReadsTensors = false;
+#else
+inline constexpr bool kHostReadsTensors = true;
+#endif
 
 const Backend& backend();  // of the library this is compiled into
 Machine machine();
@@ -40,6 +51,18 @@ void record(Dispatch dispatch);
 void set_recording(bool on);
 std::vector<Dispatch> take_recorded();
 
+#ifndef ONEPASS_EMULATE
+// What run_operator() plans and runs with. The emulated one (tests/cuda_emulator) moves the memory
+// that the arguments point to between guard bands, and can write all of it to a file.
+template <class Args>
+struct Execution {
+  const Args& args;
+  void run(const Operator<Args>& op, const Plan& plan, void* workspace, const Context& context) {
+    op.run(args, plan, workspace, context);
+  }
+};
+#endif
+
 // Plans and runs one operator. describe() gives the op's name and arguments, for the record.
 template <class Args, class Describe>
 void run_operator(const Operator<Args>& op, const Args& args, const Device& device,
@@ -49,18 +72,18 @@ void run_operator(const Operator<Args>& op, const Args& args, const Device& devi
             kOldestCapability / 10, ".", kOldestCapability % 10, " or newer, got ", device,
             ", which has ", got / 10, ".", got % 10);
   }
-  const Machine here = machine();
-  const Plan plan = op.plan(args, here);
+  Execution<Args> execution{args};
+  const Plan plan = op.plan(execution.args, machine());
   if (recording()) [[unlikely]] {
     Dispatch dispatch = describe();
     dispatch.level = backend().name;
     dispatch.plan = plan;
-    dispatch.threads = plan.parallel ? here.threads : 1;
+    dispatch.threads = static_cast<int32_t>(plan.threads);
     record(std::move(dispatch));
   }
   const DeviceGuard guard(device);
   const Workspace workspace(plan.workspace_bytes, device);
-  op.run(args, plan, workspace.data(), context(device));
+  execution.run(op, plan, workspace.data(), context(device));
 }
 
 }  // namespace onepass

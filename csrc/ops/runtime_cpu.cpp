@@ -4,21 +4,22 @@
 
 #include <torch/csrc/stable/c/shim.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "ops/runtime.h"
 
+// cmake/cpu.cmake says LEVEL(name) for each level that is built, from the least to the most
+// capable.
+#define LEVEL(name) onepass::Backend onepass_cpu_kernels_##name();
 extern "C" {
-onepass::Backend onepass_cpu_kernels_baseline();
-#if defined(__x86_64__)
-onepass::Backend onepass_cpu_kernels_avx2();
-onepass::Backend onepass_cpu_kernels_avx512();
-onepass::Backend onepass_cpu_kernels_avx512_bf16();
-#endif
+ONEPASS_CPU_LEVELS
 }
+#undef LEVEL
 
 namespace onepass {
 namespace {
@@ -29,18 +30,21 @@ struct Level {
   Backend (*kernels)();
 };
 
-// From the least to the most capable.
-std::vector<Level> levels() {
-  std::vector<Level> all = {{"baseline", true, onepass_cpu_kernels_baseline}};
+bool supports([[maybe_unused]] std::string_view level) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  if (level == "avx2") return __builtin_cpu_supports("x86-64-v3");
   const bool avx512 = __builtin_cpu_supports("x86-64-v4");
-  all.push_back({"avx2", __builtin_cpu_supports("x86-64-v3") != 0, onepass_cpu_kernels_avx2});
-  all.push_back({"avx512", avx512, onepass_cpu_kernels_avx512});
-  all.push_back({"avx512_bf16", avx512 && __builtin_cpu_supports("avx512bf16"),
-                 onepass_cpu_kernels_avx512_bf16});
+  if (level == "avx512") return avx512;
+  if (level == "avx512_bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
-  return all;
+  return true;
+}
+
+std::vector<Level> levels() {
+#define LEVEL(name) {#name, supports(#name), onepass_cpu_kernels_##name},
+  return {ONEPASS_CPU_LEVELS};
+#undef LEVEL
 }
 
 std::vector<std::string> supported_levels() {
@@ -69,7 +73,14 @@ Backend pick() {
   return best->kernels();
 }
 
+std::atomic<int64_t> regions{0};
+
 void parallel_for(int64_t count, int64_t grain, ParallelBody body, void* state) {
+  if (count <= grain) {
+    if (count > 0) body(0, count, state);
+    return;
+  }
+  regions.fetch_add(1, std::memory_order_relaxed);
   if (torch_parallel_for(0, count, grain, body, state) != AOTI_TORCH_SUCCESS) {
     throw std::runtime_error("onepass: a parallel region failed");
   }
@@ -102,7 +113,8 @@ extern "C" __attribute__((visibility("default"))) const onepass::Host* onepass_c
                                      .machine = onepass::machine,
                                      .levels = onepass::supported_levels,
                                      .record = onepass::set_recording,
-                                     .take = onepass::take_recorded};
+                                     .take = onepass::take_recorded,
+                                     .regions = [] { return onepass::regions.load(); }};
   return &host;
 }
 

@@ -1,5 +1,5 @@
 // The CUDA library's runtime: torch's current device and stream.
-#ifdef ONEPASS_CUDA
+#if defined(ONEPASS_CUDA) && !defined(ONEPASS_EMULATE)
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -62,8 +62,9 @@ extern "C" __attribute__((visibility("default"))) const onepass::Host* onepass_c
                                      .machine = onepass::machine,
                                      .levels = [] { return std::vector<std::string>{}; },
                                      .record = onepass::set_recording,
-                                     .take = onepass::take_recorded};
+                                     .take = onepass::take_recorded,
+                                     .regions = [] { return int64_t{0}; }};
   return &host;
 }
 
-#endif  // ONEPASS_CUDA
+#endif

@@ -4,7 +4,9 @@
 #include <torch/csrc/stable/stableivalue_conversions.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <array>
+#include <limits>
 #include <stdexcept>
 
 namespace onepass {
@@ -13,13 +15,105 @@ using torch::headeronly::ScalarType;
 
 namespace {
 
+thread_local const char* operator_name = "onepass";
+
+// Of a dtype that no operator takes, which is said later: at least one.
+int64_t element_size_of(int32_t scalar_type) {
+  switch (static_cast<ScalarType>(scalar_type)) {
+    case ScalarType::Double:
+    case ScalarType::Long:
+      return 8;
+    case ScalarType::Float:
+    case ScalarType::Int:
+      return 4;
+    case ScalarType::BFloat16:
+    case ScalarType::Half:
+    case ScalarType::Short:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+// In torch's words, which those who try again with less look for; the stable ABI has no type of its
+// own for it.
+[[noreturn]] void no_memory(const Device& device, const int64_t* sizes, const int64_t* strides,
+                            int64_t dims, int32_t scalar_type) {
+  int64_t elements = 1;
+  bool overflows = false;
+  for (int64_t d = 0; d < dims; ++d) {
+    int64_t reach;
+    if (sizes[d] == 0) elements = 0;
+    overflows |= __builtin_mul_overflow(sizes[d] - 1, strides[d], &reach);
+    overflows |= elements > 0 && __builtin_add_overflow(elements, reach, &elements);
+  }
+  overflows |= __builtin_mul_overflow(elements, element_size_of(scalar_type), &elements);
+  throw std::runtime_error(
+      std::string(operator_name) +
+      (device.type == aoti_torch_device_type_cuda()
+           ? ": CUDA out of memory. Tried to allocate "
+           : ": DefaultCPUAllocator: can't allocate memory: tried to allocate ") +
+      (overflows ? "more than 2^63" : std::to_string(elements)) + " bytes");
+}
+
 void check(AOTITorchError error, const char* what) {
   if (error != AOTI_TORCH_SUCCESS) [[unlikely]] {
     throw std::runtime_error(std::string("onepass: ") + what + " failed");
   }
 }
 
+// `elements` from the first of the tensor to the end of its last.
+StorageBytes storage_bytes(AtenTensorHandle handle, int64_t elements, int32_t scalar_type) {
+  StorageBytes bytes;
+  int64_t offset;
+  check(aoti_torch_get_storage_size(handle, &bytes.held), "reading a storage's size");
+  check(aoti_torch_get_storage_offset(handle, &offset), "reading a tensor's offset");
+  if (__builtin_add_overflow(offset, elements, &elements) ||
+      __builtin_mul_overflow(elements, element_size_of(scalar_type), &bytes.needed)) [[unlikely]] {
+    bytes.needed = std::numeric_limits<int64_t>::max();
+  }
+#ifdef ONEPASS_EMULATE
+  if (bytes.needed <= bytes.held) {
+    void* data;
+    check(aoti_torch_get_data_ptr(handle, &data), "reading where a tensor lies");
+    const int64_t size = element_size_of(scalar_type);
+    tell_of_memory(Memory::kTensor, data, bytes.needed - offset * size);
+  }
+#endif
+  return bytes;
+}
+
+Tensor allocated(const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t scalar_type,
+                 const Device& device) {
+  AtenTensorHandle handle;
+  if (aoti_torch_empty_strided(dims, sizes, strides, scalar_type, device.type, device.index,
+                               &handle) != AOTI_TORCH_SUCCESS) [[unlikely]] {
+    no_memory(device, sizes, strides, dims, scalar_type);
+  }
+#ifdef ONEPASS_EMULATE
+  int64_t bytes;
+  check(aoti_torch_get_storage_size(handle, &bytes), "reading a storage's size");
+  tell_of_memory(Memory::kNew, mutable_data_of(handle), bytes);
+#endif
+  return Tensor(handle);
+}
+
+Tensor empty_of(const int64_t* sizes, int64_t dims, int32_t scalar_type, const Device& device) {
+  constexpr int64_t kMaxDims = 64;  // torch has no tensors of more
+  std::array<int64_t, kMaxDims> strides;
+  int64_t stride = 1;
+  for (int64_t d = dims - 1; d >= 0; --d) {
+    strides[d] = stride;
+    if (__builtin_mul_overflow(stride, std::max<int64_t>(sizes[d], 1), &stride)) [[unlikely]] {
+      stride = std::numeric_limits<int64_t>::max();  // which torch refuses
+    }
+  }
+  return allocated(sizes, strides.data(), dims, scalar_type, device);
+}
+
 }  // namespace
+
+void set_operator(const char* op) { operator_name = op; }
 
 TensorInfo info_of(AtenTensorHandle handle) {
   TensorInfo info;
@@ -36,12 +130,36 @@ TensorInfo info_of(AtenTensorHandle handle) {
   return info;
 }
 
+bool is_defined(AtenTensorHandle handle) {
+  bool defined;
+  check(aoti_torch_is_defined(handle, &defined), "reading whether there is a tensor");
+  return defined;
+}
+
 FlatInfo flat_info_of(AtenTensorHandle handle) {
   FlatInfo info;
   check(aoti_torch_get_numel(handle, &info.numel), "reading a tensor's size");
   check(aoti_torch_get_dtype(handle, &info.scalar_type), "reading a tensor's dtype");
   check(aoti_torch_is_contiguous(handle, &info.contiguous), "reading a tensor's strides");
   return info;
+}
+
+StorageBytes storage_bytes_of(AtenTensorHandle handle, const TensorInfo& info) {
+  int64_t last = 0;
+  bool overflows = false;
+  for (int64_t d = 0; d < info.dims; ++d) {
+    if (info.sizes[d] == 0) return {0, 0};
+    int64_t reach;
+    overflows |= __builtin_mul_overflow(info.sizes[d] - 1, info.strides[d], &reach);
+    overflows |= __builtin_add_overflow(last, reach, &last);
+  }
+  if (overflows) last = std::numeric_limits<int64_t>::max() - 1;
+  return storage_bytes(handle, last + 1, info.scalar_type);
+}
+
+StorageBytes storage_bytes_of(AtenTensorHandle handle, const FlatInfo& info) {
+  if (info.numel == 0) return {0, 0};
+  return storage_bytes(handle, info.numel, info.scalar_type);
 }
 
 void* mutable_data_of(AtenTensorHandle handle) {
@@ -172,23 +290,19 @@ std::ostream& operator<<(std::ostream& text, const Device& device) {
 }
 
 Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device) {
-  constexpr int64_t kMaxDims = 64;  // torch has no tensors of more
-  std::array<int64_t, kMaxDims> strides;
-  int64_t stride = 1;
-  for (int64_t d = dims - 1; d >= 0; --d) {
-    strides[d] = stride;
-    stride *= sizes[d] > 0 ? sizes[d] : 1;
-  }
-  return empty_strided(sizes, strides.data(), dims, dtype, device);
+  return empty_of(sizes, dims, scalar_type_of(dtype), device);
 }
 
 Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype,
                      Device device) {
-  AtenTensorHandle handle;
-  check(aoti_torch_empty_strided(dims, sizes, strides, scalar_type_of(dtype), device.type,
-                                 device.index, &handle),
-        "allocating an output");
-  return Tensor(handle);
+  return allocated(sizes, strides, dims, scalar_type_of(dtype), device);
+}
+
+Tensor contiguous_copy(const Tensor& tensor) {
+  const TensorInfo info = info_of(tensor);
+  Tensor copy = empty_of(info.sizes, info.dims, info.scalar_type, info.device);
+  torch::stable::copy_(copy, tensor);
+  return copy;
 }
 
 Tensor zeros_like(const Tensor& like, DType dtype) {
@@ -200,7 +314,7 @@ Tensor zeros_like(const Tensor& like, DType dtype) {
 
 std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
   if (!tensor || tensor->is_contiguous()) return tensor;
-  return torch::stable::contiguous(*tensor);
+  return contiguous_copy(*tensor);
 }
 
 Workspace::Workspace(int64_t bytes, Device device) {

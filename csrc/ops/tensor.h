@@ -30,9 +30,20 @@ struct TensorInfo {
   Device device;
 };
 
-// A failing query means a tensor without strided storage, which no operator here takes.
+// A failing query means a tensor without strided storage, which no operator here takes. Of what a
+// caller hands over, input_of() in check.h.
 TensorInfo info_of(AtenTensorHandle tensor);
 inline TensorInfo info_of(const Tensor& tensor) { return info_of(tensor.get()); }
+
+bool is_defined(AtenTensorHandle tensor);
+
+// The bytes of a tensor's storage, and the end of the last element there. The storage is shorter
+// where it was resized, as FSDP frees parameters.
+struct StorageBytes {
+  int64_t held;
+  int64_t needed;
+};
+StorageBytes storage_bytes_of(AtenTensorHandle tensor, const TensorInfo& info);
 
 // What an operator on flat lists of tensors asks of each: less, because there are hundreds.
 struct FlatInfo {
@@ -42,6 +53,7 @@ struct FlatInfo {
 };
 FlatInfo flat_info_of(AtenTensorHandle tensor);
 inline FlatInfo flat_info_of(const Tensor& tensor) { return flat_info_of(tensor.get()); }
+StorageBytes storage_bytes_of(AtenTensorHandle tensor, const FlatInfo& info);  // without gaps
 
 // Where an operator writes that is handed `Tensor(a!)`.
 void* mutable_data_of(AtenTensorHandle tensor);
@@ -87,6 +99,18 @@ bool is_int16(int32_t scalar_type);
 bool is_uint8(int32_t scalar_type);
 std::ostream& operator<<(std::ostream& text, const Device& device);
 
+// Memory that arguments of kernels may point to: a tensor's, a new one's that holds nothing yet, or
+// the host's own lists of tensors. The emulated runtime wants to know of it.
+enum class Memory { kTensor, kNew, kList };
+#ifdef ONEPASS_EMULATE
+void tell_of_memory(Memory what, const void* begin, int64_t bytes);
+#else
+inline void tell_of_memory(Memory, const void*, int64_t) {}
+#endif
+
+// The operator that this thread runs: who it was that memory failed. Checks set it first of all.
+void set_operator(const char* op);
+
 Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device);
 Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype,
                      Device device);
@@ -95,6 +119,8 @@ inline Tensor empty_1d(int64_t size, DType dtype, Device device) {
 }
 
 Tensor zeros_like(const Tensor& like, DType dtype);
+
+Tensor contiguous_copy(const Tensor& tensor);
 
 // The tensor itself if it is contiguous, else a contiguous copy.
 std::optional<Tensor> dense(const std::optional<Tensor>& tensor);

@@ -8,7 +8,6 @@ doctor` checks the installation, `python -m onepass compare` measures a model, s
 swapped.
 """
 
-import sys as _sys
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
@@ -31,16 +30,16 @@ __all__ = [
     "unswap",
 ]
 
-# Why the op libraries could not be loaded. The command line alone goes on with it, so that
-# `onepass doctor` can look at a broken installation; everybody else gets the ImportError.
-load_error: ImportError | None = None
-try:
-    _library.load()
-except ImportError as _error:
-    if not _library.is_command_line(_sys.argv, _sys.orig_argv):
-        raise
-    load_error = _error
-else:
+# A broken installation can be imported, so that `onepass doctor` can look at it; whatever else is
+# asked of it raises what `load` found, here or in `onepass._ops`.
+_library.load()
+if _library.failure is None:
     from onepass import functional, nn, optim
     from onepass.explain import Explanation, explain
     from onepass.swapping import Report, swap, swapped, unswap
+
+
+def __getattr__(name: str):
+    if name in __all__:
+        _library.require()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

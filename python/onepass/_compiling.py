@@ -1,6 +1,8 @@
-"""What torch's compiler cannot do yet with tensors that an operator writes."""
+"""What torch's compilers cannot do, or not yet, and what they are told."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torch import Tensor
@@ -38,3 +40,29 @@ def _keeps_offsets() -> bool:
     # What it has no code for it takes for an operator to be called, and notes both.
     offset_of = torch.ops.aten.sym_storage_offset.default
     return offset_of in lowerings and offset_of not in fallbacks
+
+
+def refuse_script(module: torch.nn.Module) -> None:
+    """The `__prepare_scriptable__` of modules: torch.jit.script calls it before all else.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "torch.jit.script: model must hold no module of onepass (onepass.unswap(model) first, or "
+        f"use torch.jit.trace), got a {type(module).__name__}"
+    )
+
+
+def refuse_torchscript_exporter(op: str) -> None:
+    """Called while `torch.jit.trace` runs, by each operator.
+
+    Raises:
+        RuntimeError: it runs for `torch.onnx.export(dynamo=False)`, which knows no such operator.
+    """
+    onnx = sys.modules.get("torch.onnx")
+    if onnx is not None and onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "torch.onnx.export: model must run none of onepass's operators without dynamo=True "
+            f"(onepass.unswap(model) first), got onepass::{op}"
+        )

@@ -20,18 +20,31 @@ OLDEST_CAPABILITY = (8, 0)  # of CUDA devices; that of csrc/ops/runtime.h
 # Facts for `onepass doctor`: library name -> path once loaded, or -> the reason why it is not.
 loaded: dict[str, Path] = {}
 not_loaded: dict[str, str] = {}
+# Why nothing works here: torch is missing or too old, or a part of this package is missing or was
+# built for another Python; the message says what to do.
+failure: ImportError | None = None
 
 
 def load() -> None:
-    """Loads what belongs to this host.
+    """Loads what belongs to this host, or notes in `failure` why it cannot."""
+    global failure
+    try:
+        _load()
+    except ImportError as error:
+        failure = error
 
-    Raises:
-        ImportError: torch is missing or too old, or a part of this package is missing or was built
-            for another Python; the message says what to do.
-    """
+
+def require() -> None:
+    """Raises what kept the libraries from being loaded, if something did."""
+    if failure is not None:
+        raise failure
+
+
+def _load() -> None:
     torch = _import_torch()
     directory = library_directory()
     cpu = directory / "libonepass_cpu.so"
+    _refuse_second_copy(torch, cpu)
     _load_library(torch, cpu)
     _attach(cpu)
     cuda = directory / "libonepass_cuda.so"
@@ -64,15 +77,6 @@ def too_old(device=None) -> str:
         return ""
     got, oldest = (".".join(map(str, version)) for version in (capability, OLDEST_CAPABILITY))
     return f"the device has compute capability {got}, and onepass needs {oldest} or newer"
-
-
-def is_command_line(argv: list[str], orig_argv: list[str]) -> bool:
-    """Whether this process is `python -m onepass ...` or the console script."""
-    program = os.path.basename(argv[0]) if argv else ""
-    return program == "onepass" or any(
-        flag == "-m" and module == "onepass"
-        for flag, module in zip(orig_argv, orig_argv[1:], strict=False)
-    )
 
 
 def library_directory() -> Path:
@@ -111,6 +115,31 @@ def _import_torch():
             "pip install 'torch>=2.10' upgrades it"
         )
     return torch
+
+
+def _refuse_second_copy(torch, library: Path) -> None:
+    """torch takes the operators of a process from one library; a second one would abort it."""
+    if not torch._C._jit_get_schemas_for_operator("onepass::norm_forward"):
+        return
+    there = [(path, inode) for path, inode in _mapped() if Path(path).name == library.name]
+    here = os.stat(library).st_ino if library.exists() else None
+    if not there or any(inode == here for _, inode in there):
+        return
+    raise ImportError(
+        f"onepass: this process has the operators of another copy, {there[0][0]}, and cannot load "
+        f"those of {library} besides; start a new process, with one of the two on sys.path"
+    )
+
+
+def _mapped() -> set[tuple[str, int]]:
+    """(path, inode) of the files that this process has mapped."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        entries = (line.rstrip("\n").split(maxsplit=5) for line in lines)
+        return {
+            (entry[5].removesuffix(" (deleted)"), int(entry[4]))
+            for entry in entries
+            if len(entry) == 6
+        }
 
 
 def _attach(library: Path) -> None:

@@ -11,6 +11,7 @@ import importlib
 import sys
 
 import onepass
+from onepass import _library
 
 COMMANDS = {
     "doctor": "check this installation: versions, libraries, CPU levels, a self-test per operator",
@@ -29,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == asked:
-            if name != "doctor" and onepass.load_error is not None:
-                print(onepass.load_error, file=sys.stderr)
+            if name != "doctor" and _library.failure is not None:
+                print(_library.failure, file=sys.stderr)
                 return 1
             module = importlib.import_module(f"onepass.{name}")
             module.add_arguments(subparser)

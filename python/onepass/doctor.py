@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
 def findings() -> Iterator[Line]:
     yield from _versions()
     yield from _libraries()
-    if onepass.load_error is None:
+    if _library.failure is None:
         yield from _levels()
         yield from _self_tests()
     yield from _cuda()
@@ -103,8 +103,8 @@ def _libraries() -> Iterator[Line]:
         yield Line(name, f"loaded from {_relative(path)}", True)
     for name, reason in _library.not_loaded.items():
         yield Line(name, f"not loaded: {reason}")
-    if onepass.load_error is not None:
-        text, _, fix = str(onepass.load_error).rpartition("; ")
+    if _library.failure is not None:
+        text, _, fix = str(_library.failure).rpartition("; ")
         yield Line("op libraries", text or fix, False, fix)
 
 

@@ -70,6 +70,9 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
     Returns:
         An Explanation, which prints as text and as HTML and has `to_dict()`.
     """
+    if not callable(fn_or_module):
+        kind = type(fn_or_module).__name__
+        raise TypeError(f"explain: fn_or_module must be callable, got {kind}")
     if len(args) == 1 and not kwargs and _takes_keys(fn_or_module, args[0]):
         args, kwargs = (), dict(args[0])
     with dispatch_log.record() as records:
@@ -109,17 +112,15 @@ def _level_reason() -> str:
 
 def _stock_modules(module: torch.nn.Module) -> list[dict]:
     """What a swap of this module would do: what it would replace was not replaced yet."""
-    from onepass.swapping import matchers, swap
-    from onepass.swapping.classes import is_swapped
+    from onepass.swapping import swap
 
-    types = {name: type(part) for name, part in module.named_modules()}
-    report = swap(module, dry_run=True).to_dict()
+    report = swap(module, dry_run=True)
     would = [
         {"name": entry["name"], "type": entry["from"], "reason": "not swapped: onepass.swap(model)"}
-        for entry in report["swapped"]
-        if not is_swapped(types[entry["name"]]) and entry["to"] != matchers.ATTACHED
+        for entry in report.swapped
+        if entry["name"] not in report._earlier
     ]
-    return [*would, *report["skipped"], *report["unknown"]]
+    return [*would, *report.skipped, *report.unknown]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

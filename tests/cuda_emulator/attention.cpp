@@ -41,10 +41,10 @@ void get_rows(const Case& call, const std::string& name, Strided& rows) {
 void get_attention(const Case& call, Attention& args) {
   GET_ROWS(query), GET_ROWS(key), GET_ROWS(value), GET_ROWS(bias), GET_ROWS(mask);
   GET(alibi_slopes), GET(alibi_batch_stride), GET(sinks), GET(cu_seq_q), GET(cu_seq_k);
-  GET(seqused_q), GET(seqused_k), GET(block_table), GET(block_table_stride), GET(page_size);
+  GET(seqused_k), GET(block_table), GET(block_table_stride), GET(page_size);
   GET(seed), GET(batch), GET(heads), GET(kv_heads), GET(seq_q), GET(seq_k), GET(total_q);
   GET(head_dim), GET(value_dim), GET(window_left), GET(window_right), GET(query_offset);
-  GET(key_offset), GET(batch_offset), GET(head_offset), GET(total_heads), GET(bottom_right);
+  GET(key_offset), GET(bottom_right);
   GET(whole_q), GET(whole_k), GET(scale), GET(softcap), GET(dropout_p), GET(allow_tf32);
   GET(dtype), GET(bias_dtype), GET(sinks_dtype);
 }
@@ -88,8 +88,8 @@ void hide_all(T&... pointers) {
 
 void hide_attention(Attention& args) {
   hide_all(args.query.data, args.key.data, args.value.data, args.bias.data, args.mask.data,
-           args.alibi_slopes, args.sinks, args.cu_seq_q, args.cu_seq_k, args.seqused_q,
-           args.seqused_k, args.block_table, args.seed);
+           args.alibi_slopes, args.sinks, args.cu_seq_q, args.cu_seq_k, args.seqused_k,
+           args.block_table, args.seed);
 }
 
 void hide_memory(AttentionForward& args) {

@@ -130,9 +130,7 @@ int run_case(int argc, char** argv, F&& run_operator) {
     for (const std::string& name : emulator::kernels()) std::puts(name.c_str());
     return 0;
   }
-  if (const char* seed = std::getenv("EMULATOR_SEED")) {
-    emulator::set_seed(std::strtoull(seed, nullptr, 10));
-  }
+  emulator::reseed();
   const Case call(argv[1]);
   run_operator(call, call.values.at("op"));
   call.write_back();

@@ -4,10 +4,14 @@
 #include "emulator.h"
 
 #include <algorithm>
-#include <cstdio>
+#include <cctype>
 #include <cstdlib>
+#include <exception>
+#include <map>
 #include <memory>
 #include <random>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #if !defined(__x86_64__)
@@ -171,6 +175,7 @@ struct Machine {  // the one device
   Counters counters;
   std::vector<std::string> kernels;
   std::vector<Launch> launched;
+  std::exception_ptr failure;  // of a fiber
   char end_tag;
 };
 
@@ -215,9 +220,13 @@ void run_thread() {
   __sanitizer_finish_switch_fiber(nullptr, &m.host_bottom, &m.host_size);
 #endif
   acquire(&m.running->block->start_tag);
-  (*m.kernel)();
-  for (const auto& group : m.running->copies) {
-    if (!group.empty()) fail("a thread ends with a cp.async in flight");
+  try {
+    (*m.kernel)();
+    for (const auto& group : m.running->copies) {
+      if (!group.empty()) fail("a thread ends with a cp.async in flight");
+    }
+  } catch (...) {  // for launch() to throw: from here nothing can be thrown any further
+    m.failure = std::current_exception();
   }
   release(&m.end_tag);
   Thread& thread = *m.running;
@@ -337,25 +346,38 @@ void open_barrier_if_all_are_there(Block& block) {
 
 }  // namespace
 
-// A number from the environment.
-static size_t setting(const char* name, size_t otherwise) {
-  const char* const text = std::getenv(name);
-  return text ? std::strtoull(text, nullptr, 10) : otherwise;
+static std::map<std::string, int64_t>& settings() {
+  static auto* const all = [] {
+    auto* values = new std::map<std::string, int64_t>{{"seed", 0},
+                                                      {"resident", 1},
+                                                      {"shared", 227 * 1024},
+                                                      {"l2", 50 << 20},
+                                                      {"multiprocessors", 132}};
+    for (auto& [name, value] : *values) {
+      std::string variable = "EMULATOR_" + name;
+      for (char& letter : variable) letter = static_cast<char>(std::toupper(letter));
+      if (const char* const text = std::getenv(variable.c_str())) value = std::atoll(text);
+    }
+    return values;
+  }();
+  return *all;
 }
 
-size_t max_shared_bytes() { return setting("EMULATOR_SHARED", 227 * 1024); }
-size_t l2_bytes() { return setting("EMULATOR_L2", 50 << 20); }
-int64_t multiprocessors() { return static_cast<int64_t>(setting("EMULATOR_MULTIPROCESSORS", 132)); }
+int64_t setting(const char* name) { return settings().at(name); }
+void set(const std::string& name, int64_t value) { settings().at(name) = value; }
+size_t max_shared_bytes() { return static_cast<size_t>(setting("shared")); }
+size_t l2_bytes() { return static_cast<size_t>(setting("l2")); }
+int64_t multiprocessors() { return setting("multiprocessors"); }
 
 const Self& self() { return machine().running->self; }
 
-void fail(const std::string& what) {
-  std::fprintf(stderr, "emulator: %s\n", what.c_str());
-  std::fflush(nullptr);
-  std::_Exit(3);
-}
+void fail(const std::string& what) { throw std::runtime_error("emulator: " + what); }
 
 const Counters& counters() { return machine().counters; }
+void forget_counted() {
+  machine().counters = {};
+  machine().launched.clear();
+}
 std::vector<std::string>& kernels() { return machine().kernels; }
 const std::vector<Launch>& launched() { return machine().launched; }
 void count_read(size_t bytes) { machine().counters.global_read += bytes; }
@@ -363,7 +385,7 @@ void count_written(size_t bytes) { machine().counters.global_written += bytes; }
 
 std::vector<std::vector<Copy>>& copies_in_flight() { return machine().running->copies; }
 
-void set_seed(uint64_t seed) { machine().random.seed(seed); }
+void reseed() { machine().random.seed(static_cast<uint64_t>(setting("seed"))); }
 
 void block_barrier() {
   Thread& thread = *machine().running;
@@ -485,8 +507,13 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   }
   // Blocks that wait for one another are started in order, as the hardware does.
   if (launch.resident == 1) std::shuffle(order.begin(), order.end(), m.random);
-  const size_t together = std::max<size_t>(launch.resident, setting("EMULATOR_RESIDENT", 1));
-  std::vector<std::unique_ptr<Block>> blocks;
+  const auto together =
+      static_cast<size_t>(std::max<int64_t>(launch.resident, setting("resident")));
+  struct Blocks : std::vector<std::unique_ptr<Block>> {
+    ~Blocks() {  // there are some where a check has failed
+      for (auto& block : *this) end_block(std::move(block));
+    }
+  } blocks;
   size_t next = 0;
   int idle_rounds = 0;
   while (next < order.size() || !blocks.empty()) {
@@ -505,6 +532,7 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
     for (Thread* thread : ready) {
       only_spinning = only_spinning && thread->state == State::kSpinning;
       resume(*thread);
+      if (m.failure) break;
       if (thread->state == State::kDone) {
         --thread->block->live;
         open_barrier_if_all_are_there(*thread->block);
@@ -512,6 +540,7 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
         only_spinning = only_spinning && thread->state == State::kSpinning;
       }
     }
+    if (m.failure) std::rethrow_exception(std::exchange(m.failure, nullptr));
     idle_rounds = only_spinning ? idle_rounds + 1 : 0;
     if (idle_rounds > kMaxIdleRounds) fail("blocks spin and wait for one another");
     std::erase_if(blocks, [](auto& block) {

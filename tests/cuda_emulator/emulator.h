@@ -33,9 +33,12 @@ struct dim3 {
 namespace emulator {
 
 inline constexpr int kWarpSize = 32;
-// Of a block: EMULATOR_SHARED bytes, or what compute capability 9.0 has.
+// What may be set, by the environment of a program or by set(), which comes first: seed, of the
+// order of blocks and threads; resident, the blocks that run at the same time at least; shared, the
+// bytes of a block; l2, in bytes; multiprocessors. What is not set is that of an H100.
+int64_t setting(const char* name);
+void set(const std::string& name, int64_t value);
 size_t max_shared_bytes();
-// EMULATOR_L2 bytes and EMULATOR_MULTIPROCESSORS, or what an H100 has.
 size_t l2_bytes();
 int64_t multiprocessors();
 inline constexpr uint8_t kPoison = 0xff;  // a NaN in every float type
@@ -47,7 +50,7 @@ struct Self {
 };
 const Self& self();
 
-// Ends the process: the kernel broke a rule of the programming model.
+// Throws, out of launch() as well: the kernel broke a rule of the programming model.
 [[noreturn]] void fail(const std::string& what);
 
 void block_barrier();
@@ -78,6 +81,7 @@ struct Counters {
   uint64_t shared = 0;  // bytes of a block, the most of all launches
 };
 const Counters& counters();
+void forget_counted();  // and what was launched
 void count_read(size_t bytes);
 void count_written(size_t bytes);
 
@@ -94,7 +98,7 @@ struct Launch {
   dim3 grid;
   dim3 block;
   size_t shared_bytes = 0;
-  int resident = 1;  // blocks that run at the same time, or EMULATOR_RESIDENT if that is more
+  int resident = 1;  // blocks that run at the same time, or the setting if that is more
   const char* kernel = "";
 };
 void launch(const Launch& launch, const std::function<void()>& kernel);
@@ -116,8 +120,8 @@ class KernelName {
   static inline const bool kListed = (kernels().push_back(get()), true);
 };
 
-// Of the order in which blocks and threads run.
-void set_seed(uint64_t seed);
+// From here on blocks and threads run in the order that the seed says.
+void reseed();
 
 // Lane `source`'s value for each lane; a source outside the mask is an error.
 template <class T>

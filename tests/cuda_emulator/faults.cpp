@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/launch.cuh"
+#include "image.h"
 
 using namespace onepass;
 using namespace onepass::cuda;
@@ -342,6 +343,13 @@ void extra_pass(const float* input, float* output) {
   store_global(output + thread(), value);
 }
 
+// ---- guard bands --------------------------------------------------------------------------------
+
+template <bool kFault>
+void beside_a_tensor(const float* input, float* output) {
+  store_global(output + thread() + kFault, load_global(input + thread()));
+}
+
 // ---- running ------------------------------------------------------------------------------------
 
 template <auto kKernel>
@@ -374,6 +382,17 @@ bool run_hidden(int) {
   launch<kKernel>({.blocks = 1, .threads = kThreads, .shared_bytes = 2048}, nullptr,
                   static_cast<const float*>(buffers.input.get()), buffers.output.get());
   return buffers.holds([](int i) { return static_cast<float>(i ^ 1); });
+}
+
+template <auto kKernel>
+bool run_guarded(int) {
+  Buffers buffers;
+  const emulator::Guarded output(kThreads * sizeof(float), 0, 0);
+  launch<kKernel>({.blocks = 1, .threads = kThreads}, nullptr,
+                  static_cast<const float*>(buffers.input.get()),
+                  reinterpret_cast<float*>(output.data()));
+  output.check("the kernel");
+  return true;
 }
 
 template <auto kKernel>
@@ -438,6 +457,7 @@ const std::map<std::string, Pair> kPairs = {
     {"add_across_blocks", {PAIR(run_sum, add_across_blocks)}},
     {"tickets", {PAIR(run_tickets, tickets)}},
     {"extra_pass", {PAIR(run_counted, extra_pass)}},
+    {"beside_a_tensor", {PAIR(run_guarded, beside_a_tensor)}},
 };
 
 }  // namespace
@@ -449,7 +469,6 @@ int main(int argc, char** argv) {
   }
   const Pair& pair = kPairs.at(argv[1]);
   const bool faulty = argc == 2;
-  if (const char* seed = std::getenv("EMULATOR_SEED"))
-    emulator::set_seed(std::strtoull(seed, nullptr, 10));
+  emulator::reseed();
   return (faulty ? pair.faulty : pair.right)(pair.shift) ? 0 : 1;
 }

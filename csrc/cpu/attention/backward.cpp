@@ -295,14 +295,14 @@ Plan plan_backward(const AttentionBackward& args, const Machine& machine) {
   plan.kernel_name = "attention_backward_kernel";
   plan.rows_per_tile = kTileQueries;
   plan.splits = shape.splits;
-  plan.parallel = shape.units * shape.splits > 1;
-  plan.slots = std::clamp<int64_t>(shape.units * shape.splits, 1, machine.threads);
+  const int64_t work = score_nanoseconds(args, 3 * args.head_dim + 2 * args.value_dim);
+  plan.threads = threads_for(work, shape.units * shape.splits, machine);
   visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
     Arena arena(nullptr);
     backward_sums_of(args, shape, arena);
     Arena scratch(nullptr);
     backward_scratch_of<MultiplierOf<T>>(args, shape, scratch);
-    plan.workspace_bytes = arena.used() + scratch.used() * plan.slots;
+    plan.workspace_bytes = arena.used() + scratch.used() * plan.threads;
     plan.reason = multiplier_text<T>();
   });
   return plan;
@@ -321,11 +321,15 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, 
   const int64_t chunks = ceil_div(args.seq_q, kRowsAtOnce);
   const int64_t chunks_of_heads = args.batch * args.heads * chunks;
   order_by_work(args, sums.batches);
-  for_each_piece_in_order(context, plan.slots, chunks_of_heads, [&](int64_t piece, int64_t) {
+  const Machine machine{.threads = static_cast<int32_t>(plan.threads)};
+  const int64_t rows = args.heads * args.total_q;
+  const int64_t row_bytes = 2 * args.value_dim * size_of(args.dtype);
+  const int64_t delta_threads = threads_for(rows * row_bytes / kBytes, chunks_of_heads, machine);
+  for_each_piece_in_order(context, delta_threads, chunks_of_heads, [&](int64_t piece, int64_t) {
     write_delta<T>(args, sums, piece / chunks / args.heads, piece / chunks % args.heads,
                    piece % chunks * kRowsAtOnce);
   });
-  for_each_piece_in_order(context, plan.slots, shape.units * shape.splits,
+  for_each_piece_in_order(context, plan.threads, shape.units * shape.splits,
                           [&](int64_t piece, int64_t slot) {
                             Arena own(slots + slot * sizes.used());
                             const auto scratch = backward_scratch_of<M>(args, shape, own);
@@ -335,8 +339,11 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, 
   const int64_t queries = args.dquery.data ? chunks_of_heads : 0;
   const int64_t numbers = shape.wide_bias ? args.dbias_numel : 0;
   constexpr int64_t kNumbersAtOnce = 1 << 14;
+  const int64_t last_pieces = queries + ceil_div(numbers, kNumbersAtOnce);
+  const int64_t last_bytes =
+      (args.dquery.data ? rows * shape.query_columns * (4 * shape.splits + 4) : 0) + 6 * numbers;
   for_each_piece_in_order(
-      context, plan.slots, queries + ceil_div(numbers, kNumbersAtOnce),
+      context, threads_for(last_bytes / kBytes, last_pieces, machine), last_pieces,
       [&](int64_t piece, int64_t) {
         if (piece < queries) {
           const int64_t batch = piece / chunks / args.heads;

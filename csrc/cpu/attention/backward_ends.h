@@ -7,21 +7,22 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// The scalar products of `count` pairs of rows, a pair per lane, added up in the order of the
-// products that dP is made of: where a row has all its weight on one key, output is that value
-// and dP - delta is exactly 0.
-template <class Left, class Right>
+// The scalar products of `count` pairs of rows, a pair per lane, added up as the products that dP
+// is made of, by the same instruction in the same order (multiply_in_chains): where a row has all
+// its weight on one key, output is that value and dP - delta is exactly 0.
+template <class M, class Left, class Right>
 Vec<float> row_dots(Left&& left, Right&& right, int64_t count, int64_t value_dim) {
   constexpr int n = kLanes<float>;
   Vec<float> total = {};
-  for (int64_t first = 0; first < value_dim; first += Fma::kChain) {
-    const int64_t size = std::min(Fma::kChain, value_dim - first);
-    alignas(64) float panels[2][Fma::kChain * n];
-    pack_panel<Fma>([&](int64_t i) { return left(i) + first; }, count, size, n, panels[0]);
-    pack_panel<Fma>([&](int64_t i) { return right(i) + first; }, count, size, n, panels[1]);
+  for (int64_t first = 0; first < value_dim; first += M::kChain) {
+    const int64_t size = std::min(M::kChain, value_dim - first);
+    alignas(64) typename M::Element panels[2][M::kChain * n];
+    pack_panel<M>([&](int64_t i) { return left(i) + first; }, count, size, n, panels[0]);
+    pack_panel<M>([&](int64_t i) { return right(i) + first; }, count, size, n, panels[1]);
     Vec<float> sum = {};
-    for (int64_t d = 0; d < size; ++d) {
-      sum = fma<float>(load<float>(panels[0] + d * n), load<float>(panels[1] + d * n), sum);
+    for (int64_t cell = 0; cell < ceil_div(size, M::kPerCell); ++cell) {
+      const int64_t at = cell * n * M::kPerCell;
+      sum = M::multiply_add(M::load_cells(panels[0] + at), M::load_cells(panels[1] + at), sum);
     }
     total += sum;
   }
@@ -37,9 +38,9 @@ void write_delta(const AttentionBackward& args, const BackwardSums& sums, int64_
   const int64_t last = std::min(first + kRowsAtOnce, sequence.queries);
   for (int64_t query = first; query < last; query += kLanes<float>) {
     const int64_t count = std::min<int64_t>(kLanes<float>, last - query);
-    const Vec<float> dots =
-        row_dots([&](int64_t i) { return outputs(query + i); },
-                 [&](int64_t i) { return doutputs(query + i); }, count, args.value_dim);
+    const Vec<float> dots = row_dots<MultiplierOf<T>>(
+        [&](int64_t i) { return doutputs(query + i); },
+        [&](int64_t i) { return outputs(query + i); }, count, args.value_dim);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t row = lse_row(args, sequence, batch, head, query + i);
       const float dlse = args.dlse ? static_cast<const float*>(args.dlse)[row] : 0.0f;

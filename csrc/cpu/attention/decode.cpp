@@ -458,14 +458,15 @@ Plan plan_decode(const AttentionDecode& args, const Machine& machine) {
   plan.kernel_name = "attention_decode_kernel";
   plan.rows_per_tile = shape.block;
   plan.splits = shape.pieces;
-  plan.parallel = shape.pieces > 1 && bytes_read(args, shape) > kSerialBytes;
-  plan.slots = plan.parallel ? std::min<int64_t>(shape.pieces, machine.threads) : 1;
+  const int64_t products = bytes_read(args, shape) / size_of(args.dtype) * shape.block;
+  const int64_t work = std::max(bytes_read(args, shape) / kBytes, products / kMultiplyAdds);
+  plan.threads = threads_for(work, shape.pieces, machine);
   visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
     Arena arena(nullptr);
     partials_of(args, shape, arena);
     Arena scratch(nullptr);
     scratch_of<MultiplierOf<T>, T>(args, shape, scratch);
-    plan.workspace_bytes = arena.used() + scratch.used() * plan.slots;
+    plan.workspace_bytes = arena.used() + scratch.used() * plan.threads;
     plan.reason = multiplier_text<T>();
   });
   return plan;
@@ -509,18 +510,18 @@ void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, void
     // No thread takes more of a sequence than its share, however short the others are.
     const auto most = [&](int64_t piece) {
       const int64_t* first = partials.first_piece + partials.batch_of(piece, args.batch);
-      return (first[1] - first[0]) / plan.slots;
+      return (first[1] - first[0]) / plan.threads;
     };
-    for_each_run_of_pieces(context, plan.slots, shape.pieces, most,
+    for_each_run_of_pieces(context, plan.threads, shape.pieces, most,
                            decoding([](Decode<T>& decode, int64_t piece) { decode.chunk(piece); }));
     return;
   }
   if (args.new_rows > 0) {
     for_each_piece_in_order(
-        context, plan.slots, args.batch * args.kv_heads,
+        context, plan.threads, args.batch * args.kv_heads,
         decoding([](Decode<T>& decode, int64_t piece) { decode.write(piece); }));
   }
-  for_each_piece_in_order(context, plan.slots, shape.pieces,
+  for_each_piece_in_order(context, plan.threads, shape.pieces,
                           decoding([](Decode<T>& decode, int64_t piece) { decode.block(piece); }));
 }
 

@@ -515,21 +515,21 @@ class Forward {
 };
 
 Plan plan_forward(const AttentionForward& args, const Machine& machine) {
-  const Shape shape = shape_of(args, machine.threads);
+  const int64_t work = score_nanoseconds(args, args.head_dim + args.value_dim);
+  const Shape shape = shape_of(args, threads_for(work, machine.threads, machine));
   Plan plan{};
   plan.kernel_name = "attention_forward_kernel";
   plan.rows_per_tile = shape.block;
   plan.splits = shape.pieces;
-  plan.parallel = shape.pieces > 1;
   // Where there are fewer pieces than threads they could not be cut further: the shape for that
   // many threads is the same.
-  plan.slots = std::clamp<int64_t>(shape.pieces, 1, machine.threads);
+  plan.threads = threads_for(work, shape.pieces, machine);
   visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
     Arena arena(nullptr);
     arena.take<int32_t>(args.batch);
     Arena scratch(nullptr);
     scratch_of<MultiplierOf<T>>(args, shape, scratch);
-    plan.workspace_bytes = arena.used() + scratch.used() * plan.slots;
+    plan.workspace_bytes = arena.used() + scratch.used() * plan.threads;
     plan.reason = multiplier_text<T>();
   });
   return plan;
@@ -538,14 +538,14 @@ Plan plan_forward(const AttentionForward& args, const Machine& machine) {
 template <class T>
 void attention_forward_kernel(const AttentionForward& args, const Plan& plan, void* workspace,
                               const Context& context) {
-  const Shape shape = shape_of(args, plan.slots);
+  const Shape shape = shape_of(args, plan.threads);
   Arena arena(workspace);
   int32_t* batches = arena.take<int32_t>(args.batch);
   order_by_work(args, batches);
   Arena sizes(nullptr);
   scratch_of<MultiplierOf<T>>(args, shape, sizes);
   char* slots = static_cast<char*>(workspace) + arena.used();
-  for_each_piece_in_order(context, plan.slots, shape.pieces, [&](int64_t piece, int64_t slot) {
+  for_each_piece_in_order(context, plan.threads, shape.pieces, [&](int64_t piece, int64_t slot) {
     Arena own(slots + slot * sizes.used());
     const auto scratch = scratch_of<MultiplierOf<T>>(args, shape, own);
     Forward<T>(args, shape, batches, scratch).piece(piece);

@@ -287,18 +287,11 @@ void backward_heads(const AttentionBackward& args, const Row* rows) {
 
 // ---- plans and runs -----------------------------------------------------------------------------
 
-// Below about a microsecond of multiply-adds a parallel region costs more than it brings.
-constexpr int64_t kSerialWork = 4096;
-
-int64_t row_work(const Attention& args) {
-  return std::max<int64_t>(1, args.seq_k * (args.head_dim + args.value_dim));
-}
-
 // body(head, i) for every query of every head.
 template <class F>
-void for_each_query(const Attention& args, const Context& context, F&& body) {
-  const int64_t grain = std::max<int64_t>(1, kSerialWork / row_work(args));
-  context.for_each(args.batch * args.heads * args.seq_q, grain, [&](int64_t begin, int64_t end) {
+void for_each_query(const Attention& args, const Plan& plan, const Context& context, F&& body) {
+  const int64_t rows = args.batch * args.heads * args.seq_q;
+  for_each_piece(context, plan.threads, rows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t of_all = row / args.seq_q;
       const Head head(args, of_all / args.heads, of_all % args.heads);
@@ -309,20 +302,23 @@ void for_each_query(const Attention& args, const Context& context, F&& body) {
 
 Plan plan_of(const Attention& args, const Machine& machine, const char* kernel_name) {
   const int64_t rows = args.batch * args.heads * args.seq_q;
+  const int64_t work =
+      score_nanoseconds(args, args.head_dim + args.value_dim) * kMultiplyAdds / kPlainMultiplyAdds;
   return {.workspace_bytes = 0,
           .kernel_name = kernel_name,
           .rows_per_tile = 1,
           .splits = rows,
-          .parallel = machine.threads > 1 && rows * row_work(args) > kSerialWork,
-          .reason = "float64 is computed score by score"};
+          .reason = "float64 is computed score by score",
+          .threads = threads_for(work, rows, machine)};
 }
 
 Plan plan_forward(const AttentionForward& args, const Machine& machine) {
   return plan_of(args, machine, "attention_forward_plain_kernel");
 }
 
-void run_forward(const AttentionForward& args, const Plan&, void*, const Context& context) {
-  for_each_query(args, context, [&](const Head& head, int64_t i) { forward_row(args, head, i); });
+void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {
+  for_each_query(args, plan, context,
+                 [&](const Head& head, int64_t i) { forward_row(args, head, i); });
 }
 
 Plan plan_backward(const AttentionBackward& args, const Machine& machine) {
@@ -331,19 +327,19 @@ Plan plan_backward(const AttentionBackward& args, const Machine& machine) {
   return plan;
 }
 
-void run_backward(const AttentionBackward& args, const Plan&, void* workspace,
+void run_backward(const AttentionBackward& args, const Plan& plan, void* workspace,
                   const Context& context) {
   Row* const rows = static_cast<Row*>(workspace);  // like lse
-  for_each_query(args, context, [&](const Head& head, int64_t i) {
+  for_each_query(args, plan, context, [&](const Head& head, int64_t i) {
     rows[head.statistic(i)] = row_of(args, head, i);
   });
   if (args.dquery.data || args.dslopes) {
-    for_each_query(args, context,
+    for_each_query(args, plan, context,
                    [&](const Head& head, int64_t i) { backward_query(args, head, i, rows); });
   }
   if (args.dkey.data || args.dvalue.data) {
     const int64_t keys = args.batch * args.kv_heads * args.seq_k;
-    context.for_each(keys, 1, [&](int64_t begin, int64_t end) {
+    for_each_piece(context, plan.threads, keys, [&](int64_t begin, int64_t end) {
       for (int64_t key = begin; key < end; ++key) {
         const int64_t of_all = key / args.seq_k;
         const int64_t batch = of_all / args.kv_heads;
@@ -355,7 +351,7 @@ void run_backward(const AttentionBackward& args, const Plan&, void* workspace,
     });
   }
   if (args.dbias.data) {
-    context.for_each(args.dbias_numel, 1, [&](int64_t begin, int64_t end) {
+    for_each_piece(context, plan.threads, args.dbias_numel, [&](int64_t begin, int64_t end) {
       for (int64_t index = begin; index < end; ++index) backward_bias(args, index, rows);
     });
   }

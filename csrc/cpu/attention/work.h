@@ -7,6 +7,7 @@
 #include "core/backend.h"
 #include "core/visit.h"
 #include "cpu/attention/pack.h"
+#include "cpu/parallel.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -34,7 +35,7 @@ class Arena {
 // last should be short.
 inline void order_by_work(const Attention& args, int32_t* order) {
   for (int64_t b = 0; b < args.batch; ++b) order[b] = static_cast<int32_t>(b);
-  if (!args.cu_seq_q && !args.cu_seq_k && !args.seqused_q && !args.seqused_k) return;
+  if (!args.cu_seq_q && !args.cu_seq_k && !args.seqused_k) return;
   const auto scores = [&](int32_t batch) {
     const Sequence sequence = sequence_of(args, batch);
     return sequence.queries * sequence.keys;
@@ -78,6 +79,21 @@ void for_each_run_of_pieces(const Context& context, int64_t slots, int64_t count
       first = next.load(std::memory_order_relaxed);
     }
   });
+}
+
+// Nanoseconds of a pass over the scores of a call, if every query sees as many keys as there can
+// be: `products` multiply-adds per score, and what its softmax comes to.
+inline int64_t score_nanoseconds(const Attention& args, int64_t products) {
+  constexpr int64_t kSoftmax = 16;  // in multiply-adds
+  const int64_t seen =
+      std::min(args.seq_k, args.window_left < kNoLimit && args.window_right < kNoLimit
+                               ? args.window_left + args.window_right + 1
+                               : args.seq_k);
+  const double scores = static_cast<double>(args.heads) * static_cast<double>(args.total_q) *
+                        static_cast<double>(seen);
+  const double most = 1e15;  // no need to tell longer ones apart
+  return static_cast<int64_t>(
+      std::min(scores * static_cast<double>(products + kSoftmax) / kMultiplyAdds, most));
 }
 
 // For plans: what a multiplier does with elements of a dtype.

@@ -129,7 +129,7 @@ struct BackwardKernels {
 
 template <class A, class D, class X, class DX>
 BackwardKernels<A> kernels_of(const NormBackward& args) {
-  return visit_bool(args.rms, [&]<bool kRms>() {
+  return visit_bool(args.kind == NormKind::kRms, [&]<bool kRms>() {
     return visit_bool(args.dresidual_out != nullptr, [&]<bool kResidual>() -> BackwardKernels<A> {
       return {norm_backward_sums_kernel<A, D, X, kRms>,
               norm_backward_kernel<A, D, X, DX, kRms, kResidual, kRowsPerBlock>,
@@ -273,10 +273,9 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
       }
     }
   };
-  for_each_piece(context, plan.parallel, plan.splits, kSerialBytes,
-                 [&](int64_t begin, int64_t end) {
-                   for (int64_t chunk = begin; chunk < end; ++chunk) run_chunk(chunk);
-                 });
+  for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) run_chunk(chunk);
+  });
   const auto reduce = [&](int64_t begin, int64_t end) {
     if (args.dweight) {
       reduce_partials<A>(partials, plan.splits, 2 * chunk_stride, begin, end, args.dweight,
@@ -287,8 +286,10 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
                          args.dbias, args.dbias_dtype);
     }
   };
-  for_each_piece(context, plan.parallel && plan.splits * args.cols > kSerialBytes, args.cols,
-                 2 * plan.splits * static_cast<int64_t>(sizeof(A)), reduce);
+  const int64_t partial_bytes = 2 * plan.splits * args.cols * static_cast<int64_t>(sizeof(A));
+  const Machine machine{.threads = static_cast<int32_t>(plan.threads)};
+  for_each_piece(context, threads_for(partial_bytes / kBytes, args.cols, machine), args.cols,
+                 reduce);
 }
 
 }  // namespace
@@ -296,16 +297,16 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
 Plan plan_norm_backward(const NormBackward& args, const Machine& machine) {
   const int64_t chunks = chunks_of(args);
   const int64_t bytes = size_of(args.doutput_dtype) + 2 * size_of(args.x_dtype);
-  const bool parallel =
-      machine.threads > 1 && chunks > 1 && args.rows * args.cols * bytes > kSerialBytes;
+  const int64_t rate = args.seed ? kRandomBytes : kBytes;
+  const int64_t threads = threads_for(args.rows * args.cols * bytes / rate, chunks, machine);
   return {.workspace_bytes = (1 + 4 * chunks) * padded_bytes(args.cols, accumulator_size_of(args)),
           .kernel_name = "norm_backward_kernel",
           .rows_per_tile = rows_per_block(args.cols),
           .splits = chunks,
-          .parallel = parallel,
-          .reason = parallel      ? "chunks of rows spread over threads"
+          .reason = threads > 1   ? "chunks of rows spread over threads"
                     : chunks == 1 ? "too few rows to cut into chunks"
-                                  : "too small for a parallel region"};
+                                  : "too small for a parallel region",
+          .threads = threads};
 }
 
 void run_norm_backward(const NormBackward& args, const Plan& plan, void* workspace,

@@ -144,7 +144,7 @@ struct ForwardKernels {
 
 template <class A, class X, class Y>
 ForwardKernels<A> kernels_of(const NormForward& args) {
-  if (args.rms) {  // which has no bias
+  if (args.kind == NormKind::kRms) {  // which has no bias
     return {norm_forward_kernel<A, X, Y, true, false, kRowsPerBlock>,
             norm_forward_kernel<A, X, Y, true, false, 1>};
   }
@@ -199,31 +199,30 @@ void run(const NormForward& args, const Plan& plan, void* workspace, const Conte
   const int64_t output_row_bytes = args.cols * size_of(args.output_dtype);
   const int64_t residual_out_row_bytes = args.cols * size_of(args.residual_out_dtype);
 
-  for_each_piece(
-      context, plan.parallel, args.rows, forward_row_bytes(args), [&](int64_t begin, int64_t end) {
-        for_each_row_block(begin, end, args.cols, [&](int64_t row, auto row_count) {
-          ForwardRows<A> rows;
-          for (int r = 0; r < row_count; ++r) {
-            const RowIndex index = row_index(args.row_size, row + r);
-            const char* x = input + row_offset(index, args.input_stride) * input_size;
-            if (residual) {
-              char* sum = residual_out + (row + r) * residual_out_row_bytes;
-              path.add_row(x, residual + row_offset(index, args.residual_stride) * residual_size,
-                           sum, args.cols, dropout, (row + r) * args.cols);
-              x = sum;
-            }
-            rows.x[r] = x;
-            rows.output[r] = output + (row + r) * output_row_bytes;
-          }
-          rows.weight = weight;
-          rows.bias = bias;
-          rows.mean = args.mean ? static_cast<A*>(args.mean) + row : nullptr;
-          rows.rstd = args.rstd ? static_cast<A*>(args.rstd) + row : nullptr;
-          rows.cols = args.cols;
-          rows.eps = args.eps;
-          (row_count == kRowsPerBlock ? path.kernels.block : path.kernels.single)(rows);
-        });
-      });
+  for_each_piece(context, plan.threads, args.rows, [&](int64_t begin, int64_t end) {
+    for_each_row_block(begin, end, args.cols, [&](int64_t row, auto row_count) {
+      ForwardRows<A> rows;
+      for (int r = 0; r < row_count; ++r) {
+        const RowIndex index = row_index(args.row_size, row + r);
+        const char* x = input + row_offset(index, args.input_stride) * input_size;
+        if (residual) {
+          char* sum = residual_out + (row + r) * residual_out_row_bytes;
+          path.add_row(x, residual + row_offset(index, args.residual_stride) * residual_size, sum,
+                       args.cols, dropout, (row + r) * args.cols);
+          x = sum;
+        }
+        rows.x[r] = x;
+        rows.output[r] = output + (row + r) * output_row_bytes;
+      }
+      rows.weight = weight;
+      rows.bias = bias;
+      rows.mean = args.mean ? static_cast<A*>(args.mean) + row : nullptr;
+      rows.rstd = args.rstd ? static_cast<A*>(args.rstd) + row : nullptr;
+      rows.cols = args.cols;
+      rows.eps = args.eps;
+      (row_count == kRowsPerBlock ? path.kernels.block : path.kernels.single)(rows);
+    });
+  });
 }
 
 }  // namespace
@@ -239,16 +238,17 @@ Plan plan_norm_forward(const NormForward& args, const Machine& machine) {
   int64_t widened = 0;
   if (!is_wide(args.weight, args.weight_dtype, args.weight_offset, accumulator_size)) ++widened;
   if (args.bias && !is_wide(args.bias, args.bias_dtype, 0.0, accumulator_size)) ++widened;
-  const bool parallel =
-      machine.threads > 1 && args.rows > 1 && args.rows * forward_row_bytes(args) > kSerialBytes;
+  const int64_t rate = args.seed ? kRandomBytes : kBytes;
+  const int64_t threads =
+      threads_for(args.rows * forward_row_bytes(args) / rate, args.rows, machine);
   return {.workspace_bytes = widened * padded_bytes(args.cols, accumulator_size),
           .kernel_name = "norm_forward_kernel",
           .rows_per_tile = rows_per_block(args.cols),
           .splits = args.rows,
-          .parallel = parallel,
-          .reason = parallel         ? "rows spread over threads"
+          .reason = threads > 1      ? "rows spread over threads"
                     : args.rows <= 1 ? "one row is not cut"
-                                     : "too small for a parallel region"};
+                                     : "too small for a parallel region",
+          .threads = threads};
 }
 
 void run_norm_forward(const NormForward& args, const Plan& plan, void* workspace,

@@ -103,7 +103,8 @@ double combined(const double* partials, int64_t pieces, double order) {
 
 Plan plan_norm(const GradientNorm& args, const Machine& machine) {
   const int64_t partials = args.gradients.pieces() * static_cast<int64_t>(sizeof(double));
-  return plan_pieces(args.gradients.pieces(), machine, "gradient_norm_kernel", partials);
+  return plan_pieces(args.gradients, machine, "gradient_norm_kernel", partials,
+                     [](const FlatTensor& tensor) { return size_of(tensor.dtype); });
 }
 
 void gradient_norm_kernel(const GradientNorm& args, double* partials, int64_t begin, int64_t end) {
@@ -117,14 +118,15 @@ void gradient_norm_kernel(const GradientNorm& args, double* partials, int64_t be
 
 void run_norm(const GradientNorm& args, const Plan& plan, void* workspace, const Context& context) {
   double* partials = static_cast<double*>(workspace);
-  for_each_piece(
-      context, plan.parallel, plan.splits, kPieceElements * 4,
-      [&](int64_t begin, int64_t end) { gradient_norm_kernel(args, partials, begin, end); });
+  for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
+    gradient_norm_kernel(args, partials, begin, end);
+  });
   *args.norm = combined(partials, plan.splits, args.order);
 }
 
 Plan plan_scale(const ScaleGradients& args, const Machine& machine) {
-  return plan_pieces(args.gradients.pieces(), machine, "scale_gradients_kernel", 0);
+  return plan_pieces(args.gradients, machine, "scale_gradients_kernel", 0,
+                     [](const FlatTensor& tensor) { return 2 * size_of(tensor.dtype); });
 }
 
 void scale_gradients_kernel(const ScaleGradients& args, int64_t begin, int64_t end) {
@@ -138,7 +140,7 @@ void scale_gradients_kernel(const ScaleGradients& args, int64_t begin, int64_t e
 }
 
 void run_scale(const ScaleGradients& args, const Plan& plan, void*, const Context& context) {
-  for_each_piece(context, plan.parallel, plan.splits, kPieceElements * 8,
+  for_each_piece(context, plan.threads, plan.splits,
                  [&](int64_t begin, int64_t end) { scale_gradients_kernel(args, begin, end); });
 }
 

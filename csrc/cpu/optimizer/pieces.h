@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cpu/kernels.h"
+#include "cpu/parallel.h"
 #include "ops/optimizer.h"
 
 namespace onepass::cpu {
@@ -26,17 +27,24 @@ void for_each_in_pieces(const FlatList<Item>& list, int64_t begin, int64_t end, 
   }
 }
 
-inline Plan plan_pieces(int64_t pieces, const Machine& machine, const char* kernel_name,
-                        int64_t workspace_bytes) {
-  const bool parallel = machine.threads > 1 && pieces > 1;
+// bytes_of(tensor): the traffic of one of its elements.
+template <class Item, class BytesOf>
+Plan plan_pieces(const FlatList<Item>& list, const Machine& machine, const char* kernel_name,
+                 int64_t workspace_bytes, BytesOf&& bytes_of) {
+  const int64_t pieces = list.pieces();
+  int64_t bytes = 0;  // pieces may be as short as one element
+  for (int64_t t = 0; t < list.count; ++t)
+    bytes += list.tensors[t].numel * bytes_of(list.tensors[t]);
+  const int64_t threads = threads_for(bytes / kBytes, pieces, machine);
   return {.workspace_bytes = workspace_bytes,
           .kernel_name = kernel_name,
           .rows_per_tile = kPieceElements,
           .splits = pieces,
-          .parallel = parallel,
-          .reason = parallel     ? "pieces of all tensors spread over threads"
-                    : pieces > 1 ? "one thread"
-                                 : "one piece"};
+          .reason = threads > 1            ? "pieces of all tensors spread over threads"
+                    : pieces <= 1          ? "one piece"
+                    : machine.threads <= 1 ? "one thread"
+                                           : "too small for a parallel region",
+          .threads = threads};
 }
 
 }  // namespace ONEPASS_ISA

@@ -270,11 +270,13 @@ void optimizer_step_kernel(const OptimizerStep& args, int64_t begin, int64_t end
 }
 
 Plan plan_step(const OptimizerStep& args, const Machine& machine) {
-  return plan_pieces(args.list.pieces(), machine, "optimizer_step_kernel", 0);
+  // Parameter and two moments, read and written, and the gradient: of float32 28 bytes.
+  return plan_pieces(args.list, machine, "optimizer_step_kernel", 0,
+                     [](const StepTensor&) { return int64_t{28}; });
 }
 
 void run_step(const OptimizerStep& args, const Plan& plan, void*, const Context& context) {
-  for_each_piece(context, plan.parallel, plan.splits, kPieceElements * 28,
+  for_each_piece(context, plan.threads, plan.splits,
                  [&](int64_t begin, int64_t end) { optimizer_step_kernel(args, begin, end); });
 }
 

@@ -430,7 +430,6 @@ Plan plan_backward(const AttentionBackward& args, const Machine&) {
   plan.kernel_name = "attention_backward_kernel";
   plan.rows_per_tile = backward_tile(bucket_of(args)).queries;
   plan.splits = args.batch * args.kv_heads * shape.key_tiles;
-  plan.parallel = true;
   plan.reason = has_terms(args) ? "tensor cores, scores with terms" : "tensor cores";
   plan.workspace_bytes = shape.zeroed_bytes() + ends_bytes(args, shape.key_tiles);
   if (args.dbias.data) plan.workspace_bytes += dbias_bytes(args);

@@ -486,7 +486,6 @@ Plan plan_decode(const AttentionDecode& args, const Machine&) {
   plan.kernel_name = shape.rows > 0 ? "attention_decode_kernel" : "attention_decode_append_kernel";
   plan.rows_per_tile = shape.tile_rows;
   plan.splits = shape.tiles * shape.splits;
-  plan.parallel = true;
   plan.reason = is_tiled(args)                  ? "16 query rows on tensor cores"
                 : args.dtype == DType::kFloat32 ? "float32 multiply-adds"
                                                 : "rows beyond 256 columns: multiply-adds";

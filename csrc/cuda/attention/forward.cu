@@ -295,7 +295,6 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
 Plan plan_forward(const AttentionForward& args, const Machine&) {
   Plan plan{};
   plan.kernel_name = "attention_forward_kernel";
-  plan.parallel = true;
   plan.reason = has_terms(args) ? "tensor cores, scores with terms" : "tensor cores";
   // Of a narrow tile too: a plan does not depend on the device.
   plan.rows_per_tile = forward_tile(bucket_of(args), has_terms(args), false).queries;

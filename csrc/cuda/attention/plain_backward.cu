@@ -460,7 +460,6 @@ struct Blocks {
 Plan plan_backward(const AttentionBackward& args, const Machine&) {
   Plan plan{};
   plan.kernel_name = "attention_backward_plain_kernel";
-  plan.parallel = true;
   plan.reason = reason_of(args);
   visit_kind(args, [&]<class Kind>() {
     using A = typename Kind::Accumulator;

@@ -208,7 +208,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
 Plan plan_forward(const AttentionForward& args, const Machine&) {
   Plan plan{};
   plan.kernel_name = "attention_forward_plain_kernel";
-  plan.parallel = true;
   plan.reason = reason_of(args);
   visit_kind(args, [&]<class Kind>() {
     using A = typename Kind::Accumulator;

@@ -224,7 +224,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     reduce_row(means, threads_per_row, scratch + (r & 1) * kReduceScratch<2>);
     const A per_column = static_cast<A>(constants->per_column);
-    const RowMeans<A> of_row{args.rms ? A(0) : means[1] * per_column, means[0] * rstd * per_column};
+    const RowMeans<A> of_row{args.kind == NormKind::kRms ? A(0) : means[1] * per_column,
+                             means[0] * rstd * per_column};
     ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
       if constexpr (kIsParked<kPacks>) {
@@ -297,7 +298,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   reduce_row(sums, columns.threads, scratch);
   if (columns.thread == 0) {
     const A n = static_cast<A>(args.cols);
-    store_global(means + row, {args.rms ? A(0) : sums[1] / n, sums[0] * rstd / n});
+    store_global(means + row,
+                 {args.kind == NormKind::kRms ? A(0) : sums[1] / n, sums[0] * rstd / n});
   }
 }
 
@@ -468,7 +470,6 @@ Plan plan_backward(const NormBackward& args, const Machine&) {
           .kernel_name = in_registers ? "norm_backward_kernel" : "norm_backward_columns_kernel",
           .rows_per_tile = in_registers ? geometry.rows_per_block() : 1,
           .splits = parts,
-          .parallel = true,
           .reason = !in_registers      ? "rows too long for registers are read twice"
                     : geometry.aligned ? "rows in registers, 16-byte accesses"
                                        : "rows in registers, unaligned: single elements"};

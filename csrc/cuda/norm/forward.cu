@@ -157,13 +157,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       const A v = Types::value(x[p], e);
-      sum[0] = args.rms ? multiply_add(v, v, sum[0]) : sum[0] + v;
+      sum[0] = args.kind == NormKind::kRms ? multiply_add(v, v, sum[0]) : sum[0] + v;
     }
   }
   reduce_row(sum, threads_per_row, scratch);
   A mean = 0;
   A variance = sum[0] / n;
-  if (!args.rms) {
+  if (args.kind != NormKind::kRms) {
     // Around the mean as it was rounded, whose error the deviations then correct.
     mean = sum[0] / n;
     A sums[2] = {};  // deviations, squares
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
                           load_residual<Types>(args, index, columns, p));
     }
     // Around the first element, so that equal ones have deviations of exactly zero.
-    const A first = args.rms ? A(0) : Types::value(x, 0);
+    const A first = args.kind == NormKind::kRms ? A(0) : Types::value(x, 0);
     Moments<A> pack{};
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
@@ -226,7 +226,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
       pack.count += A(1);
       pack.mean += Types::value(x, e) - first;
     }
-    pack.mean = args.rms || pack.count == A(0) ? A(0) : first + pack.mean / pack.count;
+    pack.mean =
+        args.kind == NormKind::kRms || pack.count == A(0) ? A(0) : first + pack.mean / pack.count;
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       const A d = columns.has(p, e) ? Types::value(x, e) - pack.mean : A(0);
@@ -289,7 +290,6 @@ Plan plan_forward(const NormForward& args, const Machine&) {
           .kernel_name = in_registers ? "norm_forward_kernel" : "norm_forward_long_kernel",
           .rows_per_tile = per_block,
           .splits = (args.rows + per_block - 1) / per_block,
-          .parallel = true,
           .reason = !in_registers      ? "rows too long for registers are read twice"
                     : geometry.aligned ? "rows in registers, 16-byte accesses"
                                        : "rows in registers, unaligned: single elements"};

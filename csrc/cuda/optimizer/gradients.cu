@@ -169,7 +169,6 @@ Plan plan_norm(const GradientNorm& args, const Machine&) {
           .kernel_name = "gradient_norm_kernel",
           .rows_per_tile = kPieceElements,
           .splits = blocks,
-          .parallel = true,
           .reason = launches_text(tables_of<NormTable>(list))};
 }
 
@@ -251,7 +250,6 @@ Plan plan_scale(const ScaleGradients& args, const Machine&) {
           .kernel_name = "scale_gradients_kernel",
           .rows_per_tile = kPieceElements,
           .splits = args.gradients.pieces(),
-          .parallel = true,
           .reason = launches_text(tables_of<ScaleTable>(args.gradients))};
 }
 

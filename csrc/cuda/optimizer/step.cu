@@ -191,6 +191,8 @@ __device__ __forceinline__ void step_row(const StepEntry& t, const Scalars<float
   widen_moment<true>(t.moment_type, moment[0], scale[0], m[0]);
   if constexpr (kCount > 1) {
     widen_moment<false>(t.moment_type, moment[1], scale[1], m[1]);
+  }
+  if constexpr (kCount > 2) {
     widen_moment<false>(t.moment_type, moment[2], scale[2], m[2]);
   }
   update<kAlgorithm>(scalars, p, g, m);
@@ -203,6 +205,8 @@ __device__ __forceinline__ void step_row(const StepEntry& t, const Scalars<float
   if (has_moment(t, scalars, 0)) store_moment<0>(t, row, m[0], noise_of);
   if constexpr (kCount > 1) {
     if (has_moment(t, scalars, 1)) store_moment<1>(t, row, m[1], noise_of);
+  }
+  if constexpr (kCount > 2) {
     if (has_moment(t, scalars, 2)) store_moment<2>(t, row, m[2], noise_of);
   }
   if (zero_gradients) store_bits(t.gradient, gradient_bytes, row, Bits{});
@@ -323,7 +327,6 @@ Plan plan_step(const OptimizerStep& args, const Machine&) {
           .kernel_name = "optimizer_step_kernel",
           .rows_per_tile = kPieceElements,
           .splits = args.list.pieces(),
-          .parallel = true,
           .reason = launches_text(tables)};
 }
 
@@ -352,16 +355,9 @@ void run_step(const OptimizerStep& args, const Plan&, void* workspace, const Con
     const LaunchShape shape{.blocks = blocks_of(table.pieces, run),
                             .threads = kStepThreads,
                             .shared_bytes = sizeof(BlockScalars)};
-    switch (args.algorithm) {
-      case Algorithm::kAdam:
-        launch<optimizer_step_kernel<Algorithm::kAdam>>(shape, context.stream, table);
-        break;
-      case Algorithm::kSgd:
-        launch<optimizer_step_kernel<Algorithm::kSgd>>(shape, context.stream, table);
-        break;
-      case Algorithm::kLion:
-        launch<optimizer_step_kernel<Algorithm::kLion>>(shape, context.stream, table);
-    }
+    visit_algorithm(args.algorithm, [&]<Algorithm kAlgorithm>() {
+      launch<optimizer_step_kernel<kAlgorithm>>(shape, context.stream, table);
+    });
   }
 }
 

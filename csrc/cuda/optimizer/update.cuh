@@ -45,9 +45,6 @@ struct Scalars {
 
   static __device__ __forceinline__ Scalars of(Algorithm algorithm, const StepScalars& s,
                                                double gradient_factor) {
-    const int moments = algorithm == Algorithm::kAdam  ? s.amsgrad ? 3 : 2
-                        : algorithm == Algorithm::kSgd ? s.momentum != 0.0
-                                                       : 1;
     return {.gradient_factor = static_cast<A>(gradient_factor * s.gradient_sign),
             .gradient_decay = static_cast<A>(s.gradient_decay),
             .param_factor = static_cast<A>(s.param_factor),
@@ -60,7 +57,7 @@ struct Scalars {
             .momentum_gain = static_cast<A>(s.momentum_gain),
             .average1 = Average<A>::of(s.one_minus_beta1),
             .average2 = Average<A>::of(s.one_minus_beta2),
-            .moments = moments,
+            .moments = moments_of(algorithm, s.amsgrad, s.momentum != 0.0),
             .has_gradient_decay = s.gradient_decay != 0.0,
             .nesterov = s.nesterov,
             .is_first = s.step == 1};
@@ -69,7 +66,7 @@ struct Scalars {
 
 // Moments that an algorithm has at most.
 template <Algorithm kAlgorithm>
-inline constexpr int kMomentsOf = kAlgorithm == Algorithm::kAdam ? kMoments : 1;
+inline constexpr int kMomentsOf = moments_of(kAlgorithm, true, true);
 
 template <class A>
 __device__ __forceinline__ A scaled_gradient(const Scalars<A>& s, A param, A gradient) {

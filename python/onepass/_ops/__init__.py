@@ -1,0 +1,3 @@
+from onepass import _library
+
+_library.require()

@@ -6,11 +6,14 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from onepass._ops import double_backward
-from onepass._ops.attention_layout import empty_rows, is_bshd
-from onepass._ops.differentiation import applied, is_differentiated
+from onepass._devices import require_one_device
+from onepass._mapping import run_each
+from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops.attention_layout import empty_rows
+from onepass._ops.attention_options import Options
+from onepass._ops.decomposition import decomposes, offer, wide
+from onepass._ops.differentiation import applied, constant, is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.random import draw_seed
 from onepass.reference.attention import attention as reference
@@ -19,107 +22,64 @@ _forward = torch.ops.onepass.attention_forward.default
 _forward_check = torch.ops.onepass.attention_forward_check.default
 _backward = torch.ops.onepass.attention_backward.default
 
+run_each(_forward_check)
+run_each(_backward)
+
 # Bits of attention_backward's grad_mask, in the order of its results and of what is differentiated
 # below.
-_QUERY, _KEY, _VALUE, _BIAS, _SINKS, _SLOPES = 1, 2, 4, 8, 16, 32
-_BITS = (_QUERY, _KEY, _VALUE, _BIAS, _SINKS, _SLOPES)
+_BITS = (_QUERY, _KEY, _VALUE, *_OF_TERMS) = (1, 2, 4, 8, 16, 32)
+# Its tensors beside query, key and value: first those that have gradients, in that order.
+_DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")
+_TENSORS = _DIFFERENTIABLE + tuple(
+    argument.name
+    for argument in _backward._schema.arguments
+    if argument.kwarg_only
+    and "Tensor" in str(argument.type)
+    and argument.name not in (*_DIFFERENTIABLE, "block_table")
+)
 # Options that are no part of the definition.
-_OF_BACK_ENDS = ("out_bshd", "num_splits", "allow_tf32")
+_OF_BACK_ENDS = ("out_bshd", "allow_tf32")
 
 
 @logged
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    cu_seq_q: Tensor | None = None,
-    cu_seq_k: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    max_q: int = 0,
-    max_k: int = 0,
-    window: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    bottom_right: bool = False,
-    num_splits: int = 0,
-    deterministic: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, options: Options, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(output, lse) of the raw op, whose arguments these are, but for the seed, which is drawn.
-
-    `scale` None is 1 / sqrt(head_dim); `window` is (window_left, window_right).
+    """(output, lse) of the raw op. `options` are its keywords but for the seed, which is drawn;
+    they are the call's own, and change.
     """
-    if scale is None:
-        scale = max(query.shape[-1], 1) ** -0.5
-    if torch.compiler.is_compiling():
-        # Constants: a float that Dynamo made symbolic cannot enter a second autograd.Function.
-        scale, softcap, dropout_p = (
-            float.fromhex(float(v).hex()) for v in (scale, softcap, dropout_p)
-        )
-    # Only what is not the default: every keyword costs the dispatcher a look.
-    options: dict[str, object] = {"scale": scale}
-    if window[0] != -1:
-        options["window_left"] = window[0]
-    if window[1] != -1:
-        options["window_right"] = window[1]
-    if softcap:
-        options["softcap"] = softcap
-    if bottom_right:
-        options["bottom_right"] = True
-    if is_bshd(query):
-        options["out_bshd"] = True
-    if num_splits:
-        options["num_splits"] = num_splits
     if _takes_tf32(query):
         options["allow_tf32"] = True
-    seed = None
-    if dropout_p:
-        options["dropout_p"] = dropout_p
-        if dropout_p > 0.0:
-            seed = draw_seed(query.device)
-    differentiated = is_differentiated(query, key, value, bias, sinks, alibi_slopes)
-    if differentiated and block_table is not None:
+    if "dropout_p" in options:
+        if torch.compiler.is_compiling():
+            options["dropout_p"] = constant(options["dropout_p"])
+        if options["dropout_p"] > 0.0:
+            options["seed"] = draw_seed(query.device)
+    differentiated = is_differentiated(query, key, value, *map(options.get, _DIFFERENTIABLE))
+    if differentiated and "block_table" in options:
         if not torch.compiler.is_compiling():
-            given = _given(
-                bias, sinks, alibi_slopes, mask, cu_seq_q, cu_seq_k, seqused_q, seqused_k, seed
-            )
-            more = dict(block_table=block_table, max_q=max_q, max_k=max_k)
-            _forward_check(query, key, value, **given, **more, **options)
-        key, value, cu_seq_k = _unpaged(key, value, block_table, seqused_k, max_k)
-        block_table = None
-    if max_q:
-        options["max_q"] = max_q
-    if max_k:
-        options["max_k"] = max_k
-    tensors = (
-        query, key, value, bias, sinks, alibi_slopes,
-        mask, cu_seq_q, cu_seq_k, seqused_q, seqused_k, seed,
-    )  # fmt: skip
+            _forward_check(query, key, value, **options)
+        key, value = _unpage(key, value, options)
+    if not torch.compiler.is_compiling() and tracing.is_tracing():
+        return _traced(query, key, value, **options, deterministic=deterministic)[:2]
     if differentiated:
+        tensors = [query, key, value, *_taken(options)]
         if torch.compiler.is_compiling():
             tensors = _distinct(tensors)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         # One argument for all of them: autograd looks at each one it gets.
         return _apply_attention(*tensors, (tuple(options.items()), deterministic))[:2]
-    given = _given(*tensors[3:])
-    if block_table is not None:
-        given["block_table"] = block_table
-    output, lse, _ = _forward(query, key, value, **given, **options)
+    output, lse, _ = _forward(query, key, value, **options)
     return output, lse
 
 
 class _Attention(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(query, key, value, *others):
         *tensors, (options, _) = others
-        return _forward(query, key, value, **_given(*tensors), **dict(options))
+        return _forward(query, key, value, **_given(tensors), **dict(options))
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -135,31 +95,35 @@ class _Attention(torch.autograd.Function):
         if doutput is None and dlse is None:
             return (None,) * len(needs)
         output, lse, lse_rest, *tensors = ctx.saved_tensors
+        constants = (ctx.options, mask, ctx.deterministic)
         if torch.is_grad_enabled():  # create_graph=True
-            constants = (ctx.options, mask, ctx.deterministic)
             gradients = _apply_backward(doutput, dlse, output, lse, lse_rest, *tensors, constants)
         else:
-            query, key, value, *others = tensors
-            gradients = _backward(
-                doutput, dlse, query, key, value, output, lse, lse_rest, **_given(*others),
-                **dict(ctx.options), grad_mask=mask, deterministic=ctx.deterministic,
-            )  # fmt: skip
+            gradients = _gradients(doutput, dlse, output, lse, lse_rest, *tensors, constants)
         wanted = [
             gradient if mask & bit else None for gradient, bit in zip(gradients, _BITS, strict=True)
         ]
         return (*wanted, *(None,) * (len(needs) - len(wanted)))
 
 
+def _gradients(doutput, dlse, output, lse, lse_rest, query, key, value, *others):
+    """Of everything that has one, in the order of `_BITS`; what is not wanted has size 0."""
+    *tensors, (options, mask, deterministic) = others
+    dquery, dkey, dvalue, dterms = _backward(
+        doutput, dlse, query, key, value, output, lse, lse_rest, **_given(tensors),
+        **dict(options), grad_mask=mask, deterministic=deterministic,
+    )  # fmt: skip
+    return dquery, dkey, dvalue, *dterms
+
+
 class _AttentionBackward(torch.autograd.Function):
     """The backward as a function of its own, so that it can be differentiated once more."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(doutput, dlse, output, lse, lse_rest, query, key, value, *others):
-        *tensors, (options, mask, deterministic) = others
-        return _backward(
-            doutput, dlse, query, key, value, output, lse, lse_rest, **_given(*tensors),
-            **dict(options), grad_mask=mask, deterministic=deterministic,
-        )  # fmt: skip
+    def forward(*arguments):
+        return _gradients(*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -173,7 +137,7 @@ class _AttentionBackward(torch.autograd.Function):
         options = {name: v for name, v in ctx.options if name not in _OF_BACK_ENDS}
 
         def formula(doutput, dlse, *leaves):
-            given = _given(*leaves[3:], *others)
+            given = _given((*leaves[3:], *others))
             results = reference(*leaves[:3], **given, **options)
             pairs = [
                 (result, upstream)
@@ -207,21 +171,39 @@ _apply_attention = applied(_Attention)
 _apply_backward = applied(_AttentionBackward)
 
 
+def _in_trace(query, key, value, *, deterministic=False, **given):
+    if not is_differentiated(query, key, value, *map(given.get, _DIFFERENTIABLE)):
+        return _forward(query, key, value, **given)
+    tensors = _taken(given)
+    return _apply_attention(query, key, value, *tensors, (tuple(given.items()), deterministic))
+
+
+_traced = tracing.operator("attention", _forward, _in_trace, "bool deterministic=False")
+
+
 def _takes_tf32(query: Tensor) -> bool:
     """Whether a call may: its backward then does, whatever torch allows by that time."""
     return query.is_cuda and query.dtype is torch.float32 and _tf32_is_allowed()
 
 
-@torch.compiler.assume_constant_result
 def _tf32_is_allowed() -> bool:
     """Whether torch would take TF32 for a float32 matrix product on CUDA: by `allow_tf32`,
     `set_float32_matmul_precision` or any `fp32_precision`, all of which this one knows of."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def _given(bias, sinks, alibi_slopes, mask, cu_seq_q, cu_seq_k, seqused_q, seqused_k, seed):
-    """Those of them that there are, by name."""
-    return {name: tensor for name, tensor in locals().items() if tensor is not None}
+# The mark of torch.compiler.assume_constant_result, which would import the compiler.
+_tf32_is_allowed._dynamo_marked_constant = True
+
+
+def _taken(options: Options) -> list[Tensor | None]:
+    """The tensors, in the order of `_TENSORS`; without them options are constants."""
+    return [options.pop(name, None) for name in _TENSORS]
+
+
+def _given(tensors: Iterable[Tensor | None]) -> Options:
+    """Back to keywords."""
+    return {n: tensor for n, tensor in zip(_TENSORS, tensors, strict=True) if tensor is not None}
 
 
 def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -234,13 +216,13 @@ def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return distinct
 
 
-def _unpaged(
-    key: Tensor, value: Tensor, block_table: Tensor, seqused_k: Tensor, max_k: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(key, value, cu_seq_k) packed, with room for max_k keys in each sequence."""
+def _unpage(key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """(key, value) packed, with room for max_k keys in each sequence; in options `cu_seq_k` takes
+    the place of `block_table`."""
+    block_table, seqused_k = options.pop("block_table"), options["seqused_k"]
     batch, max_pages = block_table.shape
     page_size = key.shape[1]
-    rows = min(max_pages * page_size, max_k)
+    rows = min(max_pages * page_size, options["max_k"])
     first_key = torch.arange(max_pages, device=key.device) * page_size
     pages = torch.where(first_key < seqused_k[:, None], block_table, 0).flatten()
 
@@ -248,14 +230,15 @@ def _unpaged(
         of_sequences = pool.index_select(0, pages).reshape(batch, -1, *pool.shape[2:])
         return of_sequences[:, :rows].flatten(0, 1)
 
-    cu_seq_k = torch.arange(batch + 1, dtype=torch.int32, device=key.device) * rows
-    return packed(key), packed(value), cu_seq_k
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=key.device)
+    options["cu_seq_k"] = ends * rows
+    return packed(key), packed(value)
 
 
 @torch.library.register_fake("onepass::attention_forward")
 def _(query, key, value, **options):
-    if type(query) in (Tensor, Parameter):  # a meta tensor, whose sizes are numbers
-        _forward_check(query, key, value, **options)
+    offer(_forward)
+    fake_checks.check(_forward_check, query, key, value, **options)
     accumulator = torch.float64 if query.dtype is torch.float64 else torch.float32
     if query.dim() == 4:
         rows = query.shape[:-1]
@@ -270,6 +253,19 @@ def _(query, key, value, **options):
 
 @torch.library.register_fake("onepass::attention_backward")
 def _(doutput, dlse, query, key, value, output, lse, lse_rest, *, grad_mask, **options):
+    require_one_device(
+        "attention_backward",
+        query=query,
+        key=key,
+        value=value,
+        output=output,
+        lse=lse,
+        lse_rest=lse_rest,
+        doutput=doutput,
+        dlse=dlse,
+        **options,
+    )
+
     def like(tensor, bit, default_dtype, bshd=False):
         if tensor is None or not grad_mask & bit:
             return query.new_empty(0, dtype=default_dtype if tensor is None else tensor.dtype)
@@ -280,7 +276,21 @@ def _(doutput, dlse, query, key, value, output, lse, lse_rest, *, grad_mask, **o
         like(query, _QUERY, None, bshd),
         like(key, _KEY, None, bshd),
         like(value, _VALUE, None, bshd),
-        like(options.get("bias"), _BIAS, query.dtype),
-        like(options.get("sinks"), _SINKS, query.dtype),
-        like(options.get("alibi_slopes"), _SLOPES, query.dtype),
+        [
+            like(options.get(name), bit, query.dtype)
+            for name, bit in zip(_DIFFERENTIABLE, _OF_TERMS, strict=True)
+        ],
     )
+
+
+@decomposes(_forward)
+def _(query, key, value, *, seed=None, **given):
+    lengths = ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table")
+    if seed is not None or any(given.get(name) is not None for name in lengths):
+        return NotImplemented
+    options = {name: option for name, option in given.items() if name not in _OF_BACK_ENDS}
+    for name in _DIFFERENTIABLE:
+        if name in options:
+            (options[name],) = wide(options[name])
+    output, lse = reference(*wide(query, key, value), **options)
+    return output.to(query.dtype), lse, torch.zeros_like(lse)

@@ -19,7 +19,15 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
+        # Inside vmap a tensor does not say whether what it wraps requires a gradient.
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return True
     return forward_ad._current_level >= 0
+
+
+def constant(number: float) -> float:
+    """A float that Dynamo made symbolic cannot enter a second autograd.Function."""
+    return float.fromhex(float(number).hex())
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable:

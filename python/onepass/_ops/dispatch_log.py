@@ -18,6 +18,9 @@ from onepass import _C
 logger = logging.getLogger("onepass.dispatch")
 _enabled = "dispatch" in os.environ.get("ONEPASS_LOG", "").split(",")
 _seen: set[str] = set()
+# Calls that were left to torch, which no operator of ours sees; None while nobody records.
+_left: list[dict] | None = [] if _enabled else None
+_MOST = 4096  # the oldest go first if nobody takes them
 
 
 @contextlib.contextmanager
@@ -27,22 +30,60 @@ def record() -> Iterator[list[dict]]:
     Keys: op, arguments, kernel, level, threads, rows_per_tile, splits, workspace_bytes, reason.
     Calls from other threads of the process are recorded too.
     """
+    global _left
     records: list[dict] = []
-    _C.take()
+    _take()
     _C.record(True)
+    _left = []
     try:
         yield records
     finally:
         _C.record(_enabled)
-        records.extend(_C.take())
+        records.extend(_take())
+        _left = [] if _enabled else None
+
+
+def is_recording() -> bool:
+    return _left is not None
+
+
+def leave(op: str, arguments: str, kernel: str, threads: int, reason: str) -> None:
+    """Records a call that torch's own kernel computes; without effect while nobody records."""
+    if _left is not None:
+        _left.append(
+            dict(
+                op=op,
+                arguments=arguments,
+                kernel=kernel,
+                level="torch's own",
+                threads=threads,
+                rows_per_tile=0,
+                splits=0,
+                workspace_bytes=0,
+                reason=reason,
+            )
+        )
+        del _left[:-_MOST]
+        if _enabled:
+            _flush()
+
+
+def _take() -> list[dict]:
+    """What was recorded since the last time."""
+    calls = _C.take()
+    if _left:
+        calls += _left
+        _left.clear()
+    return calls
 
 
 def line(call: dict) -> str:
     """One recorded call as a line of text."""
     threads = "1 thread" if call["threads"] == 1 else f"{call['threads']} threads"
+    tiles = f", {call['splits']} splits, {call['rows_per_tile']} rows per tile"
     return (
-        f"{call['op']} ({call['arguments']}): {call['kernel']}, {call['level']}, {threads}, "
-        f"{call['splits']} splits, {call['rows_per_tile']} rows per tile; {call['reason']}"
+        f"{call['op']} ({call['arguments']}): {call['kernel']}, {call['level']}, {threads}"
+        f"{tiles if call['splits'] else ''}; {call['reason']}"
     )
 
 
@@ -61,7 +102,7 @@ def logged(function: Callable) -> Callable:
 
 
 def _flush() -> None:
-    for call in _C.take():
+    for call in _take():
         say(line(call))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from onepass._mapping import run_each
+from onepass._ops import fake_checks, tracing
+from onepass._ops.decomposition import decomposes, offer
 from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.random import draw_seed
@@ -13,27 +15,44 @@ from onepass._ops.random import draw_seed
 _forward = torch.ops.onepass.dropout_forward.default
 _forward_check = torch.ops.onepass.dropout_forward_check.default
 
+run_each(_forward_check)
+
 
 @logged
-def dropout(input: Tensor, p: float) -> Tensor:
-    """dropout(input), p > 0."""
+def dropout(input: Tensor, p: float, out_dtype: torch.dtype | None = None) -> Tensor:
+    """dropout(input), p > 0, in out_dtype or input's."""
     seed = draw_seed(input.device)
-    if is_differentiated(input):
-        return _apply_dropout(input, None, seed, p, None)
-    return _forward(input, None, seed, p, None)
+    return _run(input, None, seed, p, out_dtype)
 
 
 @logged
 def add_dropout(input: Tensor, residual: Tensor, p: float) -> Tensor:
     """residual + dropout(input); p = 0 draws nothing."""
     seed = draw_seed(input.device) if p > 0.0 else None
-    if is_differentiated(input, residual):
-        return _apply_dropout(input, residual, seed, p, None)
-    return _forward(input, residual, seed, p, None)
+    return _run(input, residual, seed, p)
+
+
+def _run(
+    input: Tensor,
+    residual: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if not torch.compiler.is_compiling() and tracing.is_tracing():
+        return _traced(input, residual, seed, p, out_dtype)
+    return _compute(input, residual, seed, p, out_dtype)
+
+
+def _compute(input, residual, seed, p, out_dtype):
+    compute = _apply_dropout if is_differentiated(input, residual) else _forward
+    return compute(input, residual, seed, p, out_dtype)
 
 
 class _Dropout(torch.autograd.Function):
     """Dropout is linear in its input: its backward is dropout with the same seed, and so on."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(input, residual, seed, p, out_dtype):
@@ -62,9 +81,19 @@ class _Dropout(torch.autograd.Function):
 _apply_dropout = applied(_Dropout)
 
 
+_traced = tracing.operator("dropout", _forward, _compute)
+
+
 @torch.library.register_fake("onepass::dropout_forward")
 def _(input, residual, seed, p, out_dtype):
-    if type(input) in (Tensor, Parameter):  # a meta tensor, whose sizes are numbers
-        _forward_check(input, residual, seed, p, out_dtype)
+    offer(_forward)
+    fake_checks.check(_forward_check, input, residual, seed, p, out_dtype)
     stream = input if residual is None else residual
     return input.new_empty(input.shape, dtype=out_dtype or stream.dtype)
+
+
+@decomposes(_forward)
+def _(input, residual, seed, p, out_dtype):
+    if seed is not None:
+        return NotImplemented
+    return (residual + input).to(out_dtype or residual.dtype)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from onepass._ops import double_backward
-from onepass._ops.differentiation import applied, is_differentiated
+from onepass._devices import require_one_device
+from onepass._mapping import run_each
+from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops.decomposition import decomposes, offer, wide
+from onepass._ops.differentiation import applied, constant, is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.random import draw_seed
 from onepass.reference import norm as reference
@@ -18,6 +21,16 @@ from onepass.reference.dropout import dropout as reference_dropout
 _forward = torch.ops.onepass.norm_forward.default
 _forward_check = torch.ops.onepass.norm_forward_check.default
 _backward = torch.ops.onepass.norm_backward.default
+
+run_each(_forward_check)
+
+
+class NormKind(enum.IntEnum):
+    """What a row is normalised by; the numbers of csrc/ops/norm.h."""
+
+    LAYER = 0
+    RMS = 1
+
 
 # Bits of norm_backward's grad_mask.
 _INPUT, _RESIDUAL, _WEIGHT, _BIAS = 1, 2, 4, 8
@@ -35,7 +48,7 @@ def norm(
     bias: Tensor | None,
     normalized_shape,
     *,
-    rms: bool,
+    kind: NormKind,
     eps: float | None,
     weight_offset: float = 0.0,
     dropout_p: float = 0.0,
@@ -49,18 +62,22 @@ def norm(
     """
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
-    if eps is None:
+    if eps is None and kind == NormKind.RMS:
         eps = _DEFAULT_EPS_FLOAT64 if input.dtype is torch.float64 else _DEFAULT_EPS
+    traced = False
     if torch.compiler.is_compiling():
-        # Constants: a float that Dynamo made symbolic cannot enter a second autograd.Function.
-        eps, weight_offset = (float.fromhex(float(v).hex()) for v in (eps, weight_offset))
+        eps, weight_offset = constant(eps), constant(weight_offset)
+    elif tracing.is_tracing():
+        traced, normalized_shape = True, tracing.numbers(normalized_shape)
     if out_dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
         # Dynamo looks behind a cache, and warns of each.
         of = _cuda_autocast_dtype if torch.compiler.is_compiling() else _known_autocast_dtype
-        out_dtype = of(input.dtype, rms)
+        out_dtype = of(input.dtype, kind)
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
-    constants = (normalized_shape, rms, eps, weight_offset, dropout_p, out_dtype, residual_dtype)
-    if is_differentiated(input, residual, weight, bias):
+    constants = (normalized_shape, kind, eps, weight_offset, dropout_p, out_dtype, residual_dtype)
+    if traced:
+        output, residual_out, _, _ = _traced(input, residual, weight, bias, seed, *constants, False)
+    elif is_differentiated(input, residual, weight, bias):
         # One argument for all of them: autograd looks at each one it gets.
         output, residual_out, _, _ = _apply_norm(input, residual, weight, bias, seed, constants)
     else:
@@ -71,6 +88,8 @@ def norm(
 
 
 class _Norm(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(input, residual, weight, bias, seed, constants):
         return _forward(input, residual, weight, bias, seed, *constants, True)
@@ -97,7 +116,7 @@ class _Norm(torch.autograd.Function):
         if doutput is None and dresidual_out is None:
             return (None,) * len(needs)
         x, weight, bias, seed, mean, rstd = ctx.saved_tensors
-        normalized_shape, rms, eps, weight_offset, dropout_p, _, _ = ctx.constants
+        normalized_shape, kind, eps, weight_offset, dropout_p, _, _ = ctx.constants
         # Without dropout, input and residual have one gradient: computed once, returned twice.
         shared = needs[0] and needs[1] and seed is None and ctx.input_dtype == ctx.residual_dtype
         mask = (
@@ -107,7 +126,7 @@ class _Norm(torch.autograd.Function):
             | (_BIAS if needs[3] and doutput is not None else 0)
         )
         arguments = (doutput, dresidual_out, x, weight, bias, seed, mean, rstd, normalized_shape)
-        arguments += (rms, weight_offset, dropout_p, ctx.input_dtype, ctx.residual_dtype, mask)
+        arguments += (kind, weight_offset, dropout_p, ctx.input_dtype, ctx.residual_dtype, mask)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = _apply_norm_backward(eps, *arguments)
         else:
@@ -125,6 +144,8 @@ class _Norm(torch.autograd.Function):
 class _NormBackward(torch.autograd.Function):
     """The backward as a function of its own, so that it can be differentiated once more."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(eps, *arguments):
         return _backward(*arguments)
@@ -139,12 +160,12 @@ class _NormBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *second):
         *inputs, seed = ctx.saved_tensors
-        shape, rms, weight_offset, dropout_p, _, _, mask = ctx.constants
+        shape, kind, weight_offset, dropout_p, _, _, mask = ctx.constants
 
         def formula(doutput, dresidual_out, x, weight, bias):
             if doutput is None:
                 return _dropped(dresidual_out, dropout_p, seed), dresidual_out, None, None
-            if rms:
+            if kind == NormKind.RMS:
                 y = reference.rms_norm(x, shape, weight, ctx.eps, weight_offset=weight_offset)
             else:
                 y = reference.layer_norm(x, shape, weight, bias, ctx.eps)
@@ -170,6 +191,15 @@ _apply_norm = applied(_Norm)
 _apply_norm_backward = applied(_NormBackward)
 
 
+def _in_trace(input, residual, weight, bias, seed, *constants):
+    if is_differentiated(input, residual, weight, bias):
+        return _apply_norm(input, residual, weight, bias, seed, constants[:-1])
+    return _forward(input, residual, weight, bias, seed, *constants)
+
+
+_traced = tracing.operator("norm", _forward, _in_trace)
+
+
 def _dropped(dx: Tensor, p: float, seed: Tensor | None) -> Tensor:
     return dx if seed is None else reference_dropout(dx, p, seed)
 
@@ -182,7 +212,7 @@ def _(
     bias,
     seed,
     normalized_shape,
-    rms,
+    kind,
     eps,
     weight_offset,
     dropout_p,
@@ -190,8 +220,8 @@ def _(
     residual_dtype,
     save_statistics,
 ):
-    if type(input) in (Tensor, Parameter):  # a meta tensor, whose sizes are numbers
-        _forward_check(**locals())  # the same arguments by the same names
+    offer(_forward)
+    fake_checks.check(_forward_check, **locals())  # the same arguments by the same names
     accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
     rows = input.shape[: input.dim() - len(normalized_shape)]
     stream = input if residual is None else residual
@@ -200,7 +230,9 @@ def _(
         input.new_empty(
             (0,) if residual is None else input.shape, dtype=residual_dtype or stream.dtype
         ),
-        input.new_empty(rows if save_statistics and not rms else (0,), dtype=accumulator),
+        input.new_empty(
+            rows if save_statistics and kind != NormKind.RMS else (0,), dtype=accumulator
+        ),
         input.new_empty(rows if save_statistics else (0,), dtype=accumulator),
     )
 
@@ -216,13 +248,25 @@ def _(
     mean,
     rstd,
     normalized_shape,
-    rms,
+    kind,
     weight_offset,
     dropout_p,
     input_dtype,
     residual_dtype,
     grad_mask,
 ):
+    require_one_device(
+        "rms_norm_backward" if kind == NormKind.RMS else "layer_norm_backward",
+        x=x,
+        doutput=doutput,
+        dresidual_out=dresidual_out,
+        weight=weight,
+        bias=bias,
+        seed=seed,
+        mean=mean,
+        rstd=rstd,
+    )
+
     def like(shape, wanted, dtype):
         return x.new_empty(shape if wanted else (0,), dtype=dtype)
 
@@ -236,9 +280,49 @@ def _(
     )
 
 
-def _cuda_autocast_dtype(dtype: torch.dtype, rms: bool) -> torch.dtype:
+@decomposes(_forward)
+def _(
+    input,
+    residual,
+    weight,
+    bias,
+    seed,
+    normalized_shape,
+    kind,
+    eps,
+    weight_offset,
+    dropout_p,
+    out_dtype,
+    residual_dtype,
+    save_statistics,
+):
+    if seed is not None:
+        return NotImplemented
+    residual_out = input.new_empty(0)
+    if residual is not None:
+        residual_out = (residual + input).to(residual_dtype or residual.dtype)
+    x, weight, bias = wide(input if residual is None else residual_out, weight, bias)
+    mean = rstd = x.new_empty(0)
+    if kind == NormKind.RMS:
+        y = reference.rms_norm(x, normalized_shape, weight, eps, weight_offset=weight_offset)
+    else:
+        y = reference.layer_norm(x, normalized_shape, weight, bias, eps)
+    if save_statistics:
+        dims = tuple(range(-len(normalized_shape), 0))
+        if kind != NormKind.RMS:
+            mean = x.mean(dims)
+            x = x - x.mean(dims, keepdim=True)
+        rstd = torch.rsqrt((x * x).mean(dims) + eps)
+    return y.to(out_dtype or input.dtype), residual_out, mean, rstd
+
+
+def _cuda_autocast_dtype(dtype: torch.dtype, kind: NormKind) -> torch.dtype:
     """The dtype that torch's own norm returns under CUDA autocast, asked of torch itself."""
-    function = torch.nn.functional.rms_norm if rms else torch.nn.functional.layer_norm
+    norms = {
+        NormKind.LAYER: torch.nn.functional.layer_norm,
+        NormKind.RMS: torch.nn.functional.rms_norm,
+    }
+    function = norms[kind]
     with torch.no_grad(), torch.autocast("cuda", enabled=True):
         return function(torch.zeros(1, 8, dtype=dtype, device="cuda"), (8,)).dtype
 

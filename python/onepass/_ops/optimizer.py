@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import weakref
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
+from onepass import _C
+from onepass._devices import refuse_fakes, refuse_meta, require_one_device
+from onepass._mapping import refuse_mapped
+from onepass._negative import refuse_where_written
 from onepass._ops.dispatch_log import logged, say
 
 _clip_grad_norm = torch.ops.onepass.clip_grad_norm.default
@@ -16,8 +22,28 @@ _optimizer_table = torch.ops.onepass.optimizer_table.default
 _optimizer_table_release = torch.ops.onepass.optimizer_table_release.default
 _optimizer_step = torch.ops.onepass.optimizer_step.default
 
+for _op in (_clip_grad_norm, _optimizer_table):
+    refuse_where_written(_op)
+refuse_where_written(_optimizer_step, answer=False)  # as for gradients in another order
+for _op in (
+    _clip_grad_norm,
+    _gradient_norm,
+    _optimizer_table,
+    _optimizer_table_release,
+    _optimizer_step,
+):
+    refuse_mapped(_op)
+
 NORM_TYPES = (1.0, 2.0, float("inf"))
-ADAM, SGD, LION = range(3)
+
+_contract = _C.optimizer_contract()  # as csrc/ops/optimizer.h states it
+ALGORITHMS: dict[str, int] = _contract["algorithms"]
+LAYOUT: dict[str, int] = _contract["layout"]
+CODE_BLOCK: int = _contract["code_block"]  # elements that share a scale
+# A row of settings. `decoupled`: weight decay acts on the parameter, not on the gradient.
+Hyper = collections.namedtuple(
+    "Hyper", _contract["settings"], defaults=[0.0] * len(_contract["settings"])
+)
 
 
 def left_to_torch(error: RuntimeError) -> None:
@@ -39,48 +65,53 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     return _gradient_norm(gradients, 2.0)
 
 
-class Hyper(NamedTuple):
-    """A row of settings, in the order of csrc/ops/optimizer.h."""
-
-    lr: float
-    beta1: float = 0.0
-    beta2: float = 0.0
-    eps: float = 0.0
-    weight_decay: float = 0.0
-    momentum: float = 0.0
-    dampening: float = 0.0
-    decoupled: bool = False  # weight decay acts on the parameter, not on the gradient
-    amsgrad: bool = False
-    nesterov: bool = False
-    maximize: bool = False
-
-
 class StepTable:
     """Parameters and where their states lie, handed over once for many steps.
 
     Args:
         params: without gaps between their elements.
         states: the tensors that the states lie in.
-        layout: (parameters, columns) int64, see csrc/ops/optimizer_table.h.
+        layout: (parameters, columns) int64, see csrc/ops/optimizer.h.
     """
 
     def __init__(self, params: list[Tensor], states: list[Tensor], layout: Tensor):
-        self.number = _optimizer_table(params, states, layout)
+        numbers: list[int] = []
         state = states[0].new_empty(0)  # says on which device
-        release = weakref.finalize(self, _optimizer_table_release, state, self.number)
+        # A table holds its tensors until it is released: so that is arranged before one is there,
+        # and neither call leaves a bytecode for an interrupt between its parts.
+        releases = map(functools.partial(_optimizer_table_release._op, state), numbers)
+        release = weakref.finalize(self, collections.deque, releases, 0)
         release.atexit = False  # memory ends with the process
+        numbers.extend(map(functools.partial(_optimizer_table._op, params, states), (layout,)))
+        (self.number,) = numbers
 
 
 @logged
 def optimizer_step(
-    algorithm: int, table: StepTable, gradients: list[Tensor], hyper: Tensor, **options
-) -> None:
-    """One step of all parameters of a table; `hyper` is (groups, settings) float64."""
-    _optimizer_step(algorithm, table.number, gradients, hyper, **options)
+    ran: list[bool],
+    algorithm: int,
+    table: StepTable,
+    gradients: list[Tensor],
+    hyper: Tensor,
+    **options,
+) -> bool:
+    """One step of all parameters of a table; `hyper` is (groups, settings) float64.
+
+    False if the table is stale, and nothing was done: parameters have another shape, dtype or
+    order of elements than in it, or other memory beside a master, or gradients lie in another order
+    than their parameters.
+
+    `ran` gets the same entry, also where an interrupt arrives meanwhile: there is no bytecode
+    between the two, hence `_op`, without the Python of OpOverload around it.
+    """
+    step = functools.partial(_optimizer_step._op, algorithm, table.number, gradients, **options)
+    ran.extend(map(step, (hyper,)))
+    return ran[-1]
 
 
 @torch.library.register_fake("onepass::clip_grad_norm")
 def _(gradients, max_norm, norm_type, error_if_nonfinite):
+    require_one_device("clip_grad_norm_", gradients=gradients)
     dtypes = {gradient.dtype for gradient in gradients}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     if torch.float64 in dtypes:
@@ -90,12 +121,18 @@ def _(gradients, max_norm, norm_type, error_if_nonfinite):
 
 @torch.library.register_fake("onepass::gradient_norm")
 def _(gradients, norm_type=2.0):
+    require_one_device("gradient_norm", gradients=gradients)
     return gradients[0].new_empty((), dtype=torch.float64)
 
 
 @torch.library.register_fake("onepass::optimizer_table")
 def _(params, states, layout):
-    return torch.library.get_ctx().new_dynamic_size()
+    require_one_device("optimizer_table", params=params, states=states, layout=layout)
+    refuse_meta("optimizer_table", params=params, states=states)
+    try:
+        return torch.library.get_ctx().new_dynamic_size()
+    except DynamicOutputShapeException:  # no compiler, which would call the operator later
+        refuse_fakes("optimizer_table", "params")
 
 
 @torch.library.register_fake("onepass::optimizer_table_release")
@@ -104,5 +141,8 @@ def _(state, table):
 
 
 @torch.library.register_fake("onepass::optimizer_step")
-def _(*args, **kwargs):
-    return None
+def _(algorithm, table, gradients, hyper, **options):
+    # Settings lie on the host also where gradients do not: but no table has "meta" parameters.
+    require_one_device("optimizer_step", gradients=gradients, hyper=hyper, **options)
+    refuse_meta("optimizer_step", gradients=gradients)
+    return True

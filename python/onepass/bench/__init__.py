@@ -28,6 +28,7 @@ import time
 import traceback
 
 from onepass import _library
+from onepass._output_file import OutputFile, write_or_say
 
 FAMILIES = ("norm", "dropout", "attention", "decode", "optimizer")
 SECONDS = 0.7
@@ -55,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures and prints; returns 0, 1 if a case failed or was wrong, 2 for bad input, 130 after
-    Ctrl-C, which ends the measuring alone."""
+    """Measures and prints; returns 0, 1 if a case failed or was wrong or the file could not be
+    written, 2 for bad input, 130 after Ctrl-C, which ends the measuring alone."""
     try:
         import numpy  # noqa: F401
         import rich  # noqa: F401
@@ -82,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     file = None
     if args.json not in (None, STDOUT):
         try:
-            file = open(args.json, "w", encoding="utf-8")
+            file = OutputFile(args.json)
         except OSError as error:
             return _refuse(f"--json must name a file to write: {error.strerror}: {args.json}")
     threads = torch.get_num_threads()
@@ -91,9 +92,6 @@ def main(args: argparse.Namespace) -> int:
         result, rows, limits, interrupted = _run(cases, args)
     finally:
         torch.set_num_threads(threads)
-    if file:
-        with file:
-            json.dump(result, file, indent=1)
     if args.json == STDOUT:
         print(json.dumps(result, indent=1))
     else:
@@ -101,9 +99,10 @@ def main(args: argparse.Namespace) -> int:
 
         print_tables(rows)
         print_footer(result, limits)
+    written = write_or_say("bench", "--json", file, json.dumps(result, indent=1).encode())
     if interrupted:
         return 130
-    return 1 if result["failed"] or any(row.check for row in rows) else 0
+    return 1 if not written or result["failed"] or any(row.check for row in rows) else 0
 
 
 def _cases(args: argparse.Namespace) -> list:

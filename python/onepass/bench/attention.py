@@ -24,7 +24,19 @@ from torch import Tensor
 
 from onepass import functional, nn
 from onepass._C import cpu_level
-from onepass._ops.random import draw_seed
+from onepass.bench import attention_cuda
+from onepass.bench.attention_parts import (
+    FILL,
+    PHASES,
+    P,
+    case_of,
+    dense,
+    dropped,
+    overhead_cases,
+    pairs,
+    randn,
+    tensors,
+)
 from onepass.bench.case import Case, Goal, Operator
 from onepass.reference.attention import attention as reference
 
@@ -41,15 +53,10 @@ DROPOUT = (1, 8, 1024, 64)
 WINDOWED = (1, 2, 8192, 64)
 ENCODER = (2, 8, 512, 64)  # bias, padding mask, grouped queries, nn.MultiheadAttention
 PACKED = (8, 8, 512, 64)
-FILL = (1, 1 / 8, 3 / 4, 1 / 4, 5 / 8, 3 / 8, 1 / 2, 3 / 8)  # of PACKED's sequences: half in all
 QUICK = (1, 2, 48, 16)
-OVERHEAD = (1, 2, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PHASES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # of the forward's operations
-P = 0.1
 WINDOW, WIDER = 256, 1024  # the wider one is timed beside it: linear cost is four times as much
 KV_HEADS = 2
-CHECKED_SCORES = 1 << 22  # float64 references of more would take longer than the measurement
 
 
 # ---- goals, on two threads -----------------------------------------------------------------------
@@ -111,55 +118,7 @@ def goal(level: str, kind: str, shape: Sequence[int], dtype: torch.dtype, phase:
     return Goal(factor, share=share)
 
 
-# ---- useful operations ---------------------------------------------------------------------------
-
-
-def pairs(seq: int, causal: bool = False, window: int | None = None) -> int:
-    """Of a query and a key that it sees, among seq of each; window counts the query's own key."""
-    if not causal:
-        return seq * seq
-    width = min(seq, window or seq)
-    return seq * width - width * (width - 1) // 2
-
-
-def flops(batch_pairs: int, heads: int, head_dim: int, phase: str) -> int:
-    """Of a call; batch_pairs are the pairs of all sequences."""
-    return int(4 * batch_pairs * heads * head_dim * PHASES[phase])
-
-
 # ---- operators -----------------------------------------------------------------------------------
-
-_RIGHT = {"causal": 0, "full": -1}  # keys that the reference lets a query see behind its own
-
-
-def _dense(kind: str, **torch_options) -> Operator:
-    options = {"is_causal": kind == "causal", **torch_options}
-
-    def stock(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return (F.scaled_dot_product_attention(q, k, v, **options),)
-
-    return Operator(
-        lambda q, k, v: (functional.scaled_dot_product_attention(q, k, v, **options),),
-        stock,
-        lambda q, k, v: (reference(q, k, v, window_right=_RIGHT[kind])[0],),
-        base=stock,
-    )
-
-
-def _dropped(kind: str) -> Operator:
-    options = {"dropout_p": P, "is_causal": kind == "causal"}
-
-    def formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        seed = draw_seed(q.device)
-        return (reference(q, k, v, dropout_p=P, seed=seed, window_right=_RIGHT[kind])[0],)
-
-    return Operator(
-        lambda q, k, v: (functional.scaled_dot_product_attention(q, k, v, **options),),
-        lambda q, k, v: (F.scaled_dot_product_attention(q, k, v, **options),),
-        formula,
-        base=formula,  # torch draws other random numbers
-        others={"no dropout": _dense(kind).ours},
-    )
 
 
 def _as_bias(mask: Tensor) -> Tensor:
@@ -247,7 +206,7 @@ def _multihead(embed_dim: int, heads: int) -> Operator:
 
         return call
 
-    inner = _inner(heads, _dropped("full").formula)
+    inner = _inner(heads, dropped("full").formula)
 
     def formula(x, in_weight, in_bias, out_weight, out_bias) -> tuple[Tensor, ...]:
         return (F.linear(*inner(F.linear(x, in_weight, in_bias)), out_weight, out_bias),)
@@ -272,8 +231,6 @@ def _inner(heads: int, function: Callable) -> Callable[[Tensor], tuple[Tensor, .
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
     """All cases of a device; `quick` keeps small shapes."""
     if device == "cuda":
-        from onepass.bench import attention_cuda
-
         yield from attention_cuda.cases(quick)
         return
     for kind, shapes in (("causal", CAUSAL), ("full", FULL)):
@@ -281,21 +238,13 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
             for dtype in DTYPES:
                 for phase in PHASES:
                     wanted = None if quick else goal(cpu_level(), kind, shape, dtype, phase)
-                    yield _case(kind, _dense(kind), shape, phase, wanted, dtype=dtype)
+                    yield case_of(kind, dense(kind), shape, phase, wanted, dtype=dtype)
     yield from _dropout_cases(quick)
     yield from _window_cases(quick)
     yield from _mask_cases(quick)
     yield from _packed_cases(quick)
     yield from _module_cases(quick)
-    for phase in ("no grad", "forward under grad", "forward+backward"):
-        yield Case(
-            _name("causal", OVERHEAD, torch.float32, phase),
-            _dense("causal"),
-            partial(_tensors, OVERHEAD, grad=phase != "no grad"),
-            phase == "forward+backward",
-            None,
-            compiles=False,
-        )
+    yield from overhead_cases(torch.float32, "cpu")
 
 
 def _dropout_cases(quick: bool) -> Iterator[Case]:
@@ -304,13 +253,13 @@ def _dropout_cases(quick: bool) -> Iterator[Case]:
         for phase in PHASES:
             undropped = {"no dropout": _UNDROPPED[phase]} if phase in _UNDROPPED else {}
             wanted = Goal(against_torch.get(phase), others=undropped)
-            yield _case(f"dropout-{kind}", _dropped(kind), shape, phase, None if quick else wanted)
+            yield case_of(f"dropout-{kind}", dropped(kind), shape, phase, None if quick else wanted)
 
 
 def _window_cases(quick: bool) -> Iterator[Case]:
     batch, heads, seq, head_dim = shape = (1, 1, 2 * WINDOW, 16) if quick else WINDOWED
     for phase in ("forward", "forward+backward"):
-        yield _case(
+        yield case_of(
             f"window-{WINDOW}",
             _windowed(),
             shape,
@@ -327,23 +276,23 @@ def _mask_cases(quick: bool) -> Iterator[Case]:
 
     def with_bias(shape: Sequence[int]) -> list[Tensor]:
         bias = torch.randn(1, *shape[1:3], shape[2], requires_grad=True)
-        return [*_tensors(shape), bias]
+        return [*tensors(shape), bias]
 
-    yield _case(
+    yield case_of(
         "bias", _biased(), shape, phase, None if quick else _BIAS, make=partial(with_bias, shape)
     )
     for phase in PHASES:
-        yield _case(
+        yield case_of(
             f"grouped-{KV_HEADS}",
-            _dense("causal", enable_gqa=True),
+            dense("causal", enable_gqa=True),
             shape,
             phase,
             batch_pairs=batch * pairs(seq, causal=True),
-            make=partial(_tensors, shape, KV_HEADS, grad=phase != "forward"),
+            make=partial(tensors, shape, KV_HEADS, grad=phase != "forward"),
         )
     lengths = [seq - seq // 4 * (b % 2) for b in range(1, batch + 1)]
     for phase in PHASES:
-        yield _case(
+        yield case_of(
             "padding-mask",
             _padded(lengths, seq),
             shape,
@@ -357,15 +306,15 @@ def _packed_cases(quick: bool) -> Iterator[Case]:
     lengths = [int(seq * share) for share in FILL]
     for phase in ("forward", "forward+backward"):
         grad = phase != "forward"
-        yield _case(
+        yield case_of(
             "packed",
             _packed(lengths, seq),
             shape,
             phase,
             None if quick else _PACKED,
             batch_pairs=sum(map(pairs, lengths)),
-            make=partial(_randn, (sum(lengths), heads, head_dim), 3, grad=grad),
-            make_stock=partial(_tensors, shape, grad=grad),
+            make=partial(randn, (sum(lengths), heads, head_dim), 3, grad=grad),
+            make_stock=partial(tensors, shape, grad=grad),
         )
 
 
@@ -378,23 +327,23 @@ def _module_cases(quick: bool) -> Iterator[Case]:
     def make() -> list[Tensor]:
         sizes = (3 * embed_dim, embed_dim), (3 * embed_dim,), (embed_dim, embed_dim), (embed_dim,)
         parameters = [(torch.randn(size) / embed_dim**0.5).requires_grad_() for size in sizes]
-        return [*_randn((batch, seq, embed_dim)), *parameters]
+        return [*randn((batch, seq, embed_dim)), *parameters]
 
-    attention = _dropped("full")
+    attention = dropped("full")
     inner = Operator(
         *(_inner(heads, f) for f in (attention.ours, attention.stock, attention.formula)),
         base=_inner(heads, attention.formula),
     )
-    yield _case(
+    yield case_of(
         "multihead-inner",
         inner,
         shape,
         phase,
         wanted,
-        make=partial(_randn, (batch, seq, 3 * embed_dim)),
+        make=partial(randn, (batch, seq, 3 * embed_dim)),
     )
     projections = 3 * 2 * batch * seq * 4 * embed_dim**2  # forward, and twice that backward
-    yield _case(
+    yield case_of(
         "multihead",
         _multihead(embed_dim, heads),
         shape,
@@ -402,73 +351,3 @@ def _module_cases(quick: bool) -> Iterator[Case]:
         make=make,
         more_flops=projections,
     )
-
-
-def _case(
-    kind: str,
-    operator: Operator,
-    shape: Sequence[int],
-    phase: str,
-    wanted: Goal | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    batch_pairs: int | None = None,
-    more_flops: int = 0,
-    make: Callable[[], list[Tensor]] | None = None,
-    make_stock: Callable[[], list[Tensor]] | None = None,
-    checked: Callable[[], list[Tensor]] | None = None,
-    device: str = "cpu",
-) -> Case:
-    batch, heads, seq, head_dim = shape
-    if batch_pairs is None:
-        batch_pairs = batch * pairs(seq, causal=kind.endswith("causal"))
-    dense = partial(_tensors, dtype=dtype, grad=phase != "forward", device=device)
-    if make is None and batch * heads * seq * seq > CHECKED_SCORES:
-        # Fewer heads; of the longest sequences, a part that is as long as such a head may be.
-        checked = partial(dense, (1, 1, min(seq, math.isqrt(CHECKED_SCORES)), head_dim))
-    return Case(
-        _name(kind, shape, dtype, phase),
-        operator,
-        make or partial(dense, shape),
-        phase != "forward",
-        None,
-        wanted or Goal(),
-        backward_alone=phase == "backward",
-        device=device,
-        compiles=False,
-        make_checked=checked,
-        flops=flops(batch_pairs, heads, head_dim, phase) + more_flops,
-        dots=dtype is torch.bfloat16 or (device == "cuda" and dtype is torch.float16),
-        make_stock=make_stock,
-    )
-
-
-def _name(kind: str, shape: Sequence[int], dtype: torch.dtype, phase: str) -> str:
-    sizes = "x".join(map(str, shape))
-    return f"attention/{kind}/{str(dtype).removeprefix('torch.')}/{sizes}/{phase}"
-
-
-def _tensors(
-    shape: Sequence[int],
-    kv_heads: int | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    grad: bool = True,
-    device: str = "cpu",
-) -> list[Tensor]:
-    """query, key, value."""
-    batch, heads, seq, head_dim = shape
-    of_kv = (batch, kv_heads or heads, seq, head_dim)
-    query = _randn(shape, dtype=dtype, grad=grad, device=device)
-    return [*query, *_randn(of_kv, 2, dtype=dtype, grad=grad, device=device)]
-
-
-def _randn(
-    shape: Sequence[int],
-    count: int = 1,
-    *,
-    dtype: torch.dtype = torch.float32,
-    grad: bool = True,
-    device: str = "cpu",
-) -> list[Tensor]:
-    return [torch.randn(shape, device=device).to(dtype).requires_grad_(grad) for _ in range(count)]

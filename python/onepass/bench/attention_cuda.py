@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass import functional
-from onepass.bench.attention import (
+from onepass.bench.attention_parts import (
     FILL,
-    _case,
-    _dense,
-    _dropped,
-    _name,
-    _randn,
-    _tensors,
+    case_of,
+    dense,
+    dropped,
+    overhead_cases,
     pairs,
+    randn,
+    tensors,
 )
 from onepass.bench.case import Case, Goal, Operator
 from onepass.reference.attention import attention as reference
@@ -49,7 +49,6 @@ WINDOW = 1024
 PACKED = (len(FILL), 16, 4096, 128)  # of FILL's shares of 4,096: 16,384 tokens
 FLOAT32 = (16, 16, 1024, 128)
 QUICK = (1, 2, 64, 32)
-OVERHEAD = (1, 2, 4, 8)
 LARGE = 1 << 22  # elements of a query: what is smaller is for a smoke run, and need not be cold
 
 BACKENDS = {
@@ -102,29 +101,29 @@ def _causal_blocks(seq: int, device: torch.device):
 
 
 def _standard(kind: str, with_flex: bool) -> Operator:
-    dense, causal = _dense(kind), kind == "causal"
+    plain, causal = dense(kind), kind == "causal"
     optional = {name: _through(of, is_causal=causal) for name, of in BACKENDS.items()}
     if with_flex:
         optional["flex"] = _Flex(causal)
     return Operator(
-        dense.ours,
-        dense.stock,
-        dense.formula,
-        dense.base,
+        plain.ours,
+        plain.stock,
+        plain.formula,
+        plain.base,
         optional=optional,
         compiled=frozenset({"flex"}),
     )
 
 
 def _deterministic(kind: str) -> Operator:
-    dense = _dense(kind)
+    plain = dense(kind)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         options = {"is_causal": kind == "causal", "deterministic": True}
         return (functional.scaled_dot_product_attention(q, k, v, **options),)
 
-    others = {"not deterministic": dense.ours}
-    return Operator(ours, dense.stock, dense.formula, dense.base, others)
+    others = {"not deterministic": plain.ours}
+    return Operator(ours, plain.stock, plain.formula, plain.base, others)
 
 
 @functools.lru_cache(maxsize=2)
@@ -153,7 +152,7 @@ def _masked() -> Operator:
         stock,
         variant(lambda q, k, v, mask: reference(q, k, v, mask=mask)[0]),
         base=stock,
-        others={"none": _dense("full").ours},
+        others={"none": dense("full").ours},
     )
 
 
@@ -186,7 +185,7 @@ def _windowed() -> Operator:
         stock,
         lambda q, k, v: (reference(q, k, v, window_left=WINDOW - 1, window_right=0)[0],),
         base=stock,
-        others={"no window": _dense("causal").ours},
+        others={"no window": dense("causal").ours},
     )
 
 
@@ -227,18 +226,7 @@ def shape_of(seq: int, head_dim: int) -> tuple[int, int, int, int]:
 
 def cases(quick: bool = False) -> Iterator[Case]:
     """All cases on CUDA; `quick` keeps small shapes."""
-    for phase in ("no grad", "forward under grad", "forward+backward"):
-        yield Case(
-            _name("causal", OVERHEAD, torch.bfloat16, phase),
-            _dense("causal"),
-            partial(
-                _tensors, OVERHEAD, dtype=torch.bfloat16, grad=phase != "no grad", device="cuda"
-            ),
-            phase == "forward+backward",
-            None,
-            device="cuda",
-            compiles=False,
-        )
+    yield from overhead_cases(torch.bfloat16, "cuda")
     if quick:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             yield from _standard_cases([QUICK], dtype)
@@ -274,7 +262,7 @@ def _variants(quick: bool = False) -> Iterator[Case]:
 
     def with_bias(shape: Sequence[int], phase: str) -> list[Tensor]:
         grad = {"dtype": torch.bfloat16, "grad": phase != "forward", "device": "cuda"}
-        return [*_tensors(shape, **grad), *_randn((1, shape[1], seq, seq), **grad)]
+        return [*tensors(shape, **grad), *randn((1, shape[1], seq, seq), **grad)]
 
     for kind in KINDS:
         shape = QUICK if quick else shape_of(FLEX_SEQ, HEAD_DIMS[0])
@@ -293,7 +281,7 @@ def _variants(quick: bool = False) -> Iterator[Case]:
             checked=partial(with_bias, (1, 1, *of[2:]), phase),
         )
     for phase in PHASES:
-        yield _on_cuda("dropout-causal", _dropped("causal"), of, phase)
+        yield _on_cuda("dropout-causal", dropped("causal"), of, phase)
     yield from _grouped_cases(QUICK if quick else GROUPED)
     yield from _windowed_cases((1, 2, 2 * WINDOW, 32) if quick else WINDOWED)
     yield from _packed_cases((len(FILL), 2, 64, 32) if quick else PACKED)
@@ -303,10 +291,10 @@ def _grouped_cases(shape: Sequence[int]) -> Iterator[Case]:
     batch, heads, seq, head_dim = shape
     kv_heads = min(KV_HEADS, heads // 2)
     for phase in PHASES:
-        make = partial(_tensors, dtype=torch.bfloat16, grad=phase != "forward", device="cuda")
+        make = partial(tensors, dtype=torch.bfloat16, grad=phase != "forward", device="cuda")
         yield _on_cuda(
             f"grouped-{kv_heads}-causal",
-            _dense("causal", enable_gqa=True),
+            dense("causal", enable_gqa=True),
             shape,
             phase,
             make=partial(make, shape, kv_heads),
@@ -324,9 +312,7 @@ def _packed_cases(shape: Sequence[int]) -> Iterator[Case]:
     _, heads, seq, head_dim = shape
     lengths = [int(seq * share) for share in FILL]
     for phase in PHASES:
-        make = partial(
-            _randn, count=3, dtype=torch.bfloat16, grad=phase != "forward", device="cuda"
-        )
+        make = partial(randn, count=3, dtype=torch.bfloat16, grad=phase != "forward", device="cuda")
         few = 2048 if sum(lengths) > 2048 else sum(lengths)
         yield _on_cuda(
             "packed",
@@ -349,5 +335,5 @@ def _on_cuda(
     dtype: torch.dtype = torch.bfloat16,
     **options,
 ) -> Case:
-    case = _case(kind, operator, shape, phase, wanted, dtype=dtype, device="cuda", **options)
+    case = case_of(kind, operator, shape, phase, wanted, dtype=dtype, device="cuda", **options)
     return replace(case, cold=math.prod(shape) >= LARGE)

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass import functional
 from onepass.bench.attention_cuda import BACKENDS
+from onepass.bench.attention_parts import FILL
 from onepass.bench.case import Case, Goal, Operator
 from onepass.reference.attention_decode import attention_decode as reference
 
@@ -26,7 +27,6 @@ LONG = (1, 8, 2, 1, 8192, 128)
 MULTI_HEAD = (1, 12, 12, 1, 1024, 64)
 SEVERAL = (1, 8, 2, 8, 8192, 128)  # drafted tokens, checked at once
 RAGGED = (16, 8, 2, 1, 4096, 128)
-SHARES = (1, 1 / 8, 3 / 4, 1 / 4, 5 / 8, 3 / 8, 1 / 2, 3 / 8)  # of RAGGED's keys that are in use
 OVERHEAD = (1, 2, 2, 1, 16, 8)
 QUICK = (2, 4, 2, 1, 96, 16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -133,7 +133,7 @@ def _case(
 def _ragged_case(dtype: torch.dtype, quick: bool, device: str = "cpu") -> Case:
     shape = QUICK if quick else CUDA_RAGGED if device == "cuda" else RAGGED
     batch, keys = shape[0], shape[4]
-    lengths = [int(keys * SHARES[b % len(SHARES)]) for b in range(batch)]
+    lengths = [int(keys * FILL[b % len(FILL)]) for b in range(batch)]
     goal = Goal(others={"all as long": _PROPORTIONAL * batch * keys / sum(lengths)})
     return Case(
         _name("ragged", shape, dtype),

@@ -34,8 +34,7 @@ the GPT and for what ``--model`` takes.
   ``state_bytes_per_parameter``, ``bytes_per_parameter`` (with the parameter itself and its
   gradient), ``losses`` at ``steps`` and their ``gap`` to stock's (null where not trained), ``same``
   (null where other numerics were asked for)
-- ``swap_report``: ``Report.to_dict()`` of the swap; models of transformers are attached as well
-  (:mod:`onepass.integrations.transformers`)
+- ``swap_report``: ``Report.to_dict()`` of the swap
 - ``verdict``: ``{same, not_accelerated, sentence, optimizer_same}``; not_accelerated: share of the
   swapped step per part and dropout; optimizer_same: of training by onepass's AdamW, null where not
   trained
@@ -48,6 +47,7 @@ import json
 import sys
 import time
 
+from onepass._output_file import OutputFile, write_or_say
 from onepass.compare.errors import BadInput
 from onepass.compare.settings import STDOUT, add_arguments, read_settings
 
@@ -57,16 +57,17 @@ TABLE_WIDTH = 110
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the comparison that args ask for; returns the exit code: 2 for bad input, else 0."""
+    """Runs the comparison that args ask for; returns the exit code: 2 for bad input, 1 if a file
+    could not be written, else 0."""
     try:
         _require_tools(args)
         settings = read_settings(args)
+        files = _files(args)
         result = run(settings)
     except BadInput as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
-    _write(result, args)
-    return 0
+    return _write(result, args, files)
 
 
 def _require_tools(args: argparse.Namespace) -> None:
@@ -75,6 +76,23 @@ def _require_tools(args: argparse.Namespace) -> None:
             __import__(name)
         except ImportError:
             raise BadInput(f"{name} is missing: pip install 'onepass[tools]'") from None
+
+
+def _files(args: argparse.Namespace) -> dict[str, OutputFile]:
+    """What is to be written, by flag: tried now, not after minutes of measuring."""
+    if args.plot:
+        from onepass.compare.plot import format_of
+
+        format_of(args.plot)
+    files = {}
+    for flag, path in (("--plot", args.plot), ("--json", args.json)):
+        if path in (None, STDOUT):
+            continue
+        try:
+            files[flag] = OutputFile(path)
+        except OSError as error:
+            raise BadInput(f"{flag} must name a file to write: {error.strerror}: {path}") from None
+    return files
 
 
 def run(settings):
@@ -138,20 +156,21 @@ def run(settings):
     )  # fmt: skip
 
 
-def _write(result, args: argparse.Namespace) -> None:
+def _write(result, args: argparse.Namespace, files: dict[str, OutputFile]) -> int:
     from rich.console import Console
 
     from onepass.compare.report import print_result
 
-    if args.plot:
-        from onepass.compare.plot import plot
-
-        plot(result, args.plot)
+    as_json = json.dumps(result.to_dict(), indent=2)
     if args.json == STDOUT:
-        print(json.dumps(result.to_dict(), indent=2))
-        return
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result.to_dict(), file, indent=2)
-    # A pipe has no width and a terminal may be narrow: lines rather wrap than get cut short.
-    print_result(result, Console(width=max(Console().width, TABLE_WIDTH)))
+        print(as_json)
+    else:
+        # A pipe has no width and a terminal may be narrow: lines rather wrap than get cut short.
+        print_result(result, Console(width=max(Console().width, TABLE_WIDTH)))
+    written = [write_or_say("compare", "--json", files.get("--json"), as_json.encode())]
+    if "--plot" in files:
+        from onepass.compare.plot import format_of, plot
+
+        picture = plot(result, format_of(args.plot))
+        written.append(write_or_say("compare", "--plot", files["--plot"], picture))
+    return 0 if all(written) else 1

@@ -20,7 +20,6 @@ from onepass.compare import attribution, memory
 from onepass.compare.pairs import time_rounds
 from onepass.compare.settings import Settings
 from onepass.compare.train import Trainer
-from onepass.compare.workload import accelerate
 
 SECONDS = 35.0  # rounds go on this long when the asked-for number takes less
 MAX_ROUNDS = 40
@@ -129,7 +128,7 @@ def _parts(
 def _trainers(workload, settings: Settings) -> tuple[dict[str, Trainer], onepass.Report]:
     stock = workload.build()
     swapped = copy.deepcopy(stock)
-    report = accelerate(swapped)
+    report = onepass.swap(swapped)
     models = {"stock": stock, "swapped": swapped}
     if settings.compile:
         models |= {f"compiled {name}": copy.deepcopy(model) for name, model in models.items()}

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 
+import onepass
 from onepass.compare.data import load_text
 from onepass.compare.settings import Settings, make_current
 from onepass.compare.train import Trainer
-from onepass.compare.workload import GptWorkload, UserWorkload, accelerate
+from onepass.compare.workload import GptWorkload, UserWorkload
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -48,7 +49,7 @@ def main(task_text: str) -> None:
         workload = GptWorkload(settings, text, settings.speed, task["dropout"])
     model = workload.build()
     if task["variant"].endswith("swapped"):
-        accelerate(model)
+        onepass.swap(model)
     compiled = task["variant"].startswith("compiled")
     trainer = Trainer(model, settings, compiled)
     # Optimizer state, caches, compiled code: there before the level is taken. A small batch leaves

@@ -73,8 +73,7 @@ class Choice:
         if self.master not in (None, "none"):
             options["master"] = self.master
         if self.state_dtype:
-            name = self.state_dtype
-            options["state_dtype"] = name if name == "int8" else getattr(torch, name)
+            options["state_dtype"] = self.state_dtype
         return onepass.optim.AdamW(parameters, **ADAMW, **options)
 
 

@@ -3,16 +3,20 @@ the optimizers take."""
 
 from __future__ import annotations
 
+import io
 import textwrap
+from pathlib import Path
 
 import matplotlib
 import matplotlib.patches
 import matplotlib.ticker
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpecFromSubplotSpec
 
 from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
+from onepass.compare.errors import BadInput
 from onepass.compare.measure import Speed
 from onepass.compare.optimizers import Comparison
 from onepass.compare.report import Result, baseline_of, footer, number, short, verdict
@@ -46,8 +50,21 @@ STYLE = {
 }
 
 
-def plot(result: Result, path: str) -> None:
-    """Writes the picture to path, as PNG or what its suffix asks for."""
+def format_of(path: str) -> str:
+    """The format that the suffix of a file's name asks for, png where it has none.
+
+    Raises:
+        BadInput: matplotlib knows no such format.
+    """
+    suffix = Path(path).suffix.removeprefix(".").lower() or "png"
+    known = FigureCanvasBase.get_supported_filetypes()
+    if suffix not in known:
+        raise BadInput(f"--plot must end in one of {', '.join(sorted(known))}, got {path}")
+    return suffix
+
+
+def plot(result: Result, format: str) -> bytes:
+    """The picture, as a file of this format."""
     with matplotlib.rc_context(STYLE):
         rows = len(result.optimizers.outcomes)
         height = 0.9 + 0.3 * rows  # of the optimizers, in inches
@@ -70,7 +87,9 @@ def plot(result: Result, path: str) -> None:
         figure.suptitle(_wrapped(verdict(result), 130), x=0.01, ha="left", fontsize=13)
         small = "\n".join(_wrapped(line, 190) for line in footer(result))
         figure.supxlabel(small, x=0.01, ha="left", fontsize=7.5, color="#6b7280")
-        figure.savefig(path, dpi=130, facecolor="white")
+        file = io.BytesIO()
+        figure.savefig(file, format=format, dpi=130, facecolor="white")
+        return file.getvalue()
 
 
 def _wrapped(text: str, width: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -135,10 +134,6 @@ def read_settings(args: argparse.Namespace) -> Settings:
             raise BadInput(f"--{name} must be at least 1, got {value}")
     if args.seed < 0:
         raise BadInput(f"--seed must be at least 0, got {args.seed}")
-    for name in ("json", "plot"):
-        path = getattr(args, name)
-        if path not in (None, STDOUT) and not Path(path).resolve().parent.is_dir():
-            raise BadInput(f"--{name} must name a file in an existing folder, got {path}")
     steps = args.steps or (10 if args.quick else None if args.model else 200)
     device = _device(args.device)
     return Settings(

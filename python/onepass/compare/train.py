@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+import onepass
 from onepass.compare import attribution
 from onepass.compare.errors import BadInput
 from onepass.compare.model import call, cast, loss_of
 from onepass.compare.settings import Settings
-from onepass.compare.workload import accelerate
 
 STOCK_RUNS = 4  # span the stock-versus-stock band
 CURVE_POINTS = 20
@@ -202,7 +202,7 @@ def compare_training(
         return train_curve(workload, settings, points, advance, seed=seed, prepare=reorder)
 
     stock = [stock_run(seed) for seed in range(STOCK_RUNS)]
-    swapped = train_curve(workload, settings, points, advance, prepare=accelerate)
+    swapped = train_curve(workload, settings, points, advance, prepare=onepass.swap)
     differ_by = {None: "rounding of the initial weights, random seed", 0.0: "summation order"}
     return Sameness(
         dropout,

@@ -1,4 +1,4 @@
-"""What is trained: the GPT on text, or the user's model, behind one face; and `accelerate`.
+"""What is trained: the GPT on text, or the user's model, behind one face.
 
 A workload builds the stock model (the same weights each time), gives the batch of a step (the same
 each time), measures the loss that the sameness phase plots, and makes a stock model whose numbers
@@ -8,30 +8,16 @@ differ by rounding alone.
 from __future__ import annotations
 
 import copy
-import sys
 
 import torch
 from torch import Tensor, nn
 
-import onepass
 from onepass.compare.data import Batches, Text, held_out_batch
 from onepass.compare.model import GPT, Sizes, load_user_model, move, tokens_in
 from onepass.compare.settings import Settings
 
 HELD_OUT_TOKENS = 4096  # per point of a loss curve
 HELD_OUT_ROWS = 4  # of one forward while measuring it: keeps the memory small
-
-
-def accelerate(model: nn.Module) -> onepass.Report:
-    """Swaps a model and, where models of transformers are in it, attaches their attention, in
-    place. The report has both."""
-    transformers = sys.modules.get("transformers")
-    if transformers is not None and hasattr(transformers, "AttentionMaskInterface"):
-        if any(isinstance(module, transformers.PreTrainedModel) for module in model.modules()):
-            from onepass.integrations.transformers import attach
-
-            attach(model)
-    return onepass.swap(model)
 
 
 class GptWorkload:

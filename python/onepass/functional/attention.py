@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onepass._arguments import check_arguments
 from onepass._ops.attention import attention
+from onepass._ops.attention_options import given, score_options
 
 
 def scaled_dot_product_attention(
@@ -71,69 +73,51 @@ def scaled_dot_product_attention(
 
     Raises:
         RuntimeError: a shape, dtype, device or number does not fit; the message names the argument.
-        ValueError: causal_alignment or window_size is none.
+        TypeError: an argument is of a wrong type.
+        ValueError: causal_alignment or window_size is malformed.
     """
-    op = "scaled_dot_product_attention"
-    if causal_alignment not in ("top_left", "bottom_right"):
-        raise ValueError(
-            f"{op}: causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}"
-        )
-    left, right = _window(op, window_size)
-    if query.is_nested or key.is_nested or value.is_nested:
-        raise RuntimeError(f"{op}: query must be no nested tensor, got one: see varlen_attention")
-    query, key, value = _autocast(query, key, value)
-    dims = max(query.dim(), key.dim(), value.dim())
-    query, key, value, lead = _batched(op, query, key, value, enable_gqa)
-    bias, mask = _score_terms(attn_mask, lead, key.shape[2])
-    output, lse = attention(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        window=(left, 0 if is_causal else right),
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        bottom_right=causal_alignment == "bottom_right",
-        deterministic=deterministic,
-    )
-    if dims != 4:
-        rows = (*lead, *output.shape[1:3])[1 - dims :]
-        output, lse = output.reshape(*rows, output.shape[-1]), lse.reshape(rows)
-    return (output, lse) if return_lse else output
-
-
-def _masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None = None,
-) -> Tensor:
-    """What callers inside onepass need of attention: a float and a boolean mask at once.
-
-    All are four-dimensional; bias (added to the scores) and mask (True attends) broadcast to
-    (batch, heads, seq_q, seq_k), but for the last dimension.
-    """
-    query, key, value = _autocast(query, key, value)
-    window = (-1, 0 if is_causal else -1)
-    return attention(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        dropout_p=dropout_p,
-        window=window,
-        scale=scale,
-    )[0]
+    try:
+        op = "scaled_dot_product_attention"
+        if (
+            not type(is_causal)
+            is type(enable_gqa)
+            is type(deterministic)
+            is type(return_lse)
+            is bool
+        ):
+            raise TypeError  # which check_arguments names
+        if causal_alignment not in ("top_left", "bottom_right"):
+            raise ValueError(
+                f"{op}: causal_alignment must be 'top_left' or 'bottom_right', "
+                f"got {causal_alignment!r}"
+            )
+        left, right = _window(op, window_size)
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise RuntimeError(
+                f"{op}: query must be no nested tensor, got one: see varlen_attention"
+            )
+        query, key, value = _autocast(query, key, value)
+        dims = max(query.dim(), key.dim(), value.dim())
+        query, key, value, lead = _batched(op, query, key, value, enable_gqa)
+        bias, mask = _score_terms(attn_mask, lead, key.shape[2])
+        window = (left, 0 if is_causal else right)
+        options = score_options(query, scale, window, softcap, alibi_slopes, sinks)
+        if bias is not None:
+            options["bias"] = bias
+        if mask is not None:
+            options["mask"] = mask
+        if dropout_p != 0.0:
+            options["dropout_p"] = dropout_p
+        if causal_alignment == "bottom_right":
+            options["bottom_right"] = True
+        output, lse = attention(query, key, value, options, deterministic)
+        if dims != 4:
+            rows = (*lead, *output.shape[1:3])[1 - dims :]
+            output, lse = output.reshape(*rows, output.shape[-1]), lse.reshape(rows)
+        return (output, lse) if return_lse else output
+    except Exception:
+        check_arguments(scaled_dot_product_attention, locals())
+        raise
 
 
 def varlen_attention(
@@ -185,8 +169,8 @@ def varlen_attention(
             not looked at.
         block_table: shape (batch, max_pages), int32: the pages that hold a sequence's keys, in
             order; needs seqused_k. With gradients, the pages are first gathered.
-        num_splits: into how many parts the keys may be cut; None or 0 leaves it to the kernel.
-            Results do not depend on what else is in the batch, whatever it is.
+        num_splits: ignored, torch's name: how keys are cut never depends on what else is in the
+            batch, and neither do results.
         attn_mask: boolean or float, broadcasts to (batch, heads, max_q, max_k), of positions within
             the sequences.
         scale, dropout_p, softcap, alibi_slopes, sinks, deterministic: as in
@@ -200,45 +184,51 @@ def varlen_attention(
         RuntimeError: a shape, dtype, device, length or page number does not fit; the message names
             the argument. On CUDA the values of lengths and page numbers are not looked at, which
             would wait for the device: max_q, max_k and the rows in memory must hold them.
-        ValueError: key's heads are not query's and enable_gqa is not set; window_size is none.
+        ValueError: key's heads are not query's and enable_gqa is not set; window_size is
+            malformed.
+        TypeError: an argument is of a wrong type.
     """
-    op = "varlen_attention"
-    left, right = _window(op, window_size)
-    heads = (query.shape[1], key.shape[-2]) if query.dim() > 1 and key.dim() > 1 else (1, 1)
-    if heads[0] != heads[1] and not enable_gqa:
-        raise ValueError(
-            f"{op}: key must have query's {heads[0]} heads without enable_gqa, got {heads[1]}"
-        )
-    bias, mask = _score_terms(attn_mask, (cu_seq_q.shape[0] - 1,), max_k)
-    output, lse = attention(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        cu_seq_q=cu_seq_q,
-        cu_seq_k=cu_seq_k if block_table is None else None,
-        seqused_k=seqused_k,
-        block_table=block_table,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        max_q=max_q,
-        max_k=max_k,
-        window=(left, 0 if is_causal else right),
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        bottom_right=True,
-        num_splits=num_splits or 0,
-        deterministic=deterministic,
-    )
-    return (output, lse) if return_lse or getattr(return_aux, "lse", False) else output
+    try:
+        op = "varlen_attention"
+        if (
+            not type(is_causal)
+            is type(enable_gqa)
+            is type(deterministic)
+            is type(return_lse)
+            is bool
+        ):
+            raise TypeError
+        left, right = _window(op, window_size)
+        heads = (query.shape[1], key.shape[-2]) if query.dim() > 1 and key.dim() > 1 else (1, 1)
+        if heads[0] != heads[1] and not enable_gqa:
+            raise ValueError(
+                f"{op}: key must have query's {heads[0]} heads without enable_gqa, got {heads[1]}"
+            )
+        bias = mask = None
+        if attn_mask is not None and cu_seq_q.dim() == 1:
+            bias, mask = _score_terms(attn_mask, (cu_seq_q.shape[0] - 1,), max_k)
+        window = (left, 0 if is_causal else right)
+        options = score_options(query, scale, window, softcap, alibi_slopes, sinks)
+        options |= dict(cu_seq_q=cu_seq_q, max_q=max_q, max_k=max_k, bottom_right=True)
+        options |= given(bias=bias, mask=mask, seqused_k=seqused_k, block_table=block_table)
+        if cu_seq_k is not None and block_table is None:
+            options["cu_seq_k"] = cu_seq_k
+        if dropout_p != 0.0:
+            options["dropout_p"] = dropout_p
+        output, lse = attention(query, key, value, options, deterministic)
+        return (output, lse) if return_lse or getattr(return_aux, "lse", False) else output
+    except Exception:
+        check_arguments(varlen_attention, locals())
+        raise
 
 
 def _window(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
-    if len(window_size) != 2:
-        raise ValueError(f"{op}: window_size must be (left, right), got {window_size}")
-    return window_size
+    try:
+        left, right = window_size
+    except (TypeError, ValueError) as error:
+        kind = type(error) if isinstance(error, ValueError) else TypeError
+        raise kind(f"{op}: window_size must be (left, right), got {window_size!r}") from None
+    return left, right
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -318,6 +308,10 @@ def _score_terms(
     """(bias, mask) of the op: four-dimensional, with a column for each key."""
     if attn_mask is None:
         return None, None
+    if attn_mask.dim() == 0:
+        raise IndexError(
+            "scaled_dot_product_attention: attn_mask must have a dimension for keys, got shape ()"
+        )
     terms = attn_mask[(None,) * (len(lead) + 3 - attn_mask.dim())]
     if terms.shape[-1] == 1 and seq_k != 1:
         terms = terms.expand(*terms.shape[:-1], seq_k)

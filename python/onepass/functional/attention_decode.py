@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from onepass._arguments import check_arguments
 from onepass._ops.attention_decode import attention_decode
+from onepass._ops.attention_options import score_options
 from onepass._ops.differentiation import is_differentiated
 from onepass.functional.attention import _cast, _is_autocast, _window
 
@@ -96,7 +98,7 @@ def attention_with_kv_cache(
         window_size: (left, right): a query sees keys from position - left to position + right;
             -1 is no limit. Keys that no query of a sequence sees are not read.
         softcap, alibi_slopes, sinks: as in :func:`scaled_dot_product_attention`, without gradients.
-        num_splits: accepted and without effect: how keys are cut depends on a sequence's length,
+        num_splits: ignored, flash-attn's name: how keys are cut depends on a sequence's length,
             head_dim and dtype alone, and so results do not depend on what else is in the batch.
         return_lse: also return the logarithm of the softmax' denominator: what
             :func:`merge_attention_states` needs.
@@ -115,48 +117,54 @@ def attention_with_kv_cache(
             and nothing has been written. Or a gradient would be recorded: there are none, decode
             under `torch.no_grad()`. On CUDA lengths, cache and page numbers are not looked at,
             which would wait for the device; positions beyond rotary_cos, too, are the caller's.
-        TypeError: cache_seqlens is a number that is not whole.
+        TypeError: an argument is of a wrong type.
         ValueError: only one of key and value, or rotary_cos or rotary_sin without them;
-            window_size is none.
+            window_size is malformed.
     """
-    op = "attention_with_kv_cache"
-    left, right = _window(op, window_size)
-    if key is None or value is None:
-        _check_no_key(op, key=key, value=value, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-    if is_differentiated(
-        query, key, value, k_cache, v_cache, alibi_slopes, sinks, rotary_cos, rotary_sin
-    ):
-        _check_no_gradient(
-            op, query=query, key=key, value=value, k_cache=k_cache, v_cache=v_cache,
-            alibi_slopes=alibi_slopes, sinks=sinks, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        )  # fmt: skip
-    if isinstance(cache_seqlens, float):
-        raise TypeError(
-            f"{op}: cache_seqlens must be a tensor or a whole number, got {cache_seqlens}"
-        )
-    if _is_autocast(query):
-        query, key, value = _cast(k_cache.dtype, query, key, value)
-    output, lse = attention_decode(
-        query,
-        k_cache,
-        v_cache,
-        key,
-        value,
-        cache_seqlens=cache_seqlens,
-        block_table=block_table,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
-        scale=scale,
-        window=(left, 0 if is_causal else right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        num_splits=num_splits or 0,
-    )
-    return (output, lse) if return_lse else output
+    try:
+        op = "attention_with_kv_cache"
+        if not type(is_causal) is type(rotary_interleaved) is type(return_lse) is bool:
+            raise TypeError  # which check_arguments names
+        left, right = _window(op, window_size)
+        if key is None or value is None:
+            _check_no_key(op, key=key, value=value, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+        if is_differentiated(
+            query, key, value, k_cache, v_cache, alibi_slopes, sinks, rotary_cos, rotary_sin
+        ):
+            _check_no_gradient(
+                op, query=query, key=key, value=value, k_cache=k_cache, v_cache=v_cache,
+                alibi_slopes=alibi_slopes, sinks=sinks, rotary_cos=rotary_cos,
+                rotary_sin=rotary_sin,
+            )  # fmt: skip
+        if isinstance(cache_seqlens, float):
+            raise TypeError(
+                f"{op}: cache_seqlens must be a tensor or a whole number, got {cache_seqlens}"
+            )
+        if _is_autocast(query):
+            query, key, value = _cast(k_cache.dtype, query, key, value)
+        window = (left, 0 if is_causal else right)
+        options = score_options(query, scale, window, softcap, alibi_slopes, sinks)
+        if cache_seqlens is not None:
+            if not isinstance(cache_seqlens, Tensor):
+                cache_seqlens = query.new_full(query.shape[:1], cache_seqlens, dtype=torch.int32)
+            options["cache_seqlens"] = cache_seqlens
+        if block_table is not None:
+            options["block_table"] = block_table
+        if cache_batch_idx is not None:
+            options["cache_batch_idx"] = cache_batch_idx
+        if cache_leftpad is not None:
+            options["cache_leftpad"] = cache_leftpad
+        if rotary_cos is not None:
+            options["rotary_cos"] = rotary_cos
+        if rotary_sin is not None:
+            options["rotary_sin"] = rotary_sin
+        if not rotary_interleaved and key is not None:
+            options["rotary_interleaved"] = False
+        output, lse = attention_decode(query, k_cache, v_cache, key, value, options)
+        return (output, lse) if return_lse else output
+    except Exception:
+        check_arguments(attention_with_kv_cache, locals())
+        raise
 
 
 def _check_no_key(op: str, *, key, value, rotary_cos, rotary_sin) -> None:
@@ -203,41 +211,50 @@ def merge_attention_states(
 
     Raises:
         RuntimeError: there are no parts, or their number, shapes or dtypes do not fit.
+        TypeError: an argument is of a wrong type.
     """
-    op = "merge_attention_states"
-    for name, parts in (("outputs", outputs), ("lses", lses)):
-        if isinstance(parts, Tensor) and parts.dim() == 0:
-            raise RuntimeError(f"{op}: {name} must have the parts in its first dimension, got none")
-    outputs, lses = list(outputs), list(lses)
-    if not outputs:
-        raise RuntimeError(f"{op}: outputs must hold at least one tensor, got none")
-    if len(lses) != len(outputs):
-        raise RuntimeError(
-            f"{op}: lses must hold as many tensors as outputs, {len(outputs)}, got {len(lses)}"
+    try:
+        op = "merge_attention_states"
+        for name, parts in (("outputs", outputs), ("lses", lses)):
+            if isinstance(parts, Tensor) and parts.dim() == 0:
+                raise RuntimeError(
+                    f"{op}: {name} must have the parts in its first dimension, got none"
+                )
+        outputs, lses = list(outputs), list(lses)
+        if not all(isinstance(part, Tensor) for part in (*outputs, *lses)):
+            check_arguments(merge_attention_states, locals())
+        if not outputs:
+            raise RuntimeError(f"{op}: outputs must hold at least one tensor, got none")
+        if len(lses) != len(outputs):
+            raise RuntimeError(
+                f"{op}: lses must hold as many tensors as outputs, {len(outputs)}, got {len(lses)}"
+            )
+        first = outputs[0]
+        for output, lse in zip(outputs, lses, strict=True):
+            if output.dim() == 0 or output.shape != first.shape or output.dtype != first.dtype:
+                raise RuntimeError(
+                    f"{op}: outputs must have one shape (..., dim) and dtype, "
+                    f"got {_about(first)} and {_about(output)}"
+                )
+            if lse.shape != output.shape[:-1]:
+                raise RuntimeError(
+                    f"{op}: lses must have shape {tuple(output.shape[:-1])}, that of outputs "
+                    f"without the last dimension, got {tuple(lse.shape)}"
+                )
+        accumulator = torch.float64 if first.dtype is torch.float64 else torch.float32
+        stacked = torch.stack(lses).to(accumulator)
+        without_key = stacked == -math.inf
+        nowhere = without_key.all(0)
+        stacked = stacked.masked_fill(nowhere, 0.0)  # else 0 / 0 and its gradient
+        parts = (
+            weight[..., None] * output.masked_fill(mask[..., None], 0.0)
+            for weight, output, mask in zip(stacked.softmax(0), outputs, without_key, strict=True)
         )
-    first = outputs[0]
-    for output, lse in zip(outputs, lses, strict=True):
-        if output.dim() == 0 or output.shape != first.shape or output.dtype != first.dtype:
-            raise RuntimeError(
-                f"{op}: outputs must have one shape (..., dim) and dtype, got {_about(first)} and "
-                f"{_about(output)}"
-            )
-        if lse.shape != output.shape[:-1]:
-            raise RuntimeError(
-                f"{op}: lses must have shape {tuple(output.shape[:-1])}, that of outputs without "
-                f"the last dimension, got {tuple(lse.shape)}"
-            )
-    accumulator = torch.float64 if first.dtype is torch.float64 else torch.float32
-    stacked = torch.stack(lses).to(accumulator)
-    without_key = stacked == -math.inf
-    nowhere = without_key.all(0)
-    stacked = stacked.masked_fill(nowhere, 0.0)  # else 0 / 0 and its gradient
-    parts = (
-        weight[..., None] * output.masked_fill(mask[..., None], 0.0)
-        for weight, output, mask in zip(stacked.softmax(0), outputs, without_key, strict=True)
-    )
-    lse = stacked.logsumexp(0).masked_fill(nowhere, -math.inf)
-    return functools.reduce(torch.add, parts).to(first.dtype), lse
+        lse = stacked.logsumexp(0).masked_fill(nowhere, -math.inf)
+        return functools.reduce(torch.add, parts).to(first.dtype), lse
+    except Exception:
+        check_arguments(merge_attention_states, locals())
+        raise
 
 
 def _about(tensor: Tensor) -> str:

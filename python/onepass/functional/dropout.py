@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from onepass._arguments import check_arguments
 from onepass._ops import dropout as _dropout
 
 
@@ -25,32 +26,51 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         Tensor of input's shape and dtype.
 
     Raises:
+        RuntimeError: a dtype does not fit; the message names the argument.
+        TypeError: an argument is of a wrong type.
         ValueError: p is outside [0, 1].
     """
-    _check_p("dropout", p)
-    if not training or p == 0.0:
-        return input
-    output = _dropout.dropout(input, p)
-    return input.copy_(output) if inplace else output
+    try:
+        _check_p("dropout", p)
+        if type(training) is not bool:
+            raise TypeError  # which check_arguments names
+        if (not training or p == 0.0) and isinstance(input, Tensor):
+            return input
+        output = _dropout.dropout(input, p)
+        return input.copy_(output) if inplace else output
+    except Exception:
+        check_arguments(dropout, locals())
+        raise
 
 
-def add_dropout(input: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+def add_dropout(
+    input: Tensor, residual: Tensor | None, p: float = 0.5, training: bool = True
+) -> Tensor:
     """``residual + dropout(input)`` in one pass over memory.
 
     Args:
         input: the branch, any shape; float32, bfloat16, float16 or float64.
-        residual: the stream, input's shape; its dtype may be wider.
+        residual: the stream, input's shape; its dtype may be wider. None adds nothing.
         p, training: as in :func:`dropout`.
 
     Returns:
-        Tensor of residual's shape and dtype.
+        Tensor of residual's shape and dtype (input's, where there is none).
 
     Raises:
         RuntimeError: residual differs from input in shape or device.
+        TypeError: an argument is of a wrong type.
         ValueError: p is outside [0, 1].
     """
-    _check_p("add_dropout", p)
-    return _dropout.add_dropout(input, residual, p if training else 0.0)
+    try:
+        _check_p("add_dropout", p)
+        if type(training) is not bool:
+            raise TypeError
+        if residual is None:
+            return dropout(input, p, training)
+        return _dropout.add_dropout(input, residual, p if training else 0.0)
+    except Exception:
+        check_arguments(add_dropout, locals())
+        raise
 
 
 def _check_p(op: str, p: float) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onepass._ops.norm import norm
+from onepass._arguments import check_arguments
+from onepass._ops.dropout import dropout
+from onepass._ops.norm import NormKind, norm
 
 
 def layer_norm(
@@ -36,8 +38,13 @@ def layer_norm(
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+        TypeError: an argument is of a wrong type.
     """
-    return norm(input, None, weight, bias, normalized_shape, rms=False, eps=eps)[0]
+    try:
+        return norm(input, None, weight, bias, normalized_shape, kind=NormKind.LAYER, eps=eps)[0]
+    except Exception:
+        check_arguments(layer_norm, locals())
+        raise
 
 
 def rms_norm(
@@ -58,22 +65,37 @@ def rms_norm(
         normalized_shape: the trailing dimensions that form a row.
         weight: shape normalized_shape, optional.
         eps: added to the mean square; None is the epsilon of float32 (of float64 for float64).
-        weight_offset: added to the weight: 1.0 for models that store the weight minus one.
+        weight_offset: added to the weight: 1.0 for models that store the weight minus one. Must be
+            0 without a weight.
 
     Returns:
         Tensor of input's shape and dtype (under autocast: of the dtype that torch gives).
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+        TypeError: an argument is of a wrong type.
+        ValueError: weight_offset without a weight.
     """
-    return norm(
-        input, None, weight, None, normalized_shape, rms=True, eps=eps, weight_offset=weight_offset
-    )[0]
+    try:
+        _check_offset("rms_norm", weight_offset, weight)
+        return norm(
+            input,
+            None,
+            weight,
+            None,
+            normalized_shape,
+            kind=NormKind.RMS,
+            eps=eps,
+            weight_offset=weight_offset,
+        )[0]
+    except Exception:
+        check_arguments(rms_norm, locals())
+        raise
 
 
 def add_layer_norm(
     input: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -90,6 +112,8 @@ def add_layer_norm(
     Args:
         input: the branch, shape (*, *normalized_shape).
         residual: the stream, input's shape; may be wider (float32 beside bfloat16 activations).
+            None, as in front of a first block: residual_out is dropout(input) then, in
+            residual_dtype or input's dtype.
         normalized_shape, weight, bias, eps: as in :func:`layer_norm`.
         dropout_p: probability of dropping an element of input; no mask is stored, the backward
             regenerates it.
@@ -101,24 +125,29 @@ def add_layer_norm(
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+        TypeError: an argument is of a wrong type.
         ValueError: dropout_p is outside [0, 1].
     """
-    return norm(
-        input,
-        residual,
-        weight,
-        bias,
-        normalized_shape,
-        rms=False,
-        eps=eps,
-        dropout_p=_active_p("add_layer_norm", dropout_p, training),
-        residual_dtype=residual_dtype,
-    )
+    try:
+        return _add_norm(
+            input,
+            residual,
+            weight,
+            bias,
+            normalized_shape,
+            _active_p("add_layer_norm", dropout_p, training),
+            residual_dtype,
+            kind=NormKind.LAYER,
+            eps=eps,
+        )
+    except Exception:
+        check_arguments(add_layer_norm, locals())
+        raise
 
 
 def add_rms_norm(
     input: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
@@ -133,21 +162,54 @@ def add_rms_norm(
     ``residual_out = residual + dropout(input)``, ``y = rms_norm(residual_out)``. Arguments, results
     and errors as in :func:`add_layer_norm` and :func:`rms_norm`.
     """
-    return norm(
-        input,
-        residual,
-        weight,
-        None,
-        normalized_shape,
-        rms=True,
-        eps=eps,
-        weight_offset=weight_offset,
-        dropout_p=_active_p("add_rms_norm", dropout_p, training),
-        residual_dtype=residual_dtype,
-    )
+    try:
+        _check_offset("add_rms_norm", weight_offset, weight)
+        return _add_norm(
+            input,
+            residual,
+            weight,
+            None,
+            normalized_shape,
+            _active_p("add_rms_norm", dropout_p, training),
+            residual_dtype,
+            kind=NormKind.RMS,
+            eps=eps,
+            weight_offset=weight_offset,
+        )
+    except Exception:
+        check_arguments(add_rms_norm, locals())
+        raise
+
+
+def _check_offset(op: str, weight_offset: float, weight: Tensor | None) -> None:
+    if weight is None and weight_offset:
+        raise ValueError(f"{op}: weight_offset must be 0 without a weight, got {weight_offset}")
+
+
+def _add_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: int | Sequence[int],
+    dropout_p: float,
+    residual_dtype: torch.dtype | None,
+    **options,
+) -> tuple[Tensor, Tensor]:
+    if residual is not None:
+        options |= {"dropout_p": dropout_p, "residual_dtype": residual_dtype}
+        return norm(input, residual, weight, bias, normalized_shape, **options)
+    stream_dtype = residual_dtype or input.dtype
+    stream = dropout(input, dropout_p, stream_dtype) if dropout_p else input.to(stream_dtype)
+    # Under CUDA's autocast the norm chooses, as it does with a residual.
+    chosen = None if input.is_cuda and torch.is_autocast_enabled("cuda") else input.dtype
+    y, _ = norm(stream, None, weight, bias, normalized_shape, out_dtype=chosen, **options)
+    return y, stream
 
 
 def _active_p(op: str, p: float, training: bool) -> float:
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: dropout_p must lie between 0 and 1, got {p}")
+    if type(training) is not bool:
+        raise TypeError  # which check_arguments names
     return p if training else 0.0

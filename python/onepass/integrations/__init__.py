@@ -1,1 +1,3 @@
-"""onepass by other libraries' names and switches. `import onepass` and `swap` import none of it."""
+"""onepass by other libraries' names and switches. `import onepass` imports none of it; `swap` does
+where the library is imported already.
+"""

@@ -1,5 +1,7 @@
 """Drop-in modules: subclasses of torch's, with the same constructors and state_dict keys."""
 
+import onepass.functional  # noqa: F401, first: says what is wrong with a broken installation
+from onepass._compiling import refuse_script
 from onepass.nn.attention import MultiheadAttention
 from onepass.nn.dropout import Dropout
 from onepass.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -15,3 +17,6 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
 ]
+
+for _name in __all__:
+    globals()[_name].__prepare_scriptable__ = refuse_script

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional
-from onepass.functional.attention import _masked_attention
+from onepass.functional._internal import masked_attention
 from onepass.nn._nested import is_packed, like_packed, rows_of
 
 
@@ -109,7 +109,7 @@ def _dense(module, query, key, value, key_padding_mask, attn_mask, is_causal: bo
         key_padding_mask = _padded(key_padding_mask, extra)
         attn_mask = _padded(attn_mask, extra)
     bias, mask = _bias_and_mask(key_padding_mask, attn_mask, module.num_heads, q.dtype)
-    output = _masked_attention(
+    output = masked_attention(
         q,
         k,
         v,

@@ -15,8 +15,8 @@ class Dropout(torch.nn.Dropout):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() in (4, 5) and self.training and self.p > 0.0 and not self.inplace:
-            if _is_channels_last(input):
+        if self.training and self.p > 0.0 and not self.inplace and isinstance(input, Tensor):
+            if input.dim() in (4, 5) and _is_channels_last(input):
                 rows = functional.dropout(input.movedim(1, -1), self.p)
                 return rows.movedim(-1, 1)
         return functional.dropout(input, self.p, self.training, self.inplace)

@@ -26,7 +26,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
     """Residual add and layer norm in one pass; see :func:`onepass.functional.add_layer_norm`.
 
     Parameters and state_dict keys are those of `torch.nn.LayerNorm`; called with (input, residual),
-    returns (y, residual_out).
+    returns (y, residual_out). A residual of None is as in the function.
 
     Args:
         dropout_p: probability of dropping an element of input before the add, while training.
@@ -40,7 +40,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
         self.dropout_p = dropout_p
         self.residual_dtype = residual_dtype
 
-    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return functional.add_layer_norm(
             input,
             residual,
@@ -61,10 +61,11 @@ class AddRMSNorm(torch.nn.RMSNorm):
     """Residual add and RMS norm in one pass; see :func:`onepass.functional.add_rms_norm`.
 
     Parameters and state_dict keys are those of `torch.nn.RMSNorm`; called with (input, residual),
-    returns (y, residual_out).
+    returns (y, residual_out). A residual of None is as in the function.
 
     Args:
         weight_offset: added to the weight: 1.0 for models that store the weight minus one.
+            Must be 0 without a weight.
         dropout_p: probability of dropping an element of input before the add, while training.
         residual_dtype: dtype of residual_out; None is residual's.
     """
@@ -82,7 +83,7 @@ class AddRMSNorm(torch.nn.RMSNorm):
         self.dropout_p = dropout_p
         self.residual_dtype = residual_dtype
 
-    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return functional.add_rms_norm(
             input,
             residual,

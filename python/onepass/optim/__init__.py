@@ -1,5 +1,6 @@
 """torch.optim's optimizers in one pass over memory, and clipping."""
 
+import onepass._ops  # noqa: F401, first: says what is wrong with a broken installation
 from onepass.optim.adam import Adam, AdamW
 from onepass.optim.clip import clip_grad_norm_
 from onepass.optim.fuse import fuse

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from onepass._ops.optimizer import ADAM, Hyper
+from onepass._ops.optimizer import ALGORITHMS, Hyper
 from onepass.optim.optimizer import FlatOptimizer, number_of
-from onepass.optim.options import OPTIONS_DOC
+from onepass.optim.options import OPTIONS_DOC, constructor
 
 
 class _Adam(FlatOptimizer):
-    _algorithm = ADAM
+    _algorithm = ALGORITHMS["Adam"]
+    _counts_steps = True
+    _has_second_moment = True
 
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
         if group["amsgrad"]:
@@ -44,53 +45,12 @@ class Adam(_Adam, torch.optim.Adam):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as torch's.
-        foreach, fused: accepted; they choose between torch's implementations.
+        foreach, fused: accepted; they choose between torch's implementations. As of torch's, a
+            trainer that finds ``fused=True`` leaves unscaling to the step, and cannot clip.
         capturable: for parameters on CUDA: a step can be captured in a graph.
         differentiable: must be False.{OPTIONS_DOC}"""
 
-    def __init__(
-        self,
-        params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        master: str | None = None,
-        state_dtype: torch.dtype | str | None = None,
-        max_grad_norm: float | None = None,
-        zero_grads: bool = False,
-    ) -> None:
-        self._accept(
-            master,
-            state_dtype,
-            max_grad_norm,
-            zero_grads,
-            foreach=foreach,
-            fused=fused,
-            differentiable=differentiable,
-        )
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
-        self._draw_seed()
+    __init__ = constructor(torch.optim.Adam)
 
 
 class AdamW(_Adam, torch.optim.AdamW):
@@ -105,48 +65,9 @@ class AdamW(_Adam, torch.optim.AdamW):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as torch's.
-        foreach, fused: accepted; they choose between torch's implementations.
+        foreach, fused: accepted; they choose between torch's implementations. As of torch's, a
+            trainer that finds ``fused=True`` leaves unscaling to the step, and cannot clip.
         capturable: for parameters on CUDA: a step can be captured in a graph.
         differentiable: must be False.{OPTIONS_DOC}"""
 
-    def __init__(
-        self,
-        params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master: str | None = None,
-        state_dtype: torch.dtype | str | None = None,
-        max_grad_norm: float | None = None,
-        zero_grads: bool = False,
-    ) -> None:
-        self._accept(
-            master,
-            state_dtype,
-            max_grad_norm,
-            zero_grads,
-            foreach=foreach,
-            fused=fused,
-            differentiable=differentiable,
-        )
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            fused=fused,
-        )
-        self._draw_seed()
+    __init__ = constructor(torch.optim.AdamW)

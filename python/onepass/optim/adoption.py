@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from onepass.optim import codes, masters
-from onepass.optim.flat_state import SCALE, Places, Request, local
+from onepass.optim import codes, masters, settings
+from onepass.optim.distributed import state_like
+from onepass.optim.flat_state import SCALE, Places, Request, is_signed, local
+from onepass.optim.states import StateOptimizer
 
-if TYPE_CHECKING:
-    from onepass.optim.optimizer import FlatOptimizer
+MAX_STEPS = 2**32  # the kernels count in 32 bits
 
 
 class Wrapped:
-    """A tensor that torch's load_state_dict hands on as it is."""
+    """What torch's load_state_dict hands on as it is: it casts tensors, and iterates over text."""
 
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
+    def __init__(self, value: Tensor | str | bytes):
+        self.value = value
 
 
-def wrap_tensors(_, state_dict: dict) -> dict:
-    def wrap(value):
-        return Wrapped(value) if isinstance(value, Tensor) else value
+def wrap(_, state_dict: dict) -> dict:
+    """A load_state_dict pre-hook."""
+
+    def wrapped(value):
+        return Wrapped(value) if isinstance(value, Tensor | str | bytes) else value
 
     state = {
-        key: {k: wrap(v) for k, v in entry.items()} if isinstance(entry, dict) else entry
+        key: {k: wrapped(v) for k, v in entry.items()}
+        if isinstance(entry, dict)
+        else wrapped(entry)
         for key, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
+
+
+def _unwrapped(value):
+    return value.value if isinstance(value, Wrapped) else value
 
 
 class Adoption:
@@ -40,10 +48,11 @@ class Adoption:
     Everything is checked and converted before the first of the optimizer's own states changes.
     """
 
-    def __init__(self, optimizer: FlatOptimizer, places: Places, groups: list[dict]):
+    def __init__(self, optimizer: StateOptimizer, places: Places, groups: list[dict]):
         self._optimizer = optimizer
         self._places = places
         self._groups = {p: group for group in groups for p in group["params"]}
+        self._numbers = {p: number for number, p in enumerate(self._groups)}
         self._requests: list[Request] = []
         self._fills: list[Callable[[Tensor], None]] = []
         self._targets: list[tuple[dict, str]] = []
@@ -51,10 +60,12 @@ class Adoption:
     def adopt(self, state: dict) -> dict:
         """The new optimizer.state."""
         adopted: dict = defaultdict(dict)
-        for number, (key, entry) in enumerate(state.items()):
-            if key in self._groups and isinstance(entry, dict):
-                plain = {k: v.tensor if isinstance(v, Wrapped) else v for k, v in entry.items()}
-                adopted[key] = self._entry(number, key, plain)
+        for key, entry in state.items():
+            entry = _unwrapped(entry)
+            if isinstance(entry, dict):
+                entry = {k: _unwrapped(v) for k, v in entry.items()}
+            if key in self._groups:
+                adopted[key] = self._entry(self._numbers[key], key, entry)
             else:
                 adopted[key] = entry
         made = self._places.make(self._requests)
@@ -65,11 +76,18 @@ class Adoption:
 
     def _entry(self, number: int, param: Tensor, entry: dict) -> dict:
         optimizer, group = self._optimizer, self._groups[param]
+        self._check_entry(number, param, entry)
+        if not entry:
+            return {}
         result: dict = {}
         keys = [k for k in optimizer._moment_keys(group) if entry.get(k) is not None]
         for key, value in entry.items():
             if key in keys or key in ("master", "remainder"):
-                self._check_shape(number, param, key, value)
+                self._check_tensor(number, param, key, value)
+                scales = entry.get(f"{key}{SCALE}")
+                if scales is not None:
+                    self._check_scales(number, param, key, scales)
+                entry[key] = state_like(param, value)
         dtype = self._moment_dtype(param, [entry[k].dtype for k in keys if k + SCALE not in entry])
         for key, value in entry.items():
             if key == "step" and optimizer._shows_step(param):
@@ -86,12 +104,54 @@ class Adoption:
         self._master(result, param, entry)
         return result
 
-    def _check_shape(self, number: int, param: Tensor, key: str, value: Tensor) -> None:
-        if not isinstance(value, Tensor) or value.shape != param.shape:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else value
+    def _check_entry(self, number: int, param: Tensor, entry: dict) -> None:
+        """The states of one parameter as a whole, and its step."""
+        name = type(self._optimizer).__name__
+        if not isinstance(entry, dict):
+            raise TypeError(f"{name}: state of parameter {number} must be a dict, got {entry!r}")
+        step = entry.get("step")
+        if step is None:
+            if entry and self._optimizer._counts_steps:  # torch's word for it is "step" alone
+                raise KeyError(
+                    f"{name}: state of parameter {number} must have a step, got {list(entry)}"
+                )
+            return
+        steps = settings.number(step)
+        if steps is None:
+            raise TypeError(f"{name}: step of parameter {number} must be a number, got {step!r}")
+        if not (0 <= steps < MAX_STEPS and steps.is_integer()):
             raise ValueError(
-                f"{type(self._optimizer).__name__}: {key} of parameter {number} must have shape "
-                f"{tuple(param.shape)}, got {shape}"
+                f"{name}: step of parameter {number} must be a whole number from 0 to "
+                f"{MAX_STEPS - 1}, got {steps}"
+            )
+
+    def _check_tensor(self, number: int, param: Tensor, key: str, value: Tensor) -> None:
+        name, dtype = type(self._optimizer).__name__, None
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: {key} of parameter {number} must be a tensor, got {value!r}")
+        if value.shape != param.shape:
+            raise ValueError(
+                f"{name}: {key} of parameter {number} must have shape {tuple(param.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+        if key == "remainder" and value.dtype is not torch.int16:
+            dtype = "int16"
+        elif key == "master" and not value.is_floating_point():
+            dtype = "float32"
+        elif value.is_complex():
+            dtype = "float32, bfloat16 or float16"
+        if dtype:
+            raise ValueError(
+                f"{name}: {key} of parameter {number} must have dtype {dtype}, got {value.dtype}"
+            )
+
+    def _check_scales(self, number: int, param: Tensor, key: str, scales: Tensor) -> None:
+        wanted = local(param).numel() // codes.BLOCK
+        found = local(scales).numel() if isinstance(scales, Tensor) else scales
+        if not isinstance(scales, Tensor) or found != wanted:
+            raise ValueError(
+                f"{type(self._optimizer).__name__}: {key}{SCALE} of parameter {number} must have "
+                f"{wanted} elements, got {found!r}"
             )
 
     def _moment_dtype(self, param: Tensor, loaded: list[torch.dtype]) -> torch.dtype | str:
@@ -151,10 +211,6 @@ class Adoption:
             self._request(
                 result, param, "remainder", torch.int16, lambda t: t.copy_(masters.low(master))
             )
-
-
-def is_signed(moment: str) -> bool:
-    return moment in ("exp_avg", "momentum_buffer")
 
 
 def like(entry: Tensor, decoded: Tensor) -> Tensor:

@@ -9,12 +9,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onepass._devices import refuse_fakes
+from onepass._imported import are_dtensors, is_dtensor, is_fake
 from onepass._library import no_cuda
 from onepass.optim.flat_state import is_dense, local
 
 
 def check_device(name: str, params: Sequence[Tensor]) -> None:
     """All parameters of a step lie on one device, for which there are kernels."""
+    if any(is_fake(local(param)) for param in params):
+        refuse_fakes(name, "params")
     device = local(params[0]).device
     for param in params:
         if local(param).device != device:
@@ -27,6 +31,28 @@ def check_device(name: str, params: Sequence[Tensor]) -> None:
             f"{name}: params must be on the CPU or a CUDA device, got {device}"
             + (f": {obstacle}" if obstacle else "")
         )
+
+
+def refuse_mixed(name: str, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[bool]:
+    """As torch does, before any collective begins; returns which are DTensors."""
+    distributed = are_dtensors(params)
+    for i, is_one in enumerate(are_dtensors(gradients)):
+        if is_one != distributed[i]:
+            kinds = " for a ".join(type(tensor).__name__ for tensor in (gradients[i], params[i]))
+            raise RuntimeError(
+                f"{name}: gradients must be DTensors where their parameters are, got mixed "
+                f"torch.Tensor and DTensor: a {kinds}"
+            )
+    return distributed
+
+
+def refuse_partial(name: str, params: Sequence[Tensor]) -> None:
+    """A step that is not linear cannot be made with parts of a sum."""
+    for param in filter(is_dtensor, params):
+        if any(placement.is_partial() for placement in param.placements):
+            raise RuntimeError(
+                f"{name}: params must not be partial sums, got placements {param.placements}"
+            )
 
 
 def check_shape(
@@ -112,6 +138,16 @@ def _bytes(shape: tuple, strides: tuple, extent: int, size: int) -> Tensor:
     """The places of all bytes, from the first element on."""
     places = torch.arange(extent).as_strided(shape, strides).flatten()
     return (places[:, None] * size + torch.arange(size)).flatten()
+
+
+def refuse_freed(name: str, what: str, tensors: Sequence[Tensor]) -> None:
+    """Elements whose memory was taken away (`resize_(0)`, as FSDP does): torch reads there."""
+    for here in map(local, tensors):
+        if here.numel() > 0 and here.untyped_storage().nbytes() == 0:
+            raise RuntimeError(
+                f"{name}: {what} must have memory, got shape {tuple(here.shape)} with a storage of "
+                "0 bytes"
+            )
 
 
 def refuse_sparse(name: str, gradients: Sequence[Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import warnings
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from onepass._ops import objects
 from onepass._ops import optimizer as _optimizer
+from onepass.optim.checks import refuse_freed
 
 
 @torch.no_grad()
@@ -65,7 +67,16 @@ def clip_grad_norm_(
         try:
             return _optimizer.clip_grad_norm(gradients, max_norm, norm_type, error_if_nonfinite)
         except RuntimeError as error:  # before anything was written
+            if re.search("can't allocate memory|out of memory", str(error)):
+                raise
+            plain = [g for g in gradients if _has_memory(g)]
+            refuse_freed("clip_grad_norm_", "gradients", plain)
             _optimizer.left_to_torch(error)
     return torch.nn.utils.clip_grad_norm_(
         parameters, max_norm, norm_type, error_if_nonfinite, foreach
     )
+
+
+def _has_memory(gradient: Tensor) -> bool:
+    is_plain = type(gradient) in (Tensor, torch.nn.Parameter) and gradient.layout is torch.strided
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(gradient)

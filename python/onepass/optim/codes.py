@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-BLOCK = 256  # elements that share a scale
+from onepass._ops.optimizer import CODE_BLOCK as BLOCK
+
 MIN_ELEMENTS = 4096  # smaller tensors are not worth it
 
 

@@ -20,13 +20,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onepass._ops.optimizer import StepTable
+from onepass._imported import is_async, is_dtensor
+from onepass._ops.optimizer import LAYOUT, StepTable
 from onepass.optim import codes
-
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # a torch without torch.distributed
-    DTensor = None
 
 # Buffers end at this many elements, so that no single allocation is out of proportion.
 CHUNK_ELEMENTS = 1 << 26
@@ -41,13 +37,27 @@ SCALE = "_scale"  # the key of a moment in codes, with this behind it, holds its
 # Of the parameters with gradients: a range if all have one, the same as a key and quicker.
 Numbers = range | tuple[int, ...]
 
-# Columns of the table: the parameter's number, its group, then pairs (buffer, first element).
-_STEP, _MOMENTS, _SCALES, _MASTER, _COLUMNS = 2, 4, 10, 16, 18
+
+def is_signed(moment: str) -> bool:
+    """Whether a moment has negative values: codes of 8 bits differ in that."""
+    return moment in ("exp_avg", "momentum_buffer")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor itself, or this rank's part of a DTensor."""
-    return tensor._local_tensor if DTensor is not None and isinstance(tensor, DTensor) else tensor
+    """The tensor itself, or this rank's part of a DTensor, waited for."""
+    if not is_dtensor(tensor):
+        return tensor
+    return awaited(tensor._local_tensor)
+
+
+def awaited(tensor: Tensor) -> Tensor:
+    """The tensor itself, or what a collective that may not have ended gives."""
+    return tensor.trigger_wait() if is_async(tensor) else tensor
+
+
+def parted(tensor: Tensor) -> tuple[int, ...]:
+    """The mesh dimensions along which a DTensor's ranks hold different elements."""
+    return tuple(d for d, p in enumerate(tensor.placements) if not p.is_replicate())
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -71,27 +81,38 @@ def strides_of(param: Tensor) -> tuple[int, ...]:
 
 
 def laid_like(param: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in its parameter's memory order: itself, or a copy."""
-    if gradient.shape != param.shape or gradient.stride() == param.stride():
+    """The gradient in its parameter's memory order, no negative view: itself, or a copy."""
+    if gradient.shape != param.shape:
+        return gradient
+    if gradient.stride() == param.stride() and not gradient.is_neg():
         return gradient
     return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
 
 
 def layouts_of(params: Iterable[Tensor]) -> list[tuple]:
     """What the places of states depend on."""
-    return [(p.shape, local(p).shape, local(p).stride(), p.dtype, p.device) for p in params]
+    return [
+        (
+            p.shape,
+            local(p).shape,
+            local(p).stride(),
+            p.dtype,
+            p.device,
+            (p.device_mesh, p.placements) if is_dtensor(p) else None,
+        )
+        for p in params
+    ]
 
 
 def noise_number(number: int, param: Tensor) -> int:
     """What tells a parameter's noise from others': shards of one differ, replicas do not."""
-    if local(param) is param:
+    if not is_dtensor(param):
         return number
     shard, size = 0, 1
     mesh = param.device_mesh
-    for dimension, placement in enumerate(param.placements):
-        if placement.is_shard():
-            shard += size * mesh.get_local_rank(dimension)
-            size *= mesh.size(dimension)
+    for dimension in parted(param):
+        shard += size * mesh.get_local_rank(dimension)
+        size *= mesh.size(dimension)
     return number + (shard << 20)
 
 
@@ -148,6 +169,12 @@ class Places:
     def __init__(self) -> None:
         self._by_id: dict[int, Place] = {}
 
+    def copy(self) -> Places:
+        """The same, to be changed apart."""
+        places = Places()
+        places._by_id = dict(self._by_id)
+        return places
+
     def of(self, entry: Tensor) -> Place:
         """Where an entry lies: in a buffer, or, one that someone else made, in itself."""
         place = self._by_id.get(id(entry))
@@ -187,7 +214,7 @@ class Places:
         with _current(part.device):
             entry = torch.from_dlpack(part) if numel else torch.empty_like(part)
         if entry.dim() and request.param is not param and not request.key.endswith(SCALE):
-            entry = DTensor.from_local(
+            entry = type(request.param).from_local(
                 entry,
                 request.param.device_mesh,
                 request.param.placements,
@@ -238,16 +265,17 @@ class Table:
     masters: list[tuple[Tensor, dict]]  # parameters with a master, and their entries
     master_params: list[Tensor]
     are_sharded: bool
+    device: torch.device
     local_params: list[Tensor] = field(default_factory=list)  # where there are DTensors
     versions: list[int] = field(default_factory=list)  # of the parameters with a master
     pointers: list[int] = field(default_factory=list)
     # For the parameters that had gradients in the last steps, by their numbers.
     step_tables: dict[Numbers, StepTable] = field(default_factory=dict)
 
-    def step_table(self, numbers: Numbers, params: list[Tensor]) -> StepTable:
-        """What the operator is handed for these of the parameters."""
+    def step_table(self, numbers: Numbers, params: list[Tensor]) -> StepTable | None:
+        """What the operator is handed for these of the parameters; None if one has gaps."""
         table = self.step_tables.get(numbers)
-        if table is None:
+        if table is None and all(map(is_dense, params)):
             if len(self.step_tables) >= MAX_STEP_TABLES:
                 self.step_tables.clear()
             layout = self.layout[list(numbers)]
@@ -266,18 +294,18 @@ class TableWriter:
 
     def add(self, number: int, group: int, step, moments, scales, master) -> None:
         """A row; every entry may be None."""
-        row = [number, group, *[-1] * (_COLUMNS - 2)]
-        self._put(row, _STEP, step)
+        row = [number, group, *[-1] * (LAYOUT["columns"] - 2)]
+        self._put(row, LAYOUT["step"], step)
         for i, moment in enumerate(moments):
-            self._put(row, _MOMENTS + 2 * i, moment)
+            self._put(row, LAYOUT["moments"] + 2 * i, moment)
         for i, scale in enumerate(scales):
-            self._put(row, _SCALES + 2 * i, scale)
-        self._put(row, _MASTER, master)
+            self._put(row, LAYOUT["scales"] + 2 * i, scale)
+        self._put(row, LAYOUT["master"], master)
         self.rows.append(row)
 
     def layout(self) -> Tensor:
         """(rows, columns) int64."""
-        return torch.tensor(self.rows, dtype=torch.int64).reshape(-1, _COLUMNS)
+        return torch.tensor(self.rows, dtype=torch.int64).reshape(-1, LAYOUT["columns"])
 
     def _put(self, row: list[int], column: int, entry: Tensor | None) -> None:
         if entry is None:

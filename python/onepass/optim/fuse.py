@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 
 import torch
 
-from onepass.optim.adam import Adam, AdamW
+from onepass.optim.atomic import as_before
 from onepass.optim.optimizer import FlatOptimizer
-from onepass.optim.sgd import SGD
-
-_OURS = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
+from onepass.optim.options import Options, with_options
 
 
-def fuse(
-    optimizer: torch.optim.Optimizer,
-    *,
-    master: str | None = None,
-    state_dtype: torch.dtype | str | None = None,
-    max_grad_norm: float | None = None,
-    zero_grads: bool = False,
-) -> FlatOptimizer:
+def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
     """This library's optimizer in place of a torch one, on the same group dicts, with its state.
 
     A scheduler made for the old optimizer changes the settings of the new one, since both have the
     same groups. The old one's ``step`` raises from now on, its ``state_dict`` is the new one's, and
-    its hooks go over.
+    its hooks go over. Called again with the same options, it returns the same optimizer.
 
     Args:
         optimizer: a `torch.optim.AdamW`, `Adam` or `SGD`; not a subclass.
@@ -36,15 +28,65 @@ def fuse(
 
     Raises:
         TypeError: another optimizer.
-        RuntimeError, ValueError: parameters or settings that :class:`onepass.optim.AdamW` refuses;
-            the optimizer is as it was.
+        RuntimeError, ValueError: parameters or settings that :class:`onepass.optim.AdamW` refuses,
+            an optimizer fused before with other options; the optimizer is as it was.
     """
-    ours = _OURS.get(type(optimizer))
+    ours = _ours().get(type(optimizer))
     if ours is None:
-        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in _OURS)
+        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in _ours())
         raise TypeError(f"fuse: optimizer must be one of {names}, got {type(optimizer).__name__}")
+    options = Options(**options)._asdict()
+    done = getattr(optimizer.__dict__.get("step"), "fused", None)
+    if done is not None:
+        if done[1] != options:
+            raise RuntimeError(
+                f"fuse: optimizer must be one that was not fused with other options, got {done[1]}"
+            )
+        return done[0]
+    before = dict(optimizer.__dict__)
+    groups_before = [dict(group) for group in optimizer.param_groups]
+    try:
+        fused = _made(ours, optimizer, **options)
+        fused._take_over(optimizer)
+        for hooks in _HOOKS:
+            getattr(fused, hooks).update(getattr(optimizer, hooks))
+        fused._led = weakref.ref(optimizer)
+        fused.register_step_post_hook(_stepped)
+        optimizer.state = type(optimizer.state)(dict)
+        optimizer.state_dict = fused.state_dict
+        optimizer.load_state_dict = fused.load_state_dict
+        optimizer.step = _refusal(type(optimizer).__name__, fused, options)
+    except BaseException:
+        as_before(optimizer, before)
+        for group, settings in zip(optimizer.param_groups, groups_before, strict=True):
+            group.clear()
+            group.update(settings)
+        raise
+    return fused
+
+
+fuse = with_options(fuse, after=fuse)
+
+
+def _ours() -> dict[type, type[FlatOptimizer]]:
+    """This library's optimizers, by those of torch that they are."""
+    kinds: list[type] = [FlatOptimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return {
+        base: kind
+        for kind in kinds
+        if kind.__module__.startswith("onepass.optim.")
+        for base in kind.__bases__
+        if base.__module__.startswith("torch.optim.")
+    }
+
+
+def _made(ours: type, optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
+    """One of ours with the settings of a torch optimizer, on copies of its groups."""
     names = ("params", "param_names")
-    defaults = {k: v for k, v in optimizer.defaults.items() if k not in _FIXED.get(ours, ())}
+    taken = inspect.signature(ours).parameters  # AdamW fixes how weights decay
+    defaults = {k: v for k, v in optimizer.defaults.items() if k in taken}
     groups = [
         {k: v if k not in names else list(v) for k, v in group.items()}
         for group in optimizer.param_groups
@@ -53,41 +95,14 @@ def fuse(
         group_names = group.pop("param_names", None)
         if group_names is not None:
             group["params"] = list(zip(group_names, group["params"], strict=True))
-    fused = ours(
-        groups,
-        **defaults,
-        master=master,
-        state_dtype=state_dtype,
-        max_grad_norm=max_grad_norm,
-        zero_grads=zero_grads,
-    )
-    fused._take_over(optimizer)
-    for hooks in _HOOKS:
-        getattr(fused, hooks).update(getattr(optimizer, hooks))
-    optimizer.state = type(optimizer.state)(dict)
-    optimizer.step = _refusal(type(optimizer).__name__)
-    optimizer.state_dict = fused.state_dict
-    optimizer.load_state_dict = fused.load_state_dict
-    _lead(weakref.ref(optimizer), fused)
-    return fused
+    return ours(groups, **defaults, **options)
 
 
-def _lead(old: weakref.ref, fused: FlatOptimizer) -> None:
-    """What a scheduler of the old optimizer sees there stays true: the groups whose settings it
-    changes, for which torch's load_state_dict makes new dicts, and whether steps are made.
-    """
-
-    def stepped(*_) -> None:
-        if (optimizer := old()) is not None:
-            optimizer._opt_called = True
-
-    def loaded(fused: FlatOptimizer) -> None:
-        if (optimizer := old()) is not None:
-            optimizer.param_groups = fused.param_groups
-
-    old().step._wrapped_by_lr_sched = True
-    fused.register_step_post_hook(stepped)
-    fused.register_load_state_dict_post_hook(loaded)
+def _stepped(fused: FlatOptimizer, *_) -> None:
+    """A scheduler of the old optimizer sees there that steps are made."""
+    led = fused._led and fused._led()
+    if led is not None:
+        led._opt_called = True
 
 
 _HOOKS = (
@@ -98,14 +113,15 @@ _HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-_FIXED = {AdamW: ("decoupled_weight_decay",)}
 
 
-def _refusal(name: str):
+def _refusal(name: str, fused: FlatOptimizer, options: dict):
     def step(*_, **__):
         raise RuntimeError(
             f"this torch.optim.{name} was handed to onepass.optim.fuse: call step() of the "
             "optimizer that it returned"
         )
 
+    step._wrapped_by_lr_sched = True  # or schedulers would warn
+    step.fused = fused, options
     return step

@@ -5,12 +5,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._ops.optimizer import LION, Hyper
+from onepass._ops.optimizer import ALGORITHMS, Hyper
 from onepass.optim.optimizer import FlatOptimizer, number_of
-from onepass.optim.options import OPTIONS_DOC
+from onepass.optim.options import OPTIONS_DOC, constructor
 
 
-class Lion(FlatOptimizer):
+class _Lion(torch.optim.Optimizer):
+    """Lion's settings, and what torch's constructors would say of them."""
+
+    def __init__(
+        self,
+        params,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if len(betas) != 2:
+            raise ValueError(f"Lion: betas must be two numbers, got {betas}")
+        for i, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        if foreach and fused:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+
+class Lion(FlatOptimizer, _Lion):
     __doc__ = f"""Lion in one pass over memory: one moment, and steps of the same size everywhere.
 
         update = sign(beta1 exp_avg + (1 - beta1) grad)
@@ -34,62 +74,9 @@ class Lion(FlatOptimizer):
         ValueError: a setting out of range.
     """
 
-    _algorithm = LION
+    _algorithm = ALGORITHMS["Lion"]
 
-    def __init__(
-        self,
-        params,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master: str | None = None,
-        state_dtype: torch.dtype | str | None = None,
-        max_grad_norm: float | None = None,
-        zero_grads: bool = False,
-    ) -> None:
-        self._accept(
-            master,
-            state_dtype,
-            max_grad_norm,
-            zero_grads,
-            foreach=foreach,
-            fused=fused,
-            differentiable=differentiable,
-        )
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        if foreach and fused:
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
-        self._draw_seed()
-
-    def _needs_noise(self) -> bool:
-        return self.master == "stochastic"
-
-    def _shows_step(self, param: Tensor) -> bool:
-        # Nothing depends on the number of steps but the noise.
-        return self._needs_noise() and param.dtype.itemsize == 2
+    __init__ = constructor(_Lion)
 
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
         return ("exp_avg",)

@@ -56,7 +56,7 @@ def reseed_changed(table: Table) -> None:
 
 
 def reseed_moved(table: Table) -> bool:
-    """So does one whose memory is another; whether there was one."""
+    """Reseeds the masters of parameters whose memory is another; returns whether there are any."""
     pointers = [local(p).data_ptr() for p in table.master_params]
     for (param, entry), was, pointer in zip(table.masters, table.pointers, pointers, strict=True):
         if was != pointer:

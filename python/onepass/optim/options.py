@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import NamedTuple, get_type_hints
+
 import torch
 
 MASTERS = (None, "fp32", "remainder16", "stochastic")
-STATE_DTYPES = (None, torch.float32, torch.bfloat16, "int8")
+# As they are kept, by what is accepted for them.
+STATE_DTYPES = {
+    None: None,
+    torch.float32: torch.float32,
+    "float32": torch.float32,
+    torch.bfloat16: torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "int8": "int8",
+}
 
 OPTIONS_DOC = """
         master: what 16-bit parameters keep of the float32 result. None: nothing, they are rounded
@@ -17,12 +30,12 @@ OPTIONS_DOC = """
             changed from outside becomes its new master; writes through ``p.data`` alone are not
             seen, see ``reseed_masters``.
         state_dtype: of the moments. None: the parameter's, rounded to nearest, as in torch.
-            torch.float32. torch.bfloat16: with the second moment rounded stochastically, since its
-            changes of 1 - beta2, some 0.1 %, are below half a unit in the last place (0.2-0.4 %)
-            and would be rounded away for ever. "int8": codes of 8 bits with a scale per 256
-            elements, the second moment rounded stochastically likewise, but never to zero; tensors
-            of less than 4,096 elements or not a multiple of 256 stay float32; ``state_dict``
-            shows float32.
+            torch.float32 or "float32". torch.bfloat16 or "bfloat16": with the second moment rounded
+            stochastically, since its changes of 1 - beta2, some 0.1 %, are below half a unit in the
+            last place (0.2-0.4 %) and would be rounded away for ever. "int8": codes of 8 bits with
+            a scale per 256 elements, the second moment rounded stochastically likewise, but never
+            to zero; tensors of less than 4,096 elements or not a multiple of 256 stay float32;
+            ``state_dict`` shows float32.
         max_grad_norm: gradients are scaled to a global norm of at most this inside the step and
             stay unwritten; :attr:`grad_norm` is the norm before. A step whose norm is not finite
             changes no parameter and no state. ``float("inf")`` only checks.
@@ -30,25 +43,78 @@ OPTIONS_DOC = """
 """
 
 
-def check_options(
-    name: str,
-    master: str | None,
-    state_dtype: torch.dtype | str | None,
-    max_grad_norm: float | None,
-    differentiable: bool,
-) -> None:
-    """Raises what torch's constructors would for settings that are not there."""
-    if master not in MASTERS:
-        raise ValueError(f"{name}: master must be one of {MASTERS}, got {master!r}")
-    if state_dtype not in STATE_DTYPES:
+class Options(NamedTuple):
+    """The options, as they were given."""
+
+    master: str | None = None
+    state_dtype: torch.dtype | str | None = None
+    max_grad_norm: float | None = None
+    zero_grads: bool = False
+
+    def checked(self, name: str) -> Options:
+        """As an optimizer keeps them.
+
+        Raises:
+            TypeError: one of another type.
+            ValueError: what is not an option.
+        """
+        if self.master not in MASTERS:
+            raise ValueError(f"{name}: master must be one of {MASTERS}, got {self.master!r}")
+        limit = self.max_grad_norm
+        if limit is not None and not isinstance(limit, (numbers.Real, torch.Tensor)):
+            kind = type(limit).__name__
+            raise TypeError(f"{name}: max_grad_norm must be a number or None, got {kind}")
+        if limit is not None and not limit > 0:
+            raise ValueError(f"{name}: max_grad_norm must be positive, got {limit}")
+        if not isinstance(self.zero_grads, bool):
+            kind = type(self.zero_grads).__name__
+            raise TypeError(f"{name}: zero_grads must be True or False, got {kind}")
+        return Options(
+            self.master,
+            state_dtype_of(name, self.state_dtype),
+            None if limit is None else float(limit),
+            self.zero_grads,
+        )
+
+
+def with_options(function: Callable, after: Callable) -> Callable:
+    """`function`, which takes **options, with the signature of `after` and the options."""
+    theirs = [
+        p for p in inspect.signature(after).parameters.values() if p.kind is not p.VAR_KEYWORD
+    ]
+    function.__signature__ = inspect.Signature([*theirs, *_PARAMETERS])
+    return function
+
+
+_TYPES = get_type_hints(Options)
+_PARAMETERS = [
+    inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=_TYPES[name],
+    )
+    for name, default in Options._field_defaults.items()
+]
+
+
+def constructor(base: type[torch.optim.Optimizer]) -> Callable[..., None]:
+    """`__init__` of an optimizer with the settings of `base`: its arguments, then the options."""
+
+    def __init__(self, *args, **settings) -> None:
+        options = {name: settings.pop(name) for name in Options._fields if name in settings}
+        self._accept(Options(**options), settings)
+        base.__init__(self, *args, **settings)
+        self._draw_seed()
+
+    return with_options(__init__, after=base.__init__)
+
+
+def state_dtype_of(name: str, state_dtype: torch.dtype | str | None) -> torch.dtype | str | None:
+    """The option as it is kept: a dtype where a string names one."""
+    if not any(state_dtype == accepted for accepted in STATE_DTYPES):
         raise ValueError(
             f"{name}: state_dtype must be None, torch.float32, torch.bfloat16 or 'int8', "
             f"got {state_dtype!r}"
         )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"{name}: max_grad_norm must be positive, got {max_grad_norm}")
-    if differentiable:
-        raise RuntimeError(
-            f"{name}: differentiable must be False, got True: like torch's, this kernel's "
-            "`fused` does not support `differentiable`"
-        )
+    return STATE_DTYPES[state_dtype]

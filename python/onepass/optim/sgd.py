@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from onepass._ops.optimizer import SGD as ALGORITHM
-from onepass._ops.optimizer import Hyper
+from onepass._ops.optimizer import ALGORITHMS, Hyper
 from onepass.optim.optimizer import FlatOptimizer, number_of
-from onepass.optim.options import OPTIONS_DOC
+from onepass.optim.options import OPTIONS_DOC, constructor
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):
@@ -24,57 +22,14 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
-        foreach, fused: accepted; they choose between torch's implementations.
+        foreach, fused: accepted; they choose between torch's implementations. As of torch's, a
+            trainer that finds ``fused=True`` leaves unscaling to the step, and cannot clip.
         differentiable: must be False.{OPTIONS_DOC}"""
 
-    _algorithm = ALGORITHM
+    _algorithm = ALGORITHMS["SGD"]
+    _is_linear = True
 
-    def __init__(
-        self,
-        params,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float | Tensor = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master: str | None = None,
-        state_dtype: torch.dtype | str | None = None,
-        max_grad_norm: float | None = None,
-        zero_grads: bool = False,
-    ) -> None:
-        self._accept(
-            master,
-            state_dtype,
-            max_grad_norm,
-            zero_grads,
-            foreach=foreach,
-            fused=fused,
-            differentiable=differentiable,
-        )
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-        )
-        self._draw_seed()
-
-    def _needs_noise(self) -> bool:
-        return self.master == "stochastic"
-
-    def _shows_step(self, param: Tensor) -> bool:
-        # torch's SGD counts no steps; the noise needs their number in the checkpoint.
-        return self._needs_noise() and param.dtype.itemsize == 2
+    __init__ = constructor(torch.optim.SGD)
 
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()

@@ -6,7 +6,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from onepass.reference.dropout import philox4x32
 
@@ -22,7 +21,6 @@ def attention(
     mask: Tensor | None = None,
     cu_seq_q: Tensor | None = None,
     cu_seq_k: Tensor | None = None,
-    seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     max_q: int = 0,
@@ -38,7 +36,7 @@ def attention(
         bias, mask: 4-D, of positions within the sequences; each dimension may be 1.
         options: those of :func:`_attention`.
     """
-    if cu_seq_q is None and (seqused_q is seqused_k is None or len(query) == 0):
+    if cu_seq_q is None and (seqused_k is None or len(query) == 0):
         whole_q, whole_k = max_q or query.shape[2], max_k or key.shape[2]
         return _attention(query, key, value, bias, mask, whole_k - whole_q, **options)
 
@@ -57,10 +55,10 @@ def attention(
             k, v = (t[cu_seq_k[b] : cu_seq_k[b + 1]].transpose(0, 1) for t in (key, value))
         else:
             k, v = key[b], value[b]
-        length, queries = q.shape[1], q.shape[1] if seqused_q is None else int(seqused_q[b])
+        queries = q.shape[1]
         keys = k.shape[1] if seqused_k is None else int(seqused_k[b])
         output, lse = _attention(
-            q[None, :, :queries],
+            q[None],
             k[None, :, :keys],
             v[None, :, :keys],
             *(_part(t, b, queries, keys) for t in (bias, mask)),
@@ -68,8 +66,8 @@ def attention(
             sequence=b,
             **options,
         )
-        outputs.append(pad(output[0], (0, 0, 0, length - queries)))
-        lses.append(pad(lse[0], (0, length - queries), value=-math.inf))
+        outputs.append(output[0])
+        lses.append(lse[0])
     if not packed:
         return torch.stack(outputs), torch.stack(lses)
     return torch.cat(outputs, 1).transpose(0, 1), torch.cat(lses, 1)
@@ -94,9 +92,6 @@ def _attention(
     seed: Tensor | None = None,
     query_offset: int = 0,
     key_offset: int = 0,
-    batch_offset: int = 0,
-    head_offset: int = 0,
-    total_heads: int = 0,
     sequence: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Of dense tensors; `longer` is keys less queries, `sequence` which one this is, or all."""
@@ -127,15 +122,8 @@ def _attention(
 
     factor = None
     if dropout_p:
-        first = batch_offset if sequence is None else batch_offset + sequence
-        factor = keep_scale(
-            seed,
-            (batch, heads, seq_q, seq_k),
-            dropout_p,
-            score.dtype,
-            (first, head_offset, query_offset, key_offset),
-            total_heads,
-        )
+        shape, first = (batch, heads, seq_q, seq_k), (sequence or 0, query_offset, key_offset)
+        factor = keep_scale(seed, shape, dropout_p, score.dtype, first)
     output, lse = _weigh(score, value, factor)
     return output.to(query.dtype), lse
 
@@ -161,31 +149,27 @@ def keep_scale(
     shape: tuple[int, int, int, int],
     p: float,
     dtype: torch.dtype = torch.float32,
-    offsets: tuple[int, int, int, int] = (0, 0, 0, 0),
-    total_heads: int = 0,
+    first: tuple[int, int, int] = (0, 0, 0),
 ) -> Tensor:
     """(batch, heads, seq_q, seq_k) the factor of each score: 0 if dropped, else the inverse keep
     probability; on seed's device, which nothing waits for.
 
-    A score takes 16 bits of the block of (query, key // 8, batch * total_heads + head), low halves
+    A score takes 16 bits of the block of (query, key // 8, batch * heads + head), low halves
     of the four words first; it is dropped if they are below round(65536 p), halves rounded up.
 
     Args:
         seed: int64[2]: seed, offset.
-        offsets: of the first batch, head, query and key within a larger attention.
+        first: positions of the first batch, query and key.
     """
 
     def positions(first: int, last: int) -> Tensor:
         return torch.arange(first, last, device=seed.device)
 
-    batch, head, query = (
-        positions(offset, offset + size)
-        for size, offset in zip(shape[:3], offsets[:3], strict=True)
-    )
-    first_key, seq_k = offsets[3], shape[3]
+    (first_batch, first_query, first_key), seq_k = first, shape[3]
+    query = positions(first_query, first_query + shape[2])
     block = positions(first_key // 8, (first_key + seq_k + 7) // 8)
-    row = batch[:, None] * (total_heads or shape[1]) + head
-    words = (query[:, None], block, row[..., None, None], seed[1])
+    row = positions(first_batch * shape[1], (first_batch + shape[0]) * shape[1])
+    words = (query[:, None], block, row.view(*shape[:2], 1, 1), seed[1])
     counter = torch.broadcast_tensors(*(word & _WORD for word in words))
     low, high = seed[0] & _WORD, seed[0] >> 32 & _WORD
     halves = [

@@ -3,12 +3,16 @@
 A module is swapped by setting its `__class__` to a subclass whose forward calls the fused operator:
 parameters, hooks, state_dict keys and everything else of the instance stay the very same objects.
 
-    engine.py    walks the model, applies the options, swaps all or nothing
+    engine.py    the options, all or nothing
+    walk.py      the modules of a model and which of them the options choose
     matchers.py  what a module is, from its structure alone
     callsites.py which modules call F.scaled_dot_product_attention, from their code
+    by_name.py   modules that take attention by a name in their config (transformers)
     probe.py     the numeric proof that someone else's norm is a norm that onepass computes
     classes.py   the classes that swapped modules get
-    report.py    what was done, as a table; verify.py runs stock against swapped
+    plan.py      what a swap is going to do
+    changes.py   the edits of a call, undone unless it returns
+    report.py    what was done, as a table; notes.py its notes; verify.py runs stock against swapped
 """
 
 from onepass.swapping.engine import swap, swapped, unswap

@@ -25,6 +25,7 @@ _CHECKPOINT_FUNCTIONS = (
     torch.utils.checkpoint.checkpoint_sequential,
 )
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # transformers'
+_DISPATCH = ("diffusers.models.attention_dispatch", "dispatch_attention_fn")
 _DEPTH = 4  # of calls within calls
 _MOST_FUNCTIONS = 200
 
@@ -35,6 +36,7 @@ class Calls(NamedTuple):
     attention: bool = False
     checkpoint: bool = False
     registry: bool = False
+    dispatch: bool = False  # of diffusers
 
 
 def calls_of(module: nn.Module) -> Calls:
@@ -67,6 +69,9 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
         return {"attention"}
     if name in _CHECKPOINTS or any(value is f for value in values for f in _CHECKPOINT_FUNCTIONS):
         return {"checkpoint"}
+    functions = [value for value in values if isinstance(value, types.FunctionType)]
+    if any((value.__module__, value.__name__) == _DISPATCH for value in functions):
+        return {"dispatch"}
     return {"registry"} if name == _REGISTRY else set()
 
 

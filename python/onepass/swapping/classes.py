@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import functools
 from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 import onepass.nn
-from onepass._ops.norm import norm
+from onepass._compiling import refuse_script
+from onepass._imported import is_a
+from onepass._ops.norm import NormKind, norm
+from onepass.swapping import small_norms
 
 
 class NormSpec(NamedTuple):
     """What the probe proved about a class of norms: plain values only, it travels in pickles."""
 
-    rms: bool
+    kind: int  # onepass._ops.norm.NormKind
     weight_offset: float
     weight: str  # attribute names
     bias: str | None
@@ -32,10 +35,12 @@ class NormSpec(NamedTuple):
     argument: str  # name of forward's argument
     # (input dtype, weight dtype, output dtype) of each combination that was proven.
     dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
+    forced: bool = False  # by the user, who vouches for it: nothing was proven
 
     def __str__(self) -> str:
-        name = "rms_norm" if self.rms else "layer_norm"
-        return f"{name}, weight_offset {self.weight_offset:g}" if self.weight_offset else name
+        text = "rms_norm" if self.kind == NormKind.RMS else "layer_norm"
+        text += f", weight_offset {self.weight_offset:g}" if self.weight_offset else ""
+        return f"{text}, forced" if self.forced else text
 
 
 class Swapped:
@@ -45,6 +50,8 @@ class Swapped:
     _onepass_kind = "norm"
     _onepass_to: str  # what computes now, for the report
 
+    __prepare_scriptable__ = refuse_script
+
     def __init_subclass__(cls, **_):
         """Ends here: registering subclasses is not meant for a class of the same name."""
 
@@ -53,7 +60,7 @@ class LayerNormForward(Swapped):
     _onepass_to = "onepass.nn.LayerNorm"
 
     def forward(self, input: Tensor) -> Tensor:
-        if _is_plain(input):
+        if _is_plain(input) and not small_norms.is_small(input):
             return onepass.nn.LayerNorm.forward(self, input)
         return _elsewhere(self, torch.nn.LayerNorm.forward, input)
 
@@ -92,7 +99,7 @@ class ForeignNormForward(Swapped):
             input = named[spec.argument]
         weight = getattr(self, spec.weight)
         out_dtype = self._onepass_out_dtypes.get((input.dtype, weight.dtype))
-        if out_dtype is None or not _is_plain(input):
+        if out_dtype is None or not _is_plain(input) or self._onepass_is_small(input):
             return _elsewhere(self, self._onepass_original.forward, input)
         if torch.is_autocast_enabled(input.device.type):
             out_dtype = self._onepass_under_autocast(input, weight)
@@ -102,11 +109,15 @@ class ForeignNormForward(Swapped):
             weight,
             None if spec.bias is None else getattr(self, spec.bias),
             (weight.shape[0],),
-            rms=spec.rms,
+            kind=spec.kind,
             eps=getattr(self, spec.eps),
             weight_offset=spec.weight_offset,
             out_dtype=out_dtype,
         )[0]
+
+    def _onepass_is_small(self, input: Tensor) -> bool:
+        """Whether the original computes faster: those that subclass torch's layer norm call it."""
+        return issubclass(self._onepass_original, nn.LayerNorm) and small_norms.is_small(input)
 
     def _onepass_under_autocast(self, input: Tensor, weight: Tensor) -> torch.dtype:
         """The original's output dtype: what a device's autocast does to it only the device knows.
@@ -205,7 +216,7 @@ def _is_taken(query, key, value, attn_mask=None, *_, **__) -> bool:
     """Whether onepass computes this call; what it does not, runs torch's function."""
     return (
         all(map(_is_plain, (query, key, value)))
-        and not isinstance(attn_mask, CausalBias)  # a rule in the place of a mask
+        and not is_a(attn_mask, "torch.nn.attention.bias", "CausalBias")  # a rule, not a mask
         and _is_for_attention(query)
         and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
     )
@@ -281,15 +292,27 @@ def _rebuild(recipe: tuple, make, args: tuple):
     return module
 
 
-@functools.cache
+# Made classes by their originals. A class lives as long as something has it: neither a model that
+# is gone nor the user's class, which its swapped class refers to, is kept alive.
+_MADE: WeakKeyDictionary[type, WeakValueDictionary] = WeakKeyDictionary()
+
+
 def make_class(original: type, forward: type[Swapped], spec: NormSpec | None = None) -> type:
-    """The class of a swapped `original`, one per (original, forward, spec).
+    """The class of a swapped `original`: the same for the same arguments while anything has it.
 
     Raises:
         TypeError: original cannot be subclassed.
     """
     if original in STATIC and issubclass(STATIC[original], forward):
         return STATIC[original]
+    made = _MADE.setdefault(original, WeakValueDictionary())
+    cls = made.get((forward, spec))
+    if cls is None:
+        cls = made[forward, spec] = _make_class(original, forward, spec)
+    return cls
+
+
+def _make_class(original: type, forward: type[Swapped], spec: NormSpec | None) -> type:
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,

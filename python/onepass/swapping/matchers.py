@@ -14,6 +14,7 @@ import onepass.nn
 from onepass import _library
 from onepass.swapping import callsites, classes
 from onepass.swapping.classes import has_kernels
+from onepass.swapping.reasons import Because, Reason
 
 KINDS = ("norm", "attention", "dropout")
 
@@ -28,15 +29,17 @@ class Structure(NamedTuple):
 
 
 class Match(NamedTuple):
-    """One of: swap to `forward`, `structure` to be probed, refused or unknown for `reason`, or
-    `attached`: on onepass already without a swap."""
+    """One of: swap to `forward`, `structure` to be probed, refused or unknown for `reason` (with
+    `forceable`: unless the user vouches for `forward`), or `named`: takes attention by the name
+    that its config holds."""
 
     kind: str
     forward: type[classes.Swapped] | None = None
     structure: Structure | None = None
-    reason: str = ""
+    reason: Because | None = None
     unknown: bool = False
-    attached: bool = False
+    forceable: bool = False
+    named: bool = False
 
 
 _STOCK_NORMS = {
@@ -44,9 +47,9 @@ _STOCK_NORMS = {
     nn.RMSNorm.forward: classes.RMSNormForward,
 }
 _OTHER_NORMS = (
-    (nn.modules.batchnorm._NormBase, "normalises over the batch or positions, with statistics"),
-    (nn.GroupNorm, "normalises groups of channels over all positions"),
-    (nn.LocalResponseNorm, "normalises over neighbouring channels"),
+    (nn.modules.batchnorm._NormBase, Reason.BATCH_NORM),
+    (nn.GroupNorm, Reason.GROUP_NORM),
+    (nn.LocalResponseNorm, Reason.RESPONSE_NORM),
 )
 _STOCK_ATTENTION = {
     nn.MultiheadAttention.forward: classes.MultiheadAttentionForward,
@@ -57,16 +60,6 @@ _OWN_ATTENTION = (
     onepass.nn.MultiheadAttention,
     onepass.nn.TransformerEncoderLayer,
     onepass.nn.TransformerDecoderLayer,
-)
-REGISTRY = (
-    "takes attention by name from transformers' registry: "
-    "onepass.integrations.transformers.attach(model) makes that onepass's"
-)
-ATTACHED = "onepass's attention, by transformers' registry"
-ATTACHED_NAME = "onepass"  # of it in that registry
-_CHECKPOINTS = (
-    "checkpoints inside its forward, whose recomputation would run torch's attention; checkpoint "
-    "around the module"
 )
 # "norm" as in RMSNorm, LayerNorm1P, Normalization; not as in normal or NormedEmbedding.
 _NORM_NAME = re.compile(r"norm(?!al(?!i)|ed)", re.IGNORECASE)
@@ -84,13 +77,13 @@ def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
     if isinstance(module, classes.Swapped):
         if module._onepass_kind not in kinds:
             return None
-        return Match(module._onepass_kind, reason="its class was changed after a swap")
+        return Match(module._onepass_kind, reason=Reason.CHANGED.because())
     for kind in kinds:
         found = _RULES[kind](module)
         if found is not None:
-            if found.reason or found.unknown or found.attached:
+            if found.reason or found.unknown or found.named:
                 return found
-            obstacle = _obstacle(module, kind)
+            obstacle = obstacle_to(module, kind)
             return found._replace(reason=obstacle) if obstacle else found
     return None
 
@@ -105,11 +98,11 @@ def _norm(module: nn.Module) -> Match | None:
         return Match("norm", forward=_STOCK_NORMS[cls.forward])
     for other, reason in _OTHER_NORMS:
         if isinstance(module, other):
-            return Match("norm", reason=reason)
+            return Match("norm", reason=reason.because())
     if module._modules:
         if not _NORM_NAME_END.search(cls.__name__):
             return None
-        return Match("norm", unknown=True, reason="holds other modules; these are looked at alone")
+        return Match("norm", unknown=True, reason=Reason.HOLDS_MODULES.because())
     structure = _structure(module)
     if isinstance(structure, Structure):
         return Match("norm", structure=structure)
@@ -126,11 +119,12 @@ def _dropout(module: nn.Module) -> Match | None:
     if cls is nn.Dropout:
         return Match("dropout", forward=classes.DropoutForward)
     if isinstance(module, nn.Dropout):
-        return Match("dropout", reason="a subclass of torch.nn.Dropout; only the class itself is")
+        reason = Reason.DROPOUT_SUBCLASS.because()
+        return Match("dropout", classes.DropoutForward, reason=reason, forceable=True)
     if not module._modules and (
         isinstance(module, nn.modules.dropout._DropoutNd) or _DROPOUT_NAME.search(cls.__name__)
     ):
-        return Match("dropout", unknown=True, reason="no rule for this kind of dropout")
+        return Match("dropout", unknown=True, reason=Reason.OTHER_DROPOUT.because())
     return None
 
 
@@ -139,62 +133,70 @@ def _attention(module: nn.Module) -> Match | None:
     if isinstance(module, _OWN_ATTENTION):
         return None
     if cls.forward in _STOCK_ATTENTION:
-        reason = ""
+        reason, forceable = None, False
         if isinstance(module, nn.MultiheadAttention):
             if module.head_dim > classes.MOST_HEAD_DIM:
-                reason = f"its head_dim, {module.head_dim}, is above {classes.MOST_HEAD_DIM}"
+                reason = Reason.HEAD_DIM.because(module.head_dim, classes.MOST_HEAD_DIM)
         elif cls.forward is nn.TransformerEncoderLayer.forward:
             if cls._sa_block is not nn.TransformerEncoderLayer._sa_block:
-                reason = "its class overrides _sa_block, which gets masks in torch's form"
-        return Match("attention", forward=_STOCK_ATTENTION[cls.forward], reason=reason)
+                reason = Reason.OWN_SA_BLOCK.because()
+                forceable = True
+        forward = _STOCK_ATTENTION[cls.forward]
+        return Match("attention", forward, reason=reason, forceable=forceable)
     if isinstance(module, nn.MultiheadAttention):
-        return Match("attention", unknown=True, reason="a subclass with a forward of its own")
+        reason = Reason.OWN_FORWARD.because()
+        forward = classes.MultiheadAttentionForward
+        return Match("attention", forward, reason=reason, unknown=True, forceable=True)
     calls = callsites.calls_of(module)
     if calls.registry:
-        config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) == ATTACHED_NAME:
-            return Match("attention", attached=True)
-        return Match("attention", reason=REGISTRY)
+        return Match("attention", named=True)
     if calls.attention:
-        reason = _CHECKPOINTS if calls.checkpoint else ""
+        reason = Reason.CHECKPOINTS.because() if calls.checkpoint else None
         return Match("attention", forward=classes.AttentionCalls, reason=reason)
+    if calls.dispatch:
+        from onepass.integrations import diffusers
+
+        text = diffusers.refusal(module)
+        reason = Reason.DIFFUSERS.told(text) if text else None
+        if calls.checkpoint:
+            reason = Reason.CHECKPOINTS.because()
+        return Match("attention", classes.AttentionCalls, reason=reason)
     if _ATTENTION_NAME.search(cls.__name__):
-        reason = "calls no F.scaled_dot_product_attention itself; modules in it are looked at alone"
-        return Match("attention", unknown=True, reason=reason)
+        return Match("attention", unknown=True, reason=Reason.NO_CALLS.because())
     return None
 
 
 _RULES = {"norm": _norm, "attention": _attention, "dropout": _dropout}
 
 
-def _structure(module: nn.Module) -> Structure | str:
+def _structure(module: nn.Module) -> Structure | Because:
     """The names of a norm's parts, or the reason why this is not built like one."""
     buffers = [name for name, buffer in module._buffers.items() if buffer is not None]
     if buffers:
-        return f"keeps buffers: {', '.join(buffers)}"
+        return Reason.BUFFERS.because(", ".join(buffers))
     for name, value in vars(module).items():
         if name not in _MODULE_ATTRIBUTES and _holds_tensor(value):
-            return f"keeps a tensor in its attribute {name!r}"
+            return Reason.KEEPS_TENSOR.because(name)
     parameters = {name: value for name, value in module._parameters.items() if value is not None}
     if not parameters:
-        return "has no weight"
+        return Reason.NO_WEIGHT.because()
     for name, value in parameters.items():
         if isinstance(value, nn.parameter.UninitializedTensorMixin):
-            return f"its {name} has no shape yet"
+            return Reason.NO_SHAPE.because(name)
         if value.dim() != 1:
-            return f"its {name} must have 1 dimension, got shape {tuple(value.shape)}"
+            return Reason.DIMENSIONS.because(name, tuple(value.shape))
     bias = next((name for name in _BIAS_NAMES if name in parameters and len(parameters) > 1), None)
     weights = [name for name in parameters if name != bias]
     if len(weights) != 1:
-        return f"has {len(parameters)} parameters ({', '.join(parameters)})"
+        return Reason.PARAMETERS.because(len(parameters), ", ".join(parameters))
     if bias is not None and parameters[bias].shape != parameters[weights[0]].shape:
-        return f"its {bias} differs from its {weights[0]} in shape"
+        return Reason.SHAPES_DIFFER.because(bias, weights[0])
     eps = _eps_name(module)
     if eps is None:
-        return "has no eps"
+        return Reason.NO_EPS.because()
     arguments = _arguments(type(module))
     if len(arguments) != 1 or arguments[0].kind not in _ONE_TENSOR:
-        return f"its forward takes ({', '.join(map(str, arguments))}), not exactly one tensor"
+        return Reason.ARGUMENTS.because(", ".join(map(str, arguments)))
     return Structure(weights[0], bias, eps, arguments[0].name)
 
 
@@ -229,23 +231,23 @@ def _holds_tensor(value) -> bool:
     return any(isinstance(item, torch.Tensor) for item in value)
 
 
-def _obstacle(module: nn.Module, kind: str) -> str:
-    """Why a module of a known class cannot be swapped all the same; empty if nothing does."""
+def obstacle_to(module: nn.Module, kind: str) -> Because | None:
+    """Why a module of a known class cannot be swapped all the same; None if nothing does."""
     cls = type(module)
     if "forward" in vars(module):
-        return "its forward is replaced on the instance"
+        return Reason.INSTANCE_FORWARD.because()
     if cls.__call__ is not nn.Module.__call__:
-        return "its class overrides __call__"
+        return Reason.OWN_CALL.because()
     if parametrize.is_parametrized(module):
-        return "is parametrized"
+        return Reason.PARAMETRIZED.because()
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
         if type(parameter) is not nn.Parameter:
-            return f"its {name} is a {type(parameter).__name__}"
+            return Reason.PARAMETER_CLASS.because(name, type(parameter).__name__)
     for device in {parameter.device for parameter in module.parameters()}:
         if not has_kernels(device.type, kind):
-            return f"onepass has no kernels for its device, {device.type}, in this build"
-        if device.type == "cuda" and (reason := _library.too_old(device)):
-            return reason
-    return ""
+            return Reason.NO_KERNELS.because(device.type)
+        if device.type == "cuda" and (text := _library.too_old(device)):
+            return Reason.OLD_DEVICE.told(text)
+    return None

@@ -27,14 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from onepass import numerics
-from onepass._ops.norm import norm
+from onepass._ops.norm import NormKind, norm
 from onepass.reference import norm as reference
 from onepass.swapping.classes import NormSpec
 from onepass.swapping.matchers import Structure
 
 _REQUIRED = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_FORMULAS = tuple(itertools.product((True, False), (0.0, 1.0)))  # (rms, weight_offset)
+_FORMULAS = tuple(
+    itertools.product((NormKind.RMS, NormKind.LAYER), (0.0, 1.0))
+)  # and weight_offset
 
 # How much further than plain PyTorch the original may be from float64, per step 1 above. A wrong
 # formula misses this by orders of magnitude in float32; 16-bit runs prove its casts, not itself.
@@ -60,15 +62,17 @@ class _Refused(Exception):
     """Carries the reason for the report."""
 
 
-def probe(module: nn.Module, structure: Structure) -> NormSpec | str:
-    """What `module` computes, or the reason why it is not swapped.
+def probe(module: nn.Module, structure: Structure, *, forced: bool = False) -> NormSpec | str:
+    """What `module` computes, or the reason why it is not swapped. If it is forced, the formula
+    nearest to it counts, and every combination of dtypes that both run.
 
     The module is only read: its tensors, gradients and hooks, and torch's random state, stay as
     they are.
     """
     with _isolated():
         try:
-            return _Probe(module, structure).run()
+            probe = _Probe(module, structure)
+            return probe.run_forced() if forced else probe.run()
         except _Refused as refusal:
             return str(refusal)
 
@@ -97,9 +101,8 @@ class _Probe:
 
     def run(self) -> NormSpec:
         self._check_pure()
-        self.rms, self.weight_offset = self._nearest_formula()
-        if self.rms and self.structure.bias is not None:
-            raise _Refused("is an RMS norm with a bias, which onepass does not compute")
+        self.kind, self.weight_offset = self._nearest_formula(1e-3)
+        self._check_computed()
         table = []
         for dtypes in _REQUIRED:
             for size in self.sizes:
@@ -109,14 +112,34 @@ class _Probe:
             if dtypes not in _REQUIRED:
                 with contextlib.suppress(_Refused):
                     table.append((*dtypes, self._judge(self.unit, *dtypes)))
+        return self._spec(table)
+
+    def run_forced(self) -> NormSpec:
+        self.kind, self.weight_offset = self._nearest_formula(math.inf)
+        self._check_computed()
+        table = []
+        for dtypes in itertools.product(_DTYPES, _DTYPES):
+            with contextlib.suppress(_Refused):
+                tensors = self._draw(_ROWS[0], self.unit, *dtypes)
+                out_dtype = self._original(*tensors)[0].dtype
+                self._ours(out_dtype, tensors, "inputs")
+                table.append((*dtypes, out_dtype))
+        return self._spec(table, forced=True)
+
+    def _check_computed(self) -> None:
+        if self.kind == NormKind.RMS and self.structure.bias is not None:
+            raise _Refused("is an RMS norm with a bias, which onepass does not compute")
+
+    def _spec(self, table: list, forced: bool = False) -> NormSpec:
         return NormSpec(
-            rms=self.rms,
+            kind=int(self.kind),
             weight_offset=self.weight_offset,
             weight=self.structure.weight,
             bias=self.structure.bias,
             eps=self.structure.eps,
             argument=self.structure.argument,
             dtypes=tuple(table),
+            forced=forced,
         )
 
     def _check_pure(self) -> None:
@@ -143,20 +166,20 @@ class _Probe:
         if not torch.equal(tensors[0], input):
             raise _Refused("changes its input")
 
-    def _nearest_formula(self) -> tuple[bool, float]:
+    def _nearest_formula(self, most: float) -> tuple[bool, float]:
         tensors = self._draw(_ROWS[0], self.unit, torch.float32, torch.float32)
         output = self._original(*tensors)[0]
         errors = {}
-        for self.rms, self.weight_offset in _FORMULAS:
+        for self.kind, self.weight_offset in _FORMULAS:
             ref = self._formula(*map(_double, tensors))[0]
-            errors[self.rms, self.weight_offset] = _distance(output, ref)
-        (rms, offset), error = min(errors.items(), key=lambda item: item[1])
-        if not error < 1e-3:
+            errors[self.kind, self.weight_offset] = _distance(output, ref)
+        (kind, offset), error = min(errors.items(), key=lambda item: item[1])
+        if not error < most:
             raise _Refused(
                 "is no RMS or layer norm over the last dimension: nearest is "
-                f"{_formula_name(rms, offset)}, off by {error:.2g}"
+                f"{_formula_name(kind, offset)}, off by {error:.2g}"
             )
-        return rms, offset
+        return kind, offset
 
     def _judge(self, size: _Size, input_dtype, weight_dtype) -> torch.dtype:
         """The original's output dtype, once both steps hold for inputs of this size and dtypes."""
@@ -169,10 +192,7 @@ class _Probe:
             tensors = self._draw(rows, size, input_dtype, weight_dtype)
             original = self._original(*tensors)
             out_dtype = original[0].dtype
-            try:
-                ours = self._gradients(self._onepass(out_dtype), *tensors)
-            except RuntimeError as error:
-                raise _Refused(f"onepass cannot run {where}: {error}") from None
+            ours = self._ours(out_dtype, tensors, where)
             ref = self._formula(*map(_double, tensors))
             draws.append((ours, original, ref, self._formula(*tensors)))
         for index, name in enumerate(_OUTPUTS):
@@ -187,7 +207,7 @@ class _Probe:
             allowed = _SLACK[input_dtype] * verdict.bound
             if not verdict.max_error <= allowed:
                 raise _Refused(
-                    f"differs from {_formula_name(self.rms, self.weight_offset)} for {where}: "
+                    f"differs from {_formula_name(self.kind, self.weight_offset)} for {where}: "
                     f"{name} off by {verdict.max_error:.2g}, allowed {allowed:.2g}"
                 )
             verdict = numerics.compare(ours, ref, original)
@@ -237,9 +257,15 @@ class _Probe:
         gradients = iter(torch.autograd.grad(output, wanted, dy.to(output.dtype)))
         return output.detach(), *(None if leaf is None else next(gradients) for leaf in leaves)
 
+    def _ours(self, out_dtype, tensors, where: str) -> tuple[Tensor | None, ...]:
+        try:
+            return self._gradients(self._onepass(out_dtype), *tensors)
+        except RuntimeError as error:
+            raise _Refused(f"onepass cannot run {where}: {error}") from None
+
     def _formula(self, input, weight, bias, dy) -> tuple[Tensor | None, ...]:
         def forward(input, weight, bias):
-            if self.rms:
+            if self.kind == NormKind.RMS:
                 y = reference.rms_norm(
                     input, (self.cols,), weight, self.eps, weight_offset=self.weight_offset
                 )
@@ -258,7 +284,7 @@ class _Probe:
                 weight,
                 bias,
                 (self.cols,),
-                rms=self.rms,
+                kind=self.kind,
                 eps=self.eps,
                 weight_offset=self.weight_offset,
                 out_dtype=out_dtype,
@@ -322,8 +348,8 @@ def _isolated() -> Iterator[None]:
 def _one_thread() -> Iterator[None]:
     """The inputs are small, and on a busy machine every parallel region waits for its turn."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
+        torch.set_num_threads(1)
         yield
     finally:
         torch.set_num_threads(threads)
@@ -339,8 +365,10 @@ def _distance(output: Tensor, ref: Tensor) -> float:
     return distance if math.isfinite(distance) else math.inf
 
 
-def _formula_name(rms: bool, weight_offset: float) -> str:
-    return ("rms_norm" if rms else "layer_norm") + (" with 1 + weight" if weight_offset else "")
+def _formula_name(kind: NormKind, weight_offset: float) -> str:
+    return ("rms_norm" if kind == NormKind.RMS else "layer_norm") + (
+        " with 1 + weight" if weight_offset else ""
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from onepass.swapping.changes import Edit
+
 _HINT = "swap changes the model in place; drop the assignment"
 _COLUMNS = {
     "swapped": ("name", "count", "kind", "from", "to"),
@@ -44,6 +46,8 @@ class Report:
         self.dry_run = dry_run
         self._model = model
         self._changes: list[Change] = []
+        self._named: list[Edit] = []  # of the configs by which modules take attention by name
+        self._earlier: set[str] = set()  # names of modules that ran on onepass before this call
 
     def to_dict(self) -> dict[str, list]:
         """The lists as plain JSON-able data."""
@@ -57,18 +61,22 @@ class Report:
     def verify(self, *batch, loss_fn=None):
         """Runs the model stock and swapped on one batch and compares output, loss and gradients.
 
-        Both runs are in eval mode (dropout off) with gradients enabled, from the same random state.
-        The model's gradients, buffers, training flags and torch's random state are as before
-        afterwards; its forward hooks do run.
+        Both runs are in eval mode (dropout off; by `train()` and `eval()`, as a loop would) with
+        gradients enabled, from the same random state. The model's gradients, buffers, attributes,
+        training flags and torch's random state are as before afterwards, whatever ends the call;
+        its forward hooks do run. Rows of padding, by `attention_mask` in a batch of keywords, count
+        where the loss sees them.
 
         Args:
             batch: the model's positional arguments; a single dict, or what a tokenizer returns, is
                 passed as keywords.
-            loss_fn: takes the model's output and returns a scalar. Without it the loss is the
-                output's `loss`, or the scalar in it, or else a fixed random projection of it.
+            loss_fn: takes the model's output and returns a scalar tensor; it and the gradients then
+                decide, where there are any, and what else the model returns is listed. Without it
+                the loss is the output's `loss`, or the scalar in it, or else a fixed random
+                projection of it, and outputs decide too.
 
         Returns:
-            Verification: prints as one line; `ok`, `worst` (name), `to_dict()`.
+            Verification: prints as one line; `ok`, `worst` (name), `padding`, `to_dict()`.
 
         Raises:
             RuntimeError: the model is on the meta device, or its classes changed meanwhile; the
@@ -86,10 +94,7 @@ class Report:
             found = self._rows(section)
             if found:
                 lines += ["", *table(section, columns, found)]
-        if self.notes:
-            lines += ["", "notes"]
-            lines += [f"  - {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join(lines + listed(self.notes))
 
     __repr__ = __str__
 
@@ -122,11 +127,16 @@ class Report:
 
     def __getstate__(self) -> dict:
         """A copy of a report reads like it, and has no model to verify."""
-        return {**vars(self), "_model": None, "_changes": []}
+        return {**vars(self), "_model": None, "_changes": [], "_named": []}
 
 
 def _short(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def listed(notes: list[str]) -> list[str]:
+    """The lines that print notes, none without any."""
+    return ["", "notes", *(f"  - {note}" for note in notes)] if notes else []
 
 
 def rows(entries: list[dict[str, str]], columns: tuple[str, ...]) -> list[tuple[str, ...]]:

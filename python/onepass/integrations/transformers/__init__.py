@@ -1,10 +1,11 @@
 """onepass's attention in models of transformers, by the switch that transformers has for it.
 
+    model = AutoModelForCausalLM.from_pretrained(...)
+    print(onepass.swap(model))                 # norms, dropouts and attention; unswap undoes it
+
     import onepass.integrations.transformers as onepass_transformers
 
-    model = AutoModelForCausalLM.from_pretrained(...)
-    print(onepass_transformers.attach(model))  # which modules run on onepass; which not, and why
-    onepass.swap(model)                        # its norms and dropouts; before or after
+    print(onepass_transformers.attach(model))  # attention alone
     onepass_transformers.detach(model)         # what it had before: "sdpa", "eager", ...
 
 transformers' models take attention from a registry, by the name in their config. :func:`register`
@@ -26,7 +27,7 @@ transformers allows its continuous batching, and the Trainer its context paralle
 its own alone, and says so.
 
     attention.py  what the registry calls: the masks and the attention
-    models.py     attach, detach
+    models.py     attach, detach, and what swap and unswap do with these models
 """
 
 from __future__ import annotations

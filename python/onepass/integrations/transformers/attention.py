@@ -9,16 +9,12 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import logging
 
 from onepass._ops.differentiation import is_differentiated
-from onepass.functional.attention import (
-    _is_autocast,
-    _masked_attention,
-    varlen_attention,
-)
+from onepass.functional._internal import masked_attention
+from onepass.functional.attention import _is_autocast, varlen_attention
 from onepass.functional.attention_decode import attention_with_kv_cache
-from onepass.swapping import matchers
 from onepass.swapping.classes import attend_visibly
 
-NAME = matchers.ATTACHED_NAME
+NAME = "onepass"
 
 # Queries for which `attention_with_kv_cache` beats the dense operator: for 8 heads on 2 or 8 and 64
 # to 8192 keys, float32 and bfloat16, one query takes 0.07 to 0.25 of the time, 8 take 0.25 to 0.7,
@@ -123,6 +119,12 @@ def attention_forward(
     if indices is not None:
         attention_mask = _selected(indices, attention_mask, is_causal, seq_q, key.shape[2])
         is_causal = False
+    if is_causal and key.shape[2] > seq_q and cu_seq_lens_q is None:
+        # Rows of an empty static cache; or those that a layer appended a second time as a
+        # checkpoint recomputed it, which compares shapes. The diagonal rules them out.
+        key, value = key[:, :, :seq_q], value[:, :, :seq_q]
+        if position_bias is not None:
+            position_bias = position_bias[..., :seq_q]
     grouped = getattr(module, "num_key_value_groups", 1) > 1
     options = {"softcap": softcap or 0.0, "sinks": s_aux}
     if cu_seq_lens_q is not None and attention_mask is None:
@@ -197,7 +199,7 @@ def _with_position_bias(
     plain = not (grouped or options["softcap"] or options["sinks"] is not None)
     if mask is not None and mask.dtype is torch.bool:
         if plain and query.shape[:2] == key.shape[:2] == value.shape[:2]:
-            return _masked_attention(
+            return masked_attention(
                 query, key, value, bias=bias, mask=mask, dropout_p=dropout, is_causal=False,
                 scale=scaling,
             )  # fmt: skip

@@ -1,19 +1,22 @@
-"""`attach` and `detach`: which models of transformers run on onepass's attention."""
+"""`attach` and `detach`: which models of transformers run on onepass's attention; and the same for
+`onepass.swap` and `unswap`."""
 
 from __future__ import annotations
 
 import contextlib
 import html
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from onepass import _library
+from onepass._imported import is_a
 from onepass.integrations.transformers.attention import NAME, register
 from onepass.swapping import matchers
-from onepass.swapping.report import rows, table
+from onepass.swapping.changes import ABSENT, Edit, Journal, in_force
+from onepass.swapping.report import listed, rows, table
 
 # What transformers runs on eager attention alone, though it takes attention from outside, by
 # model_type: a test holds that onepass computes the same. What others do with their masks or leave
@@ -26,7 +29,15 @@ _PROVEN = (
 # What passes an argument that the attention refuses.
 _SPARSE = ("minimax_m3_vl_text",)
 _KINDS = ("attention",)
-_RECORD = "_onepass_attention_before"  # on a PreTrainedModel: what its configs named before attach
+_IMPLEMENTATION = "_attn_implementation_internal"  # of a config: the name that it holds
+_RECORD = "_onepass_attention_before"  # on a PreTrainedModel: what its configs named before
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_BY_ITSELF = "takes no attention from transformers' registry; onepass.swap looks at its modules"
+_CACHE = (
+    "layers under torch's checkpoint wrappers append to a KV cache again as they are recomputed: "
+    "pass use_cache=False in training (with use_reentrant=True gradients would miss the keys and "
+    "values, with padding it raises; stock's do the same)"
+)
 
 
 class Attachment:
@@ -36,13 +47,16 @@ class Attachment:
         attached: modules that run on onepass's attention; dicts with name, type, before (the name
             of the implementation they had).
         skipped: models and modules that do not; dicts with name, type, reason.
+        notes: what else there is to know, as sentences.
     """
 
     def __init__(self, model: nn.Module):
         self.attached: list[dict[str, str]] = []
         self.skipped: list[dict[str, str]] = []
+        self.notes: list[str] = []
         self.dry_run = False  # as of a swap's report, for `verify`
         self._changes = []
+        self._named = []
         self._model = model
 
     def to_dict(self) -> dict[str, list]:
@@ -50,6 +64,7 @@ class Attachment:
         return {
             "attached": [dict(entry) for entry in self.attached],
             "skipped": [dict(entry) for entry in self.skipped],
+            "notes": list(self.notes),
         }
 
     def verify(self, *batch, loss_fn: Callable | None = None):
@@ -79,7 +94,7 @@ class Attachment:
             found = rows(getattr(self, section), columns)
             if found:
                 lines += ["", *table(section, columns, found)]
-        return "\n".join(lines)
+        return "\n".join(lines + listed(self.notes))
 
     __repr__ = __str__
 
@@ -92,27 +107,31 @@ class Attachment:
 
 
 class _Before:
-    """(config, the implementation that it named before attach), for each config that changed.
+    """(config, the implementation that it named before, "attach" or "swap"), for each config that
+    changed: what swap changed unswap changes back, and not what attach did.
 
     On the models themselves, so that copies and pickles carry their own; a pickle registers the
     name wherever it is loaded.
     """
 
-    def __init__(self, pairs: list[tuple]):
-        self.pairs = pairs
+    def __init__(self, entries: list[tuple]):
+        self.entries = entries
 
     def __reduce__(self):
-        return _restored, (self.pairs,)
+        return _restored, (self.entries,)
 
 
-def _restored(pairs: list[tuple]) -> _Before:
-    if NAME not in AttentionInterface():
+def _restored(entries: list[tuple]) -> _Before:
+    if NAME not in AttentionInterface() or NAME not in AttentionMaskInterface():
         register()
-    return _Before(pairs)
+    return _Before(entries)
 
 
 def attach(model: nn.Module, *, strict: bool = False) -> Attachment:
     """Makes the models of transformers in `model` run on onepass's attention, in place.
+
+    `onepass.swap` does this too, with norms and dropouts; this is for those who want attention
+    alone. What is attached stays so when the model is unswapped.
 
     Every `PreTrainedModel` in it is looked at, `model` itself or within wrappers (peft,
     `DistributedDataParallel`, your own modules): its config, and its sub-configs, name "onepass"
@@ -124,7 +143,7 @@ def attach(model: nn.Module, *, strict: bool = False) -> Attachment:
 
     Args:
         model: a `transformers.PreTrainedModel`, or a module that holds some.
-        strict: raise if anything is skipped, or nothing attached; the model is then as it was.
+        strict: raise if anything is skipped, or nothing attached.
 
     Returns:
         Attachment: which modules run on onepass now, which do not, and why; `verify(*batch)`
@@ -132,47 +151,41 @@ def attach(model: nn.Module, *, strict: bool = False) -> Attachment:
 
     Raises:
         TypeError: model is not and does not hold a `PreTrainedModel`.
-        RuntimeError: it is on a device that onepass has no attention for; or under strict.
+        RuntimeError: it is on a device that onepass has no attention for; or under strict. If
+            anything raises, the model is as it was.
     """
+    journal = Journal()
+    try:
+        return _attach(model, strict, journal)
+    except BaseException:
+        journal.undo()
+        raise
+
+
+def _attach(model: nn.Module, strict: bool, journal: Journal) -> Attachment:
     holders = _holders("attach", model)
-    _check_devices(model)
-    register()
+    reason = _device_refusal(model)
+    if reason:
+        raise RuntimeError(
+            "attach: model must be on devices that onepass has attention for in this build, got "
+            f"{reason}"
+        )
+    changes, refused = _plan(holders)
     report = Attachment(model)
-    refused: set[int] = set()  # ids of configs
-    changes: dict[int, tuple] = {}
-    known = _recorded(holders)
-    own = {id(holder.config) for _, holder in holders}
-    for name, holder in holders:
-        if id(holder.config) in changes or id(holder.config) in refused:
-            continue
-        reason = _refusal(holder)
-        if reason:
-            refused.add(id(holder.config))
-            report.skipped.append({"name": name, "type": _full_name(holder), "reason": reason})
-            continue
-        for config in _configs(holder.config):
-            if config is holder.config or id(config) not in own:
-                changes[id(config)] = (config, _before(holder, config, known))
-    were = [(config, config._attn_implementation) for config, _ in changes.values()]
-    for config, _ in changes.values():
-        config._attn_implementation_internal = NAME
-    _list_modules(report, refused, changes)
+    _list_modules(report, holders, changes, refused)
+    report.notes = notes(model)
     if strict and (report.skipped or not report.attached):
-        for config, implementation in were:
-            config._attn_implementation_internal = implementation
         got = "; ".join(f"{e['name'] or '(root)'!r}: {e['reason']}" for e in report.skipped)
         raise RuntimeError(
             f"attach: model must be attached whole under strict, got {got or 'none'}"
         )
-    for _, holder in holders:
-        pairs = [changes[id(c)] for c in _configs(holder.config) if id(c) in changes]
-        if pairs:
-            holder.__dict__[_RECORD] = _Before(pairs)
+    journal.make(_edits(holders, changes, "attach"))
     return report
 
 
 def detach(model: nn.Module) -> list[str]:
-    """Gives every config in a model the implementation back that it named before :func:`attach`.
+    """Gives every config in a model the implementation back that it named before :func:`attach`,
+    or before `onepass.swap`.
 
     A config that names another one by now is left alone; one that has named "onepass" ever since it
     was loaded gets transformers' default.
@@ -181,30 +194,115 @@ def detach(model: nn.Module) -> list[str]:
         The names of the `PreTrainedModel`s that changed.
 
     Raises:
-        TypeError: model is not and does not hold a `PreTrainedModel`.
+        TypeError: model is not and does not hold a `PreTrainedModel`. If anything raises, the model
+            is as it was.
     """
-    holders = _holders("detach", model)
-    before = _attached(holders)
-    changed = [name for name, holder in holders if id(holder.config) in before]
-    for config, implementation in before.values():
-        config._attn_implementation_internal = implementation
+    journal = Journal()
+    try:
+        holders = _holders("detach", model)
+        before = _attached(holders)
+        changed = [name for name, holder in holders if id(holder.config) in before]
+        recorded = [holder for _, holder in holders if _RECORD in vars(holder)]
+        journal.make(
+            [Edit(config, _IMPLEMENTATION, named) for config, named in before.values()]
+            + [Edit(holder, _RECORD, ABSENT) for holder in recorded]
+        )
+        return changed
+    except BaseException:
+        journal.undo()
+        raise
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether a module that takes attention by name takes onepass's."""
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) == NAME
+
+
+def plan_swap(
+    model: nn.Module,
+    wanted: Sequence[tuple[nn.Module, bool]],
+    kept: Sequence[tuple[nn.Module, str]],
+) -> tuple[dict[int, str], list[Edit]]:
+    """What a swap changes so that modules which take attention by name take onepass's.
+
+    A name is that of a config. So modules that share one change together, and with them the models
+    that make masks for them.
+
+    Args:
+        wanted: (module, whether the user vouches for it).
+        kept: (module, name) of those that must stay as they are.
+
+    Returns:
+        (why a wanted module stays as it is, by its id; the edits for the others).
+    """
+    holders = _found(model)
+    reason = _device_refusal(model)
+    vouched = {id(config) for config, forced in _by_config(wanted) if all(forced)}
+    changes, refused = _plan(holders, vouched)
+    blocked: dict[int, str] = {}  # ids of configs
+    for module, name in kept:
+        blocked[id(getattr(module, "config", None))] = name
+        for _, holder in holders:
+            if any(part is module for part in holder.modules()):
+                blocked[id(holder.config)] = name
+    reasons = {}
+    for module, _ in wanted:
+        key = id(getattr(module, "config", None))
+        if reason:
+            reasons[id(module)] = f"is on {reason}"
+        elif key in blocked:
+            reasons[id(module)] = f"shares its config with {blocked[key]!r}, which keeps its own"
+        elif key in refused:
+            reasons[id(module)] = refused[key][1]
+        elif key not in changes:
+            reasons[id(module)] = "takes attention by a name that no PreTrainedModel around it has"
+    if all(id(module) in reasons for module, _ in wanted):
+        return reasons, []
+    changes = {
+        key: (config, named)
+        for key, (config, named) in changes.items()
+        if key not in blocked and config._attn_implementation != NAME
+    }
+    return reasons, _edits(holders, changes, "swap")
+
+
+def plan_unswap(model: nn.Module) -> list[Edit]:
+    """What gives the configs in a model back what they named before `onepass.swap`."""
+    holders = _found(model)
+    known = _recorded(holders)
+    attached = _attached(holders)
+    ours = {key for key in attached if key in known and known[key][1] == "swap"}
+    edits = [Edit(attached[key][0], _IMPLEMENTATION, attached[key][1]) for key in ours]
     for _, holder in holders:
-        holder.__dict__.pop(_RECORD, None)
-    return changed
+        record = vars(holder).get(_RECORD)
+        if record is not None:
+            left = [entry for entry in record.entries if id(entry[0]) not in ours]
+            if len(left) < len(record.entries):
+                edits.append(Edit(holder, _RECORD, _Before(left) if left else ABSENT))
+    return edits
+
+
+def notes(model: nn.Module) -> list[str]:
+    """What a report should say of models of transformers in a model."""
+    wrapped = any(is_a(m, _WRAPPERS, "CheckpointWrapper") for m in model.modules())
+    caching = any(getattr(holder.config, "use_cache", False) for _, holder in _found(model))
+    return [_CACHE] if wrapped and caching else []
 
 
 @contextlib.contextmanager
 def stock(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` runs the attention from before :func:`attach`; it may hold none of
-    transformers' models."""
+    """Inside, `model` runs the attention from before :func:`attach` and `onepass.swap`; it may hold
+    none of transformers' models."""
     before = _attached(_found(model))
-    try:
-        for config, implementation in before.values():
-            config._attn_implementation_internal = implementation
+    with in_force([Edit(config, _IMPLEMENTATION, named) for config, named in before.values()]):
         yield
-    finally:
-        for config, _ in before.values():
-            config._attn_implementation_internal = NAME
+
+
+def implementations(model: nn.Module) -> list[tuple]:
+    """(config, the attention implementation that it names) of every config in a model."""
+    configs = {id(c): c for _, holder in _found(model) for c in _configs(holder.config)}
+    return [(config, config._attn_implementation_internal) for config in configs.values()]
 
 
 def _found(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
@@ -221,30 +319,75 @@ def _holders(op: str, model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     return holders
 
 
-def _check_devices(model: nn.Module) -> None:
+def _device_refusal(model: nn.Module) -> str:
+    """The first device of a model that onepass has no attention for, and why; empty if none."""
     for device in {parameter.device for parameter in model.parameters()}:
         reason = "" if matchers.has_kernels(device.type, "attention") else "has no attention"
         if device.type == "cuda":
             reason = reason or _library.too_old(device)
         if reason:
-            raise RuntimeError(
-                "attach: model must be on devices that onepass has attention for in this build, "
-                f"got {device}: {reason}"
-            )
+            return f"{device}: {reason}"
+    return ""
 
 
-def _refusal(holder: PreTrainedModel) -> str:
+def _plan(
+    holders: list[tuple[str, PreTrainedModel]], vouched: Set[int] = frozenset()
+) -> tuple[dict[int, tuple], dict[int, tuple[str, str]]]:
+    """By their ids: (config, what it named before) of the configs that are to name "onepass", and
+    (name of the model, reason) of those that are not. The user vouches for some configs."""
+    register()
+    known = _recorded(holders)
+    own = {id(holder.config) for _, holder in holders}
+    changes: dict[int, tuple] = {}
+    refused: dict[int, tuple[str, str]] = {}
+    for name, holder in holders:
+        if id(holder.config) in changes or id(holder.config) in refused:
+            continue
+        configs = [
+            config
+            for config in _configs(holder.config)
+            if config is holder.config or id(config) not in own
+        ]
+        reason = _refusal(holder, any(id(config) in vouched for config in configs))
+        if reason:
+            refused.update({id(config): (name, reason) for config in configs})
+        else:
+            changes.update({id(c): (c, _before(holder, c, known)) for c in configs})
+    return changes, refused
+
+
+def _edits(holders: list[tuple[str, PreTrainedModel]], changes: dict, by: str) -> list[Edit]:
+    edits = [Edit(config, _IMPLEMENTATION, NAME) for config, _ in changes.values()]
+    for _, holder in holders:
+        new = [(*changes[id(c)], by) for c in _configs(holder.config) if id(c) in changes]
+        if new:
+            record = vars(holder).get(_RECORD)
+            old = [] if record is None else record.entries
+            kept = [entry for entry in old if id(entry[0]) not in changes]
+            edits.append(Edit(holder, _RECORD, _Before(kept + new)))
+    return edits
+
+
+def _by_config(wanted: Sequence[tuple[nn.Module, bool]]) -> Iterator[tuple[object, list[bool]]]:
+    configs: dict[int, tuple[object, list[bool]]] = {}
+    for module, forced in wanted:
+        config = getattr(module, "config", None)
+        configs.setdefault(id(config), (config, []))[1].append(forced)
+    yield from configs.values()
+
+
+def _refusal(holder: PreTrainedModel, vouched: bool) -> str:
     """Why a model's attention cannot be set; empty if nothing stands against it."""
     can_set = getattr(holder, "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
-        return "takes no attention from transformers' registry; onepass.swap looks at its modules"
+        return _BY_ITSELF
     registry = getattr(sys.modules.get(type(holder).__module__), "ALL_ATTENTION_FUNCTIONS", None)
     if "sdpa" in getattr(registry, "_local_mapping", ()):
         return "its module has an attention of its own under the name sdpa"
     if holder.config.model_type in _SPARSE:
         return "selects blocks of keys, which onepass's attention does not take"
     proven = holder._supports_attention_backend and holder.config.model_type in _PROVEN
-    if not (holder._supports_sdpa or proven):
+    if not (holder._supports_sdpa or proven or vouched):
         return "transformers vouches for its eager attention alone"
     holder.get_correct_attn_implementation(NAME)  # raises what transformers has to say of it
     return ""
@@ -259,19 +402,24 @@ def _configs(config) -> Iterator:
             yield from _configs(inner)
 
 
-def _recorded(holders: list[tuple[str, PreTrainedModel]]) -> dict[int, str | None]:
-    """What configs named before attach, by their ids, as far as these models know."""
-    records = [holder.__dict__.get(_RECORD) for _, holder in reversed(holders)]  # the outer counts
-    return {id(c): named for record in records if record for c, named in record.pairs}
+def _recorded(holders: list[tuple[str, PreTrainedModel]]) -> dict[int, tuple[str | None, str]]:
+    """(what a config named before, by whom it changed) by ids, as far as these models know: the
+    outer one counts, but what any of them knows to be attached is."""
+    known: dict[int, tuple[str | None, str]] = {}
+    for _, holder in reversed(holders):
+        for config, named, by in getattr(vars(holder).get(_RECORD), "entries", ()):
+            attached = known.get(id(config), ("", by))[1] == "attach"
+            known[id(config)] = (named, "attach" if attached else by)
+    return known
 
 
-def _before(holder: PreTrainedModel, config, known: dict[int, str | None]) -> str | None:
+def _before(holder: PreTrainedModel, config, known: dict[int, tuple]) -> str | None:
     """What a config names, or did before attach; transformers' default if it was never another."""
     named = config._attn_implementation
     if named != NAME:
         return named
     if id(config) in known:
-        return known[id(config)]
+        return known[id(config)][0]
     return holder.get_correct_attn_implementation(None)
 
 
@@ -286,22 +434,31 @@ def _attached(holders: list[tuple[str, PreTrainedModel]]) -> dict[int, tuple]:
     }
 
 
-def _list_modules(report: Attachment, refused: set[int], changes: dict[int, tuple]) -> None:
-    """Fills the lists: what each module says of itself, by its code and its config."""
+def _list_modules(report: Attachment, holders, changes: dict, refused: dict) -> None:
+    """Fills the lists: models that are refused, and what each module says of itself, by its code
+    and its config."""
+    matches = {}
     for name, module in report._model.named_modules():
         match = matchers.match(module, _KINDS)
-        if match is None:
-            continue
+        if match is not None:
+            matches[id(module)] = (name, module, match)
+    by_name = {key for key, (_, _, match) in matches.items() if match.named}
+    for name, holder in holders:
+        if refused.get(id(holder.config), (None,))[0] == name:
+            served = any(id(module) in by_name for module in holder.modules())
+            reason = refused[id(holder.config)][1] if served else _BY_ITSELF
+            report.skipped.append({"name": name, "type": _full_name(holder), "reason": reason})
+    for name, module, match in matches.values():
         config = getattr(module, "config", None)
         entry = {"name": name, "type": _full_name(module)}
-        if match.attached:
+        if match.named and (id(config) in changes or is_attached(module)):
             before = changes[id(config)][1] if id(config) in changes else NAME
             report.attached.append({**entry, "before": str(before)})
-        elif match.forward is not None:
-            reason = "attends by itself: onepass.swap(model) makes it run onepass's"
-            report.skipped.append({**entry, "reason": reason})
-        elif match.reason == matchers.REGISTRY and id(config) not in refused:
+        elif match.named and id(config) not in refused:
             reason = f"its config names {getattr(config, '_attn_implementation', None)!r}"
+            report.skipped.append({**entry, "reason": reason})
+        elif match.forward is not None and not match.unknown:
+            reason = "attends by itself: onepass.swap(model) makes it run onepass's"
             report.skipped.append({**entry, "reason": reason})
 
 

@@ -1,25 +1,15 @@
-"""flash_attn's functions by their names and arguments, computed by onepass on a CPU and on CUDA.
-
-A model that says ``from flash_attn import flash_attn_func`` runs here with the import changed::
-
-    from onepass.integrations.flash_attn import flash_attn_func
-
-The package itself is neither imported nor needed. Its layouts hold: (batch, seq, heads, head_dim),
-or (total, heads, head_dim) for sequences one behind the other; key and value may have fewer heads
-than query; causal attention and windows are aligned at the bottom right. Beyond it: float32 (and,
-but for KV caches, float64), head dimensions to 512, values of a dimension of their own, softcap and
-dropout together, gradients of alibi_slopes and of the log-sum-exp.
-
-Where they differ: the log-sum-exp of a query without a key is -inf (there: inf), and with
-alibi_slopes it is that of the scores as documented (there, those of a causal row may be off by a
-constant); the matrix of probabilities is never made; dropout follows `torch.manual_seed` with other
-numbers.
-"""
+"""flash_attn.flash_attn_interface: attention, see :mod:`onepass.integrations.flash_attn`."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+from collections.abc import Callable
+
 from torch import Tensor
 
+from onepass._arguments import check_arguments
 from onepass.functional import (
     attention_with_kv_cache,
     scaled_dot_product_attention,
@@ -38,7 +28,79 @@ __all__ = [
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
+# onepass's names of arguments, and flash_attn's.
+_NAMES = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "cu_seq_q": "cu_seqlens_q",
+    "cu_seq_k": "cu_seqlens_k",
+    "max_q": "max_seqlen_q",
+    "max_k": "max_seqlen_k",
+    "scale": "softmax_scale",
+    "is_causal": "causal",
+}
+_OF_SEQUENCES = {"cu_seq_q": "cu_seqlens", "cu_seq_k": "cu_seqlens"}
+_OF_SEQUENCES |= {"max_q": "max_seqlen", "max_k": "max_seqlen"}
+_IN_KV = {"key": "kv", "value": "kv"}
+_IN_QKV = {"query": "qkv", "key": "qkv", "value": "qkv"}
 
+
+def _in_its_words(**names: str) -> Callable:
+    """Errors of onepass's functions become those of the decorated one: its name, its arguments'
+    names (`names` where they are not _NAMES'), its layout. Those of this file begin with
+    "flash_attn" and have the layout."""
+    names = _NAMES | names
+
+    def decorated(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                given = inspect.signature(function).bind(*args, **kwargs).arguments
+                check_arguments(function, given)
+                text = _translated(function.__name__, str(error), names, given)
+                if not text or type(error) not in (RuntimeError, TypeError, ValueError):
+                    raise
+                raise type(error)(text) from None
+
+        return wrapper
+
+    return decorated
+
+
+def _with_options_of(plain: Callable) -> Callable:
+    """Ends the signature of the decorated function as that of `plain` ends, from dropout_p on."""
+    names = list(inspect.signature(plain).parameters)
+    names = names[names.index("dropout_p") : names.index("return_attn_probs") + 1]
+
+    def decorated(function: Callable) -> Callable:
+        signature = inspect.signature(function)
+        own = list(signature.parameters.values())[:-2]
+        options = [inspect.signature(plain).parameters[name] for name in names]
+        function.__signature__ = signature.replace(parameters=[*own, *options])
+        return function
+
+    return decorated
+
+
+def _translated(op: str, text: str, names: dict[str, str], given: dict[str, object]) -> str:
+    """An error in onepass's grammar in this function's words; empty for any other."""
+    match = re.match(r"\w+: ((\w+) .*)", text, re.DOTALL)
+    if match is None:
+        return ""
+    rest, argument = match.groups()
+    is_dense = not any(name.startswith("cu_seqlens") for name in given)
+    in_pages = argument.endswith("_cache") and given.get("block_table") is not None
+    if is_dense and not in_pages and not text.startswith("flash_attn:"):
+        # What onepass saw had the heads in front of the sequence.
+        rest = re.sub(r"\((\d+), (\d+), (\d+), (\d+)\)", r"(\1, \3, \2, \4)", rest)
+    words = re.compile(rf"\b({'|'.join(names)})\b")
+    return f"{op}: {words.sub(lambda word: names[word[0]], rest)}"
+
+
+@_in_its_words()
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -77,7 +139,8 @@ def flash_attn_func(
             probabilities; or as onepass's own function does.
         RuntimeError: as that does.
     """
-    _refuse_probabilities("flash_attn_func", return_attn_probs, dropout_p)
+    _refuse_probabilities(return_attn_probs, dropout_p)
+    _check_dense(q, k, v)
     output, lse = scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -96,47 +159,21 @@ def flash_attn_func(
     return _result(output.transpose(1, 2), lse, return_attn_probs)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
+@_in_its_words(**_IN_KV)
+@_with_options_of(flash_attn_func)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options, **named) -> Result:
     """:func:`flash_attn_func` of q and kv, of shape (batch, seq_k, 2, kv_heads, head_dim)."""
-    _check_packed("flash_attn_kvpacked_func", "kv", kv, 5, 2)
-    k, v = kv.unbind(2)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
+    return flash_attn_func.__wrapped__(q, *_parts("kv", kv, 5, 2), *options, **named)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
+@_in_its_words(**_IN_QKV)
+@_with_options_of(flash_attn_func)
+def flash_attn_qkvpacked_func(qkv: Tensor, *options, **named) -> Result:
     """:func:`flash_attn_func` of qkv, of shape (batch, seq, 3, heads, head_dim)."""
-    _check_packed("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
-    q, k, v = qkv.unbind(2)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
+    return flash_attn_func.__wrapped__(*_parts("qkv", qkv, 5, 3), *options, **named)
 
 
+@_in_its_words()
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -176,7 +213,7 @@ def flash_attn_varlen_func(
     Raises:
         As :func:`flash_attn_func`.
     """
-    _refuse_probabilities("flash_attn_varlen_func", return_attn_probs, dropout_p)
+    _refuse_probabilities(return_attn_probs, dropout_p)
     output, lse = varlen_attention(
         q,
         k,
@@ -200,6 +237,8 @@ def flash_attn_varlen_func(
     return _result(output, lse, return_attn_probs)
 
 
+@_in_its_words(**_IN_KV)
+@_with_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -207,46 +246,27 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options,
+    **named,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of q and kv, of shape (total_k, 2, kv_heads, head_dim)."""
-    _check_packed("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
-    k, v = kv.unbind(1)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    of_kv = _parts("kv", kv, 4, 2)
+    return flash_attn_varlen_func.__wrapped__(q, *of_kv, *sequences, *options, **named)
 
 
+@_in_its_words(**_OF_SEQUENCES, **_IN_QKV)
+@_with_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options, **named
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv, of shape (total, 3, heads, head_dim)."""
-    _check_packed("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
-    q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    sequences = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    of_qkv = _parts("qkv", qkv, 4, 3)
+    return flash_attn_varlen_func.__wrapped__(*of_qkv, *sequences, *options, **named)
 
 
+@_in_its_words()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -315,20 +335,41 @@ def flash_attn_with_kvcache(
     return (output, lse) if return_softmax_lse else output
 
 
-def _refuse_probabilities(op: str, return_attn_probs: bool, dropout_p: float) -> None:
+def _refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
     if return_attn_probs and dropout_p > 0.0:
         raise ValueError(
-            f"{op}: return_attn_probs must be False with dropout, whose probabilities are never "
-            f"stored, got dropout_p {dropout_p}"
+            "flash_attn: return_attn_probs must be False with dropout, whose probabilities are "
+            f"never stored, got dropout_p {dropout_p}"
         )
 
 
-def _check_packed(op: str, name: str, packed: Tensor, dims: int, count: int) -> None:
+def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What scaled_dot_product_attention would broadcast, and flash_attn does not."""
+    for name, tensor in (("query", q), ("key", k), ("value", v)):
+        if tensor.dim() != 4:
+            raise RuntimeError(
+                f"flash_attn: {name} must have shape (batch, seq, heads, head_dim), "
+                f"got {tuple(tensor.shape)}"
+            )
+    if k.shape[0] != q.shape[0]:
+        raise RuntimeError(
+            f"flash_attn: key must have the batch size of query, {q.shape[0]}, got {k.shape[0]}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise RuntimeError(
+            f"flash_attn: value must have batch, seq and heads of key, {tuple(k.shape[:3])}, "
+            f"got {tuple(v.shape[:3])}"
+        )
+
+
+def _parts(name: str, packed: Tensor, dims: int, count: int) -> tuple[Tensor, ...]:
+    """The tensors that one holds side by side, in front of the heads."""
     if packed.dim() != dims or packed.shape[dims - 3] != count:
         raise RuntimeError(
-            f"{op}: {name} must have {dims} dimensions, the one before the heads of size {count}, "
-            f"got shape {tuple(packed.shape)}"
+            f"flash_attn: {name} must have {dims} dimensions, the one before the heads of size "
+            f"{count}, got shape {tuple(packed.shape)}"
         )
+    return packed.unbind(dims - 3)
 
 
 def _result(output: Tensor, lse: Tensor, return_attn_probs: bool) -> Result:

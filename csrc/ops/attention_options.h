@@ -1,0 +1,58 @@
+// The options of the attention family, each stated once: ops/fields.h makes of a table a struct, a
+// part of the schemas, and what the dispatcher hands over.
+#pragma once
+
+#include <ostream>
+
+#include "ops/attention.h"
+#include "ops/fields.h"
+
+namespace onepass {
+
+// Of every operator of the family.
+#define ONEPASS_SCORE_OPTIONS(FIELD)                                            \
+  FIELD(OptionalTensor, alibi_slopes, "=None") /* (heads,) or (batch, heads) */ \
+  FIELD(OptionalTensor, sinks, "=None")        /* (heads,) */                   \
+  FIELD(int64_t, window_left, "=-1")           /* -1: no limit */               \
+  FIELD(int64_t, window_right, "=-1")          /* 0: causal */                  \
+  FIELD(double, scale, "")                                                      \
+  FIELD(double, softcap, "=0.0")  /* 0: none */                                 \
+  FIELD(bool, out_bshd, "=False") /* results lie as (batch, rows, heads, cols) does */
+
+#define ONEPASS_ATTENTION_OPTIONS(FIELD)                                                 \
+  FIELD(OptionalTensor, bias, "=None")        /* (batch, heads, seq_q, seq_k), some 1 */ \
+  FIELD(OptionalTensor, mask, "=None")        /* likewise, bool */                       \
+  FIELD(OptionalTensor, cu_seq_q, "=None")    /* (batch + 1,) int32: packed */           \
+  FIELD(OptionalTensor, cu_seq_k, "=None")    /* likewise */                             \
+  FIELD(OptionalTensor, seqused_k, "=None")   /* (batch,) int32 */                       \
+  FIELD(OptionalTensor, block_table, "=None") /* (batch, max_pages) int32: paged */      \
+  FIELD(OptionalTensor, seed, "=None")        /* (2,) int64: seed, offset */             \
+  FIELD(int64_t, max_q, "=0")                 /* upper bounds of packed sequences, or */ \
+  FIELD(int64_t, max_k, "=0")                 /* how long the whole of a shard is */     \
+  FIELD(int64_t, query_offset, "=0")          /* where this shard of it begins */        \
+  FIELD(int64_t, key_offset, "=0")                                                       \
+  FIELD(double, dropout_p, "=0.0")                                                       \
+  FIELD(bool, bottom_right, "=False")                                                    \
+  FIELD(bool, allow_tf32, "=False") /* float32 on CUDA may keep 10 bits of its factors */
+
+#define ONEPASS_DECODE_OPTIONS(FIELD)                                                   \
+  FIELD(OptionalTensor, cache_seqlens, "=None")   /* (batch,) int32 */                  \
+  FIELD(OptionalTensor, block_table, "=None")     /* (batch, max_pages) int32: paged */ \
+  FIELD(OptionalTensor, cache_batch_idx, "=None") /* (batch,) int32 */                  \
+  FIELD(OptionalTensor, cache_leftpad, "=None")   /* (batch,) int32 */
+
+#define ONEPASS_ROTARY_OPTIONS(FIELD)                                          \
+  FIELD(OptionalTensor, rotary_cos, "=None") /* (positions, rotary_dim / 2) */ \
+  FIELD(OptionalTensor, rotary_sin, "=None") /* likewise */                    \
+  FIELD(bool, rotary_interleaved, "=True")
+
+ONEPASS_DEFINE_OPTIONS(ScoreOptions, ONEPASS_SCORE_OPTIONS);
+ONEPASS_EXTEND_OPTIONS(AttentionOptions, ScoreOptions, ONEPASS_ATTENTION_OPTIONS);
+ONEPASS_EXTEND_OPTIONS(DecodeOptions, ScoreOptions, ONEPASS_DECODE_OPTIONS);
+ONEPASS_EXTEND_OPTIONS(AppendOptions, DecodeOptions, ONEPASS_ROTARY_OPTIONS);
+
+// For the record of plans: what the operators of the family have before and after their lengths.
+void describe_heads(std::ostream& text, const Attention& args);
+void describe_terms(std::ostream& text, const Attention& args);
+
+}  // namespace onepass

@@ -1,0 +1,83 @@
+// An operator's options, stated once. A table is a macro that says FIELD(type, name, default) of
+// each; from it come the struct that C++ hands around, its part of the schema, and the types in
+// which the dispatcher hands over one option after the other:
+//
+//   #define ONEPASS_X_OPTIONS(FIELD) FIELD(OptionalTensor, mask, "=None") FIELD(double, scale, "")
+//   ONEPASS_DEFINE_OPTIONS(XOptions, ONEPASS_X_OPTIONS);
+//   Tensor x(const XOptions& options, const Tensor& input);
+//   {"x(Tensor input, *" ONEPASS_SCHEMA(ONEPASS_X_OPTIONS) ") -> Tensor",
+//   TORCH_BOX(&Packed<&x>::call)}
+//
+// Once a schema is released, a new option goes to the end of a table and has a default.
+#pragma once
+
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ops/tensor.h"
+
+namespace onepass {
+
+// The types of options, and their names in a schema.
+using OptionalTensor = std::optional<Tensor>;
+using OptionalScalarType = std::optional<torch::headeronly::ScalarType>;
+using Sizes = std::vector<int64_t>;
+using StaticInt = int64_t;  // a choice: a compiler makes a graph for each value of it
+#define ONEPASS_SCHEMA_OptionalTensor "Tensor?"
+#define ONEPASS_SCHEMA_OptionalScalarType "ScalarType?"
+#define ONEPASS_SCHEMA_Sizes "SymInt[]"
+#define ONEPASS_SCHEMA_StaticInt "int"
+#define ONEPASS_SCHEMA_int64_t "SymInt"
+#define ONEPASS_SCHEMA_double "float"
+#define ONEPASS_SCHEMA_bool "bool"
+
+#define ONEPASS_FIELD_MEMBER(type, name, default) type name;
+#define ONEPASS_FIELD_TYPE(type, name, default) , type
+#define ONEPASS_FIELD_SCHEMA(type, name, default) ", " ONEPASS_SCHEMA_##type " " #name default
+
+// ", Tensor? mask=None, float scale"
+#define ONEPASS_SCHEMA(TABLE) TABLE(ONEPASS_FIELD_SCHEMA)
+
+template <class... Types>
+struct TypeList;  // the first is void, for the comma behind it
+
+template <class One, class Other>
+struct Joined;
+template <class... One, class... Other>
+struct Joined<TypeList<One...>, TypeList<void, Other...>> {
+  using Types = TypeList<One..., Other...>;
+};
+
+#define ONEPASS_DEFINE_OPTIONS(Name, TABLE)                 \
+  struct Name {                                             \
+    using Types = TypeList<void TABLE(ONEPASS_FIELD_TYPE)>; \
+    TABLE(ONEPASS_FIELD_MEMBER)                             \
+  }
+
+// Those of Base, and behind them more.
+#define ONEPASS_EXTEND_OPTIONS(Name, Base, TABLE)                                       \
+  struct Name : Base {                                                                  \
+    using Types = Joined<Base::Types, TypeList<void TABLE(ONEPASS_FIELD_TYPE)>>::Types; \
+    TABLE(ONEPASS_FIELD_MEMBER)                                                         \
+  }
+
+// call(others..., options...) is function({options...}, others...).
+template <auto function, class Types>
+struct PackedAs;
+template <class Result, class Options, class... Others,
+          Result (*function)(const Options&, Others...), class... Fields>
+struct PackedAs<function, TypeList<void, Fields...>> {
+  static Result call(Others... others, Fields... fields) {
+    return function(Options{std::move(fields)...}, std::forward<Others>(others)...);
+  }
+};
+template <class Result, class Options, class... Others>
+typename Options::Types* types_of(Result (*)(const Options&, Others...));
+template <auto function>
+struct Packed : PackedAs<function, std::remove_pointer_t<decltype(types_of(function))>> {};
+
+}  // namespace onepass

@@ -1,0 +1,74 @@
+"""Arguments of a wrong type, looked for where a call has failed: right calls pay nothing."""
+
+from __future__ import annotations
+
+import numbers
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+_NAMES = {
+    Tensor: "a tensor",
+    float: "a number",
+    int: "a whole number",
+    bool: "True or False",
+    type(None): "None",
+}
+_ACCEPTED = {
+    float: (numbers.Real, torch.SymInt, torch.SymFloat),
+    int: (numbers.Integral, torch.SymInt),
+}
+
+
+def check_arguments(function: Callable, given: Mapping[str, object]) -> None:
+    """Looks at the arguments of a call that failed: `function`'s parameters among `given`.
+
+    An error in onepass's own words, which is being handled, has been more exact.
+
+    Raises:
+        TypeError: one is not of the type that its annotation names: the error that torch's own
+            functions begin with.
+        RuntimeError: one is a nested tensor, of which most things cannot be asked.
+    """
+    op = function.__name__
+    # Of None the operators know neither what it should be nor the caller's name for it.
+    if re.match(r"\w+: \w+ must (?!be given, got none$)", str(sys.exc_info()[1])):
+        return
+    for name, hint in typing.get_type_hints(function).items():
+        if name not in given or name == "return":
+            continue
+        kinds = typing.get_args(hint) if _is_union(hint) else (hint,)
+        if not any(_fits(given[name], kind) for kind in kinds):
+            *others, last = map(_name, kinds)
+            rule = f"{', '.join(others)} or {last}" if others else last
+            raise TypeError(
+                f"{op}: {name} must be {rule}, got {type(given[name]).__name__}"
+            ) from None
+        if isinstance(given[name], Tensor) and given[name].is_nested:
+            raise RuntimeError(f"{op}: {name} must be no nested tensor, got one") from None
+
+
+def _is_union(hint: object) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _fits(value: object, kind: object) -> bool:
+    if kind is object:
+        return True
+    of = typing.get_args(kind)
+    if of:
+        is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+        return is_sequence and all(_fits(item, of[0]) for item in value)
+    return isinstance(value, _ACCEPTED.get(kind, kind))
+
+
+def _name(kind: object) -> str:
+    of = typing.get_args(kind)
+    if of:
+        return f"a sequence of {_name(of[0]).partition(' ')[2]}s"
+    return _NAMES.get(kind) or f"a {kind.__module__}.{kind.__name__}"

@@ -1,0 +1,53 @@
+"""The operators in torch's own, for exporters that take no others.
+
+`torch.onnx.export(dynamo=True)` looks for them in the table of torch's decompositions; compilers
+and `torch.export` have tables of their own, and keep the operators. Where the environment says CI,
+inductor refuses an operator that is in torch's table: ours leave it when a program is compiled,
+until the next one is exported. They are there from the start, because a program that another
+process exported is given to `torch.onnx.export` before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table, meta_table
+
+FORMULAS: dict[torch._ops.OpOverload, Callable] = {}
+
+
+def decomposes(op) -> Callable:
+    """Decorates what computes `op` in torch's operators; NotImplemented keeps the operator."""
+
+    def register(formula: Callable) -> Callable:
+        FORMULAS[op] = formula
+        _list(op, True)
+        return formula
+
+    return register
+
+
+def offer(op) -> None:
+    """Puts the formula of `op` into torch's table, or takes it out; fakes call it, which run
+    wherever a program is exported or compiled."""
+    _list(op, torch.compiler.is_exporting())
+
+
+def _list(op, is_listed: bool) -> None:
+    # Shapes are the fake's business: with dynamic ones fake tensors would ask the formula, were it
+    # not in the table of meta functions too.
+    for table in (decomposition_table, meta_table):
+        if is_listed:
+            table[op] = FORMULAS[op]
+        else:
+            table.pop(op, None)
+
+
+def wide(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """16-bit tensors in float32: the operators compute in that, and round once."""
+    return tuple(
+        t.float() if t is not None and t.dtype in (torch.bfloat16, torch.float16) else t
+        for t in tensors
+    )

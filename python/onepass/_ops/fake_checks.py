@@ -1,0 +1,48 @@
+"""The checks of csrc/ops for fakes: the very operators that check, on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def check(operator: Callable, *arguments, **options) -> None:
+    """Calls an operator that only checks, for a fake that got these arguments.
+
+    Sizes that a compiler made symbolic are taken as what they are in this call, which adds no
+    guard: what eager would refuse is refused, and other sizes are checked when the compiled code
+    runs. A call with a size that only the run will tell (`item()`, `nonzero()`) is left to it.
+    Devices of fake tensors are not compared: all are looked at on "meta".
+
+    Raises:
+        RuntimeError: of the check.
+    """
+    if not all(map(_is_known, (*arguments, *options.values()))):
+        return
+    # Neither a fake mode nor one that traces may see it.
+    with torch._C._DisableTorchDispatch():
+        operator(*map(_known, arguments), **{k: _known(v) for k, v in options.items()})
+
+
+def _is_known(value) -> bool:
+    if isinstance(value, Tensor):
+        return _is_known(value.shape) and _is_known(value.stride())
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_known, value))
+    return not isinstance(value, _SYMBOLIC) or value.node.has_hint()
+
+
+def _known(value):
+    if isinstance(value, Tensor):
+        if type(value) in (Tensor, Parameter):  # on "meta", or wrongly beside one that is
+            return value
+        shape, strides = _known(value.shape), _known(value.stride())
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+    if isinstance(value, (tuple, list)):
+        return [_known(item) for item in value]
+    return value.node.pytype(value.node.hint) if isinstance(value, _SYMBOLIC) else value

@@ -1,0 +1,52 @@
+"""What `torch.jit.trace` records.
+
+An autograd.Function enters a trace as an object of Python, which cannot be saved and differs from
+one trace to the next; a raw operator has no gradient. So each family has one operator more, written
+in Python, that goes either way when it is called: a traced module trains, and loads wherever
+onepass is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from onepass._compiling import refuse_torchscript_exporter
+
+_library = torch.library.Library("onepass", "FRAGMENT")
+
+
+def is_tracing() -> bool:
+    """As `torch.jit.is_tracing`, at a quarter of its price."""
+    return torch._C._is_tracing()
+
+
+def operator(name: str, raw, function: Callable, *more: str) -> Callable:
+    """Records `onepass::name`: arguments are those of the operator `raw`, and `more`.
+
+    Raises:
+        RuntimeError: when called, if it is the TorchScript exporter to ONNX that traces.
+    """
+    arguments, _, results = str(raw._schema).partition("(")[2].rpartition(") -> ")
+    # Imported once more in this process: what the first import registered stays.
+    if not torch._C._jit_get_schemas_for_operator(f"onepass::{name}"):
+        _library.define(f"{name}({', '.join([arguments, *more])}) -> {results}")
+        _library.impl(name, function, "CompositeImplicitAutograd")
+    op = getattr(torch.ops.onepass, name).default
+
+    def record(*args, **options):
+        refuse_torchscript_exporter(name)
+        return op(*args, **options)
+
+    return record
+
+
+def numbers(sizes: int | Sequence[int]) -> tuple[int, ...]:
+    """Sizes of weights as numbers: in a trace a size is a tensor, which no list of sizes takes."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        return tuple(int(size) for size in sizes)
+    finally:
+        torch._C._set_tracing_state(state)

@@ -1,0 +1,1 @@
+"""flash_attn.ops: the rotation that published files call by this name."""

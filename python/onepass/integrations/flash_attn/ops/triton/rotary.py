@@ -1,0 +1,5 @@
+"""flash_attn.ops.triton.rotary: :func:`apply_rotary`, in plain PyTorch."""
+
+from onepass.integrations.flash_attn.layers.rotary import apply_rotary
+
+__all__ = ["apply_rotary"]

@@ -1,0 +1,83 @@
+"""A step as a whole: undone where its operator did not run, completed where it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onepass.optim.states import StateOptimizer
+
+
+class Attempt:
+    """What one step changes before its operator runs, and what belongs after it.
+
+    An interrupt may leave a step at any bytecode. `ran` is filled by the very call that runs the
+    operator, so it tells which of both is to be done.
+
+    A master that was made anew, because its parameter was changed from outside, stays: the next
+    step would make the same.
+    """
+
+    params: Sequence[Tensor] = ()  # which the operator changes
+    copied: Sequence[tuple[Tensor, Tensor]] = ()  # (parameter with gaps, its new values)
+    zeroed: Sequence[Tensor] = ()  # gradients that the operator does not set to zeros
+    _states: tuple | None = None
+    _is_settled = False
+
+    def __init__(self, optimizer: StateOptimizer):
+        self.ran: list[bool] = []  # what each call of the operator said: whether it made the step
+        self._optimizer = optimizer
+        self._before = optimizer._table, optimizer._norm, optimizer.grad_norm
+
+    def may_change_states(self) -> None:
+        """Notes the states as they are; to be called before one is made, moved or dropped."""
+        if self._states is not None:
+            return
+        optimizer = self._optimizer
+        entries = [(key, entry, _items(entry)) for key, entry in optimizer.state.items()]
+        self._states = entries, optimizer._hidden_steps, optimizer._places
+        optimizer._hidden_steps = dict(optimizer._hidden_steps)
+        optimizer._places = optimizer._places.copy()
+
+    def settle(self) -> None:
+        """Completes the step or undoes it; may be called again."""
+        if self._is_settled:
+            return
+        if any(self.ran):
+            self._complete()
+        else:
+            self._undo()
+        self._is_settled = True
+
+    def _complete(self) -> None:
+        for param, copy in self.copied:
+            param.copy_(copy)
+        for gradient in self.zeroed:
+            gradient.zero_()
+        if not self.params:
+            return
+        # Who saved a parameter for a backward must be told that it changed.
+        torch.autograd.graph.increment_version(self.params)
+        table = self._optimizer._table
+        if table.masters:
+            table.versions = [p._version for p in table.master_params]
+
+    def _undo(self) -> None:
+        optimizer = self._optimizer
+        optimizer._table, optimizer._norm, optimizer.grad_norm = self._before
+        if self._states is None:
+            return
+        entries, optimizer._hidden_steps, optimizer._places = self._states
+        known = {id(key) for key, _, _ in entries}
+        for key in [key for key in optimizer.state if id(key) not in known]:
+            del optimizer.state[key]
+        for _, entry, items in entries:
+            if items is not None:
+                entry.clear()
+                entry.update(items)
+
+
+def _items(entry: object) -> dict | None:
+    return dict(entry) if isinstance(entry, dict) else None

@@ -1,0 +1,24 @@
+"""Who divides scaled gradients by their scale: the step itself, or who clips them before it."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+class StepUnscales:
+    """``_step_supports_amp_scaling``: whether steps take scaled gradients and their scale.
+
+    `torch.amp.GradScaler.step` asks this and is told yes: it sets ``grad_scale``, and the step
+    divides in its one pass. Trainers that clip gradients ask it too (Lightning), and unscale before
+    only if told no; with yes they refuse to clip. They are told yes for ``fused=True`` alone, as of
+    torch's optimizers. torch's constructors then set an attribute of the instance, which hides this
+    one; so may a user.
+    """
+
+    def __get__(self, optimizer: torch.optim.Optimizer | None, owner: type | None = None):
+        if optimizer is None:
+            return self
+        asking = sys._getframe(1).f_locals.get("self")
+        return bool(optimizer.defaults.get("fused")) or isinstance(asking, torch.amp.GradScaler)

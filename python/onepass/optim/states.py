@@ -1,0 +1,212 @@
+"""Which states each parameter has, in which dtypes, and how they come into being."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onepass._ops import optimizer as _ops
+from onepass._ops.dispatch_log import say
+from onepass.optim import codes, masters
+from onepass.optim.atomic import settled
+from onepass.optim.checks import check_shape
+from onepass.optim.distributed import broadcast_int
+from onepass.optim.flat_state import SCALE, Places, Request, Table, is_signed, local
+from onepass.optim.options import Options
+
+
+class StateOptimizer(torch.optim.Optimizer):
+    """What a subclass says of its states, the options, and the states in flat buffers."""
+
+    _algorithm: int  # of onepass._ops.optimizer.ALGORITHMS
+    _is_linear = False  # in parameters and gradients, so that parts of a sum can be stepped
+    _counts_steps = False  # what a step does depends on their number, so a checkpoint must have it
+    _has_second_moment = False  # which has no sign, and is rounded stochastically
+
+    master: str | None
+    state_dtype: torch.dtype | str | None
+    max_grad_norm: float | None
+    zero_grads: bool
+
+    grad_norm: Tensor | None
+    """0-dim tensor, the gradients' global norm in the last step, unscaled and before clipping;
+    None without max_grad_norm."""
+
+    # ---- what a subclass says --------------------------------------------------------------------
+
+    def _moment_keys(self, group: dict) -> tuple[str, ...]:
+        """The states that a parameter of `group` has, in the order of csrc/ops/optimizer.h."""
+        raise NotImplementedError
+
+    def _hyper(self, group: dict) -> _ops.Hyper:
+        """The settings of `group`."""
+        raise NotImplementedError
+
+    def _shows_step(self, param: Tensor) -> bool:
+        """Whether state[param] has a "step"; the noise needs it in checkpoints, too."""
+        return self._counts_steps or (self._needs_noise() and param.dtype.itemsize == 2)
+
+    def _needs_noise(self) -> bool:
+        """Whether anything is rounded stochastically."""
+        moments = self._has_second_moment and self.state_dtype in (torch.bfloat16, "int8")
+        return self.master == "stochastic" or moments
+
+    # ---- construction ----------------------------------------------------------------------------
+
+    def _accept(self, options: Options, settings: dict) -> None:
+        """Keeps the options that torch does not have; before torch's constructor.
+
+        Raises:
+            ValueError, RuntimeError: an option out of range, a setting that is not there.
+        """
+        name = type(self).__name__
+        self.__dict__.update(options.checked(name)._asdict())
+        if settings.get("differentiable"):
+            raise RuntimeError(
+                f"{name}: differentiable must be False, got True: like torch's, this kernel's "
+                "`fused` does not support `differentiable`"
+            )
+        for key in ("foreach", "fused"):
+            if settings.get(key):
+                say(f"{name}: {key}=True chooses between torch's implementations, not between ours")
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forgets what is derived from the state."""
+        self._places = Places()
+        self._table: Table | None = None
+        self._hidden_steps: dict[Tensor, Tensor] = {}
+        # (settings of all groups, the same as a tensor, and on the device if that is not the CPU)
+        self._hyper_tables_held: tuple = None, None, None
+        self.grad_norm = None
+        self._norm: Tensor | None = None  # as measured, of scaled gradients
+        self._grad_scale: Tensor | None = None
+        self._found_inf: Tensor | None = None
+
+    def _draw_seed(self) -> None:
+        """Keys the noise of stochastic rounding, where there is any, in the group dicts.
+
+        Derived from `torch.initial_seed()`, so that it follows `manual_seed` and takes nothing from
+        the random stream of the user's model.
+        """
+        if not self._needs_noise():
+            return
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        seed = int(torch.randint(-(2**63), 2**63 - 1, (), generator=generator))
+        seed = broadcast_int(seed)
+        self.defaults["seed"] = seed
+        for group in self.param_groups:
+            group.setdefault("seed", seed)
+
+    @torch._disable_dynamo
+    def add_param_group(self, param_group: dict) -> None:
+        """As torch's, with what the options ask of parameters."""
+        if not isinstance(param_group, dict):
+            return super().add_param_group(param_group)  # which says so
+        add, before, count = super().add_param_group, dict(param_group), len(self.param_groups)
+
+        def work() -> None:
+            params = param_group["params"]
+            if isinstance(params, Tensor):
+                params = [params]
+            elif not isinstance(params, set):  # which torch refuses
+                params = param_group["params"] = list(params)
+            group = {**self.defaults, **param_group}
+            for item in params:
+                param = item[1] if isinstance(item, tuple) else item
+                if isinstance(param, Tensor):
+                    self._check_param(param, group)
+            add(param_group)
+
+        def settle() -> None:
+            if len(self.param_groups) == count:
+                param_group.clear()
+                param_group.update(before)
+
+        settled(work, settle)
+
+    def _check_param(self, param: Tensor, group: dict) -> None:
+        name = type(self).__name__
+        if not param.is_floating_point():
+            raise RuntimeError(f"{name}: params must be floating point tensors, got {param.dtype}")
+        if group.get("capturable") and param.device.type == "cpu":
+            raise RuntimeError(
+                f"{name}: capturable must be False for parameters on the CPU, got True"
+            )
+        if self.master == "remainder16" and param.dtype not in (
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+        ):
+            raise ValueError(
+                f"{name}: params must be bfloat16 (or float32) with master='remainder16', got "
+                f"{param.dtype}"
+            )
+
+    # ---- states ----------------------------------------------------------------------------------
+
+    def _moment_dtype(self, param: Tensor) -> torch.dtype | str:
+        """Of a new moment."""
+        if param.dtype is torch.float64 or self.state_dtype is None:
+            return param.dtype
+        if self.state_dtype == "int8":
+            return "int8" if codes.fits(local(param)) else torch.float32
+        return self.state_dtype
+
+    def _expected(self, param: Tensor, group: dict) -> dict[str, torch.dtype]:
+        """Keys and dtypes of a new state."""
+        expected: dict[str, torch.dtype] = {}
+        if self._shows_step(param):
+            expected["step"] = torch.float32
+        dtype = self._moment_dtype(param)
+        for key in self._moment_keys(group):
+            if dtype == "int8":
+                expected[key] = torch.uint8
+                expected[key + SCALE] = torch.float32
+            else:
+                expected[key] = dtype
+        if param.dtype.itemsize == 2 and self.master in masters.KEYS:
+            key, dtype = masters.KEYS[self.master]
+            expected[key] = dtype
+        return expected
+
+    def _complete_states(self, params: Sequence[Tensor], groups: Sequence[dict]) -> None:
+        """Makes what the states of these parameters lack, in as few buffers as possible."""
+        requests: list[Request] = []
+        fresh: set[Tensor] = set()  # without a step of momentum
+        to_encode: list[tuple[dict, str, Tensor]] = []  # put there by someone in another dtype
+        for param, group in zip(params, groups, strict=True):
+            expected = self._expected(param, group)
+            entry = self.state[param] if expected else self.state.get(param, {})
+            if param.dtype.itemsize != 2:  # it may have had 16 bits before
+                entry.pop("master", None)
+                entry.pop("remainder", None)
+            has_momentum = entry.get("momentum_buffer") is not None
+            for key, dtype in expected.items():
+                value = entry.get(key)
+                if dtype is torch.uint8 and value is not None and entry.get(key + SCALE) is None:
+                    check_shape(type(self).__name__, param, key, value)
+                    to_encode.append((entry, key, entry.pop(key)))
+            missing = [key for key in expected if entry.get(key) is None]
+            requests += [Request(param, key, expected[key]) for key in missing]
+            if not self._shows_step(param) and (
+                param not in self._hidden_steps
+                or ("momentum_buffer" in expected and not has_momentum)
+            ):
+                requests.append(Request(param, "step", torch.float32))
+                if not has_momentum:
+                    fresh.add(param)
+        made = self._places.make(requests)
+        for request, tensor in zip(requests, made, strict=True):
+            if request.key == "step" and not self._shows_step(request.param):
+                self._hidden_steps[request.param] = tensor
+                if request.param not in fresh:
+                    tensor.fill_(1.0)  # a loaded buffer: its first step has been made
+                continue
+            self.state[request.param][request.key] = tensor
+            if request.key == "master":
+                masters.begin(request.param, self.state[request.param])
+        for entry, key, value in to_encode:
+            codes.encode(local(value), local(entry[key]), entry[key + SCALE], is_signed(key))

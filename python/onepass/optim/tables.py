@@ -1,0 +1,148 @@
+"""The tables that steps hand to the operator: where states lie, and the settings of all groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onepass._ops import objects
+from onepass._ops.optimizer import Hyper
+from onepass.optim import masters
+from onepass.optim.attempt import Attempt
+from onepass.optim.checks import (
+    check_device,
+    check_dtype,
+    check_shape,
+    refuse_mixed,
+    refuse_partial,
+    refuse_shared_memory,
+    refuse_sparse,
+)
+from onepass.optim.distributed import state_like
+from onepass.optim.flat_state import (
+    SCALE,
+    Numbers,
+    Request,
+    Table,
+    TableWriter,
+    layouts_of,
+    local,
+    noise_number,
+    on_device,
+    strides_of,
+)
+from onepass.optim.states import StateOptimizer
+
+LR = Hyper._fields.index("lr")
+
+
+class TableOptimizer(StateOptimizer):
+    """Makes the tables, and says whether they still hold."""
+
+    def _is_current(self, table: Table, numbers: Numbers, device: torch.device) -> bool:
+        """Whether these are the settings and states that the table was made for."""
+        return (
+            table.device == device
+            and table.contents is not None
+            and isinstance(self.state, dict)
+            and objects.holds(self.state, table.contents)
+            and (table.all_have_state or all(map(table.has_state.__getitem__, numbers)))
+            and table.kinds == [self._moment_keys(group) for group in self.param_groups]
+        )
+
+    def _make_table(
+        self, attempt: Attempt, params: list[Tensor], numbers: Numbers, gradients: list[Tensor]
+    ) -> Table:
+        name = type(self).__name__
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        refuse_sparse(name, gradients)  # before any state is made
+        check_device(name, [params[i] for i in numbers])
+        refuse_shared_memory(name, "params", [params[i] for i in numbers])
+        refuse_mixed(name, [params[i] for i in numbers], gradients)
+        if not self._is_linear:
+            refuse_partial(name, [params[i] for i in numbers])
+        attempt.may_change_states()
+        self._complete_states([params[i] for i in numbers], [groups[i] for i in numbers])
+        writer = TableWriter(self._places)
+        group_numbers = [n for n, g in enumerate(self.param_groups) for _ in g["params"]]
+        with_grad = set(numbers)
+        has_state: list[bool] = []
+        with_master: list[tuple[Tensor, dict]] = []
+        for number, (param, group) in enumerate(zip(params, groups, strict=True)):
+            entry = self.state.get(param) or {}
+            step = entry.get("step") if self._shows_step(param) else self._hidden_steps.get(param)
+            keys = self._moment_keys(group)
+            has_state.append(step is not None and all(entry.get(k) is not None for k in keys))
+            master = entry.get("master", entry.get("remainder"))
+            if param.dtype.itemsize != 2:
+                master = None
+            if number in with_grad or has_state[-1]:
+                self._check_entry(number, param, entry, keys)
+            writer.add(
+                noise_number(number, param),
+                group_numbers[number],
+                step,
+                [entry.get(k) for k in keys],
+                [entry.get(k + SCALE) for k in keys],
+                master,
+            )
+            if master is not None:
+                with_master.append((param, entry))
+        known = set(params)
+        self._hidden_steps = {p: step for p, step in self._hidden_steps.items() if p in known}
+        entries = list(self.state.values())
+        are_dicts = all(isinstance(holder, dict) for holder in (self.state, *entries))
+        in_use = [*self._hidden_steps.values(), *(v for entry in entries for v in entry.values())]
+        self._places.keep_only([v for v in in_use if isinstance(v, Tensor)])
+        table = Table(
+            params=params,
+            grouped=[list(group["params"]) for group in self.param_groups],
+            contents=objects.contents(self.state) if are_dicts else None,
+            has_state=has_state,
+            all_have_state=all(has_state),
+            kinds=[self._moment_keys(group) for group in self.param_groups],
+            layout=writer.layout(),
+            buffers=writer.buffers,
+            layouts=layouts_of(params),
+            masters=with_master,
+            master_params=[p for p, _ in with_master],
+            are_sharded=any(local(p) is not p for p in params),
+            device=local(params[numbers[0]]).device,
+        )
+        masters.follow(table, self._table)
+        return table
+
+    def _check_entry(self, number: int, param: Tensor, entry: dict, keys: Sequence[str]) -> None:
+        """Every state must lie like its parameter; one that someone replaced may not."""
+        name, here = type(self).__name__, local(param)
+        for key in (*keys, "master", "remainder"):
+            value = entry.get(key)
+            if value is None:
+                continue
+            value = entry[key] = state_like(param, value)
+            tensor = local(value)
+            check_shape(name, param, key, value, number)
+            check_dtype(name, number, param, key, tensor.dtype, key + SCALE in entry)
+            if tensor.stride() != strides_of(here) and tensor.numel() > 1:
+                (made,) = self._places.make([Request(param, key, tensor.dtype)])
+                local(made).copy_(tensor)
+                entry[key] = made
+
+    def _hyper_tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """(settings of all groups, the same on `device` if that is not the CPU)."""
+        rows = tuple([self._hyper(group) for group in self.param_groups])
+        known, table, device_table = self._hyper_tables_held
+        if rows != known or (device_table is None) != (device.type == "cpu"):
+            # Should an interrupt arrive from here on, the next step writes them anew.
+            self._hyper_tables_held = None, table, device_table
+            table = torch.tensor(rows, dtype=torch.float64)
+            device_table = on_device(table, device, device_table)
+            self._hyper_tables_held = rows, table, device_table
+        if device_table is not None:
+            for number, group in enumerate(self.param_groups):
+                if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu":
+                    # Without a word to the host.
+                    device_table[number, LR].copy_(group["lr"].squeeze())
+        return table, device_table

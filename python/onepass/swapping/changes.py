@@ -1,0 +1,88 @@
+"""Changes to a model, noted before the first of them is made.
+
+Ctrl-C raises between any two bytecodes. So a call lists all its edits, a journal notes what they
+will replace, and only then are they made; whatever ends the call before it returns, the journal
+sets back what it noted. That is one call into C for all edits, which no signal divides, and doing
+it again changes nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+ABSENT = type("ABSENT", (), {"__repr__": lambda self: "ABSENT"})()
+
+
+class Edit(NamedTuple):
+    """A value for `owner.__class__`, or for a key of the owner's `__dict__`: ABSENT removes it."""
+
+    owner: object
+    name: str
+    value: object
+
+    def current(self) -> object:
+        if self.name == "__class__":
+            return type(self.owner)
+        return vars(self.owner).get(self.name, ABSENT)
+
+    def make(self) -> None:
+        if self.name == "__class__":
+            self.owner.__class__ = self.value  # unlike `setting`, it asks the owner's __setattr__
+        else:
+            self.setting(self.value)()
+
+    def setting(self, value: object) -> functools.partial:
+        """A call into C that sets this."""
+        if self.name == "__class__":
+            return functools.partial(object.__setattr__, self.owner, "__class__", value)
+        if value is ABSENT:
+            return functools.partial(dict.pop, vars(self.owner), self.name, None)
+        return functools.partial(dict.__setitem__, vars(self.owner), self.name, value)
+
+
+class Journal:
+    """The edits of one call, and what they replaced."""
+
+    def __init__(self):
+        self._noted: list[tuple[Edit, object]] = []
+
+    def make(self, edits: Sequence[Edit]) -> None:
+        """Once per journal."""
+        self._noted = [(edit, edit.current()) for edit in edits]
+        for edit in edits:
+            edit.make()
+
+    def owners(self, name: str) -> list:
+        return [edit.owner for edit, _ in self._noted if edit.name == name]
+
+    def undo(self) -> None:
+        """Sets back the edits that were made, but those that were replaced since."""
+        settings = [
+            edit.setting(before)
+            for edit, before in reversed(self._noted)
+            if edit.current() is edit.value
+        ]
+        collections.deque(map(operator.methodcaller("__call__"), settings), maxlen=0)
+
+    def forget(self) -> None:
+        """The edits stay."""
+        self._noted = []
+
+
+@contextlib.contextmanager
+def in_force(edits: Sequence[Edit]) -> Iterator[None]:
+    """The edits are made for the block."""
+    journal = Journal()
+    try:
+        try:
+            journal.make(edits)
+            yield
+        finally:
+            journal.undo()
+    finally:
+        journal.undo()  # an interrupt may have kept the first call of it from beginning

@@ -1,0 +1,126 @@
+"""What a report says beside its lists: what a swap changes beyond speed, and what to look at."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from onepass.swapping import by_name, callsites, classes, matchers, small_norms
+from onepass.swapping.classes import ForeignNormForward
+from onepass.swapping.plan import Plan
+from onepass.swapping.report import grouped
+from onepass.swapping.walk import wrapper
+
+_RANDOM_STREAMS = (
+    "dropout was swapped: its random stream is reproducible from manual_seed and not equal to "
+    "stock's; an unseeded shuffle drawn from the same generator moves too"
+)
+_ATTENTION_STREAMS = (
+    "attention was swapped: where it drops weights, its random stream is reproducible from "
+    "manual_seed and not equal to stock's"
+)
+_NEED_WEIGHTS = (
+    "{names}: calls with need_weights=True, torch's default, ask for the matrix of weights: torch "
+    "computes them as before and nothing is gained; pass need_weights=False"
+)
+_ENCODER_LAYERS = (
+    "{names}: in inference too they run the modules in them, where torch computes a layer in one "
+    "call; of the nested tensors that nn.TransformerEncoder makes of a padding mask they compute "
+    "the rows as one packed batch, and padding comes back as zeros, as in stock"
+)
+_ATTENTION_CALLS = (
+    "calls of F.scaled_dot_product_attention with nested or distributed tensors, a CausalBias, or "
+    f"a head_dim above {classes.MOST_HEAD_DIM} run torch's"
+)
+_REDIRECTION = (
+    "in forwards whose calls of F.scaled_dot_product_attention are redirected, each torch function "
+    "and each look at a tensor's shape takes about a microsecond longer: with few tokens, as in "
+    "decoding, they may be slower than stock"
+)
+_PROBED = (
+    "norms of other classes were accepted by a numeric probe on the CPU; in dtype combinations "
+    "that it did not prove (float64 for most) they run their own forward"
+)
+_FORCED = "{names}: forced; nothing but report.verify(batch) shows whether it computes the same"
+_FAST_PATH = (
+    "{names}: in eval mode without gradients torch's fast path computes these layers in one call "
+    "and reads their parameters only: the swapped modules run in training, and whenever the fast "
+    "path is off; nested tensors, which it makes of a padding mask, run the stock forward"
+)
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def notes(model: nn.Module, plan: Plan) -> list[str]:
+    report = plan.report
+    notes = []
+    if report._earlier:
+        notes.append(f"{len(report._earlier)} of the swapped modules had been swapped before")
+    root = wrapper(model)
+    if not report.swapped and root and any(e["reason"].kind is root.kind for e in report.skipped):
+        notes.append(f"nothing in this model can be swapped: its root {root}")
+    if any(change.kind == "dropout" for change in plan.classes):
+        notes.append(_RANDOM_STREAMS)
+    notes += _attention_notes(plan)
+    notes += by_name.notes(model, report)
+    if any(issubclass(change.cls, ForeignNormForward) for change in plan.classes):
+        notes.append(_PROBED)
+    if any(_is_layer_norm(change.cls) for change in plan.classes):
+        notes.append(small_norms.NOTE)
+    notes += _note(_FORCED, plan.forced)
+    kinds = {change.kind for change in plan.classes} if torch.cuda.is_available() else set()
+    if kinds - {"attention"} and not matchers.has_kernels("cuda"):
+        notes.append("this build has kernels for the CPU only: unswap before moving to a GPU")
+    if "attention" in kinds and not matchers.has_kernels("cuda", "attention"):
+        notes.append("this build has attention for the CPU only: on a GPU torch's runs as before")
+    return notes
+
+
+def _is_layer_norm(cls: type) -> bool:
+    return issubclass(cls, nn.LayerNorm) and cls._onepass_kind == "norm"
+
+
+def _attention_notes(plan: Plan) -> list[str]:
+    names = {id(item.module): item.names[0] for item in plan.found}
+    forwards = {id(change.module): change.cls for change in plan.classes}
+
+    def swapped_to(forward: type, modules) -> list[str]:
+        return [
+            names[id(module)]
+            for module in modules
+            if issubclass(forwards.get(id(module), object), forward)
+        ]
+
+    modules = [item.module for item in plan.found]
+    layers = [module for module in modules if isinstance(module, _LAYERS)]
+    in_layers = {id(part) for layer in layers for part in layer.children()}
+    alone = [module for module in modules if id(module) not in in_layers]
+    calling = swapped_to(classes.AttentionCalls, modules)
+    dropping = [m for m in modules if isinstance(m, nn.MultiheadAttention) and m.dropout > 0.0]
+    bypassed = [
+        names[id(layer)]
+        for layer in layers
+        if type(layer).forward is nn.TransformerEncoderLayer.forward
+        and id(layer) not in forwards
+        and any(id(part) in forwards for part in layer.modules())
+    ]
+    notes = []
+    if calling or plan.named or swapped_to(classes.MultiheadAttentionForward, dropping):
+        notes.append(_ATTENTION_STREAMS)
+    notes += _note(_NEED_WEIGHTS, swapped_to(classes.MultiheadAttentionForward, alone))
+    notes += _note(_ENCODER_LAYERS, swapped_to(classes.EncoderLayerForward, modules))
+    notes += _note(_ATTENTION_CALLS, calling) + _note(_REDIRECTION, calling)
+    dispatching = [
+        names[id(change.module)]
+        for change in plan.classes
+        if issubclass(change.cls, classes.AttentionCalls)
+        and callsites.calls_of(change.module).dispatch
+    ]
+    if dispatching:
+        from onepass.integrations import diffusers
+
+        notes += _note(diffusers.NOTE, dispatching)
+    return notes + _note(_FAST_PATH, bypassed)
+
+
+def _note(text: str, names: list[str]) -> list[str]:
+    return [text.format(names=", ".join(grouped(names)))] if names else []

@@ -1,0 +1,220 @@
+"""What a swap is going to do, module by module, before anything is done."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from onepass.swapping import by_name, classes, matchers
+from onepass.swapping import probe as probing
+from onepass.swapping.changes import Edit
+from onepass.swapping.classes import ForeignNormForward, NormSpec, is_swapped, make_class
+from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.report import Change, Report
+from onepass.swapping.walk import Choice, Found, walk
+
+_STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
+_NOT_BY_FORCE = "; force does not change that"
+
+
+class ClassChange(NamedTuple):
+    kind: str
+    name: str
+    module: nn.Module
+    cls: type[nn.Module]
+
+
+class Plan:
+    """Walks the model as it is made; nothing is changed.
+
+    Attributes:
+        report: its lists are full, its notes are not.
+        found: every module of the model.
+        classes: the classes to be set.
+        named: the edits that give modules onepass's attention by name.
+        refused: entries of candidates that cannot be swapped, as under `strict`.
+        forced: names of modules that are swapped by the user's word alone.
+    """
+
+    def __init__(
+        self, model: nn.Module, kinds: tuple[str, ...], choice: Choice, probe: bool, dry_run: bool
+    ):
+        self.report = Report(model, dry_run=dry_run)
+        self.found = walk(model)
+        self.classes: list[ClassChange] = []
+        self.named: list[Edit] = []
+        self.refused: list[dict[str, str]] = []
+        self.forced: list[str] = []
+        self._kinds, self._choice, self._probe = kinds, choice, probe
+        self._verdicts: dict[tuple, NormSpec | Because] = {}
+        self._kept: dict[int, str] = {}  # names of modules whose calls stay, by id
+        self._wanted: list[tuple[Found, bool]] = []  # by name; whether forced
+        self._unwanted: list[Found] = []  # by name
+        self._listed: set[tuple[int, str]] = set()  # (id, kind) of modules in any list
+        self._unknown: list[tuple[Found, str, Because]] = []
+        for item in self.found:
+            self._consider(item)
+        self._take_by_name(model)
+        self._leave_around_kept()
+        self.report.swapped += [
+            _entry(change.name, change.kind, type(change.module), _to(change.cls))
+            for change in self.classes
+        ]
+        self.report.swapped += [
+            _entry(item.names[0], "attention", type(item.module), by_name.TO)
+            for item, _ in self._wanted
+        ]
+        self._list_unknown()
+
+    def edits(self) -> list[Edit]:
+        return [Edit(change.module, "__class__", change.cls) for change in self.classes] + (
+            self.named
+        )
+
+    def _consider(self, item: Found) -> None:
+        module, cls = item.module, type(item.module)
+        if is_swapped(cls):
+            if cls._onepass_kind in self._kinds:
+                self._list_earlier(item, cls._onepass_kind, cls._onepass_original, _to(cls))
+                change = Change(module, cls._onepass_original, cls, new=False)
+                self.report._changes.append(change)
+            return
+        match = matchers.match(module, self._kinds)
+        if match is None:
+            return
+        self._listed.add((id(module), match.kind))
+        forced = match.forceable and self._choice.forces(item)
+        if match.unknown and not forced:
+            self._unknown.append((item, match.kind, match.reason))
+            return
+        if match.named or match.forward is classes.AttentionCalls:
+            self._kept[id(module)] = item.names[0]
+        reason = self._choice.refusal(item)
+        if match.named:
+            self._consider_named(item, match.kind, reason)
+            return
+        if reason:
+            self._skip(item, reason)
+            return
+        target, reason = self._target(item, match)
+        if target is None:
+            self._refuse(item, reason)
+            return
+        self._kept.pop(id(module), None)
+        self.classes.append(ClassChange(match.kind, item.names[0], module, target))
+
+    def _consider_named(self, item: Found, kind: str, reason: Because | None) -> None:
+        if by_name.is_attached(item.module):
+            del self._kept[id(item.module)]
+            if reason:
+                self._skip(item, reason + _STILL_ATTACHED)
+            else:
+                self._list_earlier(item, kind, type(item.module), by_name.TO)
+        elif reason:
+            self._skip(item, reason)
+            self._unwanted.append(item)
+        else:
+            self._wanted.append((item, self._choice.forces(item)))
+
+    def _target(
+        self, item: Found, match: matchers.Match
+    ) -> tuple[type[nn.Module] | None, Because | None]:
+        """(the class to swap to, None), or (None, the reason for refusing); fills the verdicts."""
+        module, forced = item.module, self._choice.forces(item)
+        if item.wrapped:
+            return None, item.wrapped[0]
+        reason, spec, forward = match.reason, None, match.forward
+        if reason and forced and match.forceable:
+            reason = matchers.obstacle_to(module, match.kind)
+            self.forced.append(item.names[0])
+        if reason:
+            return None, reason + _NOT_BY_FORCE * forced
+        if match.structure is not None:
+            spec = self._verdict(module, match.structure, forced=False)
+            if isinstance(spec, str) and forced:
+                spec = self._verdict(module, match.structure, forced=True)
+                if not isinstance(spec, str):
+                    self.forced.append(item.names[0])
+            if isinstance(spec, str):
+                return None, spec + _NOT_BY_FORCE * forced
+            forward = ForeignNormForward
+        try:
+            return make_class(type(module), forward, spec), None
+        except TypeError as error:
+            return None, Reason.NO_SUBCLASS.because(error)
+
+    def _verdict(self, module, structure: matchers.Structure, forced: bool) -> NormSpec | Because:
+        if not self._probe and not forced:
+            return Reason.PROBE_OFF.because()
+        key = (forced, *probing.configuration(module, structure))
+        if key not in self._verdicts:
+            found = probing.probe(module, structure, forced=forced)
+            self._verdicts[key] = Reason.PROBE.told(found) if isinstance(found, str) else found
+        return self._verdicts[key]
+
+    def _take_by_name(self, model: nn.Module) -> None:
+        reasons, self.named, forced = by_name.plan_swap(model, self._wanted, self._unwanted)
+        self.report._named += self.named
+        for item, asked in self._wanted:
+            if id(item.module) in reasons:
+                reason = Reason.BY_NAME.told(reasons[id(item.module)])
+                self._refuse(item, reason + _NOT_BY_FORCE * asked)
+                continue
+            del self._kept[id(item.module)]
+            if id(item.module) in forced:
+                self.forced.append(item.names[0])
+        self._wanted = [pair for pair in self._wanted if id(pair[0].module) not in reasons]
+
+    def _leave_around_kept(self) -> None:
+        """Refuses to redirect calls where those of a module that must keep its own would be too."""
+        around: dict[int, str] = {}
+        for change in self.classes[::-1]:  # children first
+            if issubclass(change.cls, classes.AttentionCalls):
+                parts = map(id, change.module.modules())
+                inner = next((self._kept[part] for part in parts if part in self._kept), None)
+                if inner is not None:
+                    around[id(change.module)] = inner
+                    self._kept[id(change.module)] = change.name
+        for item in self.found:
+            if id(item.module) in around:
+                inner = around[id(item.module)]
+                self._refuse(item, Reason.HOLDS_KEPT.because(inner))
+        self.classes = [change for change in self.classes if id(change.module) not in around]
+
+    def _list_unknown(self) -> None:
+        """Those that hold no other module of their kind which is listed."""
+        for item, kind, reason in self._unknown:
+            parts = (part for part in item.module.modules() if part is not item.module)
+            if not any((id(part), kind) in self._listed for part in parts):
+                self.report.unknown.append(_refusal(item, reason))
+
+    def _list_earlier(self, item: Found, kind: str, original: type, to: str) -> None:
+        self._listed.add((id(item.module), kind))
+        self.report._earlier.add(item.names[0])
+        self.report.swapped.append(_entry(item.names[0], kind, original, to))
+
+    def _skip(self, item: Found, reason: Because) -> None:
+        self.report.skipped.append(_refusal(item, reason))
+
+    def _refuse(self, item: Found, reason: Because) -> None:
+        self._skip(item, reason)
+        self.refused.append(self.report.skipped[-1])
+
+
+def _entry(name: str, kind: str, original: type, to: str) -> dict[str, str]:
+    return {"name": name, "from": _full_name(original), "to": to, "kind": kind}
+
+
+def _refusal(item: Found, reason: Because) -> dict[str, str]:
+    return {"name": item.names[0], "type": _full_name(type(item.module)), "reason": reason}
+
+
+def _to(cls: type[classes.Swapped]) -> str:
+    if issubclass(cls, ForeignNormForward):
+        return f"onepass {cls._onepass_spec}"
+    return cls._onepass_to
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,84 @@
+"""Why a module keeps its class: what `Report.skipped` and `Report.unknown` say."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Because(str):
+    """The text of a reason, with what stands in it; code asks for its `kind`."""
+
+    kind: Reason
+
+    def __new__(cls, kind: Reason, text: str) -> Because:
+        made = super().__new__(cls, text)
+        made.kind = kind
+        return made
+
+    def __getnewargs__(self) -> tuple[Reason, str]:
+        return self.kind, str(self)
+
+    def __add__(self, more: str) -> Because:
+        return Because(self.kind, str(self) + more)
+
+
+class Reason(enum.Enum):
+    """Texts, with places for what they are about."""
+
+    # Options, and what wraps a model.
+    SHARDED = "is sharded (FSDP); swap before sharding"
+    IN_COMPILED = "is inside a compiled module; swap before torch.compile"
+    COMPILED = "is compiled by module.compile(); swap before that"
+    NOT_INCLUDED = "not in include"
+    EXCLUDED = "excluded by {!r}"
+    FILTERED = "filter_fn returned False"
+
+    # Its class, by its looks.
+    CHANGED = "its class was changed after a swap"
+    BATCH_NORM = "normalises over the batch or positions, with statistics"
+    GROUP_NORM = "normalises groups of channels over all positions"
+    RESPONSE_NORM = "normalises over neighbouring channels"
+    CHECKPOINTS = (
+        "checkpoints inside its forward, whose recomputation would run torch's attention; "
+        "checkpoint around the module"
+    )
+    HOLDS_MODULES = "holds other modules; these are looked at alone"
+    DROPOUT_SUBCLASS = "a subclass of torch.nn.Dropout; only the class itself is"
+    OTHER_DROPOUT = "no rule for this kind of dropout"
+    HEAD_DIM = "its head_dim, {}, is above {}"
+    OWN_SA_BLOCK = "its class overrides _sa_block, which gets masks in torch's form"
+    OWN_FORWARD = "a subclass with a forward of its own"
+    NO_CALLS = "calls no F.scaled_dot_product_attention itself; modules in it are looked at alone"
+    BUFFERS = "keeps buffers: {}"
+    KEEPS_TENSOR = "keeps a tensor in its attribute {!r}"
+    NO_WEIGHT = "has no weight"
+    NO_SHAPE = "its {} has no shape yet"
+    DIMENSIONS = "its {} must have 1 dimension, got shape {}"
+    PARAMETERS = "has {} parameters ({})"
+    SHAPES_DIFFER = "its {} differs from its {} in shape"
+    NO_EPS = "has no eps"
+    ARGUMENTS = "its forward takes ({}), not exactly one tensor"
+    INSTANCE_FORWARD = "its forward is replaced on the instance"
+    OWN_CALL = "its class overrides __call__"
+    PARAMETRIZED = "is parametrized"
+    PARAMETER_CLASS = "its {} is a {}"
+    NO_KERNELS = "onepass has no kernels for its device, {}, in this build"
+
+    # Found while the swap is planned.
+    PROBE_OFF = "not proven: probe is off"
+    NO_SUBCLASS = "its class cannot be subclassed: {}"
+    HOLDS_KEPT = "holds {!r}, which keeps its attention as it is"
+
+    # In the words of the probe and of the integrations, which name figures and versions.
+    OLD_DEVICE = "its device is too old"
+    PROBE = "the probe refuses it"
+    BY_NAME = "attention by name is refused"
+    DIFFUSERS = "the way that diffusers calls attention is refused"
+
+    def because(self, *values: object) -> Because:
+        """The text with these values in its places."""
+        return Because(self, self.value.format(*values))
+
+    def told(self, text: object) -> Because:
+        """This reason, in the words of who found it."""
+        return Because(self, str(text))

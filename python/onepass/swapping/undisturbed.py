@@ -1,0 +1,102 @@
+"""What running a model may change, noted beforehand and put back afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
+
+
+class _Kept:
+    """One module: its class, its attributes, and what its containers hold, one level deep."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.cls, self.attributes = module, type(module), dict(vars(module))
+        self.contents = [
+            (value, value.copy())
+            for value in self.attributes.values()
+            if type(value) in _CONTAINERS
+        ]
+
+    def restore(self) -> None:
+        if type(self.module) is not self.cls:
+            object.__setattr__(self.module, "__class__", self.cls)
+        now = vars(self.module)
+        for name in [name for name in now if name not in self.attributes]:
+            del now[name]
+        for name, value in self.attributes.items():
+            if now.get(name, self) is not value:
+                now[name] = value
+        for container, before in self.contents:
+            if not _same_items(container, before):
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(before)
+
+
+def _same_items(container, before) -> bool:
+    if len(container) != len(before):
+        return False
+    if isinstance(container, set):
+        return container == before
+    pairs = zip(container, before, strict=True)
+    if isinstance(container, dict):
+        pairs = zip(container.items(), before.items(), strict=True)
+        return all(a is b and x is y for (a, x), (b, y) in pairs)
+    return all(a is b for a, b in pairs)
+
+
+class State:
+    """A model's classes, attributes, buffers and attention, torch's random state, grad mode.
+
+    Parameters keep their values: nothing that is run with this writes to them.
+    """
+
+    def __init__(self, model: nn.Module, others: Iterable[nn.Module] = ()):
+        modules = {id(module): module for module in (*model.modules(), *others)}
+        self._modules = [_Kept(module) for module in modules.values()]
+        self._buffers = [
+            (buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()
+        ]
+        self._configs = _configs(model)
+        self._grad = torch.is_grad_enabled()
+        self._random = torch.get_rng_state()
+        devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+        self._random_cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def around(self, function: Callable, *args):
+        """`function(*args)`; then everything is put back, whatever ends it.
+
+        Twice: an interrupt that comes while it is put back is followed by the other time.
+        """
+        try:
+            try:
+                return function(*args)
+            finally:
+                self.restore()
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        """Puts everything back; may be called again, and after a call that was interrupted."""
+        torch.set_grad_enabled(self._grad)
+        for kept in self._modules:
+            kept.restore()
+        for buffer, version, value in self._buffers:
+            if buffer._version != version:
+                buffer.detach().copy_(value)  # no context, which an interrupt may leave half way
+        for config, implementation in self._configs:
+            config._attn_implementation_internal = implementation
+        torch.set_rng_state(self._random)
+        for device, random in self._random_cuda:
+            torch.cuda.set_rng_state(random, device)
+
+
+def _configs(model: nn.Module) -> list[tuple]:
+    """(config, the attention that it names) of transformers' models; what verify sets there."""
+    integration = sys.modules.get("onepass.integrations.transformers.models")
+    return [] if integration is None else integration.implementations(model)

@@ -1,0 +1,115 @@
+"""The modules of a model, by all their names, and which of them the options choose."""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from onepass.swapping.reasons import Because, Reason
+
+
+class Found(NamedTuple):
+    """A module of the model, with every name it goes by."""
+
+    module: nn.Module
+    names: list[str]
+    wrapped: list[Because]  # why a module on the way to it, or itself, must not be touched
+
+
+def walk(model: nn.Module) -> list[Found]:
+    """Every module once, in the order of `named_modules`."""
+    found: dict[int, Found] = {}
+
+    def visit(module: nn.Module, name: str, wrapped: list[Because], path: frozenset[int]) -> None:
+        reason = wrapper(module)
+        if reason:
+            wrapped = [*wrapped, reason]
+        item = found.setdefault(id(module), Found(module, [], []))
+        item.names.append(name)
+        item.wrapped.extend(wrapped)
+        path = path | {id(module)}
+        for child_name, child in module._modules.items():
+            if child is not None and id(child) not in path:
+                visit(child, f"{name}.{child_name}" if name else child_name, wrapped, path)
+
+    visit(model, "", [], frozenset())
+    return list(found.values())
+
+
+def wrapper(module: nn.Module) -> Because | None:
+    """Why this module and all below it must keep their classes; None if there is no reason.
+
+    The modules that define the wrappers are looked up among those imported already: they are
+    expensive to import, and a model cannot hold what nobody imported.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+        return Reason.SHARDED.because()
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return Reason.IN_COMPILED.because()
+    if module._compiled_call_impl is not None:
+        return Reason.COMPILED.because()
+    return None
+
+
+class Choice(NamedTuple):
+    """The options of a swap that choose modules; globs are on fully qualified names."""
+
+    include: tuple[str, ...] | None
+    exclude: tuple[str, ...] | None
+    force: tuple[str, ...] | None
+    filter_fn: Callable[[nn.Module, str], bool] | None
+
+    def refusal(self, item: Found) -> Because | None:
+        """Which option keeps this candidate as it is; None if none does."""
+        if self.include is not None and not _any_matches(self.include, item.names):
+            return Reason.NOT_INCLUDED.because()
+        for pattern in self.exclude or ():
+            if _any_matches((pattern,), item.names):
+                return Reason.EXCLUDED.because(pattern)
+        if self.filter_fn is not None and not self.filter_fn(item.module, item.names[0]):
+            return Reason.FILTERED.because()
+        return None
+
+    def forces(self, item: Found) -> bool:
+        return _any_matches(self.force or (), item.names)
+
+    def without_a_match(self, found: list[Found]) -> list[str]:
+        """Sentences on globs that match no module."""
+        names = [name for item in found for name in item.names]
+        return [
+            f"{option} pattern {pattern!r} matches no module"
+            for option in ("include", "exclude", "force")
+            for pattern in getattr(self, option) or ()
+            if not fnmatch.filter(names, pattern)
+        ]
+
+
+def globs(option: str, patterns: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """An option's globs as a tuple: :func:`strings`."""
+    return None if patterns is None else strings(option, "globs", patterns)
+
+
+def strings(option: str, what: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    """An option's strings as a tuple.
+
+    Raises:
+        TypeError: it is neither a string nor a sequence of strings.
+    """
+    given = (given,) if isinstance(given, str) else given
+    if not isinstance(given, Iterable):
+        raise TypeError(f"swap: {option} must hold {what}, got {type(given).__name__}")
+    given = tuple(given)
+    for item in given:
+        if not isinstance(item, str):
+            raise TypeError(f"swap: {option} must hold {what}, got {item!r}")
+    return given
+
+
+def _any_matches(patterns: Sequence[str], names: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)

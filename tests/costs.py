@@ -1,0 +1,99 @@
+"""The CPU seconds that a run of the tests takes, by file: those of its processes and of their
+children.
+
+A table at the end of each run names the files that take the most, with --durations=0 all of them.
+`make test` is what people run while they work: a file that takes more than its budget there is
+named, and one of those with a budget of their own that takes OVER times as much fails the run. CPU
+time grows on a busy machine, but not sixfold: budgets are about twice what was measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import compiled
+import pytest
+
+QUICK = "not slow"  # the run that has budgets
+USUAL = 30  # seconds that a file may take before it is named
+BUDGETS = {  # what fails the run when it is exceeded OVER times
+    "tests/test_attention.py": 120,
+    "tests/test_attention_decode.py": 100,
+    "tests/test_attention_decode_torch.py": 60,
+    "tests/test_attention_torch.py": 80,
+    "tests/test_bench.py": 60,
+    "tests/test_bench_attention.py": 40,
+    "tests/test_compare.py": 60,
+    "tests/test_compare_command.py": 120,
+    "tests/test_gpu_report.py": 60,
+    "tests/test_gpu_table.py": 60,
+    "tests/test_install.py": 60,
+    "tests/test_integrations_transformers.py": 60,
+    "tests/test_integrations_transformers_attach.py": 70,
+    "tests/test_integrations_transformers_use.py": 60,
+}
+OVER = 3
+SHOWN = 20
+STARTING = "(starting and collecting)"
+COMPILING = "(compiling)"
+
+
+def spent() -> float:
+    return time.process_time() + compiled.children()
+
+
+def dear(costs: dict[str, float]) -> list[str]:
+    """The files that took more than their budget."""
+    files = (file for file in costs if not file.startswith("("))
+    return [file for file in files if costs[file] > BUDGETS.get(file, USUAL)]
+
+
+def too_dear(costs: dict[str, float]) -> list[str]:
+    return [file for file, budget in BUDGETS.items() if costs.get(file, 0) > OVER * budget]
+
+
+class Costs:
+    def __init__(self, config: pytest.Config):
+        self.config = config
+        self.costs: Counter[str] = Counter()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        begin, compiling = spent(), compiled.seconds
+        result = yield
+        compiling = compiled.seconds - compiling
+        self.costs[COMPILING] += compiling
+        self.costs[item.nodeid.partition("::")[0]] += spent() - begin - compiling
+        return result
+
+    def pytest_collection_finish(self) -> None:
+        self.costs[STARTING] += spent()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node) -> None:
+        """A worker of a parallel run has ended."""
+        self.costs.update(getattr(node, "workeroutput", {}).get("costs", {}))
+
+    def pytest_sessionfinish(self, session) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["costs"] = dict(self.costs)
+        elif self.has_budgets() and too_dear(self.costs):
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def has_budgets(self) -> bool:
+        return self.config.getoption("markexpr") == QUICK
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        shown = None if self.config.getoption("durations") == 0 else SHOWN
+        terminalreporter.section("CPU seconds by file")
+        for file, seconds in self.costs.most_common(shown):
+            terminalreporter.line(f"{seconds:8.1f}  {file}")
+        terminalreporter.line(f"{sum(self.costs.values()):8.1f}  in all")
+        for file in dear(self.costs) if self.has_budgets() else ():
+            word = "FAILED" if file in too_dear(self.costs) else "more than its budget"
+            budget = BUDGETS.get(file, USUAL)
+            terminalreporter.line(
+                f"{word}: {file} took {self.costs[file]:.0f} CPU seconds of {budget} "
+                "(tests/costs.py): make its tests cheaper or mark some slow"
+            )

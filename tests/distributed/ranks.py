@@ -1,0 +1,178 @@
+"""Functions of the tests, run on several processes that share a gloo process group.
+
+The processes of one size are started once and run every function handed to them, so that a test
+costs its collectives and not two imports of torch. They are forked from one process that has
+imported torch and onepass.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import pytest
+import torch
+
+TIMEOUT = 60  # seconds for one function
+GRACE = 3  # seconds for the other ranks after the first failure
+
+# What a module of such tests is marked with. All run in one of pytest-xdist's workers, so that the
+# processes are started once.
+distributed = [
+    pytest.mark.distributed,
+    pytest.mark.xdist_group("distributed"),
+    pytest.mark.skipif(
+        not torch.distributed.is_available() or sys.platform != "linux",
+        reason="torch.distributed is not available",
+    ),
+]
+
+
+class RankError(AssertionError):
+    """What went wrong on which rank."""
+
+
+def run(size: int, body: Callable, *args, timeout: float = TIMEOUT) -> list:
+    """body(*args) on each of `size` processes; the results by rank.
+
+    `body` is a function at the top of its module; arguments and results are pickled. Every call
+    begins with the same seed and one thread.
+
+    Raises:
+        RankError: with the traceback of every rank that failed, and the stack of every rank that
+            gave no answer in time. The next call starts new processes.
+    """
+    group = _groups.get(size)
+    if group is None:
+        group = _groups[size] = _Group(size)
+    try:
+        return group.run(body, args, timeout)
+    except BaseException:
+        del _groups[size]
+        group.close()
+        raise
+
+
+class _Group:
+    def __init__(self, size: int):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "onepass"]
+        )
+        self.folder = Path(tempfile.mkdtemp(prefix="onepass-ranks-"))
+        self.connections: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, str(self.folder), there), daemon=True
+            )
+            process.start()
+            there.close()
+            self.connections.append(here)
+            self.processes.append(process)
+
+    def run(self, body: Callable, args: tuple, timeout: float) -> list:
+        work = pickle.dumps((body, args))
+        for connection in self.connections:
+            connection.send_bytes(work)
+        results: dict[int, object] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < len(self.connections):
+            waiting = [
+                connection
+                for rank, connection in enumerate(self.connections)
+                if rank not in results and rank not in failures
+            ]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = self.connections.index(connection)
+                try:
+                    passed, answer = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    self.processes[rank].join(GRACE)
+                    passed, answer = False, f"ended with code {self.processes[rank].exitcode}\n"
+                (results if passed else failures)[rank] = answer
+            if failures:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        if len(results) == len(self.connections):
+            return [results[rank] for rank in range(len(results))]
+        for rank, process in enumerate(self.processes):
+            if rank not in results and rank not in failures:
+                failures[rank] = f"no answer; it is at\n{self._stack(rank, process)}"
+        raise RankError(
+            "\n".join(
+                f"rank {rank} of {len(self.connections)}: {failures[rank]}"
+                for rank in sorted(failures, key=lambda rank: "no answer" in failures[rank][:9])
+            )
+        )
+
+    def _stack(self, rank: int, process) -> str:
+        file = self.folder / f"{rank}.stack"
+        if not file.exists() or process.pid is None:
+            return "its start\n"
+        os.kill(process.pid, signal.SIGUSR1)
+        for _ in range(20):
+            time.sleep(0.05)
+            if text := file.read_text():
+                break
+        return text
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _serve(rank: int, size: int, folder: str, calls: Connection) -> None:
+    """What a process does until its connection is closed."""
+    stack = open(f"{folder}/{rank}.stack", "w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    while True:
+        try:
+            work = calls.recv_bytes()
+        except EOFError:
+            return
+        try:
+            body, args = pickle.loads(work)
+            torch.manual_seed(0)
+            answer = pickle.dumps((True, body(*args)))
+        except Exception:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        calls.send_bytes(answer)
+
+
+@atexit.register
+def _close() -> None:
+    for group in _groups.values():
+        group.close()
+
+
+_groups: dict[int, _Group] = {}

@@ -1,0 +1,338 @@
+"""Every operator with every class of input, one argument at a time: a result equals that of
+ordinary tensors, or the call is refused in our words and nothing was written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import isolated
+import pytest
+import torch
+from calls import CALLS, Call
+from input_classes import (
+    BROKEN,
+    CLASSES,
+    DIFFERENTIATED,
+    FAKE,
+    FOREIGN,
+    MAPPED,
+    REAL,
+    InputClass,
+    plain_of,
+    single_process,
+)
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import onepass
+
+OURS = re.compile(r"^[\w. ]+: .+ must .+", re.DOTALL)
+# What torch says before an operator sees a tensor.
+TORCHS = re.compile(
+    r"Expected a value of type '.*' for argument '\w+' but instead found type"
+    "|fallback doesn't currently support mutable TensorLists"
+    "|There were no tensor arguments to this function"
+    "|is not an instance of torch.Tensor"
+)
+# Of fakes: what only values tell, the operators whose fakes look at no shape, and those that need
+# values.
+OF_VALUES = re.compile("cu_seq_. must end with the number of rows")
+UNCHECKED = ("ops.norm_backward", "ops.attention_backward")
+NO_VALUES = re.compile("^[A-Za-z_]+: params must have values, got fake tensors")
+# What nobody should read who has made a mistake, or none.
+INTERNAL = re.compile("internal (assert|error)|torch_call_dispatcher|file an issue", re.IGNORECASE)
+
+
+def attempt(run: Callable, tensors: dict) -> tuple[list[Tensor] | None, Exception | None]:
+    torch.manual_seed(5)
+    try:
+        return run(**tensors), None
+    except Exception as error:
+        return None, error
+
+
+def memory_of(tensor) -> bytes | None:
+    """What lies in the memory of a tensor."""
+    inner = getattr(tensor, "held", getattr(tensor, "_local_tensor", tensor))
+    if not isinstance(inner, Tensor) or inner.layout is not torch.strided or inner.is_meta:
+        return None
+    if inner.is_nested:
+        inner = inner._base if inner._base is not None else inner.values()
+    storage = inner.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
+
+
+def same(one: Tensor, other: Tensor, exact: bool) -> bool:
+    if one.dtype != other.dtype:
+        return False
+    if one.is_meta:
+        return one.shape == other.shape
+    one, other = plain_of(one), plain_of(other)
+    if one.shape != other.shape:
+        return False
+    if exact:
+        return torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5))
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def is_refusal(call: Call, cls: InputClass, error: Exception) -> bool:
+    """In our words; or in torch's, where it is torch that sees the tensor first."""
+    text = str(error)
+    if call.composed:
+        return True
+    if not isinstance(error, (IndexError, RuntimeError, TypeError, ValueError)) or INTERNAL.search(text):
+        return False
+    if OURS.match(text) or (call.name.startswith(("ops.", "nn.")) and TORCHS.search(text)):
+        return True
+    return cls.kind == FOREIGN and not (cls.name == "meta" and call.name.startswith("ops."))
+
+
+def error_of_torch(call: Call, argument: str, cls: InputClass) -> Exception | None:
+    if call.stock is None:
+        return None
+    tensors = call.tensors()
+    return attempt(call.stock, tensors | {argument: cls.make(tensors[argument])})[1]
+
+
+def judge(call: Call, argument: str, cls: InputClass) -> str | None:
+    """What is wrong with the call, if anything is."""
+    if cls.kind == FAKE:
+        return judge_fake(call, argument, cls)
+    if cls.kind in (MAPPED, DIFFERENTIATED):
+        return judge_transformed(call, argument, cls)
+    tensors = call.tensors()
+    special = cls.make(tensors[argument])
+    of_none = cls.name == "None"
+    if (special is None) != of_none or (of_none and argument in call.optional):
+        return None
+    if cls.name == "freed" and call.composed:
+        return None  # some of torch's own products end the process
+    written = argument in call.written
+    if written and not cls.written:
+        return None
+    reference = call.tensors()
+    if cls.kind == REAL:
+        reference[argument] = plain_of(special)
+    expected, expected_error = attempt(call.run, reference)
+    tensors[argument] = special
+    before = {name: memory_of(t) for name, t in tensors.items()}
+    found, error = attempt(call.run, tensors)
+    after = {name: memory_of(t) for name, t in tensors.items()}
+    may_write = call.written if error is None else ()
+    changed = [n for n in before if before[n] != after[n] and n not in may_write]
+    if changed:
+        return f"{', '.join(changed)} changed; {error!r}"
+    if error is not None:
+        if is_refusal(call, cls, error):
+            public = not call.name.startswith("ops.")
+            needless = cls.accepted and not written and public and expected_error is None
+            return f"refused: {error}" if needless else None
+        if str(error) == str(error_of_torch(call, argument, cls)):
+            return None  # torch saw the tensor first
+        return f"refused, not in our words: {error!r}"
+    if cls.kind == BROKEN:
+        by_torch = of_none and call.stock and error_of_torch(call, argument, cls) is None
+        return None if by_torch else "accepted"
+    if cls.kind == FOREIGN and call.composed:
+        return None  # torch's own operators took it
+    if cls.kind == REAL and expected_error is not None:
+        return f"accepted, while an ordinary tensor is not: {expected_error!r}"
+    if len(found) != len(expected):
+        return f"{len(found)} results, expected {len(expected)}"
+    pairs = [("result", *pair) for pair in zip(found, expected, strict=True)]
+    pairs += [(name, tensors[name], reference[name]) for name in call.written]
+    wrong = [what for what, one, other in pairs if not same(one, other, not call.composed)]
+    return f"{', '.join(wrong)} differs" if wrong else None
+
+
+def judge_fake(call: Call, argument: str, cls: InputClass) -> str | None:
+    """Shapes and dtypes, or the refusal, are those of the real call."""
+    tensors = call.tensors()
+    special = cls.make(tensors[argument])
+    if special is None:
+        return None
+    expected, expected_error = attempt(call.run, tensors | {argument: special})
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(t) for name, t in call.tensors().items()}
+        found, error = attempt(call.run, fakes | {argument: mode.from_tensor(special)})
+    if error is not None and NO_VALUES.search(str(error)):
+        return None
+    if error is not None and expected_error is not None:
+        of_fake, of_real = (re.sub(" on (cpu|meta)", "", str(e)) for e in (error, expected_error))
+        return None if of_fake == of_real or call.composed else f"{of_fake}, expected {of_real}"
+    if error is not None:
+        return f"refused: {error!r}"
+    if expected_error is not None:
+        is_free = call.name.startswith(UNCHECKED) or OF_VALUES.search(str(expected_error))
+        return None if is_free else f"accepted, while the real one is not: {expected_error!r}"
+    shapes = [[(t.shape, t.stride(), t.dtype) for t in results] for results in (found, expected)]
+    return None if shapes[0] == shapes[1] else f"{shapes[0]}, expected {shapes[1]}"
+
+
+def judge_transformed(call: Call, argument: str, cls: InputClass) -> str | None:
+    """Results are those of the samples one by one, and gradients those of autograd."""
+    tensors = call.tensors()
+    special = cls.make(tensors[argument])
+    if special is None:
+        return None
+    transformed = mapped if cls.kind == MAPPED else differentiated
+
+    def by(transform, run):
+        def results(**given):
+            return transform(call, run, given, argument)
+
+        return attempt(results, call.tensors() | {argument: special.clone()})
+
+    found, error = by(transformed, call.run)
+    expected, expected_error = by(one_by_one if cls.kind == MAPPED else by_autograd, call.run)
+    if error is not None:
+        if expected_error is not None or OURS.match(str(error)) or call.composed:
+            return None
+        stock = by(transformed, call.stock)[1] if call.stock else None
+        return None if str(error) == str(stock) else f"refused, not in our words: {error!r}"
+    if expected_error is not None:
+        return f"accepted, while an ordinary tensor is not: {expected_error!r}"
+    if len(found) != len(expected):
+        return f"{len(found)} results, expected {len(expected)}"
+    pairs = zip(found, expected, strict=True)
+    wrong = [i for i, pair in enumerate(pairs) if not same(*pair, not call.composed)]
+    return f"results {wrong} differ" if wrong else None
+
+
+def mapped(call: Call, run: Callable, tensors: dict, argument: str) -> list[Tensor]:
+    def one(sample):
+        return tuple(run(**tensors | {argument: sample}))
+
+    return list(torch.func.vmap(one, randomness="same")(tensors[argument]))
+
+
+def one_by_one(call: Call, run: Callable, tensors: dict, argument: str) -> list[Tensor]:
+    results = []
+    for sample in tensors[argument]:
+        torch.manual_seed(5)
+        results.append(run(**tensors | {argument: sample}))
+    return [torch.stack(of_result) for of_result in zip(*results, strict=True)]
+
+
+def differentiated(call: Call, run: Callable, tensors: dict, argument: str) -> list[Tensor]:
+    def of(tensor):
+        return *run(**tensors | {argument: tensor}), tensor.clone()  # vjp needs a result
+
+    (*results, copy), pull = torch.func.vjp(of, tensors[argument])
+    if not call.differentiable:
+        return results
+    return [*results, pull((*map(torch.ones_like, results), torch.zeros_like(copy)))[0]]
+
+
+def by_autograd(call: Call, run: Callable, tensors: dict, argument: str) -> list[Tensor]:
+    tensor = tensors[argument]
+    if not call.differentiable:
+        return run(**tensors)
+    leaf = tensor.detach().requires_grad_()
+    results = run(**tensors | {argument: leaf})
+    differentiated = [t for t in results if t.requires_grad]
+    upstream = [torch.ones_like(t) for t in differentiated]
+    return [*results, *torch.autograd.grad(differentiated, leaf, upstream)]
+
+
+# Made for tracing and export, which reach them through the public functions.
+TRACED = {"norm", "dropout", "attention"}
+
+
+def raw_schemas():
+    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("onepass::")]
+    return [s for s in schemas if s.name.removeprefix("onepass::") not in TRACED]
+
+
+# ---- the tests -----------------------------------------------------------------------------------
+
+KINDS = {cls.name: cls for cls in CLASSES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """What the forked children would import each by itself."""
+    single_process()
+    for name in ("wrapper subclass", "DTensor", "nested", "nested jagged"):
+        judge(CALLS["functional.layer_norm"], "input", KINDS[name])
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def cases() -> list:
+    """Slow ones: modules, whose parameters are many and mostly torch's own to take, and variants
+    of calls that are tried in any case."""
+    found, seen = [], set()
+    for call in CALLS.values():
+        kind = call.name.split()[0].removesuffix("_check")
+        is_slow = kind in seen or call.name.startswith(("nn.Transformer", "nn.Multihead"))
+        seen.add(kind)
+        found.append(pytest.param(call, id=call.name, marks=pytest.mark.slow if is_slow else ()))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("call", cases())
+def test_a_tensor_of_any_class_is_computed_as_by_torch_or_refused(call):
+    def run(case):
+        argument, _, name = case.partition(": ")
+        return judge(call, argument, KINDS[name])
+
+    names = [f"{argument}: {name}" for argument in call.tensors() for name in KINDS]
+    complaints = {name: text for name, text in isolated.each(run, names).items() if text}
+    assert not complaints, "\n".join(f"{name}: {text}" for name, text in complaints.items())
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=lambda call: call.name)
+def test_the_call_is_right_with_ordinary_tensors(call):
+    call.run(**call.tensors())
+
+
+def required_tensors(schema) -> list[str]:
+    """Those for which torch hands None over as a tensor that is not defined. Where there is one
+    alone, torch finds no operator without it; in a list it refuses None itself."""
+    names = [argument.name for argument in schema.arguments if str(argument.type) == "Tensor"]
+    return names if len([a for a in schema.arguments if "Tensor" in str(a.type)]) > 1 else []
+
+
+@pytest.mark.parametrize("schema", raw_schemas(), ids=lambda schema: schema.name)
+def test_a_raw_operator_names_the_required_tensor_that_is_none(schema):
+    name = "ops." + schema.name.removeprefix("onepass::")
+    for call in [call for call in CALLS.values() if call.name.split()[0] == name]:
+        for argument in set(required_tensors(schema)) & call.tensors().keys():
+            error = attempt(call.run, call.tensors() | {argument: None})[1]
+            text = rf"\w+: {argument} must be given, got none"
+            assert re.fullmatch(text, str(error)), (call.name, argument, error)
+
+
+def test_every_public_name_and_raw_operator_has_a_call():
+    wanted = {"ops." + schema.name.removeprefix("onepass::") for schema in raw_schemas()}
+    for module in (onepass.functional, onepass.nn, onepass.optim):
+        wanted |= {f"{module.__name__.removeprefix('onepass.')}.{name}" for name in module.__all__}
+    assert wanted == {name.split()[0] for name in CALLS}
+
+
+def test_every_tensor_argument_of_a_raw_operator_is_tried():
+    for schema in raw_schemas():
+        wanted = {a.name for a in schema.arguments if "Tensor" in str(a.type)}
+        name = "ops." + schema.name.removeprefix("onepass::")
+        tried = {
+            a for call in CALLS.values() if call.name.split()[0] == name for a in call.tensors()
+        }
+        if name == "ops.attention_backward":  # which it refuses, whatever it is
+            wanted -= {"block_table"}
+        wanted -= {"device_hyper"}  # CUDA's
+        assert wanted <= tried, (name, wanted - tried)
+
+
+def test_a_step_of_tensors_on_meta_alone_is_refused():
+    """The fake would do nothing, and nobody would know that no step was made."""
+    on_meta, hyper = torch.empty(4, device="meta"), torch.empty(1, 11, device="meta")
+    layout = torch.zeros(1, 18, dtype=torch.int64, device="meta")
+    for run in (
+        lambda: torch.ops.onepass.optimizer_step(0, 1, [on_meta], hyper),
+        lambda: torch.ops.onepass.optimizer_table([on_meta], [on_meta], layout),
+    ):
+        with pytest.raises(RuntimeError, match=r"_\w+: \w+ must be on the CPU or a CUDA device"):
+            run()

@@ -1,0 +1,342 @@
+"""Checkpoints and calls that an optimizer refuses: nothing has changed; the next steps agree."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from optim_cases import (
+    BF16,
+    EXTRAS,
+    FLAGS,
+    SHAPES,
+    WITH_STEP,
+    assert_same,
+    everything,
+    first_moment,
+    give_gradients,
+    made,
+    members,
+    names,
+    ours,
+    snapshot,
+    steps,
+)
+
+import onepass
+
+
+def trained(name):
+    optimizer = steps(made(name, SHAPES, BF16, **EXTRAS[name]), 2)
+    give_gradients(optimizer, 2)
+    return optimizer
+
+
+def refused(optimizer, call, error, match=None):
+    """The call raises and leaves everything as it was."""
+    before = everything(optimizer)
+    with pytest.raises(error, match=match):
+        call()
+    assert everything(optimizer) == before
+
+
+def check_next_steps(optimizer, name):
+    """They are those of an optimizer to which nothing was done."""
+    twin = trained(name)
+    assert_same(snapshot(steps(optimizer, 2, first=3)), snapshot(steps(twin, 2, first=3)))
+
+
+def put(key, value):
+    def change(checkpoint):
+        checkpoint["state"][1][key] = value
+
+    return change
+
+
+def setting(key, value):
+    def change(checkpoint):
+        checkpoint["param_groups"][0][key] = value
+
+    return change
+
+
+def drop(checkpoint):
+    del checkpoint["state"][1]["step"]
+
+
+def replace(checkpoint):
+    checkpoint["state"][1] = "abc"
+
+
+STEPS = [
+    (ValueError, r"step of parameter 1 must be a whole number .*, got nan", put("step", math.nan)),
+    (ValueError, r"got inf", put("step", torch.tensor(math.inf))),
+    (ValueError, r"got -1", put("step", torch.tensor(-1.0))),
+    (ValueError, r"got 1e\+30", put("step", 1e30)),
+    (ValueError, r"got 2\.5", put("step", torch.tensor([2.5]))),
+    (TypeError, r"step of parameter 1 must be a number, got '3'", put("step", "3")),
+    (TypeError, r"must be a number, got tensor", put("step", torch.zeros(2))),
+]
+SETTINGS = [
+    (TypeError, r"lr of parameter group 0 must be a number, got '1e-3'", setting("lr", "1e-3")),
+    (TypeError, r"lr of parameter group 0 must be a number, got None", setting("lr", None)),
+    (ValueError, r"lr of parameter group 0 must be at least 0, got -1", setting("lr", -1.0)),
+    (ValueError, r"lr of .* must be at least 0, got nan", setting("lr", math.nan)),
+    (ValueError, r"lr of .* must be at least 0, got tensor", setting("lr", torch.tensor(-1.0))),
+    (TypeError, r"lr of .* must be a number", setting("lr", torch.ones(2))),
+    (ValueError, r"weight_decay of .* must be at least 0", setting("weight_decay", -0.1)),
+    (TypeError, r"weight_decay of .* must be a number", setting("weight_decay", [0.1])),
+    (TypeError, r"maximize of .* must be a bool, got 'no'", setting("maximize", "no")),
+]
+BETAS = [
+    (TypeError, r"betas of .* must be two numbers, got 0\.9", setting("betas", 0.9)),
+    (TypeError, r"betas of .* must be two numbers", setting("betas", (0.9,))),
+    (TypeError, r"betas\[1\] of .* must be a number, got 'x'", setting("betas", (0.9, "x"))),
+    (ValueError, r"betas\[0\] of .* below 1, got 1\.0", setting("betas", (1.0, 0.9))),
+    (ValueError, r"betas\[1\] of .* below 1, got nan", setting("betas", [0.9, math.nan])),
+]
+
+
+def cases(name):
+    moment = first_moment(name)
+    found = [
+        (TypeError, "state of parameter 1 must be a dict, got 'abc'", replace),
+        (TypeError, f"{moment} of parameter 1 must be a tensor, got 'abc'", put(moment, "abc")),
+        (TypeError, f"{moment} of parameter 1 must be a tensor", put(moment, [1.0])),
+        (ValueError, f"{moment} of parameter 1 must have shape", put(moment, torch.zeros(3))),
+        (
+            ValueError,
+            f"{moment} of parameter 1 must have dtype .*complex",
+            put(moment, torch.zeros(SHAPES[1], dtype=torch.complex64)),
+        ),
+        *SETTINGS,
+    ]
+    if name in WITH_STEP:
+        found += STEPS
+    if name in ("AdamW", "Adam"):
+        found += [
+            (KeyError, "state of parameter 1 must have a step", drop),
+            (ValueError, "eps of .* must be at least 0", setting("eps", -1e-8)),
+            (TypeError, "eps of .* must be a number", setting("eps", "x")),
+            (TypeError, "amsgrad of .* must be a bool", setting("amsgrad", None)),
+        ]
+    if name == "AdamW":
+        wrong = torch.zeros(SHAPES[1])
+        found.append((ValueError, "remainder of .* must have dtype int16", put("remainder", wrong)))
+    if name == "SGD":
+        found += [
+            (ValueError, "momentum of .* must be at least 0", setting("momentum", -0.9)),
+            (TypeError, "dampening of .* must be a number", setting("dampening", "x")),
+            (TypeError, "seed of .* must be an integer", setting("seed", 0.5)),
+        ]
+    else:
+        found += BETAS
+    return found
+
+
+@names
+def test_a_refused_checkpoint_changes_nothing(name):
+    optimizer = trained(name)
+    whole = optimizer.state_dict()
+    for error, match, change in cases(name):
+        checkpoint = copy.deepcopy(whole)
+        change(checkpoint)
+        shown = copy.deepcopy(checkpoint)
+        refused(optimizer, lambda c=checkpoint: optimizer.load_state_dict(c), error, match)
+        assert str(checkpoint) == str(shown)
+    check_next_steps(optimizer, name)
+
+
+@names
+def test_other_checkpoints_than_dicts(name):
+    optimizer = trained(name)
+    whole = optimizer.state_dict()
+    for checkpoint in (None, [], {}, {"state": {}}, {"param_groups": whole["param_groups"]}):
+        refused(
+            optimizer,
+            lambda c=checkpoint: optimizer.load_state_dict(c),
+            (AttributeError, KeyError, TypeError),
+        )
+
+
+@names
+def test_what_torch_accepts_is_accepted(name):
+    """Numbers instead of tensors, lists of betas, tensors of one element; no state at all."""
+    optimizer = trained(name)
+    checkpoint = optimizer.state_dict()
+    if "betas" in checkpoint["param_groups"][0]:
+        checkpoint["param_groups"][0]["betas"] = [0.5, torch.tensor(0.75)]
+    checkpoint["param_groups"][0]["lr"] = torch.tensor([0.25])
+    if name in WITH_STEP:
+        checkpoint["state"][0]["step"] = 7
+    checkpoint["state"][2] = {}
+    optimizer.load_state_dict(checkpoint)
+    if name in WITH_STEP:
+        assert float(optimizer.state[members(optimizer)[0]]["step"]) == 7.0
+    assert float(optimizer.param_groups[0]["lr"]) == 0.25
+    steps(optimizer, 1)
+
+
+class Stop(Exception):
+    pass
+
+
+def stop(*_):
+    raise Stop("a hook")
+
+
+@names
+@pytest.mark.parametrize("first", [False, True], ids=["", "prepended"])
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_a_hook_that_raises_in_a_load(when, first, name):
+    optimizer = trained(name)
+    other = steps(made(name, SHAPES, BF16, **EXTRAS[name]), 5)
+    other.param_groups[0]["lr"] = 0.5
+    register = getattr(optimizer, f"register_load_state_dict_{when}_hook")
+    seen = []
+    handles = [register(stop), register(lambda *_: seen.append(1), prepend=first)]
+    refused(optimizer, lambda: optimizer.load_state_dict(other.state_dict()), Stop, "a hook")
+    assert seen == [1] * first
+    check_next_steps(optimizer, name)
+    for handle in handles:
+        handle.remove()
+    optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@names
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_a_hook_that_raises_in_a_step(when, name):
+    """Before the step: nothing has happened. After it: the step was made, all of it."""
+    optimizer, twin = trained(name), trained(name)
+    getattr(optimizer, f"register_step_{when}_hook")(stop)
+    with pytest.raises(Stop, match="a hook"):
+        optimizer.step()
+    if when == "post":
+        twin.step()
+    assert_same(snapshot(optimizer), snapshot(twin))
+    getattr(optimizer, f"_optimizer_step_{when}_hooks").clear()
+    assert_same(snapshot(steps(optimizer, 2, first=3)), snapshot(steps(twin, 2, first=3)))
+
+
+@names
+def test_hooks_that_raise_in_state_dict(name):
+    optimizer = trained(name)
+    for when in ("pre", "post"):
+        before = everything(optimizer)
+        handle = getattr(optimizer, f"register_state_dict_{when}_hook")(stop)
+        with pytest.raises(Stop, match="a hook"):
+            optimizer.state_dict()
+        handle.remove()
+        assert everything(optimizer) == before
+
+
+@names
+def test_a_refused_group_is_as_it_was(name):
+    optimizer = trained(name)
+    taken = members(optimizer)[0]
+    leaf = torch.ones(4, requires_grad=True)
+    for error, params in (
+        (RuntimeError, [torch.ones(4, dtype=torch.int64)]),
+        (ValueError, [leaf * 2]),
+        (ValueError, [leaf, taken]),
+        (TypeError, {leaf}),
+        (TypeError, [leaf, 3]),
+        (TypeError, 3),
+        (ValueError, (("a", leaf), torch.ones(3, requires_grad=True))),
+    ):
+        group = {"params": params, "lr": 0.5}
+        before = dict(group)
+        refused(optimizer, lambda g=group: optimizer.add_param_group(g), error)
+        assert group.keys() == before.keys() and group["params"] is params
+    for wrong in (None, [leaf]):
+        refused(
+            optimizer, lambda w=wrong: optimizer.add_param_group(w), TypeError, "must be a dict"
+        )
+    refused(optimizer, lambda: optimizer.add_param_group({"lr": 0.5}), KeyError, "params")
+    check_next_steps(optimizer, name)
+    optimizer.add_param_group({"params": iter([leaf]), "lr": 0.5})
+    assert optimizer.param_groups[-1]["params"] == [leaf]
+
+
+@names
+def test_setstate_alone_is_checked_too(name):
+    optimizer = trained(name)
+    p = members(optimizer)[1]
+    for wrong in ("abc", {"step": torch.ones(()), first_moment(name): "abc"}):
+        state = {"state": {p: wrong}, "param_groups": optimizer.param_groups}
+        refused(optimizer, lambda s=state: optimizer.__setstate__(s), TypeError, "must be")
+
+
+@names
+def test_a_copy_of_a_broken_state_leaves_the_first_alone(name):
+    """An entry that somebody broke: the copy is refused, what it was made of stays."""
+    optimizer = trained(name)
+    entry = optimizer.state[members(optimizer)[1]]
+    good, entry[first_moment(name)] = entry[first_moment(name)], "abc"
+    before = everything(optimizer)
+    with pytest.raises(TypeError, match="must be a tensor, got 'abc'"):
+        copy.deepcopy(optimizer)
+    assert everything(optimizer) == before
+    entry[first_moment(name)] = good
+    assert type(copy.deepcopy(optimizer)) is ours(name)
+    assert FLAGS[name]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+# ---- gradients that torch hands out or takes away ------------------------------------------------
+
+
+@names
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zeroed"])
+def test_gradients_with_the_negative_bit(zero, name):
+    ends = []
+    for negative in (False, True):
+        optimizer = made(name, SHAPES, max_grad_norm=0.5, zero_grads=zero)
+        for number in range(2):
+            give_gradients(optimizer, number)
+            if negative:
+                for p in members(optimizer)[1:]:
+                    p.grad = torch._neg_view(-p.grad)
+            optimizer.step()
+            for p in members(optimizer):
+                assert not zero or not p.grad.any()
+        ends.append([p.detach().clone() for p in members(optimizer)] + [optimizer.grad_norm])
+    assert all(map(torch.equal, *ends))
+
+
+def freed(shape, transposed=False):
+    gradient = torch.ones(shape[::-1]).t() if transposed else torch.ones(shape)
+    gradient.untyped_storage().resize_(0)
+    return gradient
+
+
+@names
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_freed_gradients(limit, transposed, name):
+    """Refused, where torch's own operators would read memory that is not there."""
+    optimizer = steps(made(name, [(4, 5), (3,)], max_grad_norm=limit), 1)
+    twin = steps(made(name, [(4, 5), (3,)], max_grad_norm=limit), 1)
+    good = [p.grad for p in members(optimizer)]
+    members(optimizer)[0].grad = freed((4, 5), transposed)
+    before = [p.detach().clone() for p in members(optimizer)]
+    with pytest.raises(RuntimeError, match="must have memory"):
+        optimizer.step()
+    for p, was, gradient in zip(members(optimizer), before, good, strict=True):
+        assert torch.equal(p.detach(), was)
+        p.grad = gradient
+    assert_same(snapshot(steps(optimizer, 2, first=3)), snapshot(steps(twin, 2, first=3)))
+
+
+def test_clipping_freed_gradients():
+    params = [torch.nn.Parameter(torch.ones(4, 5)) for _ in range(3)]
+    params[0].grad = torch.ones(4, 10)[:, ::2]  # which alone would be left to torch
+    params[1].grad = torch.ones(4, 5)
+    params[2].grad = freed((4, 5))
+    with pytest.raises(RuntimeError, match="clip_grad_norm_: gradients must have memory"):
+        onepass.optim.clip_grad_norm_(params, 0.5)
+    assert torch.equal(params[1].grad, torch.ones(4, 5))
+    params[2].grad = torch.ones(4, 5)
+    assert float(onepass.optim.clip_grad_norm_(params, 0.5)) == pytest.approx(60**0.5)

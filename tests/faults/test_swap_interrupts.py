@@ -1,0 +1,243 @@
+"""A swap that is cut short, by Ctrl-C at any bytecode or by an error at the n-th module, leaves the
+model as it was. So do unswap, the context manager, attach and detach.
+
+The last bytecode, the return of the outermost call, comes after the deed: no signal is delivered
+there, though the injection can.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import injection
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import onepass
+from onepass.swapping import changes
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+integration = pytest.importorskip(
+    "onepass.integrations.transformers", reason="needs a transformers that attach works with"
+)
+modeling_llama = pytest.importorskip(
+    "transformers.models.llama.modeling_llama", reason="needs a transformers with Llama"
+)
+
+# Interrupts per call: among its last bytecodes, where all edits are made, and at some before.
+END, STRIDE, BEFORE, SEED = 800, 5, 10, 0
+
+
+class Attention(nn.Module):
+    """Calls torch's attention: swapping redirects its forward."""
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class ByName(transformers.PreTrainedModel):
+    """A model of transformers with one module, which takes attention by the name in its config."""
+
+    config_class = transformers.LlamaConfig
+    _supports_sdpa = True
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:  # transformers looks into its own source files
+        return True
+
+    def __init__(self):
+        super().__init__(
+            transformers.LlamaConfig(
+                vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                num_attention_heads=2, num_key_value_heads=1,
+            )
+        )  # fmt: skip
+        self.attention = modeling_llama.LlamaAttention(self.config, 0)
+
+
+def model() -> nn.Module:
+    """Every way in which a module is swapped, but for norms that need the probe."""
+    torch.manual_seed(0)
+    parts = {
+        "norm": nn.LayerNorm(4),
+        "drop": nn.Dropout(0.1),
+        "heads": nn.MultiheadAttention(4, 2),
+        "calls": Attention(),
+        "attend": ByName(),
+        "odd": nn.BatchNorm1d(4),
+    }
+    parts["shared"] = parts["norm"]
+    whole = nn.ModuleDict(parts)
+    for part in whole.modules():
+        part.register_forward_hook(lambda *_: None)
+    return whole
+
+
+def state(whole: nn.Module) -> list:
+    """Everything that a swap may touch, per module; what is not plain data by identity."""
+    found = []
+    for name, module in whole.named_modules():
+        own = getattr(module, "config", None)
+        attributes = {
+            key: tuple(value) if isinstance(value, dict) else value
+            for key, value in vars(module).items()
+        }
+        implementation = getattr(own, "_attn_implementation_internal", None)
+        found.append((name, type(module), attributes, implementation, module.forward.__func__))
+    found.append(injection.bits(dict(whole.state_dict())))
+    found.append((torch.get_num_threads(), torch.get_rng_state().tolist()))
+    return found
+
+
+def swapped() -> nn.Module:
+    whole = model()
+    onepass.swap(whole, probe=False)
+    return whole
+
+
+def attached() -> nn.Module:
+    whole = model()
+    integration.attach(whole)
+    return whole
+
+
+def swap(whole):
+    onepass.swap(whole, probe=False)
+
+
+def enter_and_leave(whole):
+    with onepass.swapped(whole, probe=False):
+        pass
+
+
+CALLS = {
+    "swap": (model, swap),
+    "unswap": (swapped, onepass.unswap),
+    "swapped": (model, enter_and_leave),
+    "attach": (model, integration.attach),
+    "detach": (attached, integration.detach),
+}
+
+
+def interrupts_while_edits_are_made(
+    monkeypatch, name, everywhere=False
+) -> Iterator[tuple[bool, bool]]:
+    """(whether the model is as it was, whether edits had been made) per interrupt."""
+    make, call = CALLS[name]
+    made = []
+    make_edit = changes.Edit.make
+    monkeypatch.setattr(changes.Edit, "make", lambda edit: (made.append(edit), make_edit(edit)))
+    call(make())  # imports and registers what it needs
+    whole = make()
+    _, last = injection.run_interrupted(lambda: call(whole), None)
+    points = list(range(max(last - END, 1) + SEED % STRIDE, last, STRIDE))
+    points += random.Random(SEED).sample(range(1, points[0]), min(BEFORE, points[0] - 1))
+    if everywhere:
+        whole = make()
+        points = [at for at in injection.every_instruction(lambda: call(whole)) if at < last]
+    for at in points:
+        whole = make()
+        before = state(whole)
+        made.clear()
+        interrupted, _ = injection.run_interrupted(lambda: call(whole), at)
+        assert interrupted, f"{name}: the interrupt at bytecode {at} of {last} was swallowed"
+        yield state(whole) == before, bool(made)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch, name):
+    seen = list(interrupts_while_edits_are_made(monkeypatch, name))
+    wrong = [number for number, (same, _) in enumerate(seen) if not same]
+    assert not wrong, f"{name}: changed by interrupts {wrong} of {len(seen)}"
+    edits = sum(made for _, made in seen)
+    assert 8 < edits < len(seen) - BEFORE / 2  # as edits are made and after, and before
+
+
+# swap itself, which runs several times as many instructions, is sampled above.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unswap", "attach", "detach"])
+def test_an_interrupt_at_any_instruction_leaves_the_model_as_it_was(monkeypatch, name):
+    seen = list(interrupts_while_edits_are_made(monkeypatch, name, everywhere=True))
+    wrong = [number for number, (same, _) in enumerate(seen) if not same]
+    assert len(seen) > 100 and not wrong, f"{name}: changed by interrupts {wrong} of {len(seen)}"
+
+
+def test_every_kind_of_edit_is_among_them():
+    report = onepass.swap(model(), probe=False)
+    assert {entry["name"] for entry in report.swapped} == {
+        "norm", "drop", "heads", "calls", "attend.attention"
+    }  # fmt: skip
+
+
+class Refuses(nn.LayerNorm):
+    """Its class may not be set while `stubborn` says so."""
+
+    stubborn = False
+
+    def __setattr__(self, name, value):
+        if name == "__class__" and Refuses.stubborn:
+            raise MemoryError("no room for another class")
+        super().__setattr__(name, value)
+
+
+def row() -> nn.Module:
+    return nn.Sequential(*(Refuses(4) for _ in range(4)), nn.Dropout(0.1))
+
+
+@pytest.mark.parametrize("nth", range(4))
+@pytest.mark.parametrize("call", ["swap", "unswap", "swapped"])
+def test_a_module_that_refuses_its_class(monkeypatch, call, nth):
+    whole = row()
+    if call == "unswap":
+        onepass.swap(whole)
+    before = state(whole)
+    setattr_of = Refuses.__setattr__
+
+    def refuse(self, name, value):
+        monkeypatch.setattr(Refuses, "stubborn", self is whole[nth])
+        setattr_of(self, name, value)
+
+    monkeypatch.setattr(Refuses, "__setattr__", refuse)
+    with pytest.raises(MemoryError, match="no room"):
+        {"swap": onepass.swap, "unswap": onepass.unswap, "swapped": enter_and_leave}[call](whole)
+    assert state(whole) == before
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, ValueError])
+def test_a_filter_that_raises_at_the_nth_module(error):
+    asked = []
+    onepass.swap(model(), filter_fn=lambda module, name: asked.append(name), probe=False)
+    for nth in range(len(asked)):
+        whole, left = model(), nth
+        before = state(whole)
+
+        def filter_fn(module, name):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise error("at the filter")
+            return True
+
+        with pytest.raises(error, match="at the filter"):
+            onepass.swap(whole, filter_fn=filter_fn, probe=False)
+        assert state(whole) == before
+
+
+def test_strict_changes_nothing():
+    whole = model()
+    before = state(whole)
+    with pytest.raises(RuntimeError, match="refused candidate under strict"):
+        onepass.swap(whole, strict=True)
+    assert state(whole) == before
+
+
+def test_a_block_that_is_interrupted_is_restored():
+    whole = model()
+    before = state(whole)
+    with pytest.raises(KeyboardInterrupt), onepass.swapped(whole, probe=False):
+        assert state(whole) != before
+        raise KeyboardInterrupt
+    assert state(whole) == before

@@ -1,0 +1,56 @@
+"""Exhaustive grids: in `make test` every value of every parameter, in `make test-all` all of them.
+
+A test marked `grid` runs in `make test` with the cases on a diagonal of its parameters, one marked
+`grid(2)` with those on two; the others are slow. What two values decide together is worth another
+diagonal, or a test of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+
+
+def on_diagonals(indices: Sequence[dict[str, int]], count: int = 1) -> list[bool]:
+    """Which cases, told by their parameters' indices, lie on the first diagonals of the grid.
+
+    Along one, the longest parameter goes through its values and the others go round meanwhile.
+    """
+    sizes = {name: 1 + max(case[name] for case in indices) for name in indices[0]}
+    longest = max(sizes, key=sizes.__getitem__)
+    others = [name for name in sizes if name != longest]
+
+    def lies(case: dict[str, int], shift: int) -> bool:
+        return all(case[name] == (case[longest] + shift) % sizes[name] for name in others)
+
+    return [any(lies(case, shift) for shift in range(count)) for case in indices]
+
+
+def mark(items: Sequence[pytest.Item]) -> None:
+    """Marks what is on no diagonal slow."""
+    grids: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("grid"):
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for cases in grids.values():
+        count = cases[0].get_closest_marker("grid").args
+        lie = on_diagonals(_indices(cases), *count)
+        for case, quick in zip(cases, lie, strict=True):
+            if not quick:
+                case.add_marker(pytest.mark.slow)
+
+
+def _indices(cases: Sequence[pytest.Item]) -> list[dict[str, int]]:
+    """Of each case: the numbers of its values, by the names of a `parametrize`."""
+    seen: dict[str, dict[tuple, int]] = defaultdict(dict)
+    found: list[dict[str, int]] = [{} for _ in cases]
+    for case, indices in zip(cases, found, strict=True):
+        for parametrize in case.iter_markers("parametrize"):
+            names = parametrize.args[0]
+            words = names.replace(",", " ").split() if isinstance(names, str) else names
+            values = tuple(id(case.callspec.params[name]) for name in words)
+            of_name = seen[",".join(words)]
+            indices[",".join(words)] = of_name.setdefault(values, len(of_name))
+    return found

@@ -1,0 +1,353 @@
+"""One bad argument at a time, for every public function: the error is of the type that torch's
+function raises for it, where torch has one, and names the argument."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onepass
+from onepass import functional
+
+X = torch.randn(2, 4, 6, 8)
+W, SQUARE = torch.ones(8), torch.zeros(6, 6)
+PACKED, CU = torch.randn(12, 4, 8), torch.tensor([0, 5, 12], dtype=torch.int32)
+USED = torch.tensor([3, 2], dtype=torch.int32)
+LSE = torch.zeros(2, 4, 6)
+
+# Right arguments of every function by name, all that take a tensor or a number among them.
+RIGHT = {
+    "layer_norm": dict(input=X, normalized_shape=(8,), weight=W, bias=W, eps=1e-5),
+    "rms_norm": dict(input=X, normalized_shape=(8,), weight=W, eps=1e-5, weight_offset=1.0),
+    "add_layer_norm": dict(
+        input=X, residual=X, normalized_shape=(8,), weight=W, bias=W, eps=1e-5, dropout_p=0.1,
+        residual_dtype=torch.float32,
+    ),
+    "add_rms_norm": dict(
+        input=X, residual=X, normalized_shape=(8,), weight=W, eps=1e-5, weight_offset=1.0,
+        dropout_p=0.1, residual_dtype=torch.float32,
+    ),
+    "dropout": dict(input=X, p=0.5),
+    "add_dropout": dict(input=X, residual=X, p=0.5),
+    "scaled_dot_product_attention": dict(
+        query=X, key=X, value=X, attn_mask=SQUARE, dropout_p=0.1, scale=0.5,
+        causal_alignment="top_left", window_size=(-1, -1), softcap=1.0, alibi_slopes=torch.ones(4),
+        sinks=torch.ones(4),
+    ),
+    "varlen_attention": dict(
+        query=PACKED, key=PACKED, value=PACKED, cu_seq_q=CU, cu_seq_k=CU, max_q=7, max_k=7,
+        scale=0.5, window_size=(-1, -1), seqused_k=torch.tensor([5, 7], dtype=torch.int32),
+        dropout_p=0.1, softcap=1.0, alibi_slopes=torch.ones(4), sinks=torch.ones(4),
+        attn_mask=torch.zeros(7, 7),
+    ),
+    "attention_with_kv_cache": dict(
+        query=X, k_cache=X.clone(), v_cache=X.clone(), key=X[:, :, :1], value=X[:, :, :1],
+        cache_seqlens=USED, cache_batch_idx=torch.tensor([1, 0], dtype=torch.int32),
+        cache_leftpad=torch.tensor([0, 1], dtype=torch.int32), rotary_cos=torch.ones(9, 4),
+        rotary_sin=torch.ones(9, 4), scale=0.5, window_size=(-1, -1), softcap=1.0,
+        alibi_slopes=torch.ones(4), sinks=torch.ones(4),
+    ),
+    "merge_attention_states": dict(outputs=[X, X], lses=[LSE, LSE]),
+}  # fmt: skip
+STOCK = {
+    "layer_norm": F.layer_norm,
+    "rms_norm": F.rms_norm,
+    "dropout": F.dropout,
+    "scaled_dot_product_attention": F.scaled_dot_product_attention,
+}
+NOT_TENSORS = {"None": None, "list": [1.0, 2.0], "float": 2.0, "numpy": np.ones((2, 8)), "str": "x"}
+NOT_NUMBERS = {"str": "x", "tensor": X, "list": [1.0], "numpy": np.ones(3), "None": None}
+NOT_DTYPES = {"str": "float32", "tensor": X, "float": 6.0}
+
+
+def not_for(value) -> dict:
+    """What is no value for an argument whose right value is this."""
+    if isinstance(value, (torch.Tensor, list)):
+        return NOT_TENSORS
+    if isinstance(value, (float, int)):
+        return NOT_NUMBERS
+    return NOT_DTYPES if isinstance(value, torch.dtype) else {}
+
+
+def wrong_types():
+    """(function, argument, value) for what no annotation of that argument allows."""
+    for name, right in RIGHT.items():
+        hints = inspect.get_annotations(getattr(functional, name))
+        for argument, value in right.items():
+            allowed = hints[argument].split(" | ")
+            for kind, bad in not_for(value).items():
+                if not (kind == "None" and kind in allowed):
+                    yield pytest.param(name, argument, bad, id=f"{name}-{argument}-{kind}")
+
+
+def test_every_function_is_in_the_table():
+    assert set(RIGHT) == set(functional.__all__)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_table_is_right(name):
+    result = getattr(functional, name)(**RIGHT[name])
+    assert torch.is_tensor(result) or len(result) == 2
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("name, argument, bad", list(wrong_types()))
+def test_wrong_types(name, argument, bad, grad):
+    function, state = getattr(functional, name), torch.get_rng_state()
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(TypeError, match=rf"^{name}: {argument} must be .*, got "):
+            function(**RIGHT[name] | {argument: bad})
+    torch.set_rng_state(state)
+
+
+NO_FLAGS = {"str": "x", "float": 1.5, "int": 1, "None": None, "tensor": torch.tensor(True)}
+FLAGS = [
+    (name, flag)
+    for name in RIGHT
+    for flag, hint in inspect.get_annotations(getattr(functional, name)).items()
+    if hint == "bool" and flag != "inplace"  # which torch's own takes as it comes
+]
+
+
+@pytest.mark.parametrize("kind", NO_FLAGS)
+@pytest.mark.parametrize("name, flag", FLAGS)
+def test_flags_are_true_or_false(name, flag, kind):
+    """As torch's: it takes neither numbers nor tensors for them."""
+    bad = {flag: NO_FLAGS[kind]}
+    of_torch = {
+        "is_causal": lambda: F.scaled_dot_product_attention(X, X, X, **bad),
+        "enable_gqa": lambda: F.scaled_dot_product_attention(X, X, X, **bad),
+        "training": lambda: F.dropout(X, **bad),
+    }
+    if flag in of_torch:
+        with pytest.raises(TypeError):
+            of_torch[flag]()
+    with pytest.raises(TypeError, match=rf"^{name}: {flag} must be True or False, got "):
+        getattr(functional, name)(**RIGHT[name] | bad)
+
+
+def test_a_mask_without_dimensions():
+    """The type of torch's error."""
+    for mask in (torch.tensor(0.5), torch.tensor(True)):
+        with pytest.raises(IndexError):
+            F.scaled_dot_product_attention(X, X, X, mask)
+        with pytest.raises(IndexError, match="attn_mask must have a dimension for keys, got "):
+            functional.scaled_dot_product_attention(X, X, X, mask)
+
+
+# ---- values: the type of torch's error -----------------------------------------------------------
+
+Y = X[:, :2]
+VALUES = {
+    "layer_norm": [
+        dict(normalized_shape=(7,)), dict(normalized_shape=()), dict(weight=W[:7]),
+        dict(bias=W[:7]), dict(input=X.long()), dict(normalized_shape=(8.0,)),
+    ],
+    "rms_norm": [dict(normalized_shape=(7,)), dict(weight=W[:7]), dict(normalized_shape="8")],
+    "dropout": [dict(p=-0.1), dict(p=1.1)],
+    "scaled_dot_product_attention": [
+        dict(key=X.double()), dict(value=X.half()), dict(key=X[..., :7]),
+        dict(query=X[0, 0, 0]), dict(key=Y, value=Y), dict(key=X[:, :3], value=X[:, :3]),
+        dict(key=X[:, :3], value=X[:, :3], enable_gqa=True),
+        dict(attn_mask=SQUARE[:5]), dict(attn_mask=SQUARE[:, :5]), dict(attn_mask=SQUARE.int()),
+        dict(attn_mask=torch.zeros(3, 1, 6, 6)), dict(attn_mask=torch.zeros(1, 2, 4, 6, 6)),
+        dict(dropout_p=1.5), dict(dropout_p=-0.5),
+        dict(query=X.to("meta")),
+    ],
+}  # fmt: skip
+
+
+def values():
+    for name, cases in VALUES.items():
+        for number, changes in enumerate(cases):
+            yield pytest.param(name, changes, id=f"{name}-{'-'.join(changes)}-{number}")
+
+
+def error_of(function, arguments) -> type[Exception]:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
+        function(**arguments)
+    return next(t for t in (TypeError, ValueError, RuntimeError) if raised.errisinstance(t))
+
+
+@pytest.mark.parametrize("name, changes", list(values()))
+def test_wrong_values(name, changes):
+    function, stock = getattr(functional, name), STOCK[name]
+    required = {
+        k: v
+        for k, v in RIGHT[name].items()
+        if inspect.signature(function).parameters[k].default is inspect.Parameter.empty
+    }
+    expected = error_of(stock, required | changes)
+    with pytest.raises(expected, match=r"^\w+: .* must ") as ours:
+        function(**required | changes)
+    assert type(ours.value) is expected
+
+
+PACKED_VALUES = {
+    "dimensions": (dict(query=X), RuntimeError),
+    "dtype of lengths": (dict(cu_seq_q=CU.long()), RuntimeError),
+    "heads": (dict(key=PACKED[:, :3], value=PACKED[:, :3]), ValueError),
+    "heads that do not divide": (
+        dict(key=PACKED[:, :3], value=PACKED[:, :3], enable_gqa=True),
+        RuntimeError,
+    ),
+    "head_dim": (dict(key=PACKED[..., :7]), RuntimeError),
+    "dtypes": (dict(value=PACKED.double()), RuntimeError),
+}
+
+
+@pytest.mark.parametrize("case", PACKED_VALUES)
+def test_wrong_values_of_packed_sequences(case):
+    changes, expected = PACKED_VALUES[case]
+    with pytest.raises(expected, match=r"^(varlen_)?attention: .* must .*, got "):
+        functional.varlen_attention(**RIGHT["varlen_attention"] | changes)
+
+
+@pytest.mark.parametrize(
+    "name, argument",
+    [
+        ("scaled_dot_product_attention", "query"),
+        ("varlen_attention", "query"),
+        ("varlen_attention", "cu_seq_q"),
+        ("attention_with_kv_cache", "query"),
+        ("attention_with_kv_cache", "k_cache"),
+        ("attention_with_kv_cache", "cache_seqlens"),
+    ],
+)
+def test_tensors_without_dimensions(name, argument):
+    right = RIGHT[name]
+    bad = torch.zeros((), dtype=right[argument].dtype)
+    for scale in (None, 0.5):
+        with pytest.raises(RuntimeError, match=rf"^\w+: {argument} must .*, got "):
+            getattr(functional, name)(**right | {argument: bad, "scale": scale})
+
+
+@pytest.mark.parametrize(
+    "name, argument",
+    [
+        ("scaled_dot_product_attention", "query"),
+        ("scaled_dot_product_attention", "attn_mask"),
+        ("varlen_attention", "query"),
+        ("attention_with_kv_cache", "query"),
+        ("attention_with_kv_cache", "k_cache"),
+        ("layer_norm", "weight"),
+    ],
+)
+def test_nested_tensors(name, argument):
+    nested = torch.nested.as_nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])
+    with pytest.raises(RuntimeError, match=rf"^{name}: {argument} must be no nested tensor, got"):
+        getattr(functional, name)(**RIGHT[name] | {argument: nested})
+
+
+@pytest.mark.parametrize(
+    "name", ["scaled_dot_product_attention", "varlen_attention", "attention_with_kv_cache"]
+)
+@pytest.mark.parametrize(
+    "window, error",
+    [(4, TypeError), (np.ones(3), ValueError), ((1, 2, 3), ValueError), (None, TypeError)],
+)
+def test_windows(name, window, error):
+    with pytest.raises(error, match=rf"^{name}: window_size must be \(left, right\), got "):
+        getattr(functional, name)(**RIGHT[name] | {"window_size": window})
+    with pytest.raises(
+        TypeError, match=rf"^{name}: window_size must be a sequence of whole numbers"
+    ):
+        getattr(functional, name)(**RIGHT[name] | {"window_size": (1.5, 2)})
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+MODULES = {
+    "LayerNorm": lambda of: of.LayerNorm(8),
+    "RMSNorm": lambda of: of.RMSNorm(8),
+    "Dropout": lambda of: of.Dropout(0.5),
+    "Dropout in eval": lambda of: of.Dropout(0.5).eval(),
+    "MultiheadAttention": lambda of: (
+        lambda x: of.MultiheadAttention(8, 2)(x, x, x, need_weights=False)
+    ),
+    "TransformerEncoderLayer": lambda of: of.TransformerEncoderLayer(8, 2, 8),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_TENSORS)
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_raise_what_torchs_do(name, kind):
+    with pytest.raises(Exception) as stock:
+        MODULES[name](nn)(NOT_TENSORS[kind])
+    with pytest.raises(Exception) as ours:
+        MODULES[name](onepass.nn)(NOT_TENSORS[kind])
+    assert type(ours.value) is type(stock.value)
+
+
+@pytest.mark.parametrize("cls", [onepass.nn.AddLayerNorm, onepass.nn.AddRMSNorm])
+def test_modules_of_two_tensors(cls):
+    for kind, bad in NOT_TENSORS.items():
+        with pytest.raises(TypeError, match="input must be a tensor, got "):
+            cls(8)(bad, X)
+        if kind != "None":
+            with pytest.raises(TypeError, match="residual must be a tensor or None, got "):
+                cls(8)(X, bad)
+
+
+# ---- swap, explain, optimizers -------------------------------------------------------------------
+
+OF_SWAP = {
+    "kinds": (3, [nn.LayerNorm]),
+    "include": (3, [3]),
+    "exclude": (1.5, [None]),
+    "force": (3, [nn.LayerNorm]),
+    "filter_fn": (3, "x"),
+    "dry_run": ("x", 1),
+    "strict": (1.5, None),
+    "probe": ("no", 0),
+}
+
+
+@pytest.mark.parametrize("name, bad", [(n, bad) for n, all in OF_SWAP.items() for bad in all])
+def test_options_of_swap(name, bad):
+    model = nn.Sequential(nn.LayerNorm(8))
+    with pytest.raises(TypeError, match=rf"^swap: {name} must .*, got "):
+        onepass.swap(model, **{name: bad})
+    assert type(model[0]) is nn.LayerNorm
+
+
+@pytest.mark.parametrize("bad", [None, 3, "x", nn.LayerNorm, [nn.LayerNorm(8)]])
+def test_what_is_no_model_and_no_optimizer(bad):
+    named = {
+        "swap: model": onepass.swap,
+        "unswap: model": onepass.unswap,
+        "fuse: optimizer": onepass.optim.fuse,
+    }
+    if not callable(bad):
+        named["explain: fn_or_module"] = onepass.explain
+    for name, function in named.items():
+        with pytest.raises(TypeError, match=rf"^{name} must be .*, got "):
+            function(bad)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion"])
+def test_settings_of_optimizers(name):
+    """torch's own settings raise what torch's constructors do."""
+    make, params = getattr(onepass.optim, name), [torch.zeros(4, requires_grad=True)]
+    for bad in ({"max_grad_norm": "x"}, {"zero_grads": "x"}, {"zero_grads": 1}):
+        with pytest.raises(TypeError, match=rf"^{name}: {next(iter(bad))} must be .*, got "):
+            make(params, **bad)
+    stock = getattr(torch.optim, name, None)
+    settings = [{"lr": "x"}, {"lr": None}, {"weight_decay": "x"}]
+    settings += [{"momentum": "x"}] if name == "SGD" else [{"betas": 3}, {"betas": ("a", "b")}]
+    for bad in settings:
+        if stock is not None:
+            with pytest.raises(TypeError):
+                stock(params, **bad)
+        with pytest.raises(TypeError):
+            make(params, **bad)
+
+
+def test_lion_has_two_betas():
+    with pytest.raises(ValueError, match="^Lion: betas must be two numbers, got "):
+        onepass.optim.Lion([torch.zeros(4, requires_grad=True)], betas=(0.9,))

@@ -1,0 +1,125 @@
+"""torch.func over the operators: vmap, grad, vjp and jacrev, as over torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, jacrev, vjp, vmap
+
+from onepass import functional, numerics
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+WEIGHT = torch.linspace(0.5, 1.5, 8)
+
+
+def weight(x):
+    return WEIGHT.to(x.dtype)
+
+
+FUNCTIONS = {
+    "layer_norm": (
+        lambda x: functional.layer_norm(x, (8,), weight(x), weight(x)),
+        lambda x: F.layer_norm(x, (8,), weight(x), weight(x)),
+    ),
+    "rms_norm": (
+        lambda x: functional.rms_norm(x, (8,), weight(x)),
+        lambda x: F.rms_norm(x, (8,), weight(x)),
+    ),
+    "add_layer_norm": (
+        lambda x: functional.add_layer_norm(x, x.sin(), (8,), weight(x))[0],
+        lambda x: F.layer_norm(x + x.sin(), (8,), weight(x)),
+    ),
+    "add_dropout": (
+        lambda x: functional.add_dropout(x, x.sin(), 0.0),
+        lambda x: x + x.sin(),
+    ),
+    "attention": (
+        lambda x: functional.scaled_dot_product_attention(x, x, x.cos(), is_causal=True),
+        lambda x: F.scaled_dot_product_attention(x, x, x.cos(), is_causal=True),
+    ),
+}
+SHAPE = (3, 2, 2, 4, 8)  # the first is what vmap takes
+
+
+@pytest.fixture(params=FUNCTIONS)
+def functions(request):
+    return FUNCTIONS[request.param]
+
+
+def both(transform, functions, x):
+    """Ours is as exact as torch's function is, transformed likewise."""
+    ours, stock = functions
+    base, ref = (transform(stock)(given).detach() for given in (x, x.detach().double()))
+    numerics.assert_close(transform(ours)(x).detach(), ref, base)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_vmap(functions, enabled):
+    with torch.set_grad_enabled(enabled):
+        both(vmap, functions, torch.randn(SHAPE))
+        both(lambda f: vmap(f, in_dims=1, out_dims=1), functions, torch.randn(SHAPE))
+        both(lambda f: vmap(vmap(f)), functions, torch.randn(2, *SHAPE))
+
+
+def test_a_backward_through_vmap(functions):
+    """Inside, a tensor does not say that it requires a gradient: none may be lost."""
+
+    def gradient(function):
+        def of(x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(vmap(function)(x).pow(2).sum(), x)[0]
+
+        return of
+
+    both(gradient, functions, torch.randn(SHAPE))
+
+
+def test_a_parameter_beside_vmap():
+    """The input that is mapped over needs no gradient, the weight does."""
+    x = torch.randn(SHAPE)
+
+    def gradient(norm):
+        def of(weight):
+            weight = weight.clone().requires_grad_()
+            given = x.to(weight.dtype)
+            vmap(lambda x: norm(x, (8,), weight, eps=1e-6))(given).sin().sum().backward()
+            return weight.grad
+
+        return of
+
+    both(gradient, (functional.rms_norm, F.rms_norm), WEIGHT)
+
+
+def test_gradients_per_sample(functions):
+    def of(function):
+        return vmap(grad(lambda x: function(x).pow(2).sum()))
+
+    both(of, functions, torch.randn(SHAPE))
+
+
+def test_jacrev(functions):
+    both(jacrev, functions, torch.randn(1, 1, 2, 8))
+
+
+def test_vjp(functions):
+    both(lambda f: lambda x: vjp(f, x)[1](torch.ones_like(x))[0], functions, torch.randn(SHAPE[1:]))
+
+
+def test_dropout_under_vmap():
+    x = torch.ones(4, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(lambda x: functional.dropout(x, 0.5))(x)
+    y = vmap(lambda x: functional.dropout(x, 0.5), randomness="different")(x)
+    assert not torch.equal(y[0], y[1])
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(dx, y)
+    y = vmap(lambda x: functional.dropout(x, 0.5), randomness="same")(x)
+    assert torch.equal(y[0], y[1])
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "attention"])
+def test_forward_mode_says_that_there_is_none(name):
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jacfwd(FUNCTIONS[name][0])(torch.randn(1, 1, 2, 8))

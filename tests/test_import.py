@@ -1,0 +1,66 @@
+"""What `import onepass` costs and leaves: asked in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from onepass._imported import is_a, is_dtensor
+from onepass._ops import attention
+
+# Expensive modules of torch that its own import leaves alone.
+EXPENSIVE = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
+LOADED = f"""
+import sys, torch
+before = {{name for name in {EXPENSIVE} if name in sys.modules}}
+import onepass
+print([name for name in {EXPENSIVE} if name in sys.modules and name not in before])
+"""
+
+
+def run(code: str, **variables: str) -> str:
+    # inductor, where this process has it, wrote into the environment where its folder is
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR")}
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=inherited | variables,
+        cwd=variables.get("HOME"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return process.stdout.strip()
+
+
+def test_no_compiler_is_imported():
+    assert run(LOADED) == "[]"
+
+
+def test_nothing_is_written(tmp_path):
+    names = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+    folders = {name: tmp_path / name.lower() for name in names}
+    for folder in folders.values():
+        folder.mkdir()
+    run("import onepass", **{name: str(folder) for name, folder in folders.items()})
+    assert [str(path) for path in tmp_path.rglob("*") if path not in folders.values()] == []
+
+
+def test_the_mark_of_a_constant_is_torchs():
+    def function():
+        pass
+
+    torch.compiler.assume_constant_result(function)
+    assert vars(attention._tf32_is_allowed).items() >= vars(function).items() != {}.items()
+
+
+def test_instances_of_what_is_not_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.nn.attention.bias", raising=False)
+    assert not is_a(torch.ones(1), "torch.nn.attention.bias", "CausalBias")
+    from torch.nn.attention.bias import causal_lower_right
+
+    assert is_a(causal_lower_right(2, 3), "torch.nn.attention.bias", "CausalBias")
+    assert not is_a(torch.ones(1), "torch.nn.attention.bias", "CausalBias")
+    assert not is_dtensor(torch.ones(1))

@@ -1,0 +1,136 @@
+"""Models of diffusers, whose attention goes through `dispatch_attention_fn`."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import onepass
+from onepass._ops import dispatch_log
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+
+HEADS = dict(num_layers=1, attention_head_dim=16, num_attention_heads=2)
+
+
+def flux():
+    model = diffusers.FluxTransformer2DModel(
+        **HEADS, patch_size=1, in_channels=4, num_single_layers=1, joint_attention_dim=8,
+        pooled_projection_dim=8, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    batch = dict(
+        hidden_states=torch.randn(2, 16, 4), encoder_hidden_states=torch.randn(2, 6, 8),
+        pooled_projections=torch.randn(2, 8), timestep=torch.tensor([0.3, 0.7]),
+        img_ids=torch.zeros(16, 3), txt_ids=torch.zeros(6, 3),
+    )  # fmt: skip
+    return model, batch
+
+
+def wan():
+    model = diffusers.WanTransformer3DModel(
+        **HEADS, patch_size=(1, 2, 2), in_channels=4, out_channels=4, text_dim=8, freq_dim=16,
+        ffn_dim=32, cross_attn_norm=True, rope_max_seq_len=32,
+    )  # fmt: skip
+    batch = dict(
+        hidden_states=torch.randn(1, 4, 2, 8, 8), timestep=torch.tensor([3]),
+        encoder_hidden_states=torch.randn(1, 6, 8),
+    )  # fmt: skip
+    return model, batch
+
+
+def qwen_image():
+    model = diffusers.QwenImageTransformer2DModel(
+        **HEADS, patch_size=2, in_channels=16, out_channels=4, joint_attention_dim=8,
+        axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    mask[:, 4:] = False
+    batch = dict(
+        hidden_states=torch.randn(1, 16, 16), encoder_hidden_states=torch.randn(1, 6, 8),
+        encoder_hidden_states_mask=mask, timestep=torch.tensor([0.5]), img_shapes=[(1, 4, 4)],
+    )  # fmt: skip
+    return model, batch
+
+
+MODELS = {"flux": (flux, 2), "wan": (wan, 2), "qwen_image": (qwen_image, 1)}
+
+
+def build(name):
+    torch.manual_seed(0)
+    make, calls = MODELS[name]
+    model, batch = make()
+    return model.eval(), batch, calls
+
+
+def attentions(model, batch) -> list[str]:
+    with dispatch_log.record() as calls, torch.no_grad():
+        model(**batch)
+    return [call["op"] for call in calls if call["op"] == "attention"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_runs_on_onepass_and_computes_the_same(name):
+    model, batch, calls = build(name)
+    stock = copy.deepcopy(model)
+    types = [type(module) for module in model.modules()]
+    assert not attentions(model, batch)
+    report = onepass.swap(model, kinds="attention", strict=True)
+    assert {entry["kind"] for entry in report.swapped} == {"attention"}
+    assert len(attentions(model, batch)) == calls
+    assert any("dispatch_attention_fn" in note for note in report.notes)
+    ours, theirs = model(**batch).sample, stock(**batch).sample
+    torch.testing.assert_close(ours, theirs)
+    gradients = [
+        torch.autograd.grad(y.square().sum(), list(m.parameters()), allow_unused=True)
+        for m, y in ((model, ours), (stock, theirs))
+    ]
+    for a, b in zip(*gradients, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+    assert set(onepass.unswap(model)) == {entry["name"] for entry in report.swapped}
+    assert [type(module) for module in model.modules()] == types
+    assert torch.equal(model(**batch).sample, stock(**batch).sample)
+
+
+def test_verify_explain_copies_and_options():
+    model, batch, calls = build("flux")
+    report = onepass.swap(model)
+    assert report.verify(batch).ok
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert len(attentions(twin, batch)) == calls
+    onepass.unswap(model)
+    onepass.swap(model, exclude="single_transformer_blocks.*")
+    assert len(attentions(model, batch)) == calls - 1
+    with onepass.swapped(model):
+        assert len(attentions(model, batch)) == calls
+    assert len(attentions(model, batch)) == calls - 1
+
+
+def test_checkpoints_recompute_with_it():
+    model, batch, calls = build("flux")
+    onepass.swap(model, kinds="attention")
+    expected = torch.autograd.grad(model(**batch).sample.sum(), model.x_embedder.weight)[0]
+    model.enable_gradient_checkpointing()
+    model.train()
+    got = torch.autograd.grad(model(**batch).sample.sum(), model.x_embedder.weight)[0]
+    torch.testing.assert_close(got, expected)
+
+
+def test_other_backends_are_left_alone():
+    model, batch, _ = build("flux")
+    for processor in model.attn_processors.values():
+        processor._attention_backend = dispatch.AttentionBackendName.FLEX
+    reasons = {entry["reason"] for entry in onepass.swap(model, kinds="attention").skipped}
+    assert reasons == {
+        "its attention backend in diffusers is 'flex', which onepass does not replace"
+    }
+    for processor in model.attn_processors.values():
+        processor._attention_backend = None
+        processor._parallel_config = object()
+    (reason,) = {entry["reason"] for entry in onepass.swap(model, kinds="attention").skipped}
+    assert reason.startswith("runs diffusers' context parallelism")

@@ -1,0 +1,133 @@
+"""flash_attn's names refuse what flash_attn refuses, in its words: its names, its layouts."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from onepass.integrations import flash_attn
+
+Q, K = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
+CU = torch.tensor([0, 5, 12], dtype=torch.int32)
+ROWS, KV_ROWS = torch.zeros(12, 4, 8), torch.zeros(12, 2, 2, 8)
+INT32 = torch.zeros(2, dtype=torch.int32)
+func, varlen = flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func
+cached = flash_attn.flash_attn_with_kvcache
+
+DENSE = {
+    "q must have shape (batch, seq, heads, head_dim), got (5, 4, 8)": (Q[0], K, K),
+    "k must have shape (batch, seq, heads, head_dim), got (7, 2, 8)": (Q, K[0], K),
+    "v must have shape (batch, seq, heads, head_dim), got (7, 2, 8)": (Q, K, K[0]),
+    "k must have the batch size of q, 2, got 1": (Q, K[:1], K[:1]),
+    "v must have batch, seq and heads of k, (2, 7, 2), got (2, 6, 2)": (Q, K, K[:, :6]),
+    "v must have batch, seq and heads of k, (2, 7, 2), got (2, 7, 1)": (Q, K, K[:, :, :1]),
+    "k must have shape (2, 7, 2, 8), got (2, 7, 2, 6)": (Q, K[..., :6], K),
+    "k must have dtype float32 like q, got float64": (Q, K.double(), K.double()),
+    "q must have a multiple of the 2 heads of k, got 3": (Q[:, :, :3], K, K),
+}
+
+
+def refused(text: str, op: str, error: type[Exception] = RuntimeError):
+    return pytest.raises(error, match=f"^{op}: {re.escape(text)}")
+
+
+@pytest.mark.parametrize("text", DENSE)
+def test_dense(text):
+    with refused(text, "flash_attn_func"):
+        func(*DENSE[text])
+
+
+@pytest.mark.parametrize(
+    "text, changes, error",
+    [
+        ("window_size must be (left, right), got 4", dict(window_size=4), TypeError),
+        ("window_size must be (left, right), got (4,)", dict(window_size=(4,)), ValueError),
+        ("softmax_scale must be a number or None, got str", dict(softmax_scale="1"), TypeError),
+        (
+            "alibi_slopes must have shape (4,) or (2, 4), got",
+            dict(alibi_slopes=INT32),
+            RuntimeError,
+        ),
+        ("dropout_p must lie between 0 and 1, got 2", dict(dropout_p=2.0), RuntimeError),
+    ],
+)
+def test_options(text, changes, error):
+    with refused(text, "flash_attn_func", error):
+        func(Q, K, K, **changes)
+
+
+@pytest.mark.parametrize(
+    "text, changes, error",
+    [
+        ("q must have 3 dimensions, got (2, 5, 4, 8)", dict(q=Q), RuntimeError),
+        ("cu_seqlens_q must be an int32 tensor", dict(cu_seqlens_q=CU.long()), RuntimeError),
+        ("cu_seqlens_k must be an int32 tensor", dict(cu_seqlens_k=CU[:2]), RuntimeError),
+        ("max_seqlen_q must be at least", dict(max_seqlen_q=6), RuntimeError),
+        ("max_seqlen_k must be a whole number, got str", dict(max_seqlen_k="7"), TypeError),
+        ("cu_seqlens_q must be a tensor, got list", dict(cu_seqlens_q=[0, 5, 12]), TypeError),
+        ("window_size must be (left, right), got 4", dict(window_size=4), TypeError),
+    ],
+)
+def test_packed_sequences(text, changes, error):
+    right = dict(q=ROWS, k=ROWS, v=ROWS, cu_seqlens_q=CU, cu_seqlens_k=CU)
+    right |= dict(max_seqlen_q=7, max_seqlen_k=7)
+    varlen(**right)
+    with refused(text, "flash_attn_varlen_func", error):
+        varlen(**right | changes)
+
+
+def test_tensors_that_hold_several():
+    qkv, kv = torch.zeros(2, 5, 3, 4, 8), torch.zeros(2, 5, 2, 4, 8)
+    with refused("qkv must have dtype", "flash_attn_qkvpacked_func"):
+        flash_attn.flash_attn_qkvpacked_func(qkv.long())
+    text = "qkv must have 5 dimensions, the one before the heads of size 3, got shape (2, 5, 3, 4)"
+    with refused(text, "flash_attn_qkvpacked_func"):
+        flash_attn.flash_attn_qkvpacked_func(qkv[..., 0])
+    with refused("kv must have the batch size of q, 1, got 2", "flash_attn_kvpacked_func"):
+        flash_attn.flash_attn_kvpacked_func(Q[:1], kv)
+    with refused("kv must be a tensor, got NoneType", "flash_attn_kvpacked_func", TypeError):
+        flash_attn.flash_attn_kvpacked_func(Q, None)
+    with refused("cu_seqlens must be an int32", "flash_attn_varlen_qkvpacked_func"):
+        flash_attn.flash_attn_varlen_qkvpacked_func(torch.zeros(12, 3, 4, 8), CU.long(), 7)
+    with refused("max_seqlen must be at least", "flash_attn_varlen_qkvpacked_func"):
+        flash_attn.flash_attn_varlen_qkvpacked_func(torch.zeros(12, 3, 4, 8), CU, 6)
+    with refused("kv must have dtype float32 like q", "flash_attn_varlen_kvpacked_func"):
+        flash_attn.flash_attn_varlen_kvpacked_func(ROWS, KV_ROWS.double(), CU, CU, 7, 7)
+
+
+def test_caches():
+    cache, new = torch.zeros(2, 9, 2, 8), K[:, :1]
+    op = "flash_attn_with_kvcache"
+    with refused("k must have shape (2, 1, 2, 8), got (2, 1, 1, 8)", op):
+        cached(Q, cache, cache.clone(), new[:, :, :1], new, cache_seqlens=INT32)
+    with refused("k must be given together with v, got k alone", op, ValueError):
+        cached(Q, cache, cache.clone(), new, cache_seqlens=INT32)
+    with refused("v_cache must have shape (2, 9, 2, 8), got (2, 8, 2, 8)", op):
+        cached(Q, cache, cache[:, :8])
+    pages = torch.zeros(4, 8, 2, 8)
+    table = torch.zeros(2, 2, dtype=torch.int32)
+    with refused("v_cache must have shape (4, 8, 2, 8), got (4, 8, 1, 8)", op):
+        cached(Q, pages, pages[:, :, :1], cache_seqlens=INT32, block_table=table)
+    with refused("q must have 4 dimensions, got", op):
+        cached(Q[0], cache, cache.clone())
+    with refused("cache_seqlens must be a tensor, a whole number or None, got list", op, TypeError):
+        cached(Q, cache, cache.clone(), cache_seqlens=[1, 2])
+
+
+@pytest.mark.parametrize(
+    "bad", [None, [1.0], 2.0, np.zeros((2, 5, 4, 8))], ids=lambda b: type(b).__name__
+)
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+def test_no_tensors(argument, bad):
+    with refused(
+        f"{argument} must be a tensor, got {type(bad).__name__}", "flash_attn_func", TypeError
+    ):
+        func(**dict(q=Q, k=K, v=K) | {argument: bad})
+
+
+def test_a_missing_argument_is_pythons_error():
+    with pytest.raises(TypeError, match="missing .* argument"):
+        func(Q, K)

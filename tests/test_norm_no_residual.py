@@ -1,0 +1,107 @@
+"""`residual=None`: residual_out is dropout(input), y its norm. An offset needs a weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import onepass
+from onepass import functional
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+names = pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+
+
+def both(name, x, weight, **options):
+    """Ours without a residual, and what it is by definition."""
+    ours = getattr(functional, f"add_{name}")(x, None, (x.shape[-1],), weight, **options)
+    torch.manual_seed(3)
+    p, training = options.pop("dropout_p", 0.0), options.pop("training", True)
+    dtype = options.pop("residual_dtype", None) or x.dtype
+    zeros = torch.zeros(x.shape, dtype=dtype)
+    stream = functional.add_dropout(x, zeros, p, training) if p else x.to(dtype)
+    return ours, (getattr(functional, name)(stream, (x.shape[-1],), weight).to(x.dtype), stream)
+
+
+@names
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize(
+    "dtype, residual_dtype", [(F32, None), (BF16, None), (BF16, F32), (F64, None)], ids=str
+)
+def test_values_and_gradients(name, p, dtype, residual_dtype):
+    x = torch.randn(5, 24, dtype=dtype, requires_grad=True)
+    weight = torch.rand(24, dtype=F64 if dtype is F64 else F32, requires_grad=True)
+    torch.manual_seed(3)
+    ours, expected = both(name, x, weight, dropout_p=p, residual_dtype=residual_dtype)
+    upstream = [torch.randn_like(t) for t in ours]
+    results = [torch.autograd.grad(t, (x, weight), upstream) for t in (ours, expected)]
+    for mine, right in zip((*ours, *results[0]), (*expected, *results[1]), strict=True):
+        assert mine.dtype == right.dtype and torch.equal(mine, right)
+
+
+@names
+def test_dropout_off(name):
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    before = torch.get_rng_state()
+    y, out = getattr(functional, f"add_{name}")(x, None, 8, weight, dropout_p=0.5, training=False)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(out, x) and torch.equal(y, getattr(functional, name)(x, 8, weight))
+    assert functional.add_dropout(x, None, 0.5, training=False) is x
+    torch.manual_seed(1)
+    kept = functional.add_dropout(x, None, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(kept, functional.dropout(x, 0.5))
+
+
+@names
+def test_gradcheck(name):
+    x = torch.randn(3, 6, dtype=F64, requires_grad=True)
+    weight = torch.rand(6, dtype=F64, requires_grad=True)
+
+    def function(x, weight):
+        torch.manual_seed(0)
+        return getattr(functional, f"add_{name}")(x, None, 6, weight, dropout_p=0.3)
+
+    assert torch.autograd.gradcheck(function, (x, weight))
+    assert torch.autograd.gradgradcheck(function, (x, weight))
+
+
+@names
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_fakes_and_compile(name, dtype):
+    x = torch.randn(4, 8, dtype=dtype)
+
+    def function(x):
+        return getattr(functional, f"add_{name}")(x, None, 8, residual_dtype=F32)
+
+    real = function(x)
+    with FakeTensorMode() as mode:
+        fake = function(mode.from_tensor(x))
+    for compiled in (
+        fake,
+        torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")(x),
+    ):
+        assert [(t.shape, t.dtype) for t in compiled] == [(t.shape, t.dtype) for t in real]
+
+
+@pytest.mark.parametrize("cls", [onepass.nn.AddLayerNorm, onepass.nn.AddRMSNorm])
+def test_modules(cls):
+    x, module = torch.randn(3, 8), cls(8)
+    y, out = module(x, None)
+    again, _ = module(torch.zeros_like(x), x)
+    assert torch.equal(out, x) and torch.equal(y, again)
+
+
+def test_an_offset_needs_a_weight():
+    x = torch.ones(3, 8)
+    calls = {
+        "rms_norm": lambda: functional.rms_norm(x, 8, weight_offset=1.0),
+        "add_rms_norm": lambda: functional.add_rms_norm(x, x, 8, weight_offset=1.0),
+    }
+    for op, call in calls.items():
+        message = f"^{op}: weight_offset must be 0 without a weight, got 1.0"
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(ValueError, match="weight_offset must be 0 without a weight"):
+        onepass.nn.AddRMSNorm(8, elementwise_affine=False, weight_offset=1.0)(x, x)
