@@ -54,6 +54,10 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
+def sixteenths(*shape: int) -> Tensor:
+    return torch.randint(-32, 33, shape, generator=torch.Generator().manual_seed(sum(shape))) / 16
+
+
 def ints(*values) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -454,8 +458,8 @@ def _modules():
 
 
 def _optimizers():
-    def gradients():
-        return {"gradients": randn(6, 40), "other": randn(33)}
+    def gradients():  # their squares are summed without rounding, in any order
+        return {"gradients": sixteenths(6, 40), "other": sixteenths(33)}
 
     def norm(gradients, other):
         return [RAW.gradient_norm([gradients, other])]

@@ -59,10 +59,8 @@ from test_attention_packed import (  # noqa: F401
     test_entries_of_the_block_table_beyond_the_keys_are_not_looked_at,
     test_everything_on_packed_sequences,
     test_keys_that_are_not_used_are_not_read,
-    test_one_of_the_used_lengths_alone,
     test_pages_and_packed_keys_are_alike,
     test_pages_may_be_shared,
-    test_unused_rows_are_zero,
     test_varlen_attention_is_the_op,
 )
 from test_attention_random import cases

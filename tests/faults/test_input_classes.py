@@ -81,7 +81,8 @@ def is_refusal(call: Call, cls: InputClass, error: Exception) -> bool:
     text = str(error)
     if call.composed:
         return True
-    if not isinstance(error, (IndexError, RuntimeError, TypeError, ValueError)) or INTERNAL.search(text):
+    told = isinstance(error, (IndexError, RuntimeError, TypeError, ValueError))
+    if not told or INTERNAL.search(text):
         return False
     if OURS.match(text) or (call.name.startswith(("ops.", "nn.")) and TORCHS.search(text)):
         return True
