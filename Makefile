@@ -55,11 +55,12 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup
 
 test: $(VENV)/test.stamp build
-	$(PYTEST) -m "not slow" --nbmake --nbmake-timeout=300 tests notebooks $(ARGS)
+	$(PYTEST) -m "not slow" tests $(ARGS)
 
 # What make test leaves out.
 test-slow: $(VENV)/test.stamp build
 	$(PYTEST) -m slow tests $(ARGS)
+	$(PYTEST) --nbmake --nbmake-timeout=300 notebooks
 
 test-all: test test-slow
 
