@@ -17,7 +17,7 @@ from onepass import numerics
 from onepass.reference import norm as reference
 from onepass.swapping import probe as probing
 
-COLS = 48
+COLS = 192  # of fewer, a probe draws again
 RMS = "onepass rms_norm"
 RMS_1 = "onepass rms_norm, weight_offset 1"
 LAYER = "onepass layer_norm"
@@ -78,7 +78,12 @@ REFUSED = [
     ("poolformer", "PoolFormerGroupNorm", (COLS,), "normalises groups of channels"),
     ("squeezebert", "SqueezeBertLayerNorm", (COLS,), "fails on a 2-D float32 input"),
     ("eomt", "EomtLayerNorm2d", (COLS,), "fails on a 2-D float32 input"),
-    ("vitdet", "VitDetLayerNorm", (COLS,), "returns (48, 5, 48) for an input of shape (5, 48)"),
+    (
+        "vitdet",
+        "VitDetLayerNorm",
+        (COLS,),
+        f"returns ({COLS}, 5, {COLS}) for an input of shape (5, {COLS})",
+    ),
 ]
 
 
@@ -134,7 +139,10 @@ def test_own_norms_refused(cls):
     assert torch.equal(torch.get_rng_state(), random)
 
 
-@pytest.mark.parametrize("cols", [2, 3, 8, 33, 100, 768, 2048])
+@pytest.mark.parametrize(
+    "cols",
+    [2, 33, 2048, *(pytest.param(cols, marks=pytest.mark.slow) for cols in (3, 8, 100, 768))],
+)
 def test_verdict_does_not_depend_on_the_width(cols):
     (entry,) = onepass.swap(foreign_norms.RMS(cols)).swapped
     assert entry["to"] == RMS
@@ -157,14 +165,16 @@ def test_probe_runs_once_per_class_and_configuration(monkeypatch):
     original = probing.probe
     monkeypatch.setattr(probing, "probe", counted)
     cls = foreign_norms.RMS
-    onepass.swap(nn.Sequential(*[cls(8) for _ in range(4)], cls(8, eps=1e-5), cls(16), cls(16)))
+    onepass.swap(
+        nn.Sequential(*[cls(256) for _ in range(4)], cls(256, eps=1e-5), cls(512), cls(512))
+    )
     assert len(probed) == 3
 
 
 def test_probe_needs_no_values_and_touches_nothing():
-    norm = foreign_norms.RMS(8)
+    norm = foreign_norms.RMS(COLS)
     norm.weight.data.fill_(float("nan"))
-    norm.weight.grad = torch.ones(8)
+    norm.weight.grad = torch.ones(COLS)
     norm.eval()
     norm.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
     norm.owner = [nn.Linear(2, 2)]
@@ -180,7 +190,7 @@ def test_probe_is_isolated_from_the_callers_modes():
         torch.autocast("cpu", dtype=torch.bfloat16),
         torch.device("meta"),
     ):
-        norm = foreign_norms.RMS(8)
+        norm = foreign_norms.RMS(COLS)
         assert onepass.swap(norm).swapped
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -205,7 +215,7 @@ class Uncopyable(foreign_norms.Weighted):
 
 
 def test_what_cannot_be_copied_is_refused():
-    (entry,) = onepass.swap(Uncopyable(8)).skipped
+    (entry,) = onepass.swap(Uncopyable(COLS)).skipped
     assert entry["reason"].startswith("cannot be copied")
 
 
@@ -217,7 +227,7 @@ class Registered(foreign_norms.RMS):
 
 
 def test_swapping_registers_no_subclass():
-    assert onepass.swap(Registered(8)).swapped and Registered.subclasses == []
+    assert onepass.swap(Registered(COLS)).swapped and Registered.subclasses == []
 
 
 # ---------------------------------------------------------------- accepted norms at work
@@ -268,9 +278,9 @@ class CastsUnderAutocast(foreign_norms.RMS):
 
 
 def test_autocast_dtype_is_asked_of_the_original():
-    norm = CastsUnderAutocast(8)
+    norm = CastsUnderAutocast(COLS)
     onepass.swap(norm)
-    x = torch.randn(3, 8)
+    x = torch.randn(3, COLS)
     with onepass._ops.dispatch_log.record() as calls:
         assert norm(x).dtype == torch.float32
         for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
@@ -322,7 +332,7 @@ def test_values_and_gradients_hold_the_rule(module, name, rms, offset, dtype):
             return reference.rms_norm(x, (COLS,), weight, eps, weight_offset=offset)
         return reference.layer_norm(x, (COLS,), weight + offset, bias, eps)
 
-    draws = [draw() for _ in range(8)]  # pooled: 48 numbers of a gradient say little
+    draws = [draw() for _ in range(4)]  # pooled: the numbers of one gradient say little
     base = [run(call, *drawn) for drawn in draws]
     onepass.swap(norm)
     with onepass._ops.dispatch_log.record() as calls:
@@ -343,9 +353,9 @@ def test_dtypes_that_were_not_proven_run_the_original():
 
 
 def test_forward_takes_its_argument_by_name_and_no_other():
-    norm = foreign_norms.GammaBeta(8)
+    norm = foreign_norms.GammaBeta(COLS)
     onepass.swap(norm)
-    x = torch.randn(3, 8)
+    x = torch.randn(3, COLS)
     assert torch.equal(norm(features=x), norm(x))
     for arguments in ({"x": x}, {}):
         with pytest.raises(TypeError):
@@ -355,10 +365,10 @@ def test_forward_takes_its_argument_by_name_and_no_other():
 
 
 def test_eps_that_is_changed_later_counts():
-    norm, stock = foreign_norms.RMS(8), foreign_norms.RMS(8)
+    norm, stock = foreign_norms.RMS(COLS), foreign_norms.RMS(COLS)
     onepass.swap(norm)
     norm.eps = stock.eps = 0.5
-    x = torch.randn(3, 8)
+    x = torch.randn(3, COLS)
     torch.testing.assert_close(norm(x), stock(x))
 
 
