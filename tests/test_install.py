@@ -47,7 +47,7 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-# Each in a child of a process that has imported torch, where it can be: that takes most of the time.
+# Each in a child of a process that has imported torch, where it can be: that takes a second.
 USES = """
 import contextlib, os, sys
 with contextlib.suppress(Exception):
