@@ -27,11 +27,12 @@ def same_start():
 
 
 @pytest.fixture(autouse=True)
-def norms_run_ours(nothing_left_behind, monkeypatch):
-    """Swapped layer norms run ours at every size: small ones, as tests take, run torch's else."""
-    from onepass.swapping import small_norms
+def swapped_run_ours(nothing_left_behind, monkeypatch):
+    """Swapped modules run ours at every size: small calls, as tests make, run torch's else."""
+    from onepass.swapping import small_calls
 
-    monkeypatch.setattr(small_norms, "LEAST_ELEMENTS", {})
+    monkeypatch.setattr(small_calls, "LEAST_NORM", {})
+    monkeypatch.setattr(small_calls, "LEAST_ATTENTION", {})
 
 
 def _process_state() -> dict:

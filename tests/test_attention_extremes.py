@@ -370,3 +370,14 @@ def test_what_another_call_left_in_memory_is_not_read(dtype, softcap):
     for _ in range(3):
         ours(case, {name: torch.full_like(tensor, NAN) for name, tensor in t.items()})
         assert_same(ours(case, t), clean)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("dim", [1, 8, 33, 64, 96, 128, 200])
+@pytest.mark.parametrize("seq_q, seq_k, window", [(1, 1, -1), (19, 1, -1), (150, 150, 0)])
+def test_scores_whose_key_has_all_the_weight_have_no_gradient(seq_q, seq_k, window, dim, dtype):
+    """dP and delta cancel to the bit, see backward_ends.h."""
+    case = Case(dtype, dim, seq_q=seq_q, seq_k=seq_k, window_left=window, window_right=window)
+    gradients = ours(case, case.tensors())
+    assert not gradients["dquery"].any() and not gradients["dkey"].any()
+    assert gradients["dvalue"].any()

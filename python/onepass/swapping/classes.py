@@ -21,7 +21,7 @@ import onepass.nn
 from onepass._compiling import refuse_script
 from onepass._imported import is_a
 from onepass._ops.norm import NormKind, norm
-from onepass.swapping import small_norms
+from onepass.swapping import small_calls
 
 
 class NormSpec(NamedTuple):
@@ -60,7 +60,7 @@ class LayerNormForward(Swapped):
     _onepass_to = "onepass.nn.LayerNorm"
 
     def forward(self, input: Tensor) -> Tensor:
-        if _is_plain(input) and not small_norms.is_small(input):
+        if _is_plain(input) and not small_calls.norm_is_small(input):
             return onepass.nn.LayerNorm.forward(self, input)
         return _elsewhere(self, torch.nn.LayerNorm.forward, input)
 
@@ -117,7 +117,7 @@ class ForeignNormForward(Swapped):
 
     def _onepass_is_small(self, input: Tensor) -> bool:
         """Whether the original computes faster: those that subclass torch's layer norm call it."""
-        return issubclass(self._onepass_original, nn.LayerNorm) and small_norms.is_small(input)
+        return issubclass(self._onepass_original, nn.LayerNorm) and small_calls.norm_is_small(input)
 
     def _onepass_under_autocast(self, input: Tensor, weight: Tensor) -> torch.dtype:
         """The original's output dtype: what a device's autocast does to it only the device knows.
@@ -206,6 +206,8 @@ def attend_visibly(query: Tensor, *args, **kwargs):
 def _redirected(forward):
     @functools.wraps(forward)
     def redirected(self, *args, **named):
+        if small_calls.attention_is_small(self, args[0] if args else None):
+            return forward(self, *args, **named)
         with _Redirection():
             return forward(self, *args, **named)
 

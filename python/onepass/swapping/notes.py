@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from onepass.swapping import by_name, callsites, classes, matchers, small_norms
+from onepass.swapping import by_name, callsites, classes, matchers, small_calls
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.plan import Plan
 from onepass.swapping.report import grouped
@@ -34,8 +34,8 @@ _ATTENTION_CALLS = (
 )
 _REDIRECTION = (
     "in forwards whose calls of F.scaled_dot_product_attention are redirected, each torch function "
-    "and each look at a tensor's shape takes about a microsecond longer: with few tokens, as in "
-    "decoding, they may be slower than stock"
+    "and each look at a tensor's shape takes about a microsecond longer: "
+    f"{small_calls.ATTENTION_NOTE}"
 )
 _PROBED = (
     "norms of other classes were accepted by a numeric probe on the CPU; in dtype combinations "
@@ -65,7 +65,7 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
     if any(issubclass(change.cls, ForeignNormForward) for change in plan.classes):
         notes.append(_PROBED)
     if any(_is_layer_norm(change.cls) for change in plan.classes):
-        notes.append(small_norms.NOTE)
+        notes.append(small_calls.NORM_NOTE)
     notes += _note(_FORCED, plan.forced)
     kinds = {change.kind for change in plan.classes} if torch.cuda.is_available() else set()
     if kinds - {"attention"} and not matchers.has_kernels("cuda"):

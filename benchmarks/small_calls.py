@@ -1,15 +1,16 @@
-"""From which size on a layer norm of ours takes less time than torch's, on one thread.
+"""From which size on a swapped layer norm, or module of attention, takes less time than stock's.
 
-    python benchmarks/small_norms.py [--dtypes float32 bfloat16]
+    python benchmarks/small_calls.py [--dtypes float32 bfloat16]
 
-The table gives how many times faster ours is, in training (forward and backward) and in inference,
-by processor time in ABBA turns, medians: noise of other processes counts little. The bounds of
-onepass.swapping.small_norms are read off it.
+On one thread. The tables give how many times faster ours is, in training (forward and backward) and
+in inference, by processor time in ABBA turns, medians: noise of other processes counts little. The
+bounds of onepass.swapping.small_calls are read off them.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -19,12 +20,16 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import nn
 from torch.nn import functional as F
 
 import onepass
+from onepass.swapping import small_calls
 
 COLS = (64, 192, 256, 384, 768, 1024, 2048, 4096)
 ROWS = (16, 64, 256, 1024, 4096)
+SHAPES = ((1, 16), (4, 16), (1, 64), (16, 16), (4, 64), (1, 197), (8, 64), (4, 197), (1, 512))
+HEADS, HEAD_DIM = (3, 6, 12), 64
 TURNS, SECONDS = 7, 0.03
 
 
@@ -33,7 +38,14 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     options = parser.parse_args()
     torch.set_num_threads(1)
+    small_calls.LEAST_ATTENTION.clear()  # ours at every size
     for name in options.dtypes:
+        table = Table("batch x tokens", *(f"{heads} heads" for heads in HEADS))
+        table.title = f"attention, {name}: log2 of elements times tokens; times faster"
+        for batch, tokens in track(SHAPES, f"attention, {name}", console=Console(stderr=True)):
+            cells = [measure_attention(name, batch, tokens, heads) for heads in HEADS]
+            table.add_row(f"{batch} x {tokens}", *cells)
+        Console().print(table)
         table = Table("columns", *(f"{rows} rows" for rows in ROWS), title=name)
         for cols in track(COLS, name, console=Console(stderr=True)):
             cells = [" / ".join(map("{:.2f}".format, measure(name, n, cols))) for n in ROWS]
@@ -68,6 +80,38 @@ def measure(dtype: str, rows: int, cols: int) -> tuple[float, float]:
         times_faster(*(make(norm) for norm in (F.layer_norm, onepass.functional.layer_norm)))
         for make in (training, inference)
     )
+
+
+class Attention(nn.Module):
+    """As in timm's vision transformers."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        width = heads * HEAD_DIM
+        self.heads, self.qkv = heads, nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, HEAD_DIM).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(*qkv.unbind(0))
+        return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+
+
+def measure_attention(dtype: str, batch: int, tokens: int, heads: int) -> str:
+    stock, swapped = (Attention(heads).to(getattr(torch, dtype)) for _ in range(2))
+    onepass.swap(swapped)
+    x = torch.randn(batch, tokens, heads * HEAD_DIM, dtype=getattr(torch, dtype)).requires_grad_()
+    upstream = torch.randn_like(x)
+
+    def training(module: nn.Module) -> Callable:
+        return lambda: module(x).backward(upstream)
+
+    def inference(module: nn.Module) -> Callable:
+        return torch.no_grad()(lambda: module(x))
+
+    ratios = [times_faster(make(stock), make(swapped)) for make in (training, inference)]
+    return f"{math.log2(x.numel() * tokens):.1f}: {ratios[0]:.2f} / {ratios[1]:.2f}"
 
 
 def times_faster(stock: Callable, ours: Callable) -> float:

@@ -1,0 +1,102 @@
+"""Calls of swapped modules that are too small to gain: torch's own kernel computes them, as before.
+
+A call of ours takes longer than one of torch's, whose autograd is in C++; the kernel makes up for
+it from a size on. RMS norms gain at every size: torch has no kernel for them. The bounds are
+measured by benchmarks/small_calls.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from onepass._ops import dispatch_log, tracing
+
+# Per thread, (in training, in inference): elements of a layer norm (Zen 3, AVX2).
+LEAST_NORM = {
+    torch.float32: (1 << 18, 1 << 16),
+    torch.float64: (1 << 18, 1 << 16),
+    torch.bfloat16: (1 << 16, 1 << 16),
+    torch.float16: (1 << 16, 1 << 16),
+}
+# Elements of the input of a module that calls attention, times its tokens (Zen 5, AVX-512 with
+# bfloat16): each torch function of a redirected forward takes longer too.
+LEAST_ATTENTION = {
+    torch.float32: (1 << 23, 1 << 23),
+    torch.float64: (1 << 23, 1 << 23),
+    torch.bfloat16: (0, 1 << 20),
+    torch.float16: (0, 1 << 20),
+}
+# More do not raise a bound: memory's bandwidth is shared by then.
+MOST_THREADS = 8
+NORM_NOTE = (
+    "layer norms on the CPU run torch's own kernel in calls of fewer elements than "
+    f"{1 << 18} per thread (16-bit, or inference: {1 << 16}), where it takes less time"
+)
+ATTENTION_NOTE = (
+    "modules that call F.scaled_dot_product_attention run their own forward on the CPU, without "
+    "dropout, in calls of three dimensions whose elements times tokens are fewer than "
+    f"{1 << 23} per thread (16-bit inference: {1 << 20}; 16-bit training: none)"
+)
+
+
+def norm_is_small(input: Tensor) -> bool:
+    """Whether torch's own layer norm takes less time on this input; the log says so."""
+    bound = _least(LEAST_NORM, input, torch.is_grad_enabled())
+    if not bound or input.numel() >= bound:
+        return False
+    if dispatch_log.is_recording():
+        cols = input.shape[-1] if input.dim() else 1
+        arguments = f"{input.numel() // max(cols, 1)} x {cols}"
+        _tell("layer_norm", arguments, input, f"fewer elements than {bound}")
+    return True
+
+
+def attention_is_small(module: nn.Module, input: object) -> bool:
+    """Whether a module that calls attention takes less time as it came, on (batch, tokens, width).
+
+    The answer is the same where a checkpoint computes the module again: it does not depend on
+    gradients in training.
+    """
+    if not isinstance(input, Tensor) or input.dim() != 3:
+        return False
+    bound = _least(LEAST_ATTENTION, input, module.training or torch.is_grad_enabled())
+    if not bound or input.numel() * input.shape[1] >= bound:
+        return False
+    if module.training and _drops(module):
+        return False
+    if dispatch_log.is_recording():
+        arguments = " x ".join(map(str, input.shape))
+        reason = f"fewer elements times tokens than {bound}"
+        _tell("scaled_dot_product_attention", arguments, input, reason)
+    return True
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a number of the module, or of a part of it, says that it drops something.
+
+    Attention with dropout gains at smaller sizes. A number that is not found costs time, not more.
+    """
+    for part in (module, *module._modules.values()):
+        for name, value in vars(part).items() if part is not None else ():
+            if ("drop" in name or name == "p") and isinstance(value, (int, float)) and value > 0:
+                return True
+    return False
+
+
+def _least(bounds: dict, input: Tensor, training: bool) -> int:
+    """The least size of a call that gains; 0 where every call does, or sizes may change."""
+    if not input.is_cpu or torch.compiler.is_compiling() or tracing.is_tracing():
+        return 0
+    bound = bounds.get(input.dtype, (0, 0))[not training]
+    return bound * min(torch.get_num_threads(), MOST_THREADS)
+
+
+def _tell(function: str, arguments: str, input: Tensor, reason: str) -> None:
+    dispatch_log.leave(
+        op=function,
+        arguments=f"{arguments}, {str(input.dtype)[6:]}",
+        kernel=f"torch.nn.functional.{function}",
+        threads=torch.get_num_threads(),
+        reason=f"too small to gain: {reason}",
+    )
