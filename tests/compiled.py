@@ -44,8 +44,9 @@ class Recipe:
     suffix: str = ""
 
     def file(self) -> Path:
-        words = [str(word) for word in self.command]
-        digest = hashlib.sha256(repr((words, _version(words[0]))).encode())
+        compiler = str(self.command[0])
+        words = [str(word).replace(f"{ROOT}/", "") for word in self.command]  # in any checkout
+        digest = hashlib.sha256(repr((words, _version(compiler))).encode())
         for file in sorted(set().union(*map(_included, self.sources))):
             digest.update(file.read_bytes())
         return BUILD / f"{self.name}-{digest.hexdigest()[:DIGITS]}{self.suffix}"

@@ -52,7 +52,7 @@ def test_right_kernels_pass_in_silence(build):
     names = emulated.run(executable).stdout.split()
     assert set(names) == set(CAUGHT_BY)
     for name in names:
-        for seed in range(SEEDS):
+        for seed in range(1 if build == "thread" else SEEDS):  # it takes its time
             result = emulated.run(executable, name, "right", seed=seed)
             assert result.returncode == 0 and not result.stderr, f"{name}: {result.stderr[-2000:]}"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import emulated
+import itertools
+
 import pytest
 import torch
 from executors import all_instances
 from norm_cases import (
     ALIGNED,
+    KINDS,
     LONG,
     UNALIGNED,
     Case,
@@ -19,6 +21,7 @@ from norm_cases import (
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 KERNELS = ("norm/forward.cu", "norm/backward.cu")
+SANITIZERS = ("address", "thread")
 
 
 # ---- values and gradients ------------------------------------------------------------------------
@@ -288,7 +291,7 @@ DTYPES = [(F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32)]
 
 # Nine minutes under the thread sanitizer; test_sanitizers_are_silent has the branches.
 @pytest.mark.parametrize(
-    "build", ["plain", "address", pytest.param("thread", marks=pytest.mark.slow)]
+    "build", ["plain", *(pytest.param(build, marks=pytest.mark.slow) for build in SANITIZERS)]
 )
 def test_each_instance(cuda, build):
     """Values by the numerics rule, without races or bad accesses; none is left out."""
@@ -304,8 +307,17 @@ def test_each_instance(cuda, build):
     assert not left_out
 
 
-@pytest.mark.parametrize("build", [build for build in emulated.BUILDS if build != "plain"])
-@kinds
+# Half a minute each under the thread sanitizer: norms differ in no barrier.
+QUICK = [("address", *kind) for kind in KINDS] + [("thread", False, True)]
+
+
+@pytest.mark.parametrize(
+    "build, rms, residual",
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(SANITIZERS, (False, True), (False, True))
+    ],
+)
 def test_sanitizers_are_silent(cuda, build, rms, residual):
     """On the branches within an instance that the test above does not take."""
     for cols in (72, 33, 2056):
