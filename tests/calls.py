@@ -118,13 +118,17 @@ def _norms():
         own |= {"weight": randn(40), "bias": randn(40, seed=1), "seed": torch.tensor([3, 4])}
         return own | {"mean": x.mean(1), "rstd": x.var(1, False).add(1e-5).rsqrt()}
 
-    def backward(doutput, dresidual_out, x, weight, bias, seed, mean, rstd):
-        rest = ((40,), 0, 0.0, 0.3, F32, F32, 15)
-        tensors = (doutput, dresidual_out, x, weight, bias, seed, mean, rstd)
-        return flat(RAW.norm_backward(*tensors, *rest))
+    def backward(op):
+        def run(doutput, dresidual_out, x, weight, bias, seed, mean, rstd):
+            rest = ((40,), 0, 0.0, 0.3, F32, F32, 15)
+            tensors = (doutput, dresidual_out, x, weight, bias, seed, mean, rstd)
+            return flat(op(*tensors, *rest))
+
+        return run
 
     optional = ("doutput", "dresidual_out", "weight", "bias")
-    yield Call("ops.norm_backward", backward_tensors, backward, optional=optional)
+    for op in (RAW.norm_backward, RAW.norm_backward_check):
+        yield Call(f"ops.{op.__name__}", backward_tensors, backward(op), optional=optional)
 
 
 def _dropouts():
@@ -280,17 +284,13 @@ def _attention():
         upstream = {"doutput": randn(*own["query"].shape), "dlse": randn(*own["lse"].shape)}
         return upstream | own
 
-    def backward(doutput, dlse, query, key, value, output, lse, lse_rest, **tensors):
-        more = {"scale": 0.3, "dropout_p": 0.2}
-        more["grad_mask"] = 7 + 8 * ("bias" in tensors and tensors["bias"] is not None)
-        return flat(
-            RAW.attention_backward(
-                doutput, dlse, query, key, value, output, lse, lse_rest, **tensors, **more
-            )
-        )
+    def backward(op, **more):
+        def run(doutput, dlse, query, key, value, output, lse, lse_rest, **tensors):
+            saved = (doutput, dlse, query, key, value, output, lse, lse_rest)
+            grad_mask = 7 + 8 * (tensors.get("bias") is not None)
+            return flat(op(*saved, **tensors, **more, grad_mask=grad_mask, scale=0.3))
 
-    optional = ("doutput", "dlse", "lse_rest", *everything)
-    yield Call("ops.attention_backward", backward_tensors, backward, optional=optional)
+        return run
 
     def packed_backward_tensors():
         own = _packed()
@@ -298,13 +298,11 @@ def _attention():
         own |= dict(zip(("output", "lse", "lse_rest"), results, strict=True))
         return {"doutput": randn(*own["query"].shape), "dlse": randn(*own["lse"].shape)} | own
 
-    def packed_backward(doutput, dlse, query, key, value, output, lse, lse_rest, **tensors):
-        saved = (doutput, dlse, query, key, value, output, lse, lse_rest)
-        more = {"scale": 0.3, "max_q": 3, "max_k": 6, "grad_mask": 7}
-        return flat(RAW.attention_backward(*saved, **tensors, **more))
-
-    of = packed_backward_tensors, packed_backward
-    yield Call("ops.attention_backward packed", *of, optional=optional)
+    optional = ("doutput", "dlse", "lse_rest", *everything)
+    for name in ("attention_backward", "attention_backward_check"):
+        op, packed = getattr(RAW, name), packed_backward_tensors
+        yield Call(f"ops.{name}", backward_tensors, backward(op, dropout_p=0.2), optional=optional)
+        yield Call(f"ops.{name} packed", packed, backward(op, **long), optional=optional)
 
     def merge_tensors():
         parts, rows = (2, BATCH, HEADS, ROWS), {}

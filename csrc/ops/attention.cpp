@@ -119,40 +119,57 @@ void attention_forward_check(const Options& options, const Tensor& query, const 
   attach_lengths(checks, options, args, copies);
 }
 
+// What the backward takes beside query, key, value and the options.
+struct Upstream {
+  const OptionalTensor& doutput;
+  const OptionalTensor& dlse;
+  const Tensor& output;
+  const Tensor& lse;
+  const OptionalTensor& lse_rest;
+  int64_t grad_mask;
+};
+
+constexpr const char* kBackward = "attention_backward";
+
+void check_upstream(const AttentionChecks& checks, const Options& options, const Upstream& given) {
+  require(!options.block_table, kBackward, ": block_table must not be given, got one");
+  const int64_t possible = kWantQuery | kWantKey | kWantValue | (options.bias ? kWantBias : 0) |
+                           (options.sinks ? kWantSinks : 0) |
+                           (options.alibi_slopes ? kWantSlopes : 0);
+  require((given.grad_mask & ~possible) == 0, kBackward,
+          ": grad_mask must ask for gradients of what is given only, ", possible, ", got ",
+          given.grad_mask);
+  const TensorInfo& query = checks.query();
+  const DType dtype = checks.args().dtype;
+  const DType accumulator = accumulator_of(dtype);
+  int64_t sizes[4];
+  std::copy(query.sizes, query.sizes + query.dims, sizes);
+  sizes[query.dims - 1] = checks.args().value_dim;
+  const StatisticShape statistic(checks.args(), checks.query_layout());
+  const auto check = [&](const char* name, const Tensor& tensor, const int64_t* shape, int64_t dims,
+                         DType wanted) {
+    const DType got = checks.checked().tensor(name, input_of(kBackward, name, tensor), shape, dims);
+    require(got == wanted, kBackward, ": ", name, " must have dtype ", name_of(wanted), ", got ",
+            name_of(got));
+  };
+  check("output", given.output, sizes, query.dims, dtype);
+  check("lse", given.lse, statistic.sizes, statistic.dims, accumulator);
+  if (given.lse_rest) {
+    check("lse_rest", *given.lse_rest, statistic.sizes, statistic.dims, accumulator);
+  }
+  if (given.doutput) check("doutput", *given.doutput, sizes, query.dims, dtype);
+  if (given.dlse) check("dlse", *given.dlse, statistic.sizes, statistic.dims, accumulator);
+}
+
 std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> attention_backward(
     const Options& options, const OptionalTensor& doutput, const OptionalTensor& dlse,
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& output,
     const Tensor& lse, const OptionalTensor& lse_rest, int64_t grad_mask, bool deterministic) {
-  constexpr const char* op = "attention_backward";
-  const AttentionChecks checks(op, query, key, value, options);
-  require(!options.block_table, op, ": block_table must not be given, got one");
-  const int64_t possible = kWantQuery | kWantKey | kWantValue | (options.bias ? kWantBias : 0) |
-                           (options.sinks ? kWantSinks : 0) |
-                           (options.alibi_slopes ? kWantSlopes : 0);
-  require((grad_mask & ~possible) == 0, op,
-          ": grad_mask must ask for gradients of what is given only, ", possible, ", got ",
-          grad_mask);
+  const AttentionChecks checks(kBackward, query, key, value, options);
+  check_upstream(checks, options, {doutput, dlse, output, lse, lse_rest, grad_mask});
   const Layout layout = checks.query_layout();
   const TensorInfo& query_shape = checks.query();
   const DType dtype = checks.args().dtype;
-  const DType accumulator = accumulator_of(dtype);
-  int64_t sizes[4];
-  std::copy(query_shape.sizes, query_shape.sizes + query_shape.dims, sizes);
-  sizes[query_shape.dims - 1] = checks.args().value_dim;
-  const StatisticShape statistic(checks.args(), layout);
-  const auto check_gradient = [&](const char* name, const Tensor& tensor, const int64_t* shape,
-                                  int64_t dims, DType wanted) {
-    const DType got = checks.checked().tensor(name, input_of(op, name, tensor), shape, dims);
-    require(got == wanted, op, ": ", name, " must have dtype ", name_of(wanted), ", got ",
-            name_of(got));
-  };
-  check_gradient("output", output, sizes, query_shape.dims, dtype);
-  check_gradient("lse", lse, statistic.sizes, statistic.dims, accumulator);
-  if (lse_rest) {
-    check_gradient("lse_rest", *lse_rest, statistic.sizes, statistic.dims, accumulator);
-  }
-  if (doutput) check_gradient("doutput", *doutput, sizes, query_shape.dims, dtype);
-  if (dlse) check_gradient("dlse", *dlse, statistic.sizes, statistic.dims, accumulator);
 
   Copies copies;
   AttentionBackward args{};
@@ -205,8 +222,19 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> attention_backward(
   args.deterministic = deterministic;
   checks.tighten(args, args.dbias);
   run_operator(backend().attention.backward, args, query_shape.device,
-               [&] { return describe(op, args); });
+               [&] { return describe(kBackward, args); });
   return {dquery, dkey, dvalue, {dbias, dsinks, dslopes}};
+}
+
+void attention_backward_check(const Options& options, const OptionalTensor& doutput,
+                              const OptionalTensor& dlse, const Tensor& query, const Tensor& key,
+                              const Tensor& value, const Tensor& output, const Tensor& lse,
+                              const OptionalTensor& lse_rest, int64_t grad_mask, bool) {
+  const AttentionChecks checks(kBackward, query, key, value, options);
+  check_upstream(checks, options, {doutput, dlse, output, lse, lse_rest, grad_mask});
+  Attention args = checks.args();
+  Copies copies;
+  attach_lengths(checks, options, args, copies);
 }
 
 }  // namespace
@@ -214,6 +242,10 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> attention_backward(
 #define ONEPASS_ATTENTION_ARGUMENTS                                                  \
   "(Tensor query, Tensor key, Tensor value, *" ONEPASS_SCHEMA(ONEPASS_SCORE_OPTIONS) \
       ONEPASS_SCHEMA(ONEPASS_ATTENTION_OPTIONS) ")"
+#define ONEPASS_ATTENTION_BACKWARD_ARGUMENTS                                                       \
+  "(Tensor? doutput, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor " \
+  "lse, Tensor? lse_rest=None, *, int grad_mask, bool deterministic=False" ONEPASS_SCHEMA(         \
+      ONEPASS_SCORE_OPTIONS) ONEPASS_SCHEMA(ONEPASS_ATTENTION_OPTIONS) ")"
 
 OperatorList attention_operators() {
   return {
@@ -225,12 +257,11 @@ OperatorList attention_operators() {
        TORCH_BOX(&Packed<&attention_forward_check>::call), true},
       // dterms: of bias, sinks, alibi_slopes; the list may grow. grad_mask: 1 dquery, 2 dkey,
       // 4 dvalue, 8, 16, 32 dterms; the others have size 0.
-      {"attention_backward(Tensor? doutput, Tensor? dlse, Tensor query, Tensor key, Tensor value, "
-       "Tensor output, Tensor lse, Tensor? lse_rest=None, *, int grad_mask, "
-       "bool deterministic=False" ONEPASS_SCHEMA(ONEPASS_SCORE_OPTIONS)
-           ONEPASS_SCHEMA(ONEPASS_ATTENTION_OPTIONS) ") -> (Tensor dquery, Tensor dkey, Tensor "
-                                                     "dvalue, Tensor[] dterms)",
+      {"attention_backward" ONEPASS_ATTENTION_BACKWARD_ARGUMENTS
+       " -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dterms)",
        TORCH_BOX(&Packed<&attention_backward>::call)},
+      {"attention_backward_check" ONEPASS_ATTENTION_BACKWARD_ARGUMENTS " -> ()",
+       TORCH_BOX(&Packed<&attention_backward_check>::call), true},
   };
 }
 

@@ -27,6 +27,7 @@ using OptionalTensor = std::optional<Tensor>;
 using OptionalScalarType = std::optional<torch::headeronly::ScalarType>;
 using Sizes = std::vector<int64_t>;
 using StaticInt = int64_t;  // a choice: a compiler makes a graph for each value of it
+#define ONEPASS_SCHEMA_Tensor "Tensor"
 #define ONEPASS_SCHEMA_OptionalTensor "Tensor?"
 #define ONEPASS_SCHEMA_OptionalScalarType "ScalarType?"
 #define ONEPASS_SCHEMA_Sizes "SymInt[]"

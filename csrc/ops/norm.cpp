@@ -28,7 +28,25 @@ namespace {
   FIELD(OptionalScalarType, residual_dtype, "") \
   FIELD(bool, save_statistics, "")
 
+// What norm_backward takes beside doutput.
+#define ONEPASS_NORM_BACKWARD_OPTIONS(FIELD)    \
+  FIELD(OptionalTensor, dresidual_out, "")      \
+  FIELD(Tensor, x, "")                          \
+  FIELD(OptionalTensor, weight, "")             \
+  FIELD(OptionalTensor, bias, "")               \
+  FIELD(OptionalTensor, seed, "")               \
+  FIELD(Tensor, mean, "")                       \
+  FIELD(Tensor, rstd, "")                       \
+  FIELD(Sizes, normalized_shape, "")            \
+  FIELD(StaticInt, kind, "") /* NormKind */     \
+  FIELD(double, weight_offset, "")              \
+  FIELD(double, dropout_p, "")                  \
+  FIELD(OptionalScalarType, input_dtype, "")    \
+  FIELD(OptionalScalarType, residual_dtype, "") \
+  FIELD(StaticInt, grad_mask, "")
+
 ONEPASS_DEFINE_OPTIONS(NormOptions, ONEPASS_NORM_OPTIONS);
+ONEPASS_DEFINE_OPTIONS(NormBackwardOptions, ONEPASS_NORM_BACKWARD_OPTIONS);
 
 // Bits of grad_mask.
 constexpr int64_t kWantInput = 1;
@@ -197,67 +215,84 @@ void norm_forward_check(const NormOptions& options, const Tensor& input) {
   check_forward(options, input);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
-    const OptionalTensor& doutput, const OptionalTensor& dresidual_out, const Tensor& x,
-    const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& seed,
-    const Tensor& mean, const Tensor& rstd, const Sizes& normalized_shape, StaticInt number,
-    double weight_offset, double dropout_p, OptionalScalarType input_dtype,
-    OptionalScalarType residual_dtype, int64_t grad_mask) {
-  const NormKind kind = kind_of(number);
-  const bool rms = kind == NormKind::kRms;
-  const char* op = rms ? "rms_norm_backward" : "layer_norm_backward";
+struct CheckedBackward {
   NormBackward args{};
-  RowTensor x_rows = row_tensor(op, "x", x);
-  const TensorInfo shape = x_rows.info;
+  RowTensor x;
+  RowTensor dresidual_out;
+  int64_t leading = 0;  // dimensions before normalized_shape
+};
+
+CheckedBackward check_backward(const NormBackwardOptions& options, const OptionalTensor& doutput) {
+  const NormKind kind = kind_of(options.kind);
+  const char* op = kind == NormKind::kRms ? "rms_norm_backward" : "layer_norm_backward";
+  CheckedBackward call{.x = row_tensor(op, "x", options.x),
+                       .dresidual_out = row_tensor(op, "dresidual_out", options.dresidual_out)};
+  NormBackward& args = call.args;
+  const TensorInfo& shape = call.x.info;
   const CheckedAgainst checked(op, "x", shape);
+  const Sizes& normalized_shape = options.normalized_shape;
   check_normalized_shape(op, "x", shape, normalized_shape);
   const int64_t row_dims = static_cast<int64_t>(normalized_shape.size());
-  args.x_dtype = args.dinput_dtype = args.dresidual_dtype = checked.first_dtype();
-  if (input_dtype) {
-    args.dinput_dtype = checked.dtype("input_dtype", static_cast<int32_t>(*input_dtype));
+  args.x_dtype = args.doutput_dtype = args.dinput_dtype = args.dresidual_dtype =
+      checked.first_dtype();
+  if (options.input_dtype) {
+    args.dinput_dtype = checked.dtype("input_dtype", static_cast<int32_t>(*options.input_dtype));
   }
-  if (residual_dtype) {
-    args.dresidual_dtype = checked.dtype("residual_dtype", static_cast<int32_t>(*residual_dtype));
+  if (options.residual_dtype) {
+    args.dresidual_dtype =
+        checked.dtype("residual_dtype", static_cast<int32_t>(*options.residual_dtype));
   }
-  RowTensor doutput_rows =
-      row_tensor(op, "doutput", doutput ? doutput : OptionalTensor(zeros_like(x, args.x_dtype)));
-  args.doutput_dtype = checked.tensor("doutput", doutput_rows.info, shape.sizes, shape.dims);
-  RowTensor dresidual_out_rows = row_tensor(op, "dresidual_out", dresidual_out);
-  if (dresidual_out) {
+  if (doutput) {
+    args.doutput_dtype =
+        checked.tensor("doutput", input_of(op, "doutput", *doutput), shape.sizes, shape.dims);
+  }
+  if (options.dresidual_out) {
     const DType dtype =
-        checked.tensor("dresidual_out", dresidual_out_rows.info, shape.sizes, shape.dims);
+        checked.tensor("dresidual_out", call.dresidual_out.info, shape.sizes, shape.dims);
     require(dtype == args.x_dtype, op, ": dresidual_out must have dtype ", name_of(args.x_dtype),
             " like x, got ", name_of(dtype));
   }
-  if (weight) {
-    args.weight_dtype = checked.tensor("weight", input_of(op, "weight", *weight),
+  if (options.weight) {
+    args.weight_dtype = checked.tensor("weight", input_of(op, "weight", *options.weight),
                                        normalized_shape.data(), row_dims);
   }
-  DType bias_dtype = args.x_dtype;
-  if (bias) {
-    bias_dtype =
-        checked.tensor("bias", input_of(op, "bias", *bias), normalized_shape.data(), row_dims);
+  args.dbias_dtype = args.x_dtype;
+  if (options.bias) {
+    args.dbias_dtype = checked.tensor("bias", input_of(op, "bias", *options.bias),
+                                      normalized_shape.data(), row_dims);
   }
   args.dweight_dtype = args.weight_dtype;
-  args.dbias_dtype = bias_dtype;
-  const int64_t leading = set_size(args, shape, normalized_shape);
+  call.leading = set_size(args, shape, normalized_shape);
   const DType statistics_dtype =
       args.x_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   const auto check_statistics = [&](const char* name, const Tensor& tensor) {
-    const DType dtype = checked.tensor(name, input_of(op, name, tensor), shape.sizes, leading);
+    const DType dtype = checked.tensor(name, input_of(op, name, tensor), shape.sizes, call.leading);
     require(dtype == statistics_dtype, op, ": ", name, " must have dtype ",
             name_of(statistics_dtype), ", got ", name_of(dtype));
   };
-  check_statistics("rstd", rstd);
-  if (!rms) check_statistics("mean", mean);
-  require_probability(op, "dropout_p", dropout_p);
-  require((dropout_p > 0.0) == seed.has_value(), op,
-          ": seed must be given with dropout_p > 0 only, got ", seed ? "one" : "none");
-  if (seed) checked.seed(*seed);
-  const bool want_input = grad_mask & kWantInput;
-  const bool want_residual = grad_mask & kWantResidual;
-  const bool want_weight = (grad_mask & kWantWeight) && weight;
-  const bool want_bias = (grad_mask & kWantBias) && bias;
+  check_statistics("rstd", options.rstd);
+  if (kind != NormKind::kRms) check_statistics("mean", options.mean);
+  require_probability(op, "dropout_p", options.dropout_p);
+  require((options.dropout_p > 0.0) == options.seed.has_value(), op,
+          ": seed must be given with dropout_p > 0 only, got ", options.seed ? "one" : "none");
+  if (options.seed) checked.seed(*options.seed);
+  args.weight_offset = options.weight_offset;
+  args.dropout_p = options.dropout_p;
+  args.kind = kind;
+  return call;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(const NormBackwardOptions& options,
+                                                         const OptionalTensor& doutput) {
+  CheckedBackward call = check_backward(options, doutput);
+  NormBackward& args = call.args;
+  const TensorInfo shape = call.x.info;
+  const Sizes& normalized_shape = options.normalized_shape;
+  const int64_t row_dims = static_cast<int64_t>(normalized_shape.size());
+  const bool want_input = options.grad_mask & kWantInput;
+  const bool want_residual = options.grad_mask & kWantResidual;
+  const bool want_weight = (options.grad_mask & kWantWeight) && options.weight;
+  const bool want_bias = (options.grad_mask & kWantBias) && options.bias;
 
   const auto rows_output = [&](bool wanted, DType dtype) {
     return wanted ? empty(shape.sizes, shape.dims, dtype, shape.device)
@@ -272,31 +307,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
   Tensor dweight = cols_output(want_weight, args.dweight_dtype);
   Tensor dbias = cols_output(want_bias, args.dbias_dtype);
 
-  address_rows({&x_rows, &doutput_rows, &dresidual_out_rows}, row_dims, args.row_size);
-  const OptionalTensor dense_weight = dense(weight);
-  const OptionalTensor dense_mean = rms ? std::nullopt : dense(mean);
-  const OptionalTensor dense_rstd = dense(rstd);
-  args.x = x_rows.data();
-  args.x_stride = x_rows.stride;
+  RowTensor doutput_rows{doutput ? doutput : OptionalTensor(zeros_like(options.x, args.x_dtype))};
+  doutput_rows.info = info_of(*doutput_rows.tensor);
+  address_rows({&call.x, &doutput_rows, &call.dresidual_out}, row_dims, args.row_size);
+  const OptionalTensor dense_weight = dense(options.weight);
+  const OptionalTensor dense_mean =
+      args.kind == NormKind::kRms ? std::nullopt : dense(options.mean);
+  const OptionalTensor dense_rstd = dense(options.rstd);
+  args.x = call.x.data();
+  args.x_stride = call.x.stride;
   args.doutput = doutput_rows.data();
   args.doutput_stride = doutput_rows.stride;
-  args.dresidual_out = dresidual_out_rows.data();
-  args.dresidual_out_stride = dresidual_out_rows.stride;
+  args.dresidual_out = call.dresidual_out.data();
+  args.dresidual_out_stride = call.dresidual_out.stride;
   args.weight = data_of(dense_weight);
   args.mean = data_of(dense_mean);
   args.rstd = data_of(dense_rstd);
-  args.seed = static_cast<const int64_t*>(data_of(seed));
+  args.seed = static_cast<const int64_t*>(data_of(options.seed));
   if (want_input) args.dinput = dinput.mutable_data_ptr();
   if (want_residual) args.dresidual = dresidual.mutable_data_ptr();
   if (want_weight) args.dweight = dweight.mutable_data_ptr();
   if (want_bias) args.dbias = dbias.mutable_data_ptr();
-  args.weight_offset = weight_offset;
-  args.dropout_p = dropout_p;
-  args.kind = kind;
   if (args.cols > 0) {
     run_operator(backend().norm.backward, args, shape.device, [&] { return describe(args); });
   }
   return {dinput, dresidual, dweight, dbias};
+}
+
+void norm_backward_check(const NormBackwardOptions& options, const OptionalTensor& doutput) {
+  check_backward(options, doutput);
 }
 
 }  // namespace
@@ -312,12 +351,13 @@ OperatorList norm_operators() {
       {"norm_forward_check(Tensor input" ONEPASS_SCHEMA(ONEPASS_NORM_OPTIONS) ") -> ()",
        TORCH_BOX(&Packed<&norm_forward_check>::call), true},
       // grad_mask: 1 dinput, 2 dresidual, 4 dweight, 8 dbias.
-      {"norm_backward(Tensor? doutput, Tensor? dresidual_out, Tensor x, Tensor? weight, "
-       "Tensor? bias, Tensor? seed, Tensor mean, Tensor rstd, SymInt[] normalized_shape, "
-       "int kind, float weight_offset, float dropout_p, ScalarType? input_dtype, "
-       "ScalarType? residual_dtype, int grad_mask) "
-       "-> (Tensor dinput, Tensor dresidual, Tensor dweight, Tensor dbias)",
-       TORCH_BOX(&norm_backward)},
+      {"norm_backward(Tensor? doutput" ONEPASS_SCHEMA(
+           ONEPASS_NORM_BACKWARD_OPTIONS) ") -> (Tensor dinput, Tensor dresidual, Tensor dweight, "
+                                          "Tensor dbias)",
+       TORCH_BOX(&Packed<&norm_backward>::call)},
+      {"norm_backward_check(Tensor? doutput" ONEPASS_SCHEMA(
+           ONEPASS_NORM_BACKWARD_OPTIONS) ") -> ()",
+       TORCH_BOX(&Packed<&norm_backward_check>::call), true},
   };
 }
 

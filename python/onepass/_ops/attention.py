@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from onepass._devices import require_one_device
 from onepass._mapping import run_each
 from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.attention_layout import empty_rows
@@ -21,9 +20,11 @@ from onepass.reference.attention import attention as reference
 _forward = torch.ops.onepass.attention_forward.default
 _forward_check = torch.ops.onepass.attention_forward_check.default
 _backward = torch.ops.onepass.attention_backward.default
+_backward_check = torch.ops.onepass.attention_backward_check.default
 
 run_each(_forward_check)
 run_each(_backward)
+run_each(_backward_check)
 
 # Bits of attention_backward's grad_mask, in the order of its results and of what is differentiated
 # below.
@@ -252,19 +253,9 @@ def _(query, key, value, **options):
 
 
 @torch.library.register_fake("onepass::attention_backward")
-def _(doutput, dlse, query, key, value, output, lse, lse_rest, *, grad_mask, **options):
-    require_one_device(
-        "attention_backward",
-        query=query,
-        key=key,
-        value=value,
-        output=output,
-        lse=lse,
-        lse_rest=lse_rest,
-        doutput=doutput,
-        dlse=dlse,
-        **options,
-    )
+def _(*tensors, grad_mask, **options):
+    fake_checks.check(_backward_check, *tensors, grad_mask=grad_mask, **options)
+    _, _, query, key, value, *_ = tensors
 
     def like(tensor, bit, default_dtype, bshd=False):
         if tensor is None or not grad_mask & bit:

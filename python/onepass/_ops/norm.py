@@ -8,7 +8,6 @@ import functools
 import torch
 from torch import Tensor
 
-from onepass._devices import require_one_device
 from onepass._mapping import run_each
 from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
@@ -21,8 +20,10 @@ from onepass.reference.dropout import dropout as reference_dropout
 _forward = torch.ops.onepass.norm_forward.default
 _forward_check = torch.ops.onepass.norm_forward_check.default
 _backward = torch.ops.onepass.norm_backward.default
+_backward_check = torch.ops.onepass.norm_backward_check.default
 
 run_each(_forward_check)
+run_each(_backward_check)
 
 
 class NormKind(enum.IntEnum):
@@ -255,17 +256,7 @@ def _(
     residual_dtype,
     grad_mask,
 ):
-    require_one_device(
-        "rms_norm_backward" if kind == NormKind.RMS else "layer_norm_backward",
-        x=x,
-        doutput=doutput,
-        dresidual_out=dresidual_out,
-        weight=weight,
-        bias=bias,
-        seed=seed,
-        mean=mean,
-        rstd=rstd,
-    )
+    fake_checks.check(_backward_check, **locals())
 
     def like(shape, wanted, dtype):
         return x.new_empty(shape if wanted else (0,), dtype=dtype)
