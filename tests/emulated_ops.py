@@ -1,5 +1,5 @@
-"""Runs an operator of the emulated CUDA back end on files, for the families whose tests do not
-run on the executors yet (tests/executors.py): attention and the optimizers.
+"""Runs an operator of the emulated CUDA back end on files, for attention, whose tests do not run on
+the executors yet (tests/executors.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 import torch
-from emulated_ops import DTYPES, Calls, run
+from executors import Emulated
 from torch import Tensor
 
 from onepass._ops.optimizer import ALGORITHMS, Hyper
@@ -21,11 +21,9 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 INT8 = torch.uint8
 ADAM, SGD, LION = map(ALGORITHMS.get, ("Adam", "SGD", "Lion"))
 MOMENTS = {ADAM: 2, SGD: 1, LION: 1}
-MOMENT_TYPES = {F32: 0, BF16: 1, F16: 3, F64: 4, INT8: 5}
-STOCHASTIC_BF16 = 2
-NONE, MASTER, REMAINDER, STOCHASTIC = range(4)
+MOMENT_TYPES = (F32, BF16, F16, F64, INT8)
 PIECE = 4096
-PROGRAM = ("optimizer", "optimizer/step.cu", "optimizer/gradients.cu")
+KERNELS = ("optimizer/step.cu", "optimizer/gradients.cu")
 
 SETTINGS = Hyper(
     lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, momentum=0.9, decoupled=True
@@ -78,12 +76,17 @@ class Step:
     zero_gradients: bool = False
     max_norm: float | None = None
     norm: float | None = None
-    norm_dtype: torch.dtype = F64
     grad_scale: float | None = None
     found_inf: float | None = None
 
     def copy(self) -> Step:
         return copy.deepcopy(self)
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same, 8 bytes beyond a multiple of 16."""
+    ahead = 8 // tensor.itemsize
+    return torch.empty(tensor.numel() + ahead, dtype=tensor.dtype)[ahead:].copy_(tensor)
 
 
 def make(
@@ -138,6 +141,7 @@ def make_mixes(sizes: dict, moments: int, **options) -> list[Tensors]:
 
 
 def on_cpu(call: Step) -> None:
+    """By the operators that torch.ops has; the settings are given twice, for CUDA too."""
     states: list[Tensor] = []
     rows = []
 
@@ -156,93 +160,33 @@ def on_cpu(call: Step) -> None:
     scalar = lambda value: None if value is None else torch.tensor(value)  # noqa: E731
     ops = torch.ops.onepass
     table = ops.optimizer_table([t.param for t in call.tensors], states, torch.tensor(rows))
-    ops.optimizer_step(
+    assert ops.optimizer_step(
         call.algorithm, table, [t.gradient for t in call.tensors], call.hyper, seed=call.seed,
         stochastic_params=call.stochastic_params, stochastic_moments=call.stochastic_moments,
         zero_gradients=call.zero_gradients, max_norm=call.max_norm,
-        norm=None if call.norm is None else torch.tensor(call.norm, dtype=call.norm_dtype),
+        norm=None if call.norm is None else torch.tensor(call.norm, dtype=F64),
         grad_scale=scalar(call.grad_scale), found_inf=scalar(call.found_inf),
+        device_hyper=call.hyper,
     )  # fmt: skip
     ops.optimizer_table_release(states[0], table)
 
 
-@dataclass
-class OptimizerCalls(Calls):
-    program: tuple[str, ...] = PROGRAM
-
-
-def on_cuda(call: Step, calls: Calls | None = None) -> dict:
+def on_cuda(call: Step, emulator: Emulated) -> dict:
     """What was counted; the tensors change in place."""
-    calls = calls or OptimizerCalls()
-    numbers = dict(
-        count=len(call.tensors), algorithm=call.algorithm, zero_gradients=call.zero_gradients,
-        seed=call.seed, max_norm=float("inf") if call.max_norm is None else call.max_norm,
-        norm_dtype=call.norm_dtype,
-    )  # fmt: skip
-    tensors: dict[str, Tensor | None] = {"hyper": call.hyper}
-    for name, dtype in (("norm", call.norm_dtype), ("grad_scale", F32), ("found_inf", F32)):
-        value = getattr(call, name)
-        tensors[name] = None if value is None else torch.tensor(value, dtype=dtype)
-    for i, t in enumerate(call.tensors):
-        numbers |= {
-            f"numel{i}": t.param.numel(), f"param_dtype{i}": t.param.dtype,
-            f"gradient_dtype{i}": t.gradient.dtype, f"moment_type{i}": _moment_type(call, t),
-            f"master_kind{i}": _master_kind(call, t), f"index{i}": t.index, f"group{i}": t.group,
-        }  # fmt: skip
-        tensors |= {f"param{i}": t.param, f"gradient{i}": t.gradient, f"master{i}": t.master}
-        tensors[f"step{i}"] = t.step
-        tensors |= {f"moment{which}_{i}": m for which, m in enumerate(t.moments)}
-        tensors |= {f"scale{which}_{i}": s for which, s in enumerate(t.scales)}
-    run(calls, "optimizer_step", numbers, tensors)
-    return calls.done[-1]
+    with emulator.under_the_package():
+        on_cpu(call)
+    return emulator.done[-1]
 
 
-def _moment_type(call: Step, t: Tensors) -> int:
-    dtype = t.moments[0].dtype if t.moments else F64 if t.param.dtype is F64 else F32
-    if dtype is BF16 and call.stochastic_moments:
-        return STOCHASTIC_BF16
-    return MOMENT_TYPES[dtype]
+def norm_on_cuda(gradients: list[Tensor], order: float, emulator: Emulated) -> Tensor:
+    with emulator.under_the_package():
+        return torch.ops.onepass.gradient_norm(gradients, order)
 
 
-def _master_kind(call: Step, t: Tensors) -> int:
-    if t.master is not None:
-        return MASTER if t.master.dtype is F32 else REMAINDER
-    narrow = t.param.dtype in (BF16, F16)
-    return STOCHASTIC if narrow and call.stochastic_params else NONE
-
-
-def gradient_numbers(gradients: list[Tensor]) -> tuple[dict, dict]:
-    """Numbers and tensors of a list of gradients."""
-    numbers: dict = {"count": len(gradients)}
-    for i, gradient in enumerate(gradients):
-        numbers |= {f"numel{i}": gradient.numel(), f"gradient_dtype{i}": gradient.dtype}
-    return numbers, {f"gradient{i}": gradient for i, gradient in enumerate(gradients)}
-
-
-def norm_on_cuda(
-    gradients: list[Tensor], order: float, calls: Calls | None = None, total: Tensor | None = None
-) -> float:
-    """The norm; `total` gets it rounded."""
-    calls = calls or OptimizerCalls()
-    numbers, tensors = gradient_numbers(gradients)
-    norm = torch.full((), float("nan"), dtype=F64)
-    numbers |= dict(
-        order=order, wide=any(gradient.dtype is F64 for gradient in gradients),
-        total_dtype=F32 if total is None else total.dtype,
-    )  # fmt: skip
-    run(calls, "gradient_norm", numbers, tensors | {"norm": norm, "total": total})
-    return norm.item()
-
-
-def scale_on_cuda(
-    gradients: list[Tensor], factor: float, norm: float | None = None, max_norm: float = 0.0,
-    calls: Calls | None = None,
-) -> dict:  # fmt: skip
-    calls = calls or OptimizerCalls()
-    numbers, tensors = gradient_numbers(gradients)
-    tensors["norm"] = None if norm is None else torch.tensor(norm, dtype=F64)
-    run(calls, "scale_gradients", numbers | dict(factor=factor, max_norm=max_norm), tensors)
-    return calls.done[-1]
-
-
-assert DTYPES == (F32, BF16, F16, F64)
+def clip_on_cuda(
+    gradients: list[Tensor], max_norm: float, emulator: Emulated, order: float = 2.0
+) -> tuple[Tensor, dict]:
+    """The norm, and what was counted as the gradients were scaled in place."""
+    with emulator.under_the_package():
+        norm = torch.ops.onepass.clip_grad_norm(gradients, max_norm, order, False)
+    return norm, emulator.done[-1]
