@@ -47,12 +47,12 @@ struct GradientNorm {
 // g = g * factor, rounded once.
 struct ScaleGradients {
   FlatTensors gradients;
-  double factor;
+  double factor;  // CPU
 
-  // CUDA, where the host does not wait for a norm: if it is given, the factor is clip_factor of it,
-  // and nothing is written where that is 1.
-  const double* norm = nullptr;  // () or null
-  double max_norm = 0.0;
+  // CUDA, where the host does not wait for a norm: the factor is clip_factor of it, and nothing is
+  // written where that is 1.
+  const double* norm;  // ()
+  double max_norm;
 };
 
 // ---- the step -----------------------------------------------------------------------------------
@@ -244,11 +244,10 @@ struct OptimizerStep {
   // CUDA: in device memory, since the host does not wait for them. The kernel makes no step
   // where found_inf is not zero or norm / grad_scale is not finite, and counts those it makes.
   const double* hyper;      // (groups, kHyperColumns)
-  const void* norm;         // () of norm_dtype, or null
+  const double* norm;       // () or null
   const float* grad_scale;  // () or null
   const float* found_inf;   // () or null
   double max_norm;          // infinity: gradients are not clipped
-  DType norm_dtype;
 };
 
 struct OptimizerBackend {

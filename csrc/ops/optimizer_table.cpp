@@ -382,8 +382,8 @@ OptimizerStep CheckedStep::args(int64_t seed, std::optional<double> max_norm,
                                 const StepNumbers& numbers) const {
   OptimizerStep args = common_args(seed);
   const Device& device = table_->device;
-  args.norm = number_on(op_, "norm", numbers.norm, DType::kFloat64, device);
-  args.norm_dtype = DType::kFloat64;
+  args.norm =
+      static_cast<const double*>(number_on(op_, "norm", numbers.norm, DType::kFloat64, device));
   args.grad_scale = static_cast<const float*>(
       number_on(op_, "grad_scale", numbers.grad_scale, DType::kFloat32, device));
   args.found_inf = static_cast<const float*>(

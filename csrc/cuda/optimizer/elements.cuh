@@ -286,19 +286,6 @@ __device__ __forceinline__ Bits encode(const float (&value)[kPack], float& scale
 
 // ---- single numbers -----------------------------------------------------------------------------
 
-__device__ __forceinline__ double load_number(const void* number, DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return load_global(static_cast<const double*>(number));
-    case DType::kFloat32:
-      return load_global(static_cast<const float*>(number));
-    case DType::kBFloat16:
-      return widen(load_global(static_cast<const BFloat16*>(number)));
-    default:
-      return widen(load_global(static_cast<const Float16*>(number)));
-  }
-}
-
 __device__ __forceinline__ void store_number(void* target, DType dtype, double value) {
   const float narrow = static_cast<float>(value);
   switch (dtype) {

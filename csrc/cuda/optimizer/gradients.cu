@@ -207,18 +207,14 @@ void run_norm(const GradientNorm& args, const Plan& plan, void* workspace, const
 struct ScaleHeader {
   const double* norm;
   double max_norm;
-  double factor;
 };
 using ScaleTable = Table<FlatEntry, ScaleHeader>;
 static_assert(sizeof(ScaleTable) <= kMaxParameterBytes);
 
 __global__ void __launch_bounds__(kStepThreads)
     scale_gradients_kernel(const ScaleTable __grid_constant__ table) {
-  double factor = table.header.factor;
-  if (table.header.norm) {
-    const double norm = threadIdx.x % kLanes == 0 ? load_global(table.header.norm) : 0.0;
-    factor = clip_factor(table.header.max_norm, __shfl_sync(kAllLanes, norm, 0));
-  }
+  const double norm = threadIdx.x % kLanes == 0 ? load_global(table.header.norm) : 0.0;
+  const double factor = clip_factor(table.header.max_norm, __shfl_sync(kAllLanes, norm, 0));
   if (factor == 1.0) return;
   const FlatEntry& t = table.tensors[tensor_of(table, blockIdx.x)];
   const int64_t first = static_cast<int64_t>(blockIdx.x - t.first_piece) * kPieceElements;
@@ -256,7 +252,7 @@ Plan plan_scale(const ScaleGradients& args, const Machine&) {
 void run_scale(const ScaleGradients& args, const Plan&, void*, const Context& context) {
   const FlatTensors& list = args.gradients;
   ScaleTable table;
-  table.header = {.norm = args.norm, .max_norm = args.max_norm, .factor = args.factor};
+  table.header = {.norm = args.norm, .max_norm = args.max_norm};
   for (int64_t i = 0; i < list.count; i += ScaleTable::kCapacity) {
     fill(table, list, i, flat_entry);
     if (table.pieces == 0) continue;

@@ -20,14 +20,13 @@ namespace {
 
 struct StepHeader {
   const double* hyper;
-  const void* norm;
+  const double* norm;
   const float* grad_scale;
   const float* found_inf;
   double max_norm;
   int64_t seed;
   uint32_t* ticket;
   uint32_t run;  // pieces of a block
-  DType norm_dtype;
   bool zero_gradients;
 };
 using StepTable = Table<StepEntry, StepHeader>;
@@ -51,7 +50,7 @@ struct alignas(16) BlockScalars {
     double factor = header.grad_scale ? 1.0 / load_global(header.grad_scale) : 1.0;
     is_made = !header.found_inf || load_global(header.found_inf) == 0.0f;
     if (header.norm) {
-      const double norm = load_number(header.norm, header.norm_dtype) * factor;
+      const double norm = load_global(header.norm) * factor;
       is_made = is_made && norm - norm == 0.0;  // finite
       factor *= clip_factor(header.max_norm, norm);
     }
@@ -344,7 +343,6 @@ void run_step(const OptimizerStep& args, const Plan&, void* workspace, const Con
                   .seed = args.seed,
                   .ticket = nullptr,
                   .run = 1,
-                  .norm_dtype = args.norm_dtype,
                   .zero_gradients = args.zero_gradients};
   for (int64_t i = 0; i < tables; ++i) {
     fill(table, args.list, i * StepTable::kCapacity, step_entry);
