@@ -142,7 +142,7 @@ def test_dtypes_of_bias_and_sinks(dtype, bias_dtype):
 
 # Any two values of any two options occur together at least once, also of lengths, head dims and
 # dtypes: what goes wrong in a kernel goes wrong where two things meet. Three at a time is left to
-# chance (each row has many) and to test_attention_random.py.
+# chance (each row has many) and to test_attention_random.py. Every third row is quick.
 AXES = dict(
     head_dim=HEAD_DIMS,
     length=[(1, 7), (7, 113), (113, 203), (127, 127), (128, 128), (129, 128), (203, 113),
@@ -163,7 +163,14 @@ AXES = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", pairwise(AXES), ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.slow if number % 3 else ())
+        for number, row in enumerate(pairwise(AXES))
+    ],
+    ids=lambda row: "-".join(map(str, row.values())),
+)
 def test_pairs_of_options(row):
     check(attention_cases.combination(row))
 

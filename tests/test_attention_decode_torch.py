@@ -153,7 +153,7 @@ def step_tensors(seq, batch=2, max_seq=64, dim=8):
     return {name: torch.randn(batch, *size, dim) for name, size in sizes.items()}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile_fullgraph_with_dynamic_shapes(backend):
     """One graph serves every number of queries and new rows, every length and every batch."""
     counter = CompileCounterWithBackend(backend)

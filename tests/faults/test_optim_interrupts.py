@@ -84,6 +84,7 @@ def check(make, call, again, most=MOST, seed=0):
 @names
 @pytest.mark.parametrize("taken", [0, 2], ids=["first", "third"])
 @pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.grid(3)
 def test_step(kind, taken, name):
     met = check(
         lambda: stepped(kind, name, taken),
@@ -95,6 +96,7 @@ def test_step(kind, taken, name):
 
 @names
 @pytest.mark.parametrize("what", ["infinite norm", "found_inf", "no gradients"])
+@pytest.mark.grid
 def test_a_step_that_is_not_made(what, name):
     def make():
         optimizer = stepped("rounding", name, 1)
