@@ -105,7 +105,9 @@ def on(size, body, *args):
     return run(size, body, size, *args)[0] if size > 1 else body(1, *args)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 4), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), pytest.param((2, 4), marks=pytest.mark.slow), (1, 2), (2, 2)], ids=str
+)
 def test_a_checkpoint_of_some_processes_is_loaded_by_others(sizes, tmp_path):
     first, second = sizes
     written = on(first, saved, str(tmp_path), list(OPTIONS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from dtensors import SHAPES, mesh_of, pairs, spread, whole
@@ -91,13 +93,20 @@ EXACT = {
 }
 
 
+EACH_ONCE = list(zip(NAMES, EXACT, strict=True))
+
+
 @pytest.mark.parametrize(
     "mesh, name, mode",
     [
-        *[((2,), name, mode) for name in NAMES for mode in EXACT],
-        *[((4,), name, mode) for name, mode in zip(NAMES, EXACT, strict=True)],
+        *[
+            pytest.param((2,), *pair, marks=() if pair in EACH_ONCE else pytest.mark.slow)
+            for pair in itertools.product(NAMES, EXACT)
+        ],
+        ((4,), *EACH_ONCE[0]),
+        *[pytest.param((4,), *pair, marks=pytest.mark.slow) for pair in EACH_ONCE[1:]],
         ((2, 2), "AdamW", "clipped"),
-        ((2, 2), "SGD", "remainder16"),
+        pytest.param((2, 2), "SGD", "remainder16", marks=pytest.mark.slow),
     ],
 )
 def test_pairs_of_placements_step_as_whole_parameters(mesh, name, mode):
@@ -122,7 +131,11 @@ def body_against_torch(mesh_shape, name):
 
 @pytest.mark.parametrize(
     "mesh, name",
-    [*[((2,), name) for name in TORCH_NAMES], ((4,), "AdamW"), ((2, 2), "SGD")],
+    [
+        *[((2,), name) for name in TORCH_NAMES],
+        ((4,), "AdamW"),
+        pytest.param((2, 2), "SGD", marks=pytest.mark.slow),
+    ],
 )
 def test_pairs_of_placements_step_as_torch(mesh, name):
     run(torch.Size(mesh).numel(), body_against_torch, mesh, name)

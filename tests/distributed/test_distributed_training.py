@@ -116,6 +116,7 @@ def body_of_sequences(name):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", TORCH_NAMES)
+@pytest.mark.grid
 def test_sequence_parallel_training(name, size):
     run(size, body_of_sequences, name)
 
