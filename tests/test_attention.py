@@ -98,6 +98,19 @@ def test_many_queries_of_one_key(dtype):
     check(Case(dtype, 32, seq_q=385, seq_k=1, window_right=0, bottom_right=True))
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("seq_k", [2, 3])
+@pytest.mark.parametrize("seq_q", [70, 385])
+def test_many_queries_of_few_keys(seq_q, seq_k, dtype):
+    """The first queries of a tile see fewer keys than the others, or none. Likewise not float32."""
+    for bottom_right in (False, True):
+        for left, right in ((-1, 0), (-1, 1), (1, 0), (0, 0)):
+            check(
+                Case(dtype, 32, seq_q=seq_q, seq_k=seq_k, window_left=left, window_right=right,
+                     bottom_right=bottom_right, batch=1)
+            )  # fmt: skip
+
+
 # Windows: of one key, that lie beyond the keys, that begin after the diagonal; narrower and wider
 # than a tile.
 WINDOWS = [(0, 0), (5, 3), (0, -1), (-1, 5), (63, 0), (64, 64), (100, 0), (1000, 0), (200, 1000)]

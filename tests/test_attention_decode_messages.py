@@ -142,6 +142,10 @@ WRONG_APPEND = [
     # a page that only new rows need
     (APPEND_PAGED, dict(cache_seqlens=int32([7, 7])),
      "block_table must hold numbers of the 5 pages, got 9"),
+    # a page that is written, but that no query sees
+    (APPEND_PAGED, dict(query=Q[:, :, :1], cache_seqlens=int32([3, 3]), window_left=0,
+                        block_table=int32([[9, 1, 4], [2, 3, 4]])),
+     "block_table must hold numbers of the 5 pages, got 9"),
     # two sequences in one place
     (APPEND_SCATTERED, dict(cache_batch_idx=int32([1, 1])),
      "cache_batch_idx must not name a cache twice where keys are appended, got 1 twice"),

@@ -411,6 +411,32 @@ def test_deterministic_algorithms():
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("how", ["default", "argument", "torch's mode"])
+def test_a_backward_is_told_to_be_deterministic(how, monkeypatch):
+    """The CPU's always is; CUDA's kernels look at it."""
+    told, backward = [], op._backward
+
+    def recorded(*tensors, deterministic, **options):
+        told.append(deterministic)
+        return backward(*tensors, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(op, "_backward", recorded)
+    x = torch.randn(1, 2, 6, 8, requires_grad=True)
+    packed, ends = x[0].transpose(0, 1), torch.tensor([0, 2, 6], dtype=torch.int32)
+    asked = {"deterministic": True} if how == "argument" else {}
+    torch.use_deterministic_algorithms(how == "torch's mode")
+    try:
+        outputs = (
+            attend(x, x, x, **asked),
+            functional.varlen_attention(packed, packed, packed, ends, ends, 4, 4, **asked),
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for output in outputs:  # as it was when the forward ran
+        output.sum().backward()
+    assert told == [how != "default"] * 2
+
+
 def test_no_gradient_saves_nothing():
     x = torch.randn(1, 2, 9, 8, requires_grad=True)
     saved = []

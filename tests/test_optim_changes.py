@@ -10,7 +10,7 @@ from collections import UserDict
 
 import pytest
 import torch
-from optim_cases import FLAGS, NAMES, TORCH_NAMES, ours, snapshot
+from optim_cases import FLAGS, NAMES, TORCH_NAMES, assert_same, ours, snapshot
 
 import onepass
 from onepass._ops import dispatch_log
@@ -91,6 +91,29 @@ def test_new_data_is_used_whatever_else_has_gradients(master):
     a.data, b.grad = torch.full_like(a, 100.0), None
     optimizer.step()
     assert (a == 100).all()
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+@names
+def test_a_parameter_that_moves_is_as_one_that_is_written(name, master):
+    """Whichever parameters have gradients in the steps that follow."""
+    results = []
+    for moved in (True, False):
+        torch.manual_seed(1)
+        params = parameters(300, 70, 9, dtype=BF16)
+        optimizer = ours(name)(params, **FLAGS[name], master=master)
+        for step, with_gradients in enumerate(([0, 1, 2], [0, 1], [1, 2], [0], [0, 2], [0, 1, 2])):
+            if step in (2, 4):
+                if moved:
+                    params[0].data = params[0].data.clone()
+                else:
+                    with torch.no_grad():
+                        params[0].copy_(params[0].clone())
+            for number, p in enumerate(params):
+                p.grad = torch.randn_like(p) if number in with_gradients else None
+            optimizer.step()
+        results.append(snapshot(optimizer))
+    assert_same(*results)
 
 
 def test_a_new_master_is_logged(monkeypatch, caplog):

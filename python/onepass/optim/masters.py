@@ -55,15 +55,18 @@ def reseed_changed(table: Table) -> None:
             reseed(param, entry)
 
 
-def reseed_moved(table: Table) -> bool:
-    """Reseeds the masters of parameters whose memory is another; returns whether there are any."""
+def reseed_moved(table: Table) -> None:
+    """Reseeds the masters of parameters whose memory is another.
+
+    The tables of steps know where those lay: all of them go, whichever parameters they are of.
+    """
     pointers = [local(p).data_ptr() for p in table.master_params]
     for (param, entry), was, pointer in zip(table.masters, table.pointers, pointers, strict=True):
         if was != pointer:
             reseed(param, entry)
-    moved = pointers != table.pointers
+    if pointers != table.pointers:
+        table.step_tables.clear()
     table.pointers = pointers
-    return moved
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:

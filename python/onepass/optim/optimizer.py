@@ -180,8 +180,8 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
         self._refuse(local_params, local_gradients)
         if table.layouts != layouts_of(all_params):
             table = self._table = self._make_table(attempt, all_params, numbers, gradients)
-        elif masters.reseed_moved(table):
-            table.step_tables.clear()
+        else:
+            masters.reseed_moved(table)
         params = [p if is_dense(p) else p.contiguous() for p in local_params]
         laid = [laid_like(p, g) for p, g in zip(params, local_gradients, strict=True)]
         pairs = zip(local_params, params, strict=True)
