@@ -49,7 +49,7 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 # Each in a child of a process that has imported torch, where it can be: that takes a second.
 USES = """
-import contextlib, os, sys
+import contextlib, os, sys, traceback
 with contextlib.suppress(Exception):
     import torch
 for use in (
@@ -59,8 +59,12 @@ for use in (
     "import onepass; onepass.functional.dropout",
 ):
     if os.fork() == 0:
-        exec(use)
-        sys.exit()
+        try:
+            exec(use)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)  # to take torch down takes half a second
     code = os.waitstatus_to_exitcode(os.wait()[1])
     print("exit code", code, file=sys.stderr, flush=True)
 """
