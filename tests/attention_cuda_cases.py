@@ -14,18 +14,14 @@ from dataclasses import replace
 import attention_cases
 import attention_decode_cases
 import pytest
-from attention_cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    Case,
-    base,
-    definition,
-    equal,
-    forward,
-)
-from emulated_attention import AttentionCalls, on_emulated_cuda
+from attention_cases import BF16, F16, F32, F64, Case
+
+TILED_KERNELS = (
+    "attention/backend.cu", "attention/forward.cu", "attention/backward.cu",
+    "attention/backward_bias.cu", "attention/backward_ends.cu",
+)  # fmt: skip
+KERNELS = (*TILED_KERNELS, "attention/plain_forward.cu", "attention/plain_backward.cu")
+DECODE_KERNELS = ("attention/decode.cu",)
 
 TILED, PLAIN = (BF16, F16), (F32, F64)
 DTYPES = TILED + PLAIN
@@ -48,28 +44,10 @@ def of_kind(kind) -> dict:
     return dict(dtype=F32, tf32=True) if kind == "tf32" else dict(dtype=kind)
 
 
-def on_cuda(monkeypatch, **options) -> AttentionCalls:
-    """Of a case one draw is judged at first, and no more if it is right; see `check`."""
+def judge_one_draw_first(monkeypatch) -> None:
+    """And no more of a case if it is right; see attention_cases.check."""
     for cases in (attention_cases, attention_decode_cases):
         monkeypatch.setattr(cases, "stages", lambda case: (1, 6, 30, 150))
-    return on_emulated_cuda(monkeypatch, **options)
-
-
-def check(case: Case) -> None:
-    """The forward's results by the numerics rule."""
-
-    def compute(drawn: Case):
-        t = drawn.tensors()
-        t = {name: tensor for name, tensor in t.items() if name not in ("doutput", "dlse")}
-        before = {name: tensor.clone() for name, tensor in t.items()}
-        found, ref = forward(drawn, t), definition(drawn, t, F64)
-        for name, tensor in t.items():
-            assert equal(tensor, before[name]), f"{name} was written"
-        assert found["output"].dtype is drawn.dtype
-        assert found["lse"].dtype is found.lse_rest.dtype is (F64 if drawn.dtype is F64 else F32)
-        return found, ref, ref if drawn.dtype is F64 else base(drawn, t)
-
-    attention_cases.check(case, compute)
 
 
 # ---- traffic -------------------------------------------------------------------------------------
@@ -146,6 +124,15 @@ AXES = dict(
     dlse=[False, True],
     value_dim=[0, 24, 72],
 )  # fmt: skip
+
+
+def every_third(rows: list[dict]) -> list:
+    """As cases of a test; the others are slow."""
+    slow = [[pytest.mark.slow] if number % 3 else [] for number in range(len(rows))]
+    return [
+        pytest.param(row, marks=marks, id="-".join(map(str, row.values())))
+        for row, marks in zip(rows, slow, strict=True)
+    ]
 
 
 def combination(row: dict) -> Case:

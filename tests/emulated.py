@@ -68,7 +68,8 @@ def program(name: str, build: str, *kernels: str) -> Path:
     if name == "replay":
         kernels += ("kernels.cu",)
     sources += [(ROOT / "csrc" / "cuda" / kernel, for_kernels) for kernel in kernels]
-    return _linked(f"{name}{len(kernels)}-{build}", build, sources, for_kernels)
+    stems = [name, *("_".join(Path(kernel).with_suffix("").parts) for kernel in kernels)]
+    return _linked(f"{'+'.join(stems)}-{build}", build, sources, for_kernels)
 
 
 def _linked(name: str, build: str, sources: list[tuple[Path, list[str]]], flags: list[str]) -> Path:

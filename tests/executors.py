@@ -34,6 +34,10 @@ SETTINGS = dict(
     multiprocessors=132,
     shift=0,  # bytes that tensors begin beyond where they lie
     misaligned=-1,  # the one that does, in the order of an argument struct; -1: all of them
+    far=0,  # the dimension, from 1, of arguments of four that 32 bits do not reach; 0: none
+    far_new=0,  # likewise of what operators make
+    plain=0,  # 1: attention's plain kernels take what its tiles do as well
+    run=1,  # 0: calls are planned alone
 )
 
 
@@ -51,6 +55,7 @@ def _library() -> ctypes.CDLL:
     torch.ops.load_library(path)
     library = ctypes.CDLL(path)
     library.emulated_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    library.emulated_spread.argtypes = [ctypes.POINTER(ctypes.c_int64)] * 2
     library.emulated_keep.argtypes = [ctypes.c_char_p]
     library.emulated_calls.restype = library.emulated_kernels.restype = ctypes.c_char_p
     return library
@@ -63,10 +68,14 @@ def all_instances() -> set[str]:
 
 @dataclass
 class Emulated:
-    """The calls of one test: plan, launches and counted bytes, by operator."""
+    """The calls of one test: plan, launches and counted bytes, by operator.
+
+    `keywords` are those of every call whose operator has them, whatever the caller says.
+    """
 
     done: list[dict] = field(default_factory=list)
     instances: set[str] = field(default_factory=set)  # of the kernels that ran
+    keywords: dict[str, object] = field(default_factory=dict)
 
     def of(self, op: str) -> list[dict]:
         return [call for call in self.done if call["op"] == op]
@@ -81,8 +90,10 @@ class Emulated:
     def sanitized(self, build: str, *kernels: str, **settings: int) -> Iterator[None]:
         """The calls within run once more, in a program with these kernels under a sanitizer.
 
-        There they must come to the same, to the bit. Nothing more happens for "plain".
+        There they must come to the same, to the bit. Nothing more happens for "plain". The settings
+        are those of the calls from here on.
         """
+        self.set(**settings)
         if build == "plain":
             yield
             return
@@ -99,7 +110,7 @@ class Emulated:
             together = 1 if build == "thread" else len(files)
             for first in range(0, len(files), together):
                 of_one = files[first : first + together]
-                result = emulated.run(program, *of_one, **settings)
+                result = emulated.run(program, *of_one)
                 said = f"{result.returncode}: {result.stderr[-3000:]}"
                 assert result.returncode == 0 and not result.stderr, said
                 assert int(result.stdout) == len(of_one)
@@ -117,9 +128,13 @@ class Emulated:
         """A call of an operator; tensors that its schema lends it to read stay what they were."""
         library = _library()
         library.emulated_begin()
+        names = {argument.name for argument in op._schema.arguments}
+        keywords |= {name: value for name, value in self.keywords.items() if name in names}
         before = [(name, t, t.clone()) for name, t in _read_only(op, arguments, keywords)]
+        placed = [_spread(value) for value in arguments]
+        placed_keywords = {name: _spread(value) for name, value in keywords.items()}
         try:
-            return op(*arguments, **keywords)
+            return op(*placed, **placed_keywords)
         finally:
             for call in json.loads(library.emulated_calls()):
                 call["op"] = op._schema.name.partition("::")[2]
@@ -128,6 +143,20 @@ class Emulated:
                 self.done.append(call)
             for name, tensor, copy in before:
                 assert torch.equal(tensor, copy), f"{op} wrote {name}"
+            for one, other in zip(arguments, placed, strict=True):
+                if other is not one:
+                    one.copy_(other)
+
+
+def _spread(value):
+    """A tensor of four dimensions with the strides that the setting `far` asks for."""
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return value
+    sizes, strides = ((ctypes.c_int64 * 4)(*n) for n in (value.shape, value.stride()))
+    _library().emulated_spread(sizes, strides)
+    if tuple(strides) == value.stride():
+        return value
+    return torch.empty_strided(tuple(sizes), tuple(strides), dtype=value.dtype).copy_(value)
 
 
 def _read_only(op, arguments: tuple, keywords: dict) -> Iterator[tuple[str, Tensor]]:
@@ -135,11 +164,15 @@ def _read_only(op, arguments: tuple, keywords: dict) -> Iterator[tuple[str, Tens
     schema = op._schema.arguments
     given = [*zip(schema, arguments, strict=False)]
     given += [(a, keywords[a.name]) for a in schema if a.name in keywords]
-    for argument, value in given:
-        if isinstance(value, Tensor) and not (argument.alias_info and argument.alias_info.is_write):
-            storage = value.detach().untyped_storage()
-            if storage.nbytes() <= 1 << 26:
-                yield argument.name, torch.empty(0, dtype=torch.uint8).set_(storage)
+    tensors = [(a, value.detach()) for a, value in given if isinstance(value, Tensor)]
+    storages = [
+        (a.name, tensor.untyped_storage(), bool(a.alias_info and a.alias_info.is_write))
+        for a, tensor in tensors
+    ]
+    written = {storage.data_ptr() for _, storage, writes in storages if writes}
+    for name, storage, _ in storages:
+        if storage.data_ptr() not in written and storage.nbytes() <= 1 << 26:
+            yield name, torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 @pytest.fixture

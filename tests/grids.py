@@ -2,7 +2,7 @@
 
 A test marked `grid` runs in `make test` with the cases on a diagonal of its parameters, one marked
 `grid(2)` with those on two; the others are slow. What two values decide together is worth another
-diagonal, or a test of its own.
+diagonal, or a test of its own. A module that is marked marks its tests that have parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def mark(items: Sequence[pytest.Item]) -> None:
     """Marks what is on no diagonal slow."""
     grids: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("grid"):
+        if item.get_closest_marker("grid") and hasattr(item, "callspec"):
             grids[item.nodeid.partition("[")[0]].append(item)
     for cases in grids.values():
         count = cases[0].get_closest_marker("grid").args

@@ -10,12 +10,9 @@ import pytest
 import test_attention_extremes
 import torch
 from attention_cases import BF16, F16, F32, F64, Case, assert_same, definition, forward, ours
-from attention_cuda_cases import CAUSAL, on_cuda
+from attention_cuda_cases import CAUSAL
 
-
-@pytest.fixture(autouse=True)
-def cuda(monkeypatch):
-    return on_cuda(monkeypatch)
+pytestmark = pytest.mark.usefixtures("cuda")
 
 
 def relative_errors(found: dict, case: Case, t: dict) -> dict[str, float]:
@@ -105,8 +102,8 @@ def test_backward_only_where_it_is_allowed(head_dim, bias):
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_not_finite_inputs_spread_too(monkeypatch, name, value):
-    on_cuda(monkeypatch, allow_tf32=True)
+def test_not_finite_inputs_spread_too(cuda, name, value):
+    cuda.keywords["allow_tf32"] = True
     test_attention_extremes.test_not_finite_inputs_spread_as_in_torch(name, value, F32)
 
 

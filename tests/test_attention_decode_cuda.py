@@ -13,7 +13,8 @@ from dataclasses import replace
 import emulated
 import pytest
 import torch
-from attention_cuda_cases import on_cuda
+from attention_cases import reserved
+from attention_cuda_cases import DECODE_KERNELS, every_third, judge_one_draw_first
 from attention_decode_cases import (
     BF16,
     DTYPES,
@@ -28,8 +29,7 @@ from attention_decode_cases import (
     same_bits,
     with_copied_caches,
 )
-from emulated_attention import PROGRAM
-from emulated_ops import all_instances
+from executors import all_instances
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention_decode import cases, combination
@@ -46,7 +46,6 @@ from test_attention_decode_contract import (  # noqa: F401
 from test_attention_decode_extremes import (  # noqa: F401
     test_a_cache_may_be_read_by_several_sequences,
     test_a_cache_that_grows_beyond_everything_used,
-    test_a_refusal_leaves_the_next_call_as_it_was,
     test_a_sink_of_minus_infinity_is_none,
     test_huge_scores,
     test_keys_that_are_all_alike,
@@ -84,10 +83,13 @@ from test_attention_decode_pages import (  # noqa: F401
     test_rows_that_are_no_keys_are_not_read,
 )
 
+# Tests of others run here with every value of their parameters.
+pytestmark = pytest.mark.grid
+
 
 @pytest.fixture(autouse=True)
-def cuda(monkeypatch):
-    return on_cuda(monkeypatch)
+def on_cuda(cuda, monkeypatch):
+    judge_one_draw_first(monkeypatch)
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def test_long_and_many_sequences(cuda, name, dtype):
 
 @dtypes
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.grid(2)
+@pytest.mark.grid
 def test_head_dims(head_dim, dtype):
     case = Case(dtype, head_dim, seq_q=2, lengths=(150, 9), new_rows=2, window_right=0)
     check(case)
@@ -143,7 +145,7 @@ def test_head_dims(head_dim, dtype):
 @dtypes
 @pytest.mark.parametrize("group", [(1, 1), (4, 1), (6, 2), (12, 4), (24, 1)], ids=str)
 @pytest.mark.parametrize("seq_q", [1, 3, 16, 17])
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 def test_groups_and_queries(seq_q, group, dtype):
     heads, kv_heads = group
     case = Case(dtype, 32, heads=heads, kv_heads=kv_heads, seq_q=seq_q, lengths=(140, 5))
@@ -212,7 +214,7 @@ AXES = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", pairwise(AXES), ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize("row", every_third(pairwise(AXES)))
 def test_pairs_of_options(row):
     check(combination(row))
 
@@ -252,9 +254,14 @@ BATCHES = {
     "whole sequences": Case(F32, 8, heads=16, kv_heads=16, lengths=(2500, 300, *range(62)),
                             page_size=16),
 }  # fmt: skip
+# The last has a thousand blocks.
+batches = pytest.mark.parametrize(
+    "name",
+    [*list(BATCHES)[:-1], pytest.param("whole sequences", marks=pytest.mark.slow)],
+)
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@batches
 def test_a_sequence_does_not_depend_on_its_batch(name):
     """Nor on other heads of the caches, nor on which blocks a larger batch gives it to."""
     case = BATCHES[name]
@@ -286,38 +293,40 @@ def test_room_makes_no_difference(name):
         assert_same(ours(case, t | dict(block_table=wide)), expected)
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_any_order_of_blocks_and_threads(monkeypatch, name):
+@batches
+def test_any_order_of_blocks_and_threads(cuda, name):
     case = BATCHES[name]
     expected = ours(case)
     for seed in (1, 2):
-        on_cuda(monkeypatch, seed=seed)
+        cuda.set(seed=seed)
         assert_same(ours(case), expected)
 
 
 @dtypes
 @pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("far", ["sequences", "heads", "rows"])
+@pytest.mark.parametrize("far", [1, 2, 3])
 @pytest.mark.grid(2)
-def test_offsets_beyond_32_bits(monkeypatch, far, page_size, dtype):
-    """In dense caches sequences, in others pages; the memory between them is never touched."""
+def test_offsets_beyond_32_bits(cuda, far, page_size, dtype):
+    """Of sequences, heads and rows, or of pages, rows and heads; the memory between them is never
+    touched."""
+    reserved(2**31 + 2**20, dtype)
     case = Case(dtype, 64, lengths=(20, 30), new_rows=2, seq_q=2, page_size=page_size)
     expected = ours(case)
-    on_cuda(monkeypatch, far=far)
+    cuda.set(far=far, far_new=far)
     assert_same(ours(case), expected)
 
 
 @dtypes
 @pytest.mark.parametrize("head_dim", [1, 3, 40, 59, 97])
 @pytest.mark.grid(2)
-def test_no_tensor_is_aligned(monkeypatch, head_dim, dtype):
-    """Bit for bit, whether rows are copied by 16 bytes or by elements."""
+def test_tensors_that_are_not_aligned(cuda, head_dim, dtype):
+    """All (-1), and each; bit for bit, whether rows are copied by 16 bytes or by elements."""
     case = Case(dtype, head_dim, seq_q=2, lengths=(150, 9), new_rows=2, window_right=0)
     t = case.tensors()
     expected = ours(case, t)
-    for name in ("", "query", "key", "value", "new_key", "new_value", "output"):
-        on_cuda(monkeypatch, misalign=dtype.itemsize, misaligned=name)
-        assert_same(ours(case, t), expected, name)
+    for tensor in range(-1, cuda.done[-1]["tensors"]):
+        cuda.set(shift=dtype.itemsize, misaligned=tensor)
+        assert_same(ours(case, t), expected, str(tensor))
 
 
 # ---- traffic and resources -----------------------------------------------------------------------
@@ -383,23 +392,28 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize("build", emulated.SLOW_UNDER_SANITIZERS)
-def test_each_instance(monkeypatch, build):
+def test_each_instance(cuda, build):
     """Without races or bad accesses; none is left out."""
-    calls = on_cuda(monkeypatch, build=build, seed=1)
-    for dtype in DTYPES:
-        for head_dim in (40, 72, 160, 264):
-            case = Case(dtype, head_dim, lengths=(150, 20), seq_q=2, new_rows=1)
-            check(case)
-            check(replace(case, heads=24, kv_heads=1, lengths=(40,), rotary="halves"))
-    names = {name for name in all_instances(build, PROGRAM) if "attention_decode" in name}
-    assert calls.instances == names
+    with cuda.sanitized(build, *DECODE_KERNELS, seed=1):
+        for dtype in DTYPES:
+            for head_dim in (40, 72, 160, 264):
+                case = Case(dtype, head_dim, lengths=(150, 20), seq_q=2, new_rows=1)
+                check(case)
+                check(replace(case, heads=24, kv_heads=1, lengths=(40,), rotary="halves"))
+    assert cuda.instances == {name for name in all_instances() if "::attention_decode_" in name}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", ["address", "thread"])
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("name", BRANCHES)
-def test_sanitizers_are_silent(monkeypatch, name, dtype, build):
+# On the diagonal of the grid the first alone is quick.
+BRANCHES_OF_DTYPES = [
+    pytest.param(name, dtype, marks=[] if (name, dtype) == ("append", BF16) else pytest.mark.slow)
+    for name in BRANCHES
+    for dtype in (BF16, F32)
+]
+
+
+@pytest.mark.parametrize("build", ["thread", "address"])
+@pytest.mark.parametrize("name, dtype", BRANCHES_OF_DTYPES, ids=str)
+def test_sanitizers_are_silent(cuda, name, dtype, build):
     """On the branches within an instance that the test above does not take."""
-    on_cuda(monkeypatch, build=build, seed=2)
-    ours(replace(Case(dtype, 40), **BRANCHES[name]))
+    with cuda.sanitized(build, *DECODE_KERNELS, seed=2):
+        ours(replace(Case(dtype, 40), **BRANCHES[name]))

@@ -95,8 +95,14 @@ def test_a_page_that_a_window_has_left_behind_may_be_another_sequences():
     reused = t | dict(block_table=t["block_table"].clone())
     reused["block_table"][0, 0] = t["block_table"][1, 0]
     assert_same(ours(case, with_copied_caches(reused)), expected)
+
+
+def test_a_page_that_is_read_may_not_be_another_sequences():
+    case = Case(F32, 16, lengths=(24, 3), page_size=8, new_rows=1)
+    t = case.tensors()
+    t["block_table"][0, 0] = t["block_table"][1, 0]
     with pytest.raises(RuntimeError, match="must not let a row be read that is written"):
-        ours(replace(case, window_left=-1), with_copied_caches(reused))
+        ours(case, t)
 
 
 def test_pages_that_nothing_reads_or_writes_may_be_gone():

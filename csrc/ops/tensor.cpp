@@ -77,7 +77,7 @@ StorageBytes storage_bytes(AtenTensorHandle handle, int64_t elements, int32_t sc
     void* data;
     check(aoti_torch_get_data_ptr(handle, &data), "reading where a tensor lies");
     const int64_t size = element_size_of(scalar_type);
-    tell_of_memory(Memory::kTensor, data, bytes.needed - offset * size);
+    tell_of_memory(Memory::kTensor, data, bytes.needed - offset * size, size);
   }
 #endif
   return bytes;
@@ -85,6 +85,10 @@ StorageBytes storage_bytes(AtenTensorHandle handle, int64_t elements, int32_t sc
 
 Tensor allocated(const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t scalar_type,
                  const Device& device) {
+#ifdef ONEPASS_EMULATE
+  const std::vector<int64_t> emulated = emulated_strides(sizes, strides, dims);
+  strides = emulated.data();
+#endif
   AtenTensorHandle handle;
   if (aoti_torch_empty_strided(dims, sizes, strides, scalar_type, device.type, device.index,
                                &handle) != AOTI_TORCH_SUCCESS) [[unlikely]] {
@@ -93,7 +97,7 @@ Tensor allocated(const int64_t* sizes, const int64_t* strides, int64_t dims, int
 #ifdef ONEPASS_EMULATE
   int64_t bytes;
   check(aoti_torch_get_storage_size(handle, &bytes), "reading a storage's size");
-  tell_of_memory(Memory::kNew, mutable_data_of(handle), bytes);
+  tell_of_memory(Memory::kNew, mutable_data_of(handle), bytes, element_size_of(scalar_type));
 #endif
   return Tensor(handle);
 }

@@ -100,10 +100,13 @@ bool is_uint8(int32_t scalar_type);
 std::ostream& operator<<(std::ostream& text, const Device& device);
 
 // Memory that arguments of kernels may point to: a tensor's, a new one's that holds nothing yet, or
-// the host's own lists of tensors. The emulated runtime wants to know of it.
+// the host's own lists of tensors. The emulated runtime wants to know of it, and how many bytes an
+// element has.
 enum class Memory { kTensor, kNew, kList };
 #ifdef ONEPASS_EMULATE
-void tell_of_memory(Memory what, const void* begin, int64_t bytes);
+void tell_of_memory(Memory what, const void* begin, int64_t bytes, int64_t element = 1);
+// The strides that a new tensor gets there: those that were asked for, or longer ones.
+std::vector<int64_t> emulated_strides(const int64_t* sizes, const int64_t* strides, int64_t dims);
 #else
 inline void tell_of_memory(Memory, const void*, int64_t) {}
 #endif

@@ -346,7 +346,7 @@ void open_barrier_if_all_are_there(Block& block) {
 
 }  // namespace
 
-static std::map<std::string, int64_t>& settings() {
+std::map<std::string, int64_t>& settings() {
   static auto* const all = [] {
     auto* values = new std::map<std::string, int64_t>{{"seed", 0},
                                                       {"resident", 1},
@@ -363,11 +363,9 @@ static std::map<std::string, int64_t>& settings() {
   return *all;
 }
 
-int64_t setting(const char* name) { return settings().at(name); }
-void set(const std::string& name, int64_t value) { settings().at(name) = value; }
-size_t max_shared_bytes() { return static_cast<size_t>(setting("shared")); }
-size_t l2_bytes() { return static_cast<size_t>(setting("l2")); }
-int64_t multiprocessors() { return setting("multiprocessors"); }
+size_t max_shared_bytes() { return static_cast<size_t>(settings().at("shared")); }
+size_t l2_bytes() { return static_cast<size_t>(settings().at("l2")); }
+int64_t multiprocessors() { return settings().at("multiprocessors"); }
 
 const Self& self() { return machine().running->self; }
 
@@ -385,7 +383,7 @@ void count_written(size_t bytes) { machine().counters.global_written += bytes; }
 
 std::vector<std::vector<Copy>>& copies_in_flight() { return machine().running->copies; }
 
-void reseed() { machine().random.seed(static_cast<uint64_t>(setting("seed"))); }
+void reseed() { machine().random.seed(static_cast<uint64_t>(settings().at("seed"))); }
 
 void block_barrier() {
   Thread& thread = *machine().running;
@@ -461,7 +459,7 @@ Exchange::Exchange(unsigned mask, const char* what, const void* mine, size_t byt
   deposits_ = machine().running->meeting->deposits[parity];
 }
 
-void Exchange::get(int lane, void* value) const { copy(value, deposits_[lane], bytes_); }
+void Exchange::copy(int lane, void* value) const { emulator::copy(value, deposits_[lane], bytes_); }
 
 void spin() {
   machine().running->state = State::kSpinning;
@@ -508,7 +506,7 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   // Blocks that wait for one another are started in order, as the hardware does.
   if (launch.resident == 1) std::shuffle(order.begin(), order.end(), m.random);
   const auto together =
-      static_cast<size_t>(std::max<int64_t>(launch.resident, setting("resident")));
+      static_cast<size_t>(std::max<int64_t>(launch.resident, settings().at("resident")));
   struct Blocks : std::vector<std::unique_ptr<Block>> {
     ~Blocks() {  // there are some where a check has failed
       for (auto& block : *this) end_block(std::move(block));

@@ -14,7 +14,9 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -33,11 +35,10 @@ struct dim3 {
 namespace emulator {
 
 inline constexpr int kWarpSize = 32;
-// What may be set, by the environment of a program or by set(), which comes first: seed, of the
-// order of blocks and threads; resident, the blocks that run at the same time at least; shared, the
-// bytes of a block; l2, in bytes; multiprocessors. What is not set is that of an H100.
-int64_t setting(const char* name);
-void set(const std::string& name, int64_t value);
+// What may be set, by the environment of a program or here, which comes first: seed, of the order
+// of blocks and threads; resident, the blocks that run at the same time at least; shared, the bytes
+// of a block; l2, in bytes; multiprocessors. What is not set is that of an H100.
+std::map<std::string, int64_t>& settings();
 size_t max_shared_bytes();
 size_t l2_bytes();
 int64_t multiprocessors();
@@ -61,9 +62,18 @@ inline constexpr size_t kMaxDeposit = 64;
 class Exchange {
  public:
   Exchange(unsigned mask, const char* what, const void* mine, size_t bytes);
-  void get(int lane, void* value) const;
+  template <class T>
+  void get(int lane, T* value) const {
+#if defined(EMULATOR_ADDRESS) || defined(EMULATOR_THREAD)
+    copy(lane, value);
+#else
+    std::memcpy(value, deposits_[lane], sizeof(T));
+#endif
+  }
 
  private:
+  void copy(int lane, void* value) const;  // which the sanitizers do not see
+
   const unsigned char (*deposits_)[kMaxDeposit];
   size_t bytes_;
 };

@@ -17,7 +17,6 @@ namespace {
 
 constexpr size_t kGuardBytes = 256;
 constexpr size_t kAlignment = 64;
-constexpr size_t kMostCopied = size_t{1} << 30;
 
 uintptr_t word_at(const char* bytes, int64_t at) {
   uintptr_t word;
@@ -78,7 +77,8 @@ Image::Image(const void* args, size_t bytes, const Find& known, size_t shift, in
   int64_t tensor = 0;
   for (size_t i = 1; i < pieces_.size(); ++i) {
     if (pieces_[i].is_list) continue;
-    if (misaligned < 0 || misaligned == tensor) pieces_[i].shift = shift;
+    const size_t element = pieces_[i].element;
+    if (misaligned < 0 || misaligned == tensor) pieces_[i].shift = shift / element * element;
     ++tensor;
   }
   place();
@@ -95,6 +95,7 @@ void Image::find_addresses(size_t piece, const Find& known) {
     if (found == pieces_.end()) {
       pieces_.push_back({.address = memory->begin,
                          .bytes = memory->end - memory->begin,
+                         .element = memory->element,
                          .is_list = memory->is_list});
       found = pieces_.end() - 1;
     }
@@ -131,6 +132,11 @@ std::vector<std::vector<char>> Image::blind() const {
              pieces_[word.target].is_list ? list : 256 + there % 256);
   }
   return copies;
+}
+
+int64_t Image::tensors() const {
+  return std::count_if(pieces_.begin() + 1, pieces_.end(),
+                       [](const Piece& piece) { return !piece.is_list; });
 }
 
 void Image::finish(const std::string& what) {

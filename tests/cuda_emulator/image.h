@@ -34,15 +34,18 @@ class Guarded {
 
 struct KnownMemory {
   uintptr_t begin, end;
-  bool is_list;  // of the host's: it holds addresses itself
+  bool is_list;    // of the host's: it holds addresses itself
+  size_t element;  // bytes of each
 };
+
+inline constexpr size_t kMostCopied = size_t{1} << 30;  // what is larger stays where it is
 
 class Image {
  public:
   using Find = std::function<const KnownMemory*(uintptr_t address)>;
 
   // Of what lies there now. `misaligned` of the tensors, -1 for all, in the order of their
-  // addresses in the struct, begin `shift` bytes further on than they do.
+  // addresses in the struct, begin `shift` bytes further on than they do, by whole elements.
   Image(const void* args, size_t bytes, const Find& known, size_t shift, int64_t misaligned);
   explicit Image(std::istream& file);
 
@@ -50,6 +53,7 @@ class Image {
   // The struct, and the lists that it points to, as a plan may see them: addresses of tensors tell
   // their alignment alone.
   std::vector<std::vector<char>> blind() const;
+  int64_t tensors() const;
 
   // After the run: no guard band was written; what was computed goes back to where it came from.
   void finish(const std::string& what);
@@ -62,6 +66,7 @@ class Image {
   struct Piece {
     uintptr_t address;
     size_t bytes;
+    size_t element = 1;
     size_t shift = 0;
     bool is_list = false;
     std::vector<char> before{}, after{};

@@ -2,31 +2,42 @@
 // program lives under a sanitizer, as that library cannot inside Python. What a call comes to must
 // be, to the bit, what it came to there.
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <fstream>
 #include <string>
 
 #include "cuda/backend.h"
-#include "emulator.h"
 #include "image.h"
+#include "kept.h"
 
 namespace onepass::cuda {
 
-// Families whose kernels the program is linked without.
+// Of what the program is linked without.
+struct Absent {
+  template <class Args>
+  operator Operator<Args>() const {
+    return {.plan = [](const Args&, const Machine&) -> Plan {
+              emulator::fail("linked without this operator");
+            },
+            .run = nullptr};
+  }
+};
+
 #define ABSENT __attribute__((weak))
-ABSENT Operator<NormForward> norm_forward() { return {}; }
-ABSENT Operator<NormBackward> norm_backward() { return {}; }
-ABSENT Operator<DropoutForward> dropout_forward() { return {}; }
-ABSENT Operator<GradientNorm> gradient_norm() { return {}; }
-ABSENT Operator<ScaleGradients> scale_gradients() { return {}; }
-ABSENT Operator<OptimizerStep> optimizer_step() { return {}; }
-ABSENT AttentionBackend attention_backend() { return {}; }
-ABSENT Operator<AttentionDecode> attention_decode() { return {}; }
+ABSENT Operator<NormForward> norm_forward() { return Absent(); }
+ABSENT Operator<NormBackward> norm_backward() { return Absent(); }
+ABSENT Operator<DropoutForward> dropout_forward() { return Absent(); }
+ABSENT Operator<GradientNorm> gradient_norm() { return Absent(); }
+ABSENT Operator<ScaleGradients> scale_gradients() { return Absent(); }
+ABSENT Operator<OptimizerStep> optimizer_step() { return Absent(); }
+ABSENT AttentionBackend attention_backend() { return {Absent(), Absent()}; }
+ABSENT Operator<AttentionForward> tiled_attention_forward() { return Absent(); }
+ABSENT Operator<AttentionBackward> tiled_attention_backward() { return Absent(); }
+ABSENT Operator<AttentionForward> plain_attention_forward() { return Absent(); }
+ABSENT Operator<AttentionBackward> plain_attention_backward() { return Absent(); }
+ABSENT Operator<AttentionDecode> attention_decode() { return Absent(); }
 
 }  // namespace onepass::cuda
-
-extern "C" onepass::Backend onepass_cuda_kernels();
 
 namespace {
 
@@ -39,13 +50,8 @@ struct AnyOperator {
 };
 
 void replay(const std::string& path) {
-  static const Backend backend = onepass_cuda_kernels();
   std::ifstream file(path, std::ios::binary);
-  int64_t place = 0;  // of the operator in the back end's table
-  file.read(reinterpret_cast<char*>(&place), sizeof(place));
-  AnyOperator op;
-  std::memcpy(&op, reinterpret_cast<const char*>(&backend) + place, sizeof(op));
-  if (!op.run) emulator::fail("linked without this operator");
+  const auto op = emulator::read_operator<AnyOperator>(file);
   emulator::Image image(file);
   const Plan plan = op.plan(image.args(), Machine{.threads = 1});
   const emulator::Guarded workspace(plan.workspace_bytes, 0, 0);

@@ -5,10 +5,8 @@
 #include <sstream>
 #include <string>
 
-#include "emulator.h"
+#include "kept.h"
 #include "ops/runtime.h"
-
-extern "C" onepass::Backend onepass_cuda_kernels();
 
 namespace onepass {
 namespace {
@@ -16,18 +14,21 @@ namespace {
 // What calls may point to. Memory that is freed stays here until something else lies there.
 class Memories {
  public:
-  void add(uintptr_t begin, uintptr_t end, bool is_list) {
-    emulator::KnownMemory memory{begin, end, is_list};
+  // Of nothing, what lay there before is gone all the same.
+  void add(emulator::KnownMemory memory) {
+    const uintptr_t begin = memory.begin, end = std::max(memory.end, begin + 1);
     auto next = by_begin_.upper_bound(begin);
     if (next != by_begin_.begin() && std::prev(next)->second.memory.end > begin) --next;
     while (next != by_begin_.end() && next->first < end) {
+      const emulator::KnownMemory& other = next->second.memory;
       if (next->second.call == call_) {  // a view of the same memory
-        memory.begin = std::min(memory.begin, next->second.memory.begin);
-        memory.end = std::max(memory.end, next->second.memory.end);
+        memory.begin = std::min(memory.begin, other.begin);
+        memory.end = std::max(memory.end, other.end);
+        memory.element = std::max(memory.element, other.element);
       }
       next = by_begin_.erase(next);
     }
-    by_begin_[memory.begin] = {memory, call_};
+    if (memory.end > memory.begin) by_begin_[memory.begin] = {memory, call_};
   }
 
   const emulator::KnownMemory* find(uintptr_t address) const {
@@ -52,7 +53,12 @@ struct State {
   Memories memories;
   int64_t shift = 0;        // bytes that tensors begin beyond where they would
   int64_t misaligned = -1;  // the one that does, in the order of the struct's addresses; -1: all
-  std::string folder;       // for files of calls; empty: there are none
+  // The dimension, from 1, of tensors of four that 32 bits do not reach all of; 0: none.
+  int64_t far = 0;      // of those that an operator is handed
+  int64_t far_new = 0;  // of those that it makes
+  bool plain = false;   // attention's plain kernels take what its tiles do as well
+  bool runs = true;     // what is planned
+  std::string folder;   // for files of calls; empty: there are none
   int64_t files = 0;
   std::ostringstream calls;  // as JSON, each behind a comma
   std::string text;          // what was handed out last
@@ -63,14 +69,14 @@ State& state() {
   return *one;
 }
 
-void log_call(const Plan& plan) {
+void log_call(const Plan& plan, int64_t tensors) {
   const emulator::Counters& counted = emulator::counters();
   std::ostringstream& text = state().calls;
   text << R"(,{"kernel":")" << plan.kernel_name << R"(","splits":)" << plan.splits
        << R"(,"rows_per_tile":)" << plan.rows_per_tile << R"(,"workspace_bytes":)"
        << plan.workspace_bytes << R"(,"read":)" << counted.global_read << R"(,"written":)"
        << counted.global_written << R"(,"launches":)" << counted.launches << R"(,"shared":)"
-       << counted.shared << R"(,"launched":[)";
+       << counted.shared << R"(,"tensors":)" << tensors << R"(,"launched":[)";
   const char* comma = "";
   for (const emulator::Launch& launch : emulator::launched()) {
     text << comma << '[' << launch.grid.x << ',' << launch.block.x << ',' << launch.shared_bytes
@@ -82,11 +88,41 @@ void log_call(const Plan& plan) {
 
 }  // namespace
 
-void tell_of_memory(Memory what, const void* data, int64_t bytes) {
-  if (!data || bytes <= 0) return;
-  if (what == Memory::kNew) std::memset(const_cast<void*>(data), emulator::kPoison, bytes);
+void tell_of_memory(Memory what, const void* data, int64_t bytes, int64_t element) {
+  if (!data) return;
   const auto begin = reinterpret_cast<uintptr_t>(data);
-  state().memories.add(begin, begin + bytes, what == Memory::kList);
+  const auto size = static_cast<size_t>(std::max<int64_t>(bytes, 0));
+  if (what == Memory::kNew && size <= emulator::kMostCopied) {
+    std::memset(const_cast<void*>(data), emulator::kPoison, size);
+  }
+  state().memories.add({.begin = begin,
+                        .end = begin + size,
+                        .is_list = what == Memory::kList,
+                        .element = static_cast<size_t>(element)});
+}
+
+namespace {
+
+// Of four dimensions. Rows stay as they are; beyond them the far dimension is the outermost.
+void spread(const int64_t* sizes, int64_t* strides, int64_t far) {
+  constexpr int64_t kFar = (int64_t{1} << 31) + 64;  // elements, of which rows are multiples of 8
+  --far;
+  if (far < 0 || sizes[far] < 2 || strides[far] == 0) return;
+  int64_t extent = (sizes[3] + 7) / 8 * 8;
+  for (const int64_t dim : {2, 1, 0}) {
+    if (dim == far || strides[dim] == 0) continue;
+    strides[dim] = extent;
+    extent *= sizes[dim];
+  }
+  strides[far] = extent + kFar / (sizes[far] - 1) / 8 * 8;
+}
+
+}  // namespace
+
+std::vector<int64_t> emulated_strides(const int64_t* sizes, const int64_t* strides, int64_t dims) {
+  std::vector<int64_t> found(strides, strides + dims);
+  if (dims == 4) spread(sizes, found.data(), state().far_new);
+  return found;
 }
 
 EmulatedRun::EmulatedRun(const void* args, size_t bytes)
@@ -102,29 +138,25 @@ void EmulatedRun::run(const void* op, const Plan& plan,
       blind.workspace_bytes != plan.workspace_bytes || blind.rows_per_tile != plan.rows_per_tile) {
     emulator::fail("a plan that depends on where the tensors lie");
   }
+  emulator::forget_counted();
+  if (!state().runs) return log_call(plan, image_.tensors());
   const bool is_kept = !state().folder.empty();
   if (is_kept) image_.keep();
   const emulator::Guarded workspace(plan.workspace_bytes, 0, 0);
-  emulator::forget_counted();
   emulator::reseed();
   run(workspace.data());
   workspace.check(plan.kernel_name);
   image_.finish(plan.kernel_name);
-  log_call(plan);
+  log_call(plan, image_.tensors());
   if (is_kept) {
     image_.keep();
     std::ofstream file(state().folder + "/" + std::to_string(state().files++), std::ios::binary);
-    // Where the operator stands in the back end's table: that is all of it that a file needs.
-    const int64_t place = static_cast<const char*>(op) - reinterpret_cast<const char*>(&backend());
-    file.write(reinterpret_cast<const char*>(&place), sizeof(place));
+    emulator::write_operator(file, op, state().plain);
     image_.write(file);
   }
 }
 
-const Backend& backend() {
-  static const Backend chosen = onepass_cuda_kernels();
-  return chosen;
-}
+const Backend& backend() { return emulator::cuda_backend(state().plain); }
 
 Machine machine() { return {.threads = 1}; }
 Context context(const Device&) { return {.stream = nullptr, .parallel_for = nullptr}; }
@@ -136,7 +168,7 @@ DeviceGuard::~DeviceGuard() = default;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// A setting of the emulator, or `shift` and `misaligned` of an image.
+// A setting of the emulator, or one of those of the state.
 EXPORT void emulated_set(const char* name, int64_t value) {
   onepass::State& state = onepass::state();
   const std::string_view which = name;
@@ -144,9 +176,22 @@ EXPORT void emulated_set(const char* name, int64_t value) {
     state.shift = value;
   } else if (which == "misaligned") {
     state.misaligned = value;
+  } else if (which == "far") {
+    state.far = value;
+  } else if (which == "far_new") {
+    state.far_new = value;
+  } else if (which == "plain") {
+    state.plain = value != 0;
+  } else if (which == "run") {
+    state.runs = value != 0;
   } else {
-    emulator::set(name, value);
+    emulator::settings().at(name) = value;
   }
+}
+
+// Makes the strides of a tensor of four dimensions those that an operator shall be handed.
+EXPORT void emulated_spread(const int64_t* sizes, int64_t* strides) {
+  onepass::spread(sizes, strides, onepass::state().far);
 }
 
 // The folder for files of calls, empty for none.
