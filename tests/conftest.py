@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for marks
 def pytest_collection_modifyitems(items: list) -> None:
-    """ONEPASS_TEST_EVERY=5 keeps every fifth test: what test_lower_levels runs while you wait."""
+    """ONEPASS_TEST_EVERY=10 keeps every tenth test: what test_lower_levels runs while you wait."""
     grids.mark(items)
     items[:] = items[:: int(os.environ.get("ONEPASS_TEST_EVERY", "1"))]
 

@@ -40,10 +40,13 @@ BUDGETS = {  # what fails the run when it is exceeded OVER times
     "tests/test_integrations_transformers.py": 40,
     "tests/test_integrations_transformers_attach.py": 50,
     "tests/test_integrations_transformers_use.py": 40,
+    "tests/test_lower_levels.py": 40,
     "tests/test_norm_cuda.py": 80,
     "tests/test_notebooks.py": 30,
     "tests/test_optim_contract.py": 40,
     "tests/test_optimizer_cuda.py": 30,
+    "tests/test_swap.py": 50,
+    "tests/test_swap_attention.py": 40,
     "tests/test_swap_norms.py": 30,
     "tests/test_swap_torch.py": 40,
 }

@@ -18,7 +18,7 @@ FILES = sorted(
     if "mark.isa" in file.read_text() and file.name != Path(__file__).name
 )
 LEVELS = ("baseline", "avx2", "avx512")
-EVERY = 5  # of the tests, among the quick ones
+EVERY = 10  # of the tests, among the quick ones
 
 
 def run(level: str, files: list[str], markers: str, every: int = 1) -> None:

@@ -470,8 +470,13 @@ class BesideTorchs(Plain):
 
 
 @pytest.mark.parametrize(
-    "cls", [Plain, Alias, Helper, Method, WithProcessor, Unflattened, BesideTorchs]
-)
+    "cls",
+    [
+        Plain, Helper, BesideTorchs,
+        *(pytest.param(cls, marks=pytest.mark.slow)
+          for cls in (Alias, Method, WithProcessor, Unflattened)),
+    ],
+)  # fmt: skip
 def test_compile_fullgraph(cls):
     torch._dynamo.reset()
     model = Block(cls)
