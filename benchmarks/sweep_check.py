@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 
 import onepass
+from onepass.swapping import small_calls
 from onepass.swapping.verify import _modules, _stock
 
 ROUNDS = 3
@@ -29,6 +30,9 @@ def run(connection, family: str, name: str, dtype: str, memory_gb: float) -> Non
     limit = int(memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     torch.set_num_threads(1)
+    # Models as small as these would be left to torch's own kernels.
+    small_calls.LEAST_NORM.clear()
+    small_calls.LEAST_ATTENTION.clear()
     transformers.logging.set_verbosity_error()
     row = {"family": family, "name": name, "dtype": dtype}
     with warnings.catch_warnings(record=True) as caught:
