@@ -15,6 +15,7 @@ import onepass
 from onepass import _library, cli
 from onepass.compare import attribution, measure, settings, train
 
+pytestmark = pytest.mark.xdist_group("compare")  # most look at one run
 QUICK = ("--quick", "--threads", "1", "--steps", "4", "--pairs", "2")
 ONE_LAYER = ("--layers", "1", "--width", "16", "--heads", "2", "--block", "32", "--batch", "1")
 

@@ -24,6 +24,15 @@ from optim_cases import (
 import onepass
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_older():
+    """What was there before is not looked through at each collection."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def followed(optimizer):
     params = members(optimizer)
     entries = [value for p in params for value in optimizer.state.get(p, {}).values()]
