@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -33,6 +34,15 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
 
     monkeypatch.setattr(small_calls, "LEAST_NORM", {})
     monkeypatch.setattr(small_calls, "LEAST_ATTENTION", {})
+
+
+@pytest.fixture(scope="module")
+def nothing_older():
+    """For files that collect garbage: what was there before is not looked through each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _process_state() -> dict:

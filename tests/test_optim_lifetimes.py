@@ -23,14 +23,7 @@ from optim_cases import (
 
 import onepass
 
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_older():
-    """What was there before is not looked through at each collection."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("nothing_older")
 
 
 def followed(optimizer):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import onepass
 from onepass.swapping import classes
 
+pytestmark = pytest.mark.usefixtures("nothing_older")
 SOURCES = {
     "norm": """
 class Own(RMS):
