@@ -59,6 +59,7 @@ def test_the_mark_of_a_constant_is_torchs():
 def test_instances_of_what_is_not_imported(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.nn.attention.bias", raising=False)
     assert not is_a(torch.ones(1), "torch.nn.attention.bias", "CausalBias")
+    monkeypatch.undo()  # before the import, which would make a second class of that name
     from torch.nn.attention.bias import causal_lower_right
 
     assert is_a(causal_lower_right(2, 3), "torch.nn.attention.bias", "CausalBias")
