@@ -187,12 +187,10 @@ def test_gradcheck_of_rotation(interleaved):
 
 def test_rotation_in_place_and_16_bits():
     x = torch.randn(2, 8, 4, 10).bfloat16()
-    wide = rotary.apply_rotary_emb(x.float(), COS.float(), SIN.float())
     found = rotary.apply_rotary_emb(x, COS.bfloat16().float(), SIN.bfloat16().float())
     assert found.dtype == x.dtype
     exact = rotary.apply_rotary_emb(x.float(), COS.bfloat16().float(), SIN.bfloat16().float())
     assert torch.equal(found, exact.bfloat16())  # rounded once
-    torch.testing.assert_close(found.float(), wide, rtol=0.02, atol=0.02)
     assert rotary.apply_rotary_emb(x, COS, SIN, inplace=True) is x
 
 

@@ -250,18 +250,17 @@ void attention_backward_check(const Options& options, const OptionalTensor& dout
 OperatorList attention_operators() {
   return {
       // lse_rest is what rounding took from lse; the backward wants it back.
-      {"attention_forward" ONEPASS_ATTENTION_ARGUMENTS
-       " -> (Tensor output, Tensor lse, Tensor lse_rest)",
-       TORCH_BOX(&Packed<&attention_forward>::call)},
-      {"attention_forward_check" ONEPASS_ATTENTION_ARGUMENTS " -> ()",
-       TORCH_BOX(&Packed<&attention_forward_check>::call), true},
+      entry<&Packed<&attention_forward>::call>("attention_forward" ONEPASS_ATTENTION_ARGUMENTS
+                                               " -> (Tensor output, Tensor lse, Tensor lse_rest)"),
+      entry<&Packed<&attention_forward_check>::call>(
+          "attention_forward_check" ONEPASS_ATTENTION_ARGUMENTS " -> ()", true),
       // dterms: of bias, sinks, alibi_slopes; the list may grow. grad_mask: 1 dquery, 2 dkey,
       // 4 dvalue, 8, 16, 32 dterms; the others have size 0.
-      {"attention_backward" ONEPASS_ATTENTION_BACKWARD_ARGUMENTS
-       " -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dterms)",
-       TORCH_BOX(&Packed<&attention_backward>::call)},
-      {"attention_backward_check" ONEPASS_ATTENTION_BACKWARD_ARGUMENTS " -> ()",
-       TORCH_BOX(&Packed<&attention_backward_check>::call), true},
+      entry<&Packed<&attention_backward>::call>(
+          "attention_backward" ONEPASS_ATTENTION_BACKWARD_ARGUMENTS
+          " -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dterms)"),
+      entry<&Packed<&attention_backward_check>::call>(
+          "attention_backward_check" ONEPASS_ATTENTION_BACKWARD_ARGUMENTS " -> ()", true),
   };
 }
 

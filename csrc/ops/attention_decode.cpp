@@ -344,18 +344,19 @@ void append_check(const AppendOptions& options, const Tensor& query, const Tenso
 
 OperatorList attention_decode_operators() {
   return {
-      {"attention_decode(Tensor query, Tensor k_cache, Tensor v_cache" ONEPASS_DECODE_SCHEMA
-       ") -> (Tensor output, Tensor lse)",
-       TORCH_BOX(&Packed<&decode>::call)},
-      {"attention_decode_check(Tensor query, Tensor k_cache, Tensor v_cache" ONEPASS_DECODE_SCHEMA
-       ") -> ()",
-       TORCH_BOX(&Packed<&decode_check>::call), true},
-      {"attention_decode_append(Tensor query, Tensor(a!) k_cache, Tensor(b!) "
-       "v_cache" ONEPASS_APPEND_SCHEMA ") -> (Tensor output, Tensor lse)",
-       TORCH_BOX(&Packed<&append>::call)},
-      {"attention_decode_append_check(Tensor query, Tensor k_cache, Tensor "
-       "v_cache" ONEPASS_APPEND_SCHEMA ") -> ()",
-       TORCH_BOX(&Packed<&append_check>::call), true},
+      entry<&Packed<&decode>::call>(
+          "attention_decode(Tensor query, Tensor k_cache, Tensor v_cache" ONEPASS_DECODE_SCHEMA
+          ") -> (Tensor output, Tensor lse)"),
+      entry<&Packed<&decode_check>::call>("attention_decode_check(Tensor query, Tensor k_cache, "
+                                          "Tensor v_cache" ONEPASS_DECODE_SCHEMA ") -> ()",
+                                          true),
+      entry<&Packed<&append>::call>(
+          "attention_decode_append(Tensor query, Tensor(a!) k_cache, Tensor(b!) "
+          "v_cache" ONEPASS_APPEND_SCHEMA ") -> (Tensor output, Tensor lse)"),
+      entry<&Packed<&append_check>::call>(
+          "attention_decode_append_check(Tensor query, Tensor k_cache, Tensor "
+          "v_cache" ONEPASS_APPEND_SCHEMA ") -> ()",
+          true),
   };
 }
 

@@ -83,10 +83,9 @@ void dropout_forward_check(const Tensor& input, const OptionalTensor& residual,
 OperatorList dropout_operators() {
   return {
       // output = dropout(input) + residual. Its own backward: the same map on the gradient.
-      {"dropout_forward" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> Tensor",
-       TORCH_BOX(&dropout_forward)},
-      {"dropout_forward_check" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> ()",
-       TORCH_BOX(&dropout_forward_check), true},
+      entry<&dropout_forward>("dropout_forward" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> Tensor"),
+      entry<&dropout_forward_check>(
+          "dropout_forward_check" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> ()", true),
   };
 }
 

@@ -5,8 +5,7 @@
 //   #define ONEPASS_X_OPTIONS(FIELD) FIELD(OptionalTensor, mask, "=None") FIELD(double, scale, "")
 //   ONEPASS_DEFINE_OPTIONS(XOptions, ONEPASS_X_OPTIONS);
 //   Tensor x(const XOptions& options, const Tensor& input);
-//   {"x(Tensor input, *" ONEPASS_SCHEMA(ONEPASS_X_OPTIONS) ") -> Tensor",
-//   TORCH_BOX(&Packed<&x>::call)}
+//   entry<&Packed<&x>::call>("x(Tensor input, *" ONEPASS_SCHEMA(ONEPASS_X_OPTIONS) ") -> Tensor")
 //
 // Once a schema is released, a new option goes to the end of a table and has a default.
 #pragma once

@@ -4,15 +4,53 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <new>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace onepass {
 
 struct OperatorEntry {
-  const char* schema;                                // "name(arguments) -> results"
-  void (*boxed)(StableIValue*, uint64_t, uint64_t);  // TORCH_BOX of the function
-  bool only_checks = false;                          // one for every device, "meta" too
+  const char* schema;  // "name(arguments) -> results"
+  void (*boxed)(StableIValue*, uint64_t, uint64_t);
+  bool only_checks;  // one for every device, "meta" too
 };
+
+// No memory for a list of ours, such as the gradients of a step: a MemoryError in Python. Tensors
+// that find none are told by allocate() with their bytes.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(const char* text) : text_(text) {}
+  const char* what() const noexcept override { return text_; }
+
+ private:
+  const char* text_;
+};
+
+template <auto function>
+struct Boxed {
+  static std::string& no_memory() {  // made beforehand: there is no memory for it then
+    static std::string text;
+    return text;
+  }
+  static void call(StableIValue* stack, uint64_t arguments, uint64_t results) {
+    try {
+      TORCH_BOX(function)(stack, arguments, results);
+    } catch (const std::bad_alloc&) {
+      throw OutOfMemory(no_memory().c_str());
+    }
+  }
+};
+
+// {schema, function}; only_checks: see OperatorEntry.
+template <auto function>
+OperatorEntry entry(const char* schema, bool only_checks = false) {
+  const std::string text = schema;
+  Boxed<function>::no_memory() =
+      text.substr(0, text.find('(')) + ": out of memory for the lists of the call";
+  return {schema, &Boxed<function>::call, only_checks};
+}
 
 using OperatorList = std::vector<OperatorEntry>;
 

@@ -344,20 +344,19 @@ OperatorList norm_operators() {
   return {
       // x = residual + dropout(input), rounded to residual_dtype, or input itself without a
       // residual; output = norm(x). Outputs that are not asked for have size 0.
-      {"norm_forward(Tensor input" ONEPASS_SCHEMA(
-           ONEPASS_NORM_OPTIONS) ") -> (Tensor output, Tensor residual_out, Tensor mean, Tensor "
-                                 "rstd)",
-       TORCH_BOX(&Packed<&norm_forward>::call)},
-      {"norm_forward_check(Tensor input" ONEPASS_SCHEMA(ONEPASS_NORM_OPTIONS) ") -> ()",
-       TORCH_BOX(&Packed<&norm_forward_check>::call), true},
+      entry<&Packed<&norm_forward>::call>("norm_forward(Tensor input" ONEPASS_SCHEMA(
+          ONEPASS_NORM_OPTIONS) ") -> (Tensor output, Tensor residual_out, Tensor mean, Tensor "
+                                "rstd)"),
+      entry<&Packed<&norm_forward_check>::call>(
+          "norm_forward_check(Tensor input" ONEPASS_SCHEMA(ONEPASS_NORM_OPTIONS) ") -> ()", true),
       // grad_mask: 1 dinput, 2 dresidual, 4 dweight, 8 dbias.
-      {"norm_backward(Tensor? doutput" ONEPASS_SCHEMA(
-           ONEPASS_NORM_BACKWARD_OPTIONS) ") -> (Tensor dinput, Tensor dresidual, Tensor dweight, "
-                                          "Tensor dbias)",
-       TORCH_BOX(&Packed<&norm_backward>::call)},
-      {"norm_backward_check(Tensor? doutput" ONEPASS_SCHEMA(
-           ONEPASS_NORM_BACKWARD_OPTIONS) ") -> ()",
-       TORCH_BOX(&Packed<&norm_backward_check>::call), true},
+      entry<&Packed<&norm_backward>::call>("norm_backward(Tensor? doutput" ONEPASS_SCHEMA(
+          ONEPASS_NORM_BACKWARD_OPTIONS) ") -> (Tensor dinput, Tensor dresidual, Tensor dweight, "
+                                         "Tensor dbias)"),
+      entry<&Packed<&norm_backward_check>::call>(
+          "norm_backward_check(Tensor? doutput" ONEPASS_SCHEMA(
+              ONEPASS_NORM_BACKWARD_OPTIONS) ") -> ()",
+          true),
   };
 }
 

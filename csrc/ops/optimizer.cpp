@@ -193,20 +193,18 @@ bool optimizer_step(int64_t algorithm, int64_t table, StableListHandle list, con
 
 OperatorList optimizer_operators() {
   return {
-      {"clip_grad_norm(Tensor(a!)[] gradients, float max_norm, float norm_type, bool "
-       "error_if_nonfinite) -> Tensor",
-       TORCH_BOX(&clip_grad_norm)},
-      {"gradient_norm(Tensor[] gradients, float norm_type=2.0) -> Tensor",
-       TORCH_BOX(&gradient_norm)},
-      {"optimizer_table(Tensor(a!)[] params, Tensor(b!)[] states, Tensor layout) -> SymInt",
-       TORCH_BOX(&optimizer_table)},
-      {"optimizer_table_release(Tensor state, SymInt table) -> ()",
-       TORCH_BOX(&optimizer_table_release)},
-      {"optimizer_step(SymInt algorithm, SymInt table, Tensor(a!)[] gradients, Tensor hyper, *, "
-       "SymInt seed=0, bool stochastic_params=False, bool stochastic_moments=False, bool "
-       "zero_gradients=False, float? max_norm=None, Tensor? norm=None, Tensor? grad_scale=None, "
-       "Tensor? found_inf=None, Tensor? device_hyper=None) -> bool",
-       TORCH_BOX(&optimizer_step)},
+      entry<&clip_grad_norm>(
+          "clip_grad_norm(Tensor(a!)[] gradients, float max_norm, float norm_type, bool "
+          "error_if_nonfinite) -> Tensor"),
+      entry<&gradient_norm>("gradient_norm(Tensor[] gradients, float norm_type=2.0) -> Tensor"),
+      entry<&optimizer_table>(
+          "optimizer_table(Tensor(a!)[] params, Tensor(b!)[] states, Tensor layout) -> SymInt"),
+      entry<&optimizer_table_release>("optimizer_table_release(Tensor state, SymInt table) -> ()"),
+      entry<&optimizer_step>(
+          "optimizer_step(SymInt algorithm, SymInt table, Tensor(a!)[] gradients, Tensor hyper, *, "
+          "SymInt seed=0, bool stochastic_params=False, bool stochastic_moments=False, bool "
+          "zero_gradients=False, float? max_norm=None, Tensor? norm=None, Tensor? grad_scale=None, "
+          "Tensor? found_inf=None, Tensor? device_hyper=None) -> bool"),
   };
 }
 
