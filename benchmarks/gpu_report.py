@@ -39,15 +39,15 @@ SITE = WORK / "site"  # where onepass is installed, for the steps alone
 # One process each: where a kernel has accessed memory that is not its own, no other runs any more.
 TESTS = {
     "device tests": (
-        "tests/test_cuda_device.py",
-        "tests/test_cuda_device_torch.py",
-        "tests/test_cuda_device_optim.py",
+        "tests/device/test_operators.py",
+        "tests/device/test_operators_torch.py",
+        "tests/device/test_optim.py",
     ),
     "attention tests": (
-        "tests/test_cuda_device_attention.py",
-        "tests/test_cuda_device_attention_torch.py",
+        "tests/device/test_attention.py",
+        "tests/device/test_attention_torch.py",
     ),
-    "decode tests": ("tests/test_cuda_device_decode.py",),
+    "decode tests": ("tests/device/test_attention_decode.py",),
 }
 # What a step measures, and the seconds that it may take. Of attention's standard shapes, that is
 # the first part; `onepass bench attention --device cuda` by itself measures all.

@@ -7,11 +7,11 @@ import os
 import resource
 import signal
 
-import costs
-import grids
 import pytest
 import torch
-from executors import cuda, emulator  # noqa: F401
+
+from tests.emulator.executors import cuda, emulator  # noqa: F401
+from tests.support import costs, grids
 
 
 @pytest.fixture(autouse=True)

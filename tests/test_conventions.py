@@ -205,7 +205,7 @@ def test_a_family_is_complete(family):
         ),
         f"python/onepass/reference/{family}.py",
         f"python/onepass/bench/{family}.py",
-        f"tests/test_{family}.py",
+        f"tests/{family}/",
     ]
     missing = [
         want for want in wanted if not any((ROOT / choice).exists() for choice in want.split("|"))
@@ -250,7 +250,7 @@ def test_outputs_alias_nothing_and_every_op_has_an_opcheck(name):
     schema = torch._C._get_schema(name, "")
     assert all(value.alias_info is None for value in schema.returns), f"{name} returns an alias"
     if schema.returns:  # a check returns nothing
-        tests = "".join(file.read_text() for file in (ROOT / "tests").glob("test_*.py"))
+        tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
         assert f"opcheck(torch.ops.{name.replace('::', '.')}" in tests, f"{name} has no opcheck"
 
 

@@ -1,7 +1,7 @@
 """Every operator, step, load, fuse, swap and attach with its n-th allocation failing, for every n.
 
-A program, run with failing_allocations.cpp preloaded: `python allocations.py CASE...` prints
-{case: {"allocations": how many, "complaints": [...]}} as JSON.
+A program, run with failing_allocations.cpp preloaded: `python -m tests.faults.allocations CASE...`
+prints {case: {"allocations": how many, "complaints": [...]}} as JSON.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import isolated
 import torch
-from calls import CALLS, Call, flat
-from optim_cases import FLAGS, MODES, made, snapshot, steps, stock
 from torch import nn
 
 import onepass
+from tests.optim.cases import FLAGS, MODES, made, snapshot, steps, stock
+from tests.support import isolated
+from tests.support.calls import CALLS, Call, flat
 
 MOST = 3000  # allocations of a case
 

@@ -5,8 +5,8 @@ inputs from inside larger buffers and leave their borders, and the inputs, as th
 (an argument of another shape, dtype, class or value) has to give a result or raise an error, in
 time, and may not change what it was given either.
 
-    python tests/faults/fuzz.py --seed 0 --cases 2000
-    python tests/faults/fuzz.py --seed 0 --only 17      # one of them, in this process
+    python -m tests.faults.fuzz --seed 0 --cases 2000
+    python -m tests.faults.fuzz --seed 0 --only 17      # one of them, in this process
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ import warnings
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import attention_cases
-import attention_decode_cases
-import isolated
-import norm_cases
 import torch
-from calls import CALLS
-from input_classes import CLASSES, REAL
-from seeds import drawn_seed
-from test_input_classes import INTERNAL, memory_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 from onepass import functional, numerics, reference
+from tests.attention import cases as attention_cases
+from tests.attention_decode import cases as attention_decode_cases
+from tests.faults.input_classes import CLASSES, REAL
+from tests.faults.test_input_classes import INTERNAL, memory_of
+from tests.norm import cases as norm_cases
+from tests.support import isolated
+from tests.support.calls import CALLS
+from tests.support.seeds import drawn_seed
 
 BORDER = 64  # elements on each side
 CHUNK = 50  # cases of a forked child
@@ -403,7 +401,7 @@ def fuzz(seed: int, first: int, last: int) -> dict[int, str]:
 
 
 def command(seed: int, index: int) -> str:
-    return f"python tests/faults/fuzz.py --seed {seed} --only {index}"
+    return f"python -m tests.faults.fuzz --seed {seed} --only {index}"
 
 
 def main() -> int:

@@ -28,8 +28,10 @@ def outcomes(tmp_path_factory):
     build = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"]
     subprocess.run(build, check=True)
     environment = {**os.environ, "LD_PRELOAD": str(library)}
-    command = [sys.executable, HERE / "allocations.py"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    command = [sys.executable, "-m", "tests.faults.allocations"]
+    run = subprocess.run(
+        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=600
+    )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import cumulated, int32
-from calls import flat
 
 from onepass import functional
+from tests.attention.cases import cumulated, int32
+from tests.support.calls import flat
 
 OPS = torch.ops.onepass
 HUGE = (2**31, 2**40, 2**62, 2**63 - 64, 2**63 - 1)

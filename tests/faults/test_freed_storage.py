@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from optimizer_cases import hyper
 from torch import Tensor
 
 import onepass
 from onepass import functional
+from tests.optimizer.cases import hyper
 
 OPS = torch.ops.onepass
 NO_MEMORY = "must have memory for all its elements, which end at byte"

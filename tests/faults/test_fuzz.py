@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import fuzz
 import pytest
+
+from tests.faults import fuzz
 
 SEED = 0
 PART = 250  # cases of a test, so that workers share them

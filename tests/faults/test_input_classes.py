@@ -6,11 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import isolated
 import pytest
 import torch
-from calls import CALLS, Call
-from input_classes import (
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import onepass
+from tests.faults.input_classes import (
     BROKEN,
     CLASSES,
     DIFFERENTIATED,
@@ -22,10 +24,8 @@ from input_classes import (
     plain_of,
     single_process,
 )
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-import onepass
+from tests.support import isolated
+from tests.support.calls import CALLS, Call
 
 OURS = re.compile(r"^[\w. ]+: .+ must .+", re.DOTALL)
 # What torch says before an operator sees a tensor.

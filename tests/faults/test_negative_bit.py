@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_decode_cases import int32
 from torch import Tensor
 
 import onepass
 from onepass import _negative, functional
+from tests.attention_decode.cases import int32
 
 REFUSED = "must not be a negative view, it is written in place"
 

@@ -6,8 +6,9 @@ import os
 
 import pytest
 import torch
-from injection import PACKAGE, interruptions
-from optim_cases import (
+
+import onepass
+from tests.optim.cases import (
     BF16,
     SHAPES,
     everything,
@@ -19,8 +20,7 @@ from optim_cases import (
     stock,
     torch_names,
 )
-
-import onepass
+from tests.support.injection import PACKAGE, interruptions
 
 # Beside the package's frames, those of torch through which a step passes.
 FOLDERS = (

@@ -7,7 +7,9 @@ import math
 
 import pytest
 import torch
-from optim_cases import (
+
+import onepass
+from tests.optim.cases import (
     BF16,
     EXTRAS,
     FLAGS,
@@ -24,8 +26,6 @@ from optim_cases import (
     snapshot,
     steps,
 )
-
-import onepass
 
 
 def trained(name):

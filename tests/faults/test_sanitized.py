@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from packages import FIND_BY_PATH
 
 from onepass import _C
+from tests.support.packages import FIND_BY_PATH
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitized"
@@ -77,7 +77,9 @@ def run(package: Path, level: str, code: str, *arguments: str) -> subprocess.Com
     }
     code = FIND_BY_PATH + START.format(package=str(package)) + code
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500
+    )
 
 
 def test_a_read_beyond_memory_ends_the_process(package):
@@ -105,8 +107,7 @@ def test_random_calls(package, level):
     code = f"""
 import runpy
 sys.argv = ["fuzz.py", "--seed", "{seed}", "--cases", "{CASES}"]
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-runpy.run_path({str(Path(__file__).parent / "fuzz.py")!r}, run_name="__main__")
+runpy.run_module("tests.faults.fuzz", run_name="__main__")
 """
     done = run(package, level, code)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from packages import FIND_BY_PATH
 
 import onepass
 from onepass import _library
+from tests.support.packages import FIND_BY_PATH
 
 FORGET = "for n in [n for n in sys.modules if n.split(chr(46))[0] == 'onepass']: del sys.modules[n]"
 USE = "print(onepass.functional.layer_norm(torch.randn(2, 8), (8,)).shape)"

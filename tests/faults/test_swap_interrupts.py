@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-import injection
 import pytest
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 import onepass
 from onepass.swapping import changes
+from tests.support import injection
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 integration = pytest.importorskip(

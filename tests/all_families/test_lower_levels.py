@@ -1,0 +1,50 @@
+"""The tests marked isa again, in processes that use a lower level of this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onepass import _C
+
+FOLDER = Path(__file__).parents[1]
+FILES = sorted(
+    str(file.relative_to(FOLDER))
+    for file in FOLDER.rglob("test_*.py")
+    if "mark.isa" in file.read_text() and file.name != Path(__file__).name
+)
+LEVELS = ("baseline", "avx2", "avx512")
+EVERY = 10  # of the tests, among the quick ones
+
+
+def run(level: str, files: list[str], markers: str, every: int = 1) -> None:
+    if level not in _C.cpu_levels() or level == _C.cpu_level():
+        pytest.skip(f"{level} is not a lower level of this machine")
+    if "ONEPASS_CPU_ISA" in os.environ:
+        pytest.skip("already at a chosen level")
+    command = [sys.executable, "-m", "pytest", "-x", "-m", markers, "-p", "no:cacheprovider"]
+    environment = {**os.environ, "ONEPASS_CPU_ISA": level, "ONEPASS_TEST_EVERY": str(every)}
+    result = subprocess.run(
+        [*command, *(str(FOLDER / file) for file in files)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert f"CPU level {level}" in result.stdout
+
+
+def test_some_at_a_lower_level():
+    run("avx2" if _C.cpu_level() != "avx2" else "baseline", FILES, "isa and not slow", EVERY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_all_at_lower_levels(level, file):
+    """File by file, so that workers share them."""
+    run(level, [file], "isa")

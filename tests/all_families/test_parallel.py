@@ -1,0 +1,144 @@
+"""Which calls spread over threads: those with enough work for each, counted by regions entered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import onepass
+from onepass import _C
+from tests.attention.cases import int32
+
+OPS = torch.ops.onepass
+F64 = torch.float64
+
+
+def norm(rows, residual=None):
+    x, w = torch.randn(rows, 64), torch.ones(64)
+    return lambda: OPS.norm_forward(
+        x, residual, w, w, None, [64], 0, 1e-5, 0.0, 0.0, None, None, True
+    )
+
+
+def norm_backward(rows):
+    x, w, s = torch.randn(rows, 64), torch.ones(64), torch.ones(rows)
+    return lambda: OPS.norm_backward(
+        x, None, x, w, w, None, s, s, [64], 0, 0.0, 0.0, None, None, 15
+    )
+
+
+def dropout(rows):
+    x, seed = torch.randn(rows, 64), torch.tensor([3, 0])
+    return lambda: OPS.dropout_forward(x, None, seed, 0.5, None)
+
+
+def add(rows):
+    x = torch.randn(rows, 64)
+    return lambda: OPS.dropout_forward(x, x, None, 0.0, None)
+
+
+def attention(queries, dtype=torch.float32):
+    q = torch.randn(2, 4, queries, 16, dtype=dtype)
+    return lambda: OPS.attention_forward(q, q, q, scale=0.25)
+
+
+def attention_backward(queries, dtype=torch.float32):
+    q = torch.randn(2, 4, queries, 16, dtype=dtype)
+    output, lse, rest = OPS.attention_forward(q, q, q, scale=0.25)
+    return lambda: OPS.attention_backward(
+        q, None, q, q, q, output, lse, rest, scale=0.25, grad_mask=7
+    )
+
+
+def plain(queries):
+    return attention(queries, F64)
+
+
+def plain_backward(queries):
+    return attention_backward(queries, F64)
+
+
+def decode(keys):
+    q, cache = torch.randn(2, 4, 1, 16), torch.randn(2, 4, keys, 16)
+    return lambda: OPS.attention_decode(
+        q, cache, cache, cache_seqlens=int32([keys] * 2), scale=0.25
+    )
+
+
+def gradients(elements):
+    return [torch.randn(elements), torch.randn(4)]
+
+
+def gradient_norm(elements):
+    list_ = gradients(elements)
+    return lambda: OPS.gradient_norm(list_)
+
+
+def clip(elements):
+    list_ = gradients(elements)
+    return lambda: OPS.clip_grad_norm(list_, 1e-3, 2.0, False)
+
+
+def optimizer(name):
+    def make(elements):
+        parameters = [torch.nn.Parameter(g) for g in gradients(elements)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        made = getattr(onepass.optim, name)(parameters, lr=1e-3)
+        made.step()  # states are there from now on
+        return made.step
+
+    make.__name__ = name
+    return make
+
+
+# operator, a size that one thread does faster, a size with work for many
+CALLS = [
+    (norm, 16, 16384), (norm_backward, 64, 16384), (dropout, 16, 16384), (add, 16, 16384),
+    (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),
+    (decode, 16, 16384), (gradient_norm, 4096, 1 << 20), (clip, 4096, 1 << 20),
+    *((optimizer(name), 2048, 1 << 20) for name in ("AdamW", "Adam", "SGD", "Lion")),
+]  # fmt: skip
+
+
+def regions(call) -> int:
+    before = _C.parallel_regions()
+    call()
+    return _C.parallel_regions() - before
+
+
+@pytest.mark.parametrize(("make", "small", "large"), CALLS, ids=lambda v: getattr(v, "__name__", v))
+def test_threads_have_enough_to_do(make, small, large):
+    torch.set_num_threads(2)
+    assert regions(make(small)) == 0
+    assert regions(make(large)) > 0
+    torch.set_num_threads(1)
+    assert regions(make(large)) == 0
+
+
+def test_a_step_of_nn_linear_4_4_enters_no_region():
+    torch.set_num_threads(2)
+    model = torch.nn.Linear(4, 4)
+    made = onepass.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    assert [regions(made.step) for _ in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("make", "small", "large"), CALLS, ids=lambda v: getattr(v, "__name__", v))
+def test_the_plan_says_how_many(make, small, large):
+    torch.set_num_threads(2)
+    for size, threads in ((small, 1), (large, 2)):
+        call = make(size)
+        _C.take()
+        _C.record(True)
+        try:
+            call()
+        finally:
+            _C.record(False)
+        assert max(record["threads"] for record in _C.take()) == threads
+
+
+def test_many_short_tensors_are_counted_by_their_elements():
+    torch.set_num_threads(2)
+    short = [torch.ones(4) for _ in range(200)]
+    assert regions(lambda: OPS.gradient_norm(short)) == 0

@@ -1,0 +1,289 @@
+"""torch.jit.trace, torch.jit.script and the exporters to ONNX, of what runs on onepass."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass import numerics
+from onepass._ops.decomposition import FORMULAS
+from tests.swap.foreign_attention import Plain
+from tests.swap.foreign_norms import OnePlusRMS
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is deprecated:DeprecationWarning",
+    "ignore::torch.jit.TracerWarning",  # of sizes, as of torch's own multi-head attention
+)
+
+
+class AddNorms(nn.Module):
+    """onepass's own modules and functions, which no swap makes."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.layer = onepass.nn.AddLayerNorm(width, dropout_p=0.1)
+        self.rms = onepass.nn.AddRMSNorm(width, weight_offset=1.0)
+
+    def forward(self, x):
+        y, stream = self.layer(x.sin(), x)
+        y, stream = self.rms(y, stream)
+        return onepass.functional.add_dropout(y, stream, 0.1, self.training)
+
+
+MODULES = {
+    "LayerNorm": lambda: nn.LayerNorm(16),
+    "RMSNorm": lambda: nn.RMSNorm(16, eps=1e-6),
+    "foreign norm": lambda: OnePlusRMS(16),
+    "Dropout": lambda: nn.Dropout(0.3),
+    "attention": lambda: Plain(p=0.2),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+    "add": AddNorms,
+}
+
+
+def build(name: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 16), MODULES[name]())
+    onepass.swap(model)
+    return model
+
+
+def saved_and_loaded(traced):
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+def output_and_gradients(model, x):
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = model(x)
+    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+    return y, *torch.autograd.grad(y.square().sum(), wanted)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", MODULES)
+def test_traced_as_called(name, trained, training):
+    model = build(name).train(training).requires_grad_(trained)
+    # A check compares outputs of two runs: stock with dropout fails it as well.
+    drops = training and name in ("Dropout", "attention", "encoder layer", "add")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?s).*does not match")
+        traced = torch.jit.trace(model, torch.randn(2, 5, 16), check_trace=not drops)
+    assert ("onepass::" in str(traced.inlined_graph)) == (training or name != "Dropout")
+    traced = saved_and_loaded(traced)
+    for x in (torch.randn(2, 5, 16), torch.randn(3, 4, 16)):
+        for ours, called in zip(
+            output_and_gradients(traced, x), output_and_gradients(model, x), strict=True
+        ):
+            torch.testing.assert_close(ours, called, rtol=1e-6, atol=1e-6)
+        with torch.no_grad():
+            assert not traced(x).requires_grad
+
+
+def test_traced_without_gradients_trains():
+    model = build("foreign norm")
+    with torch.no_grad():
+        traced = torch.jit.trace(model, torch.randn(2, 16))
+    x = torch.randn(4, 16)
+    for ours, called in zip(
+        output_and_gradients(traced, x), output_and_gradients(model, x), strict=True
+    ):
+        assert torch.equal(ours, called)
+
+
+def test_traced_dropout_draws_anew():
+    traced = torch.jit.trace(build("Dropout"), torch.randn(2, 16), check_trace=False)
+    x = torch.randn(64, 16)
+    torch.manual_seed(1)
+    first, second = traced(x), traced(x)
+    torch.manual_seed(1)
+    assert not torch.equal(first, second) and torch.equal(traced(x), first)
+
+
+def test_traced_packed_attention():
+    def packed(query, cu_seq):
+        return onepass.functional.varlen_attention(query, query, query, cu_seq, cu_seq, 4, 4)
+
+    cu_seq = torch.tensor([0, 3, 7], dtype=torch.int32)
+    query = torch.randn(7, 2, 8)
+    traced = saved_and_loaded(torch.jit.trace(packed, (query, cu_seq)))
+    others = torch.tensor([0, 4, 7], dtype=torch.int32)
+    assert torch.equal(traced(query, others), packed(query, others))
+
+
+def test_normalized_shape_of_traced_sizes():
+    def norm(x, weight):
+        return onepass.functional.layer_norm(x, x.shape[-1:], weight)
+
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    traced = torch.jit.trace(norm, (x, weight))
+    x = torch.randn(5, 8)
+    assert torch.equal(traced(x, weight), norm(x, weight))
+
+
+def test_another_process_loads_a_trace(tmp_path):
+    model = build("encoder layer").eval()
+    x = torch.randn(2, 5, 16)
+    torch.jit.save(torch.jit.trace(model, x), tmp_path / "model.pt")
+    torch.save((x, model(x)), tmp_path / "call.pt")
+    program = (
+        "import sys, torch, onepass\n"
+        "torch.set_num_threads(1)\n"  # as here: torch's products depend on it
+        "x, y = torch.load(sys.argv[2])\n"
+        "assert torch.equal(torch.jit.load(sys.argv[1])(x), y)\n"
+    )
+    files = (tmp_path / "model.pt", tmp_path / "call.pt")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program, *files], check=True)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_script_says_what_to_do(name):
+    model = build(name)
+    held = {id(module) for module in model.modules()}
+    with pytest.raises(RuntimeError, match=r"torch.jit.script: .* \(onepass.unswap\(model\) first"):
+        torch.jit.script(model)
+    assert held == {id(module) for module in model.modules()}
+    if name != "add":
+        onepass.unswap(model)
+        x = torch.randn(2, 5, 16)
+        if name != "attention":  # whose forward torch cannot script either
+            torch.jit.script(model.eval())(x)
+
+
+def test_torchscript_exporter_says_what_to_do():
+    pytest.importorskip("onnx")
+    model = build("LayerNorm")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"torch.onnx.export: .*\(onepass.unswap\(model\)"):
+            torch.onnx.export(model, (torch.randn(2, 16),), io.BytesIO(), dynamo=False)
+    onepass.unswap(model)
+    torch.onnx.export(model, (torch.randn(2, 16),), io.BytesIO(), dynamo=False)
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """A swapped model that calls every operator of a forward, its input and stock's output."""
+    torch.manual_seed(0)
+    parts = [make() for name, make in MODULES.items() if name != "add"]
+    model = nn.Sequential(*parts).eval()
+    x = torch.randn(2, 5, 16)
+    add = AddNorms().eval()
+    y = add(model(x))
+    onepass.swap(model)
+    return nn.Sequential(*model, add).eval(), x, y
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("exported", [False, True])
+def test_exporter_to_onnx(everything, exported, gradients):
+    pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    model, x, y = everything
+    with torch.set_grad_enabled(gradients):
+        shapes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+        program = torch.export.export(model, (x,), dynamic_shapes=shapes) if exported else model
+        if exported:
+            assert "onepass" in str(program.graph)
+            assert "onepass" in str(program.run_decompositions().graph)  # torch's own table
+        result = torch.onnx.export(program, (x,), dynamo=True, verbose=False)
+    evaluator = ReferenceEvaluator(result.model_proto)
+    (got,) = evaluator.run(None, {result.model_proto.graph.input[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), y, rtol=1e-5, atol=1e-5)
+
+
+def test_another_process_exports_a_saved_program_to_onnx(everything, tmp_path):
+    """Where no fake has run that could have told torch of the decompositions."""
+    pytest.importorskip("onnxscript", reason="needs onnxscript")
+    model, x, y = everything
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
+    torch.save((x, y), tmp_path / "call.pt")
+    program = (
+        "import sys, torch, onepass\n"
+        "from onnx.reference import ReferenceEvaluator\n"
+        "x, y = torch.load(sys.argv[2])\n"
+        "program = torch.export.load(sys.argv[1])\n"
+        "model = torch.onnx.export(program, (x,), dynamo=True, verbose=False).model_proto\n"
+        "name = model.graph.input[0].name\n"
+        "(got,) = ReferenceEvaluator(model).run(None, {name: x.numpy()})\n"
+        "torch.testing.assert_close(torch.from_numpy(got), y, rtol=1e-5, atol=1e-5)\n"
+    )
+    files = (tmp_path / "model.pt2", tmp_path / "call.pt")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program, *files], check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_decompositions(dtype):
+    """As exact as the operators, every output of them, in the same dtypes and shapes."""
+    ops = torch.ops.onepass
+    x, residual, weight, bias = (torch.randn(6, 16, dtype=torch.float64) for _ in range(4))
+    query = torch.randn(2, 4, 5, 8, dtype=torch.float64)
+    key, value = (torch.randn(2, 2, 7, 8, dtype=torch.float64) for _ in range(2))
+    scores = torch.randn(2, 1, 5, 7, dtype=torch.float64)
+
+    def norm(x, residual, weight, bias, *, rms, offset=0.0, wide=False):
+        out_dtype = torch.promote_types(x.dtype, torch.float32) if wide else None
+        weight, bias = weight[0], None if rms else bias[0]
+        constants = ([16], int(rms), 1e-5, offset, 0.0, out_dtype, None, True)
+        return ops.norm_forward.default, (x, residual, weight, bias, None, *constants), {}
+
+    def attention(query, key, value, bias, **options):
+        return ops.attention_forward.default, (query, key, value), {"bias": bias, **options}
+
+    def dropout(x, residual):
+        return ops.dropout_forward.default, (x, residual, None, 0.0, None), {}
+
+    options = dict(scale=0.3, window_right=1, window_left=3, softcap=2.0, bottom_right=True)
+    cases = [
+        (lambda *t: norm(*t, rms=False), (x, residual, weight, bias)),
+        (lambda *t: norm(t[0], None, *t[1:], rms=True, offset=1.0), (x, weight, bias)),
+        (lambda *t: norm(t[0], None, *t[1:], rms=False, wide=True), (x, weight, bias)),
+        (lambda *t: attention(*t, **options, out_bshd=True), (query, key, value, scores)),
+        (lambda *t: attention(*t, scale=1.0), (query, key, value, scores)),
+        (dropout, (x, residual)),
+    ]
+    for case, tensors in cases:
+        op, args, kwargs = case(*(t.to(dtype) for t in tensors))
+        ours, decomposed = op(*args, **kwargs), FORMULAS[op](*args, **kwargs)
+        op, args, kwargs = case(*(t.to(dtype).double() for t in tensors))
+        exact = op(*args, **kwargs)
+        if isinstance(ours, torch.Tensor):
+            ours, decomposed, exact = [ours], [decomposed], [exact]
+        for index, (a, b, ref) in enumerate(zip(ours, decomposed, exact, strict=True)):
+            assert a.dtype is b.dtype and a.shape == b.shape, (op, index)
+            if (
+                index < 2 or op is not ops.attention_forward.default
+            ):  # the third is what rounding took
+                numerics.assert_close(b, ref, a, f"{op} {index}")
+
+
+def test_no_decomposition_of_what_draws_or_has_lengths():
+    ops = torch.ops.onepass
+    x, seed = torch.randn(2, 4), torch.tensor([1, 2])
+    formula = FORMULAS[ops.dropout_forward.default]
+    assert formula(x, None, seed, 0.5, None) is NotImplemented
+    formula = FORMULAS[ops.norm_forward.default]
+    constants = ([4], False, 1e-5, 0.0, 0.5, None, None, False)
+    assert formula(x, x, None, None, seed, *constants) is NotImplemented
+    formula = FORMULAS[ops.attention_forward.default]
+    query, cu_seq = torch.randn(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
+    assert formula(query, query, query, cu_seq_q=cu_seq, scale=1.0) is NotImplemented
+
+
+def test_a_decomposition_leaves_shapes_to_the_fake():
+    def norm(x):
+        return onepass.functional.rms_norm(x.transpose(0, 1), (8,))
+
+    x = torch.randn(4, 6, 8)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(x), norm(x)) and compiled(x).stride() == norm(x).stride()

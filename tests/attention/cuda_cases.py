@@ -1,0 +1,141 @@
+"""What the tests of attention's CUDA kernels share: small cases, and which kernels there are.
+
+The shapes are chosen by the tiles of csrc/cuda/attention/table.h, which have up to 128 queries and
+96 keys: 150 queries on 230 keys are two tiles of queries and at least three of keys, the last of
+each cut off; under a diagonal some of them have masked and unmasked scores, some only the one or
+the other. Each bucket of head dims (64, 128, 256) has dims that fill it, that leave out slabs of
+columns, and that no 16 bytes divide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.attention import cases as attention_cases
+from tests.attention.cases import BF16, F16, F32, F64, Case
+from tests.attention_decode import cases as attention_decode_cases
+
+TILED_KERNELS = (
+    "attention/backend.cu", "attention/forward.cu", "attention/backward.cu",
+    "attention/backward_bias.cu", "attention/backward_ends.cu",
+)  # fmt: skip
+KERNELS = (*TILED_KERNELS, "attention/plain_forward.cu", "attention/plain_backward.cu")
+DECODE_KERNELS = ("attention/decode.cu",)
+
+TILED, PLAIN = (BF16, F16), (F32, F64)
+DTYPES = TILED + PLAIN
+TILED_DIMS = (1, 8, 40, 64, 72, 96, 128, 160, 256)
+LONG_DIMS = (264, 512)  # for which there are no tiles
+
+CAUSAL = dict(window_right=0, bottom_right=True)
+# Of nothing, of one row, of less than a tile and of more; more keys than queries and fewer.
+SEQUENCES = ((1, 1), (129, 64), (0, 7), (64, 200), (7, 0), (0, 0), (33, 33))
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+half_and_float = pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+# Dtypes, and float32 whose products may be of TF32.
+KINDS = (*DTYPES, "tf32")
+kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
+
+
+def of_kind(kind) -> dict:
+    """What makes it one: fields of a case."""
+    return dict(dtype=F32, tf32=True) if kind == "tf32" else dict(dtype=kind)
+
+
+def judge_one_draw_first(monkeypatch) -> None:
+    """And no more of a case if it is right; see attention_cases.check."""
+    for cases in (attention_cases, attention_decode_cases):
+        monkeypatch.setattr(cases, "stages", lambda case: (1, 6, 30, 150))
+
+
+# ---- traffic -------------------------------------------------------------------------------------
+
+
+def once_per_tile(case: Case, rows: int) -> tuple[int, int]:
+    """(bytes of Q, bytes of K and V) that a forward reads: each query once, and the keys and values
+    that any of a tile of so many queries sees once for the tile. Without sequences of their own.
+    """
+    head_dim, value_dim = case.head_dim, case.value_dim or case.head_dim
+    queries = keys = 0
+    for tile in case.allowed().split(rows):
+        seen = int(tile.any(0).sum())
+        queries += len(tile) * head_dim if seen else 0
+        keys += seen * (head_dim + value_dim)
+    size = case.batch * case.heads * case.dtype.itemsize
+    return queries * size, keys * size
+
+
+# ---- every instance, in every build --------------------------------------------------------------
+
+# By dtype and bucket, without and with terms of scores; rows that no 16 bytes divide among them.
+INSTANCES = [
+    Case(dtype, head_dim, batch=1, heads=2, kv_heads=1, seq_q=70, seq_k=110, **CAUSAL, **terms)
+    for dtype in TILED
+    for terms in ({}, dict(bias="q", dropout_p=0.3, alibi="", sinks=F32))
+    for head_dim in (61, 72, 160)
+]
+INSTANCES += [
+    Case(dtype, 40, batch=1, heads=2, kv_heads=1, seq_q=40, seq_k=70, bias="q", sinks=dtype,
+         alibi="", **CAUSAL)
+    for dtype in PLAIN
+]  # fmt: skip
+INSTANCES += [replace(INSTANCES[-2], tf32=True)]
+INSTANCES += [Case(BF16, 264, batch=1, heads=1, seq_q=20, seq_k=40, bias="q")]
+# One row of bias for more queries than a tile has, whose gradient is added up in parts.
+INSTANCES += [Case(BF16, 40, batch=1, heads=1, seq_q=150, seq_k=40, bias="")]
+
+# The branches within an instance that those do not take.
+BRANCHES = {
+    "packed": dict(storage="packed used", lengths=SEQUENCES, sinks=F32, dlse=True),
+    "paged": dict(storage="paged", lengths=((9, 40), (70, 130), (1, 0)), page_size=7),
+    "used": dict(storage="used", lengths=((1, 5), (70, 90), (0, 3)), mask="b", window_left=20),
+    "masks": dict(seq_q=70, seq_k=200, mask="bhq", bias="h", softcap=3.0, dropout_p=0.2),
+    "long": dict(seq_q=150, seq_k=230, heads=1, batch=1, window_left=90, window_right=50),
+    "shard": dict(seq_q=70, seq_k=100, key_offset=13, query_offset=40, dropout_p=0.3, alibi="b"),
+    "one": dict(seq_q=1, seq_k=1, dlse=True, bias=""),
+    "unaligned": dict(head_dim=37, value_dim=50, seq_q=30, seq_k=70),
+    "no keys": dict(seq_q=33, seq_k=0, sinks=F32),
+}
+
+# In TF32 those where who has which score says what is done.
+BRANCHES_OF_KINDS = [(name, kind) for name in BRANCHES for kind in (BF16, F32)]
+BRANCHES_OF_KINDS += [(name, "tf32") for name in ("paged", "masks", "unaligned")]
+branches = pytest.mark.parametrize("name, kind", BRANCHES_OF_KINDS, ids=str)
+
+
+# ---- pairs of options ----------------------------------------------------------------------------
+
+# Any two values of any two options occur together at least once.
+AXES = dict(
+    head_dim=(8, 40, 64, 72, 128, 160, 256, 264),
+    length=[(150, 230), (1, 200), (130, 3), (33, 97), (96, 64)],
+    bias=[None, "", "b", "h", "q", "bhq"],
+    mask=[None, "", "h", "bq", "bhq"],
+    window=[(-1, -1, False), (-1, 0, False), (-1, 0, True), (60, 0, True), (33, 17, False)],
+    storage=["dense", "dense", "used", "packed", "packed used", "paged"],
+    kind=KINDS,
+    group=[(2, 2), (4, 2), (3, 1)],
+    alibi=[None, "", "b"],
+    sinks=[None, F32, "dtype"],
+    dropout_p=[0.0, 0.3],
+    softcap=[0.0, 2.0],
+    dlse=[False, True],
+    value_dim=[0, 24, 72],
+)  # fmt: skip
+
+
+def every_third(rows: list[dict]) -> list:
+    """As cases of a test; the others are slow."""
+    slow = [[pytest.mark.slow] if number % 3 else [] for number in range(len(rows))]
+    return [
+        pytest.param(row, marks=marks, id="-".join(map(str, row.values())))
+        for row, marks in zip(rows, slow, strict=True)
+    ]
+
+
+def combination(row: dict) -> Case:
+    row = dict(row)
+    return attention_cases.combination(row | of_kind(row.pop("kind")))

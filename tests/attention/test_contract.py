@@ -1,0 +1,417 @@
+"""Attention's promises beside its values: threads, batches, memory, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onepass import functional
+from onepass._ops.attention import attention
+from tests.attention.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    Case,
+    assert_same,
+    backward,
+    forward,
+    int32,
+    ours,
+)
+
+# ---- bitwise promises ---------------------------------------------------------------------------
+
+EVERYTHING = dict(
+    heads=4, kv_heads=2, window_left=150, window_right=0, bottom_right=True, bias="hq", mask="b",
+    alibi="b", sinks=F32, dropout_p=0.25, dlse=True,
+)  # fmt: skip
+THREADED = {
+    "one head": Case(F32, 64, batch=1, heads=1, seq_q=300, seq_k=500),
+    "one key head": Case(BF16, 64, batch=1, heads=5, kv_heads=1, seq_q=200, seq_k=260),
+    "causal": Case(F32, 40, batch=1, heads=2, seq_q=385, seq_k=385, window_right=0),
+    "bfloat16": Case(BF16, 64, batch=3, heads=3, seq_q=129, seq_k=129, window_right=0),
+    "float16": Case(F16, 128, batch=1, heads=2, seq_q=200, seq_k=200),
+    "float64": Case(F64, 24, batch=1, heads=2, seq_q=200, seq_k=150, bias=""),
+    "bias of all": Case(F32, 16, batch=5, heads=4, seq_q=130, seq_k=140, bias=""),
+    "everything": Case(F32, 40, 24, seq_q=200, seq_k=300, **EVERYTHING),
+    "everything, bfloat16": Case(BF16, 64, seq_q=200, seq_k=300, **EVERYTHING),
+    "packed": Case(F32, 40, storage="packed", seq_q=200, seq_k=300, **EVERYTHING),
+    "paged": Case(F32, 64, heads=4, kv_heads=2, storage="paged", seq_q=1, seq_k=500),
+    "more heads than threads": Case(F32, 8, batch=3, heads=14, kv_heads=7, seq_q=9, seq_k=9),
+    "one query": Case(BF16, 64, batch=1, heads=2, seq_q=1, seq_k=1000),
+}
+threaded = pytest.mark.parametrize("name", THREADED)
+
+
+@pytest.mark.isa
+@threaded
+def test_bitwise_equal_for_any_number_of_threads(name):
+    case = THREADED[name]
+    t = case.tensors()
+    expected = ours(case, t)
+    for threads in (2, 3, 5):
+        torch.set_num_threads(threads)
+        for _ in range(2):
+            assert_same(ours(case, t), expected, f"{threads} threads")
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+@pytest.mark.parametrize("seq_q, seq_k", [(1, 300), (7, 129), (130, 130), (200, 70)])
+def test_a_row_does_not_depend_on_its_batch(seq_q, seq_k, dtype):
+    """Nor on other heads of its own, whatever the masks are; also with more threads."""
+    case = Case(dtype, 40, batch=3, heads=6, kv_heads=3, seq_q=seq_q, seq_k=seq_k, window_right=0,
+                bottom_right=True, bias="bh", mask="b", alibi="b")  # fmt: skip
+    t = case.tensors()
+    whole = forward(case, t)
+    torch.set_num_threads(3)
+    for b in (slice(0, 1), slice(1, 3), slice(2, 3)):
+        for kv in (slice(0, 3), slice(0, 1), slice(1, 3)):
+            h = slice(2 * kv.start, 2 * kv.stop)
+            part = {"query": t["query"][b, h], "bias": t["bias"][b, h], "mask": t["mask"][b]}
+            part |= {name: t[name][b, kv] for name in ("key", "value")}
+            part["alibi_slopes"] = t["alibi_slopes"][b, h]
+            expected = {name: result[b, h] for name, result in whole.items()}
+            assert_same(forward(case, part), expected, f"{b} {kv}")
+
+
+@pytest.mark.isa
+def test_a_row_does_not_depend_on_what_other_rows_hold():
+    case = Case(F32, 40, seq_q=130, seq_k=200)
+    t = case.tensors()
+    whole = forward(case, t)["output"]
+    rows = torch.arange(130) % 3 == 0
+    t["query"] = torch.where(rows[:, None], t["query"], 50 * torch.randn_like(t["query"]))
+    assert torch.equal(forward(case, t)["output"][:, :, rows], whole[:, :, rows])
+
+
+def test_deterministic_changes_nothing_here():
+    case = Case(F32, 40, 24, seq_q=100, seq_k=200, **EVERYTHING)
+    t = case.tensors()
+    results = forward(case, t)
+    plain = backward(case, t, results)
+    assert_same(backward(case, t, results, deterministic=True), plain)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+MEASURE = """
+import resource, sys, torch
+from onepass.functional import scaled_dot_product_attention as attend
+torch.set_num_threads(2)
+choices = eval(sys.argv[1])
+
+def step(seq):
+    for options in choices:
+        tensors = [torch.randn(1, 1, seq, 16, requires_grad=True) for _ in range(3)]
+        attend(*tensors, **options).sum().backward()
+
+def resident():
+    pages = int(open("/proc/self/statm").read().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+step(128)
+# What was resident once and is no longer would hide what comes.
+ballast = torch.ones(max(0, int(peak() - resident())) * 2**18)
+before = peak()
+step(4096)
+print(peak() - before)
+"""
+
+
+def test_no_square_in_memory():
+    """At 4,096 rows it would be 64 MiB of float32, or 16 MiB of bytes."""
+    choices = "{}, dict(dropout_p=0.1), "
+    choices += "dict(is_causal=True, softcap=2.0, alibi_slopes=torch.ones(1))"
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, choices], capture_output=True, text=True, env=os.environ
+    )
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) < 12
+
+
+def test_saved_for_backward():
+    """The arguments, the output, two numbers per row, and a seed."""
+    case = Case(BF16, 32, heads=4, kv_heads=2, seq_q=100, seq_k=120)
+    t = case.tensors()
+    inputs = [t[name].requires_grad_() for name in ("query", "key", "value")]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        output = functional.scaled_dot_product_attention(*inputs, dropout_p=0.1, enable_gqa=True)
+    own = {x.data_ptr() for x in (*inputs, output)}
+    extra = [x for x in saved if x.numel() and x.data_ptr() not in own]
+    assert sum(x.numel() for x in extra) <= 2 * (2 * 4 * 100) + 2
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+X = torch.randn(2, 4, 6, 8)
+KV = torch.randn(2, 2, 5, 8)
+CU_Q, CU_K = int32([0, 2, 6]), int32([0, 4, 5])
+RIGHT = dict(query=X, key=KV, value=KV, scale=1.0)
+PACKED = dict(query=torch.randn(6, 4, 8), key=torch.randn(5, 2, 8), value=torch.randn(5, 2, 8),
+              cu_seq_q=CU_Q, cu_seq_k=CU_K, max_q=4, max_k=4, scale=1.0)  # fmt: skip
+POOL = torch.randn(3, 4, 2, 8)
+PAGED = dict(query=torch.randn(6, 4, 8), key=POOL, value=POOL, cu_seq_q=CU_Q, max_q=4, max_k=8,
+             block_table=int32([[0, 1], [2, 0]]), seqused_k=int32([7, 3]), scale=1.0)  # fmt: skip
+SEED = torch.zeros(2, dtype=torch.int64)
+
+# Changes of a right call, and the whole message behind `attention: `.
+WRONG = [
+    # shapes
+    (RIGHT, dict(query=X[0]), "query must have 4 dimensions, got (4, 6, 8)"),
+    (RIGHT, dict(key=KV[0]), "key must have 4 dimensions, got (2, 5, 8)"),
+    (RIGHT, dict(value=KV[:, :, :4]), "value must have shape (2, 2, 5, 8), got (2, 2, 4, 8)"),
+    (RIGHT, dict(key=KV[:1], value=KV[:1]), "key must have shape (2, 2, 5, 8), got (1, 2, 5, 8)"),
+    (RIGHT, dict(key=KV[..., :7]), "key must have shape (2, 2, 5, 8), got (2, 2, 5, 7)"),
+    (RIGHT, dict(value=KV[:, :1]), "value must have shape (2, 2, 5, 8), got (2, 1, 5, 8)"),
+    (RIGHT, dict(query=X[:, :3]), "query must have a multiple of the 2 heads of key, got 3"),
+    (RIGHT, dict(query=X[:, :0]), "query must have a multiple of the 2 heads of key, got 0"),
+    (RIGHT, dict(key=KV[:, :0], value=KV[:, :0]), "key must have at least one head, got 0"),
+    (RIGHT, dict(query=X[..., :0], key=KV[..., :0]),
+     "query must have a head_dim of 1 to 512, got 0"),
+    (RIGHT, dict(value=KV[..., :0]), "value must have a head_dim of 1 to 512, got 0"),
+    (RIGHT, dict(query=torch.zeros(2, 4, 6, 513), key=torch.zeros(2, 2, 5, 513)),
+     "query must have a head_dim of 1 to 512, got 513"),
+    (RIGHT, dict(value=torch.zeros(2, 2, 5, 513)),
+     "value must have a head_dim of 1 to 512, got 513"),
+    # dtypes and devices
+    (RIGHT, dict(query=X.long()),
+     "query must have dtype float32, bfloat16, float16 or float64, got int64"),
+    (RIGHT, dict(key=KV.bfloat16()), "key must have dtype float32 like query, got bfloat16"),
+    (RIGHT, dict(value=KV.double()), "value must have dtype float32 like query, got float64"),
+    (RIGHT, dict(key=KV.to("meta")), "key must be on the device of query, cpu, got meta"),
+    (RIGHT, dict(bias=torch.zeros(1, 1, 1, 5, device="meta")),
+     "bias must be on the device of query, cpu, got meta"),
+    # bias and mask
+    (RIGHT, dict(bias=torch.zeros(6, 5)),
+     "bias must have shape (2, 4, 6, 5) or 1 in place of all sizes but the last, got (6, 5)"),
+    (RIGHT, dict(bias=torch.zeros(1, 3, 6, 5)),
+     "bias must have shape (2, 4, 6, 5) or 1 in place of all sizes but the last, got (1, 3, 6, 5)"),
+    (RIGHT, dict(bias=torch.zeros(1, 1, 6, 1)),
+     "bias must have shape (2, 4, 6, 5) or 1 in place of all sizes but the last, got (1, 1, 6, 1)"),
+    (RIGHT, dict(bias=torch.zeros(1, 1, 6, 5).int()),
+     "bias must have dtype float32, bfloat16, float16 or float64, got int32"),
+    (RIGHT, dict(bias=torch.zeros(1, 1, 6, 5).double()),
+     "bias must have dtype float32, bfloat16 or float16 beside query, got float64"),
+    (RIGHT, dict(mask=torch.zeros(3, 1, 6, 5).bool()),
+     "mask must have shape (2, 4, 6, 5) or 1 in place of all sizes but the last, got (3, 1, 6, 5)"),
+    (RIGHT, dict(mask=torch.zeros(1, 1, 6, 5)), "mask must have dtype bool, got float32"),
+    # slopes and sinks
+    (RIGHT, dict(alibi_slopes=torch.zeros(3)),
+     "alibi_slopes must have shape (4,) or (2, 4), got (3,)"),
+    (RIGHT, dict(alibi_slopes=torch.zeros(3, 4)),
+     "alibi_slopes must have shape (4,) or (2, 4), got (3, 4)"),
+    (RIGHT, dict(alibi_slopes=torch.zeros(4).half()),
+     "alibi_slopes must have dtype float32, got float16"),
+    (RIGHT, dict(sinks=torch.zeros(2)), "sinks must have shape (4,), got (2,)"),
+    (RIGHT, dict(sinks=torch.zeros(4).half()),
+     "sinks must have dtype float32 or query's float32, got float16"),
+    # numbers
+    (RIGHT, dict(window_left=-2), "window_left must be at least -1, got -2"),
+    (RIGHT, dict(window_right=-7), "window_right must be at least -1, got -7"),
+    (RIGHT, dict(dropout_p=1.5, seed=SEED), "dropout_p must lie between 0 and 1, got 1.5"),
+    (RIGHT, dict(dropout_p=-0.1, seed=SEED), "dropout_p must lie between 0 and 1, got -0.1"),
+    (RIGHT, dict(dropout_p=float("nan"), seed=SEED), "dropout_p must lie between 0 and 1, got nan"),
+    (RIGHT, dict(softcap=-1.0),
+     "softcap must be 0 or a positive number that float32 holds, got -1"),
+    (RIGHT, dict(dropout_p=0.5), "seed must be given with dropout_p > 0 only, got none"),
+    (RIGHT, dict(seed=SEED), "seed must be given with dropout_p > 0 only, got one"),
+    (RIGHT, dict(dropout_p=0.5, seed=SEED[:1]),
+     "seed must be a dense int64 tensor of shape (2,) on cpu, got (1,) of int64 on cpu"),
+    (RIGHT, dict(dropout_p=0.5, seed=SEED.int()),
+     "seed must be a dense int64 tensor of shape (2,) on cpu, got (2,) of int32 on cpu"),
+    (RIGHT, dict(softcap=1e39),
+     "softcap must be 0 or a positive number that float32 holds, got 1e+39"),
+    (RIGHT, dict(softcap=1e-46),
+     "softcap must be 0 or a positive number that float32 holds, got 1e-46"),
+    (RIGHT, dict(max_q=5), "max_q must be at least the longest sequence, 6, got 5"),
+    (RIGHT, dict(max_k=-3), "max_k must be at least the longest sequence, 5, got -3"),
+    (RIGHT, dict(query_offset=-1), "query_offset must not be negative, got -1"),
+    (RIGHT, dict(key_offset=-2), "key_offset must not be negative, got -2"),
+    (RIGHT, dict(key_offset=2**40), "key_offset must be below 2^40, got 1099511627776"),
+    # packed sequences
+    (PACKED, dict(max_q=-1), "max_q must not be negative, got -1"),
+    (PACKED, dict(max_k=-2), "max_k must not be negative, got -2"),
+    (PACKED, dict(cu_seq_q=torch.zeros(2, 2).int()),
+     "cu_seq_q must have one dimension and an element more than sequences, got (2, 2)"),
+    (PACKED, dict(cu_seq_q=CU_Q[:0]),
+     "cu_seq_q must have one dimension and an element more than sequences, got (0,)"),
+    (PACKED, dict(query=X), "query must have 3 dimensions, got (2, 4, 6, 8)"),
+    (PACKED, dict(cu_seq_k=None),
+     "cu_seq_k must be given with cu_seq_q, and not without, got none"),
+    (RIGHT, dict(cu_seq_k=CU_K), "cu_seq_k must be given with cu_seq_q, and not without, got one"),
+    (PACKED, dict(cu_seq_q=CU_Q.long()),
+     "cu_seq_q must be an int32 tensor of shape (3,) on cpu, got (3,) of int64 on cpu"),
+    (PACKED, dict(cu_seq_k=CU_K.long()),
+     "cu_seq_k must be an int32 tensor of shape (3,) on cpu, got (3,) of int64 on cpu"),
+    (PACKED, dict(cu_seq_k=int32([0, 5])),
+     "cu_seq_k must be an int32 tensor of shape (3,) on cpu, got (2,) of int32 on cpu"),
+    (PACKED, dict(cu_seq_q=int32([1, 2, 6])), "cu_seq_q must begin with 0, got 1"),
+    (PACKED, dict(cu_seq_q=int32([0, 7, 6])), "cu_seq_q must not decrease, got 6 behind 7"),
+    (PACKED, dict(cu_seq_q=int32([0, 2, 5])),
+     "cu_seq_q must end with the number of rows, 6, got 5"),
+    (PACKED, dict(cu_seq_k=int32([0, 4, 6])),
+     "cu_seq_k must end with the number of rows, 5, got 6"),
+    (PACKED, dict(cu_seq_k=int32([0, -1, 5])), "cu_seq_k must not decrease, got -1 behind 0"),
+    (PACKED, dict(max_q=3), "max_q must be at least the longest sequence, 4, got 3"),
+    (PACKED, dict(max_k=3), "max_k must be at least the longest sequence, 4, got 3"),
+    (PACKED, dict(query_offset=1),
+     "query_offset must be 0 where sequences have lengths of their own, got 1"),
+    (PACKED, dict(key_offset=8),
+     "key_offset must be 0 where sequences have lengths of their own, got 8"),
+    (PACKED, dict(seqused_k=int32([5, 1])),
+     "seqused_k must lie between 0 and the rows of the sequence, 4, got 5"),
+    (PACKED, dict(seqused_k=int32([1])),
+     "seqused_k must be an int32 tensor of shape (2,) on cpu, got (1,) of int32 on cpu"),
+    (RIGHT, dict(seqused_k=int32([6, 1])),
+     "seqused_k must lie between 0 and the rows of the sequence, 5, got 6"),
+    # pages
+    (PAGED, dict(block_table=int32([[0, 3], [2, 0]])),
+     "block_table must hold numbers of the 3 pages, got 3"),
+    (PAGED, dict(block_table=int32([[0, -1], [2, 0]])),
+     "block_table must hold numbers of the 3 pages, got -1"),
+    (PAGED, dict(block_table=int32([[0, 1]])),
+     "block_table must be an int32 tensor of shape (2, 2) on cpu, got (1, 2) of int32 on cpu"),
+    (PAGED, dict(block_table=torch.zeros(2, 2).long()),
+     "block_table must be an int32 tensor of shape (2, 2) on cpu, got (2, 2) of int64 on cpu"),
+    (PAGED, dict(seqused_k=None), "seqused_k must be given with block_table, got none"),
+    (PAGED, dict(seqused_k=int32([9, 3])),
+     "seqused_k must lie between 0 and the rows of the sequence, 8, got 9"),
+    (PAGED, dict(cu_seq_q=None), "cu_seq_q must be given with block_table, got none"),
+    (PAGED, dict(cu_seq_k=CU_K), "cu_seq_k must not be given with block_table, got one"),
+    (PAGED, dict(key=POOL[0], value=POOL[0]), "key must have 4 dimensions, got (4, 2, 8)"),
+]  # fmt: skip
+
+
+def named(number: int) -> str:
+    return f"{'+'.join(WRONG[number][1])}-{number}"
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=named)
+def test_messages(number):
+    right, changes, message = WRONG[number]
+    arguments = {name: v for name, v in (right | changes).items() if v is not None}
+    with pytest.raises(RuntimeError, match=f"^attention: {re.escape(message)}($|\n)"):
+        torch.ops.onepass.attention_forward(**arguments)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(max_q=0), "max_q must be at least the longest sequence, got 0"),
+        (dict(cu_seq_q=CU_Q[:1], cu_seq_k=CU_K[:1]),
+         "cu_seq_q must have an end for each sequence, got none"),
+    ],
+)  # fmt: skip
+def test_where_lengths_are_not_read_no_row_is_left_out(changes, message):
+    """As on CUDA; the meta device asks the same checks."""
+    arguments = {
+        name: v.to("meta") if isinstance(v, torch.Tensor) else v
+        for name, v in (PACKED | changes).items()
+    }
+    with pytest.raises(RuntimeError, match=f"^attention: {re.escape(message)}($|\n)"):
+        torch.ops.onepass.attention_forward(**arguments)
+
+
+PAGES = [number for number, (right, *_) in enumerate(WRONG) if right is PAGED]
+
+
+@pytest.mark.parametrize("trained", ["query", "key", "value"])
+@pytest.mark.parametrize("number", PAGES, ids=named)
+def test_messages_of_pages_with_gradients(number, trained):
+    """The same, ahead of what gathers the pages: page numbers and lengths among them."""
+    right, changes, message = WRONG[number]
+    arguments = {name: v for name, v in (right | changes).items() if v is not None}
+    arguments[trained] = arguments[trained].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=f"^attention: {re.escape(message)}($|\n)"):
+        attention(*(arguments.pop(name) for name in ("query", "key", "value")), arguments)
+
+
+@pytest.mark.parametrize("page", [3, -1])
+@pytest.mark.parametrize("trained", [False, True])
+def test_page_numbers_of_varlen_attention(trained, page):
+    key = POOL.clone().requires_grad_(trained)
+
+    def attend(*table):
+        return functional.varlen_attention(
+            PAGED["query"], key, POOL, CU_Q, None, 4, 8, seqused_k=PAGED["seqused_k"],
+            block_table=int32(table), enable_gqa=True,
+        )  # fmt: skip
+
+    message = f"block_table must hold numbers of the 3 pages, got {page}"
+    with pytest.raises(RuntimeError, match=f"^attention: {message}($|\n)"):
+        attend([0, page], [2, 0])
+    assert attend([0, 1], [2, page]).isfinite().all()  # where the second sequence has no keys
+
+
+def test_the_right_calls_are_right():
+    for arguments in (RIGHT, PACKED, PAGED):
+        output, lse, _ = torch.ops.onepass.attention_forward(**arguments)
+        assert output.shape == arguments["query"].shape and lse.isfinite().all()
+
+
+WRONG_BACKWARD = [
+    (dict(doutput=X[..., :7]), "doutput must have shape (2, 4, 6, 8), got (2, 4, 6, 7)"),
+    (dict(doutput=X.double()),
+     "doutput must have dtype float32, bfloat16 or float16 beside query, got float64"),
+    (dict(dlse=torch.zeros(2, 4)), "dlse must have shape (2, 4, 6), got (2, 4)"),
+    (dict(dlse=torch.zeros(2, 4, 6).bfloat16()), "dlse must have dtype float32, got bfloat16"),
+    (dict(output=X[:, :2]), "output must have shape (2, 4, 6, 8), got (2, 2, 6, 8)"),
+    (dict(lse=torch.zeros(2, 4, 5)), "lse must have shape (2, 4, 6), got (2, 4, 5)"),
+    (dict(lse=torch.zeros(2, 4, 6).bfloat16()), "lse must have dtype float32, got bfloat16"),
+    (dict(lse_rest=torch.zeros(2, 4)), "lse_rest must have shape (2, 4, 6), got (2, 4)"),
+    (dict(lse_rest=torch.zeros(2, 4, 6).double()),
+     "lse_rest must have dtype float32, bfloat16 or float16 beside query, got float64"),
+    (dict(grad_mask=64), "grad_mask must ask for gradients of what is given only, 7, got 64"),
+    (dict(grad_mask=8), "grad_mask must ask for gradients of what is given only, 7, got 8"),
+    (dict(key=KV[:, :, :4]), "value must have shape (2, 2, 4, 8), got (2, 2, 5, 8)"),
+    (dict(window_left=-2), "window_left must be at least -1, got -2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG_BACKWARD)))
+def test_messages_of_the_backward(number):
+    changes, message = WRONG_BACKWARD[number]
+    output, lse, _ = torch.ops.onepass.attention_forward(**RIGHT)
+    right = RIGHT | dict(doutput=X, dlse=None, output=output, lse=lse, lse_rest=None, grad_mask=7)
+    with pytest.raises(RuntimeError, match=f"^attention_backward: {re.escape(message)}($|\n)"):
+        torch.ops.onepass.attention_backward(**right | changes)
+
+
+def test_a_backward_of_pages_is_refused():
+    output, lse, _ = torch.ops.onepass.attention_forward(**PAGED)
+    with pytest.raises(
+        RuntimeError, match="^attention_backward: block_table must not be given, got one"
+    ):
+        torch.ops.onepass.attention_backward(
+            **PAGED, doutput=output, dlse=None, output=output, lse=lse, lse_rest=None, grad_mask=7
+        )
+
+
+def test_other_floats_are_float32s_and_float64s():
+    """float64 goes with float64, everything else with everything else but float64."""
+    x, kv = X.double(), KV.double()
+    attend = torch.ops.onepass.attention_forward
+    with pytest.raises(RuntimeError, match="^attention: bias must .*float64.*, got float32"):
+        attend(x, kv, kv, bias=torch.zeros(1, 1, 6, 5), scale=1.0)
+    assert attend(x, kv, kv, sinks=torch.zeros(4), scale=1.0)[0].dtype is F64
+
+
+def test_a_call_of_many_wrongs_changes_nothing():
+    case = replace(Case(F32, 8, seq_q=6, seq_k=5), window_left=-3)
+    t = case.tensors()
+    before = {name: tensor.clone() for name, tensor in t.items()}
+    with pytest.raises(RuntimeError):
+        forward(case, t)
+    assert_same(t, before)

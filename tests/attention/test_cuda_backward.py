@@ -1,0 +1,303 @@
+"""Attention's backward kernels under the emulator: each gradient alone, order, traffic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.attention import cases as attention_cases
+from tests.attention.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    GRADIENTS,
+    Case,
+    assert_same,
+    backward,
+    check,
+    forward,
+)
+from tests.attention.cuda_cases import (
+    CAUSAL,
+    half_and_float,
+    judge_one_draw_first,
+    kinds,
+    of_kind,
+)
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(cuda, monkeypatch):
+    judge_one_draw_first(monkeypatch)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+EVERYTHING = Case(
+    BF16, 24, 40, heads=2, kv_heads=1, seq_q=70, seq_k=150, window_left=100, window_right=0,
+    bottom_right=True, bias="hq", mask="b", alibi="b", sinks=F32, softcap=3.0, dropout_p=0.25,
+    dlse=True,
+)  # fmt: skip
+
+
+@half_and_float
+def test_each_gradient_alone(cuda, dtype):
+    cuda.keywords["deterministic"] = True
+    case = replace(EVERYTHING, dtype=dtype)
+    t = case.tensors()
+    outputs = forward(case, t)
+    every = backward(case, t, outputs)
+    for name in GRADIENTS:
+        alone = backward(case, t, outputs, wanted=[name])
+        assert_same(alone, {f"d{name}": every[f"d{name}"]}, name)
+    for names in (("query", "value"), ("key", "bias"), ("sinks", "alibi_slopes"), ()):
+        expected = {f"d{name}": every[f"d{name}"] for name in GRADIENTS if name in names}
+        assert_same(backward(case, t, outputs, wanted=names), expected, str(names))
+
+
+@half_and_float
+def test_a_call_without_gradients_of_outputs_gives_zeros(dtype):
+    case = Case(dtype, seq_q=20, seq_k=20, sinks=F32, bias="")
+    t = {name: x for name, x in case.tensors().items() if name != "doutput"}
+    gradients = backward(case, t, forward(case, t))
+    assert set(gradients) == {"dquery", "dkey", "dvalue", "dbias", "dsinks"}
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+@half_and_float
+def test_without_lse_rest_it_is_zero(dtype):
+    case = replace(EVERYTHING, dtype=dtype)
+    t = case.tensors()
+    outputs = forward(case, t)
+    zero = attention_cases.Results(outputs, torch.zeros_like(outputs.lse_rest))
+    assert_same(backward(case, t, dict(outputs)), backward(case, t, zero))
+
+
+# ---- contract ------------------------------------------------------------------------------------
+
+# Everything that several blocks add to: queries that many tiles of keys are seen by, groups of
+# heads, broadcast biases, sinks and slopes.
+SHARED = {
+    "long": Case(F16, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=500),
+    "causal": Case(F16, 128, batch=1, heads=2, seq_q=300, seq_k=400, **CAUSAL),
+    "wide": Case(F16, 200, batch=1, heads=1, seq_q=130, seq_k=250),
+    "everything": replace(EVERYTHING, bias="", seq_k=300),
+    "packed": replace(EVERYTHING, storage="packed used", seq_k=300, dtype=F16),
+    "float32": Case(F32, 40, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=200, bias="q"),
+    "tf32": Case(F32, 40, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=200, bias="q", tf32=True),
+    "float64": Case(F64, 24, batch=2, heads=2, kv_heads=1, seq_q=70, seq_k=100, bias="", sinks=F64),
+    "float32, everything": replace(EVERYTHING, dtype=F32, bias=""),
+    "long dim": Case(BF16, 264, batch=1, heads=2, kv_heads=1, seq_q=70, seq_k=150, bias="h"),
+}  # fmt: skip
+
+
+def shared(*quick: str):
+    """With each of them; the others are slow."""
+    names = [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in SHARED]
+    return pytest.mark.parametrize("name", names)
+
+
+# One block after another, a few at the same time, and all.
+ORDERS = [dict(seed=seed, resident=resident) for seed, resident in enumerate((1, 3, 100))]
+
+
+def in_orders(cuda, case: Case, orders: list[dict], **options) -> list[dict]:
+    """The gradients with blocks and threads in other orders."""
+    t = case.tensors()
+    outputs = forward(case, t)
+    found = []
+    for order in orders:
+        cuda.set(**order)
+        found.append(backward(case, t, outputs, **options))
+    return found
+
+
+@shared("long", "everything", "tf32")
+def test_deterministic_is_bitwise_repeatable(cuda, name):
+    """In any order, and with as little shared memory as any device has."""
+    orders = [*ORDERS, dict(ORDERS[1], shared=99 * 1024)]
+    first, *others = in_orders(cuda, SHARED[name], orders, deterministic=True)
+    for other in others:
+        assert_same(other, first)
+
+
+@shared("long", "tf32")
+def test_any_order_is_right(cuda, name):
+    """By the numerics rule, also where sums are atomic; what is no such sum is repeatable."""
+    cuda.set(seed=7, resident=3)
+    check(SHARED[name])
+    first, *others = in_orders(cuda, SHARED[name], ORDERS)
+    for other in others:
+        for gradient in first.keys() - {"dquery"}:
+            assert torch.equal(first[gradient], other[gradient]), gradient
+    if name in ("long", "causal", "wide"):  # else the test above would say nothing
+        assert not all(torch.equal(first["dquery"], other["dquery"]) for other in others)
+
+
+@pytest.mark.parametrize("dtype, head_dim, pair_bytes", [(BF16, 40, 64_000), (F32, 150, 600_000)])
+@pytest.mark.parametrize("share", [0, 2])
+def test_any_number_of_heads_in_turns(cuda, dtype, head_dim, pair_bytes, share):
+    """Each by itself, and two at a time, which leaves one of three over. A pair shares Q, dO and
+    dQ, in float32 K, V, Q and dO."""
+    cuda.set(multiprocessors=1, l2=2 * share * pair_bytes)
+    check(Case(dtype, head_dim, batch=3, heads=2, kv_heads=1, seq_q=100, seq_k=300, **CAUSAL))
+
+
+@half_and_float
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_do_not_depend_on_other_sequences(cuda, deterministic, dtype):
+    """Bit for bit where sums are in order, of each (batch, kv head) of its own."""
+    cuda.keywords["deterministic"] = deterministic
+    case = Case(dtype, 40, batch=3, heads=4, kv_heads=2, seq_q=70, seq_k=150, **CAUSAL)
+    t = case.tensors()
+    outputs = forward(case, t)
+    whole = backward(case, t, outputs)
+    for b, kv in ((slice(0, 1), slice(0, 1)), (slice(1, 3), slice(1, 2))):
+        h = slice(2 * kv.start, 2 * kv.stop)
+        part = {"query": t["query"][b, h], "doutput": t["doutput"][b, h]}
+        part |= {name: t[name][b, kv] for name in ("key", "value")}
+        saved = {name: result[b, h] for name, result in outputs.items()}
+        saved = attention_cases.Results(saved, outputs.lse_rest[b, h])
+        found = backward(case, part, saved)
+        expected = {n: x[b, h if n == "dquery" else kv] for n, x in whole.items()}
+        if not deterministic:
+            del found["dquery"], expected["dquery"]
+        assert_same(found, expected, f"{b} {kv}")
+
+
+# ---- traffic and resources -----------------------------------------------------------------------
+
+ONE_PASS = {
+    "64": Case(BF16, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=400),
+    "64, causal": Case(F16, 64, batch=2, heads=2, seq_q=300, seq_k=300, window_right=0),
+    "40 and 72": Case(BF16, 40, 72, batch=1, heads=4, kv_heads=2, seq_q=150, seq_k=230, **CAUSAL),
+    "128, window": Case(F16, 128, batch=1, seq_q=300, seq_k=200, window_left=20, window_right=5),
+    "256": Case(BF16, 256, batch=1, seq_q=150, seq_k=100, window_right=0),
+    "36 and 70": Case(BF16, 36, 70, batch=1, seq_q=150, seq_k=130),  # rows in pieces of 8 and 4
+    "float32": Case(F32, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
+    "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
+}  # fmt: skip
+ONE_PASS["float32 as TF32"] = replace(ONE_PASS["float32"], tf32=True)
+
+
+def counted(cuda, case: Case, **changes) -> dict:
+    t = case.tensors()
+    backward(case, t, forward(case, t), **changes)
+    return cuda.done[-1]
+
+
+def keys_of_tile(case: Case, call: dict) -> int:
+    """As many as give the blocks that the plan has: one for each tile of each key head."""
+    tiles = call["splits"] // (case.batch * (case.kv_heads or case.heads))
+    return next(keys for keys in (32, 64, 128) if -(-case.seq_k // keys) == tiles)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", [name for name in ONE_PASS if "float" not in name])
+def test_one_pass(cuda, name, deterministic):
+    """K, V, dK and dV once; Q and dO, and dQ in float32, once for each tile of keys that sees them,
+    by whole tiles of queries; O once more, with dO. To the byte but for rows that fill up eight.
+    """
+    case = ONE_PASS[name]
+    call = counted(cuda, case, deterministic=deterministic)
+    tile, seen = call["rows_per_tile"], case.allowed()
+    pairs = 0  # of a query and a tile of keys
+    for keys in seen.split(keys_of_tile(case, call), 1):
+        for queries in keys.split(tile):
+            pairs += len(queries) * bool(queries.any())
+    heads, key_heads = case.batch * case.heads, case.batch * (case.kv_heads or case.heads)
+    head_dim, value_dim = case.head_dim, case.value_dim or case.head_dim
+    both, rows = 2 * (head_dim + value_dim), heads * case.seq_q
+    slabs = 4 * (-(-head_dim // 32) * 32)  # bytes of a row of dQ in float32
+    numbers = 12  # lse, lse_rest, delta
+    read = key_heads * case.seq_k * both + heads * pairs * (both + numbers)
+    read += rows * (4 * value_dim + slabs)
+    written = key_heads * case.seq_k * both + heads * pairs * slabs + rows * (2 * head_dim + 4)
+    more = 8 * heads * slabs * -(-case.seq_k // keys_of_tile(case, call))  # rows of nothing
+    turns = 64 * call["splits"] * -(-case.seq_q // tile) if deterministic else 0
+    assert read <= call["read"] <= read + more + turns
+    assert written <= call["written"] <= written + more + turns
+
+
+def rows_of_warps(case: Case) -> list[torch.Tensor]:
+    """For each 16 keys, which a warp has: the queries that see any of them, before any mask."""
+    return [keys[keys.any(1)] for keys in case.allowed().split(16, 1)]
+
+
+@pytest.mark.parametrize("name", ["64", "64, causal", "128, window", "256"])
+def test_terms_of_scores_are_read_once(cuda, name):
+    """For each tile of keys, which has each score once: in rows of 16 keys, or one by one where two
+    bytes divide no pair of them; to the byte. Where queries share a row, less."""
+    case = replace(ONE_PASS[name], dtype=BF16, batch=1, heads=1, kv_heads=1)
+    for seq_k in (112, 111):
+        case = replace(case, seq_k=seq_k)
+
+        def read(case=case, **terms):
+            wanted = ("query", "key", "value")
+            return counted(cuda, replace(case, **terms), wanted=wanted)["read"]
+
+        scores, rows, without = int(case.allowed().sum()), rows_of_warps(case), read()
+        in_rows = sum(row.numel() for row in rows)
+        in_pairs = in_rows if seq_k % 2 == 0 else scores
+        assert read(bias="bhq") - without == 2 * in_pairs
+        assert read(bias="bhq", bias_dtype=F32) - without == 4 * scores
+        assert read(mask="bhq") - without == in_rows
+        assert 0 < read(bias="bh") - without < 2 * in_pairs
+        mask = read(mask="bh") - without  # by 32 lanes from one place, where 4 bytes fit
+        assert 0 < mask <= in_rows - seq_k % 2
+
+
+def test_terms_of_scores_are_read_once_for_dbias(cuda):
+    """By two kernels, which read all else alike whatever the dtype of the bias."""
+    case = Case(BF16, 64, batch=1, heads=2, seq_q=150, seq_k=112, bias="bhq", **CAUSAL)
+    scores, rows = int(case.allowed().sum()), rows_of_warps(case)
+    read = [counted(cuda, replace(case, bias_dtype=dtype))["read"] for dtype in (F32, BF16)]
+    in_rows = sum(row.numel() for row in rows)
+    assert read[0] - read[1] == 2 * case.heads * (4 * scores - 2 * in_rows)
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_PASS if "float" in name])
+def test_plain_kernels_write_results_alone(cuda, name):
+    case = ONE_PASS[name]
+    call = counted(cuda, case)
+    heads, key_heads = case.batch * case.heads, case.batch * (case.kv_heads or case.heads)
+    elements = 2 * key_heads * case.seq_k * case.head_dim
+    elements += heads * case.seq_q * (case.head_dim + 1)
+    assert call["written"] == elements * case.dtype.itemsize
+
+
+@half_and_float
+@pytest.mark.parametrize("bias", [None, "", "bh", "q", "bhq"])
+def test_memory_is_linear_in_the_length(cuda, bias, dtype):
+    """Beside what is wanted: a dbias may have the size of the scores, its workspace not. Where rows
+    are summed, a longer sequence has more parts, up to 16 copies of a dbias of one row."""
+    cuda.set(run=0)
+    copies = 0 if bias is None or "q" in bias else 16 * 4 * 600 * 2 ** len(bias)
+    case = Case(dtype, 8, batch=2, heads=2, bias=bias, alibi="b", sinks=F32)
+    for deterministic in (False, True):
+        workspaces = [
+            counted(
+                cuda, replace(case, seq_q=seq, seq_k=seq), deterministic=deterministic
+            )["workspace_bytes"]
+            for seq in (150, 300, 600)
+        ]  # fmt: skip
+        assert (
+            workspaces[2] - workspaces[1] <= 2.2 * (workspaces[1] - workspaces[0]) + 4096 + copies
+        )
+
+
+@kinds
+@pytest.mark.parametrize("limit", [99, 163])
+@pytest.mark.grid
+def test_shared_memory_fits_every_device(cuda, limit, kind):
+    """Of compute capability 8.6, 8.9 and 12.0, and of 8.0."""
+    cuda.set(shared=limit * 1024)
+    case = Case(batch=1, heads=1, seq_q=3, seq_k=5, **of_kind(kind))
+    for head_dim in (64, 128, 256, 512):
+        for terms in ({}, dict(bias="")):
+            call = counted(cuda, replace(case, head_dim=head_dim, **terms))
+            assert 0 < call["shared"] <= limit * 1024

@@ -1,0 +1,201 @@
+"""Attention's forward kernels under the emulator: what rows depend on, traffic, resources."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.attention import cases as attention_cases
+from tests.attention.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    Case,
+    assert_same,
+    check,
+    forward,
+)
+from tests.attention.cuda_cases import (
+    CAUSAL,
+    TILED,
+    dtypes,
+    half_and_float,
+    judge_one_draw_first,
+    kinds,
+    of_kind,
+    once_per_tile,
+)
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(cuda, monkeypatch):
+    judge_one_draw_first(monkeypatch)
+
+
+LAID_OUT = Case(
+    BF16, 64, heads=2, kv_heads=2, seq_q=70, seq_k=130, window_left=90, bias="bhq", mask="bhq",
+    **CAUSAL,
+)  # fmt: skip
+
+# ---- contract ------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("terms", [{}, dict(bias="bh", mask="b", alibi="b")], ids=["", "terms"])
+@pytest.mark.grid
+def test_a_row_does_not_depend_on_its_batch(terms, kind):
+    """Bit for bit: nor on other heads, nor on how many other rows there are."""
+    case = Case(head_dim=40, batch=3, heads=4, kv_heads=2, seq_q=130, seq_k=150, **CAUSAL, **terms,
+                **of_kind(kind))  # fmt: skip
+    t = case.tensors()
+    whole = forward(case, t)
+    for b, kv in ((slice(0, 1), slice(0, 1)), (slice(1, 3), slice(1, 2)), (slice(2, 3),) * 2):
+        kv = slice(kv.start % 2, 2)
+        h = slice(2 * kv.start, 2 * kv.stop)
+        part = {"query": t["query"][b, h]} | {name: t[name][b, kv] for name in ("key", "value")}
+        if terms:
+            part |= dict(
+                bias=t["bias"][b, h], mask=t["mask"][b], alibi_slopes=t["alibi_slopes"][b, h]
+            )
+        expected = {name: result[b, h] for name, result in whole.items()}
+        assert_same(forward(case, part), expected, f"{b} {kv}")
+    for rows in (slice(100, 130), slice(0, 1)):  # as another call, of these queries alone
+        part = t | dict(query=t["query"][:, :, rows])
+        shifted = replace(case, bottom_right=False, query_offset=rows.start + 20)
+        expected = {name: result[:, :, rows] for name, result in whole.items()}
+        assert_same(forward(shifted, part), expected, f"rows {rows}")
+
+
+@kinds
+def test_any_order_of_blocks_and_threads(cuda, kind):
+    case = replace(LAID_OUT, dropout_p=0.3, **of_kind(kind))
+    t = case.tensors()
+    expected = forward(case, t)
+    for seed in (1, 2):
+        cuda.set(seed=seed)
+        assert_same(forward(case, t), expected)
+
+
+@half_and_float
+def test_any_number_of_heads_in_turns(cuda, dtype):
+    """Each by itself, and two at a time, which leaves one of three over."""
+    case = Case(dtype, 40, batch=3, heads=2, kv_heads=1, seq_q=150, seq_k=170, window_right=0)
+    t = case.tensors()
+    expected = forward(case, t)
+    for share in (0, 2):
+        cuda.set(multiprocessors=1, l2=2 * share * 2 * t["key"][0].nbytes)
+        assert_same(forward(case, t), expected)
+
+
+@dtypes
+def test_lse_rest_is_what_rounding_took(dtype):
+    case = Case(dtype, 32, heads=1, seq_q=70, seq_k=90, bias="", window_right=0)
+    t = case.tensors()
+    t["bias"] = (t["bias"].double() - 1000).to(dtype)
+    found, exact = forward(case, t), attention_cases.definition(case, t, F64)["lse"]
+    rest = found.lse_rest
+    assert rest.shape == found["lse"].shape
+    if dtype is not F64:  # of which the definition is no better
+        assert rest.any()
+        with_rest = (found["lse"].double() + rest.double() - exact).abs().max()
+        assert with_rest < (found["lse"].double() - exact).abs().max()
+
+
+# ---- traffic and resources -----------------------------------------------------------------------
+
+ONE_PASS = {
+    "64": Case(BF16, 64, batch=1, seq_q=150, seq_k=230),
+    "64, causal": Case(F16, 64, batch=2, seq_q=300, seq_k=230, window_right=0),
+    "40 and 72": Case(BF16, 40, 72, heads=4, kv_heads=2, seq_q=150, seq_k=230, **CAUSAL),
+    "128, window": Case(F16, 128, batch=1, seq_q=300, seq_k=200, window_left=20, window_right=5),
+    "256": Case(BF16, 256, batch=1, seq_q=150, seq_k=100, window_right=0),
+    "36 and 70": Case(BF16, 36, 70, batch=1, seq_q=150, seq_k=130),  # rows in pieces of 8 and 4
+    "8": Case(BF16, 8, batch=1, seq_q=150, seq_k=230),
+    "float32": Case(F32, 64, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
+    "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
+}  # fmt: skip
+ONE_PASS["float32 as TF32"] = replace(ONE_PASS["float32"], tf32=True)
+
+
+def counted(cuda, case: Case) -> dict:
+    forward(case, case.tensors())
+    return cuda.done[-1]
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_one_pass(cuda, name):
+    """Q, O and the LSE once, K and V once for each tile of queries that sees them; to the byte."""
+    case = ONE_PASS[name]
+    call = counted(cuda, case)
+    assert call["read"] == sum(once_per_tile(case, call["rows_per_tile"]))
+    statistics = 2 * (8 if case.dtype is F64 else 4)
+    row = (case.value_dim or case.head_dim) * case.dtype.itemsize + statistics
+    assert call["written"] == case.batch * case.heads * case.seq_q * row
+    assert call["workspace_bytes"] == 0 and call["launches"] == 1
+
+
+TERMS = [
+    (dict(bias="bhq"), 2), (dict(mask="q"), 1), (dict(bias="", bias_dtype=F32, mask="bh"), 5),
+    (dict(alibi="b"), 0), (dict(dropout_p=0.3), 0), (dict(sinks=F32), 0), (dict(softcap=3.0), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("terms, size", TERMS, ids=str)
+@pytest.mark.parametrize("name", ["64", "128, window", "256"])
+def test_terms_of_scores_are_read_once(cuda, name, terms, size):
+    """Those of scores that count, in groups of 8 keys where 16 bytes divide them; numbers of a
+    head, and the seed, by each thread for itself."""
+    case = replace(ONE_PASS[name], dtype=BF16, **terms)
+    call = counted(cuda, case)
+    least = sum(once_per_tile(case, call["rows_per_tile"]))
+    least += size * int(case.allowed().sum()) * case.batch * case.heads
+    (launch,) = call["launched"]
+    groups = size * 2 * 7 * case.seq_q * case.batch * case.heads
+    assert least <= call["read"] <= least + groups + 24 * launch.threads * launch.blocks
+    assert call["workspace_bytes"] == 0
+
+
+def test_pages_are_read_once(cuda):
+    """Beside their numbers, which are looked up for every row."""
+    paged = Case(BF16, 64, storage="paged", lengths=((70, 130), (150, 40)), page_size=16)
+    packed = replace(paged, storage="packed", bias="bhq")
+    read = [counted(cuda, case)["read"] for case in (paged, packed)]
+    bias = 2 * 2 * (70 * 130 + 150 * 40)
+    assert read[0] <= read[1] - bias + 2 * 2 * (130 + 2 * 40) * 16 * 4
+
+
+@kinds
+@pytest.mark.parametrize("limit", [99, 163, 227])
+@pytest.mark.grid
+def test_shared_memory_fits_every_device(cuda, limit, kind):
+    """Of compute capability 8.6, 8.9 and 12.0, of 8.0, and of 9.0 and 10.0."""
+    cuda.set(shared=limit * 1024)
+    case = Case(batch=1, heads=1, seq_q=3, seq_k=5, **of_kind(kind))
+    for head_dim in (64, 128, 256, 512):
+        for terms in ({}, dict(bias="")):
+            call = counted(cuda, replace(case, head_dim=head_dim, **terms))
+            assert 0 < call["shared"] <= limit * 1024
+            # A multiprocessor has 1 KiB more than a block may have, and keeps 1 KiB of each.
+            two_fit = 2 * (call["shared"] + 1024) <= (limit + 1) * 1024
+            if kind in TILED and head_dim <= 256:
+                assert two_fit == (head_dim <= 128 or limit == 227)
+
+
+@pytest.mark.parametrize("dtype", TILED, ids=str)
+@pytest.mark.parametrize("shared", [99, 163])
+@pytest.mark.grid
+def test_tiles_of_fewer_keys_where_shared_memory_is_short(cuda, shared, dtype):
+    """So that two blocks fit; the bytes that are read and written stay the same."""
+    cuda.set(shared=shared * 1024)
+    window = dict(window_left=40, window_right=20)
+    for head_dim, value_dim, options in ((72, 128, {}), (128, 72, CAUSAL), (96, 96, window)):
+        for lengths in ((150, 230), (129, 33), (1, 65), (130, 31)):
+            case = Case(dtype, head_dim, value_dim, batch=1, heads=2, kv_heads=1, seq_q=lengths[0],
+                        seq_k=lengths[1], **options)  # fmt: skip
+            check(case)
+            call = cuda.of("attention_forward")[-1]
+            (launch,) = call["launched"]
+            assert launch.shared == 128 * (128 + 2 * (32 if shared == 99 else 64)) * 2
+            assert call["read"] == sum(once_per_tile(case, 128))

@@ -1,0 +1,183 @@
+"""Attention's dropout: which scores are dropped, in the forward, in the backward and in shards.
+
+The fate of a score depends on (seed, batch, head, query, key) alone; reference.attention.keep_scale
+says how.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onepass import functional, numerics
+from onepass.reference.dropout import philox4x32
+from tests.attention.cases import DTYPES, F32, F64, Case, base, check, definition, forward, ours
+from tests.attention.dropout_cases import SEED, backward_masks, fates, forward_mask, kept
+from tests.support.seeds import drawn_seed
+
+pytestmark = pytest.mark.isa
+
+
+@fates
+@pytest.mark.parametrize("seed", [SEED, torch.tensor([2**63 - 1, -1])], ids=["one", "other"])
+def test_forward_and_backward_drop_what_the_reference_drops(case, seed):
+    expected = kept(case, seed)
+    assert torch.equal(forward_mask(case, seed), expected)
+    for name, mask in backward_masks(case, seed).items():
+        assert torch.equal(mask, expected), name
+
+
+def test_golden_bits():
+    """Counter (query, key // 8, sequence, offset) and key = seed, low halves first.
+
+    Frozen: a change of these bits is a change of every seeded run.
+    """
+    case = Case(heads=3, seq_q=5, seq_k=30)
+    query, key, sequence = 4, 19, 1 * 3 + 2
+    word = philox4x32((0x89ABCDEF, 0x01234567), tuple(torch.tensor([n]) for n in
+                      (query, key // 8, sequence, 42)))[key % 8 // 2]  # fmt: skip
+    drawn = int(word >> 16 & 0xFFFF)  # 19 is odd
+    seed = torch.tensor([0x0123456789ABCDEF, 42 + 2**32])  # of the offset, 32 bits count
+    for threshold, fate in ((drawn, True), (drawn + 1, False)):
+        of = replace(case, dropout_p=threshold / 65536)
+        assert kept(of, seed)[1, 2, query, key] == fate
+        assert forward_mask(of, seed)[1, 2, query, key] == fate
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9])
+def test_keep_fraction(p):
+    case = Case(F32, 64, heads=4, seq_q=100, seq_k=256, dropout_p=p)
+    count = 2 * 4 * 100 * 256
+    fraction = float(forward_mask(case, SEED).double().mean())
+    quantised = 1 - math.floor(65536 * p + 0.5) / 65536
+    deviation = math.sqrt(quantised * (1 - quantised) / count)
+    assert abs(fraction - quantised) <= 4 * deviation
+    # Neighbours in any direction are independent.
+    mask = kept(case, SEED).double() - quantised
+    for dim in range(4):
+        size = mask.shape[dim] - 1
+        pairs = mask.narrow(dim, 0, size) * mask.narrow(dim, 1, size)
+        bound = 5 * quantised * (1 - quantised) / math.sqrt(pairs.numel())
+        assert abs(float(pairs.mean())) <= bound, dim
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_are_those_of_the_scaled_mask(dtype):
+    for p in (1 / 65536, 0.1, 0.75):
+        check(Case(dtype, 32, seq_q=70, seq_k=133, dropout_p=p, window_right=0, dlse=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_everything_dropped(dtype):
+    case = Case(dtype, 32, seq_q=9, seq_k=70, dropout_p=1.0, sinks=dtype, bias="q", dlse=True)
+    check(case)
+    t = case.tensors()
+    found = ours(case, t)
+    plain = forward(replace(case, dropout_p=0.0), t | dict(seed=None))
+    assert torch.equal(found["lse"], plain["lse"])
+    assert not found["output"].any() and not found["dvalue"].any()
+
+
+def test_the_lse_knows_no_dropout():
+    case = Case(F32, 32, dropout_p=0.4)
+    t = case.tensors()
+    plain = forward(replace(case, dropout_p=0.0), t | dict(seed=None))
+    assert torch.equal(forward(case, t)["lse"], plain["lse"])
+
+
+def test_too_small_to_drop_anything_is_no_dropout():
+    """round(65536 p) is 0."""
+    case = Case(F32, 32, seq_q=70, seq_k=90, dropout_p=7e-6)
+    assert forward_mask(case, SEED).all()
+    check(case)
+
+
+# ---- shards -------------------------------------------------------------------------------------
+
+WHOLE = Case(F32, 32, batch=3, heads=4, kv_heads=2, seq_q=90, seq_k=90, window_right=0,
+             dropout_p=0.3)  # fmt: skip
+
+
+def test_shards_reproduce_the_mask_of_the_whole():
+    """Context parallel, the keys beginning anywhere."""
+    whole = kept(WHOLE, SEED)
+    for q, k in ((64, 0), (13, 5), (0, 83), (89, 16)):
+        shard = replace(
+            WHOLE, kv_heads=4, seq_q=90 - q, query_offset=q, seq_k=90 - k, key_offset=k,
+            window_right=-1,
+        )  # fmt: skip
+        expected = whole[:, :, q:, k:]
+        assert torch.equal(forward_mask(shard, SEED), expected)
+        for name, mask in backward_masks(shard, SEED).items():
+            assert torch.equal(mask, expected), name
+
+
+def test_a_shard_of_queries_computes_what_the_whole_does():
+    whole_t = WHOLE.tensors()
+    ref, stock = definition(WHOLE, whole_t, F64), base(WHOLE, whole_t)
+    t = whole_t | {name: whole_t[name][:, :, 40:] for name in ("query", "doutput")}
+    found = ours(replace(WHOLE, seq_q=50, query_offset=40), t)
+    for name in ("output", "lse", "dquery"):
+        numerics.assert_close(found[name], ref[name][:, :, 40:], stock[name][:, :, 40:], name)
+
+
+def test_shards_of_keys_merge_by_their_lse():
+    whole_t = WHOLE.tensors()
+    ref, stock = (definition(WHOLE, whole_t, dtype)["output"] for dtype in (F64, F32))
+    parts = []
+    for first, last in ((0, 37), (37, 40), (40, 90)):
+        shard = replace(WHOLE, seq_k=last - first, key_offset=first)
+        t = dict(whole_t)
+        t |= {name: whole_t[name][:, :, first:last] for name in ("key", "value")}
+        found = forward(shard, t)
+        parts.append((found["output"].double(), found["lse"].double()))
+    outputs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
+    weights = (lses - lses.logsumexp(0)).exp()
+    merged = (outputs * weights[..., None]).sum(0)
+    numerics.assert_close(merged.float(), ref, stock)
+
+
+# ---- the functions ------------------------------------------------------------------------------
+
+
+def test_the_seed_is_drawn_from_torchs_generator():
+    case = Case(F32, 32, seq_q=40, seq_k=70, dropout_p=0.4)
+    t = case.tensors()
+    attend = functional.scaled_dot_product_attention
+
+    def call():
+        return attend(t["query"], t["key"], t["value"], dropout_p=0.4, scale=case.scale)
+
+    expected = forward(case, t | dict(seed=drawn_seed(5)))["output"]
+    torch.manual_seed(5)
+    first, second = call(), call()
+    assert torch.equal(first, expected)
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    assert torch.equal(call(), expected)
+    torch.manual_seed(5)
+    attend(t["query"], t["key"], t["value"])  # draws nothing
+    assert torch.equal(call(), expected)
+
+
+def test_packed_sequences_count_positions_within_themselves():
+    """Whatever lies before a sequence, and whatever its alignment, its scores have one fate."""
+    case = Case(F32, 32, storage="packed", lengths=((20, 33), (7, 50), (41, 41)), dropout_p=0.5,
+                window_right=0, bottom_right=True)  # fmt: skip
+    t = case.tensors()
+    whole = ours(case, t)
+    for b, (queries, keys) in enumerate(case.sequences):
+        alone = Case(F32, 32, batch=b + 1, seq_q=queries, seq_k=keys, dropout_p=0.5, window_right=0,
+                     bottom_right=True)  # fmt: skip
+        rows = slice(*t["cu_seq_q"][b : b + 2].tolist()), slice(*t["cu_seq_k"][b : b + 2].tolist())
+        part = {
+            name: t[name][rows[name in ("key", "value")]].transpose(0, 1).expand(b + 1, -1, -1, -1)
+            for name in ("query", "key", "value", "doutput")
+        }
+        part["seed"] = t["seed"]
+        for name in ("output", "dquery"):
+            found = whole[name][rows[0]].transpose(0, 1)[None]
+            torch.testing.assert_close(found, ours(alone, part)[name][b:])

@@ -1,0 +1,383 @@
+"""Attention where numbers or sizes are extreme, empty or not finite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from onepass import numerics
+from tests.attention.cases import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    NAN,
+    Case,
+    assert_same,
+    base,
+    check,
+    definition,
+    equal,
+    forward,
+    ours,
+    stock,
+)
+
+pytestmark = pytest.mark.isa
+INF = math.inf
+
+
+def check_changed(case: Case, change) -> None:
+    """As check, with every draw's tensors changed by `change`."""
+
+    def compute(drawn: Case):
+        t = drawn.tensors()
+        t = t | change(t)
+        ref = definition(drawn, t, F64)
+        return ours(drawn, t), ref, ref if drawn.dtype is F64 else base(drawn, t)
+
+    check(case, compute)
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(seq_q=0), dict(seq_k=0), dict(seq_q=0, seq_k=0), dict(batch=0)], ids=str
+)
+def test_nothing(sizes, dtype):
+    case = Case(dtype, 16, **dict(batch=2, heads=4, kv_heads=2, seq_q=9, seq_k=70) | sizes)
+    plain = ours(case)
+    for options in (
+        {},
+        dict(window_right=0),
+        dict(bias="bhq", mask="q", alibi="b", dropout_p=0.5, window_left=3, bottom_right=True),
+    ):
+        t = replace(case, dlse=True, **options).tensors()
+        results = ours(replace(case, dlse=True, **options), t)
+        assert_same({n: results[n] for n in plain}, plain)
+        assert results["output"].shape == (case.batch, 4, case.seq_q, 16)
+        for name, result in results.items():
+            if name == "lse":
+                assert (result == -INF).all()
+            else:
+                assert not result.any(), name
+            if name[0] == "d":
+                assert result.shape == t[name[1:]].shape, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_keys_but_a_sink(dtype):
+    case = Case(dtype, 16, seq_q=5, seq_k=0, sinks=dtype, dlse=True)
+    t = case.tensors()
+    t["dlse"] = t["dlse"].float().to(t["dlse"].dtype)  # float64 adds them exactly, in any order
+    results = ours(case, t)
+    assert not results["output"].any()
+    assert equal(results["lse"], t["sinks"].to(results["lse"].dtype)[:, None].expand(2, 2, 5))
+    assert torch.equal(results["dsinks"], t["dlse"].double().sum((0, 2)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seq_k", [1, 64, 200])
+def test_one_query(seq_k, dtype):
+    check(Case(dtype, 64, heads=8, kv_heads=2, seq_q=1, seq_k=seq_k))
+    check(Case(dtype, 64, heads=4, seq_q=1, seq_k=seq_k, mask="b", window_right=0,
+               bottom_right=True))  # fmt: skip
+
+
+# ---- masks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("how", ["mask", "bias", "both", "causal"])
+def test_rows_without_keys(how, sinks, dtype):
+    """Output 0 and LSE -inf, or the sink; no gradient, and none that is NaN."""
+    sinks = dtype if sinks else None
+    case = Case(dtype, 32, seq_q=100, seq_k=70, sinks=sinks, dlse=True)
+    dead = torch.zeros(100, dtype=torch.bool)
+    if how == "causal":
+        case = replace(case, window_right=0, bottom_right=True)
+        dead[:30] = True
+    else:
+        dead[[0, 3, 4, 77]] = True
+        dead[32:64] = True
+        case = replace(case, mask="q" if how != "bias" else None)
+        case = replace(case, bias="q" if how != "mask" else None)
+
+    def change(t):
+        changed = {}
+        if "mask" in t:
+            mask = t["mask"].clone()
+            mask[:, :, dead] = False
+            mask[:, :, ~dead, 0] = True
+            changed["mask"] = mask
+        if "bias" in t and how == "bias":
+            bias = t["bias"].clone()
+            bias[:, :, dead] = -INF
+            changed["bias"] = bias
+        return changed
+
+    check_changed(case, change)
+    t = case.tensors()
+    t = t | change(t)
+    results = ours(case, t)
+    assert not results["output"][:, :, dead].any() and not results["dquery"][:, :, dead].any()
+    alone = t["sinks"].to(results["lse"].dtype)[:, None] if sinks else torch.tensor(-INF)
+    assert (results["lse"][:, :, dead] == alone).all()
+    assert (results["lse"][:, :, ~dead] > -INF).all()
+    if "dbias" in results:
+        assert not results["dbias"][:, :, dead].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", ["bias", "mask"])
+@pytest.mark.parametrize("length", [64, 192, 320])
+def test_half_a_tile_with_a_mask_and_a_small_lse(length, mask, dtype):
+    """S mod 128 = 64 and LSE below -88, where exp(score) and exp(-lse) have no float32."""
+    case = Case(dtype, 64, batch=1, seq_q=length, seq_k=length, factor=0.5)
+    case = replace(case, **{mask: "bq" if mask == "mask" else "q"}, dlse=True)
+
+    def change(t):
+        """A large mean of query and key of opposite sign: every score is about -130."""
+        key = (t["key"] + 4).to(dtype)
+        return dict(query=(t["query"] / 4 - 8).to(dtype), key=key)
+
+    check_changed(case, change)
+    t = case.tensors()
+    lse = forward(case, t | change(t))["lse"]
+    assert (lse[lse > -INF] < -88).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_lse_far_from_zero(sign, dtype):
+    case = Case(dtype, 32, seq_q=70, seq_k=90, window_right=0, bias="", dlse=True)
+    check_changed(case, lambda t: dict(bias=t["bias"] + sign * 200))
+    check_changed(replace(case, bias=None, sinks=dtype), lambda t: dict(sinks=t["sinks"] + 60))
+
+
+def smallest_numbers(case: Case, t: dict[str, Tensor], whole: bool) -> dict[str, Tensor]:
+    """A bias that is 0 and finfo.min, or the latter alone, in some rows or in all."""
+    smallest = torch.finfo(t["bias"].dtype).min
+    bias = torch.zeros_like(t["bias"]).masked_fill(t["bias"] < 0, smallest)
+    bias[:, :, slice(None) if whole else slice(3, 9)] = smallest
+    return dict(bias=bias)
+
+
+smallest_cases = pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(dtype, 32, seq_q=40, seq_k=70, bias="q") for dtype in DTYPES),
+        # float32's smallest number beside 16-bit queries.
+        *(Case(dtype, 32, seq_q=40, seq_k=70, bias="q", bias_dtype=F32) for dtype in (BF16, F16)),
+    ],
+    ids=["float32", "bfloat16", "float16", "float64", "mixed bfloat16", "mixed float16"],
+)
+
+
+@smallest_cases
+@pytest.mark.parametrize("whole", [False, True], ids=["some rows", "all rows"])
+def test_rows_of_the_smallest_number_average_as_in_torch(case, whole):
+    """finfo.min is no mask where a row has nothing else."""
+    for options in ({}, dict(window_right=0)):
+        of = replace(case, **options)
+        t = of.tensors()
+        t |= smallest_numbers(of, t, whole)
+        found, ref, stocks = forward(of, t), definition(of, t, F64), base(of, t)
+        for name in ("output", "lse"):
+            numerics.assert_close(found[name], ref[name], stocks[name], name)
+    if case.bias_dtype is F32 or case.dtype is not F16:  # -65504 has room for scores
+        # Measured by torch's attention, as value.mean() adds in pairs, more exactly than either.
+        found, fused = (of["output"][:, :, 3:9] for of in (forward(case, t), stock(case, t)))
+        mean = t["value"].double().mean(2, keepdim=True).expand_as(found)
+        numerics.assert_close(found, mean, fused)
+
+
+@smallest_cases
+@pytest.mark.parametrize("whole", [False, True], ids=["some rows", "all rows"])
+def test_gradients_of_rows_of_the_smallest_number(case, whole):
+    """Of the average that the forward computes, as in torch's unfused function."""
+    t = case.tensors()
+    t |= smallest_numbers(case, t, whole)
+    found, ref, stocks = ours(case, t), definition(case, t, F64), definition(case, t, case.dtype)
+    for name in ("dquery", "dkey", "dvalue", "dbias"):
+        numerics.assert_close(found[name], ref[name], stocks[name], name)
+
+
+# ---- large numbers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("magnitude", [1e-3, 30.0, 200.0])
+def test_huge_scores(magnitude, dtype):
+    """One key takes all; no score overflows where a difference to the largest does not."""
+    case = Case(dtype, 64, seq_q=70, seq_k=90, dlse=True)
+    change = lambda t: dict(query=(t["query"] * magnitude).to(dtype))  # noqa: E731
+    check_changed(case, change)
+    if magnitude < 100:  # else gradients are too small for float16
+        check_changed(replace(case, window_right=0, softcap=50.0), change)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_scores_beyond_the_exponential(dtype):
+    """Scores of some 1e6, far from each other."""
+    case = Case(dtype, 16, seq_q=20, seq_k=30)
+    t = case.tensors()
+    t["query"], t["key"] = t["query"] * 1e3, t["key"] * 1e3
+    output = forward(case, t)["output"].double()
+    best = (t["query"].double() @ t["key"].double().mT).argmax(-1)
+    expected = t["value"].double().gather(2, best[..., None].expand(-1, -1, -1, 16))
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_keys_that_are_all_alike(dtype):
+    """dquery is 0 but for what cancels, which is no question of float64's relative bound."""
+    case = Case(dtype, 32, seq_q=70, seq_k=129)
+    check_changed(case, lambda t: dict(key=t["key"][:, :, :1].expand_as(t["key"]).contiguous()))
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    case = Case(F32, 32, seq_q=30, seq_k=40)
+    t = case.tensors()
+    found = ours(case, t | dict(sinks=torch.full((2,), -INF)))
+    assert not found.pop("dsinks").any()
+    assert_same(found, ours(case, t))
+
+
+# ---- not finite ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_not_finite_inputs_spread_as_in_torch(name, value, dtype):
+    case = Case(dtype, 32, seq_q=70, seq_k=90)
+    t = case.tensors()
+    clean = forward(case, t)
+    t[name][1, 0, 33, 7] = value
+    found = forward(case, t)["output"]
+    with sdpa_kernel(SDPBackend.MATH):  # the fused one gives 0 for an infinite score in bfloat16
+        expected = F.scaled_dot_product_attention(
+            t["query"], t["key"], t["value"], scale=case.scale
+        )
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.isinf(), expected.isinf())
+    assert torch.equal(found[0], clean["output"][0]) and torch.equal(
+        found[1, 1], clean["output"][1, 1]
+    )
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_not_finite_gradients_stay_in_their_head(dtype):
+    case = Case(dtype, 32, seq_q=70, seq_k=90, window_right=0)
+    t = case.tensors()
+    clean = ours(case, t)
+    t["doutput"][1, 0, 33, 7] = NAN
+    found = ours(case, t)
+    for name in ("dquery", "dkey", "dvalue"):
+        assert found[name][1, 0].isnan().any()
+        assert torch.equal(found[name][0], clean[name][0])
+        assert torch.equal(found[name][1, 1], clean[name][1, 1])
+    others = torch.arange(70) != 33
+    assert equal(found["dquery"][:, :, others], clean["dquery"][:, :, others])
+
+
+# Which keys no query sees, of 70 queries and 300 keys: all behind the last that one sees; before
+# the first and among others, whole tiles of any size up to 128.
+UNSEEN = {
+    "causal": (dict(window_right=0), slice(70, None)),
+    "bottom-right window": (dict(window_left=20, window_right=0, bottom_right=True), slice(0, 128)),
+    "window": (dict(window_left=5, window_right=30), slice(110, None)),
+    "mask": (dict(mask=""), slice(128, None)),
+    "mask of a query": (dict(mask="bhq"), slice(128, None)),
+    "mask of a middle": (dict(mask="b"), slice(128, 256)),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("name", UNSEEN)
+def test_keys_that_no_query_sees_are_not_read(name, dtype):
+    options, unseen = UNSEEN[name]
+    case = Case(dtype, 40, seq_q=70, seq_k=300, bias="bhq", **options)
+    t = case.tensors()
+    if "mask" in t:
+        t["mask"][..., unseen] = False
+    clean = ours(case, t)
+    for value in (NAN, INF):
+        spoilt = {n: t[n].clone() for n in ("key", "value")}
+        for tensor in spoilt.values():
+            tensor[:, :, unseen] = value
+        assert_same(ours(case, t | spoilt), clean)
+    assert not clean["dkey"][:, :, unseen].any() and not clean["dvalue"][:, :, unseen].any()
+
+
+def test_a_masked_key_may_be_anything():
+    """In the same tile as keys that are seen: no score of it counts, whatever it is."""
+    case = Case(F32, 40, seq_q=70, seq_k=90, mask="")
+    t = case.tensors()
+    t["mask"][..., 64:] = True
+    t["mask"][..., 7] = False
+    clean = forward(case, t)
+    t["key"][:, :, 7] = NAN
+    assert_same(forward(case, t), clean)
+
+
+@pytest.mark.parametrize("keys", [4, 5, 129])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_at_a_low_lse_are_finite(dtype, keys):
+    """Behind an odd number of keys, where tiles are filled up, exp(0 - lse) is infinite."""
+    query = torch.full((1, 1, 4, 8), 5.0, dtype=dtype)
+    key = -query[:, :, :1].expand(-1, -1, keys, -1).contiguous()
+    value = torch.randn(1, 1, keys, 8).to(dtype)
+    output, lse, rest = torch.ops.onepass.attention_forward(query, key, value, scale=1.0)
+    assert (lse < -88).all()
+    *gradients, _ = torch.ops.onepass.attention_backward(
+        torch.randn_like(output), None, query, key, value, output, lse, rest, scale=1.0, grad_mask=7
+    )
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sink_of_minus_infinity_is_no_sink(dtype):
+    """Also for rows without a key: nothing is NaN."""
+    case = Case(dtype, 16, seq_q=9, seq_k=5, window_right=0, bottom_right=True, sinks=F32)
+    t = case.tensors()
+    t["sinks"] = torch.full_like(t["sinks"], -INF)
+    results = ours(case, t)
+    without = {name: tensor for name, tensor in t.items() if name != "sinks"}
+    expected = ours(replace(case, sinks=None), without)
+    assert not results.pop("dsinks").any()
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_what_another_call_left_in_memory_is_not_read(dtype, softcap):
+    """Where a window leaves parts of a tile out, scores are what the workspace held before."""
+    case = Case(dtype, 64, seq_q=128, seq_k=128, window_right=59, softcap=softcap)
+    t = case.tensors()
+    clean = ours(case, t)
+    for _ in range(3):
+        ours(case, {name: torch.full_like(tensor, NAN) for name, tensor in t.items()})
+        assert_same(ours(case, t), clean)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("dim", [1, 8, 33, 64, 96, 128, 200])
+@pytest.mark.parametrize("seq_q, seq_k, window", [(1, 1, -1), (19, 1, -1), (150, 150, 0)])
+def test_scores_whose_key_has_all_the_weight_have_no_gradient(seq_q, seq_k, window, dim, dtype):
+    """dP and delta cancel to the bit, see backward_ends.h."""
+    case = Case(dtype, dim, seq_q=seq_q, seq_k=seq_k, window_left=window, window_right=window)
+    gradients = ours(case, case.tensors())
+    assert not gradients["dquery"].any() and not gradients["dkey"].any()
+    assert gradients["dvalue"].any()

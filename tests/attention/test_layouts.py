@@ -1,0 +1,184 @@
+"""Attention: tensors of any strides, broadcast and offset; where the results lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onepass import functional, numerics
+from tests.attention.cases import (
+    BF16,
+    F32,
+    LAYOUTS,
+    NAN,
+    Case,
+    assert_same,
+    backward,
+    forward,
+    ours,
+    reserved,
+    strided,
+)
+
+pytestmark = pytest.mark.isa
+
+# Tails in every direction; keys that whole tiles of queries do not see.
+CASE = Case(
+    F32, 40, 24, heads=4, kv_heads=2, seq_q=70, seq_k=150, window_left=90, window_right=0,
+    bottom_right=True, bias="hq", mask="bq", dropout_p=0.2, dlse=True, alibi="b", sinks=F32,
+)  # fmt: skip
+CASES = [CASE, replace(CASE, dtype=BF16, head_dim=64, value_dim=64)]
+cases = pytest.mark.parametrize("case", CASES, ids=["float32", "bfloat16"])
+NAMES = ["query", "key", "value", "bias", "mask", "doutput"]
+
+
+@cases
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_tensor_in_each_layout(case, layout):
+    t = case.tensors()
+    expected = ours(case, t)
+    for name in NAMES:
+        assert_same(ours(case, t | {name: strided(t[name], layout)}), expected, name)
+    every = {name: strided(t[name], layout) for name in NAMES}
+    found = forward(case, t | every)
+    found["output"] = strided(found["output"], layout)
+    assert_same(found | backward(case, t | every, found), expected)
+
+
+@cases
+def test_slopes_and_sinks_of_any_layout(case):
+    t = case.tensors()
+    expected = ours(case, t)
+    apart = {"alibi_slopes": t["alibi_slopes"].repeat_interleave(2, 1)[:, ::2]}
+    apart["sinks"] = t["sinks"].repeat_interleave(3)[::3]
+    assert_same(ours(case, t | apart), expected)
+    columns = t["alibi_slopes"].t().contiguous().t()
+    assert_same(ours(case, t | dict(alibi_slopes=columns)), expected)
+
+
+@cases
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)], ids=str)
+def test_expanded_inputs_and_gradients(case, dims):
+    """Stride 0 in any dimension is as good as copies."""
+    t = case.tensors()
+    for name in NAMES:
+        first = t[name]
+        for dim in dims:
+            first = first[(slice(None),) * dim + (slice(0, 1),)]
+        expanded = first.expand(t[name].shape)
+        copied = t | {name: expanded.contiguous()}
+        assert_same(ours(case, t | {name: expanded}), ours(case, copied), name)
+
+
+@cases
+def test_broadcast_of_bias_and_mask_by_stride_or_size(case):
+    """The forward is the same; the gradient has the shape of what was given."""
+    t = case.tensors()
+    shape = (2, case.heads, case.seq_q, case.seq_k)
+    narrow = ours(case, t)
+    wide = ours(case, t | dict(bias=t["bias"].expand(shape), mask=t["mask"].expand(shape)))
+    assert wide["dbias"].shape == shape
+    for name, result in narrow.items():
+        if name != "dbias":
+            assert torch.equal(result, wide[name]), name
+    ref, rounded = (
+        dbias.sum_to_size(t["bias"].shape) for dbias in (wide["dbias"].double(), wide["dbias"])
+    )
+    numerics.assert_close(narrow["dbias"], ref, rounded)
+
+
+def test_upstream_gradient_of_one_element():
+    case = replace(CASE, dlse=False)
+    t = case.tensors()
+    one = torch.ones(()).expand(t["doutput"].shape)
+    assert_same(ours(case, t | dict(doutput=one)), ours(case, t | dict(doutput=one.contiguous())))
+    dlse = torch.ones(()).expand(2, case.heads, case.seq_q)
+    found = ours(case, t | dict(dlse=dlse))
+    assert_same(found, ours(case, t | dict(dlse=dlse.contiguous())))
+
+
+@cases
+@pytest.mark.parametrize("layout", ["one element off", "wide", "columns", "qkv"])
+def test_packed_layouts(case, layout):
+    case = replace(case, storage="packed", bias="bhq", mask="q")
+    t = case.tensors()
+    expected = ours(case, t)
+
+    def view(tensor):
+        total, heads, dim = tensor.shape
+        sizes = {
+            "one element off": ((tensor.numel() + 1,), lambda x: x[1:].view(tensor.shape)),
+            "wide": ((total, heads, dim + 3), lambda x: x[..., 1 : 1 + dim]),
+            "columns": ((dim, total, heads), lambda x: x.permute(1, 2, 0)),
+            "qkv": ((total, 3, heads, dim), lambda x: x[:, 2]),
+        }
+        size, of = sizes[layout]
+        buffer = torch.full(size, NAN, dtype=tensor.dtype)
+        of(buffer).copy_(tensor)
+        return of(buffer)
+
+    other = {name: view(t[name]) for name in ("query", "key", "value", "doutput")}
+    other["cu_seq_q"] = t["cu_seq_q"].repeat_interleave(2)[::2]
+    other["cu_seq_k"] = torch.cat([t["cu_seq_k"][:1], t["cu_seq_k"]])[1:]
+    assert_same(ours(case, t | other), expected)
+
+
+def test_paged_layouts():
+    case = Case(F32, 40, storage="paged", seq_q=20, seq_k=90)
+    t = case.tensors()
+    expected = ours(case, t)
+    apart = {name: t[name].repeat_interleave(2, 0)[::2] for name in ("key", "value", "query")}
+    apart |= {name: t[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("key",)}
+    table = torch.zeros(t["block_table"].shape[0], t["block_table"].shape[1] + 3).int()
+    table[:, :-3] = t["block_table"]
+    apart |= dict(block_table=table[:, :-3], seqused_k=t["seqused_k"].repeat_interleave(2)[::2])
+    assert_same(ours(case, t | apart), expected)
+
+
+def test_offsets_beyond_32_bits():
+    """Two heads 2^31 + 5 elements apart; the memory between them is never touched."""
+    case = Case(BF16, 64, batch=1, seq_q=20, seq_k=30, window_right=0)
+    buffers = [reserved(2**31 + 5 + 64 * 30, BF16) for _ in range(2)]
+    t = case.tensors()
+    expected = ours(case, t)
+    far = {}
+    for name, buffer in zip(("query", "key"), buffers, strict=True):
+        shape = t[name].shape
+        far[name] = buffer.as_strided(shape, (0, 2**31 + 5, 64, 1))
+        far[name].copy_(t[name])
+    assert_same(ours(case, t | far), expected)
+
+
+# ---- where results lie --------------------------------------------------------------------------
+
+
+@cases
+@pytest.mark.parametrize("out_bshd", [False, True])
+def test_results_are_contiguous_in_the_asked_order(case, out_bshd):
+    t = case.tensors()
+    results = ours(case, t, out_bshd=out_bshd)
+    assert_same(results, ours(case, t))
+    for name in ("output", "dquery", "dkey", "dvalue"):
+        result = results[name]
+        assert (result.transpose(1, 2) if out_bshd else result).is_contiguous(), name
+    assert results["lse"].is_contiguous() and results["dbias"].is_contiguous()
+
+
+def test_output_follows_the_layout_of_the_query():
+    """A transposed (batch, seq, heads, dim) gives back one that transposes without a copy."""
+    x = torch.randn(2, 10, 3, 8)
+    bshd, bhsd = x.transpose(1, 2), x.transpose(1, 2).contiguous()
+    attend = functional.scaled_dot_product_attention
+    assert attend(bshd, bhsd, bhsd).transpose(1, 2).is_contiguous()
+    assert attend(bhsd, bshd, bshd).is_contiguous()
+    # Strides of what has one element, or is expanded, say nothing.
+    for size in ((2, 1, 3, 8), (2, 10, 1, 8), (1, 1, 1, 8)):
+        q = torch.randn(size).transpose(1, 2)
+        assert attend(q, bhsd[: size[0], : size[2]], bhsd[: size[0], : size[2]]).is_contiguous()
+    expanded = torch.randn(2, 10, 1, 8).expand(2, 10, 3, 8).transpose(1, 2)
+    assert attend(expanded, bhsd, bhsd).is_contiguous()
+    q, k, v = (t.detach().requires_grad_() for t in (bshd, bhsd, bhsd))
+    dq, dk, dv = torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v))
+    assert all(g.transpose(1, 2).is_contiguous() for g in (dq, dk, dv))

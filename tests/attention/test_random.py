@@ -1,0 +1,81 @@
+"""Attention: random combinations of everything, which the grids leave to chance.
+
+The grids hold pairs; here three and more things meet, with sizes, windows and layouts of any kind.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.attention.cases import BF16, DTYPES, F32, F64, Case, assert_same, check, ours
+
+pytestmark = pytest.mark.isa
+
+PATTERNS = st.sampled_from(["", "b", "h", "q", "bh", "bq", "hq", "bhq"])
+
+
+@st.composite
+def cases(draw, dense: bool = False) -> Case:
+    dtype = draw(st.sampled_from(DTYPES))
+    kv_heads = draw(st.integers(1, 3))
+    lengths = st.tuples(st.integers(0, 150), st.integers(0, 150))
+    storage = "dense" if dense else draw(
+        st.sampled_from(["dense", "used", "packed", "packed used", "paged"])
+    )  # fmt: skip
+    return Case(
+        dtype=dtype,
+        head_dim=draw(st.integers(8, 80)),
+        value_dim=draw(st.one_of(st.just(0), st.integers(8, 80))),
+        batch=draw(st.integers(1, 3)),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        # Of few, see attention_cases.pool; they are in the grids.
+        seq_q=draw(st.integers(16, 200)),
+        seq_k=draw(st.integers(16, 200)),
+        window_left=draw(st.one_of(st.just(-1), st.integers(0, 220))),
+        window_right=draw(st.one_of(st.just(-1), st.just(0), st.integers(0, 220))),
+        bottom_right=draw(st.booleans()),
+        bias=draw(st.one_of(st.none(), PATTERNS)),
+        bias_dtype=F64 if dtype is F64 else draw(st.sampled_from([dtype, F32, BF16])),
+        mask=draw(st.one_of(st.none(), PATTERNS)),
+        alibi=draw(st.sampled_from([None, "", "b"])),
+        sinks=draw(st.sampled_from([None, dtype, F32])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 1.5, 30.0])),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1, 0.45])),
+        dlse=draw(st.booleans()),
+        storage=storage,
+        lengths=() if storage == "dense" else tuple(
+            draw(st.lists(lengths, min_size=1, max_size=4))
+        ),
+        page_size=draw(st.sampled_from([1, 3, 16, 64])),
+        factor=draw(st.sampled_from([0.3, 1.0, 1.3])),
+        draw=draw(st.integers(0, 1000)),
+    )  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(case=cases())
+def test_any_combination(case):
+    check(case)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(case=cases(dense=True), data=st.data())
+def test_any_layout(case, data):
+    """In any layout a result is bitwise that of contiguous tensors, for any number of threads."""
+    t = case.tensors()
+    expected = ours(case, t)
+    for name in ("query", "key", "value", "bias", "mask", "doutput"):
+        if name not in t:
+            continue
+        order = data.draw(st.permutations(range(4)))
+        permuted = t[name].permute(order)
+        offset = data.draw(st.integers(0, 3))
+        buffer = torch.zeros(permuted.numel() + offset, dtype=permuted.dtype)
+        moved = buffer[offset:].view(permuted.shape).copy_(permuted)
+        t[name] = moved.permute([order.index(dim) for dim in range(4)])
+    torch.set_num_threads(data.draw(st.integers(1, 3)))
+    assert_same(ours(case, t, out_bshd=data.draw(st.booleans())), expected)

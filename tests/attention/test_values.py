@@ -1,0 +1,287 @@
+"""Attention: values and gradients of every option and of their combinations.
+
+Every result is held to the reference in float64 by the numerics rule; `base` is torch's function
+where it has one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.attention import cases as attention_cases
+from tests.attention.cases import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    GRADIENTS,
+    Case,
+    assert_same,
+    backward,
+    check,
+    forward,
+    ours,
+    pairwise,
+)
+
+pytestmark = pytest.mark.isa
+
+# Around one, one vector, one tile (64 or 128 rows) and several, and what no tile divides.
+LENGTHS = (1, 7, 113, 127, 128, 129, 203, 385)
+# One element, one vector of each level, what no vector divides, the common ones, the longest.
+HEAD_DIMS = (1, 8, 40, 59, 64, 96, 111, 128, 192, 256, 512)
+
+# ---- one thing at a time ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.grid(2)
+def test_lengths(length, causal, dtype):
+    check(Case(dtype, seq_q=length, seq_k=length, window_right=0 if causal else -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.grid(2)
+def test_head_dims(head_dim, dtype):
+    check(Case(dtype, head_dim, batch=1, seq_q=66, seq_k=130, window_right=0, bottom_right=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "terms",
+    [dict(window_right=0), dict(window_left=60, window_right=20), dict(alibi="b"),
+     dict(dropout_p=0.3), dict(window_right=0, alibi="", mask="bq", dropout_p=0.3, softcap=3.0)],
+    ids=str,
+)  # fmt: skip
+def test_positions_of_a_shard(terms, dtype):
+    """As ring attention has them: before, on and behind the diagonal, far beyond 32 bits, and
+    beginning within the eight keys that share random numbers."""
+    case = Case(dtype, 40, heads=2, kv_heads=1, seq_q=70, seq_k=130, dlse=True, **terms)
+    for query, key in ((0, 3), (40, 50), (13, 117), (2**33 + 205, 2**33 + 77)):
+        check(replace(case, query_offset=query, key_offset=key))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("value_dim", [1, 24, 59, 128, 512])
+@pytest.mark.parametrize("head_dim", [1, 64, 192])
+@pytest.mark.grid(2)
+def test_value_dims(head_dim, value_dim, dtype):
+    check(Case(dtype, head_dim, value_dim, batch=1, seq_q=40, seq_k=70))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "seq_q, seq_k", [(1, 385), (385, 5), (1, 128), (7, 300), (300, 7), (64, 192), (192, 64)]
+)
+@pytest.mark.grid
+def test_queries_and_keys_of_different_lengths(seq_q, seq_k, dtype):
+    for bottom_right in (False, True):
+        for window in ((-1, -1), (-1, 0), (40, 0)):
+            left, right = window
+            check(
+                Case(dtype, 32, seq_q=seq_q, seq_k=seq_k, window_left=left, window_right=right,
+                     bottom_right=bottom_right, batch=1)
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F64], ids=str)
+def test_many_queries_of_one_key(dtype):
+    """In float32 its gradients, all of them what cancels, would say nothing."""
+    check(Case(dtype, 32, seq_q=385, seq_k=1))
+    check(Case(dtype, 32, seq_q=385, seq_k=1, window_right=0, bottom_right=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("seq_k", [2, 3])
+@pytest.mark.parametrize("seq_q", [70, 385])
+def test_many_queries_of_few_keys(seq_q, seq_k, dtype):
+    """The first queries of a tile see fewer keys than the others, or none. Likewise not float32."""
+    for bottom_right in (False, True):
+        for left, right in ((-1, 0), (-1, 1), (1, 0), (0, 0)):
+            check(
+                Case(dtype, 32, seq_q=seq_q, seq_k=seq_k, window_left=left, window_right=right,
+                     bottom_right=bottom_right, batch=1)
+            )  # fmt: skip
+
+
+# Windows: of one key, that lie beyond the keys, that begin after the diagonal; narrower and wider
+# than a tile.
+WINDOWS = [(0, 0), (5, 3), (0, -1), (-1, 5), (63, 0), (64, 64), (100, 0), (1000, 0), (200, 1000)]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("bottom_right", [False, True], ids=["top-left", "bottom-right"])
+@pytest.mark.grid
+def test_windows(window, bottom_right):
+    left, right = window
+    for seq_q, seq_k in ((200, 200), (90, 210), (210, 90)):
+        check(
+            Case(F32, 32, seq_q=seq_q, seq_k=seq_k, window_left=left, window_right=right,
+                 bottom_right=bottom_right, batch=1)
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("heads, kv_heads", [(2, 1), (3, 1), (6, 2), (12, 3), (16, 1)])
+def test_groups(heads, kv_heads, dtype):
+    check(Case(dtype, 32, heads=heads, kv_heads=kv_heads, seq_q=70, seq_k=70, window_right=0))
+
+
+@pytest.mark.parametrize("pattern", ["", "b", "h", "q", "bh", "bq", "hq", "bhq"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.grid
+def test_bias_and_mask_of_one_pattern(pattern, dtype):
+    check(Case(dtype, 16, heads=3, seq_q=70, seq_k=100, bias=pattern))
+    check(Case(dtype, 16, heads=3, seq_q=70, seq_k=200, mask=pattern))
+    check(Case(dtype, 16, heads=3, seq_q=70, seq_k=200, bias=pattern, mask=pattern))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("bias_dtype", [F32, BF16, F16], ids=str)
+def test_dtypes_of_bias_and_sinks(dtype, bias_dtype):
+    check(Case(dtype, 32, seq_q=60, seq_k=90, bias="hq", bias_dtype=bias_dtype))
+    for sinks in {F32, dtype}:
+        check(Case(dtype, 32, seq_q=60, seq_k=90, sinks=sinks, dlse=True))
+
+
+# ---- everything with everything -----------------------------------------------------------------
+
+# Any two values of any two options occur together at least once, also of lengths, head dims and
+# dtypes: what goes wrong in a kernel goes wrong where two things meet. Three at a time is left to
+# chance (each row has many) and to test_random.py. Every third row is quick.
+AXES = dict(
+    head_dim=HEAD_DIMS,
+    length=[(1, 7), (7, 113), (113, 203), (127, 127), (128, 128), (129, 128), (203, 113),
+            (385, 129), (129, 385), (192, 2)],
+    bias=[None, "", "b", "h", "q", "bh", "bq", "hq", "bhq"],
+    mask=[None, "", "b", "h", "q", "bh", "bq", "hq", "bhq"],
+    window=[(-1, -1, False), (-1, 0, False), (-1, 0, True), (60, 0, True), (33, 17, False),
+            (3, 130, True)],
+    storage=["dense", "dense", "used", "packed", "packed used", "paged"],
+    dtype=DTYPES,
+    group=[(2, 2), (4, 2), (3, 1)],
+    alibi=[None, "", "b"],
+    sinks=[None, F32, "dtype"],
+    dropout_p=[0.0, 0.3],
+    softcap=[0.0, 2.0],
+    dlse=[False, True],
+    value_dim=[0, 24],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.slow if number % 3 else ())
+        for number, row in enumerate(pairwise(AXES))
+    ],
+    ids=lambda row: "-".join(map(str, row.values())),
+)
+def test_pairs_of_options(row):
+    check(attention_cases.combination(row))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lse_rest_is_what_rounding_took_from_the_lse(dtype):
+    """What the backward gets of a row beside the lse; without it the lse is taken as it is.
+
+    In float32 every gradient is then less exact; 16 bits hide what is lost.
+    """
+    case = Case(dtype, 32, seq_q=70, seq_k=90, bias="", window_right=0)
+    t = case.tensors()
+    t["bias"] = (t["bias"].double() - 1000).to(dtype)
+    found, exact = forward(case, t), attention_cases.definition(case, t, F64)
+    lse, rest = found["lse"], found.lse_rest
+    assert (rest.shape, rest.dtype) == (lse.shape, lse.dtype)
+    assert rest.any() == (dtype is not F64)  # which needs none
+
+    def error(result, name):
+        return float((result.double() - exact[name]).abs().max())
+
+    with_rest, without = backward(case, t, found), backward(case, t, dict(found))
+    zero = attention_cases.Results(found, torch.zeros_like(rest))
+    assert_same(backward(case, t, zero), without)
+    if dtype is not F64:
+        assert error(lse.double() + rest.double(), "lse") < error(lse, "lse")
+    if dtype is F32:
+        for name, gradient in without.items():
+            assert error(with_rest[name], name) < error(gradient, name), name
+
+
+# ---- which gradients ----------------------------------------------------------------------------
+
+EVERYTHING = Case(
+    F32, 24, 40, heads=4, kv_heads=2, seq_q=70, seq_k=150, window_left=100, window_right=0,
+    bottom_right=True, bias="hq", mask="b", alibi="b", sinks=F32, softcap=3.0, dropout_p=0.25,
+    dlse=True,
+)  # fmt: skip
+
+
+def test_each_gradient_alone():
+    t = EVERYTHING.tensors()
+    outputs = forward(EVERYTHING, t)
+    every = backward(EVERYTHING, t, outputs)
+    assert_same(every, {name: every[name] for name in every})
+    for name in GRADIENTS:
+        alone = backward(EVERYTHING, t, outputs, wanted=[name])
+        assert_same(alone, {f"d{name}": every[f"d{name}"]}, name)
+    assert backward(EVERYTHING, t, outputs, wanted=[]) == {}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+def test_gradients_of_the_lse_alone(dtype):
+    case = Case(dtype, 32, seq_q=66, seq_k=80, window_right=0, bias="q", sinks=dtype, dlse=True)
+
+    def without_doutput(draw_tensors):
+        return {name: t for name, t in draw_tensors.items() if name != "doutput"}
+
+    t = without_doutput(case.tensors())
+    found = ours(case, t)
+    assert not found["dvalue"].any()
+    for draw in (t, case.tensors() | dict(doutput=torch.zeros_like(case.tensors()["doutput"]))):
+        assert_same(ours(case, draw), found)
+    ref = attention_cases.definition(case, t, F64)
+    stock = attention_cases.base(case, t)
+    for name, result in found.items():
+        if name not in ("output", "lse"):
+            attention_cases.numerics.assert_close(result, ref[name], stock[name], name)
+
+
+def test_a_call_without_gradients_of_outputs_gives_zeros():
+    case = Case(seq_q=20, seq_k=20, sinks=F32)
+    t = {name: tensor for name, tensor in case.tensors().items() if name != "doutput"}
+    gradients = backward(case, t, forward(case, t))
+    assert all(not gradient.any() for gradient in gradients.values())
+    assert {name[1:]: g.shape for name, g in gradients.items()} == {
+        name: t[name].shape for name in GRADIENTS if name in t
+    }
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(window_right=0), dict(kv_heads=1)], ids=str)
+def test_16_bit_gradients_are_accumulated_in_float32(options, dtype):
+    """torch's unfused function does; its fused one, elsewhere the measure, does not."""
+    case = Case(dtype, 64, batch=1, heads=4, seq_q=512, seq_k=512, **options)
+    t = case.tensors()
+    found, ref = ours(case, t), attention_cases.definition(case, t, F64)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        unfused = attention_cases.stock(case, t)
+    for name, result in unfused.items():
+        attention_cases.numerics.assert_close(found[name], ref[name], result, name)
+
+
+def test_the_default_scale_is_not_assumed():
+    case = Case(F32, 16, seq_q=5, seq_k=9, factor=0.0)
+    t = case.tensors()
+    mean = t["value"].mean(2, keepdim=True).expand(-1, -1, 5, -1)
+    found = forward(case, t)
+    torch.testing.assert_close(found["output"], mean)
+    torch.testing.assert_close(found["lse"], torch.full((2, 2, 5), math.log(9)))

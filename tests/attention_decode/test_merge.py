@@ -1,0 +1,311 @@
+"""merge_attention_states: attention to parts of the keys, put together, is attention to all."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass import functional, numerics, reference
+from tests.attention_decode.cases import BF16, F16, F32, F64, NAN, Case, assert_same, call
+
+merge = functional.merge_attention_states
+INF = math.inf
+DTYPES = (F32, BF16, F16, F64)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+# Where the keys are cut: in one, in even and odd parts, in parts of one key and of none.
+CUTS = {
+    "one": (),
+    "two": (64,),
+    "odd": (1, 2, 37, 100),
+    "empty": (0, 0, 50, 50),
+    "many": tuple(range(8, 129, 8)),
+}
+
+
+def formula(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """As the definition says it, in the accumulator's dtype; without care for -inf."""
+    lses = torch.stack(lses)
+    lse = lses.logsumexp(0)
+    weights = (lses - lse).exp()[..., None].nan_to_num(0.0)
+    wide = torch.stack(outputs).to(lse.dtype)
+    return (weights * wide).sum(0).to(outputs[0].dtype), lse
+
+
+def split(attend, q, k, v, cuts) -> tuple[list[Tensor], list[Tensor]]:
+    parts = [attend(q, *kv) for kv in zip(*(x.tensor_split(cuts, 2) for x in (k, v)), strict=True)]
+    return [output for output, _ in parts], [lse for _, lse in parts]
+
+
+def ours(q, k, v):
+    return functional.scaled_dot_product_attention(q, k, v, return_lse=True)
+
+
+def defined(q, k, v):
+    output, lse = reference.attention.attention(q, k, v)
+    return output, lse.to(F64 if lse.dtype is F64 else F32)
+
+
+def inputs(dtype, seed=0, keys=129):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (2, 3, 20, 32), (2, 3, keys, 32), (2, 3, keys, 24)
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+# ---- values and gradients ------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("cut", CUTS)
+def test_parts_merged_are_the_whole(cut, dtype):
+    q, k, v = inputs(dtype)
+    found = merge(*split(ours, q, k, v, CUTS[cut]))
+    assert found[0].dtype is dtype and found[1].dtype is (F64 if dtype is F64 else F32)
+    ref = defined(q.double(), k.double(), v.double())
+    parts = split(defined, q.float(), k.float(), v.float(), CUTS[cut])
+    if dtype is F64:
+        base = ref
+    else:  # parts that are as right as can be, rounded
+        base = formula([output.to(dtype) for output in parts[0]], parts[1])
+    for one, exact, stock in zip(found, ref, base, strict=True):
+        numerics.assert_close(one, exact, stock)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("cut", ["one", "odd", "empty"])
+def test_gradients_of_parts_merged(cut, dtype):
+    """Through outputs and log-sum-exps, of the query, the keys and the values."""
+    q, k, v = inputs(dtype)
+    up, dlse = torch.randn(2, 3, 20, 24).to(dtype), torch.randn(2, 3, 20)
+
+    def gradients(attend, to, parts=merge):
+        leaves = [x.to(to).requires_grad_() for x in (q, k, v)]
+        output, lse = parts(*split(attend, *leaves, CUTS[cut]))
+        loss = (output * up.to(output.dtype)).sum() + (lse * dlse.to(lse.dtype)).sum()
+        return torch.autograd.grad(loss, leaves)
+
+    def whole(outputs, lses):
+        return outputs[0], lses[0]
+
+    ref = [x.double().requires_grad_() for x in (q, k, v)]
+    output, lse = defined(*ref)
+    ref = torch.autograd.grad((output * up).sum() + (lse * dlse).sum(), ref)
+    base = ref if dtype is F64 else gradients(defined, dtype, formula if cut != "empty" else merge)
+    for name, *results in zip("qkv", gradients(ours, dtype), ref, base, strict=True):
+        numerics.assert_close(*results, f"d{name}")
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_gradcheck(parts):
+    outputs = [torch.randn(2, 3, 4, dtype=F64, requires_grad=True) for _ in range(parts)]
+    lses = [torch.randn(2, 3, dtype=F64, requires_grad=True) for _ in range(parts)]
+
+    def function(*tensors):
+        return merge(tensors[:parts], tensors[parts:])
+
+    assert torch.autograd.gradcheck(function, (*outputs, *lses))
+    assert torch.autograd.gradgradcheck(function, (*outputs, *lses))
+
+
+@dtypes
+def test_one_part_is_itself(dtype):
+    q, k, v = inputs(dtype)
+    output, lse = ours(q, k, v)
+    for found in (merge([output], [lse]), merge(output[None], lse[None])):
+        assert_same(dict(zip("ol", found, strict=True)), dict(o=output, l=lse))
+
+
+@dtypes
+def test_a_stacked_tensor_is_as_good_as_a_list(dtype):
+    outputs, lses = split(ours, *inputs(dtype), CUTS["odd"])
+    expected = merge(outputs, lses)
+    for found in (
+        merge(torch.stack(outputs), torch.stack(lses)),
+        merge(tuple(outputs), torch.stack(lses)),
+        merge(torch.stack(outputs, 1).unbind(1), lses),
+    ):
+        assert_same(dict(zip("ol", found, strict=True)), dict(zip("ol", expected, strict=True)))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (2, 1, 3, 4, 2), (0,), (2, 0, 3)], ids=str)
+def test_any_leading_dimensions(shape):
+    """Each is a row of its own."""
+    outputs, lses = torch.randn(3, *shape, 8), torch.randn(3, *shape)
+    output, lse = merge(outputs, lses)
+    flat = merge(outputs.reshape(3, -1, 8), lses.reshape(3, -1))
+    assert output.shape == (*shape, 8) and lse.shape == shape
+    torch.testing.assert_close((output.reshape(-1, 8), lse.reshape(-1)), flat)
+
+
+# ---- rows without keys ---------------------------------------------------------------------------
+
+
+@dtypes
+def test_rows_without_keys(dtype):
+    """In one part they leave it out, in all they give 0 and -inf; nothing is NaN."""
+    outputs = torch.randn(3, 2, 7, 8).to(dtype)
+    lses = torch.randn(3, 2, 7, dtype=F64 if dtype is F64 else F32)
+    lses[1, 0, 2] = lses[0, 1, 3] = lses[2, 1, 3] = -INF
+    lses[:, :, 5] = -INF
+    outputs[lses == -INF] = NAN  # not looked at
+    outputs.requires_grad_(), lses.requires_grad_()
+    output, lse = merge(outputs, lses)
+    assert output.isfinite().all() and not output[:, 5].any()
+    assert (lse[:, 5] == -INF).all() and lse[:, :5].isfinite().all()
+    torch.testing.assert_close(output[1, 3], outputs[1, 1, 3])
+    others = merge(outputs[::2, :1, 2], lses[::2, :1, 2])
+    torch.testing.assert_close((output[:1, 2], lse[:1, 2]), others)
+    loss = output.double().square().sum() + lse[lse > -INF].double().sum()
+    for gradient, of in zip(
+        torch.autograd.grad(loss, (outputs, lses)), (outputs, lses), strict=True
+    ):
+        assert gradient.isfinite().all()
+        assert not gradient[(lses == -INF).expand(of.shape[:3])].any()
+
+
+@dtypes
+def test_a_gradient_into_a_log_sum_exp_that_is_infinite(dtype):
+    outputs = torch.randn(2, 4, 8, dtype=dtype, requires_grad=True)
+    lses = torch.full((2, 4), -INF, requires_grad=True)
+    output, lse = merge(outputs, lses)
+    ones = torch.ones_like(output), torch.ones_like(lse)
+    for gradient in torch.autograd.grad((output, lse), (outputs, lses), ones):
+        assert not gradient.any()  # nor NaN
+
+
+@dtypes
+@pytest.mark.parametrize("offset", [-1e4, -200.0, 200.0, 1e4])
+def test_log_sum_exps_far_from_zero(offset, dtype):
+    """Only differences matter."""
+    outputs = torch.randn(3, 5, 8).to(dtype)
+    lses = torch.randint(-3, 3, (3, 5)).float()
+    expected, near = merge(outputs, lses)
+    found, far = merge(outputs, lses + offset)
+    assert torch.equal(found, expected)
+    wide = torch.logsumexp(lses.double() + offset, 0)
+    numerics.assert_close(far, wide, (near.double() + offset).float())
+
+
+def test_one_part_that_outweighs_the_others():
+    outputs, lses = torch.randn(3, 5, 8), torch.tensor([-500.0, 0.0, -200.0])[:, None].expand(3, 5)
+    output, lse = merge(outputs, lses)
+    assert torch.equal(output, outputs[1]) and not lse.any()
+
+
+# ---- what decoding gives -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_a_prefix_that_sequences_share(dtype):
+    """Attention to a common prefix, once for all sequences, and to their own caches."""
+    case = Case(dtype, 32, lengths=(40, 9, 0), seq_q=2, window_right=0, sinks=F32)
+    t = case.tensors()
+    own = call(case, t)
+    prefix = [torch.randn(1, 2, 70, 32).to(dtype) for _ in range(2)]
+    with torch.no_grad():
+        shared = functional.attention_with_kv_cache(
+            t["query"], *(x.expand(3, -1, -1, -1) for x in prefix), scale=case.scale,
+            return_lse=True,
+        )  # fmt: skip
+    found = merge([shared[0], own[0]], [shared[1], own[1]])
+
+    def whole(to):
+        outputs, lses = [], []
+        for b, used in enumerate(case.lengths):
+            k, v = (
+                torch.cat([x[0], t[name][b, :, :used]], 1)[None].to(to)
+                for x, name in zip(prefix, ("k_cache", "v_cache"), strict=True)
+            )
+            output, lse = reference.attention.attention(
+                t["query"][b : b + 1].to(to), k, v, scale=case.scale, sinks=t["sinks"].to(to),
+                window_right=0, bottom_right=True,
+            )  # fmt: skip
+            if used < 2:  # its queries stand behind all of the prefix
+                output, lse = reference.attention.attention(
+                    t["query"][b : b + 1].to(to), k, v, scale=case.scale, sinks=t["sinks"].to(to)
+                )
+            outputs.append(output)
+            lses.append(lse)
+        return torch.cat(outputs), torch.cat(lses)
+
+    single = whole(F32)
+    base = formula([x.to(dtype) for x in (single[0], torch.zeros_like(single[0]))],
+                   [single[1], torch.full_like(single[1], -INF)])  # fmt: skip
+    for one, exact, stock in zip(found, whole(F64), base, strict=True):
+        numerics.assert_close(one, exact, stock)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+ONE, LSE = torch.randn(2, 3, 8), torch.randn(2, 3)
+WRONG = [
+    ([], [], "outputs must hold at least one tensor, got none"),
+    (torch.zeros(0, 2, 3, 8), torch.zeros(0, 2, 3),
+     "outputs must hold at least one tensor, got none"),
+    (torch.tensor(1.0), [LSE], "outputs must have the parts in its first dimension, got none"),
+    ([ONE], torch.tensor(1.0), "lses must have the parts in its first dimension, got none"),
+    ([ONE, ONE], [LSE], "lses must hold as many tensors as outputs, 2, got 1"),
+    ([ONE], [LSE, LSE], "lses must hold as many tensors as outputs, 1, got 2"),
+    ([ONE, ONE[:1]], [LSE, LSE],
+     "outputs must have one shape (..., dim) and dtype, got (2, 3, 8) float32 and (1, 3, 8) "
+     "float32"),
+    ([ONE, ONE.half()], [LSE, LSE],
+     "outputs must have one shape (..., dim) and dtype, got (2, 3, 8) float32 and (2, 3, 8) "
+     "float16"),
+    ([ONE, ONE], [LSE, LSE[:, :2]],
+     "lses must have shape (2, 3), that of outputs without the last dimension, got (2, 2)"),
+    ([ONE], [LSE.t()],
+     "lses must have shape (2, 3), that of outputs without the last dimension, got (3, 2)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_messages(number):
+    outputs, lses, message = WRONG[number]
+    with pytest.raises(RuntimeError, match=f"^merge_attention_states: {re.escape(message)}$"):
+        merge(outputs, lses)
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def test_inputs_are_not_changed():
+    outputs, lses = torch.randn(3, 4, 8), torch.randn(3, 4)
+    lses[1, 2] = -INF
+    before = outputs.clone(), lses.clone()
+    merge(outputs, lses)
+    assert torch.equal(outputs, before[0]) and torch.equal(lses, before[1])
+
+
+def test_compile_fullgraph_with_dynamic_shapes():
+    def step(outputs, lses):
+        output, lse = merge(outputs, lses)
+        return output.square().sum() + lse.clamp(min=-9).sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (4, 9):
+        outputs, lses = torch.randn(3, 2, rows, 8), torch.randn(3, 2, rows)
+        lses[1, 0, 1], lses[:, 1, 2] = -INF, -INF
+        results = []
+        for function in (compiled, step):
+            leaves = [x.clone().requires_grad_() for x in (outputs, lses)]
+            results.append(torch.autograd.grad(function(*leaves), leaves))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+def test_inductor():
+    outputs, lses = torch.randn(3, 2, 9, 8), torch.randn(3, 2, 9)
+    lses[1, 0, 1], lses[:, 1, 2] = -INF, -INF
+    found = torch.compile(merge, fullgraph=True)(outputs, lses)
+    torch.testing.assert_close(found, merge(outputs, lses))
+
+
+def test_meta_tensors():
+    output, lse = merge(torch.zeros(3, 2, 4, 8, device="meta"), torch.zeros(3, 2, 4, device="meta"))
+    assert output.shape == (2, 4, 8) and lse.shape == (2, 4)

@@ -1,0 +1,267 @@
+"""What decoding refuses, by which words, and that a refused call writes nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.attention_decode.cases import int32, same_bits, with_copied_caches
+
+# ---- right calls, and what is wrong with others --------------------------------------------------
+
+Q = torch.randn(2, 4, 3, 8)
+K = torch.randn(2, 2, 9, 8)
+NEW = torch.randn(2, 2, 2, 8)
+POOL = torch.randn(5, 4, 2, 8)
+COS = torch.ones(10, 4)
+USED = int32([7, 3])
+TABLE = int32([[0, 1, 4], [2, 3, 9]])  # of which 9 is not looked at
+
+READ = dict(query=Q, k_cache=K, v_cache=K, cache_seqlens=USED, scale=1.0)
+PAGED = READ | dict(k_cache=POOL, v_cache=POOL, block_table=TABLE)
+SCATTERED = READ | dict(k_cache=K.repeat(2, 1, 1, 1), v_cache=K.repeat(2, 1, 1, 1),
+                        cache_batch_idx=int32([3, 0]))  # fmt: skip
+NEW_ROWS = dict(key=NEW, value=NEW)
+APPEND, APPEND_PAGED, APPEND_SCATTERED = (c | NEW_ROWS for c in (READ, PAGED, SCATTERED))
+ROTARY = APPEND | dict(rotary_cos=COS, rotary_sin=COS)
+RIGHT = [READ, PAGED, SCATTERED, APPEND, APPEND_PAGED, APPEND_SCATTERED, ROTARY,
+         READ | dict(cache_leftpad=USED), APPEND | dict(cache_leftpad=int32([9, 0]))]  # fmt: skip
+
+# Of both ops: changes of a right call, and the whole message behind the op's name.
+WRONG = [
+    # shapes
+    (READ, dict(query=Q[0]), "query must have 4 dimensions, got (4, 3, 8)"),
+    (READ, dict(k_cache=K[0]), "k_cache must have 4 dimensions, got (2, 9, 8)"),
+    (READ, dict(v_cache=K[0]), "v_cache must have shape (2, 2, 9, 8), got (2, 9, 8)"),
+    (READ, dict(k_cache=K[:1]), "k_cache must have shape (2, 2, 9, 8), got (1, 2, 9, 8)"),
+    (READ, dict(k_cache=K[..., :7]), "k_cache must have shape (2, 2, 9, 8), got (2, 2, 9, 7)"),
+    (READ, dict(v_cache=K[:, :1]), "v_cache must have shape (2, 2, 9, 8), got (2, 1, 9, 8)"),
+    (READ, dict(v_cache=K[:, :, :8]), "v_cache must have shape (2, 2, 9, 8), got (2, 2, 8, 8)"),
+    (SCATTERED, dict(v_cache=K), "v_cache must have shape (4, 2, 9, 8), got (2, 2, 9, 8)"),
+    (PAGED, dict(v_cache=POOL[:4]), "v_cache must have shape (5, 4, 2, 8), got (4, 4, 2, 8)"),
+    (PAGED, dict(v_cache=POOL[:, :3]), "v_cache must have shape (5, 4, 2, 8), got (5, 3, 2, 8)"),
+    (PAGED, dict(k_cache=POOL[..., :7]), "k_cache must have shape (5, 4, 2, 8), got (5, 4, 2, 7)"),
+    (READ, dict(query=Q[:, :3]), "query must have a multiple of the 2 heads of k_cache, got 3"),
+    (READ, dict(query=Q[:, :0]), "query must have a multiple of the 2 heads of k_cache, got 0"),
+    (READ, dict(k_cache=K[:, :0], v_cache=K[:, :0]), "k_cache must have at least one head, got 0"),
+    (READ, dict(query=Q[..., :0], k_cache=K[..., :0]),
+     "query must have a head_dim of 1 to 512, got 0"),
+    (READ, dict(query=torch.zeros(2, 4, 3, 513), k_cache=torch.zeros(2, 2, 9, 513)),
+     "query must have a head_dim of 1 to 512, got 513"),
+    (READ, dict(v_cache=K[..., :0]), "v_cache must have a head_dim of 1 to 512, got 0"),
+    (READ, dict(v_cache=torch.zeros(2, 2, 9, 513)),
+     "v_cache must have a head_dim of 1 to 512, got 513"),
+    # dtypes and devices
+    (READ, dict(query=Q.long()), "query must have dtype float32, bfloat16 or float16, got int64"),
+    (READ, dict(query=Q.double(), k_cache=K.double(), v_cache=K.double()),
+     "query must have dtype float32, bfloat16 or float16, got float64"),
+    (READ, dict(k_cache=K.half()), "k_cache must have dtype float32 like query, got float16"),
+    (READ, dict(v_cache=K.bfloat16()), "v_cache must have dtype float32 like query, got bfloat16"),
+    (READ, dict(k_cache=K.to("meta")), "k_cache must be on the device of query, cpu, got meta"),
+    (READ, dict(v_cache=K.to("meta")), "v_cache must be on the device of query, cpu, got meta"),
+    # lengths
+    (READ, dict(cache_seqlens=USED.long()),
+     "cache_seqlens must be an int32 tensor of shape (2,) on cpu, got (2,) of int64 on cpu"),
+    (READ, dict(cache_seqlens=USED[:1]),
+     "cache_seqlens must be an int32 tensor of shape (2,) on cpu, got (1,) of int32 on cpu"),
+    (READ, dict(cache_seqlens=USED.to("meta")),
+     "cache_seqlens must be an int32 tensor of shape (2,) on cpu, got (2,) of int32 on meta"),
+    (READ, dict(cache_seqlens=int32([3, 10])),
+     "cache_seqlens must lie between 0 and the rows of the cache, 9, got 10"),
+    (READ, dict(cache_seqlens=int32([-1, 3])),
+     "cache_seqlens must lie between 0 and the rows of the cache, 9, got -1"),
+    (PAGED, dict(cache_seqlens=int32([13, 3])),
+     "cache_seqlens must lie between 0 and the rows of the cache, 12, got 13"),
+    (READ, dict(cache_leftpad=USED[None]),
+     "cache_leftpad must be an int32 tensor of shape (2,) on cpu, got (1, 2) of int32 on cpu"),
+    (READ, dict(cache_leftpad=int32([7, -1])),
+     "cache_leftpad must lie between 0 and the rows in use, 3, got -1"),
+    (READ, dict(cache_leftpad=int32([8, 0])),
+     "cache_leftpad must lie between 0 and the rows in use, 7, got 8"),
+    # where sequences are
+    (PAGED, dict(block_table=TABLE[:1]),
+     "block_table must be an int32 tensor of shape (2, 3) on cpu, got (1, 3) of int32 on cpu"),
+    (PAGED, dict(block_table=TABLE.long()),
+     "block_table must be an int32 tensor of shape (2, 3) on cpu, got (2, 3) of int64 on cpu"),
+    (PAGED, dict(block_table=int32([[0, 5, 4], [2, 3, 9]])),
+     "block_table must hold numbers of the 5 pages, got 5"),
+    (PAGED, dict(block_table=int32([[0, 1, 4], [-1, 3, 9]])),
+     "block_table must hold numbers of the 5 pages, got -1"),
+    (SCATTERED, dict(cache_batch_idx=USED.long()),
+     "cache_batch_idx must be an int32 tensor of shape (2,) on cpu, got (2,) of int64 on cpu"),
+    (SCATTERED, dict(cache_batch_idx=int32([0, 4])),
+     "cache_batch_idx must lie between 0 and the last cache, 3, got 4"),
+    (SCATTERED, dict(cache_batch_idx=int32([-1, 0])),
+     "cache_batch_idx must lie between 0 and the last cache, 3, got -1"),
+    (PAGED, dict(cache_batch_idx=int32([0, 1])),
+     "cache_batch_idx must not be given with block_table, got one"),
+    # scores
+    (READ, dict(window_left=-2), "window_left must be at least -1, got -2"),
+    (READ, dict(window_right=-7), "window_right must be at least -1, got -7"),
+    (READ, dict(softcap=-1.0),
+     "softcap must be 0 or a positive number that float32 holds, got -1"),
+    (READ, dict(softcap=1e39),
+     "softcap must be 0 or a positive number that float32 holds, got 1e+39"),
+    (READ, dict(alibi_slopes=torch.zeros(3)),
+     "alibi_slopes must have shape (4,) or (2, 4), got (3,)"),
+    (READ, dict(alibi_slopes=torch.zeros(4, 4)),
+     "alibi_slopes must have shape (4,) or (2, 4), got (4, 4)"),
+    (READ, dict(alibi_slopes=torch.zeros(4).half()),
+     "alibi_slopes must have dtype float32, got float16"),
+    (READ, dict(alibi_slopes=torch.zeros(4, device="meta")),
+     "alibi_slopes must be on the device of query, cpu, got meta"),
+    (READ, dict(sinks=torch.zeros(2)), "sinks must have shape (4,), got (2,)"),
+    (READ, dict(sinks=torch.zeros(4).half()),
+     "sinks must have dtype float32 or query's float32, got float16"),
+]  # fmt: skip
+
+WRONG_APPEND = [
+    # shapes and dtypes
+    (APPEND, dict(key=NEW[0]), "key must have 4 dimensions, got (2, 2, 8)"),
+    (APPEND, dict(key=NEW[:1]), "key must have shape (2, 2, 2, 8), got (1, 2, 2, 8)"),
+    (APPEND, dict(key=NEW[:, :1]), "key must have shape (2, 2, 2, 8), got (2, 1, 2, 8)"),
+    (APPEND, dict(key=NEW[..., :5]), "key must have shape (2, 2, 2, 8), got (2, 2, 2, 5)"),
+    (APPEND, dict(value=NEW[:, :, :1]), "value must have shape (2, 2, 2, 8), got (2, 2, 1, 8)"),
+    (APPEND, dict(value=NEW[..., :7]), "value must have shape (2, 2, 2, 8), got (2, 2, 2, 7)"),
+    (APPEND, dict(value=NEW[0]), "value must have shape (2, 2, 2, 8), got (2, 2, 8)"),
+    (APPEND, dict(key=NEW.half()), "key must have dtype float32 like query, got float16"),
+    (APPEND, dict(value=NEW.double()), "value must have dtype float32 like query, got float64"),
+    (APPEND, dict(key=NEW.to("meta")), "key must be on the device of query, cpu, got meta"),
+    # room
+    (APPEND, dict(cache_seqlens=None),
+     "cache_seqlens must be given where keys are appended, got none"),
+    (APPEND, dict(cache_seqlens=int32([8, 3])),
+     "cache_seqlens must leave room for 2 new rows in a cache of 9 rows, got 8"),
+    (APPEND, dict(cache_seqlens=int32([3, -1])),
+     "cache_seqlens must lie between 0 and the rows of the cache, 9, got -1"),
+    (APPEND, dict(cache_seqlens=int32([2**31 - 1, 3])),
+     "cache_seqlens must lie between 0 and the rows of the cache, 9, got 2147483647"),
+    (APPEND_PAGED, dict(cache_seqlens=int32([11, 3])),
+     "cache_seqlens must leave room for 2 new rows in a cache of 12 rows, got 11"),
+    # a page that only new rows need
+    (APPEND_PAGED, dict(cache_seqlens=int32([7, 7])),
+     "block_table must hold numbers of the 5 pages, got 9"),
+    # a page that is written, but that no query sees
+    (APPEND_PAGED, dict(query=Q[:, :, :1], cache_seqlens=int32([3, 3]), window_left=0,
+                        block_table=int32([[9, 1, 4], [2, 3, 4]])),
+     "block_table must hold numbers of the 5 pages, got 9"),
+    # two sequences in one place
+    (APPEND_SCATTERED, dict(cache_batch_idx=int32([1, 1])),
+     "cache_batch_idx must not name a cache twice where keys are appended, got 1 twice"),
+    (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 9]]), cache_seqlens=int32([5, 5])),
+     "block_table must not give the same row to write twice, got row 1 of page 1"),
+    (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 9]]), cache_seqlens=int32([4, 5])),
+     "block_table must not give the same row to write twice, got row 1 of page 1"),
+    # rows that are read at another place than they are written, in another sequence or the same
+    (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 3]]), cache_seqlens=int32([5, 8])),
+     "block_table must not let a row be read that is written at another place, "
+     "got row 1 of page 1"),
+    (APPEND_PAGED, dict(block_table=int32([[0, 1, 0], [2, 3, 4]]), cache_seqlens=int32([8, 8])),
+     "block_table must not let a row be read that is written at another place, "
+     "got row 0 of page 0"),
+    # rotary embedding
+    (ROTARY, dict(rotary_sin=None),
+     "rotary_cos must be given together with rotary_sin, got it alone"),
+    (ROTARY, dict(rotary_cos=None),
+     "rotary_cos must be given together with rotary_sin, got rotary_sin alone"),
+    (ROTARY, dict(rotary_cos=COS[0]), "rotary_cos must have 2 dimensions, got (4,)"),
+    (ROTARY, dict(rotary_cos=torch.ones(10, 5), rotary_sin=torch.ones(10, 5)),
+     "rotary_cos must have at most head_dim / 2 columns, 4, got 5"),
+    (ROTARY, dict(rotary_sin=COS[:, :3]), "rotary_sin must have shape (10, 4), got (10, 3)"),
+    (ROTARY, dict(rotary_cos=COS.half(), rotary_sin=COS.half()),
+     "rotary_cos must have dtype float32 or query's float32, got float16"),
+    (ROTARY, dict(rotary_sin=COS.half()),
+     "rotary_sin must have dtype float32 like rotary_cos, got float16"),
+    (ROTARY, dict(rotary_cos=COS[:8], rotary_sin=COS[:8]),
+     "rotary_cos must have a row for every position, 9, got 8"),
+    (ROTARY, dict(rotary_cos=COS[:9], rotary_sin=COS[:9], window_right=0),
+     "rotary_cos must have a row for every position, 10, got 9"),
+    (ROTARY, dict(rotary_cos=COS.to("meta"), rotary_sin=COS.to("meta")),
+     "rotary_cos must be on the device of query, cpu, got meta"),
+    # caches that cannot be written in place
+    (APPEND, dict(k_cache=K.mT.contiguous().mT),
+     "k_cache must be dense in its last dimension, it is written in place, "
+     "got strides (144, 72, 1, 9)"),
+    (APPEND, dict(v_cache=K.mT.contiguous().mT),
+     "v_cache must be dense in its last dimension, it is written in place, "
+     "got strides (144, 72, 1, 9)"),
+    (APPEND, dict(k_cache=K[:1].expand(2, 2, 9, 8)),
+     "k_cache must not be expanded, it is written in place, got strides (0, 72, 8, 1)"),
+    (APPEND, dict(v_cache=K[:, :1].expand(2, 2, 9, 8)),
+     "v_cache must not be expanded, it is written in place, got strides (144, 0, 8, 1)"),
+    (APPEND_PAGED, dict(v_cache=POOL[:, :1].expand(5, 4, 2, 8)),
+     "v_cache must not be expanded, it is written in place, got strides (64, 0, 8, 1)"),
+]  # fmt: skip
+
+
+def call(arguments: dict, check: bool = False) -> tuple[str, object]:
+    """The op's name, and what it gives or raises."""
+    name = "attention_decode" + ("_append" if "key" in arguments else "")
+    op = getattr(torch.ops.onepass, name + ("_check" if check else ""))
+    given = {name: value for name, value in arguments.items() if value is not None}
+    try:
+        return name, op(**given)
+    except RuntimeError as error:
+        return name, error
+
+
+def refused(right: dict, changes: dict, message: str) -> None:
+    """By these words, before anything was written."""
+    arguments = right | changes
+    if arguments["k_cache"].device.type == arguments["v_cache"].device.type == "cpu":
+        arguments = with_copied_caches(arguments)
+    before = {n: x.clone() for n, x in arguments.items() if isinstance(x, torch.Tensor)}
+    name, error = call(arguments)
+    assert isinstance(error, RuntimeError), "it was not refused"
+    assert re.match(f"{name}: {re.escape(message)}($|\n)", str(error)), str(error)
+    for argument, x in before.items():
+        if x.device.type == "cpu" and x.is_floating_point() and x.dtype != torch.float64:
+            assert same_bits(arguments[argument], x), f"{argument} was written"
+
+
+def named(table):
+    return [f"{'+'.join(changes)}-{number}" for number, (_, changes, _) in enumerate(table)]
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=named(WRONG))
+def test_messages(number):
+    right, changes, message = WRONG[number]
+    refused(right, changes, message)
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=named(WRONG))
+def test_messages_of_an_append(number):
+    """The same, but that rows in use are those behind the append."""
+    right, changes, message = WRONG[number]
+    message = message.replace("rows in use, 3", "rows in use, 5")
+    if "rows in use, 7" in message:
+        changes, message = dict(cache_leftpad=int32([10, 0])), "rows in use, 9, got 10"
+        message = f"cache_leftpad must lie between 0 and the {message}"
+    refused(right | NEW_ROWS, changes, message)
+
+
+@pytest.mark.parametrize("number", range(len(WRONG_APPEND)), ids=named(WRONG_APPEND))
+def test_messages_of_appending(number):
+    refused(*WRONG_APPEND[number])
+
+
+@pytest.mark.parametrize("number", range(len(RIGHT)))
+def test_the_right_calls_are_right(number):
+    arguments = with_copied_caches(RIGHT[number])
+    _, (output, lse) = call(arguments)
+    assert output.shape == Q.shape and lse.shape == Q.shape[:-1]
+    assert call(arguments, check=True)[1] in (None, ())
+
+
+def test_caches_in_one_place():
+    """Keys and values would be written into the same rows; reading them is as good as any."""
+    message = "v_cache must not lie where k_cache does, both are written in place, got one place"
+    for right in (APPEND, APPEND_PAGED, APPEND_SCATTERED, ROTARY):
+        cache = right["k_cache"].clone()
+        before = cache.clone()
+        name, error = call(right | dict(k_cache=cache, v_cache=cache))
+        assert str(error).splitlines()[0] == f"{name}: {message}"
+        assert same_bits(cache, before)
+    assert call(READ)[1][0].isfinite().all()

@@ -1,0 +1,349 @@
+"""Decoding against pages: shuffled, shared, partly used; and caches and tensors of any strides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention.cases import LAYOUTS, reserved, strided
+from tests.attention_decode.cases import (
+    BF16,
+    DTYPES,
+    F32,
+    NAN,
+    Case,
+    assert_same,
+    call,
+    check,
+    int32,
+    ours,
+    same_bits,
+    with_copied_caches,
+)
+
+pytestmark = pytest.mark.isa
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64, 256])
+def test_lengths_around_a_page(page_size, dtype):
+    """Nothing, a key, a page less one, a page, a page and one, several."""
+    lengths = sorted({0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size, 300})
+    case = Case(dtype, 40, 24, lengths=tuple(lengths), page_size=page_size)
+    for new_rows in (-1, 1, 20):
+        check(replace(case, new_rows=new_rows, seq_q=2, window_right=0))
+
+
+def test_entries_of_the_block_table_beyond_the_keys_are_not_looked_at():
+    for new_rows in (-1, 0, 3):
+        case = Case(F32, 32, lengths=(40, 24, 0), page_size=8, new_rows=new_rows)
+        t = case.tensors()
+        other = t | dict(block_table=t["block_table"].clone())
+        for b, used in enumerate(case.used):
+            last = -(-(used + case.appends) // 8)
+            assert last < other["block_table"].shape[1]
+            other["block_table"][b, last:] = 2**30 if b else -1
+        assert_same(ours(case, other), ours(case, t))
+
+
+@dtypes
+def test_a_prefix_that_sequences_share(dtype):
+    """Read by all of them; each appends to pages of its own."""
+    case = Case(dtype, 40, lengths=(40, 33, 60, 32), page_size=8, new_rows=3, seq_q=3,
+                window_right=0)  # fmt: skip
+    t = case.tensors()
+    for name in ("k_cache", "v_cache"):  # the same keys in pages of their own, to compare with
+        first = t[name][t["block_table"][0, :4].long()]
+        for b in range(1, 4):
+            t[name][t["block_table"][b, :4].long()] = first
+    expected = ours(case, t)
+    shared = t | dict(block_table=t["block_table"].clone())
+    shared["block_table"][1:, :4] = t["block_table"][0, :4]
+    shared = with_copied_caches(shared)
+    for name in ("k_cache", "v_cache"):
+        for b in range(1, 4):
+            shared[name][t["block_table"][b, :4].long()] = NAN
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert_same(ours(case, shared), expected)
+
+
+def test_a_page_that_sequences_share_behind_their_last_row():
+    """Two write into one page, each its own rows of it; neither reads the other's."""
+    case = Case(F32, 16, lengths=(2, 2), page_size=8, new_rows=2, pads=(0, 4))
+    t = case.tensors()
+    expected = ours(case, t)
+    shared = t | dict(block_table=t["block_table"].clone())
+    page = int(t["block_table"][0, 0])
+    shared = with_copied_caches(shared)
+    for name in ("k_cache", "v_cache"):
+        shared[name][page, 4:6] = t[name][int(t["block_table"][1, 0]), 4:6]
+    shared["block_table"][1, 0] = page
+    assert_same(ours(case, shared), expected)
+
+
+def test_a_page_that_a_window_has_left_behind_may_be_another_sequences():
+    """As where pages are used again; read, its rows would depend on who comes first."""
+    case = Case(F32, 16, lengths=(24, 3), page_size=8, new_rows=1, window_left=4)
+    t = case.tensors()
+    expected = ours(case, t)
+    reused = t | dict(block_table=t["block_table"].clone())
+    reused["block_table"][0, 0] = t["block_table"][1, 0]
+    assert_same(ours(case, with_copied_caches(reused)), expected)
+
+
+def test_a_page_that_is_read_may_not_be_another_sequences():
+    case = Case(F32, 16, lengths=(24, 3), page_size=8, new_rows=1)
+    t = case.tensors()
+    t["block_table"][0, 0] = t["block_table"][1, 0]
+    with pytest.raises(RuntimeError, match="must not let a row be read that is written"):
+        ours(case, t)
+
+
+def test_pages_that_nothing_reads_or_writes_may_be_gone():
+    """Before a window or the padding; their numbers are nobody's business."""
+    for options in (dict(window_left=4), dict(pads=(17,))):
+        for new_rows in (-1, 2):
+            case = Case(F32, 16, lengths=(24, 30), page_size=8, new_rows=new_rows, **options)
+            t = case.tensors()
+            gone = t | dict(block_table=t["block_table"].clone())
+            gone["block_table"][:, 0] = int32([-1, 2**30])
+            assert_same(ours(case, gone), ours(case, t))
+
+
+def test_a_page_may_be_read_more_than_once():
+    """The same keys twice in one sequence, the same pages in all."""
+    case = Case(F32, 32, lengths=(16, 16), page_size=8, seq_q=2, heads=2)
+    t = case.tensors()
+    t["block_table"][:, :2] = t["block_table"][0, :1]
+    found = ours(case, t)
+    page = int(t["block_table"][0, 0])
+    dense = replace(case, page_size=0, room=0)
+    own = dense.tensors()
+    for name in ("k_cache", "v_cache"):
+        own[name][:] = t[name][page].transpose(0, 1).repeat(1, 2, 1)
+    assert_same(found, ours(dense, own))
+
+
+def test_a_table_that_all_sequences_share_by_stride():
+    case = Case(BF16, 32, lengths=(40, 9, 24), page_size=8, window_right=0)
+    t = case.tensors()
+    table = t["block_table"][:1].expand(3, -1)
+    assert table.stride(0) == 0
+    copied = t | dict(block_table=table.contiguous())
+    assert_same(ours(case, t | dict(block_table=table)), ours(case, copied))
+
+
+def test_one_page_for_each_sequence_is_a_dense_cache():
+    """A page as long as a cache, its heads beside each other instead of its rows."""
+    case = Case(F32, 32, lengths=(40, 9), new_rows=1)
+    t = case.tensors()
+    expected = ours(case, t)
+    views = {name: t[name].transpose(1, 2) for name in ("k_cache", "v_cache")}
+    paged = t | views | dict(block_table=int32([[0], [1]]))
+    assert_same(ours(replace(case, page_size=44), paged), expected)
+
+
+def test_no_pages():
+    empty = torch.zeros(0, 16, 2, 8)
+    query = torch.randn(2, 4, 3, 8)
+    for table in (torch.zeros(2, 0).int(), int32([[5], [-5]])):
+        output, lse = torch.ops.onepass.attention_decode(
+            query, empty, empty, cache_seqlens=int32([0, 0]), block_table=table, scale=1.0
+        )
+        assert not output.any() and (lse == -torch.inf).all()
+
+
+# ---- garbage -------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("garbage", [NAN, torch.inf, -torch.inf, 1e4])
+def test_rows_that_are_no_keys_are_not_read(garbage, page_size, dtype):
+    """Behind cache_seqlens, in the padding, in pages and caches of nobody."""
+    case = Case(dtype, 40, lengths=(37, 0, 130), page_size=page_size, pads=(3, 0, 70), seq_q=2,
+                scattered=True, alibi="", new_rows=1)  # fmt: skip
+    t = case.tensors()
+    expected = ours(case, t)
+    other = with_copied_caches(t)
+    for name in ("k_cache", "v_cache"):
+        other[name].masked_fill_(other[name].isnan(), garbage)
+    found = ours(case, other)
+    assert_same(found, expected)
+    assert found["output"].isfinite().all()
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_keys_that_no_query_sees_are_not_read(page_size, dtype):
+    """Before a window and behind it, whatever tile they share with others."""
+    for seq_q, left, right in ((1, 20, 0), (3, 100, 0), (9, 5, -1), (20, -1, 0), (9, 40, 2)):
+        case = Case(dtype, 40, lengths=(300,), page_size=page_size, seq_q=seq_q, window_left=left,
+                    window_right=right)  # fmt: skip
+        t = case.tensors()
+        expected = ours(case, t)
+        unseen = (~case.seen(300).any(0)).nonzero().flatten()
+        other = with_copied_caches(t)
+        for name in ("k_cache", "v_cache"):
+            if page_size:
+                pages = t["block_table"][0, unseen // page_size].long()
+                other[name][pages, unseen % page_size] = NAN
+            else:
+                other[name][0, :, unseen] = NAN
+        assert_same(ours(case, other), expected)
+
+
+@dtypes
+def test_a_key_counts_for_the_queries_that_see_it_alone(dtype):
+    """What is not finite is no score of a query that does not see it."""
+    case = Case(dtype, 40, lengths=(200,), seq_q=5, window_left=50, window_right=0)
+    t = case.tensors()
+    clean = ours(case, t)
+    t["k_cache"][0, :, 198] = NAN  # seen by the last two
+    t["k_cache"][0, :, 145] = NAN  # by the first
+    found = ours(case, t)
+    assert found["output"][:, :, [0, 3, 4]].isnan().all()
+    for name in ("output", "lse"):
+        assert torch.equal(found[name][:, :, 1:3], clean[name][:, :, 1:3])
+
+
+# ---- strides -------------------------------------------------------------------------------------
+
+STRIDED = {
+    "dense": Case(F32, 40, 24, seq_q=3, new_rows=3, window_right=0, lengths=(257, 0, 7)),
+    "paged": Case(BF16, 64, seq_q=2, new_rows=1, lengths=(257, 0, 7), page_size=7),
+    "odd": Case(BF16, 59, 9, seq_q=2, new_rows=2, lengths=(70, 3)),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_tensor_in_each_layout(layout, name):
+    case = STRIDED[name]
+    t = case.tensors()
+    expected = ours(case, t)
+    names = ["query", "key", "value"]
+    if "column" not in layout:  # what is written is dense in its last dimension
+        names += ["k_cache", "v_cache"]
+    for one in names:
+        assert_same(ours(case, t | {one: strided(t[one], layout)}), expected, one)
+    every = {one: strided(t[one], layout) for one in names}
+    assert_same(ours(case, t | every), expected)
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@pytest.mark.parametrize("layout", ["columns not dense", "every other column"])
+def test_caches_that_are_only_read_may_have_any_layout(layout, name):
+    case = replace(STRIDED[name], new_rows=-1)
+    t = case.tensors()
+    expected = ours(case, t)
+    for names in (["k_cache"], ["v_cache"], ["k_cache", "v_cache"]):
+        assert_same(ours(case, t | {n: strided(t[n], layout) for n in names}), expected)
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (0, 1), (0, 1, 2, 3)], ids=str)
+def test_expanded_tensors_are_read(dims):
+    """Stride 0 in any dimension is as good as copies, where nothing is written."""
+    case = Case(F32, 40, lengths=(30, 30), room=0, seq_q=2)
+    for of in (case, replace(case, new_rows=1, room=1)):
+        t = of.tensors()
+        for name in ("query", "key", "value") if of.new_rows > 0 else ("k_cache", "v_cache"):
+            one = t[name]
+            for dim in dims:
+                one = one.narrow(dim, 0, 1)
+            expanded = one.expand(t[name].shape)
+            copied = t | {name: expanded.contiguous()}
+            assert_same(ours(of, t | {name: expanded}), ours(of, copied), name)
+
+
+def test_a_dimension_of_one_element_has_any_stride():
+    """Also of a cache that is written: nothing is expanded or apart there."""
+    case = Case(F32, 1, lengths=(9,), heads=2, kv_heads=1, new_rows=2)
+    t = case.tensors()
+    expected = ours(case, t)
+    for strides in ((0, 0, 1, 0), (5, 7, 1, 9), (0, 1, 1, 1)):
+        views = {n: t[n].as_strided(t[n].shape, strides) for n in ("k_cache", "v_cache")}
+        assert_same(ours(case, t | views), expected, str(strides))
+
+
+def test_indices_of_any_stride():
+    case = Case(F32, 32, lengths=(9, 70, 3), new_rows=1, pads=(0, 4), page_size=16, alibi="b")
+    scattered = replace(case, page_size=0, scattered=True)
+    for of in (case, scattered):
+        t = of.tensors()
+        apart = {
+            name: t[name].repeat_interleave(2, -1)[..., ::2]
+            for name in ("cache_seqlens", "cache_leftpad", "block_table", "cache_batch_idx")
+            if name in t
+        }
+        apart["alibi_slopes"] = t["alibi_slopes"].t().contiguous().t()
+        assert_same(ours(of, t | apart), ours(of, t))
+
+
+def test_caches_in_one_tensor():
+    """k_cache and v_cache as kv[0] and kv[1], and beside each other in rows."""
+    case = Case(BF16, 32, lengths=(9, 70), new_rows=3, seq_q=2)
+    t = case.tensors()
+    expected = call(case, with_copied_caches(t))
+    for dim in range(4):
+        kv = torch.stack([t["k_cache"], t["v_cache"]], dim)
+        views = dict(zip(("k_cache", "v_cache"), kv.unbind(dim), strict=True))
+        found = call(case, t | views)
+        for one, other in zip(found, expected, strict=True):
+            assert same_bits(one, other)
+    rows = torch.cat([t["k_cache"], t["v_cache"]], -1)
+    views = dict(k_cache=rows[..., :32], v_cache=rows[..., 32:])
+    for one, other in zip(call(case, t | views), expected, strict=True):
+        assert same_bits(one, other)
+
+
+# ---- offsets beyond 32 bits ----------------------------------------------------------------------
+
+
+def far(shape, strides, dtype=BF16) -> Tensor:
+    """A tensor whose elements are far apart; the memory between them is never touched."""
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return reserved(last + 1, dtype).as_strided(shape, strides)
+
+
+@pytest.mark.parametrize("which", ["heads", "rows", "sequences"])
+def test_offsets_beyond_32_bits(which):
+    case = Case(BF16, 64, lengths=(20, 30), new_rows=1, seq_q=2, window_right=0)
+    t = case.tensors()
+    expected = call(case, with_copied_caches(t))
+    apart = {
+        "heads": (64 * 40, 2**31 + 5, 64, 1),
+        "rows": (64, 128, 2**31 // 28, 1),
+        "sequences": (2**31 + 5, 64 * 40, 64, 1),
+    }[which]
+    views = {name: far(t[name].shape, apart) for name in ("k_cache", "v_cache")}
+    for name, view in views.items():
+        view.copy_(t[name])
+    found = call(case, t | views)
+    for one, other in zip(found, expected, strict=True):
+        assert same_bits(one, other)
+
+
+def test_pages_and_caches_of_numbers_beyond_32_bits():
+    """The last of so many pages, or caches, that there are more than 2^31 elements before it."""
+    case = Case(BF16, 64, heads=2, kv_heads=1, lengths=(20,), new_rows=1, page_size=64)
+    t = case.tensors()
+    expected = call(case, with_copied_caches(t))
+    count = 2**31 // (64 * 64) + 2
+    pools = {name: far((count, 64, 1, 64), (64 * 64, 64, 64, 1)) for name in ("k_cache", "v_cache")}
+    for name, pool in pools.items():
+        pool[-1] = t[name][int(t["block_table"][0, 0])]
+    found = call(case, t | pools | dict(block_table=int32([[count - 1]])))
+    again = dict(t, cache_batch_idx=int32([count - 1]))
+    del again["block_table"]
+    dense = {name: pool.transpose(1, 2) for name, pool in pools.items()}
+    also = call(replace(case, page_size=0), again | dense)
+    for one, other, third in zip(found, expected, also, strict=True):
+        assert same_bits(one, other) and same_bits(third, other)

@@ -1,0 +1,437 @@
+"""Decoding inside torch: fakes, compile, which must not copy a cache, export, torch's switches."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+
+from onepass.functional import attention_with_kv_cache
+from tests.attention_decode.cases import (
+    BF16,
+    DTYPES,
+    F32,
+    Case,
+    call,
+    int32,
+    keywords,
+    same_bits,
+    with_copied_caches,
+)
+
+OPS = torch.ops.onepass
+
+# ---- opcheck ------------------------------------------------------------------------------------
+
+CHECKED = {
+    "plain": Case(F32, 8, seq_q=2, lengths=(5, 3)),
+    "values of other dimensions": Case(BF16, 8, 4, seq_q=2, lengths=(5, 3), window_right=0),
+    "scattered": Case(F32, 8, lengths=(5, 3), scattered=True, pads=(1,)),
+    "paged": Case(F32, 8, seq_q=3, lengths=(5, 3), page_size=2, pads=(1,)),
+    "everything": Case(
+        F32, 8, seq_q=3, lengths=(5, 3), window_left=3, window_right=0, alibi="b", sinks=F32,
+        softcap=1.0,
+    ),
+    "no keys": Case(F32, 8, lengths=(0, 0), room=0),
+}  # fmt: skip
+checked = pytest.mark.parametrize("name", CHECKED)
+
+
+def checked_arguments(case: Case):
+    """opcheck compares what was written, in which a NaN is nothing like another."""
+    t = {n: x.nan_to_num(1.0) if x.is_floating_point() else x for n, x in case.tensors().items()}
+    names = ("query", "k_cache", "v_cache", "key", "value")
+    positional = tuple(t[name] for name in names if name in t)
+    return positional, case.options() | keywords(t)
+
+
+@checked
+@pytest.mark.parametrize("out_bshd", [False, True])
+def test_opcheck(name, out_bshd):
+    positional, named = checked_arguments(CHECKED[name])
+    named |= dict(out_bshd=out_bshd)
+    torch.library.opcheck(torch.ops.onepass.attention_decode.default, positional, named)
+
+
+@checked
+@pytest.mark.parametrize("rotary, new_rows", [(None, 0), (None, 2), ("interleaved", 2)])
+@pytest.mark.grid
+def test_opcheck_append(name, rotary, new_rows):
+    case = replace(CHECKED[name], new_rows=new_rows, rotary=rotary, rotary_dim=6)
+    positional, named = checked_arguments(case)
+    named |= dict(out_bshd=new_rows == 2)
+    if rotary:
+        named |= dict(rotary_interleaved=rotary == "interleaved")
+    torch.library.opcheck(torch.ops.onepass.attention_decode_append.default, positional, named)
+
+
+# ---- fakes --------------------------------------------------------------------------------------
+
+
+def same_shape(fake, real):
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize("appends", [False, True])
+def test_fakes_have_the_shapes_dtypes_and_strides(appends, order, dtype):
+    sizes = ((2, 4, 5, 8), (2, 2, 16, 8), (2, 2, 16, 3)) + ((2, 2, 5, 8), (2, 2, 5, 3)) * appends
+    tensors = [torch.randn(size).to(dtype) for size in sizes]
+    if order == "bshd":
+        tensors[0] = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
+    used = int32([5, 3])
+
+    def results(tensors, used):
+        return attention_with_kv_cache(*tensors, cache_seqlens=used, return_lse=True)
+
+    real = results(tensors, used)
+    meta = results([t.to("meta") for t in tensors], used.to("meta"))
+    with FakeTensorMode() as mode:
+        fakes = results([mode.from_tensor(t) for t in tensors], mode.from_tensor(used))
+    assert (real[0].stride(2) > real[0].stride(1)) == (order == "bshd")
+    for outputs in (meta, fakes):
+        for fake, value in zip(outputs, real, strict=True):
+            same_shape(fake, value)
+    assert meta[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
+def test_tensors_without_data_are_checked(mode):
+    with mode:
+        q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8)
+        new, used = k[:, :, :1], torch.full((2,), 3, dtype=torch.int32)
+    attend = attention_with_kv_cache
+    for wrong in (
+        lambda: attend(q, k[..., :7], k),
+        lambda: attend(q, k, k[:, :, :4]),
+        lambda: attend(q[:, :3], k, k),
+        lambda: attend(q, k.half(), k),
+        lambda: attend(q, k, k, new, new[:, :1], cache_seqlens=used),
+        lambda: attend(q, k, k, new, new),
+        lambda: attend(q, k, k, new, new, cache_seqlens=used[:1]),
+        lambda: attend(q, k.mT.contiguous().mT, k, new, new, cache_seqlens=used),
+    ):
+        with pytest.raises(RuntimeError, match="^attention_decode(_append)?: .* must .*, got "):
+            wrong()
+
+
+@pytest.mark.parametrize("new_rows", [-1, 2])
+def test_the_ops_that_only_check(new_rows):
+    """They raise what the op would, and write nothing."""
+    case = Case(F32, 8, lengths=(5, 3), new_rows=new_rows)
+    t = case.tensors()
+    named = case.options() | keywords(t)
+    positional = [t[n] for n in ("query", "k_cache", "v_cache", "key", "value") if n in t]
+    check = OPS.attention_decode_check if new_rows < 0 else OPS.attention_decode_append_check
+    before = with_copied_caches(t)
+    assert check(*positional, **named) is None
+    with pytest.raises(RuntimeError, match="^attention_decode(_append)?: window_left must be"):
+        check(*positional, **named | dict(window_left=-3))
+    for name in ("k_cache", "v_cache"):
+        assert same_bits(t[name], before[name])
+
+
+# ---- compile ------------------------------------------------------------------------------------
+
+
+def decode(query, k_cache, v_cache, key, value, used, **options):
+    y, lse = attention_with_kv_cache(
+        query, k_cache, v_cache, key, value, cache_seqlens=used, is_causal=True, return_lse=True,
+        **options,
+    )  # fmt: skip
+    return y.transpose(1, 2).flatten(2), lse
+
+
+def step_tensors(seq, batch=2, max_seq=64, dim=8):
+    sizes = dict(query=(4, seq), key=(2, seq), value=(2, seq))
+    return {name: torch.randn(batch, *size, dim) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compile_fullgraph_with_dynamic_shapes(backend):
+    """One graph serves every number of queries and new rows, every length and every batch."""
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(decode, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    # No two sizes alike at first, or torch takes them for one.
+    for seq, batch, used in ((5, 3, [0, 3, 40]), (2, 2, [5, 8]), (17, 6, [7, 0, 40, 1, 2, 9])):
+        caches = [torch.randn(batch, 2, 64, 8) for _ in range(2)]
+        copies = [cache.clone() for cache in caches]
+        t = step_tensors(seq, batch) | dict(used=int32(used))
+        found = compiled(k_cache=caches[0], v_cache=caches[1], **t)
+        expected = decode(k_cache=copies[0], v_cache=copies[1], **t)
+        for one, other in zip((*found, *caches), (*expected, *copies), strict=True):
+            assert same_bits(one, other)
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[-1]
+
+
+def test_compile_counts_no_tokens():
+    """Lengths that grow step by step, as tensors or as a number, compile nothing anew."""
+    for as_tensor in (True, False):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(decode, fullgraph=True, backend=counter)
+        caches = [torch.zeros(2, 2, 64, 8) for _ in range(2)]
+        frames = []
+        for used in range(3, 12):
+            t = step_tensors(1) | dict(used=int32([used] * 2) if as_tensor else used)
+            compiled(k_cache=caches[0], v_cache=caches[1], **t)
+            frames.append(counter.frame_count)
+        assert frames[2] == frames[-1]
+
+
+def test_compile_with_pages_and_rotation():
+    case = Case(F32, 16, lengths=(5, 0), new_rows=2, seq_q=2, window_right=0, page_size=4,
+                rotary="halves", alibi="", sinks=F32)  # fmt: skip
+    t = case.tensors()
+    expected, eager = call(case, with_copied_caches(t)), with_copied_caches(t)
+    call(case, eager)
+
+    def step(t):
+        return attention_with_kv_cache(
+            t["query"], t["k_cache"], t["v_cache"], t["key"], t["value"], is_causal=True,
+            cache_seqlens=t["cache_seqlens"], block_table=t["block_table"], scale=case.scale,
+            rotary_cos=t["rotary_cos"], rotary_sin=t["rotary_sin"], rotary_interleaved=False,
+            alibi_slopes=t["alibi_slopes"], sinks=t["sinks"], return_lse=True,
+        )  # fmt: skip
+
+    for dynamic in (False, True):
+        own = with_copied_caches(t)
+        found = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")(own)
+        for one, other in zip(found, expected, strict=True):
+            assert same_bits(one, other)
+        for name in ("k_cache", "v_cache"):
+            assert same_bits(own[name], eager[name])
+
+
+# ---- no cache is copied -------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    """One that has its caches as buffers, in one tensor or in two."""
+
+    def __init__(self, together: bool, max_seq: int = 4096):
+        super().__init__()
+        self.together = together
+        if together:
+            self.register_buffer("kv", torch.zeros(2, 2, 2, max_seq, 8))
+        else:
+            self.register_buffer("k_cache", torch.zeros(2, 2, max_seq, 8))
+            self.register_buffer("v_cache", torch.zeros(2, 2, max_seq, 8))
+        self.register_buffer("used", torch.zeros(2, dtype=torch.int32))
+
+    def caches(self):
+        return self.kv.unbind(0) if self.together else (self.k_cache, self.v_cache)
+
+    def forward(self, query, key, value):
+        y, _ = decode(query, *self.caches(), key, value, self.used)
+        self.used += key.shape[2]
+        return y
+
+
+def allocated(function, *arguments) -> int:
+    """The bytes that a call takes from torch's allocator, whether it gives them back or not."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        function(*arguments)
+    events = found.profiler.kineto_results.events()
+    return sum(max(e.nbytes(), 0) for e in events if e.name() == "[memory]")
+
+
+def test_the_bytes_are_counted():
+    assert allocated(lambda x: x.clone(), torch.zeros(4096)) >= 16384
+
+
+def stacked(query, kv, key, value, used):
+    return decode(query, kv[0], kv[1], key, value, used)
+
+
+def beside(query, kv, key, value, used):
+    return decode(query, kv[..., :8], kv[..., 8:], key, value, used)
+
+
+def twice(query, kv, key, value, used):
+    """Two steps in one graph, the second of which reads what the first has written."""
+    first = decode(query, kv[0], kv[1], key, value, used)[0]
+    return first, decode(query, kv[0], kv[1], key, value, used + key.shape[2])[0]
+
+
+def layers(query, keys, values, key, value, used):
+    """A tensor of keys and one of values for all layers."""
+    pairs = zip(keys.unbind(0), values.unbind(0), strict=True)
+    return tuple(decode(query, k, v, key, value, used)[0] for k, v in pairs)
+
+
+def ways() -> dict:
+    """How a program may hold its caches: (the step, what it takes beside query, key, value)."""
+    one = lambda: torch.zeros(2, 2, 4096, 8)  # noqa: E731
+    kv = lambda: torch.zeros(2, 2, 2, 4096, 8)  # noqa: E731
+    return {
+        "two inputs": (decode, lambda: (one(), one())),
+        "two views as inputs": (decode, lambda: tuple(kv().unbind(0))),
+        "one input, kv[0] and kv[1]": (stacked, lambda: (kv(),)),
+        "one input, two steps": (twice, lambda: (kv(),)),
+        "one input, beside each other": (beside, lambda: (torch.zeros(2, 2, 4096, 16),)),
+        "two inputs, of layers": (layers, lambda: (kv(), kv())),
+        "buffers": (Layer(False), lambda: ()),
+        "one buffer": (Layer(True), lambda: ()),
+    }
+
+
+# Inductor copies inputs that are parts of one tensor, whatever the operator.
+COPIED = "two views as inputs"
+# Where sizes are dynamic, it loses where a selected part begins (pytorch/pytorch#198068).
+LOST = (COPIED, "one input, kv[0] and kv[1]", "one input, two steps", "two inputs, of layers")
+CACHES = 2 * 2 * 2 * 4096 * 8 * 4  # bytes
+
+
+def run_both(step, held, how: str):
+    """A compiled step and its arguments, after one call that gave what eager does."""
+    backend, _, dynamic = how.partition(", ")
+    run = step
+    if backend != "eager":
+        run = torch.compile(step, fullgraph=True, dynamic=bool(dynamic), backend=backend)
+    t = step_tensors(1)
+    for x in held:
+        x.normal_()
+    own = [x.clone() for x in held]
+    more = () if isinstance(step, Layer) else (int32([5, 3]),)
+    given = [t["query"], *held, t["key"], t["value"], *more]
+    found = run(*given)
+    if not isinstance(step, Layer):  # whose buffers are what they were no more
+        expected = step(t["query"], *own, t["key"], t["value"], *more)
+        for one, other in zip((*found, *held), (*expected, *own), strict=True):
+            assert same_bits(one, other)
+    return run, given
+
+
+@pytest.fixture
+def compiled_anew():
+    """Nothing is known from other tests, or from other runs of this one."""
+    torch._dynamo.reset()
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._dynamo.config.patch(automatic_dynamic_local_pgo=False),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def uncopied() -> list[tuple[str, str]]:
+    """Ways, and how they may be run, in which torch itself keeps caches where they are."""
+    copied = {"eager": (), "inductor": (COPIED,), "inductor, dynamic": LOST}
+    return [(name, how) for how, names in copied.items() for name in ways() if name not in names]
+
+
+@pytest.mark.parametrize("name, how", uncopied())
+@pytest.mark.grid
+def test_an_append_copies_no_cache(name, how, compiled_anew):
+    """Not under functionalisation either, which knows no other way to write into an input."""
+    step, caches = ways()[name]
+    run, arguments = run_both(step, caches(), how)
+    assert allocated(run, *arguments) < CACHES / 8
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_parts_of_a_larger_cache_are_written_where_they_are(name, compiled_anew):
+    """Or refused: what torch would write elsewhere is not written."""
+    step, caches = ways()[name]
+    try:
+        run_both(step, caches(), "inductor, dynamic")
+    except RuntimeError as error:
+        assert re.search("attention_decode_append: [kv]_cache must (begin|not lie)", str(error))
+
+
+def test_caches_of_layers_as_inputs(compiled_anew):
+    """One compiled step for parts of larger tensors that begin anywhere."""
+    compiled = torch.compile(decode, fullgraph=True)
+    keys, values = (torch.randn(3, 2, 2, 64, 8) for _ in range(2))
+    own = keys.clone(), values.clone()
+    for seq in (1, 3, 5):
+        t = step_tensors(seq) | dict(used=int32([5, 3]))
+        for layer in range(3):
+            found = compiled(k_cache=keys[layer], v_cache=values[layer], **t)
+            expected = decode(k_cache=own[0][layer], v_cache=own[1][layer], **t)
+            for one, other in zip((*found, keys, values), (*expected, *own), strict=True):
+                assert same_bits(one, other)
+
+
+def test_a_compiled_module_generates_as_in_eager():
+    torch._dynamo.reset()
+    layers = [Layer(True, 64), Layer(True, 64)]
+    compiled = torch.compile(layers[0], fullgraph=True)
+    with torch.no_grad():
+        for seq in (7, 1, 1, 3, 1):
+            t = step_tensors(seq)
+            found, expected = (of(**t) for of in (compiled, layers[1]))
+            assert same_bits(found, expected)
+            assert same_bits(layers[0].kv, layers[1].kv)
+            assert torch.equal(layers[0].used, layers[1].used)
+    assert layers[0].used.tolist() == [13, 13]
+
+
+def test_export_with_caches_that_are_buffers():
+    seq = torch.export.Dim("seq", min=2, max=20)
+    layer = Layer(True, 64)
+    t = step_tensors(5)
+    shapes = {name: {2: seq} for name in t}
+    with torch.no_grad():
+        program = torch.export.export(layer, (), t, dynamic_shapes=shapes, strict=False)
+        exported = program.module()
+        eager = Layer(True, 64)
+        for rows in (9, 2, 5):
+            t = step_tensors(rows)
+            assert same_bits(exported(**t), eager(**t))
+        assert same_bits(exported.kv, eager.kv)
+
+
+# ---- torch's switches ---------------------------------------------------------------------------
+
+
+def test_a_written_cache_is_another_version():
+    """As torch's functions that write in place: what autograd has saved is known to be stale."""
+    t = step_tensors(1)
+    caches = [torch.zeros(2, 2, 9, 8) for _ in range(2)]
+    weight = torch.ones(8, requires_grad=True)
+    y = (weight * caches[0]).sum()
+    before = [cache._version for cache in caches]
+    with torch.no_grad():
+        decode(t["query"], *caches, t["key"], t["value"], 3)
+    assert all(c._version > v for c, v in zip(caches, before, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_reading_changes_no_version():
+    caches = [torch.zeros(2, 2, 9, 8) for _ in range(2)]
+    attention_with_kv_cache(torch.randn(2, 4, 1, 8), *caches, cache_seqlens=3)
+    assert [cache._version for cache in caches] == [0, 0]
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        t = step_tensors(1)
+        caches = [torch.zeros(2, 2, 9, 8) for _ in range(2)]
+        y, _ = decode(t["query"], *caches, t["key"], t["value"], 3)
+        assert y.is_inference()
+        assert torch.equal(caches[0][:, :, 3:4], t["key"])
+
+
+def test_deterministic_algorithms():
+    case = Case(F32, 16, lengths=(5, 300), new_rows=1)
+    t = case.tensors()
+    expected = call(case, with_copied_caches(t))
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = call(case, with_copied_caches(t))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(found, expected, strict=True):
+        assert same_bits(one, other)

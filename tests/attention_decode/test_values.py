@@ -1,0 +1,383 @@
+"""Attention against a KV cache: values of every option and of their combinations.
+
+Every result, and every row that was appended, is held to the reference in float64 by the numerics
+rule; `base` is torch's function on each sequence's gathered keys where it has one. What is no key
+is NaN, and what was not to be written is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onepass import numerics, reference
+from tests.attention_decode.cases import (
+    DTYPES,
+    F32,
+    Case,
+    assert_same,
+    call,
+    check,
+    int32,
+    ours,
+    pairwise,
+)
+
+pytestmark = pytest.mark.isa
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+# Nothing, one key, a page of 16 and one less and more, likewise tiles and chunks (256 on CPU, 128
+# on CUDA).
+LENGTHS = (0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 511, 513, 1000)
+GROUPS = [(1, 1), (4, 1), (8, 2), (6, 6), (12, 4)]  # heads, kv_heads
+HEAD_DIMS = (1, 8, 40, 59, 64, 111, 128, 256, 512)
+QUERIES = (1, 2, 3, 7, 16, 17)
+WINDOWS = [(-1, -1), (-1, 0), (60, 0), (33, 17), (3, 130), (0, 0), (2000, 0), (-1, 5)]
+
+# ---- one thing at a time -------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("new_rows", [-1, 1, 3])
+@pytest.mark.grid(2)
+def test_lengths(new_rows, page_size, dtype):
+    case = Case(dtype, lengths=LENGTHS, new_rows=new_rows, page_size=page_size)
+    check(case)
+    check(replace(case, seq_q=3, window_right=0))
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_long_caches(page_size, dtype):
+    """Beyond 4,096 and 16,384 rows, beside short ones."""
+    case = Case(dtype, 64, heads=4, kv_heads=1, lengths=(4321, 2), page_size=page_size)
+    check(replace(case, seq_q=2, window_right=0, new_rows=1))
+    check(replace(case, head_dim=40, heads=2, lengths=(130, 16_500), new_rows=1))
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dims(head_dim, dtype):
+    check(Case(dtype, head_dim, seq_q=2, lengths=(130, 9), new_rows=2, window_right=0))
+
+
+@dtypes
+@pytest.mark.parametrize("value_dim", [1, 24, 59, 128, 512])
+@pytest.mark.parametrize("head_dim", [1, 64, 192])
+@pytest.mark.grid(2)
+def test_value_dims(head_dim, value_dim, dtype):
+    check(Case(dtype, head_dim, value_dim, lengths=(40, 131), page_size=7, new_rows=1))
+
+
+@dtypes
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("seq_q", QUERIES)
+@pytest.mark.grid(5)
+def test_groups_and_queries(seq_q, group, dtype):
+    heads, kv_heads = group
+    case = Case(dtype, 32, heads=heads, kv_heads=kv_heads, seq_q=seq_q, lengths=(140, 5))
+    check(case)
+    check(replace(case, window_right=0, new_rows=seq_q))
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "seq_q, heads, kv_heads", [(64, 4, 2), (65, 4, 2), (129, 2, 2), (40, 8, 1)]
+)
+def test_many_queries(seq_q, heads, kv_heads, dtype):
+    """Blocks of query rows as pieces of work, from 129 rows of a kv head on."""
+    case = Case(
+        dtype, 40, 24, seq_q=seq_q, heads=heads, kv_heads=kv_heads, lengths=(140, 600, 0, 5)
+    )
+    check(case)
+    check(replace(case, window_right=0, new_rows=seq_q, page_size=16, pads=(3, 0), rotary="halves"))
+    check(replace(case, window_left=20, window_right=0, new_rows=3, sinks=F32, softcap=3.0))
+    check(replace(case, alibi="b", scattered=True))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("seq_q", [1, 16])
+def test_windows(seq_q, window):
+    left, right = window
+    case = Case(F32, 32, seq_q=seq_q, window_left=left, window_right=right)
+    for new_rows in (-1, seq_q):
+        check(replace(case, lengths=(0, 1, 20, 64, 257, 300), new_rows=new_rows))
+
+
+@dtypes
+@pytest.mark.parametrize("alibi", ["", "b"])
+def test_slopes(alibi, dtype):
+    check(Case(dtype, 32, seq_q=3, alibi=alibi, window_right=0, new_rows=3))
+    check(Case(dtype, 32, seq_q=3, alibi=alibi))  # keys on both sides of the query
+
+
+@dtypes
+@pytest.mark.parametrize("softcap", [0.5, 20.0])
+def test_softcap(softcap, dtype):
+    check(Case(dtype, 32, seq_q=3, softcap=softcap, factor=4.0))
+
+
+@dtypes
+def test_sinks(dtype):
+    for sinks in {F32, dtype}:
+        check(Case(dtype, 32, seq_q=5, sinks=sinks, window_right=0, lengths=(0, 3, 70)))
+
+
+@dtypes
+@pytest.mark.parametrize("options", [dict(scattered=True), dict(page_size=16)], ids=str)
+def test_padding_and_scattered_sequences(options, dtype):
+    check(Case(dtype, 32, seq_q=2, pads=(0, 3, 1, 40), new_rows=2, window_right=0, **options))
+    check(Case(dtype, 32, pads=(17,), **options))
+
+
+@dtypes
+def test_new_rows_that_are_not_the_querys(dtype):
+    """Fewer, more, none: the last query is at the last key."""
+    for new_rows in (0, 1, 2, 9, 40):
+        for window_right in (-1, 0):
+            check(Case(dtype, 32, seq_q=2, new_rows=new_rows, window_right=window_right))
+    check(Case(dtype, 32, seq_q=7, new_rows=2, lengths=(0, 1, 4, 5), window_right=0))
+
+
+@dtypes
+def test_the_whole_cache_without_lengths(dtype):
+    case = Case(dtype, 32, seq_q=2, lengths=(90, 90), room=0, window_right=0)
+    t = case.tensors()
+    expected = ours(case, t)
+    del t["cache_seqlens"]
+    assert_same(ours(case, t), expected)
+    case = replace(case, page_size=15)
+    t = case.tensors()
+    t["block_table"] = t["block_table"][:, :6]
+    expected = ours(case, t)
+    del t["cache_seqlens"]
+    assert_same(ours(case, t), expected)
+
+
+# ---- rotary embedding ----------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("rotary", ["interleaved", "halves"])
+@pytest.mark.parametrize("rotary_dim", [0, 2, 16, 26])
+@pytest.mark.grid(2)
+def test_rotary(rotary_dim, rotary, dtype):
+    for rotary_dtype in {F32, dtype}:
+        case = Case(dtype, 40, seq_q=3, new_rows=3, rotary=rotary, rotary_dim=rotary_dim,
+                    rotary_dtype=rotary_dtype, lengths=(0, 5, 257))  # fmt: skip
+        check(case)  # every query at the first new row
+        check(replace(case, window_right=0))
+        check(replace(case, window_left=50, page_size=7))
+
+
+@pytest.mark.parametrize("head_dim", [2, 8, 59, 64, 111, 128, 512])
+@pytest.mark.parametrize("rotary", ["interleaved", "halves"])
+@pytest.mark.grid
+def test_rotary_of_head_dims(rotary, head_dim):
+    for dtype in DTYPES:
+        check(Case(dtype, head_dim, new_rows=2, rotary=rotary, lengths=(30, 7), page_size=16))
+
+
+@dtypes
+def test_rotary_counts_rows_of_the_cache(dtype):
+    """Padding included."""
+    case = Case(dtype, 32, new_rows=2, seq_q=2, window_right=0, rotary="interleaved")
+    check(replace(case, pads=(5, 0, 40, 1)))
+    check(replace(case, pads=(5, 0, 40, 1), scattered=True))
+
+
+@dtypes
+def test_rotary_of_more_queries_than_new_rows(dtype):
+    for new_rows in (0, 1, 5):
+        for window in (-1, 0):
+            check(Case(dtype, 32, seq_q=3, new_rows=new_rows, rotary="halves", window_right=window))
+
+
+@dtypes
+def test_rotary_by_zero_changes_nothing(dtype):
+    case = Case(dtype, 32, new_rows=2, seq_q=2, window_right=0)
+    t = case.tensors()
+    expected = ours(case, t)
+    cos = torch.ones(270, 9, dtype=dtype)
+    for rotary in ("interleaved", "halves"):
+        rotated = t | dict(rotary_cos=cos, rotary_sin=torch.zeros_like(cos))
+        assert_same(ours(replace(case, rotary=rotary), rotated), expected)
+
+
+@dtypes
+def test_rotary_leaves_the_other_dimensions(dtype):
+    case = Case(dtype, 40, new_rows=3, rotary="halves", rotary_dim=10)
+    t = case.tensors()
+    found = ours(case, t)["k_cache"]
+    assert torch.equal(found[..., 10:], t["key"][..., 10:])
+    assert not torch.equal(found[1:, ..., :10], t["key"][1:, ..., :10])
+
+
+# ---- replay --------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 1, 7, 16])
+@pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
+def test_replay_position_by_position(rotary, page_size, dtype):
+    """Token by token, and by several at once, as the dense causal operator of the whole."""
+    batch, heads, kv_heads, seq, dim = 2, 4, 2, 70, 40
+    q, k, v = (torch.randn(batch, h, seq, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
+    angle = torch.arange(seq)[:, None] * 100.0 ** (-torch.arange(12) / 12)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    case = Case(dtype, dim, window_right=0, rotary=rotary)
+    t = {}
+    if page_size:
+        pages = -(-seq // page_size)
+        t["block_table"] = torch.randperm(batch * pages).int().view(batch, pages)
+        size = (batch * pages, page_size, kv_heads, dim)
+    else:
+        size = (batch, kv_heads, seq, dim)
+    t |= {name: torch.full(size, float("nan")).to(dtype) for name in ("k_cache", "v_cache")}
+    if rotary:
+        t |= dict(rotary_cos=cos, rotary_sin=sin)
+
+    def replay(steps):
+        outputs, lses, first = [], [], 0
+        for step in steps:
+            new = {name: x[:, :, first : first + step] for name, x in (("key", k), ("value", v))}
+            new |= dict(query=q[:, :, first : first + step], cache_seqlens=int32([first] * batch))
+            output, lse = call(case, t | new)
+            outputs.append(output)
+            lses.append(lse)
+            first += step
+        assert first == seq
+        return dict(output=torch.cat(outputs, 2), lse=torch.cat(lses, 2))
+
+    options = dict(window_right=0, scale=case.scale)
+    if rotary:
+        turn = reference.attention_decode.rotate
+        wide = [turn(x.double(), cos, sin, rotary == "interleaved") for x in (q, k)]
+        own = [turn(x, cos, sin, rotary == "interleaved") for x in (q, k)]
+    else:
+        wide, own = [q.double(), k.double()], [q, k]
+    ref = reference.attention.attention(*wide, v.double(), **options)
+    single = reference.attention.attention(*(x.float() for x in own), v.float(), **options)
+    stock = F.scaled_dot_product_attention(
+        *own, v, is_causal=True, scale=case.scale, enable_gqa=True
+    )
+    for steps in ([1] * seq, [1, 2, 3, 5, 16, 1, 17, 25]):
+        found = replay(steps)
+        numerics.assert_close(found["output"], ref[0], stock, "output")
+        numerics.assert_close(found["lse"], ref[1], single[1], "lse")
+        if not rotary:  # what is cached is what was given
+            dense = torch.ops.onepass.attention_forward(q, k, v, **options)
+            numerics.assert_close(found["output"], ref[0], dense[0], "ours, dense")
+
+
+# ---- everything with everything ------------------------------------------------------------------
+
+# Any two values of any two options occur together at least once.
+AXES = dict(
+    lengths=[(0, 1, 257), (15, 16, 17), (6, 7, 8), (63, 64, 65), (127, 128), (511,), (513, 3),
+             (1000, 2)],
+    head_dim=HEAD_DIMS,
+    seq_q=QUERIES,
+    window=WINDOWS[:6],
+    page_size=[0, 0, 1, 7, 16, 64],
+    group=GROUPS,
+    new_rows=[-1, 0, 1, 5, "seq_q"],
+    rotary=[None, None, ("interleaved", 0, None), ("halves", 0, F32), ("interleaved", 6, F32),
+            ("halves", 6, None)],
+    dtype=DTYPES,
+    pads=[(), (0, 3, 70), (1,)],
+    alibi=[None, "", "b"],
+    sinks=[None, F32, "dtype"],
+    softcap=[0.0, 2.0],
+    value_dim=[0, 24],
+    scattered=[False, True],
+    out_bshd=[False, True],
+)  # fmt: skip
+
+
+def combination(row: dict) -> Case:
+    row = dict(row)
+    (left, right), (heads, kv_heads) = row.pop("window"), row.pop("group")
+    if row["new_rows"] == "seq_q":
+        row["new_rows"] = row["seq_q"]
+    if row["sinks"] == "dtype":
+        row["sinks"] = row["dtype"]
+    rotary = row.pop("rotary")
+    if rotary and row["new_rows"] >= 0 and row["head_dim"] > 6:
+        row |= dict(zip(("rotary", "rotary_dim", "rotary_dtype"), rotary, strict=True))
+    return Case(window_left=left, window_right=right, heads=heads, kv_heads=kv_heads, **row)
+
+
+@pytest.mark.parametrize("row", pairwise(AXES), ids=lambda row: "-".join(map(str, row.values())))
+def test_pairs_of_options(row):
+    check(combination(row))
+
+
+@st.composite
+def cases(draw) -> Case:
+    dtype, kv_heads = draw(st.sampled_from(DTYPES)), draw(st.integers(1, 3))
+    new_rows = draw(st.integers(-1, 20))
+    head_dim = draw(st.integers(1, 140))
+    window = st.one_of(st.just(-1), st.integers(0, 250))
+    return Case(
+        dtype,
+        head_dim,
+        draw(st.one_of(st.just(0), st.integers(1, 140))),
+        heads=kv_heads * draw(st.integers(1, 5)),
+        kv_heads=kv_heads,
+        seq_q=draw(st.integers(1, 20)),
+        lengths=tuple(draw(st.lists(st.integers(0, 300), min_size=1, max_size=4))),
+        new_rows=new_rows,
+        page_size=draw(st.sampled_from([0, 0, 1, 3, 16, 50])),
+        pads=tuple(draw(st.lists(st.integers(0, 90), max_size=3))),
+        scattered=draw(st.booleans()),
+        room=draw(st.integers(0, 9)),
+        window_left=draw(window),
+        window_right=draw(st.one_of(st.just(0), window)),
+        softcap=draw(st.sampled_from([0.0, 0.0, 1.5, 30.0])),
+        alibi=draw(st.sampled_from([None, "", "b"])),
+        sinks=draw(st.sampled_from([None, dtype, F32])),
+        rotary=draw(st.sampled_from([None, "interleaved", "halves"])) if new_rows >= 0 else None,
+        rotary_dim=2 * draw(st.integers(0, head_dim // 2)),
+        rotary_dtype=draw(st.sampled_from([None, F32])),
+        out_bshd=draw(st.booleans()),
+        factor=draw(st.sampled_from([0.3, 1.0, 1.3])),
+        draw=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(case=cases())
+def test_any_combination(case):
+    check(case)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(case=cases(), data=st.data())
+def test_any_storage(case, data):
+    """The same keys in other rows, caches or pages: the same bits, for any number of threads."""
+    case = replace(case, pads=(), rotary=None)
+    other = replace(
+        case,
+        page_size=data.draw(st.integers(0, 40)),
+        pads=tuple(data.draw(st.lists(st.integers(0, 70), max_size=3))),
+        scattered=data.draw(st.booleans()),
+        room=data.draw(st.integers(0, 200)),
+        out_bshd=data.draw(st.booleans()),
+    )
+    expected = ours(case)
+    torch.set_num_threads(data.draw(st.sampled_from([1, 1, 1, 3])))
+    assert_same(ours(other), expected)
+
+
+def test_the_default_scale_is_not_assumed():
+    case = Case(F32, 16, seq_q=2, factor=0.0, lengths=(9, 9))
+    t = case.tensors()
+    mean = t["v_cache"][:, :, :9].mean(2).repeat_interleave(2, 1)[:, :, None].expand(2, 4, 2, 16)
+    torch.testing.assert_close(ours(case, t)["output"], mean)

@@ -1,0 +1,225 @@
+"""`onepass bench attention`: useful operations, ceilings, goals, what each variant is given."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fnmatch import fnmatch
+
+import pytest
+import torch
+
+from onepass.bench import attention, attention_parts, harness, report
+from onepass.bench import case as cases
+from onepass.bench.case import Case, Goal, Row
+from onepass.bench.ceilings import Ceilings
+from tests.bench.test_harness import run
+
+LIMITS = Ceilings(2, 1 << 20, 10.0, 20.0, 100.0, 400.0)
+
+
+def parts(case: Case) -> tuple[str, torch.dtype, tuple[int, ...], str]:
+    """(kind, dtype, (batch, heads, seq, head_dim), phase)."""
+    _, kind, dtype, shape, phase = case.name.split("/")
+    return kind, getattr(torch, dtype), tuple(map(int, shape.split("x"))), phase
+
+
+def with_flops(quick: bool = False) -> list[Case]:
+    return [case for case in attention.cases(quick) if case.flops is not None]
+
+
+# ---- useful operations ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seq", [1, 7, 64])
+@pytest.mark.parametrize("window", [None, 1, 5, 64, 100])
+def test_pairs_by_counting(seq, window):
+    square = torch.ones(seq, seq, dtype=torch.bool)
+    seen = square.tril() if window is None else square.tril().triu(1 - window)
+    assert attention_parts.pairs(seq, True, window) == int(seen.sum())
+    assert attention_parts.pairs(seq) == seq * seq
+
+
+def seen_by_queries(kind: str, batch: int, seq: int) -> torch.Tensor:
+    """(batch, seq, seq): which keys each query sees, written down independently."""
+    square = torch.ones(batch, seq, seq, dtype=torch.bool)
+    if kind.startswith("window"):
+        return square.tril().triu(1 - attention.WINDOW)
+    if kind.endswith("causal") or kind.startswith("grouped"):
+        return square.tril()
+    if kind == "padding-mask":
+        square[::2, :, seq - seq // 4 :] = False
+    if kind == "packed":
+        for sequence, share in zip(square, attention_parts.FILL, strict=True):
+            sequence[int(seq * share) :] = False
+            sequence[:, int(seq * share) :] = False
+    return square
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_operations_of_every_case_by_counting(quick):
+    """Two products forward, five backward, of head_dim multiply-adds for a pair and head."""
+    products = {"forward": 2, "backward": 5, "forward+backward": 7}
+    for case in with_flops(quick):
+        kind, _, (batch, heads, seq, head_dim), phase = parts(case)
+        counted = int(seen_by_queries(kind, batch, seq).sum())
+        expected = 2 * products[phase] * counted * heads * head_dim
+        if kind == "multihead":  # four projections, each with two products backward
+            expected += 4 * 3 * 2 * batch * seq * (heads * head_dim) ** 2
+        assert case.flops == expected, case.name
+
+
+def test_the_packed_batch_is_half_full():
+    assert sum(attention_parts.FILL) == len(attention_parts.FILL) / 2 == attention.PACKED[0] / 2
+
+
+# ---- ceilings ------------------------------------------------------------------------------------
+
+
+def row_of(case: Case, limits: Ceilings = LIMITS) -> Row:
+    times = {"ours": [2.0, 1.0, 4.0], "eager": [2.0, 2.0, 2.0]}
+    times |= {name: [1.0] * 3 for name in case.operator.others}
+    timing = harness.Timing(times, dict.fromkeys(times, 1), dict.fromkeys(times, 0.0))
+    return Row(case, timing, "", 0.5, "", 0, limits.arithmetic_gflops(case.dots))
+
+
+def test_share_is_of_the_fastest_round_and_of_the_unit_that_computes(capsys):
+    for case in with_flops():
+        dtype = parts(case)[1]
+        row = row_of(replace(case, flops=50 * 10**9))
+        assert row.gflops == 50.0
+        assert row.share == (0.125 if dtype is torch.bfloat16 else 0.5)
+        without = replace(LIMITS, bf16_dot_gflops=0.0)
+        assert row_of(replace(case, flops=50 * 10**9), without).share == 0.5
+        written = row.to_dict()
+        assert written["share_of_arithmetic"] == row.share and written["gflops"] == 50.0
+        assert written["times"]["ours"]["fastest_us"] == 1e6
+    report.print_tables([row])
+    printed = capsys.readouterr().out
+    assert "GFLOP/s" in printed and " 50 " in printed and "50%" in printed
+
+
+def test_a_share_needs_a_measured_ceiling():
+    case = next(iter(with_flops(quick=True)))
+    assert cases.measure(case, seconds=0, compiled=False, places=1).share is None
+    assert row_of(case, replace(LIMITS, fma_gflops=None)).share is None
+
+
+# ---- goals ---------------------------------------------------------------------------------------
+
+
+def test_goals_of_avx2():
+    goals = {
+        (kind, dtype, shape, phase): attention.goal("avx2", kind, shape, dtype, phase)
+        for kind, dtype, shape, phase in map(parts, with_flops())
+        if kind in ("causal", "full")
+    }
+    with_goal = {of for of, goal in goals.items() if goal != Goal()}
+    rows = len(attention._AVX2_FLOAT32)
+    assert len(with_goal) == rows * len(attention.DTYPES) * 2, "forward and backward of each row"
+    assert goals["causal", torch.float32, (1, 8, 512, 64), "backward"] == Goal(2.2, share=0.75)
+    assert goals["full", torch.float32, (1, 4, 2048, 128), "forward"] == Goal(1.1, share=0.80)
+    assert goals["causal", torch.bfloat16, (1, 4, 1024, 128), "forward"] == Goal(1.7, share=0.62)
+    assert goals["full", torch.bfloat16, (1, 4, 2048, 64), "forward"] == Goal(share=0.80)
+    assert goals["causal", torch.float16, (2, 8, 128, 64), "backward"] == Goal(18.0, share=0.66)
+
+
+def test_goals_of_avx512():
+    found = {
+        (kind, shape[2], shape[3], dtype, phase): attention.goal(
+            "avx512_bf16", kind, shape, dtype, phase
+        )
+        for kind, dtype, shape, phase in map(parts, with_flops())
+        if kind in ("causal", "full")
+    }
+    for (kind, seq, dtype, phase), factor in attention._AVX512.items():
+        goals = {
+            goal
+            for (of, length, _, *rest), goal in found.items()
+            if of == kind and rest == [dtype, phase] and seq in (None, length)
+        }
+        assert goals == {Goal(factor)}
+    assert found["causal", 128, 64, torch.float32, "forward"] == Goal()
+
+
+def test_goals_of_every_level_belong_to_a_case():
+    by_kind = {}
+    for case in with_flops():
+        by_kind.setdefault(parts(case)[0], []).append(case.goal)
+    assert set(by_kind["packed"]) == {attention._PACKED}
+    assert set(by_kind["bias"]) == {attention._BIAS}
+    assert set(by_kind["window-256"]) == {attention._WINDOW}
+    for kind in ("causal", "full"):
+        dropped = by_kind[f"dropout-{kind}"]
+        assert {goal.eager for goal in dropped} == {None, *attention._DROPOUT[kind].values()}
+        assert sum("no dropout" in goal.others for goal in dropped) == 2
+    for case in with_flops():
+        assert case.goal.others.keys() <= case.operator.others.keys()
+    assert all(case.goal == Goal() for case in attention.cases(quick=True))
+
+
+# ---- what runs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_case_names_are_unique_and_carry_the_family(quick):
+    names = [case.name for case in attention.cases(quick)]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith("attention/") for name in names)
+
+
+def test_long_cases_are_checked_on_less():
+    """The reference keeps the square: of every case it has to be small enough."""
+    for case in with_flops():
+        kind, dtype, (batch, heads, seq, head_dim), phase = parts(case)
+        if case.make_checked is None:
+            assert batch * heads * seq * seq <= attention_parts.CHECKED_SCORES or kind == "packed"
+            continue
+        query, key, value = case.make_checked()
+        assert query.shape == key.shape == value.shape
+        assert query.shape[1] * query.shape[2] ** 2 <= attention_parts.CHECKED_SCORES
+        assert query.shape[2] == min(seq, 2048) and query.shape[3] == head_dim
+        assert query.dtype is dtype and query.requires_grad == (phase != "forward")
+
+
+def test_torch_has_the_packed_batch_padded(monkeypatch):
+    """Ours is never called with padding, torch's never without, and both get all gradients."""
+    case = next(
+        case
+        for case in with_flops(quick=True)
+        if parts(case)[0::3] == ("packed", "forward+backward")
+    )
+    seen = {"ours": set(), "stock": set()}
+
+    def watched(name: str):
+        function = getattr(case.operator, name)
+
+        def call(*tensors):
+            seen[name].add(tuple(tensors[0].shape))
+            return function(*tensors)
+
+        return call
+
+    operator = replace(case.operator, ours=watched("ours"), stock=watched("stock"))
+    row = cases.measure(replace(case, operator=operator), seconds=0, compiled=False, places=1)
+    assert not row.check
+    batch, heads, seq, head_dim = parts(case)[2]
+    assert seen["stock"] == {(batch, heads, seq, head_dim)}
+    assert seen["ours"] == {(batch * seq // 2, heads, head_dim)}
+
+
+# Of every variant the case that has all of it; the others repeat its parts.
+@pytest.mark.parametrize("glob", ["*/forward+backward", pytest.param("*", marks=pytest.mark.slow)])
+def test_quick_runs_every_case(capsys, glob):
+    """On one thread, since threads that wait for a busy core would take most of the time."""
+    words = ("--quick", "--threads", "1", "--case", f"attention/{glob}")
+    assert run("attention", *words, "--json", "-") == 0
+    result = json.loads(capsys.readouterr().out)
+    names = [case.name for case in attention.cases(quick=True) if fnmatch(case.name, glob)]
+    assert [row["name"] for row in result["rows"]] == names
+    for row in result["rows"]:
+        assert row["right"], f"{row['name']}: {row['check']}"
+        assert "compile" not in row["times"]
+    shares = [row["share_of_arithmetic"] for row in result["rows"] if row["gflops"]]
+    counted = [case for case in with_flops(quick=True) if case.name in names]
+    assert len(shares) == len(counted) and all(0 < share < 1 for share in shares)

@@ -1,0 +1,260 @@
+"""`onepass bench attention decode --device cuda`, as far as it goes without a device."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onepass import _library, functional
+from onepass.bench import (
+    attention,
+    attention_cuda,
+    attention_decode,
+    attention_parts,
+    ceilings,
+    harness,
+    report,
+)
+from onepass.bench import case as cases
+from onepass.bench.ceilings import CudaCeilings
+from onepass.reference.attention import attention as reference
+from tests.bench.test_cuda import on_cpu
+from tests.bench.test_harness import run
+
+LIMITS = CudaCeilings(1 << 30, 3000.0, 3100.0, 700e3, 50e3)
+COMPUTED = {"forward": 2, "backward": 5}  # products of matrices
+
+
+def all_cases(quick: bool = False) -> dict[str, cases.Case]:
+    modules = (attention, attention_decode)
+    return {case.name: case for module in modules for case in module.cases(quick, "cuda")}
+
+
+# ---- the standard shapes -------------------------------------------------------------------------
+
+
+def standard():
+    for dtype in ("bfloat16", "float16"):
+        for head_dim, heads in ((64, 32), (128, 16), (256, 8)):
+            for seq, batch in ((512, 32), (1024, 16), (2048, 8), (4096, 4), (8192, 2), (16384, 1)):
+                for kind in ("causal", "full"):
+                    for phase in COMPUTED:
+                        sizes = f"{batch}x{heads}x{seq}x{head_dim}"
+                        yield kind, dtype, (batch, heads, seq, head_dim), phase, sizes
+
+
+def test_the_standard_shapes_are_there():
+    found = all_cases()
+    for kind, dtype, (batch, heads, seq, head_dim), phase, sizes in standard():
+        case = found[f"attention/{kind}/{dtype}/{sizes}/{phase}"]
+        assert case.device == "cuda" and case.cold and case.dots
+        assert case.backward == case.backward_alone == (phase == "backward")
+        seen = batch * (seq * (seq + 1) // 2 if kind == "causal" else seq * seq)
+        assert case.flops == 2 * COMPUTED[phase] * seen * heads * head_dim
+        assert {"flash", "efficient", "cudnn"} <= case.operator.optional.keys()
+        with_flex = seq == attention_cuda.FLEX_SEQ and dtype == "bfloat16"
+        assert ("flex" in case.operator.optional) == with_flex
+        assert case.operator.compiled == {"flex"}
+
+
+def test_what_matters_most_comes_first():
+    """A limit of time leaves out the last."""
+    names = [name for name in all_cases() if "/1x2x4x8/" not in name]
+    assert names[0] == "attention/causal/bfloat16/4x16x4096x128/forward"
+    of_head_dim = [name for name in names[:24] if name.split("/")[3].endswith("x128")]
+    assert len(of_head_dim) == 24 and all("/bfloat16/" in name for name in of_head_dim)
+    halves = [number for number, name in enumerate(names) if "/float16/" in name]
+    brains = [number for number, name in enumerate(names) if name.startswith("attention/causal/b")]
+    assert max(brains) < min(halves)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_names_are_unique_and_all_is_on_the_device(quick):
+    for module in (attention, attention_decode):
+        names = [case.name for case in module.cases(quick, "cuda")]
+        assert len(set(names)) == len(names)
+    for name, case in all_cases(quick).items():
+        assert case.device == "cuda" and not case.fresh and not case.compiles
+        assert case.cold <= (not quick)
+        assert case.goal.others.keys() <= case.operator.others.keys(), name
+        assert not quick or case.goal == cases.Goal()
+
+
+def test_long_cases_are_checked_on_less(monkeypatch):
+    """The reference keeps the square, in float64."""
+    on_cpu(next(iter(all_cases().values())), monkeypatch)
+    for name, case in all_cases().items():
+        if not name.startswith("attention/") or case.flops is None:
+            continue
+        shape = [int(size) for size in name.split("/")[3].split("x")]
+        if case.make_checked is None:
+            assert shape[0] * shape[1] * shape[2] ** 2 <= attention_parts.CHECKED_SCORES
+            continue
+        query, key, *_ = tensors = case.make_checked()
+        assert query.shape[-1] == shape[3] and str(query.dtype)[6:] == name.split("/")[2]
+        lengths, heads = [query.shape[-2]] * len(query), query.shape[1]
+        if query.dim() == 3:  # packed
+            ends, longest = attention_cuda._ends(len(query), query.device)
+            lengths = ends.diff().tolist()
+            assert max(lengths) == longest and ends[-1] == len(query)
+        assert heads * sum(n * n for n in lengths) <= 3 * attention_parts.CHECKED_SCORES
+        assert all(tensor.requires_grad == case.backward for tensor in tensors)
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+def test_decoding_counts_the_bytes_of_keys_and_values():
+    found = all_cases()
+    case = found["decode/grouped/bfloat16/1x32on8x1x32768x128"]
+    assert case.moved == 2 * 32768 * 8 * 128 * 2 and case.goal.share == 0.8
+    assert case.graphs and case.cold and case.reads is None
+    ragged = found["decode/ragged/bfloat16/32x32on8x1x8192x128"]
+    shares = attention_parts.FILL
+    lengths = [int(8192 * shares[b % len(shares)]) for b in range(32)]
+    assert ragged.moved == 2 * sum(lengths) * 8 * 128 * 2
+    assert all(case.reads for case in attention_decode.cases() if "/1x2x1x16x8" not in case.name)
+
+
+def test_replays_are_of_every_set_in_turn(monkeypatch):
+    """What a call would do is captured once for each set of inputs, behind a call that is not."""
+    done, captures = [], []
+
+    class Graph:
+        def replay(self):
+            done.append(self.captured)
+
+    @contextlib.contextmanager
+    def capture(graph):
+        captures.append(graph)
+        yield
+        graph.captured = done.pop()
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = dict(
+        Stream=lambda: stream,
+        current_stream=lambda: stream,
+        stream=lambda of: contextlib.nullcontext(),
+        CUDAGraph=Graph,
+        graph=capture,
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    case = replace(all_cases(quick=True)["decode/grouped/bfloat16/2x4on2x1x96x16"], cold=True)
+    sets = [([torch.tensor(number)], None) for number in range(3)]
+    call = cases._call(case, lambda tensor: done.append(int(tensor)), cases._Ring(sets))
+    assert done == [0, 1, 2] and len(captures) == 3  # the calls ahead of the captures
+    done.clear()
+    for _ in range(4):
+        call()
+    assert done == [0, 1, 2, 0]
+
+
+# ---- what runs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [attention, attention_decode], ids=["attention", "decode"])
+def test_quick_cases_run(module, monkeypatch):
+    """On the CPU, which has some of the variants; torch has no packed attention there."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", functional.varlen_attention)
+    for case in module.cases(True, "cuda"):
+        case = on_cpu(case, monkeypatch)
+        row = cases.measure(case, seconds=0, compiled=False, places=1, rounds=1, limits=LIMITS)
+        assert not row.check, f"{case.name}: {row.check}"
+        assert (row.share is None) == (case.flops is None and case.moved is None)
+        optional = case.operator.optional
+        assert {"cudnn", "efficient"} & optional.keys() == row.unavailable.keys()
+        assert ("flash" in row.against_others) == ("flash" in optional)
+        assert json.loads(json.dumps(row.to_dict()))["unavailable"] == row.unavailable
+
+
+def test_a_variant_that_raises_is_left_out_and_named(monkeypatch, capsys):
+    case = next(case for name, case in all_cases(True).items() if name.endswith("32/forward"))
+    calls = []
+
+    def broken(*tensors):
+        raise RuntimeError("not on this device\nand more")
+
+    def slow(*tensors):
+        calls.append(len(calls))
+        return case.operator.stock(*tensors)
+
+    operator = replace(case.operator, optional={"flash": broken, "flex": slow})
+    case = replace(on_cpu(case, monkeypatch), operator=operator)
+    for compiled in (False, True):
+        row = cases.measure(case, seconds=0, compiled=compiled, places=1, rounds=1, limits=LIMITS)
+        assert row.unavailable == {"flash": "not on this device"}
+        assert list(row.against_others) == ["flex"] * compiled and bool(calls) == compiled
+    report.print_tables([replace(row, case=replace(case, device="cuda"))])
+    printed = capsys.readouterr().out
+    assert "flash left out of attention/causal/bfloat16/1x2x64x32/forward: not on" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_attention_computes_the_same(causal):
+    q, k, v = (torch.randn(1, 2, 256, 64) for _ in range(3))
+    with torch.no_grad():
+        (found,) = attention_cuda._Flex(causal)(q, k, v)
+    expected, _ = reference(q, k, v, window_right=0 if causal else -1)
+    torch.testing.assert_close(found, expected)
+
+
+# ---- ceilings and tables -------------------------------------------------------------------------
+
+
+def test_ceilings_of_products_of_matrices():
+    before = torch.get_float32_matmul_precision()
+    limits = ceilings.cuda_ceilings(1 << 16, 64, "cpu")
+    assert torch.get_float32_matmul_precision() == before
+    assert limits.matmul_16_gflops > 0 and limits.matmul_32_gflops > 0
+    assert limits.arithmetic_gflops(True) == limits.matmul_16_gflops
+    assert limits.arithmetic_gflops(False) == limits.matmul_32_gflops
+    assert "TFLOP/s in bfloat16" in str(limits) and "matmul" not in str(CudaCeilings(1, 2.0, 3.0))
+    assert limits.to_dict()["matmul_16_gflops"] == limits.matmul_16_gflops
+
+
+def test_tables_show_teraflops_beside_gigabytes(capsys):
+    found = all_cases()
+    rows = []
+    for name, more in (
+        ("attention/full/bfloat16/4x16x4096x128/forward", {}),
+        ("decode/grouped/bfloat16/1x32on8x1x32768x128", {"update": [1e-3] * 3}),
+    ):
+        times = {"ours": [1e-3] * 3, "eager": [2e-3] * 3, "flash": [1.5e-3] * 3} | more
+        timing = harness.Timing(times, dict.fromkeys(times, 1), dict.fromkeys(times, 0.0))
+        case = found[name]
+        limit = LIMITS.arithmetic_gflops(case.dots)
+        rows.append(cases.Row(case, timing, "", 0.5, "", case.moved or 0, limit))
+    report.print_tables(rows)
+    result = {"device": "cuda", "other_load": None, "machine": {}, "command": "onepass bench"}
+    report.print_footer(result | {"failed": {}, "left_out": []}, LIMITS)
+    printed = capsys.readouterr().out
+    assert "TFLOP/s" in printed and "549.8" in printed and "79%" in printed  # of 700
+    assert "1.50 flash" in printed and "cudnn" not in printed.partition("ceilings here")[0]
+    assert " 134 " in printed and "80%-" in printed  # GB/s, of a goal that is not reached
+    assert "of torch's matmul" in printed and "of an update in place; for attention" in printed
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_families_on_the_command_line(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(_library, "no_cuda", lambda: "")
+    result = {"failed": {}}
+    monkeypatch.setattr(
+        "onepass.bench._run", lambda of, args: (seen.extend(of) or result, [], None, False)
+    )
+    monkeypatch.setattr("onepass.bench.report.print_footer", lambda *_: None)
+    assert run("attention", "decode", "--device", "cuda") == 0
+    assert {case.name.partition("/")[0] for case in seen} == {"attention", "decode"}
+    assert run("attention", "norms") == 2
+    assert (
+        "bench: FAMILY must be one of norm, dropout, attention, decode" in capsys.readouterr().err
+    )

@@ -1,0 +1,223 @@
+"""`onepass bench --device cuda`, as far as it goes without a device."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import onepass
+from onepass.bench import case as cases
+from onepass.bench import dropout, harness, machine, norm, optimizer, report
+from onepass.bench.ceilings import CudaCeilings
+from tests.bench.test_harness import run
+
+
+def test_the_cuda_clock_reads_events_around_the_calls(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("event")
+
+        def synchronize(self):
+            done.append("synchronize")
+
+        def elapsed_time(self, end):
+            assert self is not end
+            return 6.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = harness.clock_of("cuda")
+    assert clock.seconds(lambda: done.append("call"), 3) == pytest.approx(6e-3)
+    # The first call is not timed: it keeps the device busy until the others arrive.
+    assert done == ["call", "event", "call", "call", "call", "event", "synchronize"]
+    assert clock.page_faults() == 0
+    assert isinstance(harness.clock_of("cpu"), harness.HostClock)
+
+
+def test_facts_of_a_device(monkeypatch, tmp_path):
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        L2_cache_size=50 << 20,
+        total_memory=80 << 30,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    query = tmp_path / "nvidia-smi"
+    query.write_text("#!/bin/sh\nprintf '580.159.04\\n580.159.04\\n'\n")
+    query.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    facts = machine.machine_facts()
+    assert (
+        facts
+        | {
+            "gpu": "NVIDIA H100 80GB HBM3",
+            "gpu_capability": "9.0",
+            "gpu_multiprocessors": 132,
+            "gpu_l2": "50 MiB",
+            "gpu_memory": "80 GiB",
+            "cuda": "13.0",
+            "driver": "580.159.04",
+        }
+        == facts
+    )
+    query.write_text("#!/bin/sh\nexit 9\n")
+    assert machine.machine_facts()["driver"] == "unknown"
+
+
+def cuda_cases(quick: bool = False) -> list[cases.Case]:
+    return [case for module in (norm, dropout) for case in module.cases(quick, "cuda")]
+
+
+def test_cuda_cases():
+    found = {case.name: case for case in cuda_cases()}
+    for cols in (1024, 2048, 4096, 8192, 16384):
+        for operator in norm.OPERATORS:
+            for phase in ("forward", "backward", "forward+backward"):
+                shape = f"{2**26 // cols}x{cols}"
+                case = found[f"norm/{operator}/bfloat16/{shape}/{phase}"]
+                assert case.cold and case.make_checked is not None
+                assert case.backward == (phase != "forward")
+                assert case.backward_alone == (phase == "backward")
+                assert (f"norm/{operator}/float32/{shape}/{phase}" in found) == (
+                    not operator.startswith("add_")
+                )
+    for case in [*found.values(), *cuda_cases(quick=True)]:
+        assert case.device == "cuda" and not case.fresh
+        assert case.cold <= ("x1024" in case.name or case.name.startswith("norm/"))
+    moved = {name: case.tensors for name, case in found.items() if "/65536x1024/" in name}
+    for name, forward, backward in [
+        ("norm/layer_norm/float32", 2, 3),
+        ("norm/add_rms_norm/bfloat16", 4, 4),
+        ("dropout/dropout/bfloat16", 2, 2),
+        ("dropout/add_dropout/float32", 3, 2),
+    ]:
+        assert moved[f"{name}/65536x1024/forward"] == forward
+        assert moved[f"{name}/65536x1024/backward"] == backward
+        assert moved[f"{name}/65536x1024/forward+backward"] == forward + backward
+    goals = {case.goal for case in found.values()}
+    assert {*norm.CUDA_GOALS.values(), dropout.CUDA_GOAL} <= goals
+
+
+def on_cpu(case: cases.Case, monkeypatch) -> cases.Case:
+    """A CUDA case whose tensors are made on the CPU, to try it here."""
+    drawn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *size, device=None: drawn(*size))
+    return replace(case, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["norm/add_layer_norm/bfloat16", "dropout/add_dropout/float32"])
+def test_cuda_cases_run(family, monkeypatch):
+    for case in cuda_cases(quick=True):
+        if case.name.startswith(family):
+            row = cases.measure(on_cpu(case, monkeypatch), seconds=0, compiled=False, places=1)
+            assert not row.check and row.share > 0, f"{case.name}: {row.check}"
+            assert (
+                row.gbps
+                == pytest.approx(row.moved_bytes / row.timing.median("ours") / 1e9)
+                == pytest.approx(row.to_dict()["gbps"])
+            )
+
+
+def test_what_is_checked_of_a_large_case_has_its_columns(monkeypatch):
+    for case in cuda_cases():
+        if case.make_checked is not None:
+            on_cpu(case, monkeypatch)
+            tensors = case.make_checked()
+            assert tensors[0].numel() <= 2**19
+            assert f"x{tensors[0].shape[-1]}/" in case.name
+            assert tensors[0].requires_grad == case.backward
+
+
+def test_optimizer_cases(monkeypatch):
+    found = {case.name.removeprefix("optimizer/"): case for case in optimizer.cases(device="cuda")}
+    assert all(case.device == "cuda" for case in found.values())
+    # 28 bytes of a billion parameters, against torch's fused step.
+    assert found["adamw/float32/64x16777216"].moved == 28 * 2**30
+    assert found["adamw/float32/64x16777216"].goal.share == 0.9
+    assert found["adamw/float32/300x768"].moved is None  # the host's time
+    for case in optimizer.cases(quick=True, device="cuda"):
+        row = cases.measure(on_cpu(case, monkeypatch), seconds=0, compiled=False, places=1)
+        assert not row.check, f"{case.name}: {row.check}"
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, onepass.optim.AdamW])
+def test_an_optimizer_goes_with_the_tensors_it_was_made_for(cls):
+    """Those of all cases together would have no room on a device."""
+    step = optimizer._optimizer(cls)
+    tensors = optimizer._make([(64,), (5,)], torch.float32)
+    params = [weakref.ref(param) for param in step(*tensors)]
+    again = step(*tensors)
+    assert all(param() is same for param, same in zip(params, again, strict=True))
+    del again
+    tensors.clear()
+    gc.collect()
+    assert [param() for param in params] == [None, None]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_backward_alone_is_the_same_gradient_each_time(monkeypatch, backend):
+    """Forwards run before any clock does; also where the graph is a compiled one."""
+    forwards = []
+    good = norm.OPERATORS["layer_norm"]
+
+    def counted(*tensors):
+        forwards.append(len(forwards))
+        return good.stock(*tensors)
+
+    make = partial(norm._tensors, "layer_norm", (16, 64), torch.float32, True)
+    operator = cases.Operator(good.ours, counted, good.formula, good.base)
+    case = cases.Case("x", operator, make, True, 3, cold=True, backward_alone=True)
+    monkeypatch.setattr(cases, "COLD_BYTES", 32 * 1024)
+    inputs = cases._inputs(case)
+    assert len(inputs.sets) > 2
+    function = torch.compile(counted, backend=backend)
+    with cases._graphs_kept(True):
+        call = cases._call(case, function, inputs)
+    made = len(forwards)
+    rounds = [[call() for _ in inputs.sets] for _ in range(3)]
+    assert len(forwards) == made
+    for number, (tensors, upstream) in enumerate(inputs.sets):
+        expected = torch.autograd.grad(good.stock(*tensors), tensors, upstream)
+        for gradients in (found[number] for found in rounds):
+            for one, other in zip(gradients, expected, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a CUDA device")
+def test_cuda_without_a_device_is_one_line(capsys):
+    assert run("--device", "cuda") == 2
+    message = "bench: --device must be one that onepass runs on, got cuda: torch sees no CUDA"
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_cuda_tables_show_gigabytes_per_second(capsys):
+    case = next(case for case in cuda_cases() if case.name.endswith("/backward"))
+    times = {"ours": [1e-3] * 5, "eager": [2e-3] * 5, "copy": [1e-3] * 5}
+    timing = harness.Timing(times, dict.fromkeys(times, 1), dict.fromkeys(times, 0.0))
+    row = cases.Row(case, timing, "", 0.5, "", moved_bytes=3 * 10**9)
+    report.print_tables([row])
+    limits = CudaCeilings(1 << 30, 3100.0, 3000.0)
+    facts = {"gpu": "NVIDIA Something"}
+    result = {"device": "cuda", "other_load": None, "machine": facts, "command": "onepass bench"}
+    report.print_footer(result | {"failed": {}, "left_out": ["norm/x"]}, limits)
+    printed = capsys.readouterr().out
+    assert "GB/s" in printed and "3000" in printed and "150%" in printed
+    assert "1.0x+ 1.0x? 85%+" in printed
+    assert "copy 3100 GB/s" in printed and "gpu NVIDIA Something" in printed
+    assert "left out by --limit or Ctrl-C: norm/x" in printed and "AVX2" not in printed

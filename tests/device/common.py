@@ -1,0 +1,113 @@
+"""The device that the device tests run on, and what they share.
+
+ONEPASS_TEST_DEVICE=cpu runs their bodies on the CPU, to try them where there is no CUDA device;
+what needs streams, graphs or a second device is left out there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from onepass import _library
+from tests.norm import cases as norm_cases
+from tests.norm.cases import DTYPES, Case, check, outputs_and_gradients
+
+DEVICE = torch.device(os.environ.get("ONEPASS_TEST_DEVICE", "cuda"))
+ON_CUDA = DEVICE.type == "cuda"
+_OBSTACLE = _library.no_cuda() if ON_CUDA else ""
+
+needs_device = pytest.mark.skipif(bool(_OBSTACLE), reason=_OBSTACLE or "-")
+on_cuda_only = pytest.mark.skipif(not ON_CUDA, reason="needs streams, graphs or device memory")
+OTHER = "cpu" if ON_CUDA else "meta"  # a device that tensors are not on
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+make = functools.partial(norm_cases.make, device=DEVICE)
+
+
+def randn(*size, dtype: torch.dtype = F32, requires_grad: bool = False) -> torch.Tensor:
+    return torch.randn(*size, device=DEVICE).to(dtype).requires_grad_(requires_grad)
+
+
+def check_draws(*arguments, draws: int = 4, wrt=None, **keywords) -> None:
+    """Several draws of one case, pooled: by one, torch may be exact where it is lucky."""
+    check(*(make(*arguments, seed=seed, **keywords) for seed in range(draws)), wrt=wrt)
+
+
+def results(case: Case) -> list[torch.Tensor]:
+    """Outputs and gradients of one call."""
+    return [value for of in outputs_and_gradients(case.ours, case) for value in of.values()]
+
+
+def assert_equal(ones, others, text: str = "") -> None:
+    for one, other in zip(ones, others, strict=True):
+        assert torch.equal(one, other), text
+
+
+def to_device(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(DEVICE) for name, tensor in t.items()}
+
+
+# ---- the device's own time line ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Where the host asks torch for what the device has not computed yet, it raises."""
+    if not ON_CUDA:
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def late(tensors: list[torch.Tensor], run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """What `run` gives on a stream of its own, on which the values of `tensors`, NaN until then,
+    arrive late: a kernel on any other stream would miss them."""
+    values = [tensor.detach().clone() for tensor in tensors]
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        found = run()
+    stream.synchronize()
+    return found
+
+
+def captured(run: Callable):
+    """(the graph of a call, what it writes)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    return graph, found
+
+
+def needs_gigabytes(count: int) -> None:
+    if not ON_CUDA:
+        return
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < count:
+        pytest.skip(f"needs {count} GiB of device memory, {free:.0f} are free")

@@ -1,0 +1,547 @@
+"""Attention against a KV cache on a CUDA device: values, storages, contracts, graphs, compile.
+
+Cases and checks are the CPU's own (attention_decode/cases.py). What is no key is NaN, and what was
+not to be written is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import onepass
+from onepass.functional import attention_with_kv_cache, merge_attention_states
+from tests.attention_decode import cases as attention_decode_cases
+from tests.attention_decode.cases import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    NAN,
+    Case,
+    assert_same,
+    call,
+    int32,
+    keywords,
+    ours,
+    same_bits,
+    whole_storage,
+    with_copied_caches,
+)
+from tests.device.common import (
+    DEVICE,
+    ON_CUDA,
+    OTHER,
+    captured,
+    late,
+    needs_device,
+    needs_gigabytes,
+    nothing_waits,
+    on_cuda_only,
+    randn,
+)
+
+pytestmark = needs_device
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+INF = math.inf
+
+
+def on_device(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The caches with what lies around them."""
+    moved = {name: tensor.to(DEVICE) for name, tensor in t.items()}
+    for name in ("k_cache", "v_cache"):
+        cache = t[name]
+        storage = whole_storage(cache).to(DEVICE)
+        moved[name] = storage.as_strided(cache.shape, cache.stride(), cache.storage_offset())
+    return moved
+
+
+def check(case: Case, change=lambda t: {}) -> None:
+    """Every result, and every row that was appended, by the numerics rule; of tensors that `change`
+    has changed."""
+
+    def compute(drawn: Case):
+        t = drawn.tensors()
+        t |= change(t)
+        found = ours(drawn, on_device(t))
+        assert found["output"].dtype is drawn.dtype and found["lse"].dtype is F32
+        definition = attention_decode_cases.definition(drawn, t, F64)
+        return found, definition, attention_decode_cases.base(drawn, t)
+
+    attention_decode_cases.check(case, compute)
+
+
+def of_device(case: Case, t: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    return ours(case, on_device(case.tensors() if t is None else t))
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "one query": {},
+    "append": dict(new_rows=1),
+    "drafted": dict(seq_q=8, new_rows=8, window_right=0),
+    "window": dict(seq_q=3, window_left=60, window_right=0, new_rows=3),
+    "keys ahead": dict(seq_q=3, window_left=33, window_right=17),
+    "pages": dict(page_size=16, new_rows=1),
+    "odd pages": dict(page_size=7, new_rows=3, seq_q=2),
+    "pages of one row": dict(page_size=1),
+    "scattered": dict(scattered=True, new_rows=2, seq_q=2, window_right=0),
+    "padding": dict(pads=(0, 3, 1, 40), seq_q=2, window_right=0, new_rows=2),
+    "padded pages": dict(pads=(17,), page_size=16),
+    "rotary": dict(seq_q=3, new_rows=3, rotary="interleaved", window_right=0),
+    "rotary of halves": dict(new_rows=1, rotary="halves", rotary_dim=26, page_size=16),
+    "rotary at one place": dict(seq_q=3, new_rows=3, rotary="halves", rotary_dtype=F32),
+    "ALiBi": dict(alibi="", seq_q=3, window_right=0, new_rows=3),
+    "ALiBi of a batch": dict(alibi="b", seq_q=3),
+    "softcap": dict(softcap=0.5, seq_q=3, factor=4.0),
+    "sinks": dict(sinks=F32, seq_q=5, window_right=0, lengths=(0, 3, 70)),
+    "narrow value": dict(value_dim=24, new_rows=1),
+    "wide value": dict(head_dim=40, value_dim=128, page_size=16),
+    "more rows than queries": dict(seq_q=2, new_rows=9, window_right=0),
+    "more queries than rows": dict(seq_q=7, new_rows=2, window_right=0),
+    "many queries": dict(seq_q=65, lengths=(140, 600, 0, 5), window_right=0, new_rows=65),
+    "everything": dict(
+        head_dim=72, heads=6, kv_heads=2, seq_q=3, new_rows=3, window_left=100, window_right=0,
+        softcap=3.0, alibi="b", sinks=F32, rotary="interleaved", rotary_dim=20, page_size=16,
+        pads=(2, 0), lengths=(300, 17, 0),
+    ),
+}  # fmt: skip
+
+
+@dtypes
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name, dtype):
+    check(Case(dtype, **VARIANTS[name]))
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_lengths(page_size, dtype):
+    """Nothing, one key, chunks and pages with one row less and more, and what is long."""
+    lengths = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 1000)
+    check(Case(dtype, lengths=lengths, new_rows=1, page_size=page_size))
+    check(Case(dtype, lengths=lengths, seq_q=3, window_right=0, page_size=page_size))
+    check(Case(dtype, 128, heads=4, kv_heads=1, lengths=(4321, 2), page_size=page_size))
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [1, 8, 40, 59, 64, 96, 111, 128, 192, 256, 300, 512])
+def test_head_dims(head_dim, dtype):
+    check(Case(dtype, head_dim, seq_q=2, lengths=(130, 9), new_rows=2, window_right=0))
+    check(Case(dtype, head_dim, new_rows=2, rotary="halves", lengths=(30, 7), page_size=16))
+
+
+@dtypes
+@pytest.mark.parametrize("group", [(1, 1), (4, 1), (8, 2), (6, 6), (12, 4), (32, 2)], ids=str)
+@pytest.mark.parametrize("seq_q", [1, 3, 16, 17])
+def test_groups_and_queries(seq_q, group, dtype):
+    heads, kv_heads = group
+    case = Case(dtype, 32, heads=heads, kv_heads=kv_heads, seq_q=seq_q, lengths=(140, 5))
+    check(replace(case, window_right=0, new_rows=seq_q))
+
+
+# As servers have them.
+REALISTIC = {
+    "long": Case(BF16, 128, heads=32, kv_heads=8, lengths=(16_383,), new_rows=1),
+    "batch": Case(BF16, 128, heads=8, kv_heads=2, lengths=(900, 12, 2048, 1, 333, 1500, 64, 700),
+                  new_rows=1, page_size=16, rotary="halves"),
+    "small": Case(F16, 64, heads=12, kv_heads=12, lengths=(1023, 500), new_rows=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REALISTIC)
+def test_realistic_sizes(name):
+    check(REALISTIC[name])
+
+
+def test_merged_states_are_the_attention_to_all_keys():
+    case = Case(BF16, 64, heads=4, kv_heads=2, lengths=(300, 300), room=0)
+    t = on_device(case.tensors())
+    query, keys, values = t["query"], t["k_cache"], t["v_cache"]
+    with nothing_waits():
+        parts = [
+            attention_with_kv_cache(query, k, v, scale=case.scale, return_lse=True)
+            for k, v in zip(keys.split(110, 2), values.split(110, 2), strict=True)
+        ]
+        output, lse = merge_attention_states(*zip(*parts, strict=True))
+    expected = attention_decode_cases.definition(case, case.tensors(), F64)
+    base = attention_decode_cases.base(case, case.tensors())
+    onepass.numerics.assert_close(output, expected["output"], base["output"])
+    onepass.numerics.assert_close(lse, expected["lse"], base["lse"])
+
+
+# ---- contracts -----------------------------------------------------------------------------------
+
+STORED = {
+    "long": Case(BF16, 128, heads=8, kv_heads=2, lengths=(1500, 70, 0), new_rows=1),
+    "drafted": Case(F16, 64, heads=4, kv_heads=1, seq_q=6, lengths=(700, 129), new_rows=6,
+                    window_right=0),
+    "float32": Case(F32, 40, lengths=(600, 130), seq_q=2, window_left=500, window_right=0,
+                    alibi="", new_rows=1, sinks=F32),
+}  # fmt: skip
+stored = pytest.mark.parametrize("name", STORED)
+
+
+@stored
+def test_bitwise_equal_in_any_storage(name):
+    case = STORED[name]
+    expected = of_device(case)
+    for page_size in (0, 1, 7, 16, 64, 256):
+        paged = replace(case, page_size=page_size)
+        assert_same(of_device(paged), expected, f"{page_size=}")
+        assert_same(of_device(replace(paged, pads=(0, 1, 64, 100))), expected, f"{page_size=}")
+    for options in (dict(room=0), dict(room=1000), dict(scattered=True), dict(out_bshd=True)):
+        assert_same(of_device(replace(case, **options)), expected, str(options))
+
+
+@stored
+def test_a_sequence_does_not_depend_on_its_batch(name):
+    case = STORED[name]
+    t = on_device(case.tensors())
+    whole = call(case, with_copied_caches(t))
+    for b in range(case.batch):
+        own = ("query", "key", "value", "k_cache", "v_cache", "cache_seqlens")
+        part = {key: x[b : b + 1] if key in own else x for key, x in t.items()}
+        found = call(case, with_copied_caches(part))
+        for one, result in zip(found, whole, strict=True):
+            assert same_bits(one, result[b : b + 1])
+    group = case.heads // case.kv_heads
+    part = dict(t)
+    for key in ("key", "value", "k_cache", "v_cache"):
+        part[key] = t[key][:, :1]
+    for key in ("alibi_slopes", "sinks"):
+        if key in t:
+            part[key] = t[key][:group]
+    part["query"] = t["query"][:, :group]
+    found = call(case, with_copied_caches(part))
+    for one, result in zip(found, whole, strict=True):
+        assert same_bits(one, result[:, :group])
+
+
+@stored
+def test_repeats_bit_for_bit(name):
+    case = STORED[name]
+    first = of_device(case)
+    for _ in range(5):
+        assert_same(of_device(case), first)
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 7])
+def test_append_and_then_read_is_one_call(page_size, dtype):
+    case = Case(dtype, 40, seq_q=3, new_rows=4, page_size=page_size, pads=(0, 2), window_right=0,
+                lengths=(700, 0, 129, 12))  # fmt: skip
+    t = on_device(case.tensors())
+    written = call(case, t)
+    again = {name: x for name, x in t.items() if name not in ("key", "value")}
+    again["cache_seqlens"] = t["cache_seqlens"] + 4
+    for one, other in zip(call(replace(case, new_rows=-1), again), written, strict=True):
+        assert same_bits(one, other)
+
+
+@dtypes
+def test_what_is_appended_is_the_cpus(dtype):
+    for rotary in (None, "interleaved", "halves"):
+        case = Case(dtype, 64, seq_q=2, new_rows=5, rotary=rotary, lengths=(5, 70, 0))
+        found, expected = of_device(case), ours(case)
+        assert same_bits(found["v_cache"].cpu(), expected["v_cache"])
+        if rotary is None:
+            assert same_bits(found["k_cache"].cpu(), expected["k_cache"])
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_inputs_may_lie_in_a_cache_that_is_written(name):
+    case = Case(F32, 16, lengths=(20, 20), new_rows=5, seq_q=5, kv_heads=4, window_right=0)
+    t = on_device(case.tensors())
+    for cache in ("k_cache", "v_cache"):
+        t[cache].nan_to_num_()
+    inside, outside = with_copied_caches(t), with_copied_caches(t)
+    cache = "v_cache" if name == "value" else "k_cache"
+    inside[name] = inside[cache][:, :, 17:22]
+    outside[name] = outside[cache][:, :, 17:22].clone()
+    for one, other in zip(call(case, inside), call(case, outside), strict=True):
+        assert same_bits(one, other)
+    for cache in ("k_cache", "v_cache"):
+        assert same_bits(inside[cache], outside[cache])
+
+
+# ---- extremes ------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_nothing(page_size, dtype):
+    for new_rows in (-1, 0, 2):
+        case = Case(dtype, 16, new_rows=new_rows, page_size=page_size)
+        for sizes in (dict(lengths=()), dict(seq_q=0), dict(lengths=(), seq_q=0)):
+            found = of_device(replace(case, **sizes))
+            of = replace(case, **sizes)
+            assert found["output"].shape == (of.batch, 4, of.seq_q, 16)
+        none = replace(case, seq_q=3, lengths=(0, 0), room=0, new_rows=min(new_rows, 0))
+        found = of_device(none)
+        assert not found["output"].any() and (found["lse"] == -INF).all()
+
+
+@dtypes
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_rows_without_keys(page_size, sinks, dtype):
+    case = Case(dtype, 32, seq_q=7, lengths=(3, 0, 7, 20), sinks=dtype if sinks else None,
+                page_size=page_size, window_right=0)  # fmt: skip
+    for options in ({}, dict(window_left=2), dict(pads=(6,))):
+        of = replace(case, **options)
+        check(of)
+        t = of.tensors()
+        found = of_device(of, t)
+        alone = t["sinks"].float()[:, None].to(DEVICE) if sinks else -INF
+        for b, rows in enumerate(([0, 1, 2, 3], list(range(7)))):
+            assert not found["output"][b, :, rows].any()
+            assert (found["lse"][b, :, rows] == alone).all()
+
+
+@dtypes
+@pytest.mark.parametrize("magnitude", [30.0, 200.0])
+def test_huge_scores(magnitude, dtype):
+    case = Case(dtype, 64, seq_q=2, lengths=(90, 1000), new_rows=2)
+    check(case, lambda t: dict(query=(t["query"] * magnitude).to(dtype)))
+
+
+@dtypes
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_lse_far_from_zero(sign, dtype):
+    """Where exp(lse) has no float32, in chunks that differ in it."""
+
+    def change(t):
+        caches = {n: t[n].clone() for n in ("k_cache", "v_cache")}
+        caches["k_cache"] += 4
+        return caches | dict(query=(t["query"] / 4 + 8 * sign).to(dtype))
+
+    check(Case(dtype, 64, seq_q=2, lengths=(90, 3000), factor=0.5), change)
+
+
+@dtypes
+@pytest.mark.parametrize("name", ["query", "k_cache", "v_cache"])
+def test_not_finite_inputs_stay_in_their_head(name, dtype):
+    case = Case(dtype, 32, seq_q=5, lengths=(300, 300), room=0, heads=4, kv_heads=4)
+    t = case.tensors()
+    clean = of_device(case, t)["output"]
+    for value in (NAN, INF):
+        spoilt = t[name].clone()
+        spoilt[1, 0, 3 if name == "query" else 133, 7] = value
+        found = of_device(case, t | {name: spoilt})["output"]
+        assert not found[1, 0].isfinite().all()
+        assert torch.equal(found[0], clean[0]) and torch.equal(found[1, 1:], clean[1, 1:])
+
+
+# ---- the device's own time line ------------------------------------------------------------------
+
+ROTARY = torch.outer(torch.arange(64.0), 100.0 ** (-torch.arange(16) / 16))
+
+
+class Layer(torch.nn.Module):
+    """A decoding step on caches that it keeps, each step counted on the device."""
+
+    def __init__(self, dtype: torch.dtype, paged: bool):
+        super().__init__()
+        size = (12, 16, 2, 32) if paged else (3, 2, 64, 32)
+        for name in ("k_cache", "v_cache"):
+            self.register_buffer(name, torch.zeros(size, dtype=dtype))
+        self.register_buffer("used", int32([5, 0, 20]))
+        table = torch.randperm(12).int().view(3, 4)
+        self.register_buffer("table", table if paged else None)
+        self.register_buffer("cos", ROTARY.cos())
+        self.register_buffer("sin", ROTARY.sin())
+
+    def forward(self, query, key, value):
+        y = attention_with_kv_cache(
+            query, self.k_cache, self.v_cache, key, value, cache_seqlens=self.used,
+            block_table=self.table, is_causal=True, rotary_cos=self.cos, rotary_sin=self.sin,
+        )  # fmt: skip
+        self.used += key.shape[2]
+        return y
+
+
+def step_tensors(dtype: torch.dtype, rows: int = 1) -> list[torch.Tensor]:
+    sizes = ((3, 4, rows, 32), (3, 2, rows, 32), (3, 2, rows, 32))
+    return [randn(*size, dtype=dtype) for size in sizes]
+
+
+paged = pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+
+
+@on_cuda_only
+@paged
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_cuda_graph_of_a_decoding_step(paged, dtype):
+    """Each replay is a step of its own: lengths are read on the device."""
+    torch.manual_seed(0)
+    layer = Layer(dtype, paged).to(DEVICE)
+    eager = Layer(dtype, paged).to(DEVICE)
+    eager.table = layer.table
+    inputs = step_tensors(dtype)
+    with torch.no_grad():
+        graph, found = captured(lambda: layer(*inputs))
+        eager.load_state_dict(layer.state_dict())
+        for _ in range(9):
+            for tensor, value in zip(inputs, step_tensors(dtype), strict=True):
+                tensor.copy_(value)
+            graph.replay()
+            replayed = found.clone()
+            assert same_bits(replayed, eager(*inputs))
+    for name, buffer in eager.state_dict().items():
+        assert torch.equal(buffer, layer.state_dict()[name]), name
+
+
+@on_cuda_only
+def test_work_is_on_the_current_stream():
+    case = Case(BF16, 64, lengths=(700, 129), new_rows=1)
+    t = on_device(case.tensors())
+    expected = call(case, with_copied_caches(t))
+    found = late([t["query"], t["key"], t["value"]], lambda: list(call(case, t)))
+    for one, other in zip(found, expected, strict=True):
+        assert same_bits(one, other)
+
+
+def test_nothing_waits_for_the_device():
+    with torch.no_grad():
+        layers = [Layer(dtype, paged).to(DEVICE) for dtype in (F32, BF16) for paged in (0, 1)]
+        steps = [step_tensors(layer.k_cache.dtype, rows) for layer in layers for rows in (1, 3)]
+        caches = [randn(3, 2, 64, 32) for _ in range(2)]
+        with nothing_waits():
+            for number, step in enumerate(steps):
+                layers[number // 2](*step)
+            for used in (7, None, layers[0].used):
+                attention_with_kv_cache(steps[0][0], *caches, cache_seqlens=used, return_lse=True)
+            attention_with_kv_cache(*steps[0][:1], *caches, *steps[0][1:], cache_seqlens=7)
+            with torch.autocast(DEVICE.type, BF16):
+                attention_with_kv_cache(steps[0][0], *caches, is_causal=True)
+
+
+@on_cuda_only
+def test_a_recorded_call_does_not_wait_either():
+    """explain says what a cache has room for: how much is in use is known on the device alone."""
+    layer, step = Layer(BF16, False).to(DEVICE), step_tensors(BF16)
+
+    def run():
+        with torch.no_grad(), nothing_waits():
+            layer(*step)
+
+    (recorded,) = onepass.explain(run).calls
+    assert recorded["level"] == "cuda" and recorded["op"] == "attention_decode_append"
+    assert "up to 64 keys" in recorded["arguments"]
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+CHECKED = {
+    "plain": Case(BF16, 8, seq_q=2, lengths=(5, 3)),
+    "paged": Case(F32, 8, seq_q=3, lengths=(5, 3), page_size=2, pads=(1,)),
+    "everything": Case(F32, 8, seq_q=3, lengths=(5, 3), window_left=3, window_right=0, alibi="b",
+                       sinks=F32, softcap=1.0, rotary="interleaved", rotary_dim=6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("new_rows", [-1, 2])
+def test_opcheck(name, new_rows):
+    case = replace(CHECKED[name], new_rows=new_rows)
+    t = on_device(
+        {n: x.nan_to_num(1.0) if x.is_floating_point() else x for n, x in case.tensors().items()}
+    )
+    names = ("query", "k_cache", "v_cache", "key", "value")
+    positional = tuple(t[name] for name in names if name in t)
+    ops = torch.ops.onepass
+    op = ops.attention_decode if new_rows < 0 else ops.attention_decode_append
+    torch.library.opcheck(op.default, positional, case.options() | keywords(t))
+
+
+@pytest.mark.slow
+@paged
+def test_a_compiled_module_decodes_as_in_eager(paged):
+    torch._dynamo.reset()
+    layer = Layer(BF16, paged).to(DEVICE)
+    eager = Layer(BF16, paged).to(DEVICE)
+    eager.table = layer.table
+    compiled = torch.compile(layer, fullgraph=True)
+    with torch.no_grad():
+        for rows in (7, 1, 1, 3, 1):
+            t = step_tensors(BF16, rows)
+            assert same_bits(compiled(*t), eager(*t))
+    for name, buffer in eager.state_dict().items():
+        assert torch.equal(buffer, layer.state_dict()[name]), name
+
+
+def test_messages():
+    query, cache = randn(2, 4, 1, 8), randn(2, 2, 9, 8)
+    used = int32([5, 3])
+    here = str(query.device)
+    new = randn(2, 2, 1, 8)
+    wrong = {
+        rf"attention_decode: k_cache must be on the device of query, {here}, got {OTHER}": (
+            lambda: attention_with_kv_cache(query, cache.to(OTHER), cache)
+        ),
+        rf"attention_decode: cache_seqlens must be an int32 tensor of shape \(2,\) on {here},": (
+            lambda: attention_with_kv_cache(query, cache, cache, cache_seqlens=used.to(OTHER))
+        ),
+        "attention_decode_append: v_cache must not lie where k_cache does": (
+            lambda: attention_with_kv_cache(
+                query, cache, cache, new, new, cache_seqlens=used.to(DEVICE)
+            )
+        ),
+        "attention_decode: query must have dtype float32, bfloat16 or float16, got float64": (
+            lambda: attention_with_kv_cache(*(x.double() for x in (query, cache, cache)))
+        ),
+    }
+    for message, refused in wrong.items():
+        with pytest.raises(RuntimeError, match=f"^{message}"):
+            refused()
+    assert attention_with_kv_cache(query, cache, cache).isfinite().all()  # the device goes on
+
+
+# ---- more than 2^31 elements ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_caches_of_more_than_2_31_elements(page_size):
+    """The last of the sequences is as it is alone."""
+    needs_gigabytes(20)
+    keys, heads, dim = 4096, 8, 128
+    batch = 2**31 // (keys * heads * dim) + 2 if ON_CUDA else 3
+    size = (batch, heads, keys, dim)
+    if page_size:
+        size = (batch * keys // page_size, page_size, heads, dim)
+    k_cache, v_cache = (torch.empty(size, dtype=BF16, device=DEVICE).normal_() for _ in range(2))
+    query = randn(batch, 32, 1, dim, dtype=BF16)
+    key, value = (randn(batch, heads, 1, dim, dtype=BF16) for _ in range(2))
+    used = torch.full((batch,), keys - 1, dtype=torch.int32, device=DEVICE)
+    table = None
+    if page_size:
+        pages = torch.arange(batch * keys // page_size, dtype=torch.int32, device=DEVICE)
+        table = pages.view(batch, -1)
+    with torch.no_grad():
+        found = attention_with_kv_cache(
+            query, k_cache, v_cache, key, value, cache_seqlens=used, block_table=table
+        )
+        for b in (0, batch - 1):
+            k, v = (x.view(batch, -1, heads, dim)[b : b + 1].transpose(1, 2) if page_size
+                    else x[b : b + 1] for x in (k_cache, v_cache))  # fmt: skip
+            assert torch.equal(k[:, :, -1:], key[b : b + 1])
+            alone = attention_with_kv_cache(query[b : b + 1], k, v)
+            assert same_bits(alone, found[b : b + 1])
+
+
+# ---- for compute-sanitizer -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["append", "drafted", "everything"])
+def test_small_for_sanitizers(name):
+    for dtype in (BF16, F32):
+        case = Case(dtype, **VARIANTS[name])
+        call(case, on_device(case.tensors()))
+    if ON_CUDA:
+        torch.cuda.synchronize()

@@ -1,0 +1,162 @@
+"""Optimizers on several processes: replicas, shards of FSDP2, norms over all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import onepass
+from onepass import numerics
+from tests.distributed.dtensors import mesh_of, whole
+from tests.distributed.ranks import distributed, run
+from tests.optim.cases import (
+    BF16,
+    F32,
+    F64,
+    FLAGS,
+    MODES,
+    assert_same,
+    made,
+    members,
+    ours,
+    same,
+    snapshot,
+    steps,
+    stock,
+)
+
+pytestmark = distributed
+
+SHARDED = ((5, 7), (3, 4), (1, 6), (9,))  # rows that two ranks do not share evenly
+SHARDED_MODES = ("own state", "fp32", "remainder16")
+
+
+def rank():
+    return torch.distributed.get_rank()
+
+
+def body_of_noise():
+    torch.manual_seed(100 + rank())
+    extras = {"master": "stochastic", "state_dtype": "int8"}
+    optimizer = made("AdamW", ((5000,), (4352,), (4, 5)), BF16, **extras)
+    steps(optimizer, 3)
+    return snapshot(optimizer), optimizer.param_groups[0]["seed"]
+
+
+def test_replicas_round_alike():
+    """Those of processes with seeds of their own."""
+    (one, seed), (two, other) = run(2, body_of_noise)
+    assert seed == other
+    assert_same(one, two)
+
+
+def network(dtype=F32):
+    torch.manual_seed(40)
+    return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).to(
+        dtype
+    )
+
+
+def batch(number, dtype=F32):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(8, 7, generator=generator).to(dtype)
+
+
+def body_of_fsdp(name):
+    """Steps clipped by the norm of the whole model."""
+    model, mesh = network(), mesh_of((2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = ours(name)(model.parameters(), **FLAGS[name], max_grad_norm=0.1)
+    norms = []
+    for number in range(5):
+        optimizer.zero_grad()
+        model(batch(number)[4 * rank() : 4 * rank() + 4]).square().mean().backward()
+        optimizer.step()
+        norms.append(optimizer.grad_norm.clone())
+    return [whole(p) for p in model.parameters()], norms
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+def test_a_fully_sharded_run_is_the_run_of_one_process(name):
+    (found, norms), (other, other_norms) = run(2, body_of_fsdp, name)
+    assert all(same(one, two) for one, two in zip(found + norms, other + other_norms, strict=True))
+    assert all(norm.shape == () and norm.dtype == F32 for norm in norms)
+    weights, expected_norms = [], []
+    for dtype in (F64, F32):
+        model = network(dtype)
+        optimizer = stock(name)(model.parameters(), **FLAGS[name])
+        expected_norms.append([])
+        for number in range(5):
+            optimizer.zero_grad()
+            model(batch(number, dtype)).square().mean().backward()
+            expected_norms[-1].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            optimizer.step()
+        weights.append([p.detach() for p in model.parameters()])
+    assert all(norm > 0.1 for norm in expected_norms[0])
+    for one, two in zip(norms, expected_norms[0], strict=True):
+        assert abs(one / two - 1) < 1e-5
+    for one, ref, base in zip(found, *weights, strict=True):
+        numerics.assert_close(one, ref, base)
+
+
+def sharded_parameters(optimizer, placements):
+    """The optimizer's parameters as distributed tensors."""
+    mesh = mesh_of((2,))
+    params = [
+        torch.nn.Parameter(distribute_tensor(p.detach(), mesh, placements))
+        for p in members(optimizer)
+    ]
+    return params, mesh
+
+
+def body_of_shards(mode):
+    """The same gradients for parameters whole and in shards."""
+    reference = made("AdamW", SHARDED, BF16, **MODES[mode])
+    params, mesh = sharded_parameters(reference, [Shard(0)])
+    optimizer = onepass.optim.AdamW(params, **FLAGS["AdamW"], **MODES[mode])
+    for number in range(3):
+        steps(reference, 1, first=number)
+        for p, q in zip(params, members(reference), strict=True):
+            p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+        optimizer.step()
+    found = {
+        (index, key): whole(value)
+        for index, entries in optimizer.state_dict()["state"].items()
+        for key, value in entries.items()
+    }
+    found.update({(index, "param"): whole(p) for index, p in enumerate(params)})
+    assert_same(found, {k: v for k, v in snapshot(reference).items() if k[1] != "grad"})
+
+
+@pytest.mark.parametrize("mode", SHARDED_MODES)
+def test_shards_are_bitwise_parts_of_the_whole(mode):
+    run(2, body_of_shards, mode)
+
+
+def body_of_replicas():
+    """Parameters of which some are on both ranks."""
+    reference = steps(made("SGD", SHARDED), 1)
+    params, mesh = sharded_parameters(reference, [Replicate()])
+    halves, _ = sharded_parameters(reference, [Shard(0)])
+    optimizer = onepass.optim.SGD([*params, *halves], max_grad_norm=1.0)
+    for p, q in zip([*params, *halves], [*members(reference)] * 2, strict=True):
+        p.grad = distribute_tensor(q.grad, mesh, p.placements)
+    optimizer.step()
+    expected = torch.cat([p.grad.double().flatten() for p in [*members(reference)] * 2]).norm()
+    norm = optimizer.grad_norm.clone()
+    if rank() == 1 and halves[0].grad.to_local().numel():
+        halves[0].grad.to_local()[0] = float("inf")
+    before = [whole(p) for p in (*params, *halves)]
+    optimizer.step()
+    skipped = all(same(whole(p), b) for p, b in zip((*params, *halves), before, strict=True))
+    return norm, expected, optimizer.grad_norm.clone(), skipped
+
+
+def test_the_norm_counts_replicas_once_and_a_bad_shard_skips_all_steps():
+    for norm, expected, other, skipped in run(2, body_of_replicas):
+        assert norm.shape == () and not hasattr(norm, "full_tensor")
+        assert abs(norm / expected - 1) < 1e-6
+        assert not other.isfinite() and skipped

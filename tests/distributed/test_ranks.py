@@ -1,0 +1,58 @@
+"""The helper that runs functions on several processes: a failure is never a hang."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from tests.distributed.ranks import RankError, distributed, run
+
+pytestmark = distributed
+
+
+def summed(number):
+    total = torch.tensor(number * (torch.distributed.get_rank() + 1))
+    torch.distributed.all_reduce(total)
+    return int(total), os.getpid()
+
+
+def fails_on_one():
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("as planted")
+    torch.distributed.barrier()
+
+
+def ends_on_one():
+    if torch.distributed.get_rank() == 0:
+        os._exit(7)
+    torch.distributed.barrier()
+
+
+def misses_one():
+    if torch.distributed.get_rank() == 0:
+        torch.distributed.all_reduce(torch.ones(()))
+
+
+def test_processes_are_started_once():
+    (one, first), (other, second) = run(2, summed, 5)
+    assert one == other == 15
+    assert [first, second] == [pid for _, pid in run(2, summed, 6)]
+
+
+@pytest.mark.parametrize(
+    "body, message, timeout",
+    [
+        (fails_on_one, "rank 1 of 2: Traceback[^|]*ValueError: as planted[^|]*rank 0 of 2", 20),
+        (ends_on_one, "rank 0 of 2: ended with code 7", 20),
+        (misses_one, "rank 0 of 2: no answer; it is at[^|]*in misses_one", 2),
+    ],
+)
+def test_a_failure_on_one_rank_ends_the_call(body, message, timeout):
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=message):
+        run(2, body, timeout=timeout)
+    assert time.monotonic() - begin < 30
+    assert [one for one, _ in run(2, summed, 1)] == [3, 3]

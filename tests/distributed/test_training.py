@@ -1,0 +1,174 @@
+"""Models trained on several processes with torch's optimizers and with ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import onepass
+from onepass import numerics
+from tests.distributed.dtensors import mesh_of, whole
+from tests.distributed.ranks import distributed, run
+from tests.optim.cases import FLAGS, TORCH_NAMES, ours, stock
+
+pytestmark = distributed
+
+STEPS = 20
+WIDTH, VOCABULARY, LENGTH = 16, 11, 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Network(nn.Module):
+    """A GPT's embedding, norms, products and head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(2)
+    return Network().to(dtype)
+
+
+def in_sequence_parallel(model):
+    mesh = mesh_of((torch.distributed.get_world_size(),))
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for number in range(2):
+        plan[f"blocks.{number}.norm"] = SequenceParallel()
+        plan[f"blocks.{number}.up"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"blocks.{number}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    return parallelize_module(model, mesh, plan)
+
+
+def trained(model, optimizer, rows=slice(None), average=False):
+    """(losses, parameters) after 20 steps."""
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(STEPS):
+        tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=generator)[rows]
+        optimizer.zero_grad()
+        logits = model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        loss = loss.detach()
+        if average:
+            torch.distributed.all_reduce(loss)
+            loss = loss / torch.distributed.get_world_size()
+        losses.append(loss)
+    return torch.stack(losses), [whole(p) for p in model.parameters()]
+
+
+def check(found, expected, reference):
+    """Losses and parameters by the rule, torch's optimizer in float64 being the reference."""
+    numerics.assert_close(found[0], reference[0], expected[0], case="losses")
+    numerics.assert_close(found[1], reference[1], expected[1], case="parameters")
+
+
+def in_one_process(name):
+    model = network(torch.float64)
+    return trained(model, stock(name)(model.parameters(), **FLAGS[name]))
+
+
+def body_of_sequences(name):
+    results = []
+    for cls in (ours(name), stock(name)):
+        model = in_sequence_parallel(network())
+        optimizer = cls(model.parameters(), **FLAGS[name])
+        results.append(trained(model, optimizer))
+        kinds = {p.grad.placements for p in model.norm.parameters()}
+        assert kinds == {(Partial(),)} and model.norm.weight.placements == (Replicate(),)
+    check(*results, in_one_process(name))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", TORCH_NAMES)
+@pytest.mark.grid
+def test_sequence_parallel_training(name, size):
+    run(size, body_of_sequences, name)
+
+
+def body_of_shards(name, swapped):
+    rank, results = torch.distributed.get_rank(), []
+    for cls in (ours(name), stock(name)):
+        model = network()
+        if swapped and cls is ours(name):
+            assert onepass.swap(model).swapped
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh_of((2,)))
+        optimizer = cls(model.parameters(), **FLAGS[name])
+        results.append(trained(model, optimizer, slice(2 * rank, 2 * rank + 2), average=True))
+    check(*results, in_one_process(name))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_fully_sharded_training(swapped):
+    run(2, body_of_shards, "AdamW", swapped)
+
+
+def body_of_replicas(name):
+    rank, results = torch.distributed.get_rank(), []
+    for cls in (ours(name), stock(name)):
+        model = DistributedDataParallel(network())
+        optimizer = cls(model.parameters(), **FLAGS[name])
+        results.append(trained(model, optimizer, slice(2 * rank, 2 * rank + 2), average=True))
+    check(*results, in_one_process(name))
+
+
+def test_data_parallel_training():
+    run(2, body_of_replicas, "AdamW")
+
+
+def body_of_mixed_precision():
+    """Float32 shards, bfloat16 products; the state is of the shards' dtype and placement."""
+    model = network()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh_of((2,)), mp_policy=policy)
+    optimizer = onepass.optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    losses, _ = trained(model, optimizer)
+    assert losses.isfinite().all()
+    for (_, entry), p in zip(optimizer.state.items(), model.parameters(), strict=True):
+        assert entry["exp_avg"].dtype is torch.float32
+        assert entry["exp_avg"].placements == p.placements
+    other = onepass.optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    other.load_state_dict(optimizer.state_dict())
+    for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert all(torch.equal(whole(one[key]), whole(two[key])) for key in one)
+
+
+def test_mixed_precision_training():
+    run(2, body_of_mixed_precision)

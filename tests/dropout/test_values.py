@@ -1,0 +1,365 @@
+"""Dropout and add_dropout: the stream, gradients, randomness as torch's users know it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass import functional, numerics, reference
+from tests.support.seeds import drawn_seed
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PROBABILITIES = (1e-6, 0.1, 0.5, 32768.5 / 65536, 0.9, 1.0)
+
+
+# ---- values and gradients -----------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("p", PROBABILITIES)
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 127, 511, 512, 513, 4099, 100_003])
+def test_the_stream_is_the_references(p, numel):
+    x = torch.randn(numel)
+    seed = drawn_seed(5)
+    torch.manual_seed(5)
+    assert torch.equal(functional.dropout(x, p), reference.dropout.dropout(x, p, seed))
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_and_gradients_in_every_dtype(dtype):
+    x = torch.randn(33, 65).to(dtype).requires_grad_()
+    g = torch.randn(33, 65).to(dtype)
+    seed = drawn_seed(5)
+    torch.manual_seed(5)
+    y = functional.dropout(x, 0.3)
+    (dx,) = torch.autograd.grad(y, x, g)
+    for ours, source in ((y, x), (dx, g)):
+        ref = reference.dropout.dropout(source.detach().double(), 0.3, seed)
+        base = reference.dropout.dropout(source.detach(), 0.3, seed)
+        assert ours.dtype == dtype
+        numerics.assert_close(ours, ref, base, str(dtype))
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+def test_add_dropout(dtype, wide):
+    stream_dtype = torch.float32 if wide and dtype != torch.float64 else dtype
+    x = torch.randn(33, 65).to(dtype).requires_grad_()
+    r = torch.randn(33, 65).to(stream_dtype).requires_grad_()
+    g = torch.randn(33, 65).to(stream_dtype)
+    seed = drawn_seed(5)
+    torch.manual_seed(5)
+    y = functional.add_dropout(x, r, 0.3)
+    dx, dr = torch.autograd.grad(y, (x, r), g)
+    assert y.dtype == stream_dtype and dx.dtype == dtype and torch.equal(dr, g)
+    ref = reference.dropout.add_dropout(x.detach().double(), r.detach().double(), 0.3, seed)
+    base = reference.dropout.add_dropout(x.detach(), r.detach(), 0.3, seed)
+    numerics.assert_close(y, ref, base)
+    factor = reference.dropout.keep_scale(seed, g.numel(), 0.3, torch.float64).view(g.shape)
+    numerics.assert_close(dx, g.double() * factor, (g * factor.to(g.dtype)).to(dtype))
+
+
+@pytest.mark.isa
+def test_scales_beyond_float16():
+    """One element in 65,536 kept, scaled by 65,536: the product fits where the factor does not."""
+    x = torch.full((400_000,), 0.5, dtype=torch.float16)
+    seed = drawn_seed(5)
+    torch.manual_seed(5)
+    y = functional.dropout(x, 65535 / 65536)
+    ref = reference.dropout.dropout(x.double(), 65535 / 65536, seed)
+    assert (ref == 32768).any()
+    assert torch.equal(y.double(), ref)
+
+
+@pytest.mark.isa
+def test_upstream_gradients_of_any_layout():
+    x = torch.randn(30, 41, requires_grad=True)
+    r = torch.randn(30, 41, requires_grad=True)
+    seed = drawn_seed(5)
+    factor = reference.dropout.keep_scale(seed, x.numel(), 0.3).view(x.shape)
+    for g in (torch.randn(41, 30).t(), torch.randn(41).expand(30, 41), torch.randn(30, 82)[:, ::2]):
+        torch.manual_seed(5)
+        dx, dr = torch.autograd.grad(functional.add_dropout(x, r, 0.3), (x, r), g)
+        assert torch.equal(dx, g * factor) and torch.equal(dr, g)
+        torch.manual_seed(5)
+        (dx,) = torch.autograd.grad(functional.dropout(x, 0.3), x, g)
+        assert torch.equal(dx, g * factor)
+
+
+def test_gradients_for_one_argument_only():
+    x, r = torch.randn(5, 6), torch.randn(5, 6)
+    y = functional.add_dropout(x, r.requires_grad_(), 0.5)
+    assert torch.equal(torch.autograd.grad(y.sum(), r)[0], torch.ones(5, 6))
+    r = r.detach()
+    assert not functional.add_dropout(x, r, 0.5).requires_grad
+    assert functional.add_dropout(x.requires_grad_(), r, 0.5).requires_grad
+
+
+def test_gradcheck_twice():
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    r = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+
+    def function(x, r):
+        torch.manual_seed(3)
+        return functional.add_dropout(functional.dropout(x, 0.4), r, 0.4) ** 2
+
+    assert torch.autograd.gradcheck(function, (x, r))
+    assert torch.autograd.gradgradcheck(function, (x, r))
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
+def test_probability_out_of_range(p):
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="dropout: p must lie between 0 and 1"):
+        functional.dropout(x, p)
+    with pytest.raises(ValueError, match="add_dropout: p must lie between 0 and 1"):
+        functional.add_dropout(x, x, p)
+    with pytest.raises(RuntimeError, match="^dropout: p must lie between 0 and 1, got"):
+        torch.ops.onepass.dropout_forward(x, None, drawn_seed(0), p, None)
+    if p == p:
+        with pytest.raises(ValueError, match="dropout probability"):
+            onepass.nn.Dropout(p)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_messages(device):
+    x = torch.ones(3, 4, device=device)
+    seed = torch.zeros(2, dtype=torch.int64, device=device)
+    forward = torch.ops.onepass.dropout_forward
+    wrong = {
+        r"add_dropout: residual must have shape \(3, 4\), got \(4,\)": (
+            lambda: functional.add_dropout(x, x[0], 0.5)
+        ),
+        "dropout: input must have dtype float32, bfloat16, float16 or float64, got int64": (
+            lambda: functional.dropout(x.long(), 0.5)
+        ),
+        "add_dropout: out_dtype must not be given with a residual, got one": (
+            lambda: forward(x, x, seed, 0.5, torch.bfloat16)
+        ),
+        rf"dropout: seed must be a dense int64 tensor of shape \(2,\) on {device}, got \(2,\) of": (
+            lambda: forward(x, None, seed.float(), 0.5, None)
+        ),
+        "dropout: seed must be given but for p = 0 with a residual, got none": (
+            lambda: forward(x, None, None, 0.5, None)
+        ),
+        "add_dropout: residual must be on the device of input": (
+            lambda: functional.add_dropout(
+                x, torch.ones(3, 4, device="meta" if device == "cpu" else "cpu"), 0.5
+            )
+        ),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(RuntimeError, match=f"^{message}"):
+            call()
+
+
+# ---- layouts ------------------------------------------------------------------------------------
+
+
+def test_fate_follows_the_logical_index_whatever_the_strides():
+    x = torch.randn(6, 5, 8)
+    torch.manual_seed(1)
+    expected = functional.dropout(x, 0.5)
+    for layout in (x.transpose(0, 2).contiguous().transpose(0, 2), torch.cat([x, x], 2)[..., :8]):
+        torch.manual_seed(1)
+        assert torch.equal(functional.dropout(layout, 0.5), expected)
+        torch.manual_seed(1)
+        assert torch.equal(functional.add_dropout(x, layout, 0.5), x + expected)
+
+
+def test_borders_of_a_buffer_stay_unread_and_unwritten():
+    buffer = torch.full((9, 20), float("nan"))
+    view = buffer[1:8, 3:17]
+    view.fill_(2.0)
+    before = buffer.clone()
+    assert not functional.dropout(view, 0.5).isnan().any()
+    assert torch.equal(buffer.nan_to_num(-1), before.nan_to_num(-1))
+    functional.dropout(view, 0.5, inplace=True)
+    inside = torch.zeros(9, 20, dtype=torch.bool)
+    inside[1:8, 3:17] = True
+    assert torch.equal(buffer.isnan(), ~inside)
+    assert set(view.unique().tolist()) == {0.0, 4.0}
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_fate_does_not_depend_on_threads(threads):
+    x = torch.randn(300_001)
+    torch.manual_seed(1)
+    expected = functional.dropout(x, 0.5)
+    torch.set_num_threads(threads)
+    torch.manual_seed(1)
+    assert torch.equal(functional.dropout(x, 0.5), expected)
+
+
+@pytest.mark.parametrize("size", [(0,), (3, 0), ()])
+def test_empty_and_scalar(size):
+    x = torch.ones(size, requires_grad=True)
+    y = functional.dropout(x, 0.5)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+# ---- randomness ---------------------------------------------------------------------------------
+
+
+def test_manual_seed():
+    x = torch.randn(1000)
+    torch.manual_seed(1)
+    first, second = functional.dropout(x), functional.dropout(x)
+    torch.manual_seed(1)
+    assert torch.equal(functional.dropout(x), first)
+    assert not torch.equal(first, second)
+
+
+def test_nothing_is_drawn_when_nothing_is_dropped():
+    x = torch.randn(10)
+    state = torch.get_rng_state()
+    assert functional.dropout(x, 0.0) is x
+    assert functional.dropout(x, 0.5, training=False) is x
+    assert torch.equal(functional.add_dropout(x, x, 0.0), x + x)
+    assert torch.equal(functional.add_dropout(x, x, 0.5, training=False), x + x)
+    module = onepass.nn.Dropout(0.5).eval()
+    assert module(x) is x
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_everything_dropped():
+    x = torch.randn(1000, requires_grad=True)
+    y = functional.dropout(x, 1.0)
+    assert not y.any()
+    assert not torch.autograd.grad(y.sum(), x)[0].any()
+
+
+def test_nan_and_infinity_show_through_as_in_torch():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf")] * 50)
+    for p in (0.5, 1.0):
+        torch.manual_seed(0)
+        ours = functional.dropout(x, p)
+        # Kept infinities stay, dropped ones are inf * 0: as in torch, never 0.
+        assert (ours.isnan() | ours.isinf()).all()
+        stock = F.dropout(x, p)
+        assert (stock.isnan() | stock.isinf()).all()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_keep_rate_and_neighbours(p):
+    """Five standard deviations of a binomial: a false alarm once in 1.7 million runs per assert.
+
+    Dropped pairs at distance 1, 8 (one block) and 128 (one vector of blocks) are independent.
+    """
+    n = 1_000_000
+    torch.manual_seed(11)
+    dropped = functional.dropout(torch.ones(n), p) == 0
+    quantised = round(65536 * p) / 65536
+    tolerance = 5 * math.sqrt(quantised * (1 - quantised) / n)
+    assert abs(dropped.double().mean() - quantised) < tolerance
+    pair = quantised**2
+    for distance in (1, 8, 128):
+        both = (dropped[distance:] & dropped[:-distance]).double().mean()
+        # Overlapping pairs are correlated: their variance is at most three times a binomial's.
+        assert abs(both - pair) < 5 * math.sqrt(3 * pair * (1 - pair) / n)
+
+
+def test_expectation_is_that_of_the_input():
+    x = torch.ones(2_000_000)
+    torch.manual_seed(12)
+    mean = functional.dropout(x, 0.1).double().mean()
+    assert abs(mean - 1) < 5 * math.sqrt(0.1 / 0.9 / x.numel())
+
+
+# ---- torch --------------------------------------------------------------------------------------
+
+
+def test_module_is_torchs():
+    module = onepass.nn.Dropout(0.25, inplace=True)
+    assert isinstance(module, torch.nn.Dropout)
+    assert repr(module) == repr(torch.nn.Dropout(0.25, inplace=True))
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(twin) is onepass.nn.Dropout and (twin.p, twin.inplace) == (0.25, True)
+
+
+def test_inplace():
+    x = torch.randn(100)
+    torch.manual_seed(1)
+    expected = functional.dropout(x, 0.5)
+    torch.manual_seed(1)
+    y = onepass.nn.Dropout(0.5, inplace=True)(x)
+    assert y is x and torch.equal(x, expected)
+
+
+def test_inplace_under_autograd():
+    leaf = torch.randn(100, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        functional.dropout(leaf, 0.5, inplace=True)
+    gradients = []
+    for inplace in (False, True):
+        torch.manual_seed(1)
+        hidden = leaf * 1
+        functional.dropout(hidden, 0.5, inplace=inplace).sum().backward()
+        gradients.append(leaf.grad)
+        leaf.grad = None
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    x = torch.randn(50, 50)
+    module = torch.nn.Sequential(torch.nn.Linear(50, 50), onepass.nn.Dropout(0.5), torch.nn.Tanh())
+    gradients = []
+    for wrapped in (module, lambda t: checkpoint(module, t, use_reentrant=use_reentrant)):
+        torch.manual_seed(6)
+        leaf = x.clone().requires_grad_()
+        wrapped(leaf).sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
+def test_no_mask_is_stored():
+    saved = []
+    x = torch.randn(1000, 1000, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        functional.dropout(x, 0.1)
+    assert sum(tensor.numel() for tensor in saved) == 2  # the seed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_under_autocast_are_torchs(dtype):
+    x = torch.randn(8, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert functional.dropout(x, 0.5).dtype == F.dropout(x, 0.5).dtype
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+def test_opcheck(residual, strided):
+    x = torch.randn(10, 3).t() if strided else torch.randn(3, 10)
+    seed = torch.tensor([1, 2])
+    arguments = (x, x if residual else None, seed, 0.3, None)
+    torch.library.opcheck(torch.ops.onepass.dropout_forward.default, arguments)
+
+
+def test_compile_fullgraph():
+    module = onepass.nn.Dropout(0.5)
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (100, 257):
+        x = torch.randn(n, requires_grad=True)
+        torch.manual_seed(3)
+        compiled(x).sum().backward()
+        gradient, x.grad = x.grad, None
+        torch.manual_seed(3)
+        module(x).sum().backward()
+        assert torch.equal(gradient, x.grad)

@@ -1,0 +1,110 @@
+"""Builds and runs the programs of tests/cuda_emulator: the shipping .cu files without a GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import compiled
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests" / "cuda_emulator"
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+
+FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-g1", "-O1", "-fno-omit-frame-pointer"]
+FLAGS += ["-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off"]
+FLAGS += ["-DONEPASS_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
+
+# What of undefined behaviour is looked for beside bad addresses: all of it doubles the compiling.
+UNDEFINED = "alignment,signed-integer-overflow,shift,integer-divide-by-zero"
+# What each build adds, for the kernels and for the scheduler. The thread sanitizer must not see the
+# scheduler.
+SANITIZED = {
+    "plain": ([], []),
+    "address": (
+        [f"-fsanitize=address,{UNDEFINED}", "-fno-sanitize-recover=all", "-DEMULATOR_ADDRESS"],
+        ["-fsanitize=address", "-DEMULATOR_ADDRESS"],
+    ),
+    "thread": (["-fsanitize=thread", "-DEMULATOR_THREAD"], ["-DEMULATOR_THREAD"]),
+}
+BUILDS = tuple(SANITIZED)
+# For the instances of attention, which take minutes under a sanitizer.
+SLOW_UNDER_SANITIZERS = [
+    build if build == "plain" else pytest.param(build, marks=pytest.mark.slow) for build in BUILDS
+]
+
+
+@functools.cache
+def library() -> Path:
+    """csrc/ops on the emulated CUDA back end: the operators `onepass_emulated::*`, on the CPU."""
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
+    torch_folder = Path(torch.__file__).parent
+    for_torch = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-DTORCH={torch.__version__}"]
+    for_torch += ["-isystem", str(torch_folder / "include"), "-DONEPASS_NAMESPACE=onepass_emulated"]
+    kernels = [file for file in (ROOT / "csrc" / "cuda").rglob("*.cu") if file.name != "facts.cu"]
+    sources = [(file, []) for file in (FOLDER / "emulator.cpp", FOLDER / "image.cpp", *kernels)]
+    operators = [*(ROOT / "csrc" / "ops").glob("*.cpp"), FOLDER / "runtime_emulated.cpp"]
+    for file in operators:  # the host may not look into tensors; the schemas are defined here
+        sources.append((file, for_torch + ["-DONEPASS_CUDA"] * (file.name != "library.cpp")))
+    linking = ["-shared", f"-L{torch_folder / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"]
+    return _linked("library-plain", "plain", sources, linking)
+
+
+@functools.cache
+def program(name: str, build: str, *kernels: str) -> Path:
+    """The executable of tests/cuda_emulator/<name>.cpp with csrc/cuda/<kernels>."""
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
+    for_kernels, for_scheduler = SANITIZED[build]
+    sources = [(FOLDER / "emulator.cpp", for_scheduler), (FOLDER / f"{name}.cpp", for_kernels)]
+    sources.append((FOLDER / "image.cpp", for_kernels))
+    if name == "replay":
+        kernels += ("kernels.cu",)
+    sources += [(ROOT / "csrc" / "cuda" / kernel, for_kernels) for kernel in kernels]
+    stems = [name, *("_".join(Path(kernel).with_suffix("").parts) for kernel in kernels)]
+    return _linked(f"{'+'.join(stems)}-{build}", build, sources, for_kernels)
+
+
+def _linked(name: str, build: str, sources: list[tuple[Path, list[str]]], flags: list[str]) -> Path:
+    objects = compiled.made([_object(source, build, flags) for source, flags in sources])
+    (linked,) = compiled.made([compiled.Recipe(name, (COMPILER, *objects, *flags))])
+    return linked
+
+
+def _object(source: Path, build: str, flags: list[str]) -> compiled.Recipe:
+    name = "_".join(source.relative_to(ROOT).with_suffix("").parts)
+    command = (COMPILER, *FLAGS, *flags, "-x", "c++", "-c", source)
+    return compiled.Recipe(f"{name}-{build}", command, (source,), ".o")
+
+
+def run(
+    executable: Path, *arguments, seed: int = 0, resident: int = 1, shared: int = 227 * 1024
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program with a seed for the order of blocks and threads.
+
+    At least `resident` blocks run at the same time, with at most `shared` bytes of memory each.
+    """
+    environment = os.environ | {
+        "EMULATOR_SEED": str(seed),
+        "EMULATOR_RESIDENT": str(resident),
+        "EMULATOR_SHARED": str(shared),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "TSAN_OPTIONS": "exitcode=66:halt_on_error=1:atexit_sleep_ms=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+    command = [str(executable), *map(str, arguments)]
+    if executable.name.split("-")[1] == "thread" and shutil.which("setarch"):
+        command = ["setarch", "-R", *command]  # its shadow memory has a fixed place
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    # Said at the first switch between fibers, of which the emulator does tell it.
+    hint = r"==\d+==WARNING: ASan doesn't fully support makecontext.*\n"
+    result.stderr = re.sub(hint, "", result.stderr)
+    return result

@@ -1,0 +1,64 @@
+"""The emulator's own tests: planted faults are caught, and right kernels pass in silence."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.emulator import emulated
+
+# Which build catches a fault, and with what words. A fault that shows in the plain build as well
+# (as poison in the results, say) is named where it is caught for certain, whatever the order.
+CAUGHT_BY = {
+    "read_after_write": ("thread", "data race"),
+    "write_after_read": ("thread", "data race"),
+    "hidden_behind_a_shuffle": ("thread", "data race"),
+    "add_across_blocks": ("thread", "data race"),
+    "tickets": ("thread", "data race"),
+    "global_out_of_bounds": ("address", "heap-buffer-overflow"),
+    "shared_out_of_bounds": ("address", "use-after-poison"),
+    "misaligned": ("address", "misaligned address"),
+    "more_shared_memory_than_launched_with": ("plain", "takes 2048 bytes of shared memory"),
+    "lane_missing": ("plain", "lane 31 is named in the mask of __shfl_xor_sync and did not arrive"),
+    "lane_not_in_its_mask": ("plain", "whose lane is not in the mask"),
+    "barrier_that_some_never_reach": ("plain", "did not arrive"),
+    "uninitialised": ("plain", "wrong value: output[17] is"),
+    "read_before_the_wait": ("plain", "wrong value"),
+    "wait_for_the_wrong_group": ("plain", "wrong value: output[4] is"),
+    "overwrite_in_flight": ("plain", "wrong value"),
+    "copy_into_what_is_read": ("thread", "data race"),
+    "copy_twice_in_flight": ("plain", "cp.async into a buffer whose last is in flight"),
+    "misaligned_copy": ("address", "misaligned address"),
+    "read_few_before_the_wait": ("plain", "wrong value"),
+    "copy_into_a_part_in_flight": ("plain", "cp.async into a buffer whose last is in flight"),
+    "copy_that_is_left_out": ("plain", "wrong value: output[33] is 40, not 33"),
+    "end_in_flight": ("plain", "a thread ends with a cp.async in flight"),
+    "extra_pass": ("plain", "read 512 written 256"),
+    "beside_a_tensor": ("plain", "wrote beside a tensor of 256 bytes"),
+}
+SEEDS = 3
+
+
+@pytest.mark.parametrize("name", CAUGHT_BY)
+def test_planted_fault_is_caught(name):
+    build, words = CAUGHT_BY[name]
+    for seed in range(SEEDS):  # whatever the order of threads and blocks
+        result = emulated.run(emulated.program("faults", build), name, seed=seed)
+        assert result.returncode != 0, f"seed {seed}: not caught"
+        assert words in result.stdout + result.stderr, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_right_kernels_pass_in_silence(build):
+    executable = emulated.program("faults", build)
+    names = emulated.run(executable).stdout.split()
+    assert set(names) == set(CAUGHT_BY)
+    for name in names:
+        for seed in range(1 if build == "thread" else SEEDS):  # it takes its time
+            result = emulated.run(executable, name, "right", seed=seed)
+            assert result.returncode == 0 and not result.stderr, f"{name}: {result.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_fragments_lie_where_the_ptx_isa_says(build):
+    result = emulated.run(emulated.program("fragments", build))
+    assert result.returncode == 0 and not result.stderr, result.stdout + result.stderr

@@ -1,0 +1,86 @@
+"""examples/generate.py: both ways write the same text, and a difference does not go unseen."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "generate.py"
+
+
+@pytest.fixture(scope="module")
+def generate():
+    spec = importlib.util.spec_from_file_location("generate_example", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def texts(output: str) -> list[list[str]]:
+    """What stock wrote behind each prompt, and what onepass wrote."""
+    return [
+        [ast.literal_eval(text) for text in re.findall(rf"^{name} +(['\"].*)$", output, re.M)]
+        for name in ("stock", "onepass")
+    ]
+
+
+def test_as_a_command():
+    command = [sys.executable, SCRIPT, "--quick", "--threads", "1"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    stock, ours = texts(run.stdout)
+    assert stock == ours and [len(text) for text in stock] == [16] * 4
+    assert "Same: 4 x 16 bytes" in run.stdout
+    for row in ("small *prefill 4 x 16", "small *decode 4 x 15", "large *prefill 4 x 48"):
+        assert len(re.findall(row, run.stdout)) == 2  # of stock and of onepass
+    caches = 2 * 2 * 4 * 64 * 32 * 4  # keys and values, layers, batch, block, width, float32
+    assert len(re.findall(f"large .* {caches:,} *$", run.stdout, re.M)) == 4
+
+
+def test_a_prompt_of_ones_own(generate, capsys):
+    flags = ["--quick", "--prompt", "def f():\n", "--tokens", "2", "--batch", "2"]
+    assert generate.main(flags) == 0
+    output = capsys.readouterr().out
+    assert "behind  'def f():\\n'\n" in output
+    assert "Same: 2 x 2 bytes" in output and len(texts(output)[0]) == 1
+
+
+def test_different_texts_fail(generate, capsys, monkeypatch):
+    def noise(query, *_):
+        return 100 * torch.randn_like(query)
+
+    monkeypatch.setitem(generate.ATTENTIONS, "onepass", noise)
+    assert generate.main(["--quick"]) == 1
+    output = capsys.readouterr().out
+    stock, ours = texts(output)
+    assert stock != ours
+    assert re.search(r"DIFFERENT: the small GPT's, first at byte \d+ of sequence \d", output)
+    assert "tokens/s" not in output
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--tokens", "32"], "--tokens must be less than 32, got 32"),
+        (["--prompt", ""], "--prompt must have 1 to 16 bytes"),
+        (["--prompt", "x" * 17], "32 positions and --tokens takes 16, got 17"),
+        (["--tokens", "1"], "--tokens must be at least 2, got 1"),
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--seconds", "nan"], "--seconds must be at least 0, got nan"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+    ],
+)
+def test_bad_input(generate, capsys, flags, message):
+    try:
+        code = generate.main(["--quick", *flags])
+    except SystemExit as error:  # by argparse
+        code = error.code
+    assert code == 2
+    assert message in capsys.readouterr().err

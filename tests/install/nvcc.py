@@ -1,0 +1,103 @@
+"""Compiles CUDA sources as the build does, and asks cuobjdump what came out.
+
+cuobjdump and nvdisasm, which it calls, come with the tests (nvidia-cuda-*): nvcc alone lacks them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.support import compiled
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def cubin(source: Path, arch: str) -> Path:
+    """Compiled from `source` for `arch` (as in sm_80); skips where there is no nvcc."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("there is no nvcc")
+    options = (ROOT / "cmake" / "cuda.cmake").read_text()
+    (flags,) = re.findall(r"COMPILE_LANGUAGE:CUDA>:(--[^>]*)>", options)
+    command = [nvcc, "-std=c++20", f"-arch={arch}", *flags.split(), "-Werror=all-warnings"]
+    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}", "-cubin", source]
+    name = "_".join(source.relative_to(ROOT).with_suffix("").parts)
+    recipe = compiled.Recipe(f"{name}-{arch}", tuple(command), (source,), ".cubin")
+    return compiled.made([recipe])[0]
+
+
+def cuobjdump(*words: str | Path) -> str:
+    """What it prints; skips where there is none."""
+    try:
+        files = metadata.files("nvidia-cuda-cuobjdump") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = [str(file.locate()) for file in files if file.name == "cuobjdump"]
+    program = shutil.which("cuobjdump") or next(iter(found), None)
+    if program is None:
+        pytest.skip("there is no cuobjdump")
+    return subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
+
+
+def resources(binary: Path) -> dict[str, dict[str, int]]:
+    """By kernel: REG, STACK, SHARED, LOCAL and so on."""
+    text = cuobjdump("--dump-resource-usage", binary)
+    return {
+        name: {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", line)}
+        for name, line in re.findall(r"Function (\S+):\n(.*)", text)
+    }
+
+
+def max_threads(binary: Path) -> dict[str, int]:
+    """By kernel: those of a block, as its launch bounds say."""
+    sections = cuobjdump("-elf", binary).split("\n.nv.info.")[1:]
+    return {
+        section.partition("\n")[0]: int(threads[1], 16)
+        for section in sections
+        if (threads := re.search(r"EIATTR_MAX_THREADS\s+Format:.*\s+Value:\s*0x(\w+)", section))
+    }
+
+
+def machine_code(binary: Path) -> dict[str, str]:
+    """By kernel, as text."""
+    parts = cuobjdump("-sass", binary).split("Function : ")[1:]
+    return {part.partition("\n")[0]: part for part in parts}
+
+
+def instructions(code: str) -> list[tuple[int, str]]:
+    """(address, text) of a kernel's machine code."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
+    return [(int(address, 16), text) for address, text in found]
+
+
+def loops(code: str) -> list[str]:
+    """Of a kernel's machine code: the instructions from where a branch goes back to up to it."""
+    code = instructions(code)
+    back = [
+        (int(target[1], 16), address)
+        for address, text in code
+        if (target := re.search(r"BRA.*?(0x[0-9a-f]+)", text)) and int(target[1], 16) < address
+    ]
+    return [
+        "\n".join(text for address, text in code if first <= address <= last)
+        for first, last in back
+    ]
+
+
+def products_on_the_way(code: str) -> list[int]:
+    """For each matrix that movmatrix transposes: how many products stand between the load of its
+    elements and that."""
+    texts = [text for _, text in instructions(code)]
+    found = []
+    for i, text in enumerate(texts):
+        if source := re.search(r"MOVM\S* R\d+, (R\d+)", text):
+            load = re.compile(rf"LDG\S* {source[1]},")
+            first = max(j for j in range(i) if load.search(texts[j]))
+            found.append(sum("HMMA" in between for between in texts[first:i]))
+    return found

@@ -1,0 +1,86 @@
+"""What the compiled CUDA kernels need of a device: registers without spills, and tensor cores in
+the loops that are about them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from onepass import _C, _library
+from tests.install import nvcc
+
+CUDA = nvcc.ROOT / "csrc" / "cuda"
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+REGISTERS = 65536  # of a multiprocessor, on all of them
+KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "dropout_forward_kernel")
+KERNELS += ("optimizer_step_kernel", "gradient_norm_kernel", "scale_gradients_kernel")
+KERNELS += ("attention_forward_kernel", "attention_backward_kernel", "attention_decode_kernel")
+KERNELS += ("attention_forward_plain_kernel", "attention_backward_plain_kernel")
+SOURCES = ("norm/forward.cu", "norm/backward.cu", "dropout.cu")
+SOURCES += ("optimizer/step.cu", "optimizer/gradients.cu")
+# Minutes of compiling for each architecture: the oldest, and the one whose speed is promised.
+ATTENTION = tuple(f"attention/{file.name}" for file in sorted(CUDA.glob("attention/*.cu")))
+ATTENTION_ARCHITECTURES = ("sm_80", "sm_90")
+COMPILED = [(source, arch) for source in SOURCES for arch in ARCHITECTURES]
+COMPILED += [(source, arch) for source in ATTENTION for arch in ATTENTION_ARCHITECTURES]
+# They have no register left.
+FULL = ("attention/backward.cu", "attention/plain_forward.cu")
+COMPILED += [(source, arch) for source in FULL for arch in ("sm_100", "sm_120")]
+WITHOUT_KERNELS = ("attention/backend.cu",)
+OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
+PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")
+# Kernels that ask for pairs of a bias in front of the product that these are added to, by bucket.
+WITH_BIAS = r"attention_(backward_kernel\S*Li(\d+)ELb1E|dbias_kernel\S*Li(\d+)E)"
+# Kernels whose main loop multiplies on tensor cores what cp.async brings, and those in TF32.
+ON_TENSOR_CORES = r"attention_(forward|backward)_kernel|attention_decode_kernel.*TensorTile"
+ON_TF32 = r"attention_(forward|backward|dquery)_plain_kernel.*Tf32"
+TENSOR_CORES = f"{ON_TENSOR_CORES}|{ON_TF32}"
+
+
+def check(binary: Path) -> set[str]:
+    """The names of the kernels, none of which waits for memory where it should not."""
+    kernels, threads = nvcc.resources(binary), nvcc.max_threads(binary)
+    for name, used in kernels.items():
+        assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills: {used}"
+        assert used["REG"] * threads.get(name, 1024) <= REGISTERS, f"{name} cannot start: {used}"
+    is_looked_at = any(re.search(f"{WITH_BIAS}|{TENSOR_CORES}", name) for name in kernels)
+    for name, code in nvcc.machine_code(binary).items() if is_looked_at else ():
+        if match := re.search(WITH_BIAS, name):
+            bucket, products = int(match[2] or match[3]), nvcc.products_on_the_way(code)
+            queries = 16 if bucket == 256 or match[3] else 32  # of a strip, see table.h
+            whole = bucket // 16 * queries // 8  # of keys by queries, 16 columns and 8 queries each
+            assert products and min(products) >= whole, f"{name} waits for a bias: {products}"
+        if re.search(TENSOR_CORES, name):
+            product = r"HMMA.*\.TF32" if re.search(ON_TF32, name) else "HMMA"
+            loops = [loop for loop in nvcc.loops(code) if "LDGSTS" in loop]
+            main = [loop for loop in loops if re.search(product, loop)]
+            assert main, f"{name} has no loop of tensor cores and asynchronous copies"
+            assert not re.search("LDL|STL", "".join(main)), f"{name} has local memory in its loop"
+            for piece in PIECES if re.search(OF_TILES, name) else ():
+                assert re.search(piece, "".join(main)), f"{name} has no {piece} in its loop"
+    return set(kernels)
+
+
+def test_built_kernels():
+    if not _C.build_info()["cuda_archs"]:
+        pytest.skip("built without CUDA")
+    kernels = check(_library.library_directory() / "libonepass_cuda.so")
+    for kernel in KERNELS:
+        assert any(kernel in name for name in kernels), kernel
+
+
+def marked(source: str, arch: str):
+    """Quick are those without a register left, on the architecture whose speed is promised.
+
+    The others take minutes to compile; all are in the built library, for the oldest architecture.
+    """
+    is_quick = source in FULL and arch == "sm_90"
+    return pytest.param(source, arch, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("source, arch", [marked(*pair) for pair in COMPILED])
+def test_kernels_of_a_release(source, arch):
+    """Also for architectures that this build leaves out."""
+    assert check(nvcc.cubin(CUDA / source, arch)) or source in WITHOUT_KERNELS

@@ -1,0 +1,128 @@
+"""`onepass doctor` on a sound installation, and its verdict on a wrong operator."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from onepass import _C, cli, doctor, functional
+
+OPERATORS = [
+    "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "dropout", "add_dropout",
+    "scaled_dot_product_attention", "varlen_attention", "attention_with_kv_cache",
+    "merge_attention_states",
+]  # fmt: skip
+
+
+def test_everything_in_order(capsys):
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "everything is in order" in text and "FAIL" not in text
+    for operator in OPERATORS:
+        assert f"ok   self-test {operator}" in text
+
+
+def test_json_names_levels_and_switches(capsys, monkeypatch):
+    monkeypatch.setenv("ONEPASS_LOG", "nothing")
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    lines = {line["name"]: line["value"] for line in report["lines"]}
+    assert lines["CPU level in use"].startswith(_C.cpu_level())
+    assert lines["ONEPASS_LOG"].startswith("nothing")
+    assert lines["torch"].startswith(torch.__version__)
+    for switch in doctor.SWITCHES:
+        assert switch in lines
+
+
+def test_every_operator_has_a_self_test():
+    tested = {line.name.removeprefix("self-test ") for line in doctor._self_tests()}
+    assert tested == set(functional.__all__) == set(OPERATORS)
+
+
+def test_a_wrong_operator_fails_with_a_fix(capsys, monkeypatch):
+    right = functional.rms_norm
+    monkeypatch.setattr(
+        functional, "rms_norm", lambda *args, **kwargs: right(*args, **kwargs) * 1.0001
+    )
+    assert doctor.main(argparse.Namespace(json=False)) == 1
+    text = capsys.readouterr().out
+    assert "FAIL self-test rms_norm" in text and "fix: " in text and "1 failed" in text
+
+
+def test_an_operator_that_raises_does_not_hide_the_others(capsys, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(functional, "layer_norm", broken)
+    assert doctor.main(argparse.Namespace(json=False)) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"FAIL self-test layer_norm +RuntimeError: no such kernel", text)
+    assert "ok   self-test rms_norm" in text
+
+
+def test_a_level_that_is_not_there_fails_with_a_fix(monkeypatch):
+    def unknown():
+        raise RuntimeError("onepass: ONEPASS_CPU_ISA must be one of baseline, got avx1024")
+
+    monkeypatch.setattr(_C, "cpu_level", unknown)
+    (line,) = [line for line in doctor.findings() if line.name == "CPU level in use"]
+    assert line.ok is False and line.fix == "unset ONEPASS_CPU_ISA"
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "expected"),
+    [
+        (80, "80", "sm_80 code"),
+        (86, "80", "sm_80 code"),
+        (90, "80", "compute_80 PTX, compiled by the driver"),
+        (75, "80", ""),
+        (89, "80-real, 90-real, 100-real, 120", "sm_80 code"),
+        (103, "80-real, 90-real, 100-real, 120", "sm_100 code"),
+        (110, "80-real, 90-real, 100-real, 120", ""),
+        (121, "80-real, 90-real, 100-real, 120", "sm_120 code"),
+        (130, "80-real, 90-real, 100-real, 120", "compute_120 PTX, compiled by the driver"),
+    ],
+)
+def test_which_code_a_device_runs(capability, archs, expected):
+    assert doctor.code_for(capability, archs) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "ok", "fix"),
+    [
+        (86, True, ""),
+        (75, False, "use a device of sm_80 or newer; for others there are no kernels"),
+        (90, False, "pip install with --config-settings=cmake.define.ONEPASS_CUDA_ARCHS=90"),
+    ],
+)
+def test_a_device(capability, ok, fix):
+    line = doctor.device_line(1, "NVIDIA Something", capability, "80-real")
+    assert line.name == "CUDA device 1" and line.ok is ok and line.fix == fix
+    assert line.value.startswith(f"NVIDIA Something, sm_{capability}: ")
+
+
+def test_every_switch_is_listed():
+    root = Path(__file__).parents[2]
+    sources = [*root.glob("python/**/*.py"), *root.glob("csrc/**/*.cpp")]
+    read = re.compile(r'(?:environ\.get|environ|getenv)[(\[]\s*"(ONEPASS_\w+)"')
+    switches = {name for path in sources for name in read.findall(path.read_text())}
+    assert switches == set(doctor.SWITCHES)
+
+
+def test_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    list(doctor.findings())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["doctor", "--nonsense"]])
+def test_bad_command_lines_exit_with_2(argv):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(argv)
+    assert exit_.value.code == 2

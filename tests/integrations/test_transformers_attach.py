@@ -1,0 +1,458 @@
+"""attach and detach: which models, copies, checkpoints; what swap, verify and explain say."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+import onepass.integrations.transformers as integration
+from onepass.integrations.transformers import attention
+from onepass.integrations.transformers import models as integration_models
+from tests.integrations import transformers_cases as cases
+from tests.integrations.transformers_cases import (
+    IDS,
+    build,
+    close,
+    implementations,
+    inputs,
+    kinds,
+    run,
+    transformers,
+)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+# ---------------------------------------------------------------- copies and checkpoints
+
+
+def test_checkpoints_do_not_know(tmp_path):
+    model = build("clip")
+    stock = build("clip")
+    integration.attach(model)
+    model.save_pretrained(tmp_path / "ours")
+    stock.save_pretrained(tmp_path / "stock")
+    texts = [(tmp_path / who / "config.json").read_text() for who in ("ours", "stock")]
+    assert "onepass" not in texts[0] and json.loads(texts[0]) == json.loads(texts[1])
+    for file in (tmp_path / "ours").glob("*.json"):
+        assert "onepass" not in file.read_text()
+    loaded = transformers.CLIPModel.from_pretrained(tmp_path / "ours")
+    assert set(implementations(loaded)) == {"sdpa"}
+
+
+def test_from_pretrained_takes_the_name(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    integration.register()
+    integration.register()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="onepass"
+    )
+    logits, ops = run(model, IDS)
+    assert len(ops) == 2
+    close(logits.logits, build("llama")(IDS).logits)
+    model.save_pretrained(tmp_path / "again")
+    assert "onepass" not in (tmp_path / "again" / "config.json").read_text()
+    (entry, _) = integration.attach(model).attached
+    assert entry["before"] == "sdpa"  # transformers' default: it never was another
+    assert integration.detach(model) and set(implementations(model)) == {"sdpa"}
+
+
+def test_copies_are_attached_and_detach_by_themselves():
+    model = build("gpt_oss")
+    expected = model(IDS).logits
+    integration.attach(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        logits, ops = run(twin, IDS)
+        assert len(ops) == 2
+        assert torch.equal(logits.logits, model(IDS).logits)
+        assert integration.detach(twin) and set(implementations(twin)) == {"eager"}
+        assert set(implementations(model)) == {"onepass"}
+        assert torch.equal(twin(IDS).logits, expected)
+
+
+def test_a_pickled_model_registers_where_it_is_loaded(tmp_path):
+    model = build("llama")
+    integration.attach(model)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(model(IDS).logits, tmp_path / "logits.pt")
+    code = f"""
+import torch
+model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+expected = torch.load({str(tmp_path / "logits.pt")!r})
+ids = torch.arange(24).reshape(2, 12) * 7 % 29 + 2
+torch.testing.assert_close(model(ids).logits, expected)
+import onepass.integrations.transformers as integration
+integration.detach(model)
+assert model.config._attn_implementation == "sdpa"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_lora():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(build("llama"), config)
+    model = copy.deepcopy(stock)
+    (first, _) = integration.attach(model).attached
+    assert first["name"] == "base_model.model.model.layers.0.self_attn"
+    loss, ops = run(model, IDS, labels=IDS)
+    assert len(ops) == 2
+    loss.loss.backward()
+    stock(IDS, labels=IDS).loss.backward()
+    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            close(ours.grad, theirs.grad)
+    merged = model.merge_and_unload()
+    close(merged(IDS).logits, stock(IDS).logits)
+    assert integration.detach(merged) and set(implementations(merged)) == {"sdpa"}
+
+
+# ---------------------------------------------------------------- attach and detach
+
+
+@pytest.mark.parametrize("name", cases.MODELS)
+def test_detach_gives_every_config_back_what_it_had(name):
+    model = build(name)
+    for number, config in enumerate({id(c): c for c in configs(model)}.values()):
+        config._attn_implementation_internal = ("eager", "sdpa")[number % 2]
+    before, state, types = implementations(model), dict(model.config.to_dict()), kinds(model)
+    attributes = [set(vars(module)) for module in model.modules()]
+    report = integration.attach(model)
+    assert set(implementations(model)) == {"onepass"} and kinds(model) == types
+    assert {entry["before"] for entry in report.attached} <= set(before)
+    assert integration.attach(model).to_dict() == report.to_dict()  # again changes nothing
+    assert integration.detach(model)
+    assert implementations(model) == before and model.config.to_dict() == state
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert integration.detach(model) == [] and implementations(model) == before
+
+
+def configs(model):
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            yield module.config
+            yield from (getattr(module.config, key) for key in module.config.sub_configs)
+
+
+def test_a_part_can_be_detached_and_attached_again():
+    model = build("clip")
+    integration.attach(model)
+    integration.detach(model.vision_model)
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert model.config.text_config._attn_implementation == "onepass"
+    integration.attach(model)
+    assert set(implementations(model)) == {"onepass"}
+    integration.detach(model)
+    assert set(implementations(model)) == {"sdpa"}
+
+
+def test_a_part_that_was_attached_alone():
+    for name, part in (("clip", "vision_model"), ("llama", "model")):
+        model = build(name)
+        model.set_attn_implementation("eager")
+        integration.attach(getattr(model, part))
+        assert "onepass" in implementations(model)
+        with integration_models.stock(model):
+            assert set(implementations(model)) == {"eager"}
+        integration.attach(model)
+        assert set(implementations(model)) == {"onepass"}
+        integration.detach(model)
+        assert set(implementations(model)) == {"eager"}
+        integration.attach(getattr(model, part))
+        integration.detach(model)
+        assert set(implementations(model)) == {"eager"}
+
+
+def test_what_was_chosen_since_is_left_alone():
+    model = build("llama")
+    integration.attach(model)
+    model.set_attn_implementation("eager")
+    assert integration.detach(model) == [] and set(implementations(model)) == {"eager"}
+
+
+def test_models_in_wrappers():
+    model = nn.ModuleList([Wrapper(build("llama")), build("bert"), nn.Linear(2, 2)])
+    report = integration.attach(model)
+    assert {entry["name"].rpartition("layer")[0] for entry in report.attached} == {
+        "0.inner.model.",
+        "1.bert.encoder.",
+    }
+    assert integration.detach(model)[0] == "0.inner"
+
+
+def test_the_report_prints():
+    report = integration.attach(build("llama"))
+    lines = str(report).splitlines()
+    assert lines[0] == "onepass: attached 2, 0 skipped"
+    assert lines[2].split() == ["attached", "name", "count", "type", "before"]
+    assert lines[3].split() == ["model.layers.*.self_attn", "2", "LlamaAttention", "sdpa"]
+    assert repr(report) == str(report) and "LlamaAttention" in report._repr_html_()
+    assert json.loads(json.dumps(report.to_dict()))["skipped"] == []
+    assert str(copy.deepcopy(report)) == str(report)
+
+
+@pytest.mark.parametrize("call", [integration.attach, integration.detach])
+def test_what_is_no_model_of_transformers_is_refused(call):
+    for model, kind in ((nn.Linear(2, 2), "Linear"), ("gpt2", "str"), (None, "NoneType")):
+        with pytest.raises(
+            TypeError, match=f"must be or hold a transformers.PreTrainedModel.*{kind}"
+        ):
+            call(model)
+
+
+def unsupported(name):
+    if name == "falcon":
+        config = transformers.FalconConfig(
+            vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+        )
+        return transformers.FalconModel(config).eval()
+    if name == "mpt":
+        config = transformers.MptConfig(vocab_size=32, d_model=16, n_layers=2, n_heads=2)
+        return transformers.MptModel(config).eval()
+    config = transformers.SplinterConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, question_token_id=3,
+    )  # fmt: skip
+    return transformers.SplinterModel(config).eval()
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("falcon", "takes no attention from transformers' registry"),
+        ("mpt", "takes no attention from transformers' registry"),
+        ("splinter", "transformers vouches for its eager attention alone"),
+    ],
+)
+def test_models_that_take_no_attention_from_outside_are_reported(name, reason):
+    model = unsupported(name)
+    before, expected = implementations(model), model(IDS).last_hidden_state
+    report = integration.attach(model)
+    assert not report.attached and report.skipped[0]["reason"].startswith(reason)
+    assert implementations(model) == before
+    assert torch.equal(model(IDS).last_hidden_state, expected)
+    with pytest.raises(RuntimeError, match="must be attached whole under strict, got .*" + reason):
+        integration.attach(model, strict=True)
+    assert integration.detach(model) == []
+
+
+def test_models_that_select_blocks_of_keys_are_reported():
+    config = transformers.MiniMaxM3VLTextConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, dense_intermediate_size=32,
+        shared_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, rotary_dim=8, index_n_heads=2, index_head_dim=8,
+        index_block_size=2, index_topk_blocks=2, num_local_experts=4, num_experts_per_tok=2,
+        pad_token_id=0, layer_types=["full_attention", "minimax_m3_sparse"],
+    )  # fmt: skip
+    model = transformers.MiniMaxM3VLTextModel(config)
+    before = implementations(model)
+    report = integration.attach(model)
+    assert not report.attached and "blocks of keys" in report.skipped[0]["reason"]
+    assert implementations(model) == before
+
+
+def test_models_on_eager_alone_that_nobody_has_looked_at_are_reported(monkeypatch):
+    model = build("gemma2")
+    monkeypatch.setattr(model.config, "model_type", "gemma9", raising=False)
+    report = integration.attach(model)
+    assert not report.attached and "eager attention alone" in report.skipped[0]["reason"]
+
+
+def test_models_with_an_sdpa_of_their_own_are_reported(monkeypatch):
+    model = build("llama")
+    own = transformers.AttentionInterface()
+    own["sdpa"] = None
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, "ALL_ATTENTION_FUNCTIONS", own)
+    report = integration.attach(model)
+    assert not report.attached and "attention of its own" in report.skipped[0]["reason"]
+
+
+def test_falcon_and_its_like_are_swaps():
+    model = unsupported("falcon")
+    report = integration.attach(model)
+    reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
+    assert "onepass.swap(model) makes it run" in reasons["h.0.self_attention"]
+    onepass.swap(model)
+    assert len(run(model, IDS)[1]) == 2
+
+
+def test_strict_leaves_the_model_as_it_was():
+    model = nn.ModuleList([build("llama"), unsupported("mpt")])
+    before = implementations(model)
+    with pytest.raises(RuntimeError, match="'1': takes no attention"):
+        integration.attach(model, strict=True)
+    assert implementations(model) == before
+    assert integration.attach(model[0], strict=True).attached
+    with pytest.raises(RuntimeError):  # what was attached before stays so
+        integration.attach(model, strict=True)
+    assert implementations(model[0]) == ["onepass"]
+    assert integration.detach(model) and implementations(model) == before
+
+
+def test_a_device_without_kernels_is_refused(monkeypatch):
+    from onepass.swapping import matchers
+
+    monkeypatch.setattr(matchers, "has_kernels", lambda device, kind: False)
+    model = build("llama")
+    with pytest.raises(RuntimeError, match="attach: model must be on devices .* got cpu: has no"):
+        integration.attach(model)
+    assert set(implementations(model)) == {"sdpa"}
+
+
+def test_meta_models_are_attached():
+    with torch.device("meta"):
+        model = build_on_meta()
+    assert len(integration.attach(model).attached) == 2
+
+
+def build_on_meta():
+    cls, config, settings = cases.MODELS["llama"]
+    return getattr(transformers, cls)(getattr(transformers, config)(**settings))
+
+
+# ---------------------------------------------------------------- swap, verify, explain
+
+
+@pytest.mark.parametrize("swap_first", [False, True])
+def test_swap_and_attach_in_either_order(swap_first):
+    model, stock = build("llama"), build("llama")
+    calls = [lambda: integration.attach(model), lambda: onepass.swap(model)]
+    for call in reversed(calls) if swap_first else calls:
+        call()
+    report = onepass.swap(model)
+    attached = {e["name"] for e in report.swapped if "transformers' registry" in e["to"]}
+    assert attached == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+    assert {e["kind"] for e in report.swapped if e["name"] in attached} == {"attention"}
+    assert not report.skipped
+    (note,) = (note for note in report.notes if "detach(model)" in note)
+    assert note.startswith("model.layers.*.self_attn: on onepass's attention by transformers'")
+    assert onepass.swap(model, kinds="attention", strict=True).swapped
+    assert not any(e["name"] in attached for e in onepass.swap(model, kinds="norm").swapped)
+    assert len(run(model, IDS)[1]) == 2
+    onepass.unswap(model)
+    assert kinds(model) == kinds(stock) and set(implementations(model)) == {"onepass"}
+    integration.detach(model)
+    assert torch.equal(model(IDS).logits, stock(IDS).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5"])
+def test_verify_compares_with_the_attention_from_before(name, monkeypatch):
+    model = build(name)
+    report = onepass.swap(model)
+    attached = integration.attach(model)
+    names = []
+    forward = attention.attention_forward
+
+    def counted(module, *args, **kwargs):
+        names.append(module)
+        return forward(module, *args, **kwargs)
+
+    functions = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(functions, "onepass", counted)
+    batch = {**inputs(name), "labels": IDS}
+    batch.pop("decoder_input_ids", None)
+    for verify in (report.verify, attached.verify):
+        result = verify(batch)
+        assert result.ok, result
+        assert len(names) == len(attached.attached)  # in one run of the three
+        names.clear()
+    assert set(implementations(model)) == {"onepass"}
+
+    def wrong(*args, **kwargs):
+        output, _ = forward(*args, **kwargs)
+        return output + 1e-3 * output.roll(1, -1), None
+
+    monkeypatch.setitem(functions, "onepass", wrong)
+    assert not report.verify(batch).ok and not attached.verify(batch).ok
+
+
+def test_verify_of_what_is_not_attached_any_more():
+    model = build("llama")
+    attached = integration.attach(model)
+    integration.detach(model)
+    with pytest.raises(RuntimeError, match="verify: model must be attached"):
+        attached.verify(IDS)
+
+
+def test_what_swap_is_told_to_leave_is_not_listed_as_swapped():
+    model = build("llama")
+    integration.attach(model)
+    report = onepass.swap(model, exclude="*")
+    assert not report.swapped
+    reasons = [e["reason"] for e in report.skipped if e["name"].endswith("self_attn")]
+    assert reasons == ["excluded by '*'; on onepass's attention all the same, as an earlier call "
+                       "left it"] * 2  # fmt: skip
+
+
+def test_verify_of_a_model_without_a_record(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    integration.register()
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="onepass")
+    assert onepass.swap(model).verify(IDS).ok
+    assert set(implementations(model)) == {"onepass"}
+
+
+def test_explain_shows_our_kernels():
+    model = build("llama")
+    stock = onepass.explain(model, inputs("llama"))
+    assert not stock.calls
+    reasons = {entry["name"]: entry["reason"] for entry in stock.not_accelerated}
+    assert reasons["model.layers.0.self_attn"] == "not swapped: onepass.swap(model)"
+    onepass.swap(model)
+    ours = onepass.explain(model, inputs("llama"))
+    (call,) = (call for call in ours.calls if call["op"] == "attention")
+    assert call["count"] == 2 and not ours.not_accelerated
+
+
+# ---------------------------------------------------------------- imports
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_onepass_and_swap_import_nothing_of_transformers():
+    result = python(
+        "import sys, torch, onepass\n"
+        "model = torch.nn.TransformerEncoderLayer(8, 2)\n"
+        "onepass.swap(model).verify(torch.randn(3, 2, 8))\n"
+        "assert not [name for name in sys.modules if name.startswith('transformers')]\n"
+        "assert not [name for name in sys.modules if name.startswith('onepass.integrations')]\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_missing_or_old_transformers_is_named():
+    result = python(
+        "import sys; sys.modules['transformers'] = None; import onepass.integrations.transformers"
+    )
+    assert "the package transformers is not installed: pip install transformers" in result.stderr
+    result = python(
+        "import sys, types; old = sys.modules['transformers'] = types.ModuleType('transformers')\n"
+        "old.__version__ = '4.40'; import onepass.integrations.transformers"
+    )
+    assert "must have AttentionMaskInterface, got version 4.40" in result.stderr
+
+
+def test_public_names_are_documented():
+    assert integration.__all__ == sorted(integration.__all__)
+    for name in set(integration.__all__) - {"NAME"}:
+        assert getattr(integration, name).__doc__

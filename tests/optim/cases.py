@@ -1,0 +1,274 @@
+"""What the tests of the optimizers share: ours and torch's under one name, runs, comparisons."""
+
+from __future__ import annotations
+
+import io
+import pickle
+
+import pytest
+import torch
+
+import onepass
+from onepass import numerics
+from tests.support import injection
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+TORCH_NAMES = ("AdamW", "Adam", "SGD")
+NAMES = (*TORCH_NAMES, "Lion")
+STEPS = 100
+WATCHED = (1, 2, 10, STEPS)
+SCALES = (1e-4, 1e-2, 1.0, 1e2)  # of the gradients, a quarter of the elements each
+QUARTER = 1280
+# Together four quarters; odd ones, whole vectors, one more than a piece.
+SIZES = (1, 7, 16, 17, 255, 257, 470, 4097)
+SHAPES = ((5,), (4352,), (4, 5), ())  # the second one is kept in 8 bits where that is asked for
+MODES = {
+    "float32 state": {"state_dtype": F32},
+    "own state": {},
+    "fp32": {"master": "fp32", "state_dtype": F32},
+    "remainder16": {"master": "remainder16", "state_dtype": F32},
+    "remainder16, bfloat16": {"master": "remainder16", "state_dtype": BF16},
+    "stochastic": {"master": "stochastic"},
+    "bfloat16": {"state_dtype": BF16},
+    "int8": {"state_dtype": "int8"},
+    "fp32, int8": {"master": "fp32", "state_dtype": "int8"},
+    "all": {
+        "master": "stochastic",
+        "state_dtype": "int8",
+        "max_grad_norm": 0.5,
+        "zero_grads": True,
+    },
+}
+DETERMINISTIC = ("float32 state", "own state", "fp32", "remainder16")
+# More than the defaults of every class.
+FLAGS = {
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True},
+    "Adam": {"lr": 1e-2, "weight_decay": 0.1},
+    "SGD": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9},
+    "Lion": {"lr": 1e-2, "weight_decay": 0.1},
+}
+
+# What one group may ask for that the others do not.
+OF_A_GROUP = {
+    "AdamW": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": True, "maximize": True},
+    "Adam": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": True, "maximize": True},
+    "SGD": {"momentum": 0.5, "dampening": 0.3, "maximize": True},
+    "Lion": {"betas": (0.7, 0.9), "maximize": True},
+}
+# Options that states are loaded under.
+EXTRAS = {
+    "AdamW": {"master": "remainder16", "state_dtype": F32, "max_grad_norm": 0.5},
+    "Adam": {"state_dtype": "int8", "zero_grads": True},
+    "SGD": {"master": "stochastic"},
+    "Lion": {"master": "fp32", "max_grad_norm": 1e3},
+}
+WITH_STEP = ("AdamW", "Adam", "SGD")  # with the extras above
+
+HOOKS = [
+    f"_optimizer_{call}_{when}_hooks"
+    for call in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
+
+names = pytest.mark.parametrize("name", NAMES)
+torch_names = pytest.mark.parametrize("name", TORCH_NAMES)
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+class ReferenceLion(torch.optim.Optimizer):
+    """Chen et al.: Symbolic Discovery of Optimization Algorithms, 2023."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
+        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            for p in group["params"]:
+                gradient = -p.grad if group["maximize"] else p.grad
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = average * beta1 + gradient * (1 - beta1)
+                closest = self.state[p].get("closest", update.abs())
+                self.state[p]["closest"] = torch.minimum(closest, update.abs())
+                p.mul_(1 - lr * group["weight_decay"]).sub_(update.sign(), alpha=lr)
+                average.mul_(beta2).add_(gradient, alpha=1 - beta2)
+
+
+def ours(name):
+    return getattr(onepass.optim, name)
+
+
+def stock(name):
+    return ReferenceLion if name == "Lion" else getattr(torch.optim, name)
+
+
+def bits(tensor):
+    """The same memory as integers, so that NaNs and zeros of either sign compare."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(kinds[tensor.element_size()])
+
+
+def same(one, two):
+    return one.dtype == two.dtype and one.shape == two.shape and torch.equal(bits(one), bits(two))
+
+
+def members(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def snapshot(optimizer):
+    """Copies of all parameters, gradients and entries of the state dict."""
+    found = {}
+    for index, p in enumerate(members(optimizer)):
+        found[index, "param"] = p.detach().clone()
+        if p.grad is not None and p.grad.layout is torch.strided:
+            found[index, "grad"] = p.grad.detach().clone()
+    for index, entries in optimizer.state_dict()["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                found[index, key] = value.detach().clone()
+    return found
+
+
+def everything(optimizer, identities=True):
+    """What an optimizer has and what it steps, to be compared with == before and after a fault.
+
+    With identities: of the same optimizer; without, of one made alike.
+    """
+    params = members(optimizer)
+    hidden = getattr(optimizer, "_hidden_steps", {})
+    found = {
+        "params": params,
+        "grads": [p.grad for p in params],
+        "states": [optimizer.state.get(p) for p in params],
+        "entries": len(optimizer.state),
+        "steps": [hidden.get(p) for p in params],
+        "groups": [{**group, "params": len(group["params"])} for group in optimizer.param_groups],
+        "defaults": dict(optimizer.defaults),
+        "norm": getattr(optimizer, "grad_norm", None),
+        "hooks": [len(getattr(optimizer, hooks)) for hooks in HOOKS],
+        "attributes": sorted(optimizer.__dict__),
+    }
+    if identities:
+        groups = optimizer.param_groups
+        found["versions"] = [(p._version, p.data_ptr()) for p in params]
+        found["objects"] = [(id(group), *map(id, group["params"])) for group in groups]
+        found["keys"] = [(id(key), id(entry)) for key, entry in optimizer.state.items()]
+        found["tensors"] = [
+            [(key, id(value)) for key, value in optimizer.state.get(p, {}).items()] for p in params
+        ]
+    return injection.bits(found)
+
+
+def assert_same(one, two, case=""):
+    assert one.keys() == two.keys(), case
+    different = [key for key in one if not same(one[key], two[key])]
+    assert not different, f"{case}: {different} differ"
+
+
+def made(name, sizes, dtype=F32, seed=0, **extras):
+    """One of ours over random parameters; the same seed, the same parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+    return ours(name)(params, **{**FLAGS[name], **extras})
+
+
+def give_gradients(optimizer, number, scale=1.0):
+    """Gradients that depend on `number` and the parameter's place alone."""
+    for index, p in enumerate(members(optimizer)):
+        generator = torch.Generator().manual_seed(1000 * number + index)
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+
+
+def steps(optimizer, count, first=0):
+    for number in range(first, first + count):
+        give_gradients(optimizer, number)
+        optimizer.step()
+    return optimizer
+
+
+def drawn(dtype=F32, elements=4 * QUARTER, count=STEPS):
+    """(start, gradients): parameters off zero, gradients of four scales that keep a direction."""
+    start = torch.randn(elements).sign() * (0.1 + torch.rand(elements))
+    scale = torch.tensor(SCALES).repeat_interleave(elements // len(SCALES))
+    direction = torch.randn(elements)
+    gradients = [(direction + torch.randn(elements)) * scale for _ in range(count)]
+    return start.to(dtype), [gradient.to(dtype) for gradient in gradients]
+
+
+def run(cls, start, gradients, dtype=F32, sizes=None, watched=WATCHED, **flags):
+    """{"param" or the state's key: its values after the watched steps, in a row}."""
+    sizes = sizes or [start.numel()]
+    flags = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in flags.items()}
+    params = [piece.clone().requires_grad_() for piece in start.to(dtype).split(sizes)]
+    optimizer = cls(params, **flags)
+    seen = {}
+    for number, gradient in enumerate(gradients, 1):
+        for p, piece in zip(params, gradient.to(dtype).split(sizes), strict=True):
+            p.grad = piece.clone()
+        optimizer.step()
+        if number in watched:
+            entries = optimizer.state_dict()["state"]
+            seen.setdefault("param", []).append(torch.cat([p.detach() for p in params]))
+            for key in entries.get(0, {}):
+                values = [entries[index][key] for index in range(len(params))]
+                values = [torch.as_tensor(v).detach().clone().reshape(-1) for v in values]
+                seen.setdefault(key, []).append(torch.cat(values))
+    return seen
+
+
+def check_run(found, ref, base, keys, keep=None, case=""):
+    """The rule over all watched steps together, for every scale of gradients by itself."""
+    for key in keys:
+        for quarter in range(len(SCALES)):
+            part = slice(quarter * QUARTER, (quarter + 1) * QUARTER)
+            pooled = [
+                [draw[part] if keep is None else draw[part][keep[part]] for draw in draws[key]]
+                for draws in (found, ref, base)
+            ]
+            numerics.assert_close(*pooled, case=f"{case} {key}, scale {SCALES[quarter]}")
+
+
+def check_against_stock(name, keys, **flags):
+    """Ours over several tensors; torch in float64 and, as base, torch's float32 run of as many
+    steps over the same elements: what rounding adds up to is its measure."""
+    start, gradients = drawn()
+    found = run(ours(name), start, gradients, sizes=SIZES, **flags)
+    ref = run(stock(name), start, gradients, F64, **flags)
+    base = run(stock(name), start, gradients, **flags)
+    assert set(found) == set(base)
+    check_run(found, ref, base, keys, case=f"{name} {flags}")
+    if "step" in base:
+        assert [float(t[0]) for t in found["step"]] == [float(t[0]) for t in base["step"]]
+        assert all((t == t[0]).all() and t.dtype == F32 for t in found["step"])
+
+
+def through_a_file(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def through_pickle(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+def first_moment(name):
+    return "momentum_buffer" if name == "SGD" else "exp_avg"
+
+
+def over_copies(name, optimizer, cls=None, dtype=None, **extras):
+    """Another optimizer over copies of the parameters, without their state."""
+    params = [p.detach().clone().to(dtype or p.dtype) for p in members(optimizer)]
+    params = [p.requires_grad_() for p in params]
+    return (cls or ours(name))(params, **{**FLAGS[name], **extras})
+
+
+def resumed(name, optimizer, checkpoint=None, **how):
+    """The same in a new process: copies of the parameters, the checkpoint from a file."""
+    new = over_copies(name, optimizer, **how)
+    new.load_state_dict(checkpoint or through_a_file(optimizer.state_dict()))
+    return new

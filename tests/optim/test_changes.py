@@ -1,0 +1,526 @@
+"""A model that changes in mid-training, and steps that are hard for small states."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import weakref
+from collections import UserDict
+
+import pytest
+import torch
+
+import onepass
+from onepass._ops import dispatch_log
+from onepass.optim import flat_state, fuse
+from tests.optim.cases import FLAGS, NAMES, TORCH_NAMES, assert_same, ours, snapshot
+
+F32, BF16 = torch.float32, torch.bfloat16
+names = pytest.mark.parametrize("name", NAMES)
+
+
+def parameters(*shapes, dtype=F32):
+    params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+# ---- shapes, strides, dtypes ---------------------------------------------------------------------
+
+
+@names
+@pytest.mark.parametrize("other", [(128,), (32,), (8, 8), (64, 1)])
+def test_another_shape_is_refused(name, other):
+    """As in torch, where the states do not fit any more; others' states stay untouched."""
+    a, b = parameters(64, 64)
+    optimizer = ours(name)([a, b], **FLAGS[name])
+    optimizer.step()
+    before = snapshot(optimizer)
+    a.data = torch.randn(other)
+    a.grad, b.grad = torch.full(other, 5.0), None
+    with pytest.raises(RuntimeError, match=r"of parameter 0 must have shape"):
+        optimizer.step()
+    after = snapshot(optimizer)
+    assert all(
+        torch.equal(after[key], before[key]) for key in before.keys() & after.keys() if key[0] == 1
+    )
+
+
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_channels_last_in_mid_training(name):
+    """The states are laid like the weights again."""
+    results = []
+    for cls in (ours(name), getattr(torch.optim, name)):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 8, 3)
+        optimizer = cls(model.parameters(), **FLAGS[name])
+        images = torch.randn(2, 3, 8, 8)
+        for step in range(6):
+            if step == 3:
+                model = model.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            model(images).square().mean().backward()
+            optimizer.step()
+        results.append(model.weight.detach().contiguous())
+    assert (results[0] - results[1]).abs().max() < 1e-5
+
+
+@names
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+def test_another_dtype_in_mid_training(name, master):
+    """A model made bfloat16 gets masters; one made float32 needs none."""
+    (p,) = parameters(300)
+    optimizer = ours(name)([p], **FLAGS[name], master=master)
+    optimizer.step()
+    key = "master" if master == "fp32" else "remainder"
+    for dtype, has_one in ((BF16, True), (F32, False), (BF16, True)):
+        p.data = p.data.to(dtype)
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert (key in optimizer.state[p]) == has_one
+        assert p.dtype is dtype and p.isfinite().all()
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+def test_new_data_is_used_whatever_else_has_gradients(master):
+    a, b = parameters(300, 300, dtype=BF16)
+    optimizer = onepass.optim.SGD([a, b], lr=0.0, master=master)
+    optimizer.step()
+    a.data, b.grad = torch.full_like(a, 100.0), None
+    optimizer.step()
+    assert (a == 100).all()
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+@names
+def test_a_parameter_that_moves_is_as_one_that_is_written(name, master):
+    """Whichever parameters have gradients in the steps that follow."""
+    results = []
+    for moved in (True, False):
+        torch.manual_seed(1)
+        params = parameters(300, 70, 9, dtype=BF16)
+        optimizer = ours(name)(params, **FLAGS[name], master=master)
+        for step, with_gradients in enumerate(([0, 1, 2], [0, 1], [1, 2], [0], [0, 2], [0, 1, 2])):
+            if step in (2, 4):
+                if moved:
+                    params[0].data = params[0].data.clone()
+                else:
+                    with torch.no_grad():
+                        params[0].copy_(params[0].clone())
+            for number, p in enumerate(params):
+                p.grad = torch.randn_like(p) if number in with_gradients else None
+            optimizer.step()
+        results.append(snapshot(optimizer))
+    assert_same(*results)
+
+
+def test_a_new_master_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch_log, "_enabled", True)
+    monkeypatch.setattr(dispatch_log.logger, "propagate", True)
+    (p,) = parameters(8, dtype=BF16)
+    optimizer = onepass.optim.SGD([p], lr=0.1, master="fp32")
+    optimizer.step()
+    with caplog.at_level("INFO", logger=dispatch_log.logger.name), torch.no_grad():
+        p.clamp_(-1, 1)
+        optimizer.step()
+    assert "becomes its own master" in caplog.text
+
+
+def test_one_gradient_of_other_strides_leaves_the_table_alone():
+    """Copied, and the next step finds what it knows."""
+    params = parameters((30, 20), (7,))
+    optimizer = onepass.optim.AdamW(params)
+    optimizer.step()
+    table = optimizer._table
+    tables = dict(table.step_tables)
+    params[0].grad = torch.randn(20, 30).t()
+    optimizer.step()
+    assert optimizer._table is table and table.step_tables == tables
+
+
+@names
+def test_an_entry_with_other_memory_is_found_at_the_next_table(name):
+    p, q = parameters(50, 50)
+    optimizer = ours(name)([p, q], **FLAGS[name])
+    q.grad = None
+    optimizer.step()
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+    optimizer.state[p][key].data = torch.full((50,), 7.0)
+    q.grad = torch.ones(50)  # its state makes a new table
+    optimizer.step()
+    assert not (optimizer.state[p][key] == 7.0).any(), "it was not stepped"
+
+
+def test_replaced_parameters_are_let_go():
+    (p,) = parameters(10)
+    optimizer = onepass.optim.SGD([p], lr=0.1, momentum=0.9)
+    for _ in range(5):
+        optimizer.step()
+        optimizer.state.clear()
+        (new,) = parameters(10)
+        optimizer.param_groups[0]["params"][0] = new
+    optimizer.step()
+    gc.collect()
+    assert len(optimizer._hidden_steps) == 1
+
+
+# ---- groups, states and gradients from step to step ----------------------------------------------
+
+
+def stepped(name, change, *, steps=6, shapes=(40, (5, 8), 7)):
+    """The parameters after steps with a change among them: as ever, and with nothing kept."""
+    results = []
+    for fresh in (False, True):
+        torch.manual_seed(0)
+        params = parameters(*shapes)
+        optimizer = ours(name)(
+            [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], **FLAGS[name]
+        )
+        for step in range(steps):
+            if step == steps // 2:
+                change(optimizer, params)
+            if fresh:
+                optimizer._table = None  # looks at everything anew
+            for p in params:
+                if p.grad is not None:
+                    p.grad = torch.randn_like(p)
+            optimizer.step()
+        results.append([p.detach().clone() for p in params])
+    return results
+
+
+def move_between_groups(optimizer, params):
+    """The parameters of all groups, one behind the other, stay what they were."""
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+
+
+def swap_within_a_group(optimizer, params):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def make_a_tuple(optimizer, params):
+    optimizer.param_groups[0]["params"] = tuple(optimizer.param_groups[0]["params"])
+
+
+def add_a_group(optimizer, params):
+    more = parameters(9)
+    params += more
+    optimizer.add_param_group({"params": more, "lr": 0.25})
+
+
+def take_a_gradient(optimizer, params):
+    params[1].grad = None
+
+
+def replace_data(optimizer, params):
+    params[1].data = torch.ones_like(params[1])
+
+
+def replace_states(optimizer, params):
+    for p in params:
+        for key, value in optimizer.state[p].items():
+            optimizer.state[p][key] = value.clone() + 1
+
+
+def replace_entries(optimizer, params):
+    for p in params:
+        optimizer.state[p] = {key: value * 2 for key, value in optimizer.state[p].items()}
+
+
+def swap_states(optimizer, params):
+    one, other = (optimizer.state[p] for p in params[:2])
+    for key in one:
+        if one[key].dim():
+            one[key], other[key] = (
+                other[key].reshape_as(one[key]).clone(),
+                one[key].reshape_as(other[key]).clone(),
+            )
+
+
+def clear_states(optimizer, params):
+    optimizer.state.clear()
+
+
+def clear_an_entry(optimizer, params):
+    optimizer.state[params[0]].clear()
+
+
+def load(optimizer, params):
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        for key, value in entry.items():
+            entry[key] = value.clone() + 1
+    optimizer.load_state_dict(saved)
+
+
+HARMLESS = (swap_within_a_group, make_a_tuple, add_a_group)
+
+
+@names
+@pytest.mark.parametrize(
+    "change",
+    [
+        *HARMLESS,
+        move_between_groups,
+        take_a_gradient,
+        replace_data,
+        replace_states,
+        replace_entries,
+        swap_states,
+        clear_states,
+        clear_an_entry,
+        load,
+    ],
+)
+def test_a_change_is_noticed(name, change):
+    """What is kept from step to step gives the steps that looking at everything anew gives."""
+    kept, anew = stepped(name, change)
+    assert all(torch.equal(one, other) for one, other in zip(kept, anew, strict=True))
+    if change not in HARMLESS:
+        without, _ = stepped(name, lambda *_: None)
+        assert not all(torch.equal(one, other) for one, other in zip(kept, without, strict=True))
+
+
+@names
+def test_entries_that_change_places_are_noticed(name):
+    """Of parameters of one shape."""
+
+    def swap(optimizer, params):
+        one, other = (optimizer.state.pop(p) for p in params[:2])
+        last = optimizer.state.pop(params[2])
+        optimizer.state[params[1]], optimizer.state[params[0]] = one, other
+        optimizer.state[params[2]] = last
+
+    kept, anew = stepped(name, swap, shapes=(40, 40, 7))
+    assert all(torch.equal(one, other) for one, other in zip(kept, anew, strict=True))
+    without, _ = stepped(name, lambda *_: None, shapes=(40, 40, 7))
+    assert not torch.equal(kept[0], without[0])
+
+
+@names
+@pytest.mark.parametrize("what", ["entries", "state"])
+def test_mappings_that_are_no_dicts(name, what):
+    """What is put into them later is stepped as well."""
+    params = parameters(40, 7)
+    optimizer = ours(name)(params, **FLAGS[name])
+    optimizer.step()
+    if what == "entries":
+        for p in params:
+            optimizer.state[p] = UserDict(optimizer.state[p])
+    else:
+        optimizer.state = UserDict(optimizer.state)
+    for _ in range(2):
+        optimizer.step()
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+    put = optimizer.state[params[0]][key] = torch.full((40,), 9.0)
+    optimizer.step()
+    assert optimizer.state[params[0]][key] is put and not (put == 9.0).any()
+
+
+@names
+def test_an_iterator_of_parameters_is_no_step_in_silence(name):
+    optimizer = ours(name)(parameters(40, 7), **FLAGS[name])
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = iter(parameters(40, 7))
+    with pytest.raises(TypeError, match="params must be a list, got .*iterator"):
+        optimizer.step()
+
+
+@names
+def test_every_state_put_there_is_the_one_that_is_stepped(name):
+    """Also one with the same values: whoever put it there looks at it later."""
+    params = parameters(30, 20)
+    optimizer = ours(name)(params, **FLAGS[name])
+    for _ in range(2):
+        optimizer.step()
+    for p in params:
+        for key in optimizer.state[p]:
+            put = optimizer.state[p][key] = optimizer.state[p][key].clone()
+            before = put.clone()
+            optimizer.step()
+            assert optimizer.state[p][key] is put and not torch.equal(put, before), key
+
+
+@pytest.mark.parametrize("which", ["step", "clip", "norm", "refused"])
+def test_gradients_are_let_go(which):
+    params = parameters(30, 20)
+    optimizer = onepass.optim.AdamW(
+        params, max_grad_norm=1.0 if which == "norm" else None, zero_grads=which == "refused"
+    )
+    optimizer.step()
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        if which == "refused":
+            params[1].grad = torch.zeros(20).expand(20)
+            params[0].grad = torch.zeros(1).expand(30)
+            with pytest.raises(RuntimeError, match="must not share memory"):
+                optimizer.step()
+        elif which == "clip":
+            onepass.optim.clip_grad_norm_(params, 0.1)
+        else:
+            optimizer.step()
+        alive = [weakref.ref(p.grad) for p in params]
+        for p in params:
+            p.grad = None
+        gc.collect()
+        assert all(gradient() is None for gradient in alive)
+
+
+def test_gradients_that_nobody_else_holds():
+    """An operator gives back what it was lent, whoever owns it."""
+    gradients = [torch.randn(9) for _ in range(3)]
+    before = [sys.getrefcount(g) for g in gradients]
+    for _ in range(3):
+        norm = onepass._ops.optimizer.gradient_norm(gradients)
+    assert torch.allclose(norm, torch.cat(gradients).double().norm())
+    assert [sys.getrefcount(g) for g in gradients] == before
+    alive = [weakref.ref(g) for g in gradients]
+    del gradients
+    assert all(gradient() is None for gradient in alive)
+
+
+# ---- steps that are not made ---------------------------------------------------------------------
+
+
+@names
+def test_zeroed_gradients_of_a_step_that_is_not_made(name):
+    """A loop that leaves zeroing to the optimizer goes on after one bad step."""
+    p = torch.nn.Parameter(torch.ones(50))
+    p.grad = torch.zeros(50)
+    optimizer = ours(name)([p], **FLAGS[name], max_grad_norm=1.0, zero_grads=True)
+    moved = []
+    for step in range(4):
+        p.grad.add_(math.inf if step == 1 else 1.0)
+        before = p.detach().clone()
+        optimizer.step()
+        moved.append(not torch.equal(p, before))
+        assert not p.grad.any()
+    assert moved == [True, False, True, True]
+
+
+def test_norms_beyond_float32_of_float64_gradients():
+    p = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    p.grad = torch.full((5,), 1e39, dtype=torch.float64)
+    onepass.optim.SGD([p], lr=1.0, max_grad_norm=1.0).step()
+    assert torch.allclose(p, torch.full_like(p, -1 / math.sqrt(5)))
+
+
+def test_the_norm_is_that_of_the_last_step():
+    (p,) = parameters(50)
+    optimizer = onepass.optim.SGD([p], lr=0.1, max_grad_norm=1.0)
+    optimizer.step()
+    p.grad = torch.full((50,), math.inf)
+    optimizer.found_inf = torch.ones(1)
+    optimizer.step()
+    assert optimizer.grad_norm.isinf()
+
+
+def test_clipping_what_is_listed_twice():
+    """torch clips it twice."""
+    results = []
+    for clip in (onepass.optim.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        torch.manual_seed(0)
+        (p,) = parameters(10_000)
+        norm = clip([p, p], 1.0)
+        results.append((norm, p.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# ---- codes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("share", [1e-2, 1e-3, 1e-4])
+def test_8_bit_steps_of_small_gradients_are_not_too_long(share):
+    """One element in 256 has a large gradient, the others `share` of it: a second moment rounded to
+    zero would make their steps a hundred times too long."""
+    lengths = {}
+    for state_dtype in (F32, "int8"):
+        generator = torch.Generator().manual_seed(0)
+        p = torch.nn.Parameter(torch.zeros(1 << 14))
+        optimizer = onepass.optim.AdamW([p], lr=1.0, weight_decay=0.0, state_dtype=state_dtype)
+        scale = torch.full((1 << 14,), share)
+        scale[::256] = 1.0
+        small = scale < 1
+        for _ in range(100):
+            before = p.detach().clone()
+            p.grad = torch.randn(1 << 14, generator=generator) * scale
+            optimizer.step()
+        lengths[state_dtype] = (p.detach() - before)[small].square().mean().sqrt()
+    assert lengths["int8"] < 2 * lengths[F32]
+
+
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_moments_put_there_in_float32_are_encoded(name):
+    """As ZeroRedundancyOptimizer does: entries assigned one by one, without their scales."""
+    (p,) = parameters(4096)
+    source = ours(name)([p], **FLAGS[name], state_dtype="int8")
+    source.step()
+    (q,) = parameters(4096)
+    q.data.copy_(p)
+    q.grad = p.grad
+    resumed = ours(name)([q], **FLAGS[name], state_dtype="int8")
+    resumed.param_groups[0]["seed"] = source.param_groups[0].get("seed", 0)
+    for key, value in source.state_dict()["state"][0].items():
+        resumed.state[q][key] = value.clone()
+    source.step(), resumed.step()
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+    assert resumed.state[q][key].dtype is torch.uint8
+    assert torch.equal(p, q)
+    resumed.state[q] = {key: torch.zeros(3)}
+    with pytest.raises(RuntimeError, match="of a parameter must have shape"):
+        resumed.step()
+    assert resumed.state[q][key].shape == (3,)
+
+
+# ---- fuse and checkpoints ------------------------------------------------------------------------
+
+
+def test_fuse_takes_hooks_over_and_the_old_one_shows_the_state():
+    (p,) = parameters(5000)
+    old = torch.optim.AdamW([p], lr=0.1)
+    called = []
+    old.register_step_post_hook(lambda *_: called.append(1))
+    old.step()
+    new = fuse(old, state_dtype="int8")
+    new.step()
+    assert len(called) == 2
+    assert old.state_dict()["state"][0]["step"] == 2
+    assert old.state_dict()["state"][0]["exp_avg"].dtype is F32
+    old.load_state_dict(new.state_dict())
+    assert not old.state
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("target", ["fp32", "remainder16"])
+def test_a_remainder_is_exact_in_any_order_of_loading(target, first):
+    (p,) = parameters(1000, dtype=BF16)
+    source = onepass.optim.AdamW([p], lr=1e-3, master="remainder16")
+    for _ in range(3):
+        source.step()
+    saved, weights = source.state_dict(), p.detach().clone()
+    q = torch.nn.Parameter(torch.zeros_like(p))
+    resumed = onepass.optim.AdamW([q], lr=1e-3, master=target)
+    loads = [lambda: q.data.copy_(weights), lambda: resumed.load_state_dict(saved)]
+    for load in loads if first == "model" else loads[::-1]:
+        load()
+    for optimizer, param in ((source, p), (resumed, q)):
+        param.grad = torch.ones_like(param)
+        for _ in range(30):
+            optimizer.step()
+    assert torch.equal(p, q)
+
+
+def test_settings_on_a_device_stay_in_their_memory():
+    """Captured steps read them there. On the meta device, which is one that is not the CPU."""
+    meta, settings = torch.device("meta"), torch.rand(2, 11, dtype=torch.float64)
+    assert flat_state.on_device(settings, torch.device("cpu"), None) is None
+    first = flat_state.on_device(settings, meta, None)
+    assert first.device == meta and first.shape == settings.shape and first.dtype == settings.dtype
+    assert flat_state.on_device(settings * 2, meta, first) is first
+    assert flat_state.on_device(settings[:1], meta, first).shape == (1, 11)

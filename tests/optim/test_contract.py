@@ -1,0 +1,504 @@
+"""The optimizers on the CPU: layouts, contract, extremes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+
+import onepass
+from onepass._ops import dispatch_log
+from tests.optim.cases import (
+    BF16,
+    DETERMINISTIC,
+    F16,
+    F32,
+    FLAGS,
+    MODES,
+    SHAPES,
+    assert_same,
+    bits,
+    first_moment,
+    give_gradients,
+    made,
+    members,
+    modes,
+    names,
+    ours,
+    same,
+    snapshot,
+    steps,
+    stock,
+    torch_names,
+)
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+def gapped(values):
+    """(the same values with other elements between them, what lies between)."""
+    whole = torch.full((*values.shape[:-1], 2 * values.shape[-1]), 7.0).to(values.dtype)
+    whole[..., ::2] = values
+    return whole[..., ::2], whole[..., 1::2]
+
+
+def permuted(values):
+    return values.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+LAYOUTS = {
+    "contiguous": lambda values: values.clone(),
+    "transposed": permuted,
+    "channels last": lambda values: values.clone(
+        memory_format=torch.channels_last if values.dim() == 4 else torch.preserve_format
+    ),
+    "gaps": lambda values: gapped(values)[0],
+    "offset": lambda values: torch.cat([values.new_zeros(3), values.flatten()])[3:].view_as(values),
+}
+
+
+@pytest.mark.isa
+@names
+@pytest.mark.parametrize("mode", DETERMINISTIC)
+def test_layouts(mode, name):
+    """Bitwise what the same values give laid out in a row, for every pair of layouts."""
+    for shape in ((6, 5), (2, 3, 4, 5), (4, 1, 40), (70, 130)):
+        starts = torch.randn(shape).bfloat16()
+        gradients = [torch.randn(shape).bfloat16() for _ in range(2)]
+        results = {}
+        for pair in itertools.product(LAYOUTS, LAYOUTS):
+            p = torch.nn.Parameter(LAYOUTS[pair[0]](starts))
+            strides = p.stride()
+            optimizer = ours(name)([p], **FLAGS[name], **MODES[mode])
+            for gradient in gradients:
+                p.grad = LAYOUTS[pair[1]](gradient)
+                optimizer.step()
+            assert p.stride() == strides
+            results[pair] = snapshot(optimizer)
+        for pair, found in results.items():
+            assert_same(found, results["contiguous", "contiguous"], f"{shape} {pair}")
+
+
+@names
+@modes
+def test_what_lies_around_and_between_stays(mode, name):
+    memory = torch.full((5000,), 0.75).bfloat16()
+    p = torch.nn.Parameter(memory[3:4355])
+    column, between = gapped(torch.randn(30, 20).bfloat16())
+    p.grad, gradient_between = gapped(torch.randn(4352).bfloat16())
+    second = torch.nn.Parameter(column)
+    second.grad = torch.randn(30, 20).bfloat16()
+    optimizer = ours(name)([p, second], **FLAGS[name], **MODES[mode])
+    optimizer.step()
+    assert (memory[3:4355] != 0.75).any()
+    assert (memory[:3] == 0.75).all() and (memory[4355:] == 0.75).all()
+    assert (between == 7).all() and (gradient_between == 7).all()
+
+
+@pytest.mark.isa
+@names
+@pytest.mark.parametrize("mode", DETERMINISTIC)
+def test_sizes(mode, name):
+    """Every size gives, bit for bit, the elements of a long tensor that it has."""
+    sizes = [*range(1, 35), 255, 256, 257, 511, 513, 4095, 4096, 4097, 8191, 8192, 8193]
+    start = torch.randn(8193).bfloat16()
+    gradients = [torch.randn(8193).bfloat16() for _ in range(2)]
+    params = [torch.nn.Parameter(start[:size].clone()) for size in sizes]
+    optimizer = ours(name)(params, **FLAGS[name], **MODES[mode])
+    for gradient in gradients:
+        for p in params:
+            p.grad = gradient[: p.numel()].clone()
+        optimizer.step()
+    found = snapshot(optimizer)
+    for (index, key), value in found.items():
+        expected = found[len(sizes) - 1, key]
+        expected = expected if key == "step" else expected[: sizes[index]]
+        assert same(value, expected), f"{sizes[index]}, {key}"
+
+
+@names
+@modes
+def test_empty_and_single_elements(mode, name):
+    shapes = ((), (0,), (3, 0), (1,), (5,))
+    optimizer = steps(made(name, shapes, BF16, **MODES[mode]), 2)
+    state = optimizer.state_dict()["state"]
+    for index, (shape, p) in enumerate(zip(shapes, members(optimizer), strict=True)):
+        assert p.shape == shape and p.isfinite().all()
+        for key, value in state[index].items():
+            if torch.is_tensor(value) and key != "step":
+                assert value.shape == shape, key
+    nothing = steps(made(name, ((0,), (3, 0)), BF16, **MODES[mode]), 2)
+    assert all(p.numel() == 0 for p in members(nothing))
+
+
+@names
+def test_parameters_that_are_parts_of_one_buffer(name):
+    buffer = torch.randn(10_000)
+    parts = [torch.nn.Parameter(part) for part in buffer.clone().split([4097, 3, 5900])]
+    base = parts[0].untyped_storage().data_ptr()
+    assert all(p.untyped_storage().data_ptr() == base for p in parts)
+    apart = [torch.nn.Parameter(p.detach().clone()) for p in parts]
+    found, expected = ours(name)(parts, **FLAGS[name]), ours(name)(apart, **FLAGS[name])
+    assert_same(snapshot(steps(found, 3)), snapshot(steps(expected, 3)))
+
+
+SHARING = {
+    "whole and part": lambda memory: (memory, memory[100:]),
+    "the same": lambda memory: (memory[:5000], memory[:5000]),
+    "transposed": lambda memory: (memory.view(100, 200), memory.view(100, 200).t()),
+    "the same, with gaps": lambda memory: (memory[::2], memory[::2]),
+    "over one another's gaps": lambda memory: (memory[::2], memory[1000:]),
+}
+
+
+@names
+@pytest.mark.parametrize("later", [False, True], ids=["from the start", "in mid-training"])
+@pytest.mark.parametrize("how", SHARING)
+def test_parameters_that_share_elements_are_right_or_refused(how, later, name):
+    """torch steps one after the other."""
+    results = []
+    for cls in (ours(name), stock(name)):
+        torch.manual_seed(1)
+        memory = torch.randn(20_000)
+        params = [torch.nn.Parameter(part) for part in SHARING[how](memory)]
+        if later:
+            shared, params[1].data = params[1].data, params[1].data.clone()
+        optimizer = cls(params, **FLAGS[name])
+        if later:
+            steps(optimizer, 1)
+            params[1].data = shared
+        give_gradients(optimizer, 1)
+        before = snapshot(optimizer) if cls is ours(name) else None
+        try:
+            optimizer.step()
+        except (RuntimeError, ValueError):
+            assert cls is ours(name)
+            after = snapshot(optimizer)
+            assert_same({key: after[key] for key in before}, before)
+            return
+        results.append(memory)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+@names
+@pytest.mark.parametrize("zero_grads", [False, True])
+@pytest.mark.parametrize("kind", ["of two parameters", "of all elements"])
+def test_gradients_that_share_elements_are_right_or_refused(kind, zero_grads, name):
+    optimizer = made(name, ((9000,), (9000,)), zero_grads=zero_grads)
+    apart = made(name, ((9000,), (9000,)))
+    gradient = torch.randn(9000) if kind == "of two parameters" else torch.randn(1).expand(9000)
+    for p, q in zip(members(optimizer), members(apart), strict=True):
+        p.grad, q.grad = gradient, gradient.clone()
+    before = snapshot(optimizer)
+    apart.step()
+    try:
+        optimizer.step()
+    except (RuntimeError, ValueError):
+        assert zero_grads
+        after = snapshot(optimizer)
+        assert_same({key: after[key] for key in before}, before)
+        return
+    found, expected = (
+        {k: v for k, v in snapshot(one).items() if k[1] != "grad"} for one in (optimizer, apart)
+    )
+    assert_same(found, expected)
+    assert not zero_grads or not any(p.grad.any() for p in members(optimizer))
+
+
+# ---- contract ------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@names
+@modes
+def test_bitwise_equal_for_any_number_of_threads(mode, name):
+    sizes = [(), 5, 4096, 4097, 4352, 3 * 4096, *[300] * 40, 70_001]
+    results = {}
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        for dtype in (BF16, F32):
+            optimizer = made(name, sizes, dtype, **MODES[mode])
+            results[threads, dtype] = snapshot(steps(optimizer, 3))
+    for (threads, dtype), found in results.items():
+        assert_same(found, results[1, dtype], f"{threads} threads, {dtype}")
+
+
+def refused(build, error, match, **extras):
+    """The step raises and no parameter, gradient or state is another afterwards."""
+    optimizer = build(**extras)
+    before = snapshot(optimizer)
+    with pytest.raises(error, match=match):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+def prepared(name, spoil, taken=2):
+    """An optimizer in mid-training with gradients, spoilt by spoil(optimizer, last parameter)."""
+
+    def build(**extras):
+        optimizer = steps(made(name, (5, 4096, (4, 5)), **extras), taken)
+        give_gradients(optimizer, 99)
+        spoil(optimizer, members(optimizer)[-1])
+        return optimizer
+
+    return build
+
+
+@names
+def test_sparse_gradients_are_refused_before_anything_is_written(name):
+    def spoil(optimizer, p):
+        p.grad = torch.eye(4, 5).to_sparse()
+
+    for extras in ({}, {"max_grad_norm": 1.0}):
+        for taken in (0, 2):
+            build = prepared(name, spoil, taken)
+            refused(build, RuntimeError, "does not support sparse gradients", **extras)
+
+
+@names
+def test_states_of_another_shape_are_refused_before_anything_is_written(name):
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+
+    def spoil(optimizer, p):
+        optimizer.state[p][key] = torch.zeros(3)
+
+    refused(prepared(name, spoil), (RuntimeError, ValueError), key)
+
+
+@names
+def test_states_of_a_wrong_dtype_are_refused_before_anything_is_written(name):
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+
+    def spoil(optimizer, p):
+        optimizer.state[p][key] = torch.zeros(4, 5, dtype=torch.int64)
+
+    refused(prepared(name, spoil), (RuntimeError, ValueError, TypeError), key)
+
+
+@names
+def test_overlapping_elements_are_refused_before_anything_is_written(name):
+    def spoil(optimizer, p):
+        p.data = torch.ones(4, 1).expand(4, 5)
+
+    refused(prepared(name, spoil), RuntimeError, "single memory location|overlap|share")
+
+
+@names
+def test_a_closure_that_raises_leaves_all_as_it_was(name):
+    optimizer = steps(made(name, (5, 4096)), 2)
+    before = snapshot(optimizer)
+
+    def closure():
+        raise KeyError("closure")
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+    assert_same(snapshot(optimizer), before)
+
+
+@names
+def test_complex_parameters_are_refused(name):
+    p = torch.zeros(5, dtype=torch.complex64, requires_grad=True)
+    p.grad = torch.ones(5, dtype=torch.complex64)
+    with pytest.raises(RuntimeError, match="complex"):
+        ours(name)([p]).step()
+    assert (p == 0).all()
+
+
+@names
+def test_constructor_errors(name):
+    p = torch.zeros(5, requires_grad=True)
+    for error, match, wrong in (
+        (ValueError, f"{name}: master must .*, got 'fp16'", {"master": "fp16"}),
+        (ValueError, f"{name}: master must .*, got True", {"master": True}),
+        (
+            ValueError,
+            f"{name}: state_dtype must .*, got torch.float16",
+            {"state_dtype": torch.float16},
+        ),
+        (ValueError, f"{name}: state_dtype must .*, got 'int4'", {"state_dtype": "int4"}),
+        (ValueError, f"{name}: state_dtype must .*, got \\['int8'\\]", {"state_dtype": ["int8"]}),
+        (ValueError, "Invalid learning rate: -1", {"lr": -1.0}),
+        (ValueError, "Invalid weight_decay value: -1", {"weight_decay": -1.0}),
+        (
+            RuntimeError,
+            "`fused` and `foreach` cannot be `True` together",
+            {"fused": True, "foreach": True},
+        ),
+    ):
+        with pytest.raises(error, match=match):
+            ours(name)([p], **wrong)
+    if name != "Lion":
+        with pytest.raises(RuntimeError, match="differentiable"):
+            ours(name)([p], differentiable=True)
+        with pytest.raises(RuntimeError, match="`fused` does not support `differentiable`"):
+            ours(name)([p], differentiable=True, fused=True)
+    if name == "Lion":
+        for index, betas in ((0, (1.0, 0.9)), (1, (0.9, -0.1))):
+            with pytest.raises(ValueError, match=f"Invalid beta parameter at index {index}"):
+                onepass.optim.Lion([p], betas=betas)
+
+
+@names
+@pytest.mark.parametrize("word", ["float32", "bfloat16"])
+def test_state_dtype_by_its_name(word, name):
+    """The same as the dtype, from the constructor on, through copies and in fuse."""
+    dtype = getattr(torch, word)
+    by_name, by_dtype = (made(name, SHAPES, BF16, state_dtype=given) for given in (word, dtype))
+    for one in (by_name, copy.deepcopy(by_name), by_dtype):
+        assert one.state_dtype is dtype
+    assert_same(snapshot(steps(by_name, 3)), snapshot(steps(by_dtype, 3)))
+    assert by_name.state[members(by_name)[0]][first_moment(name)].dtype is dtype
+    if name != "Lion":
+        params = [torch.nn.Parameter(torch.ones(3))]
+        fused = onepass.optim.fuse(stock(name)(params), state_dtype=word)
+        assert fused.state_dtype is dtype
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_capturable_is_refused_on_the_cpu(name):
+    p = torch.ones(5, requires_grad=True)
+    p.grad = torch.ones(5)
+    with pytest.raises(RuntimeError, match="capturable"):
+        ours(name)([p], capturable=True).step()
+    assert (p == 1).all()
+
+
+@names
+def test_remainders_are_for_bfloat16(name):
+    half = torch.zeros(5, dtype=F16, requires_grad=True)
+    with pytest.raises(ValueError, match="remainder16"):
+        ours(name)([half], master="remainder16")
+    optimizer = ours(name)([torch.zeros(5, requires_grad=True)], master="remainder16")
+    with pytest.raises(ValueError, match="remainder16"):
+        optimizer.add_param_group({"params": [half]})
+    assert len(optimizer.param_groups) == 1
+
+
+@names
+@pytest.mark.parametrize("flag", ["foreach", "fused"])
+def test_flags_that_choose_torchs_implementation_are_logged(flag, name, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch_log, "_enabled", True)
+    monkeypatch.setattr(dispatch_log.logger, "propagate", True)
+    with caplog.at_level("INFO", logger=dispatch_log.logger.name):
+        optimizer = made(name, (5,), **{flag: True})
+    assert flag in caplog.text
+    assert optimizer.param_groups[0][flag] is True
+    plain = snapshot(steps(made(name, (5, 4096)), 3))
+    assert_same(snapshot(steps(made(name, (5, 4096), **{flag: True}), 3)), plain)
+
+
+@names
+def test_a_step_marks_its_parameters_as_changed(name):
+    """So that autograd refuses a backward pass through values that are gone."""
+    p = torch.ones(5, requires_grad=True)
+    loss = (p * p).sum()
+    loss.backward(retain_graph=True)
+    version = p._version
+    ours(name)([p]).step()
+    assert p._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@names
+def test_gradients_are_read_only(name):
+    optimizer = made(name, (5, 4096), max_grad_norm=0.1)
+    give_gradients(optimizer, 0)
+    members(optimizer)[0].grad = (members(optimizer)[0] ** 2).detach().requires_grad_() * 2
+    before = [p.grad.detach().clone() for p in members(optimizer)]
+    optimizer.step()
+    assert all(same(p.grad, g) for p, g in zip(members(optimizer), before, strict=True))
+    assert all(p.is_leaf and p.requires_grad for p in members(optimizer))
+
+
+# ---- extremes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@torch_names
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_not_finite_and_far_out_as_torch(dtype, name):
+    """Infinities and NaNs stand where torch has them; the rest by the rule, per magnitude."""
+    special = [math.inf, -math.inf, math.nan, 3e38, -3e38, 1e20, 1e-20, 1e-38, 1e-42, 0.0, -0.0]
+    gradient = torch.tensor(special).repeat(20)[:211].to(dtype)
+    for number in (1, 2):
+        results = []
+        for cls, working in ((ours(name), dtype), (stock(name), F32)):
+            p = torch.full((211,), 0.5, dtype=working, requires_grad=True)
+            flags = {**FLAGS[name], "weight_decay": 0.0}
+            optimizer = cls([p], **flags)
+            for _ in range(number):
+                p.grad = gradient.to(working)
+                optimizer.step()
+            results.append((p.detach(), optimizer.state_dict()["state"][0]))
+        (found, entries), (expected, stock_entries) = results
+        pairs = {"param": (found, expected.to(dtype))}
+        for key in set(entries) - {"step"}:
+            pairs[key] = (entries[key], stock_entries[key].to(dtype))
+        for key, (one, two) in pairs.items():
+            assert torch.equal(one.isnan(), two.isnan()), f"{key} after {number}"
+            assert torch.equal(one.isinf(), two.isinf()), f"{key} after {number}"
+            finite = two.isfinite()
+            tolerance = 4 * torch.finfo(dtype).eps
+            tiny = torch.finfo(F32).smallest_normal
+            torch.testing.assert_close(one[finite], two[finite], rtol=tolerance, atol=tiny)
+
+
+@torch_names
+def test_settings_at_their_ends_as_torch(name):
+    """No averaging, no epsilon: 0 / 0 where there is no gradient, as in torch."""
+    flags = {"betas": (0.0, 0.0), "eps": 0.0} if name != "SGD" else {"momentum": 1.0}
+    results = []
+    for cls in (ours(name), stock(name)):
+        p = torch.ones(300, requires_grad=True)
+        optimizer = cls([p], lr=0.1, weight_decay=0.0, **flags)
+        for number in range(3):
+            p.grad = torch.linspace(-1, 1, 300) * (number + 1)
+            p.grad[::3] = 0.0
+            optimizer.step()
+        results.append(p.detach())
+    assert results[0].isnan().any() == (name != "SGD")
+    torch.testing.assert_close(*results, equal_nan=True)
+
+
+@names
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "all"])  # which skips the step
+def test_one_bad_element_spoils_no_other(mode, name):
+    """Blocks of codes share a scale, so that there it is the others' blocks that stay."""
+    good = made(name, (100, 4352), BF16, **MODES[mode])
+    bad = made(name, (100, 4352), BF16, **MODES[mode])
+    steps(good, 2)
+    for number in range(2):
+        give_gradients(bad, number)
+        members(bad)[1].grad[300] = math.nan
+        bad.step()
+    for one, two in zip(members(good), members(bad), strict=True):
+        differ = (bits(one) != bits(two)).nonzero().flatten().tolist()
+        allowed = range(256, 512) if "int8" in mode else [300]
+        assert set(differ) <= set(allowed)
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+    assert bad.state_dict()["state"][1][key][300].isnan()
+
+
+@pytest.mark.isa
+@names
+def test_masters_keep_infinities_and_nans(name):
+    for master in ("fp32", "remainder16"):
+        p = torch.tensor([math.inf, -math.inf, math.nan, 3.38e38, 1.0]).bfloat16().requires_grad_()
+        optimizer = ours(name)([p], lr=0.0, master=master)
+        p.grad = torch.ones(5, dtype=BF16)
+        optimizer.step()
+        expected = torch.tensor([math.inf, -math.inf, math.nan, 3.38e38, 1.0]).bfloat16()
+        torch.testing.assert_close(p.detach(), expected, equal_nan=True, rtol=0, atol=0)
+
+
+@names
+def test_lr_zero_moves_nothing(name):
+    optimizer = made(name, (17, 4096), lr=0.0)
+    before = [p.detach().clone() for p in members(optimizer)]
+    steps(optimizer, 3)
+    assert all(same(p, b) for p, b in zip(members(optimizer), before, strict=True))

@@ -1,0 +1,194 @@
+"""Copies of optimizers, and fuse: torch's optimizers replaced in mid-training."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import onepass
+from tests.optim.cases import (
+    BF16,
+    F16,
+    F32,
+    FLAGS,
+    MODES,
+    SHAPES,
+    assert_same,
+    made,
+    members,
+    modes,
+    names,
+    ours,
+    over_copies,
+    resumed,
+    snapshot,
+    steps,
+    stock,
+    through_pickle,
+    torch_names,
+)
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+@names
+@modes
+@pytest.mark.parametrize("how", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("taken", [0, 2])
+def test_copies_go_on_by_themselves(taken, how, mode, name):
+    optimizer = steps(made(name, SHAPES, BF16, **MODES[mode]), taken)
+    twin = how(optimizer)
+    before = snapshot(optimizer)
+    assert type(twin) is type(optimizer)
+    moved = snapshot(steps(twin, 2, first=taken))
+    assert_same(snapshot(optimizer), before)
+    assert_same(snapshot(steps(optimizer, 2, first=taken)), moved)
+
+
+@names
+@modes
+def test_a_copied_model_keeps_its_copied_optimizer(mode, name):
+    optimizer = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
+    params, twin = copy.deepcopy((members(optimizer), optimizer))
+    assert all(one is two for one, two in zip(params, members(twin), strict=True))
+    assert_same(snapshot(steps(twin, 2, first=2)), snapshot(steps(optimizer, 2, first=2)))
+
+
+# ---- fuse ----------------------------------------------------------------------------------------
+
+
+def old_optimizer(name, taken, dtype=F32, **flags):
+    return steps(over_copies(name, made(name, SHAPES, dtype), cls=stock(name), **flags), taken)
+
+
+@torch_names
+@pytest.mark.parametrize("taken", [0, 3])
+def test_fuse_takes_groups_and_state(name, taken):
+    old = old_optimizer(name, taken)
+    expected = resumed(name, old)
+    groups, params = list(old.param_groups), members(old)
+    before = snapshot(old)
+    new = onepass.optim.fuse(old)
+    assert type(new) is ours(name)
+    assert all(one is two for one, two in zip(new.param_groups, groups, strict=True))
+    assert all(one is two for one, two in zip(members(new), params, strict=True))
+    assert_same(snapshot(new), before)
+    assert_same(snapshot(steps(new, 3, first=taken)), snapshot(steps(expected, 3, first=taken)))
+
+
+@torch_names
+def test_fuse_stops_the_old_one(name):
+    old = old_optimizer(name, 1)
+    new = onepass.optim.fuse(old)
+    before = snapshot(new)
+    with pytest.raises(RuntimeError, match="fuse"):
+        old.step()
+    with pytest.raises(RuntimeError, match="fuse"):
+        old.step(lambda: 1.0)
+    assert_same(snapshot(new), before)
+
+
+@torch_names
+@modes
+def test_fuse_takes_the_extras(mode, name):
+    old = old_optimizer(name, 2, BF16)
+    torch.manual_seed(4)
+    expected = resumed(name, old, **MODES[mode])
+    torch.manual_seed(4)
+    new = onepass.optim.fuse(old, **MODES[mode])
+    for key in ("master", "state_dtype", "max_grad_norm"):
+        assert getattr(new, key) == MODES[mode].get(key)
+    found, expected = (snapshot(steps(o, 2, first=2)) for o in (new, expected))
+    assert_same(found, expected)
+
+
+@torch_names
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_a_scheduler_made_before_drives_the_new_one(name, taken):
+    results = []
+    for fused in (False, True):
+        optimizer = old_optimizer(name, 0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(6):
+                if number == taken and fused:
+                    optimizer = onepass.optim.fuse(optimizer)
+                steps(optimizer, 1, first=number)
+                scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == FLAGS[name]["lr"] / 64
+        results.append(snapshot(optimizer))
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value)
+
+
+@torch_names
+def test_a_scheduler_made_before_stays_with_the_new_one_through_a_checkpoint(name):
+    old = old_optimizer(name, 1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(old, 0.5)
+    new = onepass.optim.fuse(old)
+    checkpoint = copy.deepcopy((new.state_dict(), scheduler.state_dict()))
+    steps(new, 1, first=1)
+    scheduler.step()
+    twin = copy.deepcopy(new)
+    twin.load_state_dict(checkpoint[0])
+    assert all(one is two for one, two in zip(old.param_groups, new.param_groups, strict=True))
+    for load in (new.load_state_dict, old.load_state_dict):  # torch's puts new groups there
+        load(checkpoint[0])
+        scheduler.load_state_dict(checkpoint[1])
+        steps(new, 1, first=1)
+        scheduler.step()
+        assert new.param_groups[0]["lr"] == FLAGS[name]["lr"] / 2
+    new.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+    assert len(old.param_groups) == len(new.param_groups)
+
+
+@torch_names
+def test_fuse_takes_an_optimizer_once(name):
+    """A second one would begin without the states, which the first one has."""
+    old = old_optimizer(name, 2)
+    new = onepass.optim.fuse(old, max_grad_norm=1.0)
+    before = snapshot(new)
+    with pytest.raises(RuntimeError, match="fuse: optimizer must .* other options"):
+        onepass.optim.fuse(old)
+    assert onepass.optim.fuse(old, max_grad_norm=1.0) is new
+    assert_same(snapshot(new), before)
+
+
+def test_fuse_refuses_others():
+    p = torch.zeros(5, requires_grad=True)
+    for other in (
+        torch.optim.RMSprop([p]),
+        torch.optim.NAdam([p]),
+        torch.optim.LBFGS([p]),
+        p,
+        None,
+    ):
+        with pytest.raises(TypeError, match="fuse: optimizer must"):
+            onepass.optim.fuse(other)
+
+
+@torch_names
+def test_a_refused_fuse_leaves_the_old_one_as_it_was(name):
+    cases = [
+        (old_optimizer(name, 2), ValueError, {"master": "fp16"}),
+        (
+            old_optimizer(name, 2, F16, eps=1e-4) if name != "SGD" else old_optimizer(name, 2, F16),
+            ValueError,
+            {"master": "remainder16"},
+        ),
+        (old_optimizer(name, 0, differentiable=True), RuntimeError, {}),
+    ]
+    for old, error, extras in cases:
+        groups, keys = list(old.param_groups), [list(group) for group in old.param_groups]
+        before = snapshot(old)
+        with pytest.raises(error):
+            onepass.optim.fuse(old, **extras)
+        assert all(one is two for one, two in zip(old.param_groups, groups, strict=True))
+        assert [list(group) for group in old.param_groups] == keys
+        assert_same(snapshot(old), before)
+        if not old.defaults["differentiable"]:
+            steps(old, 1)

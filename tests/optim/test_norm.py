@@ -1,0 +1,375 @@
+"""Norms, GradScaler and zeroed gradients in an optimizer's step; steps that are skipped."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+import onepass
+from onepass import numerics
+from tests.optim.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FLAGS,
+    MODES,
+    SHAPES,
+    assert_same,
+    bits,
+    give_gradients,
+    made,
+    members,
+    modes,
+    names,
+    ours,
+    resumed,
+    same,
+    snapshot,
+    steps,
+    stock,
+    through_pickle,
+)
+
+# ---- clipping ------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@names
+@pytest.mark.parametrize("limit", [0.5, 1e3], ids=["clipped", "within"])
+def test_clipped_steps(limit, name):
+    """As torch's clip_grad_norm_ and step, over groups, without writing gradients."""
+    results, norms = [], []
+    for cls, dtype in ((ours(name), F32), (stock(name), F64), (stock(name), F32)):
+        torch.manual_seed(2)
+        params = [torch.randn(s).to(dtype).requires_grad_() for s in (5, 4352, 70)]
+        own = cls is ours(name)
+        extras = {"max_grad_norm": limit} if own else {}
+        groups = [{"params": params[:1]}, {"params": params[1:]}]
+        optimizer = cls(groups, **{**FLAGS[name], **extras})
+        for _ in range(5):
+            gradients = [torch.randn(p.shape).to(dtype) * 0.1 for p in params]
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient.clone()
+            if own:
+                optimizer.step()
+                assert all(same(p.grad, g) for p, g in zip(params, gradients, strict=True))
+                norms.append(optimizer.grad_norm.clone())
+                assert norms[-1].shape == () and norms[-1].dtype == F32
+            else:
+                norms.append(torch.nn.utils.clip_grad_norm_(params, limit))
+                optimizer.step()
+        results.append([p.detach() for p in params])
+    numerics.assert_close(*results)
+    numerics.assert_close(norms[:5], norms[5:10], norms[10:])
+
+
+@names
+@modes
+def test_a_norm_within_the_limit_changes_nothing(mode, name):
+    extras = {key: value for key, value in MODES[mode].items() if key != "max_grad_norm"}
+    plain = steps(made(name, SHAPES, BF16, **extras), 3)
+    for limit in (1e9, math.inf):
+        checked = steps(made(name, SHAPES, BF16, **extras, max_grad_norm=limit), 3)
+        assert_same(snapshot(checked), snapshot(plain))
+        assert checked.grad_norm.isfinite() and checked.max_grad_norm == limit
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtypes", [(BF16, F32, F16), (BF16, BF16, BF16)], ids=str)
+def test_the_norm_of_mixed_dtypes(dtypes):
+    params = [torch.zeros(5000, dtype=dtype).requires_grad_() for dtype in dtypes]
+    for p in params:
+        p.grad = torch.randn(5000).to(p.dtype)
+    optimizer = onepass.optim.AdamW(params, max_grad_norm=1.0)
+    optimizer.step()
+    expected = torch.cat([p.grad.double() for p in params]).norm()
+    assert optimizer.grad_norm.dtype == F32 and optimizer.grad_norm.shape == ()
+    assert abs(optimizer.grad_norm / expected - 1) < 1e-6
+
+
+def test_the_norm_of_no_gradients_is_zero():
+    optimizer = onepass.optim.AdamW([torch.ones(5, requires_grad=True)], max_grad_norm=1.0)
+    optimizer.step()
+    assert optimizer.grad_norm == 0 and optimizer.grad_norm.shape == ()
+
+
+@pytest.mark.isa
+@names
+@modes
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("limit", [1e9, math.inf])
+def test_steps_whose_norm_is_not_finite_are_skipped(limit, bad, mode, name):
+    """Nothing is another afterwards, and the run goes on as if the step had not been."""
+    extras = {**MODES[mode], "max_grad_norm": limit, "zero_grads": False}
+    expected = made(name, SHAPES, BF16, **extras)
+    found = made(name, SHAPES, BF16, **extras)
+    for number in (0, 1, 2):
+        give_gradients(found, number)
+        members(found)[1].grad[-1] = bad
+        before = snapshot(found)
+        found.step()
+        assert not found.grad_norm.isfinite()
+        after = snapshot(found)
+        assert_same({key: after[key] for key in before}, before)
+        assert not any(
+            bits(after[key]).any() for key in after.keys() - before.keys() if "master" not in key
+        )
+        steps(found, 1, first=number), steps(expected, 1, first=number)
+        assert found.grad_norm.isfinite()
+    assert_same(snapshot(found), snapshot(expected))
+
+
+@names
+@pytest.mark.parametrize("why", ["norm", "found_inf"])
+def test_a_skipped_first_step_leaves_no_trace(why, name):
+    """A checkpoint made then continues as the run does, which for SGD is to start its buffer."""
+    flags = {"dampening": 0.5} if name == "SGD" else {}
+    optimizer = made(name, SHAPES, max_grad_norm=math.inf, **flags)
+    give_gradients(optimizer, 0)
+    if why == "norm":
+        members(optimizer)[1].grad[0] = math.nan
+    else:
+        optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    optimizer.found_inf = None
+    new = resumed(name, optimizer, max_grad_norm=math.inf, **flags)
+    expected = steps(made(name, SHAPES, max_grad_norm=math.inf, **flags), 1)
+    assert_same(snapshot(steps(new, 1)), snapshot(expected), "resumed")
+    assert_same(snapshot(steps(optimizer, 1)), snapshot(expected), "not interrupted")
+
+
+@names
+def test_a_skipped_first_step_makes_no_state(name):
+    optimizer = made(name, SHAPES, max_grad_norm=math.inf)
+    give_gradients(optimizer, 0)
+    members(optimizer)[1].grad[0] = math.nan
+    optimizer.step()
+    assert not any(optimizer.state_dict()["state"].values())
+
+
+@pytest.mark.isa
+def test_norms_beyond_the_range_of_squares():
+    """The sum of squares is infinite in float32; the norm is not, and the step is taken."""
+    p = torch.zeros(5000, requires_grad=True)
+    p.grad = torch.randn(5000) * 1e25
+    expected = p.grad.double() / p.grad.double().norm()
+    optimizer = onepass.optim.SGD([p], lr=1.0, max_grad_norm=2.0)
+    optimizer.step()
+    assert abs(optimizer.grad_norm / (p.grad.double().norm()) - 1) < 1e-6
+    assert (p.detach().double() + 2 * expected).abs().max() < 1e-6
+
+
+# ---- GradScaler ----------------------------------------------------------------------------------
+
+
+def scaled(optimizer, scaler, number=0):
+    """Gradients as a backward of a scaled loss leaves them."""
+    scaler.scale(torch.ones(()))
+    give_gradients(optimizer, number, scaler.get_scale())
+    return [p.grad.clone() for p in members(optimizer)]
+
+
+@names
+def test_only_a_scaler_is_told_that_steps_unscale(name):
+    """A trainer that clips unscales first if it hears no; with fused=True it hears torch's yes."""
+    optimizer = made(name, SHAPES)
+    assert optimizer._step_supports_amp_scaling is False
+    fused = made(name, SHAPES, fused=True)
+    for one in (fused, copy.deepcopy(fused), through_pickle(fused)):
+        assert one._step_supports_amp_scaling is True
+    for one in (optimizer, fused):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaled(one, scaler)
+        with torch.profiler.profile() as profile:
+            scaler.step(one)
+        ran = {event.key: event.count for event in profile.key_averages()}
+        assert ran["onepass::optimizer_step"] == 1, ran
+    optimizer._step_supports_amp_scaling = False  # a user's word goes
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = scaled(optimizer, scaler)
+    scaler.step(optimizer)
+    for p, gradient in zip(members(optimizer), before, strict=True):
+        assert same(p.grad, gradient / 1024)
+
+
+@names
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_a_scaler_in_any_order(limit, name):
+    """The step divides, or unscale_ has; gradients are written by unscale_ alone."""
+    results = []
+    for unscaled in (False, True):
+        optimizer = made(name, SHAPES, max_grad_norm=limit)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number in range(4):
+            before = scaled(optimizer, scaler, number)
+            if unscaled:
+                scaler.unscale_(optimizer)
+            after = [p.grad.clone() for p in members(optimizer)]
+            scaler.step(optimizer)
+            scaler.update()
+            for p, written, scaled_one in zip(members(optimizer), after, before, strict=True):
+                assert same(p.grad, written)
+                assert same(written, scaled_one / 1024 if unscaled else scaled_one)
+        norm = [] if limit is None else [optimizer.grad_norm]
+        results.append([p.detach() for p in members(optimizer)] + norm)
+    assert all(same(one, two) for one, two in zip(*results, strict=True))
+
+
+@names
+def test_a_scaler_of_several_optimizers(name):
+    """One of them finds an infinity: the others make their step, and all share the next scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizers = [made(name, SHAPES), made(name, SHAPES, fused=True), made(name, SHAPES)]
+    for one in optimizers:
+        scaled(one, scaler)
+    members(optimizers[1])[1].grad[7] = math.inf
+    scaler.unscale_(optimizers[2])
+    before = [snapshot(one) for one in optimizers]
+    for one in optimizers:
+        scaler.step(one)
+    scaler.update()
+    assert scaler.get_scale() == 512
+    assert_same(snapshot(optimizers[1]), before[1])
+    for number in (0, 2):
+        for index in range(len(SHAPES)):
+            now = members(optimizers[number])[index].detach()
+            assert not same(now, before[number][index, "param"])
+            assert same(now, members(optimizers[0])[index].detach())
+
+
+@pytest.mark.isa
+@names
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_grad_scale_is_unscaling(limit, name):
+    """A power of two: bitwise the step with the gradients divided by it, which stay as they are."""
+    results = []
+    for scale in (1.0, 1024.0):
+        optimizer = made(name, SHAPES, max_grad_norm=limit)
+        for number in range(3):
+            give_gradients(optimizer, number, scale)
+            before = [p.grad.clone() for p in members(optimizer)]
+            if scale != 1:
+                optimizer.grad_scale = torch.tensor(scale)
+                optimizer.found_inf = torch.tensor(0.0)
+            optimizer.step()
+            assert all(same(p.grad, g) for p, g in zip(members(optimizer), before, strict=True))
+        norm = [] if limit is None else [optimizer.grad_norm]
+        results.append([p.detach() for p in members(optimizer)] + norm)
+    assert all(same(one, two) for one, two in zip(*results, strict=True))
+
+
+@names
+@modes
+def test_found_inf_skips(mode, name):
+    optimizer = steps(made(name, SHAPES, BF16, **{**MODES[mode], "zero_grads": False}), 2)
+    fresh = made(name, SHAPES, BF16, **MODES[mode])
+    for one in (optimizer, fresh):
+        give_gradients(one, 5)
+        one.grad_scale, one.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+        before = snapshot(one)
+        one.step()
+        after = snapshot(one)
+        if one is optimizer:
+            assert_same(after, before)
+        for key in before:
+            assert key[1] == "grad" or same(after[key], before[key])
+        one.found_inf = torch.tensor(0.0)
+        one.step()
+        assert not same(members(one)[1].detach(), before[1, "param"])
+
+
+@names
+@pytest.mark.parametrize("clip", [False, True], ids=["", "unscaled and clipped by the loop"])
+def test_a_loop_with_a_scaler(clip, name):
+    """Ours with GradScaler, and torch's with it: the same scales, the same steps skipped."""
+    weights, scales, skipped = [], [], []
+    for cls, dtype in ((ours(name), F32), (stock(name), F64), (stock(name), F32)):
+        torch.manual_seed(6)
+        model = torch.nn.Linear(20, 3)
+        x = torch.randn(8, 20)
+        model, x = model.to(dtype), x.to(dtype)
+        optimizer = cls(model.parameters(), **FLAGS[name])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        seen = []
+        for number in range(10):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            if number in (4, 8):
+                model.weight.grad[1, 2] = math.inf
+            if clip:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            before = model.weight.detach().clone()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append((scaler.get_scale(), torch.equal(before, model.weight)))
+        assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+        weights.append([p.detach() for p in model.parameters()])
+        scales.append([scale for scale, _ in seen])
+        skipped.append([skip for _, skip in seen])
+    assert scales[0] == scales[2] and skipped[0] == skipped[2]
+    assert skipped[0] == [number in (4, 8) for number in range(10)]
+    numerics.assert_close(*weights)
+
+
+@names
+def test_a_scaler_with_a_norm_of_our_own(name):
+    """The scaler's check and the norm's agree; the norm is that of the unscaled gradients."""
+    model = torch.nn.Linear(20, 3)
+    optimizer = ours(name)(model.parameters(), **FLAGS[name], max_grad_norm=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+    loss = model(torch.randn(8, 20)).square().mean()
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    norm = torch.cat([g.double().flatten() for g in expected]).norm()
+    assert abs(optimizer.grad_norm / norm - 1) < 1e-6
+    assert scaler.get_scale() == 4096
+    before = snapshot(optimizer)
+    model.weight.grad[0, 0] = math.inf
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    after = snapshot(optimizer)
+    assert all(same(after[key], before[key]) for key in before if key[1] != "grad")
+    assert scaler.get_scale() == 2048
+
+
+# ---- gradients set to zeros ----------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@names
+@modes
+def test_zeroed_gradients(mode, name):
+    """The same steps, and zeros in the same memory afterwards."""
+    extras = {key: value for key, value in MODES[mode].items() if key != "zero_grads"}
+    plain = made(name, SHAPES, BF16, **extras)
+    zeroing = made(name, SHAPES, BF16, **extras, zero_grads=True)
+    for number in range(3):
+        give_gradients(plain, number), give_gradients(zeroing, number)
+        members(zeroing)[2].grad = members(zeroing)[2].grad.t().contiguous().t()
+        gradients = [p.grad for p in members(zeroing)]
+        plain.step(), zeroing.step()
+        for p, gradient in zip(members(zeroing), gradients, strict=True):
+            assert p.grad is gradient and not bits(gradient).any()
+    found, expected = (
+        {key: value for key, value in snapshot(one).items() if key[1] != "grad"}
+        for one in (zeroing, plain)
+    )
+    assert_same(found, expected)
+
+
+@names
+def test_zeroed_gradients_with_gaps_and_none(name):
+    optimizer = made(name, ((6,), (5,)), zero_grads=True)
+    whole = torch.full((12,), 7.0)
+    members(optimizer)[0].grad = whole[::2]
+    optimizer.step()
+    assert (whole[::2] == 0).all() and (whole[1::2] == 7).all()
+    assert members(optimizer)[1].grad is None

@@ -1,0 +1,470 @@
+"""What the optimizers keep of a step in 16 and 8 bits.
+
+Random rounding is held to normal deviates of at most Z: a right implementation fails one such
+check in 5e8 draws of seeds; there are about 300 of them, so the file fails by chance for one seed
+in a million, and the seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import onepass
+from tests.optim.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FLAGS,
+    SHAPES,
+    assert_same,
+    bits,
+    first_moment,
+    made,
+    members,
+    names,
+    ours,
+    same,
+    snapshot,
+    steps,
+)
+
+Z = 6.0
+ELEMENTS = 1 << 16
+BLOCK = 256
+
+
+def deviates(count, trials, probability):
+    """How many standard deviations a binomial count is from its mean."""
+    spread = math.sqrt(trials * probability * (1 - probability))
+    return abs(float(count) - trials * probability) / spread
+
+
+# ---- remainder16 is fp32 -------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@names
+@pytest.mark.parametrize("state_dtype", [None, F32, BF16, "int8"], ids=str)
+@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+def test_remainder16_is_bitwise_fp32(maximize, state_dtype, name):
+    results = []
+    for master in ("fp32", "remainder16"):
+        torch.manual_seed(8)
+        optimizer = made(
+            name,
+            (*SHAPES, (300_001,)),
+            BF16,
+            master=master,
+            state_dtype=state_dtype,
+            maximize=maximize,
+        )
+        with torch.no_grad():  # zeros of both signs, subnormal and large numbers
+            members(optimizer)[3].fill_(-0.0)
+            members(optimizer)[1][:1000] *= 2.0 ** torch.arange(-120, 120).repeat(5)[:1000]
+            members(optimizer)[1][1000:1100] = 0.0
+        results.append(snapshot(steps(optimizer, 25)))
+    assert_same(*results)
+    masters = results[0][4, "master"]
+    assert (bits(masters) & 0xFFFF).float().std() > 0.9 * 65536 / math.sqrt(12)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+def test_ties_go_away_from_zero(master):
+    """1 and 1 + 2^-7 are neighbours in bfloat16; to even, what is in the middle would go to 1."""
+    sign = torch.tensor([1.0, -1.0] * 20)
+    p = sign.bfloat16().requires_grad_()
+    optimizer = onepass.optim.SGD([p], lr=1.0, master=master)
+    p.grad = (-sign * 2**-8).bfloat16()
+    optimizer.step()
+    assert torch.equal(p.detach().float(), sign * (1 + 2**-7))
+    p.grad = (sign * 2**-16).bfloat16()
+    optimizer.step()
+    assert torch.equal(p.detach().float(), sign)
+
+
+# ---- stochastic rounding -------------------------------------------------------------------------
+
+NEXT = {BF16: 2**-7, F16: 2**-10}  # from 1 to the number after it
+
+
+def raised(fraction, dtype=BF16, seed=0, count=1, elements=ELEMENTS, sign=1.0, params=1):
+    """Which of `elements` ones were rounded up when a step adds `fraction` of the distance to the
+    next number: (count, params, elements)."""
+    torch.manual_seed(seed)
+    made_of = [torch.ones(elements, dtype=dtype).requires_grad_() for _ in range(params)]
+    optimizer = onepass.optim.SGD(made_of, lr=1.0, master="stochastic")
+    found = []
+    for _ in range(count):
+        for p in made_of:
+            with torch.no_grad():
+                p.fill_(sign)
+            p.grad = torch.full((elements,), -sign * fraction * NEXT[dtype], dtype=dtype)
+            assert p.grad[0] == -sign * fraction * NEXT[dtype]
+        optimizer.step()
+        after = [p.detach().float() * sign for p in made_of]
+        for values in after:
+            assert ((values == 1) | (values == 1 + NEXT[dtype])).all()
+        found.append(torch.stack([values > 1 for values in after]))
+    return torch.stack(found)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_stochastic_rounding_is_unbiased(sign, dtype):
+    for fraction in (1 / 256, 1 / 16, 0.3125, 0.5, 0.6875, 255 / 256):
+        for one in raised(fraction, dtype, count=3, sign=sign):
+            assert deviates(one.sum(), ELEMENTS, fraction) < Z, fraction
+    assert not raised(0.0, dtype, count=3, sign=sign).any()
+
+
+@pytest.mark.isa
+@names
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_stochastic_rounding_of_any_step_is_unbiased(dtype, name):
+    """Errors in distances of neighbours: below one, of mean zero whatever the value's magnitude."""
+    start = (torch.randn(ELEMENTS).sign() * (0.1 + torch.rand(ELEMENTS))).to(dtype)
+    gradient = torch.randn(ELEMENTS).to(dtype)
+    results = []
+    for cls, working, extras in (
+        (ours(name), dtype, {"master": "stochastic", "state_dtype": F32}),
+        (ours(name), F32, {}),
+    ):
+        p = start.clone().to(working).requires_grad_()
+        p.grad = gradient.to(working)
+        optimizer = cls([p], **FLAGS[name], **extras)
+        optimizer.step()
+        results.append(p.detach().double())
+    found, exact = results
+    _, exponent = torch.frexp(exact)
+    distance = torch.finfo(dtype).eps * torch.ldexp(torch.ones_like(exact), exponent - 1)
+    error = (found - exact) / distance
+    assert error.abs().max() < 1
+    moved = error != 0
+    assert moved.float().mean() > 0.9
+    for part in (error[exact > 0], error[exact < 0], error[exact.abs() < 0.5]):
+        assert abs(part.mean()) < Z * part.std() / math.sqrt(part.numel())
+
+
+def test_stochastic_rounding_is_reproducible():
+    assert torch.equal(raised(0.5, seed=3, count=2), raised(0.5, seed=3, count=2))
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    optimizer = made("AdamW", SHAPES, BF16, master="stochastic", state_dtype="int8")
+    steps(optimizer, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("fraction", [0.5, 1 / 16])
+def test_rounding_differs_by_step_parameter_element_and_seed(fraction):
+    """Pairs of decisions are both upward as often as if neither knew of the other."""
+    found = raised(fraction, count=6, params=4)
+    pairs = {}
+    for lag in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128, 256, 4096, 8192):
+        pairs[f"elements {lag} apart"] = (found[0, 0][lag:], found[0, 0][:-lag])
+    for one in range(6):
+        for two in range(one):
+            pairs[f"steps {two} and {one}"] = (found[one, 0], found[two, 0])
+    for one in range(4):
+        for two in range(one):
+            pairs[f"parameters {two} and {one}"] = (found[0, one], found[0, two])
+    pairs["step 0 of parameter 1, step 1 of parameter 0"] = (found[0, 1], found[1, 0])
+    for seed in (1, 2, 1 << 16, 1 << 31):
+        pairs[f"seeds 0 and {seed}"] = (found[0, 0], raised(fraction, seed=seed)[0, 0])
+    for case, (one, two) in pairs.items():
+        both = (one & two).sum()
+        assert deviates(both, one.numel(), fraction**2) < Z, case
+
+
+@pytest.mark.isa
+@names
+def test_stochastic_rounding_keeps_infinities_and_nans(name):
+    special = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0] * 100)
+    for dtype in (BF16, F16):
+        p = special.to(dtype).requires_grad_()
+        optimizer = ours(name)([p], lr=0.0, weight_decay=0.0, master="stochastic")
+        p.grad = torch.ones(600, dtype=dtype)
+        optimizer.step()
+        torch.testing.assert_close(p.detach().float(), special, equal_nan=True, rtol=0, atol=0)
+
+
+# Less than a vector of elements, and pairs of vectors with a tail.
+counts = pytest.mark.parametrize("count", [7, 200])
+
+
+@pytest.mark.isa
+@counts
+@pytest.mark.parametrize("master", [None, "stochastic", "remainder16"])
+@pytest.mark.parametrize("name", ["lr", "grad_scale"])
+def test_rounding_keeps_any_nan(name, master, count):
+    """Also one of ones alone, as CUDA makes them, to which nothing may be added."""
+    number = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(F32)
+    param = torch.nn.Parameter(torch.ones(count, dtype=BF16))
+    optimizer = onepass.optim.AdamW([param], master=master, state_dtype=BF16)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    if name == "lr":
+        optimizer.param_groups[0]["lr"] = number
+    else:
+        optimizer.grad_scale = number
+    optimizer.step()
+    assert param.isnan().all()
+    moments = [optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq")]
+    assert all(moment.isnan().all() for moment in moments) == (name == "grad_scale")
+
+
+@pytest.mark.isa
+@counts
+def test_a_nan_stays_one_whatever_its_remainder(count):
+    param = torch.nn.Parameter(torch.randn(count).to(BF16))
+    optimizer = onepass.optim.AdamW([param], master="remainder16", state_dtype=BF16)
+    for _ in range(3):
+        param.grad = torch.randn(count).to(BF16)
+        optimizer.step()
+    param.data.fill_(math.nan)  # which its master does not see
+    optimizer.step()
+    assert param.isnan().all()
+
+
+# ---- 16-bit moments ------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("gradient", [1.1015625, 0.0])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_second_moments_in_16_bits_are_unbiased_where_the_nearest_would_stall(dtype, gradient):
+    """With beta2 = 0.999 a step moves exp_avg_sq by less than half the distance of neighbours."""
+    count = 100
+    results = []
+    for cls, extras, working in (
+        (onepass.optim.AdamW, {"state_dtype": BF16}, dtype),
+        (torch.optim.AdamW, {}, BF16),
+    ):
+        p = torch.ones(ELEMENTS, dtype=working).requires_grad_()
+        optimizer = cls([p], lr=0.0, **extras)
+        p.grad = torch.full((ELEMENTS,), gradient, dtype=working)
+        optimizer.step()
+        optimizer.state[p]["exp_avg_sq"].fill_(1.0)
+        for _ in range(count):
+            optimizer.step()
+        values = optimizer.state_dict()["state"][0]["exp_avg_sq"]
+        assert values.dtype == BF16
+        results.append(values.double())
+    found, nearest = results
+    assert (nearest == 1).all()
+    expected = gradient**2 + (1 - gradient**2) * 0.999**count
+    assert abs(expected - 1) > 0.01
+    assert abs(found.mean() - expected) < Z * found.std() / math.sqrt(ELEMENTS) + 1e-6
+
+
+@pytest.mark.isa
+@names
+def test_first_moments_in_16_bits_are_the_nearest(name):
+    found, exact = (
+        steps(made(name, SHAPES, state_dtype=state_dtype), 1).state_dict()["state"]
+        for state_dtype in (BF16, F32)
+    )
+    for index, entries in exact.items():
+        key = first_moment(name)
+        assert same(found[index][key], entries[key].bfloat16())
+
+
+# ---- 8 bits --------------------------------------------------------------------------------------
+
+
+def code_values(width):
+    """The numbers of core/code8.h: octaves of 8, a linear fraction behind the leading one."""
+    values = [0.0]
+    for code in range(1, 1 << width):
+        leading = code.bit_length() - 1
+        octave, place = width - 1 - leading, code - (1 << leading)
+        values.append(8.0**-octave * (1 / 8 + 7 / 8 * (place + 1) / (1 << leading)))
+    values[1] = 8.0 ** -(width - 1)
+    return torch.tensor(values, dtype=F64)
+
+
+def in_blocks(found, exact):
+    """Both as (blocks, 256) parts of the exact block's largest magnitude; those magnitudes."""
+    exact = exact.double().view(-1, BLOCK)
+    largest = exact.abs().amax(1, keepdim=True)
+    return found.double().view(-1, BLOCK) / largest, exact / largest, largest
+
+
+def moments(name, gradient, **extras):
+    p = torch.zeros(gradient.numel(), requires_grad=True)
+    optimizer = ours(name)([p], **FLAGS[name], **extras)
+    p.grad = gradient.clone()
+    optimizer.step()
+    return optimizer.state_dict()["state"][0]
+
+
+def varied(blocks=64):
+    """Blocks of magnitudes 1e-8 to 1e8 whose elements span six orders of magnitude."""
+    gradient = torch.randn(blocks, BLOCK) * 10 ** (-6 * torch.rand(blocks, BLOCK))
+    gradient *= 10 ** torch.linspace(-8, 8, blocks)[:, None]
+    gradient[:, 7] = 0.0
+    return gradient.flatten()
+
+
+@pytest.mark.isa
+@names
+def test_8_bit_first_moments_are_the_nearest_code(name):
+    gradient = varied()
+    key = first_moment(name)
+    exact = moments(name, gradient)[key]
+    found, parts, _ = in_blocks(moments(name, gradient, state_dtype="int8")[key], exact)
+    values = code_values(7)
+    index = torch.searchsorted(values, parts.abs().clamp(max=1.0)).clamp(min=1)
+    below, above = values[index - 1], values[index]
+    nearest = torch.minimum(parts.abs() - below, above - parts.abs())
+    error = (found - parts).abs()
+    slack = (above - below) * 2**-13 + 1e-6 * parts.abs()  # who is in the middle goes either way
+    assert (error <= nearest + slack).all()
+    assert error.max() <= 7 / 1024 + 1e-6
+    assert (found * parts >= 0).all() and (found[:, 7] == 0).all()
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_8_bit_second_moments_are_a_neighbouring_code(name):
+    gradient = varied()
+    exact = moments(name, gradient)["exp_avg_sq"]
+    found, parts, _ = in_blocks(moments(name, gradient, state_dtype="int8")["exp_avg_sq"], exact)
+    values = code_values(8)
+    index = torch.searchsorted(values, parts.clamp(max=1.0)).clamp(min=1)
+    below, above = values[index - 1], values[index]
+    slack = 1e-6 * parts
+    assert ((found >= below - slack) & (found <= above + slack)).all()
+    assert (torch.minimum(found - below, above - found).abs() <= slack + 1e-12).all()
+    assert (found[:, 7] == 0).all()
+
+
+@pytest.mark.isa
+@names
+def test_the_largest_of_a_block_survives(name):
+    gradient = varied()
+    exact = moments(name, gradient)
+    found = moments(name, gradient, state_dtype="int8")
+    for key in set(exact) - {"step"}:
+        one, two = (entries[key].view(-1, BLOCK) for entries in (found, exact))
+        place = two.abs().argmax(1, keepdim=True)
+        assert same(one.gather(1, place), two.gather(1, place)), key
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("count", [1, 20])
+def test_8_bit_second_moments_are_unbiased(count):
+    part = 0.4  # of the block's largest
+    gradient = torch.full((128, BLOCK), math.sqrt(part))
+    gradient[:, 100] = 1.0
+    p = torch.zeros(gradient.numel(), requires_grad=True)
+    optimizer = onepass.optim.AdamW([p], lr=0.0, state_dtype="int8")
+    for _ in range(count):
+        p.grad = gradient.flatten()
+        optimizer.step()
+    found = optimizer.state_dict()["state"][0]["exp_avg_sq"].double().view(-1, BLOCK)
+    others = torch.cat([found[:, :100], found[:, 101:]], dim=1) / found[:, 100:101]
+    mean = float(gradient[0, 0].double() ** 2)
+    assert others.std() > 0
+    assert abs(others.mean() - mean) < Z * others.std() / math.sqrt(others.numel()) + 1e-6
+
+
+@pytest.mark.isa
+@names
+def test_blocks_of_8_bits_do_not_know_of_each_other(name):
+    gradient = torch.randn(4352)
+    other = gradient.clone()
+    other[256:512] *= 1e6
+    one, two = (moments(name, g, state_dtype="int8") for g in (gradient, other))
+    for key in set(one) - {"step"}:
+        assert same(one[key][:256], two[key][:256]) and same(one[key][512:], two[key][512:])
+        assert not same(one[key][256:512], two[key][256:512])
+
+
+@names
+def test_small_and_odd_tensors_stay_float32(name):
+    sizes = ((5,), (255,), (256,), (3840,), (4095,), (4097,), (4096 + 128,), ())
+    found = steps(made(name, sizes, state_dtype="int8"), 3)
+    assert_same(snapshot(found), snapshot(steps(made(name, sizes, state_dtype=F32), 3)))
+    for size in ((4096,), (64, 64), (17, 256)):
+        found = snapshot(steps(made(name, (size,), state_dtype="int8"), 1))
+        expected = snapshot(steps(made(name, (size,), state_dtype=F32), 1))
+        assert not same(found[0, first_moment(name)], expected[0, first_moment(name)])
+
+
+@names
+def test_states_in_8_bits_take_a_quarter_of_the_memory(name):
+    """And 2 bytes more per 64 elements for the blocks' scales."""
+
+    def state_bytes(state_dtype):
+        p = torch.zeros(1 << 16, requires_grad=True)
+        optimizer = ours(name)([p], **FLAGS[name], state_dtype=state_dtype)
+        steps(optimizer, 1)
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in optimizer.state[p].values()
+            if torch.is_tensor(tensor) and tensor.dim()
+        }
+        return sum(storages.values())
+
+    assert state_bytes("int8") <= state_bytes(F32) * (1 / 4 + 1 / 256) + 4096
+
+
+def trained(build, seed, count=200):
+    """The loss after `count` steps of a small network on a fixed teacher's answers."""
+    torch.manual_seed(1234)
+    teacher = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 64))
+    torch.manual_seed(seed)
+    student = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
+    )
+    x = torch.randn(512, 64)
+    with torch.no_grad():
+        y = teacher(x)
+    loss = torch.nn.functional.mse_loss
+    first = loss(student(x), y).item()
+    optimizer = build(student.parameters())
+    for number in range(count):
+        batch = slice(64 * (number % 8), 64 * (number % 8) + 64)
+        optimizer.zero_grad()
+        loss(student(x[batch]), y[batch]).backward()
+        optimizer.step()
+    last = loss(student(x), y).item()
+    assert last < first / 5
+    return last
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", BF16], ids=str)
+def test_training_ends_where_stock_ends(state_dtype):
+    seeds = range(5)
+    expected = torch.tensor([trained(lambda p: torch.optim.AdamW(p, 3e-3), s) for s in seeds])
+    found = torch.tensor(
+        [trained(lambda p: onepass.optim.AdamW(p, 3e-3, state_dtype=state_dtype), s) for s in seeds]
+    )
+    assert abs(found.mean() - expected.mean()) < expected.std()
+
+
+# ---- pure 16-bit training ------------------------------------------------------------------------
+
+
+@names
+@pytest.mark.parametrize("master", ["fp32", "remainder16", "stochastic"])
+def test_masters_and_noise_repair_stalled_training(master, name):
+    """Steps of 1e-3 are lost beside numbers from 1 to 2, whose neighbours are 2^-7 apart."""
+    lr = {"SGD": 6e-3}.get(name, 1e-3)
+    losses = {}
+    for kind in (None, master):
+        p = torch.ones(512, dtype=BF16).requires_grad_()
+        optimizer = ours(name)([p], lr=lr, weight_decay=0.0, master=kind)
+        for _ in range(500):
+            p.grad = p.detach() - 1.25
+            optimizer.step()
+        losses[kind] = (p.detach().float() - 1.25).square().mean().item()
+    assert losses[None] == 0.0625
+    assert losses[master] < 0.0625 / 50

@@ -1,0 +1,600 @@
+"""The optimizers' state: checkpoints both ways with torch, and what others change in it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import defaultdict
+
+import pytest
+import torch
+
+import onepass
+from onepass import numerics
+from tests.optim.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FLAGS,
+    MODES,
+    SHAPES,
+    assert_same,
+    first_moment,
+    give_gradients,
+    made,
+    members,
+    modes,
+    names,
+    ours,
+    over_copies,
+    resumed,
+    same,
+    snapshot,
+    steps,
+    stock,
+    through_a_file,
+    torch_names,
+)
+
+SAVED_BYTES = 128  # what may differ between two saved tensors of one size
+
+
+def saved_bytes(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return len(buffer.getvalue())
+
+
+# ---- what a checkpoint looks like ----------------------------------------------------------------
+
+
+@torch_names
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_as_torchs(name, momentum):
+    flags = {"momentum": momentum} if name == "SGD" else {}
+    found, expected = (
+        steps(over_copies(name, made(name, SHAPES), cls=cls, **flags), 2).state_dict()
+        for cls in (ours(name), stock(name))
+    )
+    assert list(found) == list(expected)
+    assert found["state"].keys() == expected["state"].keys()
+    for index, entries in expected["state"].items():
+        assert list(found["state"][index]) == list(entries)
+        for key, value in entries.items():
+            one = found["state"][index][key]
+            assert (type(one), one.dtype, one.shape) == (type(value), value.dtype, value.shape)
+    assert found["param_groups"] == expected["param_groups"]
+    assert [list(group) for group in found["param_groups"]] == [
+        list(group) for group in expected["param_groups"]
+    ]
+
+
+@torch_names
+def test_defaults_and_types_are_torchs(name):
+    p = torch.zeros(5, requires_grad=True)
+    found, expected = ours(name)([p]), stock(name)([p])
+    assert isinstance(found, stock(name))
+    assert found.defaults == expected.defaults
+    assert found.param_groups == expected.param_groups
+
+
+def test_lions_groups():
+    optimizer = steps(made("Lion", SHAPES), 1)
+    (group,) = optimizer.state_dict()["param_groups"]
+    assert {"lr", "betas", "weight_decay", "maximize", "params"} <= set(group)
+    assert all(list(entries) == ["exp_avg"] for entries in optimizer.state_dict()["state"].values())
+
+
+@names
+@modes
+def test_what_belongs_to_the_optimizer_is_not_saved(mode, name):
+    """But for masters of 16-bit parameters and, where there is noise, its seed: of the parameters,
+    and of second moments, which Adam and AdamW have."""
+    plain = made(name, SHAPES, BF16).state_dict()["param_groups"][0]
+    torch.manual_seed(5)
+    optimizer = steps(made(name, SHAPES, BF16, **MODES[mode]), 1)
+    (group,) = optimizer.state_dict()["param_groups"]
+    master, state_dtype = (MODES[mode].get(key) for key in ("master", "state_dtype"))
+    noisy = master == "stochastic" or ("Adam" in name and state_dtype in (BF16, "int8"))
+    assert set(group) - set(plain) == ({"seed"} if noisy else set())
+    if noisy:
+        assert type(group["seed"]) is int
+    for entries in optimizer.state_dict()["state"].values():
+        assert ("master" in entries) == (master in ("fp32", "remainder16"))
+        assert "remainder" not in entries and entries.get("master", torch.empty(0)).dtype == F32
+        key = first_moment(name)
+        dtype = {None: BF16, "int8": F32}.get(state_dtype, state_dtype)
+        assert entries[key].dtype == dtype
+    for entries in steps(made(name, SHAPES, **MODES[mode]), 1).state_dict()["state"].values():
+        assert not {"master", "remainder"} & set(entries)
+
+
+@names
+@modes
+def test_an_entry_is_saved_with_its_own_bytes_alone(mode, name):
+    optimizer = steps(made(name, [(300,)] * 20 + [(4352,)], BF16, **MODES[mode]), 1)
+    for index, entries in optimizer.state_dict()["state"].items():
+        for key, value in entries.items():
+            if torch.is_tensor(value):
+                assert saved_bytes(value) <= saved_bytes(value.clone()) + SAVED_BYTES, (index, key)
+    for p in members(optimizer):
+        assert saved_bytes(p) <= saved_bytes(p.detach().clone().requires_grad_()) + 2 * SAVED_BYTES
+
+
+@torch_names
+def test_a_checkpoint_is_as_large_as_torchs(name):
+    sizes = [(11,)] * 100 + [(5000,)]
+    found = saved_bytes(steps(made(name, sizes), 1).state_dict())
+    expected = saved_bytes(steps(over_copies(name, made(name, sizes), stock(name)), 1).state_dict())
+    assert found <= 1.02 * expected
+
+
+# ---- continued -----------------------------------------------------------------------------------
+
+
+@names
+@modes
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_ours_continued_is_bitwise_the_run_that_was_not_interrupted(dtype, mode, name):
+    whole = steps(made(name, SHAPES, dtype, **MODES[mode]), 3)
+    torch.manual_seed(99)
+    new = resumed(name, whole, **MODES[mode])
+    before, after = snapshot(whole), snapshot(new)
+    assert_same({k: v for k, v in before.items() if k[1] != "grad"}, after)
+    assert_same(snapshot(steps(new, 3, first=3)), snapshot(steps(whole, 3, first=3)))
+
+
+@torch_names
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+def test_through_torch_and_back_is_bitwise(name, amsgrad):
+    flags = {} if name == "SGD" else {"amsgrad": amsgrad}
+    whole = steps(made(name, SHAPES, **flags), 3)
+    between = resumed(name, whole, cls=stock(name), **flags)
+    new = resumed(name, between, **flags)
+    assert_same(snapshot(steps(new, 3, first=3)), snapshot(steps(whole, 3, first=3)))
+
+
+@torch_names
+@pytest.mark.parametrize("ours_first", [False, True], ids=["torch first", "ours first"])
+def test_torch_and_ours_continue_each_other(name, ours_first):
+    order = (ours(name), stock(name)) if ours_first else (stock(name), ours(name))
+    results = []
+    for classes, dtype in ((order, F32), ([stock(name)] * 2, F64), ([stock(name)] * 2, F32)):
+        first = over_copies(name, made(name, SHAPES), cls=classes[0], dtype=dtype)
+        second = resumed(name, steps(first, 10), cls=classes[1])
+        results.append(snapshot(steps(second, 10, first=10)))
+    for key in {key for _, key in results[1]} - {"step", "grad"}:
+        pooled = [[v for k, v in result.items() if k[1] == key] for result in results]
+        numerics.assert_close(*pooled, case=key)
+    for key, value in results[2].items():
+        assert key[1] != "step" or value == results[0][key] == 20
+
+
+@names
+@pytest.mark.parametrize("mode", ["fp32", "remainder16", "stochastic"])
+def test_the_order_of_loading_does_not_matter(mode, name):
+    """A model loaded after its optimizer writes the parameters once more, as they are."""
+    whole = steps(made(name, SHAPES, BF16, **MODES[mode]), 3)
+    new = over_copies(name, made(name, SHAPES, BF16, seed=7), **MODES[mode])
+    new.load_state_dict(through_a_file(whole.state_dict()))
+    with torch.no_grad():
+        for p, loaded in zip(members(new), members(whole), strict=True):
+            p.copy_(loaded)
+    assert_same(snapshot(steps(new, 3, first=3)), snapshot(steps(whole, 3, first=3)))
+
+
+@names
+@pytest.mark.parametrize("mode", ["own state", "fp32", "remainder16"])
+def test_a_checkpoint_of_parameters_laid_out_otherwise(mode, name):
+    """The states' elements belong to the parameter's by place, not by memory."""
+    shape = (2, 30, 4, 20)
+    whole = steps(made(name, (shape, (50, 90)), BF16, **MODES[mode]), 3)
+    params = [
+        members(whole)[0].detach().clone(memory_format=torch.channels_last).requires_grad_(),
+        members(whole)[1].detach().t().contiguous().t().requires_grad_(),
+    ]
+    assert not params[0].is_contiguous() and not params[1].is_contiguous()
+    new = ours(name)(params, **FLAGS[name], **MODES[mode])
+    new.load_state_dict(through_a_file(whole.state_dict()))
+    back = resumed(name, new, **MODES[mode])
+    expected = snapshot(steps(whole, 2, first=3))
+    assert_same(snapshot(steps(new, 2, first=3)), expected)
+    assert_same(snapshot(steps(back, 2, first=3)), expected)
+
+
+# ---- loaded --------------------------------------------------------------------------------------
+
+
+@names
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("state_dtype", [None, F32], ids=str)
+def test_float32_states_are_never_cast_down(state_dtype, dtype, name):
+    """Optimizer.load_state_dict of torch casts them to the parameter's dtype."""
+    whole = steps(made(name, SHAPES, dtype, state_dtype=F32, master="fp32"), 3)
+    new = resumed(name, whole, state_dtype=state_dtype, master="fp32")
+    for index, p in enumerate(members(new)):
+        for key in {first_moment(name), "master"}:
+            expected = whole.state_dict()["state"][index][key]
+            assert expected.dtype == F32
+            assert same(new.state_dict()["state"][index][key], expected)
+            assert same(new.state[p][key], expected)
+    assert_same(snapshot(steps(new, 2, first=3)), snapshot(steps(whole, 2, first=3)))
+
+
+@torch_names
+def test_torchs_16_bit_states_are_widened(name):
+    plain = steps(over_copies(name, made(name, SHAPES, BF16), cls=stock(name)), 2)
+    new = resumed(name, plain, state_dtype=F32)
+    for index, entries in plain.state_dict()["state"].items():
+        key = first_moment(name)
+        assert entries[key].dtype == BF16
+        assert same(new.state_dict()["state"][index][key], entries[key].float())
+    steps(new, 1)
+
+
+@torch_names
+def test_keys_that_a_checkpoint_lacks_come_from_the_constructor(name):
+    """Older checkpoints have fewer."""
+    whole = steps(made(name, SHAPES), 2)
+    checkpoint = copy.deepcopy(whole.state_dict())
+    lacking = ("maximize", "foreach", "fused", "weight_decay")
+    for key in lacking:
+        del checkpoint["param_groups"][0][key]
+    new = resumed(name, whole, checkpoint, maximize=True, weight_decay=0.25)
+    (group,) = new.param_groups
+    assert (group["maximize"], group["weight_decay"]) == (True, 0.25)
+    assert set(whole.param_groups[0]) == set(group)
+    steps(new, 1)
+
+
+@names
+def test_a_checkpoint_without_a_seed_gets_one(name):
+    plain = steps(made(name, SHAPES, BF16, state_dtype=F32), 2)
+    new = resumed(name, plain, master="stochastic", state_dtype=F32)
+    assert type(new.state_dict()["param_groups"][0]["seed"]) is int
+    steps(new, 1)
+
+
+@names
+def test_a_checkpoint_of_another_shape_is_refused_before_anything_is_written(name):
+    checkpoint = copy.deepcopy(steps(made(name, SHAPES), 2).state_dict())
+    checkpoint["param_groups"][0]["lr"] = 0.75
+    checkpoint["state"][2][first_moment(name)] = torch.zeros(5, 4)
+    optimizer = steps(made(name, SHAPES), 3)
+    twin = steps(made(name, SHAPES), 3)
+    before = snapshot(optimizer)
+    with pytest.raises((RuntimeError, ValueError), match=first_moment(name)):
+        optimizer.load_state_dict(checkpoint)
+    assert_same(snapshot(optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == FLAGS[name]["lr"]
+    assert_same(snapshot(steps(optimizer, 1, first=3)), snapshot(steps(twin, 1, first=3)))
+
+
+@names
+def test_a_checkpoint_of_other_groups_is_refused_as_by_torch(name):
+    optimizer = steps(made(name, SHAPES), 1)
+    before = snapshot(optimizer)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    checkpoint["param_groups"] *= 2
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(checkpoint)
+    checkpoint["param_groups"] = checkpoint["param_groups"][:1]
+    checkpoint["param_groups"][0]["params"] = [0, 1]
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        optimizer.load_state_dict(checkpoint)
+    assert_same(snapshot(optimizer), before)
+
+
+def test_steps_as_numbers_load():
+    """As torch wrote them before 1.12."""
+    whole = steps(made("AdamW", SHAPES), 3)
+    checkpoint = copy.deepcopy(whole.state_dict())
+    for entries in checkpoint["state"].values():
+        entries["step"] = int(entries["step"])
+    new = resumed("AdamW", whole, checkpoint)
+    assert_same(snapshot(steps(new, 2, first=3)), snapshot(steps(whole, 2, first=3)))
+
+
+def test_tensor_lr_and_names_of_parameters_survive():
+    params = [
+        ("first", torch.nn.Parameter(torch.ones(3))),
+        ("second", torch.nn.Parameter(torch.ones(2))),
+    ]
+    optimizer = steps(onepass.optim.AdamW(params, lr=torch.tensor(0.5)), 1)
+    checkpoint = through_a_file(optimizer.state_dict())
+    assert checkpoint["param_groups"][0]["param_names"] == ["first", "second"]
+    assert torch.equal(checkpoint["param_groups"][0]["lr"], torch.tensor(0.5))
+    new = onepass.optim.AdamW([torch.nn.Parameter(torch.ones(n)) for n in (3, 2)])
+    new.load_state_dict(checkpoint)
+    assert torch.equal(new.param_groups[0]["lr"], torch.tensor(0.5))
+    steps(new, 1)
+
+
+def test_hooks_of_saving_and_loading_run():
+    optimizer, seen = made("AdamW", SHAPES), []
+    optimizer.register_state_dict_pre_hook(lambda *_: seen.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda *_: seen.append("after saving"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before loading"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after loading"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before saving", "after saving", "before loading", "after loading"]
+
+
+# ---- masters and 8 bits through checkpoints ------------------------------------------------------
+
+
+@names
+@pytest.mark.parametrize("kinds", [("fp32", "remainder16"), ("remainder16", "fp32")], ids=str)
+def test_masters_are_converted(kinds, name):
+    """Both keep the same master, so that a run goes on, bit for bit, with the other."""
+    whole = steps(made(name, SHAPES, BF16, master=kinds[0]), 3)
+    new = resumed(name, whole, master=kinds[1])
+    steps(new, 3, first=3), steps(whole, 3, first=3)
+    back = resumed(name, new, master=kinds[0])
+    found = {k: v for k, v in snapshot(back).items() if k[1] != "grad"}
+    assert_same(found, {k: v for k, v in snapshot(whole).items() if k[1] != "grad"})
+
+
+@names
+@pytest.mark.parametrize("target", ["fp32", "remainder16"])
+def test_remainders_that_were_saved_are_loaded(target, name):
+    """Checkpoints had them as they are kept."""
+    whole = steps(made(name, SHAPES, BF16, master="remainder16"), 3)
+    saved = whole.state_dict()
+    for index, p in enumerate(members(whole)):
+        assert whole.state[p]["remainder"].dtype is torch.int16
+        assert whole.state[p].keys() - {"remainder"} == saved["state"][index].keys() - {"master"}
+        del saved["state"][index]["master"]
+        saved["state"][index]["remainder"] = whole.state[p]["remainder"]
+    new = resumed(name, whole, through_a_file(saved), master=target)
+    steps(new, 3, first=3), steps(whole, 3, first=3)
+    assert_same(snapshot(new), snapshot(whole))
+
+
+@names
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_masters_are_made_from_the_parameter(dtype, name):
+    plain = steps(made(name, SHAPES, dtype), 3)
+    new = resumed(name, plain, master="fp32", lr=0.0)
+    new.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    before = [p.detach().clone() for p in members(new)]
+    steps(new, 1)
+    assert all(same(p, was) for p, was in zip(members(new), before, strict=True))
+    for index, was in enumerate(before):
+        assert same(new.state_dict()["state"][index]["master"], was.float())
+
+
+@names
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+def test_masters_are_dropped(master, name):
+    whole = steps(made(name, SHAPES, BF16, master=master), 3)
+    new = resumed(name, whole)
+    assert all(same(p, q) for p, q in zip(members(new), members(whole), strict=True))
+    steps(new, 1)
+    for entries in new.state_dict()["state"].values():
+        assert not {"master", "remainder"} & set(entries)
+
+
+@torch_names
+@modes
+def test_torch_loads_ours(mode, name):
+    """Entries that it does not know stay beside the others."""
+    whole = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
+    new = resumed(name, whole, cls=stock(name))
+    for index, p in enumerate(members(new)):
+        expected = whole.state_dict()["state"][index][first_moment(name)]
+        assert same(new.state[p][first_moment(name)], expected.to(BF16))
+    steps(new, 1)
+
+
+@names
+def test_8_bits_are_saved_as_float32_and_come_back(name):
+    whole = steps(made(name, SHAPES, state_dtype="int8"), 3)
+    entry = whole.state_dict()["state"][1][first_moment(name)]
+    assert entry.dtype == F32 and entry.shape == (4352,)
+    assert len(entry.unique()) <= 255 * (4352 // 256)
+    for state_dtype in ("int8", F32):
+        new = resumed(name, whole, state_dtype=state_dtype)
+        found = {k: v for k, v in snapshot(new).items() if k[1] != "grad"}
+        assert_same(found, {k: v for k, v in snapshot(whole).items() if k[1] != "grad"})
+
+
+@names
+def test_8_bit_checkpoints_are_a_fixed_point(name):
+    """Any float32 checkpoint is rounded to codes once, and then stays."""
+    plain = steps(made(name, SHAPES), 3)
+    first = resumed(name, plain, state_dtype="int8")
+    second = resumed(name, first, state_dtype="int8")
+    assert_same(snapshot(second), snapshot(first))
+    assert not same(
+        first.state_dict()["state"][1][first_moment(name)],
+        plain.state_dict()["state"][1][first_moment(name)],
+    )
+
+
+# ---- changed from outside ------------------------------------------------------------------------
+
+
+def changed_and_loaded(name, change, dtype=F32, **extras):
+    """change(optimizer) in mid-training, and the same run continued from a checkpoint after it."""
+    found = steps(made(name, SHAPES, dtype, **extras), 2)
+    change(found)
+    expected = resumed(name, found, **extras)
+    assert_same(snapshot(steps(found, 2, first=2)), snapshot(steps(expected, 2, first=2)))
+    return found
+
+
+@names
+@pytest.mark.parametrize("mode", ["float32 state", "own state", "fp32", "bfloat16"])
+def test_replaced_entries_are_used(mode, name):
+    def replace(optimizer):
+        for p in members(optimizer)[1:3]:
+            old = optimizer.state[p][first_moment(name)]
+            optimizer.state[p][first_moment(name)] = torch.full_like(old, 0.25)
+
+    def write(optimizer):
+        for p in members(optimizer)[1:3]:
+            optimizer.state[p][first_moment(name)].fill_(0.25)
+
+    replaced = changed_and_loaded(name, replace, BF16, **MODES[mode])
+    written = changed_and_loaded(name, write, BF16, **MODES[mode])
+    assert_same(snapshot(replaced), snapshot(written))
+    untouched = steps(made(name, SHAPES, BF16, **MODES[mode]), 4)
+    key = (1, first_moment(name))
+    assert not same(snapshot(replaced)[key], snapshot(untouched)[key])
+
+
+@names
+def test_codes_of_8_bits_are_replaced_by_codes(name):
+    """A checkpoint shows float32; the state itself does not, and says so before it changes."""
+    optimizer = steps(made(name, SHAPES, state_dtype="int8"), 2)
+    second, third = members(optimizer)[1:3]
+    optimizer.state[third][first_moment(name)] = torch.full(third.shape, 0.25)  # too small for them
+    steps(optimizer, 1, first=2)
+    codes = optimizer.state[second][first_moment(name)]
+    optimizer.state[second][first_moment(name)] = torch.full(second.shape, 0.25)
+    before = [p.detach().clone() for p in members(optimizer)]
+    with pytest.raises(
+        RuntimeError, match=f"{first_moment(name)} of parameter 1 must have dtype uint8"
+    ):
+        optimizer.step()
+    assert all(same(p.detach(), b) for p, b in zip(members(optimizer), before, strict=True))
+    optimizer.state[second][first_moment(name)] = codes.clone()
+    expected = steps(made(name, SHAPES, state_dtype="int8"), 4)
+    steps(optimizer, 1, first=3)
+    assert same(second.detach(), members(expected)[1].detach())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_replaced_steps_are_used(name):
+    def replace(optimizer):
+        optimizer.state[members(optimizer)[1]]["step"] = torch.tensor(50.0)
+
+    def write(optimizer):
+        optimizer.state[members(optimizer)[1]]["step"].fill_(50.0)
+
+    replaced = snapshot(changed_and_loaded(name, replace))
+    assert_same(replaced, snapshot(changed_and_loaded(name, write)))
+    assert [float(replaced[index, "step"]) for index in range(4)] == [4, 52, 4, 4]
+
+
+@names
+@pytest.mark.parametrize("how", ["one", "clear", "new"])
+@pytest.mark.parametrize("mode", ["own state", "fp32", "remainder16", "bfloat16", "int8"])
+def test_dropped_state_starts_again(mode, how, name):
+    """As of an optimizer made now, bit for bit, the noise too; the others' state stays."""
+    found = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
+    fresh = over_copies(name, found, **MODES[mode])
+    for group, old in zip(fresh.param_groups, found.param_groups, strict=True):
+        group.update({k: v for k, v in old.items() if k != "params"})
+    if how == "one":
+        p = members(found)[1]
+        del found.state[p]
+        kept = {k: v for k, v in snapshot(found).items() if k[0] != 1}
+    elif how == "clear":
+        found.state.clear()
+    else:
+        found.state = defaultdict(dict)
+    steps(found, 1, first=2), steps(fresh, 1, first=2)
+    found, fresh = snapshot(found), snapshot(fresh)
+    if how == "one":
+        assert not same(kept[2, first_moment(name)], found[2, first_moment(name)])
+        found, fresh = ({k: v for k, v in s.items() if k[0] == 1} for s in (found, fresh))
+    assert_same(found, fresh)
+
+
+@names
+@modes
+def test_parameters_changed_from_outside_are_used(mode, name):
+    """Whether written or given other memory; their masters begin there."""
+    extras = MODES[mode]
+    results = []
+    for how in ("written", "other memory", "loaded"):
+        optimizer = steps(made(name, SHAPES, BF16, **extras), 2)
+        values = [torch.full_like(p.detach(), 3.0) for p in members(optimizer)]
+        if how == "loaded":  # the state without masters, which then are made from the parameters
+            checkpoint = copy.deepcopy(optimizer.state_dict())
+            for entries in checkpoint["state"].values():
+                entries.pop("master", None)
+            params = [value.requires_grad_() for value in values]
+            optimizer = ours(name)(params, **FLAGS[name], **extras)
+            optimizer.load_state_dict(checkpoint)
+        else:
+            for p, value in zip(members(optimizer), values, strict=True):
+                if how == "written":
+                    with torch.no_grad():
+                        p.copy_(value)
+                else:
+                    p.data = value
+        results.append(snapshot(steps(optimizer, 2, first=2)))
+    assert_same(results[0], results[2], "written")
+    assert_same(results[1], results[2], "other memory")
+
+
+@names
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+def test_a_master_that_was_reseeded_is_the_parameter(master, name):
+    optimizer = steps(made(name, SHAPES, BF16, master=master), 2)
+    optimizer.param_groups[0].update(lr=0.0)
+    first = members(optimizer)[1]
+    others = snapshot(optimizer)
+    with torch.no_grad():
+        first.fill_(1.5)
+    steps(optimizer, 1, first=2)
+    assert (first == 1.5).all()
+    after = snapshot(optimizer)
+    assert (after[1, "master"] == 1.5).all()
+    for index in (0, 2, 3):
+        assert same(after[index, "master"], others[index, "master"])
+
+
+@names
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+def test_masters_of_parameters_without_gradients_are_reseeded_too(master, name):
+    """Changed before a step in which they have none, and before one in which they have again."""
+    found = steps(made(name, SHAPES, BF16, master=master), 2)
+    first = members(found)[1]
+    with torch.no_grad():
+        first.fill_(1.5)
+    expected = over_copies(name, found, master=master)
+    checkpoint = copy.deepcopy(found.state_dict())
+    del checkpoint["state"][1]["master"]
+    expected.load_state_dict(checkpoint)
+    for optimizer in (found, expected):
+        for number in (2, 3):
+            give_gradients(optimizer, number)
+            if number == 2:
+                members(optimizer)[1].grad = None
+            optimizer.step()
+    assert_same(snapshot(found), snapshot(expected))
+
+
+@names
+def test_gradients_written_into_the_same_memory(name):
+    """The other runs give new tensors for every step."""
+    found, expected = made(name, SHAPES), made(name, SHAPES)
+    give_gradients(found, 0)
+    for number in range(3):
+        give_gradients(expected, number)
+        for p, q in zip(members(found), members(expected), strict=True):
+            p.grad.copy_(q.grad)
+        found.step(), expected.step()
+    assert_same(snapshot(found), snapshot(expected))
+
+
+@names
+@modes
+def test_members_of_a_group_are_replaced(mode, name):
+    optimizer = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
+    old = members(optimizer)[1]
+    was = old.detach().clone()
+    new = torch.nn.Parameter(torch.ones(4352, dtype=BF16))
+    optimizer.param_groups[0]["params"][1] = new
+    steps(optimizer, 1, first=2)
+    assert same(old, was) and (new != 1).any()
+    assert optimizer.state[new][first_moment(name)].shape == (4352,)
+    optimizer.param_groups[0]["params"].pop(0)
+    steps(optimizer, 1, first=3)
+    optimizer.param_groups.pop()
+    assert optimizer.step() is None

@@ -1,0 +1,575 @@
+"""The optimizer family's CUDA kernels under the emulator: bitwise the CPU's, one pass, no races."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from onepass import numerics
+from onepass._ops.optimizer import ALGORITHMS
+from tests.emulator.executors import Emulated, all_instances
+from tests.optimizer import cases
+from tests.optimizer.cases import (
+    ADAM,
+    BF16,
+    F16,
+    F32,
+    F64,
+    GROUPS,
+    INT8,
+    KERNELS,
+    LION,
+    MOMENTS,
+    PIECE,
+    SGD,
+    Step,
+    clip_on_cuda,
+    hyper,
+    make,
+    make_mixes,
+    norm_on_cuda,
+    on_cpu,
+    on_cuda,
+    shifted,
+)  # fmt: skip
+
+algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+MIXED_SIZES = {False: 300, True: 512}  # a whole row and a tail; two blocks of codes
+SIZES = (0, 1, 7, 255, 256, 257, PIECE, PIECE + 1, 2 * PIECE + 300)
+INF, NAN = float("inf"), float("nan")
+
+
+def assert_equal(ones, others, case="") -> None:
+    for number, (one, two) in enumerate(zip(ones, others, strict=True)):
+        for which, (a, b) in enumerate(zip(one.all(), two.all(), strict=True)):
+            assert torch.equal(a, b), f"{case} tensor {number}, operand {which}"
+
+
+def check(emulator: Emulated, call: Step, steps: int = 1) -> None:
+    """Every operand of every tensor, and nothing but what a step may change, as on the CPU."""
+    cpu, cuda = call.copy(), call.copy()
+    for number in range(steps):
+        on_cpu(cpu)
+        on_cuda(cuda, emulator)
+        assert_equal(cpu.tensors, cuda.tensors, f"step {number},")
+
+
+OPERANDS = ("param", "gradient", "first moment", "second moment", "master")
+
+
+def shift(tensors: list[cases.Tensors], operands) -> None:
+    """Each of these operands begins 8 bytes beyond a multiple of 16."""
+    for t in tensors:
+        if "param" in operands:
+            t.param = shifted(t.param)
+        if "gradient" in operands:
+            t.gradient = shifted(t.gradient)
+        for which, name in enumerate(("first moment", "second moment")[: len(t.moments)]):
+            if name in operands:
+                t.moments[which] = shifted(t.moments[which])
+        if "master" in operands and t.master is not None:
+            t.master = shifted(t.master)
+
+
+def make_groups(algorithm: int, sizes=SIZES, **dtypes) -> tuple[list, torch.Tensor]:
+    """Tensors of each size in each group, one of them before its first step."""
+    settings = GROUPS[algorithm]
+    tensors = []
+    for group, setting in enumerate(settings):
+        moments = MOMENTS[algorithm] + bool(setting.get("amsgrad"))
+        moments -= algorithm == SGD and setting.get("momentum") == 0.0
+        for i, size in enumerate(sizes):
+            made = make(size, moments=moments, group=group, index=i, step=i * i, **dtypes)
+            tensors.append(made)
+    return tensors, hyper(*settings)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@algorithms
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_every_mix_of_dtypes(emulator, algorithm, stochastic):
+    tensors = make_mixes(MIXED_SIZES, MOMENTS[algorithm])
+    call = Step(
+        algorithm, tensors, hyper({}), stochastic_params=stochastic, stochastic_moments=stochastic
+    )
+    check(emulator, call, steps=2)
+    assert all(call["launches"] == 1 for call in emulator.done)
+
+
+@algorithms
+@pytest.mark.parametrize(
+    "dtypes", [{}, {"param": BF16, "master": torch.int16}, {"param": F64}], ids=str
+)
+def test_settings_of_groups_and_sizes(emulator, algorithm, dtypes):
+    tensors, settings = make_groups(algorithm, **dtypes)
+    check(emulator, Step(algorithm, tensors, settings), steps=2)
+
+
+@algorithms
+def test_amsgrad_in_codes_and_noise_beyond_the_first_piece(emulator, algorithm):
+    """The noise goes on by pieces; the third moment is rounded to nearest."""
+    settings = {"amsgrad": algorithm == ADAM}
+    moments = MOMENTS[algorithm] + settings["amsgrad"]
+    tensors = [
+        make(2 * PIECE + 512, BF16, BF16, moment, moments=moments, index=7, step=0)
+        for moment in (INT8, BF16)
+    ]
+    check(
+        emulator,
+        Step(
+            algorithm, tensors, hyper(settings), seed=-5, stochastic_params=True,
+            stochastic_moments=True,
+        ),
+        steps=2,
+    )  # fmt: skip
+
+
+@algorithms
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"grad_scale": 1024.0},
+        {"norm": 30.0, "max_norm": 0.7},
+        {"norm": 0.3, "max_norm": 0.7},  # nothing to clip
+        {"norm": 3e4, "max_norm": 0.7, "grad_scale": 1024.0, "found_inf": 0.0},
+        {"norm": 3.0},
+    ],
+    ids=str,
+)
+def test_unscaling_clipping_and_zeroing(emulator, algorithm, given):
+    tensors = [
+        make(300, param, gradient, moments=MOMENTS[algorithm], index=i)
+        for i, (param, gradient) in enumerate([(F32, BF16), (BF16, F16), (F64, F64)])
+    ]
+    for zero in (False, True):
+        call = Step(algorithm, tensors, hyper({}), zero_gradients=zero, **given)
+        check(emulator, call)
+        on_cuda(call, emulator)
+        assert all((t.gradient == 0).all() for t in tensors) == zero
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, INT8, F64], ids=str)
+def test_moments_that_the_settings_do_not_ask_for(emulator, dtype):
+    """They are left as they are: neither read nor written."""
+    wide = dtype is F64
+    for algorithm, moments, settings in ((ADAM, 3, {}), (SGD, 1, {"momentum": 0.0})):
+        for step in (0, 3):
+            kinds = dict(param=F64 if wide else F32, moment=dtype, moments=moments, step=step)
+            call = Step(algorithm, [make(512, **kinds)], hyper(settings))
+            check(emulator, call)
+            before = call.tensors[0].moments[-1].clone()
+            on_cuda(call, emulator)
+            assert torch.equal(call.tensors[0].moments[-1], before)
+
+
+def test_maximize_and_signs_of_zero(emulator):
+    """Also what a tensor of zeros becomes."""
+    for algorithm in ALGORITHMS.values():
+        for maximize in (False, True):
+            t = make(64, moments=MOMENTS[algorithm])
+            t.gradient.zero_()
+            t.moments[0].zero_()
+            check(
+                emulator, Step(algorithm, [t], hyper({"maximize": maximize, "weight_decay": 0.0}))
+            )
+
+
+# ---- what is no number ---------------------------------------------------------------------------
+
+
+@algorithms
+@pytest.mark.parametrize("value", [INF, -INF, NAN, 1e38])
+def test_gradients_that_are_no_numbers(emulator, algorithm, value):
+    """Without a norm they are let in, and reach what they reach on the CPU."""
+    mixes = [
+        (F32, F32, F32, None), (BF16, F32, BF16, None), (BF16, F32, F32, F32),
+        (BF16, F32, F32, torch.int16), (F16, F32, F16, None), (BF16, F32, INT8, None),
+    ]  # fmt: skip
+    tensors = [
+        make(512, param, gradient, moment, master, moments=MOMENTS[algorithm], index=i)
+        for i, (param, gradient, moment, master) in enumerate(mixes)
+    ]
+    for t in tensors:
+        t.gradient[[3, 300]] = value
+    for stochastic in (False, True):
+        call = Step(
+            algorithm, tensors, hyper({}), stochastic_params=stochastic,
+            stochastic_moments=stochastic,
+        )  # fmt: skip
+        cpu, cuda = call.copy(), call.copy()
+        on_cpu(cpu)
+        on_cuda(cuda, emulator)
+        for one, two in zip(cpu.tensors, cuda.tensors, strict=True):
+            for a, b in zip(values(one), values(two), strict=True):
+                assert torch.equal(a.isnan(), b.isnan())
+                assert torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+
+
+def values(t) -> list[torch.Tensor]:
+    """What the operands mean: a NaN has many bit patterns, and its codes mean nothing."""
+    moments = t.moments
+    if t.scales:
+        scales = [scale.repeat_interleave(cases.BLOCK) for scale in t.scales]
+        moments = [
+            torch.where(scale.isfinite(), moment.float(), NAN)
+            for moment, scale in zip(t.moments, scales, strict=True)
+        ]
+    kept = [] if t.master is None or t.master.dtype is torch.int16 else [t.master]
+    return [t.param, t.gradient, *moments, *t.scales, *kept]
+
+
+# ---- contract ------------------------------------------------------------------------------------
+
+
+@algorithms
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"found_inf": 1.0},
+        {"norm": INF, "max_norm": 1.0},
+        {"norm": NAN},
+        {"norm": 1e300, "grad_scale": 1e-30},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_step_that_must_not_be_made_changes_nothing(emulator, algorithm, given, zero):
+    """But gradients that are to be zeros: one with an infinity would stay in the way for ever."""
+    tensors = make_mixes(MIXED_SIZES, MOMENTS[algorithm])[::5]
+    call = Step(algorithm, tensors, hyper({}), zero_gradients=zero, **given)
+    before = call.copy()
+    if zero:
+        for tensor in before.tensors:
+            tensor.gradient.zero_()
+    counted = on_cuda(call, emulator)
+    assert_equal(before.tensors, call.tensors)
+    if not zero:
+        assert counted["written"] == 0
+
+
+@algorithms
+def test_more_tensors_than_the_parameters_hold(emulator, algorithm):
+    """A launch for each table, each of which counts its own steps."""
+    count = 700
+    tensors = [
+        make(5 if i % 3 else 0, moments=MOMENTS[algorithm], index=i, step=i) for i in range(count)
+    ]
+    call = Step(algorithm, tensors, hyper({}), norm=5.0, max_norm=1.0)
+    check(emulator, call)
+    (counted,) = emulator.done
+    assert counted["launches"] == 3
+    call.tensors = tensors[:300]
+    assert on_cuda(call, emulator)["launches"] == 1
+    assert [t.step.item() for t in tensors[:300]] == [i + 1 for i in range(300)]
+
+
+@pytest.mark.parametrize("build", ["plain", pytest.param("thread", marks=pytest.mark.slow)])
+def test_many_pieces(emulator, build):
+    """A block takes several in a row, across tensors; blocks do not fall on their borders."""
+    sizes = (3, 2030 * PIECE - 100, 0, *[700] * 20, 2 * PIECE, 5)
+    tensors = [make(size, BF16, moments=0, index=i, step=i) for i, size in enumerate(sizes)]
+    settings = hyper({"momentum": 0.0, "decoupled": False})
+    with emulator.sanitized(build, *KERNELS):
+        check(emulator, Step(SGD, tensors, settings, stochastic_params=True))
+    (counted,) = emulator.done
+    assert counted["splits"] == 1 + 2030 + 20 + 2 + 1
+    tickets = counted["written"] - 2 * sum(sizes) - COUNT * len(sizes)
+    assert tickets == BLOCK_WRITTEN * math.ceil(counted["splits"] / 2)
+
+
+def test_steps_are_counted_without_elements(emulator):
+    call = Step(ADAM, [make(0), make(0, BF16)], hyper({}))
+    check(emulator, call, steps=2)
+
+
+@pytest.mark.parametrize("operands", [*OPERANDS, OPERANDS], ids=str)
+def test_addresses_that_are_not_aligned(emulator, operands):
+    tensors = make_mixes(MIXED_SIZES, MOMENTS[ADAM])
+    shift(tensors, operands)
+    call = Step(ADAM, tensors, hyper({}), stochastic_params=True, stochastic_moments=True)
+    check(emulator, call)
+
+
+@algorithms
+def test_bitwise_equal_in_any_order_of_blocks_and_threads(emulator, algorithm):
+    tensors = make_mixes({False: PIECE + 300, True: PIECE + 256}, MOMENTS[algorithm])[::6]
+    call = Step(algorithm, tensors, hyper({}), stochastic_params=True, norm=5.0, max_norm=1.0)
+    results = [call.copy() for _ in range(2)]
+    for seed, result in enumerate(results):
+        emulator.set(seed=seed)
+        on_cuda(result, emulator)
+    assert_equal(results[0].tensors, results[1].tensors)
+
+
+# ---- traffic -------------------------------------------------------------------------------------
+
+# AdamW, bytes per parameter: read, written; table 3c of the reference.
+ONE_PASS = {
+    "f32": (F32, F32, F32, None, 16, 12),
+    "f32, bf16 state": (F32, F32, BF16, None, 12, 8),
+    "bf16, f32 state": (BF16, BF16, F32, None, 12, 10),
+    "bf16": (BF16, BF16, BF16, None, 8, 6),
+    "bf16, f32 master": (BF16, BF16, F32, F32, 14, 14),
+    "bf16, f32 gradient and master": (BF16, F32, F32, F32, 16, 14),
+    "bf16, remainder, f32 state": (BF16, BF16, F32, torch.int16, 14, 12),
+    "bf16, remainder": (BF16, BF16, BF16, torch.int16, 10, 8),
+    "bf16, codes": (BF16, BF16, INT8, None, 6, 4),
+}
+TOTALS = [28, 20, 22, 14, 28, 30, 26, 18, 10]
+BLOCK_READ, BLOCK_WRITTEN = 88 + 4 + 4, 4  # settings, step and ticket; ticket
+COUNT = 4  # a tensor's step, read and written by the last block
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_one_pass(emulator, name):
+    *dtypes, read, written = ONE_PASS[name]
+    assert read + written == TOTALS[list(ONE_PASS).index(name)]
+    sizes = (2 * PIECE, 256, PIECE + 512)
+    tensors = [make(size, *dtypes) for size in sizes]
+    for stochastic in (False, True):
+        counted = on_cuda(
+            Step(
+                ADAM, tensors, hyper({}), stochastic_params=stochastic,
+                stochastic_moments=stochastic,
+            ),
+            emulator,
+        )  # fmt: skip
+        blocks, elements = counted["splits"], sum(sizes)
+        assert blocks == 5
+        scales = 2 * 4 * elements // cases.BLOCK if dtypes[2] is INT8 else 0  # 10.1 bytes in all
+        counts = COUNT * len(sizes)
+        assert counted["read"] == read * elements + scales + blocks * BLOCK_READ + counts
+        assert counted["written"] == written * elements + scales + blocks * BLOCK_WRITTEN + counts
+
+
+def test_one_pass_of_single_elements(emulator):
+    """Of tails and of what is not aligned."""
+    for numel, operands in ((1001, ()), (1024, ("gradient",))):
+        tensors = [make(numel, BF16, BF16, F32)]
+        shift(tensors, operands)
+        counted = on_cuda(Step(ADAM, tensors, hyper({})), emulator)
+        assert counted["read"] == 12 * numel + BLOCK_READ + COUNT
+        assert counted["written"] == 10 * numel + BLOCK_WRITTEN + COUNT
+
+
+def test_one_pass_of_the_other_algorithms(emulator):
+    elements = 2 * PIECE
+    for algorithm, moments, step, read, written in (
+        (ADAM, 3, 3, 20, 16),  # amsgrad
+        (SGD, 0, 3, 8, 4),
+        (SGD, 1, 3, 12, 8),
+        (SGD, 1, 0, 8, 8),  # a buffer that holds nothing yet
+        (LION, 1, 3, 12, 8),
+    ):
+        settings = hyper({"amsgrad": moments == 3, "momentum": 0.9 * (moments == 1)})
+        tensors = [make(elements, moments=moments, step=step)]
+        for zero in (0, 4):
+            call = Step(
+                algorithm, tensors, settings, zero_gradients=zero > 0, grad_scale=2.0, norm=3.0,
+                found_inf=0.0,
+            )  # fmt: skip
+            call = call.copy()
+            counted = on_cuda(call, emulator)
+            assert counted["read"] == read * elements + 2 * (BLOCK_READ + 16) + COUNT
+            assert counted["written"] == (written + zero) * elements + 2 * BLOCK_WRITTEN + COUNT
+
+
+# ---- the norm of gradients, and their scaling ----------------------------------------------------
+
+ORDERS = (1.0, 2.0, INF)
+
+
+def drawn(*sizes, dtype=F32, scale=1.0) -> list[torch.Tensor]:
+    return [(torch.randn(size) * scale).to(dtype) for size in sizes]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "dtypes", [(F32,), (BF16,), (F16,), (F64,), (F32, BF16, F16), (BF16, F64, F32)], ids=str
+)
+def test_norm(emulator, order, dtypes):
+    for is_aligned in (True, False):
+        gradients = [g for d in dtypes for g in drawn(*SIZES, dtype=d, scale=0.1)]
+        norm = norm_on_cuda([g if is_aligned else shifted(g) for g in gradients], order, emulator)
+        ref = torch.linalg.vector_norm(torch.cat([g.double() for g in gradients]), order)
+        wide = F64 in dtypes
+        base = ref if wide else torch.linalg.vector_norm(torch.cat(gradients).float(), order)
+        numerics.assert_close(norm.to(F64 if wide else F32), ref, base)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_norm_of_one_element_and_of_none(emulator, order):
+    for sizes in ((0,), (0, 1, 0), (1,), (0, 0, 5)):
+        gradients = drawn(*sizes)
+        together = torch.cat([torch.zeros(1), *gradients]).double()  # of nothing: 0
+        ref = torch.linalg.vector_norm(together, order).item()
+        assert norm_on_cuda(gradients, order, emulator).item() == pytest.approx(ref, rel=1e-7)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_norm_where_squares_overflow(emulator, order):
+    """float32 ends at 3.4e38, and so do its squares at 1.8e19; bfloat16 reaches as far."""
+    for dtype in (F32, BF16):
+        gradients = [*drawn(PIECE + 100, dtype=dtype, scale=1e38), *drawn(100)]
+        gradients[0].clamp_(-3e38, 3e38)
+        ref = torch.linalg.vector_norm(torch.cat([g.double() for g in gradients]), order).item()
+        found = norm_on_cuda(gradients, order, emulator).item()
+        assert math.isclose(found, ref, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+def test_norm_of_what_is_no_number(emulator, order, dtype):
+    for where in (0, 31, 257, PIECE - 1, PIECE, PIECE + 299):
+        for value in (INF, -INF, NAN):
+            (gradient,) = drawn(PIECE + 300, dtype=dtype)
+            gradient[where] = value
+            found = norm_on_cuda([gradient], order, emulator).item()
+            assert math.isnan(found) if math.isnan(value) else found == INF
+    gradient[[3, 1000]] = torch.tensor([INF, NAN], dtype=dtype)
+    assert math.isnan(norm_on_cuda([gradient], order, emulator).item())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_norm_is_the_same_bits_in_any_order(emulator, order):
+    """Also over several launches: more tensors than the parameters hold."""
+    for sizes in ((5 * PIECE + 3, 300), (3, 0, 40) * 500):
+        gradients = drawn(*sizes)
+        norms = set()
+        for seed in range(2):
+            emulator.set(seed=seed)
+            norms.add(norm_on_cuda(gradients, order, emulator).item())
+        assert len(norms) == 1
+        assert emulator.done[-1]["launches"] == (1 if len(sizes) < 5 else 2)
+        ref = torch.linalg.vector_norm(torch.cat(gradients).double(), order).item()
+        assert norms.pop() == pytest.approx(ref, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+def test_norm_rounded(emulator, dtype):
+    for scale in (1.0, 1e4):  # float16 ends before the second one's norm
+        gradients = drawn(300, dtype=dtype, scale=scale)
+        norm = norm_on_cuda(gradients, 2.0, emulator)
+        rounded, _ = clip_on_cuda(gradients, INF, emulator)
+        assert rounded.dtype is dtype and torch.equal(rounded, norm.to(dtype))
+
+
+def test_norm_reads_once(emulator):
+    for dtype in (F32, BF16):
+        sizes = (3 * PIECE, 1000, 0, 17)
+        norm_on_cuda(drawn(*sizes, dtype=dtype), 2.0, emulator)
+        counted = emulator.done[-1]
+        assert counted["splits"] == 5
+        assert counted["read"] == sum(sizes) * dtype.itemsize + 5 * (8 + 4)  # partials, tickets
+        assert counted["written"] == 5 * (8 + 4) + 8
+
+
+def test_norm_of_many_pieces(emulator):
+    """A block takes several in a row, across tensors; blocks do not fall on their borders."""
+    gradients = [torch.randn(2500 * PIECE - 100).bfloat16(), *drawn(*[700] * 600)]
+    norm = norm_on_cuda(gradients, 2.0, emulator).item()
+    (counted,) = emulator.done
+    assert counted["splits"] == (2500 + 600 + 2) // 3
+    ref = torch.linalg.vector_norm(torch.cat([g.float() for g in gradients]).double()).item()
+    assert norm == pytest.approx(ref, rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_scaling(emulator, dtype, is_aligned):
+    for share in (0.37, 1e-3, 1.0, 2.0, NAN):
+        gradients = drawn(*SIZES, dtype=dtype)
+        if not is_aligned:
+            gradients = [shifted(gradient) for gradient in gradients]
+        norm = norm_on_cuda(gradients, 2.0, emulator).item()
+        expected = scaled(gradients, share * norm, norm)
+        _, counted = clip_on_cuda(gradients, share * norm, emulator)
+        for one, two in zip(gradients, expected, strict=True):
+            assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
+        moved = 0 if share > 1.0 else sum(SIZES) * dtype.itemsize
+        assert counted["written"] == moved
+        warps = counted["splits"] * counted["launched"][0].threads // 32
+        assert counted["read"] == moved + 8 * warps  # which read the norm
+
+
+def scaled(gradients: list[torch.Tensor], max_norm: float, norm: float) -> list[torch.Tensor]:
+    factor = max_norm / (norm + 1e-6)
+    if factor >= 1.0:
+        return [gradient.clone() for gradient in gradients]
+    return [
+        g * factor if g.dtype is F64
+        else (g.float() * torch.tensor(factor, dtype=F32)).to(g.dtype)
+        for g in gradients
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_scaling_by_a_norm_that_is_no_number(emulator, value):
+    gradients = [g for d in (F32, BF16, F64) for g in drawn(300, PIECE + 1, dtype=d)]
+    gradients[1][7] = value
+    expected = scaled(gradients, 0.5, abs(value))
+    clip_on_cuda(gradients, 0.5, emulator)
+    for one, two in zip(gradients, expected, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
+
+
+def test_scaling_more_tensors_than_the_parameters_hold(emulator):
+    gradients = drawn(*[3] * 3000)
+    norm = norm_on_cuda(gradients, 2.0, emulator).item()
+    expected = scaled(gradients, 0.5 * norm, norm)
+    _, counted = clip_on_cuda(gradients, 0.5 * norm, emulator)
+    assert counted["launches"] == 3
+    assert all(torch.equal(one, two) for one, two in zip(gradients, expected, strict=True))
+
+
+# ---- every instance, in every build --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build", ["plain", "address", pytest.param("thread", marks=pytest.mark.slow)]
+)
+def test_each_instance(emulator, build):
+    """Without races or bad accesses, on all of their branches; none is left out."""
+    with emulator.sanitized(build, *KERNELS, seed=1):
+        for algorithm in ALGORITHMS.values():
+            # Races do not depend on the dtypes, and the thread sanitizer takes its time.
+            mixes = make_mixes(MIXED_SIZES, MOMENTS[algorithm])[:: 4 if build == "thread" else 1]
+            tensors = mixes + make_groups(algorithm, (0, 1, PIECE + 1))[0]
+            settings = make_groups(algorithm, ())[1]
+            for some, operands in ((tensors, ()), (tensors[::4], ("param", "first moment"))):
+                shift(some, operands)
+                every_branch(emulator, algorithm, some, settings)
+        gradients = [g for d in (F32, BF16, F16, F64) for g in drawn(0, PIECE + 1, dtype=d)]
+        every_branch_of_norms(emulator, gradients)
+        every_branch_of_norms(emulator, [shifted(gradient) for gradient in gradients])
+    kernels = ("optimizer_step_kernel", "gradient_norm_kernel", "scale_gradients_kernel")
+    wanted = {name for name in all_instances() if any(kernel in name for kernel in kernels)}
+    assert wanted and wanted == emulator.instances
+
+
+def test_no_races(emulator):
+    """On fewer tensors than test_each_instance has, which takes the thread sanitizer minutes."""
+    with emulator.sanitized("thread", *KERNELS, seed=1):
+        tensors = make_mixes(MIXED_SIZES, MOMENTS[ADAM])[::20]
+        tensors += make_groups(ADAM, (1, PIECE + 1))[0][:2]
+        every_branch(emulator, ADAM, tensors, hyper({}))
+        clip_on_cuda(drawn(0, PIECE + 1, 300), 1.0, emulator)
+
+
+def every_branch(emulator, algorithm, tensors, settings) -> None:
+    call = Step(
+        algorithm, tensors, settings, stochastic_params=True, stochastic_moments=True,
+        zero_gradients=True, norm=3.0, max_norm=1.0, grad_scale=2.0, found_inf=0.0,
+    )  # fmt: skip
+    check(emulator, call)
+
+
+def every_branch_of_norms(emulator, gradients) -> None:
+    overflowing = [drawn(300, scale=1e38)[0].clamp(-3e38, 3e38)]
+    for order in ORDERS:
+        clip_on_cuda([gradient.clone() for gradient in gradients], 1.0, emulator, order)
+        norm_on_cuda(overflowing, order, emulator)

@@ -1,0 +1,534 @@
+"""The optimizer family on the CPU: gradient clipping."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from onepass import numerics, reference
+from onepass._ops import dispatch_log
+from onepass._ops.optimizer import ALGORITHMS, LAYOUT, Hyper
+from onepass.optim import clip_grad_norm_
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+INF = float("inf")
+ORDERS = (1.0, 2.0, INF)
+op = torch.ops.onepass.clip_grad_norm
+PIECE = 4096  # elements that a thread takes together
+
+
+def parameters(*sizes, dtype=F32, scale=1.0):
+    """Parameters with random gradients."""
+    made = []
+    for size in sizes:
+        parameter = torch.zeros(size, dtype=dtype, requires_grad=True)
+        parameter.grad = (torch.randn(size) * scale).to(dtype)
+        made.append(parameter)
+    return made
+
+
+def copies(of):
+    twins = [p.detach().clone().requires_grad_() for p in of]
+    for twin, original in zip(twins, of, strict=True):
+        twin.grad = None if original.grad is None else original.grad.clone()
+    return twins
+
+
+def check(of, max_norm, order=2.0):
+    """The norm and every gradient by the numerics rule; what lies around them stays as it is."""
+    gradients = [p.grad.clone() for p in of if p.grad is not None]
+    norm, expected = reference.optimizer.clip_grad_norm(
+        [g.double() for g in gradients], max_norm, order
+    )
+    stock = copies(of)
+    stock_norm = torch.nn.utils.clip_grad_norm_(stock, max_norm, order)
+    found = clip_grad_norm_(of, max_norm, order)
+    assert found.shape == () and found.dtype == stock_norm.dtype
+    numerics.assert_close(found, norm, stock_norm)
+    stock_gradients = [p.grad for p in stock if p.grad is not None]
+    ours = [p.grad for p in of if p.grad is not None]
+    for one, ref, base in zip(ours, expected, stock_gradients, strict=True):
+        if one.numel():
+            numerics.assert_close(one, ref, base)
+    return found
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_values(order, dtype, max_norm):
+    sizes = [1, 7, (3, 5), 64, 1000, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 77]
+    check(parameters(*sizes, dtype=dtype, scale=0.1), max_norm, order)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 4095, 4096, 4097, 100_003])
+def test_one_tensor(size):
+    for order in ORDERS:
+        check(parameters(size), 0.1, order)
+
+
+@pytest.mark.isa
+def test_mixed_dtypes():
+    for dtypes in ((F32, BF16), (BF16, F16), (F64, F32), (BF16, F16, F32, F64)):
+        of = [p for dtype in dtypes for p in parameters(100, 5000, dtype=dtype)]
+        check(of, 0.5)
+
+
+def test_a_norm_within_the_limit_leaves_gradients_as_they_are():
+    of = parameters(10, 5000)
+    before = [p.grad.clone() for p in of]
+    norm = clip_grad_norm_(of, 1e9)
+    assert norm > 0
+    assert all(torch.equal(p.grad, g) for p, g in zip(of, before, strict=True))
+
+
+def test_single_tensor_generator_and_missing_gradients():
+    (one,) = parameters(9)
+    check([one], 0.1)
+    with_none = [*parameters(9, 8), torch.zeros(3, requires_grad=True)]
+    check(with_none, 0.1)
+    assert with_none[-1].grad is None
+    (alone,) = parameters(9)
+    norm = alone.grad.norm()
+    assert clip_grad_norm_(alone, 0.1) == norm and alone.grad.norm() < 0.11
+    assert clip_grad_norm_((p for p in parameters(9)), 0.1) > 0
+    assert clip_grad_norm_([torch.zeros(3, requires_grad=True)], 1.0) == 0
+    with pytest.warns(UserWarning, match="empty generator"):
+        assert clip_grad_norm_((p for p in []), 1.0) == 0
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layouts(order):
+    """Permuted gradients are taken as they lie; those with gaps go to torch's own function."""
+    of = parameters((6, 5), (2, 3, 4, 5), (4, 1, 3), ())
+    of[0].grad = torch.randn(5, 6).t()
+    of[1].grad = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    check(of, 0.1, order)
+    whole = torch.randn(6, 10)
+    (gaps,) = parameters((6, 5))
+    gaps.grad = whole[:, ::2]
+    others = whole[:, 1::2].clone()
+    check([*of, gaps], 0.05, order)
+    assert torch.equal(whole[:, 1::2], others)
+
+
+def test_what_lies_around_a_gradient_stays():
+    memory = torch.full((3 * PIECE,), 7.0)
+    (p,) = parameters(PIECE + 3)
+    p.grad = memory[5 : 5 + PIECE + 3].normal_()
+    check([p], 0.1)
+    assert (memory[:5] == 7.0).all() and (memory[5 + PIECE + 3 :] == 7.0).all()
+
+
+def test_empty_gradients():
+    check(parameters(0, 5, (3, 0)), 0.1)
+    empty = parameters(0, (3, 0))
+    assert clip_grad_norm_(empty, 1.0) == 0
+
+
+# ---- contract ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_bitwise_equal_for_any_number_of_threads(threads):
+    of = parameters(*[768] * 50, 300_001)
+    again = copies(of)
+    expected = clip_grad_norm_(of, 0.5)
+    torch.set_num_threads(threads)
+    assert torch.equal(clip_grad_norm_(again, 0.5), expected)
+    for one, two in zip(of, again, strict=True):
+        assert torch.equal(one.grad, two.grad)
+
+
+def test_all_tensors_are_one_list_of_pieces():
+    """What runs, from the plans: two tensors of one and three pieces."""
+    with dispatch_log.record() as calls:
+        op([torch.ones(5), torch.ones(2 * PIECE + 1)], 1.0, 2.0, False)
+    assert [(call["kernel"], call["splits"]) for call in calls] == [
+        ("gradient_norm_kernel", 4),
+        ("scale_gradients_kernel", 4),
+    ]
+
+
+def test_messages():
+    with pytest.raises(RuntimeError, match="norm_type must be 1, 2 or inf, got 3"):
+        op([torch.ones(2)], 1.0, 3.0, False)
+    with pytest.raises(
+        RuntimeError,
+        match=r"gradients must have dtype float32, bfloat16, float16 or float64, got int64",
+    ):
+        op([torch.ones(2), torch.ones(2, dtype=torch.int64)], 1.0, 2.0, False)
+    with pytest.raises(
+        RuntimeError,
+        match=r"gradients must have no gaps between their elements, got shape \(3,\) with "
+        r"strides \(2,\)",
+    ):
+        op([torch.ones(6)[::2]], 1.0, 2.0, False)
+
+
+# ---- the step's operators ------------------------------------------------------------------------
+# What the optimizers hand over never breaks these rules; tests/optim holds their results.
+
+step_op = torch.ops.onepass.optimizer_step.default
+make_table = torch.ops.onepass.optimizer_table.default
+release_table = torch.ops.onepass.optimizer_table_release.default
+STEP, MOMENTS, MASTER = (LAYOUT[name] for name in ("step", "moments", "master"))
+HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, decoupled=True)
+
+
+def adam_table(param, *, moment=None, **changes):
+    """(arguments of optimizer_table for one parameter under Adam, its states)."""
+    moment = torch.zeros_like(param) if moment is None else moment
+    states = [torch.zeros(1), moment, moment.clone()]
+    row = [0, 0, *[-1] * (LAYOUT["columns"] - 2)]
+    row[STEP : STEP + 2] = [0, 0]
+    row[MOMENTS : MOMENTS + 4] = [1, 0, 2, 0]
+    for column, value in changes.get("row", {}).items():
+        row[column] = value
+    states += changes.get("more", [])
+    return [param], states, torch.tensor([row])
+
+
+def adam_step(table, gradient, hyper=(HYPER,), algorithm=0, **options):
+    hyper = hyper if torch.is_tensor(hyper) else torch.tensor(hyper, dtype=F64)
+    return step_op(algorithm, table, gradient, hyper, **options)
+
+
+def test_gradient_norm():
+    for dtype in (F32, BF16, F64):
+        gradients = [torch.randn(size).to(dtype) for size in (5, 0, 5000)]
+        norm = torch.ops.onepass.gradient_norm(gradients)
+        assert norm.dtype is F64
+        expected = torch.cat([g.double() for g in gradients]).norm()
+        assert abs(norm / expected - 1) < 1e-6
+        torch.library.opcheck(torch.ops.onepass.gradient_norm, (gradients,))
+    with pytest.raises(RuntimeError, match="norm_type must be 1, 2 or inf, got 3"):
+        torch.ops.onepass.gradient_norm([torch.ones(2)], 3.0)
+
+
+def test_a_step_by_hand():
+    param, gradient = torch.ones(5), torch.full((5,), 2.0)
+    params, states, layout = adam_table(param)
+    table = make_table(params, states, layout)
+    adam_step(table, [gradient])
+    assert torch.allclose(param, torch.full((5,), 0.99))
+    assert states[0] == 1 and torch.allclose(states[1], torch.full((5,), 0.2))
+    adam_step(table, [gradient], found_inf=torch.ones(1))
+    adam_step(table, [gradient], norm=torch.tensor(INF))
+    adam_step(table, [gradient], norm=torch.tensor(1.0), grad_scale=torch.zeros(1))
+    assert states[0] == 1
+    assert torch.equal(gradient, torch.full((5,), 2.0))
+    adam_step(table, [gradient], zero_gradients=True)
+    assert states[0] == 2 and not gradient.any()
+    release_table(states[0], table)
+    release_table(states[0], table)  # once more is no error
+    with pytest.raises(RuntimeError, match="table must be one that was made and not released"):
+        adam_step(table, [gradient])
+
+
+def test_the_plan_of_a_step():
+    table = make_table(*adam_table(torch.ones(2 * PIECE + 1)))
+    with dispatch_log.record() as calls:
+        adam_step(table, [torch.ones(2 * PIECE + 1)])
+    assert [(call["kernel"], call["splits"]) for call in calls] == [("optimizer_step_kernel", 3)]
+
+
+def test_opcheck_of_the_step():
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    arguments = adam_table(torch.ones(5))
+    torch.library.opcheck(torch.ops.onepass.optimizer_table, arguments, test_utils=utils)
+    table = make_table(*adam_table(torch.ones(5)))
+    arguments = (0, table, [torch.ones(5)], torch.tensor([HYPER], dtype=F64))
+    options = {"zero_gradients": True}
+    # Not "test_aot_dispatch_dynamic": AOT takes no operator that writes and returns a number.
+    torch.library.opcheck(torch.ops.onepass.optimizer_step, arguments, options, test_utils=utils)
+
+
+@pytest.mark.parametrize(
+    ("param", "changes", "message"),
+    [
+        (torch.ones(5).int(), {}, "params must have dtype float32"),
+        (torch.ones(10)[::2], {}, "params must have no gaps between their elements"),
+        (torch.ones(5), {"more": [torch.ones(9)[::3]]}, "states must have no gaps"),
+        (torch.ones(5), {"row": {1: -1}}, "layout must name a row of hyper, got -1"),
+        (torch.ones(5), {"row": {STEP: 3}}, "layout must name one of the states, got 3"),
+        (torch.ones(5), {"row": {MOMENTS + 1: 1}}, "layout must lie within the states, got"),
+        (
+            torch.ones(5),
+            {"row": {STEP: -1}},
+            "states must hold a float32 step per parameter, got none or another dtype",
+        ),
+        (
+            torch.ones(5),
+            {"moment": torch.zeros(5).int()},
+            "states must hold moments of one dtype, float32, bfloat16, float16 or codes",
+        ),
+        (
+            torch.ones(5),
+            {"moment": torch.zeros(5).double()},
+            r"codes \(float64 for float64 parameters\), got float64",
+        ),
+        (
+            torch.ones(5),
+            {"moment": torch.zeros(5).byte()},
+            "params with codes must have a multiple of 256 elements, got 5",
+        ),
+        (
+            torch.ones(256),
+            {"moment": torch.zeros(256).byte()},
+            "states must hold float32 scales beside codes, got none or another dtype",
+        ),
+        (
+            torch.ones(5),
+            {"more": [torch.zeros(5)], "row": {MASTER: 3, MASTER + 1: 0}},
+            "states must hold masters in float32 for 16-bit parameters, or int16 remainders for "
+            "bfloat16 ones, got float32 for float32",
+        ),
+        (
+            torch.ones(5).half(),
+            {"more": [torch.zeros(5).short()], "row": {MASTER: 3, MASTER + 1: 0}},
+            "got int16 for float16",
+        ),
+    ],
+)
+def test_messages_of_the_table(param, changes, message):
+    with pytest.raises(RuntimeError, match=message):
+        make_table(*adam_table(param, **changes))
+
+
+def test_messages_of_the_layout():
+    params, states, layout = adam_table(torch.ones(5))
+    for wrong in (layout.int(), layout[:, 1:], layout.repeat(2, 1), layout.t()):
+        with pytest.raises(
+            RuntimeError, match=r"layout must be a contiguous int64 tensor of shape \(1, 18\), got"
+        ):
+            make_table(params, states, wrong)
+
+
+def test_messages_of_a_step():
+    """Each before anything is written."""
+    param = torch.ones(4, 5)
+    params, states, layout = adam_table(param)
+    table = make_table(params, states, layout)
+    good = torch.ones(4, 5)
+    tables = r"hyper must be a contiguous float64 tensor of shape \(1, 11\), got"
+    amsgrad = HYPER._replace(amsgrad=True)
+    for message, gradients, options in (
+        (
+            f"algorithm must be from 0 to {len(ALGORITHMS) - 1}, got {len(ALGORITHMS)}",
+            [good],
+            {"algorithm": len(ALGORITHMS)},
+        ),
+        ("gradients must be as many as the table's parameters, 1, got 2", [good, good], {}),
+        ("gradients must have their parameter's 20 elements, got 3", [torch.ones(3)], {}),
+        (
+            r"gradients must have their parameter's shape, \(4, 5\), got \(5, 4\)",
+            [good.view(5, 4).t().contiguous().t()],
+            {},
+        ),
+        ("gradients must have dtype float32, bfloat16, float16 or float64", [good.int()], {}),
+        ("float32, bfloat16 or float16 beside their parameter, got float64", [good.double()], {}),
+        ("states must hold 3 moments for these settings, got fewer", [good], {"hyper": [amsgrad]}),
+        (tables, [good], {"hyper": torch.ones(1, 11)}),
+        (tables, [good], {"hyper": torch.ones(1, 9).double()}),
+        ("found_inf must have one element, got 2", [good], {"found_inf": torch.ones(2)}),
+        ("grad_scale must have dtype float32", [good], {"grad_scale": torch.ones(1).int()}),
+        ("norm must have one element, got 0", [good], {"norm": torch.ones(0)}),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            adam_step(table, gradients, **options)
+    assert (param == 1).all() and not any(state.any() for state in states)
+    wide = make_table(*adam_table(torch.ones(5).double()))
+    with pytest.raises(RuntimeError, match="float64 like their parameter, got float32"):
+        adam_step(wide, [torch.ones(5)])
+    shared = torch.ones(9)
+    columns = {STEP: 0, STEP + 1: 0}
+    two = [torch.ones(5), torch.ones(5)]
+    params, states, layout = adam_table(two[0], row=columns)
+    pair = make_table(two, states, layout.repeat(2, 1))
+    with pytest.raises(
+        RuntimeError, match="gradients set to zeros must not share memory with one another, got"
+    ):
+        adam_step(pair, [shared[:5], shared[4:]], zero_gradients=True)
+    two[1].data = two[0].data
+    with pytest.raises(
+        RuntimeError, match="params must not share memory with one another, got 0 and 1 that do"
+    ):
+        adam_step(pair, [shared[:5], shared[4:]])
+
+
+def test_a_stale_table_is_told():
+    """What the caller can mend is no error: False, and nothing has changed."""
+    param = torch.ones(4, 5)
+    params, states, layout = adam_table(param)
+    table = make_table(params, states, layout)
+    good = torch.ones(4, 5)
+    assert not adam_step(table, [good.t().contiguous().t()])  # another order
+    assert not adam_step(table, [torch.ones(4, 10)[:, ::2]])  # gaps
+    assert not adam_step(table, [torch._neg_view(-good)])
+    param.data = torch.ones(7)
+    assert not adam_step(table, [torch.ones(7)])
+    param.data = torch.ones(4, 5, dtype=F64)
+    assert not adam_step(table, [good])
+    assert not any(state.any() for state in states) and (param == 1).all() and (good == 1).all()
+    param.data = torch.ones(4, 5)
+    assert adam_step(table, [good]) and states[0] == 1
+    assert adam_step(table, [good], found_inf=torch.ones(1))  # not made, but not stale either
+    half = torch.ones(5).half()
+    master = {"more": [torch.zeros(5)], "row": {MASTER: 3, MASTER + 1: 0}}
+    kept = make_table(*adam_table(half, moment=torch.zeros(5), **master))
+    assert adam_step(kept, [torch.ones(5)])
+    half.data = half.data.clone()
+    assert not adam_step(kept, [torch.ones(5)])
+
+
+# ---- extremes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+def test_squares_beyond_float32():
+    """torch's own norm is infinite here, and its gradients become zero."""
+    (p,) = parameters(5000)
+    p.grad = torch.randn(5000) * 1e25
+    (stock,) = copies([p])
+    assert torch.nn.utils.clip_grad_norm_([stock], 2.0).isinf() and not stock.grad.any()
+    expected = p.grad.double().norm()
+    direction = p.grad.double() / expected
+    norm = clip_grad_norm_([p], 2.0)
+    assert abs(norm / expected - 1) < 1e-6
+    assert (p.grad.double() - 2 * direction).abs().max() < 1e-6
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("place", [0, 4999])
+def test_not_finite_as_torch(bad, order, place):
+    of = parameters(100, 5000)
+    of[1].grad[place] = bad
+    stock = copies(of)
+    expected = torch.nn.utils.clip_grad_norm_(stock, 1.0, order)
+    found = clip_grad_norm_(of, 1.0, order)
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
+    for one, two in zip(of, stock, strict=True):
+        assert torch.equal(one.grad.isnan(), two.grad.isnan())
+        assert torch.equal(one.grad.nan_to_num(), two.grad.nan_to_num())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_error_if_nonfinite_changes_nothing(order):
+    of = parameters(100, 5000)
+    of[1].grad[7] = INF
+    before = [p.grad.clone() for p in of]
+    messages = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped") as raised:
+            clip(of, 1.0, order, error_if_nonfinite=True)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    assert all(torch.equal(p.grad, g) for p, g in zip(of, before, strict=True))
+
+
+def test_limits_of_zero_and_below():
+    for max_norm in (0.0, -1.0):
+        check(parameters(5000), max_norm)
+
+
+# ---- what torch's own function is left with ------------------------------------------------------
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["complex", "sparse", "subclass", "order"])
+def test_others_go_to_torch(kind):
+    of = parameters(10, (4, 5))
+    order = 3.0 if kind == "order" else 2.0
+    if kind == "complex":
+        of = [torch.zeros(5, dtype=torch.complex64, requires_grad=True)]
+        of[0].grad = torch.randn(5, dtype=torch.complex64)
+    elif kind == "sparse":
+        of = [torch.zeros(4, 5, requires_grad=True)]
+        of[0].grad = torch.randn(4, 5).relu().to_sparse()
+    elif kind == "subclass":
+        of[1].grad = of[1].grad.as_subclass(Tagged)
+    results = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        twins = copies(of)
+        try:
+            norm = clip(twins, 0.1, order)
+            results.append([norm, *(p.grad for p in twins)])
+        except RuntimeError as error:
+            results.append(str(error))
+    if isinstance(results[1], str):
+        assert results[0] == results[1]
+        return
+    for one, two in itertools.zip_longest(*results):
+        torch.testing.assert_close(one, two)
+
+
+def test_what_goes_to_torch_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch_log, "_enabled", True)
+    (p,) = parameters(6)
+    p.grad = torch.randn(12)[::2]
+    monkeypatch.setattr(dispatch_log.logger, "propagate", True)
+    with caplog.at_level("INFO", logger=dispatch_log.logger.name):
+        clip_grad_norm_([p], 0.1)
+    assert "clip_grad_norm_: torch's own function, since" in caplog.text
+    assert "must have no gaps" in caplog.text
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def test_opcheck():
+    for sizes in ((5,), (5, 0, 5000)):
+        gradients = [torch.randn(size) for size in sizes]
+        torch.library.opcheck(torch.ops.onepass.clip_grad_norm, (gradients, 0.1, 2.0, False))
+    mixed = [torch.randn(5), torch.randn(5).bfloat16()]
+    torch.library.opcheck(torch.ops.onepass.clip_grad_norm, (mixed, 0.1, INF, False))
+
+
+def test_compile():
+    gradients = [torch.randn(30), torch.randn(5, 5)]
+    expected = [g.clone() for g in gradients]
+    norm = op(expected, 0.1, 2.0, False)
+
+    def step(*gradients):
+        norm = op(list(gradients), 0.1, 2.0, False)
+        return norm, gradients[0] * 2
+
+    found, doubled = torch.compile(step, backend="aot_eager", fullgraph=True)(*gradients)
+    assert torch.equal(found, norm) and torch.equal(doubled, expected[0] * 2)
+    for one, two in zip(gradients, expected, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_in_a_training_loop():
+    """Ten steps of SGD with ours and with torch's: the same weights to rounding."""
+    weights = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x, y = torch.randn(64, 20), torch.randn(64, 1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            clip(model.parameters(), 0.1)
+            optimizer.step()
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
+    assert (weights[0] - weights[1]).abs().max() <= 1e-6

@@ -1,0 +1,112 @@
+"""Compiles what tests need besides the package, and keeps it for as long as its sources are the
+same.
+
+A file made here lies in build/tests under a digest of the command, the compiler's version, the
+sources and the headers of this project that they include. Processes of a parallel test run share
+the work: what one of them is compiling, the others leave to it while there is something else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import re
+import resource
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "tests"
+# Where a header is looked for, after the folder of the file that includes it.
+INCLUDED_FROM = (ROOT / "csrc", ROOT / "tests")
+DIGITS = 16  # of a digest
+seconds = 0.0  # of CPU time that this process has spent on compiling, for costs.py
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a file is made: by `command`, whose first word is the compiler, and `-o FILE`.
+
+    `name` is the file's among those of other recipes; it may not hold what a change replaces.
+    """
+
+    name: str
+    command: tuple
+    sources: tuple[Path, ...] = ()  # digested with what they include; other words as they stand
+    suffix: str = ""
+
+    def file(self) -> Path:
+        compiler = str(self.command[0])
+        words = [str(word).replace(f"{ROOT}/", "") for word in self.command]  # in any checkout
+        digest = hashlib.sha256(repr((words, _version(compiler))).encode())
+        for file in sorted(set().union(*map(_included, self.sources))):
+            digest.update(file.read_bytes())
+        return BUILD / f"{self.name}-{digest.hexdigest()[:DIGITS]}{self.suffix}"
+
+
+def made(recipes: Sequence[Recipe]) -> list[Path]:
+    """The files of the recipes, of which those that are not there yet are made now."""
+    global seconds
+    BUILD.mkdir(parents=True, exist_ok=True)
+    work = [(recipe, recipe.file()) for recipe in recipes]
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // processes)) as pool:
+        before, left = children(), [pair for pair in work if not pair[1].exists()]
+        done = list(pool.map(lambda pair: _make(*pair, wait=False), left))
+        left = [pair for pair, is_made in zip(left, done, strict=True) if not is_made]
+        list(pool.map(lambda pair: _make(*pair, wait=True), left))
+        seconds += children() - before
+    return [file for _, file in work]
+
+
+def _make(recipe: Recipe, file: Path, wait: bool) -> bool:
+    """Makes the file in place of what other sources gave; False where another process does it."""
+    with open(BUILD / f"{recipe.name}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        if not file.exists():
+            for stale in BUILD.glob(f"{recipe.name}-{'[0-9a-f]' * DIGITS}{recipe.suffix}"):
+                stale.unlink()
+            with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+                made = Path(folder) / "made"
+                command = [*map(str, recipe.command), "-o", str(made)]
+                result = subprocess.run(command, capture_output=True, text=True)
+                if result.returncode != 0:
+                    pytest.fail(f"{' '.join(command)}\n{result.stderr[-4000:]}")
+                made.replace(file)
+    return True
+
+
+def children() -> float:
+    """CPU seconds of the processes that this one has started and waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+
+
+@functools.cache
+def _included(source: Path) -> frozenset[Path]:
+    """The source and the headers of this project that it includes, and those that they do."""
+    found, left = set(), [source]
+    while left:
+        file = left.pop()
+        if file not in found:
+            found.add(file)
+            for name in re.findall(r'^ *# *include ["<]([^">]+)', file.read_text(), re.MULTILINE):
+                paths = (folder / name for folder in (file.parent, *INCLUDED_FROM))
+                left += [path for path in paths if path.exists()][:1]
+    return frozenset(found)

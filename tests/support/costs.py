@@ -1,0 +1,117 @@
+"""The CPU seconds that a run of the tests takes, by file: those of its processes and of their
+children.
+
+A table at the end of each run names the files that take the most, with --durations=0 all of them.
+`make test` is what people run while they work: a file that takes more than its budget there is
+named, and one of those with a budget of their own that takes OVER times as much fails the run. CPU
+time grows on a busy machine, but not sixfold: budgets are about twice what was measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+from tests.support import compiled
+
+QUICK = "not slow"  # the run that has budgets
+USUAL = 30  # seconds that a file may take before it is named
+BUDGETS = {  # what fails the run when it is exceeded OVER times
+    "tests/all_families/test_lower_levels.py": 40,
+    "tests/attention/test_cuda.py": 100,
+    "tests/attention/test_cuda_backward.py": 60,
+    "tests/attention/test_cuda_contract.py": 90,
+    "tests/attention/test_torch.py": 40,
+    "tests/attention/test_values.py": 60,
+    "tests/attention_decode/test_cuda.py": 70,
+    "tests/attention_decode/test_torch.py": 40,
+    "tests/attention_decode/test_values.py": 60,
+    "tests/bench/test_attention.py": 40,
+    "tests/bench/test_gpu_report.py": 40,
+    "tests/bench/test_harness.py": 40,
+    "tests/compare/test_command.py": 80,
+    "tests/compare/test_pieces.py": 40,
+    "tests/examples/test_notebooks.py": 30,
+    "tests/faults/test_fuzz.py": 120,
+    "tests/faults/test_input_classes.py": 40,
+    "tests/faults/test_optim_interrupts.py": 50,
+    "tests/faults/test_swap_interrupts.py": 40,
+    "tests/install/test_cuda_binary.py": 60,
+    "tests/install/test_packages.py": 60,
+    "tests/integrations/test_transformers.py": 40,
+    "tests/integrations/test_transformers_attach.py": 50,
+    "tests/integrations/test_transformers_use.py": 40,
+    "tests/norm/test_cuda.py": 80,
+    "tests/optim/test_contract.py": 40,
+    "tests/optimizer/test_cuda.py": 30,
+    "tests/swap/test_attention.py": 40,
+    "tests/swap/test_norms.py": 30,
+    "tests/swap/test_swap.py": 50,
+    "tests/swap/test_torch.py": 40,
+}
+OVER = 3
+SHOWN = 20
+STARTING = "(starting and collecting)"
+COMPILING = "(compiling)"
+
+
+def spent() -> float:
+    return time.process_time() + compiled.children()
+
+
+def dear(costs: dict[str, float]) -> list[str]:
+    """The files that took more than their budget."""
+    files = (file for file in costs if not file.startswith("("))
+    return [file for file in files if costs[file] > BUDGETS.get(file, USUAL)]
+
+
+def too_dear(costs: dict[str, float]) -> list[str]:
+    return [file for file, budget in BUDGETS.items() if costs.get(file, 0) > OVER * budget]
+
+
+class Costs:
+    def __init__(self, config: pytest.Config):
+        self.config = config
+        self.costs: Counter[str] = Counter()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        begin, compiling = spent(), compiled.seconds
+        result = yield
+        compiling = compiled.seconds - compiling
+        self.costs[COMPILING] += compiling
+        self.costs[item.nodeid.partition("::")[0]] += spent() - begin - compiling
+        return result
+
+    def pytest_collection_finish(self) -> None:
+        self.costs[STARTING] += spent()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node) -> None:
+        """A worker of a parallel run has ended."""
+        self.costs.update(getattr(node, "workeroutput", {}).get("costs", {}))
+
+    def pytest_sessionfinish(self, session) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["costs"] = dict(self.costs)
+        elif self.has_budgets() and too_dear(self.costs):
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def has_budgets(self) -> bool:
+        return self.config.getoption("markexpr") == QUICK
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        shown = None if self.config.getoption("durations") == 0 else SHOWN
+        terminalreporter.section("CPU seconds by file")
+        for file, seconds in self.costs.most_common(shown):
+            terminalreporter.line(f"{seconds:8.1f}  {file}")
+        terminalreporter.line(f"{sum(self.costs.values()):8.1f}  in all")
+        for file in dear(self.costs) if self.has_budgets() else ():
+            word = "FAILED" if file in too_dear(self.costs) else "more than its budget"
+            budget = BUDGETS.get(file, USUAL)
+            terminalreporter.line(
+                f"{word}: {file} took {self.costs[file]:.0f} CPU seconds of {budget} "
+                "(tests/support/costs.py): make its tests cheaper or mark some slow"
+            )

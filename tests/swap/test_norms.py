@@ -1,0 +1,383 @@
+"""Which norms swap accepts: the probe's verdicts, and what an accepted norm then does."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass import numerics
+from onepass.reference import norm as reference
+from onepass.swapping import probe as probing
+from tests.swap import foreign_norms
+from tests.swap.same_model import assert_computes_the_same
+
+COLS = 192  # of fewer, a probe draws again
+RMS = "onepass rms_norm"
+RMS_1 = "onepass rms_norm, weight_offset 1"
+LAYER = "onepass layer_norm"
+LAYER_1 = "onepass layer_norm, weight_offset 1"
+
+# Real classes of transformers: module, class, and what it is swapped to.
+ACCEPTED = [
+    ("llama", "LlamaRMSNorm", RMS),
+    ("mistral", "MistralRMSNorm", RMS),
+    ("mixtral", "MixtralRMSNorm", RMS),
+    ("qwen2", "Qwen2RMSNorm", RMS),
+    ("qwen3", "Qwen3RMSNorm", RMS),
+    ("phi3", "Phi3RMSNorm", RMS),
+    ("olmo2", "Olmo2RMSNorm", RMS),
+    ("olmoe", "OlmoeRMSNorm", RMS),
+    ("granite", "GraniteRMSNorm", RMS),
+    ("deepseek_v2", "DeepseekV2RMSNorm", RMS),
+    ("deepseek_v3", "DeepseekV3RMSNorm", RMS),
+    ("glm", "GlmRMSNorm", RMS),
+    ("glm4", "Glm4RMSNorm", RMS),
+    ("jamba", "JambaRMSNorm", RMS),
+    ("mamba", "MambaRMSNorm", RMS),
+    ("nemotron_h", "NemotronHRMSNorm", RMS),
+    ("moshi", "MoshiRMSNorm", RMS),
+    ("gemma3n", "Gemma3nRMSNorm", RMS),
+    ("llama4", "Llama4TextRMSNorm", RMS),
+    ("gpt_oss", "GptOssRMSNorm", RMS),
+    ("smollm3", "SmolLM3RMSNorm", RMS),
+    ("imagegpt", "ImageGPTLayerNorm", RMS),
+    ("t5", "T5LayerNorm", RMS),
+    ("mt5", "MT5LayerNorm", RMS),
+    ("longt5", "LongT5LayerNorm", RMS),
+    ("idefics", "IdeficsRMSNorm", RMS),
+    ("gemma", "GemmaRMSNorm", RMS_1),
+    ("gemma2", "Gemma2RMSNorm", RMS_1),
+    ("gemma3", "Gemma3RMSNorm", RMS_1),
+    ("recurrent_gemma", "RecurrentGemmaRMSNorm", RMS_1),
+    ("qwen3_next", "Qwen3NextRMSNorm", RMS_1),
+    ("cohere", "CohereLayerNorm", LAYER),
+    ("cohere2", "Cohere2LayerNorm", LAYER),
+    ("deberta", "DebertaLayerNorm", LAYER),
+    ("convnext", "ConvNextLayerNorm", LAYER),
+    ("sam", "SamLayerNorm", LAYER),
+    ("nemotron", "NemotronLayerNorm1P", LAYER_1),
+]
+
+# module, class, constructor arguments, words of the reason
+REFUSED = [
+    ("mamba2", "MambaRMSNormGated", (COLS, 16), "its forward takes (hidden_states, gate=None)"),
+    ("bamba", "BambaRMSNormGated", (COLS, 16), "its forward takes (hidden_states, gate=None)"),
+    ("qwen3_next", "Qwen3NextRMSNormGated", (COLS,), "its forward takes (hidden_states, gate)"),
+    ("olmo", "OlmoLayerNorm", (COLS,), "has no weight"),
+    ("llama4", "Llama4TextL2Norm", (), "has no weight"),
+    ("mobilebert", "NoNorm", (COLS,), "has no eps"),
+    ("cohere", "CohereLayerNorm", ((2, COLS),), "its weight must have 1 dimension"),
+    ("detr", "DetrFrozenBatchNorm2d", (COLS,), "keeps buffers: weight, bias, running_mean"),
+    ("falcon_mamba", "FalconMambaWeightlessRMSNorm", (COLS,), "keeps buffers: weight"),
+    ("poolformer", "PoolFormerGroupNorm", (COLS,), "normalises groups of channels"),
+    ("squeezebert", "SqueezeBertLayerNorm", (COLS,), "fails on a 2-D float32 input"),
+    ("eomt", "EomtLayerNorm2d", (COLS,), "fails on a 2-D float32 input"),
+    (
+        "vitdet",
+        "VitDetLayerNorm",
+        (COLS,),
+        f"returns ({COLS}, 5, {COLS}) for an input of shape (5, {COLS})",
+    ),
+]
+
+
+def real(module: str, name: str) -> type[nn.Module]:
+    pytest.importorskip("transformers")
+    return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize(("module", "name", "to"), ACCEPTED, ids=[case[1] for case in ACCEPTED])
+def test_real_norms_accepted(module, name, to):
+    norm = real(module, name)(COLS)
+    (entry,) = onepass.swap(norm).swapped
+    assert entry["to"] == to and entry["from"].endswith(name) and entry["kind"] == "norm"
+    assert type(norm).__name__ == name and isinstance(norm, real(module, name))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "arguments", "reason"), REFUSED, ids=[case[1] for case in REFUSED]
+)
+def test_real_norms_refused(module, name, arguments, reason):
+    norm = real(module, name)(*arguments)
+    before = type(norm)
+    (entry,) = onepass.swap(norm).skipped
+    assert reason in entry["reason"] and type(norm) is before
+
+
+def test_models_that_use_torch_norms_need_no_probe():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTNeoXConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    report = onepass.swap(transformers.GPTNeoXForCausalLM(config), probe=False)
+    norms = [entry for entry in report.swapped if entry["kind"] == "norm"]
+    assert len(norms) == 3 and {entry["to"] for entry in norms} == {"onepass.nn.LayerNorm"}
+
+
+@pytest.mark.parametrize("cls", foreign_norms.ACCEPTED, ids=lambda cls: cls.__name__)
+def test_own_norms_accepted(cls):
+    (entry,) = onepass.swap(cls(COLS)).swapped
+    assert entry["to"] == foreign_norms.ACCEPTED[cls]
+
+
+@pytest.mark.parametrize("cls", foreign_norms.REFUSED, ids=lambda cls: cls.__name__)
+def test_own_norms_refused(cls):
+    norm = cls(COLS)
+    random = torch.get_rng_state()
+    (entry,) = onepass.swap(norm).skipped
+    assert foreign_norms.REFUSED[cls] in entry["reason"] and type(norm) is cls
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize(
+    "cols",
+    [2, 33, 2048, *(pytest.param(cols, marks=pytest.mark.slow) for cols in (3, 8, 100, 768))],
+)
+def test_verdict_does_not_depend_on_the_width(cols):
+    (entry,) = onepass.swap(foreign_norms.RMS(cols)).swapped
+    assert entry["to"] == RMS
+    assert onepass.swap(foreign_norms.Unbiased(cols)).skipped
+    if cols > 2:  # with two columns layer norm is the sign of a difference: a draw says little
+        (entry,) = onepass.swap(foreign_norms.GammaBeta(cols)).swapped
+        assert entry["to"] == LAYER
+
+
+# ---------------------------------------------------------------- the probe itself
+
+
+def test_probe_runs_once_per_class_and_configuration(monkeypatch):
+    probed = []
+
+    def counted(module, *arguments, **options):
+        probed.append(module)
+        return original(module, *arguments, **options)
+
+    original = probing.probe
+    monkeypatch.setattr(probing, "probe", counted)
+    cls = foreign_norms.RMS
+    onepass.swap(
+        nn.Sequential(*[cls(256) for _ in range(4)], cls(256, eps=1e-5), cls(512), cls(512))
+    )
+    assert len(probed) == 3
+
+
+def test_probe_needs_no_values_and_touches_nothing():
+    norm = foreign_norms.RMS(COLS)
+    norm.weight.data.fill_(float("nan"))
+    norm.weight.grad = torch.ones(COLS)
+    norm.eval()
+    norm.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
+    norm.owner = [nn.Linear(2, 2)]
+    before = dict(vars(norm))
+    onepass.swap(norm)
+    assert vars(norm) == before and norm.weight.isnan().all() and (norm.weight.grad == 1).all()
+
+
+def test_probe_is_isolated_from_the_callers_modes():
+    state = torch.get_rng_state()
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.device("meta"),
+    ):
+        norm = foreign_norms.RMS(COLS)
+        assert onepass.swap(norm).swapped
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_less_accurate_onepass_is_refused(monkeypatch):
+    def worse(*arguments, **options):
+        output, residual = original(*arguments, **options)
+        return output * (1 + 1e-5), residual
+
+    original = probing.norm
+    monkeypatch.setattr(probing, "norm", worse)
+    (entry,) = onepass.swap(foreign_norms.RMS(COLS)).skipped
+    assert entry["reason"].startswith("onepass would be less accurate for unit inputs in float32")
+
+
+class Uncopyable(foreign_norms.Weighted):
+    def __init__(self, cols):
+        super().__init__(cols)
+        self.stream = (item for item in [])
+
+    forward = foreign_norms.RMS.forward
+
+
+def test_what_cannot_be_copied_is_refused():
+    (entry,) = onepass.swap(Uncopyable(COLS)).skipped
+    assert entry["reason"].startswith("cannot be copied")
+
+
+class Registered(foreign_norms.RMS):
+    subclasses: list[type] = []
+
+    def __init_subclass__(cls, **kwargs):
+        Registered.subclasses.append(cls)
+
+
+def test_swapping_registers_no_subclass():
+    assert onepass.swap(Registered(COLS)).swapped and Registered.subclasses == []
+
+
+# ---------------------------------------------------------------- accepted norms at work
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("llama", "LlamaRMSNorm"),
+        ("olmo2", "Olmo2RMSNorm"),
+        ("t5", "T5LayerNorm"),
+        ("gemma", "GemmaRMSNorm"),
+        ("llama4", "Llama4TextRMSNorm"),
+        ("cohere", "CohereLayerNorm"),
+        ("deberta", "DebertaLayerNorm"),
+        ("nemotron", "NemotronLayerNorm1P"),
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True], ids=["eager", "autocast"])
+def test_output_dtype_is_the_originals(module, name, autocast):
+    norm, stock = real(module, name)(COLS), real(module, name)(COLS)
+    onepass.swap(norm)
+    for input_dtype, weight_dtype in itertools.product(DTYPES, DTYPES):
+        x = torch.randn(2, 3, COLS).to(input_dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            try:
+                expected = stock.to(weight_dtype)(x)
+            except RuntimeError:  # what stock refuses, the swapped one hands to stock
+                with pytest.raises(RuntimeError):
+                    norm.to(weight_dtype)(x)
+                continue
+            y = norm.to(weight_dtype)(x)
+        assert y.dtype == expected.dtype, (input_dtype, weight_dtype)
+        # Stock rounds the normalized row before it multiplies, to whichever dtype is coarsest, and
+        # computes in float32 at best: two such roundings lie between the two.
+        dtypes = [input_dtype, weight_dtype, torch.bfloat16 if autocast else torch.float32]
+        eps = max(torch.finfo(dtype).eps for dtype in [*dtypes, torch.float32])
+        torch.testing.assert_close(y, expected, rtol=2 * eps, atol=2 * eps)
+
+
+class CastsUnderAutocast(foreign_norms.RMS):
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            x = x.to(torch.get_autocast_dtype("cpu"))
+        return super().forward(x).to(x.dtype)
+
+
+def test_autocast_dtype_is_asked_of_the_original():
+    norm = CastsUnderAutocast(COLS)
+    onepass.swap(norm)
+    x = torch.randn(3, COLS)
+    with onepass._ops.dispatch_log.record() as calls:
+        assert norm(x).dtype == torch.float32
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype=dtype):
+                assert norm(x).dtype == dtype
+    assert len(calls) == 4
+
+
+def test_llama_keeps_float32_where_torch_would_not():
+    norm = real("llama", "LlamaRMSNorm")(COLS)
+    onepass.swap(norm)
+    x = torch.randn(2, COLS).bfloat16()
+    assert norm(x).dtype == torch.float32
+    torch_norm = nn.RMSNorm(COLS)
+    onepass.swap(torch_norm)
+    assert torch_norm(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("module", "name", "rms", "offset"),
+    [
+        ("llama", "LlamaRMSNorm", True, 0.0),
+        ("gemma", "GemmaRMSNorm", True, 1.0),
+        ("deberta", "DebertaLayerNorm", False, 0.0),
+        ("nemotron", "NemotronLayerNorm1P", False, 1.0),
+    ],
+)
+def test_values_and_gradients_hold_the_rule(module, name, rms, offset, dtype):
+    norm = real(module, name)(COLS).to(dtype)
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    parameters = dict(norm.named_parameters())
+
+    def draw():
+        tensors = [torch.randn(64, COLS), *(torch.randn(COLS) for _ in parameters)]
+        return [tensor.to(dtype) for tensor in tensors], torch.randn(64, COLS).to(dtype)
+
+    def run(function, tensors, dy):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+        y = function(*leaves)
+        return y, *torch.autograd.grad(y, leaves, dy)
+
+    def call(x, *values):
+        named = dict(zip(parameters, values, strict=True))
+        return torch.func.functional_call(norm, named, (x,))
+
+    def formula(x, weight, bias=None):
+        if rms:
+            return reference.rms_norm(x, (COLS,), weight, eps, weight_offset=offset)
+        return reference.layer_norm(x, (COLS,), weight + offset, bias, eps)
+
+    draws = [draw() for _ in range(8)]  # pooled: the numbers of one gradient say little
+    base = [run(call, *drawn) for drawn in draws]
+    onepass.swap(norm)
+    with onepass._ops.dispatch_log.record() as calls:
+        ours = [run(call, *drawn) for drawn in draws]
+    assert len(calls) == 2 * len(draws)
+    ref = [run(formula, [tensor.double() for tensor in x], dy.double()) for x, dy in draws]
+    for index in range(2 + len(parameters)):
+        pooled = ([results[index] for results in runs] for runs in (ours, ref, base))
+        numerics.assert_close(*pooled, case=f"{name} {dtype} {index}")
+
+
+def test_dtypes_that_were_not_proven_run_the_original():
+    norm = real("llama", "LlamaRMSNorm")(COLS).double()
+    x = torch.randn(4, COLS, dtype=torch.float64)
+    expected = norm(x)
+    onepass.swap(norm)
+    assert torch.equal(norm(x), expected)
+
+
+def test_forward_takes_its_argument_by_name_and_no_other():
+    norm = foreign_norms.GammaBeta(COLS)
+    onepass.swap(norm)
+    x = torch.randn(3, COLS)
+    assert torch.equal(norm(features=x), norm(x))
+    for arguments in ({"x": x}, {}):
+        with pytest.raises(TypeError):
+            norm(**arguments)
+    with pytest.raises(TypeError):
+        norm(x, features=x)
+
+
+def test_eps_that_is_changed_later_counts():
+    norm, stock = foreign_norms.RMS(COLS), foreign_norms.RMS(COLS)
+    onepass.swap(norm)
+    norm.eps = stock.eps = 0.5
+    x = torch.randn(3, COLS)
+    torch.testing.assert_close(norm(x), stock(x))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RmsNorm", "LayerNorm2d", "RmsNorm2d"])
+def test_timm_norms_compute_the_same_whatever_the_verdict(name):
+    layers = pytest.importorskip("timm.layers", exc_type=ImportError)
+    norm = getattr(layers, name)(COLS).eval()
+    x = torch.randn(2, COLS, 3, 3) if name.endswith("2d") else torch.randn(2, 3, COLS)
+    stock = copy.deepcopy(norm)
+    report = onepass.swap(norm)
+    assert len(report.swapped) + len(report.skipped) == 1
+    assert_computes_the_same(norm, stock, x)

@@ -1,0 +1,181 @@
+"""Calls too small to gain run torch's own kernel, and the record says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass._ops import dispatch_log
+from onepass.swapping import small_calls
+from tests.swap.foreign_norms import LayerNormOverridden
+
+LEAST = dict(small_calls.LEAST_NORM)  # the fixture of all tests takes them away
+LEAST_ATTENTION = dict(small_calls.LEAST_ATTENTION)
+TRAINING, INFERENCE = LEAST[torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def real_bounds(swapped_run_ours, monkeypatch):
+    monkeypatch.setattr(small_calls, "LEAST_NORM", LEAST)
+    monkeypatch.setattr(small_calls, "LEAST_ATTENTION", LEAST_ATTENTION)
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.into, self.drop = nn.Linear(64, 192), nn.Dropout(dropout)
+
+    def forward(self, x):
+        query, key, value = self.into(x)[:, None].chunk(3, -1)
+        dropped = self.drop.p if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropped)
+
+
+def kernel_of(module, *args) -> str:
+    (call,) = onepass.explain(module, *args).calls
+    return call["kernel"]
+
+
+def ours(module, rows: int, dtype=torch.float32, training: bool = True) -> bool:
+    cols = module.weight.shape[0]
+    with torch.set_grad_enabled(training):
+        kernel = kernel_of(module, torch.randn(rows, cols, dtype=dtype))
+    assert kernel in ("norm_forward_kernel", "torch.nn.functional.layer_norm"), kernel
+    return kernel == "norm_forward_kernel"
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, LayerNormOverridden])
+def test_the_bound(make):
+    module = make(256)
+    report = onepass.swap(module)
+    assert report.swapped and any("torch's own kernel" in note for note in report.notes)
+    assert ours(module, TRAINING // 256) and not ours(module, TRAINING // 256 - 1)
+    assert ours(module, INFERENCE // 256, training=False)
+    assert not ours(module, INFERENCE // 256 - 1, training=False)
+
+
+def test_the_bound_of_16_bits_and_of_threads():
+    module = nn.LayerNorm(256)
+    onepass.swap(module)
+    rows = LEAST[torch.bfloat16][0] // 256
+    assert ours(module.bfloat16(), rows, torch.bfloat16)
+    assert not ours(module, rows - 1, torch.bfloat16)
+    torch.set_num_threads(2)
+    assert not ours(module, 2 * rows - 1, torch.bfloat16)
+    assert ours(module, 2 * rows, torch.bfloat16)
+
+
+def test_small_calls_are_torchs_bit_for_bit():
+    stock, module = nn.LayerNorm(48), nn.LayerNorm(48)
+    onepass.swap(module)
+    x = torch.randn(5, 48)
+    gradients = []
+    for norm in (stock, module):
+        leaf = x.clone().requires_grad_()
+        y = norm(leaf)
+        y.backward(torch.ones_like(y))
+        gradients.append((y.detach(), leaf.grad, norm.weight.grad, norm.bias.grad))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_others_run_ours_at_every_size():
+    module = nn.RMSNorm(8)
+    assert not any("torch's own kernel" in note for note in onepass.swap(module).notes)
+    assert kernel_of(module, torch.randn(2, 8)) == "norm_forward_kernel"
+    assert kernel_of(onepass.nn.LayerNorm(8), torch.randn(2, 8)) == "norm_forward_kernel"
+
+
+def test_the_record_tells_it():
+
+    module = nn.LayerNorm(8)
+    onepass.swap(module)
+    with dispatch_log.record() as calls:
+        module(torch.randn(2, 8))
+    (call,) = calls
+    assert "too small to gain" in call["reason"]
+    assert dispatch_log.line(call) == (
+        "layer_norm (2 x 8, float32): torch.nn.functional.layer_norm, torch's own, 1 thread; "
+        f"too small to gain: fewer elements than {TRAINING}"
+    )
+    module(torch.randn(2, 8))
+    with dispatch_log.record() as calls:
+        pass
+    assert not calls  # nothing is kept while nobody records
+
+
+def test_the_bound_of_attention():
+    """Elements times tokens; one bound in training, whether gradients are wanted or not."""
+    module = Attention()
+    assert any("run their own forward" in note for note in onepass.swap(module).notes)
+
+    def ours(batch: int, dtype=torch.float32) -> bool:
+        kernel = kernel_of(module.to(dtype), torch.randn(batch, 64, 64, dtype=dtype))
+        own = kernel == "torch.nn.functional.scaled_dot_product_attention"
+        assert own or kernel.startswith("attention_"), kernel
+        return not own
+
+    training, inference = (bound // 64**3 for bound in LEAST_ATTENTION[torch.float32])
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            assert ours(training) and not ours(training - 1)
+    assert ours(1, torch.bfloat16)
+    module.eval()
+    assert ours(training) and not ours(training - 1)
+    with torch.no_grad():
+        assert ours(inference) and not ours(inference - 1)
+        torch.set_num_threads(2)
+        assert ours(2 * inference) and not ours(2 * inference - 1)
+        bound = LEAST_ATTENTION[torch.bfloat16][1] // 64**3
+        assert ours(2 * bound, torch.bfloat16) and not ours(2 * bound - 1, torch.bfloat16)
+
+
+def test_attention_with_dropout_runs_ours_at_every_size():
+    module, x = Attention(0.1), torch.randn(1, 4, 64)
+    onepass.swap(module)
+    assert kernel_of(module, x).startswith("attention_")
+    module.drop.p = 0.0
+    assert kernel_of(module, x).startswith("torch.")
+
+
+def test_small_attention_is_torchs_bit_for_bit():
+    module, x = Attention(), torch.randn(2, 5, 64)
+    stock = module(x)
+    with onepass.swapped(module):
+        assert torch.equal(module(x), stock)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_computes_the_same_again(reentrant):
+    """Between the bounds of training and of inference, where a first pass has no gradients."""
+    module = Attention().bfloat16()
+    onepass.swap(module)
+    training, inference = (bound // 64**3 for bound in LEAST_ATTENTION[torch.bfloat16])
+    assert training < inference
+    x = torch.randn(inference - 1, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+    plain = torch.autograd.grad(module(x).sum(), x)[0]
+    with dispatch_log.record() as calls:
+        y = checkpoint(module, x, use_reentrant=reentrant)
+        y.sum().backward()
+    forwards = [call["kernel"] for call in calls if "backward" not in call["kernel"]]
+    assert len(forwards) == 2 and forwards[0] == forwards[1]
+    assert torch.equal(x.grad, plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_traced_runs_ours_at_every_size():
+    """A trace is used at other sizes than it was made with."""
+    module = Attention().eval()
+    onepass.swap(module)
+    x = torch.randn(1, 4, 64)
+    traced = torch.jit.trace(module, x, check_trace=False)
+    assert "onepass" in str(traced.graph)
+    torch._dynamo.reset()
+    graphs = []
+    with torch.no_grad():
+        backend = lambda graph, _: graphs.append(graph) or graph  # noqa: E731
+        torch.compile(module, backend=backend, fullgraph=True)(x)
+    assert "onepass" in graphs[0].code

@@ -1,0 +1,562 @@
+"""swap, unswap, swapped: what changes in a model, what does not, and the options."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from tests.swap.foreign_norms import RMS, Gated, Max, OnePlusRMS
+from tests.swap.same_model import assert_computes_the_same
+
+
+class NamedLayerNorm(nn.LayerNorm):
+    """A subclass that leaves forward alone."""
+
+
+class SpatialDropout(nn.Dropout):
+    """A subclass: what it means by dropout is unknown."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16, p: float = 0.1):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.RMSNorm(width)
+        self.norm3 = RMS(width)
+        self.mlp = nn.Linear(width, width)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.drop(self.mlp(self.norm1(x) + self.norm2(x) + self.norm3(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2, width: int = 16):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(width) for _ in range(layers)])
+        self.final = NamedLayerNorm(width)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.final(x)
+
+
+def names(entries) -> set[str]:
+    return {entry["name"] for entry in entries}
+
+
+def types(model) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+NORMS = {f"layers.{i}.norm{j}" for i in (0, 1) for j in (1, 2, 3)} | {"final"}
+DROPOUTS = {"layers.0.drop", "layers.1.drop"}
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_swapped_model_computes_the_same():
+    model, x = Model().eval(), torch.randn(3, 5, 16)
+    stock = copy.deepcopy(model)
+    report = onepass.swap(model)
+    assert names(report.swapped) == NORMS | DROPOUTS
+    assert not report.skipped and not report.unknown
+    assert report.verify(x).ok
+    assert_computes_the_same(model, stock, x)
+    with onepass._ops.dispatch_log.record() as calls:
+        model(x)
+    assert sum("norm" in call["op"] for call in calls) == len(NORMS)
+
+
+def test_dropout_drops_and_keeps_its_inplace_flag():
+    model = nn.Sequential(nn.Dropout(0.25, inplace=True), nn.Dropout(0.25))
+    onepass.swap(model)
+    x = torch.ones(100, 100)
+    kept = model[1](x)
+    assert abs((kept == 0).float().mean().item() - 0.25) < 0.03
+    assert torch.equal(kept.unique(), torch.tensor([0.0, 1 / 0.75]))
+    assert model[0](x) is x and (x == 0).any()
+    assert model.eval()(x) is x
+
+
+# ---------------------------------------------------------------- what stays
+
+
+def test_instances_keep_everything_but_their_class():
+    model = Model().train()
+    model.layers[0].norm1.eval()
+    model.layers[1].norm1.weight.requires_grad_(False)
+    tied = model.layers[1].norm2.weight = model.layers[0].norm2.weight
+    called = []
+    model.layers[0].norm3.register_forward_hook(lambda *_: called.append(1))
+    parameters = dict(model.named_parameters())
+    state, text = list(model.state_dict()), repr(model)
+    before = [(id(m), dict(vars(m))) for m in model.modules()]
+    onepass.swap(model)
+    assert repr(model) == text and list(model.state_dict()) == state
+    assert [(id(m), vars(m)) for m in model.modules()] == before
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameters[name] for name in parameters) and len(after) == len(
+        parameters
+    )
+    assert model.layers[1].norm2.weight is tied
+    model(torch.randn(2, 16))
+    assert called == [1]
+    for name, module in model.named_modules():
+        if name in NORMS | DROPOUTS:
+            assert isinstance(module, type(module)._onepass_original), name
+            assert type(module).__name__ == type(module)._onepass_original.__name__
+    assert isinstance(model.final, NamedLayerNorm) and isinstance(model.final, nn.LayerNorm)
+
+
+def test_shared_modules_are_swapped_once_and_stay_shared():
+    norm = nn.LayerNorm(8)
+    model = nn.Sequential(norm, nn.Linear(8, 8), norm)
+    report = onepass.swap(model)
+    assert [entry["name"] for entry in report.swapped] == ["0"]
+    assert model[0] is model[2] is norm
+    assert onepass.unswap(model) == ["0"] and type(norm) is nn.LayerNorm
+
+
+def test_root_may_be_a_norm_itself():
+    norm = nn.LayerNorm(8)
+    report = onepass.swap(norm)
+    assert names(report.swapped) == {""} and "(root)" in str(report)
+    assert type(norm) is not nn.LayerNorm
+
+
+def test_meta_model_is_swapped_and_materialised_later():
+    with torch.device("meta"):
+        model = Model()
+        report = onepass.swap(model)  # the probe runs on the CPU all the same
+    assert names(report.swapped) == NORMS | DROPOUTS
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    fresh = Model().eval()
+    model.load_state_dict(fresh.state_dict())
+    x = torch.randn(2, 16)
+    assert_computes_the_same(model.eval(), fresh, x)
+
+
+def test_swap_leaves_random_state_and_gradients_alone():
+    model = Model()
+    model(torch.randn(2, 16)).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    hooked = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *_: hooked.append(1))
+    state = torch.get_rng_state()
+    with torch.inference_mode():  # nor does the mode that holds outside matter
+        report = onepass.swap(model)
+    assert names(report.swapped) == NORMS | DROPOUTS
+    assert torch.equal(torch.get_rng_state(), state) and not hooked
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_deepcopy_and_pickle_stay_swapped():
+    model, x = Model().eval(), torch.randn(2, 16)
+    onepass.swap(model)
+    for twin in (
+        copy.deepcopy(model),
+        *(pickle.loads(pickle.dumps(model, protocol)) for protocol in (0, 2, 5)),
+    ):
+        assert types(twin) == types(model)
+        assert torch.equal(twin(x), model(x))
+        assert len(onepass.unswap(twin)) == len(NORMS | DROPOUTS)
+        assert types(twin) == types(Model())
+    assert isinstance(model.layers[0].norm1, onepass.nn.LayerNorm)
+
+
+class WithReduce(RMS):
+    def __reduce__(self):
+        return type(self), (self.weight.shape[0],), {"weight": self.weight}
+
+    def __setstate__(self, state):
+        self.weight = state["weight"]
+
+
+def test_pickle_of_a_class_with_its_own_reduce():
+    norm = WithReduce(8)
+    nn.init.normal_(norm.weight)
+    onepass.swap(norm)
+    twin = pickle.loads(pickle.dumps(norm))
+    assert type(twin) is type(norm) and torch.equal(twin.weight, norm.weight)
+
+
+def test_saved_model_loads_in_a_fresh_process(tmp_path):
+    model = nn.Sequential(
+        nn.LayerNorm(8), RMS(8), OnePlusRMS(8), NamedLayerNorm(8), nn.Dropout(0.1)
+    ).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    onepass.swap(model)
+    x = torch.randn(1 << 15, 8)  # enough for ours: small layer norms run torch's
+    torch.save({"model": model, "x": x, "y": model(x)}, tmp_path / "model.pt")
+    code = (
+        "import sys, torch; torch.set_num_threads(1)\n"
+        "saved = torch.load(sys.argv[1], weights_only=False)\n"
+        "model = saved['model']; assert torch.equal(model(saved['x']), saved['y'])\n"
+        "import onepass; print(len(onepass.unswap(model)), [type(m).__name__ for m in model])"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model.pt")],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = ["LayerNorm", "RMS", "OnePlusRMS", "NamedLayerNorm", "Dropout"]
+    assert done.stdout.strip() == f"5 {expected}"
+
+
+def test_replica_as_data_parallel_makes_it():
+    model = Model().eval()
+    onepass.swap(model)
+    norm = model.layers[0].norm3
+    replica = norm._replicate_for_data_parallel()
+    replica._parameters = {"weight": nn.Parameter(2 * norm.weight.detach())}
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(replica(x), 2 * norm(x))
+
+
+def test_state_dict_goes_both_ways():
+    stock, other = Model(), Model()
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter)
+    onepass.swap(other)
+    other.load_state_dict(stock.state_dict())
+    stock.load_state_dict(other.state_dict())
+
+
+# ---------------------------------------------------------------- undoing
+
+
+def test_unswap_restores_every_class():
+    model = Model()
+    before = types(model)
+    onepass.swap(model)
+    assert set(onepass.unswap(model)) == NORMS | DROPOUTS
+    assert types(model) == before and onepass.unswap(model) == []
+
+
+def test_unswap_leaves_native_onepass_modules_alone():
+    model = nn.Sequential(onepass.nn.LayerNorm(8), nn.LayerNorm(8), onepass.nn.Dropout(0.1))
+    report = onepass.swap(model)
+    assert names(report.swapped) == {"1"} and not report.skipped and not report.unknown
+    assert onepass.unswap(model) == ["1"] and type(model[0]) is onepass.nn.LayerNorm
+
+
+def test_swap_is_idempotent():
+    model = Model()
+    first = onepass.swap(model)
+    classes = types(model)
+    second = onepass.swap(model, strict=True)
+    assert types(model) == classes and second.swapped == first.swapped
+    assert f"{len(NORMS | DROPOUTS)} of the swapped modules had been swapped before" in second.notes
+    assert second.verify(torch.randn(2, 16)).ok
+
+
+def test_context_manager_restores_also_after_exceptions():
+    model = Model()
+    before = types(model)
+    with onepass.swapped(model, kinds="norm") as report:
+        assert names(report.swapped) == NORMS and types(model) != before
+    assert types(model) == before
+    with pytest.raises(KeyError), onepass.swapped(model):
+        assert types(model) != before
+        raise KeyError
+    assert types(model) == before
+
+
+def test_context_manager_leaves_earlier_swaps():
+    model = Model()
+    onepass.swap(model, kinds="dropout")
+    inside = types(model)
+    with onepass.swapped(model):
+        assert types(model) != inside
+    assert types(model) == inside
+    with onepass.swapped(model):
+        onepass.unswap(model)
+    assert types(model) == types(Model())
+
+
+class Stubborn(nn.LayerNorm):
+    def __setattr__(self, name, value):
+        if name == "__class__":
+            raise RuntimeError("my class stays")
+        super().__setattr__(name, value)
+
+
+def test_nothing_is_swapped_if_anything_raises():
+    model = nn.Sequential(nn.LayerNorm(8), RMS(8), Stubborn(8))
+    before = types(model)
+    with pytest.raises(RuntimeError, match="my class stays"):
+        onepass.swap(model)
+    assert types(model) == before
+
+    def broken(module, name):
+        if name == "1":
+            raise ValueError("broken filter")
+        return True
+
+    with pytest.raises(ValueError, match="broken filter"):
+        onepass.swap(model, filter_fn=broken)
+    assert types(model) == before
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"kinds": ("norm",)}, NORMS),
+        ({"kinds": "dropout"}, DROPOUTS),
+        ({"include": "layers.0.*"}, {n for n in NORMS | DROPOUTS if n.startswith("layers.0.")}),
+        ({"include": ["final", "*.drop"]}, {"final"} | DROPOUTS),
+        ({"include": "layers.*", "exclude": "*.norm?"}, DROPOUTS),
+        ({"exclude": ["final", "layers.1.*"]}, {n for n in NORMS | DROPOUTS if "s.0" in n}),
+        ({"filter_fn": lambda module, name: isinstance(module, nn.RMSNorm)},
+         {"layers.0.norm2", "layers.1.norm2"}),
+        ({"probe": False}, (NORMS | DROPOUTS) - {"layers.0.norm3", "layers.1.norm3"}),
+    ],
+    ids=["kinds", "kind as text", "include", "includes", "exclude wins", "excludes", "filter_fn",
+         "no probe"],
+)  # fmt: skip
+def test_options_choose(options, expected):
+    model = Model()
+    report = onepass.swap(model, **options)
+    assert names(report.swapped) == expected
+    changed = {
+        name for name, module in model.named_modules() if hasattr(type(module), "_onepass_original")
+    }
+    assert changed == expected
+
+
+def test_filter_fn_is_asked_last():
+    asked = []
+    onepass.swap(
+        Model(),
+        include="layers.*",
+        exclude="*.norm1",
+        filter_fn=lambda module, name: asked.append(name),
+    )
+    assert set(asked) == (NORMS | DROPOUTS) - {"final", "layers.0.norm1", "layers.1.norm1"}
+
+
+def test_options_are_reasons_in_the_report():
+    report = onepass.swap(
+        Model(), include="layers.*", exclude="*.drop", filter_fn=lambda m, n: "norm1" not in n
+    )
+    reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
+    assert reasons["final"] == "not in include"
+    assert reasons["layers.0.drop"] == "excluded by '*.drop'"
+    assert reasons["layers.1.norm1"] == "filter_fn returned False"
+
+
+def test_globs_see_every_name_of_a_shared_module():
+    norm = nn.LayerNorm(8)
+    model = nn.ModuleDict({"first": norm, "second": norm})
+    assert names(onepass.swap(model, include="second").swapped) == {"first"}
+    onepass.unswap(model)
+    assert not onepass.swap(model, exclude="second").swapped
+
+
+def test_globs_without_a_match_are_noted():
+    report = onepass.swap(Model(), exclude=["layer.*", "final"])
+    assert "exclude pattern 'layer.*' matches no module" in report.notes
+    assert not any("'final'" in note for note in report.notes)
+
+
+def test_dry_run_changes_nothing_and_says_the_same():
+    model = Model()
+    before = types(model)
+    dry = onepass.swap(model, dry_run=True)
+    assert types(model) == before and "would swap 9" in str(dry)
+    assert dry.to_dict() == onepass.swap(model).to_dict()
+    with pytest.raises(RuntimeError, match="verify: the report must come from a swap, got a dry"):
+        dry.verify(torch.randn(2, 16))
+
+
+def test_strict_raises_on_a_refused_candidate():
+    model = nn.Sequential(nn.LayerNorm(8), Max(8), nn.BatchNorm1d(8))
+    before = types(model)
+    with pytest.raises(RuntimeError, match=r"swap: model must hold no refused .*'1' \(Max\).*'2'"):
+        onepass.swap(model, strict=True)
+    assert types(model) == before
+    report = onepass.swap(model, strict=True, exclude=["1", "2"])
+    assert names(report.swapped) == {"0"} and names(report.skipped) == {"1", "2"}
+
+
+class SlidingAttention(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def test_strict_raises_on_an_explicit_kind_without_a_match():
+    model = nn.Sequential(nn.LayerNorm(8), SlidingAttention())
+    with pytest.raises(RuntimeError, match="got no match for 'dropout'"):
+        onepass.swap(model, kinds=("norm", "dropout"), strict=True)
+    with pytest.raises(RuntimeError, match="got no match for 'attention'"):
+        onepass.swap(model, kinds="attention", strict=True)
+    assert type(model[0]) is nn.LayerNorm
+    assert names(onepass.swap(model, strict=True).swapped) == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: onepass.swap([]), TypeError, "swap: model must be a torch.nn.Module, got list"),
+        (lambda: onepass.unswap(3), TypeError, "unswap: model must be a torch.nn.Module, got int"),
+        (lambda: onepass.swap(Model(), kinds=("norms",)), ValueError, "kinds must be of .*'norms'"),
+        (lambda: onepass.swap(Model(), include=[3]), TypeError, "include must hold globs, got 3"),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+# ---------------------------------------------------------------- refused and unknown
+
+
+def forward_on_the_instance():
+    norm = nn.LayerNorm(8)
+    norm.forward = lambda x: x
+    return norm
+
+
+def parametrized():
+    norm = nn.LayerNorm(8)
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Identity())
+    return norm
+
+
+class OwnCall(nn.LayerNorm):
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def tensor_subclass():
+    norm = nn.LayerNorm(8)
+    norm.weight = nn.Parameter(torch.ones(8).as_subclass(Tagged))
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (forward_on_the_instance, "its forward is replaced on the instance"),
+        (parametrized, "is parametrized"),
+        (lambda: OwnCall(8), "its class overrides __call__"),
+        (tensor_subclass, "its weight is a Tagged"),
+        (lambda: nn.BatchNorm1d(8), "normalises over the batch or positions"),
+        (lambda: nn.InstanceNorm1d(8), "normalises over the batch or positions"),
+        (lambda: nn.GroupNorm(1, 8), "normalises groups of channels over all positions"),
+        (lambda: nn.LocalResponseNorm(2), "normalises over neighbouring channels"),
+        (lambda: Gated(8), "its forward takes (x, gate=None), not exactly one tensor"),
+        (lambda: SpatialDropout(0.1), "a subclass of torch.nn.Dropout"),
+    ],
+)
+def test_refused_with_a_reason(module, reason):
+    model = nn.ModuleDict({"it": module()})
+    before = types(model)
+    report = onepass.swap(model)
+    assert [entry["name"] for entry in report.skipped] == ["it"]
+    assert reason in report.skipped[0]["reason"] and reason in str(report)
+    assert not report.swapped and types(model) == before
+
+
+def test_devices_without_kernels_are_refused(monkeypatch):
+    has_kernels = onepass.swapping.matchers.has_kernels
+    assert has_kernels("cpu") and has_kernels("meta")
+    assert not has_kernels("mps") and not has_kernels("no such device")
+    monkeypatch.setattr(onepass.swapping.matchers, "has_kernels", lambda device, kind: False)
+    (entry,) = onepass.swap(nn.LayerNorm(8)).skipped
+    assert entry["reason"] == "onepass has no kernels for its device, cpu, in this build"
+
+
+def test_parametrizing_after_the_swap_forbids_unswap():
+    model = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8))
+    onepass.swap(model)
+    nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    before = types(model)
+    with pytest.raises(RuntimeError, match="got '1', whose class became ParametrizedLayerNorm"):
+        onepass.unswap(model)
+    assert types(model) == before
+    (entry,) = onepass.swap(model).skipped
+    assert entry["name"] == "1" and entry["reason"] == "its class was changed after a swap"
+
+
+# ---------------------------------------------------------------- report
+
+
+def test_report_is_not_a_model():
+    hint = re.escape("swap changes the model in place; drop the assignment")
+    model = onepass.swap(Model())
+    with pytest.raises(TypeError, match=hint):
+        model(torch.randn(2, 16))
+    for attribute in ("parameters", "train", "eval", "state_dict", "to", "forward", "layers"):
+        with pytest.raises(AttributeError, match=hint):
+            getattr(model, attribute)
+
+
+def test_report_prints_as_an_aligned_table():
+    report = onepass.swap(nn.ModuleDict({"model": Model(3), "bn": nn.BatchNorm1d(4)}))
+    lines = str(report).splitlines()
+    assert lines[0] == "onepass.swap: swapped 13, 1 skipped, 0 unknown"
+    head = next(line for line in lines if line.startswith("swapped"))
+    rows = [line for line in lines if "layers.*" in line]
+    assert len(rows) == 4 and "model.layers.*.norm3" in rows[2]
+    for row in rows:  # three layers share a row, and the columns stand under their heads
+        assert row[: head.index("kind")].rstrip().endswith(" 3")
+        assert row[head.index("from") - 1] == " " and row[head.index("from")] != " "
+    assert any("BatchNorm1d" in line and "statistics" in line for line in lines)
+    assert any("reproducible from manual_seed, not equal" in line.replace(" and", ",")
+               for line in lines)  # fmt: skip
+
+
+def test_report_as_data_and_html():
+    report = onepass.swap(nn.ModuleDict({"<b>": nn.LayerNorm(4), "bn": nn.BatchNorm1d(4)}))
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["swapped"] == [
+        {
+            "name": "<b>",
+            "from": "torch.nn.modules.normalization.LayerNorm",
+            "to": "onepass.nn.LayerNorm",
+            "kind": "norm",
+        }
+    ]
+    assert data["skipped"][0]["type"] == "torch.nn.modules.batchnorm.BatchNorm1d"
+    assert set(data["skipped"][0]) == {"name", "type", "reason"} and data["unknown"] == []
+    markup = report._repr_html_()
+    assert "&lt;b&gt;" in markup and "<td>BatchNorm1d</td>" in markup
+    twin = copy.deepcopy(report)
+    assert str(twin) == str(report) == str(pickle.loads(pickle.dumps(report)))
+
+
+def test_notes_tell_what_changes_beyond_speed():
+    assert not onepass.swap(nn.RMSNorm(4)).notes
+    (note,) = onepass.swap(nn.Dropout(0.1)).notes
+    assert "reproducible from manual_seed" in note and "unseeded shuffle" in note
+    (note,) = onepass.swap(RMS(4)).notes
+    assert "numeric probe" in note

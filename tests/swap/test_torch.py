@@ -1,0 +1,432 @@
+"""Swapped models inside torch: encoders, autocast, compile, export, DDP, FSDP, checkpointing."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.fx
+from torch import nn
+
+import onepass
+from tests.swap.foreign_norms import OnePlusRMS
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16, p: float = 0.2):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.foreign = OnePlusRMS(width)
+        self.mlp = nn.Linear(width, width)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.drop(self.mlp(self.norm(x) + self.foreign(x)))
+
+
+def types(model) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def reasons(report) -> set[str]:
+    return {entry["reason"] for entry in report.skipped}
+
+
+# ---------------------------------------------------------------- nn.TransformerEncoder
+
+PADDING = torch.tensor([[False] * 5, [False, False, False, True, True]])
+
+
+def encoder(layer_cls=nn.TransformerEncoderLayer, nested: bool = True, **options):
+    layer = layer_cls(16, 2, 32, batch_first=True, **options)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)
+    return model
+
+
+class PlainLayer(nn.TransformerEncoderLayer):
+    """A subclass that never takes the fast path, and so meets nested tensors without a mask."""
+
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        src = self.norm1(src + self.dropout1(src))
+        return self.norm2(src + self.linear2(self.dropout(self.activation(self.linear1(src)))))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("nested", [False, True], ids=["dense", "nested"])
+@pytest.mark.parametrize(
+    ("layer_cls", "options"),
+    [
+        (nn.TransformerEncoderLayer, {}),
+        (nn.TransformerEncoderLayer, {"norm_first": True}),
+        (nn.TransformerEncoderLayer, {"activation": "gelu", "layer_norm_eps": 1e-3}),
+        (PlainLayer, {}),
+    ],
+    ids=["post-norm", "pre-norm", "gelu", "subclass"],
+)
+@pytest.mark.filterwarnings("ignore:.*nested tensor", "ignore:enable_nested_tensor")
+def test_encoder_in_eval_equals_stock_on_valid_rows(layer_cls, options, nested, grad):
+    model = encoder(layer_cls, nested, **options).eval()
+    stock = copy.deepcopy(model)
+    report = onepass.swap(model)
+    assert len(report.swapped) == (12 if layer_cls is PlainLayer else 14)
+    x = torch.randn(2, 5, 16)
+    with torch.set_grad_enabled(grad):
+        expected, y = (m(x, src_key_padding_mask=PADDING) for m in (stock, model))
+    torch.testing.assert_close(y[~PADDING], expected[~PADDING], rtol=1e-5, atol=1e-5)
+    if nested and not grad and not options.get("norm_first"):
+        assert (y[PADDING] == 0).all() and (expected[PADDING] == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensor")
+def test_hooked_encoder_hands_nested_tensors_to_the_stock_forward():
+    model = encoder().eval()
+    stock = copy.deepcopy(model)
+    onepass.swap(model, kinds=("norm", "dropout"))
+    seen = []
+    for m in (stock, model):  # a hook on a submodule turns the layer's fast path off, not nesting
+        m.layers[1].norm1.register_forward_hook(lambda _, args, y: seen.append(args[0].is_nested))
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        expected, y = (m(x, src_key_padding_mask=PADDING) for m in (stock, model))
+    assert seen == [True, True]
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_encoder_fast_path_is_reported():
+    report = onepass.swap(nn.ModuleDict({"encoder": encoder()}), kinds="norm")
+    (note,) = (note for note in report.notes if note.startswith("encoder.layers.*"))
+    assert "in eval mode without gradients" in note and "nested" in note
+    others = onepass.swap(encoder(PlainLayer), kinds="norm").notes
+    assert not any("eval mode" in note for note in others)
+    assert not onepass.swap(encoder(), include="nothing.*", kinds="norm").notes[1:]
+
+
+def test_encoder_in_training_runs_the_swapped_modules():
+    model = encoder(dropout=0.0)
+    stock = copy.deepcopy(model)
+    onepass.swap(model)
+    x = torch.randn(2, 5, 16)
+    with onepass._ops.dispatch_log.record() as calls:
+        y = model(x, src_key_padding_mask=PADDING)
+    assert sum("norm" in call["op"] for call in calls) == 4
+    expected = stock(x, src_key_padding_mask=PADDING)
+    torch.testing.assert_close(y[~PADDING], expected[~PADDING], rtol=1e-5, atol=1e-5)
+
+
+def test_jagged_nested_tensors_run_the_stock_forward():
+    norm = nn.LayerNorm(16)
+    x = torch.nested.nested_tensor(
+        [torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged, requires_grad=True
+    )
+    expected = norm(x)
+    onepass.swap(norm)
+    y = norm(x)
+    assert y.is_nested and torch.equal(y.values(), expected.values())
+
+
+# ---------------------------------------------------------------- autocast, compile, export
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_gives_the_dtypes_of_stock(dtype):
+    model = Block(p=0.0).eval()
+    stock = copy.deepcopy(model)
+    onepass.swap(model)
+    found = {}
+    for name, m in (("stock", stock), ("swapped", model)):
+        for module in m.modules():
+            module.register_forward_hook(
+                lambda module, args, y, name=name: found.setdefault(name, []).append(
+                    (args[0].dtype, y.dtype)
+                )
+            )
+        for x in (torch.ones(2, 16), torch.ones(2, 16, dtype=dtype)):
+            with torch.autocast("cpu", dtype=dtype):
+                m(x)
+    assert found["swapped"] == found["stock"] and len(found["stock"]) == 10
+
+
+def test_autocast_training_step_is_close_to_stock():
+    stock = Block(p=0.0)
+    model = copy.deepcopy(stock)
+    onepass.swap(model)
+    x = torch.randn(32, 16)
+    for m in (stock, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = m(x).square().mean()
+        loss.backward()
+    for name, parameter in stock.named_parameters():
+        got = model.get_parameter(name).grad
+        torch.testing.assert_close(got, parameter.grad, rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_compile_fullgraph(autocast):
+    torch._dynamo.reset()
+    model = Block()
+    onepass.swap(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 16)
+    results = []
+    for m in (model, compiled):
+        torch.manual_seed(1)
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y = m(x)
+        y.float().square().sum().backward()
+        results.append((y, *(parameter.grad for parameter in model.parameters())))
+    for eager, graph in zip(*results, strict=True):
+        assert eager.dtype == graph.dtype
+        torch.testing.assert_close(graph, eager, rtol=1e-2 if autocast else 1e-5, atol=1e-5)
+
+
+def test_compile_with_dynamic_shapes_and_inductor():
+    torch._dynamo.reset()
+    model = Block().eval()
+    onepass.swap(model)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for rows in (3, 7):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_unswap_is_seen_by_compiled_code():
+    torch._dynamo.reset()
+    model = Block().eval()
+    onepass.swap(model)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    x = torch.randn(3, 16)
+    compiled(x)
+    onepass.unswap(model)
+    with onepass._ops.dispatch_log.record() as calls:
+        compiled(x)
+    assert counter.frame_count == 2 and not calls
+
+
+def test_export():
+    model = Block().eval()
+    onepass.swap(model)
+    x = torch.randn(3, 16)
+    exported = torch.export.export(model, (x,))
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert sum("onepass.norm_forward" in target for target in targets) == 2
+    torch.testing.assert_close(exported.module()(x), model(x))
+
+
+class Calls(nn.Module):
+    def forward(self, x):
+        q, k, v = x.unflatten(-1, (2, 8)).transpose(1, 2), x.unsqueeze(1), x.unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(q, k[..., :8], value=v[..., 8:])
+
+
+class AllKinds(Block):
+    def __init__(self):
+        super().__init__()
+        self.mha = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.calls = Calls()
+        self.rms = nn.RMSNorm(16)
+
+    def forward(self, x):
+        x = self.layer(super().forward(x))
+        x = self.rms(x + self.mha(x, x, value=x, need_weights=False)[0])
+        return self.calls(x)
+
+
+def test_symbolic_traces_call_what_was_swapped():
+    """Feature extractors and quantizers trace with torch.fx."""
+    model, x = AllKinds().eval(), torch.randn(2, 5, 16)
+    traced = torch.fx.symbolic_trace(model).graph  # of stock
+    expected = model(x)
+    onepass.swap(model)
+    with onepass._ops.dispatch_log.record() as calls:
+        swapped = model(x)
+    graph_module = torch.fx.symbolic_trace(model)
+    called = {node.target for node in graph_module.graph.nodes if node.op == "call_module"}
+    assert called >= {"norm", "foreign", "drop", "mha", "layer", "rms"}
+    assert called - {"foreign"} == {node.target for node in traced.nodes if "module" in node.op}
+    with onepass._ops.dispatch_log.record() as traced_calls:
+        assert torch.equal(graph_module(x), swapped)
+    assert list(traced_calls) == list(calls)
+    torch.testing.assert_close(swapped, expected)
+    assert torch.equal(copy.deepcopy(graph_module)(x), swapped)
+    assert len(onepass.unswap(model)) == len(onepass.swap(model).swapped)
+
+
+def test_a_swapped_module_by_itself_can_be_traced():
+    x = torch.randn(2, 8)
+    for model in (nn.LayerNorm(8), nn.RMSNorm(8), nn.Dropout(0.5).eval()):
+        expected = model(x)
+        onepass.swap(model)
+        assert torch.equal(torch.fx.symbolic_trace(model)(x), expected)
+
+
+def test_compiled_models_are_refused():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Sequential(nn.Dropout(0.1), OnePlusRMS(8)))
+    before = types(model)
+    report = onepass.swap(torch.compile(model, backend="eager"))
+    assert reasons(report) == {"is inside a compiled module; swap before torch.compile"}
+    assert len(report.skipped) == 3 and types(model) == before
+    assert any("its root is inside a compiled module" in note for note in report.notes)
+    model[1].compile(backend="eager")
+    report = onepass.swap(model)
+    assert reasons(report) == {"is compiled by module.compile(); swap before that"}
+    assert [entry["name"] for entry in report.swapped] == ["0"]
+    with pytest.raises(RuntimeError, match="strict.*compiled by"):
+        onepass.swap(model, strict=True)
+
+
+def test_torchscript_modules_are_left_alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Sequential(nn.LayerNorm(8)))
+    report = onepass.swap(nn.Sequential(scripted, nn.LayerNorm(8)))
+    assert [entry["name"] for entry in report.swapped] == ["1"] and not report.skipped
+
+
+def test_activation_checkpointing_of_a_swapped_block():
+    block, plain = Block(p=0.5), None
+    onepass.swap(block)
+    x = torch.randn(8, 16)
+    for checkpointed in (False, True):
+        torch.manual_seed(5)
+        block.zero_grad()
+        if checkpointed:
+            y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        else:
+            y = block(x)
+        y.square().sum().backward()
+        gradients = [parameter.grad.clone() for parameter in block.parameters()]
+        if plain is not None:
+            assert all(map(torch.equal, gradients, plain))
+        plain = gradients
+
+
+def test_functional_call_and_per_sample_weights():
+    model = Block().eval()
+    onepass.swap(model)
+    x = torch.randn(3, 16)
+    doubled = {"norm.weight": 2 * model.norm.weight, "norm.bias": 2 * model.norm.bias}
+    y = torch.func.functional_call(model, doubled, (x,))
+    stock = Block().eval()
+    stock.load_state_dict({**model.state_dict(), **doubled})
+    torch.testing.assert_close(y, stock(x), rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- distributed
+
+needs_gloo = pytest.mark.skipif(
+    not torch.distributed.is_available() or sys.platform != "linux",
+    reason="torch.distributed is not available",
+)
+
+
+@pytest.fixture
+def group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@needs_gloo
+@pytest.mark.parametrize("order", ["swap first", "wrap first"])
+def test_ddp(group, order):
+    model = Block(p=0.0)
+    stock = copy.deepcopy(model)
+    if order == "swap first":
+        onepass.swap(model)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    if order == "wrap first":
+        report = onepass.swap(ddp)
+        assert {entry["name"] for entry in report.swapped} == {
+            "module.norm", "module.foreign", "module.drop"
+        }  # fmt: skip
+    x = torch.randn(4, 16)
+    ddp(x).square().sum().backward()
+    stock(x).square().sum().backward()
+    for name, parameter in stock.named_parameters():
+        torch.testing.assert_close(
+            model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-5
+        )
+    assert len(onepass.unswap(ddp)) == 3
+
+
+@needs_gloo
+def test_fully_shard_after_the_swap_works_and_forbids_unswap(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = Block(p=0.0)
+    stock = copy.deepcopy(model)
+    report = onepass.swap(model)
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model.norm, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(4, 16)
+    with onepass._ops.dispatch_log.record() as calls:
+        model(x).square().sum().backward()
+    assert sum("backward" not in call["op"] for call in calls) == 2
+    stock(x).square().sum().backward()
+    for name, parameter in stock.named_parameters():
+        got = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(got, parameter.grad, rtol=1e-4, atol=1e-5)
+    before = types(model)
+    with pytest.raises(RuntimeError, match="unswap: model must have .* 'norm', which is sharded"):
+        onepass.unswap(model)
+    with pytest.raises(RuntimeError, match="verify: modules must have the classes of the swap"):
+        report.verify(x)
+    assert types(model) == before
+
+
+@needs_gloo
+def test_sharded_models_are_refused(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model = nn.Sequential(nn.LayerNorm(8), nn.Sequential(OnePlusRMS(8)), nn.Dropout(0.1))
+    fully_shard(model[1], mesh=init_device_mesh("cpu", (1,)))
+    report = onepass.swap(model)
+    assert [entry["name"] for entry in report.swapped] == ["0", "2"]
+    assert reasons(report) == {"is sharded (FSDP); swap before sharding"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = FullyShardedDataParallel(
+            nn.Sequential(nn.LayerNorm(8)), device_id=torch.device("cpu")
+        )
+    report = onepass.swap(wrapped)
+    assert not report.swapped and reasons(report) == {"is sharded (FSDP); swap before sharding"}
+
+
+@needs_gloo
+def test_distributed_tensors_run_the_stock_forward(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    norm = nn.LayerNorm(16)
+    onepass.swap(norm)
+    x = torch.randn(4, 16)
+    expected = norm(x)
+    for name, parameter in list(norm.named_parameters()):
+        setattr(norm, name, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()])))
+    y = norm(distribute_tensor(x, mesh, [Replicate()]))
+    torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+    (entry,) = onepass.swap(nn.Sequential(nn.LayerNorm(4), distributed(mesh))).skipped
+    assert entry["reason"] == "its weight is a DTensor"
+
+
+def distributed(mesh) -> nn.LayerNorm:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    norm = nn.LayerNorm(4)
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight, mesh, [Replicate()]))
+    return norm
