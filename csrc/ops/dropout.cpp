@@ -4,24 +4,29 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "ops/check.h"
+#include "ops/fields.h"
 #include "ops/library.h"
 #include "ops/runtime.h"
 
 namespace onepass {
 namespace {
 
-using torch::headeronly::ScalarType;
+// What dropout_forward takes beside its input.
+#define ONEPASS_DROPOUT_OPTIONS(FIELD) \
+  FIELD(OptionalTensor, residual, "")  \
+  FIELD(OptionalTensor, seed, "")      \
+  FIELD(double, p, "")                 \
+  FIELD(OptionalScalarType, out_dtype, "")
 
-using OptionalTensor = std::optional<Tensor>;
+ONEPASS_DEFINE_OPTIONS(DropoutOptions, ONEPASS_DROPOUT_OPTIONS);
 
 struct CheckedDropout {
   DropoutForward args{};
   TensorInfo input;
 };
 
-CheckedDropout check_dropout(const Tensor& input, const OptionalTensor& residual,
-                             const OptionalTensor& seed, double p,
-                             const std::optional<ScalarType>& out_dtype) {
+CheckedDropout check_dropout(const DropoutOptions& options, const Tensor& input) {
+  const auto& [residual, seed, p, out_dtype] = options;
   const char* op = residual ? "add_dropout" : "dropout";
   CheckedDropout call{.input = input_of(op, "input", input)};
   DropoutForward& args = call.args;
@@ -46,46 +51,43 @@ CheckedDropout check_dropout(const Tensor& input, const OptionalTensor& residual
   return call;
 }
 
-Tensor dropout_forward(const Tensor& input, const OptionalTensor& residual,
-                       const OptionalTensor& seed, double p, std::optional<ScalarType> out_dtype) {
-  CheckedDropout call = check_dropout(input, residual, seed, p, out_dtype);
+Tensor dropout_forward(const DropoutOptions& options, const Tensor& input) {
+  CheckedDropout call = check_dropout(options, input);
   DropoutForward& args = call.args;
   Tensor output = empty(call.input.sizes, call.input.dims, args.output_dtype, call.input.device);
   const OptionalTensor dense_input = dense(input);
-  const OptionalTensor dense_residual = dense(residual);
+  const OptionalTensor dense_residual = dense(options.residual);
   args.input = data_of(dense_input);
   args.residual = data_of(dense_residual);
-  args.seed = static_cast<const int64_t*>(data_of(seed));
+  args.seed = static_cast<const int64_t*>(data_of(options.seed));
   args.output = output.mutable_data_ptr();
   if (args.numel > 0) {
     run_operator(backend().dropout.forward, args, call.input.device, [&]() -> Dispatch {
       std::ostringstream text;
       text << args.numel << " elements, input " << name_of(args.input_dtype) << ", output "
            << name_of(args.output_dtype) << ", p " << args.dropout_p;
-      return {.op = residual ? "add_dropout" : "dropout", .arguments = text.str()};
+      return {.op = options.residual ? "add_dropout" : "dropout", .arguments = text.str()};
     });
   }
   return output;
 }
 
 // On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
-void dropout_forward_check(const Tensor& input, const OptionalTensor& residual,
-                           const OptionalTensor& seed, double p,
-                           std::optional<ScalarType> out_dtype) {
-  check_dropout(input, residual, seed, p, out_dtype);
+void dropout_forward_check(const DropoutOptions& options, const Tensor& input) {
+  check_dropout(options, input);
 }
 
 }  // namespace
 
-#define ONEPASS_DROPOUT_FORWARD_ARGUMENTS \
-  "(Tensor input, Tensor? residual, Tensor? seed, float p, ScalarType? out_dtype)"
+#define ONEPASS_DROPOUT_ARGUMENTS "(Tensor input" ONEPASS_SCHEMA(ONEPASS_DROPOUT_OPTIONS) ")"
 
 OperatorList dropout_operators() {
   return {
       // output = dropout(input) + residual. Its own backward: the same map on the gradient.
-      entry<&dropout_forward>("dropout_forward" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> Tensor"),
-      entry<&dropout_forward_check>(
-          "dropout_forward_check" ONEPASS_DROPOUT_FORWARD_ARGUMENTS " -> ()", true),
+      entry<&Packed<&dropout_forward>::call>("dropout_forward" ONEPASS_DROPOUT_ARGUMENTS
+                                             " -> Tensor"),
+      entry<&Packed<&dropout_forward_check>::call>(
+          "dropout_forward_check" ONEPASS_DROPOUT_ARGUMENTS " -> ()", true),
   };
 }
 

@@ -23,11 +23,13 @@ namespace onepass {
 
 // The types of options, and their names in a schema.
 using OptionalTensor = std::optional<Tensor>;
+using OptionalDouble = std::optional<double>;
 using OptionalScalarType = std::optional<torch::headeronly::ScalarType>;
 using Sizes = std::vector<int64_t>;
 using StaticInt = int64_t;  // a choice: a compiler makes a graph for each value of it
 #define ONEPASS_SCHEMA_Tensor "Tensor"
 #define ONEPASS_SCHEMA_OptionalTensor "Tensor?"
+#define ONEPASS_SCHEMA_OptionalDouble "float?"
 #define ONEPASS_SCHEMA_OptionalScalarType "ScalarType?"
 #define ONEPASS_SCHEMA_Sizes "SymInt[]"
 #define ONEPASS_SCHEMA_StaticInt "int"

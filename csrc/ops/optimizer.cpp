@@ -168,21 +168,15 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type, 
 // A step of all parameters of a table, unless `norm` is not finite or `found_inf` is not zero; then
 // nothing changes but gradients that are to be set to zeros. The gradients are divided by
 // grad_scale and scaled to max_norm on their way. False: the table is stale, and nothing was done.
-bool optimizer_step(int64_t algorithm, int64_t table, StableListHandle list, const Tensor& hyper,
-                    int64_t seed, bool stochastic_params, bool stochastic_moments,
-                    bool zero_gradients, std::optional<double> max_norm,
-                    const std::optional<Tensor>& norm, const std::optional<Tensor>& grad_scale,
-                    const std::optional<Tensor>& found_inf,
-                    const std::optional<Tensor>& device_hyper) {
+bool optimizer_step(const StepOptions& options, int64_t algorithm, int64_t table,
+                    StableListHandle list, const Tensor& hyper) {
   constexpr const char* op = "optimizer_step";
   const TensorList gradients(list);
   require(algorithm >= 0 && algorithm < kAlgorithms, op, ": algorithm must be from 0 to ",
           kAlgorithms - 1, ", got ", algorithm);
-  CheckedStep checked(op, static_cast<Algorithm>(algorithm), table, gradients, hyper,
-                      {stochastic_params, stochastic_moments}, zero_gradients);
+  CheckedStep checked(op, static_cast<Algorithm>(algorithm), table, gradients, hyper, options);
   if (checked.is_stale()) return false;
-  const OptimizerStep args =
-      checked.args(seed, max_norm, {norm, grad_scale, found_inf, device_hyper});
+  const OptimizerStep args = checked.args();
   run_operator(backend().optimizer.step, args, checked.device(),
                [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; });
   checked.count(args);
@@ -200,11 +194,9 @@ OperatorList optimizer_operators() {
       entry<&optimizer_table>(
           "optimizer_table(Tensor(a!)[] params, Tensor(b!)[] states, Tensor layout) -> SymInt"),
       entry<&optimizer_table_release>("optimizer_table_release(Tensor state, SymInt table) -> ()"),
-      entry<&optimizer_step>(
-          "optimizer_step(SymInt algorithm, SymInt table, Tensor(a!)[] gradients, Tensor hyper, *, "
-          "SymInt seed=0, bool stochastic_params=False, bool stochastic_moments=False, bool "
-          "zero_gradients=False, float? max_norm=None, Tensor? norm=None, Tensor? grad_scale=None, "
-          "Tensor? found_inf=None, Tensor? device_hyper=None) -> bool"),
+      entry<&Packed<&optimizer_step>::call>(
+          "optimizer_step(SymInt algorithm, SymInt table, Tensor(a!)[] gradients, Tensor hyper, "
+          "*" ONEPASS_SCHEMA(ONEPASS_STEP_OPTIONS) ") -> bool"),
   };
 }
 

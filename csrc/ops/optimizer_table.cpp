@@ -209,12 +209,8 @@ void optimizer_table_release(const Tensor&, int64_t table) {
 
 CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
                          const TensorList& gradients, const Tensor& hyper,
-                         StochasticRounding rounding, bool zero_gradients)
-    : op_(op),
-      algorithm_(algorithm),
-      rounding_(rounding),
-      zero_gradients_(zero_gradients),
-      table_(find_table(op, table)) {
+                         const StepOptions& options)
+    : op_(op), algorithm_(algorithm), options_(options), table_(find_table(op, table)) {
   const TensorInfo info = input_of(op, "hyper", hyper);
   require(dtype_of(info.scalar_type) == DType::kFloat64 && info.dims == 2 &&
               info.sizes[0] >= table_->groups && info.sizes[1] == kHyperColumns &&
@@ -235,7 +231,7 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
                   [](const StepTensor& t) { return FlatTensor{t.param, t.numel, t.param_dtype}; });
     table_->are_apart = true;
   }
-  if (zero_gradients) {
+  if (options.zero_gradients) {
     require_apart(op, "gradients set to zeros", table_->tensors, [](const StepTensor& t) {
       return FlatTensor{t.gradient, t.numel, t.gradient_dtype};
     });
@@ -292,13 +288,14 @@ bool CheckedStep::complete(StepTensor& tensor, size_t number, AtenTensorHandle g
   require(wanted == 0 || tensor.moments[wanted - 1], op_, ": states must hold ", wanted,
           " moments for these settings, got fewer");
   if (!tensor.master) {
-    tensor.master_kind =
-        rounding_.params && size_of(tensor.param_dtype) == 2 ? Master::kStochastic : Master::kNone;
+    tensor.master_kind = options_.stochastic_params && size_of(tensor.param_dtype) == 2
+                             ? Master::kStochastic
+                             : Master::kNone;
   }
   if (tensor.moment_type == MomentType::kBFloat16 ||
       tensor.moment_type == MomentType::kBFloat16Stochastic) {
     tensor.moment_type =
-        rounding_.moments ? MomentType::kBFloat16Stochastic : MomentType::kBFloat16;
+        options_.stochastic_moments ? MomentType::kBFloat16Stochastic : MomentType::kBFloat16;
   }
   return true;
 }
@@ -339,17 +336,16 @@ double read_number(const char* op, const char* name, const Tensor& tensor) {
 
 }  // namespace
 
-OptimizerStep CheckedStep::args(int64_t seed, std::optional<double> max_norm,
-                                const StepNumbers& numbers) const {
+OptimizerStep CheckedStep::args() const {
   double factor =
-      numbers.grad_scale ? 1.0 / read_number(op_, "grad_scale", *numbers.grad_scale) : 1.0;
-  bool is_made = !numbers.found_inf || read_number(op_, "found_inf", *numbers.found_inf) == 0.0;
-  if (numbers.norm) {
-    const double unscaled = read_number(op_, "norm", *numbers.norm) * factor;
+      options_.grad_scale ? 1.0 / read_number(op_, "grad_scale", *options_.grad_scale) : 1.0;
+  bool is_made = !options_.found_inf || read_number(op_, "found_inf", *options_.found_inf) == 0.0;
+  if (options_.norm) {
+    const double unscaled = read_number(op_, "norm", *options_.norm) * factor;
     is_made = is_made && std::isfinite(unscaled);
-    if (max_norm) factor *= clip_factor(*max_norm, unscaled);
+    if (options_.max_norm) factor *= clip_factor(*options_.max_norm, unscaled);
   }
-  OptimizerStep args = common_args(seed);
+  OptimizerStep args = common_args();
   args.scalars = scalars_.data();
   args.gradient_factor = factor;
   args.is_made = is_made;
@@ -378,25 +374,24 @@ const void* number_on(const char* op, const char* name, const std::optional<Tens
 
 }  // namespace
 
-OptimizerStep CheckedStep::args(int64_t seed, std::optional<double> max_norm,
-                                const StepNumbers& numbers) const {
-  OptimizerStep args = common_args(seed);
+OptimizerStep CheckedStep::args() const {
+  OptimizerStep args = common_args();
   const Device& device = table_->device;
   args.norm =
-      static_cast<const double*>(number_on(op_, "norm", numbers.norm, DType::kFloat64, device));
+      static_cast<const double*>(number_on(op_, "norm", options_.norm, DType::kFloat64, device));
   args.grad_scale = static_cast<const float*>(
-      number_on(op_, "grad_scale", numbers.grad_scale, DType::kFloat32, device));
+      number_on(op_, "grad_scale", options_.grad_scale, DType::kFloat32, device));
   args.found_inf = static_cast<const float*>(
-      number_on(op_, "found_inf", numbers.found_inf, DType::kFloat32, device));
-  args.max_norm = max_norm.value_or(INFINITY);
-  require(numbers.hyper.has_value(), op_, ": device_hyper must be given on CUDA, got none");
-  const TensorInfo info = input_of(op_, "device_hyper", *numbers.hyper);
+      number_on(op_, "found_inf", options_.found_inf, DType::kFloat32, device));
+  args.max_norm = options_.max_norm.value_or(INFINITY);
+  require(options_.device_hyper.has_value(), op_, ": device_hyper must be given on CUDA, got none");
+  const TensorInfo info = input_of(op_, "device_hyper", *options_.device_hyper);
   require(dtype_of(info.scalar_type) == DType::kFloat64 && info.dims == 2 &&
               info.sizes[0] >= table_->groups && info.sizes[1] == kHyperColumns &&
-              numbers.hyper->is_contiguous() && info.device == device,
+              options_.device_hyper->is_contiguous() && info.device == device,
           op_, ": device_hyper must be hyper on ", device, ", got ", shape_of(info), " of ",
           TypeName{info.scalar_type}, " on ", info.device);
-  args.hyper = static_cast<const double*>(numbers.hyper->const_data_ptr());
+  args.hyper = static_cast<const double*>(options_.device_hyper->const_data_ptr());
   return args;
 }
 
@@ -404,12 +399,12 @@ void CheckedStep::count(const OptimizerStep&) const {}  // the kernel does
 
 #endif
 
-OptimizerStep CheckedStep::common_args(int64_t seed) const {
+OptimizerStep CheckedStep::common_args() const {
   OptimizerStep args{};
   args.list = flat_list(table_->tensors, table_->first_piece);
   args.algorithm = algorithm_;
-  args.zero_gradients = zero_gradients_;
-  args.seed = seed;
+  args.zero_gradients = options_.zero_gradients;
+  args.seed = options_.seed;
   return args;
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ops/check.h"
+#include "ops/fields.h"
 #include "ops/optimizer.h"
 
 namespace onepass {
@@ -111,28 +112,28 @@ int64_t optimizer_table(const std::vector<Tensor>& params, const std::vector<Ten
                         const Tensor& layout);
 void optimizer_table_release(const Tensor& state, int64_t table);  // any state of it
 
-struct StochasticRounding {
-  bool params;   // without a master
-  bool moments;  // second ones in bfloat16
-};
+// What optimizer_step takes beside its table, gradients and settings. Tensors of one number lie on
+// the parameters' device.
+#define ONEPASS_STEP_OPTIONS(FIELD)                                                       \
+  FIELD(int64_t, seed, "=0")                                                              \
+  FIELD(bool, stochastic_params, "=False")  /* those without a master */                  \
+  FIELD(bool, stochastic_moments, "=False") /* second ones in bfloat16 */                 \
+  FIELD(bool, zero_gradients, "=False")                                                   \
+  FIELD(OptionalDouble, max_norm, "=None")                                                \
+  FIELD(OptionalTensor, norm, "=None")         /* () of all gradients, as they are */     \
+  FIELD(OptionalTensor, grad_scale, "=None")   /* () what gradients are divided by */     \
+  FIELD(OptionalTensor, found_inf, "=None")    /* () no step is made where it is not 0 */ \
+  FIELD(OptionalTensor, device_hyper, "=None") /* CUDA: the settings on the device */
 
-// What a step may find beside its tables: numbers on the parameters' device, () each, and the
-// settings there.
-struct StepNumbers {
-  const std::optional<Tensor>& norm;
-  const std::optional<Tensor>& grad_scale;
-  const std::optional<Tensor>& found_inf;
-  const std::optional<Tensor>& hyper;  // CUDA
-};
+ONEPASS_DEFINE_OPTIONS(StepOptions, ONEPASS_STEP_OPTIONS);
 
-// A table with the gradients and settings of one step.
+// A table with the gradients, settings and options of one step; the options outlive it.
 class CheckedStep {
  public:
   CheckedStep(const char* op, Algorithm algorithm, int64_t table, const TensorList& gradients,
-              const Tensor& hyper, StochasticRounding rounding, bool zero_gradients);
+              const Tensor& hyper, const StepOptions& options);
 
-  OptimizerStep args(int64_t seed, std::optional<double> max_norm,
-                     const StepNumbers& numbers) const;
+  OptimizerStep args() const;
   // Whether parameters or gradients do not lie as the table has them: the caller has to make
   // another table, or to hand over copies.
   bool is_stale() const { return is_stale_; }
@@ -149,12 +150,11 @@ class CheckedStep {
   void states_stayed() const;
   bool complete(StepTensor& tensor, size_t number, AtenTensorHandle gradient);
   int32_t scalars_of(int32_t group, float steps);
-  OptimizerStep common_args(int64_t seed) const;
+  OptimizerStep common_args() const;
 
   const char* op_;
   Algorithm algorithm_;
-  StochasticRounding rounding_;
-  bool zero_gradients_;
+  const StepOptions& options_;
   std::shared_ptr<StepTable> table_;
   bool is_stale_ = false;
   const double* hyper_;
