@@ -43,7 +43,7 @@ generate: build
 	$(BIN)/python examples/generate.py $(ARGS)
 
 bench: build
-	$(BIN)/python -m onepass bench $(or $(ARGS),all)
+	$(BIN)/python -m onepass bench --goals benchmarks/goals.json $(or $(ARGS),all)
 
 # Without .venv: in $(PYTHON) as it is, which needs a torch with CUDA; works offline.
 gpu-report:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+GOALS = json.loads((Path(__file__).parent / "goals.json").read_text(encoding="utf-8"))["cuda"]
 PHASES = ("forward", "backward", "forward+backward")
 
 
@@ -33,7 +37,7 @@ def _figures(result: Mapping) -> list[str]:
     line = f"Copy of a large tensor: {ceilings['copy_gbps']:.0f} GB/s"
     if ceilings.get("matmul_16_gflops"):
         line += f"; torch's matmul in bfloat16: {ceilings['matmul_16_gflops'] / 1e3:.0f} TFLOP/s"
-    goals = [_reached(row) for row in rows if _share(row) is not None and _has_goal(row)]
+    goals = [_reached(row) for row in rows if _share(row) is not None and _goal(row)]
     lines = [f"{line}. Goals of speed reached in {sum(goals)} of {len(goals)} cases."]
     for table in dict.fromkeys(families.values()):
         own = [row for row in rows if families.get(row["name"].partition("/")[0]) is table]
@@ -157,20 +161,20 @@ def _ratio(interval: Mapping | None) -> str:
     return "-" if interval is None else f"{interval['median']:.2f}"
 
 
-def _has_goal(row: Mapping) -> bool:
-    numbers = [wanted for name, wanted in row["goal"].items() if name != "against_others"]
-    return any(wanted is not None for wanted in numbers) or bool(row["goal"]["against_others"])
+def _goal(row: Mapping) -> Mapping:
+    """That of the first pattern that its name matches, or none."""
+    return next((goal for p, goal in GOALS.items() if fnmatch.fnmatchcase(row["name"], p)), {})
 
 
 def _reached(row: Mapping) -> bool:
-    goal, compiled = row["goal"], row["against_compile"]
+    goal, compiled = _goal(row), row["against_compile"]
     pairs = [
-        (goal["against_eager"], row["against_eager"]["median"]),
-        (goal["against_compile"], compiled and compiled["median"]),
-        (goal["share_of_copy"], _share(row)),
+        (goal.get("eager"), row["against_eager"]["median"]),
+        (goal.get("compile"), compiled and compiled["median"]),
+        (goal.get("share"), _share(row)),
         *(
             (wanted, row["against_others"].get(name, {}).get("median"))
-            for name, wanted in goal["against_others"].items()
+            for name, wanted in goal.get("others", {}).items()
         ),
     ]
     return all(value is None or wanted is None or value >= wanted for wanted, value in pairs)

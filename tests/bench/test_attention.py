@@ -11,7 +11,7 @@ import torch
 
 from onepass.bench import attention, attention_parts, harness, report
 from onepass.bench import case as cases
-from onepass.bench.case import Case, Goal, Row
+from onepass.bench.case import Case, Row
 from onepass.bench.ceilings import Ceilings
 from tests.bench.test_harness import run
 
@@ -103,59 +103,6 @@ def test_a_share_needs_a_measured_ceiling():
     case = next(iter(with_flops(quick=True)))
     assert cases.measure(case, seconds=0, compiled=False, places=1).share is None
     assert row_of(case, replace(LIMITS, fma_gflops=None)).share is None
-
-
-# ---- goals ---------------------------------------------------------------------------------------
-
-
-def test_goals_of_avx2():
-    goals = {
-        (kind, dtype, shape, phase): attention.goal("avx2", kind, shape, dtype, phase)
-        for kind, dtype, shape, phase in map(parts, with_flops())
-        if kind in ("causal", "full")
-    }
-    with_goal = {of for of, goal in goals.items() if goal != Goal()}
-    rows = len(attention._AVX2_FLOAT32)
-    assert len(with_goal) == rows * len(attention.DTYPES) * 2, "forward and backward of each row"
-    assert goals["causal", torch.float32, (1, 8, 512, 64), "backward"] == Goal(2.2, share=0.75)
-    assert goals["full", torch.float32, (1, 4, 2048, 128), "forward"] == Goal(1.1, share=0.80)
-    assert goals["causal", torch.bfloat16, (1, 4, 1024, 128), "forward"] == Goal(1.7, share=0.62)
-    assert goals["full", torch.bfloat16, (1, 4, 2048, 64), "forward"] == Goal(share=0.80)
-    assert goals["causal", torch.float16, (2, 8, 128, 64), "backward"] == Goal(18.0, share=0.66)
-
-
-def test_goals_of_avx512():
-    found = {
-        (kind, shape[2], shape[3], dtype, phase): attention.goal(
-            "avx512_bf16", kind, shape, dtype, phase
-        )
-        for kind, dtype, shape, phase in map(parts, with_flops())
-        if kind in ("causal", "full")
-    }
-    for (kind, seq, dtype, phase), factor in attention._AVX512.items():
-        goals = {
-            goal
-            for (of, length, _, *rest), goal in found.items()
-            if of == kind and rest == [dtype, phase] and seq in (None, length)
-        }
-        assert goals == {Goal(factor)}
-    assert found["causal", 128, 64, torch.float32, "forward"] == Goal()
-
-
-def test_goals_of_every_level_belong_to_a_case():
-    by_kind = {}
-    for case in with_flops():
-        by_kind.setdefault(parts(case)[0], []).append(case.goal)
-    assert set(by_kind["packed"]) == {attention._PACKED}
-    assert set(by_kind["bias"]) == {attention._BIAS}
-    assert set(by_kind["window-256"]) == {attention._WINDOW}
-    for kind in ("causal", "full"):
-        dropped = by_kind[f"dropout-{kind}"]
-        assert {goal.eager for goal in dropped} == {None, *attention._DROPOUT[kind].values()}
-        assert sum("no dropout" in goal.others for goal in dropped) == 2
-    for case in with_flops():
-        assert case.goal.others.keys() <= case.operator.others.keys()
-    assert all(case.goal == Goal() for case in attention.cases(quick=True))
 
 
 # ---- what runs -----------------------------------------------------------------------------------

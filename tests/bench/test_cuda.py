@@ -16,6 +16,7 @@ import onepass
 from onepass.bench import case as cases
 from onepass.bench import dropout, harness, machine, norm, optimizer, report
 from onepass.bench.ceilings import CudaCeilings
+from onepass.bench.goals import Goal
 from tests.bench.test_harness import run
 
 
@@ -110,8 +111,6 @@ def test_cuda_cases():
         assert moved[f"{name}/65536x1024/forward"] == forward
         assert moved[f"{name}/65536x1024/backward"] == backward
         assert moved[f"{name}/65536x1024/forward+backward"] == forward + backward
-    goals = {case.goal for case in found.values()}
-    assert {*norm.CUDA_GOALS.values(), dropout.CUDA_GOAL} <= goals
 
 
 def on_cpu(case: cases.Case, monkeypatch) -> cases.Case:
@@ -149,7 +148,6 @@ def test_optimizer_cases(monkeypatch):
     assert all(case.device == "cuda" for case in found.values())
     # 28 bytes of a billion parameters, against torch's fused step.
     assert found["adamw/float32/64x16777216"].moved == 28 * 2**30
-    assert found["adamw/float32/64x16777216"].goal.share == 0.9
     assert found["adamw/float32/300x768"].moved is None  # the host's time
     for case in optimizer.cases(quick=True, device="cuda"):
         row = cases.measure(on_cpu(case, monkeypatch), seconds=0, compiled=False, places=1)
@@ -210,7 +208,7 @@ def test_cuda_tables_show_gigabytes_per_second(capsys):
     case = next(case for case in cuda_cases() if case.name.endswith("/backward"))
     times = {"ours": [1e-3] * 5, "eager": [2e-3] * 5, "copy": [1e-3] * 5}
     timing = harness.Timing(times, dict.fromkeys(times, 1), dict.fromkeys(times, 0.0))
-    row = cases.Row(case, timing, "", 0.5, "", moved_bytes=3 * 10**9)
+    row = cases.Row(case, timing, "", 0.5, "", moved_bytes=3 * 10**9, goal=Goal(1.0, 1.0, 0.85))
     report.print_tables([row])
     limits = CudaCeilings(1 << 30, 3100.0, 3000.0)
     facts = {"gpu": "NVIDIA Something"}

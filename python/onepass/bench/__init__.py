@@ -13,8 +13,8 @@ fastest, calls per batch, page faults per call), ``rounds_at_each_place``, ``aga
 ``against_compile`` (how many times faster, with the 95 % interval), ``against_others``,
 ``unavailable`` (further variants that do not run here, and what they say), ``share_of_copy`` (or of
 an update, a read, or arithmetic), ``gbps``, ``gflops`` (both null where they are no measure),
-``right``, ``check``, ``error_share_of_bound`` and ``goal``; ``other_load`` is the number of cores
-that others kept busy meanwhile (null on CUDA).
+``right``, ``check``, ``error_share_of_bound`` and ``goal`` (from --goals; else nulls);
+``other_load`` is the number of cores that others kept busy meanwhile (null on CUDA).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import traceback
 
 from onepass import _library
 from onepass._output_file import OutputFile, write_or_say
+from onepass.bench.goals import Goals, read_goals
 
 FAMILIES = ("norm", "dropout", "attention", "decode", "optimizer")
 SECONDS = 0.7
@@ -51,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument(
         "--quick", action="store_true", help="one small shape, few rounds: a smoke run"
+    )
+    parser.add_argument(
+        "--goals", metavar="FILE", help="factors to reach, by case, such as benchmarks/goals.json"
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well; - prints")
 
@@ -75,11 +79,19 @@ def main(args: argparse.Namespace) -> int:
 
     import torch
 
+    from onepass._C import cpu_level
+
     if args.device == "cuda" and (obstacle := _library.no_cuda()):
         return _refuse(f"--device must be one that onepass runs on, got cuda: {obstacle}")
     cases = [case for case in _cases(args) if fnmatch.fnmatchcase(case.name, args.case)]
     if not cases:
         return _refuse(f"--case must match a case, such as norm/*/forward, got {args.case}")
+    goals = Goals({})
+    if args.goals is not None:
+        try:
+            goals = read_goals(args.goals, args.device, cpu_level())
+        except (OSError, ValueError) as error:
+            return _refuse(f"--goals must name a file of goals, got {args.goals}: {error}")
     file = None
     if args.json not in (None, STDOUT):
         try:
@@ -89,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads or threads)
     try:
-        result, rows, limits, interrupted = _run(cases, args)
+        result, rows, limits, interrupted = _run(cases, args, goals)
     finally:
         torch.set_num_threads(threads)
     if args.json == STDOUT:
@@ -120,7 +132,7 @@ def _cases(args: argparse.Namespace) -> list:
     return [case for family in families for case in modules[family].cases(args.quick, args.device)]
 
 
-def _run(cases: list, args: argparse.Namespace):
+def _run(cases: list, args: argparse.Namespace, goals: Goals):
     """(the JSON object, rows in the order of cases, ceilings, whether Ctrl-C came)."""
     from onepass.bench.case import MIN_ROUNDS, PLACES, measure
     from onepass.bench.ceilings import BIG_BYTES, CUDA_BIG_BYTES, ceilings, cuda_ceilings
@@ -153,6 +165,7 @@ def _run(cases: list, args: argparse.Namespace):
                         places=places,
                         rounds=rounds,
                         limits=limits,
+                        goal=goals.of(pending.name),
                     )
                 except KeyboardInterrupt:  # of the cases before, the figures are still wanted
                     interrupted = True

@@ -23,11 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional, nn
-from onepass._C import cpu_level
 from onepass.bench import attention_cuda
 from onepass.bench.attention_parts import (
     FILL,
-    PHASES,
     P,
     case_of,
     dense,
@@ -37,7 +35,7 @@ from onepass.bench.attention_parts import (
     randn,
     tensors,
 )
-from onepass.bench.case import Case, Goal, Operator
+from onepass.bench.case import PHASES, Case, Operator
 from onepass.reference.attention import attention as reference
 
 # (batch, heads, seq, head_dim)
@@ -57,65 +55,6 @@ QUICK = (1, 2, 48, 16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WINDOW, WIDER = 256, 1024  # the wider one is timed beside it: linear cost is four times as much
 KV_HEADS = 2
-
-
-# ---- goals, on two threads -----------------------------------------------------------------------
-
-# AVX2: (seq, head_dim): forward, backward, each (against torch, share of the FMA ceiling).
-_AVX2_FLOAT32 = {
-    (128, 64): ((2.0, 0.62), (2.0, 0.66)),
-    (512, 64): ((2.0, 0.65), (2.2, 0.75)),
-    (512, 128): ((2.0, 0.65), (2.2, 0.75)),
-    (1024, 64): ((1.6, 0.75), (1.7, 0.77)),
-    (1024, 128): ((1.6, 0.75), (1.7, 0.77)),
-    (2048, 64): ((1.25, 0.80), (1.3, 0.80)),
-    (2048, 128): ((1.1, 0.80), (1.1, 0.80)),
-}
-# 16-bit operands, against torch: (forward, backward); the shares are those of float32.
-_AVX2_HALF = {torch.bfloat16: (2.3, 10.0), torch.float16: (2.3, 18.0)}
-_AVX2_BFLOAT16_FORWARD = {1024: 1.7, 2048: None}
-_AVX2_HALF_WIDE_SHARE = 0.62  # of a forward with head_dim 128
-
-# AVX-512 with bfloat16 dot products, against torch: (kind, seq or None for all, dtype, phase).
-_AVX512 = {
-    ("full", None, torch.float32, "forward"): 1.8,
-    ("full", None, torch.bfloat16, "forward"): 2.8,
-    ("causal", 512, torch.float32, "forward"): 2.5,
-    ("causal", 512, torch.bfloat16, "forward"): 4.0,
-    ("full", None, torch.bfloat16, "backward"): 2.5,
-    ("causal", None, torch.bfloat16, "backward"): 2.5,
-}
-
-# At every level. Dropout may take 18 % longer than none forward and 15 % backward.
-_UNDROPPED = {"forward": 1 / 1.18, "backward": 1 / 1.15}
-_DROPOUT = {
-    "causal": {"forward": 8.0, "forward+backward": 4.0},
-    "full": {"forward": 4.0, "forward+backward": 2.0},
-}
-_WINDOW = Goal(15.0)
-_PACKED = Goal(1.8)
-_BIAS = Goal(4.0)
-_MODULE = Goal(2.5)  # of the attention in a training step of nn.MultiheadAttention, AVX-512
-
-
-def goal(level: str, kind: str, shape: Sequence[int], dtype: torch.dtype, phase: str) -> Goal:
-    """Of dense attention ("causal" or "full") at a CPU level; all but the best are held to AVX2."""
-    _, _, seq, head_dim = shape
-    if level == "avx512_bf16":
-        found = (_AVX512.get((kind, of, dtype, phase)) for of in (seq, None))
-        return Goal(next((factor for factor in found if factor), None))
-    if phase == "forward+backward" or (kind == "full") != (seq == 2048):
-        return Goal()
-    number = 0 if phase == "forward" else 1
-    factor, share = _AVX2_FLOAT32[seq, head_dim][number]
-    if dtype is not torch.float32:
-        factor = _AVX2_HALF[dtype][number]
-        if phase == "forward":
-            if dtype is torch.bfloat16:
-                factor = _AVX2_BFLOAT16_FORWARD.get(seq, factor)
-            if head_dim == 128:
-                share = _AVX2_HALF_WIDE_SHARE
-    return Goal(factor, share=share)
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -237,8 +176,7 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         for shape in (QUICK,) if quick else shapes:
             for dtype in DTYPES:
                 for phase in PHASES:
-                    wanted = None if quick else goal(cpu_level(), kind, shape, dtype, phase)
-                    yield case_of(kind, dense(kind), shape, phase, wanted, dtype=dtype)
+                    yield case_of(kind, dense(kind), shape, phase, dtype=dtype)
     yield from _dropout_cases(quick)
     yield from _window_cases(quick)
     yield from _mask_cases(quick)
@@ -249,11 +187,9 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
 
 def _dropout_cases(quick: bool) -> Iterator[Case]:
     shape = QUICK if quick else DROPOUT
-    for kind, against_torch in _DROPOUT.items():
+    for kind in ("causal", "full"):
         for phase in PHASES:
-            undropped = {"no dropout": _UNDROPPED[phase]} if phase in _UNDROPPED else {}
-            wanted = Goal(against_torch.get(phase), others=undropped)
-            yield case_of(f"dropout-{kind}", dropped(kind), shape, phase, None if quick else wanted)
+            yield case_of(f"dropout-{kind}", dropped(kind), shape, phase)
 
 
 def _window_cases(quick: bool) -> Iterator[Case]:
@@ -264,7 +200,6 @@ def _window_cases(quick: bool) -> Iterator[Case]:
             _windowed(),
             shape,
             phase,
-            None if quick else _WINDOW,
             batch_pairs=batch * pairs(seq, True, WINDOW),
         )
 
@@ -278,9 +213,7 @@ def _mask_cases(quick: bool) -> Iterator[Case]:
         bias = torch.randn(1, *shape[1:3], shape[2], requires_grad=True)
         return [*tensors(shape), bias]
 
-    yield case_of(
-        "bias", _biased(), shape, phase, None if quick else _BIAS, make=partial(with_bias, shape)
-    )
+    yield case_of("bias", _biased(), shape, phase, make=partial(with_bias, shape))
     for phase in PHASES:
         yield case_of(
             f"grouped-{KV_HEADS}",
@@ -311,7 +244,6 @@ def _packed_cases(quick: bool) -> Iterator[Case]:
             _packed(lengths, seq),
             shape,
             phase,
-            None if quick else _PACKED,
             batch_pairs=sum(map(pairs, lengths)),
             make=partial(randn, (sum(lengths), heads, head_dim), 3, grad=grad),
             make_stock=partial(tensors, shape, grad=grad),
@@ -322,7 +254,6 @@ def _module_cases(quick: bool) -> Iterator[Case]:
     """A training step of nn.MultiheadAttention with dropout, and the attention in it alone."""
     batch, heads, seq, head_dim = shape = QUICK if quick else ENCODER
     embed_dim, phase = heads * head_dim, "forward+backward"
-    wanted = _MODULE if cpu_level() == "avx512_bf16" and not quick else None
 
     def make() -> list[Tensor]:
         sizes = (3 * embed_dim, embed_dim), (3 * embed_dim,), (embed_dim, embed_dim), (embed_dim,)
@@ -339,7 +270,6 @@ def _module_cases(quick: bool) -> Iterator[Case]:
         inner,
         shape,
         phase,
-        wanted,
         make=partial(randn, (batch, seq, 3 * embed_dim)),
     )
     projections = 3 * 2 * batch * seq * 4 * embed_dim**2  # forward, and twice that backward

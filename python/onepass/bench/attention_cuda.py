@@ -31,7 +31,7 @@ from onepass.bench.attention_parts import (
     randn,
     tensors,
 )
-from onepass.bench.case import Case, Goal, Operator
+from onepass.bench.case import Case, Operator
 from onepass.reference.attention import attention as reference
 
 TOKENS, WIDTH = 16384, 2048
@@ -58,8 +58,6 @@ BACKENDS = {
 }
 # A mask or a bias may take 1.3 times as long as none, a deterministic backward 1.25 times as long
 # as another.
-_MASK = {"none": 1 / 1.3}
-_DETERMINISTIC = {"not deterministic": 1 / 1.25}
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -254,9 +252,6 @@ def _standard_cases(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> It
 def _variants(quick: bool = False) -> Iterator[Case]:
     """What sets them apart from each other, in bfloat16."""
 
-    def wanted(others: dict[str, float]) -> Goal:
-        return Goal() if quick else Goal(others=others)
-
     seq = QUICK[2] if quick else MASKED[2]
     of = QUICK if quick else MASKED
 
@@ -267,16 +262,15 @@ def _variants(quick: bool = False) -> Iterator[Case]:
     for kind in KINDS:
         shape = QUICK if quick else shape_of(FLEX_SEQ, HEAD_DIMS[0])
         name, operator = f"deterministic-{kind}", _deterministic(kind)
-        yield _on_cuda(name, operator, shape, "backward", wanted(_DETERMINISTIC))
+        yield _on_cuda(name, operator, shape, "backward")
     for phase in PHASES:
-        yield _on_cuda("mask", _masked(), of, phase, wanted(_MASK))
+        yield _on_cuda("mask", _masked(), of, phase)
     for phase in PHASES:
         yield _on_cuda(
             "bias",
             _biased(phase),
             of,
             phase,
-            wanted(_MASK if phase == "forward" else {}),
             make=partial(with_bias, of, phase),
             checked=partial(with_bias, (1, 1, *of[2:]), phase),
         )
@@ -330,10 +324,9 @@ def _on_cuda(
     operator: Operator,
     shape: Sequence[int],
     phase: str,
-    wanted: Goal | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
     **options,
 ) -> Case:
-    case = case_of(kind, operator, shape, phase, wanted, dtype=dtype, device="cuda", **options)
+    case = case_of(kind, operator, shape, phase, dtype=dtype, device="cuda", **options)
     return replace(case, cold=math.prod(shape) >= LARGE)

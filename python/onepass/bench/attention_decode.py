@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from onepass import functional
 from onepass.bench.attention_cuda import BACKENDS
 from onepass.bench.attention_parts import FILL
-from onepass.bench.case import Case, Goal, Operator
+from onepass.bench.case import Case, Operator
 from onepass.reference.attention_decode import attention_decode as reference
 
 # (batch, heads, kv_heads, seq_q, keys, head_dim)
@@ -31,12 +31,6 @@ OVERHEAD = (1, 2, 2, 1, 16, 8)
 QUICK = (2, 4, 2, 1, 96, 16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAGE_SIZE = 16
-
-_LONG = Goal(2.0, share=0.70, others={"expanded": 3.0})
-_LONG_FLOAT16 = Goal(2.0, others={"expanded": 3.0})
-# A batch costs as much as all of its keys, not as the longest times their number; the rest is room
-# for what a call costs whatever its length.
-_PROPORTIONAL = 0.9
 
 # On CUDA: heads of 128 but where another number is the matter.
 CUDA_LONG = (1, 32, 8, 1, 32768, 128)
@@ -51,7 +45,6 @@ CUDA_SHAPES = (
 CUDA_SEVERAL = (1, 32, 8, 8, 32768, 128)
 CUDA_RAGGED = (32, 32, 8, 1, 8192, 128)
 CUDA_PAGE_SIZES = (256, PAGE_SIZE)
-_CUDA_LONG = Goal(share=0.80)
 
 Shape = Sequence[int]
 
@@ -62,8 +55,7 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         yield from _cuda_cases(quick)
         return
     for dtype in DTYPES:
-        wanted = _LONG if dtype is not torch.float16 else _LONG_FLOAT16
-        yield _case("grouped", LONG, dtype, quick, wanted, operator=partial(_read, expanded=True))
+        yield _case("grouped", LONG, dtype, quick, operator=partial(_read, expanded=True))
     for dtype in (torch.float32, torch.bfloat16):
         yield _case("multi-head", MULTI_HEAD, dtype, quick, operator=_read)
         yield _case("drafted", SEVERAL, dtype, quick, operator=_read)
@@ -78,7 +70,7 @@ def _cuda_cases(quick: bool) -> Iterator[Case]:
     case = partial(_case, quick=quick, device="cuda")
     yield _overhead_case("cuda")
     for dtype in (torch.bfloat16, torch.float16):
-        yield case("grouped", CUDA_LONG, dtype, wanted=_CUDA_LONG, operator=_read_on_cuda)
+        yield case("grouped", CUDA_LONG, dtype, operator=_read_on_cuda)
     dtype = torch.bfloat16
     yield case("append", CUDA_LONG, dtype, operator=_append)
     for page_size in (32, PAGE_SIZE) if quick else CUDA_PAGE_SIZES:
@@ -109,13 +101,12 @@ def _case(
     shape: Shape,
     dtype: torch.dtype,
     quick: bool,
-    wanted: Goal | None = None,
     *,
     operator: Callable[[Shape], Operator],
     device: str = "cpu",
 ) -> Case:
     if quick:
-        shape, wanted = QUICK, None
+        shape = QUICK
     new_rows = 1 if kind == "append" else 0
     return Case(
         _name(kind, shape, dtype),
@@ -123,7 +114,6 @@ def _case(
         partial(_tensors, shape, dtype, new_rows=new_rows, device=device),
         False,
         None,
-        wanted or Goal(),
         cold=not quick,
         compiles=False,
         **_memory(shape, dtype, [shape[4]] * shape[0], device),
@@ -134,14 +124,12 @@ def _ragged_case(dtype: torch.dtype, quick: bool, device: str = "cpu") -> Case:
     shape = QUICK if quick else CUDA_RAGGED if device == "cuda" else RAGGED
     batch, keys = shape[0], shape[4]
     lengths = [int(keys * FILL[b % len(FILL)]) for b in range(batch)]
-    goal = Goal(others={"all as long": _PROPORTIONAL * batch * keys / sum(lengths)})
     return Case(
         _name("ragged", shape, dtype),
         _ragged(shape, lengths),
         partial(_tensors, shape, dtype, device=device),
         False,
         None,
-        Goal() if quick else goal,
         cold=not quick,
         compiles=False,
         **_memory(shape, dtype, lengths, device),

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from onepass import functional
 from onepass._ops.random import draw_seed
-from onepass.bench.case import Case, Goal, Operator
+from onepass.bench.case import Case, Operator
 from onepass.reference.attention import attention as reference
 
 # Of the longest: how long the sequences of a batch are, half in all.
 FILL = (1, 1 / 8, 3 / 4, 1 / 4, 5 / 8, 3 / 8, 1 / 2, 3 / 8)
-PHASES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # of the forward's operations
+OPERATIONS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # of the forward's
 P = 0.1  # of dropout
 OVERHEAD = (1, 2, 4, 8)
 CHECKED_SCORES = 1 << 22  # float64 references of more would take longer than the measurement
@@ -37,7 +37,7 @@ def pairs(seq: int, causal: bool = False, window: int | None = None) -> int:
 
 def flops(batch_pairs: int, heads: int, head_dim: int, phase: str) -> int:
     """Of a call; batch_pairs are the pairs of all sequences."""
-    return int(4 * batch_pairs * heads * head_dim * PHASES[phase])
+    return int(4 * batch_pairs * heads * head_dim * OPERATIONS[phase])
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -98,7 +98,6 @@ def case_of(
     operator: Operator,
     shape: Sequence[int],
     phase: str,
-    wanted: Goal | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     batch_pairs: int | None = None,
@@ -121,7 +120,6 @@ def case_of(
         make or partial(full, shape),
         phase != "forward",
         None,
-        wanted or Goal(),
         backward_alone=phase == "backward",
         device=device,
         compiles=False,

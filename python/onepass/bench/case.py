@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onepass import numerics
 from onepass.bench.ceilings import Ceilings, CudaCeilings
+from onepass.bench.goals import Goal
 from onepass.bench.harness import (
     BATCH_SECONDS,
     Interval,
@@ -37,6 +38,7 @@ COLD_BYTES = 256 << 20  # beyond the last cache of the machines and devices this
 COLD_BATCH_SECONDS = 6e-3
 UPDATE_BYTES = 192 << 20  # of the update that is the ceiling where `moved` is given
 READ_BYTES = 192 << 20  # of the sum that is the ceiling where `reads` is given
+PHASES = ("forward", "backward", "forward+backward")
 Function = Callable[..., tuple[Tensor, ...]]
 Inputs = tuple[list[Tensor], list[Tensor] | None]  # an operator's tensors, upstream gradients
 
@@ -63,25 +65,6 @@ class Operator:
     others: Mapping[str, Function] = field(default_factory=dict)
     optional: Mapping[str, Function] = field(default_factory=dict)
     compiled: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Goal:
-    """Factors against eager, torch.compile and others by name, and share of the ceiling; None: no
-    goal."""
-
-    eager: float | None = None
-    compiled: float | None = None
-    share: float | None = None
-    others: Mapping[str, float] = field(default_factory=dict, hash=False)
-
-    def to_dict(self) -> dict[str, float | None]:
-        return {
-            "against_eager": self.eager,
-            "against_compile": self.compiled,
-            "share_of_copy": self.share,
-            "against_others": dict(self.others),
-        }
 
 
 @dataclass(frozen=True)
@@ -123,7 +106,6 @@ class Case:
     make: Callable[[], list[Tensor]]
     backward: bool
     tensors: int | None
-    goal: Goal = Goal()
     fresh: bool = False
     cold: bool = False
     backward_alone: bool = False
@@ -150,6 +132,7 @@ class Row:
     moved_bytes: int = 0  # that must cross memory in a call; 0 where memory is no limit
     arithmetic_gflops: float | None = None  # the ceiling of a case with flops
     unavailable: Mapping[str, str] = field(default_factory=dict)  # optional variants: what they say
+    goal: Goal = Goal()
 
     @property
     def against_eager(self) -> Interval:
@@ -218,7 +201,7 @@ class Row:
             "right": not self.check,
             "check": self.check or None,
             "error_share_of_bound": self.margin,
-            "goal": self.case.goal.to_dict(),
+            "goal": self.goal.to_dict(),
         }
 
 
@@ -230,6 +213,7 @@ def measure(
     places: int = PLACES,
     rounds: int = MIN_ROUNDS,
     limits: Ceilings | CudaCeilings | None = None,
+    goal: Goal | None = None,
 ) -> Row:
     """Checks the case's results, then times its variants in turn for about `seconds`.
 
@@ -295,7 +279,17 @@ def measure(
     arithmetic = None
     if limits is not None and case.flops is not None:
         arithmetic = limits.arithmetic_gflops(case.dots)
-    return Row(case, pool(timings), check, margin, error, moved_bytes, arithmetic, unavailable)
+    return Row(
+        case,
+        pool(timings),
+        check,
+        margin,
+        error,
+        moved_bytes,
+        arithmetic,
+        unavailable,
+        goal or Goal(),
+    )
 
 
 def _available(case: Case, compiled: bool) -> tuple[dict[str, Function], dict[str, str]]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional
-from onepass.bench.case import Case, Goal, Operator
+from onepass.bench.case import PHASES, Case, Operator
 from onepass.reference import norm as reference
 
 SHAPES = ((512, 768), (2048, 1024))
@@ -26,30 +26,12 @@ OVERHEAD = (4, 8)
 DTYPES = (torch.float32, torch.bfloat16)
 EPS = 1e-5
 
-# To reach at SHAPES on a machine with AVX2, two threads: (operator, dtype, with backward).
-_RMS_BFLOAT16 = Goal(2.5, 2.0), Goal(4.0, 3.0)
-GOALS = {
-    ("layer_norm", torch.float32): (Goal(1.4, 2.0, 0.50), Goal(1.3, 1.8, 0.30)),
-    ("rms_norm", torch.float32): (Goal(3.0, 2.0, 0.55), Goal(5.0, 2.0, 0.30)),
-    ("add_rms_norm", torch.float32): (Goal(3.0, 2.5, 0.55), Goal(5.0, 2.2, 0.30)),
-    ("layer_norm", torch.bfloat16): (Goal(1.5, 2.0), Goal(1.5, 3.0)),
-    ("rms_norm", torch.bfloat16): _RMS_BFLOAT16,
-    ("add_rms_norm", torch.bfloat16): _RMS_BFLOAT16,
-}
-
-
 # On CUDA every case is cold. A tensor of 2^26 elements is 128 MiB in bfloat16: more than the L2 of
 # any device, and reading and writing it takes 90 us at 3 TB/s, against some 5 us for a launch.
 CUDA_ELEMENTS = 1 << 26
 CUDA_COLUMNS = (1024, 4096, 8192, 2048, 16384)  # where time runs out, the last are missing
 CUDA_FLOAT32 = ("layer_norm", "rms_norm")
 CUDA_CHECKED_ELEMENTS = 1 << 19
-# A kernel has to run at the speed of a copy; the backward has to sum the weights' gradients, too.
-CUDA_GOALS = {
-    "forward": Goal(1.0, 1.0, 0.90),
-    "backward": Goal(1.0, 1.0, 0.85),
-    "forward+backward": Goal(1.0, 1.0),
-}
 
 
 def _stock_add_layer_norm(x, residual, weight, bias):
@@ -120,7 +102,7 @@ def _cuda_cases(quick: bool) -> Iterator[Case]:
         for name in OPERATORS:
             for dtype in (torch.bfloat16, torch.float32):
                 if dtype is torch.bfloat16 or name in CUDA_FLOAT32:
-                    for phase in CUDA_GOALS:
+                    for phase in PHASES:
                         yield _case(name, shape, dtype, phase, cold=not quick, device="cuda")
 
 
@@ -139,13 +121,10 @@ def _case(
     if backward:
         tensors += 4 if adds else 3
     on_cuda = device == "cuda"
-    goal, make_checked = Goal(), None
+    make_checked = None
     if on_cuda and shape != QUICK:
-        goal = CUDA_GOALS[phase]
         few = (CUDA_CHECKED_ELEMENTS // shape[1], shape[1])
         make_checked = lambda: _tensors(name, few, dtype, backward, device)  # noqa: E731
-    elif shape in SHAPES:
-        goal = GOALS.get((name, dtype), (goal, goal))[backward]
     return Case(
         f"norm/{name}/{_text(dtype)}/{shape[0]}x{shape[1]}/{phase}"
         + ("/fresh" if fresh else "")
@@ -154,7 +133,6 @@ def _case(
         lambda: _tensors(name, shape, dtype, backward, device),
         backward,
         tensors,
-        goal,
         fresh,
         cold,
         backward_alone=phase == "backward",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from onepass import optim
-from onepass.bench.case import Case, Function, Goal, Operator
+from onepass.bench.case import Case, Function, Operator
 from onepass.reference import optimizer as reference
 
 MANY_SMALL = (400, 768)
@@ -33,8 +33,6 @@ CUDA_HUGE = (64, 1 << 24)
 CUDA_LARGE = (16, 1 << 24)
 CUDA_SMALL = (300, 768)
 MAX_NORM = {"within": 1e6, "clipped": 0.5}
-# To reach on two threads, against torch's own function.
-GOALS = {MANY_SMALL: Goal(eager=10.0), ONE_LARGE: Goal(eager=1.5)}
 CHECKED_SHAPES = ((768,), (5000,), (3, 7), (8192,))
 
 
@@ -173,7 +171,6 @@ def _step_case(
     dtype: torch.dtype,
     ours: Function,
     stock: Function,
-    goal: Goal,
     bytes_each: float | None,
     *,
     others: dict[str, Function] | None = None,
@@ -187,7 +184,6 @@ def _step_case(
         partial(_make, shapes, dtype, device),
         False,
         None if bytes_each is None else 1,
-        goal,
         moved=None if bytes_each is None else int(bytes_each * elements),
         compiles=False,
         make_checked=partial(_make, CHECKED_SHAPES, dtype, device),
@@ -211,19 +207,12 @@ def _steps(quick: bool, device: str) -> Iterator[Case]:
     stock = partial(_optimizer, torch.optim.AdamW)
     ours = partial(_optimizer, optim.AdamW)
 
-    def goal(on_device: Goal | None = None, **goals) -> Goal:
-        if quick:
-            return Goal()
-        return (on_device or Goal()) if on_cuda else Goal(**goals)
-
-    bandwidth = Goal(eager=1.0, share=0.9)
     yield case(
         f"adamw/float32/{first_name}",
         first,
         float32,
         ours(),
         stock(fused=True),
-        goal(bandwidth, eager=0.98, share=0.9, others={"default": 9.0}),
         28,
         others={} if on_cuda else {"default": stock()},  # whose temporaries need as much again
     )
@@ -233,7 +222,6 @@ def _steps(quick: bool, device: str) -> Iterator[Case]:
         float32,
         ours(),
         stock(fused=True),
-        goal(eager=8.0, others={"default": 35.0}),
         None,
         others={"default": stock()},
     )
@@ -244,7 +232,6 @@ def _steps(quick: bool, device: str) -> Iterator[Case]:
             float32,
             ours(max_grad_norm=1.0),
             _Steps(_stock_with_clipping),
-            goal(eager=1.45),
             32,
             formula=partial(_formula, max_norm=1.0),
         )
@@ -255,7 +242,6 @@ def _steps(quick: bool, device: str) -> Iterator[Case]:
         bfloat16,
         ours(**full),
         _Steps(_chain),
-        goal(bandwidth, eager=1.5, share=0.85),
         28,
     )
     yield case(
@@ -264,7 +250,6 @@ def _steps(quick: bool, device: str) -> Iterator[Case]:
         bfloat16,
         ours(master="remainder16", state_dtype=bfloat16),
         _Steps(_chain),
-        goal(bandwidth, others={"28 B": 1.2}),
         18,
         others={"28 B": ours(**full)},
     )
@@ -274,7 +259,6 @@ def _steps(quick: bool, device: str) -> Iterator[Case]:
         bfloat16,
         ours(master="stochastic", state_dtype=bfloat16),
         _Steps(_chain),
-        goal(bandwidth),
         14,
         others={"28 B": ours(**full)},
     )
@@ -284,7 +268,6 @@ def _steps(quick: bool, device: str) -> Iterator[Case]:
         float32,
         ours(state_dtype="int8"),
         stock(fused=True),
-        goal(others={"float32 states": 0.7}),
         16 + 4 * 4 / 256,
         others={"float32 states": ours()},
     )
@@ -304,7 +287,6 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
                 ],
                 False,
                 (1 if phase == "within" else 3) if large else None,
-                Goal() if quick or on_cuda else GOALS[count, numel],
                 device=device,
             )
     yield from _steps(quick, device)

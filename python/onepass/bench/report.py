@@ -67,6 +67,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
     on_cuda = any(row.case.device == "cuda" for row in rows)
     others = any(row.against_others for row in rows)
     arithmetic = any(row.gflops for row in rows)
+    goals = any(row.goal for row in rows)
     table = _table(
         "ours us [p10-p90]",
         "eager us",
@@ -78,7 +79,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
         *(("GB/s",) if on_cuda else ()),
         *((("TFLOP/s" if on_cuda else "GFLOP/s"),) if arithmetic else ()),
         *(("faults ours/eager",) if faults else ()),
-        "goal",
+        *(("goal",) if goals else ()),
         "right",
     )
     for row in rows:
@@ -94,7 +95,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
             *((f"{row.gbps:.0f}" if row.gbps else "-",) if on_cuda else ()),
             *((_flops(row),) if arithmetic else ()),
             *((f"{_faults(row, 'ours'):.0f}/{_faults(row, 'eager'):.0f}",) if faults else ()),
-            _goal(row),
+            *((_goal(row),) if goals else ()),
             _right(row),
         ]
         table.add_row(*map(Text, cells))
@@ -104,8 +105,9 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
 def _overhead_table(rows: Sequence[Row]) -> Table:
     columns = "ours us [p10-p90]", "eager us", "compile us", "ours - eager us [95 %]"
     others = any(row.against_others for row in rows)
-    more_columns = ("x others",) if others else ()
-    table = _table(*columns, "x eager [95 %]", *more_columns, "goal", "right")
+    goals = any(row.goal for row in rows)
+    more_columns = (("x others",) if others else ()) + (("goal",) if goals else ())
+    table = _table(*columns, "x eager [95 %]", *more_columns, "right")
     for row in rows:
         more = row.timing.difference("ours", "eager")
         cells = [
@@ -116,7 +118,7 @@ def _overhead_table(rows: Sequence[Row]) -> Table:
             f"{more.median * 1e6:+.1f} [{more.low * 1e6:+.1f} to {more.high * 1e6:+.1f}]",
             str(row.against_eager),
             *((_others(row),) if others else ()),
-            _goal(row),
+            *((_goal(row),) if goals else ()),
             _right(row),
         ]
         table.add_row(*map(Text, cells))
@@ -157,10 +159,10 @@ def _others(row: Row) -> str:
 
 def _goal(row: Row) -> str:
     """The goals, each with whether it was reached here."""
-    goal, compiled = row.case.goal, row.against_compile
+    goal, compiled = row.goal, row.against_compile
     reached = (
         (goal.eager, row.against_eager.median, "{:.1f}x"),
-        (goal.compiled, compiled and compiled.median, "{:.1f}x"),
+        (goal.compile, compiled and compiled.median, "{:.1f}x"),
         (goal.share, row.share, "{:.0%}"),
         *(
             (goal.others.get(name), interval.median, "{:.2g}x " + name)
@@ -178,7 +180,6 @@ def _goal(row: Row) -> str:
 def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
     """What the tables above mean and rest on; `result` is the object that --json writes."""
     on_cuda = result.get("device") == "cuda"
-    level = "" if on_cuda else " for AVX2 (attention: for the level here),"
     decoding = "an update in place" if on_cuda else "a read (torch's sum)"
     arithmetic = "torch's matmul" if on_cuda else "FMA (bfloat16: of dot, if there is)"
     lines = [
@@ -187,10 +188,13 @@ def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
         "cache state, autograd included; for optimizers, of an update in place; for decoding, of "
         f"{decoding}; for attention, useful operations per second in the fastest round, of "
         f"{arithmetic}",
-        f"goal:{level} against eager, against compile, of ceiling, "
-        "against others; + reached, - not, ? not measured",
         "right: worst error of outputs and gradients, of what the numerics rule allows (at most 1)",
     ]
+    if any(any(row["goal"].values()) for row in result.get("rows", ())):
+        lines.append(
+            "goal: against eager, against compile, of ceiling, against others; + reached, - not, "
+            "? not measured"
+        )
     if on_cuda:
         lines.append(
             "backward: torch.autograd.grad alone, on a graph that is kept; no input is in the L2 "

@@ -1,0 +1,102 @@
+"""`onepass bench --goals`: the project's own goals, other files, and what the table says."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+from pathlib import Path
+
+import pytest
+
+from onepass import bench
+from onepass.bench import case as cases
+from onepass.bench import harness, report
+from onepass.bench.goals import Goal, Goals, read_goals
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "goals.json"
+SECTIONS = [("cpu", "avx2"), ("cpu", "avx512_bf16"), ("cuda", "")]
+
+
+def all_cases(device: str, quick: bool = False) -> list[cases.Case]:
+    return bench._cases(argparse.Namespace(families=["all"], quick=quick, device=device))
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return bench.main(parser.parse_args(words))
+
+
+@pytest.mark.parametrize(("device", "level"), SECTIONS)
+def test_every_goal_is_of_a_case_and_its_variants(device, level):
+    """One under a name that no case has would silently never be shown."""
+    goals = read_goals(str(FILE), device, level)
+    unused = set(goals.patterns)
+    for case in all_cases(device):
+        if goal := goals.of(case.name):
+            unused.discard(next(p for p in goals.patterns if fnmatch.fnmatchcase(case.name, p)))
+            assert goal.others.keys() <= case.operator.others.keys(), case.name
+            assert goal.share is None or case.tensors or case.moved or case.reads or case.flops
+    assert not unused
+
+
+@pytest.mark.parametrize(
+    ("device", "level", "name", "goal"),
+    [
+        ("cpu", "avx2", "norm/rms_norm/float32/512x768/forward", Goal(3.0, 2.0, 0.55)),
+        ("cpu", "baseline", "attention/causal/float32/1x8x512x64/backward", Goal(2.2, share=0.75)),
+        ("cpu", "avx512", "attention/full/bfloat16/1x4x2048x64/forward", Goal(share=0.8)),
+        ("cpu", "avx512_bf16", "attention/full/bfloat16/1x4x2048x64/forward", Goal(2.8)),
+        ("cpu", "avx512_bf16", "attention/causal/float32/2x8x128x64/forward", Goal()),
+        ("cuda", "avx2", "optimizer/adamw/float32/64x16777216", Goal(1.0, share=0.9)),
+        ("cuda", "avx2", "norm/rms_norm/float32/512x768/forward", Goal(1.0, 1.0, 0.9)),
+    ],
+)
+def test_goals_of_a_level(device, level, name, goal):
+    assert read_goals(str(FILE), device, level).of(name) == goal
+
+
+def test_the_first_pattern_that_matches_is_a_cases_own():
+    goals = Goals({"norm/*/forward": Goal(2.0), "norm/*": Goal(3.0)})
+    names = ("norm/x/forward", "norm/x", "dropout/x")
+    assert [goals.of(name).eager for name in names] == [2.0, 3.0, None]
+
+
+def row_of(goal: Goal) -> cases.Row:
+    times = {"ours": [1e-3] * 3, "eager": [2e-3] * 3, "copy": [1e-3] * 3}
+    timing = harness.Timing(times, dict.fromkeys(times, 1), dict.fromkeys(times, 0.0))
+    case = next(c for c in all_cases("cpu", quick=True) if c.tensors == 2)
+    return cases.Row(case, timing, "", 0.5, "", 1000, goal=goal)
+
+
+def test_the_table_shows_what_was_reached_and_has_no_column_without_goals(capsys):
+    report.print_tables([row_of(Goal(1.9, 1.1, 1.2))])
+    printed = capsys.readouterr().out
+    assert "1.9x+ 1.1x? 120%-" in printed and "goal" in printed
+    report.print_tables([row_of(Goal())])
+    assert "goal" not in capsys.readouterr().out
+
+
+def test_measured_rows_have_their_goals(tmp_path, capsys):
+    file, name = tmp_path / "goals.json", "dropout/dropout/float32/64x96/forward+backward"
+    words = ["dropout", "--quick", "--no-compile", "--case", name, "--json", "-"]
+    file.write_text(json.dumps({"cpu": {name: {"eager": 1e9}}, "avx2": {}}))
+    assert run(*words, "--goals", str(file)) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["goal"]["against_eager"] == 1e9
+    assert run(*words) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert not any(row["goal"].values())
+
+
+WRONG = [None, "{", "[]", "{}", '{"cpu": {"x": {"eagre": 2}}, "avx2": {}}']
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_file_that_holds_no_goals_is_refused_before_anything_is_measured(text, tmp_path, capsys):
+    file = tmp_path / "goals.json"
+    if text is not None:
+        file.write_text(text)
+    assert run("dropout", "--quick", "--goals", str(file)) == 2
+    assert capsys.readouterr().err.startswith("bench: --goals must name a file of goals, got ")
