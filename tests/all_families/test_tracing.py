@@ -185,6 +185,7 @@ def everything():
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.grid
 def test_exporter_to_onnx(everything, exported, gradients):
     pytest.importorskip("onnxscript")
     from onnx.reference import ReferenceEvaluator
