@@ -36,13 +36,15 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_ATTENTION", {})
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def nothing_older():
-    """For files that collect garbage: what was there before is not looked through each time."""
+    """A collection of garbage looks at what a file's tests have made, and at nothing older.
+
+    Ten thousand tests, torch's compiler and transformers take up to a second each time, and some
+    tests make dozens of collections.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _process_state() -> dict:
@@ -68,6 +70,10 @@ def nothing_left_behind():
     yield
     after = _process_state()
     assert after == before, [name for name in before if after[name] != before[name]]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

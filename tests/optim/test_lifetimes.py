@@ -23,8 +23,6 @@ from tests.optim.cases import (
     torch_names,
 )
 
-pytestmark = pytest.mark.usefixtures("nothing_older")
-
 
 def followed(optimizer):
     params = members(optimizer)

@@ -14,7 +14,6 @@ import onepass
 from onepass.swapping import classes
 from tests.swap.foreign_norms import RMS
 
-pytestmark = pytest.mark.usefixtures("nothing_older")
 SOURCES = {
     "norm": """
 class Own(RMS):
