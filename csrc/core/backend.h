@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 namespace onepass {
@@ -20,6 +21,7 @@ struct Plan {
                             // depend on them
   const char* reason;       // why this path and no other
   int64_t threads = 1;      // that take part at most; a part of the workspace is a thread's own
+  alignas(8) unsigned char layout[192] = {};  // the operator's own, see operator_of()
 };
 
 // body(begin, end, state) over [0, count) in pieces of at least grain.
@@ -45,5 +47,26 @@ struct Operator {
   Plan (*plan)(const Args& args, const Machine& machine);
   void (*run)(const Args& args, const Plan& plan, void* workspace, const Context& context);
 };
+
+// One whose plan decides more than a Plan says, such as tiles and where things lie in the
+// workspace: plan(args, machine, layout) fills a Layout, and run(args, plan, layout, workspace,
+// context) works by it, so that nothing is derived twice.
+template <class Args, class Layout, auto plan, auto run>
+Operator<Args> operator_of() {
+  static_assert(std::is_trivially_copyable_v<Layout> && sizeof(Layout) <= sizeof(Plan::layout));
+  return {.plan =
+              [](const Args& args, const Machine& machine) {
+                Layout layout{};
+                Plan made = plan(args, machine, layout);
+                std::memcpy(made.layout, &layout, sizeof(Layout));
+                return made;
+              },
+          .run =
+              [](const Args& args, const Plan& made, void* workspace, const Context& context) {
+                Layout layout;
+                std::memcpy(&layout, made.layout, sizeof(Layout));
+                run(args, made, layout, workspace, context);
+              }};
+}
 
 }  // namespace onepass

@@ -461,8 +461,8 @@ int64_t accumulator_size_of(const NormBackward& args) {
   return args.x_dtype == DType::kFloat64 ? 8 : 4;
 }
 
-Plan plan_backward(const NormBackward& args, const Machine&) {
-  const Geometry geometry = backward_geometry(args);
+Plan plan_backward(const NormBackward& args, const Machine&, Geometry& geometry) {
+  geometry = backward_geometry(args);
   const bool in_registers = geometry.packs > 0;
   const int64_t parts = parts_of(args, geometry);
   const int64_t means = in_registers ? 0 : 2 * args.rows;
@@ -475,9 +475,8 @@ Plan plan_backward(const NormBackward& args, const Machine&) {
                                        : "rows in registers, unaligned: single elements"};
 }
 
-void run_backward(const NormBackward& args, const Plan& plan, void* workspace,
-                  const Context& context) {
-  const Geometry geometry = backward_geometry(args);
+void run_backward(const NormBackward& args, const Plan& plan, const Geometry& geometry,
+                  void* workspace, const Context& context) {
   const int parts = static_cast<int>(plan.splits);
   visit_backward(args, [&]<class Types>() {
     using A = typename Types::A;
@@ -523,6 +522,8 @@ void run_backward(const NormBackward& args, const Plan& plan, void* workspace,
 
 }  // namespace
 
-Operator<NormBackward> norm_backward() { return {plan_backward, run_backward}; }
+Operator<NormBackward> norm_backward() {
+  return operator_of<NormBackward, Geometry, plan_backward, run_backward>();
+}
 
 }  // namespace onepass::cuda

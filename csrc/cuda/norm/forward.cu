@@ -282,8 +282,8 @@ Geometry forward_geometry(const NormForward& args) {
   });
 }
 
-Plan plan_forward(const NormForward& args, const Machine&) {
-  const Geometry geometry = forward_geometry(args);
+Plan plan_forward(const NormForward& args, const Machine&, Geometry& geometry) {
+  geometry = forward_geometry(args);
   const bool in_registers = geometry.packs > 0;
   const int64_t per_block = in_registers ? geometry.rows_per_block() : 1;
   return {.workspace_bytes = 0,
@@ -295,9 +295,9 @@ Plan plan_forward(const NormForward& args, const Machine&) {
                                        : "rows in registers, unaligned: single elements"};
 }
 
-void run_forward(const NormForward& args, const Plan& plan, void*, const Context& context) {
+void run_forward(const NormForward& args, const Plan& plan, const Geometry& geometry, void*,
+                 const Context& context) {
   if (args.rows == 0) return;
-  const Geometry geometry = forward_geometry(args);
   visit_forward(args, [&]<class Types>() {
     using A = typename Types::A;
     LaunchShape shape{.blocks = plan.splits, .threads = static_cast<unsigned>(geometry.threads)};
@@ -319,6 +319,8 @@ void run_forward(const NormForward& args, const Plan& plan, void*, const Context
 
 }  // namespace
 
-Operator<NormForward> norm_forward() { return {plan_forward, run_forward}; }
+Operator<NormForward> norm_forward() {
+  return operator_of<NormForward, Geometry, plan_forward, run_forward>();
+}
 
 }  // namespace onepass::cuda
