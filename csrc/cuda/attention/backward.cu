@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   constexpr int kTiles = kStrip / 8, kSteps = kStrip / 16;
   constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kParts * kSlab / 8;
   constexpr int kKept = backward_kept_columns(kBucket);
-  constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS behind P
+  constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS, after P
   using RowTile = Tile<T, kBucket>;
   using ValueTile = Tile<T, 128>;  // of the columns of V that no registers keep
   using ScoreTile = Tile<T, backward_score_columns(kBucket)>;
@@ -147,18 +147,18 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   const auto load_doutput = [&](const Turn& turn, int stage) {
     load_queries(doutput_tile(stage), args.doutput, args.value_dim, turn);
   };
-  const auto load_memory = [&](const Turn& turn) {
+  const auto load_statistics = [&](const Turn& turn) {
     const int i = thread_index();
-    if (i >= kQueries) return QueryMemory{};
-    return load_query_memory(args, work.ends, block->sequence, block->batch, turn.head,
-                             turn.first + i);
+    if (i >= kQueries) return RowStatistics{};
+    return load_row_statistics(args, work.ends, block->sequence, block->batch, turn.head,
+                               turn.first + i);
   };
-  const auto put_turn = [&](int turn_index, const Turn& turn, const QueryMemory& memory) {
+  const auto put_turn = [&](int turn_index, const Turn& turn, const RowStatistics& statistics) {
     const int i = thread_index();
     if (i == 0) places[turn_index % 2] = turn;
     if (i >= kQueries) return;
     numbers_of(turn_index)
-        .put(i, query_numbers<kTerms>(args, block->sequence, memory, turn.first + i,
+        .put(i, query_numbers<kTerms>(args, block->sequence, statistics, turn.first + i,
                                       block->first_key, kKeys));
   };
 
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
   float dkey[kOwnTiles][4] = {}, dvalue[kOwnTiles][4] = {};
   uint32_t value_a[kKept == 0 ? 1 : kKept / 16][4] = {};
-  float dslope = 0.0f;  // of the head so far, the lane's share
+  float head_sum = 0.0f;  // of add_head_gradient(), of the head so far, the lane's share
 
   if (block->turns > 0) {
     const Turn turn = block->first_turn();
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     if constexpr (kKept > 0) load_keys(passing, args.value, args.value_dim);
     if (has_place) load_query(turn, 0), load_doutput(turn, 0);
     cp_async_commit();
-    put_turn(0, turn, load_memory(turn));
+    put_turn(0, turn, load_statistics(turn));
     if constexpr (kKept > 0) {
       cp_async_wait<0>();
       __syncthreads();
@@ -198,13 +198,13 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
   ONEPASS_ROLL
   for (int i = 0; i < block->turns; ++i) {
-    const auto stage = [&] { return work.stages > 1 ? afresh(i) % 2 : 0; };
+    const auto stage = [&] { return work.stages > 1 ? opaque(i) % 2 : 0; };
     const Turn* const turn = places + i % 2;
     const bool is_last = i + 1 == block->turns;
     cp_async_wait<0>();
     __syncthreads();  // this turn's queries have come, the last one's have been used
     if (!is_last && work.stages > 1) {
-      const Turn next = block->behind(*turn, kTile);
+      const Turn next = block->after(*turn, kTile);
       load_query(next, 1 - stage()), load_doutput(next, 1 - stage());
     }
     cp_async_commit();
@@ -250,15 +250,15 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         constexpr bool kMaskWaits = kBucket == 128;
         uint32_t counts = kMaskWaits ? settled() : 0;
         multiply_keys();
-        float tangent[kTiles][4];
+        float derivative[kTiles][4];
         if constexpr (!kMaskWaits) counts = settled();
-        bend_scores(p, tangent, args, work.numbers, terms(), place());
+        add_terms(p, derivative, args, work.numbers, terms(), place());
         from_memory.add_bias(p, args);
         term_probabilities(p, counts, place());
         multiply_values();
         term_gradients(p, ds, counts, kept, block->dropout.scale, place());
-        add_slope_gradient(dslope, ds, args, terms(), place());
-        bend_gradients(ds, tangent, counts, work.numbers);
+        add_head_gradients(head_sum, ds, args, terms(), place());
+        apply_derivatives(ds, derivative, counts, work.numbers);
         ONEPASS_UNROLL
         for (int j = 0; j < 4 * kTiles; ++j) seen_by_any |= (counts >> j & 1) << j % 4 / 2;
       } else {
@@ -279,8 +279,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     }
 
     // ---- dK, and dV where two warps have the same keys
-    QueryMemory memory{};
-    if (!is_last) memory = load_memory(block->behind(*turn, kTile));
+    RowStatistics statistics{};
+    if (!is_last) statistics = load_statistics(block->after(*turn, kTile));
     if (shares_place) __syncthreads();  // dO has been used
     ONEPASS_UNROLL
     for (int step = 0; step < kStrips * kSteps; ++step) {
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         add_gradient<kParts>(dkey, a, query_tile(stage()), lanes, 0, work.head_slabs, part());
       }
     } else if (!is_last && work.stages == 1) {
-      const Turn next = block->behind(*turn, kTile);
+      const Turn next = block->after(*turn, kTile);
       load_query(next, 0);
       if (!shares_place) load_doutput(next, 0);
       cp_async_commit();
@@ -352,15 +352,15 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     }
 
     // ---- the next turn
-    const Turn next = block->behind(*turn, kTile);
-    if (kTerms && args.dslopes && (is_last || next.head != turn->head)) {
-      store_partial(dslope, static_cast<float*>(work.ends.dslopes),
-                    block->slope_partial(args, work, turn->head),
+    const Turn next = block->after(*turn, kTile);
+    if (kTerms && head_gradient(args) && (is_last || next.head != turn->head)) {
+      store_partial(head_sum, static_cast<float*>(work.ends.head_sums),
+                    block->head_partial(args, work, turn->head),
                     scratch + turn->head % 2 * kReduceScratch<1>);
-      dslope = 0.0f;
+      head_sum = 0.0f;
     }
     if (is_last) continue;
-    put_turn(i + 1, next, memory);
+    put_turn(i + 1, next, statistics);
     if (work.stages == 1 && (kParts > 1 || shares_place)) {
       __syncthreads();  // what lies in the place of the next queries has been used
       if (kParts > 1) load_query(next, 0);
@@ -369,9 +369,9 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     }
   }
 
-  if (args.dslopes && block->turns == 0 && thread_index() < block->group_size) {
+  if (head_gradient(args) && block->turns == 0 && thread_index() < block->group_size) {
     const int head = block->first_turn().head + thread_index();
-    store_global(static_cast<float*>(work.ends.dslopes) + block->slope_partial(args, work, head),
+    store_global(static_cast<float*>(work.ends.head_sums) + block->head_partial(args, work, head),
                  0.0f);
   }
   if (block->first_key >= block->keys) return;
@@ -453,9 +453,9 @@ void run_backward(const AttentionBackward& args, const Plan& plan, void* workspa
   const BackwardShape shape(args);
   auto* const sums = static_cast<float*>(workspace);
   auto* const counters = reinterpret_cast<uint32_t*>(sums + shape.sums);
-  auto* const behind = reinterpret_cast<char*>(counters + shape.counters);
-  BackwardWork work{.ends = ends_in(behind, args, shape.key_tiles),
-                    .numbers = ScoreNumbers(args),
+  auto* const rest = reinterpret_cast<char*>(counters + shape.counters);
+  BackwardWork work{.ends = ends_in(rest, args, shape.key_tiles),
+                    .numbers = ScoreNumbers<float>(args),
                     .order = order_of(args, shape),
                     .dquery = args.dquery.data ? sums : nullptr,
                     .ticket = shape.counters > 0 ? counters : nullptr,
@@ -478,9 +478,9 @@ void run_backward(const AttentionBackward& args, const Plan& plan, void* workspa
       launch<attention_backward_kernel<T, kBucket, kTerms>>(blocks, context.stream, args, work);
     });
   });
-  if (args.dquery.data) launch_dquery(args, sums, context.stream);
+  if (args.dquery.data) launch_dquery(args, work, context.stream);
   if (args.dbias.data) {
-    launch_dbias(args, work.ends, behind + ends_bytes(args, shape.key_tiles), context.stream);
+    launch_dbias(args, work.ends, rest + ends_bytes(args, shape.key_tiles), context.stream);
   }
   finish_backward(args, work.ends, context.stream);
 }

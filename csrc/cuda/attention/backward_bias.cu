@@ -20,7 +20,7 @@ namespace {
 
 struct BiasWork {
   BackwardEnds ends;
-  ScoreNumbers numbers;
+  ScoreNumbers<float> numbers;
   float* partials;  // (parts, dbias_numel), or null where a block has all that it adds up
   int64_t batches;  // of dbias: 1 where they are summed
   int64_t heads;
@@ -160,9 +160,9 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
     load_queries(doutput, args.doutput, args.value_dim);
     cp_async_commit();
     if (const int q = thread_index(); q < kQueries) {
-      const QueryMemory memory =
-          load_query_memory(args, work.ends, next.sequence, next.batch, next.head, next.first + q);
-      numbers.put(q, query_numbers<true>(args, next.sequence, memory, next.first + q,
+      const RowStatistics statistics = load_row_statistics(args, work.ends, next.sequence,
+                                                           next.batch, next.head, next.first + q);
+      numbers.put(q, query_numbers<true>(args, next.sequence, statistics, next.first + q,
                                          block->first_key, kKeys));
     }
     if (thread_index() == 0) *turn = next;
@@ -183,13 +183,13 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
                                        random_head(args, turn->batch, turn->head), place());
       }
       const StripTerms<kTiles> from_memory(args, terms(), place());
-      float p[kTiles][4] = {}, ds[kTiles][4] = {}, tangent[kTiles][4];
+      float p[kTiles][4] = {}, ds[kTiles][4] = {}, derivative[kTiles][4];
       const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
       const int row = top();
       add_scores<T>(p, query, lanes, column(), slabs_of(args.head_dim),
                     [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, row, k); });
       const uint32_t counts = from_memory.counts(args, thread_index() % kLanes);
-      bend_scores(p, tangent, args, work.numbers, terms(), place());
+      add_terms(p, derivative, args, work.numbers, terms(), place());
       from_memory.add_bias(p, args);
       term_probabilities(p, counts, place());
       add_scores<T>(ds, doutput, lanes, column(), slabs_of(args.value_dim),

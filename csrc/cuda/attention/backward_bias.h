@@ -8,7 +8,7 @@ namespace onepass::cuda {
 // Of the workspace, a multiple of 16.
 int64_t dbias_bytes(const AttentionBackward& args);
 
-// dbias, which is wanted; behind begin_backward().
+// dbias, which is wanted; after begin_backward().
 void launch_dbias(const AttentionBackward& args, const BackwardEnds& ends, void* workspace,
                   void* stream);
 

@@ -138,32 +138,32 @@ int64_t round_up_to_16(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
 // Bytes of delta and of the two kinds of partial sums.
 struct EndsBytes {
-  EndsBytes(const AttentionBackward& args, int64_t slope_parts) {
+  EndsBytes(const AttentionBackward& args, int64_t head_parts) {
     const int64_t size = args.dtype == DType::kFloat64 ? 8 : 4, heads = args.batch * args.heads;
     delta = round_up_to_16(args.heads * args.total_q * size);
     dsinks = round_up_to_16(args.dsinks ? heads * row_parts(args) * 8 : 0);
-    dslopes = round_up_to_16(args.dslopes ? heads * slope_parts * size : 0);
+    head_sums = round_up_to_16(head_gradient(args) ? heads * head_parts * size : 0);
   }
   int64_t delta;
   int64_t dsinks;
-  int64_t dslopes;
+  int64_t head_sums;
 };
 
 }  // namespace
 
-int64_t ends_bytes(const AttentionBackward& args, int64_t slope_parts) {
-  const EndsBytes bytes(args, slope_parts);
-  return bytes.delta + bytes.dsinks + bytes.dslopes;
+int64_t ends_bytes(const AttentionBackward& args, int64_t head_parts) {
+  const EndsBytes bytes(args, head_parts);
+  return bytes.delta + bytes.dsinks + bytes.head_sums;
 }
 
-BackwardEnds ends_in(void* workspace, const AttentionBackward& args, int64_t slope_parts) {
-  const EndsBytes bytes(args, slope_parts);
+BackwardEnds ends_in(void* workspace, const AttentionBackward& args, int64_t head_parts) {
+  const EndsBytes bytes(args, head_parts);
   char* const dsinks = static_cast<char*>(workspace) + bytes.delta;
   return {.delta = workspace,
           .dsinks = args.dsinks ? reinterpret_cast<double*>(dsinks) : nullptr,
-          .dslopes = args.dslopes ? dsinks + bytes.dsinks : nullptr,
+          .head_sums = head_gradient(args) ? dsinks + bytes.dsinks : nullptr,
           .sink_parts = row_parts(args),
-          .slope_parts = slope_parts};
+          .head_parts = head_parts};
 }
 
 void begin_backward(const AttentionBackward& args, const BackwardEnds& ends, void* stream) {
@@ -182,11 +182,11 @@ void finish_backward(const AttentionBackward& args, const BackwardEnds& ends, vo
   if (args.dsinks) {
     add_up<double>(args, ends.dsinks, ends.sink_parts, true, args.dsinks, args.sinks_dtype, stream);
   }
-  if (!args.dslopes) return;
+  if (!head_gradient(args)) return;
   visit_bool(args.dtype == DType::kFloat64, [&]<bool kDouble>() {
     using A = std::conditional_t<kDouble, double, float>;
-    add_up<A>(args, ends.dslopes, ends.slope_parts, args.alibi_batch_stride == 0, args.dslopes,
-              DType::kFloat32, stream);
+    add_up<A>(args, ends.head_sums, ends.head_parts, batches_share_numbers(args),
+              head_gradient(args), DType::kFloat32, stream);
   });
 }
 

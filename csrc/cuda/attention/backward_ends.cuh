@@ -1,14 +1,14 @@
 // The two ends of a backward, for the kernels between them whatever those are made of: delta of
-// every query before, the sums over a head's rows behind.
+// every query before, the sums over a head's rows after.
 //
 //   delta[i] = sum over d of doutput[i][d] * output[i][d] - dlse[i]
 //   dsinks[h] = -sum over batches and rows of exp(sink - lse) * delta
-//   dslopes[b][h] = -sum over scores of ds * |position - key|, summed over batches where the slopes
-//                   have none
+//   head_gradient() of scores.cuh, of the numbers that a term has for each head
 //
 // What is summed over rows comes as partial sums, one per block of a kernel, which a last launch
 // adds up in order: nothing depends on the order of blocks. delta and the partial sums of dsinks
-// are made here; those of dslopes by the kernel that has ds, with store_partial().
+// are made here; those of the gradient of a head's numbers by the kernel that has ds, with
+// store_partial().
 #pragma once
 
 #include "cuda/attention/scores.cuh"
@@ -23,18 +23,18 @@ inline constexpr int kDeltaChain = 128 / sizeof(A);
 
 // In the workspace. A is the accumulator's dtype: double for float64, else float.
 struct BackwardEnds {
-  void* delta;          // A, like lse: lse_row() says where
-  double* dsinks;       // (batch, heads, sink_parts) partial sums; null if not wanted
-  void* dslopes;        // A (batch, heads, slope_parts) likewise; each is written once, also if 0
-  int64_t sink_parts;   // rows of a head in blocks
-  int64_t slope_parts;  // as the kernel between the ends cuts up a (batch, head)
+  void* delta;      // A, like lse: lse_row() says where
+  double* dsinks;   // (batch, heads, sink_parts) partial sums; null if not wanted
+  void* head_sums;  // A (batch, heads, head_parts) likewise of head_gradient(), each written once
+  int64_t sink_parts;  // rows of a head in blocks
+  int64_t head_parts;  // as the kernel between the ends cuts up a (batch, head)
 };
 
 // Of the workspace, from its beginning; a multiple of 16.
-int64_t ends_bytes(const AttentionBackward& args, int64_t slope_parts);
-BackwardEnds ends_in(void* workspace, const AttentionBackward& args, int64_t slope_parts);
+int64_t ends_bytes(const AttentionBackward& args, int64_t head_parts);
+BackwardEnds ends_in(void* workspace, const AttentionBackward& args, int64_t head_parts);
 
-// Launches: delta and the partial sums of dsinks; dsinks and dslopes.
+// Launches: delta and the partial sums of dsinks; dsinks and head_gradient().
 void begin_backward(const AttentionBackward& args, const BackwardEnds& ends, void* stream);
 void finish_backward(const AttentionBackward& args, const BackwardEnds& ends, void* stream);
 
@@ -49,7 +49,7 @@ struct RowLse {
   }
 };
 
-// row: of lse_row(). One that saw no key has no probabilities: with its lse turned around,
+// row: of lse_row(). One that saw no key has no probabilities: with inf as its lse,
 // exp(-inf) is 0.
 template <class A>
 __device__ __forceinline__ RowLse<A> load_lse(const AttentionBackward& args, int64_t row) {

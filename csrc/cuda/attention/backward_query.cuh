@@ -80,7 +80,7 @@ inline constexpr int kDqueryThreads = 128;
 // A warp has the rows of a unit.
 template <class T>
 __global__ void __launch_bounds__(kDqueryThreads)
-    attention_dquery_kernel(const AttentionBackward args, const float* sums) {
+    attention_dquery_kernel(const AttentionBackward args, const float* sums, const float scale) {
   constexpr int kWarps = kDqueryThreads / kLanes;
   const int64_t blocks = (units_of_rows(args.seq_q) + kWarps - 1) / kWarps;
   const int64_t batch = blockIdx.x / blocks / args.heads;
@@ -91,7 +91,6 @@ __global__ void __launch_bounds__(kDqueryThreads)
   const int64_t query = unit * kUnitRows + lane_index() / 4;
   const auto rows = rows_of<T>(args.dquery, batch, head, sequence.first_q, args.head_dim);
   const int slabs = slabs_of(args.head_dim);
-  const auto scale = static_cast<float>(args.scale);
   for (int slab = 0; slab < slabs; ++slab) {
     const float* const values =
         sums + ((first_unit(args, sequence, batch, head) + unit) * slabs + slab) * kUnit;
@@ -112,13 +111,13 @@ __global__ void __launch_bounds__(kDqueryThreads)
   }
 }
 
-inline void launch_dquery(const AttentionBackward& args, const float* sums, void* stream) {
+inline void launch_dquery(const AttentionBackward& args, const BackwardWork& work, void* stream) {
   constexpr int kWarps = kDqueryThreads / kLanes;
   const int64_t blocks = (units_of_rows(args.seq_q) + kWarps - 1) / kWarps;
   visit_bool(args.dtype == DType::kBFloat16, [&]<bool kBFloat16>() {
     launch<attention_dquery_kernel<std::conditional_t<kBFloat16, BFloat16, Float16>>>(
         {.blocks = args.batch * args.heads * blocks, .threads = kDqueryThreads}, stream, args,
-        sums);
+        static_cast<const float*>(work.dquery), work.numbers.scale);
   });
 }
 

@@ -98,17 +98,18 @@ struct QueryTile {
   }
 };
 
-// What memory has of a query; read one tile ahead, so nothing is computed from it yet.
-struct QueryMemory {
+// Statistics of a query row, prefetched one tile ahead: nothing is computed from them yet.
+struct RowStatistics {
   float lse;
   float rest;
   float delta;
 };
 
-__device__ __forceinline__ QueryMemory load_query_memory(const AttentionBackward& args,
-                                                         const BackwardEnds& ends,
-                                                         const Sequence& sequence, int64_t batch,
-                                                         int64_t head, int query) {
+__device__ __forceinline__ RowStatistics load_row_statistics(const AttentionBackward& args,
+                                                             const BackwardEnds& ends,
+                                                             const Sequence& sequence,
+                                                             int64_t batch, int64_t head,
+                                                             int query) {
   if (query >= sequence.queries) return {-INFINITY, 0.0f, 0.0f};
   const int64_t row = lse_row(args, sequence, batch, head, query);
   return {load_global(static_cast<const float*>(args.lse) + row),
@@ -119,12 +120,12 @@ __device__ __forceinline__ QueryMemory load_query_memory(const AttentionBackward
 template <bool kTerms>
 __device__ __forceinline__ QueryNumbers query_numbers(const AttentionBackward& args,
                                                       const Sequence& sequence,
-                                                      const QueryMemory& memory, int query,
+                                                      const RowStatistics& statistics, int query,
                                                       int first_key, int tile_keys) {
   // With its lse turned around, a row that saw no key has no probabilities: exp(-inf) is 0.
-  const float lse = memory.lse == -INFINITY ? INFINITY : memory.lse;
-  QueryNumbers numbers{lse, memory.rest, memory.delta, 0, 0};
-  if constexpr (!kTerms) numbers.lse = -multiply_add(lse, kLog2e, memory.rest * kLog2e);
+  const float lse = statistics.lse == -INFINITY ? INFINITY : statistics.lse;
+  QueryNumbers numbers{lse, statistics.rest, statistics.delta, 0, 0};
+  if constexpr (!kTerms) numbers.lse = -multiply_add(lse, kLog2e, statistics.rest * kLog2e);
   if (query >= sequence.queries) return numbers;
   const KeyRange keys = keys_of(args, sequence, query);
   const auto in_tile = [&](int64_t key) {
@@ -160,10 +161,11 @@ struct Strip {
   __device__ __forceinline__ uint32_t sees(int n) const {
     return queries.sees(queries_of(n), key + lane / 4);
   }
-  // |position - key|, exact up to 2^24.
-  __device__ __forceinline__ float distance(const HeadTerms& terms, int j) const {
+  // Distances are exact up to 2^24.
+  __device__ __forceinline__ ScorePlace<float> place(const HeadTerms& terms, int j) const {
     const auto first = static_cast<float>(first_query + terms.alignment - first_key);
-    return fabsf(first + static_cast<float>(query_of(j) - first_query - (key_of(j) - first_key)));
+    const int further = query_of(j) - first_query - (key_of(j) - first_key);
+    return {terms.numbers, fabsf(first + static_cast<float>(further))};
   }
 };
 
@@ -187,8 +189,7 @@ __device__ __forceinline__ uint32_t draw_transposed(const Dropout& dropout, cons
     const auto word = dropout_words(dropout, args, random_head, query, call);
     ONEPASS_UNROLL
     for (int k = 0; k < kCallKeys; ++k) {
-      const bool keeps = (word[k / 2] >> k % 2 * 16 & 0xffffu) >= dropout.threshold;
-      kept |= static_cast<uint32_t>(keeps) << (4 * n + k);
+      kept |= static_cast<uint32_t>(keeps(dropout, word, k)) << (4 * n + k);
     }
   }
   constexpr uint32_t kLower[] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu};
@@ -230,28 +231,20 @@ __device__ __forceinline__ void plain_gradients(float (&p)[kTiles][4], float (&d
   }
 }
 
-// scalar: p = softcap * tanh(scale * p / softcap) - slope * distance
+// scalar: p = score of p, but for what memory adds
 //
-// tangent: the derivative of softcap, if there is one.
+// derivative: of the score by scale * p, where the call has one.
 template <int kTiles, int kQueries>
-__device__ __forceinline__ void bend_scores(float (&p)[kTiles][4], float (&tangent)[kTiles][4],
-                                            const Attention& args, const ScoreNumbers& numbers,
-                                            const HeadTerms& terms, const Strip<kQueries>& at) {
-  const auto for_each = [&](auto&& body) {
-    ONEPASS_UNROLL
-    for (int j = 0; j < 4 * kTiles; ++j) body(p[j / 4][j % 4], j);
-  };
-  for_each([&](float& s, int) { s *= numbers.scale; });
-  if (numbers.softcap != 0.0f) {
-    for_each([&](float& s, int j) {
-      const float bent = tanh_approximate(s * numbers.inverse_softcap);
-      s = numbers.softcap * bent;
-      tangent[j / 4][j % 4] = multiply_add(-bent, bent, 1.0f);
-    });
-  }
-  if (args.alibi_slopes) {
-    for_each([&](float& s, int j) { s = multiply_add(-terms.slope, at.distance(terms, j), s); });
-  }
+__device__ __forceinline__ void add_terms(float (&p)[kTiles][4], float (&derivative)[kTiles][4],
+                                          const Attention& args, const ScoreNumbers<float>& numbers,
+                                          const HeadTerms& terms, const Strip<kQueries>& at) {
+  apply_terms<FastTerms>(
+      args, numbers,
+      [&](auto&& body) {
+        ONEPASS_UNROLL
+        for (int j = 0; j < 4 * kTiles; ++j) body(p[j / 4][j % 4], j, derivative[j / 4][j % 4]);
+      },
+      [&](int j) { return at.place(terms, j); });
 }
 
 // scalar: p = exp(p - lse), 0 where it does not count
@@ -289,28 +282,30 @@ __device__ __forceinline__ void term_gradients(float (&p)[kTiles][4], float (&ds
   }
 }
 
-// scalar: dslope += ds * distance
+// sum: of a head, see add_head_gradient() of one score.
 template <int kTiles, int kQueries>
-__device__ __forceinline__ void add_slope_gradient(float& dslope, const float (&ds)[kTiles][4],
-                                                   const Attention& args, const HeadTerms& terms,
+__device__ __forceinline__ void add_head_gradients(float& sum, const float (&ds)[kTiles][4],
+                                                   const AttentionBackward& args,
+                                                   const HeadTerms& terms,
                                                    const Strip<kQueries>& at) {
-  if (!args.alibi_slopes) return;
+  if (!head_gradient(args)) return;
   ONEPASS_UNROLL
   for (int j = 0; j < 4 * kTiles; ++j) {
-    dslope = multiply_add(ds[j / 4][j % 4], at.distance(terms, j), dslope);
+    add_head_gradient<FastTerms>(sum, ds[j / 4][j % 4], at.place(terms, j));
   }
 }
 
-// scalar: ds *= tangent, from the gradient of the score to that of scale * product
+// scalar: ds *= derivative, from the gradient of the score to that of scale * product
 template <int kTiles>
-__device__ __forceinline__ void bend_gradients(float (&ds)[kTiles][4],
-                                               const float (&tangent)[kTiles][4], uint32_t counts,
-                                               const ScoreNumbers& numbers) {
-  if (numbers.softcap == 0.0f) return;
+__device__ __forceinline__ void apply_derivatives(float (&ds)[kTiles][4],
+                                                  const float (&derivative)[kTiles][4],
+                                                  uint32_t counts,
+                                                  const ScoreNumbers<float>& numbers) {
+  if (!numbers.has_derivative()) return;
   ONEPASS_UNROLL
   for (int j = 0; j < 4 * kTiles; ++j) {
-    // A score that does not count may be anything, and so may the tangent.
-    if (counts >> j & 1) ds[j / 4][j % 4] *= tangent[j / 4][j % 4];
+    // A score that does not count may be anything, and so may its derivative.
+    if (counts >> j & 1) ds[j / 4][j % 4] *= derivative[j / 4][j % 4];
   }
 }
 

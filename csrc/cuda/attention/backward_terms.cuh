@@ -3,8 +3,8 @@
 // Rows of both are of keys, and a lane's scores (backward_scores.cuh) are of neighbouring queries.
 // So lanes read a row's neighbours, two elements of a bias or 16 bytes of a mask at a time, and
 // hand them on to the lanes that have their scores: a bias by movmatrix, a mask as bits. They are
-// asked for in front of the product that hides the way, and stay as they came until behind it;
-// but a mask is waited for where a kernel has no registers for it meanwhile.
+// loaded before the product that hides their latency, and converted after it; but a mask is
+// waited for where a kernel has no registers for it meanwhile.
 //
 // In registers, not by way of shared memory: there is no room for a tile of bias beside those of
 // 128 columns in 99 KiB, nor for one of float32 in 163 KiB, and dbias has none at all.
@@ -181,7 +181,7 @@ class StripTerms {
     const uint32_t high = ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word;
     return (high >> 7 & 0x01010101u) * 0x01020408u >> 24;
   }
-  // Bits 0, 16, 8 and 24 (of two queries in halves of a word: the lane's key and the one 8 behind)
+  // Bits 0, 16, 8 and 24 (of two queries in halves of a word: the lane's key and the one 8 further)
   // as bits 0 to 3.
   static __device__ __forceinline__ uint32_t own_bits(uint32_t of_two) {
     return (of_two & 0x01010101u) * 0x01040208u >> 24;

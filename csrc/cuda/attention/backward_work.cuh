@@ -12,7 +12,7 @@ namespace onepass::cuda {
 // Of a call, beside its arguments.
 struct BackwardWork {
   BackwardEnds ends;
-  ScoreNumbers numbers;
+  ScoreNumbers<float> numbers;
   BlockOrder order;  // of pairs' tiles of keys, each of which has the queries of all heads
   float* dquery;     // sums, see backward_query.cuh; null if not wanted
   uint32_t* ticket;  // of the next block; null: blocks add to dQ in any order
@@ -77,7 +77,7 @@ struct BlockConstants {
   }
 
   __device__ __forceinline__ Turn first_turn() const { return {kv_head * group_size, begin}; }
-  __device__ __forceinline__ Turn behind(const Turn& turn, const AttentionTile& shape) const {
+  __device__ __forceinline__ Turn after(const Turn& turn, const AttentionTile& shape) const {
     return turn.first + shape.queries < end ? Turn{turn.head, turn.first + shape.queries}
                                             : Turn{turn.head + 1, begin};
   }
@@ -93,9 +93,9 @@ struct BlockConstants {
     const SeenKeys seen = keys_of(args, turn, shape);
     return seen.all_first <= first_key && first_key + shape.keys <= seen.all_last;
   }
-  __device__ __forceinline__ int64_t slope_partial(const AttentionBackward& args,
-                                                   const BackwardWork& work, int head) const {
-    return (batch * args.heads + head) * work.ends.slope_parts + tile;
+  __device__ __forceinline__ int64_t head_partial(const AttentionBackward& args,
+                                                  const BackwardWork& work, int head) const {
+    return (batch * args.heads + head) * work.ends.head_parts + tile;
   }
 };
 

@@ -96,9 +96,10 @@ class DecodeBlock {
            Tile::kRows * (row + (has_runs ? run_row : 0)) + static_cast<int>(sizeof(Facts)) + 64;
   }
 
-  __device__ __forceinline__ DecodeBlock(const AttentionDecode& args, const DecodeShape& shape,
-                                         const StoredStates& stored)
-      : args_(args), shape_(shape), stored_(stored) {
+  __device__ __forceinline__ DecodeBlock(const AttentionDecode& args,
+                                         const ScoreNumbers<float>& numbers,
+                                         const DecodeShape& shape, const StoredStates& stored)
+      : args_(args), numbers_(numbers), shape_(shape), stored_(stored) {
     SharedMemory shared;
     queue_ = shared.take<Words>(kQueueBytes / 16);
     queries_ = shared.take<unsigned char>(Tile::kQueryBytes);
@@ -157,7 +158,8 @@ class DecodeBlock {
     __syncthreads();
   }
 
-  // Of the new rows those in a chunk; what no chunk covers is the outer ones' business.
+  // Of the new rows those in a chunk; the first and the last chunk also write those that lie
+  // outside of all chunks.
   __device__ __forceinline__ void write_new(int chunk) {
     const Chunks& chunks = facts_->pieces.chunks;
     const CachedKeys& all = facts_->all;
@@ -217,12 +219,12 @@ class DecodeBlock {
     const OwnRows<Tile> rows(args_, shape_, tile, all, first_key, count);
     ONEPASS_ROLL
     for (int turn = first_turn; turn < last_turn; ++turn) {
-      // Behind each group that is waited for, 2 kStages - 1 newer ones have been committed.
+      // After each group that is waited for, 2 kStages - 1 newer ones have been committed.
       cp_async_wait<2 * kStages - 1>();
       float score[Tile::kOwnRows][Tile::kOwnScores], shrink[Tile::kOwnRows];
       Tile::multiply(score, queries_, queue(turn, 0), static_cast<int>(args_.head_dim), tile.rows);
       load_keys(turn + kStages);
-      add_terms(score, args_, rows, key_of(turn));
+      add_terms(score, args_, numbers_, rows, key_of(turn));
       state.weigh(score, shrink);
       cp_async_wait<2 * kStages - 1>();
       state.tile.add(score, shrink, queue(turn, 1), static_cast<int>(args_.value_dim), tile.rows,
@@ -334,6 +336,7 @@ class DecodeBlock {
   }
 
   const AttentionDecode& args_;
+  const ScoreNumbers<float>& numbers_;
   const DecodeShape& shape_;
   const StoredStates& stored_;
   Words* queue_;   // (kWarps, stages, key or value, pieces, lanes); then the warps' values
@@ -349,12 +352,13 @@ class DecodeBlock {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kWarps* kLanes, Tile::kBlocks)
     attention_decode_kernel(const AttentionDecode __grid_constant__ args,
+                            const ScoreNumbers<float> __grid_constant__ numbers,
                             const DecodeShape __grid_constant__ shape,
                             const StoredStates __grid_constant__ stored) {
-  DecodeBlock<Tile>(args, shape, stored).run();
+  DecodeBlock<Tile>(args, numbers, shape, stored).run();
 }
 
-// ---- what comes before and behind ---------------------------------------------------------------
+// ---- what comes before and after ---------------------------------------------------------------
 
 constexpr int kAppendThreads = 256;
 constexpr int64_t kAppendRows = 16;
@@ -510,7 +514,7 @@ void run_decode(const AttentionDecode& args, const Plan&, void* workspace, const
         {.blocks = shape.tiles * shape.splits,
          .threads = Tile::kWarps * kLanes,
          .shared_bytes = static_cast<size_t>(DecodeBlock<Tile>::shared_bytes(has_runs))},
-        context.stream, args, shape, stored);
+        context.stream, args, ScoreNumbers<float>(args), shape, stored);
   });
   if (shape.slots <= 1) return;
   launch<attention_decode_join_kernel>({.blocks = shape.tiles * shape.tile_rows,

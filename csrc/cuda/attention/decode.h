@@ -52,7 +52,7 @@ ONEPASS_HOST_DEVICE constexpr int64_t chunk_keys(int64_t keys) {
 struct Chunks {
   int64_t keys;   // of each
   int64_t first;  // numbers, counted from the sequence's first key
-  int64_t last;   // behind the last one
+  int64_t last;   // after the last one
 };
 
 ONEPASS_HOST_DEVICE constexpr int64_t window_keys(const AttentionDecode& args) {

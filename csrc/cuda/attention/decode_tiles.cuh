@@ -101,7 +101,7 @@ class TurnRows {
 // one may be called the k-th, if it is that row of the other. So the k of scores are dealt out such
 // that a lane's two fragments of 32 columns are the 16 bytes from column 8 t of the row of key g,
 // and the columns of V such that its eight are those from 8 g, of keys 2 t and 2 t + 1 (and 8
-// behind). No lane moves anything to another: pairs of keys are put together by halves of words.
+// further). No lane moves anything to another: pairs of keys are put together by halves of words.
 template <class T, int kDims_>
 struct TensorTile {
   using Element = T;

@@ -17,7 +17,7 @@ template <class Tile>
 struct OwnRows {
   KeysThere keys[Tile::kOwnRows];
   int position[Tile::kOwnRows];
-  float slope[Tile::kOwnRows];
+  HeadNumbers numbers[Tile::kOwnRows];
 
   __device__ __forceinline__ OwnRows(const AttentionDecode& args, const DecodeShape& shape,
                                      const RowTile& tile, const CachedKeys& all, int64_t first_key,
@@ -27,16 +27,14 @@ struct OwnRows {
       const int row = Tile::own_row(i);
       keys[i] = {0, 0};
       position[i] = 0;
-      slope[i] = 0.0f;
+      numbers[i] = {};
       if (row >= tile.rows) continue;
       const int64_t query = tile.query(shape, row);
       const KeyRange seen = cached_keys_of(args, all, query);
       keys[i] = {keys_within(seen.first - first_key, count),
                  keys_within(seen.last - first_key, count)};
       position[i] = static_cast<int>(all.last - args.seq_q + query - first_key);
-      if (!args.alibi_slopes) continue;
-      slope[i] = load_global(args.alibi_slopes + tile.batch * args.alibi_batch_stride +
-                             tile.head(shape, row));
+      numbers[i] = load_head_numbers(args, tile.batch, tile.head(shape, row));
     }
   }
 };
@@ -50,39 +48,25 @@ __device__ __forceinline__ float exponential(float x) {
   }
 }
 
-template <bool kExact>
-__device__ __forceinline__ float bent(float score, float cap) {
-  if constexpr (kExact) {
-    return cap * std::tanh(score / cap);
-  } else {
-    return cap * tanh_approximate(score * (1.0f / cap));
-  }
-}
-
-// scalar: s = scale * product; s = softcap * tanh(s / softcap); s -= slope * |position - key|; -inf
-//         where the row does not see the key
+// scalar: score = terms(scale * score), -inf where the row does not see the key
 template <class Tile>
 __device__ __forceinline__ void add_terms(float (&score)[Tile::kOwnRows][Tile::kOwnScores],
-                                          const AttentionDecode& args, const OwnRows<Tile>& rows,
-                                          int first_key) {
-  const float scale = static_cast<float>(args.scale), cap = static_cast<float>(args.softcap);
+                                          const AttentionDecode& args,
+                                          const ScoreNumbers<float>& numbers,
+                                          const OwnRows<Tile>& rows, int first_key) {
+  constexpr int kScores = Tile::kOwnScores;  // of a row
   const auto for_each = [&](auto&& body) {
     ONEPASS_UNROLL
-    for (int e = 0; e < Tile::kOwnRows * Tile::kOwnScores; ++e) {
-      const int i = e / Tile::kOwnScores, j = e % Tile::kOwnScores;
-      body(score[i][j], i, first_key + Tile::own_key(j));
-    }
+    for (int e = 0; e < Tile::kOwnRows * kScores; ++e) body(score[e / kScores][e % kScores], e);
   };
-  for_each([&](float& s, int, int) { s *= scale; });
-  if (args.softcap != 0.0) for_each([&](float& s, int, int) { s = bent<Tile::kExact>(s, cap); });
-  if (args.alibi_slopes) {
-    for_each([&](float& s, int i, int key) {
-      const int distance = rows.position[i] - key;
-      s -= rows.slope[i] * static_cast<float>(distance < 0 ? -distance : distance);
-    });
-  }
-  for_each([&](float& s, int i, int key) {
-    if (!rows.keys[i].has(key)) s = -INFINITY;
+  const auto key_of = [&](int e) { return first_key + Tile::own_key(e % kScores); };
+  using Math = TermMath<Tile::kExact, false>;
+  apply_terms<Math>(args, numbers, for_each, [&](int e) -> ScorePlace<float> {
+    const int distance = rows.position[e / kScores] - key_of(e);
+    return {rows.numbers[e / kScores], static_cast<float>(distance < 0 ? -distance : distance)};
+  });
+  for_each([&](float& s, int e) {
+    if (!rows.keys[e / kScores].has(key_of(e))) s = -INFINITY;
   });
 }
 

@@ -96,7 +96,7 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], const Dropout& dropo
 // kTerms: there is more to a score than the product of query and key, or keys are in pages.
 template <class T, int kBucket, bool kTerms, bool kNarrow>
 __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads())
-    attention_forward_kernel(const AttentionForward args, const ScoreNumbers numbers,
+    attention_forward_kernel(const AttentionForward args, const ScoreNumbers<float> numbers,
                              const BlockOrder order) {
   constexpr AttentionTile kTile = forward_tile(kBucket, kTerms, kNarrow);
   constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kThreads = kTile.threads();
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
   const auto query_rows = rows_of<const T>(args.query, batch, head, sequence.first_q, head_dim);
   // A tile of keys or values, whose rows are looked up each time.
   const auto load_rows = [&](const RowTile& tile, const Strided& tensor, int cols, int index) {
-    const int of_batch = afresh(batch), first_key = index * kKeys - shift;
+    const int of_batch = opaque(batch), first_key = index * kKeys - shift;
     const auto rows = rows_of<const T>(tensor, kTerms && args.block_table ? 0 : of_batch, kv_head,
                                        sequence_of(args, of_batch).first_k, cols);
     if (kTerms && args.block_table) {
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
         add_terms(p[m], args, numbers, terms, rows, first_key);
         if (args.mask.data) unseen[m] = unseen_keys(p[m]);
       } else if (first_key < all_begin || first_key > all_end) {
-        lane_rows(args, sequence_of(args, afresh(batch)), first + warp_row + 16 * m, rows);
+        lane_rows(args, sequence_of(args, opaque(batch)), first + warp_row + 16 * m, rows);
         ONEPASS_UNROLL
         for (int i = 0; i < 4 * kTiles; ++i) {
           const int j = key_of(first_key, i / 4, i % 4);
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads
 
   // The output takes the place of the warp's own rows of Q, which nobody else has read.
   // Where it goes is found out anew, instead of kept in registers through the loop.
-  const BlockPlace own = order.place(static_cast<unsigned>(afresh(static_cast<int>(blockIdx.x))));
+  const BlockPlace own = order.place(static_cast<unsigned>(opaque(static_cast<int>(blockIdx.x))));
   const int top = first_of(own.turn);
   const Sequence whole = sequence_of(args, own.batch);
   const auto output_rows = rows_of<T>(args.output, own.batch, own.head, whole.first_q, value_dim);
@@ -319,7 +319,7 @@ void launch_forward(const AttentionForward& args, int64_t blocks, void* stream) 
       {.blocks = blocks,
        .threads = kTile.threads(),
        .shared_bytes = forward_shared_bytes(kBucket, kTile)},
-      stream, args, ScoreNumbers(args), order_of(args, blocks));
+      stream, args, ScoreNumbers<float>(args), order_of(args, blocks));
 }
 
 void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {

@@ -34,46 +34,27 @@ __device__ __forceinline__ int key_of(int first_key, int n, int e) {
   return first_key + 8 * n + lane_index() % 4 * 2 + e % 2;
 }
 
-// What scores are scaled and bent by, in float32: a parameter of kernels, because a device has few
-// units for the doubles of the arguments and would convert them again for every tile.
-struct ScoreNumbers {
-  float scale;
-  float unit;     // scale * log2(e)
-  float softcap;  // 0: none
-  float inverse_softcap;
+// Whether a call takes the instances with terms: there is more to a score than the product, scaled
+// by a positive factor, or keys are in pages.
+inline bool has_terms(const Attention& args) {
+  return changes_scores(args) || args.mask.data || args.seed || args.block_table ||
+         !(args.scale > 0.0);
+}
 
-  explicit ScoreNumbers(const Attention& args)
-      : scale(static_cast<float>(args.scale)),
-        unit(scale * kLog2e),
-        softcap(static_cast<float>(args.softcap)),
-        inverse_softcap(1.0f / softcap) {}
-};
-
-// What a row of all others than its product with a key depends on.
+// What the terms of a head's scores depend on, beside the call.
 struct HeadTerms {
   int64_t batch;
   int64_t head;
   int64_t alignment;
-  float slope;
+  HeadNumbers numbers;
 
   __device__ __forceinline__ HeadTerms(const Attention& args, const Sequence& sequence,
                                        int64_t batch_index, int64_t head_index)
-      : batch(batch_index), head(head_index), alignment(sequence.alignment), slope(0.0f) {
-    if (!args.alibi_slopes) return;
-    slope = load_global(args.alibi_slopes + batch * args.alibi_batch_stride + head);
-  }
+      : batch(batch_index),
+        head(head_index),
+        alignment(sequence.alignment),
+        numbers(load_head_numbers(args, batch, head)) {}
 };
-
-// tanh, exact to a few 1e-7 of it: by exp2, and by its series where that would leave few digits.
-__device__ __forceinline__ float tanh_approximate(float x) {
-  const float square = x * x;
-  float series = multiply_add(square, -17.0f / 315.0f, 2.0f / 15.0f);
-  series = multiply_add(square, series, -1.0f / 3.0f);
-  series = multiply_add(x * square, series, x);
-  const float power = exp2_approximate(2.0f * kLog2e * x);
-  const float whole = 1.0f - 2.0f * reciprocal_approximate(1.0f + power);
-  return square < 0.04f ? series : whole;
-}
 
 // A lane's two rows of a bias or a mask.
 template <class B>
@@ -85,6 +66,11 @@ struct TermRows {
     data += terms.batch * tensor.batch_stride + terms.head * tensor.head_stride;
     row[0] = data + rows[0].query * tensor.row_stride;
     row[1] = data + rows[1].query * tensor.row_stride;
+  }
+
+  // Element i % 4 of the lane's fragment i / 4.
+  __device__ __forceinline__ const B* of(int i, int first_key) const {
+    return row[i % 4 / 2] + key_of(first_key, i / 4, i % 4);
   }
 
   // Whether a tile's keys all have elements, which for both rows begin at a multiple of the bytes
@@ -160,33 +146,25 @@ struct TermRows {
 // scalar: score = terms(scale * score), -inf where the row does not see the key
 template <int kTiles>
 __device__ __forceinline__ void add_terms(float (&score)[kTiles][4], const Attention& args,
-                                          const ScoreNumbers& numbers, const HeadTerms& terms,
-                                          const LaneRow (&rows)[2], int first_key) {
+                                          const ScoreNumbers<float>& numbers,
+                                          const HeadTerms& terms, const LaneRow (&rows)[2],
+                                          int first_key) {
   const auto for_each = [&](auto&& body) {
     ONEPASS_UNROLL
-    for (int i = 0; i < 4 * kTiles; ++i) {
-      const int n = i / 4, e = i % 4;
-      body(score[n][e], n, e, rows[e / 2], key_of(first_key, n, e));
-    }
+    for (int i = 0; i < 4 * kTiles; ++i) body(score[i / 4][i % 4], i);
   };
-  const auto sees = [](const LaneRow& row, int key) { return row.first <= key && key < row.last; };
-  for_each([&](float& s, int, int, const LaneRow&, int) { s *= numbers.scale; });
-  if (numbers.softcap != 0.0f) {
-    for_each([&](float& s, int, int, const LaneRow&, int) {
-      s = numbers.softcap * tanh_approximate(s * numbers.inverse_softcap);
-    });
-  }
-  if (args.alibi_slopes) {
-    // Exact up to 2^24 keys, and rounded as float32 has it beyond.
-    float ahead[2];  // of the row's position over the lane's first key
-    ONEPASS_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      ahead[r] = static_cast<float>(rows[r].query + terms.alignment - key_of(first_key, 0, 0));
-    }
-    for_each([&](float& s, int n, int e, const LaneRow&, int) {
-      s = multiply_add(-terms.slope, fabsf(ahead[e / 2] - static_cast<float>(8 * n + e % 2)), s);
-    });
-  }
+  const auto sees = [&](int i) {
+    const LaneRow& row = rows[i % 4 / 2];
+    const int key = key_of(first_key, i / 4, i % 4);
+    return row.first <= key && key < row.last;
+  };
+  apply_terms<FastTerms>(args, numbers, for_each, [&](int i) -> ScorePlace<float> {
+    // Of the row's position over the lane's first key: exact up to 2^24 keys, and rounded as
+    // float32 has it beyond.
+    const auto ahead =
+        static_cast<float>(rows[i % 4 / 2].query + terms.alignment - key_of(first_key, 0, 0));
+    return {terms.numbers, fabsf(ahead - static_cast<float>(8 * (i / 4) + i % 2))};
+  });
   if (args.bias.data) {
     visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
       const TermRows<B> bias(static_cast<const B*>(args.bias.data), args.bias, terms, rows);
@@ -196,14 +174,14 @@ __device__ __forceinline__ void add_terms(float (&score)[kTiles][4], const Atten
           score[n][2 * r + 1] += widen(right);
         });
       } else {
-        for_each([&](float& s, int, int e, const LaneRow& row, int key) {
-          if (sees(row, key)) s += widen(load_global(bias.row[e / 2] + key));
+        for_each([&](float& s, int i) {
+          if (sees(i)) s += widen(load_global(bias.of(i, first_key)));
         });
       }
     });
   }
-  for_each([&](float& s, int, int, const LaneRow& row, int key) {
-    if (!sees(row, key)) s = -INFINITY;
+  for_each([&](float& s, int i) {
+    if (!sees(i)) s = -INFINITY;
   });
   if (args.mask.data) {
     const TermRows<uint8_t> mask(static_cast<const uint8_t*>(args.mask.data), args.mask, terms,
@@ -214,8 +192,8 @@ __device__ __forceinline__ void add_terms(float (&score)[kTiles][4], const Atten
         if (right == 0) score[n][2 * r + 1] = -INFINITY;
       });
     } else {
-      for_each([&](float& s, int, int e, const LaneRow& row, int key) {
-        if (sees(row, key) && load_global(mask.row[e / 2] + key) == 0) s = -INFINITY;
+      for_each([&](float& s, int i) {
+        if (sees(i) && load_global(mask.of(i, first_key)) == 0) s = -INFINITY;
       });
     }
   }
@@ -269,8 +247,8 @@ __device__ __forceinline__ uint32_t draw(const Dropout& dropout, const Attention
     transpose_in_quad(word);
     ONEPASS_UNROLL
     for (int k = 0; k < 8; ++k) {
-      const bool keeps = (word[k / 2] >> k % 2 * 16 & 0xffffu) >= dropout.threshold;
-      kept |= static_cast<uint32_t>(keeps) << (4 * (n + k / 2) + 2 * r + k % 2);
+      const auto is_kept = static_cast<uint32_t>(keeps(dropout, word, k));
+      kept |= is_kept << (4 * (n + k / 2) + 2 * r + k % 2);
     }
   }
   return kept;

@@ -2,9 +2,9 @@
 //
 // A device starts blocks by their numbers, one wherever another has ended, so that the last ones
 // should be short. Under a diagonal some tiles of a head have far more to do than others: those
-// come first, and several heads take turns, because of heads one behind the other the last one
+// come first, and several heads take turns, because of heads one after the other the last one
 // begins with long tiles when all others are done. A model of a device
-// (tests/test_attention_block_order.py) is busy for 87 to 95 % of the time with heads one behind
+// (tests/test_attention_block_order.py) is busy for 87 to 95 % of the time with heads one after
 // the other, and for 97 % and more in turns.
 //
 // Not all heads: the tiles of a head find in the L2 cache what they share. As many take turns as
@@ -43,11 +43,11 @@ struct BlockOrder {
 
   ONEPASS_HOST_DEVICE BlockPlace place(unsigned block) const {
     const unsigned of_group = group * heads * tiles;
-    const unsigned behind = pairs * heads * tiles - 1 - block;
-    const unsigned last = pairs - behind / of_group * group;  // behind the block's group
+    const unsigned after = pairs * heads * tiles - 1 - block;
+    const unsigned last = pairs - after / of_group * group;  // after the block's group
     const unsigned first = last > group ? last - group : 0;
     const unsigned members = (last - first) * heads;
-    const unsigned within = members * tiles - 1 - behind % of_group;
+    const unsigned within = members * tiles - 1 - after % of_group;
     const unsigned member = within % members;
     const unsigned pair = first + member / heads, kv_head = pair % kv_heads;
     return {static_cast<int>(pair / kv_heads), static_cast<int>(kv_head),

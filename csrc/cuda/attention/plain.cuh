@@ -21,6 +21,9 @@ namespace onepass::cuda::plain {
 template <class Kind>
 inline constexpr int kTileElements = kQueries<typename Kind::Accumulator> * Kind::kFactorStride;
 
+template <class Kind>
+using NumbersOf = ScoreNumbers<typename Kind::Accumulator>;
+
 inline constexpr size_t kSharedOfAll = 99 * 1024;  // bytes that a block may have anywhere
 
 constexpr int ceil_div(int64_t value, int64_t by) {
@@ -120,7 +123,7 @@ __device__ __forceinline__ bool is_aligned(const A* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// 16 bytes of a slab; zero from element `count` on. Complete behind the thread's next cp_async_wait
+// 16 bytes of a slab; zero from element `count` on. Complete after the thread's next cp_async_wait
 // and a barrier.
 template <class A>
 __device__ __forceinline__ void load_chunk(A* target, const Rows& rows, int64_t offset, int count) {
@@ -216,7 +219,7 @@ class Ring {
   }
 
   // use(stage, i) for slabs i of a product, the first of which is on its way; load(stage, i) starts
-  // filling a stage for another, next(stage) for what comes behind the product.
+  // filling a stage for another, next(stage) for what comes after the product.
   template <class Load, class Use, class Next>
   __device__ __forceinline__ void run(int count, Load&& load, Use&& use, Next&& next) {
     for (int i = 0; i < count; ++i) {
@@ -241,6 +244,53 @@ class Ring {
 
   A* stages_;
   bool odd_ = false;
+};
+
+// ---- scores -------------------------------------------------------------------------------------
+
+template <class A>
+struct Score {
+  A value;       // -inf where the query does not see the key
+  A derivative;  // of value by scale * product
+};
+
+// Scores of a query row of one (batch, head); beyond the sequence it has none.
+template <class A>
+class RowScores {
+ public:
+  __device__ __forceinline__ RowScores(const Attention& args, const ScoreNumbers<A>& numbers,
+                                       const Sequence& sequence, int64_t batch, int64_t head,
+                                       int64_t query)
+      : args_(args), numbers_(numbers), position_(query + sequence.alignment) {
+    if (query >= sequence.queries) return;
+    if (args.bias.data) {
+      bias_ = batch * args.bias.batch_stride + head * args.bias.head_stride +
+              query * args.bias.row_stride;
+    }
+    head_ = load_head_numbers(args, batch, head);
+  }
+
+  __device__ __forceinline__ ScorePlace<A> place(int64_t key) const {
+    const int64_t distance = position_ - key;
+    return {head_, static_cast<A>(distance < 0 ? -distance : distance)};
+  }
+
+  // Of a key that the row sees, from its product with the query.
+  __device__ __forceinline__ Score<A> score(A product, int64_t key) const {
+    Score<A> score = {product, A(1)};
+    apply_terms<ExactTerms>(
+        args_, numbers_, [&](auto&& body) { body(score.value, key, score.derivative); },
+        [&](int64_t i) { return place(i); });
+    if (args_.bias.data) score.value += load_as<A>(args_.bias.data, args_.bias_dtype, bias_ + key);
+    return score;
+  }
+
+ private:
+  const Attention& args_;
+  const ScoreNumbers<A>& numbers_;
+  int64_t position_;  // of the row, counted as keys are
+  int64_t bias_ = 0;
+  HeadNumbers head_{};
 };
 
 // ---- tiles of scores ----------------------------------------------------------------------------
@@ -275,8 +325,10 @@ class Tile {
   static constexpr int kSharedWords = 4 * kQueries<A> + 2 * kWarps;
   static constexpr int kSharedBytes = (sizeof(TileState) + 15) / 16 * 16 + kSharedWords * 4;
 
-  __device__ __forceinline__ Tile(const Attention& args, SharedMemory& shared, int out)
+  __device__ __forceinline__ Tile(const Attention& args, const ScoreNumbers<A>& numbers,
+                                  SharedMemory& shared, int out)
       : args_(args),
+        numbers_(numbers),
         state_(shared.take<TileState>(1)),
         allowed_(shared.take<uint32_t>(kSharedWords)),
         kept_(allowed_ + 2 * kQueries<A>),
@@ -365,31 +417,26 @@ class Tile {
   __device__ __forceinline__ int key(int c) const { return state_->first_key + col(c); }
 
   __device__ __forceinline__ RowScores<A> row_scores(int r) const {
-    return {args_, state_->sequence, state_->batch, state_->head, query(r)};
-  }
-
-  // Whether there is more to a score than the product.
-  __device__ __forceinline__ bool has_terms() const {
-    return args_.softcap != 0.0 || args_.alibi_slopes || args_.bias.data;
+    return {args_, numbers_, state_->sequence, state_->batch, state_->head, query(r)};
   }
 
   // Of the thread's row r and key c, from the product of the two; -inf where it is not seen.
   __device__ __forceinline__ Score<A> score(const RowScores<A>& of_row, int r, int c,
                                             A product) const {
     if (!sees(r, c)) return {-static_cast<A>(INFINITY), A(0)};
-    return has_terms() ? of_row.score_of_seen(product, key(c))
-                       : Score<A>{product * static_cast<A>(args_.scale), A(1)};
+    return changes_scores(args_) ? of_row.score(product, key(c))
+                                 : Score<A>{product * numbers_.scale, A(1)};
   }
 
   // Products to scores. Where there is more to them, row by row by way of the thread's elements of
   // `scratch`, kTileElements: code for all of them at once would not fit where instructions are
   // kept.
   __device__ __forceinline__ void to_scores(A (&score)[kRows][kCols], A* scratch) const {
-    if (!has_terms()) {
+    if (!changes_scores(args_)) {
       ONEPASS_UNROLL
       for (int i = 0; i < kRows * kCols; ++i) {
         const int r = i / kCols, c = i % kCols;
-        const A scaled = score[r][c] * static_cast<A>(args_.scale);
+        const A scaled = score[r][c] * numbers_.scale;
         score[r][c] = sees(r, c) ? scaled : -static_cast<A>(INFINITY);
       }
       return;
@@ -406,8 +453,8 @@ class Tile {
       const RowScores<A> of_row = row_scores(r);
       ONEPASS_ROLL
       for (int c = 0; c < kCols; ++c) {
-        element(r, c) = sees(r, c) ? of_row.score_of_seen(element(r, c), key(c)).value
-                                   : -static_cast<A>(INFINITY);
+        element(r, c) =
+            sees(r, c) ? of_row.score(element(r, c), key(c)).value : -static_cast<A>(INFINITY);
       }
     }
     ONEPASS_UNROLL
@@ -486,6 +533,7 @@ class Tile {
   }
 
   const Attention& args_;
+  const ScoreNumbers<A>& numbers_;
   TileState* state_;
   uint32_t* allowed_;
   uint32_t* kept_;

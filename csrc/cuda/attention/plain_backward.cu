@@ -30,7 +30,6 @@ struct Gradient {
   A dropped;   // drop(P)
   A ds;        // of the score
   A dproduct;  // of scale * query key^T
-  A dslope;    // of the slope, but for its sign
 };
 
 // A block that comes by tiles of scores, and makes S and dP of each.
@@ -42,8 +41,9 @@ struct Backward {
   static constexpr int kScoreCols = Scores::kCols;
   static_assert(kDepth<A> == kDeltaChain<A>);
 
-  __device__ __forceinline__ Backward(const AttentionBackward& call, SharedMemory& shared, int out)
-      : args(call), tile(call, shared, out), ring(shared) {}
+  __device__ __forceinline__ Backward(const AttentionBackward& call, const ScoreNumbers<A>& numbers,
+                                      SharedMemory& shared, int out)
+      : args(call), tile(call, numbers, shared, out), ring(shared) {}
 
   static constexpr size_t shared_bytes(int tiles) {
     return (Ring<A, 2>::kElements + tiles * kTileElements<Kind>)*sizeof(A) + Scores::kSharedBytes;
@@ -86,8 +86,8 @@ struct Backward {
         next);
   }
 
-  // body(r, c, gradient) for the tile's scores. load_s(stage, 0) has been
-  // called; next(stage) starts what is behind the two products.
+  // body(r, c, gradient, place) for the tile's scores, place() a ScorePlace. load_s(stage, 0) has
+  // been called; next(stage) starts what comes after the two products.
   template <class Next, class Body>
   __device__ __forceinline__ void gradients(const BackwardEnds& ends, Next&& next, Body&& body) {
     A s[kRows][kScoreCols] = {}, dp[kRows][kScoreCols] = {};
@@ -119,9 +119,8 @@ struct Backward {
           gradient.dropped = probability * keep;
           gradient.ds = probability * (dp[r][c] * keep - delta);
           gradient.dproduct = gradient.ds * score.derivative;
-          gradient.dslope = gradient.ds * of_row.distance(tile.key(c));
         }
-        body(r, c, gradient);
+        body(r, c, gradient, [&] { return of_row.place(tile.key(c)); });
       }
     }
   }
@@ -135,25 +134,26 @@ static_assert(Backward<MultiplyAdds<float>>::shared_bytes(2) <= kSharedOfAll);
 static_assert(Backward<Tf32>::shared_bytes(2) <= kSharedOfAll);
 
 // scalar: dquery[i] = scale * sum over keys j of dproduct[i][j] * key[j]
-//         dslope -= sum over j of ds[i][j] * |position - j|
+//         and what HeadNumbers gain, see add_head_gradient()
 //
 // One block per tile of queries of a (batch, head), and kOutCols columns of dquery.
 template <class Kind>
 __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) == 8 ? 1 : 2)
     attention_dquery_plain_kernel(const AttentionBackward __grid_constant__ args,
+                                  const NumbersOf<Kind> __grid_constant__ numbers,
                                   const BackwardEnds ends, const BlockOrder order) {
   using A = typename Kind::Accumulator;
   using Block = Backward<Kind>;
   using Results = typename Kind::template QueryResults<kThreads>;
   constexpr int kParts = kKeys / kDepth<A>;
   SharedMemory shared;
-  const int outs = static_cast<int>(gridDim.x / (args.batch * args.heads * ends.slope_parts));
+  const int outs = static_cast<int>(gridDim.x / (args.batch * args.heads * ends.head_parts));
   const int index = static_cast<int>(blockIdx.x);
-  Block block(args, shared, index % outs);
+  Block block(args, numbers, shared, index % outs);
   auto& tile = block.tile;
   A* const ds = shared.take<A>(kTileElements<Kind>);
 
-  // The last queries have the most to do behind a diagonal.
+  // The last queries have the most to do under a diagonal.
   const auto [batch, kv_head, head, turn] = order.place(blockIdx.x / outs);
   const int first_query = (static_cast<int>(order.tiles) - 1 - turn) * kQueries<A>;
   tile.go_to(batch, head, first_query);
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
   };
 
   A dquery[kGroups<A>][Results::kRows][Results::kCols] = {};
-  A dslope = 0;
+  A head_sum = 0;
   const auto add_keys = [&]<int kGroup>(auto&& next) {
     block.ring.run(
         kParts, [&](A* stage, int part) { load_keys(stage, kGroup, part); },
@@ -188,9 +188,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
   while (first_key < tile.last_seen()) {
     block.gradients(
         ends, [&](A* stage) { load_keys(stage, 0, 0); },
-        [&](int r, int c, const Gradient<A>& of) {
+        [&](int r, int c, const Gradient<A>& of, auto&& place) {
           ds[tile.row(r) * Kind::kFactorStride + tile.col(c)] = of.dproduct;
-          if (args.dslopes) dslope += of.dslope;
+          if (head_gradient(args)) add_head_gradient<ExactTerms>(head_sum, of.ds, place());
         });
     const bool two = kGroups<A> > 1 && tile->first_out + kCols < args.head_dim;
     add_keys.template operator()<0>(
@@ -200,7 +200,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
     }
   }
 
-  const A scale = static_cast<A>(args.scale);
   ONEPASS_UNROLL
   for (int r = 0; r < Results::kRows; ++r) {
     const int query = tile->first_query + Results::row(r);
@@ -209,14 +208,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
     ONEPASS_UNROLL
     for (int g = 0; g < kGroups<A>; ++g) {
       store_row<Results>(args.dquery, args.dtype, row, tile->first_out + g * kCols, args.head_dim,
-                         dquery[g][r], scale);
+                         dquery[g][r], numbers.scale);
     }
   }
-  if (!args.dslopes || tile->first_out != 0) return;
+  if (!head_gradient(args) || tile->first_out != 0) return;
   __syncthreads();  // ds has been read
   store_partial(
-      dslope, static_cast<A*>(ends.dslopes),
-      (tile->batch * args.heads + tile->head) * ends.slope_parts + tile->first_query / kQueries<A>,
+      head_sum, static_cast<A*>(ends.head_sums),
+      (tile->batch * args.heads + tile->head) * ends.head_parts + tile->first_query / kQueries<A>,
       ds);
 }
 
@@ -228,6 +227,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
 template <class Kind>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_backward_plain_kernel(const AttentionBackward __grid_constant__ args,
+                                    const NumbersOf<Kind> __grid_constant__ numbers,
                                     const BackwardEnds ends, const BlockOrder order) {
   using A = typename Kind::Accumulator;
   using Block = Backward<Kind>;
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int key_tiles = ceil_div(args.seq_k, kKeys);
   const int outs = static_cast<int>(gridDim.x / (args.batch * args.kv_heads * key_tiles));
   const int index = static_cast<int>(blockIdx.x);
-  Block block(args, shared, index % outs);
+  Block block(args, numbers, shared, index % outs);
   auto& tile = block.tile;
   A* const p = shared.take<A>(kTileElements<Kind>);
   A* const ds = shared.take<A>(kTileElements<Kind>);
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   while (step < steps) {
     block.gradients(
         ends, [&](A* stage) { load_doutput(stage, 0, 0); },
-        [&](int r, int c, const Gradient<A>& of) {
+        [&](int r, int c, const Gradient<A>& of, auto&&) {
           const int at = tile.row(r) * Kind::kTransposedStride + tile.col(c);
           p[at] = of.dropped;
           ds[at] = of.dproduct;
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   };
   store(args.dvalue, args.value_dim, A(1), dvalue);
-  store(args.dkey, args.head_dim, static_cast<A>(args.scale), dkey);
+  store(args.dkey, args.head_dim, numbers.scale, dkey);
 }
 
 // scalar: dbias[b][h][i][j] = sum over what is broadcast of ds[i][j]
@@ -345,12 +345,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class A>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_dbias_plain_kernel(const AttentionBackward __grid_constant__ args,
+                                 const ScoreNumbers<A> __grid_constant__ numbers,
                                  const BackwardEnds ends) {
   using Block = Backward<MultiplyAdds<A>>;
   using Own = typename Block::Scores::Own;
   constexpr int kRows = Own::kRows, kThreadRows = Own::kThreadRows;
   SharedMemory shared;
-  Block block(args, shared, 0);
+  Block block(args, numbers, shared, 0);
   auto& tile = block.tile;
   A* const of_rows = shared.take<A>(kThreadRows * kKeys);
 
@@ -387,7 +388,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   while (step < steps) {
     block.gradients(
         ends, [](A*) {},
-        [&](int r, int c, const Gradient<A>& gradient) { sum[r][c] += gradient.ds; });
+        [&](int r, int c, const Gradient<A>& gradient, auto&&) { sum[r][c] += gradient.ds; });
     ++step;
     block.ring.begin(load_next_tile);
   }
@@ -427,7 +428,7 @@ struct Blocks {
   explicit Blocks(const AttentionBackward& args) : query_tiles(ceil_div(args.seq_q, kQueries<A>)) {
     const auto outs = [](int64_t cols) { return ceil_div(cols, kOutCols<A>); };
     const int64_t key_tiles = ceil_div(args.seq_k, kKeys);
-    if (args.dquery.data || args.dslopes) {
+    if (args.dquery.data || head_gradient(args)) {
       dquery = args.batch * args.heads * query_tiles * (args.dquery.data ? outs(args.head_dim) : 1);
     }
     if (args.dkey.data || args.dvalue.data) {
@@ -481,7 +482,7 @@ void run_backward(const AttentionBackward& args, const Plan&, void* workspace,
     const auto start = [&]<auto kKernel>(int64_t count, size_t shared_bytes, auto... order) {
       if (count == 0) return;
       launch<kKernel>({.blocks = count, .threads = kThreads, .shared_bytes = shared_bytes},
-                      context.stream, args, ends, order...);
+                      context.stream, args, ScoreNumbers<A>(args), ends, order...);
     };
     start.template operator()<attention_backward_plain_kernel<Kind>>(
         blocks.dkey, Backward<Kind>::shared_bytes(2),

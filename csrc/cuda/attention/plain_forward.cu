@@ -42,6 +42,7 @@ static_assert(shared_bytes<Tf32>(kResidentSlabs) <= kSharedOfAll);
 template <class Kind>
 __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) == 8 ? 1 : 3)
     attention_forward_plain_kernel(const AttentionForward __grid_constant__ args,
+                                   const NumbersOf<Kind> __grid_constant__ numbers,
                                    const int resident, const BlockOrder order) {
   using A = typename Kind::Accumulator;
   using Own = typename Kind::template Scores<kThreads>;
@@ -50,12 +51,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
   static_assert(Results::kRows == kRows);
   SharedMemory shared;
   const int outs = ceil_div(args.value_dim, kOutCols<A>);
-  Tile<Kind, kThreads> tile(args, shared, static_cast<int>(blockIdx.x) % outs);
+  Tile<Kind, kThreads> tile(args, numbers, shared, static_cast<int>(blockIdx.x) % outs);
   A* const p = shared.take<A>(kTileElements<Kind>);  // or scratch for scores
   Ring<A, 1> ring(shared);
   A* const queries = shared.take<A>((resident ? resident : 2) * kSlabElements<A>);
 
-  // The last queries have the most to do behind a diagonal.
+  // The last queries have the most to do under a diagonal.
   const auto [batch, kv_head, head, turn] = order.place(blockIdx.x / outs);
   const int first_query = (static_cast<int>(order.tiles) - 1 - turn) * kQueries<A>;
   tile.go_to(batch, head, first_query);
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
     if (first_key < tile.last_seen()) load_scores(stage, 0);
   };
 
-  // What a row is normalised by, while other tiles come by: behind its P.
+  // What a row is normalised by; kept after its P while other tiles come by.
   struct Normalizer {
     A largest;
     A total;
@@ -229,7 +230,7 @@ void run_forward(const AttentionForward& args, const Plan& plan, void*, const Co
         {l2_bytes(), multiprocessors()});
     launch<attention_forward_plain_kernel<Kind>>(
         {.blocks = plan.splits, .threads = kThreads, .shared_bytes = shared_bytes<Kind>(resident)},
-        context.stream, args, resident, order);
+        context.stream, args, NumbersOf<Kind>(args), resident, order);
   });
 }
 

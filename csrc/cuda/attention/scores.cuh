@@ -1,6 +1,14 @@
-// What stands between a product of query and key and a probability: the scale, softcap, ALiBi,
-// bias, mask, window and dropout of one query row, a score at a time. Kernels of tiles use it for
-// the calls that have any of these, and keep their own code for those that have none.
+// What stands between a product of query and key and a probability, for every kernel of attention:
+// the terms of a score, their derivatives, and which scores dropout keeps.
+//
+//   scalar: s = scale * product; s = softcap * tanh(s / softcap); s -= slope * |position - key|;
+//           s += bias[query][key]; -inf unless mask, window and diagonal allow it
+//
+// Each term is defined here once, with its derivative. A kernel says where its scores are: it
+// iterates over those of a thread, gives their positions, and loads bias and mask. Those loads have
+// no common form: the forward reads 8 neighbouring keys of a row in one access in place of 8
+// (TermRows), the backward has transposed scores and exchanges pairs by movmatrix (StripTerms), and
+// the plain kernels read any dtype, an element at a time (RowScores).
 #pragma once
 
 #include <cmath>
@@ -11,6 +19,8 @@
 #include "ops/attention.h"
 
 namespace onepass::cuda {
+
+inline constexpr float kLog2e = 1.44269504088896340736f;
 
 // Element i of a tensor of any dtype that A can hold.
 template <class A>
@@ -25,70 +35,126 @@ __device__ __forceinline__ A load_as(const void* base, DType dtype, int64_t i) {
   }
 }
 
+// ---- terms --------------------------------------------------------------------------------------
+
+// Whether there is more to the score of a key that is seen than scale * product.
+ONEPASS_HOST_DEVICE inline bool changes_scores(const Attention& args) {
+  return args.softcap != 0.0 || args.alibi_slopes || args.bias.data;
+}
+
+// The numbers of a call's terms, in the type of its scores. The host converts them: a device has
+// few units for doubles, and would convert those of the arguments again for every tile.
 template <class A>
-struct Score {
-  A value;       // -inf where the query does not see the key
-  A derivative;  // of value by scale * product: that of softcap
+struct ScoreNumbers {
+  A scale;
+  A unit;     // scale * log2(e)
+  A softcap;  // 0: none
+  A inverse_softcap;
+
+  explicit ScoreNumbers(const Attention& args)
+      : scale(static_cast<A>(args.scale)),
+        unit(scale * kLog2e),
+        softcap(static_cast<A>(args.softcap)),
+        inverse_softcap(A(1) / softcap) {}
+
+  // Whether the derivative of a score by scale * product is not 1.
+  __device__ __forceinline__ bool has_derivative() const { return softcap != A(0); }
 };
 
-// scalar: s = scale * product; s = softcap * tanh(s / softcap); s -= slope * |position - key|;
-//         s += bias[query][key]; -inf unless mask, window and diagonal allow it
-template <class A>
-class RowScores {
- public:
-  // Of a query row of one (batch, head); one beyond the sequence sees no key.
-  __device__ __forceinline__ RowScores(const Attention& args, const Sequence& sequence,
-                                       int64_t batch, int64_t head, int64_t query)
-      : args_(args), position_(query + sequence.alignment), keys_{0, 0} {
-    if (query >= sequence.queries) return;
-    keys_ = keys_of(args, sequence, query);
-    if (args.bias.data) {
-      bias_ = batch * args.bias.batch_stride + head * args.bias.head_stride +
-              query * args.bias.row_stride;
-    }
-    if (args.mask.data) mask_ = mask_row(args, batch, head, query);
-    if (args.alibi_slopes) {
-      slope_ = load_global(args.alibi_slopes + batch * args.alibi_batch_stride + head);
-    }
-  }
-
-  // Before any mask.
-  __device__ __forceinline__ const KeyRange& keys() const { return keys_; }
-
-  __device__ __forceinline__ bool sees(int64_t key) const {
-    return keys_.first <= key && key < keys_.last && (!mask_ || load_global(mask_ + key) != 0);
-  }
-
-  __device__ __forceinline__ A distance(int64_t key) const {
-    const int64_t distance = position_ - key;
-    return static_cast<A>(distance < 0 ? -distance : distance);
-  }
-
-  __device__ __forceinline__ Score<A> score(A product, int64_t key) const {
-    return sees(key) ? score_of_seen(product, key) : Score<A>{-static_cast<A>(INFINITY), A(0)};
-  }
-
-  // Of a key that the row is known to see.
-  __device__ __forceinline__ Score<A> score_of_seen(A product, int64_t key) const {
-    Score<A> score = {product * static_cast<A>(args_.scale), A(1)};
-    if (args_.softcap != 0.0) {
-      const A cap = static_cast<A>(args_.softcap);
-      const A bent = std::tanh(score.value / cap);
-      score = {cap * bent, A(1) - bent * bent};
-    }
-    if (args_.alibi_slopes) score.value -= slope_ * distance(key);
-    if (args_.bias.data) score.value += load_as<A>(args_.bias.data, args_.bias_dtype, bias_ + key);
-    return score;
-  }
-
- private:
-  const Attention& args_;
-  int64_t position_;  // of the row, counted as keys are
-  KeyRange keys_;
-  int64_t bias_ = 0;
-  const uint8_t* mask_ = nullptr;
-  A slope_ = 0;
+// The numbers that terms have for each head.
+struct HeadNumbers {
+  float slope;
 };
+
+__device__ __forceinline__ HeadNumbers load_head_numbers(const Attention& args, int64_t batch,
+                                                         int64_t head) {
+  if (!args.alibi_slopes) return {0.0f};
+  return {load_global(args.alibi_slopes + batch * args.alibi_batch_stride + head)};
+}
+
+// What the terms of a score depend on, beside the product and the call.
+template <class A>
+struct ScorePlace {
+  HeadNumbers head;
+  A distance;  // |position - key|
+};
+
+// tanh, exact to a few 1e-7 of it: by exp2, and by its series where that would leave few digits.
+__device__ __forceinline__ float tanh_approximate(float x) {
+  const float square = x * x;
+  float series = multiply_add(square, -17.0f / 315.0f, 2.0f / 15.0f);
+  series = multiply_add(square, series, -1.0f / 3.0f);
+  series = multiply_add(x * square, series, x);
+  const float power = exp2_approximate(2.0f * kLog2e * x);
+  const float whole = 1.0f - 2.0f * reciprocal_approximate(1.0f + power);
+  return square < 0.04f ? series : whole;
+}
+
+// The arithmetic of terms. kExact: by functions of the standard library; else by approximations,
+// where products have 16-bit factors. kFused: a * b + c is rounded once.
+template <bool kExact, bool kFused>
+struct TermMath {
+  template <class A>
+  static __device__ __forceinline__ A tanh_of_capped(A score, const ScoreNumbers<A>& numbers) {
+    if constexpr (kExact) {
+      return std::tanh(score / numbers.softcap);
+    } else {
+      return tanh_approximate(score * numbers.inverse_softcap);
+    }
+  }
+  template <class A>
+  static __device__ __forceinline__ A multiply_add(A a, A b, A c) {
+    if constexpr (kFused) {
+      return cuda::multiply_add(a, b, c);
+    } else {
+      return a * b + c;
+    }
+  }
+};
+
+using ExactTerms = TermMath<true, false>;
+using FastTerms = TermMath<false, true>;
+
+// Turns products into scores, all but bias and masks. Term by term, so that each asks once for all
+// scores of a thread whether the call has it.
+//
+// for_each(body): calls body(score, i, derivative) for each score i of the thread. derivative is
+// that of the score by scale * product: written if has_derivative(), and may be left out.
+// place(i): the ScorePlace of score i.
+template <class Math, class A, class ForEach, class Place>
+__device__ __forceinline__ void apply_terms(const Attention& args, const ScoreNumbers<A>& numbers,
+                                            ForEach&& for_each, Place&& place) {
+  for_each([&](A& s, auto, auto&...) { s *= numbers.scale; });
+  if (numbers.softcap != A(0)) {
+    for_each([&](A& s, auto, auto&... derivative) {
+      const A capped = Math::tanh_of_capped(s, numbers);
+      s = numbers.softcap * capped;
+      ((derivative = Math::multiply_add(-capped, capped, A(1))), ...);
+    });
+  }
+  if (args.alibi_slopes) {
+    for_each([&](A& s, auto i, auto&...) {
+      const ScorePlace<A> at = place(i);
+      s = Math::multiply_add(-static_cast<A>(at.head.slope), at.distance, s);
+    });
+  }
+}
+
+// The gradient of HeadNumbers: (batch, heads), or (heads,) where all batches share the numbers;
+// contiguous. Null: not wanted. A backward sums it over the scores of a head.
+ONEPASS_HOST_DEVICE inline float* head_gradient(const AttentionBackward& args) {
+  return args.dslopes;
+}
+
+inline bool batches_share_numbers(const Attention& args) { return args.alibi_batch_stride == 0; }
+
+// scalar: sum += ds * |position - key|; the gradient is -sum
+template <class Math, class A>
+__device__ __forceinline__ void add_head_gradient(A& sum, A ds, const ScorePlace<A>& at) {
+  sum = Math::multiply_add(ds, at.distance, sum);
+}
+
+// ---- dropout ------------------------------------------------------------------------------------
 
 // The dropout of a call, or one that keeps all.
 __device__ __forceinline__ Dropout dropout_of(const Attention& args) {
@@ -111,9 +177,7 @@ __device__ __forceinline__ std::array<uint32_t, 4> dropout_words(const Dropout& 
 
 __device__ __forceinline__ bool keeps(const Dropout& dropout, const std::array<uint32_t, 4>& words,
                                       int key) {
-  // Selected: an array with a computed index would leave the registers.
-  const uint32_t low = key & 2 ? words[1] : words[0], high = key & 2 ? words[3] : words[2];
-  return ((key & 4 ? high : low) >> key % 2 * 16 & 0xffffu) >= dropout.threshold;
+  return (words[key / 2] >> key % 2 * 16 & 0xffffu) >= dropout.threshold;
 }
 
 }  // namespace onepass::cuda

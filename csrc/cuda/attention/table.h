@@ -45,13 +45,6 @@ void visit_bucket(const Attention& args, F&& f) {
   });
 }
 
-// Whether a call takes the instances with terms: there is more to a score than the product, scaled
-// by a positive factor, or keys are in pages.
-inline bool has_terms(const Attention& args) {
-  return args.bias.data || args.mask.data || args.alibi_slopes || args.seed || args.block_table ||
-         args.softcap != 0.0 || !(args.scale > 0.0);
-}
-
 // Forward. With 32 rows a warp reads each fragment of K and V once for two products; at 256 columns
 // the sums alone are 128 registers for 16 rows. Terms of scores want registers for their addresses.
 // `narrow`: see is_narrow().
@@ -125,7 +118,7 @@ constexpr bool backward_shares_place(int bucket, int stages) {
 constexpr int backward_score_columns(int bucket) { return bucket == 64 ? 128 : 64; }
 
 constexpr int kQueryNumbers = 5;  // QueryNumbers of backward_scores.cuh
-constexpr int kSmallBytes = 384;  // BlockConstants, and what warps tell one another
+constexpr int kSmallBytes = 384;  // BlockConstants, and scratch that warps share
 
 // K and V; Q and dO; dS; numbers of the queries of two tiles.
 constexpr size_t backward_shared_bytes(int bucket, int stages) {

@@ -11,8 +11,6 @@
 
 namespace onepass::cuda {
 
-inline constexpr float kLog2e = 1.44269504088896340736f;
-
 // Columns that products take or leave together: what a row has beyond its length, up to a multiple
 // of this, is zero in shared memory; what is beyond that is never looked at.
 inline constexpr int kSlab = 32;
@@ -26,9 +24,9 @@ ONEPASS_HOST_DEVICE inline int slabs_of(int64_t cols) {
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kLanes; }
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kLanes; }
 
-// The same number, of which the compiler knows nothing: what follows from it is computed where it
-// is needed instead of kept in registers through a loop.
-__device__ __forceinline__ int afresh(int number) {
+// The same number, opaque to the compiler: what follows from it is recomputed where it is needed
+// instead of kept in registers through a loop.
+__device__ __forceinline__ int opaque(int number) {
   auto bits = static_cast<uint32_t>(number);
   forget(bits);
   return static_cast<int>(bits);
@@ -141,7 +139,7 @@ __device__ __forceinline__ void load_chunk(const Tile<T, kCols>& tile, int row, 
 }
 
 // Starts copying rows first .. first + kRows - 1 with kThreads threads; those outside [begin, end)
-// are zero and not read. Complete behind the thread's next cp_async_wait and a barrier.
+// are zero and not read. Complete after the thread's next cp_async_wait and a barrier.
 template <int kRows, int kThreads, class T, int kCols>
 __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows<const T>& rows,
                                           int first, int begin, int end) {
