@@ -60,7 +60,7 @@ __device__ __forceinline__ void add_terms(float (&score)[Tile::kOwnRows][Tile::k
     for (int e = 0; e < Tile::kOwnRows * kScores; ++e) body(score[e / kScores][e % kScores], e);
   };
   const auto key_of = [&](int e) { return first_key + Tile::own_key(e % kScores); };
-  using Math = TermMath<Tile::kExact, false>;
+  using Math = TermMath<Tile::kExact, false>;  // not fused: both kinds of tile round alike
   apply_terms<Math>(args, numbers, for_each, [&](int e) -> ScorePlace<float> {
     const int distance = rows.position[e / kScores] - key_of(e);
     return {rows.numbers[e / kScores], static_cast<float>(distance < 0 ? -distance : distance)};

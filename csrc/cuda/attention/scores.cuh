@@ -47,7 +47,7 @@ ONEPASS_HOST_DEVICE inline bool changes_scores(const Attention& args) {
 template <class A>
 struct ScoreNumbers {
   A scale;
-  A unit;     // scale * log2(e)
+  A unit;     // scale * log2(e): a factor of exponents, where instances leave scores products
   A softcap;  // 0: none
   A inverse_softcap;
 
