@@ -26,6 +26,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import costs
+
 TIMEOUT = 60  # seconds for one function
 GRACE = 3  # seconds for the other ranks after the first failure
 
@@ -104,7 +106,9 @@ class _Group:
             for connection in ready:
                 rank = self.connections.index(connection)
                 try:
-                    passed, answer = pickle.loads(connection.recv_bytes())
+                    passed, pickled, seconds = pickle.loads(connection.recv_bytes())
+                    answer = pickle.loads(pickled)
+                    costs.elsewhere += seconds
                 except EOFError:
                     self.processes[rank].join(GRACE)
                     passed, answer = False, f"ended with code {self.processes[rank].exitcode}\n"
@@ -155,6 +159,7 @@ def _serve(rank: int, size: int, folder: str, calls: Connection) -> None:
         world_size=size,
         timeout=timedelta(seconds=TIMEOUT),
     )
+    told = 0.0  # of its CPU seconds
     while True:
         try:
             work = calls.recv_bytes()
@@ -163,10 +168,12 @@ def _serve(rank: int, size: int, folder: str, calls: Connection) -> None:
         try:
             body, args = pickle.loads(work)
             torch.manual_seed(0)
-            answer = pickle.dumps((True, body(*args)))
+            passed, answer = True, pickle.dumps(body(*args))
         except Exception:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        calls.send_bytes(answer)
+            passed, answer = False, pickle.dumps(traceback.format_exc())
+        seconds = time.process_time() - told
+        told += seconds
+        calls.send_bytes(pickle.dumps((passed, answer, seconds)))
 
 
 @atexit.register

@@ -133,7 +133,7 @@ def body_against_torch(mesh_shape, name):
     "mesh, name",
     [
         *[((2,), name) for name in TORCH_NAMES],
-        ((4,), "AdamW"),
+        pytest.param((4,), "AdamW", marks=pytest.mark.slow),
         pytest.param((2, 2), "SGD", marks=pytest.mark.slow),
     ],
 )
@@ -161,7 +161,7 @@ def body_of_local(mesh_shape, name, options):
         ((2,), "Adam", {"master": "remainder16", "state_dtype": BF16}),
         ((2,), "SGD", {"master": "fp32", "state_dtype": "int8"}),
         ((2,), "Lion", {"master": "stochastic"}),
-        ((2, 2), "AdamW", {"state_dtype": BF16}),
+        pytest.param((2, 2), "AdamW", {"state_dtype": BF16}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
