@@ -363,6 +363,23 @@ def test_every_public_function_is_in_all():
                     assert node.name in module.__all__, f"{relative(file)}: {node.name}"
 
 
+def test_a_tests_path_says_what_it_is_of():
+    """Equal names in different folders need packages; a test beside this file is in no family."""
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert [file for file in tests if file.parent == ROOT / "tests"] == [Path(__file__)]
+    bare = {relative(file.parent) for file in tests if not (file.parent / "__init__.py").exists()}
+    assert not bare, f"no __init__.py in {sorted(bare)}"
+
+
+def test_files_named_in_comments_and_pages_exist():
+    """Of the tests: those that a reader is sent to."""
+    named = re.compile(r"\btests/[\w/]+\.(?:py|cpp|h)\b")
+    for file in project_files():
+        if file.suffix in (*CODE, ".md", ".toml", ".yaml") and file != Path(__file__):
+            for name in named.findall(file.read_text()):
+                assert (ROOT / name).exists(), f"{relative(file)}: there is no {name}"
+
+
 def test_files_are_short():
     lengths = {
         relative(file): len(file.read_text().splitlines())

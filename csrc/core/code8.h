@@ -13,7 +13,7 @@
 //
 // A second moment that is not zero never gets the code 0, however it is rounded: it stands under a
 // root in a denominator, and elements with gradients of a thousandth of their block's largest would
-// make steps a hundred times too long (tests/test_optim_precision.py). With code 1 theirs are too
+// make steps a hundred times too long (tests/optim/test_precision.py). With code 1 theirs are too
 // short instead.
 #pragma once
 

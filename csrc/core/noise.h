@@ -5,7 +5,7 @@
 // it, element i takes the finaliser of an integer hash (C. Wellons, hash-prospector, lowbias32) of
 // start + i * stride: two multiplications for 32 bits where Philox needs five for each. That is
 // good enough here: rounding needs every element's bits uniform and unrelated to its value, over
-// steps and over neighbours; nothing is sampled from them. tests/test_optim_precision.py measures
+// steps and over neighbours; nothing is sampled from them. tests/optim/test_precision.py measures
 // it.
 #pragma once
 

@@ -1,5 +1,6 @@
 // The runtime of the tests' library, beside those of csrc/ops: the CUDA back end under the
-// emulator, for tensors on the CPU, in the process of the tests. tests/executors.py loads it.
+// emulator, for tensors on the CPU, in the process of the tests. tests/emulator/executors.py loads
+// it.
 #include <fstream>
 #include <map>
 #include <sstream>

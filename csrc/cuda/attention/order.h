@@ -4,7 +4,7 @@
 // should be short. Under a diagonal some tiles of a head have far more to do than others: those
 // come first, and several heads take turns, because of heads one after the other the last one
 // begins with long tiles when all others are done. A model of a device
-// (tests/test_attention_block_order.py) is busy for 87 to 95 % of the time with heads one after
+// (tests/attention/test_block_order.py) is busy for 87 to 95 % of the time with heads one after
 // the other, and for 97 % and more in turns.
 //
 // Not all heads: the tiles of a head find in the L2 cache what they share. As many take turns as

@@ -4,7 +4,7 @@
 // and leave out slabs of 32 columns. Warps share a tile by rows alone, so that a row's maximum and
 // sum stay in four lanes. Nothing here has been timed on a device yet: sizes follow what
 // flash-attention found on the A100, within the shared memory of each architecture and without
-// spilling registers (tests/test_cuda_binary.py).
+// spilling registers (tests/install/test_cuda_binary.py).
 #pragma once
 
 #include <cstddef>
