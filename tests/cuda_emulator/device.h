@@ -18,6 +18,21 @@ namespace onepass::cuda {
 
 namespace detail {
 
+// An access of several bytes begins at a multiple of them.
+template <class T>
+void check_alignment(const T* address, const char* what) {
+  if (reinterpret_cast<uintptr_t>(address) % alignof(T) != 0)
+    emulator::fail_misaligned(what, sizeof(T));
+}
+
+// What was read of global memory is no guard band.
+template <class T>
+void check_inside(const T* address, const T& value, const char* what) {
+  const auto* const bytes = reinterpret_cast<const unsigned char*>(&value);
+  if (bytes[0] != emulator::kPoison && bytes[sizeof(T) - 1] != emulator::kPoison) return;
+  emulator::check_beside(address, sizeof(T), what);
+}
+
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <class T>
@@ -124,7 +139,10 @@ void ldmatrix(uint32_t (&d)[kMatrices], const void* row) {
   };
   const int lane = emulator::self().lane;
   Row mine{};
-  if (lane < 8 * kMatrices) mine = *static_cast<const Row*>(row);
+  if (lane < 8 * kMatrices) {
+    detail::check_alignment(static_cast<const Row*>(row), "ldmatrix");
+    mine = *static_cast<const Row*>(row);
+  }
   const emulator::Exchange all(detail::kAllLanes, "ldmatrix", &mine, sizeof(mine));
   for (int m = 0; m < kMatrices; ++m) {
     const auto at = [&](int r, int c) {
@@ -160,9 +178,12 @@ struct alignas(kBytes) CopiedBytes {
   unsigned char byte[kBytes];
 };
 
-// The target is poison from here to the wait that the data arrives with.
+// The target is poison from here to the wait that the data arrives with. Hardware reads the source
+// at any time between the two; here it is read at both, and must not have changed.
 template <int kBytes>
 void begin_copy(void* shared, const void* global, bool valid) {
+  using Bytes = CopiedBytes<kBytes>;
+  check_alignment(static_cast<const Bytes*>(shared), "cp.async to shared memory");
   const auto* const begin = static_cast<const char*>(shared);
   for (const auto& group : emulator::copies_in_flight()) {
     for (const emulator::Copy& copy : group) {
@@ -172,19 +193,31 @@ void begin_copy(void* shared, const void* global, bool valid) {
       }
     }
   }
-  auto* target = static_cast<CopiedBytes<kBytes>*>(shared);
-  CopiedBytes<kBytes> poison;
+  emulator::Copy copy = {shared, global, kBytes, valid, {}};
+  if (valid) {
+    check_alignment(static_cast<const Bytes*>(global), "cp.async");
+    const Bytes source = *static_cast<const Bytes*>(global);
+    check_inside(static_cast<const Bytes*>(global), source, "cp.async");
+    std::memcpy(copy.source, &source, kBytes);
+  }
+  Bytes poison;
   std::memset(&poison, emulator::kPoison, kBytes);
-  *target = poison;
-  emulator::copies_in_flight().back().push_back({shared, global, kBytes, valid});
+  *static_cast<Bytes*>(shared) = poison;
+  emulator::copies_in_flight().back().push_back(copy);
 }
 
 template <int kBytes>
 void end_copy(const emulator::Copy& copy) {
   using Bytes = CopiedBytes<kBytes>;
-  if (copy.valid) emulator::count_read(kBytes);
-  *static_cast<Bytes*>(copy.shared) =
-      copy.valid ? *static_cast<const Bytes*>(copy.global) : Bytes{};
+  Bytes data{};
+  if (copy.valid) {
+    emulator::count_read(kBytes);
+    data = *static_cast<const Bytes*>(copy.global);
+    if (std::memcmp(copy.source, &data, kBytes) != 0) {
+      emulator::fail("the source of a cp.async changes while it is in flight");
+    }
+  }
+  *static_cast<Bytes*>(copy.shared) = data;
 }
 
 }  // namespace detail
@@ -253,12 +286,16 @@ inline void spin() { emulator::spin(); }
 
 template <class T>
 T load_global(const T* address) {
+  detail::check_alignment(address, "a load");
   emulator::count_read(sizeof(T));
-  return *address;
+  const T value = *address;
+  detail::check_inside(address, value, "a load");
+  return value;
 }
 
 template <class T>
 void store_global(T* address, const T& value) {
+  detail::check_alignment(address, "a store");
   emulator::count_written(sizeof(T));
   *address = value;
 }

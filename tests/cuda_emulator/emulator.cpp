@@ -370,6 +370,21 @@ int64_t multiprocessors() { return settings().at("multiprocessors"); }
 const Self& self() { return machine().running->self; }
 
 void fail(const std::string& what) { throw std::runtime_error("emulator: " + what); }
+void fail_misaligned(const char* what, size_t bytes) {
+  fail(std::string(what) + " of " + std::to_string(bytes) + " bytes at a misaligned address");
+}
+
+std::map<uintptr_t, uintptr_t>& guard_bands() {
+  static auto* const all = new std::map<uintptr_t, uintptr_t>;
+  return *all;
+}
+
+void check_beside(const void* address, size_t bytes, const char* what) {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  const auto next = guard_bands().lower_bound(begin + bytes);
+  if (next == guard_bands().begin() || std::prev(next)->second <= begin) return;
+  fail(std::string(what) + " of " + std::to_string(bytes) + " bytes beside a tensor");
+}
 
 const Counters& counters() { return machine().counters; }
 void forget_counted() {

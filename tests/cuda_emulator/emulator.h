@@ -53,6 +53,11 @@ const Self& self();
 
 // Throws, out of launch() as well: the kernel broke a rule of the programming model.
 [[noreturn]] void fail(const std::string& what);
+[[noreturn]] void fail_misaligned(const char* what, size_t bytes);
+
+// Guard bands, first byte to end, which are poison: what has read poison is looked up here.
+std::map<uintptr_t, uintptr_t>& guard_bands();
+void check_beside(const void* address, size_t bytes, const char* what);  // fails if it is in one
 
 void block_barrier();
 void warp_barrier(unsigned mask, const char* what);
@@ -101,6 +106,7 @@ struct Copy {
   const void* global;
   int bytes;
   bool valid;
+  unsigned char source[16];  // its bytes when it was issued
 };
 std::vector<std::vector<Copy>>& copies_in_flight();
 

@@ -251,6 +251,39 @@ void copy_twice_in_flight(const float* input, float* output) {
   store_global(output + thread(), values[thread()]);
 }
 
+// The source is written while the copy is in flight, which may read it before or behind.
+template <bool kFault>
+void overwrite_the_source_in_flight(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  const float value = load_global(input + thread());
+  store_global(output + thread(), value);
+  __syncthreads();
+  cp_async_few<4>(values + thread(), output + (thread() + 1) % kThreads);
+  cp_async_commit();
+  if (!kFault) cp_async_wait<0>();
+  __syncthreads();
+  store_global(output + thread(), -value);
+  if (kFault) cp_async_wait<0>();
+  __syncthreads();
+  store_global(output + thread(), values[thread()]);
+}
+
+// A copy is issued of what others have yet to write, and is waited for when they have.
+template <bool kFault>
+void copy_before_the_source_is_written(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  store_global(output + thread(), load_global(input + thread()));
+  if (!kFault) __syncthreads();
+  cp_async_few<4>(values + thread(), output + (thread() + 1) % kThreads);
+  cp_async_commit();
+  __syncthreads();
+  cp_async_wait<0>();
+  __syncthreads();
+  store_global(output + thread(), values[thread()]);
+}
+
 // Copies of 8 bytes, that begin 4 bytes beyond a multiple of 8.
 template <bool kFault>
 void misaligned_copy(const float* input, float* output) {
@@ -348,6 +381,12 @@ void extra_pass(const float* input, float* output) {
 template <bool kFault>
 void beside_a_tensor(const float* input, float* output) {
   store_global(output + thread() + kFault, load_global(input + thread()));
+}
+
+template <bool kFault>
+void read_beside_a_tensor(const float* input, float* output) {
+  const float nothing = load_global(output + thread() - kFault);
+  store_global(output + thread(), load_global(input + thread()) + (nothing == 0.0f));
 }
 
 // ---- running ------------------------------------------------------------------------------------
@@ -449,6 +488,8 @@ const std::map<std::string, Pair> kPairs = {
     {"overwrite_in_flight", {PAIR(run, overwrite_in_flight)}},
     {"copy_into_what_is_read", {PAIR(run, copy_into_what_is_read), 1}},
     {"copy_twice_in_flight", {PAIR(run, copy_twice_in_flight)}},
+    {"overwrite_the_source_in_flight", {PAIR(run, overwrite_the_source_in_flight), 1}},
+    {"copy_before_the_source_is_written", {PAIR(run, copy_before_the_source_is_written), 1}},
     {"misaligned_copy", {PAIR(run, misaligned_copy)}},
     {"read_few_before_the_wait", {PAIR(run, read_few_before_the_wait)}},
     {"copy_into_a_part_in_flight", {PAIR(run, copy_into_a_part_in_flight)}},
@@ -458,6 +499,7 @@ const std::map<std::string, Pair> kPairs = {
     {"tickets", {PAIR(run_tickets, tickets)}},
     {"extra_pass", {PAIR(run_counted, extra_pass)}},
     {"beside_a_tensor", {PAIR(run_guarded, beside_a_tensor)}},
+    {"read_beside_a_tensor", {PAIR(run_guarded, read_beside_a_tensor)}},
 };
 
 }  // namespace

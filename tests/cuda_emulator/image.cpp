@@ -47,6 +47,9 @@ Guarded::Guarded(size_t bytes, uintptr_t like, size_t shift)
   const uintptr_t begin = reinterpret_cast<uintptr_t>(block_.get()) + kGuardBytes;
   const uintptr_t aligned = (begin + kAlignment - 1) / kAlignment * kAlignment;
   data_ = reinterpret_cast<char*>(aligned + like % kAlignment + shift);
+  const auto first = reinterpret_cast<uintptr_t>(block_.get()), last = first + block_bytes_;
+  guard_bands()[first] = reinterpret_cast<uintptr_t>(data_);
+  guard_bands()[reinterpret_cast<uintptr_t>(data_) + bytes_] = last;
 #if defined(EMULATOR_ADDRESS)
   __asan_poison_memory_region(block_.get(), static_cast<size_t>(data_ - block_.get()));
   __asan_poison_memory_region(data_ + bytes_, block_.get() + block_bytes_ - data_ - bytes_);
@@ -54,6 +57,8 @@ Guarded::Guarded(size_t bytes, uintptr_t like, size_t shift)
 }
 
 Guarded::~Guarded() {
+  guard_bands().erase(reinterpret_cast<uintptr_t>(block_.get()));
+  guard_bands().erase(reinterpret_cast<uintptr_t>(data_) + bytes_);
 #if defined(EMULATOR_ADDRESS)
   __asan_unpoison_memory_region(block_.get(), block_bytes_);
 #endif

@@ -16,7 +16,7 @@ CAUGHT_BY = {
     "tickets": ("thread", "data race"),
     "global_out_of_bounds": ("address", "heap-buffer-overflow"),
     "shared_out_of_bounds": ("address", "use-after-poison"),
-    "misaligned": ("address", "misaligned address"),
+    "misaligned": ("plain", "a load of 16 bytes at a misaligned address"),
     "more_shared_memory_than_launched_with": ("plain", "takes 2048 bytes of shared memory"),
     "lane_missing": ("plain", "lane 31 is named in the mask of __shfl_xor_sync and did not arrive"),
     "lane_not_in_its_mask": ("plain", "whose lane is not in the mask"),
@@ -27,13 +27,16 @@ CAUGHT_BY = {
     "overwrite_in_flight": ("plain", "wrong value"),
     "copy_into_what_is_read": ("thread", "data race"),
     "copy_twice_in_flight": ("plain", "cp.async into a buffer whose last is in flight"),
-    "misaligned_copy": ("address", "misaligned address"),
+    "overwrite_the_source_in_flight": ("plain", "the source of a cp.async changes"),
+    "copy_before_the_source_is_written": ("thread", "data race"),
+    "misaligned_copy": ("plain", "of 8 bytes at a misaligned address"),
     "read_few_before_the_wait": ("plain", "wrong value"),
     "copy_into_a_part_in_flight": ("plain", "cp.async into a buffer whose last is in flight"),
     "copy_that_is_left_out": ("plain", "wrong value: output[33] is 40, not 33"),
     "end_in_flight": ("plain", "a thread ends with a cp.async in flight"),
     "extra_pass": ("plain", "read 512 written 256"),
     "beside_a_tensor": ("plain", "wrote beside a tensor of 256 bytes"),
+    "read_beside_a_tensor": ("plain", "a load of 4 bytes beside a tensor"),
 }
 SEEDS = 3
 

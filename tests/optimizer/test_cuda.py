@@ -56,7 +56,8 @@ def check(emulator: Emulated, call: Step, steps: int = 1) -> None:
         assert_equal(cpu.tensors, cuda.tensors, f"step {number},")
 
 
-OPERANDS = ("param", "gradient", "first moment", "second moment", "master")
+OF_MOMENTS = ("first moment", "second moment", "third moment")
+OPERANDS = ("param", "gradient", *OF_MOMENTS, "master")
 
 
 def shift(tensors: list[cases.Tensors], operands) -> None:
@@ -66,7 +67,7 @@ def shift(tensors: list[cases.Tensors], operands) -> None:
             t.param = shifted(t.param)
         if "gradient" in operands:
             t.gradient = shifted(t.gradient)
-        for which, name in enumerate(("first moment", "second moment")[: len(t.moments)]):
+        for which, name in enumerate(OF_MOMENTS[: len(t.moments)]):
             if name in operands:
                 t.moments[which] = shifted(t.moments[which])
         if "master" in operands and t.master is not None:
@@ -288,9 +289,10 @@ def test_steps_are_counted_without_elements(emulator):
 
 @pytest.mark.parametrize("operands", [*OPERANDS, OPERANDS], ids=str)
 def test_addresses_that_are_not_aligned(emulator, operands):
-    tensors = make_mixes(MIXED_SIZES, MOMENTS[ADAM])
+    tensors = make_mixes(MIXED_SIZES, 3)
     shift(tensors, operands)
-    call = Step(ADAM, tensors, hyper({}), stochastic_params=True, stochastic_moments=True)
+    settings = hyper({"amsgrad": True})
+    call = Step(ADAM, tensors, settings, stochastic_params=True, stochastic_moments=True)
     check(emulator, call)
 
 
