@@ -327,6 +327,16 @@ void open_barrier_if_all_are_there(Block& block) {
   }
 }
 
+// Leaves the threads of one warp: `warp` while it has any. Returns which.
+int those_of_a_warp(std::vector<Thread*>& ready, int warp) {
+  const auto is_other = [&](const Thread* thread) { return thread->warp != warp; };
+  if (std::all_of(ready.begin(), ready.end(), is_other)) {
+    warp = ready[machine().random() % ready.size()]->warp;
+  }
+  std::erase_if(ready, is_other);
+  return warp;
+}
+
 // Everybody waits and nobody can go on.
 [[noreturn]] void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
   for (const auto& block : blocks) {
@@ -527,6 +537,10 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
       for (auto& block : *this) end_block(std::move(block));
     }
   } blocks;
+  // In every second launch warps go one by one, each as far as it can: what a missing barrier lets
+  // one do that is far ahead of the others shows. Blocks that wait for one another need turns.
+  const bool one_by_one = together == 1 && m.random() % 2 == 0;
+  int ahead = 0;  // the warp that does
   size_t next = 0;
   int idle_rounds = 0;
   while (next < order.size() || !blocks.empty()) {
@@ -540,6 +554,7 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
       }
     }
     if (ready.empty()) report_deadlock(blocks);
+    if (one_by_one) ahead = those_of_a_warp(ready, ahead);
     bool only_spinning = true;
     std::shuffle(ready.begin(), ready.end(), m.random);
     for (Thread* thread : ready) {
