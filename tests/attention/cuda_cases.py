@@ -92,7 +92,10 @@ BRANCHES = {
     "packed": dict(storage="packed used", lengths=SEQUENCES, sinks=F32, dlse=True),
     "paged": dict(storage="paged", lengths=((9, 40), (70, 130), (1, 0)), page_size=7),
     "used": dict(storage="used", lengths=((1, 5), (70, 90), (0, 3)), mask="b", window_left=20),
-    "masks": dict(seq_q=70, seq_k=200, mask="bhq", bias="h", softcap=3.0, dropout_p=0.2),
+    # Whose first tile begins before the rows of the mask.
+    "masks": dict(
+        seq_q=70, seq_k=200, mask="bhq", bias="h", softcap=3.0, dropout_p=0.2, key_offset=12
+    ),
     "long": dict(seq_q=150, seq_k=230, heads=1, batch=1, window_left=90, window_right=50),
     "shard": dict(seq_q=70, seq_k=100, key_offset=13, query_offset=40, dropout_p=0.3, alibi="b"),
     "one": dict(seq_q=1, seq_k=1, dlse=True, bias=""),

@@ -72,13 +72,13 @@ def with_threshold(case: Case) -> Case:
 
 
 # A call, and one that is a part of a larger one: beyond 31 bits of queries, and beginning within
-# the eight keys that share a block of random numbers.
+# the eight keys that share a block of random numbers, so that tiles have parts of one block more.
 FATES = [
     with_threshold(Case(F32, 64, seq_q=70, seq_k=150)),
     with_threshold(
-        Case(BF16, 32, seq_q=70, seq_k=90, query_offset=2**31 - 20, key_offset=8 * 2**20 + 3)
+        Case(BF16, 32, seq_q=70, seq_k=150, query_offset=2**31 - 20, key_offset=8 * 2**20 + 3)
     ),
     Case(F16, 8, heads=4, kv_heads=2, seq_q=9, seq_k=200, dropout_p=0.9),
-    Case(F64, 16, heads=1, seq_q=130, seq_k=17, dropout_p=0.1),
+    Case(F64, 16, heads=1, seq_q=130, seq_k=17, query_offset=9, key_offset=13, dropout_p=0.1),
 ]  # fmt: skip
 fates = pytest.mark.parametrize("case", FATES, ids=["whole", "a shard", "groups", "float64"])

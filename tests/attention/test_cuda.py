@@ -261,6 +261,14 @@ def test_each_tensor_in_each_layout(cuda, layout, dtype):
     assert_same(found | backward(case, t | every, saved, out_bshd=True), expected)
 
 
+@half_and_float
+def test_terms_of_a_shard_of_keys(dtype):
+    """Tiles begin where calls of Philox do: here before the first row of bias and mask, by what
+    both are read by."""
+    check(Case(dtype, 40, batch=1, heads=1, seq_q=40, seq_k=64, key_offset=12, bias="hq", mask="hq",
+               dropout_p=0.2))  # fmt: skip
+
+
 NOT_ALIGNED = [(BF16, 2), (BF16, 8), (F32, 4)]
 SLOWLY = [(BF16, 4), (F16, 2), (F16, 4), (F16, 8), (F32, 8), (F64, 8)]
 

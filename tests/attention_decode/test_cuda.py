@@ -117,7 +117,8 @@ LONG = {
     "longer chunks": Case(head_dim=8, heads=1, kv_heads=1, lengths=(20_000, 130), new_rows=1),
     "queries": Case(head_dim=40, heads=8, kv_heads=2, lengths=(700,), seq_q=9, window_right=0),
     "window": Case(head_dim=32, heads=2, kv_heads=1, lengths=(5000, 40), window_left=700, seq_q=3),
-    "runs of many": Case(head_dim=8, heads=8, kv_heads=8, lengths=(2500, *range(20)), page_size=16),
+    "runs of many": Case(head_dim=40, heads=32, kv_heads=8, lengths=(2500, *range(20)),
+                         page_size=16),
     "whole sequences": Case(head_dim=8, heads=16, kv_heads=16, lengths=(2500, *range(63)),
                             page_size=16),
 }  # fmt: skip

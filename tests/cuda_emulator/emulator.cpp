@@ -537,15 +537,16 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
       for (auto& block : *this) end_block(std::move(block));
     }
   } blocks;
-  // In every second launch warps go one by one, each as far as it can: what a missing barrier lets
-  // one do that is far ahead of the others shows. Blocks that wait for one another need turns.
-  const bool one_by_one = together == 1 && m.random() % 2 == 0;
+  // In about every second block warps go one by one, each as far as it can: what a missing barrier
+  // lets one do that is far ahead of the others shows. Blocks that wait for one another need turns.
+  bool one_by_one = false;
   int ahead = 0;  // the warp that does
   size_t next = 0;
   int idle_rounds = 0;
   while (next < order.size() || !blocks.empty()) {
     while (next < order.size() && blocks.size() < together) {
       blocks.push_back(make_block(launch, order[next++]));
+      one_by_one = together == 1 && m.random() % 2 == 0;
     }
     std::vector<Thread*> ready;
     for (auto& block : blocks) {
