@@ -30,7 +30,7 @@ BUDGETS = {  # what fails the run when it is exceeded OVER times
     "tests/attention_decode/test_values.py": 60,
     "tests/bench/test_attention.py": 40,
     "tests/bench/test_gpu_report.py": 40,
-    "tests/bench/test_harness.py": 40,
+    "tests/bench/test_harness.py": 20,
     "tests/compare/test_command.py": 60,
     "tests/compare/test_pieces.py": 40,
     "tests/distributed/test_placements.py": 40,
