@@ -93,10 +93,26 @@ def test_new_data_is_used_whatever_else_has_gradients(master):
     assert (a == 100).all()
 
 
+def test_a_setting_that_asks_for_another_moment():
+    """From the next step on, as in torch."""
+    results = []
+    for cls in (onepass.optim.SGD, torch.optim.SGD):
+        torch.manual_seed(0)
+        (p,) = parameters(300)
+        optimizer = cls([p], lr=0.1)
+        for step in range(4):
+            optimizer.param_groups[0]["momentum"] = 0.9 if step >= 2 else 0.0
+            p.grad = torch.randn_like(p)
+            optimizer.step()
+        results.append(p.detach())
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("master", ["fp32", "remainder16"])
 @names
-def test_a_parameter_that_moves_is_as_one_that_is_written(name, master):
-    """Whichever parameters have gradients in the steps that follow."""
+def test_a_parameter_that_moves_is_as_one_that_is_written(name, master, grows):
+    """Whichever parameters have gradients in the steps that follow, and where there are more."""
     results = []
     for moved in (True, False):
         torch.manual_seed(1)
@@ -109,6 +125,8 @@ def test_a_parameter_that_moves_is_as_one_that_is_written(name, master):
                 else:
                     with torch.no_grad():
                         params[0].copy_(params[0].clone())
+                if grows:
+                    optimizer.add_param_group(dict(params=parameters(20, dtype=BF16)))
             for number, p in enumerate(params):
                 p.grad = torch.randn_like(p) if number in with_gradients else None
             optimizer.step()

@@ -376,6 +376,8 @@ def test_a_stale_table_is_told():
     assert not adam_step(table, [good.t().contiguous().t()])  # another order
     assert not adam_step(table, [torch.ones(4, 10)[:, ::2]])  # gaps
     assert not adam_step(table, [torch._neg_view(-good)])
+    param.data = torch.ones(5, 4).t()
+    assert not adam_step(table, [torch.ones(5, 4).t()])  # both in another order than the states
     param.data = torch.ones(7)
     assert not adam_step(table, [torch.ones(7)])
     param.data = torch.ones(4, 5, dtype=F64)
@@ -392,7 +394,38 @@ def test_a_stale_table_is_told():
     assert not adam_step(kept, [torch.ones(5)])
 
 
+@pytest.mark.parametrize(
+    "before",
+    [dict(dtype=F32), dict(stochastic_params=True), dict(stochastic_moments=True)],
+    ids=str,
+)
+def test_a_step_does_not_depend_on_how_the_last_one_was_asked_for(before):
+    def stepped(options=None):
+        torch.manual_seed(0)
+        param, gradient, moment = (torch.rand(300).to(BF16) for _ in range(3))
+        params, states, layout = adam_table(param, moment=moment)
+        table = make_table(params, states, layout)
+        if options is not None:  # a step that is not made
+            dtype = options.get("dtype", BF16)
+            options = {name: value for name, value in options.items() if name != "dtype"}
+            assert adam_step(table, [gradient.to(dtype)], found_inf=torch.ones(1), **options)
+        assert adam_step(table, [gradient])
+        return param, *states
+
+    for one, other in zip(stepped(before), stepped(), strict=True):
+        assert torch.equal(one, other)
+
+
 # ---- extremes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+def test_no_magnitude_is_larger_than_nan():
+    """In whichever lane and piece it is."""
+    for where in (0, 1, 17, PIECE - 1, PIECE, 2 * PIECE + 5):
+        gradient = torch.ones(3 * PIECE)
+        gradient[where] = float("nan")
+        assert torch.ops.onepass.gradient_norm([gradient], INF).isnan(), where
 
 
 @pytest.mark.isa
