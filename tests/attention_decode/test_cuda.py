@@ -26,6 +26,7 @@ from tests.attention_decode.cases import (
     assert_same,
     call,
     check,
+    int32,
     ours,
     pairwise,
     same_bits,
@@ -329,6 +330,41 @@ def test_tensors_that_are_not_aligned(cuda, head_dim, dtype):
     for tensor in range(-1, cuda.done[-1]["tensors"]):
         cuda.set(shift=dtype.itemsize, misaligned=tensor)
         assert_same(ours(case, t), expected, str(tensor))
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_caches_whose_strides_no_16_bytes_divide(page_size, dtype):
+    """Of rows, or of sequences or pages alone; where they begin, 16 bytes do."""
+    case = Case(dtype, 64, lengths=(40, 150), page_size=page_size, new_rows=1, kv_heads=1, heads=2)
+    t = case.tensors()
+    expected = ours(case, t)
+    more = 4 if dtype is not F32 else 2  # elements
+
+    def of_rows(x):
+        return torch.cat([x, x[..., :more]], -1)[..., : x.shape[-1]]
+
+    def of_sequences(x):
+        flat = x.flatten(1)
+        return torch.cat([flat, flat[:, :more]], 1)[:, : flat.shape[1]].unflatten(1, x.shape[1:])
+
+    for widened in (of_rows, of_sequences):
+        caches = {name: widened(t[name]) for name in ("k_cache", "v_cache")}
+        for cache in caches.values():
+            assert any(stride * dtype.itemsize % 16 for stride in cache.stride()[:-1])
+        assert_same(ours(case, t | caches), expected)
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("used, pad", [(400, 0), (-3, 0), (20, -7), (400, -7)])
+def test_lengths_that_do_not_fit_the_cache_lead_nowhere_else(used, pad, page_size):
+    """Nobody looks at them on a device before the kernel does."""
+    for new_rows in (-1, 1):
+        case = Case(BF16, 64, lengths=(20,), page_size=page_size, pads=(0,), new_rows=new_rows)
+        t = case.tensors()
+        if page_size:
+            t["block_table"].fill_(1)
+        call(case, t | dict(cache_seqlens=int32([used]), cache_leftpad=int32([pad])))
 
 
 # ---- traffic and resources -----------------------------------------------------------------------
