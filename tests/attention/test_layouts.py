@@ -14,6 +14,7 @@ from tests.attention.cases import (
     LAYOUTS,
     NAN,
     Case,
+    Results,
     assert_same,
     backward,
     forward,
@@ -45,6 +46,19 @@ def test_each_tensor_in_each_layout(case, layout):
     found = forward(case, t | every)
     found["output"] = strided(found["output"], layout)
     assert_same(found | backward(case, t | every, found), expected)
+
+
+@cases
+def test_statistics_of_any_layout(case):
+    t = case.tensors()
+    outputs = forward(case, t)
+    expected = backward(case, t, outputs)
+
+    def apart(x):
+        return x.repeat_interleave(2, -1)[..., ::2]
+
+    spread = Results(outputs | dict(lse=apart(outputs["lse"])), apart(outputs.lse_rest))
+    assert_same(backward(case, t | dict(dlse=apart(t["dlse"])), spread), expected)
 
 
 @cases

@@ -229,6 +229,21 @@ def test_weight_and_bias_of_any_layout(rms, dtype):
                 assert torch.equal(expected[part][name], found[part][name]), f"{layout}: {name}"
 
 
+def test_statistics_of_any_layout():
+    x, doutput, weight = torch.randn(11, 45), torch.randn(11, 45), torch.randn(45)
+    ops = torch.ops.onepass
+    options = (x, weight, None, None)
+    _, _, *statistics = ops.norm_forward(
+        x, None, weight, None, None, (45,), 0, 1e-5, 0.0, 0.0, None, None, True
+    )
+    apart = [number.repeat_interleave(3)[::3] for number in statistics]
+    numbers = ((45,), 0, 0.0, 0.0, None, None, 5)  # of dinput and dweight
+    expected = ops.norm_backward(doutput, None, *options, *statistics, *numbers)
+    found = ops.norm_backward(doutput, None, *options, *apart, *numbers)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_offsets_beyond_32_bits():
     """Two rows 2^31 + 5 elements apart; the memory between them is never touched."""
     try:
