@@ -44,6 +44,8 @@ ONEPASS_INLINE WordPair multiply(WordBits a, uint32_t factor) {
 
 struct PhiloxWords {
   WordBits word[4];
+
+  WordBits operator[](int64_t i) const { return word[i]; }
 };
 
 // core/philox.h's function, a counter per lane.

@@ -18,14 +18,6 @@ namespace {
 using Layout = AttentionLayout;
 using Options = AttentionOptions;
 
-// Bits of grad_mask.
-constexpr int64_t kWantQuery = 1;
-constexpr int64_t kWantKey = 2;
-constexpr int64_t kWantValue = 4;
-constexpr int64_t kWantBias = 8;
-constexpr int64_t kWantSinks = 16;
-constexpr int64_t kWantSlopes = 32;
-
 // Where sequences lie, checked as far as their values can be read.
 void attach_lengths(const AttentionChecks& checks, const Options& options, Attention& args,
                     Copies& copies) {
@@ -44,11 +36,7 @@ Attention attach(const AttentionChecks& checks, const Tensor& query, const Tenso
   args.query = rows_of(query, checks.query_layout(), copies);
   args.key = rows_of(key, checks.key_layout(), copies);
   args.value = rows_of(value, checks.key_layout(), copies);
-  if (options.bias) args.bias = rows_of(*options.bias, Layout::kDense, copies);
-  if (options.mask) args.mask = rows_of(*options.mask, Layout::kDense, copies);
-  args.alibi_slopes = elements_of<float>(options.alibi_slopes, copies);
-  args.sinks = elements_of<void>(options.sinks, copies);
-  args.seed = static_cast<const int64_t*>(data_of(options.seed));
+  attach_score_options(options, args, copies);
   return args;
 }
 
@@ -133,9 +121,7 @@ constexpr const char* kBackward = "attention_backward";
 
 void check_upstream(const AttentionChecks& checks, const Options& options, const Upstream& given) {
   require(!options.block_table, kBackward, ": block_table must not be given, got one");
-  const int64_t possible = kWantQuery | kWantKey | kWantValue | (options.bias ? kWantBias : 0) |
-                           (options.sinks ? kWantSinks : 0) |
-                           (options.alibi_slopes ? kWantSlopes : 0);
+  const int64_t possible = kWantQuery | kWantKey | kWantValue | score_gradients(options);
   require((given.grad_mask & ~possible) == 0, kBackward,
           ": grad_mask must ask for gradients of what is given only, ", possible, ", got ",
           given.grad_mask);
@@ -174,31 +160,18 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> attention_backward(
   Copies copies;
   AttentionBackward args{};
   static_cast<Attention&>(args) = attach(checks, query, key, value, options, copies);
-  const auto gradient_of = [&](bool wanted, const Tensor& of, DType of_dtype, bool bshd) {
-    const TensorInfo info = info_of(of);
-    return wanted ? empty_rows(info.sizes, info.dims, of_dtype, info.device, bshd)
-                  : empty_1d(0, of_dtype, info.device);
-  };
-  const auto gradient_of_option = [&](bool wanted, const OptionalTensor& of, DType of_dtype) {
-    return gradient_of(wanted, of ? *of : query, of ? of_dtype : dtype, false);
-  };
-  const bool bshd = options.out_bshd;
-  Tensor dquery = gradient_of(grad_mask & kWantQuery, query, dtype, bshd);
-  Tensor dkey = gradient_of(grad_mask & kWantKey, key, dtype, bshd);
-  Tensor dvalue = gradient_of(grad_mask & kWantValue, value, dtype, bshd);
-  Tensor dbias = gradient_of_option(grad_mask & kWantBias, options.bias, args.bias_dtype);
-  Tensor dsinks = gradient_of_option(grad_mask & kWantSinks, options.sinks, args.sinks_dtype);
-  Tensor dslopes =
-      gradient_of_option(grad_mask & kWantSlopes, options.alibi_slopes, DType::kFloat32);
+  Tensor dquery = empty_gradient(grad_mask & kWantQuery, query, options.out_bshd);
+  Tensor dkey = empty_gradient(grad_mask & kWantKey, key, options.out_bshd);
+  Tensor dvalue = empty_gradient(grad_mask & kWantValue, value, options.out_bshd);
+  std::vector<Tensor> dterms = empty_score_gradients(options, query, grad_mask);
   const bool empty_call = args.total_q * args.heads == 0;
   if (options.seqused_k) {  // rows that are no keys
     for (Tensor* gradient : {&dkey, &dvalue}) torch::stable::zero_(*gradient);
   }
   if (empty_call) {
-    for (Tensor* gradient : {&dquery, &dkey, &dvalue, &dbias, &dsinks, &dslopes}) {
-      torch::stable::zero_(*gradient);
-    }
-    return {dquery, dkey, dvalue, {dbias, dsinks, dslopes}};
+    for (Tensor* gradient : {&dquery, &dkey, &dvalue}) torch::stable::zero_(*gradient);
+    for (Tensor& gradient : dterms) torch::stable::zero_(gradient);
+    return {dquery, dkey, dvalue, dterms};
   }
 
   const OptionalTensor upstream = doutput ? doutput : zeros_like(output, dtype);
@@ -213,17 +186,12 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> attention_backward(
   args.dquery = rows_if(grad_mask & kWantQuery, dquery, layout);
   args.dkey = rows_if(grad_mask & kWantKey, dkey, layout);
   args.dvalue = rows_if(grad_mask & kWantValue, dvalue, layout);
-  if (grad_mask & kWantBias) {
-    args.dbias = rows_of(dbias, Layout::kDense, copies);
-    args.dbias_numel = flat_info_of(dbias).numel;
-  }
-  if (grad_mask & kWantSlopes) args.dslopes = static_cast<float*>(dslopes.mutable_data_ptr());
-  if (grad_mask & kWantSinks) args.dsinks = dsinks.mutable_data_ptr();
+  attach_score_gradients(grad_mask, dterms, args, copies);
   args.deterministic = deterministic;
   checks.tighten(args, args.dbias);
   run_operator(backend().attention.backward, args, query_shape.device,
                [&] { return describe(kBackward, args); });
-  return {dquery, dkey, dvalue, {dbias, dsinks, dslopes}};
+  return {dquery, dkey, dvalue, dterms};
 }
 
 void attention_backward_check(const Options& options, const OptionalTensor& doutput,
@@ -254,8 +222,8 @@ OperatorList attention_operators() {
                                                " -> (Tensor output, Tensor lse, Tensor lse_rest)"),
       entry<&Packed<&attention_forward_check>::call>(
           "attention_forward_check" ONEPASS_ATTENTION_ARGUMENTS " -> ()", true),
-      // dterms: of bias, sinks, alibi_slopes; the list may grow. grad_mask: 1 dquery, 2 dkey,
-      // 4 dvalue, 8, 16, 32 dterms; the others have size 0.
+      // dterms: of the options that have gradients; the list may grow. grad_mask: 1 dquery, 2 dkey,
+      // 4 dvalue, 8, 16, ... dterms; the others have size 0.
       entry<&Packed<&attention_backward>::call>(
           "attention_backward" ONEPASS_ATTENTION_BACKWARD_ARGUMENTS
           " -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dterms)"),

@@ -1,6 +1,6 @@
 #include "ops/attention_checks.h"
 
-#include <cmath>
+#include <algorithm>
 #include <utility>
 
 namespace onepass {
@@ -23,8 +23,8 @@ AttentionChecks::AttentionChecks(const char* op, const Tensor& query, const Tens
   const bool own = keys == AttentionKeys::kOwn;
   shapes(input_of(op, own ? "key" : "k_cache", key),
          input_of(op, own ? "value" : "v_cache", value));
-  score_terms();
-  numbers();
+  check_score_options(op, checked_, options, args_);
+  positions();
 }
 
 void AttentionChecks::shapes(const TensorInfo& key, const TensorInfo& value) {
@@ -142,56 +142,7 @@ void AttentionChecks::index(const char* name, const OptionalTensor& tensor, int6
           info.device);
 }
 
-void AttentionChecks::score_terms() {
-  const int64_t of_heads[] = {args_.batch, args_.heads};
-  if (options_.bias) {
-    const TensorInfo bias = input_of(op_, "bias", *options_.bias);
-    broadcast("bias", bias);
-    args_.bias_dtype = checked_.dtype("bias", bias.scalar_type);
-  }
-  if (options_.mask) {
-    const TensorInfo mask = input_of(op_, "mask", *options_.mask);
-    broadcast("mask", mask);
-    require(is_bool(mask.scalar_type), op_, ": mask must have dtype bool, got ",
-            TypeName{mask.scalar_type});
-  }
-  if (options_.alibi_slopes) {
-    const TensorInfo slopes = input_of(op_, "alibi_slopes", *options_.alibi_slopes);
-    require((slopes.dims == 1 && slopes.sizes[0] == args_.heads) ||
-                (slopes.dims == 2 && std::equal(of_heads, of_heads + 2, slopes.sizes)),
-            op_, ": alibi_slopes must have shape ", Shape{of_heads + 1, 1}, " or ",
-            Shape{of_heads, 2}, ", got ", shape_of(slopes));
-    require(dtype_of(slopes.scalar_type) == DType::kFloat32, op_,
-            ": alibi_slopes must have dtype float32, got ", TypeName{slopes.scalar_type});
-    checked_.device("alibi_slopes", slopes);
-    args_.alibi_batch_stride = slopes.dims == 2 ? args_.heads : 0;
-  }
-  if (options_.sinks) {
-    const TensorInfo sinks = input_of(op_, "sinks", *options_.sinks);
-    require(sinks.dims == 1 && sinks.sizes[0] == args_.heads, op_, ": sinks must have shape ",
-            Shape{of_heads + 1, 1}, ", got ", shape_of(sinks));
-    args_.sinks_dtype = require_dtype(op_, "sinks", sinks.scalar_type);
-    require(args_.sinks_dtype == args_.dtype || args_.sinks_dtype == DType::kFloat32, op_,
-            ": sinks must have dtype float32 or query's ", name_of(args_.dtype), ", got ",
-            name_of(args_.sinks_dtype));
-    checked_.device("sinks", sinks);
-  }
-}
-
-void AttentionChecks::broadcast(const char* name, const TensorInfo& info) const {
-  const int64_t full[] = {args_.batch, args_.heads, args_.seq_q, args_.seq_k};
-  bool fits = info.dims == 4 && info.sizes[3] == full[3];
-  for (int64_t d = 0; fits && d < 3; ++d) fits = info.sizes[d] == full[d] || info.sizes[d] == 1;
-  require(fits, op_, ": ", name, " must have shape ", Shape{full, 4},
-          " or 1 in place of all sizes but the last, got ", shape_of(info));
-  checked_.device(name, info);
-}
-
-void AttentionChecks::numbers() {
-  require(options_.window_left >= -1, op_, ": window_left must be at least -1, got ",
-          options_.window_left);
-  require(options_.window_right >= -1, op_, ": window_right must be at least -1, got ",
-          options_.window_right);
+void AttentionChecks::positions() {
   const bool own_lengths = packed_ || options_.seqused_k;
   for (const auto& [name, offset] : {std::pair("query_offset", options_.query_offset),
                                      std::pair("key_offset", options_.key_offset)}) {
@@ -200,26 +151,9 @@ void AttentionChecks::numbers() {
     require(offset >= 0, op_, ": ", name, " must not be negative, got ", offset);
     require(offset < kMaxOffset, op_, ": ", name, " must be below 2^40, got ", offset);
   }
-  const float softcap = static_cast<float>(options_.softcap);  // as kernels take it
-  require(options_.softcap == 0.0 || (softcap > 0.0f && std::isfinite(softcap)), op_,
-          ": softcap must be 0 or a positive number that float32 holds, got ", options_.softcap);
-  require_probability(op_, "dropout_p", options_.dropout_p);
-  require((options_.dropout_p > 0.0) == options_.seed.has_value(), op_,
-          ": seed must be given with dropout_p > 0 only, got ", options_.seed ? "one" : "none");
-  if (options_.seed) checked_.seed(*options_.seed);
-
-  const auto limit = [](int64_t window) {
-    return window < 0 ? kNoLimit : std::min(window, kNoLimit);
-  };
-  args_.window_left = limit(options_.window_left);
-  args_.window_right = limit(options_.window_right);
   args_.query_offset = options_.query_offset;
   args_.key_offset = options_.key_offset;
   args_.bottom_right = options_.bottom_right;
-  args_.scale = options_.scale;
-  args_.softcap = options_.softcap;
-  args_.allow_tf32 = options_.allow_tf32;
-  args_.dropout_p = options_.dropout_p;
 }
 
 // What the lengths and page numbers in `args` must be. They are read where that costs nothing.

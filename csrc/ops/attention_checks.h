@@ -56,9 +56,7 @@ class AttentionChecks {
  private:
   void shapes(const TensorInfo& key, const TensorInfo& value);
   void sequences(const TensorInfo& key);
-  void score_terms();
-  void broadcast(const char* name, const TensorInfo& info) const;
-  void numbers();
+  void positions();
   void cumulative(const char* name, const int32_t* ends, int64_t total) const;
   void longest(const char* name, int64_t bound, int64_t rows) const;
 

@@ -2,14 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "ops/attention_checks.h"
 
 namespace onepass {
-
-// What a call copied of its inputs, alive until it returns.
-using Copies = std::vector<Tensor>;
 
 // A last dimension that is not dense is copied, all else is read in place.
 inline Strided rows_of(const Tensor& tensor, AttentionLayout layout, Copies& copies) {
@@ -47,6 +43,14 @@ inline Tensor empty_rows(const int64_t* sizes, int64_t dims, DType dtype, const 
   const int64_t row = most(1) * most(3);
   const int64_t strides[] = {most(2) * row, most(3), row, 1};
   return empty_strided(sizes, strides, dims, dtype, device);
+}
+
+// The gradient of `tensor`, of size 0 if it is not wanted.
+inline Tensor empty_gradient(bool wanted, const Tensor& tensor, bool bshd) {
+  const TensorInfo info = info_of(tensor);
+  const DType dtype = *dtype_of(info.scalar_type);
+  return wanted ? empty_rows(info.sizes, info.dims, dtype, info.device, bshd)
+                : empty_1d(0, dtype, info.device);
 }
 
 }  // namespace onepass

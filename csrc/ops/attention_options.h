@@ -1,8 +1,11 @@
 // The options of the attention family, each stated once: ops/fields.h makes of a table a struct, a
-// part of the schemas, and what the dispatcher hands over.
+// part of the schemas, and what the dispatcher hands over. An option of scores has its check, its
+// way into a kernel's arguments, its gradient and its description in attention_options.cpp; what it
+// means is said in ops/attention.h.
 #pragma once
 
 #include <ostream>
+#include <vector>
 
 #include "ops/attention.h"
 #include "ops/fields.h"
@@ -50,6 +53,31 @@ ONEPASS_DEFINE_OPTIONS(ScoreOptions, ONEPASS_SCORE_OPTIONS);
 ONEPASS_EXTEND_OPTIONS(AttentionOptions, ScoreOptions, ONEPASS_ATTENTION_OPTIONS);
 ONEPASS_EXTEND_OPTIONS(DecodeOptions, ScoreOptions, ONEPASS_DECODE_OPTIONS);
 ONEPASS_EXTEND_OPTIONS(AppendOptions, DecodeOptions, ONEPASS_ROTARY_OPTIONS);
+
+class CheckedAgainst;
+
+// What a call copied of its inputs, alive until it returns.
+using Copies = std::vector<Tensor>;
+
+// Throws unless the options of scores fit `args`, which has sizes and dtype; then it has what of
+// them can be known without reading a tensor.
+void check_score_options(const char* op, const CheckedAgainst& checked,
+                         const AttentionOptions& options, Attention& args);
+// The options' tensors, for `args`.
+void attach_score_options(const AttentionOptions& options, Attention& args, Copies& copies);
+
+// Bits of grad_mask: those of query, key and value, and behind them those of the options that have
+// gradients, in the order of dterms.
+inline constexpr int64_t kWantQuery = 1;
+inline constexpr int64_t kWantKey = 2;
+inline constexpr int64_t kWantValue = 4;
+// Of the options that are given.
+int64_t score_gradients(const AttentionOptions& options);
+// dterms: of the options that grad_mask has, the others of size 0.
+std::vector<Tensor> empty_score_gradients(const AttentionOptions& options, const Tensor& query,
+                                          int64_t grad_mask);
+void attach_score_gradients(int64_t grad_mask, const std::vector<Tensor>& dterms,
+                            AttentionBackward& args, Copies& copies);
 
 // For the record of plans: what the operators of the family have before and after their lengths.
 void describe_heads(std::ostream& text, const Attention& args);

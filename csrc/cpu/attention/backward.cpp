@@ -101,12 +101,12 @@ class Backward {
       sums_.dslopes[(split_ * args_.batch + batch) * args_.heads + head] = 0.0;
     }
     if (args_.dsinks && split_ == 0) {
-      const double sink = sink_of(args_, head);
+      const double sink = sink_of<float>(args_, head);
       double sum = 0.0;
       const int64_t first = lse_row(args_, sequence_, batch, head, 0);
       for (int64_t row = first; row < first + sequence_.queries; ++row) {
         const float lse = static_cast<const float*>(args_.lse)[row];
-        if (lse == -std::numeric_limits<float>::infinity()) continue;
+        if (lse == kMinusInfinity<float>) continue;
         const double rest = args_.lse_rest ? static_cast<const float*>(args_.lse_rest)[row] : 0.0;
         sum -= std::exp(sink - lse - rest) * sums_.delta[row];
       }

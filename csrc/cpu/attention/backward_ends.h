@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/attention/backward_shape.h"
+#include "cpu/attention/scores.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -82,25 +83,14 @@ inline void finish_dbias(const AttentionBackward& args, const BackwardSums& sums
 
 inline void finish_sums(const AttentionBackward& args, const BackwardShape& shape,
                         const BackwardSums& sums) {
-  for (int64_t head = 0; head < args.heads; ++head) {
-    double dsink = 0.0;
-    double dslope = 0.0;
-    for (int64_t batch = 0; batch < args.batch; ++batch) {
-      const int64_t at = batch * args.heads + head;
-      if (args.dsinks) dsink += sums.dsinks[at];
-      if (args.dslopes == nullptr) continue;
-      if (args.alibi_batch_stride != 0) dslope = 0.0;
-      for (int64_t split = 0; split < shape.splits; ++split) {
-        dslope += sums.dslopes[split * args.batch * args.heads + at];
-      }
-      args.dslopes[batch * args.alibi_batch_stride + head] = static_cast<float>(dslope);
+  write_head_gradients(args, [&](int64_t batch, int64_t head, HeadGradients& gradients) {
+    const int64_t at = batch * args.heads + head;
+    if (args.dsinks) gradients.sink += sums.dsinks[at];
+    if (args.dslopes == nullptr) return;
+    for (int64_t split = 0; split < shape.splits; ++split) {
+      gradients.slope += sums.dslopes[split * args.batch * args.heads + at];
     }
-    if (args.dsinks) {
-      visit_dtype_up_to_float32(args.sinks_dtype, [&]<class S>() {
-        static_cast<S*>(args.dsinks)[head] = narrow<S>(static_cast<float>(dsink));
-      });
-    }
-  }
+  });
 }
 
 }  // namespace ONEPASS_ISA

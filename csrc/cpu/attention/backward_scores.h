@@ -2,8 +2,7 @@
 #pragma once
 
 #include "cpu/attention/backward_shape.h"
-#include "cpu/attention/elementary.h"
-#include "cpu/random.h"
+#include "cpu/attention/scores.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -17,11 +16,9 @@ class ScoreGradients {
  public:
   ScoreGradients(const AttentionBackward& args, const BackwardShape& shape,
                  const BackwardSums& sums, const BackwardScratch<M>& scratch)
-      : args_(args), shape_(shape), sums_(sums), s_(scratch) {
-    if (args.seed) dropout_ = make_dropout(args.seed, args.dropout_p);
+      : args_(args), shape_(shape), sums_(sums), s_(scratch), dropout_(args) {
     dbias_ = shape.wide_bias ? sums.dbias : static_cast<float*>(args.dbias.data);
-    changes_ =
-        args.softcap != 0 || args.alibi_slopes || args.bias.data || args.mask.data || args.seed;
+    changes_ = changes_scores(args) || dropout_;
   }
 
   void begin(const Sequence& sequence, int64_t split) {
@@ -34,14 +31,13 @@ class ScoreGradients {
     if (args_.mask.data == nullptr) return true;
     uint32_t any = 0;
     for (int64_t row = t.first; row < t.last; ++row) {
-      mask_bits(mask_row(args_, t.batch, t.head, t.q0 + row) + t.k0, t.keys, mask_[row]);
-      for (const uint32_t word : mask_[row]) any |= word;
+      any |= mask_bits(mask_row(args_, t.batch, t.head, t.q0 + row) + t.k0, t.keys, mask_[row]);
     }
     return any != 0;
   }
 
-  // scores: S to drop(P); dscores: dP to dS, of the score before softcap. Where products go over
-  // cells, both become cells, and dS rows besides.
+  // scores: S to drop(P); dscores: dP to dS, of the scaled product. Where products go over cells,
+  // both become cells, and dS rows besides.
   void operator()(const BackwardTile& t) {
     const SeenKeys seen = seen_keys(args_, sequence_, t.q0 + t.first, t.q0 + t.last);
     // An odd end of cells is not: what is computed behind it is multiplied by zeros, and might be
@@ -78,6 +74,7 @@ class ScoreGradients {
   template <bool kChanged>
   void sweep(const BackwardTile& t) {
     const int64_t vectors = ceil_div(t.keys, n);
+    const ScoreTerms<Vec<float>> terms(args_, t.batch, t.head);
     double dslope = 0.0;
     for (int64_t row = t.first; row < t.last; row += M::kPerCell) {
       RowOf rows[M::kPerCell];
@@ -93,7 +90,7 @@ class ScoreGradients {
         Both result[M::kPerCell] = {};
         if (v >= from && v < to) {
           for (int64_t i = 0; i < here; ++i) {
-            result[i] = one_vector<kChanged>(t, rows[i], row + i, v, dslope);
+            result[i] = one_vector<kChanged>(t, terms, rows[i], row + i, v, dslope);
           }
         }
         const int64_t at = row * shape_.keys + v * n;
@@ -125,7 +122,7 @@ class ScoreGradients {
     const int64_t at = lse_row(args_, sequence_, t.batch, t.head, query);
     const float lse = static_cast<const float*>(args_.lse)[at];
     // A row that saw nothing has no probabilities: exp(-inf) is 0.
-    of.lse = lse == -std::numeric_limits<float>::infinity() ? -lse : lse;
+    of.lse = lse == kMinusInfinity<float> ? -lse : lse;
     if (args_.lse_rest) of.lse_rest = static_cast<const float*>(args_.lse_rest)[at];
     of.delta = sums_.delta[at];
     if constexpr (kChanged) {
@@ -134,7 +131,7 @@ class ScoreGradients {
       of.last = static_cast<int32_t>(std::clamp<int64_t>(range.last - t.k0, 0, t.keys));
       of.position = static_cast<float>(query + sequence_.alignment - t.k0);
       of.mask = args_.mask.data ? mask_[row] : nullptr;
-      if (args_.seed) of.drawn = draw_row(t, query, slot);
+      if (dropout_) of.drawn = draw_row(t, query, slot);
     }
     return of;
   }
@@ -144,19 +141,18 @@ class ScoreGradients {
     const int64_t key = args_.key_offset + t.k0;
     uint16_t* values = drawn_[slot];
     for (int64_t block = key / 8; block <= (key + t.keys - 1) / 8; block += kPhiloxLanes) {
-      write_in_order(philox4x32(dropout_.key,
-                                {{broadcast_word(static_cast<uint32_t>(args_.query_offset + query)),
-                                  block_of_lane() + static_cast<uint32_t>(block),
-                                  broadcast_word(random_head(args_, t.batch, t.head)),
-                                  broadcast_word(dropout_.offset)}}),
-                     values + (block - key / 8) * kElementsPerBlock);
+      write_in_order(
+          dropout_.words(t.batch, t.head,
+                         broadcast_word(static_cast<uint32_t>(args_.query_offset + query)),
+                         block_of_lane() + static_cast<uint32_t>(block)),
+          values + (block - key / 8) * kElementsPerBlock);
     }
     return values + key % 8;
   }
 
   template <bool kChanged>
-  ONEPASS_INLINE Both one_vector(const BackwardTile& t, const RowOf& of, int64_t row, int64_t v,
-                                 double& dslope) {
+  ONEPASS_INLINE Both one_vector(const BackwardTile& t, const ScoreTerms<Vec<float>>& terms,
+                                 const RowOf& of, int64_t row, int64_t v, double& dslope) {
     const int64_t at = row * shape_.keys + v * n;
     Vec<float> score = load<float>(s_.scores + at);
     Vec<float> dp = load<float>(s_.dscores + at);
@@ -164,59 +160,29 @@ class ScoreGradients {
       const Vec<float> p = exp((score - of.lse) - of.lse_rest);
       return {p, p * (dp - of.delta)};
     } else {
-      SignedWords key;
-      for (int i = 0; i < n; ++i) key[i] = i;
-      key += static_cast<int32_t>(v * n);
+      const KeysInLanes keys(v * n);
       const int64_t left = t.keys - v * n;
-      const float softcap = static_cast<float>(args_.softcap);
-      Vec<float> tangent = broadcast<float>(1.0f);  // of softcap
-      if (softcap != 0.0f) {
-        const Vec<float> bent = tanh(score / softcap);
-        tangent = fma<float>(-bent, bent, tangent);
-        score = softcap * bent;
-      }
-      Vec<float> distance = {};
-      if (args_.alibi_slopes) {
-        const float slope = args_.alibi_slopes[t.batch * args_.alibi_batch_stride + t.head];
-        const Vec<float> ahead = of.position - __builtin_convertvector(key, Vec<float>);
-        distance = ahead < Vec<float>{} ? -ahead : ahead;
-        score -= slope * distance;
-      }
-      if (args_.bias.data) score += bias_of(t, of.query, v, left);
-      SignedWords seen = (key >= of.first) & (key < of.last);
-      if (of.mask) {
-        WordBits bit;
-        for (int i = 0; i < n; ++i) bit[i] = 1u << (i % 32);
-        const uint32_t word = of.mask[v * n / 32] >> (v * n % 32);
-        seen &= (SignedWords)((word & bit) != 0u);
-      }
-      const Vec<float> exponent = seen ? (score - of.lse) - of.lse_rest
-                                       : broadcast<float>(-std::numeric_limits<float>::infinity());
+      ScoreDerivative<Vec<float>> derivative{};
+      score = terms(
+          score, keys.ahead(of.position),
+          [&] { return bias_of_keys(args_, t.batch, t.head, of.query, t.k0 + v * n, left); },
+          &derivative);
+      const SignedWords seen = keys.seen(of.first, of.last, of.mask);
+      const Vec<float> exponent =
+          seen ? (score - of.lse) - of.lse_rest : broadcast<float>(kMinusInfinity<float>);
       const Vec<float> p = exp(exponent);
       Vec<float> kept = p;
-      if (args_.seed) {
-        const HalfBits values = *reinterpret_cast<const HalfBitsUnaligned*>(of.drawn + v * n);
-        const Vec<float> factor =
-            (SignedWords)widen_bits(values) < static_cast<int32_t>(dropout_.threshold)
-                ? Vec<float>{}
-                : broadcast<float>(dropout_.scale);
+      if (dropout_) {
+        const HalfBits drawn = *reinterpret_cast<const HalfBitsUnaligned*>(of.drawn + v * n);
+        const Vec<float> factor = dropout_.factor(widen_bits(drawn), dropout_.scale<float>());
         kept = p * factor;
         dp = dp * factor;
       }
-      Vec<float> ds = seen ? p * (dp - of.delta) : Vec<float>{};
+      const Vec<float> ds = seen ? p * (dp - of.delta) : Vec<float>{};
       if (dbias_) add_dbias(t, of.query, v, left, ds);
-      if (args_.dslopes) dslope -= sum_of_lanes<float>(ds * distance);
-      // Of a key that is not seen the score may be anything, and so may the tangent.
-      if (softcap != 0.0f) ds = seen ? ds * tangent : Vec<float>{};
-      return {kept, ds};
+      if (args_.dslopes) dslope += slope_gradient(ds, derivative);
+      return {kept, terms.of_product(ds, derivative, seen)};
     }
-  }
-
-  Vec<float> bias_of(const BackwardTile& t, int64_t query, int64_t v, int64_t left) const {
-    return visit_dtype_up_to_float32(args_.bias_dtype, [&]<class B>() -> Vec<float> {
-      const B* bias = Rows<const B>(args_.bias, t.batch, t.head, 0)(query) + t.k0 + v * n;
-      return left >= n ? load<float>(bias) : load_partial<float>(bias, left);
-    });
   }
 
   float* dbias_at(const BackwardTile& t, int64_t query) const {
@@ -238,7 +204,7 @@ class ScoreGradients {
   const BackwardShape& shape_;
   const BackwardSums& sums_;
   const BackwardScratch<M>& s_;
-  Dropout dropout_{};
+  const ScoreDropout dropout_;
   Sequence sequence_{};
   int64_t split_ = 0;
   float* dbias_ = nullptr;

@@ -1,7 +1,7 @@
 // How a backward is cut up, and where its sums and its scratch lie.
 #pragma once
 
-#include "cpu/attention/visible.h"
+#include "cpu/attention/scores.h"
 #include "cpu/attention/work.h"
 
 namespace onepass::cpu {

@@ -16,8 +16,8 @@
 #include <cmath>
 
 #include "cpu/attention/attention.h"
-#include "cpu/attention/elementary.h"
 #include "cpu/attention/rows.h"
+#include "cpu/attention/scores.h"
 #include "cpu/attention/work.h"
 #include "cpu/parallel.h"
 #include "ops/attention_decode.h"
@@ -39,7 +39,6 @@ constexpr int64_t kMostAhead = 64;  // in rows
 constexpr int64_t kRowBlock = 64;   // query rows that have their scores at a time
 constexpr int64_t kMostRows = 128;  // of a kv head whose chunks are pieces; beyond, blocks of rows
 constexpr int64_t kPageBytes = 4096;  // of memory; larger pages are found as well
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // The chunks of a sequence that its queries see, at least one.
 struct Chunks {
@@ -113,7 +112,7 @@ void join(const State& to, int64_t count, int64_t apart) {
   float maximum = *to.maximum;
   for (int64_t i = 1; i < count; ++i) maximum = std::max(maximum, to.maximum[i * apart]);
   // Without any key there is nothing to subtract: exp(-inf - 0) is 0 as well.
-  const float low = maximum == kMinusInfinity ? 0.0f : maximum;
+  const float low = maximum == kMinusInfinity<float> ? 0.0f : maximum;
   float sum = 0.0f;
   float* scales = to.maximum;  // in the maxima's places
   for (int64_t i = 0; i < count; ++i) {
@@ -221,7 +220,7 @@ class Decode {
     batch_ = index / args_.kv_heads;
     keys_ = cached_keys(args_, batch_);
     const State all = s_.states, one = s_.states.from(shape_.block);
-    std::fill_n(all.maximum, last - first, kMinusInfinity);
+    std::fill_n(all.maximum, last - first, kMinusInfinity<float>);
     std::fill_n(all.sum, last - first, 0.0f);
     std::fill_n(all.output, (last - first) * all.columns, 0.0f);
     const Chunks chunks = chunks_of(args_, keys_);
@@ -312,7 +311,7 @@ class Decode {
     end = std::min(end, cached_keys_of(args_, keys_, last_query).last);
     const int64_t count = end - begin;
     if (count <= 0) {
-      std::fill_n(state.maximum, last - first, kMinusInfinity);
+      std::fill_n(state.maximum, last - first, kMinusInfinity<float>);
       std::fill_n(state.sum, last - first, 0.0f);
       return false;
     }
@@ -359,17 +358,17 @@ class Decode {
   void softmax(int64_t row, int64_t begin, int64_t count, float* scores, const State& state) {
     constexpr int n = kLanes<float>;
     const int64_t whole = round_up(count, n);
-    std::fill(scores + count, scores + whole, kMinusInfinity);
+    std::fill(scores + count, scores + whole, kMinusInfinity<float>);
     change(row, begin, scores, count, whole);
-    Vec<float> highest = broadcast<float>(kMinusInfinity);
+    Vec<float> highest = broadcast<float>(kMinusInfinity<float>);
     for (int64_t j = 0; j < whole; j += n) {
       const Vec<float> score = load<float>(scores + j);
       highest = score > highest ? score : highest;
     }
-    float maximum = kMinusInfinity;
+    float maximum = kMinusInfinity<float>;
     for (int i = 0; i < n; ++i) maximum = std::max(maximum, highest[i]);
     // Rows that see nothing have no maximum to subtract: exp(-inf - 0) is 0 as well.
-    const Vec<float> low = broadcast<float>(maximum == kMinusInfinity ? 0.0f : maximum);
+    const Vec<float> low = broadcast<float>(maximum == kMinusInfinity<float> ? 0.0f : maximum);
     Vec<float> sum = {};
     for (int64_t j = 0; j < whole; j += n) {
       const Vec<float> p = exp(load<float>(scores + j) - low);
@@ -380,46 +379,46 @@ class Decode {
     *state.sum = sum_of_lanes<float>(sum);
   }
 
-  // Softcap, ALiBi and what the row does not see.
+  // Scaled scores become those of the softmax: -inf where the row does not see the key.
   void change(int64_t row, int64_t begin, float* scores, int64_t count, int64_t whole) {
-    constexpr int n = kLanes<float>;
     const int64_t query = row % args_.seq_q;
-    const KeyRange seen = cached_keys_of(args_, keys_, query);
-    if (args_.softcap != 0 || args_.alibi_slopes) {
-      const float softcap = static_cast<float>(args_.softcap);
-      const float slope = args_.alibi_slopes
-                              ? args_.alibi_slopes[batch_ * args_.alibi_batch_stride + head_of(row)]
-                              : 0.0f;
-      Vec<float> ahead;  // of the query's position
-      for (int i = 0; i < n; ++i) ahead[i] = static_cast<float>(i);
-      ahead += static_cast<float>(begin - (keys_.last - args_.seq_q + query));
-      for (int64_t j = 0; j < whole; j += n, ahead += static_cast<float>(n)) {
-        Vec<float> score = load<float>(scores + j);
-        if (softcap != 0.0f) score = softcap * tanh(score / softcap);
-        if (args_.alibi_slopes) score -= slope * (ahead < Vec<float>{} ? -ahead : ahead);
-        store<float>(scores + j, score);
-      }
-      std::fill(scores + count, scores + whole, kMinusInfinity);
+    if (changes_scores(args_)) {
+      add_terms(row, begin - (keys_.last - args_.seq_q + query), scores, whole);
+      std::fill(scores + count, scores + whole, kMinusInfinity<float>);
     }
+    const KeyRange seen = cached_keys_of(args_, keys_, query);
     const int64_t from = std::clamp<int64_t>(seen.first - begin, 0, count);
     const int64_t to = std::clamp<int64_t>(seen.last - begin, from, count);
-    std::fill(scores, scores + from, kMinusInfinity);
-    std::fill(scores + to, scores + count, kMinusInfinity);
+    std::fill(scores, scores + from, kMinusInfinity<float>);
+    std::fill(scores + to, scores + count, kMinusInfinity<float>);
+  }
+
+  // Not inline: g++ makes a loop for each combination of terms.
+  [[gnu::noinline]] void add_terms(int64_t row, int64_t first, float* scores, int64_t whole) const {
+    constexpr int n = kLanes<float>;
+    const ScoreTerms<Vec<float>> terms(args_, batch_, head_of(row));
+    Vec<float> ahead;  // of the query's position
+    for (int i = 0; i < n; ++i) ahead[i] = static_cast<float>(i);
+    ahead += static_cast<float>(first);
+    for (int64_t j = 0; j < whole; j += n, ahead += static_cast<float>(n)) {
+      store<float>(scores + j, terms(load<float>(scores + j), ahead, NoBias{}));
+    }
   }
 
   // ---- all keys --------------------------------------------------------------------------------
 
-  // The sink joins as a key without a value.
   void finish(int64_t row, const State& state) {
     const int64_t head = head_of(row);
     const int64_t query = row % args_.seq_q;
     float maximum = *state.maximum;
     float sum = *state.sum;
     float scale = 1.0f;
+    // join_sink again, written out: with a call of it in this file g++ no longer inlines the four
+    // rows of add_rows<float>, and a step takes 8 % more (bench attention_decode, float32, AVX2).
     if (args_.sinks) {
-      const float sink = sink_of(args_, head);
+      const float sink = sink_of<float>(args_, head);
       maximum = std::max(maximum, sink);
-      const float low = maximum == kMinusInfinity ? 0.0f : maximum;
+      const float low = maximum == kMinusInfinity<float> ? 0.0f : maximum;
       scale = std::exp(*state.maximum - low);
       sum = scale * sum + std::exp(sink - low);
     }

@@ -13,12 +13,9 @@
 // and on the grid of tiles: not on the block it is in, on threads, or on what else is in the batch.
 #include <cmath>
 
-#include "core/philox.h"
 #include "cpu/attention/attention.h"
-#include "cpu/attention/elementary.h"
-#include "cpu/attention/visible.h"
+#include "cpu/attention/scores.h"
 #include "cpu/attention/work.h"
-#include "cpu/random.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -27,7 +24,6 @@ namespace {
 constexpr int kGroup = kTileVectors * kLanes<float>;  // queries whose tile fills the registers
 constexpr int64_t kBlock = 128;                       // queries that share the packing of a key
 constexpr int64_t kBlockLanes = 256;                  // of all heads that share it
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // How a call is cut up. Speed may depend on the threads, a result may not.
 struct Shape {
@@ -120,9 +116,7 @@ class Forward {
  public:
   Forward(const AttentionForward& args, const Shape& shape, const int32_t* batches,
           const Scratch<M>& scratch)
-      : args_(args), shape_(shape), batches_(batches), s_(scratch) {
-    if (args.seed) dropout_ = make_dropout(args.seed, args.dropout_p);
-  }
+      : args_(args), shape_(shape), batches_(batches), s_(scratch), dropout_(args) {}
 
   void piece(int64_t index) {
     const int64_t block = shape_.blocks - 1 - index % shape_.blocks;  // causal: longest first
@@ -181,7 +175,7 @@ class Forward {
     const Rows<const T> rows(args_.query, group.batch, group.head, sequence_.first_q + group.query);
     pack_panel<M>(rows, group.count, args_.head_dim, kGroup, queries());
     std::fill_n(output(), args_.value_dim * kGroup, 0.0f);
-    std::fill_n(maximum(), kGroup, kMinusInfinity);
+    std::fill_n(maximum(), kGroup, kMinusInfinity<float>);
     std::fill_n(sum(), kGroup, 0.0f);
   }
 
@@ -190,18 +184,12 @@ class Forward {
     const int64_t row = lse_row(args_, sequence_, group.batch, group.head, group.query);
     float* lse = static_cast<float*>(args_.lse) + row;
     float* lse_rest = static_cast<float*>(args_.lse_rest) + row;
-    const float keep = args_.seed ? dropout_.scale : 1.0f;
+    const float keep = dropout_.scale<float>();
+    const float sink = sink_of<float>(args_, group.head);
     for (int64_t i = 0; i < group.count; ++i) {
       float maximum = this->maximum()[i];
       float sum = this->sum()[i];
-      float numerator = keep;
-      const float sink = args_.sinks ? sink_of(args_, group.head) : kMinusInfinity;
-      if (sink != kMinusInfinity) {
-        const float larger = std::max(maximum, sink);
-        numerator *= std::exp(maximum - larger);
-        sum = sum * std::exp(maximum - larger) + std::exp(sink - larger);
-        maximum = larger;
-      }
+      const float numerator = keep * join_sink(sink, maximum, sum);
       const float logarithm = std::log(sum);
       lse[i] = maximum + logarithm;
       lse_rest[i] = sum == 0.0f ? 0.0f : lost_in_sum(maximum, logarithm);
@@ -265,29 +253,21 @@ class Forward {
     const SeenKeys seen = seen_keys(args_, sequence_, group.query, group.query + group.count);
     if (seen.last <= k0 || seen.first >= k0 + end) return false;
     if (args_.mask.data == nullptr) return true;
-    const int64_t count = std::min(kTileKeys, sequence_.keys - k0);
-    uint32_t any = 0;
-    uint32_t words[kTileWords];
-    for (int64_t i = 0; i < kGroup; ++i) {
-      if (i < group.count && (i == 0 || args_.mask.row_stride != 0)) {
-        mask_bits(mask_row(args_, group.batch, group.head, group.query + i) + k0, count, words);
-      }
-      for (int64_t w = 0; w < kTileWords; ++w) {
-        any |= words[w];
-        s_.mask[w * kGroup + i] = words[w];
-      }
-    }
-    return any != 0;
+    return mask_panel<kGroup>(args_, group.batch, group.head, group.query, group.count, k0,
+                              std::min(kTileKeys, sequence_.keys - k0), s_.mask) != 0;
   }
 
   void attend(const Group& group, const Tile<M>& tile, int64_t k0, int64_t end) {
-    const bool changed = args_.softcap != 0 || args_.alibi_slopes || args_.bias.data;
+    const bool changed = changes_scores(args_);
     const SeenKeys seen = seen_keys(args_, sequence_, group.query, group.query + group.count);
     const int64_t first = std::max(seen.first - k0, int64_t{0});
     const int64_t last = std::min(seen.last - k0, end);
-    if (args_.bias.data) load_bias(group, k0, first, last);
-    if (!changed && !args_.mask.data && seen.all_first <= k0 + first &&
-        seen.all_last >= k0 + last && group.count > 2 * kLanes<float>) {
+    if (args_.bias.data) {
+      load_bias<kGroup>(args_, group.batch, group.head, group.query, group.count, k0 + first,
+                        last - first, s_.bias + first * kGroup);
+    }
+    if (!changed && seen.all_first <= k0 + first && seen.all_last >= k0 + last &&
+        group.count > 2 * kLanes<float>) {
       columns<kTileVectors, kPlain>(group, tile, k0, 0, first, last);
       return;
     }
@@ -301,13 +281,12 @@ class Forward {
       if (begin >= end_of_pair) continue;
       begin = begin / M::kPerCell * M::kPerCell;
       const int64_t up_to = std::min(round_up(end_of_pair, M::kPerCell), end);
-      const bool plain = !changed && !args_.mask.data && pair.all_first <= k0 + begin &&
-                         pair.all_last >= k0 + up_to;
+      const bool plain = !changed && pair.all_first <= k0 + begin && pair.all_last >= k0 + up_to;
       if (count <= kLanes<float>) {
         columns<1, kGeneral>(group, tile, k0, lane, begin, up_to);
       } else if (plain) {
         columns<2, kPlain>(group, tile, k0, lane, begin, up_to);
-      } else if (!changed && !args_.mask.data) {
+      } else if (!changed) {
         columns<2, kRange>(group, tile, k0, lane, begin, up_to);
       } else {
         columns<2, kGeneral>(group, tile, k0, lane, begin, up_to);
@@ -315,29 +294,11 @@ class Forward {
     }
   }
 
-  // bias[key][lane] from bias[query][key].
-  void load_bias(const Group& group, int64_t k0, int64_t first, int64_t last) {
-    visit_dtype_up_to_float32(args_.bias_dtype, [&]<class B>() {
-      const Rows<const B> rows(args_.bias, group.batch, group.head, group.query);
-      if (rows.stride() == 0) {
-        float row[kTileKeys];
-        pack_rows<Fma>([&](int64_t) { return rows(0) + k0 + first; }, 1, last - first, last - first,
-                       row);
-        for (int64_t j = first; j < last; ++j) {
-          std::fill_n(s_.bias + j * kGroup, kGroup, row[j - first]);
-        }
-      } else {
-        pack_panel<Fma>([&](int64_t i) { return rows(i) + k0 + first; }, group.count, last - first,
-                        kGroup, s_.bias + first * kGroup);
-      }
-    });
-  }
-
   // What may happen to a score besides its scale.
   enum Kind {
     kPlain,    // nothing
     kRange,    // the diagonal or the window crosses the tile
-    kGeneral,  // everything
+    kGeneral,  // every term
   };
 
   // kVectors vectors of lanes from `lane` on attend to keys [first, last) of the tile.
@@ -375,12 +336,12 @@ class Forward {
     float rescale[kVectors * n];
     for (int v = 0; v < kVectors; ++v) {
       // Rows that saw nothing yet have no maximum to subtract: exp(-inf - 0) is 0 as well.
-      low[v] = highest[v] == broadcast<float>(kMinusInfinity) ? Vec<float>{} : highest[v];
+      low[v] = highest[v] == broadcast<float>(kMinusInfinity<float>) ? Vec<float>{} : highest[v];
       store<float>(rescale + v * n, exp(cpu::load<float>(old_maximum + v * n) - low[v]));
       store<float>(old_maximum + v * n, highest[v]);
       total[v] = Vec<float>{};
     }
-    const bool drops = args_.seed != nullptr;
+    const bool drops{dropout_};
     if (M::kPerCell == 1 || drops) {
       for (int64_t j = first; j < last; ++j) {
         for (int v = 0; v < kVectors; ++v) {
@@ -431,45 +392,25 @@ class Forward {
                 args_.value_dim, kVectors);
   }
 
-  // Softcap, ALiBi, bias and mask of scaled scores.
+  // Scaled scores become those of the softmax: -inf where a query does not see the key.
   template <int kVectors, Kind kKind>
   void change(const Group& group, int64_t k0, int64_t lane, int64_t first, int64_t last) {
     constexpr int n = kLanes<float>;
     const int64_t position = group.query + lane + sequence_.alignment - k0;  // of the first lane
-    const auto clamped = [](int64_t value) {
-      return static_cast<int32_t>(std::clamp<int64_t>(value, -(1 << 30), 1 << 30));
-    };
-    SignedWords lanes;
-    for (int i = 0; i < n; ++i) lanes[i] = i;
-    const float softcap = static_cast<float>(args_.softcap);
-    const float slope =
-        args_.alibi_slopes ? args_.alibi_slopes[group.batch * args_.alibi_batch_stride + group.head]
-                           : 0.0f;
+    const ScoreTerms<Vec<float>> terms(args_, group.batch, group.head);
     for (int v = 0; v < kVectors; ++v) {
-      const SignedWords from = lanes + clamped(position + v * n - args_.window_left);
-      const SignedWords to = lanes + clamped(position + v * n + args_.window_right);
-      const Vec<float> here =
-          __builtin_convertvector(lanes, Vec<float>) + static_cast<float>(position + v * n);
+      const QueriesInLanes queries(args_, position + v * n);
       for (int64_t j = first; j < last; ++j) {
-        float* at = s_.scores + j * kGroup + lane + v * n;
-        Vec<float> score = cpu::load<float>(at);
+        const int64_t at = j * kGroup + lane + v * n;
+        Vec<float> score = cpu::load<float>(s_.scores + at);
+        SignedWords seen = queries.see(j);
         if constexpr (kKind == kGeneral) {
-          if (softcap != 0.0f) score = softcap * tanh(score / softcap);
-          if (args_.alibi_slopes) {
-            const Vec<float> ahead = here - static_cast<float>(j);
-            score -= slope * (ahead < Vec<float>{} ? -ahead : ahead);
-          }
-          if (args_.bias.data) score += cpu::load<float>(s_.bias + j * kGroup + lane + v * n);
+          score = terms(score, queries.ahead_of(j), [&] { return cpu::load<float>(s_.bias + at); });
           if (args_.mask.data) {
-            const WordBits word =
-                *reinterpret_cast<const WordBits*>(s_.mask + j / 32 * kGroup + lane + v * n);
-            score =
-                (SignedWords)(word << (31 - j % 32)) < 0 ? score : broadcast<float>(kMinusInfinity);
+            seen &= QueriesInLanes::masked(s_.mask + j / 32 * kGroup + lane + v * n, j);
           }
         }
-        const int32_t key = static_cast<int32_t>(j);
-        score = (from <= key) & (to >= key) ? score : broadcast<float>(kMinusInfinity);
-        store<float>(at, score);
+        store<float>(s_.scores + at, seen ? score : broadcast<float>(kMinusInfinity<float>));
       }
     }
   }
@@ -480,26 +421,20 @@ class Forward {
   void drop(const Group& group, int64_t k0, int64_t lane, int64_t first, int64_t last) {
     constexpr int n = kLanes<float>;
     const int64_t offset = args_.key_offset + k0;
-    const uint32_t head = random_head(args_, group.batch, group.head);
     WordBits lanes;
     for (int i = 0; i < n; ++i) lanes[i] = static_cast<uint32_t>(i);
-    const SignedWords threshold = static_cast<int32_t>(dropout_.threshold) - SignedWords{};
     for (int64_t block = (offset + first) / 8; block <= (offset + last - 1) / 8; ++block) {
       for (int v = 0; v < kVectors; ++v) {
         const uint32_t query =
             static_cast<uint32_t>(args_.query_offset + group.query + lane + v * n);
-        const PhiloxWords words =
-            philox4x32(dropout_.key, {{lanes + query, broadcast_word(static_cast<uint32_t>(block)),
-                                       broadcast_word(head), broadcast_word(dropout_.offset)}});
+        const PhiloxWords words = dropout_.words(group.batch, group.head, lanes + query,
+                                                 broadcast_word(static_cast<uint32_t>(block)));
         for (int i = 0; i < 8; ++i) {
           const int64_t j = block * 8 + i - offset;
           if (j < first || j >= last) continue;
-          const WordBits drawn = i % 2 ? words.word[i / 2] >> 16 : words.word[i / 2] & 0xffffu;
           float* at = s_.scores + j * kGroup + lane + v * n;
           // Multiplied rather than selected: NaN shows, as in torch.
-          const Vec<float> kept =
-              (SignedWords)drawn < threshold ? Vec<float>{} : broadcast<float>(1.0f);
-          store<float>(at, cpu::load<float>(at) * kept);
+          store<float>(at, cpu::load<float>(at) * dropout_.factor(drawn_for(words, i), 1.0f));
         }
       }
     }
@@ -509,7 +444,7 @@ class Forward {
   const Shape& shape_;
   const int32_t* batches_;  // in the order in which they are taken
   const Scratch<M>& s_;
-  Dropout dropout_{};
+  const ScoreDropout dropout_;
   Sequence sequence_{};
   int64_t state_ = 0;  // index of the current group within the piece
 };

@@ -7,10 +7,9 @@
 // threads and results do not depend on their number. Done when it is right.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
-#include "core/philox.h"
 #include "cpu/attention/attention.h"
+#include "cpu/attention/scores.h"
 #include "cpu/attention/work.h"
 
 namespace onepass::cpu {
@@ -36,11 +35,11 @@ void add(double* sum, double factor, const double* row, int64_t count) {
 
 // What a row's scores are normalised by: P = exp(score - max) / sum. A row without a key has sum 0.
 struct Normalizer {
-  double max = -std::numeric_limits<double>::infinity();
+  double max = kMinusInfinity<double>;
   double sum = 0.0;
 
   void take(double score) {
-    if (score == -std::numeric_limits<double>::infinity()) return;
+    if (score == kMinusInfinity<double>) return;
     if (score > max) {
       sum *= std::exp(max - score);
       max = score;
@@ -57,7 +56,9 @@ struct Head {
         batch(batch_index),
         head(head_index),
         kv_head(head_index / (call.heads / call.kv_heads)),
-        sequence(sequence_of(call, batch_index)) {}
+        sequence(sequence_of(call, batch_index)),
+        terms(call, batch_index, head_index),
+        dropout(call) {}
 
   double* query_row(const Strided& rows, int64_t i) const {
     return Rows<double>(rows, batch, head, sequence.first_q)(i);
@@ -69,14 +70,10 @@ struct Head {
   // Where the statistics of row i are.
   int64_t statistic(int64_t i) const { return lse_row(args, sequence, batch, head, i); }
 
-  int64_t at(const Strided& terms, int64_t i, int64_t j) const {
-    return batch * terms.batch_stride + head * terms.head_stride + i * terms.row_stride + j;
-  }
-
   bool sees(int64_t i, int64_t j) const {
     const KeyRange range = keys_of(args, sequence, i);
     return j >= range.first && j < range.last &&
-           (!args.mask.data || static_cast<const uint8_t*>(args.mask.data)[at(args.mask, i, j)]);
+           (!args.mask.data || mask_row(args, batch, head, i)[j]);
   }
 
   // body(j) for every key that query i sees.
@@ -88,48 +85,28 @@ struct Head {
     }
   }
 
-  double distance(int64_t i, int64_t j) const {
-    return static_cast<double>(std::abs(i + sequence.alignment - j));
-  }
-
-  // Of a key that the query sees. derivative: of softcap.
-  double score(int64_t i, int64_t j, double* derivative = nullptr) const {
-    double s = args.scale * dot(query_row(args.query, i), key_row(args.key, j), args.head_dim);
-    if (derivative) *derivative = 1.0;
-    if (args.softcap != 0.0) {
-      const double tanh = std::tanh(s / args.softcap);
-      s = args.softcap * tanh;
-      if (derivative) *derivative = 1.0 - tanh * tanh;
-    }
-    if (args.alibi_slopes) {
-      s -= args.alibi_slopes[batch * args.alibi_batch_stride + head] * distance(i, j);
-    }
-    if (args.bias.data) s += static_cast<const double*>(args.bias.data)[at(args.bias, i, j)];
-    return s;
-  }
-
-  double sink() const {
-    return args.sinks_dtype == DType::kFloat64 ? static_cast<const double*>(args.sinks)[head]
-                                               : static_cast<const float*>(args.sinks)[head];
+  // Of a key that the query sees.
+  double score(int64_t i, int64_t j, ScoreDerivative<double>* derivative = nullptr) const {
+    const double scaled =
+        args.scale * dot(query_row(args.query, i), key_row(args.key, j), args.head_dim);
+    const auto bias = [&] { return Rows<const double>(args.bias, batch, head, 0)(i)[j]; };
+    return terms(scaled, static_cast<double>(i + sequence.alignment - j), bias, derivative);
   }
 
   Normalizer normalizer(int64_t i) const {
     Normalizer row;
-    if (args.sinks) row.take(sink());
+    row.take(sink_of<double>(args, head));
     for_each_key(i, [&](int64_t j) { row.take(score(i, j)); });
     return row;
   }
 
   // What dropout multiplies a probability by.
   double keep(int64_t i, int64_t j) const {
-    if (!args.seed) return 1.0;
-    const Dropout dropout = make_dropout(args.seed, args.dropout_p);
+    if (!dropout) return 1.0;
     const int64_t key = args.key_offset + j;
-    const std::array<uint32_t, 4> words = philox4x32(
-        dropout.key, {static_cast<uint32_t>(args.query_offset + i), static_cast<uint32_t>(key / 8),
-                      random_head(args, batch, head), dropout.offset});
-    const uint32_t drawn = words[key % 8 / 2] >> (key % 2 * 16) & 0xffffu;
-    return drawn < dropout.threshold ? 0.0 : 65536.0 / (65536.0 - dropout.threshold);
+    const auto words = dropout.words(batch, head, static_cast<uint32_t>(args.query_offset + i),
+                                     static_cast<uint32_t>(key / 8));
+    return dropout.factor(drawn_for(words, key % 8), dropout.scale<double>());
   }
 
   const Attention& args;
@@ -137,6 +114,8 @@ struct Head {
   int64_t head;
   int64_t kv_head;
   Sequence sequence;
+  ScoreTerms<double> terms;
+  ScoreDropout dropout;
 };
 
 // ---- forward ------------------------------------------------------------------------------------
@@ -176,21 +155,23 @@ Row row_of(const AttentionBackward& args, const Head& head, int64_t i) {
 // What one score passes on.
 struct ScoreGradient {
   double dropped;   // drop(P)
-  double ds;        // of the score behind softcap
+  double ds;        // of the score
   double dproduct;  // of scale * query key^T
+  double dslope;
 };
 
 ScoreGradient score_gradient(const AttentionBackward& args, const Head& head, int64_t i, int64_t j,
                              const Row* rows) {
   const Row& row = rows[head.statistic(i)];
   if (row.normalizer.sum == 0.0) return {};
-  double derivative;
+  ScoreDerivative<double> derivative{};
   const double p = row.normalizer.probability(head.score(i, j, &derivative));
   const double keep = head.keep(i, j);
   const double dp =
       keep * dot(head.query_row(args.doutput, i), head.key_row(args.value, j), args.value_dim);
   const double ds = p * (dp - row.delta);
-  return {p * keep, ds, ds * derivative};
+  return {p * keep, ds, head.terms.of_product(ds, derivative, true),
+          slope_gradient(ds, derivative)};
 }
 
 // dquery (head_dim,) of query i, and its share of dslopes.
@@ -200,7 +181,7 @@ void backward_query(const AttentionBackward& args, const Head& head, int64_t i, 
   head.for_each_key(i, [&](int64_t j) {
     const ScoreGradient gradient = score_gradient(args, head, i, j, rows);
     add(dquery, args.scale * gradient.dproduct, head.key_row(args.key, j), args.head_dim);
-    dslope -= gradient.ds * head.distance(i, j);
+    dslope += gradient.dslope;
   });
   if (args.dquery.data) {
     std::copy(dquery, dquery + args.head_dim, head.query_row(args.dquery, i));
@@ -258,31 +239,16 @@ void backward_bias(const AttentionBackward& args, int64_t index, const Row* rows
 
 // dsinks and dslopes: what is left to add up of the rows.
 void backward_heads(const AttentionBackward& args, const Row* rows) {
-  for (int64_t h = 0; h < args.heads; ++h) {
-    double dsink = 0.0;
-    double dslope = 0.0;
-    for (int64_t b = 0; b < args.batch; ++b) {
-      const Head head(args, b, h);
-      for (int64_t i = 0; i < head.sequence.queries; ++i) {
-        const Row& row = rows[head.statistic(i)];
-        if (args.dsinks && row.normalizer.sum != 0.0) {
-          dsink -= row.normalizer.probability(head.sink()) * row.delta;
-        }
-        dslope += row.dslope;
+  write_head_gradients(args, [&](int64_t batch, int64_t h, HeadGradients& sums) {
+    const Head head(args, batch, h);
+    for (int64_t i = 0; i < head.sequence.queries; ++i) {
+      const Row& row = rows[head.statistic(i)];
+      if (args.dsinks && row.normalizer.sum != 0.0) {
+        sums.sink -= row.normalizer.probability(sink_of<double>(args, h)) * row.delta;
       }
-      if (args.dslopes && args.alibi_batch_stride != 0) {
-        args.dslopes[b * args.heads + h] = static_cast<float>(dslope);
-        dslope = 0.0;
-      }
+      sums.slope += row.dslope;
     }
-    if (args.dslopes && args.alibi_batch_stride == 0) args.dslopes[h] = static_cast<float>(dslope);
-    if (!args.dsinks) continue;
-    if (args.sinks_dtype == DType::kFloat64) {
-      static_cast<double*>(args.dsinks)[h] = dsink;
-    } else {
-      static_cast<float*>(args.dsinks)[h] = static_cast<float>(dsink);
-    }
-  }
+  });
 }
 
 // ---- plans and runs -----------------------------------------------------------------------------

@@ -113,12 +113,6 @@ A lost_in_sum(A a, A b) {
   return lost == lost ? lost : A{0};
 }
 
-inline float sink_of(const Attention& args, int64_t head) {
-  return visit_dtype_up_to_float32(args.sinks_dtype, [&]<class S>() -> float {
-    return widen(static_cast<const S*>(args.sinks)[head]);
-  });
-}
-
 inline int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // Where row `row` of a sequence lies, for one head.

@@ -26,11 +26,12 @@ run_each(_forward_check)
 run_each(_backward)
 run_each(_backward_check)
 
-# Bits of attention_backward's grad_mask, in the order of its results and of what is differentiated
-# below.
-_BITS = (_QUERY, _KEY, _VALUE, *_OF_TERMS) = (1, 2, 4, 8, 16, 32)
-# Its tensors beside query, key and value: first those that have gradients, in that order.
+# Options that have gradients, in the order of attention_backward's dterms.
 _DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")
+# Bits of its grad_mask, in the order of its results and of what is differentiated below.
+_BITS = tuple(1 << i for i in range(3 + len(_DIFFERENTIABLE)))
+_QUERY, _KEY, _VALUE, *_OF_TERMS = _BITS
+# Its tensors beside query, key and value: first those that have gradients, in that order.
 _TENSORS = _DIFFERENTIABLE + tuple(
     argument.name
     for argument in _backward._schema.arguments
@@ -134,7 +135,8 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *second):
-        doutput, dlse, query, key, value, bias, sinks, slopes, *others = ctx.saved_tensors
+        doutput, dlse, *tensors = ctx.saved_tensors
+        others = tensors[len(_BITS) :]
         options = {name: v for name, v in ctx.options if name not in _OF_BACK_ENDS}
 
         def formula(doutput, dlse, *leaves):
@@ -158,7 +160,7 @@ class _AttentionBackward(torch.autograd.Function):
 
         gradients = double_backward.vjp(
             formula,
-            (doutput, dlse, query, key, value, bias, sinks, slopes),
+            (doutput, dlse, *tensors[: len(_BITS)]),
             [
                 gradient if ctx.mask & bit else None
                 for gradient, bit in zip(second, _BITS, strict=True)

@@ -14,35 +14,36 @@ from onepass._ops.differentiation import constant
 
 Options = dict[str, object]
 
+_DEFAULTS = {
+    argument.name: argument.default_value
+    for argument in torch.ops.onepass.attention_decode.default._schema.arguments
+    if argument.has_default_value()
+}
+
 
 def score_options(
-    query: Tensor,
-    scale: float | None,
-    window: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
+    query: Tensor, scale: float | None, window: tuple[int, int], **terms: float | Tensor | None
 ) -> Options:
     """Those that every operator of the family has.
 
-    `scale` None is 1 / sqrt(head_dim); `window` is (window_left, window_right).
+    `scale` None is 1 / sqrt(head_dim); `window` is (window_left, window_right); `terms` are numbers
+    and tensors by the operators' own names.
     """
     if scale is None:
         scale = max(query.shape[-1], 1) ** -0.5 if query.dim() else 1.0
-    if torch.compiler.is_compiling():
-        scale, softcap = constant(scale), constant(softcap)
-    options: Options = {"scale": scale}
+    compiling = torch.compiler.is_compiling()
+    options: Options = {"scale": constant(scale) if compiling else scale}
     left, right = window
     if left != -1:
         options["window_left"] = left
     if right != -1:
         options["window_right"] = right
-    if softcap != 0.0:
-        options["softcap"] = softcap
-    if alibi_slopes is not None:
-        options["alibi_slopes"] = alibi_slopes
-    if sinks is not None:
-        options["sinks"] = sinks
+    for name, term in terms.items():
+        default = _DEFAULTS[name]
+        if default is not None and compiling:
+            term = constant(term)
+        if term is not default and (default is None or term != default):
+            options[name] = term
     if is_bshd(query):
         options["out_bshd"] = True
     return options

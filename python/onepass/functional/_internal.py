@@ -27,7 +27,7 @@ def masked_attention(
     :func:`scaled_dot_product_attention`; arguments are not checked for their types.
     """
     query, key, value = _autocast(query, key, value)
-    options = score_options(query, scale, (-1, 0 if is_causal else -1), 0.0, None, None)
+    options = score_options(query, scale, (-1, 0 if is_causal else -1))
     options |= given(bias=bias, mask=mask)
     if dropout_p != 0.0:
         options["dropout_p"] = dropout_p

@@ -101,7 +101,9 @@ def scaled_dot_product_attention(
         query, key, value, lead = _batched(op, query, key, value, enable_gqa)
         bias, mask = _score_terms(attn_mask, lead, key.shape[2])
         window = (left, 0 if is_causal else right)
-        options = score_options(query, scale, window, softcap, alibi_slopes, sinks)
+        options = score_options(
+            query, scale, window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
+        )
         if bias is not None:
             options["bias"] = bias
         if mask is not None:
@@ -208,7 +210,9 @@ def varlen_attention(
         if attn_mask is not None and cu_seq_q.dim() == 1:
             bias, mask = _score_terms(attn_mask, (cu_seq_q.shape[0] - 1,), max_k)
         window = (left, 0 if is_causal else right)
-        options = score_options(query, scale, window, softcap, alibi_slopes, sinks)
+        options = score_options(
+            query, scale, window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
+        )
         options |= dict(cu_seq_q=cu_seq_q, max_q=max_q, max_k=max_k, bottom_right=True)
         options |= given(bias=bias, mask=mask, seqused_k=seqused_k, block_table=block_table)
         if cu_seq_k is not None and block_table is None:

@@ -143,7 +143,9 @@ def attention_with_kv_cache(
         if _is_autocast(query):
             query, key, value = _cast(k_cache.dtype, query, key, value)
         window = (left, 0 if is_causal else right)
-        options = score_options(query, scale, window, softcap, alibi_slopes, sinks)
+        options = score_options(
+            query, scale, window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
+        )
         if cache_seqlens is not None:
             if not isinstance(cache_seqlens, Tensor):
                 cache_seqlens = query.new_full(query.shape[:1], cache_seqlens, dtype=torch.int32)

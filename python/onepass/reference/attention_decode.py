@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass.reference.attention import _attention
+from onepass.reference.attention import attention
 
 
 def attention_decode(
@@ -33,7 +33,7 @@ def attention_decode(
             with `block_table`; written if `key` is given.
         key, value: (batch, kv_heads, new_rows, dim), for the rows from `cache_seqlens` on.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2).
-        options: scale, softcap, alibi_slopes and sinks, as of attention.
+        options: those of the scores, as of attention.
     """
     batch, heads, seq_q, _ = query.shape
     if block_table is None:
@@ -62,10 +62,9 @@ def attention_decode(
         k, v = k_cache[where], v_cache[where]
         if block_table is not None:
             k, v = k.transpose(0, 1), v.transpose(0, 1)
-        output[b : b + 1], lse[b : b + 1] = _attention(
-            query[b : b + 1], k[None], v[None], None, None, total - first - seq_q,
-            window_left=window_left, window_right=window_right, bottom_right=True, sequence=b,
-            **options,
+        output[b : b + 1], lse[b : b + 1] = attention(
+            query[b : b + 1], k[None], v[None], window_left=window_left, window_right=window_right,
+            bottom_right=True, sequence=b, **options,
         )  # fmt: skip
     return output, lse
 

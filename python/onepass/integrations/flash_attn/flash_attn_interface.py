@@ -126,7 +126,8 @@ def flash_attn_func(
         window_size: (left, right): how far it sees from there; -1 is no limit.
         softcap: c > 0 turns a scaled score s into c * tanh(s / c).
         alibi_slopes: shape (heads,) or (batch, heads), float32: slope * |i + seq_k - seq_q - j| is
-            subtracted from the scores.
+            subtracted from the scores, and from those that the log-sum-exp is of (flash_attn's, of
+            a causal row, may be off by a constant). Has a gradient.
         deterministic: gradients that repeat bit for bit on CUDA; on a CPU they always do.
         return_attn_probs: return the log-sum-exp too; there is no matrix of probabilities.
 

@@ -13,7 +13,7 @@ enters `"onepass"` there, which `from_pretrained(..., attn_implementation="onepa
 :func:`attach` does that and sets the name in a model that exists. Modules that attend by themselves
 (Falcon, GPT-J) are what `onepass.swap` is for.
 
-What runs is what transformers' own "sdpa" computes, and what that refuses: softcap (Gemma 2),
+What runs is what transformers' own "sdpa" computes, and what that refuses: capped scores (Gemma 2),
 attention sinks (gpt-oss), keys that an indexer selects (DeepSeek 3.2), packed sequences by
 `cu_seq_lens_q` and `cu_seq_lens_k` without a mask. Heads that share keys and values are never
 expanded, a position bias (T5) is not merged with a mask, and a step of decoding reads the cache

@@ -1,0 +1,345 @@
+// The terms of a score, once for all of the CPU's kernels: all that ops/attention.h says of a score
+// but its product and the softmax, and the way back. The tiles compute vectors of scores in
+// float32, the plain loops one at a time in float64, both through these templates.
+//
+// A term that the formula gets is added here: to ScoreTerms (its parameters, value and derivative),
+// changes_scores, and for a parameter of a head HeadGradients. The scale is none of them: it is the
+// factor of a product (multiply.h), which multiplies scores as they leave the registers.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/visit.h"
+#include "cpu/attention/elementary.h"
+#include "cpu/attention/work.h"
+#include "cpu/random.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+inline constexpr int64_t kTileKeys = 128;  // that are attended to at a time, at most
+inline constexpr int64_t kTileWords = kTileKeys / 32;
+
+template <class A>
+inline constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
+
+// ---- of vectors and of numbers ------------------------------------------------------------------
+
+ONEPASS_INLINE Vec<float> absolute(Vec<float> x) { return x < Vec<float>{} ? -x : x; }
+ONEPASS_INLINE double absolute(double x) { return std::abs(x); }
+
+ONEPASS_INLINE double tanh(double x) { return std::tanh(x); }
+
+ONEPASS_INLINE Vec<float> one_minus_square(Vec<float> x) {
+  return fma<float>(-x, x, broadcast<float>(1.0f));
+}
+ONEPASS_INLINE double one_minus_square(double x) { return 1.0 - x * x; }
+
+ONEPASS_INLINE double sum_of_scores(Vec<float> x) { return sum_of_lanes<float>(x); }
+ONEPASS_INLINE double sum_of_scores(double x) { return x; }
+
+template <class V>
+struct ScoreNumber {
+  using Type = float;
+};
+template <>
+struct ScoreNumber<double> {
+  using Type = double;
+};
+
+// ---- the terms ----------------------------------------------------------------------------------
+
+// Whether anything happens to a scaled score that a query sees.
+inline bool changes_scores(const Attention& args) {
+  return args.softcap != 0 || args.alibi_slopes || args.bias.data || args.mask.data;
+}
+
+// What gradients need of a score: of the terms in ScoreTerms.
+template <class V>
+struct ScoreDerivative {
+  V softcap;   // of the softcapped score by the scaled one
+  V distance;  // |position - key|, minus the derivative by the slope
+};
+
+// In place of bias(), of an operator that has none.
+struct NoBias {};
+
+// Of one (batch, head). V: Vec<float> or double.
+template <class V>
+class ScoreTerms {
+  using A = typename ScoreNumber<V>::Type;
+
+ public:
+  ScoreTerms(const Attention& args, int64_t batch, int64_t head)
+      : softcap_(static_cast<A>(args.softcap)),
+        slope_(args.alibi_slopes ? args.alibi_slopes[batch * args.alibi_batch_stride + head] : A{}),
+        has_slope_(args.alibi_slopes != nullptr),
+        has_bias_(args.bias.data != nullptr) {}
+
+  // The score of scaled products. ahead: the query's position minus the key's, or the reverse;
+  // bias(): what the bias adds, asked for where there is one.
+  template <class Bias>
+  ONEPASS_INLINE V operator()(V score, V ahead, Bias bias,
+                              ScoreDerivative<V>* derivative = nullptr) const {
+    if (softcap_ != A{}) {
+      const V bent = tanh(score / softcap_);
+      if (derivative) derivative->softcap = one_minus_square(bent);
+      score = softcap_ * bent;
+    }
+    if (has_slope_) {
+      const V distance = absolute(ahead);
+      if (derivative) derivative->distance = distance;
+      score -= slope_ * distance;
+    }
+    if constexpr (!std::is_same_v<Bias, NoBias>) {
+      if (has_bias_) score += bias();
+    }
+    return score;
+  }
+
+  // From the gradient of the score to that of the scaled product. Of a key that is not seen the
+  // score may be anything, and so may the derivative.
+  template <class Seen>
+  ONEPASS_INLINE V of_product(V ds, const ScoreDerivative<V>& derivative, Seen seen) const {
+    return softcap_ != A{} ? (seen ? ds * derivative.softcap : V{}) : ds;
+  }
+
+ private:
+  A softcap_;
+  A slope_;
+  bool has_slope_;
+  bool has_bias_;
+};
+
+// The part of a slope's gradient that scores have.
+template <class V>
+ONEPASS_INLINE double slope_gradient(V ds, const ScoreDerivative<V>& derivative) {
+  return -sum_of_scores(ds * derivative.distance);
+}
+
+// ---- bias ---------------------------------------------------------------------------------------
+
+// Of keys [key, key + left) of a query, in the first lanes.
+ONEPASS_INLINE Vec<float> bias_of_keys(const Attention& args, int64_t batch, int64_t head,
+                                       int64_t query, int64_t key, int64_t left) {
+  return visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() -> Vec<float> {
+    const B* bias = Rows<const B>(args.bias, batch, head, 0)(query) + key;
+    return left >= kLanes<float> ? load<float>(bias) : load_partial<float>(bias, left);
+  });
+}
+
+// panel: (count, kQueries) bias[key][lane] of keys [key, key + count) and the `queries` from
+// `query` on.
+template <int kQueries>
+void load_bias(const Attention& args, int64_t batch, int64_t head, int64_t query, int64_t queries,
+               int64_t key, int64_t count, float* panel) {
+  visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
+    const Rows<const B> rows(args.bias, batch, head, query);
+    if (rows.stride() == 0) {
+      float row[kTileKeys];
+      pack_rows<Fma>([&](int64_t) { return rows(0) + key; }, 1, count, count, row);
+      for (int64_t j = 0; j < count; ++j) std::fill_n(panel + j * kQueries, kQueries, row[j]);
+    } else {
+      pack_panel<Fma>([&](int64_t i) { return rows(i) + key; }, queries, count, kQueries, panel);
+    }
+  });
+}
+
+// ---- which keys a query sees: the window and the diagonal as an interval, a mask as bits --------
+
+// words: (kTileWords,) bit j % 32 of word j / 32: the mask allows key j of the `count` at mask_row.
+// Returns their union.
+inline uint32_t mask_bits(const uint8_t* mask_row, int64_t count, uint32_t* words) {
+  uint32_t any = 0;
+  for (int64_t w = 0; w < kTileWords; ++w) {
+    words[w] = 32 * w < count ? bits_of_bytes(mask_row + 32 * w, count - 32 * w) : 0u;
+    any |= words[w];
+  }
+  return any;
+}
+
+// panel: (kTileWords, kQueries) those of keys [key, key + count) and the `queries` from `query` on.
+template <int kQueries>
+uint32_t mask_panel(const Attention& args, int64_t batch, int64_t head, int64_t query,
+                    int64_t queries, int64_t key, int64_t count, uint32_t* panel) {
+  uint32_t any = 0;
+  uint32_t words[kTileWords];
+  for (int64_t i = 0; i < kQueries; ++i) {
+    if (i < queries && (i == 0 || args.mask.row_stride != 0)) {
+      any |= mask_bits(mask_row(args, batch, head, query + i) + key, count, words);
+    }
+    for (int64_t w = 0; w < kTileWords; ++w) panel[w * kQueries + i] = words[w];
+  }
+  return any;
+}
+
+// A key and as many queries as there are lanes, for the terms.
+class QueriesInLanes {
+ public:
+  // position: of lane 0, minus that of the tile's first key.
+  QueriesInLanes(const Attention& args, int64_t position) {
+    SignedWords lanes;
+    for (int i = 0; i < kLanes<float>; ++i) lanes[i] = i;
+    const auto clamped = [](int64_t value) {
+      return static_cast<int32_t>(std::clamp<int64_t>(value, -(1 << 30), 1 << 30));
+    };
+    from_ = lanes + clamped(position - args.window_left);
+    to_ = lanes + clamped(position + args.window_right);
+    here_ = __builtin_convertvector(lanes, Vec<float>) + static_cast<float>(position);
+  }
+
+  ONEPASS_INLINE Vec<float> ahead_of(int64_t key) const { return here_ - static_cast<float>(key); }
+  ONEPASS_INLINE SignedWords see(int64_t key) const {
+    const int32_t j = static_cast<int32_t>(key);
+    return (from_ <= j) & (to_ >= j);
+  }
+  // words: those of the key and of these lanes in a mask_panel.
+  ONEPASS_INLINE static SignedWords masked(const uint32_t* words, int64_t key) {
+    return (SignedWords)(*reinterpret_cast<const WordBits*>(words) << (31 - key % 32)) < 0;
+  }
+
+ private:
+  SignedWords from_;  // keys that they see
+  SignedWords to_;
+  Vec<float> here_;
+};
+
+// A query and a vector of a tile's keys.
+class KeysInLanes {
+ public:
+  explicit KeysInLanes(int64_t first) : first_(first) {
+    for (int i = 0; i < kLanes<float>; ++i) keys_[i] = i;
+    keys_ += static_cast<int32_t>(first);
+  }
+
+  // position: of the query, minus that of the tile's first key.
+  ONEPASS_INLINE Vec<float> ahead(float position) const {
+    return position - __builtin_convertvector(keys_, Vec<float>);
+  }
+  // Those of [first, last) that the mask, if there is one, allows; words: mask_bits of the tile.
+  ONEPASS_INLINE SignedWords seen(int32_t first, int32_t last, const uint32_t* words) const {
+    SignedWords seen = (keys_ >= first) & (keys_ < last);
+    if (words) {
+      WordBits bit;
+      for (int i = 0; i < kLanes<float>; ++i) bit[i] = 1u << (i % 32);
+      seen &= (SignedWords)(((words[first_ / 32] >> (first_ % 32)) & bit) != 0u);
+    }
+    return seen;
+  }
+
+ private:
+  int64_t first_;
+  SignedWords keys_;
+};
+
+// ---- dropout ------------------------------------------------------------------------------------
+
+// Which scores dropout drops. Of no dropout nothing may be asked but whether it is.
+class ScoreDropout {
+ public:
+  explicit ScoreDropout(const Attention& args) : args_(args), drops_(args.seed != nullptr) {
+    if (drops_) dropout_ = make_dropout(args.seed, args.dropout_p);
+  }
+
+  explicit operator bool() const { return drops_; }
+
+  // The random words of 8 keys, whose number over 8 is `block`, and a query: of one or of a vector
+  // of either. Key i of them has 16 bits, below.
+  ONEPASS_INLINE std::array<uint32_t, 4> words(int64_t batch, int64_t head, uint32_t query,
+                                               uint32_t block) const {
+    return philox4x32(dropout_.key,
+                      {query, block, random_head(args_, batch, head), dropout_.offset});
+  }
+  ONEPASS_INLINE PhiloxWords words(int64_t batch, int64_t head, WordBits query,
+                                   WordBits block) const {
+    return philox4x32(dropout_.key, {{query, block, broadcast_word(random_head(args_, batch, head)),
+                                      broadcast_word(dropout_.offset)}});
+  }
+
+  // What a probability is multiplied by, of its 16 bits: 0 or `scale`.
+  ONEPASS_INLINE double factor(uint32_t drawn, double scale) const {
+    return drawn < dropout_.threshold ? 0.0 : scale;
+  }
+  ONEPASS_INLINE Vec<float> factor(WordBits drawn, float scale) const {
+    return (SignedWords)drawn < static_cast<int32_t>(dropout_.threshold) ? Vec<float>{}
+                                                                         : broadcast<float>(scale);
+  }
+
+  // The inverse of the probability to be kept; 1 without dropout.
+  template <class A>
+  A scale() const {
+    if (!drops_) return A{1};
+    if constexpr (std::is_same_v<A, float>) return dropout_.scale;
+    return A{65536} / (A{65536} - dropout_.threshold);
+  }
+
+ private:
+  const Attention& args_;
+  Dropout dropout_{};
+  bool drops_;
+};
+
+// The bits of key `i` among 8.
+ONEPASS_INLINE auto drawn_for(const auto& words, int64_t i) {
+  const auto word = words[i / 2];
+  return i % 2 ? word >> 16 : word & 0xffffu;
+}
+
+// ---- sinks --------------------------------------------------------------------------------------
+
+// -inf without one.
+template <class A>
+A sink_of(const Attention& args, int64_t head) {
+  if (args.sinks == nullptr) return kMinusInfinity<A>;
+  return visit_dtype(args.sinks_dtype, [&]<class S>() -> A {
+    const S sink = static_cast<const S*>(args.sinks)[head];
+    if constexpr (std::is_same_v<S, double>)
+      return static_cast<A>(sink);
+    else
+      return widen(sink);
+  });
+}
+
+// A sink joins `maximum` and the `sum` of exp(score - maximum), as a key without a value. Returns
+// what the sum of values is to be multiplied by.
+inline float join_sink(float sink, float& maximum, float& sum) {
+  if (sink == kMinusInfinity<float>) return 1.0f;
+  const float larger = std::max(maximum, sink);
+  const float scale = std::exp(maximum - larger);
+  sum = sum * scale + std::exp(sink - larger);
+  maximum = larger;
+  return scale;
+}
+
+// ---- gradients of what each head has ------------------------------------------------------------
+
+struct HeadGradients {
+  double slope;
+  double sink;
+};
+
+// add(batch, head, sums) adds those of a (batch, head) to what they join.
+template <class Add>
+void write_head_gradients(const AttentionBackward& args, Add&& add) {
+  for (int64_t head = 0; head < args.heads; ++head) {
+    HeadGradients sums{};
+    for (int64_t batch = 0; batch < args.batch; ++batch) {
+      if (args.alibi_batch_stride != 0) sums.slope = 0.0;
+      add(batch, head, sums);
+      if (args.dslopes == nullptr) continue;
+      args.dslopes[batch * args.alibi_batch_stride + head] = static_cast<float>(sums.slope);
+    }
+    if (args.dsinks == nullptr) continue;
+    visit_dtype(args.sinks_dtype, [&]<class S>() {
+      S& dsink = static_cast<S*>(args.dsinks)[head];
+      if constexpr (std::is_same_v<S, double>)
+        dsink = sums.sink;
+      else
+        dsink = narrow<S>(static_cast<float>(sums.sink));
+    });
+  }
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu
