@@ -415,3 +415,14 @@ def test_a_call_of_many_wrongs_changes_nothing():
     with pytest.raises(RuntimeError):
         forward(case, t)
     assert_same(t, before)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_each_gradient_alone(dtype):
+    case = Case(dtype, 8, batch=1, seq_q=5, seq_k=9, bias="q", sinks=dtype, alibi="")
+    t = case.tensors()
+    outputs = forward(case, t)
+    every = backward(case, t, outputs)
+    for name, gradient in every.items():
+        (alone,) = backward(case, t, outputs, wanted=[name[1:]]).values()
+        assert torch.equal(alone, gradient), name
