@@ -410,9 +410,11 @@ struct BackwardShape {
   int64_t query_tiles;
   int64_t sums;      // floats
   int64_t counters;  // the ticket, then turns
+  int64_t ends;      // bytes
 
   int64_t zeroed_bytes() const { return (sums + counters) * 4; }
 
+  BackwardShape() = default;
   explicit BackwardShape(const AttentionBackward& args) {
     const AttentionTile tile = backward_tile(bucket_of(args));
     key_tiles = (args.seq_k + tile_shift(args) + tile.keys - 1) / tile.keys;
@@ -421,17 +423,18 @@ struct BackwardShape {
     sums = args.dquery.data ? units * kUnit : 0;
     const bool in_order = args.dquery.data && args.deterministic;
     counters = in_order ? (1 + args.batch * args.heads * query_tiles + 3) / 4 * 4 : 0;
+    ends = ends_bytes(args, key_tiles);
   }
 };
 
-Plan plan_backward(const AttentionBackward& args, const Machine&) {
-  const BackwardShape shape(args);
+Plan plan_backward(const AttentionBackward& args, const Machine&, BackwardShape& shape) {
+  shape = BackwardShape(args);
   Plan plan{};
   plan.kernel_name = "attention_backward_kernel";
   plan.rows_per_tile = backward_tile(bucket_of(args)).queries;
   plan.splits = args.batch * args.kv_heads * shape.key_tiles;
   plan.reason = has_terms(args) ? "tensor cores, scores with terms" : "tensor cores";
-  plan.workspace_bytes = shape.zeroed_bytes() + ends_bytes(args, shape.key_tiles);
+  plan.workspace_bytes = shape.zeroed_bytes() + shape.ends;
   if (args.dbias.data) plan.workspace_bytes += dbias_bytes(args);
   return plan;
 }
@@ -448,9 +451,8 @@ BlockOrder order_of(const AttentionBackward& args, const BackwardShape& shape) {
   return order;
 }
 
-void run_backward(const AttentionBackward& args, const Plan& plan, void* workspace,
-                  const Context& context) {
-  const BackwardShape shape(args);
+void run_backward(const AttentionBackward& args, const Plan& plan, const BackwardShape& shape,
+                  void* workspace, const Context& context) {
   auto* const sums = static_cast<float*>(workspace);
   auto* const counters = reinterpret_cast<uint32_t*>(sums + shape.sums);
   auto* const rest = reinterpret_cast<char*>(counters + shape.counters);
@@ -480,13 +482,15 @@ void run_backward(const AttentionBackward& args, const Plan& plan, void* workspa
   });
   if (args.dquery.data) launch_dquery(args, work, context.stream);
   if (args.dbias.data) {
-    launch_dbias(args, work.ends, rest + ends_bytes(args, shape.key_tiles), context.stream);
+    launch_dbias(args, work.ends, rest + shape.ends, context.stream);
   }
   finish_backward(args, work.ends, context.stream);
 }
 
 }  // namespace
 
-Operator<AttentionBackward> tiled_attention_backward() { return {plan_backward, run_backward}; }
+Operator<AttentionBackward> tiled_attention_backward() {
+  return operator_of<AttentionBackward, BackwardShape, plan_backward, run_backward>();
+}
 
 }  // namespace onepass::cuda

@@ -486,8 +486,8 @@ bool appends_first(const AttentionDecode& args, const DecodeShape& shape) {
   return args.new_rows > 0 && !shape.writes_own;
 }
 
-Plan plan_decode(const AttentionDecode& args, const Machine&) {
-  const DecodeShape shape = shape_of(args);
+Plan plan_decode(const AttentionDecode& args, const Machine&, DecodeShape& shape) {
+  shape = shape_of(args);
   Plan plan{};
   plan.workspace_bytes = state_bytes(shape) + shape.states() * shape.value_cols * 4;
   plan.kernel_name = shape.rows > 0 ? "attention_decode_kernel" : "attention_decode_append_kernel";
@@ -499,8 +499,8 @@ Plan plan_decode(const AttentionDecode& args, const Machine&) {
   return plan;
 }
 
-void run_decode(const AttentionDecode& args, const Plan&, void* workspace, const Context& context) {
-  const DecodeShape shape = shape_of(args);
+void run_decode(const AttentionDecode& args, const Plan&, const DecodeShape& shape, void* workspace,
+                const Context& context) {
   if (appends_first(args, shape)) {
     launch<attention_decode_append_kernel>(
         {.blocks = args.batch * args.kv_heads * ceil_div(args.new_rows, kAppendRows),
@@ -528,6 +528,8 @@ void run_decode(const AttentionDecode& args, const Plan&, void* workspace, const
 
 }  // namespace
 
-Operator<AttentionDecode> attention_decode() { return {plan_decode, run_decode}; }
+Operator<AttentionDecode> attention_decode() {
+  return operator_of<AttentionDecode, DecodeShape, plan_decode, run_decode>();
+}
 
 }  // namespace onepass::cuda

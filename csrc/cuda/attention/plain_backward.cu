@@ -423,48 +423,52 @@ __global__ void __launch_bounds__(kThreads, 1)
 // ---- plan and run -------------------------------------------------------------------------------
 
 // Blocks of each kernel; 0: nothing is asked of it.
-template <class A>
 struct Blocks {
-  explicit Blocks(const AttentionBackward& args) : query_tiles(ceil_div(args.seq_q, kQueries<A>)) {
-    const auto outs = [](int64_t cols) { return ceil_div(cols, kOutCols<A>); };
-    const int64_t key_tiles = ceil_div(args.seq_k, kKeys);
-    if (args.dquery.data || head_gradient(args)) {
-      dquery = args.batch * args.heads * query_tiles * (args.dquery.data ? outs(args.head_dim) : 1);
-    }
-    if (args.dkey.data || args.dvalue.data) {
-      const int64_t cols =
-          std::max(args.dkey.data ? args.head_dim : 1, args.dvalue.data ? args.value_dim : 1);
-      dkey = args.batch * args.kv_heads * key_tiles * outs(cols);
-    }
-    if (args.dbias.data) {
-      dbias = (args.dbias.batch_stride ? args.batch : 1) *
-              (args.dbias.head_stride ? args.heads : 1) *
-              (args.dbias.row_stride ? query_tiles : 1) * key_tiles;
-    }
-  }
-
-  // Of tiles of each head or, where heads share keys, of them together. Blocks of a pair share its
-  // K, V, Q and dO.
-  static BlockOrder order(const AttentionBackward& args, int64_t heads, int64_t tiles) {
-    const int64_t rows = args.seq_k + args.heads / args.kv_heads * args.seq_q;
-    const int64_t bytes = rows * (args.head_dim + args.value_dim) * size_of(args.dtype);
-    return order_of_blocks(args.batch, args.kv_heads, heads, tiles, bytes,
-                           {l2_bytes(), multiprocessors()});
-  }
-
   int64_t query_tiles;
-  int64_t dquery = 0;
-  int64_t dkey = 0;
-  int64_t dbias = 0;
+  int64_t dquery;
+  int64_t dkey;
+  int64_t dbias;
 };
 
-Plan plan_backward(const AttentionBackward& args, const Machine&) {
+template <class A>
+Blocks blocks_of(const AttentionBackward& args) {
+  const auto outs = [](int64_t cols) { return ceil_div(cols, kOutCols<A>); };
+  const int64_t key_tiles = ceil_div(args.seq_k, kKeys);
+  Blocks blocks{};
+  blocks.query_tiles = ceil_div(args.seq_q, kQueries<A>);
+  if (args.dquery.data || head_gradient(args)) {
+    blocks.dquery =
+        args.batch * args.heads * blocks.query_tiles * (args.dquery.data ? outs(args.head_dim) : 1);
+  }
+  if (args.dkey.data || args.dvalue.data) {
+    const int64_t cols =
+        std::max(args.dkey.data ? args.head_dim : 1, args.dvalue.data ? args.value_dim : 1);
+    blocks.dkey = args.batch * args.kv_heads * key_tiles * outs(cols);
+  }
+  if (args.dbias.data) {
+    blocks.dbias = (args.dbias.batch_stride ? args.batch : 1) *
+                   (args.dbias.head_stride ? args.heads : 1) *
+                   (args.dbias.row_stride ? blocks.query_tiles : 1) * key_tiles;
+  }
+  return blocks;
+}
+
+// Of tiles of each head or, where heads share keys, of them together. Blocks of a pair share its
+// K, V, Q and dO.
+BlockOrder order_of(const AttentionBackward& args, int64_t heads, int64_t tiles) {
+  const int64_t rows = args.seq_k + args.heads / args.kv_heads * args.seq_q;
+  const int64_t bytes = rows * (args.head_dim + args.value_dim) * size_of(args.dtype);
+  return order_of_blocks(args.batch, args.kv_heads, heads, tiles, bytes,
+                         {l2_bytes(), multiprocessors()});
+}
+
+Plan plan_backward(const AttentionBackward& args, const Machine&, Blocks& blocks) {
   Plan plan{};
   plan.kernel_name = "attention_backward_plain_kernel";
   plan.reason = reason_of(args);
   visit_kind(args, [&]<class Kind>() {
     using A = typename Kind::Accumulator;
-    const Blocks<A> blocks(args);
+    blocks = blocks_of<A>(args);
     plan.workspace_bytes = ends_bytes(args, blocks.query_tiles);
     plan.rows_per_tile = kQueries<A>;
     plan.splits = blocks.dkey;
@@ -472,11 +476,10 @@ Plan plan_backward(const AttentionBackward& args, const Machine&) {
   return plan;
 }
 
-void run_backward(const AttentionBackward& args, const Plan&, void* workspace,
+void run_backward(const AttentionBackward& args, const Plan&, const Blocks& blocks, void* workspace,
                   const Context& context) {
   visit_kind(args, [&]<class Kind>() {
     using A = typename Kind::Accumulator;
-    const Blocks<A> blocks(args);
     const BackwardEnds ends = ends_in(workspace, args, blocks.query_tiles);
     begin_backward(args, ends, context.stream);
     const auto start = [&]<auto kKernel>(int64_t count, size_t shared_bytes, auto... order) {
@@ -486,10 +489,10 @@ void run_backward(const AttentionBackward& args, const Plan&, void* workspace,
     };
     start.template operator()<attention_backward_plain_kernel<Kind>>(
         blocks.dkey, Backward<Kind>::shared_bytes(2),
-        Blocks<A>::order(args, 1, ceil_div(args.seq_k, kKeys)));
+        order_of(args, 1, ceil_div(args.seq_k, kKeys)));
     start.template operator()<attention_dquery_plain_kernel<Kind>>(
         blocks.dquery, Backward<Kind>::shared_bytes(1),
-        Blocks<A>::order(args, args.heads / args.kv_heads, blocks.query_tiles));
+        order_of(args, args.heads / args.kv_heads, blocks.query_tiles));
     using OfBias = Backward<MultiplyAdds<A>>;
     start.template operator()<attention_dbias_plain_kernel<A>>(
         blocks.dbias,
@@ -502,7 +505,7 @@ void run_backward(const AttentionBackward& args, const Plan&, void* workspace,
 }  // namespace plain
 
 Operator<AttentionBackward> plain_attention_backward() {
-  return {plain::plan_backward, plain::run_backward};
+  return operator_of<AttentionBackward, plain::Blocks, plain::plan_backward, plain::run_backward>();
 }
 
 }  // namespace onepass::cuda
