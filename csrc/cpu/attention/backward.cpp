@@ -289,8 +289,8 @@ class Backward {
   int64_t split_ = 0;
 };
 
-Plan plan_backward(const AttentionBackward& args, const Machine& machine) {
-  const BackwardShape shape = backward_shape_of(args);
+Plan plan_backward(const AttentionBackward& args, const Machine& machine, BackwardShape& shape) {
+  shape = backward_shape_of(args);
   Plan plan{};
   plan.kernel_name = "attention_backward_kernel";
   plan.rows_per_tile = kTileQueries;
@@ -302,22 +302,20 @@ Plan plan_backward(const AttentionBackward& args, const Machine& machine) {
     backward_sums_of(args, shape, arena);
     Arena scratch(nullptr);
     backward_scratch_of<MultiplierOf<T>>(args, shape, scratch);
-    plan.workspace_bytes = arena.used() + scratch.used() * plan.threads;
+    shape.slots = {arena.used(), scratch.used()};
+    plan.workspace_bytes = shape.slots.end(plan.threads);
     plan.reason = multiplier_text<T>();
   });
   return plan;
 }
 
 template <class T>
-void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, void* workspace,
+void attention_backward_kernel(const AttentionBackward& args, const Plan& plan,
+                               const BackwardShape& shape, void* workspace,
                                const Context& context) {
   using M = MultiplierOf<T>;
-  const BackwardShape shape = backward_shape_of(args);
   Arena arena(workspace);
   const BackwardSums sums = backward_sums_of(args, shape, arena);
-  Arena sizes(nullptr);
-  backward_scratch_of<M>(args, shape, sizes);
-  char* slots = static_cast<char*>(workspace) + arena.used();
   const int64_t chunks = ceil_div(args.seq_q, kRowsAtOnce);
   const int64_t chunks_of_heads = args.batch * args.heads * chunks;
   order_by_work(args, sums.batches);
@@ -331,7 +329,7 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, 
   });
   for_each_piece_in_order(context, plan.threads, shape.units * shape.splits,
                           [&](int64_t piece, int64_t slot) {
-                            Arena own(slots + slot * sizes.used());
+                            Arena own(shape.slots.of(workspace, slot));
                             const auto scratch = backward_scratch_of<M>(args, shape, own);
                             Backward<T>(args, shape, sums, scratch).piece(piece);
                           });
@@ -357,15 +355,18 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan, 
   finish_sums(args, shape, sums);
 }
 
-void run_backward(const AttentionBackward& args, const Plan& plan, void* workspace,
-                  const Context& context) {
-  visit_dtype_up_to_float32(
-      args.dtype, [&]<class T>() { attention_backward_kernel<T>(args, plan, workspace, context); });
+void run_backward(const AttentionBackward& args, const Plan& plan, const BackwardShape& shape,
+                  void* workspace, const Context& context) {
+  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
+    attention_backward_kernel<T>(args, plan, shape, workspace, context);
+  });
 }
 
 }  // namespace
 
-Operator<AttentionBackward> tiled_attention_backward() { return {plan_backward, run_backward}; }
+Operator<AttentionBackward> tiled_attention_backward() {
+  return operator_of<AttentionBackward, BackwardShape, plan_backward, run_backward>();
+}
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

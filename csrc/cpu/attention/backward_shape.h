@@ -23,6 +23,7 @@ struct BackwardShape {
   int64_t units;  // (batch, kv head) or what stands for several
   int64_t splits;
   bool wide_bias;  // dbias is summed in float32 in the workspace
+  Slots slots;
 };
 
 inline BackwardShape backward_shape_of(const AttentionBackward& args) {

@@ -69,6 +69,7 @@ struct Shape {
   int64_t blocks;  // where these are the pieces, else 0
   int64_t pieces;
   int64_t value_columns;
+  Slots slots;
 };
 
 Shape shape_of(const AttentionDecode& args) {
@@ -451,8 +452,8 @@ int64_t bytes_read(const AttentionDecode& args, const Shape& shape) {
          std::max<int64_t>(shape.blocks, 1);
 }
 
-Plan plan_decode(const AttentionDecode& args, const Machine& machine) {
-  const Shape shape = shape_of(args);
+Plan plan_decode(const AttentionDecode& args, const Machine& machine, Shape& shape) {
+  shape = shape_of(args);
   Plan plan{};
   plan.kernel_name = "attention_decode_kernel";
   plan.rows_per_tile = shape.block;
@@ -465,7 +466,8 @@ Plan plan_decode(const AttentionDecode& args, const Machine& machine) {
     partials_of(args, shape, arena);
     Arena scratch(nullptr);
     scratch_of<MultiplierOf<T>, T>(args, shape, scratch);
-    plan.workspace_bytes = arena.used() + scratch.used() * plan.threads;
+    shape.slots = {arena.used(), scratch.used()};
+    plan.workspace_bytes = shape.slots.end(plan.threads);
     plan.reason = multiplier_text<T>();
   });
   return plan;
@@ -486,20 +488,16 @@ void count_chunks(const AttentionDecode& args, const Partials& partials) {
 }
 
 template <class T>
-void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, void* workspace,
-                             const Context& context) {
+void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, const Shape& shape,
+                             void* workspace, const Context& context) {
   using M = MultiplierOf<T>;
-  const Shape shape = shape_of(args);
   Arena arena(workspace);
   const Partials partials = partials_of(args, shape, arena);
   if (shape.blocks == 0) count_chunks(args, partials);
-  Arena sizes(nullptr);
-  scratch_of<M, T>(args, shape, sizes);
-  char* slots = static_cast<char*>(workspace) + arena.used();
   // Of a Decode<T> with scratch of its own.
   const auto decoding = [&](auto&& body) {
     return [&](int64_t piece, int64_t slot) {
-      Arena own(slots + slot * sizes.used());
+      Arena own(shape.slots.of(workspace, slot));
       const auto scratch = scratch_of<M, T>(args, shape, own);
       Decode<T> decode(args, shape, partials, scratch);
       body(decode, piece);
@@ -524,15 +522,18 @@ void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, void
                           decoding([](Decode<T>& decode, int64_t piece) { decode.block(piece); }));
 }
 
-void run_decode(const AttentionDecode& args, const Plan& plan, void* workspace,
+void run_decode(const AttentionDecode& args, const Plan& plan, const Shape& shape, void* workspace,
                 const Context& context) {
-  visit_dtype_up_to_float32(
-      args.dtype, [&]<class T>() { attention_decode_kernel<T>(args, plan, workspace, context); });
+  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
+    attention_decode_kernel<T>(args, plan, shape, workspace, context);
+  });
 }
 
 }  // namespace
 
-Operator<AttentionDecode> attention_decode() { return {plan_decode, run_decode}; }
+Operator<AttentionDecode> attention_decode() {
+  return operator_of<AttentionDecode, Shape, plan_decode, run_decode>();
+}
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

@@ -32,6 +32,7 @@ struct Shape {
   int64_t heads;   // of one kv head that a piece of work takes
   int64_t head_chunks;
   int64_t pieces;
+  Slots slots;
 };
 
 Shape shape_of(const AttentionForward& args, int64_t threads) {
@@ -449,53 +450,51 @@ class Forward {
   int64_t state_ = 0;  // index of the current group within the piece
 };
 
-Plan plan_forward(const AttentionForward& args, const Machine& machine) {
+Plan plan_forward(const AttentionForward& args, const Machine& machine, Shape& shape) {
   const int64_t work = score_nanoseconds(args, args.head_dim + args.value_dim);
-  const Shape shape = shape_of(args, threads_for(work, machine.threads, machine));
+  shape = shape_of(args, threads_for(work, machine.threads, machine));
   Plan plan{};
   plan.kernel_name = "attention_forward_kernel";
   plan.rows_per_tile = shape.block;
   plan.splits = shape.pieces;
-  // Where there are fewer pieces than threads they could not be cut further: the shape for that
-  // many threads is the same.
   plan.threads = threads_for(work, shape.pieces, machine);
   visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
     Arena arena(nullptr);
     arena.take<int32_t>(args.batch);
     Arena scratch(nullptr);
     scratch_of<MultiplierOf<T>>(args, shape, scratch);
-    plan.workspace_bytes = arena.used() + scratch.used() * plan.threads;
+    shape.slots = {arena.used(), scratch.used()};
+    plan.workspace_bytes = shape.slots.end(plan.threads);
     plan.reason = multiplier_text<T>();
   });
   return plan;
 }
 
 template <class T>
-void attention_forward_kernel(const AttentionForward& args, const Plan& plan, void* workspace,
-                              const Context& context) {
-  const Shape shape = shape_of(args, plan.threads);
+void attention_forward_kernel(const AttentionForward& args, const Plan& plan, const Shape& shape,
+                              void* workspace, const Context& context) {
   Arena arena(workspace);
   int32_t* batches = arena.take<int32_t>(args.batch);
   order_by_work(args, batches);
-  Arena sizes(nullptr);
-  scratch_of<MultiplierOf<T>>(args, shape, sizes);
-  char* slots = static_cast<char*>(workspace) + arena.used();
   for_each_piece_in_order(context, plan.threads, shape.pieces, [&](int64_t piece, int64_t slot) {
-    Arena own(slots + slot * sizes.used());
+    Arena own(shape.slots.of(workspace, slot));
     const auto scratch = scratch_of<MultiplierOf<T>>(args, shape, own);
     Forward<T>(args, shape, batches, scratch).piece(piece);
   });
 }
 
-void run_forward(const AttentionForward& args, const Plan& plan, void* workspace,
-                 const Context& context) {
-  visit_dtype_up_to_float32(
-      args.dtype, [&]<class T>() { attention_forward_kernel<T>(args, plan, workspace, context); });
+void run_forward(const AttentionForward& args, const Plan& plan, const Shape& shape,
+                 void* workspace, const Context& context) {
+  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
+    attention_forward_kernel<T>(args, plan, shape, workspace, context);
+  });
 }
 
 }  // namespace
 
-Operator<AttentionForward> tiled_attention_forward() { return {plan_forward, run_forward}; }
+Operator<AttentionForward> tiled_attention_forward() {
+  return operator_of<AttentionForward, Shape, plan_forward, run_forward>();
+}
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

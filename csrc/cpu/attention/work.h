@@ -31,6 +31,17 @@ class Arena {
   int64_t used_ = 0;
 };
 
+// Where the scratch of each thread lies in a workspace: one after the other, to its end.
+struct Slots {
+  int64_t begin;
+  int64_t bytes;  // of one
+
+  int64_t end(int64_t threads) const { return begin + threads * bytes; }
+  void* of(void* workspace, int64_t slot) const {
+    return static_cast<char*>(workspace) + begin + slot * bytes;
+  }
+};
+
 // order: (batch,) the batches, those with the most scores first where lengths differ: what is taken
 // last should be short.
 inline void order_by_work(const Attention& args, int32_t* order) {
