@@ -88,7 +88,7 @@ def commands(monkeypatch, begin):
         begin()
         return SimpleNamespace(to_dict=lambda: {"text": text})
 
-    def measured(cases, args):
+    def measured(cases, args, goals):
         begin()
         return {"failed": {}, "text": text}, [], {}, False
 
