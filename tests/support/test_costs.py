@@ -70,3 +70,11 @@ def test_three_budgets_fail_a_run(tmp_path):
 
 def test_budgets_are_those_of_files_that_exist():
     assert not [file for file in costs.BUDGETS if not (ROOT / file).exists()]
+
+
+@pytest.mark.xdist_group("a group")
+def test_workers_know_groups(request):
+    """Else each worker makes what a group shares, and two families of processes run at once."""
+    if not request.config.getoption("loadgroup", False):
+        pytest.skip("not in a worker of make test")
+    assert request.node.nodeid.endswith("@a group")
