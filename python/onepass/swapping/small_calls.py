@@ -19,7 +19,7 @@ LEAST_NORM = {
     torch.bfloat16: (1 << 16, 1 << 16),
     torch.float16: (1 << 16, 1 << 16),
 }
-# Elements of the input of a module that calls attention, times its tokens (Zen 5, AVX-512 with
+# Elements of the input of a module that calls attention, times its tokens (Zen 4, AVX-512 with
 # bfloat16): each torch function of a redirected forward takes longer too.
 LEAST_ATTENTION = {
     torch.float32: (1 << 23, 1 << 23),
