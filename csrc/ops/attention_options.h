@@ -66,7 +66,7 @@ void check_score_options(const char* op, const CheckedAgainst& checked,
 // The options' tensors, for `args`.
 void attach_score_options(const AttentionOptions& options, Attention& args, Copies& copies);
 
-// Bits of grad_mask: those of query, key and value, and behind them those of the options that have
+// Bits of grad_mask: those of query, key and value, and after them those of the options that have
 // gradients, in the order of dterms.
 inline constexpr int64_t kWantQuery = 1;
 inline constexpr int64_t kWantKey = 2;

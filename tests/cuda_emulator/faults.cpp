@@ -251,7 +251,7 @@ void copy_twice_in_flight(const float* input, float* output) {
   store_global(output + thread(), values[thread()]);
 }
 
-// The source is written while the copy is in flight, which may read it before or behind.
+// The source is written while the copy is in flight, which may read it before or after that.
 template <bool kFault>
 void overwrite_the_source_in_flight(const float* input, float* output) {
   SharedMemory shared;

@@ -458,8 +458,9 @@ Plan plan_decode(const AttentionDecode& args, const Machine& machine, Shape& sha
   plan.kernel_name = "attention_decode_kernel";
   plan.rows_per_tile = shape.block;
   plan.splits = shape.pieces;
-  const int64_t products = bytes_read(args, shape) / size_of(args.dtype) * shape.block;
-  const int64_t work = std::max(bytes_read(args, shape) / kBytes, products / kMultiplyAdds);
+  const int64_t bytes = bytes_read(args, shape);
+  const int64_t products = bytes / size_of(args.dtype) * shape.block;
+  const int64_t work = std::max(bytes / kBytes, products / kMultiplyAdds);
   plan.threads = threads_for(work, shape.pieces, machine);
   visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
     Arena arena(nullptr);
