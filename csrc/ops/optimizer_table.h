@@ -51,11 +51,8 @@ inline int64_t pieces_of(int64_t numel) { return (numel + kPieceElements - 1) / 
 template <class Item>
 FlatList<Item> flat_list(const std::vector<Item>& tensors,
                          const std::vector<int64_t>& first_piece) {
-  const auto bytes = [](const auto& list) {
-    return static_cast<int64_t>(list.size() * sizeof(list[0]));
-  };
-  tell_of_memory(Memory::kList, tensors.data(), bytes(tensors));
-  tell_of_memory(Memory::kList, first_piece.data(), bytes(first_piece));
+  tell_of_list(tensors);
+  tell_of_list(first_piece);
   return {tensors.data(), first_piece.data(), static_cast<int64_t>(tensors.size())};
 }
 

@@ -99,16 +99,29 @@ bool is_int16(int32_t scalar_type);
 bool is_uint8(int32_t scalar_type);
 std::ostream& operator<<(std::ostream& text, const Device& device);
 
-// Memory that arguments of kernels may point to: a tensor's, a new one's that holds nothing yet, or
-// the host's own lists of tensors. The emulated runtime wants to know of it, and how many bytes an
-// element has.
-enum class Memory { kTensor, kNew, kList };
 #ifdef ONEPASS_EMULATE
+// Memory that arguments of kernels may point to: a tensor's, a new one's that holds nothing yet, or
+// the host's own lists of tensors. An element of it has so many bytes.
+enum class Memory { kTensor, kNew, kList };
 void tell_of_memory(Memory what, const void* begin, int64_t bytes, int64_t element = 1);
+// Bytes between the members of a struct hold whatever lay there before: half an address, at times.
+template <class T>
+void clear_padding([[maybe_unused]] T& object) {
+#if __has_builtin(__builtin_clear_padding)
+  __builtin_clear_padding(&object);
+#endif
+}
+template <class Item>
+void tell_of_list(const std::vector<Item>& list) {
+  for (const Item& item : list) clear_padding(const_cast<Item&>(item));
+  tell_of_memory(Memory::kList, list.data(), static_cast<int64_t>(list.size() * sizeof(Item)));
+}
 // The strides that a new tensor gets there: those that were asked for, or longer ones.
 std::vector<int64_t> emulated_strides(const int64_t* sizes, const int64_t* strides, int64_t dims);
 #else
-inline void tell_of_memory(Memory, const void*, int64_t) {}
+// Only the emulated runtime wants to know.
+template <class Item>
+void tell_of_list(const std::vector<Item>&) {}
 #endif
 
 // The operator that this thread runs: who it was that memory failed. Checks set it first of all.

@@ -30,8 +30,9 @@ class Execution {
  public:
   const Args& args;
 
-  explicit Execution(const Args& given)
-      : run_(&given, sizeof(Args)), args(*static_cast<const Args*>(run_.args())) {}
+  explicit Execution(Args given)
+      : run_((clear_padding(given), &given), sizeof(Args)),
+        args(*static_cast<const Args*>(run_.args())) {}
   void run(const Operator<Args>& op, const Plan& plan, void*, const Context& context) {
     run_.run(
         &op, plan,

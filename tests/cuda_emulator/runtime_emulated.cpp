@@ -12,42 +12,33 @@
 namespace onepass {
 namespace {
 
-// What calls may point to. Memory that is freed stays here until something else lies there.
+// What a call may point to. Memory of earlier calls may be gone: it is forgotten as a call begins.
 class Memories {
  public:
-  // Of nothing, what lay there before is gone all the same.
   void add(emulator::KnownMemory memory) {
-    const uintptr_t begin = memory.begin, end = std::max(memory.end, begin + 1);
-    auto next = by_begin_.upper_bound(begin);
-    if (next != by_begin_.begin() && std::prev(next)->second.memory.end > begin) --next;
-    while (next != by_begin_.end() && next->first < end) {
-      const emulator::KnownMemory& other = next->second.memory;
-      if (next->second.call == call_) {  // a view of the same memory
-        memory.begin = std::min(memory.begin, other.begin);
-        memory.end = std::max(memory.end, other.end);
-        memory.element = std::max(memory.element, other.element);
-      }
+    if (memory.end == memory.begin) return;
+    auto next = by_begin_.upper_bound(memory.begin);
+    if (next != by_begin_.begin() && std::prev(next)->second.end > memory.begin) --next;
+    while (next != by_begin_.end() && next->first < memory.end) {  // a view of the same memory
+      memory.begin = std::min(memory.begin, next->second.begin);
+      memory.end = std::max(memory.end, next->second.end);
+      memory.element = std::max(memory.element, next->second.element);
       next = by_begin_.erase(next);
     }
-    if (memory.end > memory.begin) by_begin_[memory.begin] = {memory, call_};
+    by_begin_[memory.begin] = memory;
   }
 
   const emulator::KnownMemory* find(uintptr_t address) const {
     const auto next = by_begin_.upper_bound(address);
     if (next == by_begin_.begin()) return nullptr;
-    const emulator::KnownMemory& memory = std::prev(next)->second.memory;
+    const emulator::KnownMemory& memory = std::prev(next)->second;
     return address < memory.end ? &memory : nullptr;
   }
 
-  void next_call() { ++call_; }
+  void forget() { by_begin_.clear(); }
 
  private:
-  struct Told {
-    emulator::KnownMemory memory;
-    int64_t call;
-  };
-  std::map<uintptr_t, Told> by_begin_;  // apart from one another
-  int64_t call_ = 0;
+  std::map<uintptr_t, emulator::KnownMemory> by_begin_;  // apart from one another
 };
 
 struct State {
@@ -201,8 +192,8 @@ EXPORT void emulated_keep(const char* folder) {
   onepass::state().files = 0;
 }
 
-// A call begins: what was told of in a call before may be gone.
-EXPORT void emulated_begin() { onepass::state().memories.next_call(); }
+// A call begins.
+EXPORT void emulated_begin() { onepass::state().memories.forget(); }
 
 // The calls since the last time, a JSON list.
 EXPORT const char* emulated_calls() {

@@ -27,6 +27,19 @@ def test_what_runs_elsewhere_is_the_cpus_again(emulator):
     assert [call["op"] for call in emulator.done] == ["norm_forward"]
 
 
+def test_bytes_between_the_members_of_a_struct_are_zero(cuda, tmp_path):
+    """What lay there before looked like an address at times, and was moved as one."""
+    sizes = [1237 + i for i in range(20)]
+    _library().emulated_keep(str(tmp_path).encode())
+    torch.ops.onepass.gradient_norm([torch.randn(n) for n in sizes], 2.0)
+    _library().emulated_keep(b"")
+    (file,) = tmp_path.iterdir()
+    kept = file.read_bytes()
+    for numel in sizes:
+        at = kept.index(numel.to_bytes(8, "little")) + 8  # of FlatTensor: then a dtype of 4 bytes
+        assert kept[at + 4 : at + 8] == bytes(4)
+
+
 def test_a_call_that_comes_to_something_else_is_told(cuda, tmp_path):
     _library().emulated_keep(str(tmp_path).encode())
     y = functional.dropout(torch.randn(1000), 0.3)
