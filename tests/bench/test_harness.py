@@ -184,8 +184,9 @@ def test_machine_facts_are_plain_and_name_the_build():
 def test_recycled_memory_ends_the_page_faults_of_large_outputs():
     """64 MiB, never cached by malloc's defaults: one fault per page, or (huge pages) per 2 MiB.
 
-    In processes of its own, of which one has to show it: what a heap can keep depends on what was
-    allocated before, and on where the loader happened to put things behind it.
+    The heap may first grow a few times: a free block is too small for an aligned one of its size.
+    In processes of its own, of which one has to show it: whether blocks go back afterwards depends
+    on what was allocated before, and on where the loader happened to put things behind the heap.
     """
     code = """if True:
         import json, torch

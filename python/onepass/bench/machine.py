@@ -90,8 +90,8 @@ def recycled_memory() -> Iterator[bool]:
     Under its defaults glibc returns large blocks to the system when they are freed, so that every
     large output costs a page fault per 4 KiB, whoever computes it: beyond the cache these faults
     take longer than any kernel here. With M_MMAP_MAX=0 and no M_TRIM_THRESHOLD (the environment
-    variables MALLOC_MMAP_MAX_ and MALLOC_TRIM_THRESHOLD_) a loop reuses its blocks from the second
-    iteration on, as it does under jemalloc or in a process that has set these variables.
+    variables MALLOC_MMAP_MAX_ and MALLOC_TRIM_THRESHOLD_) a loop reuses its blocks after a few
+    iterations, as it does under jemalloc or in a process that has set these variables.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
