@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cstdlib>
+#include <deque>
 #include <exception>
 #include <map>
 #include <memory>
@@ -96,7 +97,7 @@ void change(Context& from, Context& to) { swapcontext(&from, &to); }
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kGapBytes = 64;
 constexpr int kMaxPieces = 64;
-constexpr size_t kMaxFibers = 4096;  // the thread sanitizer has room for about 8,000
+constexpr size_t kMaxFibers = 1024;  // to the thread sanitizer each is most of a megabyte
 constexpr int kMaxIdleRounds = 100000;
 
 #if defined(EMULATOR_THREAD)
@@ -169,7 +170,8 @@ struct Machine {  // the one device
   Thread* running = nullptr;
   const std::function<void()>* kernel = nullptr;
   std::vector<std::unique_ptr<Stack>> stacks;
-  std::vector<Stack*> free_stacks;
+  std::deque<Stack*> free_stacks;
+  size_t rested = 0;                          // of those, in front: not used in this launch
   std::vector<std::unique_ptr<Block>> ended;  // of this launch: freed memory would be used again
   std::mt19937_64 random{0};
   Counters counters;
@@ -245,13 +247,16 @@ std::string name_of(const Thread& thread) {
 Stack* take_stack() {
   Machine& m = machine();
 #if defined(EMULATOR_THREAD)
-  const bool from_before = m.stacks.size() >= kMaxFibers;  // new fibers have no history
+  // The blocks of a launch that one fiber runs are in order to the sanitizer, which then misses
+  // their races. So none runs a second one before there are many, and then long after the first.
+  const bool from_before = m.rested > 0 || m.stacks.size() >= kMaxFibers;
+  if (m.rested > 0) --m.rested;
 #else
   const bool from_before = true;
 #endif
   if (from_before && !m.free_stacks.empty()) {
-    Stack* stack = m.free_stacks.back();
-    m.free_stacks.pop_back();
+    Stack* stack = m.free_stacks.front();
+    m.free_stacks.pop_front();
     return stack;
   }
   m.stacks.push_back(std::make_unique<Stack>());
@@ -521,6 +526,7 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   m.kernel = &kernel;
 #if defined(EMULATOR_THREAD)
   m.host_fiber = __tsan_get_current_fiber();
+  m.rested = m.free_stacks.size();  // their work has ended before this launch begins
 #endif
   std::vector<dim3> order;
   for (unsigned z = 0; z < launch.grid.z; ++z) {
