@@ -93,6 +93,12 @@ def no_gradient():
 
 
 @pytest.fixture
+def peaks_of_one_byte(monkeypatch):
+    """Without the processes that measure peaks."""
+    monkeypatch.setattr(measure.memory, "peaks_of_steps", lambda names, *_: dict.fromkeys(names, 1))
+
+
+@pytest.fixture
 def user_models(tmp_path, monkeypatch):
     (tmp_path / "user_models.py").write_text(USER_MODELS)
     monkeypatch.chdir(tmp_path)
@@ -267,8 +273,7 @@ def test_picture(outcome):
 # Flags
 
 
-def test_json_to_stdout_is_nothing_but_json(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
+def test_json_to_stdout_is_nothing_but_json(capsys, tmp_path, peaks_of_one_byte):
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox " * 200)
     data = run_json(
@@ -297,9 +302,9 @@ def test_defaults_are_those_of_the_documentation():
 
 
 @pytest.mark.parametrize("function", ["fixed", "by_step"])
-def test_own_model(capsys, user_models, monkeypatch, function):
+def test_own_model(capsys, user_models, request, function):
     if function == "by_step":
-        monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
+        request.getfixturevalue("peaks_of_one_byte")
     data = run_json(capsys, *QUICK, "--model", f"user_models:{function}")
     speed = data["speed"][0]
     assert speed["dropout"] is None and speed["items_per_batch"] == 8
@@ -312,9 +317,8 @@ def test_own_model(capsys, user_models, monkeypatch, function):
     assert sorted(kinds) == ["dropout", "norm"]
 
 
-def test_own_model_of_transformers_is_attached(capsys, user_models, monkeypatch):
+def test_own_model_of_transformers_is_attached(capsys, user_models, peaks_of_one_byte):
     pytest.importorskip("transformers")
-    monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
     data = run_json(capsys, *QUICK, "--model", "user_models:transformer")
     to = [entry["to"] for entry in data["swap_report"]["swapped"] if entry["kind"] == "attention"]
     assert to == ["onepass's attention, by transformers' registry"] * 2
@@ -325,8 +329,7 @@ def test_own_model_of_transformers_is_attached(capsys, user_models, monkeypatch)
             assert parts[variant][phase]["attention"] > 0
 
 
-def test_own_model_in_bfloat16(capsys, user_models, monkeypatch):
-    monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
+def test_own_model_in_bfloat16(capsys, user_models, peaks_of_one_byte):
     flags = ("--model", "user_models:by_step", "--optimizers", "onepass", "--master", "stochastic")
     compared = run_json(capsys, *QUICK, *flags)["optimizers"]
     assert list(compared["variants"]) == [
@@ -336,12 +339,11 @@ def test_own_model_in_bfloat16(capsys, user_models, monkeypatch):
     assert all(v["losses"] for n, v in compared["variants"].items() if n != "torch fused")
 
 
-def test_an_optimizer_that_is_left_out_is_told(capsys, user_models, monkeypatch):
+def test_an_optimizer_that_is_left_out_is_told(capsys, user_models, peaks_of_one_byte, monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("no kernels for this [device]")
 
     monkeypatch.setattr(onepass.optim, "AdamW", refuse)
-    monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
     flags = ("--model", "user_models:fixed")
     data = run_json(capsys, *QUICK, *flags)
     assert data["optimizers"]["left_out"] == {"onepass": "no kernels for this [device]"}
@@ -353,10 +355,9 @@ def test_an_optimizer_that_is_left_out_is_told(capsys, user_models, monkeypatch)
     assert "stock trained by" not in output
 
 
-def test_compile_adds_two_variants(capsys, user_models, monkeypatch):
+def test_compile_adds_two_variants(capsys, user_models, peaks_of_one_byte, monkeypatch):
     # The graph is captured and differentiated, but not compiled to C++: that takes half a minute.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(measure.memory, "peak_of_step", lambda *_: 1)
     variants = run_json(capsys, *QUICK, "--model", "user_models:fixed", "--compile")["speed"][0][
         "variants"
     ]

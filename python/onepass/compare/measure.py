@@ -99,11 +99,12 @@ def compare_speed(
     timing = time_rounds(steps, settings.pairs, seconds, MAX_ROUNDS, advance)
     parts = _parts(trainers, workload, timing)
     del trainers, steps
-    variants = {}
-    for name in timing.times:
-        peak = memory.peak_of_step(name, workload.dropout, settings)
-        variants[name] = Variant(parts[name], saved[name], peak, first_steps.get(name))
-        advance()
+    peaks = memory.peaks_of_steps(list(timing.times), workload.dropout, settings)
+    advance()
+    variants = {
+        name: Variant(parts[name], saved[name], peak, first_steps.get(name))
+        for name, peak in peaks.items()
+    }
     return Speed(workload.dropout, workload.items_per_batch, timing, variants), report
 
 

@@ -1,8 +1,8 @@
 """Peak memory of one training step, in a process of its own.
 
-Runs as ``python -m onepass.compare.memory JSON`` and prints {"peak_bytes": N}: the high-water mark
-during the step minus the level before it, on CUDA that of torch's allocator. A process of its own,
-because freed memory stays with the process that freed it and would hide the next variant's need.
+Runs as ``python -m onepass.compare.memory JSON``. A peak is the high-water mark during the step
+minus the level before it, on CUDA that of torch's allocator. A process of its own, because freed
+memory stays with the process that freed it and would hide the next variant's need.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import multiprocessing
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 import onepass
-from onepass.compare.data import load_text
+from onepass.compare.data import Text, load_text
 from onepass.compare.settings import Settings, make_current
 from onepass.compare.train import Trainer
 from onepass.compare.workload import GptWorkload, UserWorkload
@@ -27,30 +30,55 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 
 
-def peak_of_step(variant: str, dropout: float | None, settings: Settings) -> int:
-    """Bytes that one step of a variant ("stock", "swapped", "compiled ...") needs at most."""
-    task = {"variant": variant, "dropout": dropout, "settings": settings.to_dict()}
+def peaks_of_steps(
+    variants: Sequence[str], dropout: float | None, settings: Settings
+) -> dict[str, int]:
+    """Bytes that one step of each variant ("stock", "swapped", "compiled ...") needs at most."""
+    task = {"variants": variants, "dropout": dropout, "settings": settings.to_dict()}
     command = [sys.executable, "-m", "onepass.compare.memory", json.dumps(task)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise RuntimeError(f"compare: measuring peak memory of {variant} failed\n{result.stderr}")
-    return json.loads(result.stdout.splitlines()[-1])["peak_bytes"]
+        raise RuntimeError(f"compare: measuring peak memory failed\n{result.stderr}")
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def main(task_text: str) -> None:
+    """Prints the bytes by variant; this process imports, and one forked from it measures each."""
+    import torch._dynamo  # noqa: F401  (which torch's optimizers import, for seconds)
+
     task = json.loads(task_text)
     settings = Settings.from_dict(task["settings"], command="")
+    text = None if settings.model else load_text(settings.text)
+    # What has looked at CUDA cannot go on there in a fork.
+    context = multiprocessing.get_context("spawn" if settings.device.type == "cuda" else "fork")
+    peaks = {}
+    for variant in task["variants"]:
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = (sender, variant, task["dropout"], settings, text)
+        process = context.Process(target=_measure, args=arguments)
+        process.start()
+        sender.close()
+        try:
+            peaks[variant] = receiver.recv()
+        except EOFError:
+            sys.exit(f"{variant}: no figure")
+        process.join()
+    print(json.dumps(peaks))
+
+
+def _measure(
+    sender: Connection, variant: str, dropout: float | None, settings: Settings, text: Text | None
+) -> None:
     torch.set_num_threads(settings.threads)
     make_current(settings.device)
-    if settings.model:
+    if text is None:
         workload = UserWorkload(settings)
     else:
-        text = load_text(settings.text)
-        workload = GptWorkload(settings, text, settings.speed, task["dropout"])
+        workload = GptWorkload(settings, text, settings.speed, dropout)
     model = workload.build()
-    if task["variant"].endswith("swapped"):
+    if variant.endswith("swapped"):
         onepass.swap(model)
-    compiled = task["variant"].startswith("compiled")
+    compiled = variant.startswith("compiled")
     trainer = Trainer(model, settings, compiled)
     # Optimizer state, caches, compiled code: there before the level is taken. A small batch leaves
     # little freed memory behind for the measured step to reuse.
@@ -58,7 +86,7 @@ def main(task_text: str) -> None:
     batch = workload.batch(0)
     gc.collect()
     measure = _cuda_peak if settings.device.type == "cuda" else _cpu_peak
-    print(json.dumps({"peak_bytes": measure(lambda: trainer.step(batch))}))
+    sender.send(measure(lambda: trainer.step(batch)))
 
 
 def _cuda_peak(step) -> int:
