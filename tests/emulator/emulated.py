@@ -26,10 +26,14 @@ FLAGS += ["-DONEPASS_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
 # So does -O1, or quadruples it, and the kernels of tests run in less time than that takes.
 UNDEFINED = "alignment,signed-integer-overflow,shift,integer-divide-by-zero"
 BAD_ADDRESSES = ["-O0", f"-fsanitize=address,{UNDEFINED}", "-fno-sanitize-recover=all"]
+# Kernels without a sanitizer run for minutes, in which this saves a fifth.
+FAST = ["-O2"]
+if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+    FAST.append("-march=x86-64-v3")  # std::fma is an instruction
 # What each build adds, for the kernels and for the scheduler. The thread sanitizer must not see the
 # scheduler.
 SANITIZED = {
-    "plain": ([], []),
+    "plain": (FAST, FAST),
     "address": (
         [*BAD_ADDRESSES, "-DEMULATOR_ADDRESS"],
         ["-fsanitize=address", "-DEMULATOR_ADDRESS"],
@@ -52,7 +56,7 @@ def library() -> Path:
     for_torch = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-DTORCH={torch.__version__}"]
     for_torch += ["-isystem", str(torch_folder / "include"), "-DONEPASS_NAMESPACE=onepass_emulated"]
     kernels = [file for file in (ROOT / "csrc" / "cuda").rglob("*.cu") if file.name != "facts.cu"]
-    sources = [(file, []) for file in (FOLDER / "emulator.cpp", FOLDER / "image.cpp", *kernels)]
+    sources = [(file, FAST) for file in (FOLDER / "emulator.cpp", FOLDER / "image.cpp", *kernels)]
     operators = [*(ROOT / "csrc" / "ops").glob("*.cpp"), FOLDER / "runtime_emulated.cpp"]
     for file in operators:  # the host may not look into tensors; the schemas are defined here
         sources.append((file, for_torch + ["-DONEPASS_CUDA"] * (file.name != "library.cpp")))
