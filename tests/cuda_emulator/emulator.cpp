@@ -146,7 +146,7 @@ struct Thread {
   const Meeting* meeting = nullptr;
   uint64_t waits_beyond = 0;  // generation of the barrier or meeting
   void* fake_stack = nullptr;
-  std::vector<std::vector<Copy>> copies{1};
+  std::vector<std::vector<Copy>> copies;
 };
 
 struct Block {
@@ -411,7 +411,11 @@ const std::vector<Launch>& launched() { return machine().launched; }
 void count_read(size_t bytes) { machine().counters.global_read += bytes; }
 void count_written(size_t bytes) { machine().counters.global_written += bytes; }
 
-std::vector<std::vector<Copy>>& copies_in_flight() { return machine().running->copies; }
+std::vector<std::vector<Copy>>& copies_in_flight() {
+  auto& groups = machine().running->copies;
+  if (groups.empty()) groups.emplace_back();  // most threads never have any
+  return groups;
+}
 
 void reseed() { machine().random.seed(static_cast<uint64_t>(settings().at("seed"))); }
 
