@@ -61,24 +61,23 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
   }
   const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k16", &mine, sizeof(mine));
   const int g = emulator::self().lane / 4, t = emulator::self().lane % 4;
-  float rows[2][16], columns[2][16];  // g and g + 8; 2t and 2t + 1
+  // An element for each of d: of rows g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1.
+  using Four = float __attribute__((vector_size(16)));
+  Four rows[16], columns[16], sum{};
   for (int lane = 0; lane < 4; ++lane) {
-    Fragments of_row, of_column;
+    Fragments of_row, left, right;
     all.get(4 * g + lane, &of_row);
-    for (int i = 0; i < 2; ++i) {
-      all.get(4 * (2 * t + i) + lane, &of_column);
-      for (int k = 0; k < 4; ++k) {
-        const int at = k / 2 * 8 + 2 * lane + k % 2;
-        rows[i][at] = of_row.a[i + k / 2 * 2][k % 2];
-        columns[i][at] = of_column.b[k / 2][k % 2];
-      }
+    all.get(8 * t + lane, &left);
+    all.get(8 * t + 4 + lane, &right);
+    for (int k = 0; k < 4; ++k) {
+      const int at = k / 2 * 8 + 2 * lane + k % 2;
+      const float upper = of_row.a[k / 2 * 2][k % 2], lower = of_row.a[k / 2 * 2 + 1][k % 2];
+      rows[at] = Four{upper, upper, lower, lower};
+      const float even = left.b[k / 2][k % 2], odd = right.b[k / 2][k % 2];
+      columns[at] = Four{even, odd, even, odd};
     }
   }
-  float sum[4] = {};
-  for (int k = 0; k < 16; ++k) {
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) sum[r] += rows[r / 2][k] * columns[r % 2][k];
-  }
+  for (int k = 0; k < 16; ++k) sum += rows[k] * columns[k];
   for (int r = 0; r < 4; ++r) d[r] += sum[r];
 }
 
