@@ -109,7 +109,7 @@ def run(
     command = [str(executable), *map(str, arguments)]
     if executable.name.split("-")[1] == "thread" and shutil.which("setarch"):
         command = ["setarch", "-R", *command]  # its shadow memory has a fixed place
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     # Said at the first switch between fibers, of which the emulator does tell it.
     hint = r"==\d+==WARNING: ASan doesn't fully support makecontext.*\n"
     result.stderr = re.sub(hint, "", result.stderr)
