@@ -290,7 +290,7 @@ EACH = [72, 264, 1000, 33, 1001, 12289, 16392, 16395]
 DTYPES = [(F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32)]
 
 
-# Nine minutes under the thread sanitizer; test_sanitizers_are_silent has the branches.
+# A minute under the thread sanitizer; test_sanitizers_are_silent has the branches.
 @pytest.mark.parametrize(
     "build", ["plain", *(pytest.param(build, marks=pytest.mark.slow) for build in SANITIZERS)]
 )
@@ -308,7 +308,7 @@ def test_each_instance(cuda, build):
     assert not left_out
 
 
-# Half a minute each under the thread sanitizer: norms differ in no barrier.
+# Seconds each under the thread sanitizer: norms differ in no barrier.
 QUICK = [("address", *kind) for kind in KINDS] + [("thread", False, True)]
 
 
