@@ -187,7 +187,7 @@ def test_checks_live_in_ops_alone():
 
 
 def test_families_are_found():
-    assert {"norm", "dropout"} <= set(families())
+    assert {"norm", "dropout", "linear"} <= set(families())
 
 
 # Of families that are no functions of a model's forward.

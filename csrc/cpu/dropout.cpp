@@ -99,7 +99,7 @@ void run_forward(const DropoutForward& args, const Plan& plan, void*, const Cont
 
 }  // namespace
 
-DropoutBackend dropout_backend() { return {.forward = {plan_forward, run_forward}}; }
+Operator<DropoutForward> dropout_forward() { return {plan_forward, run_forward}; }
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

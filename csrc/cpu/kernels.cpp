@@ -11,14 +11,9 @@
 extern "C" onepass::Backend ONEPASS_JOIN(onepass_cpu_kernels_, ONEPASS_ISA)();
 
 extern "C" onepass::Backend ONEPASS_JOIN(onepass_cpu_kernels_, ONEPASS_ISA)() {
+#define ONEPASS_TAKE_OPERATOR(name, Args) .name = onepass::cpu::name(),
   return {.name = ONEPASS_TEXT(ONEPASS_ISA),
-          .norm = onepass::cpu::norm_backend(),
-          .dropout = onepass::cpu::dropout_backend(),
-          .optimizer = {.norm = onepass::cpu::gradient_norm(),
-                        .scale = onepass::cpu::scale_gradients(),
-                        .step = onepass::cpu::optimizer_step()},
-          .attention = onepass::cpu::attention_backend(),
-          .attention_decode = onepass::cpu::attention_decode(),
           .fma_ceiling = onepass::cpu::fma_ceiling,
-          .bf16_dot_ceiling = onepass::cpu::bf16_dot_ceiling};
+          .bf16_dot_ceiling = onepass::cpu::bf16_dot_ceiling,
+          ONEPASS_OPERATORS(ONEPASS_TAKE_OPERATOR) ONEPASS_CPU_OPERATORS(ONEPASS_TAKE_OPERATOR)};
 }

@@ -1,4 +1,4 @@
-// The families' entry points of this CPU level, gathered into its table by kernels.cpp.
+// The operators of this CPU level, gathered into its table by kernels.cpp.
 #pragma once
 
 #include "ops/backend.h"
@@ -6,13 +6,8 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-AttentionBackend attention_backend();
-Operator<AttentionDecode> attention_decode();
-NormBackend norm_backend();
-DropoutBackend dropout_backend();
-Operator<GradientNorm> gradient_norm();
-Operator<ScaleGradients> scale_gradients();
-Operator<OptimizerStep> optimizer_step();
+ONEPASS_OPERATORS(ONEPASS_DECLARE_OPERATOR)
+ONEPASS_CPU_OPERATORS(ONEPASS_DECLARE_OPERATOR)
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

@@ -2,15 +2,9 @@
 #include "cuda/backend.h"
 
 extern "C" onepass::Backend onepass_cuda_kernels() {
+#define ONEPASS_TAKE_OPERATOR(name, Args) .name = onepass::cuda::name(),
   return {.name = "cuda",
-          .norm = {.forward = onepass::cuda::norm_forward(),
-                   .backward = onepass::cuda::norm_backward()},
-          .dropout = {.forward = onepass::cuda::dropout_forward()},
-          .optimizer = {.norm = onepass::cuda::gradient_norm(),
-                        .scale = onepass::cuda::scale_gradients(),
-                        .step = onepass::cuda::optimizer_step()},
-          .attention = onepass::cuda::attention_backend(),
-          .attention_decode = onepass::cuda::attention_decode(),
           .fma_ceiling = nullptr,
-          .bf16_dot_ceiling = nullptr};
+          .bf16_dot_ceiling = nullptr,
+          ONEPASS_OPERATORS(ONEPASS_TAKE_OPERATOR)};
 }

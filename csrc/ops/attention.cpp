@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Options& options, con
     args.lse = lse.mutable_data_ptr();
     args.lse_rest = lse_rest.mutable_data_ptr();
     checks.tighten(args, Strided{});
-    run_operator(backend().attention.forward, args, shape.device,
+    run_operator(backend().attention_forward, args, shape.device,
                  [&] { return describe(op, args); });
   }
   return {output, lse, lse_rest};
@@ -189,7 +189,7 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> attention_backward(
   attach_score_gradients(grad_mask, dterms, args, copies);
   args.deterministic = deterministic;
   checks.tighten(args, args.dbias);
-  run_operator(backend().attention.backward, args, query_shape.device,
+  run_operator(backend().attention_backward, args, query_shape.device,
                [&] { return describe(kBackward, args); });
   return {dquery, dkey, dvalue, dterms};
 }

@@ -111,11 +111,6 @@ struct AttentionBackward : Attention {
   bool deterministic;  // bitwise repeatable: on CUDA, where sums are atomic otherwise
 };
 
-struct AttentionBackend {
-  Operator<AttentionForward> forward;
-  Operator<AttentionBackward> backward;
-};
-
 // ---- the shape of a call, shared by back ends and plans -----------------------------------------
 
 // Where a sequence's rows are, and which keys its queries see.

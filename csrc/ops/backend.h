@@ -1,24 +1,40 @@
-// One table per back end and CPU level: what ops/ calls and what `explain` plans with.
+// Every operator, listed once. A back end has a function of its name for each, which gives its plan
+// and its run; a table of them per back end and CPU level is what ops/ calls.
 #pragma once
 
 #include "ops/attention.h"
 #include "ops/attention_decode.h"
 #include "ops/dropout.h"
+#include "ops/linear.h"
 #include "ops/norm.h"
 #include "ops/optimizer.h"
 
 namespace onepass {
 
+// OPERATOR(its name, its arguments)
+#define ONEPASS_OPERATORS(OPERATOR)               \
+  OPERATOR(norm_forward, NormForward)             \
+  OPERATOR(norm_backward, NormBackward)           \
+  OPERATOR(dropout_forward, DropoutForward)       \
+  OPERATOR(gradient_norm, GradientNorm)           \
+  OPERATOR(scale_gradients, ScaleGradients)       \
+  OPERATOR(optimizer_step, OptimizerStep)         \
+  OPERATOR(attention_forward, AttentionForward)   \
+  OPERATOR(attention_backward, AttentionBackward) \
+  OPERATOR(attention_decode, AttentionDecode)
+// Those that CUDA leaves to torch.
+#define ONEPASS_CPU_OPERATORS(OPERATOR) OPERATOR(linear_product, LinearProduct)
+
+#define ONEPASS_DECLARE_OPERATOR(name, Args) Operator<Args> name();
+#define ONEPASS_OPERATOR_MEMBER(name, Args) Operator<Args> name{};
+
 struct Backend {
   const char* name;  // the CPU level, or the CUDA architecture
-  NormBackend norm;
-  DropoutBackend dropout;
-  OptimizerBackend optimizer;
-  AttentionBackend attention;
-  Operator<AttentionDecode> attention_decode;
   // Measured GFLOP/s of one thread, null on CUDA; 0 where the level has no such instruction.
   double (*fma_ceiling)(double seconds);
   double (*bf16_dot_ceiling)(double seconds);
+  ONEPASS_OPERATORS(ONEPASS_OPERATOR_MEMBER)
+  ONEPASS_CPU_OPERATORS(ONEPASS_OPERATOR_MEMBER)
 };
 
 }  // namespace onepass

@@ -62,7 +62,7 @@ Tensor dropout_forward(const DropoutOptions& options, const Tensor& input) {
   args.seed = static_cast<const int64_t*>(data_of(options.seed));
   args.output = output.mutable_data_ptr();
   if (args.numel > 0) {
-    run_operator(backend().dropout.forward, args, call.input.device, [&]() -> Dispatch {
+    run_operator(backend().dropout_forward, args, call.input.device, [&]() -> Dispatch {
       std::ostringstream text;
       text << args.numel << " elements, input " << name_of(args.input_dtype) << ", output "
            << name_of(args.output_dtype) << ", p " << args.dropout_p;

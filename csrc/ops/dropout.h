@@ -22,8 +22,4 @@ struct DropoutForward {
   double dropout_p;
 };
 
-struct DropoutBackend {
-  Operator<DropoutForward> forward;
-};
-
 }  // namespace onepass

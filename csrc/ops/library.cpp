@@ -17,8 +17,8 @@ namespace {
 
 OperatorList operators() {
   OperatorList all;
-  for (const auto family : {norm_operators, dropout_operators, optimizer_operators,
-                            attention_operators, attention_decode_operators}) {
+#define ONEPASS_LIST_OF_FAMILY(name) name##_operators,
+  for (const auto family : {ONEPASS_FAMILIES(ONEPASS_LIST_OF_FAMILY)}) {
     for (OperatorEntry& entry : family()) all.push_back(std::move(entry));
   }
   return all;

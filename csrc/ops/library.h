@@ -54,10 +54,16 @@ OperatorEntry entry(const char* schema, bool only_checks = false) {
 
 using OperatorList = std::vector<OperatorEntry>;
 
-OperatorList norm_operators();
-OperatorList dropout_operators();
-OperatorList optimizer_operators();
-OperatorList attention_operators();
-OperatorList attention_decode_operators();
+// The families, each of which has a list of this kind.
+#define ONEPASS_FAMILIES(FAMILY) \
+  FAMILY(norm)                   \
+  FAMILY(dropout)                \
+  FAMILY(optimizer)              \
+  FAMILY(attention)              \
+  FAMILY(attention_decode)       \
+  FAMILY(linear)
+
+#define ONEPASS_DECLARE_FAMILY(name) OperatorList name##_operators();
+ONEPASS_FAMILIES(ONEPASS_DECLARE_FAMILY)
 
 }  // namespace onepass

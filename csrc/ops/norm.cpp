@@ -205,7 +205,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(const NormOptions& optio
   if (has_mean) args.mean = mean.mutable_data_ptr();
   if (options.save_statistics) args.rstd = rstd.mutable_data_ptr();
   if (args.cols > 0) {
-    run_operator(backend().norm.forward, args, shape.device, [&] { return describe(args); });
+    run_operator(backend().norm_forward, args, shape.device, [&] { return describe(args); });
   }
   return {output, residual_out, mean, rstd};
 }
@@ -329,7 +329,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(const NormBackwardOptio
   if (want_weight) args.dweight = dweight.mutable_data_ptr();
   if (want_bias) args.dbias = dbias.mutable_data_ptr();
   if (args.cols > 0) {
-    run_operator(backend().norm.backward, args, shape.device, [&] { return describe(args); });
+    run_operator(backend().norm_backward, args, shape.device, [&] { return describe(args); });
   }
   return {dinput, dresidual, dweight, dbias};
 }

@@ -105,9 +105,4 @@ struct NormBackward {
   NormKind kind;
 };
 
-struct NormBackend {
-  Operator<NormForward> forward;
-  Operator<NormBackward> backward;
-};
-
 }  // namespace onepass

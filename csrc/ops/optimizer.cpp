@@ -72,7 +72,7 @@ Tensor norm_of(const char* op, const CheckedTensors& gradients, double norm_type
   args.order = norm_type;
   args.wide = gradients.wide();
   args.norm = static_cast<double*>(norm.mutable_data_ptr());
-  run_operator(backend().optimizer.norm, args, gradients.device(),
+  run_operator(backend().gradient_norm, args, gradients.device(),
                [&]() -> Dispatch { return {.op = op, .arguments = gradients.text()}; });
   return norm;
 }
@@ -128,7 +128,7 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type,
     ScaleGradients args{};
     args.gradients = checked.flat();
     args.factor = factor;
-    run_operator(backend().optimizer.scale, args, checked.device(),
+    run_operator(backend().scale_gradients, args, checked.device(),
                  [&]() -> Dispatch { return {.op = kClip, .arguments = checked.text()}; });
   }
   write(rounded.mutable_data_ptr(), dtype, norm);
@@ -154,12 +154,12 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type, 
   measure.norm = static_cast<double*>(norm.mutable_data_ptr());
   measure.total = rounded.mutable_data_ptr();
   measure.total_dtype = dtype;
-  run_operator(backend().optimizer.norm, measure, checked.device(), describe);
+  run_operator(backend().gradient_norm, measure, checked.device(), describe);
   ScaleGradients scale{};
   scale.gradients = checked.flat();
   scale.norm = measure.norm;
   scale.max_norm = max_norm;
-  run_operator(backend().optimizer.scale, scale, checked.device(), describe);
+  run_operator(backend().scale_gradients, scale, checked.device(), describe);
   return rounded;
 }
 
@@ -177,7 +177,7 @@ bool optimizer_step(const StepOptions& options, int64_t algorithm, int64_t table
   CheckedStep checked(op, static_cast<Algorithm>(algorithm), table, gradients, hyper, options);
   if (checked.is_stale()) return false;
   const OptimizerStep args = checked.args();
-  run_operator(backend().optimizer.step, args, checked.device(),
+  run_operator(backend().optimizer_step, args, checked.device(),
                [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; });
   checked.count(args);
   return true;

@@ -250,10 +250,4 @@ struct OptimizerStep {
   double max_norm;          // infinity: gradients are not clipped
 };
 
-struct OptimizerBackend {
-  Operator<GradientNorm> norm;
-  Operator<ScaleGradients> scale;
-  Operator<OptimizerStep> step;
-};
-
 }  // namespace onepass

@@ -17,6 +17,7 @@ _NAMES = {
     float: "a number",
     int: "a whole number",
     bool: "True or False",
+    str: "a string",
     type(None): "None",
 }
 _ACCEPTED = {

@@ -34,6 +34,10 @@ RIGHT = {
     ),
     "dropout": dict(input=X, p=0.5),
     "add_dropout": dict(input=X, residual=X, p=0.5),
+    "linear": dict(
+        input=X, weight=torch.ones(5, 8), bias=torch.ones(5), dropout_p=0.1,
+        residual=torch.ones(2, 4, 6, 5),
+    ),
     "scaled_dot_product_attention": dict(
         query=X, key=X, value=X, attn_mask=SQUARE, dropout_p=0.1, scale=0.5,
         causal_alignment="top_left", window_size=(-1, -1), softcap=1.0, alibi_slopes=torch.ones(4),
@@ -58,6 +62,7 @@ STOCK = {
     "layer_norm": F.layer_norm,
     "rms_norm": F.rms_norm,
     "dropout": F.dropout,
+    "linear": F.linear,
     "scaled_dot_product_attention": F.scaled_dot_product_attention,
 }
 NOT_TENSORS = {"None": None, "list": [1.0, 2.0], "float": 2.0, "numpy": np.ones((2, 8)), "str": "x"}
@@ -150,6 +155,11 @@ VALUES = {
     ],
     "rms_norm": [dict(normalized_shape=(7,)), dict(weight=W[:7]), dict(normalized_shape="8")],
     "dropout": [dict(p=-0.1), dict(p=1.1)],
+    "linear": [
+        dict(input=X[..., :7]), dict(weight=torch.ones(5, 7)), dict(weight=torch.ones(2, 5, 8)),
+        dict(bias=W[:3]), dict(bias=torch.ones(5, 5)), dict(input=X.long()),
+        dict(weight=torch.ones(5, 8).double()), dict(input=X[0, 0, 0, 0]),
+    ],
     "scaled_dot_product_attention": [
         dict(key=X.double()), dict(value=X.half()), dict(key=X[..., :7]),
         dict(query=X[0, 0, 0]), dict(key=Y, value=Y), dict(key=X[:, :3], value=X[:, :3]),
@@ -236,6 +246,8 @@ def test_tensors_without_dimensions(name, argument):
         ("attention_with_kv_cache", "query"),
         ("attention_with_kv_cache", "k_cache"),
         ("layer_norm", "weight"),
+        ("linear", "input"),
+        ("linear", "residual"),
     ],
 )
 def test_nested_tensors(name, argument):
@@ -266,6 +278,7 @@ MODULES = {
     "LayerNorm": lambda of: of.LayerNorm(8),
     "RMSNorm": lambda of: of.RMSNorm(8),
     "Dropout": lambda of: of.Dropout(0.5),
+    "Linear": lambda of: of.Linear(8, 5),
     "Dropout in eval": lambda of: of.Dropout(0.5).eval(),
     "MultiheadAttention": lambda of: (
         lambda x: of.MultiheadAttention(8, 2)(x, x, x, need_weights=False)

@@ -28,6 +28,7 @@ def test_every_family_is_explained():
         "add_rms_norm": lambda: functional.add_rms_norm(x, x, 96, w),
         "dropout": lambda: functional.dropout(x, 0.5),
         "add_dropout": lambda: functional.add_dropout(x, x, 0.5),
+        "linear": lambda: functional.linear(x, x[:64], w[:64]),
     }
     for op, function in expected.items():
         (call,) = calls_of(function)

@@ -12,6 +12,7 @@ from onepass import functional, numerics
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 WEIGHT = torch.linspace(0.5, 1.5, 8)
+WEIGHTS = torch.linspace(-1.0, 1.0, 64).view(8, 8).sin()
 
 
 def weight(x):
@@ -34,6 +35,10 @@ FUNCTIONS = {
     "add_dropout": (
         lambda x: functional.add_dropout(x, x.sin(), 0.0),
         lambda x: x + x.sin(),
+    ),
+    "linear": (
+        lambda x: functional.linear(x, WEIGHTS.to(x.dtype), weight(x)),
+        lambda x: F.linear(x, WEIGHTS.to(x.dtype), weight(x)),
     ),
     "attention": (
         lambda x: functional.scaled_dot_product_attention(x, x, x.cos(), is_causal=True),
@@ -119,7 +124,7 @@ def test_dropout_under_vmap():
     assert torch.equal(y[0], y[1])
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "attention"])
+@pytest.mark.parametrize("name", ["layer_norm", "linear", "attention"])
 def test_forward_mode_says_that_there_is_none(name):
     with pytest.raises(NotImplementedError, match="jvp"):
         torch.func.jacfwd(FUNCTIONS[name][0])(torch.randn(1, 1, 2, 8))

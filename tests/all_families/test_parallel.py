@@ -10,7 +10,7 @@ from onepass import _C
 from tests.attention.cases import int32
 
 OPS = torch.ops.onepass
-F64 = torch.float64
+F32, F64 = torch.float32, torch.float64
 
 
 def norm(rows, residual=None):
@@ -35,6 +35,16 @@ def dropout(rows):
 def add(rows):
     x = torch.randn(rows, 64)
     return lambda: OPS.dropout_forward(x, x, None, 0.0, None)
+
+
+def linear(rows):
+    x, w = torch.randn(rows, 64), torch.randn(64, 64)
+    return lambda: OPS.linear_forward(x, w, None, None)
+
+
+def linear_backward(rows):
+    x, w = torch.randn(rows, 64), torch.randn(64, 64)
+    return lambda: OPS.linear_backward(x, x, w, F32, F32, F32)
 
 
 def attention(queries, dtype=torch.float32):
@@ -95,6 +105,7 @@ def optimizer(name):
 # operator, a size that one thread does faster, a size with work for many
 CALLS = [
     (norm, 16, 16384), (norm_backward, 64, 16384), (dropout, 16, 16384), (add, 16, 16384),
+    (linear, 4, 4096), (linear_backward, 4, 4096),
     (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),
     (decode, 16, 16384), (gradient_norm, 4096, 1 << 20), (clip, 4096, 1 << 20),
     *((optimizer(name), 2048, 1 << 20) for name in ("AdamW", "Adam", "SGD", "Lion")),

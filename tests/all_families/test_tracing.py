@@ -37,6 +37,20 @@ class AddNorms(nn.Module):
         return onepass.functional.add_dropout(y, stream, 0.1, self.training)
 
 
+class Linears(nn.Module):
+    """As AddNorms."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.first = onepass.nn.Linear(width, width)
+        self.second = onepass.nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        linear, weight = onepass.functional.linear, self.second.weight
+        options = {"activation": "silu", "dropout_p": 0.1, "training": self.training}
+        return self.second(linear(self.first(x), weight, residual=x, **options))
+
+
 MODULES = {
     "LayerNorm": lambda: nn.LayerNorm(16),
     "RMSNorm": lambda: nn.RMSNorm(16, eps=1e-6),
@@ -45,6 +59,7 @@ MODULES = {
     "attention": lambda: Plain(p=0.2),
     "encoder layer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
     "add": AddNorms,
+    "linear": Linears,
 }
 
 
@@ -75,7 +90,7 @@ def output_and_gradients(model, x):
 def test_traced_as_called(name, trained, training):
     model = build(name).train(training).requires_grad_(trained)
     # A check compares outputs of two runs: stock with dropout fails it as well.
-    drops = training and name in ("Dropout", "attention", "encoder layer", "add")
+    drops = training and name in ("Dropout", "attention", "encoder layer", "add", "linear")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "(?s).*does not match")
         traced = torch.jit.trace(model, torch.randn(2, 5, 16), check_trace=not drops)
@@ -153,7 +168,7 @@ def test_script_says_what_to_do(name):
     with pytest.raises(RuntimeError, match=r"torch.jit.script: .* \(onepass.unswap\(model\) first"):
         torch.jit.script(model)
     assert held == {id(module) for module in model.modules()}
-    if name != "add":
+    if name not in ("add", "linear"):
         onepass.unswap(model)
         x = torch.randn(2, 5, 16)
         if name != "attention":  # whose forward torch cannot script either
@@ -174,13 +189,13 @@ def test_torchscript_exporter_says_what_to_do():
 def everything():
     """A swapped model that calls every operator of a forward, its input and stock's output."""
     torch.manual_seed(0)
-    parts = [make() for name, make in MODULES.items() if name != "add"]
+    parts = [make() for name, make in MODULES.items() if name not in ("add", "linear")]
     model = nn.Sequential(*parts).eval()
     x = torch.randn(2, 5, 16)
-    add = AddNorms().eval()
-    y = add(model(x))
+    own = nn.Sequential(AddNorms(), Linears()).eval()
+    y = own(model(x))
     onepass.swap(model)
-    return nn.Sequential(*model, add).eval(), x, y
+    return nn.Sequential(*model, *own).eval(), x, y
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -241,6 +256,9 @@ def test_decompositions(dtype):
     def attention(query, key, value, bias, **options):
         return ops.attention_forward.default, (query, key, value), {"bias": bias, **options}
 
+    def linear(x, weight, bias, *, out_dtype=None):
+        return ops.linear_forward.default, (x, weight, bias, out_dtype), {}
+
     def dropout(x, residual):
         return ops.dropout_forward.default, (x, residual, None, 0.0, None), {}
 
@@ -252,6 +270,8 @@ def test_decompositions(dtype):
         (lambda *t: attention(*t, **options, out_bshd=True), (query, key, value, scores)),
         (lambda *t: attention(*t, scale=1.0), (query, key, value, scores)),
         (dropout, (x, residual)),
+        (linear, (x, weight, bias[0, :6])),
+        (lambda *t: linear(*t, None), (x, weight)),
     ]
     for case, tensors in cases:
         op, args, kwargs = case(*(t.to(dtype) for t in tensors))

@@ -182,7 +182,7 @@ def test_every_family_is_measured():
     from onepass.bench import FAMILIES
 
     measured = [family for families, _ in gpu_report.BENCHMARKS.values() for family in families]
-    assert sorted(measured) == sorted(FAMILIES)
+    assert sorted(measured) == sorted(set(FAMILIES) - {"linear"})  # on CUDA that is torch's
 
 
 def test_figures_name_no_folder_of_the_machine(tmp_path):

@@ -22,8 +22,8 @@ inline const onepass::Backend& cuda_backend(bool plain) {
   static const onepass::Backend shipped = onepass_cuda_kernels();
   static const onepass::Backend without_tiles = [] {
     onepass::Backend backend = shipped;
-    backend.attention = {.forward = onepass::cuda::plain_attention_forward(),
-                         .backward = onepass::cuda::plain_attention_backward()};
+    backend.attention_forward = onepass::cuda::plain_attention_forward();
+    backend.attention_backward = onepass::cuda::plain_attention_backward();
     return backend;
   }();
   return plain ? without_tiles : shipped;

@@ -24,18 +24,13 @@ struct Absent {
 };
 
 #define ABSENT __attribute__((weak))
-ABSENT Operator<NormForward> norm_forward() { return Absent(); }
-ABSENT Operator<NormBackward> norm_backward() { return Absent(); }
-ABSENT Operator<DropoutForward> dropout_forward() { return Absent(); }
-ABSENT Operator<GradientNorm> gradient_norm() { return Absent(); }
-ABSENT Operator<ScaleGradients> scale_gradients() { return Absent(); }
-ABSENT Operator<OptimizerStep> optimizer_step() { return Absent(); }
-ABSENT AttentionBackend attention_backend() { return {Absent(), Absent()}; }
+#define ABSENT_OPERATOR(name, Args) \
+  ABSENT Operator<Args> name() { return Absent(); }
+ONEPASS_OPERATORS(ABSENT_OPERATOR)
 ABSENT Operator<AttentionForward> tiled_attention_forward() { return Absent(); }
 ABSENT Operator<AttentionBackward> tiled_attention_backward() { return Absent(); }
 ABSENT Operator<AttentionForward> plain_attention_forward() { return Absent(); }
 ABSENT Operator<AttentionBackward> plain_attention_backward() { return Absent(); }
-ABSENT Operator<AttentionDecode> attention_decode() { return Absent(); }
 
 }  // namespace onepass::cuda
 

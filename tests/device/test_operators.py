@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -226,6 +227,50 @@ def test_checkpointing_restores_the_dropout(use_reentrant):
         wrapped(leaf).sum().backward()
         gradients.append(leaf.grad)
     assert torch.equal(*gradients)
+
+
+# ---- linear --------------------------------------------------------------------------------------
+
+
+@dtypes
+def test_linear_and_what_comes_after_it(dtype):
+    """On CUDA the products are torch's own, and what comes after them is as on the CPU."""
+    tensors = [
+        randn(*size, dtype=dtype, requires_grad=True) for size in ((33, 40), (64, 40), (64,))
+    ]
+    tensors.append(randn(33, 64, dtype=dtype, requires_grad=True))
+    doutput, seed = randn(33, 64, dtype=dtype), drawn_seed(5, DEVICE)
+
+    def formula(*tensors):
+        *layer, residual = tensors
+        products = F.silu(F.linear(*layer))
+        return residual + reference.dropout.dropout(products, 0.3, seed)
+
+    def ours(*tensors):
+        *layer, residual = tensors
+        torch.manual_seed(5)
+        options = {"activation": "silu", "dropout_p": 0.3, "residual": residual}
+        return functional.linear(*layer, **options)
+
+    def everything(function, tensors):
+        output = function(*tensors)
+        return output, *torch.autograd.grad(output, tensors, doutput.to(output.dtype))
+
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    three = everything(ours, tensors), everything(formula, wide), everything(formula, tensors)
+    for found, ref, base in zip(*three, strict=True):
+        assert found.dtype == dtype
+        numerics.assert_close(found, ref, base)
+
+
+@on_cuda_only
+def test_products_on_cuda_are_torchs():
+    x, module = randn(33, 40), onepass.nn.Linear(40, 64, device=DEVICE)
+    assert torch.equal(module(x), F.linear(x, module.weight, module.bias))
+    (call,) = onepass.explain(module, x).calls
+    assert call["kernel"] == "torch.nn.functional.linear" and "CUDA" in call["reason"]
+    with torch.autocast("cuda", torch.bfloat16):
+        assert module(x).dtype is BF16
 
 
 # ---- layouts -------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from tests.attention import cases as attention_cases
 from tests.attention_decode import cases as attention_decode_cases
 from tests.faults.input_classes import CLASSES, REAL
 from tests.faults.test_input_classes import INTERNAL, memory_of
+from tests.linear import cases as linear_cases
 from tests.norm import cases as norm_cases
 from tests.support import isolated
 from tests.support.calls import CALLS
@@ -135,6 +136,31 @@ def dropout(rng: Random) -> None:
         pairs = (input.double(), residual.double()), (input, residual)
         ref, base = (of(*pair, p, seed) for pair in pairs)
     numerics.assert_close(found, ref, base, f"dropout {shape} {dtype} {p}")
+    border.check()
+
+
+def linear(rng: Random) -> None:
+    dtype = rng.choice(DTYPES)
+    narrow = linear_cases.FLOATS if dtype is not F64 else (F64,)
+    rows = [rng.choice((1, 2, 3, 9, 20)) for _ in range(rng.randint(1, 3))]
+    sizes = [rng.choice((7, 16, 33, 100, 200)) for _ in range(2)]
+    more = {f"{name}_dtype": rng.choice(narrow) for name in ("weight", "bias")}
+    more["bias"] = rng.random() < 0.7
+    border, cases = Border(rng), []
+    for count in (8, 80):  # what is wrong stays wrong in more draws
+        for draw in range(len(cases), count):
+            # Of few rows or columns torch's product sums lane by lane.
+            case = linear_cases.make((8 + rows[0], *rows[1:]), *sizes, dtype, seed=draw, **more)
+            for name, tensor in case.tensors().items():
+                setattr(case, name, border.carve(f"{name} {draw}", tensor))
+            case.doutput = border.carve(f"doutput {draw}", case.doutput)
+            cases.append(case)
+        try:
+            linear_cases.check(*cases)
+            break
+        except AssertionError:
+            if count == 80:
+                raise
     border.check()
 
 
@@ -356,8 +382,9 @@ def wrong(rng: Random) -> None:
 # ---- all of them ---------------------------------------------------------------------------------
 
 KINDS = {"norm": norm, "dropout": dropout, "attention": attention, "decode": decode}
-KINDS |= {"optimizer": optimizer, "wrong": wrong}
-WEIGHTS = {"norm": 8, "dropout": 6, "attention": 5, "decode": 6, "optimizer": 5, "wrong": 70}
+KINDS |= {"optimizer": optimizer, "wrong": wrong, "linear": linear}
+WEIGHTS = {"norm": 8, "dropout": 6, "attention": 5, "decode": 6, "optimizer": 5, "wrong": 64}
+WEIGHTS |= {"linear": 6}
 
 
 def kind_of(rng: Random) -> str:

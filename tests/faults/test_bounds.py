@@ -171,6 +171,8 @@ def test_no_memory():
     for op, elements, call in (
         ("layer_norm", 2**53, lambda: functional.layer_norm(wide, (8,))),
         ("layer_norm", 2**50, lambda: functional.layer_norm(weight, (2**50,), weight)),
+        ("linear", 2**53, lambda: functional.linear(wide, wide[:8])),
+        ("linear", 2**50, lambda: functional.linear(wide[:1], wide)),
         ("add_dropout", 2**53, lambda: functional.add_dropout(wide, wide, 0.5)),
         ("attention", 2**53, lambda: functional.scaled_dot_product_attention(heads, few, few)),
     ):

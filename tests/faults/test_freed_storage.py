@@ -55,6 +55,19 @@ def dropout() -> tuple[Callable, dict]:
     )
 
 
+def linear_forward() -> tuple[Callable, dict]:
+    return OPS.linear_forward, dict(
+        input=torch.randn(4, 8), weight=torch.randn(6, 8), bias=torch.randn(6), out_dtype=None
+    )
+
+
+def linear_backward() -> tuple[Callable, dict]:
+    return OPS.linear_backward, dict(
+        doutput=torch.randn(4, 6), input=torch.randn(4, 8), weight=torch.randn(6, 8),
+        input_dtype=torch.float32, weight_dtype=torch.float32, bias_dtype=torch.float32,
+    )  # fmt: skip
+
+
 def dense() -> dict:
     q = torch.randn(2, 4, 3, 8)
     return dict(
@@ -182,7 +195,8 @@ def optimizer_step() -> tuple[Callable, dict]:
 
 
 CALLS = [
-    norm_forward, norm_backward, dropout, attention, packed_attention, paged_attention,
+    norm_forward, norm_backward, dropout, linear_forward, linear_backward,
+    attention, packed_attention, paged_attention,
     attention_backward, packed_backward, decode, paged_decode, append, paged_append, gradient_norm,
     clip_grad_norm, optimizer_table, optimizer_step,
 ]  # fmt: skip
@@ -304,12 +318,13 @@ def test_tensors_without_elements_need_none():
     x = torch.randn(0, 8)
     x.untyped_storage().resize_(0)
     assert functional.layer_norm(x, (8,)).shape == (0, 8)
+    assert functional.linear(x, torch.ones(3, 8)).shape == (0, 3)
     empty = torch.zeros(0)
     empty.untyped_storage().resize_(0)
     assert OPS.gradient_norm([empty, torch.ones(4)]) == 2
 
 
-@pytest.mark.parametrize("make", [norm_forward, dropout, attention])
+@pytest.mark.parametrize("make", [norm_forward, dropout, attention, linear_forward])
 def test_meta_tensors_have_no_memory_and_need_none(make):
     call, arguments = make()
     call(**{n: v.to("meta") if isinstance(v, Tensor) else v for n, v in arguments.items()})
@@ -324,6 +339,8 @@ def test_public_functions_and_a_step():
     for call in (
         lambda: functional.layer_norm(freed, (8,)),
         lambda: functional.rms_norm(x, (8,), freed_weight),
+        lambda: functional.linear(x, freed),
+        lambda: functional.linear(x, torch.randn(8, 8), freed_weight),
         lambda: functional.scaled_dot_product_attention(heads, freed_heads, heads),
     ):
         with pytest.raises(RuntimeError, match=NO_MEMORY):

@@ -80,6 +80,10 @@ def test_operators_that_read_resolve():
         functional.layer_norm(view_of(x), (8,), view_of(w), view_of(w)),
         functional.layer_norm(x, (8,), w, w),
     )
+    weight, b = torch.randn(5, 8), torch.randn(5)
+    assert torch.equal(
+        functional.linear(view_of(x), view_of(weight), view_of(b)), functional.linear(x, weight, b)
+    )
     gradients = [view_of(w), w]
     assert torch.equal(
         torch.ops.onepass.gradient_norm(gradients), torch.ops.onepass.gradient_norm([w, w])

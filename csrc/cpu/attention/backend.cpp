@@ -22,10 +22,12 @@ Operator<Args> by_dtype() {
 
 }  // namespace
 
-AttentionBackend attention_backend() {
-  return {.forward = by_dtype<AttentionForward, tiled_attention_forward, plain_attention_forward>(),
-          .backward =
-              by_dtype<AttentionBackward, tiled_attention_backward, plain_attention_backward>()};
+Operator<AttentionForward> attention_forward() {
+  return by_dtype<AttentionForward, tiled_attention_forward, plain_attention_forward>();
+}
+
+Operator<AttentionBackward> attention_backward() {
+  return by_dtype<AttentionBackward, tiled_attention_backward, plain_attention_backward>();
 }
 
 }  // namespace ONEPASS_ISA

@@ -3,7 +3,7 @@
 // values in a cache, the few are the queries that share them.
 #pragma once
 
-#include "cpu/attention/pack.h"
+#include "cpu/pack.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {

@@ -12,7 +12,6 @@
 // rows. Bytes per element: doutput + x + dx (+ dresidual_out). Done when it runs at the speed of
 // memory for those bytes.
 #include "cpu/kernels.h"
-#include "cpu/norm/norm.h"
 #include "cpu/norm/rows.h"
 #include "cpu/parallel.h"
 #include "cpu/random.h"
@@ -292,8 +291,6 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
                  reduce);
 }
 
-}  // namespace
-
 Plan plan_norm_backward(const NormBackward& args, const Machine& machine) {
   const int64_t chunks = chunks_of(args);
   const int64_t bytes = size_of(args.doutput_dtype) + 2 * size_of(args.x_dtype);
@@ -318,10 +315,9 @@ void run_norm_backward(const NormBackward& args, const Plan& plan, void* workspa
   }
 }
 
-NormBackend norm_backend() {
-  return {.forward = {plan_norm_forward, run_norm_forward},
-          .backward = {plan_norm_backward, run_norm_backward}};
-}
+}  // namespace
+
+Operator<NormBackward> norm_backward() { return {plan_norm_backward, run_norm_backward}; }
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

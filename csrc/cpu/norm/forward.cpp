@@ -7,7 +7,7 @@
 // (+ residual + residual_out). Done when it runs at the speed of a copy of that size.
 #include <cmath>
 
-#include "cpu/norm/norm.h"
+#include "cpu/kernels.h"
 #include "cpu/norm/rows.h"
 #include "cpu/parallel.h"
 #include "cpu/random.h"
@@ -225,8 +225,6 @@ void run(const NormForward& args, const Plan& plan, void* workspace, const Conte
   });
 }
 
-}  // namespace
-
 int64_t forward_row_bytes(const NormForward& args) {
   int64_t element = size_of(args.input_dtype) + size_of(args.output_dtype);
   if (args.residual) element += size_of(args.residual_dtype) + size_of(args.residual_out_dtype);
@@ -259,6 +257,10 @@ void run_norm_forward(const NormForward& args, const Plan& plan, void* workspace
     run<float>(args, plan, workspace, context);
   }
 }
+
+}  // namespace
+
+Operator<NormForward> norm_forward() { return {plan_norm_forward, run_norm_forward}; }
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

@@ -17,10 +17,12 @@ Operator<Args> by_shape() {
 
 }  // namespace
 
-AttentionBackend attention_backend() {
-  return {.forward = by_shape<AttentionForward, tiled_attention_forward, plain_attention_forward>(),
-          .backward =
-              by_shape<AttentionBackward, tiled_attention_backward, plain_attention_backward>()};
+Operator<AttentionForward> attention_forward() {
+  return by_shape<AttentionForward, tiled_attention_forward, plain_attention_forward>();
+}
+
+Operator<AttentionBackward> attention_backward() {
+  return by_shape<AttentionBackward, tiled_attention_backward, plain_attention_backward>();
 }
 
 }  // namespace onepass::cuda

@@ -31,7 +31,7 @@ from onepass import _library
 from onepass._output_file import OutputFile, write_or_say
 from onepass.bench.goals import Goals, read_goals
 
-FAMILIES = ("norm", "dropout", "attention", "decode", "optimizer")
+FAMILIES = ("norm", "dropout", "attention", "decode", "linear", "optimizer")
 SECONDS = 0.7
 STDOUT = "-"
 
@@ -118,13 +118,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _cases(args: argparse.Namespace) -> list:
-    from onepass.bench import attention, attention_decode, dropout, norm, optimizer
+    from onepass.bench import attention, attention_decode, dropout, linear, norm, optimizer
 
     modules = {
         "norm": norm,
         "dropout": dropout,
         "attention": attention,
         "decode": attention_decode,
+        "linear": linear,
         "optimizer": optimizer,
     }
     wanted = set(args.families or FAMILIES)

@@ -31,7 +31,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         ValueError: p is outside [0, 1].
     """
     try:
-        _check_p("dropout", p)
+        _check_p("dropout", "p", p)
         if type(training) is not bool:
             raise TypeError  # which check_arguments names
         if (not training or p == 0.0) and isinstance(input, Tensor):
@@ -62,7 +62,7 @@ def add_dropout(
         ValueError: p is outside [0, 1].
     """
     try:
-        _check_p("add_dropout", p)
+        _check_p("add_dropout", "p", p)
         if type(training) is not bool:
             raise TypeError
         if residual is None:
@@ -73,6 +73,7 @@ def add_dropout(
         raise
 
 
-def _check_p(op: str, p: float) -> None:
+def _check_p(op: str, name: str, p: float) -> None:
+    """ValueError unless p is a probability."""
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{op}: p must lie between 0 and 1, got {p}")
+        raise ValueError(f"{op}: {name} must lie between 0 and 1, got {p}")

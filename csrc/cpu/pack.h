@@ -5,14 +5,25 @@
 
 #include <type_traits>
 
-#include "cpu/attention/multiply.h"
-#include "ops/attention.h"
+#include "cpu/multiply.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
 ONEPASS_INLINE constexpr int64_t round_up(int64_t value, int64_t to) {
   return (value + to - 1) / to * to;
+}
+
+// One vector of cells, as 32-bit words.
+template <class M, class T>
+ONEPASS_INLINE Vec<float> load_row_cells(const T* from) {
+  if constexpr (M::kPerCell == 1) {
+    return load<float>(from);
+  } else {
+    Vec<float> cells;
+    std::memcpy(&cells, from, sizeof(cells));
+    return cells;
+  }
 }
 
 // One vector of cells from a row of `size` elements, beginning with element `at`, as 32-bit words.
@@ -41,18 +52,38 @@ void pack_panel(Row&& row, int64_t rows, int64_t size, int64_t columns,
                 typename M::Element* panel) {
   constexpr int n = kLanes<float>;
   const int64_t cells = (size + M::kPerCell - 1) / M::kPerCell;
-  for (int64_t first = 0; first < columns; first += n) {
-    for (int64_t cell = 0; cell < cells; cell += n) {
-      Vec<float> square[n];
-      for (int i = 0; i < n; ++i) {
-        square[i] = first + i < rows ? load_row_cells<M>(row(first + i), cell * M::kPerCell, size)
-                                     : Vec<float>{};
-      }
-      transpose(square);
-      const int64_t count = cells - cell < n ? cells - cell : n;
-      for (int64_t k = 0; k < count; ++k) {
-        auto* to = panel + ((cell + k) * columns + first) * M::kPerCell;
-        std::memcpy(to, &square[k], sizeof(square[k]));
+  if constexpr (std::is_same_v<typename M::Element, double>) {  // rare: element by element
+    for (int64_t i = 0; i < columns; ++i) {
+      for (int64_t k = 0; k < size; ++k) panel[k * columns + i] = i < rows ? row(i)[k] : 0.0;
+    }
+  } else {
+    for (int64_t first = 0; first < columns; first += n) {
+      for (int64_t cell = 0; cell < cells; cell += n) {
+        Vec<float> square[n];
+        if (first + n <= rows && (cell + n) * M::kPerCell <= size) {
+#pragma GCC unroll 16
+          for (int i = 0; i < n; ++i) {
+            square[i] = load_row_cells<M>(row(first + i) + cell * M::kPerCell);
+          }
+        } else {
+          for (int i = 0; i < n; ++i) {
+            square[i] = first + i < rows
+                            ? load_row_cells<M>(row(first + i), cell * M::kPerCell, size)
+                            : Vec<float>{};
+          }
+        }
+        transpose(square);
+        auto* to = panel + (cell * columns + first) * M::kPerCell;
+        if (cells - cell >= n) {
+#pragma GCC unroll 16
+          for (int k = 0; k < n; ++k) {
+            std::memcpy(to + k * columns * M::kPerCell, &square[k], sizeof(square[k]));
+          }
+        } else {
+          for (int k = 0; k < cells - cell; ++k) {
+            std::memcpy(to + k * columns * M::kPerCell, &square[k], sizeof(square[k]));
+          }
+        }
       }
     }
   }
@@ -66,8 +97,9 @@ void pack_rows(Row&& row, int64_t rows, int64_t size, int64_t stride, typename M
     const auto* from = row(i);
     typename M::Element* to = tile + i * stride;
     if constexpr (M::kPerCell == 1) {
-      for_each_vector<float>(0, size, [&](int64_t j, auto count) {
-        store<float>(to + j, load<float>(from + j, count), count);
+      using A = typename M::Number;
+      for_each_vector<A>(0, size, [&](int64_t j, auto count) {
+        store<A>(to + j, load<A>(from + j, count), count);
       });
     } else {
       std::memcpy(to, from, static_cast<size_t>(size) * sizeof(*to));

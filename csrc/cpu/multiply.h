@@ -1,4 +1,4 @@
-// Matrix products of small tiles, the inner loops of attention:
+// Matrix products of small tiles, the inner loops of attention and linear:
 //
 //   scalar: c[row][col] = sum over k of a[row][k] * b[k][col]
 //
@@ -25,6 +25,9 @@ inline constexpr int kTileVectors = kVectorRegisters == 32 ? 4 : 2;
 // float32 elements, one multiply-add per step.
 struct Fma {
   using Element = float;
+  using Number = float;  // of sums
+  using Sum = Vec<float>;
+  static constexpr int kLanes = cpu::kLanes<float>;
   static constexpr int kPerCell = 1;  // elements of k that a cell of a or b holds
   // Of additions, where a product runs over a head's dimensions: torch's products sum lane by lane,
   // and one long chain would be further from float64 than they are.
@@ -38,9 +41,27 @@ struct Fma {
   }
 };
 
+struct Fma64 {
+  using Element = double;
+  using Number = double;
+  using Sum = Vec<double>;
+  static constexpr int kLanes = cpu::kLanes<double>;
+  static constexpr int kPerCell = 1;
+  using Cells = Vec<double>;
+
+  ONEPASS_INLINE static Cells broadcast_cell(const double* a) { return broadcast<double>(*a); }
+  ONEPASS_INLINE static Cells load_cells(const double* b) { return load<double>(b); }
+  ONEPASS_INLINE static Vec<double> multiply_add(Cells a, Cells b, Vec<double> sum) {
+    return fma<double>(a, b, sum);
+  }
+};
+
 // Pairs of bfloat16 neighbours along k, two products per lane and step.
 struct Dot {
   using Element = BFloat16;
+  using Number = float;
+  using Sum = Vec<float>;
+  static constexpr int kLanes = cpu::kLanes<float>;
   static constexpr int kPerCell = 2;
   static constexpr int64_t kChain = 128;
   using Cells = WordBits;
@@ -81,30 +102,35 @@ struct Product {
   const float* factor;
 };
 
+// sum[row][vector] += the products of `steps` cells.
 template <class M, int kRows, int kVectors>
-[[gnu::noinline]] void multiply_tile(const Product<M>& p) {
-  const auto* a = p.a;
-  const auto* b = p.b;
-  const int64_t a_row = p.a_row;
-  Vec<float> sum[kRows][kVectors] = {};
-  for (int64_t step = p.steps; step > 0; --step) {
+ONEPASS_INLINE void add_products(const typename M::Element* a, int64_t a_row, int64_t a_step,
+                                 const typename M::Element* b, int64_t b_step, int64_t steps,
+                                 typename M::Sum (&sum)[kRows][kVectors]) {
+  for (; steps > 0; --steps) {
     typename M::Cells cells[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      typename M::Cells loaded = M::load_cells(b + v * kLanes<float> * M::kPerCell);
+      typename M::Cells loaded = M::load_cells(b + v * M::kLanes * M::kPerCell);
       keep_in_register(loaded);
       cells[v] = loaded;
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       typename M::Cells one = M::broadcast_cell(a + r * a_row);
       keep_in_register(one);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sum[r][v] = M::multiply_add(one, cells[v], sum[r][v]);
     }
-    a += p.a_step;
-    b += p.b_step;
+    a += a_step;
+    b += b_step;
   }
+}
+
+template <class M, int kRows, int kVectors>
+[[gnu::noinline]] void multiply_tile(const Product<M>& p) {
+  Vec<float> sum[kRows][kVectors] = {};
+  add_products<M>(p.a, p.a_row, p.a_step, p.b, p.b_step, p.steps, sum);
 #pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
     float* c = p.c + v * kLanes<float>;

@@ -1,0 +1,511 @@
+// The three products of a linear layer, each as one product of two matrices:
+//
+//   scalar: output[i][j] = bias[j] + sum over k of left[i][k] * right[k][j]
+//
+// The output is cut into pieces of rows x columns, which threads take one at a time. Of a piece,
+// kCells cells of k are packed at a time: the right matrix as panels of kPanel columns, which stay
+// in L2 for all rows, and then the left one as strips of kStripRows rows, each of which stays in L1
+// for all panels. Packing converts, and puts what a tile reads next to each other: its cost is
+// 1 / rows and 1 / columns of the products.
+//
+// A sum runs over kChain cells in a register; these chains are added one after the other. Neither
+// depends on where pieces are cut, so that a row of the output is the same bits whatever rows it
+// is computed with, and on however many threads. Done when the tiles run at the speed of the
+// multiply-adds, or at that of memory where there are few rows.
+#include "core/visit.h"
+#include "cpu/kernels.h"
+#include "cpu/multiply.h"
+#include "cpu/pack.h"
+#include "cpu/pieces.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+namespace {
+
+// Of additions. Torch sums a product of a matrix and a vector lane by lane: a chain of 96 is
+// further from float64 than the numerics rule allows there.
+constexpr int64_t kChain = 64;
+// Cells of k that are packed at a time: some chains, after each of which the sums of a tile go to
+// L1 and come back.
+constexpr int64_t kCells = 3 * kChain;
+// Sums of a tile, vectors of a panel and a broadcast fill the registers: 24 + 2 + 1 of 32, and
+// 12 + 2 + 1 of 16.
+constexpr int kStripRows = kVectorRegisters == 32 ? 12 : 6;
+constexpr int kPanelVectors = 2;
+// At most so much of the output is a piece.
+constexpr int64_t kMostRows = 960;
+constexpr int64_t kMostCols = 512;
+// A sum of a bias gradient takes so many cells before it joins the others.
+constexpr int64_t kRun = 16;
+
+template <class M>
+constexpr int64_t kPanel = kPanelVectors * M::kLanes;  // columns
+template <class M>
+constexpr int64_t kSquare = M::kLanes * M::kPerCell;  // elements of k, transposed together
+template <class M>
+constexpr int64_t kStrip = (kStripRows + M::kLanes - 1) / M::kLanes * M::kLanes;  // rows, padded
+
+// Where the sums of a piece are while they are not complete.
+enum class Sums {
+  kOutput,   // in the output, of the same type
+  kScratch,  // in a scratch of their own
+};
+
+struct Layout {
+  int64_t down;    // pieces that the rows are cut into
+  int64_t across;  // and the columns, at whole panels
+  bool left_once;  // the left matrix is packed once for all of k, not with each piece
+  Sums sums;
+  Slots slots;
+};
+
+// Scratch of a thread.
+template <class M>
+struct Scratch {
+  typename M::Element* left;      // (strips or 1, cells, kStrip) of cells
+  typename M::Element* right;     // (panels, cells, kPanel) of cells
+  typename M::Number* sums;       // (rows, cols) of a piece, or (0,)
+  typename M::Number* bias;       // (cols,) of a piece
+  typename M::Number* left_sums;  // (rows,) of a piece
+};
+
+// At least one: there may be left_sums alone to compute.
+template <class M>
+int64_t panels_of(const LinearProduct& args) {
+  return std::max<int64_t>(ceil_div(args.cols, kPanel<M>), 1);
+}
+
+template <class M>
+Scratch<M> scratch_of(const LinearProduct& args, const Layout& layout, Arena& arena) {
+  const int64_t rows = ceil_div(args.rows, layout.down);
+  const int64_t cols = ceil_div(panels_of<M>(args), layout.across) * kPanel<M>;
+  const int64_t cells = layout.left_once ? ceil_div(args.depth, M::kPerCell) : kCells;
+  const int64_t strips = layout.left_once ? ceil_div(rows, kStripRows) : 1;
+  Scratch<M> scratch;
+  scratch.left = arena.take<typename M::Element>(strips * cells * kStrip<M> * M::kPerCell);
+  scratch.right = arena.take<typename M::Element>(cols * kCells * M::kPerCell);
+  scratch.sums = arena.take<typename M::Number>(layout.sums == Sums::kScratch ? rows * cols : 0);
+  scratch.bias = arena.take<typename M::Number>(cols);
+  scratch.left_sums = arena.take<typename M::Number>(args.left_sums ? rows + kStrip<M> : 0);
+  return scratch;
+}
+
+// Where the sums of a strip and a panel go.
+template <class A>
+struct Sink {
+  A* sums;
+  int64_t row;      // between rows of sums
+  int64_t columns;  // of the panel
+  const A* bias;    // (columns,) what the first chain is added to; or null
+  bool add;         // to what is there
+};
+
+template <class M, int kRows>
+[[gnu::noinline]] void linear_kernel(const typename M::Element* strip,
+                                     const typename M::Element* panel, int64_t cells,
+                                     const Sink<typename M::Number>& sink) {
+  typename M::Sum sum[kRows][kPanelVectors] = {};
+  add_products<M>(strip, M::kPerCell, kStrip<M> * M::kPerCell, panel, kPanel<M> * M::kPerCell,
+                  cells, sum);
+  using A = typename M::Number;
+  const auto put = [&](int v, auto count) {
+    A* sums = sink.sums + v * M::kLanes;
+    if (sink.add) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        store<A>(sums + r * sink.row, load<A>(sums + r * sink.row, count) + sum[r][v], count);
+      }
+    } else {
+      const Vec<A> bias = sink.bias ? load<A>(sink.bias + v * M::kLanes, count) : Vec<A>{};
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) store<A>(sums + r * sink.row, sum[r][v] + bias, count);
+    }
+  };
+#pragma GCC unroll 2
+  for (int v = 0; v < kPanelVectors; ++v) {
+    const int64_t left = sink.columns - v * M::kLanes;
+    if (left >= M::kLanes) {
+      put(v, WholeVector<typename M::Number>{});
+    } else if (left > 0) {
+      put(v, Tail{left});
+    }
+  }
+}
+
+template <class M, int kRows>
+ONEPASS_INLINE void tile_of_rows(int64_t rows, const typename M::Element* strip,
+                                 const typename M::Element* panel, int64_t cells,
+                                 const Sink<typename M::Number>& sink) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) return linear_kernel<M, kRows>(strip, panel, cells, sink);
+    tile_of_rows<M, kRows - 1>(rows, strip, panel, cells, sink);
+  }
+}
+
+// Asks for a rectangle of memory while tiles are computed, a few lines at a time: what is packed
+// next lies in too many short rows for the hardware's prefetchers.
+class Ahead {
+ public:
+  Ahead(const void* first, int64_t rows, int64_t row_bytes, int64_t stride_bytes)
+      : row_(static_cast<const char*>(first)),
+        stride_(stride_bytes),
+        rows_(first ? rows : 0),
+        bytes_(row_bytes) {}
+
+  int64_t lines() const { return rows_ * (bytes_ / kLine + 1); }
+
+  ONEPASS_INLINE void take(int64_t lines) {
+    for (; lines > 0 && rows_ > 0; --lines) {
+      __builtin_prefetch(row_ + at_, 0, 2);
+      at_ += kLine;
+      if (at_ >= bytes_ + kLine) {
+        at_ = 0;
+        row_ += stride_;
+        --rows_;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  const char* row_;
+  int64_t stride_;
+  int64_t rows_;
+  int64_t bytes_;
+  int64_t at_ = 0;
+};
+
+// `count` elements of k from the k-th on, of `rows` rows.
+template <class M, class T>
+void pack_left(const LinearProduct& args, int64_t row, int64_t rows, int64_t k, int64_t count,
+               typename M::Element* strip) {
+  const T* from = static_cast<const T*>(args.left) + row * args.left_row + k * args.left_step;
+  if (args.left_step == 1) {
+    pack_panel<M>([&](int64_t i) { return from + i * args.left_row; }, rows, count, kStrip<M>,
+                  strip);
+  } else {
+    // The strip's own rows and, as they are there, those beyond: whole vectors load faster.
+    const int64_t there = std::min(kStrip<M>, args.rows - row);
+    pack_cells_of_rows<M>([&](int64_t i) { return from + i * args.left_step; }, count, there,
+                          kStrip<M>, strip);
+  }
+}
+
+// With a few lines of what comes next for every square that is transposed.
+template <class M, class T>
+void pack_right(const LinearProduct& args, int64_t col, int64_t cols, int64_t k, int64_t count,
+                typename M::Element* panel, Ahead& ahead, int64_t lines) {
+  const T* from = static_cast<const T*>(args.right) + k * args.right_step + col * args.right_col;
+  for (int64_t first = 0; first < count; first += kSquare<M>) {
+    const int64_t here = std::min(kSquare<M>, count - first);
+    typename M::Element* to = panel + first * kPanel<M>;
+    ahead.take(lines);
+    if (args.right_step == 1) {
+      pack_panel<M>([&](int64_t j) { return from + first + j * args.right_col; }, cols, here,
+                    kPanel<M>, to);
+    } else {
+      pack_cells_of_rows<M>([&](int64_t i) { return from + (first + i) * args.right_step; }, here,
+                            cols, kPanel<M>, to);
+    }
+  }
+}
+
+// sums[i] += the elements of row i in a strip.
+template <class M>
+void add_left(const typename M::Element* strip, int64_t cells, int64_t rows,
+              typename M::Number* sums) {
+  using A = typename M::Number;
+  for (int64_t i = 0; i < rows; i += M::kLanes) {
+    const auto count = std::min<int64_t>(rows - i, M::kLanes);
+    Vec<A> total = {};
+    for (int64_t first = 0; first < cells; first += kRun) {
+      Vec<A> run = {};
+      for (int64_t cell = first; cell < std::min(first + kRun, cells); ++cell) {
+        const auto* at = strip + (cell * kStrip<M> + i) * M::kPerCell;
+        if constexpr (M::kPerCell == 1) {
+          run += load<A>(at);
+        } else {
+          const WordBits pairs = M::load_cells(at);
+          run += (Vec<float>)(pairs << 16) + (Vec<float>)(pairs & 0xffff0000u);
+        }
+      }
+      total += run;
+    }
+    store<A>(sums + i, load<A>(sums + i, Tail{count}) + total, Tail{count});
+  }
+}
+
+template <class A, class O>
+void round_row(const A* sums, int64_t cols, O* output) {
+  for_each_vector<A>(0, cols, [&](int64_t j, auto count) {
+    store<A>(output + j, load<A>(sums + j, count), count);
+  });
+}
+
+// As numbers of type A.
+template <class A>
+void widen_into(const void* from, DType dtype, int64_t first, int64_t count, A* to) {
+  const auto copy = [&]<class T>() {
+    for_each_vector<A>(0, count, [&](int64_t j, auto lanes) {
+      store<A>(to + j, load<A>(static_cast<const T*>(from) + first + j, lanes), lanes);
+    });
+  };
+  if constexpr (sizeof(A) == 8) {
+    copy.template operator()<double>();
+  } else {
+    visit_dtype_up_to_float32(dtype, copy);
+  }
+}
+
+template <class M, class F>
+void visit_operand(DType dtype, F&& f) {
+  if constexpr (M::kPerCell == 2) {
+    f.template operator()<BFloat16>();
+  } else if constexpr (sizeof(typename M::Element) == 8) {
+    f.template operator()<double>();
+  } else {
+    visit_dtype_up_to_float32(dtype, f);
+  }
+}
+
+template <class M>
+class Linear {
+  using A = typename M::Number;
+  using Element = typename M::Element;
+
+ public:
+  Linear(const LinearProduct& args, const Layout& layout, const Scratch<M>& scratch)
+      : args_(args), layout_(layout), scratch_(scratch) {}
+
+  void pack_all_left() const {
+    const int64_t strips = strips_of(args_.rows);
+    for (int64_t k = 0; k < args_.depth; k += kElements) {
+      for (int64_t s = 0; s < strips; ++s) pack_strip(0, args_.rows, s, k, left_at(s, strips, k));
+    }
+  }
+
+  void piece(int64_t number) const {
+    const int64_t down = number % layout_.down, across = number / layout_.down;
+    const int64_t row = args_.rows * down / layout_.down;
+    const int64_t rows = args_.rows * (down + 1) / layout_.down - row;
+    const int64_t panels = panels_of<M>(args_);
+    const int64_t col = panels * across / layout_.across * kPanel<M>;
+    const int64_t end = panels * (across + 1) / layout_.across * kPanel<M>;
+    const int64_t cols = std::min(end, args_.cols) - col;
+    const bool sums_left = args_.left_sums && across == 0;
+    if (args_.bias) widen_into(args_.bias, args_.bias_dtype, col, cols, scratch_.bias);
+    if (sums_left) std::fill_n(scratch_.left_sums, rows, A{0});
+
+    A* sums = scratch_.sums;
+    int64_t sums_row = cols;
+    if (layout_.sums == Sums::kOutput) {
+      sums = static_cast<A*>(args_.output) + row * args_.cols + col;
+      sums_row = args_.cols;
+    }
+    const int64_t strips = strips_of(rows);
+    int64_t k = 0;
+    do {
+      const int64_t count = std::min(kElements, args_.depth - k);
+      const int64_t cells = ceil_div(count, M::kPerCell);
+      const bool is_last = k + count == args_.depth;
+      // With few rows packing is most of the work, else the tiles are.
+      Ahead right_ahead = right_at(is_last ? nullptr : args_.right, col, cols, k + count);
+      const int64_t panels_here = std::max<int64_t>(ceil_div(cols, kPanel<M>), 1);
+      const int64_t squares = panels_here * std::max<int64_t>(ceil_div(count, kSquare<M>), 1);
+      const int64_t lines_packing = layout_.left_once ? ceil_div(right_ahead.lines(), squares) : 0;
+      const int64_t lines_computing = ceil_div(right_ahead.lines(), strips * panels_here);
+      visit_operand<M>(args_.right_dtype, [&]<class T>() {
+        for (int64_t j = 0; j < cols; j += kPanel<M>) {
+          pack_right<M, T>(args_, col + j, std::min(kPanel<M>, cols - j), k, count,
+                           scratch_.right + j * kCells * M::kPerCell, right_ahead, lines_packing);
+        }
+      });
+      for (int64_t s = 0; s < strips; ++s) {
+        const int64_t first = s * rows / strips;
+        const int64_t height = (s + 1) * rows / strips - first;
+        Ahead left_ahead = left_after(row, rows, s, k);
+        const int64_t left_lines = ceil_div(left_ahead.lines(), panels_here);
+        Element* strip = scratch_.left;
+        if (layout_.left_once) {
+          strip = left_at(s, strips, k);
+        } else {
+          pack_strip(row, rows, s, k, strip);
+        }
+        if (sums_left) add_left<M>(strip, cells, height, scratch_.left_sums + first);
+        for (int64_t j = 0; j < cols; j += kPanel<M>) {
+          Sink<A> sink{.sums = sums + first * sums_row + j,
+                       .row = sums_row,
+                       .columns = std::min(kPanel<M>, cols - j),
+                       .bias = args_.bias ? scratch_.bias + j : nullptr,
+                       .add = k > 0};
+          const Element* panel = scratch_.right + j * kCells * M::kPerCell;
+          int64_t cell = 0;
+          do {
+            tile_of_rows<M, kStripRows>(height, strip + cell * kStrip<M> * M::kPerCell,
+                                        panel + cell * kPanel<M> * M::kPerCell,
+                                        std::min(kChain, cells - cell), sink);
+            sink.add = true;
+            cell += kChain;
+          } while (cell < cells);
+          left_ahead.take(left_lines);
+          right_ahead.take(lines_computing);
+        }
+        if (is_last && layout_.sums == Sums::kScratch) {
+          finish(sums + first * sums_row, sums_row, row + first, height, col, cols);
+        }
+      }
+      k += count;
+    } while (k < args_.depth);
+    if (sums_left) {
+      visit_operand_sums([&]<class O>() {
+        round_row<A, O>(scratch_.left_sums, rows, static_cast<O*>(args_.left_sums) + row);
+      });
+    }
+  }
+
+ private:
+  static constexpr int64_t kElements = kCells * M::kPerCell;  // of k
+
+  static int64_t strips_of(int64_t rows) { return ceil_div(rows, kStripRows); }
+
+  // Of all that are packed once: chain by chain, strip by strip.
+  Element* left_at(int64_t strip, int64_t strips, int64_t k) const {
+    const int64_t cells = ceil_div(std::min(kElements, args_.depth - k), M::kPerCell);
+    return scratch_.left + (k / M::kPerCell * strips + strip * cells) * kStrip<M> * M::kPerCell;
+  }
+
+  void pack_strip(int64_t row, int64_t rows, int64_t strip, int64_t k, Element* to) const {
+    const int64_t strips = strips_of(rows);
+    const int64_t first = strip * rows / strips;
+    const int64_t height = (strip + 1) * rows / strips - first;
+    visit_operand<M>(args_.left_dtype, [&]<class T>() {
+      pack_left<M, T>(args_, row + first, height, k, std::min(kElements, args_.depth - k), to);
+    });
+  }
+
+  // What right panels of `cols` columns are packed from.
+  Ahead right_at(const void* right, int64_t col, int64_t cols, int64_t k) const {
+    const int64_t count = std::min(kElements, args_.depth - k);
+    const int64_t size = size_of(args_.right_dtype);
+    if (right == nullptr) return {nullptr, 0, 0, 0};
+    const char* first =
+        static_cast<const char*>(right) + (k * args_.right_step + col * args_.right_col) * size;
+    if (args_.right_step == 1) return {first, cols, count * size, args_.right_col * size};
+    return {first, count, cols * size, args_.right_step * size};
+  }
+
+  // What the strip after this one is packed from.
+  Ahead left_after(int64_t row, int64_t rows, int64_t strip, int64_t k) const {
+    const int64_t strips = strips_of(rows);
+    if (layout_.left_once || strip + 1 == strips) return {nullptr, 0, 0, 0};
+    const int64_t next = row + (strip + 1) * rows / strips;
+    const int64_t height = row + (strip + 2) * rows / strips - next;
+    const int64_t count = std::min(kElements, args_.depth - k);
+    const int64_t size = size_of(args_.left_dtype);
+    const char* first =
+        static_cast<const char*>(args_.left) + (next * args_.left_row + k * args_.left_step) * size;
+    if (args_.left_step == 1) return {first, height, count * size, args_.left_row * size};
+    return {first, count, height * size, args_.left_step * size};
+  }
+
+  template <class F>
+  void visit_operand_sums(F&& f) const {
+    if constexpr (sizeof(A) == 8) {
+      f.template operator()<double>();
+    } else {
+      visit_dtype_up_to_float32(args_.sums_dtype, f);
+    }
+  }
+
+  void finish(const A* sums, int64_t sums_row, int64_t row, int64_t rows, int64_t col,
+              int64_t cols) const {
+    const auto rows_of = [&]<class O>() {
+      O* output = static_cast<O*>(args_.output) + row * args_.cols + col;
+      for (int64_t i = 0; i < rows; ++i) {
+        round_row<A, O>(sums + i * sums_row, cols, output + i * args_.cols);
+      }
+    };
+    if constexpr (sizeof(A) == 8) {
+      rows_of.template operator()<double>();
+    } else {
+      visit_dtype_up_to_float32(args_.output_dtype, rows_of);
+    }
+  }
+
+  const LinearProduct& args_;
+  const Layout& layout_;
+  const Scratch<M> scratch_;
+};
+
+// f<M>() with the multiplier of a call.
+template <class F>
+decltype(auto) visit_multiplier(const LinearProduct& args, F&& f) {
+  if (args.output_dtype == DType::kFloat64) return f.template operator()<Fma64>();
+  if constexpr (kHasPairProducts) {
+    if (args.left_dtype == DType::kBFloat16 && args.right_dtype == DType::kBFloat16) {
+      return f.template operator()<Dot>();
+    }
+  }
+  return f.template operator()<Fma>();
+}
+
+Plan plan_linear(const LinearProduct& args, const Machine& machine, Layout& layout) {
+  return visit_multiplier(args, [&]<class M>() -> Plan {
+    const int64_t panels = panels_of<M>(args);
+    layout.left_once = args.rows <= 2 * kStripRows;
+    layout.sums = sizeof(typename M::Number) == static_cast<size_t>(size_of(args.output_dtype))
+                      ? Sums::kOutput
+                      : Sums::kScratch;
+    layout.down = ceil_div(args.rows, kMostRows);
+    layout.across = layout.left_once ? panels : ceil_div(panels, kMostCols / kPanel<M>);
+    const double work = static_cast<double>(args.rows) * static_cast<double>(args.cols) *
+                        static_cast<double>(args.depth) / kMultiplyAdds;
+    const auto nanoseconds = static_cast<int64_t>(std::min(work, 1e15));
+    const int64_t threads =
+        threads_for(nanoseconds, panels * ceil_div(args.rows, kStripRows), machine);
+    // As many pieces for each thread.
+    if (layout.down * layout.across % threads != 0) {
+      if (args.rows >= threads * layout.down * 4 * kStripRows) {
+        layout.down = ceil_div(layout.down, threads) * threads;
+      } else {
+        layout.across = std::min(ceil_div(layout.across, threads) * threads, panels);
+      }
+    }
+    const int64_t pieces = layout.down * layout.across;
+    Arena arena(nullptr);
+    scratch_of<M>(args, layout, arena);
+    const int64_t taken = std::min(threads, pieces);
+    layout.slots = {.begin = 0, .bytes = arena.used()};
+    return {.workspace_bytes = layout.slots.end(taken),
+            .kernel_name = "linear_kernel",
+            .rows_per_tile = kStripRows,
+            .splits = pieces,
+            .reason = M::kPerCell == 2 ? "bfloat16 dot products"
+                                       : "multiply-adds, converted while packing",
+            .threads = taken};
+  });
+}
+
+void run_linear(const LinearProduct& args, const Plan& plan, const Layout& layout, void* workspace,
+                const Context& context) {
+  visit_multiplier(args, [&]<class M>() {
+    std::atomic<int64_t> next{0};
+    context.for_each(plan.threads, 1, [&](int64_t slot, int64_t) {
+      Arena own(layout.slots.of(workspace, slot));
+      const Linear<M> linear(args, layout, scratch_of<M>(args, layout, own));
+      if (layout.left_once) linear.pack_all_left();
+      for (int64_t piece = next.fetch_add(1); piece < plan.splits; piece = next.fetch_add(1)) {
+        linear.piece(piece);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+Operator<LinearProduct> linear_product() {
+  return operator_of<LinearProduct, Layout, plan_linear, run_linear>();
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

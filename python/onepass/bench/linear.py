@@ -1,0 +1,107 @@
+"""Cases of the linear family against torch's own products: forward, the gradient of the input, and
+those of weight and bias in one call.
+
+Products are bound by arithmetic, so their ceiling is that of multiply-adds on all threads
+(bfloat16: of dot products, where the CPU has an instruction for them). With few rows it is the
+reading of the weight. "onednn" is what torch has of oneDNN on the same tensors, where it takes
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass import functional
+from onepass.bench.case import Case, Operator
+from onepass.reference import linear as reference
+
+# (rows, in_features, out_features)
+SHAPES = ((2048, 384, 1536), (2048, 1536, 384), (512, 768, 3072), (64, 384, 384), (509, 771, 1025))
+LARGE = (1024, 768, 50257)  # GPT-2's logits
+FEW_ROWS = ((1, 2048, 8192), (8, 2048, 8192))
+QUICK = (24, 96, 80)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SLOW_IN_TORCH = 1 << 28  # multiply-adds that a product of torch's own loops takes a second for
+
+
+def _onednn(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    return (torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], ""),)
+
+
+def _own_dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return torch.ops.onepass.linear_backward(g, None, w, g.dtype, None, None)[:1]
+
+
+def _own_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return torch.ops.onepass.linear_backward(g, x, None, None, g.dtype, g.dtype)[1:]
+
+
+def _torchs_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return g.t() @ x, g.sum(0)
+
+
+def _dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (g @ w,)
+
+
+# Each with the sizes of its tensors, of (rows, in_features, out_features).
+PHASES = {
+    "forward": (
+        Operator(
+            ours=lambda x, w, b: (functional.linear(x, w, b),),
+            stock=lambda x, w, b: (F.linear(x, w, b),),
+            formula=lambda x, w, b: (reference.linear(x, w, b),),
+            base=lambda x, w, b: (F.linear(x, w, b),),
+            optional={"onednn": _onednn},
+        ),
+        lambda m, k, n: ((m, k), (n, k), (n,)),
+    ),
+    "dinput": (
+        Operator(_own_dinput, _dinput, _dinput, _dinput),
+        lambda m, k, n: ((m, n), (n, k)),
+    ),
+    "dweight+dbias": (
+        Operator(_own_dweight, _torchs_dweight, _torchs_dweight, _torchs_dweight),
+        lambda m, k, n: ((m, n), (m, k)),
+    ),
+}
+
+
+def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
+    """All cases of the CPU; on CUDA the products are torch's."""
+    if device == "cuda":
+        return
+    if quick:
+        yield from (_case(QUICK, dtype, phase) for dtype in DTYPES for phase in PHASES)
+        return
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            rows, in_features, out_features = shape
+            # Minutes of torch's time for a figure that a smaller product shows as well.
+            slow = dtype is torch.float16 and rows * in_features * out_features > SLOW_IN_TORCH
+            if not slow:
+                yield from (_case(shape, dtype, phase) for phase in PHASES)
+        for shape in FEW_ROWS:
+            yield _case(shape, dtype, "forward")
+    yield _case(LARGE, torch.float32, "forward")
+
+
+def _case(shape: tuple[int, int, int], dtype: torch.dtype, phase: str) -> Case:
+    rows, in_features, out_features = shape
+    operator, sizes_of = PHASES[phase]
+    few = shape in FEW_ROWS
+    return Case(
+        f"linear/{str(dtype).removeprefix('torch.')}/{rows}x{in_features}x{out_features}/{phase}",
+        operator,
+        lambda: [torch.randn(sizes).to(dtype) for sizes in sizes_of(*shape)],
+        backward=False,
+        tensors=None,
+        cold=few,
+        reads=in_features * out_features * dtype.itemsize if few else None,
+        flops=None if few else 2 * rows * in_features * out_features,
+        dots=dtype is torch.bfloat16,
+    )

@@ -1,0 +1,101 @@
+"""The linear layer, with what comes after it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from onepass._arguments import check_arguments
+from onepass._imported import is_a, is_fake
+from onepass._ops import dispatch_log
+from onepass._ops import dropout as _dropout
+from onepass._ops import linear as _linear
+from onepass.functional.attention import _autocast
+from onepass.functional.dropout import _check_p
+
+_F = torch.nn.functional
+_ACTIVATIONS = {
+    "relu": _F.relu,
+    "silu": _F.silu,
+    "gelu": _F.gelu,
+    "gelu_tanh": functools.partial(_F.gelu, approximate="tanh"),
+}
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    dropout_p: float = 0.0,
+    residual: Tensor | None = None,
+    training: bool = True,
+) -> Tensor:
+    """``residual + dropout(activation(input weight^T + bias))``, as `F.linear` without the options.
+
+    On a CPU the products are onepass's own, computed in float32 (float64 for float64) and rounded
+    once: a row of the output is the same bits whatever rows it is computed with, and on however
+    many threads. On CUDA they are torch's, and so are those of tensor subclasses (DTensor,
+    quantised weights). What comes after the products is computed by a pass of its own.
+
+    Args:
+        input: (..., in_features); float32, bfloat16, float16 or float64. A last dimension that is
+            not dense is copied once.
+        weight: (out_features, in_features), in any of these dtypes (float64 with float64 alone).
+        bias: (out_features,), likewise, or None.
+        activation: None, "relu", "silu", "gelu" or "gelu_tanh".
+        dropout_p: probability of dropping an element; see :func:`dropout`.
+        residual: the output's shape; it is added at the end, and gives the output its dtype.
+        training: False turns dropout off.
+
+    Returns:
+        Tensor of shape (..., out_features) in input's dtype (under autocast: in autocast's).
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+        TypeError: an argument is of a wrong type.
+        ValueError: activation is none of these, or dropout_p is outside [0, 1].
+    """
+    try:
+        if activation is not None and activation not in _ACTIVATIONS:
+            names = ", ".join(map(repr, _ACTIVATIONS))
+            raise ValueError(
+                f"linear: activation must be None or one of {names}, got {activation!r}"
+            )
+        _check_p("linear", "dropout_p", dropout_p)
+        if type(training) is not bool:
+            raise TypeError  # which check_arguments names
+        p = dropout_p if training else 0.0
+        output = _products(input, weight, bias)
+        if activation is not None:
+            output = _ACTIVATIONS[activation](output)
+        if residual is not None:
+            return _dropout.add_dropout(output, residual, p)
+        return _dropout.dropout(output, p) if p else output
+    except Exception:
+        check_arguments(linear, locals())
+        raise
+
+
+def _products(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not input.is_cuda and not any(map(_has_products, (input, weight, bias))):
+        if torch.is_autocast_enabled("cpu"):
+            input, weight, bias = _autocast(input, weight, bias)
+        return _linear.linear(input, weight, bias)
+    output = _F.linear(input, weight, bias)
+    if dispatch_log.is_recording() and not torch.compiler.is_compiling():
+        arguments = f"{tuple(input.shape)} by {tuple(weight.shape)}, {input.dtype}"
+        reason = "torch's products on CUDA" if input.is_cuda else "a subclass of Tensor"
+        dispatch_log.leave("linear", arguments, "torch.nn.functional.linear", 1, reason)
+    return output
+
+
+def _has_products(tensor: Tensor | None) -> bool:
+    """Whether it is of a class that may compute products in a way of its own."""
+    return type(tensor) not in _PLAIN and not (
+        is_fake(tensor) or is_a(tensor, "torch._subclasses.functional_tensor", "FunctionalTensor")
+    )

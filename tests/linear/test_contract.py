@@ -1,0 +1,439 @@
+"""What holds whatever the numbers are: bits, memory, what is kept, and the words of each error."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import onepass
+from onepass import _C, functional
+from tests.linear.cases import (
+    RAW,
+    assert_same_bits,
+    backward,
+    bits,
+    dtypes,
+    layer_gradients,
+    make,
+    results,
+    subsets,
+)
+from tests.support import isolated
+from tests.support.guarded import guarded
+
+F32 = torch.float32
+
+# ---- bits ----------------------------------------------------------------------------------------
+
+# Rows, in and out features: many rows, few, one; sums over many rows; one column.
+SIZES = [(1000, 200, 150), (24, 700, 1100), (1, 1500, 2000), (5003, 60, 50), (4000, 200, 1)]
+
+
+@pytest.mark.isa
+@dtypes
+@pytest.mark.parametrize("rows, in_features, out_features", SIZES, ids=str)
+def test_bitwise_equal_for_any_number_of_threads(rows, in_features, out_features, dtype):
+    case = make(rows, in_features, out_features, dtype)
+    expected = results(functional.linear, case)
+    for threads in (2, 3, 5):
+        torch.set_num_threads(threads)
+        before = _C.parallel_regions()
+        assert_same_bits(results(functional.linear, case), expected, f"{threads} threads:")
+        assert _C.parallel_regions() > before
+
+
+@pytest.mark.isa
+@dtypes
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("in_features, out_features", [(70, 45), (500, 300)])
+def test_a_row_does_not_depend_on_its_batch(in_features, out_features, threads, dtype):
+    """Neither in the output nor in the input's gradient."""
+    torch.set_num_threads(threads)
+    case = make(2000, in_features, out_features, dtype)
+
+    def of(rows):
+        output = functional.linear(case.input[rows], case.weight, case.bias)
+        dinput, _, _ = backward(case.doutput[rows], weight=case.weight, input_dtype=dtype)
+        return {"output": output, "dinput": dinput}
+
+    every = of(slice(None))
+    for begin, count in (
+        (0, 1), (1999, 1), (17, 2), (31, 11), (3, 12), (990, 13), (1, 24), (975, 25), (60, 100),
+        (7, 960), (1, 961), (0, 1999),
+    ):  # fmt: skip
+        rows = slice(begin, begin + count)
+        assert_same_bits(of(rows), {k: v[rows] for k, v in every.items()}, f"{rows}:")
+
+
+@pytest.mark.isa
+@dtypes
+def test_rows_follow_a_permutation_of_the_batch(dtype):
+    case = make(77, 65, 40, dtype)
+    before = results(functional.linear, case, wrt=("input",))
+    order = torch.randperm(77)
+    case.input, case.doutput = case.input[order], case.doutput[order]
+    after = results(functional.linear, case, wrt=("input",))
+    assert_same_bits(after, {name: value[order] for name, value in before.items()})
+
+
+@pytest.mark.isa
+@dtypes
+def test_dimensions_of_rows_do_not_matter(dtype):
+    flat = make(60, 33, 29, dtype)
+    expected = results(functional.linear, flat)
+    for shape in ((60, 1), (1, 60), (3, 4, 5), (2, 3, 1, 10)):
+        case = make(60, 33, 29, dtype)
+        case.input, case.doutput = (t.unflatten(0, shape) for t in (case.input, case.doutput))
+        found = results(functional.linear, case)
+        for name in ("output", "input"):
+            assert found[name].shape[:-1] == shape
+            found[name] = found[name].flatten(0, -2)
+        assert_same_bits(found, expected, f"{shape}:")
+
+
+@pytest.mark.isa
+def test_a_second_call_repeats_the_first():
+    case = make(50, 300, 70)
+    case.input.requires_grad_()
+    output = functional.linear(**case.tensors())
+    first = torch.autograd.grad(output, case.input, case.doutput, retain_graph=True)
+    second = torch.autograd.grad(output, case.input, case.doutput)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(output, functional.linear(**case.tensors()))
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+# Around vectors, panels and strips of every level.
+SHAPES = [(1, 1, 1), (1, 3, 2), (3, 5, 7), (11, 31, 33), (13, 64, 32), (25, 193, 65), (100, 7, 1)]
+
+
+def every_result(case) -> dict[str, torch.Tensor]:
+    output = RAW.linear_forward(case.input, case.weight, case.bias, None)
+    return {"output": output} | layer_gradients(case)
+
+
+@pytest.mark.isa
+@dtypes
+def test_nothing_beyond_a_tensor_is_touched(dtype):
+    """Each tensor ends, or begins, at a page that nobody may touch."""
+
+    def run(name):
+        shape, end = SHAPES[int(name.split()[0])], name.endswith("end")
+        case = make(*shape, dtype)
+        expected = every_result(case)
+        for field in ("input", "weight", "bias", "doutput"):
+            setattr(case, field, guarded(getattr(case, field), end=end))
+        assert_same_bits(every_result(case), expected)
+
+    names = [f"{number} {where}" for number in range(len(SHAPES)) for where in ("begin", "end")]
+    found = isolated.each(run, names)
+    assert not any(found.values()), found
+
+
+def test_a_guard_ends_the_process():
+    """So the test above can fail."""
+
+    def run(name):
+        inside = guarded(torch.ones(5), end=name == "end")
+        beyond = inside.data_ptr() + (20 if name == "end" else -4)
+        ctypes.string_at(beyond, 1)
+
+    found = isolated.each(run, ["begin", "end"], prepare=faulthandler.disable)
+    assert found == dict.fromkeys(("begin", "end"), "killed by SIGSEGV")
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """What malloc hands out is filled with 0x7f; glibc calls the switch M_PERTURB."""
+    mallopt, perturb = ctypes.CDLL(None).mallopt, -6
+    mallopt(perturb, 0x80)
+    try:
+        yield
+    finally:
+        mallopt(perturb, 0)
+
+
+@pytest.mark.isa
+@dtypes
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 4, 5), (7, 0, 5), (7, 5, 0), (300, 200, 100)])
+def test_every_element_is_written(shape, dtype):
+    """And no scratch is read before."""
+    case = make(*shape, dtype)
+    expected = every_result(case)
+    with poisoned_memory():
+        fresh = torch.empty(1000)
+        assert (bits(fresh) == 0x7F7F7F7F).all()
+        found = every_result(case)
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.isa
+@dtypes
+def test_borders_of_strided_tensors(dtype):
+    """Tensors lie in buffers of NaN: neither read nor, not a bit of them, written."""
+    shapes = {"input": (13, 37), "weight": (21, 37), "bias": (1, 21), "doutput": (13, 21)}
+    case, buffers = make(13, 37, 21, dtype), {}
+    expected = every_result(case)
+    for name, (rows, cols) in shapes.items():
+        buffers[name] = torch.full((2 * rows + 2, cols + 9), float("nan"), dtype=dtype)
+        view = buffers[name][1 : 1 + 2 * rows : 2, 4 : 4 + cols]
+        view.copy_(getattr(case, name))
+        setattr(case, name, view[0] if name == "bias" else view)
+    before = {name: bits(buffer).clone() for name, buffer in buffers.items()}
+    assert_same_bits(every_result(case), expected)
+    for name, buffer in buffers.items():
+        assert torch.equal(bits(buffer), before[name]), name
+
+
+def test_results_share_no_memory():
+    case = make(4, 6, 6)
+    given = [case.input, case.weight, case.bias, case.doutput]
+    pointers = [t.data_ptr() for t in (*given, *every_result(case).values())]
+    assert len(set(pointers)) == len(pointers)
+
+
+# ---- what is kept for the backward ---------------------------------------------------------------
+
+
+@subsets
+def test_only_what_the_backward_needs_is_kept(wrt):
+    """input's gradient takes the weight, weight's the input, and bias's neither."""
+    case, saved = make(6, 4, 5), []
+    for name in wrt:
+        getattr(case, name).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        functional.linear(**case.tensors())
+    kept = {name for name in ("input", "weight") if any(getattr(case, name) is t for t in saved)}
+    pointers = {tensor.data_ptr() for tensor in saved}
+    wanted = {"weight"} if "input" in wrt else set()
+    wanted |= {"input"} if "weight" in wrt else set()
+    assert pointers == {getattr(case, name).data_ptr() for name in wanted}
+    assert kept == wanted and len(saved) == len(wanted)
+
+
+def test_a_frozen_layer_lets_go_of_its_input():
+    module = onepass.nn.Linear(8, 8).requires_grad_(False)
+    hidden = torch.randn(4, 8, requires_grad=True) * 1
+    storage = hidden.untyped_storage()._weak_ref()
+    output = module(hidden)
+    del hidden
+    assert torch.UntypedStorage._expired(storage)
+    torch.UntypedStorage._free_weak_ref(storage)
+    assert output.requires_grad
+
+
+def test_editing_what_the_backward_needs_raises():
+    case = make(4, 6, 5)
+    hidden = case.input.requires_grad_() * 1
+    case.weight.requires_grad_()
+    output = functional.linear(hidden, case.weight)
+    hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    output = functional.linear(case.input, case.weight)
+    output.mul_(3)  # the output is not needed
+    output.sum().backward()
+    expected = 3 * case.weight.detach().sum(0).expand(4, 6)
+    torch.testing.assert_close(case.input.grad, expected)
+
+
+# ---- errors: `<op>: <argument> must <rule>, got <value>`, with data and without ------------------
+
+
+def forward_calls(device: str) -> dict:
+    x, w, b = (torch.ones(size, device=device) for size in ((4, 6), (5, 6), (5,)))
+    other = torch.ones(5, 6, device="meta" if device == "cpu" else "cpu")
+    linear, raw = functional.linear, RAW.linear_forward
+    return {
+        r"weight must have shape \(out_features, in_features\), got \(6,\)": lambda: linear(
+            x, w[0]
+        ),
+        r"weight must have shape \(out_features, in_features\), got \(1, 5, 6\)": (
+            lambda: linear(x, w[None])
+        ),
+        r"input must have a last dimension of 6, weight's in_features, got shape \(5, 4\)": (
+            lambda: linear(torch.ones(5, 4, device=device), w)
+        ),
+        r"input must have a last dimension of 6, weight's in_features, got shape \(\)": (
+            lambda: linear(x[0, 0], w)
+        ),
+        "input must have dtype float32, bfloat16, float16 or float64, got int64": (
+            lambda: linear(x.long(), w)
+        ),
+        "weight must have dtype float32, bfloat16, float16 or float64, got int32": (
+            lambda: linear(x, w.int())
+        ),
+        "weight must have dtype float32, bfloat16 or float16 beside input, got float64": (
+            lambda: linear(x, w.double())
+        ),
+        "weight must have dtype float64 like input, got bfloat16": (
+            lambda: linear(x.double(), w.bfloat16())
+        ),
+        f"weight must be on the device of input, {device}, got {other.device}": (
+            lambda: linear(x, other)
+        ),
+        r"bias must have shape \(5,\), got \(4,\)": lambda: linear(x, w, b[:4]),
+        r"bias must have shape \(5,\), got \(1, 5\)": lambda: linear(x, w, b[None]),
+        r"bias must have shape \(5,\), got \(\)": lambda: linear(x, w, b[0]),
+        "bias must have dtype float32, bfloat16, float16 or float64, got bool": (
+            lambda: linear(x, w, b.bool())
+        ),
+        "bias must have dtype float32, bfloat16 or float16 beside input, got float64": (
+            lambda: linear(x, w, b.double())
+        ),
+        f"bias must be on the device of input, {device}, got {other.device}": (
+            lambda: linear(x, w, other[:, 0])
+        ),
+        "out_dtype must have dtype float32, bfloat16, float16 or float64, got int8": (
+            lambda: raw(x, w, b, torch.int8)
+        ),
+        "out_dtype must have dtype float32, bfloat16 or float16 beside input, got float64": (
+            lambda: raw(x, w, b, torch.float64)
+        ),
+        "out_dtype must have dtype float64 like input, got float32": (
+            lambda: raw(x.double(), w.double(), None, F32)
+        ),
+    }
+
+
+def backward_calls(device: str) -> dict:
+    g, x, w = (torch.ones(size, device=device) for size in ((4, 5), (4, 6), (5, 6)))
+    other = torch.ones(5, 6, device="meta" if device == "cpu" else "cpu")
+    every = dict.fromkeys(("input_dtype", "weight_dtype", "bias_dtype"), F32)
+
+    def call(doutput=g, input=x, weight=w, **dtypes):
+        return lambda: backward(doutput, input, weight, **every | dtypes)
+
+    return {
+        r"doutput must have at least one dimension, got \(\)": call(g[0, 0]),
+        "doutput must have dtype float32, bfloat16, float16 or float64, got int64": call(g.long()),
+        "weight must be given for the gradient of input, got none": call(weight=None),
+        "input must be given for the gradient of weight, got none": call(input=None),
+        r"weight must have shape \(5, in_features\), got \(6, 5\)": call(weight=w.t()),
+        r"weight must have shape \(5, in_features\), got \(6,\)": call(weight=w[0]),
+        "weight must have dtype float32, bfloat16, float16 or float64, got int64": (
+            call(weight=w.long())
+        ),
+        "weight must have dtype float32, bfloat16 or float16 beside doutput, got float64": (
+            call(weight=w.double())
+        ),
+        f"weight must be on the device of doutput, {device}, got {other.device}": (
+            call(weight=other)
+        ),
+        r"input must have shape \(4, 6\), got \(3, 6\)": call(input=x[:3]),
+        r"input must have shape \(4, 6\), got \(4, 5\)": call(input=x[:, :5]),
+        r"input must have shape \(4, 6\), got \(1, 4, 6\)": call(input=x[None]),
+        r"input must have shape \(4, 0\), got \(\)": (
+            call(input=x[0, 0], weight=None, input_dtype=None)
+        ),
+        "input must have dtype float32, bfloat16, float16 or float64, got uint8": (
+            call(input=x.byte())
+        ),
+        "input must have dtype float64 like doutput, got float32": call(g.double(), x, w.double()),
+        f"input must be on the device of doutput, {device}, got {other.device}": (
+            call(input=other[:4])
+        ),
+        "input_dtype must have dtype float32, bfloat16, float16 or float64, got int64": (
+            call(input_dtype=torch.int64)
+        ),
+        "weight_dtype must have dtype float32, bfloat16 or float16 beside doutput, got float64": (
+            call(weight_dtype=torch.float64)
+        ),
+        "bias_dtype must have dtype float32, bfloat16, float16 or float64, got bool": (
+            call(bias_dtype=torch.bool)
+        ),
+    }
+
+
+def refused(op: str, calls: dict, devices: bool = True) -> None:
+    for message, call in calls.items():
+        if "on the device of" not in message or devices:
+            with pytest.raises(RuntimeError, match=f"^{op}: {message}$"):
+                call()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_messages(device):
+    refused("linear", forward_calls(device))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_messages_of_the_backward(device):
+    refused("linear_backward", backward_calls(device))
+
+
+def test_messages_of_fakes():
+    with FakeTensorMode():
+        refused("linear_backward", backward_calls("cpu"), devices=False)
+        refused("linear", forward_calls("cpu"), devices=False)
+
+
+def test_messages_with_gradients():
+    """The same where the call goes through autograd."""
+    x = torch.ones(4, 6, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^linear: bias must have shape \(5,\), got \(4,\)$"):
+        functional.linear(x, torch.ones(5, 6), torch.ones(4))
+
+
+def test_a_failed_call_writes_nothing():
+    x, w, b, residual = torch.randn(4, 6), torch.randn(5, 6), torch.randn(5), torch.randn(4, 5)
+    given = (x, w, b, residual)
+    before, state = [t.clone() for t in given], torch.get_rng_state()
+    wrong = (
+        lambda: functional.linear(x, w, b[:4]),
+        lambda: functional.linear(x, w, b, residual=residual[:3]),
+        lambda: functional.linear(x, w, b, activation="elu", dropout_p=0.5),
+        lambda: functional.linear(x, w, b, dropout_p=1.5),
+        lambda: RAW.linear_forward(x, w, b, torch.int8),
+        lambda: backward(residual, x[:3], w, weight_dtype=F32),
+    )
+    for call in wrong:
+        with pytest.raises((RuntimeError, ValueError)):
+            call()
+    assert all(torch.equal(one, other) for one, other in zip(given, before, strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("activation", ["elu", "", "GELU", 3])
+def test_activations_that_there_are_not(activation):
+    text = "linear: activation must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh', got "
+    with pytest.raises(ValueError) as raised:
+        functional.linear(torch.ones(4, 6), torch.ones(5, 6), activation=activation)
+    assert str(raised.value) == text + repr(activation)
+
+
+def test_an_activation_that_is_no_name():
+    with pytest.raises(TypeError, match="^linear: activation must be a string or None, got list$"):
+        functional.linear(torch.ones(4, 6), torch.ones(5, 6), activation=["relu"])
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_dropout_p_out_of_range(p, residual, training):
+    x, w = torch.ones(4, 6), torch.ones(5, 6)
+    more = {"residual": torch.ones(4, 5)} if residual else {}
+    with pytest.raises(ValueError, match="^linear: dropout_p must lie between 0 and 1, got "):
+        functional.linear(x, w, dropout_p=p, training=training, **more)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"training": False}])
+def test_messages_of_the_residual(device, options):
+    x, w = torch.ones(4, 6, device=device), torch.ones(5, 6, device=device)
+    wrong = {
+        r"residual must have shape \(4, 5\), got \(5,\)": torch.ones(5, device=device),
+        r"residual must have shape \(4, 5\), got \(3, 5\)": torch.ones(3, 5, device=device),
+        "residual must have dtype float32, bfloat16, float16 or float64, got int64": (
+            torch.ones(4, 5, device=device, dtype=torch.int64)
+        ),
+    }
+    for message, residual in wrong.items():
+        with pytest.raises(RuntimeError, match=f"^(linear|add_dropout): {message}"):
+            functional.linear(x, w, residual=residual, **options)

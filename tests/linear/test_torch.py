@@ -1,0 +1,538 @@
+"""The linear family inside torch: derivatives, transforms, fakes, compile, export, autocast, the
+module, subclasses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass import functional, numerics
+from onepass._ops.decomposition import FORMULAS
+from tests.linear.cases import (
+    DTYPES,
+    FLOATS,
+    NAMES,
+    RAW,
+    assert_same_bits,
+    dtypes,
+    layer_gradients,
+    make,
+    results,
+    subsets,
+)
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+BIAS = pytest.mark.parametrize("bias", [False, True])
+
+# ---- derivatives ---------------------------------------------------------------------------------
+
+
+@BIAS
+@pytest.mark.parametrize("rows", [(), (3,), (2, 2)], ids=str)
+def test_gradcheck_and_gradgradcheck(rows, bias):
+    tensors = [t.requires_grad_() for t in make(rows, 4, 5, F64, bias=bias).tensors().values()]
+    assert torch.autograd.gradcheck(functional.linear, tensors)
+    assert torch.autograd.gradgradcheck(functional.linear, tensors)
+
+
+@pytest.mark.parametrize("wanted", [("input",), ("weight",), ("input", "weight")], ids="+".join)
+def test_gradgradcheck_of_some_tensors(wanted):
+    case = make(3, 4, 5, F64)
+    tensors = [t.requires_grad_(name in wanted) for name, t in case.tensors().items()]
+    assert torch.autograd.gradgradcheck(lambda *t: functional.linear(*t).pow(2), tensors)
+
+
+def test_gradcheck_of_all_the_options():
+    case = make(3, 4, 6, F64)
+    residual = torch.randn(3, 6, dtype=F64, requires_grad=True)
+
+    def function(*tensors):
+        torch.manual_seed(3)
+        *layer, stream = tensors
+        return functional.linear(*layer, activation="gelu_tanh", dropout_p=0.4, residual=stream)
+
+    tensors = [*(t.requires_grad_() for t in case.tensors().values()), residual]
+    assert torch.autograd.gradcheck(function, tensors)
+    assert torch.autograd.gradgradcheck(function, tensors)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@BIAS
+def test_gradient_penalty(dtype, bias):
+    """A second derivative, of all pairs of tensors, as exact as torch's."""
+
+    def penalty(linear, computed_in):
+        draws = []
+        for seed in range(3):
+            tensors = make(12, 40, 30, dtype, bias=bias, seed=seed).tensors().values()
+            leaves = [t.to(computed_in).requires_grad_() for t in tensors]
+            gradients = torch.autograd.grad(
+                linear(*leaves).sin().sum(), leaves[:2], create_graph=True
+            )
+            loss = sum(g.pow(2).sum() for g in gradients)
+            draws.append(torch.autograd.grad(loss, leaves))
+        return zip(*draws, strict=True)
+
+    three = penalty(functional.linear, dtype), penalty(F.linear, F64), penalty(F.linear, dtype)
+    for ours, ref, base in zip(*three, strict=True):
+        assert ours[0].dtype is dtype
+        numerics.assert_close(ours, ref, base)
+
+
+def test_third_derivative():
+    x = torch.randn(3, 5, dtype=F64, requires_grad=True)
+    w = torch.randn(4, 5, dtype=F64)
+
+    def third(linear):
+        (g,) = torch.autograd.grad(linear(x, w).pow(4).sum(), x, create_graph=True)
+        (h,) = torch.autograd.grad(g.pow(2).sum(), x, create_graph=True)
+        return torch.autograd.grad(h.pow(2).sum(), x)[0]
+
+    torch.testing.assert_close(third(functional.linear), third(F.linear))
+
+
+# ---- transforms ----------------------------------------------------------------------------------
+
+
+def held(function, *tensors) -> None:
+    """function(linear, *tensors) by ours is as exact as by torch's."""
+    base = function(F.linear, *tensors)
+    ref = function(F.linear, *(t.double() for t in tensors))
+    numerics.assert_close(function(functional.linear, *tensors), ref, base)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmap():
+    x, w, b = torch.randn(6, 9, 20), torch.randn(6, 16, 20), torch.randn(6, 16)
+    vmap = torch.func.vmap
+    held(lambda f, x, w, b: vmap(f, (0, None, None))(x, w, b), x, w[0], b[0])
+    held(lambda f, x, w, b: vmap(f, (1, None, None), 1)(x, w, b), x, w[0], b[0])
+    held(lambda f, x, w, b: vmap(f)(x, w, b), x, w, b)  # an ensemble
+    held(lambda f, x, w, b: vmap(f, (None, 0, 0))(x, w, b), x[0], w, b)
+    held(lambda f, x, w, b: vmap(f, (None, None, 0))(x, w, b), x[0], w[0], b)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_gradients_per_sample():
+    x, w = torch.randn(6, 9, 20), torch.randn(16, 20)
+
+    def per_sample(linear, x, w):
+        gradient = torch.func.grad(lambda w, x: linear(x, w).pow(2).sum())
+        return torch.func.vmap(gradient, (None, 0))(w, x)
+
+    held(per_sample, x, w)
+    held(lambda f, x, w: torch.func.jacrev(f, 1)(x, w), x[0, :3], w)
+    held(lambda f, x, w: torch.func.vjp(f, x, w)[1](torch.ones(9, 16, dtype=x.dtype))[0], x[0], w)
+
+
+def test_functional_call():
+    module, x = onepass.nn.Linear(8, 5), torch.randn(4, 8)
+    other = {"weight": torch.randn(5, 8), "bias": torch.randn(5)}
+    found = torch.func.functional_call(module, other, (x,))
+    assert torch.equal(found, functional.linear(x, **other))
+
+    def loss(parameters):
+        return torch.func.functional_call(module, parameters, (x,)).pow(2).sum()
+
+    gradients = torch.func.grad(loss)(other)
+    expected = torch.func.grad(lambda p: F.linear(x, **p).pow(2).sum())(other)
+    torch.testing.assert_close(gradients, expected)
+
+
+def test_forward_mode_is_right_or_refused():
+    """A tangent may be refused, as by any autograd.Function without a jvp, but not be lost."""
+    x, w = torch.randn(4, 8), torch.randn(5, 8)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        try:
+            output = functional.linear(dual, w)
+        except NotImplementedError:
+            return
+        tangent = torch.autograd.forward_ad.unpack_dual(output).tangent
+        torch.testing.assert_close(tangent, F.linear(torch.ones_like(x), w))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    module, x = onepass.nn.Linear(20, 20), torch.randn(9, 20)
+    residual = torch.randn(9, 20)
+
+    def layer(t):
+        return functional.linear(
+            module(t), module.weight, activation="gelu", dropout_p=0.5, residual=residual
+        )
+
+    gradients = []
+    for function in (layer, lambda t: checkpoint(layer, t, use_reentrant=use_reentrant)):
+        torch.manual_seed(6)
+        leaf = x.clone().requires_grad_()
+        function(leaf).sum().backward()
+        gradients.append((leaf.grad, module.weight.grad, module.bias.grad))
+        module.zero_grad()
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+# ---- opcheck, fakes, meta ------------------------------------------------------------------------
+
+
+@BIAS
+@pytest.mark.parametrize("out_dtype", [None, BF16], ids=str)
+@pytest.mark.parametrize("rows", [(), (3, 2), (0,)], ids=str)
+def test_opcheck_forward(rows, out_dtype, bias):
+    case = make(rows, 4, 5, bias=bias)
+    arguments = (case.input, case.weight, case.bias, out_dtype)
+    torch.library.opcheck(torch.ops.onepass.linear_forward.default, arguments)
+
+
+def test_opcheck_forward_of_strided_tensors():
+    x, w, b = torch.randn(2, 4, 3).transpose(1, 2), torch.randn(4, 5).t(), torch.randn(10)[::2]
+    arguments = (x, w.half(), b, BF16)
+    torch.library.opcheck(torch.ops.onepass.linear_forward.default, arguments)
+
+
+@subsets
+def test_opcheck_backward(wrt):
+    case = make((3, 2), 4, 5)
+    given = (case.input if "weight" in wrt else None, case.weight if "input" in wrt else None)
+    asked = (BF16 if name in wrt else None for name in NAMES)
+    arguments = (case.doutput, *given, *asked)
+    torch.library.opcheck(torch.ops.onepass.linear_backward.default, arguments)
+
+
+def facts(tensors) -> dict:
+    return {name: (t.shape, t.dtype, t.stride()) for name, t in tensors.items()}
+
+
+@BIAS
+@pytest.mark.parametrize("rows", [(), (3, 2)], ids=str)
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (F32, BF16), (F64, F64)], ids=str)
+def test_shapes_and_dtypes_without_data(dtypes, rows, bias):
+    of_input, of_weight = dtypes
+    case = make(rows, 4, 5, of_input, weight_dtype=of_weight, bias_dtype=of_weight, bias=bias)
+    real = results(functional.linear, case), layer_gradients(case)
+
+    def without(convert):
+        for name in (*NAMES, "doutput"):
+            tensor = getattr(case, name)
+            setattr(other, name, None if tensor is None else convert(tensor))
+        return results(functional.linear, other), layer_gradients(other)
+
+    other = copy.copy(case)
+    with FakeTensorMode() as mode:
+        fake = without(mode.from_tensor)
+    meta = without(lambda t: t.to("meta"))
+    for found in (fake, meta):
+        assert [facts(t) for t in found] == [facts(t) for t in real]
+    assert all(t.device.type == "meta" for t in meta[0].values())
+
+
+def test_fakes_record_the_operator():
+    """What traces with fakes, as export does, sees onepass's operator and not torch's."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    tensors = list(make(3, 4, 5).tensors().values())
+    for mode in ("real", "fake", "symbolic"):
+        graph = make_fx(lambda *t: functional.linear(*t), tracing_mode=mode)(*tensors)
+        assert "onepass.linear_forward" in graph.code, mode
+
+
+# ---- compile, export, trace ----------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = onepass.nn.Linear(16, 16)
+
+    def forward(self, x, residual):
+        layer = self.layer
+        y = layer(x)
+        return functional.linear(
+            y, layer.weight, layer.bias, activation="gelu", dropout_p=0.2, residual=residual,
+            training=self.training,
+        )  # fmt: skip
+
+
+def test_compile_fullgraph_with_dynamic_shapes():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    block, counter = Block(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for rows in (5, 9, 12):
+        x, residual = torch.randn(2, rows, 16), torch.randn(2, rows, 16)
+        gradients = []
+        for function in (block, compiled):
+            leaves = [x.clone().requires_grad_(), residual.clone().requires_grad_()]
+            torch.manual_seed(2)
+            y = function(*leaves)
+            gradients.append(
+                (y, *torch.autograd.grad(y.pow(2).sum(), [*leaves, *block.parameters()]))
+            )
+        for ours, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, expected)
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[-1]  # one graph serves every number of rows
+    (graph, *_) = counter.graphs
+    assert not any(node.target is F.linear for node in graph.graph.nodes)
+
+
+@pytest.mark.slow
+def test_inductor():
+    """The default compiler, whose generated code relies on the fakes' strides."""
+    block = Block().eval()
+    x, residual = torch.randn(5, 7, 16, requires_grad=True), torch.randn(7, 5, 16)
+
+    def step(x):
+        return block(x.transpose(0, 1), residual).sin().sum()
+
+    (expected,) = torch.autograd.grad(step(x), x)
+    (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(x), x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_messages_of_compiled_calls():
+    compiled = torch.compile(functional.linear, fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match=r"linear: bias must have shape \(5,\), got \(4,\)"):
+        compiled(torch.randn(3, 6), torch.randn(5, 6), torch.randn(4))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_dynamic_dimension(strict):
+    block = Block().eval()
+    rows = torch.export.Dim("rows", min=2, max=100)
+    given = torch.randn(4, 16), torch.randn(4, 16)
+    program = torch.export.export(
+        block, given, dynamic_shapes={"x": {0: rows}, "residual": {0: rows}}, strict=strict
+    )
+    graphs = [m.graph for m in program.graph_module.modules() if hasattr(m, "graph")]
+    targets = [str(node.target) for graph in graphs for node in graph.nodes]
+    assert targets.count("onepass.linear_forward.default") == 2
+    x, residual = torch.randn(7, 16), torch.randn(7, 16)
+    assert torch.equal(program.module()(x, residual), block(x, residual))
+
+
+def test_traced_as_called():
+    block = Block().eval()
+    x, residual = torch.randn(3, 16), torch.randn(3, 16)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(block, (x, residual)), file)
+    file.seek(0)
+    traced = torch.jit.load(file)
+    assert str(traced.inlined_graph).count("onepass::linear(") == 2
+    x, residual = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    gradients = []
+    for function in (block, traced):
+        leaf, parameters = x.clone().requires_grad_(), list(function.parameters())
+        y = function(leaf, residual)
+        gradients.append((y, *torch.autograd.grad(y.pow(2).sum(), [leaf, *parameters])))
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_decomposition(dtype):
+    """As exact as the operator, of its shape and dtype."""
+    formula = FORMULAS[RAW.linear_forward.default]
+    case = make((3, 7), 40, 30, dtype)
+    given = list(case.tensors().values())
+    exact = F.linear(*(t.double() for t in given))
+    for out_dtype in (None, *FLOATS):
+        ours, decomposed = RAW.linear_forward(*given, out_dtype), formula(*given, out_dtype)
+        assert ours.dtype is decomposed.dtype and ours.shape == decomposed.shape
+        numerics.assert_close(decomposed, exact, ours)
+    assert formula(case.input, case.weight, None, F32).dtype is F32
+
+
+# ---- autocast ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [BF16, torch.float16], ids=str)
+@dtypes
+@BIAS
+def test_autocast_is_torchs(autocast, dtype, bias):
+    """The dtype of the output and of the gradients; the values by the rule."""
+    case = make(33, 40, 30, dtype, bias=bias)
+
+    def under(linear):
+        def function(**tensors):
+            with torch.autocast("cpu", dtype=autocast):
+                return linear(**tensors)
+
+        return function
+
+    ours, stocks = (results(under(linear), case) for linear in (functional.linear, F.linear))
+    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in stocks.items()}
+    ref = results(F.linear, case, double=True)
+    for name in ours:
+        numerics.assert_close(ours[name], ref[name], stocks[name], name)
+
+
+def test_autocast_takes_every_mix_that_torch_takes():
+    for mix in itertools.product(DTYPES, repeat=3):
+        x, w, b = (torch.randn(s).to(d) for s, d in zip(((2, 8), (4, 8), (4,)), mix, strict=True))
+        with torch.autocast("cpu", dtype=BF16):
+            try:
+                stock = F.linear(x, w, b)
+            except RuntimeError:
+                with pytest.raises(RuntimeError, match="^linear: "):
+                    functional.linear(x, w, b)
+                continue
+            assert functional.linear(x, w, b).dtype is stock.dtype, mix
+
+
+def test_a_module_under_autocast_trains():
+    module, x = onepass.nn.Linear(8, 5), torch.randn(4, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=BF16):
+        y = module(x)
+        assert y.dtype is BF16
+    y.sum().backward()
+    assert {t.grad.dtype for t in (x, *module.parameters())} == {F32}
+
+
+# ---- the module ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keywords", [{}, {"bias": False}, {"dtype": BF16}])
+def test_the_module_is_torchs(keywords):
+    stock, ours = torch.nn.Linear(20, 6, **keywords), onepass.nn.Linear(20, 6, **keywords)
+    assert isinstance(ours, torch.nn.Linear) and repr(ours) == repr(stock)
+    ours.load_state_dict(stock.state_dict())
+    stock.load_state_dict(ours.state_dict())
+    x = torch.randn(5, 20, dtype=keywords.get("dtype"))
+    assert torch.equal(ours(x), functional.linear(x, stock.weight, stock.bias))
+    torch.testing.assert_close(ours(x), stock(x))
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(twin) is onepass.nn.Linear and twin.state_dict().keys() == {*stock.state_dict()}
+        assert torch.equal(twin(x), ours(x))
+
+
+def test_the_module_trains_as_torchs():
+    torch.manual_seed(0)
+    ours = onepass.nn.Linear(20, 6)
+    torch.manual_seed(0)
+    stock = torch.nn.Linear(20, 6)
+    assert torch.equal(ours.weight, stock.weight) and torch.equal(ours.bias, stock.bias)
+    x = torch.randn(9, 20)
+    for module in (ours, stock):
+        module(x).pow(2).mean().backward()
+    for one, other in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_torchs_layer_turned_into_ours():
+    module, x = torch.nn.Linear(8, 5), torch.randn(3, 8)
+    module.__class__ = onepass.nn.Linear
+    assert torch.equal(module(x), functional.linear(x, module.weight, module.bias))
+
+
+def test_modules_wrapped_by_torchs_own_tools():
+    """Weight norm and pruning replace `weight` by what they compute."""
+    x = torch.randn(3, 8)
+    for wrap in (
+        parametrizations.weight_norm,
+        lambda module: prune.l1_unstructured(module, "weight", 0.5),
+    ):
+        torch.manual_seed(1)
+        ours, stock = wrap(onepass.nn.Linear(8, 5)), torch.nn.Linear(8, 5)
+        stock.weight.data, stock.bias.data = ours.weight.detach(), ours.bias.detach()
+        torch.testing.assert_close(ours(x), stock(x))
+        ours(x).sum().backward()
+        assert all(p.grad is not None for p in ours.parameters())
+
+
+def test_the_module_on_meta_and_lazily_made():
+    module = onepass.nn.Linear(8, 5, device="meta")
+    assert module(torch.empty(3, 8, device="meta")).shape == (3, 5)
+    module = module.to_empty(device="cpu")
+    module.reset_parameters()
+    assert module(torch.randn(3, 8)).shape == (3, 5)
+
+
+def test_hooks_run():
+    module, seen = onepass.nn.Linear(8, 5), []
+    module.register_forward_hook(lambda m, args, output: seen.append(output.shape))
+    module.register_full_backward_hook(lambda m, gin, gout: seen.append(gin[0].shape))
+    module(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    assert seen == [(3, 5), (3, 8)]
+
+
+# ---- subclasses of Tensor ------------------------------------------------------------------------
+
+
+class Noting(torch.Tensor):
+    """Notes which functions of torch's it meets."""
+
+    met: list = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.met.append(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_subclass_goes_to_torchs_own(number):
+    tensors = list(make(4, 6, 5).tensors().values())
+    expected = F.linear(*tensors)
+    tensors[number] = tensors[number].as_subclass(Noting)
+    Noting.met.clear()
+    found = functional.linear(*tensors)
+    assert F.linear in Noting.met and type(found) is Noting
+    assert torch.equal(found.as_subclass(torch.Tensor), expected)
+    with torch.no_grad():
+        assert torch.equal(functional.linear(*tensors, activation="relu"), expected.relu())
+
+
+def test_a_traceable_wrapper_goes_to_torchs_own():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    case = make(4, 6, 5)
+    weight = TwoTensor(case.weight, 2 * case.weight)
+    found = functional.linear(case.input, weight, case.bias)
+    assert type(found) is TwoTensor
+    assert torch.equal(found.a, F.linear(case.input, case.weight, case.bias))
+    assert torch.equal(found.b, F.linear(case.input, 2 * case.weight, case.bias))
+
+
+def test_explain_says_what_ran():
+    case = make(400, 96, 64)
+    (call,) = onepass.explain(lambda: functional.linear(**case.tensors())).calls
+    assert call["op"] == "linear" and call["kernel"].startswith("linear") and call["reason"]
+    weight = case.weight.as_subclass(Noting)
+    (call,) = onepass.explain(lambda: functional.linear(case.input, weight)).calls
+    assert call["kernel"] == "torch.nn.functional.linear" and "subclass" in call["reason"]
+
+
+def test_explain_of_a_backward():
+    leaves = [t.requires_grad_() for t in make(9, 16, 8).tensors().values()]
+
+    def step():
+        functional.linear(*leaves).sum().backward()
+
+    ops = [call["op"] for call in onepass.explain(step).calls]
+    assert ops == ["linear", "linear_backward: dinput", "linear_backward: dweight"]
+
+
+def test_parameters_are_plain():
+    """nn.Parameter and nn.Buffer are no subclasses of this kind: ours computes."""
+    case = make(4, 6, 5)
+    expected = results(functional.linear, case)
+    case.weight, case.bias = torch.nn.Parameter(case.weight), torch.nn.Parameter(case.bias)
+    output = functional.linear(**case.tensors())
+    assert "Linear" in type(output.grad_fn).__name__ and type(output) is torch.Tensor
+    assert_same_bits({"output": output}, {"output": expected["output"]})
+    buffer = torch.nn.Buffer(case.weight.detach())
+    calls = onepass.explain(lambda: functional.linear(case.input, buffer)).calls
+    assert [call["op"] for call in calls] == ["linear"] and calls[0]["level"] != "torch's own"

@@ -1,0 +1,12 @@
+"""One small call of every public function, module, optimizer and raw operator, by name.
+
+`tensors()` are its tensor arguments, the same at every call; `run(**tensors)` takes any of them and
+returns a flat list of tensors; `stock`, where torch has the function, returns what torch does.
+"""
+
+from tests.support.calls import attention, classes, layers
+from tests.support.calls.call import Call, flat
+
+CALLS = {call.name: call for part in (layers, attention, classes) for call in part.calls()}
+
+__all__ = ["CALLS", "Call", "flat"]

@@ -1,0 +1,173 @@
+"""Norms, dropout and linear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from onepass import functional
+from tests.support.calls.call import F32, RAW, Call, flat, randn, sixteenths
+
+# ---- norms and dropout ---------------------------------------------------------------------------
+
+
+def _norms():
+    def plain():
+        return {"input": randn(6, 40), "weight": randn(40), "bias": randn(40, seed=1)}
+
+    def no_bias():
+        return {"input": randn(6, 40), "weight": randn(40)}
+
+    def added(bias=True):
+        own = plain() if bias else no_bias()
+        return own | {"residual": randn(6, 40, seed=2)}
+
+    def public(name, tensors, stock=None):
+        def run(input, weight, bias=None, residual=None):
+            more = () if residual is None else (residual,)
+            keywords = {} if bias is None else {"bias": bias}
+            extra = {} if residual is None else {"dropout_p": 0.3}
+            norm = getattr(functional, name)
+            return flat(norm(input, *more, (40,), weight, eps=1e-5, **keywords, **extra))
+
+        optional = ("weight", "bias")
+        return Call(
+            f"functional.{name}", tensors, run, stock, optional=optional, differentiable=True
+        )
+
+    yield public(
+        "layer_norm", plain, lambda input, weight, bias: [F.layer_norm(input, (40,), weight, bias)]
+    )
+    yield public(
+        "rms_norm", no_bias, lambda input, weight: [F.rms_norm(input, (40,), weight, 1e-5)]
+    )
+    yield public("add_layer_norm", added)
+    yield public("add_rms_norm", lambda: added(False))
+
+    def forward(op):
+        def run(input, residual, weight, bias, seed):
+            rest = ((40,), 0, 1e-5, 0.0, 0.3, torch.bfloat16, torch.bfloat16, True)
+            return flat(op(input, residual, weight, bias, seed, *rest))
+
+        return run
+
+    def with_seed():
+        return added() | {"seed": torch.tensor([3, 4])}
+
+    optional = ("weight", "bias")
+    for op in (RAW.norm_forward, RAW.norm_forward_check):
+        yield Call(f"ops.{op.__name__}", with_seed, forward(op), optional=optional)
+
+    def backward_tensors():
+        x = randn(6, 40, seed=3)
+        own = {"doutput": randn(6, 40), "dresidual_out": randn(6, 40, seed=1), "x": x}
+        own |= {"weight": randn(40), "bias": randn(40, seed=1), "seed": torch.tensor([3, 4])}
+        return own | {"mean": x.mean(1), "rstd": x.var(1, False).add(1e-5).rsqrt()}
+
+    def backward(op):
+        def run(doutput, dresidual_out, x, weight, bias, seed, mean, rstd):
+            rest = ((40,), 0, 0.0, 0.3, F32, F32, 15)
+            tensors = (doutput, dresidual_out, x, weight, bias, seed, mean, rstd)
+            return flat(op(*tensors, *rest))
+
+        return run
+
+    optional = ("doutput", "dresidual_out", "weight", "bias")
+    for op in (RAW.norm_backward, RAW.norm_backward_check):
+        yield Call(f"ops.{op.__name__}", backward_tensors, backward(op), optional=optional)
+
+
+def _dropouts():
+    def one():
+        return {"input": randn(6, 40)}
+
+    def two():
+        return {"input": randn(6, 40), "residual": randn(6, 40, seed=1)}
+
+    def dropout(input):
+        return [functional.dropout(input, 0.4)]
+
+    def inplace(input):
+        return [functional.dropout(input, 0.4, inplace=True)]
+
+    def add_dropout(input, residual):
+        return [functional.add_dropout(input, residual, 0.4)]
+
+    def stock(inplace):
+        return lambda input: [F.dropout(input, 0.4, inplace=inplace)]
+
+    yield Call("functional.dropout", one, dropout, stock(False), differentiable=True)
+    yield Call("functional.dropout inplace", one, inplace, stock(True), written=("input",))
+    yield Call(
+        "functional.add_dropout", two, add_dropout, optional=("residual",), differentiable=True
+    )
+
+    def raw(op):
+        def run(input, residual, seed):
+            return flat(op(input, residual, seed, 0.4, None))
+
+        return run
+
+    def seeded():
+        return two() | {"seed": torch.tensor([3, 4])}
+
+    for op in (RAW.dropout_forward, RAW.dropout_forward_check):
+        yield Call(f"ops.{op.__name__}", seeded, raw(op), optional=("residual",))
+
+
+# ---- linear --------------------------------------------------------------------------------------
+
+
+def _linear():
+    def tensors():  # sums of whole parts, exact in any order: torch computes those of subclasses
+        names = {"input": (6, 40), "weight": (24, 40), "bias": (24,)}
+        return {name: sixteenths(*shape) for name, shape in names.items()}
+
+    def everything():
+        return tensors() | {"residual": randn(6, 24)}
+
+    def public(input, weight, bias):
+        return [functional.linear(input, weight, bias)]
+
+    def stock(input, weight, bias):
+        return [F.linear(input, weight, bias)]
+
+    def options(input, weight, bias, residual):
+        # Torch's gelu ends the process where there is no memory, and silu is not alike in a stack.
+        more = {"activation": "relu", "dropout_p": 0.3, "residual": residual}
+        return [functional.linear(input, weight, bias, **more)]
+
+    of = {"optional": ("bias", "residual"), "differentiable": True}
+    yield Call("functional.linear", tensors, public, stock, **of)
+    yield Call("functional.linear with options", everything, options, **of)
+
+    def forward(op):
+        def run(input, weight, bias):
+            return flat(op(input, weight, bias, torch.bfloat16))
+
+        return run
+
+    for op in (RAW.linear_forward, RAW.linear_forward_check):
+        yield Call(f"ops.{op.__name__}", tensors, forward(op), optional=("bias",))
+
+    def backward_tensors():
+        return {"doutput": randn(6, 24), "input": randn(6, 40), "weight": randn(24, 40)}
+
+    def backward(op):
+        def run(doutput, input, weight):
+            dtypes = [None if given is None else F32 for given in (weight, input)]
+            return flat(op(doutput, input, weight, *dtypes, torch.bfloat16))
+
+        return run
+
+    for op in (RAW.linear_backward, RAW.linear_backward_check):
+        optional = ("input", "weight")
+        yield Call(f"ops.{op.__name__}", backward_tensors, backward(op), optional=optional)
+
+
+def calls() -> Iterator[Call]:
+    yield from _norms()
+    yield from _dropouts()
+    yield from _linear()
