@@ -10,11 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass._ops import dispatch_log
-from onepass.swapping import small_calls
+from onepass.swapping import products, small_calls
 from tests.swap.foreign_norms import LayerNormOverridden
 
 LEAST = dict(small_calls.LEAST_NORM)  # the fixture of all tests takes them away
 LEAST_ATTENTION = dict(small_calls.LEAST_ATTENTION)
+LEAST_LINEAR = dict(small_calls.LEAST_LINEAR)
 TRAINING, INFERENCE = LEAST[torch.float32]
 
 
@@ -22,6 +23,7 @@ TRAINING, INFERENCE = LEAST[torch.float32]
 def real_bounds(swapped_run_ours, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_NORM", LEAST)
     monkeypatch.setattr(small_calls, "LEAST_ATTENTION", LEAST_ATTENTION)
+    monkeypatch.setattr(small_calls, "LEAST_LINEAR", LEAST_LINEAR)
 
 
 class Attention(nn.Module):
@@ -179,3 +181,26 @@ def test_what_is_traced_runs_ours_at_every_size():
         backend = lambda graph, _: graphs.append(graph) or graph  # noqa: E731
         torch.compile(module, backend=backend, fullgraph=True)(x)
     assert "onepass" in graphs[0].code
+
+
+def test_the_bounds_of_linear(monkeypatch):
+    """Rows, and multiply-adds; none for 16 bits, which are swapped where torch is slow."""
+    slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
+    monkeypatch.setattr(products, "facts", lambda: slow)
+    module = nn.Linear(256, 512)
+    report = onepass.swap(module, kinds=("linear",))
+    assert small_calls.LINEAR_NOTE in report.notes
+
+    def ours(rows: int, dtype=torch.float32) -> bool:
+        kernel = kernel_of(module.to(dtype), torch.randn(2, rows // 2, 256, dtype=dtype))
+        assert kernel in ("linear_kernel", "torch.nn.functional.linear"), kernel
+        return kernel == "linear_kernel"
+
+    least = LEAST_LINEAR[torch.float32][0] // (256 * 512)
+    assert least > small_calls.LEAST_LINEAR_ROWS
+    assert ours(least) and not ours(least - 2)
+    torch.set_num_threads(2)
+    assert ours(2 * least) and not ours(2 * least - 2)
+    assert ours(2, torch.bfloat16) and ours(2, torch.float16)
+    monkeypatch.setattr(small_calls, "LEAST_LINEAR", {torch.float32: (1, 1)})
+    assert ours(small_calls.LEAST_LINEAR_ROWS) and not ours(small_calls.LEAST_LINEAR_ROWS - 2)

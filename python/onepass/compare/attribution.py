@@ -77,6 +77,8 @@ def part_of_module(module: nn.Module) -> str | None:
         return "dropout"
     if isinstance(module, (nn.Softmax, nn.MultiheadAttention)):
         return "attention"
+    if isinstance(module, nn.Linear):
+        return "linear"
     if isinstance(module, _ACTIVATIONS):
         return "activation"
     if isinstance(module, nn.modules.loss._Loss):

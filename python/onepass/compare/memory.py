@@ -77,7 +77,7 @@ def _measure(
         workload = GptWorkload(settings, text, settings.speed, dropout)
     model = workload.build()
     if variant.endswith("swapped"):
-        onepass.swap(model)
+        onepass.swap(model, kinds=settings.kinds)
     compiled = variant.startswith("compiled")
     trainer = Trainer(model, settings, compiled)
     # Optimizer state, caches, compiled code: there before the level is taken. A small batch leaves

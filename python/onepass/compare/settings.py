@@ -11,6 +11,7 @@ import torch
 from onepass import _library
 from onepass.compare.errors import BadInput
 from onepass.compare.model import Sizes
+from onepass.swapping.matchers import DEFAULT_KINDS, KINDS
 
 # One step of the speed phase at these sizes takes a few seconds on two cores; the sameness phase
 # trains a model small enough for a thousand steps in the time of thirty such steps.
@@ -36,6 +37,7 @@ class Settings:
     text: tuple[str, ...]
     steps: int | None  # None: chosen by the time that a step of --model takes
     pairs: int
+    kinds: tuple[str, ...]  # what the swap takes
     compile: bool
     optimizers: tuple[str, ...]  # of OPTIMIZERS, always with "fused": what the others are held to
     masters: tuple[str, ...]  # of MASTERS; empty: only parameters as they are
@@ -73,7 +75,7 @@ class Settings:
         )
 
 
-_TUPLES = ("dropouts", "text", "optimizers", "masters", "state_dtypes")
+_TUPLES = ("dropouts", "text", "kinds", "optimizers", "masters", "state_dtypes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dropout", type=float, nargs="+", metavar="P", help="one or more (default 0.1 0)")
     add("--steps", type=int, metavar="N", help="steps of the sameness phase (default 200)")
     add("--pairs", type=int, metavar="N", help="timed pairs of steps, at least (default 8)")
+    add("--kinds", nargs="+", metavar="KIND", help="what the swap takes, of "
+        f"{', '.join(KINDS)} (default: {' '.join(DEFAULT_KINDS)})")  # fmt: skip
     add("--compile", action="store_true", help="add compiled stock and compiled swapped")
     add("--optimizers", nargs="+", metavar="NAME", help="AdamW steps timed apart: torch's default, "
         "torch's fused (always), onepass's (default: default fused onepass)")  # fmt: skip
@@ -125,6 +129,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
             "--master and --state-dtype are settings of onepass's AdamW: --optimizers must list "
             f"onepass, got {' '.join(optimizers)}"
         )
+    kinds = _several(args.kinds, "--kinds", KINDS) or DEFAULT_KINDS
     for p in args.dropout or ():
         if not 0.0 <= p < 1.0:
             raise BadInput(f"--dropout must lie in [0, 1), got {p:g}")
@@ -144,6 +149,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         text=tuple(args.text or ()),
         steps=steps,
         pairs=args.pairs or (3 if args.quick else 8),
+        kinds=kinds,
         compile=args.compile,
         optimizers=tuple(name for name in OPTIMIZERS if name in (*optimizers, "fused")),
         masters=masters,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -202,7 +203,8 @@ def compare_training(
         return train_curve(workload, settings, points, advance, seed=seed, prepare=reorder)
 
     stock = [stock_run(seed) for seed in range(STOCK_RUNS)]
-    swapped = train_curve(workload, settings, points, advance, prepare=onepass.swap)
+    swap = functools.partial(onepass.swap, kinds=settings.kinds)
+    swapped = train_curve(workload, settings, points, advance, prepare=swap)
     differ_by = {None: "rounding of the initial weights, random seed", 0.0: "summation order"}
     return Sameness(
         dropout,

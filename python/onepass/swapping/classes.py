@@ -84,6 +84,16 @@ class DropoutForward(Swapped):
         return _elsewhere(self, torch.nn.Dropout.forward, input)
 
 
+class LinearForward(Swapped):
+    _onepass_kind = "linear"
+    _onepass_to = "onepass.nn.Linear"
+
+    def forward(self, input: Tensor) -> Tensor:
+        if _is_plain(input) and not small_calls.linear_is_small(input, self.weight):
+            return onepass.nn.Linear.forward(self, input)
+        return _elsewhere(self, torch.nn.Linear.forward, input)
+
+
 class ForeignNormForward(Swapped):
     """Forward of a norm that the probe accepted; whatever was not proven runs the original."""
 
@@ -242,6 +252,12 @@ class Dropout(DropoutForward, onepass.nn.Dropout):
     _onepass_original = torch.nn.Dropout
 
 
+class Linear(LinearForward, onepass.nn.Linear):
+    """What `swap` makes of an exact `torch.nn.Linear`."""
+
+    _onepass_original = torch.nn.Linear
+
+
 class MultiheadAttention(MultiheadAttentionForward, onepass.nn.MultiheadAttention):
     """What `swap` makes of an exact `torch.nn.MultiheadAttention`."""
 
@@ -266,6 +282,7 @@ STATIC = {
         LayerNorm,
         RMSNorm,
         Dropout,
+        Linear,
         MultiheadAttention,
         TransformerEncoderLayer,
         TransformerDecoderLayer,
@@ -341,7 +358,8 @@ def has_kernels(device: str, kind: str = "norm") -> bool:
     if device in ("cpu", "meta"):
         return True
     ops = torch.ops.onepass
-    op = ops.attention_forward.default if kind == "attention" else ops.norm_forward.default
+    op = {"attention": ops.attention_forward, "linear": ops.linear_forward}.get(kind)
+    op = (op or ops.norm_forward).default
     key = getattr(torch._C.DispatchKey, device.upper(), None)
     return key is not None and op.has_kernel_for_dispatch_key(key)
 

@@ -44,7 +44,7 @@ def swap(
     journal: Journal,
     model: nn.Module,
     *,
-    kinds: Sequence[str] = matchers.KINDS,
+    kinds: Sequence[str] = matchers.DEFAULT_KINDS,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -70,7 +70,9 @@ def swap(
 
     Args:
         model: any module; it may itself be a norm.
-        kinds: which families to swap, of "norm", "attention" and "dropout".
+        kinds: which families to swap, of "norm", "attention", "dropout" and "linear". The last is
+            not among the default: products on a CPU whose torch is slow at them, such as bfloat16
+            without AVX-512, float16, or float32 on an AMD CPU; the report says which are as fast.
         include, exclude: globs on fully qualified names ("*.mlp.*"); exclude wins. A module shared
             under several names is included by any and excluded by any of them.
         filter_fn: asked last, `filter_fn(module, name)`; False keeps the module as it is.
@@ -94,7 +96,7 @@ def swap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model must be a torch.nn.Module, got {type(model).__name__}")
-    explicit = kinds is not matchers.KINDS
+    explicit = kinds is not matchers.DEFAULT_KINDS
     flags = {"dry_run": dry_run, "strict": strict, "probe": probe}
     for name, flag in flags.items():
         if not isinstance(flag, bool):

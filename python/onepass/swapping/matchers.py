@@ -12,11 +12,13 @@ from torch.nn.utils import parametrize
 
 import onepass.nn
 from onepass import _library
-from onepass.swapping import callsites, classes
+from onepass.swapping import callsites, classes, products
 from onepass.swapping.classes import has_kernels
 from onepass.swapping.reasons import Because, Reason
 
-KINDS = ("norm", "attention", "dropout")
+KINDS = ("norm", "attention", "dropout", "linear")
+# Those that `swap` takes by itself.
+DEFAULT_KINDS = ("norm", "attention", "dropout")
 
 
 class Structure(NamedTuple):
@@ -166,7 +168,22 @@ def _attention(module: nn.Module) -> Match | None:
     return None
 
 
-_RULES = {"norm": _norm, "attention": _attention, "dropout": _dropout}
+def _linear(module: nn.Module) -> Match | None:
+    cls = type(module)
+    if isinstance(module, onepass.nn.Linear) or not isinstance(module, nn.Linear):
+        return None
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return None  # attention of torch's reads its weight alone
+    if cls.forward is not nn.Linear.forward:
+        return Match("linear", reason=Reason.OWN_FORWARD.because())
+    reason = None
+    if module.weight.device.type in ("cpu", "meta"):
+        torchs = products.as_fast(module.weight.dtype, products.facts())
+        reason = Reason.AS_FAST.because(torchs) if torchs else None
+    return Match("linear", forward=classes.LinearForward, reason=reason)
+
+
+_RULES = {"norm": _norm, "attention": _attention, "dropout": _dropout, "linear": _linear}
 
 
 def _structure(module: nn.Module) -> Structure | Because:

@@ -66,9 +66,12 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
         notes.append(_PROBED)
     if any(_is_layer_norm(change.cls) for change in plan.classes):
         notes.append(small_calls.NORM_NOTE)
+    kinds = {change.kind for change in plan.classes}
+    if "linear" in kinds:
+        notes.append(small_calls.LINEAR_NOTE)
     notes += _note(_FORCED, plan.forced)
-    kinds = {change.kind for change in plan.classes} if torch.cuda.is_available() else set()
-    if kinds - {"attention"} and not matchers.has_kernels("cuda"):
+    kinds = kinds if torch.cuda.is_available() else set()
+    if kinds - {"attention", "linear"} and not matchers.has_kernels("cuda"):
         notes.append("this build has kernels for the CPU only: unswap before moving to a GPU")
     if "attention" in kinds and not matchers.has_kernels("cuda", "attention"):
         notes.append("this build has attention for the CPU only: on a GPU torch's runs as before")

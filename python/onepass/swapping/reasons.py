@@ -49,6 +49,7 @@ class Reason(enum.Enum):
     OWN_SA_BLOCK = "its class overrides _sa_block, which gets masks in torch's form"
     OWN_FORWARD = "a subclass with a forward of its own"
     NO_CALLS = "calls no F.scaled_dot_product_attention itself; modules in it are looked at alone"
+    AS_FAST = "torch is as fast here in {}"
     BUFFERS = "keeps buffers: {}"
     KEEPS_TENSOR = "keeps a tensor in its attribute {!r}"
     NO_WEIGHT = "has no weight"

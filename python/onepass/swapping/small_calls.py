@@ -27,6 +27,9 @@ LEAST_ATTENTION = {
     torch.bfloat16: (0, 1 << 20),
     torch.float16: (0, 1 << 20),
 }
+# Multiply-adds of a linear layer (Zen 4, AVX-512). 16-bit ones are swapped where torch is slow.
+LEAST_LINEAR = {torch.float32: (1 << 22, 1 << 22)}
+LEAST_LINEAR_ROWS = 8
 # More do not raise a bound: memory's bandwidth is shared by then.
 MOST_THREADS = 8
 NORM_NOTE = (
@@ -39,6 +42,11 @@ ATTENTION_NOTE = (
     f"{1 << 23} per thread (16-bit inference: {1 << 20}; 16-bit training: none)"
 )
 
+LINEAR_NOTE = (
+    "linear layers run torch's own products on a GPU, and in float32 on the CPU in calls of fewer "
+    f"than {LEAST_LINEAR_ROWS} rows, or than {1 << 22} multiply-adds per thread"
+)
+
 
 def norm_is_small(input: Tensor) -> bool:
     """Whether torch's own layer norm takes less time on this input; the log says so."""
@@ -49,6 +57,21 @@ def norm_is_small(input: Tensor) -> bool:
         cols = input.shape[-1] if input.dim() else 1
         arguments = f"{input.numel() // max(cols, 1)} x {cols}"
         _tell("layer_norm", arguments, input, f"fewer elements than {bound}")
+    return True
+
+
+def linear_is_small(input: Tensor, weight: Tensor) -> bool:
+    """Whether torch's own product takes less time; the log says so."""
+    bound = _least(LEAST_LINEAR, input, torch.is_grad_enabled())
+    if not bound or not weight.numel():
+        return False
+    rows = input.numel() // weight.shape[1]
+    if rows >= LEAST_LINEAR_ROWS and rows * weight.numel() >= bound:
+        return False
+    if dispatch_log.is_recording():
+        out_features, in_features = weight.shape
+        reason = f"fewer rows than {LEAST_LINEAR_ROWS} or multiply-adds than {bound}"
+        _tell("linear", f"{rows} x {in_features} by {out_features}", input, reason)
     return True
 
 

@@ -1,0 +1,65 @@
+"""Whose matrix products are faster on this CPU, torch's or onepass's: a rule of the dtype, the
+CPU's vendor and what torch would call.
+
+torch hands float32 products to MKL, which takes its AVX2 kernels on any AMD CPU. It hands bfloat16
+ones to oneDNN where that has instructions for them, and likewise float16; elsewhere its own loops
+compute them, 8 to 500 times slower than float32 (`onepass bench linear`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Facts(NamedTuple):
+    vendor: str  # as /proc/cpuinfo has it
+    mkl: bool  # whether torch's float32 products are MKL's
+    bfloat16: bool  # whether oneDNN has instructions for bfloat16 products
+    float16: bool
+
+
+@functools.cache
+def facts() -> Facts:
+    """Of this machine and this torch."""
+    onednn = torch.backends.mkldnn.is_available() and not _held_to_avx2()
+    return Facts(
+        vendor=_vendor(),
+        mkl=torch.backends.mkl.is_available(),
+        bfloat16=onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        float16=onednn and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    )
+
+
+def as_fast(dtype: torch.dtype, of: Facts) -> str | None:
+    """Why torch's products of a dtype are as fast as onepass's; None where they are slower."""
+    if dtype is torch.float32:
+        if of.vendor == "AuthenticAMD" and of.mkl:
+            return None
+        return f"float32 products, by {'MKL' if of.mkl else 'BLAS'} on {of.vendor or 'this CPU'}"
+    if dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        return f"{name} products, by oneDNN" if getattr(of, name) else None
+    return f"{dtype} products"
+
+
+def _held_to_avx2() -> bool:
+    """Whether oneDNN was told so: what torch asks the processor does not know of it."""
+    told = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return told.upper() in ("SSE41", "AVX", "AVX2")
+
+
+def _vendor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "vendor_id":
+            return value.strip()
+    return ""
