@@ -35,6 +35,9 @@ constexpr int kPanelVectors = 2;
 // At most so much of the output is a piece.
 constexpr int64_t kMostRows = 960;
 constexpr int64_t kMostCols = 512;
+// A left matrix of at most so many rows and bytes is packed once for all columns.
+constexpr int64_t kFewRows = 2 * kStripRows;
+constexpr int64_t kMostLeftBytes = 1 << 20;
 // A sum of a bias gradient takes so many cells before it joins the others.
 constexpr int64_t kRun = 16;
 
@@ -452,7 +455,9 @@ decltype(auto) visit_multiplier(const LinearProduct& args, F&& f) {
 Plan plan_linear(const LinearProduct& args, const Machine& machine, Layout& layout) {
   return visit_multiplier(args, [&]<class M>() -> Plan {
     const int64_t panels = panels_of<M>(args);
-    layout.left_once = args.rows <= 2 * kStripRows;
+    const int64_t left_bytes = ceil_div(args.rows, kStripRows) * args.depth * kStrip<M> *
+                               static_cast<int64_t>(sizeof(typename M::Element));
+    layout.left_once = args.rows <= kFewRows && left_bytes <= kMostLeftBytes;
     layout.sums = sizeof(typename M::Number) == static_cast<size_t>(size_of(args.output_dtype))
                       ? Sums::kOutput
                       : Sums::kScratch;

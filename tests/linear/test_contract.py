@@ -437,3 +437,16 @@ def test_messages_of_the_residual(device, options):
     for message, residual in wrong.items():
         with pytest.raises(RuntimeError, match=f"^(linear|add_dropout): {message}"):
             functional.linear(x, w, residual=residual, **options)
+
+
+def test_scratch_does_not_grow_with_the_rows():
+    """A weight of few rows is summed over all tokens: their copy would be as large as they are."""
+    from onepass._ops import dispatch_log
+
+    torch.set_num_threads(1)
+    for out_features in (2, 24, 300):
+        doutput, input = torch.ones(50_000, out_features), torch.ones(50_000, 3)
+        with dispatch_log.record() as calls:
+            torch.ops.onepass.linear_backward(doutput, input, None, None, F32, F32)
+        (call,) = calls
+        assert call["workspace_bytes"] < 2 << 20, call
