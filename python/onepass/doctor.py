@@ -195,9 +195,9 @@ def code_for(capability: int, archs: str) -> str:
 
 
 def _self_tests() -> Iterator[Line]:
-    """One small case per operator: norms and attention forward and, where there is one, backward by
-    the numerics rule against the reference in float64, dropout bit for bit against its reference
-    with the same seed."""
+    """One small case per operator: dropout bit for bit against its reference with the same seed,
+    the others forward and, where there is one, backward by the numerics rule against the reference
+    in float64."""
     import torch
     import torch.nn.functional as F
 
@@ -210,6 +210,7 @@ def _self_tests() -> Iterator[Line]:
     heads = [torch.randn(192, 2, 20, generator=generator) for _ in range(3)]
     ends = torch.tensor([0, 70, 192], dtype=torch.int32)
     used = torch.tensor([191], dtype=torch.int32)
+    matrix = torch.randn(40, 40, generator=generator)
     dy = torch.randn(192, 40, generator=generator)  # of as many rows as an output has
 
     def dense(ops, *rows):
@@ -245,6 +246,7 @@ def _self_tests() -> Iterator[Line]:
             reference.attention_decode.attention_decode(*rows, **options)[0]
         ),
         merge_attention_states=merged,
+        linear=reference.linear.linear,
     )
     stock = SimpleNamespace(
         scaled_dot_product_attention=F.scaled_dot_product_attention,
@@ -266,6 +268,7 @@ def _self_tests() -> Iterator[Line]:
         rms_norm=F.rms_norm,
         add_layer_norm=lambda x, r, *rest: (F.layer_norm(x + r, *rest), x + r),
         add_rms_norm=lambda x, r, *rest: (F.rms_norm(x + r, *rest), x + r),
+        linear=F.linear,
     )
     calls = {
         "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, shape, w, b, eps), (x, weight, bias)),
@@ -285,6 +288,7 @@ def _self_tests() -> Iterator[Line]:
             lambda ops, x, r, a, b: ops.merge_attention_states((x, r), (a, b))[0],
             (x, residual, weight[:6], bias[:6]),
         ),
+        "linear": (lambda ops, x, w, b: ops.linear(x, w, b), (x, matrix, bias)),
     }
 
     def output_and_gradients(call: Callable, ops, inputs, dtype) -> list[torch.Tensor]:

@@ -184,7 +184,8 @@ def test_machine_facts_are_plain_and_name_the_build():
 def test_recycled_memory_ends_the_page_faults_of_large_outputs():
     """64 MiB, never cached by malloc's defaults: one fault per page, or (huge pages) per 2 MiB.
 
-    The heap may first grow a few times: a free block is too small for an aligned one of its size.
+    The heap first grows a few times (up to nine were seen): a free block is too small for an
+    aligned one of its size.
     In processes of its own, of which one has to show it: whether blocks go back afterwards depends
     on what was allocated before, and on where the loader happened to put things behind the heap.
     """
@@ -192,8 +193,9 @@ def test_recycled_memory_ends_the_page_faults_of_large_outputs():
         import json, torch
         from onepass.bench import machine
 
-        def faults():
-            torch.zeros(16 << 20)
+        def faults(warm_up=1):
+            for _ in range(warm_up):
+                torch.zeros(16 << 20)
             before = machine.page_faults()
             for _ in range(4):
                 torch.zeros(16 << 20)
@@ -201,7 +203,7 @@ def test_recycled_memory_ends_the_page_faults_of_large_outputs():
 
         fresh = faults()
         with machine.recycled_memory() as recycled:
-            kept = faults()
+            kept = faults(warm_up=24)
         print(json.dumps([fresh, kept, faults(), recycled]))
     """
     figures = []

@@ -544,14 +544,14 @@ def test_a_norm_that_is_off_by_little_is_different(monkeypatch, text):
         def forward(self, x):
             return 1.0001 * super().forward(x)
 
-    def swap(model):
+    def swap(model, kinds):
         for module in model.modules():
             if type(module) is nn.LayerNorm:
                 module.__class__ = Off
 
     settings = settings_of("--steps", "20")
     workload = GptWorkload(settings, text, TINY, dropout=0.0)
-    monkeypatch.setattr(onepass, "swap", lambda model: None)
+    monkeypatch.setattr(onepass, "swap", lambda model, kinds: None)
     unchanged = train.compare_training(workload, settings, lambda: None)
     assert unchanged.same and unchanged.stock_gap > 0
     monkeypatch.setattr(onepass, "swap", swap)
