@@ -23,6 +23,7 @@ __all__ = [
     "Report",
     "explain",
     "functional",
+    "keep_freed_memory",
     "nn",
     "optim",
     "swap",
@@ -36,6 +37,7 @@ _library.load()
 if _library.failure is None:
     from onepass import functional, nn, optim
     from onepass.explain import Explanation, explain
+    from onepass.memory import keep_freed_memory
     from onepass.swapping import Report, swap, swapped, unswap
 
 

@@ -181,44 +181,6 @@ def test_machine_facts_are_plain_and_name_the_build():
     assert not any("/" in str(facts[key]) for key in ("commit", "onepass", "system"))
 
 
-def test_recycled_memory_ends_the_page_faults_of_large_outputs():
-    """64 MiB, never cached by malloc's defaults: one fault per page, or (huge pages) per 2 MiB.
-
-    The heap first grows a few times (up to nine were seen): a free block is too small for an
-    aligned one of its size.
-    In processes of its own, of which one has to show it: whether blocks go back afterwards depends
-    on what was allocated before, and on where the loader happened to put things behind the heap.
-    """
-    code = """if True:
-        import json, torch
-        from onepass.bench import machine
-
-        def faults(warm_up=1):
-            for _ in range(warm_up):
-                torch.zeros(16 << 20)
-            before = machine.page_faults()
-            for _ in range(4):
-                torch.zeros(16 << 20)
-            return machine.page_faults() - before
-
-        fresh = faults()
-        with machine.recycled_memory() as recycled:
-            kept = faults(warm_up=24)
-        print(json.dumps([fresh, kept, faults(), recycled]))
-    """
-    figures = []
-    for _ in range(5):
-        command = [sys.executable, "-c", code]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        fresh, kept, after, recycled = json.loads(output)
-        if not recycled:
-            pytest.skip("this allocator has no mallopt")
-        figures.append((fresh, kept, after))
-        if fresh >= 4 * 32 and kept < fresh / 4 and after >= fresh / 2:
-            return  # the defaults are back afterwards, too
-    pytest.fail(f"page faults fresh, kept, after: {figures}")
-
-
 def test_without_holes_outputs_come_from_one_address():
     code = """if True:
         import torch

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onepass import numerics
+from onepass import _malloc, numerics
 from onepass.bench.ceilings import Ceilings, CudaCeilings
 from onepass.bench.goals import Goal
 from onepass.bench.harness import (
@@ -25,7 +25,7 @@ from onepass.bench.harness import (
     measure_pairs,
     pool,
 )
-from onepass.bench.machine import fill_holes, release_memory
+from onepass.bench.machine import fill_holes
 
 SEED = 0
 PLACES = 5
@@ -246,7 +246,7 @@ def measure(
     timings, held, moved_bytes = [], [], 0
     for place in range(places):
         if on_cpu:
-            release_memory()
+            _malloc.trim()
             # Takes the pages that were given back last, which the new tensors would get once more.
             held.append(torch.ones(SPACER_BYTES * place // 4))
         inputs = _inputs(case)

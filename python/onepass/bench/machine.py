@@ -15,11 +15,7 @@ from pathlib import Path
 
 import torch
 
-# Parameters of mallopt(3).
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
-_MMAP_MAX_DEFAULT = 65536
-_TRIM_THRESHOLD_DEFAULT = 128 * 1024
+from onepass import _malloc
 
 _MAX_HOLES = 256
 
@@ -87,30 +83,12 @@ class OtherLoad:
 def recycled_memory() -> Iterator[bool]:
     """Inside, memory that is freed stays with the process; yields whether the allocator obeys.
 
-    Under its defaults glibc returns large blocks to the system when they are freed, so that every
-    large output costs a page fault per 4 KiB, whoever computes it: beyond the cache these faults
-    take longer than any kernel here. With M_MMAP_MAX=0 and no M_TRIM_THRESHOLD (the environment
-    variables MALLOC_MMAP_MAX_ and MALLOC_TRIM_THRESHOLD_) a loop reuses its blocks after a few
-    iterations, as it does under jemalloc or in a process that has set these variables.
+    Else page faults of fresh outputs hide every kernel (`onepass._malloc`).
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        yield False
-        return
-    obeyed = mallopt(_M_MMAP_MAX, 0) == 1 and mallopt(_M_TRIM_THRESHOLD, -1) == 1
     try:
-        yield obeyed
+        yield _malloc.keep(None)
     finally:
-        mallopt(_M_MMAP_MAX, _MMAP_MAX_DEFAULT)
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_DEFAULT)
-        release_memory()
-
-
-def release_memory() -> None:
-    """Gives what the process has freed back to the system, so that new tensors get new pages."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+        _malloc.restore()
 
 
 def fill_holes(block_bytes: int) -> list[torch.Tensor]:

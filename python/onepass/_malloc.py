@@ -1,0 +1,107 @@
+"""glibc's malloc: whether it serves this process, and what it does with memory that is freed.
+
+By default it maps large blocks apart from its heap and unmaps them when they are freed, so that
+every large output costs a page fault per 4 KiB, whoever computes it: beyond the cache these faults
+take longer than any kernel here. With M_MMAP_MAX=0 all blocks lie in the heap, and without
+M_TRIM_THRESHOLD its top stays: a loop reuses its blocks after a few iterations, as it does under
+jemalloc. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+
+# Parameters of mallopt(3), by the name that GLIBC_TUNABLES has for them.
+_PARAMETERS = {"trim_threshold": -1, "mmap_threshold": -3, "mmap_max": -4}
+# In the environment malloc reads top_pad too.
+_TUNABLES = (*_PARAMETERS, "top_pad")
+_DEFAULTS = {"trim_threshold": 128 << 10, "mmap_threshold": 128 << 10, "mmap_max": 65536}
+# malloc raises its thresholds as large blocks are freed, until one of them is set. It ends here.
+_ADAPTED = _DEFAULTS | {"trim_threshold": 64 << 20, "mmap_threshold": 32 << 20}
+
+LARGEST = 2**31 - 1  # mallopt takes an int
+
+
+class _Symbol(ctypes.Structure):
+    """Dl_info of dladdr(3)."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def obstacle() -> str:
+    """Why nothing can be told to the malloc that serves torch; empty where that is glibc's."""
+    process = _process()
+    if not (hasattr(process, "mallopt") and hasattr(process, "gnu_get_libc_version")):
+        return "this C library is not glibc"
+    serving, glibc = (_file_of(name) for name in ("posix_memalign", "gnu_get_libc_version"))
+    if serving != glibc:
+        return f"memory is that of {Path(serving).name}, not of glibc"
+    return ""
+
+
+def keep(limit: int | None) -> bool:
+    """From now on all blocks lie in the heap, and up to limit free bytes at its top stay there.
+
+    None: all. Returns whether malloc takes that.
+    """
+    return not obstacle() and _set(
+        {"mmap_max": 0, "trim_threshold": -1 if limit is None else limit}
+    )
+
+
+def restore() -> bool:
+    """What the environment says or else what malloc comes to by itself; frees what it can.
+
+    glibc goes on serving large blocks from holes of its heap, and the top of a heap that something
+    was mapped behind stays.
+    """
+    from_environment = told()
+    values = (_DEFAULTS if from_environment else _ADAPTED) | from_environment
+    restored = not obstacle() and _set({name: values[name] for name in _PARAMETERS})
+    trim()
+    return restored
+
+
+def trim() -> None:
+    """Gives what the process has freed back to the system, so that new tensors get new pages."""
+    if hasattr(process := _process(), "malloc_trim"):
+        process.malloc_trim(0)
+
+
+def told() -> dict[str, int]:
+    """What the environment says of freed memory, by glibc's names; GLIBC_TUNABLES win."""
+    pairs = [entry.partition("=") for entry in os.environ.get("GLIBC_TUNABLES", "").split(":")]
+    tunables = {name: value for name, _, value in pairs}
+    values = {}
+    for name in _TUNABLES:
+        text = tunables.get(f"glibc.malloc.{name}", os.environ.get(f"MALLOC_{name.upper()}_", ""))
+        if re.fullmatch(r"-?(\d+|0x[\da-fA-F]+)", text):
+            values[name] = int(text, 16 if "x" in text else 10)
+    return values
+
+
+def _process() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if os.name == "posix" else None
+
+
+def _file_of(name: str) -> str:
+    """The shared object that a function of this process comes from."""
+    process, symbol = _process(), _Symbol()
+    address = ctypes.cast(getattr(process, name), ctypes.c_void_p)
+    process.dladdr(address, ctypes.byref(symbol))
+    return os.fsdecode(symbol.file or b"")
+
+
+def _set(values: dict[str, int]) -> bool:
+    mallopt = _process().mallopt
+    return all(
+        mallopt(_PARAMETERS[name], min(value, LARGEST)) == 1 for name, value in values.items()
+    )

@@ -1,0 +1,217 @@
+"""`onepass.keep_freed_memory`: page faults, resident memory, what it reaches and what it leaves.
+
+In processes of their own (loops.py), of which one has to show what is claimed: where the loader put
+things behind the heap, and what was allocated before, decides whether blocks go back.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import onepass
+from onepass import _malloc
+from tests.memory.loops import COUNTED
+
+FRESH = COUNTED * 32  # page faults of so many blocks, at least
+TRIES = 5
+TOGETHER = (
+    "public", "bench", "backward", "undone", "undone_small", "below_the_limit", "beyond_the_limit",
+    "forked", "in_threads",
+)  # fmt: skip
+
+on_glibc = pytest.mark.skipif(bool(_malloc.obstacle()), reason=_malloc.obstacle())
+
+
+def run(names: tuple[str, ...], **variables: str) -> dict:
+    kept = {name: v for name, v in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.memory.loops", *names],
+        env=kept | variables, cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
+
+
+@functools.cache
+def together() -> dict:
+    """One process imports torch for all that needs no environment of its own."""
+    return run(TOGETHER)
+
+
+def shown(name: str, holds: Callable[..., bool], **variables: str) -> None:
+    """Finds the figures of a loop in new processes until they hold."""
+    figures = []
+    for number in range(TRIES):
+        first = number == 0 and name in TOGETHER
+        figures.append((together() if first else run((name,), **variables))[name])
+        if holds(*figures[-1]):
+            return
+    pytest.fail(f"in {TRIES} processes: {figures}")
+
+
+# ---- what it does --------------------------------------------------------------------------------
+
+
+@on_glibc
+@pytest.mark.parametrize("name", ["public", "bench"])
+def test_page_faults_of_large_outputs_end_and_come_back(name):
+    shown(
+        name,
+        lambda fresh, kept, after, obeyed, undone: (
+            obeyed and undone and fresh >= FRESH and kept < fresh / 4 and after >= fresh / 2
+        ),
+    )
+
+
+@on_glibc
+def test_a_backward_on_the_cpu_is_covered():
+    """It runs in the thread that calls it, and so takes from the same heap."""
+    shown(
+        "backward",
+        lambda fresh, kept, same: same and fresh >= FRESH and kept < fresh / 4,
+    )
+
+
+@on_glibc
+def test_undone_resident_memory_goes_back():
+    shown("undone", lambda kept, after: kept >= 6 * 64 and after < 64)
+
+
+@on_glibc
+def test_undone_blocks_that_malloc_keeps_by_itself_are_kept():
+    """Those of 8 MiB; malloc's thresholds at its start would unmap them."""
+    shown("undone_small", lambda small, large: large >= FRESH and small < large / 32)
+
+
+@on_glibc
+def test_the_top_of_the_heap_goes_back_beyond_the_limit():
+    shown("below_the_limit", lambda obeyed, held, left: obeyed and held >= 60 and left >= 60)
+    shown("beyond_the_limit", lambda obeyed, held, left: obeyed and held >= 60 and left < 8)
+
+
+# ---- what it reaches -----------------------------------------------------------------------------
+
+
+@on_glibc
+def test_forks_inherit_it():
+    """Workers of a DataLoader, for one."""
+    shown("forked", lambda kept: kept < FRESH)
+
+
+@on_glibc
+def test_other_threads_keep_what_fits_their_heaps():
+    """Which have at most 64 MiB."""
+    shown("in_threads", lambda small, large, main: small < FRESH and main < FRESH <= large)
+
+
+@on_glibc
+def test_with_one_arena_other_threads_are_covered():
+    shown(
+        "in_threads",
+        lambda small, large, main: max(small, large, main) < FRESH,
+        MALLOC_ARENA_MAX="1",
+    )
+
+
+# ---- the environment -----------------------------------------------------------------------------
+
+
+@on_glibc
+def test_undone_the_environment_holds_again():
+    variables = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
+    shown("undone_twice", lambda started, after: started < FRESH and after < FRESH, **variables)
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({}, {}),
+        ({"MALLOC_MMAP_MAX_": "0"}, {"mmap_max": 0}),
+        ({"MALLOC_TRIM_THRESHOLD_": "-1"}, {"trim_threshold": -1}),
+        ({"MALLOC_TOP_PAD_": "0x1000"}, {"top_pad": 4096}),
+        ({"MALLOC_MMAP_THRESHOLD_": "much"}, {}),
+        (
+            {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=2:glibc.malloc.arena_max=1"},
+            {"mmap_max": 2},
+        ),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=2", "MALLOC_MMAP_MAX_": "3"}, {"mmap_max": 2}),
+    ],
+)
+def test_what_the_environment_says(variables, expected, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert _malloc.told() == expected
+
+
+# ---- what it cannot do ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [None, 0, 1 << 20])
+def test_another_c_library_is_left_alone_and_named(limit, monkeypatch):
+    monkeypatch.setattr(_malloc, "_process", SimpleNamespace)
+    with pytest.warns(UserWarning, match="keep_freed_memory: .*this C library is not glibc"):
+        assert onepass.keep_freed_memory(limit) is False
+
+
+def test_a_malloc_that_refuses_is_told(monkeypatch):
+    monkeypatch.setattr(_malloc, "obstacle", str)
+    refusing = SimpleNamespace(mallopt=lambda parameter, value: 0)
+    monkeypatch.setattr(_malloc, "_process", lambda: refusing)
+    with pytest.warns(UserWarning, match="nothing is changed: mallopt refused"):
+        assert onepass.keep_freed_memory() is False
+
+
+@on_glibc
+def test_an_allocator_in_front_of_glibcs_is_named(tmp_path):
+    source, library = tmp_path / "other.cpp", tmp_path / "libother.so"
+    source.write_text(
+        "#include <cstdlib>\n"
+        'extern "C" int posix_memalign(void** to, size_t alignment, size_t size) {\n'
+        "  *to = aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);\n"
+        "  return *to == nullptr;\n"
+        "}\n"
+    )
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source], check=True)
+    reason = "nothing is changed: memory is that of libother.so, not of glibc"
+    shown(
+        "refused",
+        lambda obeyed, told: not obeyed and told == [f"keep_freed_memory: {reason}"],
+        LD_PRELOAD=str(library),
+    )
+
+
+@pytest.mark.parametrize(
+    "limit, error, got",
+    [
+        (-1, ValueError, "None or lie in [0, 2147483647], got -1"),
+        (2**31, ValueError, "None or lie in [0, 2147483647], got 2147483648"),
+        (1e9, TypeError, "a whole number or None, got float"),
+        (True, TypeError, "a whole number or None, got bool"),
+        ("1", TypeError, "a whole number or None, got str"),
+    ],
+)
+def test_limits_that_cannot_be(limit, error, got, monkeypatch):
+    monkeypatch.setattr(_malloc, "_set", lambda values: pytest.fail("malloc was told"))
+    with pytest.raises(error) as raised:
+        onepass.keep_freed_memory(limit)
+    assert str(raised.value) == f"keep_freed_memory: limit must be {got}"
+
+
+@on_glibc
+def test_nothing_is_said_where_it_works(monkeypatch):
+    monkeypatch.setattr(_malloc, "_set", lambda values: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert onepass.keep_freed_memory() is True
