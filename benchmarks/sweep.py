@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 _PRELOADED = ["torch", "onepass", "transformers", "sweep_models", "sweep_check"]
-_KINDS = ("norm", "attention", "dropout")
+_KINDS = ("norm", "attention", "dropout", "linear")
 
 
 def main() -> int:
@@ -149,7 +149,7 @@ def table(rows) -> str:
     lines.append(f"- {len(unbuilt)} not built from small settings (not judged)")
     lines += [
         "",
-        "| architecture | verdict (of the limit) | norms, attention, dropout |"
+        "| architecture | verdict (of the limit) | norms, attention, dropout, linear |"
         " skipped, unknown | time | remarks |",
         "| --- | --- | --- | --- | --- | --- |",
     ]

@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 import onepass
-from onepass.swapping import small_calls
+from onepass.swapping import products, small_calls
 from onepass.swapping.verify import _modules, _stock
 
 ROUNDS = 3
@@ -33,6 +33,10 @@ def run(connection, family: str, name: str, dtype: str, memory_gb: float) -> Non
     # Models as small as these would be left to torch's own kernels.
     small_calls.LEAST_NORM.clear()
     small_calls.LEAST_ATTENTION.clear()
+    small_calls.LEAST_LINEAR.clear()
+    # And their linear layers to torch's products, on another CPU than this.
+    slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
+    products.facts = lambda: slow
     transformers.logging.set_verbosity_error()
     row = {"family": family, "name": name, "dtype": dtype}
     with warnings.catch_warnings(record=True) as caught:

@@ -101,6 +101,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="turns of four steps each, at least")
     parser.add_argument("--seconds", type=float, default=20.0, help="more turns while it took less")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--kinds", nargs="+", help="as swap takes them (default: its own)")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -114,7 +115,7 @@ def main() -> int:
     rows = []
     with Progress(console=console) as progress, recycled_memory():
         for name, dtype in progress.track(cases):
-            rows.append(measure(name, dtype, options.rounds, options.seconds))
+            rows.append(measure(name, dtype, options))
             progress.console.print(_text(rows[-1]))
     table = Table("model", "dtype", "stock ms", "swapped ms", "times faster", "turns")
     for row in rows:
@@ -125,9 +126,9 @@ def main() -> int:
     return 0
 
 
-def measure(name: str, dtype: str, rounds: int, seconds: float) -> dict:
+def measure(name: str, dtype: str, options: argparse.Namespace) -> dict:
     model, batch = build(name, getattr(torch, dtype))
-    report = onepass.swap(model)
+    report = onepass.swap(model, kinds=options.kinds)
     modules = _modules(report)
 
     def step(stock: bool) -> float:
@@ -143,7 +144,7 @@ def measure(name: str, dtype: str, rounds: int, seconds: float) -> dict:
     times: dict[bool, list[float]] = {True: [], False: []}
     ratios: list[float] = []
     begin = time.perf_counter()
-    while len(ratios) < rounds or time.perf_counter() - begin < seconds:
+    while len(ratios) < options.rounds or time.perf_counter() - begin < options.seconds:
         first = len(ratios) % 2 == 0
         taken: dict[bool, float] = {True: 0.0, False: 0.0}
         for stock in (first, not first, not first, first):

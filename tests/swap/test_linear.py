@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import onepass
 from onepass import numerics
-from onepass.swapping import products
+from onepass.swapping import products, small_calls
 from onepass.swapping.products import Facts
 from onepass.swapping.reasons import Reason
 from tests.swap.same_model import assert_computes_the_same
@@ -23,21 +23,44 @@ FAST = Facts("GenuineIntel", mkl=True, bfloat16=True, float16=True)
 
 @pytest.fixture(autouse=True)
 def slow_products(monkeypatch):
-    monkeypatch.setattr(products, "facts", lambda: SLOW)
+    set_facts(monkeypatch, SLOW)
 
 
 def swap(model: nn.Module, **options) -> onepass.Report:
     return onepass.swap(model, kinds=("linear",), **options)
 
 
+def set_facts(monkeypatch, facts: Facts) -> None:
+    monkeypatch.setattr(products, "facts", lambda: facts)
+
+
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24, bias=False))
 
 
-def test_only_where_they_are_asked_for():
-    stock = model()
-    report = onepass.swap(stock)
-    assert not report.swapped and not report.skipped and type(stock[0]) is nn.Linear
+def test_by_default_where_they_pay():
+    ours = model()
+    report = onepass.swap(ours, strict=True)
+    assert [entry["name"] for entry in report.swapped] == ["0", "2"]
+    assert small_calls.LINEAR_NOTE in report.notes
+
+
+def test_a_note_says_of_the_others_why(monkeypatch):
+    set_facts(monkeypatch, FAST)
+    stock = nn.Sequential(*model(), nn.Linear(24, 8, dtype=torch.float64))
+    report = onepass.swap(stock, strict=True)
+    assert not report.swapped and not report.skipped and not report.unknown
+    assert report.notes == [
+        "2 linear layers keep torch's products: torch is as fast here in float32 products, by MKL "
+        "on GenuineIntel",
+        "1 linear layers keep torch's products: torch is as fast here in torch.float64 products",
+    ]
+    listed = swap(stock, strict=True)
+    assert [entry["name"] for entry in listed.skipped] == ["0", "2", "3"] and not listed.notes
+    listed = swap(stock, exclude="2")
+    assert [entry["reason"].kind for entry in listed.skipped] == [
+        Reason.AS_FAST, Reason.EXCLUDED, Reason.AS_FAST
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -85,7 +108,7 @@ def test_gradients_are_those_of_the_numerics_rule():
     ids=str,
 )
 def test_the_rule(dtype, facts, text, monkeypatch):
-    monkeypatch.setattr(products, "facts", lambda: facts)
+    set_facts(monkeypatch, facts)
     report = swap(nn.Linear(8, 8, dtype=dtype))
     if text is None:
         assert len(report.swapped) == 1 and not report.skipped
@@ -134,9 +157,10 @@ def test_what_is_left_as_it_is():
     )
     report = swap(own)
     assert [entry["name"] for entry in report.swapped] == ["subclass"]
+    (entry,) = report.unknown
+    assert entry["name"] == "own" and entry["reason"].kind is Reason.OWN_FORWARD
     kinds = {entry["name"]: entry["reason"].kind for entry in report.skipped}
     assert kinds == {
-        "own": Reason.OWN_FORWARD,
         "normed": Reason.PARAMETRIZED,
         "instance": Reason.INSTANCE_FORWARD,
         "lazy": Reason.PARAMETER_CLASS,
@@ -171,3 +195,180 @@ def test_under_autocast_and_compiled():
     for rows in (6, 9):
         x = torch.randn(rows, 24)
         torch.testing.assert_close(compiled(x), ours(x))
+
+
+# ---- calls whose products torch computes as fast -------------------------------------------------
+
+
+def kernels(module: nn.Module, x: torch.Tensor) -> set[tuple[str, str]]:
+    return {(call["kernel"], call["reason"]) for call in onepass.explain(module, x).calls}
+
+
+def test_the_dtype_at_the_call_decides(monkeypatch):
+    set_facts(monkeypatch, SLOW._replace(bfloat16=True))
+    stock = model()
+    ours = copy.deepcopy(stock)
+    swap(ours)
+    x = torch.randn(30, 24)
+    torchs = {
+        ("torch.nn.functional.linear", "torch is as fast here in bfloat16 products, by oneDNN")
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours(x), stock(x)) and kernels(ours, x) == torchs
+    with torch.autocast("cpu", torch.float16):
+        assert {kernel for kernel, _ in kernels(ours, x)} == {"linear_kernel"}
+    ours.bfloat16(), stock.bfloat16()
+    assert torch.equal(ours(x.bfloat16()), stock(x.bfloat16()))
+    assert kernels(ours, x.bfloat16()) == torchs
+
+
+def test_float32_products_in_bfloat16_are_the_users_choice(monkeypatch):
+    set_facts(monkeypatch, SLOW._replace(bfloat16=True))
+    ours, x = model(), torch.randn(30, 24)
+    swap(ours)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        ((kernel, reason),) = kernels(ours, x)
+        assert kernel == "torch.nn.functional.linear" and "as matmul precision allows" in reason
+        (entry, _) = swap(model()).skipped
+        assert "as matmul precision allows" in entry["reason"]
+        set_facts(monkeypatch, SLOW)  # torch's products have no such mode then
+        assert {kernel for kernel, _ in kernels(ours, x)} == {"linear_kernel"}
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_compiled_calls_follow_the_dtype_too(monkeypatch, bfloat16):
+    set_facts(monkeypatch, SLOW._replace(bfloat16=bfloat16))
+    ours = model()
+    swap(ours)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(str(graph.code))
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend=backend, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        compiled(torch.randn(30, 24))
+    (code,) = graphs
+    assert ("onepass.linear_forward" in code) is not bfloat16
+
+
+# ---- torch.func, forward mode --------------------------------------------------------------------
+
+
+def test_per_sample_gradients_are_torchs():
+    stock = model()
+    ours = copy.deepcopy(stock)
+    swap(ours)
+    x = torch.randn(5, 24)
+
+    def per_sample(module):
+        def loss(parameters, row):
+            return torch.func.functional_call(module, parameters, (row,)).square().sum()
+
+        parameters = dict(module.named_parameters())
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+
+    assert all(map(torch.equal, per_sample(ours).values(), per_sample(stock).values()))
+
+
+def test_forward_mode_is_torchs():
+    stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.0))
+    ours = copy.deepcopy(stock)
+    assert len(onepass.swap(ours).swapped) == 3
+    x = torch.randn(8)
+    assert torch.equal(torch.func.jacfwd(ours)(x), torch.func.jacfwd(stock)(x))
+
+
+# ---- whole models --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_encoder_and_its_fast_path(nested, grad):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    stock = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
+    ours = copy.deepcopy(stock)
+    report = onepass.swap(ours)
+    assert sum(entry["kind"] == "linear" for entry in report.swapped) == 4
+    x, padding = (
+        torch.randn(3, 7, 16),
+        torch.arange(7).expand(3, 7) >= torch.tensor([[7], [4], [2]]),
+    )
+    with torch.set_grad_enabled(grad):
+        got, expected = (m(x, src_key_padding_mask=padding) for m in (ours, stock))
+    torch.testing.assert_close(got[~padding], expected[~padding], rtol=1e-5, atol=1e-5)
+
+
+def test_checkpointing_and_autocast_in_training():
+    block = nn.Sequential(nn.LayerNorm(16), *(nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 16))
+    onepass.swap(block)
+    x = torch.randn(8, 16, requires_grad=True)
+    gradients = []
+    for run in (block, lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(x)
+        gradients.append(torch.autograd.grad(y.float().square().sum(), [x, *block.parameters()]))
+    assert all(map(torch.equal, *gradients))
+
+
+LLAMA = dict(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, attention_dropout=0.0, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
+
+
+def test_a_llama_is_verified_and_generates_the_same():
+    ids = torch.arange(20).reshape(2, 10) % 32
+    stock, ours = llama(), llama()
+    report = onepass.swap(ours)
+    linear = {entry["name"] for entry in report.swapped if entry["kind"] == "linear"}
+    assert "lm_head" in linear and len(linear) == 2 * 7 + 1
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
+    assert report.verify({"input_ids": ids, "labels": ids}).ok
+    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(ours.generate(ids, **options), stock.generate(ids, **options))
+
+
+@pytest.mark.parametrize("order", ["swap first", "wrap first"])
+def test_lora(order):
+    """The adapters' own layers and those that they wrap; merged, weights are stock's."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ids = torch.arange(20).reshape(2, 10) % 32
+
+    def adapted(with_swap: bool):
+        base = llama()
+        if with_swap and order == "swap first":
+            onepass.swap(base)
+        torch.manual_seed(1)
+        found = peft.get_peft_model(base, config)
+        if with_swap and order == "wrap first":
+            onepass.swap(found)
+        return found.eval()
+
+    stock, ours = adapted(False), adapted(True)
+    assert any(isinstance(m, onepass.nn.Linear) for m in ours.modules())
+    close = dict(rtol=1e-4, atol=1e-5)
+    for one in (stock, ours):
+        one(input_ids=ids, labels=ids).loss.backward()
+    trained = [(p, q) for p, q in zip(stock.parameters(), ours.parameters(), strict=True)]
+    assert sum(p.requires_grad for p, _ in trained) == 2 * 2 * 2
+    for expected, got in trained:
+        if expected.requires_grad:
+            torch.testing.assert_close(got.grad, expected.grad, **close)
+        else:
+            assert expected.grad is got.grad is None
+    merged = [one.merge_and_unload() for one in (stock, ours)]
+    torch.testing.assert_close(*(one(ids).logits for one in merged), **close)

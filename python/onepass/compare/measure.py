@@ -129,7 +129,7 @@ def _parts(
 def _trainers(workload, settings: Settings) -> tuple[dict[str, Trainer], onepass.Report]:
     stock = workload.build()
     swapped = copy.deepcopy(stock)
-    report = onepass.swap(swapped, kinds=settings.kinds)
+    report = settings.swap(swapped)
     models = {"stock": stock, "swapped": swapped}
     if settings.compile:
         models |= {f"compiled {name}": copy.deepcopy(model) for name, model in models.items()}

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-import onepass
 from onepass.compare.data import Text, load_text
 from onepass.compare.settings import Settings, make_current
 from onepass.compare.train import Trainer
@@ -77,7 +76,7 @@ def _measure(
         workload = GptWorkload(settings, text, settings.speed, dropout)
     model = workload.build()
     if variant.endswith("swapped"):
-        onepass.swap(model, kinds=settings.kinds)
+        settings.swap(model)
     compiled = variant.startswith("compiled")
     trainer = Trainer(model, settings, compiled)
     # Optimizer state, caches, compiled code: there before the level is taken. A small batch leaves

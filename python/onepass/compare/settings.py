@@ -7,11 +7,13 @@ import shlex
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import nn
 
+import onepass
 from onepass import _library
 from onepass.compare.errors import BadInput
 from onepass.compare.model import Sizes
-from onepass.swapping.matchers import DEFAULT_KINDS, KINDS
+from onepass.swapping.matchers import KINDS
 
 # One step of the speed phase at these sizes takes a few seconds on two cores; the sameness phase
 # trains a model small enough for a thousand steps in the time of thirty such steps.
@@ -37,7 +39,7 @@ class Settings:
     text: tuple[str, ...]
     steps: int | None  # None: chosen by the time that a step of --model takes
     pairs: int
-    kinds: tuple[str, ...]  # what the swap takes
+    kinds: tuple[str, ...]  # what the swap takes; empty: its default
     compile: bool
     optimizers: tuple[str, ...]  # of OPTIMIZERS, always with "fused": what the others are held to
     masters: tuple[str, ...]  # of MASTERS; empty: only parameters as they are
@@ -49,6 +51,10 @@ class Settings:
     threads: int
     quick: bool
     command: str
+
+    def swap(self, model: nn.Module) -> onepass.Report:
+        """Swaps a model in place."""
+        return onepass.swap(model, kinds=self.kinds or None)
 
     def to_dict(self) -> dict:
         fields = asdict(self)
@@ -90,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, metavar="N", help="steps of the sameness phase (default 200)")
     add("--pairs", type=int, metavar="N", help="timed pairs of steps, at least (default 8)")
     add("--kinds", nargs="+", metavar="KIND", help="what the swap takes, of "
-        f"{', '.join(KINDS)} (default: {' '.join(DEFAULT_KINDS)})")  # fmt: skip
+        f"{', '.join(KINDS)} (default: all that pay)")  # fmt: skip
     add("--compile", action="store_true", help="add compiled stock and compiled swapped")
     add("--optimizers", nargs="+", metavar="NAME", help="AdamW steps timed apart: torch's default, "
         "torch's fused (always), onepass's (default: default fused onepass)")  # fmt: skip
@@ -129,7 +135,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
             "--master and --state-dtype are settings of onepass's AdamW: --optimizers must list "
             f"onepass, got {' '.join(optimizers)}"
         )
-    kinds = _several(args.kinds, "--kinds", KINDS) or DEFAULT_KINDS
+    kinds = _several(args.kinds, "--kinds", KINDS)
     for p in args.dropout or ():
         if not 0.0 <= p < 1.0:
             raise BadInput(f"--dropout must lie in [0, 1), got {p:g}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-import onepass
 from onepass.compare import attribution
 from onepass.compare.errors import BadInput
 from onepass.compare.model import call, cast, loss_of
@@ -203,8 +201,7 @@ def compare_training(
         return train_curve(workload, settings, points, advance, seed=seed, prepare=reorder)
 
     stock = [stock_run(seed) for seed in range(STOCK_RUNS)]
-    swap = functools.partial(onepass.swap, kinds=settings.kinds)
-    swapped = train_curve(workload, settings, points, advance, prepare=swap)
+    swapped = train_curve(workload, settings, points, advance, prepare=settings.swap)
     differ_by = {None: "rounding of the initial weights, random seed", 0.0: "summation order"}
     return Sameness(
         dropout,

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
@@ -21,7 +22,7 @@ import onepass.nn
 from onepass._compiling import refuse_script
 from onepass._imported import is_a
 from onepass._ops.norm import NormKind, norm
-from onepass.swapping import small_calls
+from onepass.swapping import products, small_calls
 
 
 class NormSpec(NamedTuple):
@@ -89,7 +90,12 @@ class LinearForward(Swapped):
     _onepass_to = "onepass.nn.Linear"
 
     def forward(self, input: Tensor) -> Tensor:
-        if _is_plain(input) and not small_calls.linear_is_small(input, self.weight):
+        if (
+            _is_plain(input)
+            and not small_calls.linear_is_small(input, self.weight)
+            and products.gains(input)
+            and not _is_transformed()
+        ):
             return onepass.nn.Linear.forward(self, input)
         return _elsewhere(self, torch.nn.Linear.forward, input)
 
@@ -379,15 +385,23 @@ def _is_for_attention(input: Tensor) -> bool:
 
 
 def _is_plain(input: Tensor) -> bool:
-    """Whether the operators take this tensor: nested and distributed ones run the original.
+    """Whether the operators take this tensor: nested and distributed ones run the original, and so
+    does forward-mode differentiation.
 
     `nn.TransformerEncoder` is what hands out nested tensors, in eval with a padding mask.
     """
+    if forward_ad._current_level >= 0:
+        return False
     if type(input) is Tensor:
         return not input.is_nested
     if isinstance(input, torch.fx.Proxy):
         return False
     return not (input.is_nested or hasattr(input, "device_mesh"))
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func is at work: torch maps a product by one product, ours by a loop."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _elsewhere(module: nn.Module, original, input, *args, **named):

@@ -44,7 +44,7 @@ def swap(
     journal: Journal,
     model: nn.Module,
     *,
-    kinds: Sequence[str] = matchers.DEFAULT_KINDS,
+    kinds: Sequence[str] | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -70,9 +70,10 @@ def swap(
 
     Args:
         model: any module; it may itself be a norm.
-        kinds: which families to swap, of "norm", "attention", "dropout" and "linear". The last is
-            not among the default: products on a CPU whose torch is slow at them, such as bfloat16
-            without AVX-512, float16, or float32 on an AMD CPU; the report says which are as fast.
+        kinds: which families to swap, of "norm", "attention", "dropout" and "linear"; None: all.
+            Linear layers are swapped where torch is slow at their products: on a CPU in bfloat16
+            without AVX-512, in float16, and in float32 if it is AMD's. The others keep their class,
+            as a note says, or, where kinds holds "linear", the list of what was skipped.
         include, exclude: globs on fully qualified names ("*.mlp.*"); exclude wins. A module shared
             under several names is included by any and excluded by any of them.
         filter_fn: asked last, `filter_fn(module, name)`; False keeps the module as it is.
@@ -82,6 +83,7 @@ def swap(
             transformers vouches for. The report names them; let its `verify` compare.
         dry_run: report what would be done, change nothing.
         strict: raise if a candidate is refused, or if an explicitly passed kind matches no module.
+            Linear layers that gain nothing count as matched.
         probe: prove norms of unknown classes numerically and swap those that pass. False skips
             all that are not forced.
 
@@ -96,24 +98,24 @@ def swap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model must be a torch.nn.Module, got {type(model).__name__}")
-    explicit = kinds is not matchers.DEFAULT_KINDS
     flags = {"dry_run": dry_run, "strict": strict, "probe": probe}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"swap: {name} must be True or False, got {type(flag).__name__}")
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"swap: filter_fn must be callable, got {type(filter_fn).__name__}")
-    kinds = strings("kinds", "names", kinds)
-    for kind in kinds:
+    asked = () if kinds is None else strings("kinds", "names", kinds)
+    for kind in asked:
         if kind not in matchers.KINDS:
             raise ValueError(f"swap: kinds must be of {matchers.KINDS}, got {kind!r}")
     choice = Choice(
         globs("include", include), globs("exclude", exclude), globs("force", force), filter_fn
     )
-    plan = Plan(model, kinds, choice, probe, dry_run)
+    kinds = matchers.KINDS if kinds is None else asked
+    plan = Plan(model, kinds, choice, probe, dry_run, list_as_fast="linear" in asked)
     report = plan.report
     if strict:
-        _check_strict(kinds if explicit else (), report, plan.refused)
+        _check_strict(asked, plan)
     report.notes = notes.notes(model, plan) + choice.without_a_match(plan.found)
     if not dry_run:
         report._changes += [
@@ -199,14 +201,16 @@ def _check_restorable(found: list[Found]) -> None:
         )
 
 
-def _check_strict(kinds, report: Report, refused: list[dict[str, str]]) -> None:
-    if refused:
+def _check_strict(kinds: tuple[str, ...], plan: Plan) -> None:
+    if plan.refused:
         got = "; ".join(
             f"{entry['name']!r} ({entry['type'].rpartition('.')[2]}): {entry['reason']}"
-            for entry in refused
+            for entry in plan.refused
         )
         raise RuntimeError(f"swap: model must hold no refused candidate under strict, got {got}")
-    matched = {entry["kind"] for entry in report.swapped}
+    matched = {entry["kind"] for entry in plan.report.swapped}
+    if plan.as_fast:
+        matched.add("linear")
     for kind in kinds:
         if kind not in matched:
             raise RuntimeError(

@@ -17,8 +17,6 @@ from onepass.swapping.classes import has_kernels
 from onepass.swapping.reasons import Because, Reason
 
 KINDS = ("norm", "attention", "dropout", "linear")
-# Those that `swap` takes by itself.
-DEFAULT_KINDS = ("norm", "attention", "dropout")
 
 
 class Structure(NamedTuple):
@@ -175,11 +173,13 @@ def _linear(module: nn.Module) -> Match | None:
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return None  # attention of torch's reads its weight alone
     if cls.forward is not nn.Linear.forward:
-        return Match("linear", reason=Reason.OWN_FORWARD.because())
-    reason = None
-    if module.weight.device.type in ("cpu", "meta"):
-        torchs = products.as_fast(module.weight.dtype, products.facts())
-        reason = Reason.AS_FAST.because(torchs) if torchs else None
+        return Match("linear", unknown=True, reason=Reason.OWN_FORWARD.because())
+    device = module.weight.device.type
+    if device in ("cpu", "meta"):
+        torchs = products.as_fast(module.weight.dtype)
+    else:
+        torchs = f"products on {device}"
+    reason = Reason.AS_FAST.because(torchs) if torchs else None
     return Match("linear", forward=classes.LinearForward, reason=reason)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import torch
 from torch import nn
 
@@ -47,6 +49,7 @@ _FAST_PATH = (
     "and reads their parameters only: the swapped modules run in training, and whenever the fast "
     "path is off; nested tensors, which it makes of a padding mask, run the stock forward"
 )
+_AS_FAST = "{count} linear layers keep torch's products: {reason}"
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -69,6 +72,9 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
     kinds = {change.kind for change in plan.classes}
     if "linear" in kinds:
         notes.append(small_calls.LINEAR_NOTE)
+    if not plan.list_as_fast:
+        reasons = collections.Counter(plan.as_fast)
+        notes += [_AS_FAST.format(count=count, reason=reason) for reason, count in reasons.items()]
     notes += _note(_FORCED, plan.forced)
     kinds = kinds if torch.cuda.is_available() else set()
     if kinds - {"attention", "linear"} and not matchers.has_kernels("cuda"):

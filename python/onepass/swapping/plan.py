@@ -35,10 +35,18 @@ class Plan:
         named: the edits that give modules onepass's attention by name.
         refused: entries of candidates that cannot be swapped, as under `strict`.
         forced: names of modules that are swapped by the user's word alone.
+        as_fast: the reasons of linear layers that would gain nothing.
+        list_as_fast: whether the report lists these as skipped.
     """
 
     def __init__(
-        self, model: nn.Module, kinds: tuple[str, ...], choice: Choice, probe: bool, dry_run: bool
+        self,
+        model: nn.Module,
+        kinds: tuple[str, ...],
+        choice: Choice,
+        probe: bool,
+        dry_run: bool,
+        list_as_fast: bool,
     ):
         self.report = Report(model, dry_run=dry_run)
         self.found = walk(model)
@@ -46,6 +54,8 @@ class Plan:
         self.named: list[Edit] = []
         self.refused: list[dict[str, str]] = []
         self.forced: list[str] = []
+        self.as_fast: list[Because] = []
+        self.list_as_fast = list_as_fast
         self._kinds, self._choice, self._probe = kinds, choice, probe
         self._verdicts: dict[tuple, NormSpec | Because] = {}
         self._kept: dict[int, str] = {}  # names of modules whose calls stay, by id
@@ -90,7 +100,15 @@ class Plan:
             return
         if match.named or match.forward is classes.AttentionCalls:
             self._kept[id(module)] = item.names[0]
+        as_fast = match.reason is not None and match.reason.kind is Reason.AS_FAST
+        if as_fast:
+            self.as_fast.append(match.reason)
+            if not self.list_as_fast:
+                return
         reason = self._choice.refusal(item)
+        if as_fast:
+            self._skip(item, reason or match.reason)
+            return
         if match.named:
             self._consider_named(item, match.kind, reason)
             return

@@ -3,7 +3,8 @@ CPU's vendor and what torch would call.
 
 torch hands float32 products to MKL, which takes its AVX2 kernels on any AMD CPU. It hands bfloat16
 ones to oneDNN where that has instructions for them, and likewise float16; elsewhere its own loops
-compute them, 8 to 500 times slower than float32 (`onepass bench linear`).
+compute them, 8 to 500 times slower than float32 (`onepass bench linear`). And it multiplies float32
+in bfloat16 where `torch.set_float32_matmul_precision("medium")` allows it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+from onepass._ops import dispatch_log
 
 
 class Facts(NamedTuple):
@@ -35,9 +39,12 @@ def facts() -> Facts:
     )
 
 
-def as_fast(dtype: torch.dtype, of: Facts) -> str | None:
-    """Why torch's products of a dtype are as fast as onepass's; None where they are slower."""
+def as_fast(dtype: torch.dtype) -> str | None:
+    """Why torch's products of a dtype are as fast here as onepass's; None where they are slower."""
+    of = facts()
     if dtype is torch.float32:
+        if of.bfloat16 and torch.backends.mkldnn.matmul.fp32_precision == "bf16":
+            return "float32 products, in bfloat16 as matmul precision allows"
         if of.vendor == "AuthenticAMD" and of.mkl:
             return None
         return f"float32 products, by {'MKL' if of.mkl else 'BLAS'} on {of.vendor or 'this CPU'}"
@@ -45,6 +52,30 @@ def as_fast(dtype: torch.dtype, of: Facts) -> str | None:
         name = str(dtype).removeprefix("torch.")
         return f"{name} products, by oneDNN" if getattr(of, name) else None
     return f"{dtype} products"
+
+
+def gains(input: Tensor) -> bool:
+    """Whether a call on this input gains, by the dtype of its products; the log says why not."""
+    if input.is_cuda:
+        return False
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+    if torch.compiler.is_compiling():
+        return _gains_as_compiled(dtype)
+    reason = as_fast(dtype)
+    if reason and dispatch_log.is_recording():
+        dispatch_log.leave(
+            op="linear",
+            arguments=f"{tuple(input.shape)}, {str(dtype)[6:]}",
+            kernel="torch.nn.functional.linear",
+            threads=torch.get_num_threads(),
+            reason=f"torch is as fast here in {reason}",
+        )
+    return reason is None
+
+
+@torch.compiler.assume_constant_result
+def _gains_as_compiled(dtype: torch.dtype) -> bool:
+    return as_fast(dtype) is None
 
 
 def _held_to_avx2() -> bool:

@@ -43,8 +43,9 @@ ATTENTION_NOTE = (
 )
 
 LINEAR_NOTE = (
-    "linear layers run torch's own products on a GPU, and in float32 on the CPU in calls of fewer "
-    f"than {LEAST_LINEAR_ROWS} rows, or than {1 << 22} multiply-adds per thread"
+    "linear layers run torch's own products on a GPU, in dtypes that torch is as fast in, and in "
+    f"float32 in calls of fewer than {LEAST_LINEAR_ROWS} rows, or than {1 << 22} multiply-adds per "
+    "thread"
 )
 
 
