@@ -12,21 +12,32 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import mmap
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import onepass
 from onepass import _library
+
+if TYPE_CHECKING:
+    import torch
 
 SWITCHES = {
     "ONEPASS_CPU_ISA": "CPU level to use: baseline, avx2, avx512 or avx512_bf16",
     "ONEPASS_LOG": "dispatch: log which kernel ran and why, each line once",
 }
+# A dtype of which it is said that its products take so many times as long as float32's.
+WORTH_SAYING = 1.5
+# More than malloc keeps by itself.
+LARGE_BYTES = 64 << 20
+KEPT_BY = "; onepass.keep_freed_memory() keeps it"
 
 
 @dataclass
@@ -69,6 +80,8 @@ def findings() -> Iterator[Line]:
     if _library.failure is None:
         yield from _levels()
         yield from _self_tests()
+        yield from _products()
+        yield from _memory()
     yield from _cuda()
     for name, meaning in SWITCHES.items():
         yield Line(name, f"{os.environ.get(name, 'not set')} ({meaning})")
@@ -131,6 +144,84 @@ def _levels() -> Iterator[Line]:
     wanted = os.environ.get("ONEPASS_CPU_ISA")
     why = "the highest of this machine" if not wanted else "ONEPASS_CPU_ISA asks for it"
     yield Line("CPU level in use", f"{level}: {why}", True)
+
+
+def _products() -> Iterator[Line]:
+    """16-bit dtypes that torch multiplies slowly here, which nobody expects of them."""
+    import torch
+
+    from onepass.swapping import products
+
+    for dtype in (torch.bfloat16, torch.float16):
+        times = _times_float32(dtype)
+        if times < WORTH_SAYING:
+            continue
+        name = str(dtype).removeprefix("torch.")
+        value = f"run {times:.0f} times slower than float32 in this torch on this CPU"
+        if products.as_fast(dtype) is None:
+            value += ": onepass.swap does them"
+        yield Line(f"{name} products", value)
+
+
+def _times_float32(dtype: torch.dtype) -> float:
+    """How much longer the three products of a small linear layer's training step take than in
+    float32; found in a twentieth of a second."""
+    import torch
+    import torch.nn.functional as F
+
+    rows, features = 64, 192
+
+    def seconds(dtype: torch.dtype) -> float:
+        x, dy = (torch.ones(rows, features, dtype=dtype) for _ in range(2))
+        weight = torch.ones(features, features, dtype=dtype)
+        times: list[float] = []
+        # The first call may compile its kernel.
+        while len(times) < 5 and sum(times) < 0.02:
+            begin = time.perf_counter()
+            F.linear(x, weight), dy @ weight, dy.t() @ x
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    return seconds(dtype) / seconds(torch.float32)
+
+
+def _memory() -> Iterator[Line]:
+    """Whether freed memory is kept: malloc does not say it, page faults do."""
+    from onepass import _malloc
+
+    faults, seconds = _of_new_tensor()
+    told = ", ".join(f"{name} {value}" for name, value in _malloc.told().items())
+    value = f"a new tensor of 64 MiB costs {faults:,} page faults"
+    if faults >= LARGE_BYTES / mmap.PAGESIZE / 2:
+        value += f", {1e3 * seconds:.0f} ms: it goes back to the system when it is freed"
+        value += f" ({reason})" if (reason := _malloc.obstacle()) else KEPT_BY
+    yield Line("freed memory", value + (f" (the environment says {told})" if told else ""))
+
+
+def _of_new_tensor() -> tuple[int, float]:
+    """Page faults of filling a tensor of LARGE_BYTES, after one of its size was freed, and the
+    seconds that these take; told by a sixteenth of it, in a twentieth of a second.
+
+    A heap that keeps such blocks first grows by a few of them.
+    """
+    import torch
+
+    from onepass.bench.machine import page_faults
+
+    part = LARGE_BYTES // 16
+    found = []
+    for _ in range(12):
+        before, begin = page_faults(), time.perf_counter()
+        block = torch.empty(LARGE_BYTES, dtype=torch.uint8)[LARGE_BYTES // 2 :][:part]
+        block.zero_()
+        filled = time.perf_counter()
+        block.zero_()
+        twice = time.perf_counter()
+        del block
+        faults, writing = page_faults() - before, twice - filled
+        found.append((faults, time.perf_counter() - begin - 2 * writing))
+    faults, seconds = sorted(found[-3:])[1]
+    return 16 * faults, 16 * max(0.0, seconds)
 
 
 def _cuda() -> Iterator[Line]:

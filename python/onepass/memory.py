@@ -14,8 +14,8 @@ def keep_freed_memory(limit: int | None = None) -> bool:
     glibc hands a freed block of more than 32 MiB back to the system. The next tensor of that size
     gets fresh pages, and each costs a page fault when it is first written: one per 4 KiB, in every
     step, whoever computes it. From this call on, blocks stay in the heap and are used again after a
-    few steps. How much that saves depends on the machine: `onepass doctor` and
-    ``onepass compare --keep-memory`` measure it.
+    few steps. How much that saves depends on the machine: `onepass doctor` says what a new tensor
+    costs there.
 
     It costs resident memory. What the process has needed at its peak, it keeps, and the heap grows
     beyond that before a loop finds all its blocks again (a block may need up to nine places).

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from onepass import _C, cli, doctor, functional
+from onepass import _C, _malloc, cli, doctor, functional
+from onepass.swapping import products
 
 
 def test_everything_in_order(capsys):
@@ -67,6 +71,66 @@ def test_a_level_that_is_not_there_fails_with_a_fix(monkeypatch):
     monkeypatch.setattr(_C, "cpu_level", unknown)
     (line,) = [line for line in doctor.findings() if line.name == "CPU level in use"]
     assert line.ok is False and line.fix == "unset ONEPASS_CPU_ISA"
+
+
+@pytest.mark.parametrize("as_fast", [None, "bfloat16 products, by oneDNN"])
+def test_slow_products_are_named_and_what_does_them(as_fast, monkeypatch):
+    times = {torch.bfloat16: 39.6, torch.float16: 1.2}
+    monkeypatch.setattr(doctor, "_times_float32", times.__getitem__)
+    monkeypatch.setattr(products, "as_fast", lambda dtype: as_fast)
+    (line,) = doctor._products()  # none of float16
+    assert line.name == "bfloat16 products" and line.ok is None
+    assert line.value.startswith("run 40 times slower than float32 in this torch on this CPU")
+    assert ("onepass.swap" in line.value) == (as_fast is None)
+
+
+def test_slow_products_are_measured_once(monkeypatch):
+    """The others a few times: the first call may compile a kernel."""
+    now, calls, linear = 0.0, [], torch.nn.functional.linear
+
+    def timed(x, weight):
+        nonlocal now
+        now += 3.0 if x.dtype is torch.float16 else 0.001
+        calls.append(x.dtype)
+        return linear(x, weight)
+
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(torch.nn.functional, "linear", timed)
+    assert doctor._times_float32(torch.float16) == pytest.approx(3000)
+    assert calls == [torch.float16] + 5 * [torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("faults", "obstacle", "expected"),
+    [
+        (16384, "", "costs 16,384 page faults, 48 ms: .*; onepass.keep_freed_memory"),
+        (16384, "memory is that of libother.so", r"16,384 .*\(memory is that of libother.so\)$"),
+        (32, "", "costs 32 page faults$"),  # huge pages
+        (0, "", "costs 0 page faults$"),
+    ],
+)
+def test_freed_memory(faults, obstacle, expected, monkeypatch):
+    monkeypatch.setattr(doctor, "_of_new_tensor", lambda: (faults, 0.048))
+    monkeypatch.setattr(_malloc, "obstacle", lambda: obstacle)
+    monkeypatch.setattr(_malloc, "told", dict)
+    (line,) = doctor._memory()
+    assert line.name == "freed memory" and line.ok is None
+    assert re.search(expected, line.value)
+
+
+@pytest.mark.skipif(bool(_malloc.obstacle()), reason=_malloc.obstacle())
+def test_page_faults_are_measured():
+    """In a new process, whose heap has no free block of that size."""
+    code = "from onepass import doctor; print(next(doctor._memory()).value)"
+    kept = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
+    for variables in ({}, kept):
+        command = [sys.executable, "-c", code]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+        value = subprocess.run(
+            command, env=environment | variables, capture_output=True, text=True, check=True
+        ).stdout
+        found = int(re.search(r"costs ([\d,]+) page faults", value)[1].replace(",", ""))
+        assert (found < 32) == ("the environment says" in value) == bool(variables)
 
 
 @pytest.mark.parametrize(
