@@ -4,7 +4,7 @@
 
 On one thread. The tables give how many times faster ours is, in training (forward and backward) and
 in inference, by processor time in ABBA turns, medians: noise of other processes counts little. The
-bounds of onepass.swapping.small_calls are read off them.
+bounds of onepass._ops.small_calls are read off them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass.swapping import small_calls
+from onepass._ops import small_calls
 
 COLS = (64, 192, 256, 384, 768, 1024, 2048, 4096)
 ROWS = (16, 64, 256, 1024, 4096)

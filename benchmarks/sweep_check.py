@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 import onepass
-from onepass.swapping import products, small_calls
+from onepass._ops import products, small_calls
 from onepass.swapping.verify import _modules, _stock
 
 ROUNDS = 3

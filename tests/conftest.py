@@ -34,7 +34,7 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
     And linear layers keep torch's products, as on an Intel CPU, where a test does not say that
     torch is slow at them: what is swapped must not depend on the machine.
     """
-    from onepass.swapping import products, small_calls
+    from onepass._ops import products, small_calls
 
     intel = products.Facts("GenuineIntel", mkl=True, bfloat16=True, float16=True)
     monkeypatch.setattr(products, "facts", lambda: intel)

@@ -150,7 +150,7 @@ def _products() -> Iterator[Line]:
     """16-bit dtypes that torch multiplies slowly here, which nobody expects of them."""
     import torch
 
-    from onepass.swapping import products
+    from onepass._ops import products
 
     for dtype in (torch.bfloat16, torch.float16):
         times = _times_float32(dtype)

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 import onepass
 from onepass import numerics
-from onepass.swapping import products, small_calls
-from onepass.swapping.products import Facts
+from onepass._ops import products, small_calls
+from onepass._ops.products import Facts
 from onepass.swapping.reasons import Reason
 from tests.swap.same_model import assert_computes_the_same
 
@@ -339,6 +339,38 @@ def test_a_llama_is_verified_and_generates_the_same():
     assert report.verify({"input_ids": ids, "labels": ids}).ok
     options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(ours.generate(ids, **options), stock.generate(ids, **options))
+
+
+def test_the_linear_layers_of_gpt2():
+    """transformers' Conv1D: the weight lies transposed, the forward is an addmm."""
+    transformers = pytest.importorskip("transformers")
+    settings = dict(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    ours = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings)).eval()
+    stock = copy.deepcopy(ours)
+    report = onepass.swap(ours)
+    swapped = [entry for entry in report.swapped if entry["from"].endswith("Conv1D")]
+    assert len(swapped) == 2 * 4 and ours.lm_head.weight is ours.transformer.wte.weight
+    ids = torch.arange(20).reshape(2, 10) % 32
+    assert report.verify({"input_ids": ids, "labels": ids}).ok
+    module, x = ours.transformer.h[0].mlp.c_fc, torch.randn(2, 5, 16)
+    assert {kernel for kernel, _ in kernels(module, x)} == {"linear_kernel"}
+    assert_computes_the_same(module, stock.transformer.h[0].mlp.c_fc, x)
+    assert type(pickle.loads(pickle.dumps(module))) is type(module)
+    onepass.unswap(ours)
+    assert torch.equal(ours(ids).logits, stock(ids).logits)
+
+
+def test_projections_of_multihead_attention():
+    """Its parameters are no linear layers of their own, but for the last, whose weight it reads."""
+    stock = nn.MultiheadAttention(16, 2, batch_first=True)
+    ours = copy.deepcopy(stock)
+    onepass.swap(ours)
+    x = torch.randn(2, 9, 16)
+    with torch.no_grad():
+        found = onepass.explain(lambda: ours(x, x, x, need_weights=False)).calls
+        got, expected = (m(x, x, x, need_weights=False)[0] for m in (ours, stock))
+    assert sum(call["count"] for call in found if call["kernel"] == "linear_kernel") == 2
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["swap first", "wrap first"])

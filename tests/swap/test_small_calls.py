@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass._ops import dispatch_log
-from onepass.swapping import products, small_calls
+from onepass._ops import dispatch_log, products, small_calls
 from tests.swap.foreign_norms import LayerNormOverridden
 
 LEAST = dict(small_calls.LEAST_NORM)  # the fixture of all tests takes them away

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from onepass._ops import products, small_calls
 from onepass._ops.attention import attention
 from onepass._ops.attention_options import given, score_options
 from onepass.functional.attention import _autocast
+from onepass.functional.linear import linear
 
 
 def masked_attention(
@@ -32,3 +37,24 @@ def masked_attention(
     if dropout_p != 0.0:
         options["dropout_p"] = dropout_p
     return attention(query, key, value, options)[0]
+
+
+def linear_where_it_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """:func:`linear`, or `F.linear` where that takes no longer: by dtype, CPU and size.
+
+    Under torch.func too, where torch maps a product by one product and ours goes by a loop, and in
+    forward mode, which ours do not have.
+    """
+    if (
+        not small_calls.linear_is_small(input, weight)
+        and products.gains(input)
+        and not _is_transformed()
+    ):
+        return linear(input, weight, bias)
+    return F.linear(input, weight, bias)
+
+
+def _is_transformed() -> bool:
+    if forward_ad._current_level >= 0:
+        return True
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

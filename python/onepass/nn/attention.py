@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional
-from onepass.functional._internal import masked_attention
+from onepass.functional._internal import linear_where_it_gains, masked_attention
 from onepass.nn._nested import is_packed, like_packed, rows_of
 
 
@@ -123,7 +123,7 @@ def _dense(module, query, key, value, key_padding_mask, attn_mask, is_causal: bo
         output = output.squeeze(0).transpose(0, 1)
     else:
         output = output.permute((0, 2, 1, 3) if module.batch_first else (2, 0, 1, 3))
-    return F.linear(output.flatten(-2), module.out_proj.weight, module.out_proj.bias)
+    return linear_where_it_gains(output.flatten(-2), module.out_proj.weight, module.out_proj.bias)
 
 
 def _packed(module, x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def _packed(module, x: Tensor) -> Tensor:
         longest,
         dropout_p=module.dropout if module.training else 0.0,
     )
-    rows = F.linear(output.flatten(-2), module.out_proj.weight, module.out_proj.bias)
+    rows = linear_where_it_gains(output.flatten(-2), module.out_proj.weight, module.out_proj.bias)
     return like_packed(x, rows)
 
 
@@ -150,8 +150,8 @@ def _project(module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     weight, bias = module.in_proj_weight, module.in_proj_bias
 
     def product(input, weight, bias, count: int) -> tuple[Tensor, ...]:
-        parts = F.linear(input, weight, bias).unflatten(-1, (count, heads, module.head_dim))
-        return parts.unbind(-3)
+        parts = linear_where_it_gains(input, weight, bias)
+        return parts.unflatten(-1, (count, heads, module.head_dim)).unbind(-3)
 
     if weight is not None and query is key is value:
         return product(query, weight, bias, 3)

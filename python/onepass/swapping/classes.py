@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 import onepass.nn
 from onepass._compiling import refuse_script
 from onepass._imported import is_a
+from onepass._ops import small_calls
 from onepass._ops.norm import NormKind, norm
-from onepass.swapping import products, small_calls
+from onepass.functional._internal import linear_where_it_gains
 
 
 class NormSpec(NamedTuple):
@@ -90,14 +91,21 @@ class LinearForward(Swapped):
     _onepass_to = "onepass.nn.Linear"
 
     def forward(self, input: Tensor) -> Tensor:
-        if (
-            _is_plain(input)
-            and not small_calls.linear_is_small(input, self.weight)
-            and products.gains(input)
-            and not _is_transformed()
-        ):
-            return onepass.nn.Linear.forward(self, input)
+        if _is_plain(input):
+            return linear_where_it_gains(input, self.weight, self.bias)
         return _elsewhere(self, torch.nn.Linear.forward, input)
+
+
+class Conv1DForward(Swapped):
+    """Of transformers' Conv1D, a linear layer whose weight lies transposed: GPT-2's."""
+
+    _onepass_kind = "linear"
+    _onepass_to = "onepass.functional.linear"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _is_plain(x):
+            return linear_where_it_gains(x, self.weight.t(), self.bias)
+        return _elsewhere(self, self._onepass_original.forward, x)
 
 
 class ForeignNormForward(Swapped):
@@ -397,11 +405,6 @@ def _is_plain(input: Tensor) -> bool:
     if isinstance(input, torch.fx.Proxy):
         return False
     return not (input.is_nested or hasattr(input, "device_mesh"))
-
-
-def _is_transformed() -> bool:
-    """Whether torch.func is at work: torch maps a product by one product, ours by a loop."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _elsewhere(module: nn.Module, original, input, *args, **named):

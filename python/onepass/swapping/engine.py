@@ -71,9 +71,10 @@ def swap(
     Args:
         model: any module; it may itself be a norm.
         kinds: which families to swap, of "norm", "attention", "dropout" and "linear"; None: all.
-            Linear layers are swapped where torch is slow at their products: on a CPU in bfloat16
-            without AVX-512, in float16, and in float32 if it is AMD's. The others keep their class,
-            as a note says, or, where kinds holds "linear", the list of what was skipped.
+            Linear layers (and transformers' Conv1D) are swapped where torch is slow at their
+            products: on a CPU in bfloat16 without AVX-512, in float16, and in float32 if it is
+            AMD's. The others keep their class, as a note says, or, where kinds holds "linear", the
+            list of what was skipped. The projections of nn.MultiheadAttention go with attention.
         include, exclude: globs on fully qualified names ("*.mlp.*"); exclude wins. A module shared
             under several names is included by any and excluded by any of them.
         filter_fn: asked last, `filter_fn(module, name)`; False keeps the module as it is.

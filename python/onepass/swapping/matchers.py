@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch.nn.utils import parametrize
 
 import onepass.nn
 from onepass import _library
-from onepass.swapping import callsites, classes, products
+from onepass._imported import is_a
+from onepass._ops import products
+from onepass.swapping import callsites, classes
 from onepass.swapping.classes import has_kernels
 from onepass.swapping.reasons import Because, Reason
 
@@ -168,11 +171,16 @@ def _attention(module: nn.Module) -> Match | None:
 
 def _linear(module: nn.Module) -> Match | None:
     cls = type(module)
-    if isinstance(module, onepass.nn.Linear) or not isinstance(module, nn.Linear):
+    if is_a(module, "transformers.pytorch_utils", "Conv1D"):
+        original = sys.modules["transformers.pytorch_utils"].Conv1D
+        forward = classes.Conv1DForward
+    elif isinstance(module, onepass.nn.Linear) or not isinstance(module, nn.Linear):
         return None
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return None  # attention of torch's reads its weight alone
-    if cls.forward is not nn.Linear.forward:
+    else:
+        original, forward = nn.Linear, classes.LinearForward
+    if cls.forward is not original.forward:
         return Match("linear", unknown=True, reason=Reason.OWN_FORWARD.because())
     device = module.weight.device.type
     if device in ("cpu", "meta"):
@@ -180,7 +188,7 @@ def _linear(module: nn.Module) -> Match | None:
     else:
         torchs = f"products on {device}"
     reason = Reason.AS_FAST.because(torchs) if torchs else None
-    return Match("linear", forward=classes.LinearForward, reason=reason)
+    return Match("linear", forward=forward, reason=reason)
 
 
 _RULES = {"norm": _norm, "attention": _attention, "dropout": _dropout, "linear": _linear}

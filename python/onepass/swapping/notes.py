@@ -7,7 +7,8 @@ import collections
 import torch
 from torch import nn
 
-from onepass.swapping import by_name, callsites, classes, matchers, small_calls
+from onepass._ops import small_calls
+from onepass.swapping import by_name, callsites, classes, matchers
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.plan import Plan
 from onepass.swapping.report import grouped
