@@ -370,10 +370,12 @@ def read_json(file: Path) -> dict | None:
 
 def environment_of_steps() -> dict[str, str]:
     """The caller's, with what was built first on the path; the tests need no pytest plugin, and
-    one of the caller's may change their order or their seeds."""
+    one of the caller's may change their order or their seeds. Swapped models run onepass's
+    attention: what it would give is what the report is for."""
     paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    environment["ONEPASS_CUDA_ATTENTION"] = "always"
     environment.pop("ONEPASS_TEST_DEVICE", None)
     return environment
 

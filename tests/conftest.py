@@ -31,11 +31,13 @@ def same_start():
 def swapped_run_ours(nothing_left_behind, monkeypatch):
     """Swapped modules run ours at every size: small calls, as tests make, run torch's else.
 
-    And linear layers keep torch's products, as on an Intel CPU, where a test does not say that
-    torch is slow at them: what is swapped must not depend on the machine.
+    And attention on a GPU of any age. Linear layers keep torch's products, as on an Intel CPU,
+    where a test does not say that torch is slow at them: what is swapped must not depend on the
+    machine.
     """
-    from onepass._ops import products, small_calls
+    from onepass._ops import device_attention, products, small_calls
 
+    monkeypatch.setattr(device_attention, "TORCHS_FROM", (99, 0))
     intel = products.Facts("GenuineIntel", mkl=True, bfloat16=True, float16=True)
     monkeypatch.setattr(products, "facts", lambda: intel)
     monkeypatch.setattr(small_calls, "LEAST_NORM", {})

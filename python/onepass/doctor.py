@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 SWITCHES = {
     "ONEPASS_CPU_ISA": "CPU level to use: baseline, avx2, avx512 or avx512_bf16",
+    "ONEPASS_CUDA_ATTENTION": "always: swapped models run onepass's attention on every GPU",
     "ONEPASS_LOG": "dispatch: log which kernel ran and why, each line once",
 }
 # A dtype of which it is said that its products take so many times as long as float32's.

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from onepass._ops import products, small_calls
+from onepass._ops import device_attention, products, small_calls
 from onepass._ops.attention import attention
 from onepass._ops.attention_options import given, score_options
 from onepass.functional.attention import _autocast
@@ -31,6 +31,13 @@ def masked_attention(
     (batch, heads, seq_q, seq_k), but for the last dimension. The rest is as in
     :func:`scaled_dot_product_attention`; arguments are not checked for their types.
     """
+    if (
+        bias is None
+        and mask is None
+        and dropout_p == 0.0
+        and device_attention.is_torchs(query, key, value)
+    ):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
     query, key, value = _autocast(query, key, value)
     options = score_options(query, scale, (-1, 0 if is_causal else -1))
     options |= given(bias=bias, mask=mask)

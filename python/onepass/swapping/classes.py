@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 import onepass.nn
 from onepass._compiling import refuse_script
 from onepass._imported import is_a
-from onepass._ops import small_calls
+from onepass._ops import device_attention, small_calls
 from onepass._ops.norm import NormKind, norm
 from onepass.functional._internal import linear_where_it_gains
 
@@ -219,12 +219,34 @@ class _Redirection(TorchFunctionMode):
         return attend_visibly(*args, **kwargs)
 
 
-def attend_visibly(query: Tensor, *args, **kwargs):
-    """Our attention; modes that profile or count see a call of this name, as of torch's."""
+def attend_visibly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **terms,
+) -> Tensor:
+    """Our attention, or torch's on a GPU that is left to it; modes that profile or count see a call
+    of this name, as of torch's."""
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    is_plain = not (terms.get("softcap") or terms.get("deterministic"))
+    if (
+        query.is_cuda
+        and is_plain
+        and attn_mask is None
+        and terms.get("sinks") is None
+        and dropout_p == 0.0
+        and device_attention.is_torchs(query, key, value)
+    ):
+        return F.scaled_dot_product_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
     ours = onepass.functional.scaled_dot_product_attention
-    if not torch.compiler.is_compiling() and has_torch_function((query, *args)):
-        return handle_torch_function(ours, (query, *args), query, *args, **kwargs)
-    return ours(query, *args, **kwargs)
+    if not torch.compiler.is_compiling() and has_torch_function(arguments):
+        return handle_torch_function(ours, arguments, *arguments, **terms)
+    return ours(*arguments, **terms)
 
 
 def _redirected(forward):

@@ -7,7 +7,7 @@ import collections
 import torch
 from torch import nn
 
-from onepass._ops import small_calls
+from onepass._ops import device_attention, small_calls
 from onepass.swapping import by_name, callsites, classes, matchers
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.plan import Plan
@@ -114,6 +114,10 @@ def _attention_notes(plan: Plan) -> list[str]:
         and any(id(part) in forwards for part in layer.modules())
     ]
     notes = []
+    if device_attention.leaves_some() and (
+        plan.named or any(change.kind == "attention" for change in plan.classes)
+    ):
+        notes.append(device_attention.NOTE)
     if calling or plan.named or swapped_to(classes.MultiheadAttentionForward, dropping):
         notes.append(_ATTENTION_STREAMS)
     notes += _note(_NEED_WEIGHTS, swapped_to(classes.MultiheadAttentionForward, alone))

@@ -1,0 +1,72 @@
+"""Attention on a GPU that a swapped model leaves to torch.
+
+From compute capability 9.0 on, torch hands dense 16-bit attention to cuDNN or FlashAttention, whose
+kernels use instructions of those devices (wgmma, TMA) that onepass's do not. Nobody has measured
+onepass's there yet; until a figure says otherwise swapped models, modules and attached models run
+torch's where torch has such a kernel. Dropout, masks, biases, windows, softcaps, sinks and float32
+have no such kernel and run onepass's, as do the functions of `onepass.functional` always.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+from onepass._ops import dispatch_log
+
+TORCHS_FROM = (9, 0)
+# What the fused kernels of torch take.
+_MOST_HEAD_DIM = 256
+_HEAD_DIM_STEP = 8
+NOTE = (
+    "on a GPU of compute capability 9.0 or newer, 16-bit attention without mask and dropout runs "
+    "torch's: nobody has measured onepass's there (ONEPASS_CUDA_ATTENTION=always takes it)"
+)
+
+
+def is_torchs(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether attention without a mask, a dropout or other terms runs torch's here; the log says
+    so. Tensors are (batch, heads, seq, head_dim)."""
+    if not query.is_cuda:
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    head_dim = query.shape[-1]
+    if (
+        dtype not in (torch.bfloat16, torch.float16)
+        or head_dim > _MOST_HEAD_DIM
+        or head_dim % _HEAD_DIM_STEP
+        or not head_dim == key.shape[-1] == value.shape[-1]
+        or not _leaves(query.device.index)
+    ):
+        return False
+    if not torch.compiler.is_compiling() and dispatch_log.is_recording():
+        dispatch_log.leave(
+            op="scaled_dot_product_attention",
+            arguments=f"{tuple(query.shape)} by {tuple(key.shape)}, {str(dtype)[6:]}",
+            kernel="torch.nn.functional.scaled_dot_product_attention",
+            threads=1,
+            reason="dense 16-bit attention on this device (ONEPASS_CUDA_ATTENTION=always: not)",
+        )
+    return True
+
+
+def leaves_some() -> bool:
+    """Whether torch's current GPU is such a device."""
+    return torch.cuda.is_available() and _leaves(torch.cuda.current_device())
+
+
+@torch.compiler.assume_constant_result
+def _leaves(device: int | None) -> bool:
+    """Whether a device is one of those, and the switch does not say otherwise."""
+    if os.environ.get("ONEPASS_CUDA_ATTENTION") == "always":
+        return False
+    return capability(device) >= TORCHS_FROM
+
+
+@functools.cache
+def capability(device: int | None) -> tuple[int, int]:
+    """The compute capability of a device, None being the current one."""
+    return torch.cuda.get_device_capability(device)
