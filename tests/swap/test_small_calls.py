@@ -183,7 +183,7 @@ def test_what_is_traced_runs_ours_at_every_size():
 
 
 def test_the_bounds_of_linear(monkeypatch):
-    """Rows, and multiply-adds; none for 16 bits, which are swapped where torch is slow."""
+    """Rows in float32, and multiply-adds, of which 16 bits need few where torch is slow."""
     slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
     monkeypatch.setattr(products, "facts", lambda: slow)
     module = nn.Linear(256, 512)
@@ -191,7 +191,9 @@ def test_the_bounds_of_linear(monkeypatch):
     assert small_calls.LINEAR_NOTE in report.notes
 
     def ours(rows: int, dtype=torch.float32) -> bool:
-        kernel = kernel_of(module.to(dtype), torch.randn(2, rows // 2, 256, dtype=dtype))
+        kernel = kernel_of(
+            module.to(dtype), torch.randn(2, rows // 2, module.in_features, dtype=dtype)
+        )
         assert kernel in ("linear_kernel", "torch.nn.functional.linear"), kernel
         return kernel == "linear_kernel"
 
@@ -201,5 +203,10 @@ def test_the_bounds_of_linear(monkeypatch):
     torch.set_num_threads(2)
     assert ours(2 * least) and not ours(2 * least - 2)
     assert ours(2, torch.bfloat16) and ours(2, torch.float16)
+    module = nn.Linear(64, 64)
+    onepass.swap(module)
+    assert ours(32, torch.bfloat16) and not ours(30, torch.bfloat16)
+    with torch.no_grad():
+        assert ours(8, torch.float16) and not ours(6, torch.float16)
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {torch.float32: (1, 1)})
     assert ours(small_calls.LEAST_LINEAR_ROWS) and not ours(small_calls.LEAST_LINEAR_ROWS - 2)

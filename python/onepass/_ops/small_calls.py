@@ -27,8 +27,13 @@ LEAST_ATTENTION = {
     torch.bfloat16: (0, 1 << 20),
     torch.float16: (0, 1 << 20),
 }
-# Multiply-adds of a linear layer (Zen 4, AVX-512). 16-bit ones are swapped where torch is slow.
-LEAST_LINEAR = {torch.float32: (1 << 22, 1 << 22)}
+# Multiply-adds of a linear layer (Zen 4; float32 at AVX-512, 16 bits at AVX2, where torch's are
+# slow). In float32 few rows are bound by the reading of the weight, which torch does as fast.
+LEAST_LINEAR = {
+    torch.float32: (1 << 22, 1 << 22),
+    torch.bfloat16: (1 << 16, 1 << 14),
+    torch.float16: (1 << 16, 1 << 14),
+}
 LEAST_LINEAR_ROWS = 8
 # More do not raise a bound: memory's bandwidth is shared by then.
 MOST_THREADS = 8
@@ -44,8 +49,8 @@ ATTENTION_NOTE = (
 
 LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes that torch is as fast in, and in "
-    f"float32 in calls of fewer than {LEAST_LINEAR_ROWS} rows, or than {1 << 22} multiply-adds per "
-    "thread"
+    f"float32 in calls of fewer than {LEAST_LINEAR_ROWS} rows; and in calls of fewer multiply-adds "
+    f"per thread than {1 << 22} (16-bit {1 << 16}, or inference {1 << 14})"
 )
 
 
@@ -67,12 +72,13 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     if not bound or not weight.numel():
         return False
     rows = input.numel() // weight.shape[1]
-    if rows >= LEAST_LINEAR_ROWS and rows * weight.numel() >= bound:
+    few = input.dtype is torch.float32 and rows < LEAST_LINEAR_ROWS
+    if not few and rows * weight.numel() >= bound:
         return False
     if dispatch_log.is_recording():
         out_features, in_features = weight.shape
-        reason = f"fewer rows than {LEAST_LINEAR_ROWS} or multiply-adds than {bound}"
-        _tell("linear", f"{rows} x {in_features} by {out_features}", input, reason)
+        reason = f"rows than {LEAST_LINEAR_ROWS}" if few else f"multiply-adds than {bound}"
+        _tell("linear", f"{rows} x {in_features} by {out_features}", input, f"fewer {reason}")
     return True
 
 
