@@ -140,11 +140,12 @@ def test_page_faults_are_measured():
         (86, "80", "sm_80 code"),
         (90, "80", "compute_80 PTX, compiled by the driver"),
         (75, "80", ""),
-        (89, "80-real, 90-real, 100-real, 120", "sm_80 code"),
-        (103, "80-real, 90-real, 100-real, 120", "sm_100 code"),
         (110, "80-real, 90-real, 100-real, 120", ""),
-        (121, "80-real, 90-real, 100-real, 120", "sm_120 code"),
-        (130, "80-real, 90-real, 100-real, 120", "compute_120 PTX, compiled by the driver"),
+        (89, "80-real, 90-real, 100, 120-real", "sm_80 code"),
+        (103, "80-real, 90-real, 100, 120-real", "sm_100 code"),
+        (110, "80-real, 90-real, 100, 120-real", "compute_100 PTX, compiled by the driver"),
+        (121, "80-real, 90-real, 100, 120-real", "sm_120 code"),
+        (130, "80-real, 90-real, 100, 120-real", "compute_100 PTX, compiled by the driver"),
     ],
 )
 def test_which_code_a_device_runs(capability, archs, expected):

@@ -1,0 +1,35 @@
+# The architectures that the CUDA library is built for: `asked` ("80;90", "all" or empty: those of
+# the visible devices, and without one all).
+#
+# "all" is code for every kind of device that there are kernels for, and PTX that the driver of any
+# other one, older than the newest of them too (sm_110), compiles at the first call, for a minute.
+function(onepass_cuda_archs result asked nvcc)
+  execute_process(COMMAND ${nvcc} --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
+  set(all 80-real 90)
+  if(known MATCHES "compute_120")  # from CUDA 12.8 on
+    set(all 80-real 90-real 100 120-real)
+  endif()
+
+  set(archs "${asked}")
+  if(archs STREQUAL "")
+    execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+      OUTPUT_VARIABLE found OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE failed)
+    if(NOT failed)
+      string(REGEX MATCHALL "[0-9]+\\.[0-9]+" archs "${found}")
+      list(REMOVE_DUPLICATES archs)
+      string(REPLACE "." "" archs "${archs}")
+      list(FILTER archs EXCLUDE REGEX "^[1-7][0-9]$")  # for these there are no kernels
+    endif()
+  endif()
+  if(archs STREQUAL "" OR archs STREQUAL "all")
+    set(archs ${all})
+  endif()
+  foreach(arch IN LISTS archs)
+    if(arch MATCHES "^[1-7][0-9](-|$)")
+      message(FATAL_ERROR
+        "onepass: ONEPASS_CUDA_ARCHS must name architectures from 80 on, got ${arch}: its kernels need "
+        "the tensor cores and the asynchronous copies of sm_80.")
+    endif()
+  endforeach()
+  set(${result} "${archs}" PARENT_SCOPE)
+endfunction()
