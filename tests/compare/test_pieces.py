@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import onepass
+from onepass._ops import products
 from onepass.bench.harness import Timing
 from onepass.compare import attribution, measure, memory, optimizers, pairs, report, train
 from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
@@ -300,6 +301,22 @@ def test_swapped_modules_are_attributed_backward_too():
     assert found == {"norm", "dropout", "attention"}, owners
     assert owners["AddmmBackward0"] == "linear"
     assert owners["AddBackward0"] == attribution.UNATTRIBUTED
+
+
+def test_swapped_linear_layers_are_linear(monkeypatch):
+    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
+    monkeypatch.setattr(products, "facts", lambda: slow)
+    model = nn.Sequential(nn.Linear(8, 8), Conv1D(8, 8))
+    assert len(onepass.swap(model).swapped) == 2
+    timeline = Timeline(torch.device("cpu"))
+    with timeline.watch(model):
+        timeline.enter_phase("forward")
+        output = model(torch.randn(4, 8))
+        timeline.enter_phase("backward")
+    entered = [part for _, _, part in timeline._marks if part != attribution.UNATTRIBUTED]
+    assert entered == ["linear", "linear"]
+    assert timeline._owner(output.grad_fn._sequence_nr()) == "linear"
 
 
 def test_hand_written_attention_is_told_from_linear():

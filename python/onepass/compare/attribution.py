@@ -30,6 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from onepass.swapping.classes import Conv1DForward
+
 UNATTRIBUTED = "unattributed"
 PARTS = (
     "linear", "attention", "norm", "dropout", "activation", "loss", "optimizer", UNATTRIBUTED,
@@ -77,7 +79,7 @@ def part_of_module(module: nn.Module) -> str | None:
         return "dropout"
     if isinstance(module, (nn.Softmax, nn.MultiheadAttention)):
         return "attention"
-    if isinstance(module, nn.Linear):
+    if isinstance(module, (nn.Linear, Conv1DForward)):
         return "linear"
     if isinstance(module, _ACTIVATIONS):
         return "activation"
