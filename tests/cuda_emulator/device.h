@@ -44,41 +44,54 @@ inline float tf32(uint32_t bits) { return std::bit_cast<float>(bits & 0xffffe000
 
 }  // namespace detail
 
+// The registers of a lane.
+struct Fragments {
+  uint32_t a[4];
+  uint32_t b[2];
+};
+
 // Register r of a holds rows g (+ 8 for odd r), columns 2t, 2t + 1 (+ 8 for r >= 2); register r of
 // b rows 2t, 2t + 1 (+ 8 for r = 1), column g; d[r] row g (+ 8 for r >= 2), column 2t + r % 2.
 template <class T>
-void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  struct Fragments {
-    float a[4][2];
-    float b[2][2];
-  };
-  Fragments mine;
-  for (int r = 0; r < 4; ++r) {
+void multiply_16x8x16(emulator::Exchange& all) {
+  using Row = float __attribute__((vector_size(32)));
+  float a[16][16];
+  Row b[16];
+  for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
+    Fragments of_lane;
+    all.get(lane, &of_lane);
+    const int g = lane / 4, t = lane % 4;
     for (int which = 0; which < 2; ++which) {
-      mine.a[r][which] = detail::element<T>(a[r], which);
-      if (r < 2) mine.b[r][which] = detail::element<T>(b[r], which);
+      for (int r = 0; r < 4; ++r) {
+        a[g + r % 2 * 8][2 * t + which + r / 2 * 8] = detail::element<T>(of_lane.a[r], which);
+      }
+      for (int r = 0; r < 2; ++r) {
+        b[2 * t + which + r * 8][g] = detail::element<T>(of_lane.b[r], which);
+      }
     }
   }
-  const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k16", &mine, sizeof(mine));
-  const int g = emulator::self().lane / 4, t = emulator::self().lane % 4;
-  // An element for each of d: of rows g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1.
-  using Four = float __attribute__((vector_size(16)));
-  Four rows[16], columns[16], sum{};
-  for (int lane = 0; lane < 4; ++lane) {
-    Fragments of_row, left, right;
-    all.get(4 * g + lane, &of_row);
-    all.get(8 * t + lane, &left);
-    all.get(8 * t + 4 + lane, &right);
-    for (int k = 0; k < 4; ++k) {
-      const int at = k / 2 * 8 + 2 * lane + k % 2;
-      const float upper = of_row.a[k / 2 * 2][k % 2], lower = of_row.a[k / 2 * 2 + 1][k % 2];
-      rows[at] = Four{upper, upper, lower, lower};
-      const float even = left.b[k / 2][k % 2], odd = right.b[k / 2][k % 2];
-      columns[at] = Four{even, odd, even, odd};
-    }
+  Row product[16];
+  for (int i = 0; i < 16; ++i) {
+    Row sum{};
+    for (int k = 0; k < 16; ++k) sum += a[i][k] * b[k];
+    product[i] = sum;
   }
-  for (int k = 0; k < 16; ++k) sum += rows[k] * columns[k];
-  for (int r = 0; r < 4; ++r) d[r] += sum[r];
+  for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    const float of_lane[4] = {product[g][2 * t], product[g][2 * t + 1], product[g + 8][2 * t],
+                              product[g + 8][2 * t + 1]};
+    all.put(lane, of_lane);
+  }
+}
+
+template <class T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k16", &mine, sizeof(mine),
+                               multiply_16x8x16<T>);
+  float product[4];
+  all.get(emulator::self().lane, &product);
+  for (int r = 0; r < 4; ++r) d[r] += product[r];
 }
 
 namespace detail {
@@ -94,40 +107,50 @@ inline float truncated(double sum) {
 }  // namespace detail
 
 // Register r of a holds row g (+ 8 for odd r), column t (+ 4 for r >= 2); register r of b row t (+
-// 4 for r = 1), column g. Tensor cores add exact products, and drop what float32 has no bits for;
-// the A100 four at a time. Doubles hold those exactly enough.
-inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  struct Fragments {
-    float a[4];
-    float b[2];
-  };
-  Fragments mine;
-  for (int r = 0; r < 4; ++r) {
-    mine.a[r] = detail::tf32(a[r]);
-    if (r < 2) mine.b[r] = detail::tf32(b[r]);
+// 4 for r = 1), column g; d[r] as above. Of each lane its sums of columns 0 to 3 and 4 to 7.
+inline void multiply_16x8x8_tf32(emulator::Exchange& all) {
+  using Row = double __attribute__((vector_size(64)));
+  double a[16][8];
+  Row b[8];
+  for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
+    Fragments of_lane;
+    all.get(lane, &of_lane);
+    const int g = lane / 4, t = lane % 4;
+    for (int r = 0; r < 4; ++r) {
+      a[g + r % 2 * 8][t + r / 2 * 4] = static_cast<double>(detail::tf32(of_lane.a[r]));
+    }
+    for (int r = 0; r < 2; ++r) b[t + r * 4][g] = static_cast<double>(detail::tf32(of_lane.b[r]));
   }
-  const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k8", &mine, sizeof(mine));
-  const int g = emulator::self().lane / 4, t = emulator::self().lane % 4;
-  double rows[2][8], columns[2][8];  // g and g + 8; 2t and 2t + 1
-  for (int lane = 0; lane < 4; ++lane) {
-    Fragments of_row, of_column;
-    all.get(4 * g + lane, &of_row);
-    for (int i = 0; i < 2; ++i) {
-      all.get(4 * (2 * t + i) + lane, &of_column);
+  Row sums[16][2];
+  for (int i = 0; i < 16; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      const double* const row = a[i] + 4 * half;
+      const Row* const rows = b + 4 * half;
+      sums[i][half] = row[0] * rows[0] + row[1] * rows[1] + row[2] * rows[2] + row[3] * rows[3];
+    }
+  }
+  for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    double of_lane[4][2];
+    for (int r = 0; r < 4; ++r) {
       for (int half = 0; half < 2; ++half) {
-        rows[i][lane + 4 * half] = static_cast<double>(of_row.a[i + 2 * half]);
-        columns[i][lane + 4 * half] = static_cast<double>(of_column.b[half]);
+        of_lane[r][half] = sums[g + r / 2 * 8][half][2 * t + r % 2];
       }
     }
+    all.put(lane, of_lane);
   }
+}
+
+// Tensor cores add exact products, and drop what float32 has no bits for; the A100 four at a time.
+// Doubles hold those exactly enough.
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k8", &mine, sizeof(mine),
+                               multiply_16x8x8_tf32);
+  double sums[4][2];
+  all.get(emulator::self().lane, &sums);
   for (int r = 0; r < 4; ++r) {
-    const double* const row = rows[r / 2];
-    const double* const column = columns[r % 2];
-    for (int k = 0; k < 8; k += 4) {
-      const double sum = row[k] * column[k] + row[k + 1] * column[k + 1] +
-                         row[k + 2] * column[k + 2] + row[k + 3] * column[k + 3];
-      d[r] = detail::truncated(static_cast<double>(d[r]) + sum);
-    }
+    for (const double sum : sums[r]) d[r] = detail::truncated(static_cast<double>(d[r]) + sum);
   }
 }
 

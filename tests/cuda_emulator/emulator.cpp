@@ -75,7 +75,7 @@ void prepare(Context& context, char* memory, size_t bytes, void (*begin)()) {
   context.stack = top;
 }
 
-void change(Context& from, Context& to) { emulator_switch(&from.stack, to.stack); }
+void switch_stacks(Context& from, Context& to) { emulator_switch(&from.stack, to.stack); }
 
 #else
 
@@ -90,7 +90,7 @@ void prepare(Context& context, char* memory, size_t bytes, void (*begin)()) {
   makecontext(&context, begin, 0);
 }
 
-void change(Context& from, Context& to) { swapcontext(&from, &to); }
+void switch_stacks(Context& from, Context& to) { swapcontext(&from, &to); }
 
 #endif
 
@@ -108,8 +108,23 @@ void acquire(void*) {}
 void release(void*) {}
 #endif
 
+// What runs on a stack of its own, and what the sanitizers know it by.
+struct Fiber {
+  Context context;
+  const void* stack = nullptr;
+  size_t stack_bytes = 0;
+  void* fake_stack = nullptr;
+  void* fiber = nullptr;
+};
+
+// Stacks end at different places of a page: what all lanes have on theirs would else be in the same
+// few sets of the cache.
+constexpr size_t kEnds = 64;
+constexpr size_t kBetweenEnds = 17 * 64;
+
 struct Stack {
   std::unique_ptr<char[]> memory{new char[kStackBytes]};
+  size_t bytes;           // of which these are used
   void* fiber = nullptr;  // the thread sanitizer's
 };
 
@@ -136,16 +151,14 @@ struct Block;
 
 enum class State { kReady, kAtBarrier, kInMeeting, kSpinning, kDone };
 
-struct Thread {
+struct Thread : Fiber {
   Self self;
-  Context context;
-  Stack* stack = nullptr;
+  Stack* memory = nullptr;
   Block* block = nullptr;
   int warp = 0;
   State state = State::kReady;
-  const Meeting* meeting = nullptr;
+  Meeting* meeting = nullptr;
   uint64_t waits_beyond = 0;  // generation of the barrier or meeting
-  void* fake_stack = nullptr;
   std::vector<std::vector<Copy>> copies;
 };
 
@@ -162,12 +175,11 @@ struct Block {
 };
 
 struct Machine {  // the one device
-  Context host;
-  void* host_fake_stack = nullptr;
-  const void* host_bottom = nullptr;
-  size_t host_size = 0;
-  void* host_fiber = nullptr;
-  Thread* running = nullptr;
+  Fiber host;
+  Fiber* left = nullptr;       // the one that ran before
+  std::vector<Thread*> round;  // those that run in turn before the host does
+  size_t turn = 0;             // of the next one
+  bool only_spinning = true;   // in this round
   const std::function<void()>* kernel = nullptr;
   std::vector<std::unique_ptr<Stack>> stacks;
   std::deque<Stack*> free_stacks;
@@ -186,52 +198,75 @@ Machine& machine() {
   return *one;
 }
 
-void resume(Thread& thread) {
-  Machine& m = machine();
-  m.running = &thread;
+Thread* running = nullptr;
+
+// What the sanitizers are told on the new stack.
+void arrive(Fiber& fiber) {
 #if defined(EMULATOR_ADDRESS)
-  __sanitizer_start_switch_fiber(&m.host_fake_stack, thread.stack->memory.get(), kStackBytes);
+  Fiber& left = *machine().left;
+  __sanitizer_finish_switch_fiber(fiber.fake_stack, &left.stack, &left.stack_bytes);
+#else
+  (void)fiber;
+#endif
+}
+
+void change(Fiber& from, Fiber& to, [[maybe_unused]] bool for_good = false) {
+#if defined(EMULATOR_ADDRESS)
+  machine().left = &from;
+  __sanitizer_start_switch_fiber(for_good ? nullptr : &from.fake_stack, to.stack, to.stack_bytes);
 #elif defined(EMULATOR_THREAD)
-  __tsan_switch_to_fiber(thread.stack->fiber, 1);  // 1: the switch itself orders nothing
+  __tsan_switch_to_fiber(to.fiber, 1);  // 1: the switch itself orders nothing
 #endif
-  change(m.host, thread.context);
-#if defined(EMULATOR_ADDRESS)
-  __sanitizer_finish_switch_fiber(m.host_fake_stack, nullptr, nullptr);
-#endif
-  m.running = nullptr;
+  switch_stacks(from.context, to.context);
+  arrive(from);
+}
+
+// The next of the round, or the host after the last of them. Threads hand over to one another:
+// lanes of a warp mostly stand at the same place, which the processor then returns to as it
+// expects.
+Fiber& next_of_round() {
+  Machine& m = machine();
+  if (m.failure || m.turn == m.round.size()) return m.host;
+  Thread& next = *m.round[m.turn++];
+  m.only_spinning = m.only_spinning && next.state == State::kSpinning;
+  running = &next;
+  detail::running = &next.self;
+  return next;
+}
+
+void open_barrier_if_all_are_there(Block& block) {
+  if (block.live > 0 && block.at_barrier == block.live) {
+    block.at_barrier = 0;
+    ++block.generation;
+  }
 }
 
 void yield() {
-  Machine& m = machine();
-  Thread& thread = *m.running;
-#if defined(EMULATOR_ADDRESS)
+  Thread& thread = *running;
   const bool done = thread.state == State::kDone;
-  __sanitizer_start_switch_fiber(done ? nullptr : &thread.fake_stack, m.host_bottom, m.host_size);
-#elif defined(EMULATOR_THREAD)
-  __tsan_switch_to_fiber(m.host_fiber, 1);
-#endif
-  change(thread.context, m.host);
-#if defined(EMULATOR_ADDRESS)
-  __sanitizer_finish_switch_fiber(thread.fake_stack, &m.host_bottom, &m.host_size);
-#endif
+  if (done) {
+    --thread.block->live;
+    open_barrier_if_all_are_there(*thread.block);
+  }
+  Machine& m = machine();
+  m.only_spinning = m.only_spinning && thread.state == State::kSpinning;
+  change(thread, next_of_round(), done);
 }
 
 void run_thread() {
   Machine& m = machine();
-#if defined(EMULATOR_ADDRESS)
-  __sanitizer_finish_switch_fiber(nullptr, &m.host_bottom, &m.host_size);
-#endif
-  acquire(&m.running->block->start_tag);
+  Thread& thread = *running;
+  arrive(thread);
+  acquire(&thread.block->start_tag);
   try {
     (*m.kernel)();
-    for (const auto& group : m.running->copies) {
+    for (const auto& group : thread.copies) {
       if (!group.empty()) fail("a thread ends with a cp.async in flight");
     }
   } catch (...) {  // for launch() to throw: from here nothing can be thrown any further
     m.failure = std::current_exception();
   }
   release(&m.end_tag);
-  Thread& thread = *m.running;
   thread.state = State::kDone;
   yield();
 }
@@ -259,7 +294,9 @@ Stack* take_stack() {
     m.free_stacks.pop_front();
     return stack;
   }
+  const size_t unused = m.stacks.size() % kEnds * kBetweenEnds;
   m.stacks.push_back(std::make_unique<Stack>());
+  m.stacks.back()->bytes = kStackBytes - unused;
 #if defined(EMULATOR_THREAD)
   m.stacks.back()->fiber = __tsan_create_fiber(0);
 #endif
@@ -289,19 +326,22 @@ std::unique_ptr<Block> make_block(const Launch& launch, dim3 index) {
                    .lane = i % kWarpSize};
     thread.block = block.get();
     thread.warp = i / kWarpSize;
-    thread.stack = take_stack();
-    char* stack = thread.stack->memory.get();
+    thread.memory = take_stack();
+    thread.fiber = thread.memory->fiber;
+    char* stack = thread.memory->memory.get();
+    thread.stack = stack;
+    thread.stack_bytes = thread.memory->bytes;
 #if defined(EMULATOR_ADDRESS)
     __asan_unpoison_memory_region(stack, kStackBytes);  // of what the last fiber had on it
 #endif
-    prepare(thread.context, stack, kStackBytes, run_thread);
+    prepare(thread.context, stack, thread.stack_bytes, run_thread);
   }
   release(&block->start_tag);
   return block;
 }
 
 void end_block(std::unique_ptr<Block> block) {
-  for (Thread& thread : block->threads) machine().free_stacks.push_back(thread.stack);
+  for (Thread& thread : block->threads) machine().free_stacks.push_back(thread.memory);
 #if defined(EMULATOR_ADDRESS)
   __asan_unpoison_memory_region(block->arena.get(),
                                 block->shared_bytes + (kMaxPieces + 1) * kGapBytes + 16);
@@ -325,21 +365,12 @@ bool can_run(const Thread& thread) {
   }
 }
 
-void open_barrier_if_all_are_there(Block& block) {
-  if (block.live > 0 && block.at_barrier == block.live) {
-    block.at_barrier = 0;
-    ++block.generation;
+// Those that can run, of all warps of a block or of one.
+void add_ready(std::vector<Thread*>& ready, Block& block, int first = 0, int count = 1024) {
+  const int end = std::min(static_cast<int>(block.threads.size()), first + count);
+  for (int i = first; i < end; ++i) {
+    if (can_run(block.threads[i])) ready.push_back(&block.threads[i]);
   }
-}
-
-// Leaves the threads of one warp: `warp` while it has any. Returns which.
-int those_of_a_warp(std::vector<Thread*>& ready, int warp) {
-  const auto is_other = [&](const Thread* thread) { return thread->warp != warp; };
-  if (std::all_of(ready.begin(), ready.end(), is_other)) {
-    warp = ready[machine().random() % ready.size()]->warp;
-  }
-  std::erase_if(ready, is_other);
-  return warp;
 }
 
 // Everybody waits and nobody can go on.
@@ -382,7 +413,7 @@ size_t max_shared_bytes() { return static_cast<size_t>(settings().at("shared"));
 size_t l2_bytes() { return static_cast<size_t>(settings().at("l2")); }
 int64_t multiprocessors() { return settings().at("multiprocessors"); }
 
-const Self& self() { return machine().running->self; }
+const Self* detail::running = nullptr;
 
 void fail(const std::string& what) { throw std::runtime_error("emulator: " + what); }
 void fail_misaligned(const char* what, size_t bytes) {
@@ -412,7 +443,7 @@ void count_read(size_t bytes) { machine().counters.global_read += bytes; }
 void count_written(size_t bytes) { machine().counters.global_written += bytes; }
 
 std::vector<std::vector<Copy>>& copies_in_flight() {
-  auto& groups = machine().running->copies;
+  auto& groups = running->copies;
   if (groups.empty()) groups.emplace_back();  // most threads never have any
   return groups;
 }
@@ -420,7 +451,7 @@ std::vector<std::vector<Copy>>& copies_in_flight() {
 void reseed() { machine().random.seed(static_cast<uint64_t>(settings().at("seed"))); }
 
 void block_barrier() {
-  Thread& thread = *machine().running;
+  Thread& thread = *running;
   Block& block = *thread.block;
   void* tag = &block.tags[block.generation % 2];
   release(tag);
@@ -446,8 +477,9 @@ static void copy(void* to, const void* from, size_t bytes) {
 }
 
 // Returns the parity of the meeting's slots, after all lanes of the mask have arrived.
-static int meet(unsigned mask, const char* what, const void* deposit, size_t bytes, bool orders) {
-  Thread& thread = *machine().running;
+static int meet(unsigned mask, const char* what, const void* deposit, size_t bytes, bool orders,
+                Exchange::Finish finish = nullptr) {
+  Thread& thread = *running;
   const int lane = thread.self.lane;
   if (!(mask >> lane & 1)) {
     fail(std::string(what) + " by " + name_of(thread) + ", whose lane is not in the mask");
@@ -475,6 +507,8 @@ static int meet(unsigned mask, const char* what, const void* deposit, size_t byt
   thread.waits_beyond = meeting.generation;
   meeting.arrived |= 1u << lane;
   if (meeting.arrived == mask) {
+    Exchange all(meeting.deposits[parity]);
+    if (finish) finish(all);
     meeting.arrived = 0;
     ++meeting.generation;
   }
@@ -486,23 +520,24 @@ static int meet(unsigned mask, const char* what, const void* deposit, size_t byt
 
 void warp_barrier(unsigned mask, const char* what) { meet(mask, what, nullptr, 0, true); }
 
-Exchange::Exchange(unsigned mask, const char* what, const void* mine, size_t bytes)
-    : bytes_(bytes) {
+Exchange::Exchange(unsigned mask, const char* what, const void* mine, size_t bytes, Finish finish) {
   if (bytes > kMaxDeposit) fail("an exchange of more bytes than a deposit holds");
-  const int parity = meet(mask, what, mine, bytes, false);
-  deposits_ = machine().running->meeting->deposits[parity];
+  const int parity = meet(mask, what, mine, bytes, false, finish);
+  deposits_ = running->meeting->deposits[parity];
 }
 
-void Exchange::copy(int lane, void* value) const { emulator::copy(value, deposits_[lane], bytes_); }
+void Exchange::copy_unseen(void* to, const void* from, size_t bytes) {
+  emulator::copy(to, from, bytes);
+}
 
 void spin() {
-  machine().running->state = State::kSpinning;
+  running->state = State::kSpinning;
   yield();
-  machine().running->state = State::kReady;
+  running->state = State::kReady;
 }
 
 void* shared_piece(size_t offset, size_t bytes, int index) {
-  Block& block = *machine().running->block;
+  Block& block = *running->block;
   if (offset + bytes > block.shared_bytes) {
     fail("the kernel takes " + std::to_string(offset + bytes) +
          " bytes of shared memory and was launched with " + std::to_string(block.shared_bytes));
@@ -529,7 +564,7 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   m.launched.push_back(launch);
   m.kernel = &kernel;
 #if defined(EMULATOR_THREAD)
-  m.host_fiber = __tsan_get_current_fiber();
+  m.host.fiber = __tsan_get_current_fiber();
   m.rested = m.free_stacks.size();  // their work has ended before this launch begins
 #endif
   std::vector<dim3> order;
@@ -558,29 +593,24 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
       blocks.push_back(make_block(launch, order[next++]));
       one_by_one = together == 1 && m.random() % 2 == 0;
     }
-    std::vector<Thread*> ready;
-    for (auto& block : blocks) {
-      for (Thread& thread : block->threads) {
-        if (can_run(thread)) ready.push_back(&thread);
+    m.round.clear();
+    if (one_by_one) add_ready(m.round, *blocks.front(), ahead * kWarpSize, kWarpSize);
+    if (m.round.empty()) {
+      for (auto& block : blocks) add_ready(m.round, *block);
+      if (m.round.empty()) report_deadlock(blocks);
+      if (one_by_one) {
+        ahead = m.round[m.random() % m.round.size()]->warp;
+        std::erase_if(m.round, [&](const Thread* thread) { return thread->warp != ahead; });
       }
     }
-    if (ready.empty()) report_deadlock(blocks);
-    if (one_by_one) ahead = those_of_a_warp(ready, ahead);
-    bool only_spinning = true;
-    std::shuffle(ready.begin(), ready.end(), m.random);
-    for (Thread* thread : ready) {
-      only_spinning = only_spinning && thread->state == State::kSpinning;
-      resume(*thread);
-      if (m.failure) break;
-      if (thread->state == State::kDone) {
-        --thread->block->live;
-        open_barrier_if_all_are_there(*thread->block);
-      } else {
-        only_spinning = only_spinning && thread->state == State::kSpinning;
-      }
-    }
+    std::shuffle(m.round.begin(), m.round.end(), m.random);
+    m.turn = 0;
+    m.only_spinning = true;
+    change(m.host, next_of_round());
+    running = nullptr;
+    detail::running = nullptr;
     if (m.failure) std::rethrow_exception(std::exchange(m.failure, nullptr));
-    idle_rounds = only_spinning ? idle_rounds + 1 : 0;
+    idle_rounds = m.only_spinning ? idle_rounds + 1 : 0;
     if (idle_rounds > kMaxIdleRounds) fail("blocks spin and wait for one another");
     std::erase_if(blocks, [](auto& block) {
       if (block->live > 0) return false;

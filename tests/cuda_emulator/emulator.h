@@ -49,7 +49,10 @@ struct Self {
   dim3 thread, block, block_size, grid_size;
   int lane;
 };
-const Self& self();
+namespace detail {
+extern const Self* running;
+}
+inline const Self& self() { return *detail::running; }
 
 // Throws, out of launch() as well: the kernel broke a rule of the programming model.
 [[noreturn]] void fail(const std::string& what);
@@ -66,21 +69,32 @@ void warp_barrier(unsigned mask, const char* what);
 inline constexpr size_t kMaxDeposit = 64;
 class Exchange {
  public:
-  Exchange(unsigned mask, const char* what, const void* mine, size_t bytes);
+  // Called by the lane that comes last: for what is worked out once for all of them.
+  using Finish = void (*)(Exchange& all);
+
+  Exchange(unsigned mask, const char* what, const void* mine, size_t bytes,
+           Finish finish = nullptr);
+  explicit Exchange(unsigned char (*deposits)[kMaxDeposit]) : deposits_(deposits) {}
   template <class T>
   void get(int lane, T* value) const {
-#if defined(EMULATOR_ADDRESS) || defined(EMULATOR_THREAD)
-    copy(lane, value);
-#else
-    std::memcpy(value, deposits_[lane], sizeof(T));
-#endif
+    copy(value, deposits_[lane], sizeof(T));
+  }
+  template <class T>
+  void put(int lane, const T& value) {
+    copy(deposits_[lane], &value, sizeof(T));
   }
 
  private:
-  void copy(int lane, void* value) const;  // which the sanitizers do not see
+  static void copy(void* to, const void* from, size_t bytes) {
+#if defined(EMULATOR_ADDRESS) || defined(EMULATOR_THREAD)
+    copy_unseen(to, from, bytes);
+#else
+    std::memcpy(to, from, bytes);
+#endif
+  }
+  static void copy_unseen(void* to, const void* from, size_t bytes);  // by the sanitizers
 
-  const unsigned char (*deposits_)[kMaxDeposit];
-  size_t bytes_;
+  unsigned char (*deposits_)[kMaxDeposit];
 };
 // Lets the others run; for loops that wait for another block.
 void spin();
