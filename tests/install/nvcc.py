@@ -26,7 +26,7 @@ def cubin(source: Path, arch: str) -> Path:
     options = (ROOT / "cmake" / "cuda.cmake").read_text()
     (flags,) = re.findall(r"COMPILE_LANGUAGE:CUDA>:(--[^>]*)>", options)
     command = [nvcc, "-std=c++20", f"-arch={arch}", *flags.split(), "-Werror=all-warnings"]
-    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}", "-cubin", source]
+    command += [f"-I{ROOT / 'csrc'}", "-cubin", source]
     name = "_".join(source.relative_to(ROOT).with_suffix("").parts)
     recipe = compiled.Recipe(f"{name}-{arch}", tuple(command), (source,), ".cubin")
     return compiled.made([recipe])[0]

@@ -10,6 +10,7 @@ import pytest
 
 from onepass import _C, _library
 from tests.install import nvcc
+from tests.support import compiled
 
 CUDA = nvcc.ROOT / "csrc" / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -39,8 +40,16 @@ ON_TF32 = r"attention_(forward|backward|dquery)_plain_kernel.*Tf32"
 TENSOR_CORES = f"{ON_TENSOR_CORES}|{ON_TF32}"
 
 
-def check(binary: Path) -> set[str]:
-    """The names of the kernels, none of which waits for memory where it should not."""
+def check(name: str, binary: Path) -> set[str]:
+    """The names of the kernels, none of which waits for memory where it should not.
+
+    What has been right once is not disassembled again, which takes 20 seconds of a library.
+    """
+    files = (binary, Path(__file__), Path(nvcc.__file__))
+    return set(compiled.found(name, files, lambda: "\n".join(_checked(binary))).split())
+
+
+def _checked(binary: Path) -> list[str]:
     kernels, threads = nvcc.resources(binary), nvcc.max_threads(binary)
     for name, used in kernels.items():
         assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills: {used}"
@@ -60,13 +69,14 @@ def check(binary: Path) -> set[str]:
             assert not re.search("LDL|STL", "".join(main)), f"{name} has local memory in its loop"
             for piece in PIECES if re.search(OF_TILES, name) else ():
                 assert re.search(piece, "".join(main)), f"{name} has no {piece} in its loop"
-    return set(kernels)
+    return list(kernels)
 
 
 def test_built_kernels():
     if not _C.build_info()["cuda_archs"]:
         pytest.skip("built without CUDA")
-    kernels = check(_library.library_directory() / "libonepass_cuda.so")
+    name = "libonepass_cuda"
+    kernels = check(name, _library.library_directory() / f"{name}.so")
     for kernel in KERNELS:
         assert any(kernel in name for name in kernels), kernel
 
@@ -83,4 +93,5 @@ def marked(source: str, arch: str):
 @pytest.mark.parametrize("source, arch", [marked(*pair) for pair in COMPILED])
 def test_kernels_of_a_release(source, arch):
     """Also for architectures that this build leaves out."""
-    assert check(nvcc.cubin(CUDA / source, arch)) or source in WITHOUT_KERNELS
+    name = f"{source.replace('/', '_').removesuffix('.cu')}-{arch}"
+    assert check(name, nvcc.cubin(CUDA / source, arch)) or source in WITHOUT_KERNELS

@@ -1,5 +1,5 @@
 """Compiles what tests need besides the package, and keeps it for as long as its sources are the
-same.
+same; and what was found out about a file, for as long as the file is the same.
 
 A file made here lies in build/tests under a digest of the command, the compiler's version, the
 sources and the headers of this project that they include. Processes of a parallel test run share
@@ -16,7 +16,7 @@ import re
 import resource
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "tests"
-# Where a header is looked for, after the folder of the file that includes it.
-INCLUDED_FROM = (ROOT / "csrc", ROOT / "tests")
 DIGITS = 16  # of a digest
 seconds = 0.0  # of CPU time that this process has spent on compiling, for costs.py
 
@@ -47,7 +45,9 @@ class Recipe:
         compiler = str(self.command[0])
         words = [str(word).replace(f"{ROOT}/", "") for word in self.command]  # in any checkout
         digest = hashlib.sha256(repr((words, _version(compiler))).encode())
-        for file in sorted(set().union(*map(_included, self.sources))):
+        # Where the compiler looks for a header, after the folder of the file that includes it.
+        folders = tuple(Path(word[2:]) for word in map(str, self.command) if word[:2] == "-I")
+        for file in sorted(set().union(*(_included(source, folders) for source in self.sources))):
             digest.update(file.read_bytes())
         return BUILD / f"{self.name}-{digest.hexdigest()[:DIGITS]}{self.suffix}"
 
@@ -75,8 +75,7 @@ def _make(recipe: Recipe, file: Path, wait: bool) -> bool:
         except BlockingIOError:
             return False
         if not file.exists():
-            for stale in BUILD.glob(f"{recipe.name}-{'[0-9a-f]' * DIGITS}{recipe.suffix}"):
-                stale.unlink()
+            _remove_stale(recipe.name, recipe.suffix)
             with tempfile.TemporaryDirectory(dir=BUILD) as folder:
                 made = Path(folder) / "made"
                 command = [*map(str, recipe.command), "-o", str(made)]
@@ -85,6 +84,31 @@ def _make(recipe: Recipe, file: Path, wait: bool) -> bool:
                     pytest.fail(f"{' '.join(command)}\n{result.stderr[-4000:]}")
                 made.replace(file)
     return True
+
+
+def found(name: str, files: Sequence[Path], find: Callable[[], str]) -> str:
+    """What find() returns, which depends on the contents of these files alone.
+
+    Nothing is kept of a find() that fails. `name` is as in a Recipe.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    kept = BUILD / f"{name}-{digest.hexdigest()[:DIGITS]}.found"
+    if not kept.exists():
+        text = find()
+        BUILD.mkdir(parents=True, exist_ok=True)
+        _remove_stale(name, ".found")
+        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+            written = Path(folder) / "found"
+            written.write_text(text)
+            written.replace(kept)
+    return kept.read_text()
+
+
+def _remove_stale(name: str, suffix: str) -> None:
+    for stale in BUILD.glob(f"{name}-{'[0-9a-f]' * DIGITS}{suffix}"):
+        stale.unlink(missing_ok=True)
 
 
 def children() -> float:
@@ -99,7 +123,7 @@ def _version(compiler: str) -> str:
 
 
 @functools.cache
-def _included(source: Path) -> frozenset[Path]:
+def _included(source: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
     """The source and the headers of this project that it includes, and those that they do."""
     found, left = set(), [source]
     while left:
@@ -107,6 +131,6 @@ def _included(source: Path) -> frozenset[Path]:
         if file not in found:
             found.add(file)
             for name in re.findall(r'^ *# *include ["<]([^">]+)', file.read_text(), re.MULTILINE):
-                paths = (folder / name for folder in (file.parent, *INCLUDED_FROM))
+                paths = (folder / name for folder in (file.parent, *folders))
                 left += [path for path in paths if path.exists()][:1]
     return frozenset(found)

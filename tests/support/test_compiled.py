@@ -80,3 +80,20 @@ def test_a_source_that_does_not_compile_is_told(recipe):
     compiled.BUILD.mkdir()
     with pytest.raises(pytest.fail.Exception, match=r"one\.cpp"):
         compiled._make(wrong, compiled.BUILD / "one.o", wait=True)
+
+
+def test_what_was_found_out_is_kept_until_a_file_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "BUILD", tmp_path / "build")
+    files, answers = [tmp_path / "one", tmp_path / "two"], iter("abc")
+    for file in files:
+        file.write_text("text")
+
+    def fails() -> str:
+        raise KeyError("here")
+
+    with pytest.raises(KeyError):
+        compiled.found("facts", files, fails)
+    assert [compiled.found("facts", files, lambda: next(answers)) for _ in range(2)] == ["a", "a"]
+    files[1].write_text("other")
+    assert compiled.found("facts", files, lambda: next(answers)) == "b"
+    assert len(list(compiled.BUILD.iterdir())) == 1
