@@ -15,9 +15,8 @@
 #include <utility>
 #include <vector>
 
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
+#include "context.h"
+
 #if defined(EMULATOR_ADDRESS)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -31,68 +30,8 @@ void __tsan_release(void* tag);
 }
 #endif
 
-#if defined(__x86_64__)
-// Leaves what a function must preserve on its stack, and that in *from; goes on upon `to`.
-extern "C" void emulator_switch(void** from, void* to);
-asm(R"(
-  .text
-emulator_switch:
-  push %rbp
-  push %rbx
-  push %r12
-  push %r13
-  push %r14
-  push %r15
-  mov %rsp, (%rdi)
-  mov %rsi, %rsp
-  pop %r15
-  pop %r14
-  pop %r13
-  pop %r12
-  pop %rbx
-  pop %rbp
-  ret
-)");
-#endif
-
 namespace emulator {
 namespace {
-
-// Where a fiber goes on. swapcontext() would do, but it calls the system for a mask of signals each
-// time, which is half of what a kernel that multiplies matrices takes.
-#if defined(__x86_64__)
-
-struct Context {
-  void* stack;
-};
-
-void prepare(Context& context, char* memory, size_t bytes, void (*begin)()) {
-  constexpr int kPreserved = 6;
-  auto* top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(memory + bytes) / 16 * 16);
-  *--top = nullptr;  // where begin() would return to, which it never does
-  *--top = reinterpret_cast<void*>(begin);
-  for (int i = 0; i < kPreserved; ++i) *--top = nullptr;
-  context.stack = top;
-}
-
-void switch_stacks(Context& from, Context& to) { emulator_switch(&from.stack, to.stack); }
-
-#else
-
-using Context = ucontext_t;
-
-// A function of its own: getcontext may return twice as far as the compiler knows.
-void prepare(Context& context, char* memory, size_t bytes, void (*begin)()) {
-  getcontext(&context);
-  context.uc_stack.ss_sp = memory;
-  context.uc_stack.ss_size = bytes;
-  context.uc_link = nullptr;
-  makecontext(&context, begin, 0);
-}
-
-void switch_stacks(Context& from, Context& to) { swapcontext(&from, &to); }
-
-#endif
 
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kGapBytes = 64;

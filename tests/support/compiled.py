@@ -132,5 +132,5 @@ def _included(source: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
             found.add(file)
             for name in re.findall(r'^ *# *include ["<]([^">]+)', file.read_text(), re.MULTILINE):
                 paths = (folder / name for folder in (file.parent, *folders))
-                left += [path for path in paths if path.exists()][:1]
+                left += [path for path in paths if path.is_file()][:1]
     return frozenset(found)

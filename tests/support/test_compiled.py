@@ -47,10 +47,12 @@ def test_a_file_is_made_once(recipe):
 
 
 def test_what_changed_takes_the_place_of_what_was(recipe, tmp_path):
+    text = '#include <memory>\n#include "part.h"'
+    (tmp_path / "memory").mkdir()  # no header
     (tmp_path / "part.h").write_text("a")
-    (first,) = compiled.made([recipe("one", '#include "part.h"')])
+    (first,) = compiled.made([recipe("one", text)])
     (tmp_path / "part.h").write_text("b")
-    (second,) = compiled.made([recipe("one", '#include "part.h"')])
+    (second,) = compiled.made([recipe("one", text)])
     assert first != second and not first.exists() and second.exists()
     other = compiled.made([recipe("one-more", "")])
     assert second.exists() and other[0].exists()
