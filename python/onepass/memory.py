@@ -15,7 +15,7 @@ def keep_freed_memory(limit: int | None = None) -> bool:
     gets fresh pages, and each costs a page fault when it is first written: one per 4 KiB, in every
     step, whoever computes it. From this call on, blocks stay in the heap and are used again after a
     few steps. How much that saves depends on the machine: `onepass doctor` says what a new tensor
-    costs there.
+    costs there, ``onepass compare --keep-memory`` what a training step gains.
 
     It costs resident memory. What the process has needed at its peak, it keeps, and the heap grows
     beyond that before a loop finds all its blocks again (a block may need up to nine places).

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import onepass
-from onepass import _library, cli
-from onepass.compare import attribution, measure, settings, train
+from onepass import _library, _malloc, cli
+from onepass.compare import attribution, kept, measure, settings, train, variants
 
 pytestmark = pytest.mark.xdist_group("compare")  # most look at one run
 QUICK = ("--quick", "--threads", "1", "--steps", "4", "--pairs", "2")
+MEDIUM = (variants.MEDIUM,) if variants.medium_has_effect() else ()
+KEPT = ("stock, kept memory", "swapped, kept memory")
 ONE_LAYER = ("--layers", "1", "--width", "16", "--heads", "2", "--block", "32", "--batch", "1")
 
 USER_MODELS = """
@@ -89,6 +91,28 @@ def broken():
 
 def no_gradient():
     return Net().requires_grad_(False), torch.randn(8, 16)
+
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        print("a word")
+        return (x * self.weight).sum()
+
+
+def large():
+    return Large(), torch.ones(1 << 24)
+
+
+def not_when_kept():
+    import sys
+
+    if sys.argv[0].endswith("kept.py"):
+        raise KeyError("only there")
+    return fixed()
 """
 
 
@@ -128,7 +152,7 @@ def outcome(tmp_path_factory):
     """A run as a user's shell would start it: the process, its JSON and its picture."""
     folder = tmp_path_factory.mktemp("compare")
     flags = [*QUICK, "--json", "out.json", "--plot", "out.png", "--rmsnorm", "--seed", "3"]
-    flags += ["--master", "remainder16", "stochastic", "--state-dtype", "bfloat16"]
+    flags += ["--master", "remainder16", "stochastic", "--state-dtype", "bfloat16", "--keep-memory"]
     process = subprocess.run(
         [sys.executable, "-m", "onepass", "compare", *flags],
         cwd=folder,
@@ -172,7 +196,7 @@ def test_json_schema(outcome):
     assert {"cpu", "isa", "threads", "torch", "commit"} <= set(data["machine"])
     assert [speed["dropout"] for speed in data["speed"]] == [0.1, 0.0]
     for speed in data["speed"]:
-        assert list(speed["variants"]) == ["stock", "swapped"]
+        assert list(speed["variants"]) == ["stock", "swapped", *MEDIUM, *KEPT]
         for variant in speed["variants"].values():
             assert list(variant) == [
                 "step_ms", "page_faults", "items_per_second", "ratio_to_stock",
@@ -185,7 +209,7 @@ def test_json_schema(outcome):
             assert variant["saved_bytes"] > 0 and variant["peak_bytes"] > 0
             tokens = speed["items_per_batch"]
             assert variant["items_per_second"] == pytest.approx(1e3 * tokens / step["median"])
-    assert list(data["first_step"]) == ["swapped"]
+    assert list(data["first_step"]) == ["swapped", *MEDIUM]
     assert abs(data["first_step"]["swapped"]["loss_difference"]) < 1e-5
     assert data["first_step"]["swapped"]["gradient_error"] < 1e-3
     for phase in data["sameness"]:
@@ -245,7 +269,8 @@ def test_json_schema_of_the_optimizers(outcome):
 
 def test_parts_sum_to_the_median_step(outcome):
     for speed in outcome[1]["speed"]:
-        for variant in speed["variants"].values():
+        for name in ("stock", "swapped", *MEDIUM):
+            variant = speed["variants"][name]
             total = sum(attribution.by_part(variant["parts_ms"]).values())
             assert total == pytest.approx(variant["step_ms"]["median"])
 
@@ -297,7 +322,7 @@ def test_defaults_are_those_of_the_documentation():
     assert default.dropouts == (0.1, 0.0) and default.pairs == 8 and default.steps == 200
     assert default.dtype == torch.float32 and default.device == torch.device("cpu")
     assert default.optimizers == ("default", "fused", "onepass")
-    assert default.masters == default.state_dtypes == ()
+    assert default.masters == default.state_dtypes == () and not default.keep_memory
     assert default.command == "onepass compare"
     assert parsed("--plot").plot == "onepass-compare.png"
 
@@ -359,13 +384,51 @@ def test_an_optimizer_that_is_left_out_is_told(capsys, user_models, peaks_of_one
 def test_compile_adds_two_variants(capsys, user_models, peaks_of_one_byte, monkeypatch):
     # The graph is captured and differentiated, but not compiled to C++: that takes half a minute.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    variants = run_json(capsys, *QUICK, "--model", "user_models:fixed", "--compile")["speed"][0][
-        "variants"
-    ]
-    assert list(variants) == ["stock", "swapped", "compiled stock", "compiled swapped"]
-    assert variants["compiled swapped"]["baseline"] == "compiled stock"
-    assert variants["compiled swapped"]["parts_ms"] is None
-    assert variants["compiled swapped"]["saved_bytes"] > 0
+    data = run_json(capsys, *QUICK, "--model", "user_models:fixed", "--compile")
+    found = data["speed"][0]["variants"]
+    assert list(found) == ["stock", "swapped", "compiled stock", "compiled swapped", *MEDIUM]
+    assert found["compiled swapped"]["baseline"] == "compiled stock"
+    assert found["compiled swapped"]["parts_ms"] is None
+    assert found["compiled swapped"]["saved_bytes"] > 0
+
+
+@pytest.mark.skipif(bool(_malloc.obstacle()), reason=_malloc.obstacle())
+def test_kept_memory_is_kept_in_a_process_of_its_own(user_models):
+    """The step takes 64 MiB, which malloc gives back by itself; what the model prints is no
+    answer."""
+    read = settings.read_settings(parsed(*QUICK, "--keep-memory", "--model", "user_models:large"))
+    with kept.steps(None, read) as others:
+        assert list(others.saved) == list(KEPT) and min(others.saved.values()) >= 64 << 20
+        found = [others.step(KEPT[0], number) for number in range(16)]
+    seconds, faults = zip(*found, strict=True)
+    assert min(seconds) > 0
+    assert max(faults[-3:]) < 32  # fewer than with huge pages
+
+
+def test_kept_memory_in_the_json(outcome):
+    for speed in outcome[1]["speed"]:
+        found = speed["variants"]
+        assert [found[name]["baseline"] for name in KEPT] == [KEPT[0]] * 2
+        assert found[KEPT[0]]["saved_bytes"] == found["stock"]["saved_bytes"]
+        assert found[KEPT[0]]["parts_ms"] is None and found["stock"]["parts_ms"]
+    assert outcome[1]["settings"]["keep_memory"] is True
+
+
+def test_an_error_in_the_process_of_kept_memory_is_told(user_models):
+    flags = ("--keep-memory", "--model", "user_models:not_when_kept")
+    read = settings.read_settings(parsed(*QUICK, *flags))
+    with pytest.raises(RuntimeError, match="(?s)steps with kept memory failed.*only there"):
+        with kept.steps(None, read):
+            pass
+
+
+def test_kept_memory_needs_glibc_and_a_cpu(capsys, one_device, monkeypatch):
+    assert cli.main(["compare", "--keep-memory", "--device", "cuda"]) == 2
+    assert "--keep-memory must come with --device cpu, got cuda" in capsys.readouterr().err
+    monkeypatch.setattr(_malloc, "obstacle", lambda: "this C library is not glibc")
+    assert cli.main(["compare", "--keep-memory"]) == 2
+    reason = "--keep-memory must have glibc's malloc: this C library is not glibc"
+    assert reason in capsys.readouterr().err
 
 
 # Bad input

@@ -1,6 +1,5 @@
 """The optimizer axis of `onepass compare`: what is chosen, measured, trained and judged."""
 
-import argparse
 import copy
 from types import SimpleNamespace
 
@@ -14,16 +13,10 @@ from onepass.compare.data import load_text
 from onepass.compare.errors import BadInput
 from onepass.compare.model import Sizes
 from onepass.compare.optimizers import Choice
-from onepass.compare.settings import add_arguments, read_settings
 from onepass.compare.workload import GptWorkload
+from tests.compare.cases import settings_of
 
 TINY = Sizes(layers=2, heads=2, width=16, block=16, batch=2)
-
-
-def settings_of(*flags):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return read_settings(parser.parse_args(["--quick", "--threads", "1", *flags]))
 
 
 @pytest.fixture

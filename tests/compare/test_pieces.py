@@ -1,6 +1,5 @@
 """The pieces of `onepass compare`: text, model, attribution, memory, statistics, sentences."""
 
-import argparse
 from types import SimpleNamespace
 
 import pytest
@@ -10,15 +9,23 @@ from torch import nn
 import onepass
 from onepass._ops import products
 from onepass.bench.harness import Timing
-from onepass.compare import attribution, measure, memory, optimizers, pairs, report, train
+from onepass.compare import (
+    attribution,
+    measure,
+    memory,
+    optimizers,
+    pairs,
+    report,
+    train,
+)
 from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
 from onepass.compare.data import Batches, held_out_batch, load_text, standard_library
 from onepass.compare.errors import BadInput
 from onepass.compare.model import GPT, Sizes, cast, loss_of, tokens_in
 from onepass.compare.optimizers import BASELINE, Choice
 from onepass.compare.pairs import time_rounds
-from onepass.compare.settings import add_arguments, read_settings
 from onepass.compare.workload import GptWorkload
+from tests.compare.cases import settings_of
 
 TINY = Sizes(layers=2, heads=2, width=16, block=16, batch=2)
 
@@ -27,12 +34,6 @@ TINY = Sizes(layers=2, heads=2, width=16, block=16, batch=2)
 def one_thread(same_start):
     """Tiny tensors gain nothing from a second thread, and lose much to a busy machine."""
     torch.set_num_threads(1)
-
-
-def settings_of(*flags):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return read_settings(parser.parse_args(["--quick", *flags]))
 
 
 @pytest.fixture
@@ -423,9 +424,16 @@ def test_what_comes_before_a_step_is_not_timed(monkeypatch):
         clock.now += seconds
 
     steps = {"a": lambda number: take(1.0), "b": lambda number: take(2.0)}
-    timing = time_rounds(steps, 2, 0.0, 2, lambda: None, before=lambda: take(50.0))
+    timing = time_rounds(steps, 2, 0.0, 2, lambda: None, before=lambda _: take(50.0))
     assert timing.times == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
     assert clock.now == 2 * (1.0 + 2.0) + 4 * 50.0
+
+
+def test_a_step_of_another_process_counts_as_that_says():
+    steps = {"here": lambda number: None, "there": lambda number: (5.0 + number, 7)}
+    timing = time_rounds(steps, 2, 0.0, 2, lambda: None)
+    assert timing.times["there"] == [5.0, 6.0] and timing.faults["there"] == 7
+    assert max(timing.times["here"]) < 5.0
 
 
 def test_worst_gradient_names_the_parameter():

@@ -15,13 +15,17 @@ the GPT and for what ``--model`` takes.
 - ``settings``: every flag as it was used; ``speed`` and ``sameness`` in it are the GPT's sizes
 - ``data``: what was trained on; ``parameters``: of the model in the speed phase
 - ``speed``: per dropout probability ``{dropout, items_per_batch, variants}``; dropout is null for
-  ``--model``; variants by name (stock, swapped, compiled stock, compiled swapped):
+  ``--model``; variants by name (stock, swapped; with --compile compiled stock and compiled swapped;
+  with --keep-memory the same two, kept memory: in a process that keeps what it has freed; in
+  float32, where this CPU multiplies otherwise then, stock, medium precision: with
+  ``torch.set_float32_matmul_precision("medium")``):
   ``step_ms {median, p10, p90, rounds}``, ``items_per_second`` (tokens), ``page_faults`` per
   step, ``ratio_to_stock`` and
   ``ratio_to_baseline`` ``{median, low, high}`` (how many times faster, 95 % interval; the
   ``baseline`` of a swapped variant is the stock one treated alike), ``parts_ms`` by phase (forward,
   backward, update) and part (linear, attention, norm, dropout, activation, loss, optimizer,
-  unattributed), null for compiled variants, ``saved_bytes`` and ``peak_bytes``
+  unattributed), null for variants that are compiled or keep memory, ``saved_bytes`` and
+  ``peak_bytes`` (of a step; with kept memory of four: what the process keeps)
 - ``first_step``: per variant ``{loss, loss_difference, gradient_error, gradient_name}``
 - ``sameness``: per dropout probability ``{dropout, stock_runs_differ_by, curve, steps,
   stock_losses, swapped_losses, gap, stock_gap, band_factor, same}``; losses in nats per byte
@@ -53,7 +57,7 @@ from onepass.compare.settings import STDOUT, add_arguments, read_settings
 
 __all__ = ["add_arguments", "main"]
 
-TABLE_WIDTH = 110
+TABLE_WIDTH = 120
 
 
 def main(args: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ that whatever slows the machine down for a while slows both sides.
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 import onepass
 from onepass.bench.harness import Timing
-from onepass.compare import attribution, memory
+from onepass.compare import attribution, kept, memory
 from onepass.compare.pairs import time_rounds
 from onepass.compare.settings import Settings
 from onepass.compare.train import Trainer
+from onepass.compare.variants import COMPILED, SWAPPED, names, trainer_of
 
 SECONDS = 35.0  # rounds go on this long when the asked-for number takes less
 MAX_ROUNDS = 40
@@ -76,7 +78,8 @@ def compare_speed(
     workload, settings: Settings, check: bool, advance: Callable[[], None]
 ) -> tuple[Speed, onepass.Report]:
     """Measures all variants of a workload; `check` adds the comparison of the first step."""
-    trainers, report = _trainers(workload, settings)
+    made = {name: trainer_of(name, workload.build(), settings) for name in names(settings)}
+    trainers, report = {name: trainer for name, (trainer, _) in made.items()}, made[SWAPPED][1]
     first_steps = {}
     if check:
         first_steps = _first_steps(trainers, workload.batch(0), workload.dropout != 0.0)
@@ -91,18 +94,23 @@ def compare_speed(
         trainer.synchronize()
 
     batches = _Lazy(workload.batch)
-    steps = {
-        name: lambda number, trainer=trainer: step(trainer, number)
-        for name, trainer in trainers.items()
-    }
+    steps = {name: functools.partial(step, trainer) for name, trainer in trainers.items()}
     seconds = 0.0 if settings.quick else SECONDS
-    timing = time_rounds(steps, settings.pairs, seconds, MAX_ROUNDS, advance)
+    with contextlib.ExitStack() as ending:
+        if settings.keep_memory:
+            others = ending.enter_context(kept.steps(workload.dropout, settings))
+            steps |= {name: functools.partial(others.step, name) for name in others.saved}
+            saved |= others.saved
+            advance()
+        timing = time_rounds(
+            steps, settings.pairs, seconds, MAX_ROUNDS, advance, before=batches.__getitem__
+        )
     parts = _parts(trainers, workload, timing)
-    del trainers, steps
+    del trainers, steps, made
     peaks = memory.peaks_of_steps(list(timing.times), workload.dropout, settings)
     advance()
     variants = {
-        name: Variant(parts[name], saved[name], peak, first_steps.get(name))
+        name: Variant(parts.get(name), saved[name], peak, first_steps.get(name))
         for name, peak in peaks.items()
     }
     return Speed(workload.dropout, workload.items_per_batch, timing, variants), report
@@ -112,32 +120,17 @@ def _parts(
     trainers: dict[str, Trainer], workload, timing: Timing
 ) -> dict[str, dict[str, dict[str, float]] | None]:
     """Watches more steps, in turn as well, and scales each variant's shares to its median step."""
-    names = [name for name in trainers if not name.startswith("compiled")]
+    watched = {name: [] for name in trainers if not name.startswith(COMPILED)}
     fewest, most = WATCHED_STEPS
-    affordable = int(WATCHED_SECONDS / sum(timing.median(name) for name in names))
-    watched: dict[str, list] = {name: [] for name in names}
+    affordable = int(WATCHED_SECONDS / sum(timing.median(name) for name in watched))
     for number in range(max(fewest, min(affordable, most))):
         batch = workload.batch(number)
-        for name in names[:: 1 if number % 2 == 0 else -1]:
+        for name in list(watched)[:: 1 if number % 2 == 0 else -1]:
             watched[name].append(trainers[name].watched_step(batch))
     return dict.fromkeys(trainers) | {
         name: attribution.scaled(attribution.median(steps), 1e3 * timing.median(name))
         for name, steps in watched.items()
     }
-
-
-def _trainers(workload, settings: Settings) -> tuple[dict[str, Trainer], onepass.Report]:
-    stock = workload.build()
-    swapped = copy.deepcopy(stock)
-    report = settings.swap(swapped)
-    models = {"stock": stock, "swapped": swapped}
-    if settings.compile:
-        models |= {f"compiled {name}": copy.deepcopy(model) for name, model in models.items()}
-    trainers = {
-        name: Trainer(model, settings, compiled=name.startswith("compiled"))
-        for name, model in models.items()
-    }
-    return trainers, report
 
 
 class _Lazy(dict):
@@ -168,12 +161,13 @@ def saved_bytes(trainer: Trainer, batch) -> int:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = trainer.loss(batch)
-    total = sum(storages.values())
-    loss.backward()
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    with trainer.around():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = trainer.loss(batch)
+        total = sum(storages.values())
+        loss.backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
     return total
 
 
@@ -191,8 +185,9 @@ def _first_steps(
         if eval_mode and name.startswith("compiled"):
             continue
         trainer.model.train(not eval_mode)
-        loss = trainer.loss(batch)
-        loss.backward()
+        with trainer.around():
+            loss = trainer.loss(batch)
+            loss.backward()
         gradients = {
             name: parameter.grad
             for name, parameter in trainer.model.named_parameters()

@@ -2,12 +2,12 @@
 
 Runs as ``python -m onepass.compare.memory JSON``. A peak is the high-water mark during the step
 minus the level before it, on CUDA that of torch's allocator. A process of its own, because freed
-memory stays with the process that freed it and would hide the next variant's need.
+memory stays with the process that freed it and would hide the next variant's need. Where it is to
+stay, the peak is that of a few steps: what such a process keeps.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import multiprocessing
@@ -20,11 +20,14 @@ from pathlib import Path
 
 import torch
 
+import onepass
+from onepass import _malloc
 from onepass.compare.data import Text, load_text
 from onepass.compare.settings import Settings, make_current
-from onepass.compare.train import Trainer
-from onepass.compare.workload import GptWorkload, UserWorkload
+from onepass.compare.variants import COMPILED, KEPT, trainer_of
+from onepass.compare.workload import workload_of
 
+KEPT_STEPS = 4  # in which the heap of a process that keeps freed memory grows most
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 
@@ -32,7 +35,7 @@ _STATUS = Path("/proc/self/status")
 def peaks_of_steps(
     variants: Sequence[str], dropout: float | None, settings: Settings
 ) -> dict[str, int]:
-    """Bytes that one step of each variant ("stock", "swapped", "compiled ...") needs at most."""
+    """Bytes that one step of each variant needs at most."""
     task = {"variants": variants, "dropout": dropout, "settings": settings.to_dict()}
     command = [sys.executable, "-m", "onepass.compare.memory", json.dumps(task)]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -70,22 +73,23 @@ def _measure(
 ) -> None:
     torch.set_num_threads(settings.threads)
     make_current(settings.device)
-    if text is None:
-        workload = UserWorkload(settings)
-    else:
-        workload = GptWorkload(settings, text, settings.speed, dropout)
-    model = workload.build()
-    if variant.endswith("swapped"):
-        settings.swap(model)
-    compiled = variant.startswith("compiled")
-    trainer = Trainer(model, settings, compiled)
+    kept = variant.endswith(KEPT)
+    if kept:
+        onepass.keep_freed_memory()
+    workload = workload_of(settings, text, dropout)
+    trainer, _ = trainer_of(variant, workload.build(), settings)
     # Optimizer state, caches, compiled code: there before the level is taken. A small batch leaves
     # little freed memory behind for the measured step to reuse.
-    trainer.step(workload.batch(0) if compiled else workload.small_batch())
+    trainer.step(workload.batch(0) if variant.startswith(COMPILED) else workload.small_batch())
     batch = workload.batch(0)
+
+    def steps() -> None:
+        for _ in range(KEPT_STEPS if kept else 1):
+            trainer.step(batch)
+
     gc.collect()
     measure = _cuda_peak if settings.device.type == "cuda" else _cpu_peak
-    sender.send(measure(lambda: trainer.step(batch)))
+    sender.send(measure(steps))
 
 
 def _cuda_peak(step) -> int:
@@ -98,10 +102,7 @@ def _cuda_peak(step) -> int:
 
 
 def _cpu_peak(step) -> int:
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # glibc's: give freed pages back, so that they count again
-    except AttributeError:
-        pass
+    _malloc.trim()  # pages that were given back count again
     try:
         _CLEAR_REFS.write_text("5")  # the high-water mark starts anew from the present level
     except OSError:

@@ -14,18 +14,19 @@ from onepass.bench.machine import page_faults
 
 
 def time_rounds(
-    steps: dict[str, Callable[[int], None]],
+    steps: dict[str, Callable[[int], tuple[float, int] | None]],
     rounds: int,
     seconds: float,
     max_rounds: int,
     advance: Callable[[], None],
-    before: Callable[[], object] = lambda: None,
+    before: Callable[[int], object] = lambda number: None,
 ) -> Timing:
     """Runs every step once per round, in turn forwards and backwards.
 
     At least `rounds` rounds; more, up to max_rounds, while they have taken less than `seconds`.
-    A step gets the round's number and returns when its work is done; what `before` does ahead of
-    each step is not timed.
+    A step gets the round's number and returns when its work is done; one that another process makes
+    returns the seconds and page faults that it took there. What `before`, which gets the number as
+    well, does ahead of each step is not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     faults = dict.fromkeys(steps, 0)
@@ -33,11 +34,13 @@ def time_rounds(
     taken = 0
     while taken < rounds or (taken < max_rounds and time.perf_counter() - begin < seconds):
         for name in list(steps)[:: 1 if taken % 2 == 0 else -1]:
-            before()
+            before(taken)
             faults_before, start = page_faults(), time.perf_counter()
-            steps[name](taken)
-            times[name].append(time.perf_counter() - start)
-            faults[name] += page_faults() - faults_before
+            elsewhere = steps[name](taken)
+            here = time.perf_counter() - start, page_faults() - faults_before
+            took, count = elsewhere or here
+            times[name].append(took)
+            faults[name] += count
             advance()
         taken += 1
     return Timing(

@@ -19,8 +19,9 @@ from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
 from onepass.compare.errors import BadInput
 from onepass.compare.measure import Speed
 from onepass.compare.optimizers import Comparison
-from onepass.compare.report import Result, baseline_of, footer, number, short, verdict
+from onepass.compare.report import Result, footer, number, short, verdict
 from onepass.compare.train import BAND_FACTOR, Sameness
+from onepass.compare.variants import baseline_of
 
 STOCK, SWAPPED = "#5b6573", "#e4572e"
 BAND = "#a9c4dd"
@@ -160,11 +161,11 @@ def _plot_ratios(axes: Axes, speeds: list[Speed]) -> None:
                 (position + 0.22, interval.median), va="center", fontsize=9,
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
             )  # fmt: skip
-            labels.append(f"{name}\nvs {baseline}{_with(speed.dropout)}")
+            labels.append(f"{name}\nvs {baseline}{_with(speed.dropout)}".replace(", ", ",\n"))
             position += 1
     axes.axhline(1.0, color=STOCK, lw=1.4)
     axes.annotate("stock", (-0.47, 1.0), va="bottom", color=STOCK, fontsize=9)
-    axes.set_xticks(range(position), labels)
+    axes.set_xticks(range(position), labels, fontsize=10 if position <= 2 else 8)
     axes.set_xlim(-0.5, position - 0.25)
     axes.grid(axis="x", visible=False)
     axes.set_title("Pairs of steps: how many times faster")

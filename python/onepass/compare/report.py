@@ -15,6 +15,7 @@ from onepass.compare.measure import FirstStep, Speed
 from onepass.compare.optimizers import BASELINE, Comparison
 from onepass.compare.settings import Settings
 from onepass.compare.train import BAND_FACTOR, Sameness
+from onepass.compare.variants import baseline_of
 
 SCHEMA_VERSION = 1
 WORTH_NAMING = 0.10  # share of the swapped step from which a part not accelerated is named
@@ -105,11 +106,6 @@ def _speed_dict(speed: Speed) -> dict:
         "items_per_batch": speed.items_per_batch,
         "variants": variants,
     }
-
-
-def baseline_of(variant: str) -> str:
-    """The variant that differs from this one by the swap alone."""
-    return variant.replace("swapped", "stock")
 
 
 def label(dropout: float | None) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass import _library
+from onepass import _library, _malloc
 from onepass.compare.errors import BadInput
 from onepass.compare.model import Sizes
 from onepass.swapping.matchers import KINDS
@@ -41,6 +41,7 @@ class Settings:
     pairs: int
     kinds: tuple[str, ...]  # what the swap takes; empty: its default
     compile: bool
+    keep_memory: bool
     optimizers: tuple[str, ...]  # of OPTIMIZERS, always with "fused": what the others are held to
     masters: tuple[str, ...]  # of MASTERS; empty: only parameters as they are
     state_dtypes: tuple[str, ...]  # of STATE_DTYPES; empty: only torch's
@@ -98,6 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kinds", nargs="+", metavar="KIND", help="what the swap takes, of "
         f"{', '.join(KINDS)} (default: all that pay)")  # fmt: skip
     add("--compile", action="store_true", help="add compiled stock and compiled swapped")
+    add("--keep-memory", action="store_true", help="add stock and swapped in a process that keeps "
+        "the memory it has freed (onepass.keep_freed_memory)")  # fmt: skip
     add("--optimizers", nargs="+", metavar="NAME", help="AdamW steps timed apart: torch's default, "
         "torch's fused (always), onepass's (default: default fused onepass)")  # fmt: skip
     add("--master", nargs="+", metavar="MODE", help="bfloat16 parameters too, of which onepass's "
@@ -157,6 +160,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         pairs=args.pairs or (3 if args.quick else 8),
         kinds=kinds,
         compile=args.compile,
+        keep_memory=_keep_memory(args.keep_memory, device),
         optimizers=tuple(name for name in OPTIMIZERS if name in (*optimizers, "fused")),
         masters=masters,
         state_dtypes=state_dtypes,
@@ -195,6 +199,14 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (obstacle := _library.no_cuda()):
         raise BadInput(f"--device must be one that onepass runs on, got {name!r}: {obstacle}")
     return device
+
+
+def _keep_memory(wanted: bool, device: torch.device) -> bool:
+    if wanted and device.type != "cpu":
+        raise BadInput(f"--keep-memory must come with --device cpu, got {device}")
+    if wanted and (obstacle := _malloc.obstacle()):
+        raise BadInput(f"--keep-memory must have glibc's malloc: {obstacle}")
+    return wanted
 
 
 def make_current(device: torch.device) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +48,10 @@ class Trainer:
         settings: Settings,
         compiled: bool = False,
         make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = fused_adamw,
+        around: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ):
-        self.model = model.train()
+        """A step runs inside `around()`."""
+        self.model, self.around = model.train(), around
         self.device, self.dtype = settings.device, settings.dtype
         self.forward: Callable = torch.compile(model) if compiled else model
         self.optimizer = make_optimizer(trained_parameters(model))
@@ -59,18 +63,19 @@ class Trainer:
 
     def step(self, batch) -> Tensor:
         """Forward, loss, backward, AdamW step, zero_grad; returns the loss, detached."""
-        loss = self.loss(batch)
-        if not loss.requires_grad:
-            raise BadInput("--model must return something that depends on its parameters")
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with self.around():
+            loss = self.loss(batch)
+            if not loss.requires_grad:
+                raise BadInput("--model must return something that depends on its parameters")
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return loss.detach()
 
     def watched_step(self, batch) -> dict[str, dict[str, float]]:
         """The same step, its milliseconds divided by phase and part; see `attribution`."""
         timeline = attribution.Timeline(self.device)
-        with timeline.watch(self.model):
+        with self.around(), timeline.watch(self.model):
             timeline.enter_phase("forward")
             loss = self.loss(batch)
             timeline.enter_phase(attribution.PAUSED)

@@ -20,6 +20,13 @@ HELD_OUT_TOKENS = 4096  # per point of a loss curve
 HELD_OUT_ROWS = 4  # of one forward while measuring it: keeps the memory small
 
 
+def workload_of(settings: Settings, text: Text | None, dropout: float | None):
+    """That of the speed phase; --model has no text of ours."""
+    if text is None:
+        return UserWorkload(settings)
+    return GptWorkload(settings, text, settings.speed, dropout)
+
+
 class GptWorkload:
     """The GPT at given sizes and dropout on a text."""
 

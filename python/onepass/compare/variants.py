@@ -1,0 +1,66 @@
+"""What the speed phase compares, by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+import onepass
+from onepass.compare.settings import Settings
+from onepass.compare.train import Trainer
+
+STOCK, SWAPPED = "stock", "swapped"
+COMPILED = "compiled "
+KEPT = ", kept memory"
+MEDIUM = "stock, medium precision"
+
+
+def names(settings: Settings) -> list[str]:
+    """Those that this process trains; `kept_names` are trained in another one."""
+    found = [STOCK, SWAPPED]
+    if settings.compile:
+        found += [f"{COMPILED}{name}" for name in found]
+    if settings.device.type == "cpu" and settings.dtype == torch.float32 and medium_has_effect():
+        found.append(MEDIUM)
+    return found
+
+
+def kept_names(settings: Settings) -> list[str]:
+    return [f"{name}{KEPT}" for name in (STOCK, SWAPPED)] if settings.keep_memory else []
+
+
+def baseline_of(variant: str) -> str:
+    """The variant that differs from this one by the swap alone."""
+    return variant.replace(SWAPPED, STOCK)
+
+
+def trainer_of(
+    variant: str, model: nn.Module, settings: Settings
+) -> tuple[Trainer, onepass.Report | None]:
+    """What the name says, of a stock model; the report where it is swapped."""
+    report = settings.swap(model) if SWAPPED in variant else None
+    around = medium_precision if variant == MEDIUM else contextlib.nullcontext
+    return Trainer(model, settings, variant.startswith(COMPILED), around=around), report
+
+
+@contextlib.contextmanager
+def medium_precision() -> Iterator[None]:
+    """Inside, torch may multiply float32 matrices in bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def medium_has_effect() -> bool:
+    """Whether this torch computes other products with it on this CPU."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(1024, 1024, generator=generator)[:128] for _ in range(2))
+    product = left @ right.t()
+    with medium_precision():
+        return not torch.equal(product, left @ right.t())

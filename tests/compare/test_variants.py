@@ -1,0 +1,70 @@
+"""What `onepass compare` sets beside stock and swapped: medium precision, kept memory."""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass.compare import measure, memory, variants
+from tests.compare.cases import settings_of
+
+
+class Precise(nn.Linear):
+    """Notes the matmul precision of its forward and of its backward."""
+
+    def __init__(self):
+        super().__init__(4, 1)
+        self.seen = []
+        self.weight.register_hook(self.note)
+
+    def note(self, _):
+        self.seen.append(torch.get_float32_matmul_precision())
+
+    def forward(self, x):
+        self.note(x)
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize("variant, precision", [("stock", "highest"), (variants.MEDIUM, "medium")])
+def test_all_of_a_step_has_the_precision_of_its_variant(variant, precision):
+    trainer, report = variants.trainer_of(variant, Precise(), settings_of())
+    batch = (torch.ones(2, 4),)
+    trainer.step(batch)
+    trainer.watched_step(batch)
+    measure.saved_bytes(trainer, batch)
+    measure._first_steps({variant: trainer}, batch, False)
+    assert trainer.model.seen == [precision] * 8 and report is None
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_precision_is_restored_after_an_error():
+    with pytest.raises(KeyError), variants.medium_precision():
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_medium_precision_is_a_variant_where_it_has_an_effect(monkeypatch):
+    monkeypatch.setattr(variants, "medium_precision", contextlib.nullcontext)
+    assert variants.names(settings_of()) == ["stock", "swapped"]
+    other = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    monkeypatch.setattr(variants, "medium_precision", other)
+    assert variants.names(settings_of()) == ["stock", "swapped", variants.MEDIUM]
+    assert variants.names(settings_of("--dtype", "bfloat16")) == ["stock", "swapped"]
+
+
+@pytest.mark.parametrize("variant", ["stock", "stock, kept memory"])
+def test_peak_memory_of_kept_steps_is_that_of_some(variant, monkeypatch):
+    told, sent, model = [], [], Precise()
+    work = SimpleNamespace(build=lambda: model)
+    work.batch = work.small_batch = lambda *_: (torch.ones(2, 4),)
+    monkeypatch.setattr(onepass, "keep_freed_memory", lambda: told.append(True))
+    monkeypatch.setattr(memory, "workload_of", lambda *_: work)
+    memory._measure(SimpleNamespace(send=sent.append), variant, 0.0, settings_of(), None)
+    assert sent[0] >= 0
+    is_kept = variant != "stock"
+    assert told == [True] * is_kept
+    assert len(model.seen) == 2 * (1 + (memory.KEPT_STEPS if is_kept else 1))
