@@ -42,7 +42,7 @@ def keep_freed_memory(limit: int | None = None) -> bool:
 
     Raises:
         TypeError: limit is no whole number.
-        ValueError: limit is negative, or more than mallopt takes.
+        ValueError: limit is negative, or more than mallopt takes (2^31 - 1).
     """
     if isinstance(limit, bool) or not isinstance(limit, (numbers.Integral, type(None))):
         raise TypeError(
@@ -52,7 +52,7 @@ def keep_freed_memory(limit: int | None = None) -> bool:
         raise ValueError(
             f"keep_freed_memory: limit must be None or lie in [0, {_malloc.LARGEST}], got {limit}"
         )
-    obeyed = _malloc.restore() if limit == 0 else _malloc.keep(limit)
+    obeyed = _malloc.restore() if limit == 0 else _malloc.keep(limit and int(limit))
     if not obeyed:
         reason = _malloc.obstacle() or "mallopt refused"
         warnings.warn(f"keep_freed_memory: nothing is changed: {reason}", stacklevel=2)

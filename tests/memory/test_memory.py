@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 
 import onepass
@@ -190,6 +191,16 @@ def test_an_allocator_in_front_of_glibcs_is_named(tmp_path):
         lambda obeyed, told: not obeyed and told == [f"keep_freed_memory: {reason}"],
         LD_PRELOAD=str(library),
     )
+
+
+@on_glibc
+@pytest.mark.parametrize("limit", [7, numpy.int64(7)])
+def test_any_whole_number_is_a_limit(limit, monkeypatch):
+    told = []
+    monkeypatch.setattr(_malloc, "_set", lambda values: told.append(values) or True)
+    assert onepass.keep_freed_memory(limit) is True
+    assert told == [{"mmap_max": 0, "trim_threshold": 7}]
+    assert type(told[0]["trim_threshold"]) is int  # ctypes takes no other
 
 
 @pytest.mark.parametrize(
