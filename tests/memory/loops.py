@@ -78,12 +78,11 @@ def bench():
 
 
 def backward():
-    layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
-    x, threads = torch.ones(4 << 20, 4), set()
-    layers[0].weight.register_hook(lambda gradient: threads.add(threading.current_thread()))
+    x, weight, threads = torch.ones(16 << 20), torch.ones((), requires_grad=True), set()
+    weight.register_hook(lambda gradient: threads.add(threading.current_thread()))
 
     def step():
-        layers(x).sum().backward()
+        (x * weight * weight).sum().backward()
 
     fresh = faults(step, warm_up=1)
     onepass.keep_freed_memory()
