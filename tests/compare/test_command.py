@@ -173,7 +173,7 @@ def test_tables_verdict_and_footer(outcome):
     for words in (
         "median ms [p10-p90]", "Where a step goes", "Sameness", "worst gradient error",
         "Optimizers: AdamW's step on", "torch default", "stock trained by torch fused",
-        "onepass bf16, master remainder16", "other numerics",
+        "onepass bf16, master remainder16", "other numerics", "linear layers: stock ",
     ):  # fmt: skip
         assert words in process.stdout
     assert "…" not in process.stdout  # nothing was cut short
@@ -201,7 +201,14 @@ def test_json_schema(outcome):
             assert list(variant) == [
                 "step_ms", "page_faults", "items_per_second", "ratio_to_stock",
                 "ratio_to_baseline", "baseline", "parts_ms", "saved_bytes", "peak_bytes",
+                "linear_gflops",
             ]  # fmt: skip
+            if parts := variant["parts_ms"]:
+                seconds = sum(phase["linear"] for phase in parts.values()) / 1e3
+                rate = speed["linear_operations"] / seconds / 1e9
+                assert variant["linear_gflops"] == pytest.approx(rate)
+            else:
+                assert variant["linear_gflops"] is None
             step = variant["step_ms"]
             assert len(step["rounds"]) == 2 and step["p10"] <= step["median"] <= step["p90"]
             ratio = variant["ratio_to_stock"]

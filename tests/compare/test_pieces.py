@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import onepass
-from onepass._ops import products
 from onepass.bench.harness import Timing
 from onepass.compare import (
     attribution,
@@ -24,6 +23,7 @@ from onepass.compare.errors import BadInput
 from onepass.compare.model import GPT, Sizes, cast, loss_of, tokens_in
 from onepass.compare.optimizers import BASELINE, Choice
 from onepass.compare.pairs import time_rounds
+from onepass.compare.products import Products
 from onepass.compare.workload import GptWorkload
 from tests.compare.cases import settings_of
 
@@ -304,22 +304,6 @@ def test_swapped_modules_are_attributed_backward_too():
     assert owners["AddBackward0"] == attribution.UNATTRIBUTED
 
 
-def test_swapped_linear_layers_are_linear(monkeypatch):
-    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
-    monkeypatch.setattr(products, "facts", lambda: slow)
-    model = nn.Sequential(nn.Linear(8, 8), Conv1D(8, 8))
-    assert len(onepass.swap(model).swapped) == 2
-    timeline = Timeline(torch.device("cpu"))
-    with timeline.watch(model):
-        timeline.enter_phase("forward")
-        output = model(torch.randn(4, 8))
-        timeline.enter_phase("backward")
-    entered = [part for _, _, part in timeline._marks if part != attribution.UNATTRIBUTED]
-    assert entered == ["linear", "linear"]
-    assert timeline._owner(output.grad_fn._sequence_nr()) == "linear"
-
-
 def test_hand_written_attention_is_told_from_linear():
     class Attention(nn.Module):
         def __init__(self):
@@ -484,6 +468,7 @@ def result(ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6, optimiz
             10,
             Timing({"stock": [ratio] * 8, "swapped": [1.0] * 8}, {}, {}),
             {"stock": variant, "swapped": variant},
+            Products(10**6, 4.0),
         )
         for dropout in dropouts
     ]

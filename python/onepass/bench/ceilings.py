@@ -95,6 +95,12 @@ def ceilings(big_bytes: int = BIG_BYTES) -> Ceilings:
     )
 
 
+def arithmetic_gflops(threads: int, dots: bool) -> float | None:
+    """The CPU's multiply-adds; with `dots` its bfloat16 dot products, where it has them."""
+    rate = _on_all_threads("bf16_dot_ceiling", threads) if dots else None
+    return rate or _on_all_threads("fma_ceiling", threads)
+
+
 def cuda_ceilings(
     big_bytes: int = CUDA_BIG_BYTES, size: int = CUDA_MATRIX, device: str = "cuda"
 ) -> CudaCeilings:

@@ -25,7 +25,9 @@ the GPT and for what ``--model`` takes.
   ``baseline`` of a swapped variant is the stock one treated alike), ``parts_ms`` by phase (forward,
   backward, update) and part (linear, attention, norm, dropout, activation, loss, optimizer,
   unattributed), null for variants that are compiled or keep memory, ``saved_bytes`` and
-  ``peak_bytes`` (of a step; with kept memory of four: what the process keeps)
+  ``peak_bytes`` (of a step; with kept memory of four: what the process keeps), ``linear_gflops``
+  (of linear layers, null as parts_ms is); beside the variants ``linear_operations`` of a step and
+  ``arithmetic_gflops``, what this CPU reaches (null on CUDA)
 - ``first_step``: per variant ``{loss, loss_difference, gradient_error, gradient_name}``
 - ``sameness``: per dropout probability ``{dropout, stock_runs_differ_by, curve, steps,
   stock_losses, swapped_losses, gap, stock_gap, band_factor, same}``; losses in nats per byte

@@ -14,14 +14,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass.bench.harness import Timing
 from onepass.compare import attribution, kept, memory
 from onepass.compare.pairs import time_rounds
+from onepass.compare.products import Products, products_of
 from onepass.compare.settings import Settings
 from onepass.compare.train import Trainer
-from onepass.compare.variants import COMPILED, SWAPPED, names, trainer_of
+from onepass.compare.variants import COMPILED, STOCK, SWAPPED, names, trainer_of
 
 SECONDS = 35.0  # rounds go on this long when the asked-for number takes less
 MAX_ROUNDS = 40
@@ -63,6 +65,7 @@ class Speed:
     items_per_batch: int
     timing: Timing
     variants: dict[str, Variant]
+    products: Products
 
     def milliseconds(self, name: str) -> tuple[float, float, float]:
         """Median, 10th and 90th percentile of a variant's step."""
@@ -85,9 +88,12 @@ def compare_speed(
         first_steps = _first_steps(trainers, workload.batch(0), workload.dropout != 0.0)
     torch.manual_seed(settings.seed)
     saved = {}
+    counter = FlopCounterMode(display=False)
     for name, trainer in trainers.items():  # the warm-up as well
-        saved[name] = saved_bytes(trainer, workload.batch(0))
+        with counter if name == STOCK else contextlib.nullcontext():
+            saved[name] = saved_bytes(trainer, workload.batch(0))
         advance()
+    products = products_of(counter, trainers[STOCK].model, settings)
 
     def step(trainer: Trainer, number: int) -> None:
         trainer.step(batches[number])
@@ -113,7 +119,7 @@ def compare_speed(
         name: Variant(parts.get(name), saved[name], peak, first_steps.get(name))
         for name, peak in peaks.items()
     }
-    return Speed(workload.dropout, workload.items_per_batch, timing, variants), report
+    return Speed(workload.dropout, workload.items_per_batch, timing, variants, products), report
 
 
 def _parts(

@@ -100,11 +100,14 @@ def _speed_dict(speed: Speed) -> dict:
             "parts_ms": variant.parts,
             "saved_bytes": variant.saved_bytes,
             "peak_bytes": variant.peak_bytes,
+            "linear_gflops": speed.products.rate(variant.parts),
         }
     return {
         "dropout": speed.dropout,
         "items_per_batch": speed.items_per_batch,
         "variants": variants,
+        "linear_operations": speed.products.operations,
+        "arithmetic_gflops": speed.products.ceiling,
     }
 
 
@@ -207,6 +210,8 @@ def print_result(result: Result, console: Console) -> None:
     console.print(_speed_table(result))
     for speed in result.speeds:
         console.print(_parts_table(speed))
+        if text := linear_text(speed):
+            console.print(text, highlight=False, markup=False)
     console.print(_sameness_table(result))
     for name, step in result.first_steps.items():
         console.print(
@@ -280,6 +285,20 @@ def _parts_table(speed: Speed) -> Table:
         row.append(number(totals[0] - totals[1]))
         table.add_row(*row, end_section=part == UNATTRIBUTED)
     return table
+
+
+def linear_text(speed: Speed) -> str:
+    """How fast linear layers multiply in stock and swapped; empty for a model without any."""
+    products = speed.products
+    rates = {name: products.rate(speed.variants[name].parts) for name in ("stock", "swapped")}
+    if not products.operations or None in rates.values():
+        return ""
+    found = []
+    for name, rate in rates.items():
+        share = f" ({rate / products.ceiling:.0%})".replace("%", " %") if products.ceiling else ""
+        found.append(f"{name} {rate:,.0f} GFLOP/s{share}")
+    ceiling = f", of {products.ceiling:,.0f} that this CPU reaches" if products.ceiling else ""
+    return f"  linear layers: {', '.join(found)}{ceiling}."
 
 
 def _part_ms(parts: dict[str, dict[str, float]], part: str) -> float:

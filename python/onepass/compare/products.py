@@ -1,0 +1,52 @@
+"""How fast a step's linear layers multiply, against what the machine can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from onepass.bench.ceilings import arithmetic_gflops
+from onepass.compare.attribution import by_part
+from onepass.compare.settings import Settings
+
+_aten = torch.ops.aten
+# What `attribution` counts as linear.
+_LINEAR = (_aten.mm, _aten.addmm, _aten.convolution, _aten._convolution, _aten.convolution_backward)
+
+
+@dataclass(frozen=True)
+class Products:
+    """Those of a step's linear layers, forward and backward, which every variant computes."""
+
+    operations: int  # multiplications and additions
+    ceiling: float | None  # of the CPU's own on as many threads, in GFLOP/s; None: not measured
+
+    def rate(self, parts: dict[str, dict[str, float]] | None) -> float | None:
+        """GFLOP/s of a variant, by the milliseconds of its parts."""
+        milliseconds = by_part(parts)["linear"] if parts else 0.0
+        return self.operations / milliseconds / 1e6 if milliseconds else None
+
+
+def products_of(counter: FlopCounterMode, model: nn.Module, settings: Settings) -> Products:
+    """What a step of the stock model multiplied while it was counted.
+
+    nn.MultiheadAttention's projections count as attention, as their time does.
+    """
+    counts = counter.get_flop_counts()
+    root = type(model).__name__
+    attention = [
+        f"{root}.{name}" if name else root
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    ]
+
+    def linear(name: str) -> int:
+        return sum(counts.get(name, {}).get(op, 0) for op in _LINEAR)
+
+    ceiling = None
+    if settings.device.type == "cpu":
+        ceiling = arithmetic_gflops(settings.threads, dots=settings.dtype == torch.bfloat16)
+    return Products(linear("Global") - sum(map(linear, attention)), ceiling)

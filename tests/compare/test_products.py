@@ -1,0 +1,71 @@
+"""Linear layers in `onepass compare`: which time is theirs, how many operations, how fast."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import onepass
+from onepass._ops import products
+from onepass.compare import attribution, report
+from onepass.compare.attribution import Timeline
+from onepass.compare.products import Products, products_of
+from tests.compare.test_pieces import result, settings_of
+
+
+def test_swapped_linear_layers_are_linear(monkeypatch):
+    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
+    monkeypatch.setattr(products, "facts", lambda: slow)
+    model = nn.Sequential(nn.Linear(8, 8), Conv1D(8, 8))
+    assert len(onepass.swap(model).swapped) == 2
+    timeline = Timeline(torch.device("cpu"))
+    with timeline.watch(model):
+        timeline.enter_phase("forward")
+        output = model(torch.randn(4, 8))
+        timeline.enter_phase("backward")
+    entered = [part for _, _, part in timeline._marks if part != attribution.UNATTRIBUTED]
+    assert entered == ["linear", "linear"]
+    assert timeline._owner(output.grad_fn._sequence_nr()) == "linear"
+
+
+def test_operations_of_linear_layers():
+    """Forward, and twice as many backward but for what needs no gradient; projections of
+    MultiheadAttention count as attention."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 16), nn.Linear(16, 8)
+            self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            x = self.two(self.one(x))
+            return self.attend(x, x, x, need_weights=False)[0]
+
+    model = Model()
+    model.two.weight.requires_grad_(False)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(4, 10, 8)).sum().backward()
+    product = 2 * 40 * 8 * 16
+    counted = products_of(counter, model, settings_of())
+    assert counted.operations == 2 * product + 2 * product  # no dX of `one`, no dW of `two`
+    assert counted.ceiling > 0
+    spent = {phase: dict.fromkeys(attribution.PARTS, 0.5) for phase in attribution.PHASES}
+    assert counted.rate(spent) == pytest.approx(4 * product / 1.5e-3 / 1e9)
+    assert counted.rate(None) is None
+
+
+def test_speed_of_linear_layers_in_words():
+    (speed,) = result(1.0).speeds  # 0.6 ms of its parts are linear
+    assert report.linear_text(speed) == (
+        "  linear layers: stock 2 GFLOP/s (42 %), swapped 2 GFLOP/s (42 %), of 4 that this CPU "
+        "reaches."
+    )
+    on_cuda = dataclasses.replace(speed, products=Products(10**6, None))
+    assert report.linear_text(on_cuda) == "  linear layers: stock 2 GFLOP/s, swapped 2 GFLOP/s."
+    assert report.linear_text(dataclasses.replace(speed, products=Products(0, 1.0))) == ""
