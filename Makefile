@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Without a device one architecture is enough for the tests, and takes half the time of all.
 ARCHS ?= $(if $(shell command -v nvidia-smi),,80)
 INSTALL := $(PIP) --no-build-isolation --config-settings=editable.rebuild=false \
-	--config-settings=cmake.define.ONEPASS_CUDA_ARCHS=$(ARCHS) --editable
+	--config-settings="cmake.define.ONEPASS_CUDA_ARCHS=$(ARCHS)" --editable
 SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'

@@ -10,7 +10,8 @@ function(onepass_cuda_archs result asked nvcc)
     set(all 80-real 90-real 100 120-real)
   endif()
 
-  set(archs "${asked}")
+  string(REGEX REPLACE "[ ,]+" ";" archs "${asked}")
+  string(REGEX REPLACE "([0-9]+)\\.([0-9])" "\\1\\2" archs "${archs}")  # as TORCH_CUDA_ARCH_LIST has it
   if(archs STREQUAL "")
     execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
       OUTPUT_VARIABLE found OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE failed)
@@ -19,12 +20,22 @@ function(onepass_cuda_archs result asked nvcc)
       list(REMOVE_DUPLICATES archs)
       string(REPLACE "." "" archs "${archs}")
       list(FILTER archs EXCLUDE REGEX "^[1-7][0-9]$")  # for these there are no kernels
+      foreach(arch IN LISTS archs)
+        if(NOT known MATCHES "compute_${arch}")  # a device newer than nvcc
+          set(archs all)
+        endif()
+      endforeach()
     endif()
   endif()
   if(archs STREQUAL "" OR archs STREQUAL "all")
     set(archs ${all})
   endif()
   foreach(arch IN LISTS archs)
+    if(NOT arch MATCHES "^[0-9]+[af]?(-real|-virtual)?$")
+      message(FATAL_ERROR
+        "onepass: ONEPASS_CUDA_ARCHS must be a list of architectures, such as 80;90, or all, got "
+        "${arch}.")
+    endif()
     if(arch MATCHES "^[1-7][0-9](-|$)")
       message(FATAL_ERROR
         "onepass: ONEPASS_CUDA_ARCHS must name architectures from 80 on, got ${arch}: its kernels need "

@@ -12,7 +12,8 @@ import pytest
 
 MODULE = Path(__file__).parents[2] / "cmake" / "cuda_archs.cmake"
 ALL = "80-real;90-real;100;120-real"
-NEW, OLD = "compute_80 compute_90 compute_120", "compute_80 compute_90"
+OLD = "compute_80 compute_90"
+NEW = f"{OLD} compute_100 compute_120"
 
 # That of the environment, which pip brought for the build, or the system's.
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -48,11 +49,20 @@ def configured(folder: Path, asked: str, nvcc: str, smi: str | None) -> subproce
         ("", NEW, "7.5", ALL),
         ("80;90", NEW, "10.0", "80;90"),
         ("90a-real", NEW, None, "90a-real"),
+        ("8.0 9.0", NEW, None, "80;90"),
+        ("80,90", NEW, None, "80;90"),
+        ("", OLD, "12.1", "80-real;90"),  # a device that this nvcc does not know
     ],
 )
 def test_what_is_built(tmp_path, asked, nvcc, smi, archs):
     run = configured(tmp_path, asked, nvcc, smi)
     assert f"archs={archs}\n" in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize("asked", ["sm_90", "hopper", "8-"])
+def test_what_is_no_architecture(tmp_path, asked):
+    run = configured(tmp_path, asked, NEW, None)
+    assert run.returncode and f"got {asked}" in " ".join(run.stderr.split())
 
 
 def test_older_devices_are_refused_by_name(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass import numerics
@@ -53,7 +54,7 @@ def test_a_note_says_of_the_others_why(monkeypatch):
     assert report.notes == [
         "2 linear layers keep torch's products: torch is as fast here in float32 products, by MKL "
         "on GenuineIntel",
-        "1 linear layers keep torch's products: torch is as fast here in torch.float64 products",
+        "1 linear layer keeps torch's products: torch is as fast here in float64 products",
     ]
     listed = swap(stock, strict=True)
     assert [entry["name"] for entry in listed.skipped] == ["0", "2", "3"] and not listed.notes
@@ -103,7 +104,7 @@ def test_gradients_are_those_of_the_numerics_rule():
         (torch.bfloat16, FAST, "bfloat16 products, by oneDNN"),
         (torch.float16, FAST._replace(float16=False), None),
         (torch.float16, FAST, "float16 products, by oneDNN"),
-        (torch.float64, SLOW, "torch.float64 products"),
+        (torch.float64, SLOW, "float64 products"),
     ],
     ids=str,
 )
@@ -258,6 +259,99 @@ def test_compiled_calls_follow_the_dtype_too(monkeypatch, bfloat16):
     assert ("onepass.linear_forward" in code) is not bfloat16
 
 
+def test_autocast_decides_what_is_small(monkeypatch):
+    monkeypatch.setattr(small_calls, "LEAST_LINEAR", {torch.float32: (1 << 40, 1 << 40)})
+    ours, x = model(), torch.randn(30, 24)
+    swap(ours)
+    assert {kernel for kernel, _ in kernels(ours, x)} == {"torch.nn.functional.linear"}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {kernel for kernel, _ in kernels(ours, x)} == {"linear_kernel"}
+
+
+def test_autocast_decides_what_is_swapped(monkeypatch):
+    set_facts(monkeypatch, FAST._replace(bfloat16=False))
+    assert not swap(model()).swapped
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(swap(model()).swapped) == 2
+
+
+def test_weights_are_not_copied_under_autocast():
+    stock = nn.Linear(64, 64)
+    ours = copy.deepcopy(stock)
+    swap(ours)
+    x, saved = torch.randn(4, 64), []
+    keeping = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with keeping, torch.autocast("cpu", torch.bfloat16):
+        y = ours(x.requires_grad_())
+    assert any(tensor.data_ptr() == ours.weight.data_ptr() for tensor in saved)
+    assert y.dtype is torch.bfloat16
+    y.float().square().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        stock(x).float().square().sum().backward()
+    assert ours.weight.grad.dtype is torch.float32
+    torch.testing.assert_close(ours.weight.grad, stock.weight.grad, rtol=0.05, atol=0.1)
+
+
+REPLACED = {
+    "bias (1,)": ("bias", lambda: torch.randn(1)),
+    "bias (3, 6)": ("bias", lambda: torch.randn(3, 6)),
+    "csr weight": ("weight", lambda: torch.randn(6, 8).to_sparse_csr()),
+    "bfloat16 weight": ("weight", lambda: torch.randn(6, 8).bfloat16()),
+    "bfloat16 bias": ("bias", lambda: torch.randn(6).bfloat16()),
+    "1-D weight": ("weight", lambda: torch.randn(8)),
+}
+
+
+def behaves_as(stock: nn.Module, ours: nn.Module, input) -> None:
+    try:
+        expected = stock(input)
+    except Exception as error:
+        with pytest.raises(type(error)):
+            ours(input)
+    else:
+        assert torch.equal(ours(input), expected)
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_parameters_that_torch_takes_or_refuses(case):
+    name, value = REPLACED[case]
+    stock, ours = nn.Linear(8, 6), nn.Linear(8, 6)
+    setattr(stock, name, nn.Parameter(value()))
+    swap(ours)
+    ours.weight, ours.bias = stock.weight, stock.bias
+    behaves_as(stock, ours, torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("input", [None, [[1.0] * 8], torch.randn(3, 8).to_sparse()], ids=type)
+def test_inputs_that_torch_takes_or_refuses(input):
+    stock = nn.Linear(8, 6)
+    ours = copy.deepcopy(stock)
+    swap(ours)
+    with torch.no_grad():
+        behaves_as(stock, ours, input)
+
+
+def test_a_weight_that_is_not_there_yet():
+    late, lazy = nn.Linear(3, 3), nn.LazyLinear(8)
+    late.weight = None
+    report = onepass.swap(nn.Sequential(late, lazy, nn.Linear(3, 3)))
+    assert [entry["name"] for entry in report.swapped] == ["2"]
+
+
+def test_operations_are_counted():
+    counted = []
+    stock = model()
+    ours = copy.deepcopy(stock)
+    swap(ours)
+    for module in (stock, ours):
+        with FlopCounterMode(display=False) as counter:
+            module(torch.randn(5, 24)).sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
+
+
 # ---- torch.func, forward mode --------------------------------------------------------------------
 
 
@@ -275,6 +369,33 @@ def test_per_sample_gradients_are_torchs():
         return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
 
     assert all(map(torch.equal, per_sample(ours).values(), per_sample(stock).values()))
+
+
+@pytest.mark.parametrize("transformed", ["grad", "vmap", "per sample"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_compiled_transforms_are_torchs(transformed, layers):
+    """Compiled, an autograd.Function under a transform would give no gradient, or raise."""
+    func = torch.func
+    stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))[:layers]
+    ours = copy.deepcopy(stock)
+    assert len(onepass.swap(ours).swapped) == layers
+    x = torch.randn(3, 8)
+
+    def run(module):
+        if transformed == "grad":
+            return func.grad(lambda x: module(x).tanh().sum())(x)
+        if transformed == "vmap":
+            return func.vmap(module)(x)
+
+        def loss(parameters, row):
+            return func.functional_call(module, parameters, (row,)).tanh().sum()
+
+        parameters = dict(module.named_parameters())
+        return func.vmap(func.grad(loss), (None, 0))(parameters, x)["0.weight"]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: run(ours), backend="eager")
+    torch.testing.assert_close(compiled(), run(stock))
 
 
 def test_forward_mode_is_torchs():

@@ -20,9 +20,21 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
         # Inside vmap a tensor does not say whether what it wraps requires a gradient.
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if are_transforms_active():
             return True
     return forward_ad._current_level >= 0
+
+
+def are_transforms_active() -> bool:
+    """Whether a transform of torch.func is at work; a compiled one is so while it is traced."""
+    if torch.compiler.is_compiling():
+        return _as_traced()
+    return torch._C._are_functorch_transforms_active()
+
+
+@torch.compiler.assume_constant_result
+def _as_traced() -> bool:
+    return torch._C._are_functorch_transforms_active()
 
 
 def constant(number: float) -> float:

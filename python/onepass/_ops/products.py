@@ -3,8 +3,8 @@ CPU's vendor and what torch would call.
 
 torch hands float32 products to MKL, which takes its AVX2 kernels on any AMD CPU. It hands bfloat16
 ones to oneDNN where that has instructions for them, and likewise float16; elsewhere its own loops
-compute them, 8 to 500 times slower than float32 (`onepass bench linear`). And it multiplies float32
-in bfloat16 where `torch.set_float32_matmul_precision("medium")` allows it.
+compute them, 8 to 500 times slower than float32 (`onepass bench linear`). And it hands float32 to
+oneDNN too where `torch.set_float32_matmul_precision("medium")` allows bfloat16 products.
 """
 
 from __future__ import annotations
@@ -44,21 +44,26 @@ def as_fast(dtype: torch.dtype) -> str | None:
     of = facts()
     if dtype is torch.float32:
         if of.bfloat16 and torch.backends.mkldnn.matmul.fp32_precision == "bf16":
-            return "float32 products, in bfloat16 as matmul precision allows"
+            return "float32 products, by oneDNN as matmul precision allows"
         if of.vendor == "AuthenticAMD" and of.mkl:
             return None
         return f"float32 products, by {'MKL' if of.mkl else 'BLAS'} on {of.vendor or 'this CPU'}"
+    name = str(dtype).removeprefix("torch.")
     if dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
         return f"{name} products, by oneDNN" if getattr(of, name) else None
-    return f"{dtype} products"
+    return f"{name} products"
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """That of products on the CPU with this input or weight: autocast's, where it is on."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tensor.dtype
 
 
 def gains(input: Tensor) -> bool:
     """Whether a call on this input gains, by the dtype of its products; the log says why not."""
     if input.is_cuda:
         return False
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+    dtype = dtype_of(input)
     if torch.compiler.is_compiling():
         return _gains_as_compiled(dtype)
     reason = as_fast(dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from onepass._ops import dispatch_log, tracing
+from onepass._ops import dispatch_log, products, tracing
 
 # Per thread, (in training, in inference): elements of a layer norm (Zen 3, AVX2).
 LEAST_NORM = {
@@ -35,6 +35,7 @@ LEAST_LINEAR = {
     torch.float16: (1 << 16, 1 << 14),
 }
 LEAST_LINEAR_ROWS = 8
+LEAST_CONV1D_ROWS = 512  # MKL is faster where the weight lies transposed
 # More do not raise a bound: memory's bandwidth is shared by then.
 MOST_THREADS = 8
 NORM_NOTE = (
@@ -48,9 +49,11 @@ ATTENTION_NOTE = (
 )
 
 LINEAR_NOTE = (
-    "linear layers run torch's own products on a GPU, in dtypes that torch is as fast in, and in "
-    f"float32 in calls of fewer than {LEAST_LINEAR_ROWS} rows; and in calls of fewer multiply-adds "
-    f"per thread than {1 << 22} (16-bit {1 << 16}, or inference {1 << 14})"
+    "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
+    "autocast in its own), and where that takes less time: in calls of fewer multiply-adds per "
+    f"thread than {1 << 22} (16-bit: {1 << 16}, in inference {1 << 14}), and in float32 of fewer "
+    f"rows than {LEAST_LINEAR_ROWS}. What looks for the class nn.Linear itself, such as "
+    "quantize_dynamic, does not find them: quantize before, or after unswap"
 )
 
 
@@ -68,16 +71,18 @@ def norm_is_small(input: Tensor) -> bool:
 
 def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     """Whether torch's own product takes less time; the log says so."""
-    bound = _least(LEAST_LINEAR, input, torch.is_grad_enabled())
+    dtype = products.dtype_of(input)
+    bound = _least(LEAST_LINEAR, input, torch.is_grad_enabled(), dtype)
     if not bound or not weight.numel():
         return False
     rows = input.numel() // weight.shape[1]
-    few = input.dtype is torch.float32 and rows < LEAST_LINEAR_ROWS
+    least_rows = LEAST_LINEAR_ROWS if weight.stride(1) == 1 else LEAST_CONV1D_ROWS
+    few = dtype is torch.float32 and rows < least_rows
     if not few and rows * weight.numel() >= bound:
         return False
     if dispatch_log.is_recording():
         out_features, in_features = weight.shape
-        reason = f"rows than {LEAST_LINEAR_ROWS}" if few else f"multiply-adds than {bound}"
+        reason = f"rows than {least_rows}" if few else f"multiply-adds than {bound}"
         _tell("linear", f"{rows} x {in_features} by {out_features}", input, f"fewer {reason}")
     return True
 
@@ -114,11 +119,12 @@ def _drops(module: nn.Module) -> bool:
     return False
 
 
-def _least(bounds: dict, input: Tensor, training: bool) -> int:
-    """The least size of a call that gains; 0 where every call does, or sizes may change."""
+def _least(bounds: dict, input: Tensor, training: bool, dtype: torch.dtype | None = None) -> int:
+    """The least size of a call that gains, by input's dtype or another; 0 where every call does, or
+    sizes may change."""
     if not input.is_cpu or torch.compiler.is_compiling() or tracing.is_tracing():
         return 0
-    bound = bounds.get(input.dtype, (0, 0))[not training]
+    bound = bounds.get(dtype or input.dtype, (0, 0))[not training]
     return bound * min(torch.get_num_threads(), MOST_THREADS)
 
 

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onepass._ops import device_attention, products, small_calls
+from onepass._ops import linear as _linear
 from onepass._ops.attention import attention
 from onepass._ops.attention_options import given, score_options
+from onepass._ops.differentiation import are_transforms_active
 from onepass.functional.attention import _autocast
 from onepass.functional.linear import linear
 
@@ -53,15 +55,31 @@ def linear_where_it_gains(input: Tensor, weight: Tensor, bias: Tensor | None) ->
     forward mode, which ours do not have.
     """
     if (
-        not small_calls.linear_is_small(input, weight)
+        _is_usual(input, weight, bias)
+        and not small_calls.linear_is_small(input, weight)
         and products.gains(input)
-        and not _is_transformed()
+        and forward_ad._current_level < 0
+        and not are_transforms_active()
     ):
+        if torch.is_autocast_enabled("cpu"):
+            # Weights are rounded to autocast's dtype nowhere: the products read them as they are,
+            # and no copy is made in each call.
+            input = input.to(torch.get_autocast_dtype("cpu"))
+            return _linear.linear(input, weight, bias)
         return linear(input, weight, bias)
     return F.linear(input, weight, bias)
 
 
-def _is_transformed() -> bool:
-    if forward_ad._current_level >= 0:
-        return True
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether both take these: F.linear takes sparse tensors and a bias that broadcasts too, and
+    refuses some that onepass's would take."""
+    dtype = weight.dtype
+    return (
+        weight.dim() == 2
+        and input.layout is weight.layout is torch.strided
+        and (bias is None or bias.shape == weight.shape[:1])
+        and (
+            torch.is_autocast_enabled("cpu")
+            or (input.dtype is dtype and (bias is None or bias.dtype is dtype))
+        )
+    )

@@ -22,6 +22,7 @@ import onepass.nn
 from onepass._compiling import refuse_script
 from onepass._imported import is_a
 from onepass._ops import device_attention, small_calls
+from onepass._ops.differentiation import are_transforms_active
 from onepass._ops.norm import NormKind, norm
 from onepass.functional._internal import linear_where_it_gains
 
@@ -416,15 +417,17 @@ def _is_for_attention(input: Tensor) -> bool:
 
 def _is_plain(input: Tensor) -> bool:
     """Whether the operators take this tensor: nested and distributed ones run the original, and so
-    does forward-mode differentiation.
+    do forward-mode differentiation and transforms of torch.func that are compiled.
 
     `nn.TransformerEncoder` is what hands out nested tensors, in eval with a padding mask.
     """
     if forward_ad._current_level >= 0:
         return False
+    if torch.compiler.is_compiling() and are_transforms_active():
+        return False
     if type(input) is Tensor:
         return not input.is_nested
-    if isinstance(input, torch.fx.Proxy):
+    if not isinstance(input, Tensor):  # of torch.fx, or what the original refuses
         return False
     return not (input.is_nested or hasattr(input, "device_mesh"))
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils import parametrize
 
 import onepass.nn
@@ -109,7 +110,10 @@ def _norm(module: nn.Module) -> Match | None:
     structure = _structure(module)
     if isinstance(structure, Structure):
         return Match("norm", structure=structure)
-    vectors = any(value is not None and value.dim() == 1 for value in module._parameters.values())
+    vectors = any(
+        value is not None and not isinstance(value, UninitializedTensorMixin) and value.dim() == 1
+        for value in module._parameters.values()
+    )
     if _NORM_NAME.search(cls.__name__) or (vectors and _eps_name(module) is not None):
         return Match("norm", reason=structure)
     return None
@@ -180,11 +184,13 @@ def _linear(module: nn.Module) -> Match | None:
         return None  # attention of torch's reads its weight alone
     else:
         original, forward = nn.Linear, classes.LinearForward
+    if not isinstance(getattr(module, "weight", None), torch.Tensor):
+        return None  # set later, or never
     if cls.forward is not original.forward:
         return Match("linear", unknown=True, reason=Reason.OWN_FORWARD.because())
     device = module.weight.device.type
     if device in ("cpu", "meta"):
-        torchs = products.as_fast(module.weight.dtype)
+        torchs = products.as_fast(products.dtype_of(module.weight))
     else:
         torchs = f"products on {device}"
     reason = Reason.AS_FAST.because(torchs) if torchs else None
@@ -206,7 +212,7 @@ def _structure(module: nn.Module) -> Structure | Because:
     if not parameters:
         return Reason.NO_WEIGHT.because()
     for name, value in parameters.items():
-        if isinstance(value, nn.parameter.UninitializedTensorMixin):
+        if isinstance(value, UninitializedTensorMixin):
             return Reason.NO_SHAPE.because(name)
         if value.dim() != 1:
             return Reason.DIMENSIONS.because(name, tuple(value.shape))

@@ -51,6 +51,7 @@ _FAST_PATH = (
     "path is off; nested tensors, which it makes of a padding mask, run the stock forward"
 )
 _AS_FAST = "{count} linear layers keep torch's products: {reason}"
+_ONE_AS_FAST = "1 linear layer keeps torch's products: {reason}"
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -75,7 +76,10 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
         notes.append(small_calls.LINEAR_NOTE)
     if not plan.list_as_fast:
         reasons = collections.Counter(plan.as_fast)
-        notes += [_AS_FAST.format(count=count, reason=reason) for reason, count in reasons.items()]
+        notes += [
+            (_ONE_AS_FAST if count == 1 else _AS_FAST).format(count=count, reason=reason)
+            for reason, count in reasons.items()
+        ]
     notes += _note(_FORCED, plan.forced)
     kinds = kinds if torch.cuda.is_available() else set()
     if kinds - {"attention", "linear"} and not matchers.has_kernels("cuda"):
