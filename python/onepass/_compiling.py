@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def constant_where_traced(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """`torch.compiler.assume_constant_result`, which imports the compiler to set this mark."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def require_fixed_offsets(op: str, **tensors: Tensor) -> None:

@@ -9,12 +9,12 @@ have no such kernel and run onepass's, as do the functions of `onepass.functiona
 
 from __future__ import annotations
 
-import functools
 import os
 
 import torch
 from torch import Tensor
 
+from onepass._compiling import constant_where_traced
 from onepass._ops import dispatch_log
 
 TORCHS_FROM = (9, 0)
@@ -55,10 +55,10 @@ def is_torchs(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def leaves_some() -> bool:
     """Whether torch's current GPU is such a device."""
-    return torch.cuda.is_available() and _leaves(torch.cuda.current_device())
+    return torch.cuda.is_available() and _leaves(None)
 
 
-@torch.compiler.assume_constant_result
+@constant_where_traced
 def _leaves(device: int | None) -> bool:
     """Whether a device is one of those, and the switch does not say otherwise."""
     if os.environ.get("ONEPASS_CUDA_ATTENTION") == "always":
@@ -66,7 +66,6 @@ def _leaves(device: int | None) -> bool:
     return capability(device) >= TORCHS_FROM
 
 
-@functools.cache
 def capability(device: int | None) -> tuple[int, int]:
     """The compute capability of a device, None being the current one."""
     return torch.cuda.get_device_capability(device)

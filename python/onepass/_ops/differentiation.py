@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from onepass._compiling import constant_where_traced
+
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
     """True if some input requires a gradient, or inside forward-mode differentiation.
@@ -32,7 +34,7 @@ def are_transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-@torch.compiler.assume_constant_result
+@constant_where_traced
 def _as_traced() -> bool:
     return torch._C._are_functorch_transforms_active()
 

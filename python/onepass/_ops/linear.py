@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from onepass._mapping import run_each
 from onepass._ops import double_backward, fake_checks, tracing
@@ -92,22 +89,6 @@ class _LinearBackward(torch.autograd.Function):
 _apply_linear = applied(_Linear)
 _apply_backward = applied(_LinearBackward)
 _traced = tracing.operator("linear", _forward, _compute)
-
-
-@register_flop_formula(torch.ops.onepass.linear_forward)
-def _(input, weight, *_, out_shape, **__) -> int:
-    """As torch's counter has its own products: two operations for each multiply-add."""
-    return 2 * math.prod(input) * weight[0]
-
-
-@register_flop_formula(torch.ops.onepass.linear_backward)
-def _(doutput, input, weight, input_dtype, weight_dtype, *_, out_shape, **__) -> int:
-    products = [
-        operand[-1]
-        for operand, wanted in ((weight, input_dtype), (input, weight_dtype))
-        if wanted is not None
-    ]
-    return 2 * math.prod(doutput) * sum(products)
 
 
 @torch.library.register_fake("onepass::linear_forward")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass._compiling import constant_where_traced
 from onepass._ops import dispatch_log
 
 
@@ -78,7 +79,7 @@ def gains(input: Tensor) -> bool:
     return reason is None
 
 
-@torch.compiler.assume_constant_result
+@constant_where_traced
 def _gains_as_compiled(dtype: torch.dtype) -> bool:
     return as_fast(dtype) is None
 
