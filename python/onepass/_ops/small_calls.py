@@ -35,6 +35,7 @@ LEAST_LINEAR = {
     torch.float16: (1 << 16, 1 << 14),
 }
 LEAST_LINEAR_ROWS = 8
+LEAST_DECODED_ROWS = 4  # in 16 bits without gradients: torch has a fast product with a vector
 LEAST_CONV1D_ROWS = 512  # MKL is faster where the weight lies transposed
 # More do not raise a bound: memory's bandwidth is shared by then.
 MOST_THREADS = 8
@@ -52,8 +53,9 @@ LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
     "autocast in its own), and where that takes less time: in calls of fewer multiply-adds per "
     f"thread than {1 << 22} (16-bit: {1 << 16}, in inference {1 << 14}), and in float32 of fewer "
-    f"rows than {LEAST_LINEAR_ROWS}. What looks for the class nn.Linear itself, such as "
-    "quantize_dynamic, does not find them: quantize before, or after unswap"
+    f"rows than {LEAST_LINEAR_ROWS} (16-bit inference: {LEAST_DECODED_ROWS}). What looks for the "
+    "class nn.Linear itself, such as quantize_dynamic, does not find them: quantize before, or "
+    "after unswap"
 )
 
 
@@ -76,8 +78,11 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     if not bound or not weight.numel():
         return False
     rows = input.numel() // weight.shape[1]
-    least_rows = LEAST_LINEAR_ROWS if weight.stride(1) == 1 else LEAST_CONV1D_ROWS
-    few = dtype is torch.float32 and rows < least_rows
+    if dtype is torch.float32:
+        least_rows = LEAST_LINEAR_ROWS if weight.stride(1) == 1 else LEAST_CONV1D_ROWS
+    else:
+        least_rows = 0 if torch.is_grad_enabled() else LEAST_DECODED_ROWS
+    few = rows < least_rows
     if not few and rows * weight.numel() >= bound:
         return False
     if dispatch_log.is_recording():
