@@ -56,8 +56,13 @@ def as_fast(dtype: torch.dtype) -> str | None:
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
-    """That of products on the CPU with this input or weight: autocast's, where it is on."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tensor.dtype
+    """That of products on the CPU with this input or weight: autocast's, where it is on and casts
+    this."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensor.dtype
+    if tensor.dtype is torch.float64 or not tensor.is_floating_point():
+        return tensor.dtype
+    return torch.get_autocast_dtype("cpu")
 
 
 def gains(input: Tensor) -> bool:

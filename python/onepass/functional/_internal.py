@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onepass._ops import device_attention, products, small_calls
-from onepass._ops import linear as _linear
 from onepass._ops.attention import attention
 from onepass._ops.attention_options import given, score_options
 from onepass._ops.differentiation import are_transforms_active
@@ -61,11 +60,6 @@ def linear_where_it_gains(input: Tensor, weight: Tensor, bias: Tensor | None) ->
         and forward_ad._current_level < 0
         and not are_transforms_active()
     ):
-        if torch.is_autocast_enabled("cpu"):
-            # Weights are rounded to autocast's dtype nowhere: the products read them as they are,
-            # and no copy is made in each call.
-            input = input.to(torch.get_autocast_dtype("cpu"))
-            return _linear.linear(input, weight, bias)
         return linear(input, weight, bias)
     return F.linear(input, weight, bias)
 

@@ -7,12 +7,13 @@ import functools
 import torch
 from torch import Tensor
 
+from onepass import _C
 from onepass._arguments import check_arguments
 from onepass._imported import is_a, is_fake
 from onepass._ops import dispatch_log
 from onepass._ops import dropout as _dropout
 from onepass._ops import linear as _linear
-from onepass.functional.attention import _autocast
+from onepass.functional.attention import _autocast, _cast
 from onepass.functional.dropout import _check_p
 
 _F = torch.nn.functional
@@ -22,6 +23,7 @@ _ACTIVATIONS = {
     "gelu": _F.gelu,
     "gelu_tanh": functools.partial(_F.gelu, approximate="tanh"),
 }
+_HAS_PAIR_PRODUCTS = _C.cpu_level() == "avx512_bf16"
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
@@ -84,7 +86,11 @@ def linear(
 def _products(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not input.is_cuda and not any(map(_has_products, (input, weight, bias))):
         if torch.is_autocast_enabled("cpu"):
-            input, weight, bias = _autocast(input, weight, bias)
+            (input,) = _autocast(input)
+            # Without an instruction for pairs the products read weights as they are, in any dtype,
+            # and no copy is made of them in each call.
+            if input.dtype is torch.bfloat16 and _HAS_PAIR_PRODUCTS:
+                weight, bias = _cast(torch.bfloat16, weight, bias)
         return _linear.linear(input, weight, bias)
     output = _F.linear(input, weight, bias)
     if dispatch_log.is_recording() and not torch.compiler.is_compiling():
