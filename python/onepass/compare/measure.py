@@ -188,7 +188,7 @@ def _first_steps(
     results: dict[str, FirstStep | None] = {}
     reference = None
     for name, trainer in trainers.items():
-        if eval_mode and name.startswith("compiled"):
+        if eval_mode and name.startswith(COMPILED):
             continue
         trainer.model.train(not eval_mode)
         with trainer.around():
