@@ -18,17 +18,22 @@ from tests.support import compiled
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def cubin(source: Path, arch: str) -> Path:
-    """Compiled from `source` for `arch` (as in sm_80); skips where there is no nvcc."""
+def cubin(source: Path, *archs: str) -> Path:
+    """Compiled from `source` for architectures (as in sm_80); skips where there is no nvcc."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("there is no nvcc")
     options = (ROOT / "cmake" / "cuda.cmake").read_text()
     (flags,) = re.findall(r"COMPILE_LANGUAGE:CUDA>:(--[^>]*)>", options)
-    command = [nvcc, "-std=c++20", f"-arch={arch}", *flags.split(), "-Werror=all-warnings"]
-    command += [f"-I{ROOT / 'csrc'}", "-cubin", source]
+    command = [nvcc, "-std=c++20", *flags.split(), "-Werror=all-warnings"]
+    command += [f"-I{ROOT / 'csrc'}", source]
+    if len(archs) == 1:
+        command += ["-cubin", f"-arch={archs[0]}"]
+    else:
+        command += ["-fatbin"]
+        command += [f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}" for arch in archs]
     name = "_".join(source.relative_to(ROOT).with_suffix("").parts)
-    recipe = compiled.Recipe(f"{name}-{arch}", tuple(command), (source,), ".cubin")
+    recipe = compiled.Recipe("-".join((name, *archs)), tuple(command), (source,), ".cubin")
     return compiled.made([recipe])[0]
 
 
@@ -45,29 +50,43 @@ def cuobjdump(*words: str | Path) -> str:
     return subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
 
 
-def resources(binary: Path) -> dict[str, dict[str, int]]:
+# A kernel is (architecture, name): a library holds code of it for each of its architectures.
+Kernel = tuple[str, str]
+
+
+def by_architecture(text: str) -> list[tuple[str, str]]:
+    """What cuobjdump prints of each; it does not name the one of a file that has no other."""
+    first, *rest = re.split(r"^arch = (\S+)\n", text, flags=re.MULTILINE)
+    return [("", first), *zip(rest[::2], rest[1::2], strict=True)]
+
+
+def resources(binary: Path) -> dict[Kernel, dict[str, int]]:
     """By kernel: REG, STACK, SHARED, LOCAL and so on."""
-    text = cuobjdump("--dump-resource-usage", binary)
     return {
-        name: {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", line)}
+        (arch, name): {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", line)}
+        for arch, text in by_architecture(cuobjdump("--dump-resource-usage", binary))
         for name, line in re.findall(r"Function (\S+):\n(.*)", text)
     }
 
 
-def max_threads(binary: Path) -> dict[str, int]:
+def max_threads(binary: Path) -> dict[Kernel, int]:
     """By kernel: those of a block, as its launch bounds say."""
-    sections = cuobjdump("-elf", binary).split("\n.nv.info.")[1:]
+    bound = re.compile(r"EIATTR_MAX_THREADS\s+Format:.*\s+Value:\s*0x(\w+)")
     return {
-        section.partition("\n")[0]: int(threads[1], 16)
-        for section in sections
-        if (threads := re.search(r"EIATTR_MAX_THREADS\s+Format:.*\s+Value:\s*0x(\w+)", section))
+        (arch, section.partition("\n")[0]): int(threads[1], 16)
+        for arch, text in by_architecture(cuobjdump("-elf", binary))
+        for section in text.split("\n.nv.info.")[1:]
+        if (threads := bound.search(section))
     }
 
 
-def machine_code(binary: Path) -> dict[str, str]:
+def machine_code(binary: Path) -> dict[Kernel, str]:
     """By kernel, as text."""
-    parts = cuobjdump("-sass", binary).split("Function : ")[1:]
-    return {part.partition("\n")[0]: part for part in parts}
+    return {
+        (arch, part.partition("\n")[0]): part
+        for arch, text in by_architecture(cuobjdump("-sass", binary))
+        for part in text.split("Function : ")[1:]
+    }
 
 
 def instructions(code: str) -> list[tuple[int, str]]:

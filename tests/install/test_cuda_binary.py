@@ -51,11 +51,12 @@ def check(name: str, binary: Path) -> set[str]:
 
 def _checked(binary: Path) -> list[str]:
     kernels, threads = nvcc.resources(binary), nvcc.max_threads(binary)
-    for name, used in kernels.items():
-        assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills: {used}"
-        assert used["REG"] * threads.get(name, 1024) <= REGISTERS, f"{name} cannot start: {used}"
-    is_looked_at = any(re.search(f"{WITH_BIAS}|{TENSOR_CORES}", name) for name in kernels)
-    for name, code in nvcc.machine_code(binary).items() if is_looked_at else ():
+    for kernel, used in kernels.items():
+        assert used["STACK"] == used["LOCAL"] == 0, f"{kernel} spills: {used}"
+        fits = used["REG"] * threads.get(kernel, 1024) <= REGISTERS
+        assert fits, f"{kernel} cannot start: {used}"
+    is_looked_at = any(re.search(f"{WITH_BIAS}|{TENSOR_CORES}", name) for _, name in kernels)
+    for (_, name), code in nvcc.machine_code(binary).items() if is_looked_at else ():
         if match := re.search(WITH_BIAS, name):
             bucket, products = int(match[2] or match[3]), nvcc.products_on_the_way(code)
             queries = 16 if bucket == 256 or match[3] else 32  # of a strip, see table.h
@@ -69,7 +70,7 @@ def _checked(binary: Path) -> list[str]:
             assert not re.search("LDL|STL", "".join(main)), f"{name} has local memory in its loop"
             for piece in PIECES if re.search(OF_TILES, name) else ():
                 assert re.search(piece, "".join(main)), f"{name} has no {piece} in its loop"
-    return list(kernels)
+    return [name for _, name in kernels]
 
 
 def test_built_kernels():
@@ -95,3 +96,14 @@ def test_kernels_of_a_release(source, arch):
     """Also for architectures that this build leaves out."""
     name = f"{source.replace('/', '_').removesuffix('.cu')}-{arch}"
     assert check(name, nvcc.cubin(CUDA / source, arch)) or source in WITHOUT_KERNELS
+
+
+def test_a_kernel_is_one_of_an_architecture():
+    """In a library of several, each has registers, bounds and code of its own."""
+    binary = nvcc.cubin(Path(__file__).with_name("two_architectures.cu"), "sm_80", "sm_90")
+    of = [nvcc.resources(binary), nvcc.max_threads(binary), nvcc.machine_code(binary)]
+    old, new = ([facts[arch, "kernel"] for facts in of] for arch in ("sm_80", "sm_90"))
+    assert old[0]["SHARED"] < 4096 <= new[0]["SHARED"] and (old[1], new[1]) == (128, 256)
+    assert "STS" in new[2] and "STS" not in old[2]
+    alone = nvcc.cubin(Path(__file__).with_name("two_architectures.cu"), "sm_90")
+    assert nvcc.max_threads(alone) == {("", "kernel"): 256}
