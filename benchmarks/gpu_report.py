@@ -42,6 +42,8 @@ TESTS = {
         "tests/device/test_operators.py",
         "tests/device/test_operators_torch.py",
         "tests/device/test_optim.py",
+        "tests/norm/test_values.py",
+        "tests/dropout/test_values.py",
     ),
     "attention tests": (
         "tests/device/test_attention.py",
@@ -209,6 +211,7 @@ def plan(
     onepass = [python, "-m", "onepass"]
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     pytest += ["-o", f"faulthandler_timeout={HANGS}"]
+    quick, slow = ([*pytest, "-m", f"device and {words}"] for words in ("not slow", "slow"))
     every_file = [file for files in TESTS.values() for file in files]
     build = Step(
         "build",
@@ -221,10 +224,10 @@ def plan(
     return [
         build,
         Step("doctor", 20, 90, lambda seconds: [*onepass, "doctor"], judge_doctor),
-        *(tests(name, files, [*pytest, "-m", "not slow"]) for name, files in TESTS.items()),
+        *(tests(name, files, quick) for name, files in TESTS.items()),
         *(bench(name, onepass, folder) for name in BENCHMARKS),
         *(compare(dtype, onepass, folder) for dtype in ("float32", "bfloat16")),
-        tests("slow tests", every_file, [*pytest, "-m", "slow"]),
+        tests("slow tests", every_file, slow),
         *(
             sanitizer(tool, name, files, pytest, tools["compute-sanitizer"])
             for name, files in TESTS.items()

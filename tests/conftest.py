@@ -10,7 +10,8 @@ import signal
 import pytest
 import torch
 
-from tests.emulator.executors import cuda, emulator  # noqa: F401
+from tests.emulator import executors
+from tests.emulator.executors import cuda, emulator, executor  # noqa: F401
 from tests.support import costs, grids
 
 
@@ -93,6 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list) -> None:
     """ONEPASS_TEST_EVERY=10 keeps every tenth test: what test_lower_levels runs while you wait."""
     grids.mark(items)
+    items[:] = executors.of_this_level(items)
     items[:] = items[:: int(os.environ.get("ONEPASS_TEST_EVERY", "1"))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -168,14 +169,18 @@ def test_plan(tmp_path):
             assert not steps[step].skip
         for file in files:
             assert file in words[name] and file in words["slow tests"] and (ROOT / file).is_file()
-        assert "-m not slow" in words[name]
-    assert "-m slow" in words["slow tests"]
+        assert "-m device and not slow" in words[name]
+    assert "-m device and slow" in words["slow tests"]
     assert all(0 < step.least < step.limit for step in steps.values())
 
 
 def test_every_device_test_is_run():
     run = {file for files in gpu_report.TESTS.values() for file in files}
-    assert run == {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/device/test_*.py")}
+    found = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/device/test_*.py")}
+    for path in ROOT.glob("tests/*/test_*.py"):
+        if re.search(r"^@everywhere$|def test_\w+\(executor\b", path.read_text(), re.MULTILINE):
+            found.add(str(path.relative_to(ROOT)))
+    assert run == found
 
 
 def test_every_family_is_measured():

@@ -1,4 +1,4 @@
-"""The device that the device tests run on, and what they share.
+"""What the device tests share.
 
 ONEPASS_TEST_DEVICE=cpu runs their bodies on the CPU, to try them where there is no CUDA device;
 what needs streams, graphs or a second device is left out there.
@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from onepass import _library
+from tests.emulator.executors import DEVICE, NO_DEVICE
 from tests.norm import cases as norm_cases
-from tests.norm.cases import DTYPES, Case, check, outputs_and_gradients
 
-DEVICE = torch.device(os.environ.get("ONEPASS_TEST_DEVICE", "cuda"))
 ON_CUDA = DEVICE.type == "cuda"
-_OBSTACLE = _library.no_cuda() if ON_CUDA else ""
 
-needs_device = pytest.mark.skipif(bool(_OBSTACLE), reason=_OBSTACLE or "-")
+needs_device = [
+    pytest.mark.device,
+    pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE or "-"),
+]
 on_cuda_only = pytest.mark.skipif(not ON_CUDA, reason="needs streams, graphs or device memory")
 OTHER = "cpu" if ON_CUDA else "meta"  # a device that tensors are not on
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 make = functools.partial(norm_cases.make, device=DEVICE)
 
 
@@ -35,14 +33,7 @@ def randn(*size, dtype: torch.dtype = F32, requires_grad: bool = False) -> torch
     return torch.randn(*size, device=DEVICE).to(dtype).requires_grad_(requires_grad)
 
 
-def check_draws(*arguments, draws: int = 4, wrt=None, **keywords) -> None:
-    """Several draws of one case, pooled: by one, torch may be exact where it is lucky."""
-    check(*(make(*arguments, seed=seed, **keywords) for seed in range(draws)), wrt=wrt)
-
-
-def results(case: Case) -> list[torch.Tensor]:
-    """Outputs and gradients of one call."""
-    return [value for of in outputs_and_gradients(case.ours, case) for value in of.values()]
+check_draws = functools.partial(norm_cases.check_draws, draws=4, device=DEVICE)
 
 
 def assert_equal(ones, others, text: str = "") -> None:

@@ -24,7 +24,6 @@ from tests.device.common import (
     ON_CUDA,
     OTHER,
     captured,
-    dtypes,
     late,
     needs_device,
     needs_gigabytes,
@@ -33,6 +32,7 @@ from tests.device.common import (
     randn,
     to_device,
 )
+from tests.norm.cases import dtypes
 
 pytestmark = needs_device
 attend = functional.scaled_dot_product_attention

@@ -1,6 +1,7 @@
-"""The operators on a CUDA device, through the public functions: values, gradients, layouts.
+"""The operators on tensors of a CUDA device, through the public functions.
 
-The checks are the CPU's own (norm/cases.py).
+All values, layouts and extremes of the operators on tensors that are brought there are tested by
+the executor "device" (tests/emulator/executors.py).
 """
 
 from __future__ import annotations
@@ -22,24 +23,17 @@ from tests.device.common import (
     ON_CUDA,
     assert_equal,
     check_draws,
-    dtypes,
     make,
     needs_device,
     on_cuda_only,
     randn,
-    results,
 )
 from tests.norm import cases as norm_cases
 from tests.norm.cases import (
-    ALIGNED,
-    DTYPES,
-    FLOATS,
     KINDS,
-    LONG,
-    UNALIGNED,
-    check,
+    dtypes,
     kinds,
-    outputs_and_gradients,
+    results,
 )
 from tests.support.seeds import drawn_seed
 
@@ -50,37 +44,11 @@ pytestmark = needs_device
 
 
 @kinds
-@dtypes
-def test_columns(rms, residual, dtype):
-    for cols in ALIGNED + UNALIGNED:
-        check_draws(rms, 5, cols, dtype, residual=residual, draws=8 if cols < 16 else 4)
-
-
-@kinds
-@dtypes
-def test_rows_too_long_for_registers(rms, residual, dtype):
-    for cols in (LONG[dtype], LONG[dtype] + 3):
-        check_draws(rms, 3, cols, dtype, residual=residual, draws=2)
-
-
-@kinds
-@pytest.mark.parametrize("rows", [1, 4, 33, 300, 5000])
-def test_rows(rms, residual, rows):
-    check_draws(rms, rows, 72, residual=residual)
-
-
-@kinds
 def test_mixed_dtypes(rms, residual):
     for input_, weight, stream in norm_cases.mixes(residual):
         for cols in (129, 136):
             options = dict(weight_dtype=weight, residual=residual, residual_in=stream)
             check_draws(rms, (3, 13), cols, input_, **options)
-
-
-@kinds
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_16_bit_results_are_unbiased(rms, residual, dtype):
-    check(make(rms, 128, 256, dtype, residual=residual))  # above the rule's 4,096 elements
 
 
 @pytest.mark.parametrize("rms", [False, True])
@@ -89,67 +57,6 @@ def test_dropout_before_the_add(rms, dtype):
     for cols in (72, 33, 2056):
         for wrt in (None, ["input"], ["residual"], ["weight"]):
             check_draws(rms, 9, cols, dtype, residual=True, dropout_p=0.25, wrt=wrt)
-
-
-@pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("residual_dtype", FLOATS, ids=str)
-def test_residual_dtype(rms, residual_dtype):
-    stream = dict(residual=True, residual_in=F32, residual_dtype=residual_dtype)
-    check_draws(rms, 9, 104, BF16, **stream)
-
-
-def test_optional_arguments():
-    for dtype, weight in itertools.product(DTYPES, (False, True)):
-        check_draws(True, 6, 72, dtype, weight=weight, weight_offset=1.0 if weight else 0.0)
-        check_draws(False, 6, 72, dtype, weight=weight, bias=not weight)
-    for wrt in (["input"], ["weight"], ["bias"], ["input", "bias"]):
-        check_draws(False, 21, 65, wrt=wrt)
-
-
-@pytest.mark.parametrize("through", ["y", "residual_out"])
-def test_gradients_through_one_output(through):
-    for rms in (False, True):
-        cases = [make(rms, 21, 65, residual=True, seed=seed) for seed in range(4)]
-        for case in cases:
-            g = torch.randn_like(case.input)
-            case.gradients = (g, None) if through == "y" else (None, g)
-        check(*cases)
-
-
-def test_extremes():
-    shifted = [make(False, 9, 1000, seed=seed) for seed in range(4)]
-    for case in shifted:
-        case.input = case.input + 1e4
-    check(*shifted)
-    for rms, magnitude in itertools.product((False, True), (1e-6, 1e15)):
-        scaled = [make(rms, 9, 200, eps=0.0, seed=seed) for seed in range(4)]
-        for case in scaled:
-            case.input = case.input * magnitude
-        check(*scaled)
-    constant = make(False, 4, 72)
-    constant.input = torch.full_like(constant.input, 3.7)
-    assert not outputs_and_gradients(constant.ours, constant)[0]["y"].isnan().any()
-
-
-@kinds
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_not_finite_row_spoils_no_other(rms, residual, value):
-    case = make(rms, 6, 50, residual=residual)
-    (clean, _), others = outputs_and_gradients(case.ours, case), [0, 1, 2, 4, 5]
-    case.input[3, 17] = value
-    spoilt, gradients = outputs_and_gradients(case.ours, case)
-    assert torch.equal(spoilt["y"][others], clean["y"][others])
-    assert spoilt["y"][3].isnan().any() and not gradients["input"][others].isnan().any()
-
-
-@kinds
-@pytest.mark.parametrize("size", [(0, 8), (3, 0), (0, 0)])
-def test_empty(rms, residual, size):
-    case = make(rms, size[:-1], size[-1], residual=residual)
-    outputs, gradients = outputs_and_gradients(case.ours, case)
-    assert outputs["y"].shape == size
-    for name, gradient in gradients.items():
-        assert gradient.shape == getattr(case, name).shape and not gradient.any()
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -168,19 +75,6 @@ def test_second_derivatives(residual):
 
 
 # ---- dropout -------------------------------------------------------------------------------------
-
-
-@dtypes
-@pytest.mark.parametrize("size", [1, 7, 64, 1000, 8200, 9001, 100_003])
-def test_dropout_is_bitwise_the_cpus(dtype, size):
-    """From one seed."""
-    x, stream, seed = torch.randn(size).to(dtype), torch.randn(size).to(dtype), drawn_seed(9)
-    for p, residual in itertools.product((1e-6, 0.3, 1.0), (None, stream)):
-        arguments = (x, residual, seed, p, None)
-        moved = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in arguments]
-        expected = torch.ops.onepass.dropout_forward(*arguments)
-        found = torch.ops.onepass.dropout_forward(*moved)
-        assert torch.equal(expected, found.cpu()), f"{p=} {residual is None=}"
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -273,67 +167,6 @@ def test_products_on_cuda_are_torchs():
         assert module(x).dtype is BF16
 
 
-# ---- layouts -------------------------------------------------------------------------------------
-
-
-def strided(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in another layout, inside a buffer that is NaN everywhere else."""
-    a, b, c = tensor.shape
-    buffers = {
-        "every other": ((a, 2 * b, c), lambda t: t[:, ::2]),
-        "wide rows": ((a, b, c + 5), lambda t: t[..., 3 : 3 + c]),
-        "wide aligned rows": ((a, b, c + 16), lambda t: t[..., 8 : 8 + c]),
-        "transposed": ((b, a, c), lambda t: t.transpose(0, 1)),
-        "columns first": ((c, a, b), lambda t: t.permute(1, 2, 0)),
-        "odd offset": ((a * b * c + 1,), lambda t: t[1:].view(a, b, c)),
-    }
-    size, view = buffers[layout]
-    buffer = torch.full(size, float("nan"), dtype=tensor.dtype, device=tensor.device)
-    view(buffer).copy_(tensor)
-    return view(buffer)
-
-
-LAYOUTS = ["every other", "wide rows", "wide aligned rows", "transposed", "columns first"]
-
-
-@kinds
-@pytest.mark.parametrize("layout", [*LAYOUTS, "odd offset"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_layouts(rms, residual, layout, dtype):
-    for cols in (40, 2056):
-        cases = [make(rms, (6, 5), cols, dtype, residual=residual, seed=seed) for seed in range(4)]
-        for case in cases:
-            case.input = strided(case.input, layout)
-            if residual:
-                case.residual = strided(case.residual, "wide rows")
-        check(*cases)
-
-
-def test_weights_and_gradients_of_any_layout():
-    cases = [make(False, 12, 48, seed=seed) for seed in range(4)]
-    for case in cases:
-        nan = torch.full((96,), float("nan"), device=DEVICE)
-        case.weight = nan[1:49].copy_(case.weight)
-        case.bias = nan.clone()[::2].copy_(case.bias)
-    check(*cases)
-    transposed, row = randn(48, 12).t(), randn(48).expand(12, 48)
-    for gradient in (transposed, row, torch.ones((), device=DEVICE).expand(12, 48)):
-        for residual in (False, True):
-            cases = [make(False, 12, 48, residual=residual, seed=seed) for seed in range(4)]
-            for case in cases:
-                case.gradients = (gradient, gradient) if residual else (gradient,)
-            check(*cases)
-
-
-def test_dropout_follows_the_logical_index():
-    x = randn(6, 5, 8)
-    torch.manual_seed(1)
-    expected = functional.dropout(x, 0.5)
-    for layout in (x.transpose(0, 2).contiguous().transpose(0, 2), torch.cat([x, x], 2)[..., :8]):
-        torch.manual_seed(1)
-        assert torch.equal(functional.dropout(layout, 0.5), expected)
-
-
 # ---- contracts -----------------------------------------------------------------------------------
 
 
@@ -345,21 +178,6 @@ def test_bitwise_repeatable(rms, residual, cols):
     first = results(case)
     for _ in range(3):
         assert_equal(first, results(case), case.text)
-
-
-@kinds
-@pytest.mark.parametrize("cols", [40, 33, 2056, 16395])
-def test_a_row_does_not_depend_on_its_batch(rms, residual, cols):
-    whole, wrt = make(rms, 7, cols, residual=residual), ["input"]
-    outputs, gradients = outputs_and_gradients(whole.ours, whole, wrt=wrt)
-    for rows in (slice(3, 4), slice(0, 2), slice(2, 6)):
-        part = make(rms, 7, cols, residual=residual)
-        part.input = part.input[rows].clone()
-        part.residual = part.residual[rows].clone() if residual else None
-        found, of_part = outputs_and_gradients(part.ours, part, wrt=wrt)
-        for name, value in found.items():
-            assert torch.equal(value, outputs[name][rows]), f"{rows} {name}"
-        assert torch.equal(of_part["input"], gradients["input"][rows]), f"{rows} gradient"
 
 
 @on_cuda_only

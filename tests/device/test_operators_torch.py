@@ -20,7 +20,6 @@ from tests.device.common import (
     assert_equal,
     captured,
     check_draws,
-    dtypes,
     late,
     make,
     needs_device,
@@ -29,7 +28,7 @@ from tests.device.common import (
     randn,
 )
 from tests.norm import cases as norm_cases
-from tests.norm.cases import Case, check, kinds
+from tests.norm.cases import Case, check, dtypes, kinds
 from tests.support.seeds import drawn_seed
 
 pytestmark = needs_device

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, numerics, reference
+from tests.emulator.executors import everywhere, on_cuda
 from tests.support.seeds import drawn_seed
 
+F32 = torch.float32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PROBABILITIES = (1e-6, 0.1, 0.5, 32768.5 / 65536, 0.9, 1.0)
 
@@ -22,6 +24,7 @@ PROBABILITIES = (1e-6, 0.1, 0.5, 32768.5 / 65536, 0.9, 1.0)
 # ---- values and gradients -----------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.isa
 @pytest.mark.parametrize("p", PROBABILITIES)
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 127, 511, 512, 513, 4099, 100_003])
@@ -32,6 +35,7 @@ def test_the_stream_is_the_references(p, numel):
     assert torch.equal(functional.dropout(x, p), reference.dropout.dropout(x, p, seed))
 
 
+@everywhere
 @pytest.mark.isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_and_gradients_in_every_dtype(dtype):
@@ -48,6 +52,27 @@ def test_values_and_gradients_in_every_dtype(dtype):
         numerics.assert_close(ours, ref, base, str(dtype))
 
 
+cpus = torch.ops.onepass.dropout_forward.default  # whatever the executor
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, 8200, 9001])
+def test_bitwise_the_cpus(executor, dtype, size):
+    """From one seed."""
+    x, stream, seed = torch.randn(size).to(dtype), torch.randn(size).to(dtype), drawn_seed(9)
+    wide = torch.randn(size)  # beside 16 bits
+    for p in (1e-6, 0.3, 1.0):
+        for arguments in (
+            (x, None, seed, p, None), (x, stream, seed, p, None),
+            *([(x, wide, seed, p, None), (x, None, seed, p, F32)] if dtype.itemsize == 2 else []),
+        ):  # fmt: skip
+            assert torch.equal(torch.ops.onepass.dropout_forward(*arguments), cpus(*arguments))
+    added = functional.add_dropout(x, stream, 0.0)
+    assert torch.equal(added, cpus(x, stream, None, 0.0, None))
+
+
+@everywhere
 @pytest.mark.isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wide", [False, True])
@@ -68,6 +93,7 @@ def test_add_dropout(dtype, wide):
     numerics.assert_close(dx, g.double() * factor, (g * factor.to(g.dtype)).to(dtype))
 
 
+@everywhere
 @pytest.mark.isa
 def test_scales_beyond_float16():
     """One element in 65,536 kept, scaled by 65,536: the product fits where the factor does not."""
@@ -80,6 +106,7 @@ def test_scales_beyond_float16():
     assert torch.equal(y.double(), ref)
 
 
+@everywhere
 @pytest.mark.isa
 def test_upstream_gradients_of_any_layout():
     x = torch.randn(30, 41, requires_grad=True)
@@ -95,6 +122,7 @@ def test_upstream_gradients_of_any_layout():
         assert torch.equal(dx, g * factor)
 
 
+@everywhere
 def test_gradients_for_one_argument_only():
     x, r = torch.randn(5, 6), torch.randn(5, 6)
     y = functional.add_dropout(x, r.requires_grad_(), 0.5)
@@ -168,6 +196,7 @@ def test_messages(device):
 # ---- layouts ------------------------------------------------------------------------------------
 
 
+@everywhere
 def test_fate_follows_the_logical_index_whatever_the_strides():
     x = torch.randn(6, 5, 8)
     torch.manual_seed(1)
@@ -179,6 +208,7 @@ def test_fate_follows_the_logical_index_whatever_the_strides():
         assert torch.equal(functional.add_dropout(x, layout, 0.5), x + expected)
 
 
+@everywhere
 def test_borders_of_a_buffer_stay_unread_and_unwritten():
     buffer = torch.full((9, 20), float("nan"))
     view = buffer[1:8, 3:17]
@@ -204,6 +234,7 @@ def test_fate_does_not_depend_on_threads(threads):
     assert torch.equal(functional.dropout(x, 0.5), expected)
 
 
+@everywhere
 @pytest.mark.parametrize("size", [(0,), (3, 0), ()])
 def test_empty_and_scalar(size):
     x = torch.ones(size, requires_grad=True)
@@ -216,6 +247,7 @@ def test_empty_and_scalar(size):
 # ---- randomness ---------------------------------------------------------------------------------
 
 
+@everywhere
 def test_manual_seed():
     x = torch.randn(1000)
     torch.manual_seed(1)
@@ -237,6 +269,7 @@ def test_nothing_is_drawn_when_nothing_is_dropped():
     assert torch.equal(state, torch.get_rng_state())
 
 
+@everywhere
 def test_everything_dropped():
     x = torch.randn(1000, requires_grad=True)
     y = functional.dropout(x, 1.0)
@@ -244,6 +277,7 @@ def test_everything_dropped():
     assert not torch.autograd.grad(y.sum(), x)[0].any()
 
 
+@everywhere
 def test_nan_and_infinity_show_through_as_in_torch():
     x = torch.tensor([float("nan"), float("inf"), -float("inf")] * 50)
     for p in (0.5, 1.0):

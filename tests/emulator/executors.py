@@ -1,9 +1,16 @@
-"""What runs the operators of a test: `emulated` puts the CUDA kernels under the public functions.
+"""What runs the operators of a test: the CPU, the CUDA kernels under the emulator, a CUDA device.
+
+A test with the fixture `executor` (or marked `everywhere`) runs once on each. Its tensors are on
+the CPU whichever it is: where it is not the CPU's own, the operators under the public functions are
+replaced, and nothing else.
 
 The tests' library (tests/cuda_emulator/runtime_emulated.cpp) is csrc/ops and csrc/cuda as they
 ship, registered as `onepass_emulated::*` for tensors on the CPU. It runs every call on a copy of
 its memory between guard bands, new memory is poison, and it counts what kernels read and write.
 Checks that fail in a kernel are exceptions here.
+
+On a device every call gets copies of its tensors as they lie, with what lies around them.
+ONEPASS_TEST_DEVICE=cpu makes the copies on the CPU, to try that where there is no device.
 """
 
 from __future__ import annotations
@@ -13,9 +20,10 @@ import ctypes
 import functools
 import importlib
 import json
+import os
 import pkgutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +31,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass import _ops
+from onepass import _library, _ops
 from tests.emulator import emulated
+
+DEVICE = torch.device(os.environ.get("ONEPASS_TEST_DEVICE", "cuda"))
+NO_DEVICE = _library.no_cuda() if DEVICE.type == "cuda" else ""
 
 SETTINGS = dict(
     seed=0,  # of the order of blocks and threads
@@ -114,10 +125,7 @@ class Emulated:
     @contextlib.contextmanager
     def under_the_package(self) -> Iterator[None]:
         """Within, every operator is the emulated one, for tensors on the CPU."""
-        _library()
-        with pytest.MonkeyPatch.context() as patch:
-            for place, name, op in _places():
-                patch.setattr(place, name, functools.partial(self.run, op))
+        with _replaced(lambda op: _emulated(op) and functools.partial(self.run, _emulated(op))):
             yield
 
     def run(self, op, *arguments, **keywords):
@@ -171,6 +179,120 @@ def _read_only(op, arguments: tuple, keywords: dict) -> Iterator[tuple[str, Tens
             yield name, torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
+class OnDevice:
+    """Every operator on the device, for tensors on the CPU. `keywords` as those of Emulated."""
+
+    def __init__(self):
+        self.keywords: dict[str, object] = {}
+
+    def run(self, op, *arguments, **keywords):
+        names = {argument.name for argument in op._schema.arguments}
+        keywords |= {name: value for name, value in self.keywords.items() if name in names}
+        memory: dict[int, tuple[Tensor, Tensor]] = {}  # of each storage: here, and on the device
+
+        def moved(value):
+            if isinstance(value, list | tuple):
+                return [moved(part) for part in value]
+            if not isinstance(value, Tensor):
+                return value
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in memory:
+                here = torch.empty(0, dtype=torch.uint8).set_(storage)
+                memory[storage.data_ptr()] = here, here.to(DEVICE, copy=True)
+            there = memory[storage.data_ptr()][1].untyped_storage()
+            empty = torch.empty(0, dtype=value.dtype, device=DEVICE)
+            return empty.set_(there, value.storage_offset(), value.shape, value.stride())
+
+        found = op(*map(moved, arguments), **{name: moved(v) for name, v in keywords.items()})
+        for here, there in memory.values():
+            here.copy_(there)
+        return torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, found)
+
+
+def _operators(namespace: str) -> dict[str, object]:
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
+    names = [name.partition("::")[2] for name in names if name.startswith(f"{namespace}::")]
+    return {name: getattr(getattr(torch.ops, namespace), name).default for name in names}
+
+
+@functools.cache
+def _emulated_operators() -> dict[str, object]:
+    _library()
+    return _operators("onepass_emulated")
+
+
+def _emulated(op) -> object | None:
+    return _emulated_operators().get(op._schema.name.partition("::")[2])
+
+
+@functools.cache
+def _places() -> list[tuple[object, str, object]]:
+    """Where the package, or a test, finds an operator; and which."""
+    ops = _operators("onepass")
+    places = [(torch.ops.onepass, name, op) for name, op in ops.items()]
+    for found in pkgutil.iter_modules(_ops.__path__, "onepass._ops."):
+        module = importlib.import_module(found.name)
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch._ops.OpOverload) and value in ops.values():
+                places.append((module, attribute, value))
+    return places
+
+
+@contextlib.contextmanager
+def _replaced(by: Callable) -> Iterator[None]:
+    """Within, operators are what `by` makes of them, where that is something."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name, op in _places():
+            if (other := by(op)) is not None:
+                patch.setattr(place, name, other)
+        yield
+
+
+# ---- fixtures ------------------------------------------------------------------------------------
+
+CUDA = ["emulated"] + [pytest.param("device", marks=pytest.mark.device)] * (not NO_DEVICE)
+everywhere = pytest.mark.usefixtures("executor")
+on_cuda = pytest.mark.parametrize("executor", CUDA, indirect=True)
+
+
+@dataclass(frozen=True)
+class Executor:
+    name: str
+    calls: Emulated | OnDevice | None = None
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.calls is not None
+
+    @property
+    def draws(self) -> int:
+        """Of a case that are pooled: by one, torch may be exact where it is lucky. The emulator
+        takes its time."""
+        return {"cpu": 2, "emulated": 1, "device": 4}[self.name]
+
+
+@pytest.fixture(params=["cpu", *CUDA])
+def executor(request) -> Iterator[Executor]:
+    """What runs the operators."""
+    if request.param == "emulated":
+        yield Executor("emulated", request.getfixturevalue("cuda"))
+    elif request.param == "device":
+        calls = OnDevice()
+        with _replaced(lambda op: functools.partial(calls.run, op)):
+            yield Executor("device", calls)
+    else:
+        yield Executor("cpu")
+
+
+def of_this_level(items: list[pytest.Item]) -> list[pytest.Item]:
+    """At a chosen level of the CPU, nothing else is run."""
+    if "ONEPASS_CPU_ISA" not in os.environ:
+        return items
+    names = (getattr(item, "callspec", None) for item in items)
+    names = [spec.params.get("executor", "cpu") if spec else "cpu" for spec in names]
+    return [item for item, name in zip(items, names, strict=True) if name == "cpu"]
+
+
 @pytest.fixture
 def emulator() -> Iterator[Emulated]:
     """Emulated CUDA, where a test says."""
@@ -184,19 +306,3 @@ def cuda(emulator) -> Iterator[Emulated]:
     """Emulated CUDA in the place of every operator."""
     with emulator.under_the_package():
         yield emulator
-
-
-@functools.cache
-def _places() -> list[tuple[object, str, object]]:
-    """Where the package, or a test, finds an operator; and the emulated one for that place."""
-    shipped, emulated = torch.ops.onepass, torch.ops.onepass_emulated
-    names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
-    names = [name.partition("::")[2] for name in names if name.startswith("onepass_emulated::")]
-    by = {getattr(shipped, name).default: getattr(emulated, name).default for name in names}
-    places = [(shipped, name, getattr(emulated, name).default) for name in names]
-    for found in pkgutil.iter_modules(_ops.__path__, "onepass._ops."):
-        module = importlib.import_module(found.name)
-        for attribute, value in vars(module).items():
-            if isinstance(value, torch._ops.OpOverload) and value in by:
-                places.append((module, attribute, by[value]))
-    return places

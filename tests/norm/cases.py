@@ -14,6 +14,7 @@ from onepass import functional, numerics, reference
 from tests.support.seeds import drawn_seed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = list(itertools.product((False, True), (False, True)))
 kinds = pytest.mark.parametrize(
@@ -179,6 +180,16 @@ def check(*cases: Case, wrt=None) -> None:
             dtype = expected.get(name, _dtype(getattr(first, name, first.input)))
             assert ours[0].dtype == dtype, f"{first.text}: {kind}{name} is {ours[0].dtype}"
             numerics.assert_close(ours, ref, base, f"{first.text}: {kind}{name}")
+
+
+def check_draws(*arguments, draws: int, wrt=None, **keywords) -> None:
+    """Several draws of one case, pooled."""
+    check(*(make(*arguments, seed=seed, **keywords) for seed in range(draws)), wrt=wrt)
+
+
+def results(case: Case) -> list[Tensor]:
+    """Outputs and gradients of one call."""
+    return [value for of in outputs_and_gradients(case.ours, case) for value in of.values()]
 
 
 def _dtype(tensor: Tensor | None):

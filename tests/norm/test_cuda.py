@@ -1,4 +1,7 @@
-"""The norm family's CUDA kernels under the emulator: values, gradients, layouts, traffic, races."""
+"""The norm family's CUDA kernels under the emulator: addresses, order, traffic, races.
+
+Their values are those of test_values.py.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,13 @@ import torch
 
 from tests.emulator.executors import all_instances
 from tests.norm.cases import (
-    ALIGNED,
     KINDS,
     LONG,
-    UNALIGNED,
-    Case,
     check,
     kinds,
     make,
     outputs_and_gradients,
+    results,
 )
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -25,116 +26,18 @@ KERNELS = ("norm/forward.cu", "norm/backward.cu")
 SANITIZERS = ("address", "thread")
 
 
-# ---- values and gradients ------------------------------------------------------------------------
+# ---- kernels and addresses -----------------------------------------------------------------------
 
 
-@kinds
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
-def test_columns(cuda, rms, residual, dtype):
-    for cols in ALIGNED + UNALIGNED:
-        seeds = range(6 if cols < 16 else 1)
-        check(*(make(rms, 5, cols, dtype, residual=residual, seed=seed) for seed in seeds))
-    kernels = {call["kernel"] for call in cuda.done}
-    assert kernels >= {"norm_forward_kernel", "norm_backward_kernel"}
-
-
-@kinds
 @pytest.mark.parametrize("dtype", LONG, ids=str)
-def test_rows_too_long_for_registers(cuda, rms, residual, dtype):
-    for cols in (LONG[dtype], LONG[dtype] + 3):
-        check(make(rms, 3, cols, dtype, residual=residual))
-    kernels = {call["kernel"] for call in cuda.done}
-    assert kernels == {"norm_forward_long_kernel", "norm_backward_columns_kernel"}
-
-
-@kinds
-@pytest.mark.parametrize("rows", [1, 4, 33, 300])
-def test_rows(cuda, rms, residual, rows):
-    check(make(rms, rows, 72, residual=residual))
-
-
-@kinds
-def test_mixed_dtypes(cuda, rms, residual):
-    for input, weight in [(BF16, F32), (F32, BF16), (F16, F32)]:
-        for cols in (72, 33, 2056):
-            case = make(rms, 9, cols, input, residual=residual)
-            case.weight = case.weight.to(weight)
-            if case.bias is not None:
-                case.bias = case.bias.to(weight)
-            if residual:
-                case.residual = case.residual.to(F32)
-            check(case)
-
-
-@pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-def test_dropout_before_the_add(cuda, rms, dtype):
-    for cols in (72, 33, 2056):
-        check(make(rms, 9, cols, dtype, residual=True, dropout_p=0.25))
-
-
-@pytest.mark.parametrize("weight", [False, True])
-@pytest.mark.parametrize("cols", [72, 33, 2056, 16392])
-def test_optional_weight_and_offset(cuda, weight, cols):
-    for rms in (False, True):
-        case = make(rms, 5, cols, weight_offset=1.0 if rms and weight else 0.0)
-        if not weight:
-            case.weight = case.bias = None
-        check(case)
-
-
-@pytest.mark.parametrize("wrt", ["input", "weight", "bias", "residual"])
-@pytest.mark.parametrize("cols", [72, 2056, 16392])
-def test_one_gradient_alone(cuda, wrt, cols):
-    check(make(False, 5, cols, residual=True, dropout_p=0.25), wrt=(wrt,))
-
-
-def test_no_rows(cuda):
-    for residual in (False, True):
-        case = make(False, 0, 72, residual=residual)
-        outputs, gradients = outputs_and_gradients(case.ours, case)
-        assert outputs["y"].shape == (0, 72)
-        for name in ("weight", "bias"):
-            assert torch.equal(gradients[name], torch.zeros(72))
-
-
-def test_extremes(cuda):
-    case = make(False, 9, 1000)
-    case.input = case.input + 1e4
-    check(case)
-    for cols in (72, 33, 16392):
-        constant = make(False, 4, cols)
-        constant.input = torch.full_like(constant.input, 3.7)
-        outputs, _ = outputs_and_gradients(constant.ours, constant)
-        assert torch.equal(outputs["y"], constant.bias.expand(4, cols)), "x - mean is exactly 0"
-
-
-# ---- layouts -------------------------------------------------------------------------------------
-
-
-@kinds
-@pytest.mark.parametrize("apart", [80, 77])  # rows that stay aligned, and rows that do not
-def test_strided_rows(cuda, rms, residual, apart):
-    case = make(rms, 6, 72, residual=residual)
-    case.input = torch.randn(6, apart)[:, :72]
-    check(case)
-
-
-@kinds
-def test_rows_in_three_dimensions(cuda, rms, residual):
-    """Every tensor with strides of its own, and columns for each way a row is divided out."""
-    for cols, rows in (
-        (72, (3, 4, 5)),
-        (8, (49, 7, 11)),
-        (33, (3, 4, 5)),
-        (1000, (2, 3, 2)),
-        (LONG[F32], (2, 1, 3)),
+def test_which_kernel(cuda, dtype):
+    for cols, forward, backward in (
+        (33, "norm_forward_kernel", "norm_backward_kernel"),
+        (LONG[dtype], "norm_forward_long_kernel", "norm_backward_columns_kernel"),
     ):
-        case = make(rms, rows, cols, residual=residual)
-        case.input = torch.randn(rows[1], rows[0], rows[2], cols + 8)[..., :cols].transpose(0, 1)
-        if residual:
-            case.residual = torch.randn(rows[2], rows[1], rows[0], cols).transpose(0, 2)
-        check(case)
+        case = make(False, 3, cols, dtype)
+        outputs_and_gradients(case.ours, case)
+        assert [call["kernel"] for call in cuda.done[-2:]] == [forward, backward]
 
 
 @kinds
@@ -159,22 +62,13 @@ def test_one_tensor_that_is_not_aligned(cuda, build, tensor):
 @kinds
 @pytest.mark.parametrize("cols", [72, 33, 2056])
 def test_bitwise_equal_in_any_order_of_blocks_and_threads(cuda, rms, residual, cols):
-    results = []
+    found = []
     for seed in range(3):
         cuda.set(seed=seed)
-        case = make(rms, 100, cols, residual=residual)
-        results.append([v for of in outputs_and_gradients(case.ours, case) for v in of.values()])
-    for other in results[1:]:
-        for one, two in zip(results[0], other, strict=True):
+        found.append(results(make(rms, 100, cols, residual=residual)))
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
             assert torch.equal(one, two)
-
-
-def test_a_row_does_not_depend_on_its_batch(cuda):
-    case = make(False, 9, 2056)
-    whole, _ = outputs_and_gradients(case.ours, case)
-    one = Case(False, case.input[4:5].clone(), weight=case.weight, bias=case.bias)
-    alone, _ = outputs_and_gradients(one.ours, one)
-    assert torch.equal(whole["y"][4:5], alone["y"])
 
 
 # ---- traffic -------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 A test marked `grid` runs in `make test` with the cases on a diagonal of its parameters, one marked
 `grid(2)` with those on two; the others are slow. What two values decide together is worth another
 diagonal, or a test of its own. A module that is marked marks its tests that have parameters.
+
+Each executor has a grid of its own; the emulator, which takes its time, that of `emulated_grid`
+where a test is marked so.
 """
 
 from __future__ import annotations
@@ -30,16 +33,29 @@ def on_diagonals(indices: Sequence[dict[str, int]], count: int = 1) -> list[bool
 
 def mark(items: Sequence[pytest.Item]) -> None:
     """Marks what is on no diagonal slow."""
-    grids: dict[str, list[pytest.Item]] = defaultdict(list)
+    grids: dict[tuple, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("grid") and hasattr(item, "callspec"):
-            grids[item.nodeid.partition("[")[0]].append(item)
-    for cases in grids.values():
-        count = cases[0].get_closest_marker("grid").args
+        if (grid := _grid(item)) is not None:
+            grids[item.nodeid.partition("[")[0], _executor(item), grid].append(item)
+    for (*_, count), cases in grids.items():
         lie = on_diagonals(_indices(cases), *count)
         for case, quick in zip(cases, lie, strict=True):
             if not quick:
                 case.add_marker(pytest.mark.slow)
+
+
+def _executor(item: pytest.Item) -> str | None:
+    return item.callspec.params.get("executor")
+
+
+def _grid(item: pytest.Item) -> tuple | None:
+    """What the mark of a case says, if it has one."""
+    if next(item.iter_markers("parametrize"), None) is None:
+        return None
+    mark = item.get_closest_marker("grid")
+    if _executor(item) == "emulated":
+        mark = item.get_closest_marker("emulated_grid") or mark
+    return mark and mark.args
 
 
 def _indices(cases: Sequence[pytest.Item]) -> list[dict[str, int]]:

@@ -30,4 +30,17 @@ PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 def test_a_grid(request, one, two, letter):
     """The diagonal is what is not slow."""
     slow = request.node.get_closest_marker("slow") is not None
-    assert slow == ("xyz".index(letter) != PAIRS.index((one, two)) % 3)
+    assert slow != on_the_diagonal(one, two, letter)
+
+
+def on_the_diagonal(one, two, letter) -> bool:
+    return "xyz".index(letter) == PAIRS.index((one, two)) % 3
+
+
+@pytest.mark.emulated_grid
+@pytest.mark.parametrize("letter", "xyz")
+@pytest.mark.parametrize("one, two", PAIRS)
+def test_a_grid_of_the_emulator(request, executor, one, two, letter):
+    """All of it is quick elsewhere."""
+    slow = request.node.get_closest_marker("slow") is not None
+    assert slow == (executor.name == "emulated" and not on_the_diagonal(one, two, letter))
