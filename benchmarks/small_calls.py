@@ -1,4 +1,5 @@
-"""From which size on a swapped layer norm, or module of attention, takes less time than stock's.
+"""From which size on a swapped layer norm, or module of attention or of F.linear, takes less time
+than stock's.
 
     python benchmarks/small_calls.py [--dtypes float32 bfloat16]
 
@@ -28,6 +29,7 @@ from onepass._ops import small_calls
 
 COLS = (64, 192, 256, 384, 768, 1024, 2048, 4096)
 ROWS = (16, 64, 256, 1024, 4096)
+WEIGHTS = ((256, 256), (64, 1024), (1024, 1024))
 SHAPES = ((1, 16), (4, 16), (1, 64), (16, 16), (4, 64), (1, 197), (8, 64), (4, 197), (1, 512))
 HEADS, HEAD_DIM = (3, 6, 12), 64
 TURNS, SECONDS = 7, 0.03
@@ -39,12 +41,19 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     small_calls.LEAST_ATTENTION.clear()  # ours at every size
+    small_calls.LEAST_LINEAR_CALLS.clear()
     for name in options.dtypes:
         table = Table("batch x tokens", *(f"{heads} heads" for heads in HEADS))
         table.title = f"attention, {name}: log2 of elements times tokens; times faster"
         for batch, tokens in track(SHAPES, f"attention, {name}", console=Console(stderr=True)):
             cells = [measure_attention(name, batch, tokens, heads) for heads in HEADS]
             table.add_row(f"{batch} x {tokens}", *cells)
+        Console().print(table)
+        table = Table("weight", *(f"{rows} rows" for rows in ROWS))
+        table.title = f"calls of F.linear, {name}: log2 of multiply-adds; times faster"
+        for shape in track(WEIGHTS, f"F.linear, {name}", console=Console(stderr=True)):
+            cells = [measure_router(name, rows, shape) for rows in ROWS]
+            table.add_row("{} x {}".format(*shape), *cells)
         Console().print(table)
         table = Table("columns", *(f"{rows} rows" for rows in ROWS), title=name)
         for cols in track(COLS, name, console=Console(stderr=True)):
@@ -98,11 +107,34 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
 
 
+class Router(nn.Module):
+    """As in transformers' mixtures of experts."""
+
+    def __init__(self, shape: tuple[int, int]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        top = F.softmax(F.linear(x, self.weight), dim=-1).topk(2, dim=-1).values
+        return top / top.sum(-1, keepdim=True)
+
+
 def measure_attention(dtype: str, batch: int, tokens: int, heads: int) -> str:
-    stock, swapped = (Attention(heads).to(getattr(torch, dtype)) for _ in range(2))
+    x = torch.randn(batch, tokens, heads * HEAD_DIM, dtype=getattr(torch, dtype))
+    stock, swapped = (Attention(heads).to(x.dtype) for _ in range(2))
+    return measure_swapped(stock, swapped, x, math.log2(x.numel() * tokens))
+
+
+def measure_router(dtype: str, rows: int, shape: tuple[int, int]) -> str:
+    x = torch.randn(rows, shape[1], dtype=getattr(torch, dtype))
+    stock, swapped = (Router(shape).to(x.dtype) for _ in range(2))
+    return measure_swapped(stock, swapped, x, math.log2(rows * math.prod(shape)))
+
+
+def measure_swapped(stock: nn.Module, swapped: nn.Module, x: torch.Tensor, size: float) -> str:
     onepass.swap(swapped)
-    x = torch.randn(batch, tokens, heads * HEAD_DIM, dtype=getattr(torch, dtype)).requires_grad_()
-    upstream = torch.randn_like(x)
+    x.requires_grad_()
+    upstream = torch.randn_like(stock(x))
 
     def training(module: nn.Module) -> Callable:
         return lambda: module(x).backward(upstream)
@@ -111,7 +143,7 @@ def measure_attention(dtype: str, batch: int, tokens: int, heads: int) -> str:
         return torch.no_grad()(lambda: module(x))
 
     ratios = [times_faster(make(stock), make(swapped)) for make in (training, inference)]
-    return f"{math.log2(x.numel() * tokens):.1f}: {ratios[0]:.2f} / {ratios[1]:.2f}"
+    return f"{size:.1f}: {ratios[0]:.2f} / {ratios[1]:.2f}"
 
 
 def times_faster(stock: Callable, ours: Callable) -> float:

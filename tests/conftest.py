@@ -44,6 +44,7 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_NORM", {})
     monkeypatch.setattr(small_calls, "LEAST_ATTENTION", {})
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {})
+    monkeypatch.setattr(small_calls, "LEAST_LINEAR_CALLS", {})
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -133,7 +133,7 @@ def test_facts_of_this_machine(monkeypatch):
 
 class OwnForward(nn.Linear):
     def forward(self, x):
-        return super().forward(x) * 2
+        return x @ self.weight.T
 
 
 class Subclass(nn.Linear):

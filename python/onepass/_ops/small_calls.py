@@ -7,6 +7,8 @@ measured by benchmarks/small_calls.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +39,13 @@ LEAST_LINEAR = {
 LEAST_LINEAR_ROWS = 8
 LEAST_DECODED_ROWS = 4  # in 16 bits without gradients: torch has a fast product with a vector
 LEAST_CONV1D_ROWS = 512  # MKL is faster where the weight lies transposed
+# Multiply-adds of the largest weight of a module that calls F.linear (Zen 4, as above): each torch
+# function of a redirected forward takes longer too.
+LEAST_LINEAR_CALLS = {
+    torch.float32: (1 << 26, 1 << 26),
+    torch.bfloat16: (1 << 18, 1 << 16),
+    torch.float16: (1 << 18, 1 << 16),
+}
 # More do not raise a bound: memory's bandwidth is shared by then.
 MOST_THREADS = 8
 NORM_NOTE = (
@@ -49,6 +58,12 @@ ATTENTION_NOTE = (
     f"{1 << 23} per thread (16-bit inference: {1 << 20}; 16-bit training: none)"
 )
 
+LINEAR_CALLS_NOTE = (
+    "they run as they came where all rows of an input times the largest of the module's own "
+    f"weights are fewer multiply-adds per thread than {LEAST_LINEAR_CALLS[torch.float32][0]} "
+    f"(16-bit: {LEAST_LINEAR_CALLS[torch.bfloat16][0]}, in inference "
+    f"{LEAST_LINEAR_CALLS[torch.bfloat16][1]})"
+)
 LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
     "autocast in its own), and where that takes less time: in calls of fewer multiply-adds per "
@@ -78,10 +93,9 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     if not bound or not weight.numel():
         return False
     rows = input.numel() // weight.shape[1]
-    if dtype is torch.float32:
-        least_rows = LEAST_LINEAR_ROWS if weight.stride(1) == 1 else LEAST_CONV1D_ROWS
-    else:
-        least_rows = 0 if torch.is_grad_enabled() else LEAST_DECODED_ROWS
+    least_rows = _least_rows(dtype, torch.is_grad_enabled())
+    if dtype is torch.float32 and weight.stride(1) != 1:
+        least_rows = LEAST_CONV1D_ROWS
     few = rows < least_rows
     if not few and rows * weight.numel() >= bound:
         return False
@@ -90,6 +104,61 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
         reason = f"rows than {least_rows}" if few else f"multiply-adds than {bound}"
         _tell("linear", f"{rows} x {in_features} by {out_features}", input, f"fewer {reason}")
     return True
+
+
+def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
+    """Whether a module that calls F.linear takes less time as it came; the log says so.
+
+    It is told by the rows of its largest input: tokens of (batch, tokens, width), or numbers of
+    them. As of attention, the answer does not depend on gradients in training.
+    """
+    if torch.compiler.is_compiling() or tracing.is_tracing():
+        return False
+    inputs = [x for x in (*args, *named.values()) if isinstance(x, Tensor) and not x.is_nested]
+    weights = linear_weights(module)
+    if not inputs or not weights:
+        return False
+    rows = max(x.numel() // x.shape[-1] if _has_columns(x) else x.numel() for x in inputs)
+    weight = max(weights, key=lambda weight: weight.shape[-2] * weight.shape[-1])
+    if weight.dim() > 2:  # a stack of experts, of whom each row meets two
+        rows = rows * 2 // max(2, weight.shape[:-2].numel())
+    dtype = products.dtype_of(weight)
+    training = module.training or torch.is_grad_enabled()
+    bound = _least(LEAST_LINEAR_CALLS, inputs[0], training, dtype)
+    if not bound:
+        return False
+    work = rows * weight.shape[-2] * weight.shape[-1]
+    if work >= bound and rows >= _least_rows(dtype, training):
+        return False
+    if dispatch_log.is_recording():
+        arguments = f"{rows} x {weight.shape[-1]} by {weight.shape[-2]}"
+        _tell("linear", arguments, weight, f"fewer multiply-adds than {bound}, or rows")
+    return True
+
+
+def linear_weights(module: nn.Module) -> list[Tensor]:
+    """What a module that calls F.linear may multiply by: its own matrices, stacked ones too, and
+    those of embeddings and lists of parameters that it holds."""
+    owners = [module, *(m for m in module._modules.values() if isinstance(m, _HOLDERS))]
+    return [weight for owner in owners for weight in matrices(owner._parameters.values())]
+
+
+_HOLDERS = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
+
+
+def matrices(parameters: Iterable[Tensor | None]) -> list[Tensor]:
+    """Those that a product may be with, stacks of matrices among them."""
+    return [p for p in parameters if p is not None and p.is_floating_point() and p.dim() >= 2]
+
+
+def _has_columns(input: Tensor) -> bool:
+    return input.is_floating_point() and input.dim() > 0 and input.shape[-1] > 0
+
+
+def _least_rows(dtype: torch.dtype, training: bool) -> int:
+    if dtype is torch.float32:
+        return LEAST_LINEAR_ROWS
+    return 0 if training else LEAST_DECODED_ROWS
 
 
 def attention_is_small(module: nn.Module, input: object) -> bool:

@@ -47,21 +47,25 @@ def masked_attention(
     return attention(query, key, value, options)[0]
 
 
-def linear_where_it_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """:func:`linear`, or `F.linear` where that takes no longer: by dtype, CPU and size.
+def linear_where_it_gains(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`linear`, or `F.linear` where that takes no longer."""
+    compute = linear if linear_gains(input, weight, bias) else F.linear
+    return compute(input, weight, bias)
 
-    Under torch.func too, where torch maps a product by one product and ours goes by a loop, and in
+
+def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether :func:`linear` takes less time than `F.linear`: by dtype, CPU and size.
+
+    Not under torch.func, where torch maps a product by one product and ours goes by a loop, nor in
     forward mode, which ours do not have.
     """
-    if (
+    return (
         _is_usual(input, weight, bias)
         and not small_calls.linear_is_small(input, weight)
         and products.gains(input)
         and forward_ad._current_level < 0
         and not are_transforms_active()
-    ):
-        return linear(input, weight, bias)
-    return F.linear(input, weight, bias)
+    )
 
 
 def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

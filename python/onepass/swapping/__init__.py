@@ -6,7 +6,7 @@ parameters, hooks, state_dict keys and everything else of the instance stay the 
     engine.py    the options, all or nothing
     walk.py      the modules of a model and which of them the options choose
     matchers.py  what a module is, from its structure alone
-    callsites.py which modules call F.scaled_dot_product_attention, from their code
+    callsites.py which modules call F.scaled_dot_product_attention or F.linear, from their code
     by_name.py   modules that take attention by a name in their config (transformers)
     probe.py     the numeric proof that someone else's norm is a norm that onepass computes
     classes.py   the classes that swapped modules get

@@ -1,4 +1,4 @@
-"""Whether a module's own forward calls `F.scaled_dot_product_attention`, read from its code.
+"""Whether a module's own forward calls `F.scaled_dot_product_attention` or `F.linear`, by its code.
 
 Nothing is run. From the forward, whatever it names is looked up where Python would find it: in its
 globals, on the module and its class, in its closure and defaults. Functions found there are read
@@ -8,8 +8,10 @@ through. Submodules are not: each of them is asked by itself.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,8 +26,11 @@ _CHECKPOINT_FUNCTIONS = (
     torch.utils.checkpoint.checkpoint,
     torch.utils.checkpoint.checkpoint_sequential,
 )
+_LINEAR_FUNCTIONS = (F.linear, nn.Linear.forward)  # the latter by super()
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # transformers'
+_EXPERTS = "experts_interface"  # of transformers, too
 _DISPATCH = ("diffusers.models.attention_dispatch", "dispatch_attention_fn")
+_KEEPING = {"SWAP", "ROT_TWO", "POP_TOP", "EXTENDED_ARG", "CACHE"}  # the value before them
 _DEPTH = 4  # of calls within calls
 _MOST_FUNCTIONS = 200
 
@@ -34,9 +39,11 @@ class Calls(NamedTuple):
     """What a forward reaches."""
 
     attention: bool = False
+    linear: bool = False
     checkpoint: bool = False
     registry: bool = False
     dispatch: bool = False  # of diffusers
+    experts: bool = False  # by a name in transformers' config
 
 
 def calls_of(module: nn.Module) -> Calls:
@@ -47,6 +54,8 @@ def calls_of(module: nn.Module) -> Calls:
     seen = {id(function) for function, _, _ in pending}
     while pending and len(seen) < _MOST_FUNCTIONS:
         function, owner, depth = pending.pop()
+        if _reads_linear(function):
+            found.add("linear")
         for name, values in _named(function, owner):
             found |= _classified(function, name, values)
             for value in values:
@@ -67,12 +76,65 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
         return {"attention"}
     if name == _ATTENTION and not values:
         return {"attention"}
+    if any(value is f for value in values for f in _LINEAR_FUNCTIONS) and (
+        function.__globals__.get(name) is not F.linear  # may be a submodule: see _reads_linear
+    ):
+        return {"linear"}
     if name in _CHECKPOINTS or any(value is f for value in values for f in _CHECKPOINT_FUNCTIONS):
         return {"checkpoint"}
     functions = [value for value in values if isinstance(value, types.FunctionType)]
     if any((value.__module__, value.__name__) == _DISPATCH for value in functions):
         return {"dispatch"}
+    if name == _EXPERTS:
+        return {"experts"}
     return {"registry"} if name == _REGISTRY else set()
+
+
+def _reads_linear(function: types.FunctionType) -> bool:
+    """Whether some expression in the code is `F.linear`, whatever its modules are called there.
+
+    Its name alone says nothing: submodules are called linear too.
+    """
+    names, variables = _names(function.__code__), function.__globals__
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    local = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+    known = (*map(variables.get, names), *local.values())
+    if "linear" not in names and not any(value is F.linear for value in known):
+        return False  # its instructions take 50 times longer to read
+    values = _values(function.__code__, variables, local)
+    return any(value is F.linear for value in values)
+
+
+def _values(code: types.CodeType, variables: dict, local: dict) -> Iterator[object]:
+    """What the code reads: globals, what it imports, and attributes of modules among these.
+
+    Instructions are read in their order: one that is not known here ends an expression.
+    """
+    value = package = None
+    for instruction in dis.get_instructions(code):
+        op, name = instruction.opname, instruction.argval
+        if op in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = variables.get(name)
+        elif op.startswith("LOAD_FAST") or op == "LOAD_DEREF":
+            value = local.get(name)
+        elif op in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+            value = getattr(value, name, None) if isinstance(value, types.ModuleType) else None
+        elif op == "LOAD_CONST":
+            value = name
+        elif op == "IMPORT_NAME":  # after its names: None for `import a.b`, which gives a
+            value = package = sys.modules.get(name if value else name.partition(".")[0])
+        elif op.startswith("STORE_FAST") or op == "STORE_DEREF":
+            local[name], value = value, package  # of which more may be imported
+        elif op not in _KEEPING:
+            value = None
+        yield value
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _values(constant, variables, dict(local))
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    return cell != types.CellType()  # not assigned yet
 
 
 def _named(function: types.FunctionType, owner) -> Iterator[tuple[str, list]]:
@@ -87,10 +149,8 @@ def _named(function: types.FunctionType, owner) -> Iterator[tuple[str, list]]:
         yield name, values + _attributes(owner, name, inherited)
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
-        try:
+        if _is_filled(cell):
             yield name, [cell.cell_contents]
-        except ValueError:  # not assigned yet
-            continue
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield "", [value]
 
@@ -135,12 +195,13 @@ def _undecorated(value):
 
 
 def _functions(value) -> Iterator[types.FunctionType]:
-    """The function in a descriptor and those it wraps, unless they are torch's own."""
+    """The function in a descriptor and those it wraps, unless they are torch's own, or onepass's,
+    which call what they are instead of."""
     value = _undecorated(value)
     if isinstance(value, property):
         value = value.fget
     value = getattr(value, "__func__", value)
     while isinstance(value, types.FunctionType):
-        if value.__module__ is None or value.__module__.partition(".")[0] != "torch":
+        if (value.__module__ or "").partition(".")[0] not in ("torch", "onepass"):
             yield value
         value = getattr(value, "__wrapped__", None)

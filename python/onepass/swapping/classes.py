@@ -24,7 +24,8 @@ from onepass._imported import is_a
 from onepass._ops import device_attention, small_calls
 from onepass._ops.differentiation import are_transforms_active
 from onepass._ops.norm import NormKind, norm
-from onepass.functional._internal import linear_where_it_gains
+from onepass.functional._internal import linear_gains, linear_where_it_gains
+from onepass.functional.linear import _has_products as has_products
 
 
 class NormSpec(NamedTuple):
@@ -50,8 +51,7 @@ class Swapped:
     """Base of all swapped classes. `_onepass_original` is in the `__dict__` of each of them."""
 
     _onepass_original: type
-    _onepass_kind = "norm"
-    _onepass_to: str  # what computes now, for the report
+    _onepass_to: dict[str, str]  # what computes now, by kind, for the report
 
     __prepare_scriptable__ = refuse_script
 
@@ -60,7 +60,7 @@ class Swapped:
 
 
 class LayerNormForward(Swapped):
-    _onepass_to = "onepass.nn.LayerNorm"
+    _onepass_to = {"norm": "onepass.nn.LayerNorm"}
 
     def forward(self, input: Tensor) -> Tensor:
         if _is_plain(input) and not small_calls.norm_is_small(input):
@@ -69,7 +69,7 @@ class LayerNormForward(Swapped):
 
 
 class RMSNormForward(Swapped):
-    _onepass_to = "onepass.nn.RMSNorm"
+    _onepass_to = {"norm": "onepass.nn.RMSNorm"}
 
     def forward(self, x: Tensor) -> Tensor:
         if _is_plain(x):
@@ -78,8 +78,7 @@ class RMSNormForward(Swapped):
 
 
 class DropoutForward(Swapped):
-    _onepass_kind = "dropout"
-    _onepass_to = "onepass.nn.Dropout"
+    _onepass_to = {"dropout": "onepass.nn.Dropout"}
 
     def forward(self, input: Tensor) -> Tensor:
         if _is_plain(input):
@@ -88,8 +87,7 @@ class DropoutForward(Swapped):
 
 
 class LinearForward(Swapped):
-    _onepass_kind = "linear"
-    _onepass_to = "onepass.nn.Linear"
+    _onepass_to = {"linear": "onepass.nn.Linear"}
 
     def forward(self, input: Tensor) -> Tensor:
         if _is_plain(input):
@@ -100,8 +98,7 @@ class LinearForward(Swapped):
 class Conv1DForward(Swapped):
     """Of transformers' Conv1D, a linear layer whose weight lies transposed: GPT-2's."""
 
-    _onepass_kind = "linear"
-    _onepass_to = "onepass.functional.linear"
+    _onepass_to = {"linear": "onepass.functional.linear"}
 
     def forward(self, x: Tensor) -> Tensor:
         if _is_plain(x):
@@ -163,8 +160,7 @@ class ForeignNormForward(Swapped):
 
 
 class MultiheadAttentionForward(Swapped):
-    _onepass_kind = "attention"
-    _onepass_to = "onepass.nn.MultiheadAttention"
+    _onepass_to = {"attention": "onepass.nn.MultiheadAttention"}
 
     @functools.wraps(torch.nn.MultiheadAttention.forward)
     def forward(self, query, key, value, *args, **named):
@@ -175,8 +171,7 @@ class MultiheadAttentionForward(Swapped):
 
 
 class EncoderLayerForward(Swapped):
-    _onepass_kind = "attention"
-    _onepass_to = "onepass.nn.TransformerEncoderLayer"
+    _onepass_to = {"attention": "onepass.nn.TransformerEncoderLayer"}
 
     @functools.wraps(torch.nn.TransformerEncoderLayer.forward)
     def forward(self, src, *args, **named):
@@ -188,36 +183,79 @@ class EncoderLayerForward(Swapped):
 class DecoderLayerForward(Swapped):
     """Its parts make the difference: torch has no way past them, and the forward is torch's."""
 
-    _onepass_kind = "attention"
-    _onepass_to = "onepass.nn.TransformerDecoderLayer"
+    _onepass_to = {"attention": "onepass.nn.TransformerDecoderLayer"}
 
 
-class AttentionCalls(Swapped):
-    """Runs the original's forward with its calls of `F.scaled_dot_product_attention` redirected.
+class Calls(Swapped):
+    """Runs the original's forward with its calls of torch's functions redirected.
 
     `make_class` adds the forward: it has the original's signature.
     """
 
-    _onepass_kind = "attention"
-    _onepass_to = "onepass.functional.scaled_dot_product_attention"
+
+class AttentionCalls(Calls):
+    """Of `F.scaled_dot_product_attention`."""
+
+    _onepass_to = {"attention": "onepass.functional.scaled_dot_product_attention"}
+
+
+class LinearCalls(Calls):
+    """Of `F.linear`."""
+
+    _onepass_to = {"linear": "onepass.functional.linear"}
+
+
+class AttentionAndLinearCalls(AttentionCalls, LinearCalls):
+    """Of both."""
+
+    _onepass_to = AttentionCalls._onepass_to | LinearCalls._onepass_to
 
 
 class _Redirection(TorchFunctionMode):
-    """In force, it redirects one function on this thread; torch's namespace stays as it is."""
+    """In force, it redirects functions on this thread; torch's namespace stays as it is."""
+
+    def __init__(self, attention: bool, linear: bool):
+        super().__init__()
+        self._attention, self._linear = attention, linear
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             func = torch.unflatten  # the same; the method calls super(), which Dynamo cannot follow
-        if func is not F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and self._attention:
+            ours, run = onepass.functional.scaled_dot_product_attention, _attend
+        elif func is F.linear and self._linear:
+            ours, run = linear_where_it_gains, _multiply
+        else:
             return func(*args, **kwargs)
-        ours = onepass.functional.scaled_dot_product_attention
         traced = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.fx.Proxy)]
         if traced:
             return handle_torch_function(ours, traced, *args, **kwargs)  # a node that calls ours
-        if not _is_taken(*args, **kwargs):
-            return func(*args, **kwargs)
-        return attend_visibly(*args, **kwargs)
+        return run(*args, **kwargs)
+
+
+def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
+    """Onepass's attention, or torch's where onepass does not compute it."""
+    taken = (
+        all(map(_is_plain, (query, key, value)))
+        and not is_a(attn_mask, "torch.nn.attention.bias", "CausalBias")  # a rule, not a mask
+        and _is_for_attention(query)
+        and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
+    )
+    attend = attend_visibly if taken else F.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask, *args, **named)
+
+
+def _multiply(input, weight, bias=None) -> Tensor:
+    """Onepass's products, or torch's where these gain nothing; modes that profile or count see a
+    call of this name."""
+    arguments = (input, weight, bias)
+    if not _is_plain(input) or any(map(has_products, arguments)) or not linear_gains(*arguments):
+        return F.linear(*arguments)
+    ours = onepass.functional.linear
+    if not torch.compiler.is_compiling() and has_torch_function(arguments):
+        return handle_torch_function(ours, arguments, *arguments)
+    return ours(*arguments)
 
 
 def attend_visibly(
@@ -250,25 +288,19 @@ def attend_visibly(
     return ours(*arguments, **terms)
 
 
-def _redirected(forward):
+def _redirected(forward, calls: type[Calls]):
+    attends, multiplies = issubclass(calls, AttentionCalls), issubclass(calls, LinearCalls)
+
     @functools.wraps(forward)
     def redirected(self, *args, **named):
-        if small_calls.attention_is_small(self, args[0] if args else None):
+        attention = attends and not small_calls.attention_is_small(self, args[0] if args else None)
+        linear = multiplies and not small_calls.linear_calls_are_small(self, args, named)
+        if not attention and not linear:
             return forward(self, *args, **named)
-        with _Redirection():
+        with _Redirection(attention, linear):
             return forward(self, *args, **named)
 
     return redirected
-
-
-def _is_taken(query, key, value, attn_mask=None, *_, **__) -> bool:
-    """Whether onepass computes this call; what it does not, runs torch's function."""
-    return (
-        all(map(_is_plain, (query, key, value)))
-        and not is_a(attn_mask, "torch.nn.attention.bias", "CausalBias")  # a rule, not a mask
-        and _is_for_attention(query)
-        and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
-    )
 
 
 class LayerNorm(LayerNormForward, onepass.nn.LayerNorm):
@@ -376,10 +408,11 @@ def _make_class(original: type, forward: type[Swapped], spec: NormSpec | None) -
         "_onepass_original": original,
         "_onepass_forward": forward,
     }
-    if forward is AttentionCalls:
-        namespace["forward"] = _redirected(original.forward)
+    if issubclass(forward, Calls):
+        namespace["forward"] = _redirected(original.forward, forward)
     if spec is not None:
         namespace["_onepass_spec"] = spec
+        namespace["_onepass_to"] = {"norm": f"onepass {spec}"}
         namespace["_onepass_out_dtypes"] = {(x, w): out for x, w, out in spec.dtypes}
         namespace["_onepass_autocast_dtypes"] = {}
     return type(original)(original.__name__, (forward, _Dynamic, original), namespace)

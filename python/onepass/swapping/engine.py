@@ -66,15 +66,17 @@ def swap(
     as their code says, or diffusers' `dispatch_attention_fn`: the former is redirected while such a
     forward runs, in its thread, and nowhere else; and modules of transformers that take attention
     by the name in their config, which becomes "onepass" for all modules that share a config
-    (:func:`onepass.integrations.transformers.attach` does that alone).
+    (:func:`onepass.integrations.transformers.attach` does that alone). Calls of `F.linear` are
+    redirected likewise, in modules that hold a weight and whose code makes them.
 
     Args:
         model: any module; it may itself be a norm.
         kinds: which families to swap, of "norm", "attention", "dropout" and "linear"; None: all.
-            Linear layers (and transformers' Conv1D) are swapped where torch is slow at their
-            products: on a CPU in bfloat16 without AVX-512, in float16, and in float32 if it is
-            AMD's. The others keep their class, as a note says, or, where kinds holds "linear", the
-            list of what was skipped. The projections of nn.MultiheadAttention go with attention.
+            Linear layers (transformers' Conv1D, and modules that call F.linear) are swapped where
+            torch is slow at their products: on a CPU in bfloat16 without AVX-512, in float16, and
+            in float32 if it is AMD's. The others keep their class, as a note says, or, where kinds
+            holds "linear", the list of what was skipped. The projections of nn.MultiheadAttention
+            go with attention.
         include, exclude: globs on fully qualified names ("*.mlp.*"); exclude wins. A module shared
             under several names is included by any and excluded by any of them.
         filter_fn: asked last, `filter_fn(module, name)`; False keeps the module as it is.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn.utils import parametrize
 import onepass.nn
 from onepass import _library
 from onepass._imported import is_a
-from onepass._ops import products
+from onepass._ops import products, small_calls
 from onepass.swapping import callsites, classes
 from onepass.swapping.classes import has_kernels
 from onepass.swapping.reasons import Because, Reason
@@ -75,24 +77,40 @@ _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
 def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
-    """How a module relates to the given kinds, None if not at all."""
+    """How a module relates to the given kinds, None if not at all: the first of :func:`matches`."""
+    return next(iter(matches(module, kinds)), None)
+
+
+def matches(module: nn.Module, kinds: tuple[str, ...]) -> list[Match]:
+    """One of norm, attention and dropout at most, and linear: a forward may call F.linear too."""
     if isinstance(module, torch.jit.ScriptModule):  # its Python class says nothing
-        return None
+        return []
     if isinstance(module, classes.Swapped):
-        if module._onepass_kind not in kinds:
-            return None
-        return Match(module._onepass_kind, reason=Reason.CHANGED.because())
-    for kind in kinds:
-        found = _RULES[kind](module)
-        if found is not None:
-            if found.reason or found.unknown or found.named:
-                return found
-            obstacle = obstacle_to(module, kind)
-            return found._replace(reason=obstacle) if obstacle else found
-    return None
+        changed = [kind for kind in kinds if kind in module._onepass_to]
+        if changed and not classes.is_swapped(type(module)):
+            return [Match(changed[0], reason=Reason.CHANGED.because())]
+        kinds = tuple(kind for kind in kinds if kind not in changed)
+        if not isinstance(module, classes.Calls):
+            return []
+    calls = functools.cache(functools.partial(callsites.calls_of, module))
+    found = []
+    for kind in sorted(kinds, key="linear".__eq__):
+        match = _RULES[kind](module, calls) if kind == "linear" or not found else None
+        if match is not None:
+            found.append(_with_obstacle(module, match))
+    return found
 
 
-def _norm(module: nn.Module) -> Match | None:
+def _with_obstacle(module: nn.Module, match: Match) -> Match:
+    if match.reason or match.unknown or match.named:
+        return match
+    obstacle = obstacle_to(module, match.kind)
+    if isinstance(module, classes.Swapped):
+        obstacle = Reason.REDIRECTED.because()
+    return match._replace(reason=obstacle) if obstacle else match
+
+
+def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
     cls = type(module)
     if isinstance(module, (onepass.nn.AddLayerNorm, onepass.nn.AddRMSNorm)):
         return None
@@ -119,7 +137,7 @@ def _norm(module: nn.Module) -> Match | None:
     return None
 
 
-def _dropout(module: nn.Module) -> Match | None:
+def _dropout(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
     cls = type(module)
     if isinstance(module, onepass.nn.Dropout):
         return None
@@ -135,7 +153,7 @@ def _dropout(module: nn.Module) -> Match | None:
     return None
 
 
-def _attention(module: nn.Module) -> Match | None:
+def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
     cls = type(module)
     if isinstance(module, _OWN_ATTENTION):
         return None
@@ -154,32 +172,34 @@ def _attention(module: nn.Module) -> Match | None:
         reason = Reason.OWN_FORWARD.because()
         forward = classes.MultiheadAttentionForward
         return Match("attention", forward, reason=reason, unknown=True, forceable=True)
-    calls = callsites.calls_of(module)
-    if calls.registry:
+    reached = calls()
+    if reached.registry:
         return Match("attention", named=True)
-    if calls.attention:
-        reason = Reason.CHECKPOINTS.because() if calls.checkpoint else None
+    if reached.attention:
+        reason = Reason.CHECKPOINTS.because("attention") if reached.checkpoint else None
         return Match("attention", forward=classes.AttentionCalls, reason=reason)
-    if calls.dispatch:
+    if reached.dispatch:
         from onepass.integrations import diffusers
 
         text = diffusers.refusal(module)
         reason = Reason.DIFFUSERS.told(text) if text else None
-        if calls.checkpoint:
-            reason = Reason.CHECKPOINTS.because()
+        if reached.checkpoint:
+            reason = Reason.CHECKPOINTS.because("attention")
         return Match("attention", classes.AttentionCalls, reason=reason)
     if _ATTENTION_NAME.search(cls.__name__):
         return Match("attention", unknown=True, reason=Reason.NO_CALLS.because())
     return None
 
 
-def _linear(module: nn.Module) -> Match | None:
+def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
     cls = type(module)
     if is_a(module, "transformers.pytorch_utils", "Conv1D"):
         original = sys.modules["transformers.pytorch_utils"].Conv1D
         forward = classes.Conv1DForward
-    elif isinstance(module, onepass.nn.Linear) or not isinstance(module, nn.Linear):
+    elif isinstance(module, onepass.nn.Linear):
         return None
+    elif not isinstance(module, nn.Linear):
+        return _linear_calls(module, calls())
     elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return None  # attention of torch's reads its weight alone
     else:
@@ -187,14 +207,37 @@ def _linear(module: nn.Module) -> Match | None:
     if not isinstance(getattr(module, "weight", None), torch.Tensor):
         return None  # set later, or never
     if cls.forward is not original.forward:
-        return Match("linear", unknown=True, reason=Reason.OWN_FORWARD.because())
-    device = module.weight.device.type
-    if device in ("cpu", "meta"):
-        torchs = products.as_fast(products.dtype_of(module.weight))
-    else:
+        own = Match("linear", unknown=True, reason=Reason.OWN_FORWARD.because())
+        return _linear_calls(module, calls()) or own
+    return Match("linear", forward=forward, reason=_as_fast([module.weight]))
+
+
+def _linear_calls(module: nn.Module, reached: callsites.Calls) -> Match | None:
+    """Of a module that calls F.linear with weights of its own."""
+    weights = small_calls.linear_weights(module)
+    if parametrize.is_parametrized(module):
+        weights += small_calls.matrices(module.parametrizations.parameters())
+    if not reached.linear or not weights:
+        return None
+    reason = _as_fast(weights)
+    if not reason and reached.checkpoint:
+        reason = Reason.CHECKPOINTS.because("products")
+    experts = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if not reason and reached.experts and experts not in (None, "eager"):
+        reason = Reason.EXPERTS.because(experts)
+    return Match("linear", forward=classes.LinearCalls, reason=reason)
+
+
+def _as_fast(weights: list[torch.Tensor]) -> Because | None:
+    """Why torch's products with these are as fast; None if those with one of them are not."""
+    for weight in weights:
+        device = weight.device.type
         torchs = f"products on {device}"
-    reason = Reason.AS_FAST.because(torchs) if torchs else None
-    return Match("linear", forward=forward, reason=reason)
+        if device in ("cpu", "meta"):
+            torchs = products.as_fast(products.dtype_of(weight))
+        if not torchs:
+            return None
+    return Reason.AS_FAST.because(torchs)
 
 
 _RULES = {"norm": _norm, "attention": _attention, "dropout": _dropout, "linear": _linear}

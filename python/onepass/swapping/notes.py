@@ -40,6 +40,10 @@ _REDIRECTION = (
     "and each look at a tensor's shape takes about a microsecond longer: "
     f"{small_calls.ATTENTION_NOTE}"
 )
+_LINEAR_CALLS = (
+    "{names}: calls of F.linear in their forwards are redirected, and each torch function there "
+    f"takes about a microsecond longer: {small_calls.LINEAR_CALLS_NOTE}"
+)
 _PROBED = (
     "norms of other classes were accepted by a numeric probe on the CPU; in dtype combinations "
     "that it did not prove (float64 for most) they run their own forward"
@@ -63,7 +67,8 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
     root = wrapper(model)
     if not report.swapped and root and any(e["reason"].kind is root.kind for e in report.skipped):
         notes.append(f"nothing in this model can be swapped: its root {root}")
-    if any(change.kind == "dropout" for change in plan.classes):
+    kinds = {kind for change in plan.classes for kind in change.cls._onepass_to}
+    if "dropout" in kinds:
         notes.append(_RANDOM_STREAMS)
     notes += _attention_notes(plan)
     notes += by_name.notes(model, report)
@@ -71,9 +76,10 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
         notes.append(_PROBED)
     if any(_is_layer_norm(change.cls) for change in plan.classes):
         notes.append(small_calls.NORM_NOTE)
-    kinds = {change.kind for change in plan.classes}
     if "linear" in kinds:
         notes.append(small_calls.LINEAR_NOTE)
+        calling = [c.name for c in plan.classes if issubclass(c.cls, classes.LinearCalls)]
+        notes += _note(_LINEAR_CALLS, calling)
     if not plan.list_as_fast:
         reasons = collections.Counter(plan.as_fast)
         notes += [
@@ -90,7 +96,7 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _is_layer_norm(cls: type) -> bool:
-    return issubclass(cls, nn.LayerNorm) and cls._onepass_kind == "norm"
+    return issubclass(cls, nn.LayerNorm) and "norm" in cls._onepass_to
 
 
 def _attention_notes(plan: Plan) -> list[str]:
@@ -119,7 +125,7 @@ def _attention_notes(plan: Plan) -> list[str]:
     ]
     notes = []
     if device_attention.leaves_some() and (
-        plan.named or any(change.kind == "attention" for change in plan.classes)
+        plan.named or any("attention" in change.cls._onepass_to for change in plan.classes)
     ):
         notes.append(device_attention.NOTE)
     if calling or plan.named or swapped_to(classes.MultiheadAttentionForward, dropping):

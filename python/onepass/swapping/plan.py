@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import nn
@@ -14,12 +16,13 @@ from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.report import Change, Report
 from onepass.swapping.walk import Choice, Found, walk
 
+# By kind of the calls, the class that redirects those of the other kind.
+_REDIRECTING = {"attention": classes.LinearCalls, "linear": classes.AttentionCalls}
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
 _NOT_BY_FORCE = "; force does not change that"
 
 
 class ClassChange(NamedTuple):
-    kind: str
     name: str
     module: nn.Module
     cls: type[nn.Module]
@@ -58,7 +61,8 @@ class Plan:
         self.list_as_fast = list_as_fast
         self._kinds, self._choice, self._probe = kinds, choice, probe
         self._verdicts: dict[tuple, NormSpec | Because] = {}
-        self._kept: dict[int, str] = {}  # names of modules whose calls stay, by id
+        # Names of modules whose calls stay, by id, for each kind that is redirected.
+        self._kept: dict[str, dict[int, str]] = {"attention": {}, "linear": {}}
         self._wanted: list[tuple[Found, bool]] = []  # by name; whether forced
         self._unwanted: list[Found] = []  # by name
         self._listed: set[tuple[int, str]] = set()  # (id, kind) of modules in any list
@@ -68,8 +72,9 @@ class Plan:
         self._take_by_name(model)
         self._leave_around_kept()
         self.report.swapped += [
-            _entry(change.name, change.kind, type(change.module), _to(change.cls))
+            _entry(change.name, kind, type(change.module), to)
             for change in self.classes
+            for kind, to in change.cls._onepass_to.items()
         ]
         self.report.swapped += [
             _entry(item.names[0], "attention", type(item.module), by_name.TO)
@@ -85,27 +90,45 @@ class Plan:
     def _consider(self, item: Found) -> None:
         module, cls = item.module, type(item.module)
         if is_swapped(cls):
-            if cls._onepass_kind in self._kinds:
-                self._list_earlier(item, cls._onepass_kind, cls._onepass_original, _to(cls))
+            before = [kind for kind in cls._onepass_to if kind in self._kinds]
+            for kind in before:
+                self._list_earlier(item, kind, cls._onepass_original, cls._onepass_to[kind])
+            if before:
                 change = Change(module, cls._onepass_original, cls, new=False)
                 self.report._changes.append(change)
-            return
-        match = matchers.match(module, self._kinds)
-        if match is None:
-            return
+        refusal = functools.cache(functools.partial(self._choice.refusal, item))
+        for match in matchers.matches(module, self._kinds):
+            self._consider_match(item, match, refusal)
+            if self._is_replaced(module):
+                return
+
+    def _is_replaced(self, module: nn.Module) -> bool:
+        """Whether it gets a forward that is not its own."""
+        change = self.classes[-1] if self.classes else None
+        return (
+            change is not None
+            and change.module is module
+            and not issubclass(change.cls, classes.Calls)
+        )
+
+    def _consider_match(
+        self, item: Found, match: matchers.Match, refusal: Callable[[], Because | None]
+    ) -> None:
+        module = item.module
         self._listed.add((id(module), match.kind))
         forced = match.forceable and self._choice.forces(item)
         if match.unknown and not forced:
             self._unknown.append((item, match.kind, match.reason))
             return
-        if match.named or match.forward is classes.AttentionCalls:
-            self._kept[id(module)] = item.names[0]
         as_fast = match.reason is not None and match.reason.kind is Reason.AS_FAST
+        calls = match.named or match.kind == "linear" or match.forward is classes.AttentionCalls
+        if calls and not as_fast:
+            self._kept[match.kind][id(module)] = item.names[0]
         if as_fast:
             self.as_fast.append(match.reason)
             if not self.list_as_fast:
                 return
-        reason = self._choice.refusal(item)
+        reason = refusal()
         if as_fast:
             self._skip(item, reason or match.reason)
             return
@@ -119,12 +142,15 @@ class Plan:
         if target is None:
             self._refuse(item, reason)
             return
-        self._kept.pop(id(module), None)
-        self.classes.append(ClassChange(match.kind, item.names[0], module, target))
+        if calls:
+            del self._kept[match.kind][id(module)]
+        if self.classes and self.classes[-1].module is module:
+            self.classes.pop()  # the new one redirects its calls too
+        self.classes.append(ClassChange(item.names[0], module, target))
 
     def _consider_named(self, item: Found, kind: str, reason: Because | None) -> None:
         if by_name.is_attached(item.module):
-            del self._kept[id(item.module)]
+            del self._kept[kind][id(item.module)]
             if reason:
                 self._skip(item, reason + _STILL_ATTACHED)
             else:
@@ -143,6 +169,8 @@ class Plan:
         if item.wrapped:
             return None, item.wrapped[0]
         reason, spec, forward = match.reason, None, match.forward
+        if self.classes and self.classes[-1].module is module:
+            forward = classes.AttentionAndLinearCalls
         if reason and forced and match.forceable:
             reason = matchers.obstacle_to(module, match.kind)
             self.forced.append(item.names[0])
@@ -179,26 +207,31 @@ class Plan:
                 reason = Reason.BY_NAME.told(reasons[id(item.module)])
                 self._refuse(item, reason + _NOT_BY_FORCE * asked)
                 continue
-            del self._kept[id(item.module)]
+            del self._kept["attention"][id(item.module)]
             if id(item.module) in forced:
                 self.forced.append(item.names[0])
         self._wanted = [pair for pair in self._wanted if id(pair[0].module) not in reasons]
 
     def _leave_around_kept(self) -> None:
         """Refuses to redirect calls where those of a module that must keep its own would be too."""
-        around: dict[int, str] = {}
-        for change in self.classes[::-1]:  # children first
-            if issubclass(change.cls, classes.AttentionCalls):
-                parts = map(id, change.module.modules())
-                inner = next((self._kept[part] for part in parts if part in self._kept), None)
-                if inner is not None:
-                    around[id(change.module)] = inner
-                    self._kept[id(change.module)] = change.name
-        for item in self.found:
-            if id(item.module) in around:
-                inner = around[id(item.module)]
-                self._refuse(item, Reason.HOLDS_KEPT.because(inner))
-        self.classes = [change for change in self.classes if id(change.module) not in around]
+        for kind, others in _REDIRECTING.items():
+            kept, around = self._kept[kind], {}
+            for change in self.classes[::-1]:  # children first
+                if issubclass(change.cls, classes.Calls) and kind in change.cls._onepass_to:
+                    parts = map(id, change.module.modules())
+                    inner = next((kept[part] for part in parts if part in kept), None)
+                    if inner is not None:
+                        around[id(change.module)] = inner
+                        kept[id(change.module)] = change.name
+            for item in self.found:
+                if id(item.module) in around:
+                    inner = around[id(item.module)]
+                    self._refuse(item, Reason.HOLDS_KEPT.because(inner, kind))
+            self.classes = [
+                left
+                for change in self.classes
+                if (left := _without(change, others) if id(change.module) in around else change)
+            ]
 
     def _list_unknown(self) -> None:
         """Those that hold no other module of their kind which is listed."""
@@ -212,12 +245,21 @@ class Plan:
         self.report._earlier.add(item.names[0])
         self.report.swapped.append(_entry(item.names[0], kind, original, to))
 
-    def _skip(self, item: Found, reason: Because) -> None:
-        self.report.skipped.append(_refusal(item, reason))
+    def _skip(self, item: Found, reason: Because) -> dict[str, str]:
+        entry = _refusal(item, reason)
+        if entry not in self.report.skipped[-1:]:  # one for both kinds of its calls
+            self.report.skipped.append(entry)
+        return entry
 
     def _refuse(self, item: Found, reason: Because) -> None:
-        self._skip(item, reason)
-        self.refused.append(self.report.skipped[-1])
+        self.refused.append(self._skip(item, reason))
+
+
+def _without(change: ClassChange, others: type[classes.Calls]) -> ClassChange | None:
+    """The change without the calls of a kind, given the class for the other kind of calls."""
+    if not issubclass(change.cls, others):
+        return None
+    return change._replace(cls=make_class(type(change.module), others))
 
 
 def _entry(name: str, kind: str, original: type, to: str) -> dict[str, str]:
@@ -226,12 +268,6 @@ def _entry(name: str, kind: str, original: type, to: str) -> dict[str, str]:
 
 def _refusal(item: Found, reason: Because) -> dict[str, str]:
     return {"name": item.names[0], "type": _full_name(type(item.module)), "reason": reason}
-
-
-def _to(cls: type[classes.Swapped]) -> str:
-    if issubclass(cls, ForeignNormForward):
-        return f"onepass {cls._onepass_spec}"
-    return cls._onepass_to
 
 
 def _full_name(cls: type) -> str:

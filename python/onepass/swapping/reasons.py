@@ -39,9 +39,14 @@ class Reason(enum.Enum):
     GROUP_NORM = "normalises groups of channels over all positions"
     RESPONSE_NORM = "normalises over neighbouring channels"
     CHECKPOINTS = (
-        "checkpoints inside its forward, whose recomputation would run torch's attention; "
-        "checkpoint around the module"
+        "checkpoints inside its forward, whose recomputation would run torch's {}; checkpoint "
+        "around the module"
     )
+    EXPERTS = (
+        "its experts are computed by transformers' {!r}, which does not call F.linear; "
+        "model.set_experts_implementation('eager') before the swap"
+    )
+    REDIRECTED = "its forward is redirected for other calls since an earlier swap; unswap first"
     HOLDS_MODULES = "holds other modules; these are looked at alone"
     DROPOUT_SUBCLASS = "a subclass of torch.nn.Dropout; only the class itself is"
     OTHER_DROPOUT = "no rule for this kind of dropout"
@@ -68,7 +73,7 @@ class Reason(enum.Enum):
     # Found while the swap is planned.
     PROBE_OFF = "not proven: probe is off"
     NO_SUBCLASS = "its class cannot be subclassed: {}"
-    HOLDS_KEPT = "holds {!r}, which keeps its attention as it is"
+    HOLDS_KEPT = "holds {!r}, which keeps its {} as it is"
 
     # In the words of the probe and of the integrations, which name figures and versions.
     OLD_DEVICE = "its device is too old"

@@ -1,0 +1,53 @@
+"""What the tests of modules that call F.linear share."""
+
+from __future__ import annotations
+
+from torch import nn
+
+import onepass
+from onepass._ops import dispatch_log, products
+from onepass._ops.products import Facts
+
+SLOW = Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
+FAST = Facts("GenuineIntel", mkl=True, bfloat16=True, float16=True)
+CALLS = "onepass.functional.linear"
+
+
+def set_facts(monkeypatch, facts: Facts) -> None:
+    monkeypatch.setattr(products, "facts", lambda: facts)
+
+
+def swap(model: nn.Module, **options) -> onepass.Report:
+    return onepass.swap(model, kinds=("linear",), **options)
+
+
+def names(entries) -> set[str]:
+    return {entry["name"] for entry in entries}
+
+
+def types(model) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def count(run) -> int:
+    """How many calls of ours run makes in its forward."""
+    with dispatch_log.record() as calls:
+        run()
+    return sum(call["kernel"] == "linear_kernel" for call in calls)
+
+
+def attentions(run) -> int:
+    with dispatch_log.record() as calls:
+        run()
+    return sum(call["op"].startswith("attention") for call in calls)
+
+
+class Block(nn.Module):
+    """Holds the module and calls F.linear nowhere itself."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.norm = inner, nn.LayerNorm(16)
+
+    def forward(self, x):
+        return x + self.inner(self.norm(x))

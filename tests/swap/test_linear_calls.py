@@ -1,0 +1,392 @@
+"""swap, kind "linear": modules that hold weights and call F.linear."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import onepass
+from onepass import numerics
+from onepass._ops import dispatch_log, small_calls
+from onepass.swapping.reasons import Reason
+from tests.swap.foreign_linear import (
+    FOUND,
+    NOT_FOUND,
+    Base,
+    CheckpointsInside,
+    Experts,
+    OwnAttention,
+    Plain,
+    TiedHead,
+)
+from tests.swap.linear_calls import (
+    CALLS,
+    FAST,
+    SLOW,
+    Block,
+    attentions,
+    count,
+    names,
+    set_facts,
+    swap,
+    types,
+)
+
+LEAST = dict(small_calls.LEAST_LINEAR_CALLS)  # the fixture of all tests takes them away
+
+
+@pytest.fixture(autouse=True)
+def slow_products(monkeypatch):
+    set_facts(monkeypatch, SLOW)
+
+
+# ---- call sites ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", FOUND, ids=lambda cls: cls.__name__)
+def test_calls_are_found_and_redirected(cls):
+    model, x = Block(cls()), torch.randn(2, 7, 16)
+    stock, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    state, signature = list(model.state_dict()), inspect.signature(model.inner.forward)
+    report = swap(model, strict=True)
+    (entry,) = report.swapped
+    assert entry["name"] == "inner" and entry["from"].endswith(cls.__name__), report
+    assert entry["to"] == CALLS and entry["kind"] == "linear" and not report.unknown
+    assert count(lambda: model(x)) == 1
+    y = model(x)
+    numerics.assert_close(y, exact(x.double()), stock(x))
+    assert report.verify(x).ok
+    assert isinstance(model.inner, cls) and type(model.inner).__name__ == cls.__name__
+    assert inspect.signature(model.inner.forward) == signature
+    assert list(model.state_dict()) == state
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert types(twin) == types(model) and torch.equal(twin(x), y)
+    again = swap(model)
+    assert again.swapped == report.swapped and "been swapped before" in again.notes[0]
+    assert onepass.unswap(model) == ["inner"] and types(model) == types(stock)
+    assert torch.equal(model(x), stock(x)) and not count(lambda: model(x))
+
+
+@pytest.mark.parametrize("cls", NOT_FOUND, ids=lambda cls: cls.__name__)
+def test_others_are_not_redirected(cls):
+    model = nn.ModuleDict({"it": cls()})
+    report = swap(model)
+    assert type(model["it"]) is cls and "it" not in names(report.swapped)
+    assert not report.skipped and not report.unknown
+
+
+def test_gradients_are_those_of_the_numerics_rule():
+    stock = Experts()
+    ours, wide = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    report = swap(ours)
+    x = torch.randn(64, 16)
+    assert count(lambda: ours(x)) == 1 + 2 * 3
+    assert report.verify(x).ok
+    for one in (stock, ours, wide):
+        one(x.to(one.up.dtype)).square().sum().backward()
+    assert ours.gate.grad is stock.gate.grad is None
+    for name in ("up", "down"):
+        ref, base, got = (one.get_parameter(name).grad for one in (wide, stock, ours))
+        numerics.assert_close(got, ref, base)
+
+
+def test_only_the_swapped_instance_is_redirected_and_only_in_its_thread():
+    model, x = nn.Sequential(Plain(), Plain()), torch.randn(4, 16)
+    swap(model, include="0")
+    assert [count(lambda m=module: m(x)) for module in model] == [1, 0]
+    seen = []
+
+    class Threaded(Plain):
+        def forward(self, x):
+            run = lambda: seen.append(F.linear(x, self.weight))  # noqa: E731
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+            return x
+
+    model = Threaded()
+    assert swap(model).swapped
+    assert not count(lambda: model(x)) and len(seen) == 1
+
+
+def test_an_exception_inside_ends_the_redirection():
+    model, x = Plain(), torch.randn(4, 16)
+    swap(model)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(4, 5))
+    assert not count(lambda: F.linear(x, model.weight))
+
+
+def test_hooks_and_tied_weights():
+    model, called = nn.Sequential(Plain(), Plain()), []
+    model[1].weight = model[0].weight
+    model[0].register_forward_hook(lambda *_: called.append(1))
+    swap(model)
+    model(torch.randn(4, 16)).sum().backward()
+    assert model[1].weight is model[0].weight and called == [1]
+
+
+def test_a_head_tied_to_an_embedding():
+    model, ids = TiedHead(), torch.arange(20).reshape(2, 10)
+    stock = copy.deepcopy(model)
+    report = onepass.swap(model, strict=True)
+    linear = {entry["name"] for entry in report.swapped if entry["kind"] == "linear"}
+    assert linear == {"", "body.1"}
+    assert count(lambda: model(ids)) == 2
+    assert report.verify(ids).ok
+    torch.testing.assert_close(model(ids), stock(ids))
+
+
+# ---- the rule ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "facts", "gains"),
+    [
+        (torch.float32, SLOW, True),
+        (torch.float32, FAST, False),
+        (torch.bfloat16, FAST._replace(bfloat16=False), True),
+        (torch.bfloat16, FAST, False),
+        (torch.float64, SLOW, False),
+    ],
+    ids=str,
+)
+def test_the_rule_is_that_of_linear_layers(dtype, facts, gains, monkeypatch):
+    set_facts(monkeypatch, facts)
+    model = nn.Sequential(Plain().to(dtype), nn.Linear(16, 16, dtype=dtype))
+    report = swap(model, strict=True)
+    assert len(report.swapped) == (2 if gains else 0)
+    kinds = {(entry["name"], entry["reason"].kind) for entry in report.skipped}
+    assert kinds == (set() if gains else {("0", Reason.AS_FAST), ("1", Reason.AS_FAST)})
+    onepass.unswap(model)
+    notes = " ".join(onepass.swap(model).notes)
+    assert ("2 linear layers keep torch's products" in notes) is not gains
+
+
+def test_the_dtype_at_the_call_decides(monkeypatch):
+    set_facts(monkeypatch, SLOW._replace(bfloat16=True))
+    model, x = Plain(), torch.randn(4, 16)
+    swap(model)
+    assert count(lambda: model(x)) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not count(lambda: model(x))
+    model.bfloat16()
+    assert not count(lambda: model(x.bfloat16()))
+
+
+def test_small_calls_run_their_own_forward(monkeypatch):
+    """By the rows of the largest tensor, and the largest weight of the module."""
+    monkeypatch.setattr(small_calls, "LEAST_LINEAR_CALLS", LEAST)
+    modes = []
+
+    class Watched(Plain):
+        def forward(self, x, ids=None):
+            modes.append(torch._C._len_torch_function_stack())
+            return super().forward(x)
+
+    model = Watched(64)
+    report = swap(model)
+    assert any("a microsecond longer" in note for note in report.notes)
+    rows = LEAST[torch.float32][0] // 64**2
+    with dispatch_log.record() as calls:
+        model(torch.randn(rows - 1, 64)), model(torch.randn(rows, 64))
+    (left,) = [call for call in calls if call["level"] == "torch's own"]
+    assert modes == [0, 1] and "too small to gain" in left["reason"]
+    modes.clear()
+    model(torch.randn(1, 64), torch.zeros(2, rows, dtype=torch.long))
+    torch.set_num_threads(2)
+    model(torch.randn(rows, 64)), model(torch.randn(2 * rows, 64))
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(2 * LEAST[torch.float32][1] // 64**2, 64))
+    assert modes == [1, 0, 1, 1]
+    modes.clear()
+    model.bfloat16()
+    with torch.no_grad():
+        model(torch.randn(1, 64).bfloat16())
+    assert modes == [0]
+
+
+def test_rows_are_shared_by_a_stack_of_experts(monkeypatch):
+    module = Experts(experts=8)
+    swap(module)
+    work = 2 * 16**2  # of one row with one expert
+    monkeypatch.setattr(small_calls, "LEAST_LINEAR_CALLS", {torch.float32: (10 * work,) * 2})
+    assert count(lambda: module(torch.randn(40, 16))) > 1
+    assert not count(lambda: module(torch.randn(39, 16)))
+
+
+# ---- attention beside it -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [("attention", "linear"), ("linear", "attention"), None])
+def test_both_kinds_of_calls(kinds):
+    model, x = Block(OwnAttention()), torch.randn(2, 7, 16)
+    stock = copy.deepcopy(model)
+    report = onepass.swap(model, kinds=kinds, strict=True)
+    found = {(e["kind"], e["to"]) for e in report.swapped if e["name"] == "inner"}
+    attends = "onepass.functional.scaled_dot_product_attention"
+    assert found == {("attention", attends), ("linear", CALLS)}
+    assert count(lambda: model(x)) == 2 and attentions(lambda: model(x)) == 1
+    assert report.verify(x).ok
+    twin = pickle.loads(pickle.dumps(model))
+    assert type(twin.inner) is type(model.inner) and torch.equal(twin(x), model(x))
+    again = onepass.swap(model, kinds=kinds)
+    assert len(again.swapped) == len(report.swapped) and not again.skipped
+    assert "inner" in onepass.unswap(model) and types(model) == types(stock)
+
+
+@pytest.mark.parametrize("first", ["attention", "linear"])
+def test_the_other_kind_later_asks_for_unswap(first):
+    model, x = OwnAttention(), torch.randn(2, 7, 16)
+    onepass.swap(model, kinds=first)
+    assert (count(lambda: model(x)), attentions(lambda: model(x))) == (
+        (2, 0) if first == "linear" else (0, 1)
+    )
+    before = type(model)
+    report = onepass.swap(model)
+    assert {entry["kind"] for entry in report.swapped} == {first} and type(model) is before
+    (entry,) = report.skipped
+    assert entry["reason"].kind is Reason.REDIRECTED
+    onepass.unswap(model)
+    assert {entry["kind"] for entry in onepass.swap(model).swapped} == {"attention", "linear"}
+
+
+def test_attention_alone_where_linear_gains_nothing(monkeypatch):
+    set_facts(monkeypatch, FAST)
+    model, x = OwnAttention(), torch.randn(2, 7, 16)
+    report = onepass.swap(model, strict=True)
+    assert [entry["kind"] for entry in report.swapped] == ["attention"]
+    set_facts(monkeypatch, SLOW)
+    assert not count(lambda: model(x)) and attentions(lambda: model(x)) == 1
+
+
+def test_one_of_both_may_be_too_small(monkeypatch):
+    model, x = OwnAttention(), torch.randn(2, 7, 16)
+    onepass.swap(model)
+    huge = {torch.float32: (1 << 40, 1 << 40)}
+    with monkeypatch.context() as patch:
+        patch.setattr(small_calls, "LEAST_ATTENTION", huge)
+        assert count(lambda: model(x)) == 2 and not attentions(lambda: model(x))
+        patch.setattr(small_calls, "LEAST_LINEAR_CALLS", huge)
+        assert not count(lambda: model(x)) and not attentions(lambda: model(x))
+    monkeypatch.setattr(small_calls, "LEAST_LINEAR_CALLS", huge)
+    assert not count(lambda: model(x)) and attentions(lambda: model(x)) == 1
+
+
+class WeightsAsAttention(Plain):
+    """By its name attention, of which no rule knows."""
+
+
+def test_another_kind_that_has_no_rule_does_not_hide_it():
+    report = onepass.swap(WeightsAsAttention())
+    assert names(report.unknown) == names(report.swapped) == {""}
+    assert report.swapped[0]["kind"] == "linear"
+
+
+# ---- kept as they are ----------------------------------------------------------------------------
+
+
+def on_the_instance():
+    module = Plain()
+    module.forward = lambda x: x
+    return module
+
+
+def subclassed_weight():
+    module = Plain()
+    cls = type("Packed", (nn.Parameter,), {})
+    module.weight = module.weight.detach().as_subclass(cls).requires_grad_()
+    return module
+
+
+def own_call():
+    class OwnCall(Plain):
+        def __call__(self, x):
+            return self.forward(x)
+
+    return OwnCall()
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (CheckpointsInside, Reason.CHECKPOINTS),
+        (on_the_instance, Reason.INSTANCE_FORWARD),
+        (lambda: parametrizations.orthogonal(Plain()), Reason.PARAMETRIZED),
+        (subclassed_weight, Reason.PARAMETER_CLASS),
+        (own_call, Reason.OWN_CALL),
+    ],
+)
+def test_kept_with_a_reason(module, kind):
+    model = nn.ModuleDict({"it": module()})
+    before = type(model["it"])
+    report = swap(model)
+    (entry,) = report.skipped
+    assert entry["reason"].kind is kind and type(model["it"]) is before and not report.swapped
+    assert "attention" not in entry["reason"]
+    with pytest.raises(RuntimeError, match="strict"):
+        swap(model, strict=True)
+
+
+def test_scripted_modules_are_left_alone():
+    class Scripted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight)
+
+    model = nn.Sequential(torch.jit.script(Scripted()), Plain())
+    assert names(swap(model).swapped) == {"1"}
+    assert count(lambda: model(torch.randn(4, 16))) == 1
+    with pytest.raises(RuntimeError, match="no module of onepass"):
+        torch.jit.script(model)
+
+
+class Around(Base):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return F.linear(self.inner(x), self.weight)
+
+
+@pytest.mark.parametrize(
+    "inner", [Plain, CheckpointsInside, lambda: nn.Linear(16, 16)], ids=["own", "refused", "layer"]
+)
+def test_a_container_of_one_that_keeps_its_calls_keeps_its_own(inner):
+    model, x = nn.Sequential(Plain(), Around(Around(inner()))), torch.randn(4, 16)
+    report = swap(model, exclude="1.inner.inner")
+    assert names(report.swapped) == {"0"}
+    reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
+    assert reasons["1.inner"] == "holds '1.inner.inner', which keeps its linear as it is"
+    assert reasons["1"] == "holds '1.inner', which keeps its linear as it is"
+    assert count(lambda: model(x)) == 1
+
+
+def test_a_container_keeps_one_kind_for_what_it_holds_of_it():
+    class Both(OwnAttention):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return super().forward(self.layer(x))
+
+    model, x = Both(), torch.randn(2, 7, 16)
+    report = onepass.swap(model, exclude="layer")
+    assert [(e["name"], e["kind"]) for e in report.swapped] == [("", "attention")]
+    reasons = {entry["name"]: entry["reason"].kind for entry in report.skipped}
+    assert reasons == {"": Reason.HOLDS_KEPT, "layer": Reason.EXCLUDED}
+    assert not count(lambda: model(x)) and attentions(lambda: model(x)) == 1
