@@ -48,8 +48,20 @@ TESTS = {
     "attention tests": (
         "tests/device/test_attention.py",
         "tests/device/test_attention_torch.py",
+        "tests/attention/test_values.py",
+        "tests/attention/test_contract.py",
+        "tests/attention/test_dropout.py",
+        "tests/attention/test_extremes.py",
+        "tests/attention/test_layouts.py",
+        "tests/attention/test_packed.py",
     ),
-    "decode tests": ("tests/device/test_attention_decode.py",),
+    "decode tests": (
+        "tests/device/test_attention_decode.py",
+        "tests/attention_decode/test_values.py",
+        "tests/attention_decode/test_contract.py",
+        "tests/attention_decode/test_extremes.py",
+        "tests/attention_decode/test_pages.py",
+    ),
 }
 # What a step measures, and the seconds that it may take. Of attention's standard shapes, that is
 # the first part; `onepass bench attention --device cuda` by itself measures all.

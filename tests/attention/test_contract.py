@@ -15,6 +15,7 @@ from onepass import functional
 from onepass._ops.attention import attention
 from tests.attention.cases import (
     BF16,
+    DTYPES,
     F16,
     F32,
     F64,
@@ -25,6 +26,8 @@ from tests.attention.cases import (
     int32,
     ours,
 )
+from tests.attention.cuda_cases import KINDS, of_kind
+from tests.emulator.executors import each
 
 # ---- bitwise promises ---------------------------------------------------------------------------
 
@@ -62,24 +65,35 @@ def test_bitwise_equal_for_any_number_of_threads(name):
             assert_same(ours(case, t), expected, f"{threads} threads")
 
 
+@each("kind", cpu=DTYPES, cuda=KINDS)
 @pytest.mark.isa
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
-@pytest.mark.parametrize("seq_q, seq_k", [(1, 300), (7, 129), (130, 130), (200, 70)])
-def test_a_row_does_not_depend_on_its_batch(seq_q, seq_k, dtype):
-    """Nor on other heads of its own, whatever the masks are; also with more threads."""
-    case = Case(dtype, 40, batch=3, heads=6, kv_heads=3, seq_q=seq_q, seq_k=seq_k, window_right=0,
-                bottom_right=True, bias="bh", mask="b", alibi="b")  # fmt: skip
+@pytest.mark.emulated_grid(2)
+@pytest.mark.parametrize("terms", [{}, dict(bias="bh", mask="b", alibi="b")], ids=["", "terms"])
+@pytest.mark.parametrize("seq_q, seq_k", [(1, 300), (7, 129), (130, 150), (200, 70)])
+def test_a_row_does_not_depend_on_its_batch(executor, seq_q, seq_k, terms, kind):
+    """Nor on other heads of its own, nor on how many other rows there are; with more threads."""
+    case = Case(head_dim=40, batch=3, heads=4, kv_heads=2, seq_q=seq_q, seq_k=seq_k,
+                window_right=0, bottom_right=True, **terms, **of_kind(kind))  # fmt: skip
     t = case.tensors()
     whole = forward(case, t)
     torch.set_num_threads(3)
     for b in (slice(0, 1), slice(1, 3), slice(2, 3)):
-        for kv in (slice(0, 3), slice(0, 1), slice(1, 3)):
+        for kv in (slice(0, 2), slice(0, 1), slice(1, 2)):
             h = slice(2 * kv.start, 2 * kv.stop)
-            part = {"query": t["query"][b, h], "bias": t["bias"][b, h], "mask": t["mask"][b]}
-            part |= {name: t[name][b, kv] for name in ("key", "value")}
-            part["alibi_slopes"] = t["alibi_slopes"][b, h]
+            part = {"query": t["query"][b, h]} | {name: t[name][b, kv] for name in ("key", "value")}
+            if terms:
+                part |= dict(
+                    bias=t["bias"][b, h], mask=t["mask"][b], alibi_slopes=t["alibi_slopes"][b, h]
+                )
             expected = {name: result[b, h] for name, result in whole.items()}
             assert_same(forward(case, part), expected, f"{b} {kv}")
+    for rows in (slice(seq_q - 30, seq_q), slice(0, 1)) if seq_q > 30 else ():
+        part = t | dict(query=t["query"][:, :, rows])  # as a call of these queries alone
+        offset = rows.start + seq_k - seq_q
+        if offset >= 0:
+            shifted = replace(case, bottom_right=False, query_offset=offset)
+            expected = {name: result[:, :, rows] for name, result in whole.items()}
+            assert_same(forward(shifted, part), expected, f"rows {rows}")
 
 
 @pytest.mark.isa
@@ -415,14 +429,3 @@ def test_a_call_of_many_wrongs_changes_nothing():
     with pytest.raises(RuntimeError):
         forward(case, t)
     assert_same(t, before)
-
-
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_each_gradient_alone(dtype):
-    case = Case(dtype, 8, batch=1, seq_q=5, seq_k=9, bias="q", sinks=dtype, alibi="")
-    t = case.tensors()
-    outputs = forward(case, t)
-    every = backward(case, t, outputs)
-    for name, gradient in every.items():
-        (alone,) = backward(case, t, outputs, wanted=[name[1:]]).values()
-        assert torch.equal(alone, gradient), name

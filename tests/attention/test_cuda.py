@@ -1,10 +1,16 @@
-"""Attention's CUDA kernels under the emulator: values, all six gradients, every instance, races."""
+"""Attention's CUDA kernels under the emulator: which kernel, addresses, every instance, races.
+
+Values of each option alone are those of the family's other tests.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from tests.attention import cases as attention_cases
 from tests.attention.cases import (
@@ -12,9 +18,7 @@ from tests.attention.cases import (
     F16,
     F32,
     F64,
-    LAYOUTS,
     Case,
-    Results,
     assert_same,
     backward,
     check,
@@ -28,10 +32,8 @@ from tests.attention.cuda_cases import (
     CAUSAL,
     INSTANCES,
     KERNELS,
-    LONG_DIMS,
     SEQUENCES,
     TILED,
-    TILED_DIMS,
     TILED_KERNELS,
     branches,
     combination,
@@ -42,6 +44,7 @@ from tests.attention.cuda_cases import (
     kinds,
     of_kind,
 )
+from tests.attention.test_random import cases
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
 
@@ -52,85 +55,6 @@ def on_cuda(cuda, monkeypatch):
 
 
 # ---- values and gradients ------------------------------------------------------------------------
-
-
-@kinds
-@pytest.mark.parametrize("head_dim", TILED_DIMS + LONG_DIMS)
-@pytest.mark.grid
-def test_head_dims(head_dim, kind):
-    case = Case(head_dim=head_dim, batch=1, heads=1, seq_q=66, seq_k=130, dlse=True, **CAUSAL)
-    check(replace(case, **of_kind(kind)))
-
-
-@half_and_float
-@pytest.mark.parametrize("value_dim", [1, 24, 72, 200, 512])
-@pytest.mark.grid
-def test_value_dims(value_dim, dtype):
-    for head_dim in (8, 64, 136):
-        check(Case(dtype, head_dim, value_dim, batch=1, heads=1, seq_q=40, seq_k=110))
-
-
-# Of nothing but a row, of whole tiles, of one more and one less; several of both.
-LENGTHS = [
-    (1, 1), (1, 385), (385, 1), (128, 96), (127, 95), (129, 97), (127, 63), (129, 65), (64, 128),
-    (150, 230),
-]  # fmt: skip
-
-
-@kinds
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.grid
-def test_lengths(lengths, kind):
-    seq_q, seq_k = lengths
-    case = Case(batch=1, heads=1, seq_q=seq_q, seq_k=seq_k, **of_kind(kind))
-    for window in ({}, dict(window_right=0), CAUSAL):
-        # Of one key all gradients of scores are what cancels, see attention_cases.pool.
-        if seq_k > 1 or (case.dtype is not F32 and not window):
-            check(replace(case, **window))
-
-
-# Of one key, beyond the keys, behind the diagonal, narrower and wider than a tile.
-WINDOWS = [(0, 0), (5, 3), (0, -1), (-1, 5), (63, 0), (100, 30), (1000, 0)]
-
-
-@half_and_float
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.grid
-def test_windows(window, dtype):
-    left, right = window
-    for seq_q, seq_k in ((150, 230), (200, 90)):
-        for bottom_right in (False, True):
-            check(
-                Case(dtype, 32, batch=1, heads=1, seq_q=seq_q, seq_k=seq_k, window_left=left,
-                     window_right=right, bottom_right=bottom_right)
-            )  # fmt: skip
-
-
-@half_and_float
-@pytest.mark.parametrize("heads, kv_heads", [(2, 1), (6, 2), (5, 5)])
-@pytest.mark.grid
-def test_groups(heads, kv_heads, dtype):
-    check(Case(dtype, 32, heads=heads, kv_heads=kv_heads, seq_q=40, seq_k=70, window_right=0))
-
-
-@half_and_float
-@pytest.mark.parametrize("pattern", ["", "b", "h", "q", "bh", "bq", "hq", "bhq"])
-@pytest.mark.grid
-def test_bias_and_mask_of_one_pattern(pattern, dtype):
-    case = Case(dtype, 16, heads=2, seq_q=70, seq_k=200)
-    check(replace(case, bias=pattern))
-    check(replace(case, mask=pattern))
-    check(replace(case, bias=pattern, mask=pattern, **CAUSAL))
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("other", [F32, BF16, F16], ids=str)
-@pytest.mark.grid(2)
-def test_dtypes_of_bias_and_sinks(dtype, other):
-    check(Case(dtype, 32, heads=1, seq_q=60, seq_k=90, bias="hq", bias_dtype=other))
-    if other in (F32, dtype):
-        check(Case(dtype, 32, heads=3, seq_q=60, seq_k=90, sinks=other, dlse=True))
-        check(Case(dtype, 32, heads=3, seq_q=60, seq_k=40, sinks=other, alibi="b", **CAUSAL))
 
 
 @pytest.mark.parametrize("dtype", TILED, ids=str)
@@ -146,30 +70,6 @@ def test_rows_of_bias_and_mask_that_no_16_bytes_divide(head_dim, dtype):
             check(replace(case, bias_dtype=F32, dropout_p=0.3, key_offset=3))
         if seq_k == 145:
             check(replace(case, bias="b", mask="b"))  # one row for all queries
-
-
-@kinds
-@pytest.mark.parametrize(
-    "options",
-    [dict(alibi=""), dict(alibi="b", **CAUSAL), dict(softcap=2.0), dict(softcap=20.0, factor=9.0),
-     dict(dropout_p=0.3), dict(dropout_p=0.3, dlse=True, bias="q"), dict(factor=-0.7),
-     dict(factor=0.0)],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.grid(2)
-def test_options(options, kind):
-    case = Case(heads=2, kv_heads=1, seq_q=70, seq_k=200, **of_kind(kind))
-    check(replace(case, **options))
-
-
-@half_and_float
-@pytest.mark.parametrize("terms", [{}, dict(bias="hq"), dict(dropout_p=0.3)], ids=str)
-@pytest.mark.grid
-def test_positions_of_a_shard(terms, dtype):
-    """Far beyond 32 bits, and beginning within the eight keys that share random numbers."""
-    case = Case(dtype, 40, heads=1, seq_q=70, seq_k=130, window_left=60, window_right=20, **terms)
-    for first, key in ((0, 0), (0, 3), (2**33, 50), (2**33, 117)):
-        check(replace(case, query_offset=first + 40, key_offset=first + key))
 
 
 @kinds
@@ -189,15 +89,25 @@ def test_pairs_of_options(row):
     check(combination(row))
 
 
-@dtypes
-@pytest.mark.parametrize("page_size", [1, 7, 16, 256])
-@pytest.mark.grid
-def test_page_sizes(page_size, dtype):
-    sequences = ((1, 130), (9, 16), (4, 0), (0, 20), (64, 257))
-    case = Case(dtype, 64, heads=2, kv_heads=1, storage="paged", lengths=sequences,
-                page_size=page_size)  # fmt: skip
+drawn = functools.partial(
+    settings, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+
+
+@drawn(max_examples=12)
+@given(case=cases())
+def test_any_combination(cuda, case):
+    cuda.keywords["deterministic"] = case.draw % 2 > 0
     check(case)
-    check(replace(case, window_left=30, alibi="", sinks=dtype, **CAUSAL))
+
+
+@pytest.mark.slow
+@drawn(max_examples=60)
+@given(case=cases())
+def test_many_combinations(cuda, case):
+    cuda.keywords["deterministic"] = case.draw % 2 > 0
+    check(case)
 
 
 @pytest.mark.parametrize("dtype", TILED, ids=str)
@@ -221,17 +131,32 @@ def test_which_kernel(cuda, head_dim, value_dim, dtype):
     assert {call["kernel"] for call in cuda.done} == expected
 
 
-@half_and_float
-def test_gradients_of_the_lse_alone(dtype):
-    case = Case(dtype, 32, seq_q=66, seq_k=80, window_right=0, bias="q", sinks=dtype, dlse=True)
+NAN_KEYS = {
+    "causal": dict(window_right=0),
+    "window": dict(window_left=3, window_right=70),
+    "mask": dict(mask="b"),
+}
 
-    def compute(drawn: Case):
-        t = {name: x for name, x in drawn.tensors().items() if name != "doutput"}
-        found = ours(drawn, t)
-        assert not found["dvalue"].any()
-        return found, attention_cases.definition(drawn, t, F64), attention_cases.base(drawn, t)
 
-    check(case, compute)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("name", NAN_KEYS)
+def test_masked_keys_never_spread_what_they_hold(cuda, name, dtype):
+    """In the same tile as keys that are seen: by no query, in output and gradients."""
+    cuda.keywords["deterministic"] = True
+    case = Case(dtype, 40, batch=1, heads=2, seq_q=21, seq_k=130, **NAN_KEYS[name])
+    t = case.tensors()
+    unseen = ~case.allowed().any(0)
+    if "mask" in t:
+        t["mask"][..., 5:20] = False
+        unseen = ~t["mask"][0, 0, 0]
+    assert unseen.any() and not unseen.all()
+    clean = ours(case, t)
+    for value in (math.nan, math.inf):
+        spoilt = {n: t[n].clone() for n in ("key", "value")}
+        for tensor in spoilt.values():
+            tensor[:, :, unseen] = value
+        assert_same(ours(case, t | spoilt), clean)
+    assert not clean["dkey"][:, :, unseen].any() and not clean["dvalue"][:, :, unseen].any()
 
 
 # ---- layouts -------------------------------------------------------------------------------------
@@ -240,25 +165,6 @@ LAID_OUT = Case(
     BF16, 64, heads=2, kv_heads=2, seq_q=33, seq_k=70, window_left=60, bias="hq", mask="bhq",
     **CAUSAL,
 )  # fmt: skip
-
-
-@half_and_float
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.grid
-def test_each_tensor_in_each_layout(cuda, layout, dtype):
-    """Bit for bit, whether rows are copied by 16 bytes, by 8, by 4 or by elements."""
-    cuda.keywords["deterministic"] = True
-    case = replace(LAID_OUT, dtype=dtype)
-    t = case.tensors()
-    expected = ours(case, t)
-    names = ("query", "key", "value", "bias", "mask", "doutput")
-    every = {name: attention_cases.strided(t[name], layout) for name in names}
-    for changed in ({name: every[name]} for name in names):
-        assert_same(ours(case, t | changed), expected, str(list(changed)))
-    found = forward(case, t | every, out_bshd=True)
-    saved = Results(found, found.lse_rest)
-    saved["output"] = attention_cases.strided(found["output"], layout)
-    assert_same(found | backward(case, t | every, saved, out_bshd=True), expected)
 
 
 @half_and_float
@@ -302,25 +208,6 @@ def test_no_tensor_is_aligned(cuda, head_dim, kind):
                 **of_kind(kind))  # fmt: skip
     cuda.set(shift=case.dtype.itemsize)
     check(replace(case, sinks=case.dtype))
-
-
-@half_and_float
-@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1, 2, 3)], ids=str)
-@pytest.mark.grid
-def test_expanded_tensors(cuda, dims, dtype):
-    """Stride 0 is as good as copies, upstream too."""
-    cuda.keywords["deterministic"] = True
-    case = replace(LAID_OUT, dtype=dtype)
-    t = case.tensors()
-    t["mask"][:, :, 0, 0] = True
-    expanded = {}
-    for name in ("query", "key", "value", "bias", "mask", "doutput"):
-        first = t[name]
-        for dim in dims:
-            first = first[(slice(None),) * dim + (slice(0, 1),)]
-        expanded[name] = first.expand(t[name].shape)
-    copied = {name: tensor.contiguous() for name, tensor in expanded.items()}
-    assert_same(ours(case, t | expanded), ours(case, t | copied))
 
 
 @half_and_float

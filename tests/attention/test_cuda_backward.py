@@ -13,7 +13,6 @@ from tests.attention.cases import (
     F16,
     F32,
     F64,
-    GRADIENTS,
     Case,
     assert_same,
     backward,
@@ -34,47 +33,11 @@ def on_cuda(cuda, monkeypatch):
     judge_one_draw_first(monkeypatch)
 
 
-# ---- gradients -----------------------------------------------------------------------------------
-
-
 EVERYTHING = Case(
     BF16, 24, 40, heads=2, kv_heads=1, seq_q=70, seq_k=150, window_left=100, window_right=0,
     bottom_right=True, bias="hq", mask="b", alibi="b", sinks=F32, softcap=3.0, dropout_p=0.25,
     dlse=True,
 )  # fmt: skip
-
-
-@half_and_float
-def test_each_gradient_alone(cuda, dtype):
-    cuda.keywords["deterministic"] = True
-    case = replace(EVERYTHING, dtype=dtype)
-    t = case.tensors()
-    outputs = forward(case, t)
-    every = backward(case, t, outputs)
-    for name in GRADIENTS:
-        alone = backward(case, t, outputs, wanted=[name])
-        assert_same(alone, {f"d{name}": every[f"d{name}"]}, name)
-    for names in (("query", "value"), ("key", "bias"), ("sinks", "alibi_slopes"), ()):
-        expected = {f"d{name}": every[f"d{name}"] for name in GRADIENTS if name in names}
-        assert_same(backward(case, t, outputs, wanted=names), expected, str(names))
-
-
-@half_and_float
-def test_a_call_without_gradients_of_outputs_gives_zeros(dtype):
-    case = Case(dtype, seq_q=20, seq_k=20, sinks=F32, bias="")
-    t = {name: x for name, x in case.tensors().items() if name != "doutput"}
-    gradients = backward(case, t, forward(case, t))
-    assert set(gradients) == {"dquery", "dkey", "dvalue", "dbias", "dsinks"}
-    assert all(not gradient.any() for gradient in gradients.values())
-
-
-@half_and_float
-def test_without_lse_rest_it_is_zero(dtype):
-    case = replace(EVERYTHING, dtype=dtype)
-    t = case.tensors()
-    outputs = forward(case, t)
-    zero = attention_cases.Results(outputs, torch.zeros_like(outputs.lse_rest))
-    assert_same(backward(case, t, dict(outputs)), backward(case, t, zero))
 
 
 # ---- contract ------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.attention import cases as attention_cases
 from tests.attention.cases import (
     BF16,
     F16,
@@ -20,7 +19,6 @@ from tests.attention.cases import (
 from tests.attention.cuda_cases import (
     CAUSAL,
     TILED,
-    dtypes,
     half_and_float,
     judge_one_draw_first,
     kinds,
@@ -43,32 +41,6 @@ LAID_OUT = Case(
 
 
 @kinds
-@pytest.mark.parametrize("terms", [{}, dict(bias="bh", mask="b", alibi="b")], ids=["", "terms"])
-@pytest.mark.grid
-def test_a_row_does_not_depend_on_its_batch(terms, kind):
-    """Bit for bit: nor on other heads, nor on how many other rows there are."""
-    case = Case(head_dim=40, batch=3, heads=4, kv_heads=2, seq_q=130, seq_k=150, **CAUSAL, **terms,
-                **of_kind(kind))  # fmt: skip
-    t = case.tensors()
-    whole = forward(case, t)
-    for b, kv in ((slice(0, 1), slice(0, 1)), (slice(1, 3), slice(1, 2)), (slice(2, 3),) * 2):
-        kv = slice(kv.start % 2, 2)
-        h = slice(2 * kv.start, 2 * kv.stop)
-        part = {"query": t["query"][b, h]} | {name: t[name][b, kv] for name in ("key", "value")}
-        if terms:
-            part |= dict(
-                bias=t["bias"][b, h], mask=t["mask"][b], alibi_slopes=t["alibi_slopes"][b, h]
-            )
-        expected = {name: result[b, h] for name, result in whole.items()}
-        assert_same(forward(case, part), expected, f"{b} {kv}")
-    for rows in (slice(100, 130), slice(0, 1)):  # as another call, of these queries alone
-        part = t | dict(query=t["query"][:, :, rows])
-        shifted = replace(case, bottom_right=False, query_offset=rows.start + 20)
-        expected = {name: result[:, :, rows] for name, result in whole.items()}
-        assert_same(forward(shifted, part), expected, f"rows {rows}")
-
-
-@kinds
 def test_any_order_of_blocks_and_threads(cuda, kind):
     case = replace(LAID_OUT, dropout_p=0.3, **of_kind(kind))
     t = case.tensors()
@@ -87,20 +59,6 @@ def test_any_number_of_heads_in_turns(cuda, dtype):
     for share in (0, 2):
         cuda.set(multiprocessors=1, l2=2 * share * 2 * t["key"][0].nbytes)
         assert_same(forward(case, t), expected)
-
-
-@dtypes
-def test_lse_rest_is_what_rounding_took(dtype):
-    case = Case(dtype, 32, heads=1, seq_q=70, seq_k=90, bias="", window_right=0)
-    t = case.tensors()
-    t["bias"] = (t["bias"].double() - 1000).to(dtype)
-    found, exact = forward(case, t), attention_cases.definition(case, t, F64)["lse"]
-    rest = found.lse_rest
-    assert rest.shape == found["lse"].shape
-    if dtype is not F64:  # of which the definition is no better
-        assert rest.any()
-        with_rest = (found["lse"].double() + rest.double() - exact).abs().max()
-        assert with_rest < (found["lse"].double() - exact).abs().max()
 
 
 # ---- traffic and resources -----------------------------------------------------------------------

@@ -16,11 +16,13 @@ from onepass import functional, numerics
 from onepass.reference.dropout import philox4x32
 from tests.attention.cases import DTYPES, F32, F64, Case, base, check, definition, forward, ours
 from tests.attention.dropout_cases import SEED, backward_masks, fates, forward_mask, kept
+from tests.emulator.executors import everywhere
 from tests.support.seeds import drawn_seed
 
-pytestmark = pytest.mark.isa
+pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
 
 
+@everywhere
 @fates
 @pytest.mark.parametrize("seed", [SEED, torch.tensor([2**63 - 1, -1])], ids=["one", "other"])
 def test_forward_and_backward_drop_what_the_reference_drops(case, seed):
@@ -30,6 +32,7 @@ def test_forward_and_backward_drop_what_the_reference_drops(case, seed):
         assert torch.equal(mask, expected), name
 
 
+@everywhere
 def test_golden_bits():
     """Counter (query, key // 8, sequence, offset) and key = seed, low halves first.
 
@@ -64,12 +67,14 @@ def test_keep_fraction(p):
         assert abs(float(pairs.mean())) <= bound, dim
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_are_those_of_the_scaled_mask(dtype):
     for p in (1 / 65536, 0.1, 0.75):
         check(Case(dtype, 32, seq_q=70, seq_k=133, dropout_p=p, window_right=0, dlse=True))
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_everything_dropped(dtype):
     case = Case(dtype, 32, seq_q=9, seq_k=70, dropout_p=1.0, sinks=dtype, bias="q", dlse=True)
@@ -88,6 +93,7 @@ def test_the_lse_knows_no_dropout():
     assert torch.equal(forward(case, t)["lse"], plain["lse"])
 
 
+@everywhere
 def test_too_small_to_drop_anything_is_no_dropout():
     """round(65536 p) is 0."""
     case = Case(F32, 32, seq_q=70, seq_k=90, dropout_p=7e-6)
@@ -101,6 +107,7 @@ WHOLE = Case(F32, 32, batch=3, heads=4, kv_heads=2, seq_q=90, seq_k=90, window_r
              dropout_p=0.3)  # fmt: skip
 
 
+@everywhere
 def test_shards_reproduce_the_mask_of_the_whole():
     """Context parallel, the keys beginning anywhere."""
     whole = kept(WHOLE, SEED)
@@ -115,6 +122,7 @@ def test_shards_reproduce_the_mask_of_the_whole():
             assert torch.equal(mask, expected), name
 
 
+@everywhere
 def test_a_shard_of_queries_computes_what_the_whole_does():
     whole_t = WHOLE.tensors()
     ref, stock = definition(WHOLE, whole_t, F64), base(WHOLE, whole_t)
@@ -124,6 +132,7 @@ def test_a_shard_of_queries_computes_what_the_whole_does():
         numerics.assert_close(found[name], ref[name][:, :, 40:], stock[name][:, :, 40:], name)
 
 
+@everywhere
 def test_shards_of_keys_merge_by_their_lse():
     whole_t = WHOLE.tensors()
     ref, stock = (definition(WHOLE, whole_t, dtype)["output"] for dtype in (F64, F32))
@@ -163,6 +172,7 @@ def test_the_seed_is_drawn_from_torchs_generator():
     assert torch.equal(call(), expected)
 
 
+@everywhere
 def test_packed_sequences_count_positions_within_themselves():
     """Whatever lies before a sequence, and whatever its alignment, its scores have one fate."""
     case = Case(F32, 32, storage="packed", lengths=((20, 33), (7, 50), (41, 41)), dropout_p=0.5,

@@ -29,8 +29,9 @@ from tests.attention.cases import (
     ours,
     stock,
 )
+from tests.emulator.executors import everywhere
 
-pytestmark = pytest.mark.isa
+pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
 INF = math.inf
 
 
@@ -49,6 +50,7 @@ def check_changed(case: Case, change) -> None:
 # ---- sizes --------------------------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "sizes", [dict(seq_q=0), dict(seq_k=0), dict(seq_q=0, seq_k=0), dict(batch=0)], ids=str
@@ -75,16 +77,20 @@ def test_nothing(sizes, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_keys_but_a_sink(dtype):
-    case = Case(dtype, 16, seq_q=5, seq_k=0, sinks=dtype, dlse=True)
+@pytest.mark.parametrize("seq_q", [5, 200])
+def test_no_keys_but_a_sink(executor, seq_q, dtype):
+    case = Case(dtype, 16, seq_q=seq_q, seq_k=0, sinks=dtype, dlse=True)
     t = case.tensors()
     t["dlse"] = t["dlse"].float().to(t["dlse"].dtype)  # float64 adds them exactly, in any order
     results = ours(case, t)
     assert not results["output"].any()
-    assert equal(results["lse"], t["sinks"].to(results["lse"].dtype)[:, None].expand(2, 2, 5))
-    assert torch.equal(results["dsinks"], t["dlse"].double().sum((0, 2)).to(dtype))
+    assert equal(results["lse"], t["sinks"].to(results["lse"].dtype)[:, None].expand(2, 2, seq_q))
+    exact, rounded = (t["dlse"].to(wide).sum((0, 2)) for wide in (F64, dtype))
+    numerics.assert_close(results["dsinks"], exact, rounded)
+    assert executor.is_cuda or torch.equal(results["dsinks"], exact.to(dtype))
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seq_k", [1, 64, 200])
 def test_one_query(seq_k, dtype):
@@ -96,6 +102,7 @@ def test_one_query(seq_k, dtype):
 # ---- masks --------------------------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("how", ["mask", "bias", "both", "causal"])
@@ -138,6 +145,7 @@ def test_rows_without_keys(how, sinks, dtype):
         assert not results["dbias"][:, :, dead].any()
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", ["bias", "mask"])
 @pytest.mark.parametrize("length", [64, 192, 320])
@@ -157,6 +165,7 @@ def test_half_a_tile_with_a_mask_and_a_small_lse(length, mask, dtype):
     assert (lse[lse > -INF] < -88).all()
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_lse_far_from_zero(sign, dtype):
@@ -184,6 +193,7 @@ smallest_cases = pytest.mark.parametrize(
 )
 
 
+@everywhere
 @smallest_cases
 @pytest.mark.parametrize("whole", [False, True], ids=["some rows", "all rows"])
 def test_rows_of_the_smallest_number_average_as_in_torch(case, whole):
@@ -202,6 +212,7 @@ def test_rows_of_the_smallest_number_average_as_in_torch(case, whole):
         numerics.assert_close(found, mean, fused)
 
 
+@everywhere
 @smallest_cases
 @pytest.mark.parametrize("whole", [False, True], ids=["some rows", "all rows"])
 def test_gradients_of_rows_of_the_smallest_number(case, whole):
@@ -216,6 +227,7 @@ def test_gradients_of_rows_of_the_smallest_number(case, whole):
 # ---- large numbers ------------------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("magnitude", [1e-3, 30.0, 200.0])
 def test_huge_scores(magnitude, dtype):
@@ -227,6 +239,7 @@ def test_huge_scores(magnitude, dtype):
         check_changed(replace(case, window_right=0, softcap=50.0), change)
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_scores_beyond_the_exponential(dtype):
     """Scores of some 1e6, far from each other."""
@@ -239,6 +252,7 @@ def test_scores_beyond_the_exponential(dtype):
     assert torch.equal(output, expected)
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_keys_that_are_all_alike(dtype):
     """dquery is 0 but for what cancels, which is no question of float64's relative bound."""
@@ -246,6 +260,7 @@ def test_keys_that_are_all_alike(dtype):
     check_changed(case, lambda t: dict(key=t["key"][:, :, :1].expand_as(t["key"]).contiguous()))
 
 
+@everywhere
 def test_a_sink_of_minus_infinity_is_none():
     case = Case(F32, 32, seq_q=30, seq_k=40)
     t = case.tensors()
@@ -257,6 +272,7 @@ def test_a_sink_of_minus_infinity_is_none():
 # ---- not finite ---------------------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -277,6 +293,7 @@ def test_not_finite_inputs_spread_as_in_torch(name, value, dtype):
     )
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_not_finite_gradients_stay_in_their_head(dtype):
     case = Case(dtype, 32, seq_q=70, seq_k=90, window_right=0)
@@ -304,6 +321,7 @@ UNSEEN = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 @pytest.mark.parametrize("name", UNSEEN)
 def test_keys_that_no_query_sees_are_not_read(name, dtype):
@@ -321,6 +339,7 @@ def test_keys_that_no_query_sees_are_not_read(name, dtype):
     assert not clean["dkey"][:, :, unseen].any() and not clean["dvalue"][:, :, unseen].any()
 
 
+@everywhere
 def test_a_masked_key_may_be_anything():
     """In the same tile as keys that are seen: no score of it counts, whatever it is."""
     case = Case(F32, 40, seq_q=70, seq_k=90, mask="")
@@ -332,6 +351,7 @@ def test_a_masked_key_may_be_anything():
     assert_same(forward(case, t), clean)
 
 
+@everywhere
 @pytest.mark.parametrize("keys", [4, 5, 129])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_at_a_low_lse_are_finite(dtype, keys):
@@ -347,6 +367,7 @@ def test_gradients_at_a_low_lse_are_finite(dtype, keys):
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sink_of_minus_infinity_is_no_sink(dtype):
     """Also for rows without a key: nothing is NaN."""

@@ -22,8 +22,9 @@ from tests.attention.cases import (
     reserved,
     strided,
 )
+from tests.emulator.executors import each, everywhere
 
-pytestmark = pytest.mark.isa
+pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
 
 # Tails in every direction; keys that whole tiles of queries do not see.
 CASE = Case(
@@ -32,24 +33,32 @@ CASE = Case(
 )  # fmt: skip
 CASES = [CASE, replace(CASE, dtype=BF16, head_dim=64, value_dim=64)]
 cases = pytest.mark.parametrize("case", CASES, ids=["float32", "bfloat16"])
+
+
+def named(**changes) -> list:
+    return [pytest.param(replace(case, **changes), id=str(case.dtype)) for case in CASES]
+
+
+# On CUDA rows are copied by 16 bytes, by 8, by 4 or by elements: smaller cases have all of it.
+laid_out = each("case", cpu=named(), cuda=named(heads=2, kv_heads=1, seq_q=33, seq_k=70))
 NAMES = ["query", "key", "value", "bias", "mask", "doutput"]
 
 
-@cases
+@laid_out
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_tensor_in_each_layout(case, layout):
+def test_each_tensor_in_each_layout(executor, case, layout):
     t = case.tensors()
     expected = ours(case, t)
     for name in NAMES:
         assert_same(ours(case, t | {name: strided(t[name], layout)}), expected, name)
     every = {name: strided(t[name], layout) for name in NAMES}
-    found = forward(case, t | every)
+    found = forward(case, t | every, out_bshd=True)
     found["output"] = strided(found["output"], layout)
-    assert_same(found | backward(case, t | every, found), expected)
+    assert_same(found | backward(case, t | every, found, out_bshd=True), expected)
 
 
-@cases
-def test_statistics_of_any_layout(case):
+@laid_out
+def test_statistics_of_any_layout(executor, case):
     t = case.tensors()
     outputs = forward(case, t)
     expected = backward(case, t, outputs)
@@ -61,8 +70,8 @@ def test_statistics_of_any_layout(case):
     assert_same(backward(case, t | dict(dlse=apart(t["dlse"])), spread), expected)
 
 
-@cases
-def test_slopes_and_sinks_of_any_layout(case):
+@laid_out
+def test_slopes_and_sinks_of_any_layout(executor, case):
     t = case.tensors()
     expected = ours(case, t)
     apart = {"alibi_slopes": t["alibi_slopes"].repeat_interleave(2, 1)[:, ::2]}
@@ -72,20 +81,23 @@ def test_slopes_and_sinks_of_any_layout(case):
     assert_same(ours(case, t | dict(alibi_slopes=columns)), expected)
 
 
-@cases
+@laid_out
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)], ids=str)
-def test_expanded_inputs_and_gradients(case, dims):
+def test_expanded_inputs_and_gradients(executor, case, dims):
     """Stride 0 in any dimension is as good as copies."""
     t = case.tensors()
+    t["mask"][:, :, 0, 0] = True
+    expanded = {}
     for name in NAMES:
         first = t[name]
         for dim in dims:
             first = first[(slice(None),) * dim + (slice(0, 1),)]
-        expanded = first.expand(t[name].shape)
-        copied = t | {name: expanded.contiguous()}
-        assert_same(ours(case, t | {name: expanded}), ours(case, copied), name)
+        expanded[name] = first.expand(t[name].shape)
+    copied = {name: tensor.contiguous() for name, tensor in expanded.items()}
+    assert_same(ours(case, t | expanded), ours(case, t | copied))
 
 
+@everywhere
 @cases
 def test_broadcast_of_bias_and_mask_by_stride_or_size(case):
     """The forward is the same; the gradient has the shape of what was given."""
@@ -103,6 +115,7 @@ def test_broadcast_of_bias_and_mask_by_stride_or_size(case):
     numerics.assert_close(narrow["dbias"], ref, rounded)
 
 
+@everywhere
 def test_upstream_gradient_of_one_element():
     case = replace(CASE, dlse=False)
     t = case.tensors()
@@ -113,6 +126,7 @@ def test_upstream_gradient_of_one_element():
     assert_same(found, ours(case, t | dict(dlse=dlse.contiguous())))
 
 
+@everywhere
 @cases
 @pytest.mark.parametrize("layout", ["one element off", "wide", "columns", "qkv"])
 def test_packed_layouts(case, layout):
@@ -139,6 +153,7 @@ def test_packed_layouts(case, layout):
     assert_same(ours(case, t | other), expected)
 
 
+@everywhere
 def test_paged_layouts():
     case = Case(F32, 40, storage="paged", seq_q=20, seq_k=90)
     t = case.tensors()
@@ -168,6 +183,7 @@ def test_offsets_beyond_32_bits():
 # ---- where results lie --------------------------------------------------------------------------
 
 
+@everywhere
 @cases
 @pytest.mark.parametrize("out_bshd", [False, True])
 def test_results_are_contiguous_in_the_asked_order(case, out_bshd):
@@ -180,6 +196,7 @@ def test_results_are_contiguous_in_the_asked_order(case, out_bshd):
     assert results["lse"].is_contiguous() and results["dbias"].is_contiguous()
 
 
+@everywhere
 def test_output_follows_the_layout_of_the_query():
     """A transposed (batch, seq, heads, dim) gives back one that transposes without a copy."""
     x = torch.randn(2, 10, 3, 8)

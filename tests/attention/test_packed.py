@@ -27,8 +27,9 @@ from tests.attention.cases import (
     int32,
     ours,
 )
+from tests.emulator.executors import everywhere
 
-pytestmark = pytest.mark.isa
+pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
 
 CAUSAL = dict(window_right=0, bottom_right=True)
 
@@ -55,6 +56,7 @@ def test_lengths(name, dtype):
             check(replace(case, **options))
 
 
+@everywhere
 @lengths
 def test_everything_on_packed_sequences(name):
     check(
@@ -64,6 +66,7 @@ def test_everything_on_packed_sequences(name):
     )  # fmt: skip
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("page_size", [1, 7, 16, 256])
 @pytest.mark.grid
@@ -75,6 +78,7 @@ def test_page_sizes(page_size, dtype):
         check(replace(case, **options))
 
 
+@everywhere
 def test_pages_may_be_shared():
     """A prefix that several sequences have in common."""
     case = Case(F32, 32, storage="paged", lengths=((5, 40), (9, 24)), page_size=8)
@@ -85,6 +89,7 @@ def test_pages_may_be_shared():
         numerics.assert_close(found[name], ref[name], stock[name], name)
 
 
+@everywhere
 def test_entries_of_the_block_table_beyond_the_keys_are_not_looked_at():
     case = Case(F32, 32, storage="paged", lengths=((5, 40), (9, 24)), page_size=8)
     t = case.tensors()
@@ -101,12 +106,14 @@ def test_gradients_of_unused_rows_are_zero():
         assert not results["dkey"][b, :, keys:].any() and not results["dvalue"][b, :, keys:].any()
 
 
+@everywhere
 def test_bounds_may_be_larger_than_the_longest():
     case = Case(F32, 32, storage="packed", lengths=((40, 70), (33, 12)), **CAUSAL)
     t = case.tensors()
     assert_same(ours(case, t, max_q=1000, max_k=200), ours(case, t))
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("storage", ["packed", "packed used", "used", "paged"])
 def test_a_sequence_does_not_depend_on_the_others(storage, dtype):
@@ -139,6 +146,7 @@ def test_a_sequence_does_not_depend_on_the_others(storage, dtype):
         assert_same(forward(case, part), expected, f"sequence {b}")
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pages_and_packed_keys_are_alike(dtype):
     """Bit for bit."""
@@ -171,6 +179,7 @@ FUNCTION = Case(F32, 32, heads=4, kv_heads=2, storage="packed", dlse=True,
                 lengths=((40, 70), (33, 12), (5, 9)), **CAUSAL)  # fmt: skip
 
 
+@everywhere
 @pytest.mark.parametrize(
     "options",
     [{}, dict(bias="hq"), dict(mask="b"), dict(alibi="b", sinks=F32, softcap=2.0),
@@ -264,6 +273,7 @@ def test_pages_in_training(trained):
         torch.testing.assert_close(found, wanted)
 
 
+@everywhere
 def test_keys_that_are_not_used_are_not_read():
     case = replace(FUNCTION, dlse=False, window_right=-1)
     t = case.tensors()

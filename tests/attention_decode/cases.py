@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -376,3 +377,20 @@ def check(case: Case, compute: Callable = compute) -> None:
                 numerics.assert_close(*tensors, f"{case}: {name}")
         elif all(numerics.compare(*tensors).ok for tensors in pooled.values()):
             return
+
+
+# ---- batches ----------------------------------------------------------------------------------
+
+# For CUDA, by ways to cut the work.
+BATCHES = {
+    "chunks": Case(BF16, 64, lengths=(700, 130, 0, 300), new_rows=1),
+    "rows": Case(F32, 40, 24, lengths=(500, 130, 0), seq_q=7, new_rows=7, window_right=0),
+    "tiles": Case(F16, 64, heads=24, kv_heads=2, lengths=(300, 140), seq_q=3, new_rows=3,
+                  rotary="halves", window_right=0, alibi="b", sinks=F32, softcap=3.0),
+    "paged": Case(BF16, 59, 72, lengths=(700, 130, 0, 64), page_size=16, pads=(0, 3)),
+    "runs": Case(BF16, 8, heads=8, kv_heads=8, lengths=(2500, 300, *range(15)), page_size=16),
+    "whole sequences": Case(F32, 8, heads=16, kv_heads=16, lengths=(2500, 300, *range(62)),
+                            page_size=16),
+}  # fmt: skip
+# The last has a thousand blocks.
+quick_batches = [*list(BATCHES)[:-1], pytest.param("whole sequences", marks=pytest.mark.slow)]

@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.attention_decode.cases import (
+    BATCHES,
     BF16,
     DTYPES,
     F16,
@@ -23,12 +24,14 @@ from tests.attention_decode.cases import (
     call,
     int32,
     ours,
+    quick_batches,
     same_bits,
     with_copied_caches,
     write,
 )
+from tests.emulator.executors import each, everywhere
 
-pytestmark = pytest.mark.isa
+pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
 
 EVERYTHING = dict(seq_q=3, new_rows=3, window_left=400, window_right=0, alibi="b", sinks=F32,
                   pads=(0, 5), softcap=9.0)  # fmt: skip
@@ -87,14 +90,15 @@ def alone(case: Case, t: dict, which: slice, heads: slice | None = None) -> dict
     return part
 
 
-@cases
-def test_a_sequence_does_not_depend_on_its_batch(name):
-    """Nor on other heads of the caches, nor on the threads that share the work."""
-    case = CASES[name]
+@each("name", cpu=CASES, cuda=quick_batches)
+def test_a_sequence_does_not_depend_on_its_batch(executor, name):
+    """Nor on other heads of the caches, nor on the threads or blocks that share the work."""
+    case = CASES[name] if executor.name == "cpu" else BATCHES[name]
     for of in (case, replace(case, scattered=not case.page_size)):
         t = of.tensors()
         whole = call(of, with_copied_caches(t))
-        parts = [slice(b, b + 1) for b in range(case.batch)] + [slice(0, 2), slice(1, None)]
+        parts = [slice(b, b + 1) for b in range(min(case.batch, 7))]
+        parts += [slice(0, 2), slice(1, None)]
         for threads, sequences in enumerate(parts, 1):
             torch.set_num_threads(1 + threads % 3)
             found = call(of, with_copied_caches(alone(of, t, sequences)))
@@ -119,21 +123,27 @@ def test_a_sequence_does_not_depend_on_what_the_others_hold(name):
     assert_same({n: x[:1] for n, x in found.items()}, {n: x[:1] for n, x in expected.items()})
 
 
-@cases
-def test_bitwise_equal_in_any_storage(name):
+@each("name", cpu=CASES, cuda=("chunks", "tiles", "paged"))
+def test_bitwise_equal_in_any_storage(executor, name):
     """Pages of any size, dense caches, other room, padding: the same keys give the same bits."""
-    case = CASES[name]
+    case = CASES[name] if executor.name == "cpu" else BATCHES[name]
     expected = ours(case)
     for page_size in (0, 1, 7, 16, 64, 6000):
         paged = replace(case, page_size=page_size)
         assert_same(ours(paged), expected, f"{page_size=}")
-        if not case.pads:
+        if not case.pads and not case.rotary:
             assert_same(ours(replace(paged, pads=(0, 1, 64, 100))), expected, f"{page_size=}")
-    for room in (0, 1, 1000):
+    for room in (0, 1, 1000, 6000):
         assert_same(ours(replace(case, page_size=0, room=room)), expected, f"{room=}")
     assert_same(ours(replace(case, page_size=0, scattered=True)), expected)
+    t = case.tensors()
+    if case.page_size:
+        wide = torch.full((case.batch, 400), -1, dtype=torch.int32)
+        wide[:, : t["block_table"].shape[1]] = t["block_table"]
+        assert_same(ours(case, t | dict(block_table=wide)), expected)
 
 
+@everywhere
 def test_padding_of_any_length():
     for dtype in DTYPES:
         case = Case(dtype, 40, lengths=(600, 130), seq_q=2, window_left=500, window_right=0,
@@ -160,6 +170,7 @@ def test_a_sequence_does_not_depend_on_its_batch_nor_on_the_order_of_the_output(
 # ---- appending -----------------------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.parametrize("page_size", [0, 1, 7, 64])
 @pytest.mark.parametrize("options", [{}, dict(window_right=0), dict(window_left=300, sinks=F32)])
 def test_append_and_then_read_is_one_call(options, page_size):
@@ -179,6 +190,7 @@ def test_append_and_then_read_is_one_call(options, page_size):
         assert same_bits(found[0], output) and same_bits(found[1], lse)
 
 
+@everywhere
 @pytest.mark.parametrize("page_size", [0, 1, 7, 64])
 @pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
 def test_one_append_is_as_good_as_key_by_key(rotary, page_size):
@@ -212,6 +224,7 @@ def test_what_is_appended_does_not_depend_on_threads_or_batch():
         assert same_bits(found, expected["k_cache"][b])
 
 
+@everywhere
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_inputs_may_lie_in_a_cache_that_is_written(name):
     """As where rows are moved on by one: they are what they were before the call."""
@@ -249,6 +262,7 @@ def test_many_queries_take_little_memory():
     assert query.nbytes < taken < 8 * query.nbytes
 
 
+@everywhere
 def test_new_rows_may_fall_into_the_padding():
     """They are written, and are no keys until the padding ends before them."""
     for page_size in (0, 4):
@@ -267,12 +281,14 @@ def test_new_rows_may_fall_into_the_padding():
             assert same_bits(found[name], expected[name][:1])
 
 
+@everywhere
 def test_an_append_of_queries_without_a_row_still_writes():
     case = Case(F32, 16, seq_q=0, new_rows=2, lengths=(5, 0))
     found = ours(case)  # compares the rows
     assert found["output"].shape == (2, 4, 0, 16) and found["lse"].shape == (2, 4, 0)
 
 
+@everywhere
 def test_lengths_and_tables_are_not_changed():
     """cache_seqlens too is as it was: the caller counts, once for all layers."""
     case = Case(F32, 16, new_rows=2, page_size=4, pads=(1,))

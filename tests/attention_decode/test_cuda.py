@@ -1,9 +1,8 @@
-"""Decoding's CUDA kernels under the emulator: values, appends, pages, joining, traffic, races.
+"""Decoding's CUDA kernels under the emulator: ways to cut the work, traffic, races.
 
-What the CPU tests of decoding promise is asked of these kernels by the functions that are imported
-below, which run as they stand. Chunks of a sequence have 128 keys at least (csrc/cuda/attention/
-decode.h), runs 16 chunks, and a sequence 128 chunks at most: 200, 2,500 and 20,000 keys are several
-chunks, several runs, and chunks of more keys than the least.
+Values, appends and pages are those of the family's other tests. Chunks of a sequence have 128 keys
+at least (csrc/cuda/attention/decode.h), runs 16 chunks, and a sequence 128 chunks at most: 200,
+2,500 and 20,000 keys are several chunks, several runs, and chunks of more keys than the least.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention.cases import reserved
 from tests.attention.cuda_cases import DECODE_KERNELS, every_third, judge_one_draw_first
 from tests.attention_decode.cases import (
+    BATCHES,
     BF16,
     DTYPES,
     F16,
@@ -29,64 +28,12 @@ from tests.attention_decode.cases import (
     int32,
     ours,
     pairwise,
-    same_bits,
-    with_copied_caches,
+    quick_batches,
 )
-from tests.attention_decode.test_contract import (  # noqa: F401
-    alone,
-    test_an_append_of_queries_without_a_row_still_writes,
-    test_append_and_then_read_is_one_call,
-    test_inputs_may_lie_in_a_cache_that_is_written,
-    test_lengths_and_tables_are_not_changed,
-    test_new_rows_may_fall_into_the_padding,
-    test_one_append_is_as_good_as_key_by_key,
-    test_padding_of_any_length,
-)
-from tests.attention_decode.test_extremes import (  # noqa: F401
-    test_a_cache_may_be_read_by_several_sequences,
-    test_a_cache_that_grows_beyond_everything_used,
-    test_a_sink_of_minus_infinity_is_none,
-    test_huge_scores,
-    test_keys_that_are_all_alike,
-    test_lse_far_from_zero,
-    test_new_rows_of_no_number_write_nothing,
-    test_no_heads,
-    test_not_finite_inputs_spread_as_in_torch,
-    test_not_finite_new_rows,
-    test_nothing,
-    test_padding_of_all_rows,
-    test_rows_without_keys,
-    test_scores_beyond_the_exponential,
-    test_what_another_call_left_in_memory_is_not_read,
-    test_windows_beyond_all_positions,
-)
-from tests.attention_decode.test_pages import (  # noqa: F401
-    test_a_dimension_of_one_element_has_any_stride,
-    test_a_key_counts_for_the_queries_that_see_it_alone,
-    test_a_page_may_be_read_more_than_once,
-    test_a_page_that_a_window_has_left_behind_may_be_another_sequences,
-    test_a_page_that_sequences_share_behind_their_last_row,
-    test_a_prefix_that_sequences_share,
-    test_a_table_that_all_sequences_share_by_stride,
-    test_caches_in_one_tensor,
-    test_caches_that_are_only_read_may_have_any_layout,
-    test_each_tensor_in_each_layout,
-    test_entries_of_the_block_table_beyond_the_keys_are_not_looked_at,
-    test_expanded_tensors_are_read,
-    test_indices_of_any_stride,
-    test_keys_that_no_query_sees_are_not_read,
-    test_lengths_around_a_page,
-    test_no_pages,
-    test_one_page_for_each_sequence_is_a_dense_cache,
-    test_pages_that_nothing_reads_or_writes_may_be_gone,
-    test_rows_that_are_no_keys_are_not_read,
-)
-from tests.attention_decode.test_values import cases, combination
+from tests.attention_decode.test_random import cases
+from tests.attention_decode.test_values import combination
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
-
-# Tests of others run here with every value of their parameters.
-pytestmark = pytest.mark.grid
 
 
 @pytest.fixture(autouse=True)
@@ -97,21 +44,6 @@ def on_cuda(cuda, monkeypatch):
 # ---- values --------------------------------------------------------------------------------------
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-LENGTHS = (0, 1, 15, 16, 17, 127, 128, 129, 400)
-HEAD_DIMS = (1, 8, 40, 59, 64, 96, 111, 128, 160, 256, 264, 512)
-WINDOWS = [(-1, 0), (60, 0), (33, 17), (3, 130), (0, 0), (2000, 0), (-1, 5)]
-
-
-@dtypes
-@pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("new_rows", [-1, 1, 3])
-@pytest.mark.grid(2)
-def test_lengths(new_rows, page_size, dtype):
-    case = Case(dtype, heads=2, kv_heads=1, lengths=LENGTHS, new_rows=new_rows, page_size=page_size)
-    check(case)
-    check(replace(case, seq_q=3, window_right=0))
-
-
 LONG = {
     "runs": Case(head_dim=64, heads=4, kv_heads=1, lengths=(2500, 2, 2049)),
     "pages": Case(head_dim=64, heads=4, kv_heads=1, lengths=(2500, 300), page_size=64, new_rows=1),
@@ -133,67 +65,6 @@ def test_long_and_many_sequences(cuda, name, dtype):
     check(replace(LONG[name], dtype=dtype))
     blocks = cuda.done[-1]["splits"]
     assert blocks == 1024 if name == "whole sequences" else blocks > 1
-
-
-@dtypes
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.grid
-def test_head_dims(head_dim, dtype):
-    case = Case(dtype, head_dim, seq_q=2, lengths=(150, 9), new_rows=2, window_right=0)
-    check(case)
-    check(replace(case, value_dim=24, page_size=7, new_rows=-1))
-    check(replace(case, head_dim=64, value_dim=head_dim, seq_q=1, heads=2, kv_heads=2))
-
-
-@dtypes
-@pytest.mark.parametrize("group", [(1, 1), (4, 1), (6, 2), (12, 4), (24, 1)], ids=str)
-@pytest.mark.parametrize("seq_q", [1, 3, 16, 17])
-@pytest.mark.grid(2)
-def test_groups_and_queries(seq_q, group, dtype):
-    heads, kv_heads = group
-    case = Case(dtype, 32, heads=heads, kv_heads=kv_heads, seq_q=seq_q, lengths=(140, 5))
-    check(case)
-    check(replace(case, window_right=0, new_rows=seq_q))
-
-
-@dtypes
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.grid
-def test_windows(window, dtype):
-    left, right = window
-    case = Case(dtype, 32, window_left=left, window_right=right, lengths=(0, 1, 20, 64, 300))
-    check(case)
-    check(replace(case, seq_q=16, new_rows=16))
-
-
-@dtypes
-@pytest.mark.parametrize(
-    "options",
-    [dict(alibi=""), dict(alibi="b", window_right=0), dict(softcap=0.5),
-     dict(softcap=20.0, factor=4.0), dict(sinks=F32), dict(sinks="dtype", window_right=0),
-     dict(pads=(0, 3, 1, 40)),
-     dict(scattered=True, pads=(17,)), dict(page_size=16, pads=(0, 40)), dict(factor=-0.7),
-     dict(new_rows=40), dict(new_rows=2, window_right=0, lengths=(0, 1, 4, 5), seq_q=7)],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.grid(2)
-def test_options(options, dtype):
-    if options.get("sinks") == "dtype":
-        options = options | dict(sinks=dtype)
-    check(Case(dtype, 40, **dict(seq_q=3) | options))
-
-
-@dtypes
-@pytest.mark.parametrize("rotary", ["interleaved", "halves"])
-@pytest.mark.parametrize("rotary_dim", [0, 2, 26])
-@pytest.mark.grid(2)
-def test_rotary(rotary_dim, rotary, dtype):
-    for rotary_dtype in {F32, dtype}:
-        case = Case(dtype, 40, seq_q=3, new_rows=3, rotary=rotary, rotary_dim=rotary_dim,
-                    rotary_dtype=rotary_dtype, lengths=(0, 5, 129))  # fmt: skip
-        check(case)  # every query at the first new row
-        check(replace(case, window_right=0, pads=(0, 7), head_dim=59))
-        check(replace(case, window_left=50, page_size=7, heads=24, kv_heads=1))
 
 
 AXES = dict(
@@ -247,53 +118,7 @@ def test_any_storage(case, data):
     assert_same(ours(other), ours(case))
 
 
-BATCHES = {
-    "chunks": Case(BF16, 64, lengths=(700, 130, 0, 300), new_rows=1),
-    "rows": Case(F32, 40, 24, lengths=(500, 130, 0), seq_q=7, new_rows=7, window_right=0),
-    "tiles": Case(F16, 64, heads=24, kv_heads=2, lengths=(300, 140), seq_q=3, new_rows=3,
-                  rotary="halves", window_right=0, alibi="b", sinks=F32, softcap=3.0),
-    "paged": Case(BF16, 59, 72, lengths=(700, 130, 0, 64), page_size=16, pads=(0, 3)),
-    "runs": Case(BF16, 8, heads=8, kv_heads=8, lengths=(2500, 300, *range(15)), page_size=16),
-    "whole sequences": Case(F32, 8, heads=16, kv_heads=16, lengths=(2500, 300, *range(62)),
-                            page_size=16),
-}  # fmt: skip
-# The last has a thousand blocks.
-batches = pytest.mark.parametrize(
-    "name",
-    [*list(BATCHES)[:-1], pytest.param("whole sequences", marks=pytest.mark.slow)],
-)
-
-
-@batches
-def test_a_sequence_does_not_depend_on_its_batch(name):
-    """Nor on other heads of the caches, nor on which blocks a larger batch gives it to."""
-    case = BATCHES[name]
-    for of in (case, replace(case, scattered=not case.page_size)):
-        t = of.tensors()
-        whole = call(of, with_copied_caches(t))
-        for which in (slice(0, 1), slice(1, 2), slice(0, 2), slice(1, 40)):
-            found = call(of, with_copied_caches(alone(of, t, which)))
-            for one, result in zip(found, whole, strict=True):
-                assert same_bits(one, result[which]), f"{which}"
-        if case.kv_heads > 1:
-            group = case.heads // case.kv_heads
-            found = call(of, with_copied_caches(alone(of, t, slice(None), slice(1, 2))))
-            for one, result in zip(found, whole, strict=True):
-                assert same_bits(one, result[:, group : 2 * group])
-
-
-@pytest.mark.parametrize("name", ["chunks", "tiles", "paged"])
-def test_room_makes_no_difference(name):
-    """A plan knows what caches have room for, not how much of it is in use."""
-    case = BATCHES[name]
-    expected = ours(case)
-    for room in (0, 1, 6000):
-        assert_same(ours(replace(case, page_size=0, pads=(), room=room)), expected, f"{room=}")
-    t = case.tensors()
-    if case.page_size:
-        wide = torch.full((case.batch, 400), -1, dtype=torch.int32)
-        wide[:, : t["block_table"].shape[1]] = t["block_table"]
-        assert_same(ours(case, t | dict(block_table=wide)), expected)
+batches = pytest.mark.parametrize("name", quick_batches)
 
 
 @batches
@@ -330,29 +155,6 @@ def test_tensors_that_are_not_aligned(cuda, head_dim, dtype):
     for tensor in range(-1, cuda.done[-1]["tensors"]):
         cuda.set(shift=dtype.itemsize, misaligned=tensor)
         assert_same(ours(case, t), expected, str(tensor))
-
-
-@dtypes
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_caches_whose_strides_no_16_bytes_divide(page_size, dtype):
-    """Of rows, or of sequences or pages alone; where they begin, 16 bytes do."""
-    case = Case(dtype, 64, lengths=(40, 150), page_size=page_size, new_rows=1, kv_heads=1, heads=2)
-    t = case.tensors()
-    expected = ours(case, t)
-    more = 4 if dtype is not F32 else 2  # elements
-
-    def of_rows(x):
-        return torch.cat([x, x[..., :more]], -1)[..., : x.shape[-1]]
-
-    def of_sequences(x):
-        flat = x.flatten(1)
-        return torch.cat([flat, flat[:, :more]], 1)[:, : flat.shape[1]].unflatten(1, x.shape[1:])
-
-    for widened in (of_rows, of_sequences):
-        caches = {name: widened(t[name]) for name in ("k_cache", "v_cache")}
-        for cache in caches.values():
-            assert any(stride * dtype.itemsize % 16 for stride in cache.stride()[:-1])
-        assert_same(ours(case, t | caches), expected)
 
 
 @pytest.mark.parametrize("page_size", [0, 16])

@@ -27,8 +27,9 @@ from tests.attention_decode.cases import (
     same_bits,
     with_copied_caches,
 )
+from tests.emulator.executors import everywhere
 
-pytestmark = pytest.mark.isa
+pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 INF = math.inf
 
@@ -47,6 +48,7 @@ def check_changed(case: Case, change) -> None:
 # ---- sizes --------------------------------------------------------------------------------------
 
 
+@everywhere
 @dtypes
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("new_rows", [-1, 0, 2])
@@ -65,6 +67,7 @@ def test_nothing(new_rows, page_size, dtype):
         assert not found["output"].any() and (found["lse"] == -INF).all()
 
 
+@everywhere
 def test_no_heads():
     """None of the query's and none of the caches'."""
     for new_rows in (-1, 2):
@@ -72,6 +75,7 @@ def test_no_heads():
         assert found["output"].shape == (2, 0, 1, 16) and found["lse"].shape == (2, 0, 1)
 
 
+@everywhere
 @dtypes
 def test_new_rows_of_no_number_write_nothing(dtype):
     """Also where lengths leave no room, and two sequences have one cache."""
@@ -87,6 +91,7 @@ def test_new_rows_of_no_number_write_nothing(dtype):
     assert same_bits(found, ours(read, read.tensors() | both)["output"])
 
 
+@everywhere
 @dtypes
 def test_a_cache_may_be_read_by_several_sequences(dtype):
     case = Case(dtype, 16, lengths=(9, 9, 9), scattered=True, seq_q=2)
@@ -101,6 +106,7 @@ def test_a_cache_may_be_read_by_several_sequences(dtype):
 # ---- masks --------------------------------------------------------------------------------------
 
 
+@everywhere
 @dtypes
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("page_size", [0, 4])
@@ -130,6 +136,7 @@ def test_rows_without_keys(page_size, sinks, dtype):
             assert found["lse"][b, :, ~without].isfinite().all()
 
 
+@everywhere
 @dtypes
 def test_padding_of_all_rows(dtype):
     for new_rows in (-1, 2):
@@ -140,6 +147,7 @@ def test_padding_of_all_rows(dtype):
         assert not found["output"].any() and (found["lse"] == -INF).all()
 
 
+@everywhere
 @dtypes
 def test_a_sink_of_minus_infinity_is_none(dtype):
     case = Case(dtype, 16, lengths=(9, 0, 200), seq_q=2, window_right=0, sinks=F32)
@@ -149,6 +157,7 @@ def test_a_sink_of_minus_infinity_is_none(dtype):
     assert_same(ours(case, t), ours(replace(case, sinks=None), without))
 
 
+@everywhere
 def test_windows_beyond_all_positions():
     case = Case(F32, 16, lengths=(9, 200), seq_q=3)
     t = case.tensors()
@@ -161,6 +170,7 @@ def test_windows_beyond_all_positions():
 # ---- large numbers ------------------------------------------------------------------------------
 
 
+@everywhere
 @dtypes
 @pytest.mark.parametrize("magnitude", [1e-3, 30.0, 200.0])
 @pytest.mark.parametrize("new_rows", [-1, 2])
@@ -172,6 +182,7 @@ def test_huge_scores(new_rows, magnitude, dtype):
     check_changed(replace(case, window_right=0, softcap=50.0), change)
 
 
+@everywhere
 @dtypes
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_lse_far_from_zero(sign, dtype):
@@ -189,6 +200,7 @@ def test_lse_far_from_zero(sign, dtype):
     assert (ours(case, t | change(t))["lse"] * sign > 88).all()
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_scores_beyond_the_exponential(dtype):
     """Scores of some 1e6, far from each other."""
@@ -201,6 +213,7 @@ def test_scores_beyond_the_exponential(dtype):
     assert torch.equal(found, expected)
 
 
+@everywhere
 @dtypes
 def test_keys_that_are_all_alike(dtype):
     """The mean of the values, and the logarithm of their number."""
@@ -217,6 +230,7 @@ def test_keys_that_are_all_alike(dtype):
 # ---- not finite ---------------------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("name", ["query", "k_cache", "v_cache"])
@@ -236,6 +250,7 @@ def test_not_finite_inputs_spread_as_in_torch(name, value, dtype):
     assert torch.equal(found[0], clean[0]) and torch.equal(found[1, 1:], clean[1, 1:])
 
 
+@everywhere
 @dtypes
 def test_not_finite_new_rows(dtype):
     """They are written as they are, and spread in their own sequence alone."""
@@ -251,6 +266,7 @@ def test_not_finite_new_rows(dtype):
     assert found["output"][1, :2, 0, 3].isinf().all()
 
 
+@everywhere
 @dtypes
 def test_what_another_call_left_in_memory_is_not_read(dtype):
     """A workspace holds what another call left there."""
@@ -262,6 +278,7 @@ def test_what_another_call_left_in_memory_is_not_read(dtype):
         assert_same(ours(case, t), clean)
 
 
+@everywhere
 def test_a_cache_that_grows_beyond_everything_used():
     """A sequence of the whole cache, to its last row."""
     for page_size in (0, 5):

@@ -23,13 +23,15 @@ from tests.attention_decode.cases import (
     same_bits,
     with_copied_caches,
 )
+from tests.emulator.executors import everywhere
 
-pytestmark = pytest.mark.isa
+pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 # ---- pages ---------------------------------------------------------------------------------------
 
 
+@everywhere
 @dtypes
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64, 256])
 def test_lengths_around_a_page(page_size, dtype):
@@ -40,6 +42,7 @@ def test_lengths_around_a_page(page_size, dtype):
         check(replace(case, new_rows=new_rows, seq_q=2, window_right=0))
 
 
+@everywhere
 def test_entries_of_the_block_table_beyond_the_keys_are_not_looked_at():
     for new_rows in (-1, 0, 3):
         case = Case(F32, 32, lengths=(40, 24, 0), page_size=8, new_rows=new_rows)
@@ -52,6 +55,7 @@ def test_entries_of_the_block_table_beyond_the_keys_are_not_looked_at():
         assert_same(ours(case, other), ours(case, t))
 
 
+@everywhere
 @dtypes
 def test_a_prefix_that_sequences_share(dtype):
     """Read by all of them; each appends to pages of its own."""
@@ -74,6 +78,7 @@ def test_a_prefix_that_sequences_share(dtype):
         assert_same(ours(case, shared), expected)
 
 
+@everywhere
 def test_a_page_that_sequences_share_behind_their_last_row():
     """Two write into one page, each its own rows of it; neither reads the other's."""
     case = Case(F32, 16, lengths=(2, 2), page_size=8, new_rows=2, pads=(0, 4))
@@ -88,6 +93,7 @@ def test_a_page_that_sequences_share_behind_their_last_row():
     assert_same(ours(case, shared), expected)
 
 
+@everywhere
 def test_a_page_that_a_window_has_left_behind_may_be_another_sequences():
     """As where pages are used again; read, its rows would depend on who comes first."""
     case = Case(F32, 16, lengths=(24, 3), page_size=8, new_rows=1, window_left=4)
@@ -106,6 +112,7 @@ def test_a_page_that_is_read_may_not_be_another_sequences():
         ours(case, t)
 
 
+@everywhere
 def test_pages_that_nothing_reads_or_writes_may_be_gone():
     """Before a window or the padding; their numbers are nobody's business."""
     for options in (dict(window_left=4), dict(pads=(17,))):
@@ -117,6 +124,7 @@ def test_pages_that_nothing_reads_or_writes_may_be_gone():
             assert_same(ours(case, gone), ours(case, t))
 
 
+@everywhere
 def test_a_page_may_be_read_more_than_once():
     """The same keys twice in one sequence, the same pages in all."""
     case = Case(F32, 32, lengths=(16, 16), page_size=8, seq_q=2, heads=2)
@@ -131,6 +139,7 @@ def test_a_page_may_be_read_more_than_once():
     assert_same(found, ours(dense, own))
 
 
+@everywhere
 def test_a_table_that_all_sequences_share_by_stride():
     case = Case(BF16, 32, lengths=(40, 9, 24), page_size=8, window_right=0)
     t = case.tensors()
@@ -140,6 +149,7 @@ def test_a_table_that_all_sequences_share_by_stride():
     assert_same(ours(case, t | dict(block_table=table)), ours(case, copied))
 
 
+@everywhere
 def test_one_page_for_each_sequence_is_a_dense_cache():
     """A page as long as a cache, its heads beside each other instead of its rows."""
     case = Case(F32, 32, lengths=(40, 9), new_rows=1)
@@ -150,6 +160,7 @@ def test_one_page_for_each_sequence_is_a_dense_cache():
     assert_same(ours(replace(case, page_size=44), paged), expected)
 
 
+@everywhere
 def test_no_pages():
     empty = torch.zeros(0, 16, 2, 8)
     query = torch.randn(2, 4, 3, 8)
@@ -163,6 +174,7 @@ def test_no_pages():
 # ---- garbage -------------------------------------------------------------------------------------
 
 
+@everywhere
 @dtypes
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("garbage", [NAN, torch.inf, -torch.inf, 1e4])
@@ -180,6 +192,7 @@ def test_rows_that_are_no_keys_are_not_read(garbage, page_size, dtype):
     assert found["output"].isfinite().all()
 
 
+@everywhere
 @dtypes
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_keys_that_no_query_sees_are_not_read(page_size, dtype):
@@ -200,6 +213,7 @@ def test_keys_that_no_query_sees_are_not_read(page_size, dtype):
         assert_same(ours(case, other), expected)
 
 
+@everywhere
 @dtypes
 def test_a_key_counts_for_the_queries_that_see_it_alone(dtype):
     """What is not finite is no score of a query that does not see it."""
@@ -223,6 +237,7 @@ STRIDED = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize("name", STRIDED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_tensor_in_each_layout(layout, name):
@@ -238,6 +253,7 @@ def test_each_tensor_in_each_layout(layout, name):
     assert_same(ours(case, t | every), expected)
 
 
+@everywhere
 @pytest.mark.parametrize("name", STRIDED)
 @pytest.mark.parametrize("layout", ["columns not dense", "every other column"])
 def test_caches_that_are_only_read_may_have_any_layout(layout, name):
@@ -248,6 +264,31 @@ def test_caches_that_are_only_read_may_have_any_layout(layout, name):
         assert_same(ours(case, t | {n: strided(t[n], layout) for n in names}), expected)
 
 
+@everywhere
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_caches_whose_strides_no_16_bytes_divide(page_size, dtype):
+    """Of rows, or of sequences or pages alone; where they begin, 16 bytes do."""
+    case = Case(dtype, 64, lengths=(40, 150), page_size=page_size, new_rows=1, kv_heads=1, heads=2)
+    t = case.tensors()
+    expected = ours(case, t)
+    more = 4 if dtype is not F32 else 2  # elements
+
+    def of_rows(x):
+        return torch.cat([x, x[..., :more]], -1)[..., : x.shape[-1]]
+
+    def of_sequences(x):
+        flat = x.flatten(1)
+        return torch.cat([flat, flat[:, :more]], 1)[:, : flat.shape[1]].unflatten(1, x.shape[1:])
+
+    for widened in (of_rows, of_sequences):
+        caches = {name: widened(t[name]) for name in ("k_cache", "v_cache")}
+        for cache in caches.values():
+            assert any(stride * dtype.itemsize % 16 for stride in cache.stride()[:-1])
+        assert_same(ours(case, t | caches), expected)
+
+
+@everywhere
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (0, 1), (0, 1, 2, 3)], ids=str)
 def test_expanded_tensors_are_read(dims):
     """Stride 0 in any dimension is as good as copies, where nothing is written."""
@@ -263,6 +304,7 @@ def test_expanded_tensors_are_read(dims):
             assert_same(ours(of, t | {name: expanded}), ours(of, copied), name)
 
 
+@everywhere
 def test_a_dimension_of_one_element_has_any_stride():
     """Also of a cache that is written: nothing is expanded or apart there."""
     case = Case(F32, 1, lengths=(9,), heads=2, kv_heads=1, new_rows=2)
@@ -273,6 +315,7 @@ def test_a_dimension_of_one_element_has_any_stride():
         assert_same(ours(case, t | views), expected, str(strides))
 
 
+@everywhere
 def test_indices_of_any_stride():
     case = Case(F32, 32, lengths=(9, 70, 3), new_rows=1, pads=(0, 4), page_size=16, alibi="b")
     scattered = replace(case, page_size=0, scattered=True)
@@ -287,6 +330,7 @@ def test_indices_of_any_stride():
         assert_same(ours(of, t | apart), ours(of, t))
 
 
+@everywhere
 def test_caches_in_one_tensor():
     """k_cache and v_cache as kv[0] and kv[1], and beside each other in rows."""
     case = Case(BF16, 32, lengths=(9, 70), new_rows=3, seq_q=2)

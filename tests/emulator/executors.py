@@ -23,7 +23,7 @@ import json
 import os
 import pkgutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -250,9 +250,22 @@ def _replaced(by: Callable) -> Iterator[None]:
 
 # ---- fixtures ------------------------------------------------------------------------------------
 
+Parameters = type(pytest.param())
 CUDA = ["emulated"] + [pytest.param("device", marks=pytest.mark.device)] * (not NO_DEVICE)
 everywhere = pytest.mark.usefixtures("executor")
 on_cuda = pytest.mark.parametrize("executor", CUDA, indirect=True)
+
+
+def each(name: str, *, cpu: Iterable, cuda: Iterable) -> pytest.MarkDecorator:
+    """Everywhere, with other values of a parameter on the CPU than on CUDA."""
+    values = [("cpu", value, ()) for value in cpu] + [("emulated", value, ()) for value in cuda]
+    values += [("device", value, (pytest.mark.device,)) for value in cuda if not NO_DEVICE]
+    cases = []
+    for executor, value, marks in values:
+        value = value if isinstance(value, Parameters) else pytest.param(value)
+        of = f"{executor}-{value.id or value.values[0]}"
+        cases.append(pytest.param(executor, *value.values, marks=(*value.marks, *marks), id=of))
+    return pytest.mark.parametrize(f"executor, {name}", cases, indirect=["executor"])
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,10 @@ QUICK = "not slow"  # the run that has budgets
 USUAL = 30  # seconds that a file may take before it is named
 BUDGETS = {  # what fails the run when it is exceeded OVER times
     "tests/all_families/test_lower_levels.py": 40,
-    "tests/attention/test_cuda.py": 60,
+    "tests/attention/test_cuda.py": 50,
     "tests/attention/test_cuda_backward.py": 35,
-    "tests/attention/test_cuda_contract.py": 45,
     "tests/attention/test_torch.py": 40,
-    "tests/attention/test_values.py": 50,
-    "tests/attention_decode/test_cuda.py": 40,
+    "tests/attention/test_values.py": 80,
     "tests/attention_decode/test_torch.py": 40,
     "tests/attention_decode/test_values.py": 60,
     "tests/bench/test_attention.py": 40,

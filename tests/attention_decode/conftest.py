@@ -1,0 +1,3 @@
+"""As for attention."""
+
+from tests.attention.conftest import executor  # noqa: F401
