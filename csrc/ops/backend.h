@@ -23,7 +23,9 @@ namespace onepass {
   OPERATOR(attention_backward, AttentionBackward) \
   OPERATOR(attention_decode, AttentionDecode)
 // Those that CUDA leaves to torch.
-#define ONEPASS_CPU_OPERATORS(OPERATOR) OPERATOR(linear_product, LinearProduct)
+#define ONEPASS_CPU_OPERATORS(OPERATOR)   \
+  OPERATOR(linear_product, LinearProduct) \
+  OPERATOR(epilogue_backward, EpilogueBackward)
 
 #define ONEPASS_DECLARE_OPERATOR(name, Args) Operator<Args> name();
 #define ONEPASS_OPERATOR_MEMBER(name, Args) Operator<Args> name{};

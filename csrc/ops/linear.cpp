@@ -22,6 +22,25 @@ namespace {
   FIELD(OptionalTensor, bias, "")     \
   FIELD(OptionalScalarType, out_dtype, "")
 
+// What linear_epilogue_forward takes beside its input: linear_forward, and what comes after it,
+// output = residual + dropout(activation(preactivation)), in residual's dtype.
+#define ONEPASS_EPILOGUE_OPTIONS(FIELD)                  \
+  FIELD(Tensor, weight, "")                              \
+  FIELD(OptionalTensor, bias, "")                        \
+  FIELD(OptionalTensor, residual, "")                    \
+  FIELD(OptionalTensor, seed, "")                        \
+  FIELD(double, dropout_p, "")                           \
+  FIELD(StaticInt, activation_kind, "") /* Activation */ \
+  FIELD(bool, save_preactivation, "")
+
+// What linear_epilogue_backward takes beside doutput.
+#define ONEPASS_EPILOGUE_BACKWARD_OPTIONS(FIELD)         \
+  FIELD(OptionalTensor, preactivation, "")               \
+  FIELD(OptionalTensor, seed, "")                        \
+  FIELD(double, dropout_p, "")                           \
+  FIELD(StaticInt, activation_kind, "") /* Activation */ \
+  FIELD(OptionalScalarType, out_dtype, "")
+
 // What linear_backward takes beside doutput. A dtype asks for its gradient: input's takes the
 // weight, and weight's the input.
 #define ONEPASS_LINEAR_BACKWARD_OPTIONS(FIELD) \
@@ -32,10 +51,14 @@ namespace {
   FIELD(OptionalScalarType, bias_dtype, "")
 
 ONEPASS_DEFINE_OPTIONS(LinearOptions, ONEPASS_LINEAR_OPTIONS);
+ONEPASS_DEFINE_OPTIONS(EpilogueOptions, ONEPASS_EPILOGUE_OPTIONS);
+ONEPASS_DEFINE_OPTIONS(EpilogueBackwardOptions, ONEPASS_EPILOGUE_BACKWARD_OPTIONS);
 ONEPASS_DEFINE_OPTIONS(LinearBackwardOptions, ONEPASS_LINEAR_BACKWARD_OPTIONS);
 
 constexpr const char* kOp = "linear";
 constexpr const char* kBackward = "linear_backward";
+constexpr const char* kEpilogueBackward = "linear_epilogue_backward";
+constexpr const char* kActivationNames[kActivations] = {"", "relu", "silu", "gelu", "gelu_tanh"};
 
 // A tensor as a matrix of rows as long as its last dimension, copied where its rows are not dense
 // or lie at no one stride.
@@ -73,6 +96,10 @@ class Rows {
   int64_t stride_ = 0;
 };
 
+const char* name_of(Activation activation) {
+  return kActivationNames[static_cast<int>(activation)];
+}
+
 Dispatch describe(const LinearProduct& args) {
   constexpr const char* kNames[] = {"linear", "linear_backward: dinput",
                                     "linear_backward: dweight"};
@@ -80,6 +107,10 @@ Dispatch describe(const LinearProduct& args) {
   text << args.rows << " x " << args.depth << " by " << args.depth << " x " << args.cols << ", "
        << name_of(args.left_dtype) << " by " << name_of(args.right_dtype) << ", output "
        << name_of(args.output_dtype);
+  const LinearEpilogue& epilogue = args.epilogue;
+  if (epilogue.activation != Activation::kNone) text << ", " << name_of(epilogue.activation);
+  if (epilogue.seed) text << ", dropout " << epilogue.dropout_p;
+  if (epilogue.residual) text << ", residual";
   return {.op = kNames[static_cast<int>(args.kind)], .arguments = text.str()};
 }
 
@@ -132,33 +163,143 @@ CheckedForward check_forward(const LinearOptions& options, const Tensor& input) 
   return call;
 }
 
+LinearProduct product_of(const CheckedForward& call, const Rows& input, const Rows& weight,
+                         const OptionalTensor& bias, Tensor& output) {
+  return {.left = input.data(),
+          .right = weight.data(),
+          .bias = data_of(bias),
+          .output = output.mutable_data_ptr(),
+          .left_sums = nullptr,
+          .rows = call.rows,
+          .cols = call.out_features,
+          .depth = call.in_features,
+          .left_row = input.stride(),
+          .left_step = 1,
+          .right_step = 1,
+          .right_col = weight.stride(),
+          .left_dtype = call.input_dtype,
+          .right_dtype = call.weight_dtype,
+          .bias_dtype = call.bias_dtype,
+          .output_dtype = call.output_dtype,
+          .sums_dtype = call.output_dtype,
+          .kind = LinearKind::kForward};
+}
+
 Tensor linear_forward(const LinearOptions& options, const Tensor& input) {
   const CheckedForward call = check_forward(options, input);
   Sizes sizes(call.input.sizes, call.input.sizes + call.input.dims);
   sizes.back() = call.out_features;
   Tensor output = empty(sizes.data(), call.input.dims, call.output_dtype, call.input.device);
-  const Rows left(input), right(options.weight);
   const OptionalTensor bias = dense(options.bias);
-  run({.left = left.data(),
-       .right = right.data(),
-       .bias = data_of(bias),
-       .output = output.mutable_data_ptr(),
-       .left_sums = nullptr,
-       .rows = call.rows,
-       .cols = call.out_features,
-       .depth = call.in_features,
-       .left_row = left.stride(),
-       .left_step = 1,
-       .right_step = 1,
-       .right_col = right.stride(),
-       .left_dtype = call.input_dtype,
-       .right_dtype = call.weight_dtype,
-       .bias_dtype = call.bias_dtype,
-       .output_dtype = call.output_dtype,
-       .sums_dtype = call.output_dtype,
-       .kind = LinearKind::kForward},
-      call.input.device);
+  const Rows left(input), right(options.weight);
+  run(product_of(call, left, right, bias, output), call.input.device);
   return output;
+}
+
+Activation require_activation(const char* op, int64_t activation) {
+  require(activation >= 0 && activation < kActivations, op,
+          ": activation_kind must be one of 0 to ", kActivations - 1, ", got ", activation);
+  return static_cast<Activation>(activation);
+}
+
+struct CheckedEpilogue {
+  CheckedForward linear;
+  Activation activation{};
+  Sizes sizes{};  // of the output
+};
+
+CheckedEpilogue check_epilogue(const EpilogueOptions& options, const Tensor& input) {
+  CheckedEpilogue call{.linear = check_forward({options.weight, options.bias, {}}, input)};
+  const TensorInfo& shape = call.linear.input;
+  call.sizes.assign(shape.sizes, shape.sizes + shape.dims);
+  call.sizes.back() = call.linear.out_features;
+  const CheckedAgainst checked(kOp, "input", shape);
+  if (options.residual) {
+    call.linear.output_dtype = checked.tensor(
+        "residual", input_of(kOp, "residual", *options.residual), call.sizes.data(), shape.dims);
+  }
+  require_probability(kOp, "dropout_p", options.dropout_p);
+  if (options.seed) checked.seed(*options.seed);
+  require(options.seed.has_value() || options.dropout_p == 0.0, kOp,
+          ": seed must be given for dropout, got none");
+  call.activation = require_activation(kOp, options.activation_kind);
+  return call;
+}
+
+std::tuple<Tensor, Tensor> linear_epilogue_forward(const EpilogueOptions& options,
+                                                   const Tensor& input) {
+  const CheckedEpilogue call = check_epilogue(options, input);
+  const auto& [checked, activation, sizes] = call;
+  const auto dims = static_cast<int64_t>(sizes.size());
+  const Device& device = checked.input.device;
+  Tensor output = empty(sizes.data(), dims, checked.output_dtype, device);
+  Tensor preactivation = options.save_preactivation
+                             ? empty(sizes.data(), dims, checked.input_dtype, device)
+                             : empty_1d(0, checked.input_dtype, device);
+  const Rows left(input), right(options.weight);
+  const OptionalTensor bias = dense(options.bias), residual = dense(options.residual);
+  LinearProduct args = product_of(checked, left, right, bias, output);
+  args.epilogue = {
+      .residual = data_of(residual),
+      .preactivation = options.save_preactivation ? preactivation.mutable_data_ptr() : nullptr,
+      .seed = static_cast<const int64_t*>(data_of(options.seed)),
+      .dropout_p = options.dropout_p,
+      .activation = activation,
+      .preactivation_dtype = checked.input_dtype};
+  run(args, device);
+  return {std::move(output), std::move(preactivation)};
+}
+
+EpilogueBackward check_epilogue_backward(const EpilogueBackwardOptions& options,
+                                         const Tensor& doutput, TensorInfo& shape) {
+  shape = input_of(kEpilogueBackward, "doutput", doutput);
+  const CheckedAgainst checked(kEpilogueBackward, "doutput", shape);
+  EpilogueBackward args{};
+  args.doutput_dtype = args.dpreactivation_dtype = checked.first_dtype();
+  args.activation = require_activation(kEpilogueBackward, options.activation_kind);
+  require(options.preactivation.has_value() == (args.activation != Activation::kNone),
+          kEpilogueBackward, ": preactivation must be given with an activation and only then, got ",
+          options.preactivation ? "one" : "none");
+  if (options.preactivation) {
+    args.preactivation_dtype = checked.tensor(
+        "preactivation", input_of(kEpilogueBackward, "preactivation", *options.preactivation),
+        shape.sizes, shape.dims);
+  }
+  require_probability(kEpilogueBackward, "dropout_p", options.dropout_p);
+  args.dropout_p = options.dropout_p;
+  if (options.seed) checked.seed(*options.seed);
+  require(options.seed.has_value() || options.dropout_p == 0.0, kEpilogueBackward,
+          ": seed must be given for dropout, got none");
+  if (options.out_dtype) {
+    args.dpreactivation_dtype =
+        checked.dtype("out_dtype", static_cast<int32_t>(*options.out_dtype));
+  }
+  args.numel = 1;
+  for (int64_t d = 0; d < shape.dims; ++d) {
+    args.numel = product(kEpilogueBackward, "doutput", args.numel, shape.sizes[d]);
+  }
+  return args;
+}
+
+Tensor linear_epilogue_backward(const EpilogueBackwardOptions& options, const Tensor& doutput) {
+  TensorInfo shape;
+  EpilogueBackward args = check_epilogue_backward(options, doutput, shape);
+  Tensor dpreactivation = empty(shape.sizes, shape.dims, args.dpreactivation_dtype, shape.device);
+  const OptionalTensor upstream = dense(doutput), preactivation = dense(options.preactivation);
+  args.doutput = data_of(upstream);
+  args.preactivation = data_of(preactivation);
+  args.seed = static_cast<const int64_t*>(data_of(options.seed));
+  args.dpreactivation = dpreactivation.mutable_data_ptr();
+  if (args.numel > 0) {
+    run_operator(backend().epilogue_backward, args, shape.device, [&]() -> Dispatch {
+      std::ostringstream text;
+      text << args.numel << " elements of " << name_of(args.doutput_dtype);
+      if (args.preactivation) text << ", " << name_of(args.activation);
+      if (args.seed) text << ", dropout " << args.dropout_p;
+      return {.op = kEpilogueBackward, .arguments = text.str()};
+    });
+  }
+  return dpreactivation;
 }
 
 struct CheckedBackward {
@@ -278,6 +419,13 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
 void linear_forward_check(const LinearOptions& options, const Tensor& input) {
   check_forward(options, input);
 }
+void linear_epilogue_forward_check(const EpilogueOptions& options, const Tensor& input) {
+  check_epilogue(options, input);
+}
+void linear_epilogue_backward_check(const EpilogueBackwardOptions& options, const Tensor& doutput) {
+  TensorInfo shape;
+  check_epilogue_backward(options, doutput, shape);
+}
 void linear_backward_check(const LinearBackwardOptions& options, const Tensor& doutput) {
   check_backward(options, doutput);
 }
@@ -285,6 +433,9 @@ void linear_backward_check(const LinearBackwardOptions& options, const Tensor& d
 }  // namespace
 
 #define ONEPASS_LINEAR_ARGUMENTS "(Tensor input" ONEPASS_SCHEMA(ONEPASS_LINEAR_OPTIONS) ")"
+#define ONEPASS_EPILOGUE_ARGUMENTS "(Tensor input" ONEPASS_SCHEMA(ONEPASS_EPILOGUE_OPTIONS) ")"
+#define ONEPASS_EPILOGUE_BACKWARD_ARGUMENTS \
+  "(Tensor doutput" ONEPASS_SCHEMA(ONEPASS_EPILOGUE_BACKWARD_OPTIONS) ")"
 #define ONEPASS_LINEAR_BACKWARD_ARGUMENTS \
   "(Tensor doutput" ONEPASS_SCHEMA(ONEPASS_LINEAR_BACKWARD_OPTIONS) ")"
 
@@ -293,6 +444,15 @@ OperatorList linear_operators() {
       entry<&Packed<&linear_forward>::call>("linear_forward" ONEPASS_LINEAR_ARGUMENTS " -> Tensor"),
       entry<&Packed<&linear_forward_check>::call>(
           "linear_forward_check" ONEPASS_LINEAR_ARGUMENTS " -> ()", true),
+      // (output, preactivation), which has no elements where it is not to be saved.
+      entry<&Packed<&linear_epilogue_forward>::call>(
+          "linear_epilogue_forward" ONEPASS_EPILOGUE_ARGUMENTS " -> (Tensor, Tensor)"),
+      entry<&Packed<&linear_epilogue_forward_check>::call>(
+          "linear_epilogue_forward_check" ONEPASS_EPILOGUE_ARGUMENTS " -> ()", true),
+      entry<&Packed<&linear_epilogue_backward>::call>(
+          "linear_epilogue_backward" ONEPASS_EPILOGUE_BACKWARD_ARGUMENTS " -> Tensor"),
+      entry<&Packed<&linear_epilogue_backward_check>::call>(
+          "linear_epilogue_backward_check" ONEPASS_EPILOGUE_BACKWARD_ARGUMENTS " -> ()", true),
       // (dinput, dweight, dbias): those that are asked for; the others have no elements.
       entry<&Packed<&linear_backward>::call>("linear_backward" ONEPASS_LINEAR_BACKWARD_ARGUMENTS
                                              " -> (Tensor, Tensor, Tensor)"),

@@ -12,6 +12,21 @@ namespace onepass {
 // dweight = doutput^T input.
 enum class LinearKind { kForward, kInput, kWeight };
 
+// What may come after the forward's sums; in Python, onepass._ops.linear.Activation.
+enum class Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+inline constexpr int kActivations = 5;
+
+// What becomes of a sum of the forward:
+// output = residual + dropout(activation(preactivation)), and preactivation = sum.
+struct LinearEpilogue {
+  const void* residual;  // (rows, cols) contiguous, of output's dtype; or null
+  void* preactivation;   // (rows, cols) contiguous; or null
+  const int64_t* seed;   // (2,), or null, which is no dropout
+  double dropout_p;
+  Activation activation;
+  DType preactivation_dtype;
+};
+
 // output[i][j] = bias[j] + sum over k of left[i][k] * right[k][j].
 struct LinearProduct {
   // Element (i, k) of left lies left_row * i + left_step * k elements from the first, one of which
@@ -34,6 +49,21 @@ struct LinearProduct {
   DType output_dtype;
   DType sums_dtype;
   LinearKind kind;
+  LinearEpilogue epilogue{};  // of kForward
+};
+
+// dpreactivation = dropout(doutput) * activation'(preactivation).
+struct EpilogueBackward {
+  const void* doutput;        // (numel,) contiguous
+  const void* preactivation;  // (numel,) contiguous; or null without an activation
+  const int64_t* seed;        // (2,), or null, which is no dropout
+  void* dpreactivation;       // (numel,) contiguous
+  int64_t numel;
+  double dropout_p;
+  Activation activation;
+  DType doutput_dtype;
+  DType preactivation_dtype;
+  DType dpreactivation_dtype;
 };
 
 }  // namespace onepass

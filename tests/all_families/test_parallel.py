@@ -47,6 +47,11 @@ def linear_backward(rows):
     return lambda: OPS.linear_backward(x, x, w, F32, F32, F32)
 
 
+def linear_epilogue_backward(rows):
+    x, seed = torch.randn(rows, 64), torch.tensor([3, 0])
+    return lambda: OPS.linear_epilogue_backward(x, x, seed, 0.5, 3, None)
+
+
 def attention(queries, dtype=torch.float32):
     q = torch.randn(2, 4, queries, 16, dtype=dtype)
     return lambda: OPS.attention_forward(q, q, q, scale=0.25)
@@ -105,7 +110,7 @@ def optimizer(name):
 # operator, a size that one thread does faster, a size with work for many
 CALLS = [
     (norm, 16, 16384), (norm_backward, 64, 16384), (dropout, 16, 16384), (add, 16, 16384),
-    (linear, 4, 4096), (linear_backward, 4, 4096),
+    (linear, 4, 4096), (linear_backward, 4, 4096), (linear_epilogue_backward, 32, 65536),
     (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),
     (decode, 16, 16384), (gradient_norm, 4096, 1 << 20), (clip, 4096, 1 << 20),
     *((optimizer(name), 2048, 1 << 20) for name in ("AdamW", "Adam", "SGD", "Lion")),

@@ -259,6 +259,10 @@ def test_decompositions(dtype):
     def linear(x, weight, bias, *, out_dtype=None):
         return ops.linear_forward.default, (x, weight, bias, out_dtype), {}
 
+    def epilogue(x, weight, bias, residual, *, kind):
+        options = (residual, None, 0.0, kind, True)
+        return ops.linear_epilogue_forward.default, (x, weight, bias, *options), {}
+
     def dropout(x, residual):
         return ops.dropout_forward.default, (x, residual, None, 0.0, None), {}
 
@@ -272,6 +276,11 @@ def test_decompositions(dtype):
         (dropout, (x, residual)),
         (linear, (x, weight, bias[0, :6])),
         (lambda *t: linear(*t, None), (x, weight)),
+        (lambda *t: epilogue(*t, kind=0), (x, weight, bias[0, :6], residual[:, :6])),
+        *(
+            (lambda *t, kind=kind: epilogue(*t, None, kind=kind), (x, weight, bias[0, :6]))
+            for kind in range(1, 5)
+        ),
     ]
     for case, tensors in cases:
         op, args, kwargs = case(*(t.to(dtype) for t in tensors))

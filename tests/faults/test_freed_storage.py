@@ -61,6 +61,21 @@ def linear_forward() -> tuple[Callable, dict]:
     )
 
 
+def linear_epilogue_forward() -> tuple[Callable, dict]:
+    return OPS.linear_epilogue_forward, dict(
+        input=torch.randn(4, 8), weight=torch.randn(6, 8), bias=torch.randn(6),
+        residual=torch.randn(4, 6), seed=seed(), dropout_p=0.5, activation_kind=1,
+        save_preactivation=True,
+    )  # fmt: skip
+
+
+def linear_epilogue_backward() -> tuple[Callable, dict]:
+    return OPS.linear_epilogue_backward, dict(
+        doutput=torch.randn(4, 6), preactivation=torch.randn(4, 6), seed=seed(), dropout_p=0.5,
+        activation_kind=1, out_dtype=None,
+    )  # fmt: skip
+
+
 def linear_backward() -> tuple[Callable, dict]:
     return OPS.linear_backward, dict(
         doutput=torch.randn(4, 6), input=torch.randn(4, 8), weight=torch.randn(6, 8),
@@ -196,6 +211,7 @@ def optimizer_step() -> tuple[Callable, dict]:
 
 CALLS = [
     norm_forward, norm_backward, dropout, linear_forward, linear_backward,
+    linear_epilogue_forward, linear_epilogue_backward,
     attention, packed_attention, paged_attention,
     attention_backward, packed_backward, decode, paged_decode, append, paged_append, gradient_norm,
     clip_grad_norm, optimizer_table, optimizer_step,

@@ -11,8 +11,8 @@
 #include <cmath>
 
 #include "core/visit.h"
-#include "cpu/attention/elementary.h"
 #include "cpu/attention/work.h"
+#include "cpu/elementary.h"
 #include "cpu/random.h"
 
 namespace onepass::cpu {

@@ -45,7 +45,7 @@ def _run(
 
 
 def _compute(input, residual, seed, p, out_dtype):
-    compute = _apply_dropout if is_differentiated(input, residual) else _forward
+    compute = differentiable_dropout if is_differentiated(input, residual) else _forward
     return compute(input, residual, seed, p, out_dtype)
 
 
@@ -72,13 +72,13 @@ class _Dropout(torch.autograd.Function):
         elif seed is None:  # p = 0
             dinput = doutput.to(ctx.input_dtype)
         elif torch.is_grad_enabled():  # create_graph=True
-            dinput = _apply_dropout(doutput, None, seed, ctx.p, ctx.input_dtype)
+            dinput = differentiable_dropout(doutput, None, seed, ctx.p, ctx.input_dtype)
         else:
             dinput = _forward(doutput, None, seed, ctx.p, ctx.input_dtype)
         return dinput, doutput if ctx.needs_input_grad[1] else None, None, None, None
 
 
-_apply_dropout = applied(_Dropout)
+differentiable_dropout = applied(_Dropout)
 
 
 _traced = tracing.operator("dropout", _forward, _compute)

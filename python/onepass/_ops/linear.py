@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+import functools
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,8 @@ from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
+from onepass._ops.dropout import differentiable_dropout
+from onepass._ops.random import draw_seed
 from onepass.reference import linear as reference
 
 _forward = torch.ops.onepass.linear_forward.default
@@ -17,8 +22,38 @@ _forward_check = torch.ops.onepass.linear_forward_check.default
 _backward = torch.ops.onepass.linear_backward.default
 _backward_check = torch.ops.onepass.linear_backward_check.default
 
-run_each(_forward_check)
-run_each(_backward_check)
+_epilogue = torch.ops.onepass.linear_epilogue_forward.default
+_epilogue_check = torch.ops.onepass.linear_epilogue_forward_check.default
+_epilogue_backward = torch.ops.onepass.linear_epilogue_backward.default
+_epilogue_backward_check = torch.ops.onepass.linear_epilogue_backward_check.default
+
+for _check in (_forward_check, _backward_check, _epilogue_check, _epilogue_backward_check):
+    run_each(_check)
+
+
+class Activation(enum.IntEnum):
+    """What comes after the products; the numbers of csrc/ops/linear.h."""
+
+    NONE = 0
+    RELU = 1
+    SILU = 2
+    GELU = 3
+    GELU_TANH = 4
+
+
+def _silu_backward(doutput: Tensor, preactivation: Tensor) -> Tensor:
+    gate = preactivation.sigmoid()
+    return doutput * gate * (1 + preactivation * (1 - gate))
+
+
+# (doutput, preactivation) -> dpreactivation, which torch differentiates in turn: its own of silu it
+# does not.
+_SLOPES = {
+    Activation.RELU: functools.partial(torch.ops.aten.threshold_backward, threshold=0),
+    Activation.SILU: _silu_backward,
+    Activation.GELU: torch.ops.aten.gelu_backward,
+    Activation.GELU_TANH: functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
 
 
 @logged
@@ -27,6 +62,30 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not torch.compiler.is_compiling() and tracing.is_tracing():
         return _traced(input, weight, bias, None)
     return _compute(input, weight, bias, None)
+
+
+@logged
+def linear_epilogue(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation,
+    dropout_p: float,
+) -> Tensor:
+    """residual + dropout(activation(input weight^T + bias)), in residual's dtype or input's."""
+    seed = draw_seed(input.device) if dropout_p > 0.0 else None
+    arguments = (input, weight, bias, residual, seed, dropout_p, activation, False)
+    if not torch.compiler.is_compiling() and tracing.is_tracing():
+        return _traced_epilogue(*arguments)[0]
+    return _compute_epilogue(*arguments)[0]
+
+
+def _compute_epilogue(input, weight, bias, residual, seed, dropout_p, activation, save):
+    if is_differentiated(input, weight, bias, residual):
+        save = save or activation != Activation.NONE
+        return _apply_epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
+    return _epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
 
 
 def _compute(input, weight, bias, out_dtype):
@@ -43,21 +102,79 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        input, weight, bias, _ = inputs
-        needs = ctx.needs_input_grad
-        # What a frozen layer does not need is not kept.
-        ctx.save_for_backward(input if needs[1] else None, weight if needs[0] else None)
-        given = (input, weight, bias)
-        ctx.dtypes = [t.dtype if need else None for t, need in zip(given, needs, strict=False)]
+        ctx.save_for_backward(*_operands(ctx, *inputs[:3]))
 
     @staticmethod
     def backward(ctx, doutput):
-        input, weight = ctx.saved_tensors
-        # create_graph=True goes the second way.
-        compute = _apply_backward if torch.is_grad_enabled() else _backward
-        gradients = compute(doutput, input, weight, *ctx.dtypes)
-        wanted = zip(gradients, ctx.dtypes, strict=True)
-        return *(None if dtype is None else gradient for gradient, dtype in wanted), None
+        return *_gradients(ctx, doutput, *ctx.saved_tensors), None
+
+
+def _operands(ctx, input, weight, bias):
+    """(input, weight), as far as gradients need them: a frozen layer does not keep the others."""
+    needs = ctx.needs_input_grad
+    given = (input, weight, bias)
+    ctx.dtypes = [t.dtype if need else None for t, need in zip(given, needs, strict=False)]
+    return input if needs[1] else None, weight if needs[0] else None
+
+
+def _gradients(ctx, doutput, input, weight):
+    """Those of input, weight and bias, or None."""
+    # create_graph=True goes the second way.
+    compute = _apply_backward if torch.is_grad_enabled() else _backward
+    gradients = compute(doutput, input, weight, *ctx.dtypes)
+    wanted = zip(gradients, ctx.dtypes, strict=True)
+    return [None if dtype is None else gradient for gradient, dtype in wanted]
+
+
+class _Epilogue(torch.autograd.Function):
+    """(output, preactivation); the second only so that a second derivative finds its way back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input, weight, bias, residual, seed, dropout_p, activation, save):
+        return _epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        ctx.set_materialize_grads(False)
+        input, weight, bias, _, seed, ctx.dropout_p, ctx.activation, _ = inputs
+        ctx.input_dtype = input.dtype
+        preactivation = None if ctx.activation == Activation.NONE else outputs[1]
+        operands = _operands(ctx, input, weight, bias)
+        ctx.save_for_backward(*operands, preactivation, seed)
+
+    @staticmethod
+    def backward(ctx, doutput, dpreactivation):
+        input, weight, preactivation, seed = ctx.saved_tensors
+        gradients = [None] * 3
+        if any(ctx.needs_input_grad[:3]):
+            dsums = None
+            if doutput is not None:
+                dsums = _before_epilogue(ctx, doutput, preactivation, seed)
+            # A compiled graph has no second derivative, and zeros in its place.
+            if dpreactivation is not None and not torch.compiler.is_compiling():
+                dsums = dpreactivation if dsums is None else dsums + dpreactivation
+            if dsums is not None:
+                gradients = _gradients(ctx, dsums, input, weight)
+        dresidual = doutput if ctx.needs_input_grad[3] else None
+        return *gradients, dresidual, None, None, None, None
+
+
+def _before_epilogue(ctx, doutput, preactivation, seed):
+    """The gradient of the sums, in input's dtype."""
+    p, activation, dtype = ctx.dropout_p, ctx.activation, ctx.input_dtype
+    if seed is None and preactivation is None:
+        return doutput.to(dtype)
+    if not torch.is_grad_enabled():
+        return _epilogue_backward(doutput, preactivation, seed, p, activation, dtype)
+    # create_graph=True: by operators that can be differentiated.
+    doutput, preactivation = wide(doutput, preactivation)
+    if seed is not None:
+        doutput = differentiable_dropout(doutput, None, seed, p, None)
+    if preactivation is not None:
+        doutput = _SLOPES[activation](doutput, preactivation)
+    return doutput.to(dtype)
 
 
 class _LinearBackward(torch.autograd.Function):
@@ -87,8 +204,10 @@ class _LinearBackward(torch.autograd.Function):
 
 
 _apply_linear = applied(_Linear)
+_apply_epilogue = applied(_Epilogue)
 _apply_backward = applied(_LinearBackward)
 _traced = tracing.operator("linear", _forward, _compute)
+_traced_epilogue = tracing.operator("linear_epilogue", _epilogue, _compute_epilogue)
 
 
 @torch.library.register_fake("onepass::linear_forward")
@@ -96,6 +215,23 @@ def _(input, weight, bias, out_dtype):
     offer(_forward)
     fake_checks.check(_forward_check, input, weight, bias, out_dtype)
     return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=out_dtype or input.dtype)
+
+
+@torch.library.register_fake("onepass::linear_epilogue_forward")
+def _(input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation):
+    offer(_epilogue)
+    options = (residual, seed, dropout_p, activation_kind, save_preactivation)
+    fake_checks.check(_epilogue_check, input, weight, bias, *options)
+    shape = (*input.shape[:-1], weight.shape[0])
+    output = input.new_empty(shape, dtype=(input if residual is None else residual).dtype)
+    return output, input.new_empty(shape if save_preactivation else (0,))
+
+
+@torch.library.register_fake("onepass::linear_epilogue_backward")
+def _(doutput, preactivation, seed, dropout_p, activation_kind, out_dtype):
+    arguments = (doutput, preactivation, seed, dropout_p, activation_kind, out_dtype)
+    fake_checks.check(_epilogue_backward_check, *arguments)
+    return doutput.new_empty(doutput.shape, dtype=out_dtype or doutput.dtype)
 
 
 @torch.library.register_fake("onepass::linear_backward")
@@ -117,3 +253,16 @@ def _(doutput, input, weight, input_dtype, weight_dtype, bias_dtype):
 @decomposes(_forward)
 def _(input, weight, bias, out_dtype):
     return reference.linear(*wide(input, weight, bias)).to(out_dtype or input.dtype)
+
+
+@decomposes(_epilogue)
+def _(input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation):
+    if seed is not None:
+        return NotImplemented
+    preactivation = output = reference.linear(*wide(input, weight, bias))
+    if activation_kind != Activation.NONE:
+        output = reference.ACTIVATIONS[Activation(activation_kind).name.lower()](output)
+    if residual is not None:
+        output = residual + output
+    kept = preactivation.to(input.dtype) if save_preactivation else input.new_empty((0,))
+    return output.to((input if residual is None else residual).dtype), kept

@@ -1,5 +1,5 @@
-"""Cases of the linear family against torch's own products: forward, the gradient of the input, and
-those of weight and bias in one call.
+"""Cases of the linear family against torch's own products: forward, GELU after it, the gradient
+of the input, and those of weight and bias in one call.
 
 Products are bound by arithmetic, so their ceiling is that of multiply-adds on all threads
 (bfloat16: of dot products, where the CPU has an instruction for them). With few rows it is the
@@ -44,6 +44,10 @@ def _torchs_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return g.t() @ x, g.sum(0)
 
 
+def _torchs_gelu(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    return (F.gelu(F.linear(x, w, b)),)
+
+
 def _dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (g @ w,)
 
@@ -57,6 +61,15 @@ PHASES = {
             formula=lambda x, w, b: (reference.linear(x, w, b),),
             base=lambda x, w, b: (F.linear(x, w, b),),
             optional={"onednn": _onednn},
+        ),
+        lambda m, k, n: ((m, k), (n, k), (n,)),
+    ),
+    "forward+gelu": (
+        Operator(
+            ours=lambda x, w, b: (functional.linear(x, w, b, activation="gelu"),),
+            stock=_torchs_gelu,
+            formula=_torchs_gelu,
+            base=_torchs_gelu,
         ),
         lambda m, k, n: ((m, k), (n, k), (n,)),
     ),

@@ -12,7 +12,7 @@ from onepass._ops.attention import attention
 from onepass._ops.attention_options import given, score_options
 from onepass._ops.differentiation import are_transforms_active
 from onepass.functional.attention import _autocast
-from onepass.functional.linear import linear
+from onepass.functional.linear import _composed, linear
 
 
 def masked_attention(
@@ -47,10 +47,15 @@ def masked_attention(
     return attention(query, key, value, options)[0]
 
 
-def linear_where_it_gains(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`linear`, or `F.linear` where that takes no longer."""
-    compute = linear if linear_gains(input, weight, bias) else F.linear
-    return compute(input, weight, bias)
+def linear_where_it_gains(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, **epilogue: object
+) -> Tensor:
+    """:func:`linear` with its options, or `F.linear` and a pass for each where that takes no
+    longer."""
+    if linear_gains(input, weight, bias):
+        return linear(input, weight, bias, **epilogue)
+    output = F.linear(input, weight, bias)
+    return _composed(output, **epilogue) if epilogue else output
 
 
 def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -15,14 +13,10 @@ from onepass._ops import dropout as _dropout
 from onepass._ops import linear as _linear
 from onepass.functional.attention import _autocast, _cast
 from onepass.functional.dropout import _check_p
+from onepass.reference.linear import ACTIVATIONS
 
 _F = torch.nn.functional
-_ACTIVATIONS = {
-    "relu": _F.relu,
-    "silu": _F.silu,
-    "gelu": _F.gelu,
-    "gelu_tanh": functools.partial(_F.gelu, approximate="tanh"),
-}
+_ACTIVATIONS = {a.name.lower(): a for a in _linear.Activation if a != _linear.Activation.NONE}
 _HAS_PAIR_PRODUCTS = _C.cpu_level() == "avx512_bf16"
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
@@ -41,8 +35,10 @@ def linear(
 
     On a CPU the products are onepass's own, computed in float32 (float64 for float64) and rounded
     once: a row of the output is the same bits whatever rows it is computed with, and on however
-    many threads. On CUDA they are torch's, and so are those of tensor subclasses (DTensor,
-    quantised weights). What comes after the products is computed by a pass of its own.
+    many threads. What comes after the products is computed while they are in the cache; training
+    keeps the input and, with an activation, what it is applied to. On CUDA the products are
+    torch's, and so are those of tensor subclasses (DTensor, quantised weights); there the rest is
+    computed by passes of its own.
 
     Args:
         input: (..., in_features); float32, bfloat16, float16 or float64. A last dimension that is
@@ -72,32 +68,56 @@ def linear(
         if type(training) is not bool:
             raise TypeError  # which check_arguments names
         p = dropout_p if training else 0.0
-        output = _products(input, weight, bias)
-        if activation is not None:
-            output = _ACTIVATIONS[activation](output)
-        if residual is not None:
-            return _dropout.add_dropout(output, residual, p)
-        return _dropout.dropout(output, p) if p else output
+        if not _is_ours(input, weight, bias):
+            return _composed(_torchs(input, weight, bias), activation, p, residual)
+        operands = _autocast_operands(input, weight, bias)
+        if activation is None and p == 0.0 and residual is None:
+            return _linear.linear(*operands)
+        kind = _ACTIVATIONS.get(activation, _linear.Activation.NONE)
+        return _linear.linear_epilogue(*operands, residual, kind, p)
     except Exception:
         check_arguments(linear, locals())
         raise
 
 
-def _products(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not input.is_cuda and not any(map(_has_products, (input, weight, bias))):
-        if torch.is_autocast_enabled("cpu"):
-            (input,) = _autocast(input)
-            # Without an instruction for pairs the products read weights as they are, in any dtype,
-            # and no copy is made of them in each call.
-            if input.dtype is torch.bfloat16 and _HAS_PAIR_PRODUCTS:
-                weight, bias = _cast(torch.bfloat16, weight, bias)
-        return _linear.linear(input, weight, bias)
-    output = _F.linear(input, weight, bias)
+def _is_ours(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return not input.is_cuda and not any(map(_has_products, (input, weight, bias)))
+
+
+def _autocast_operands(
+    input: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if torch.is_autocast_enabled("cpu"):
+        (input,) = _autocast(input)
+        # Without an instruction for pairs the products read weights as they are, in any dtype,
+        # and no copy is made of them in each call.
+        if input.dtype is torch.bfloat16 and _HAS_PAIR_PRODUCTS:
+            weight, bias = _cast(torch.bfloat16, weight, bias)
+    return input, weight, bias
+
+
+def _torchs(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if dispatch_log.is_recording() and not torch.compiler.is_compiling():
         arguments = f"{tuple(input.shape)} by {tuple(weight.shape)}, {input.dtype}"
         reason = "torch's products on CUDA" if input.is_cuda else "a subclass of Tensor"
         dispatch_log.leave("linear", arguments, "torch.nn.functional.linear", 1, reason)
-    return output
+    return _F.linear(input, weight, bias)
+
+
+def _composed(
+    output: Tensor,
+    activation: str | None = None,
+    dropout_p: float = 0.0,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """What comes after a product, by a pass for each step."""
+    if activation is not None:
+        output = ACTIVATIONS[activation](output)
+    if residual is not None and dropout_p:
+        return _dropout.add_dropout(output, residual, dropout_p)
+    if residual is not None:
+        return (residual + output).to(residual.dtype)
+    return _dropout.dropout(output, dropout_p) if dropout_p else output
 
 
 def _has_products(tensor: Tensor | None) -> bool:

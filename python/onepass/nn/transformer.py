@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.functional._internal import linear_where_it_gains
 from onepass.nn._nested import is_packed, like_packed, rows_of
 from onepass.nn.attention import MultiheadAttention
 from onepass.nn.dropout import Dropout
+from onepass.nn.linear import Linear
 from onepass.nn.norm import LayerNorm
 
-# The parts stay modules that are called one by one: hooks, adapters and sharding of a part, and
-# parts that somebody replaced, work as in torch.
+# The parts stay modules: hooks, adapters and sharding of a part, and parts that somebody replaced,
+# work as in torch.
 _PARTS = {
     torch.nn.MultiheadAttention: MultiheadAttention,
     torch.nn.LayerNorm: LayerNorm,
@@ -20,7 +23,10 @@ _PARTS = {
 
 
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer` of onepass's attention, norms and dropout.
+    """`torch.nn.TransformerEncoderLayer` of onepass's attention, norms, dropout and products.
+
+    Where nobody looks at its parts (a hook, a class of the user's own), the feed-forward block is
+    two calls: an activation, dropout and the residual are computed with the products before them.
 
     In inference torch computes a whole layer in one call, past the modules in it; this one always
     calls them. Of the nested tensors that `torch.nn.TransformerEncoder` then makes of a padding
@@ -61,17 +67,75 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 def _layer(layer: torch.nn.TransformerEncoderLayer, x: Tensor, attend) -> Tensor:
     if layer.norm_first:
         x = x + attend(layer.norm1(x))
-        return x + layer._ff_block(layer.norm2(x))
+        return _with_feed_forward(layer, layer.norm2(x), x)
     x = layer.norm1(x + attend(x))
-    return layer.norm2(x + layer._ff_block(x))
+    return layer.norm2(_with_feed_forward(layer, x, x))
+
+
+_ACTIVATIONS = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
+
+
+def _with_feed_forward(layer: torch.nn.TransformerEncoderLayer, x: Tensor, to: Tensor) -> Tensor:
+    """to + layer._ff_block(x)"""
+    if layer._ff_block.__func__ is torch.nn.TransformerEncoderLayer._ff_block:
+        output = _feed_forward(layer, x, layer.dropout2, to)
+        if output is not None:
+            return output
+    return to + layer._ff_block(x)
+
+
+def _feed_forward(
+    layer: torch.nn.Module, x: Tensor, last: torch.nn.Module, residual: Tensor | None = None
+) -> Tensor | None:
+    """last(linear2(dropout(activation(linear1(x))))) in two calls; None where the parts have to be
+    called themselves."""
+    first, dropout, second = layer.linear1, layer.dropout, layer.linear2
+    activation = _ACTIVATIONS.get(layer.activation)
+    # Parts of a layer that swap changed are ours where swap made them so.
+    swapped = "_onepass_original" in vars(type(layer))
+    linear = (Linear,) if swapped else (Linear, torch.nn.Linear)
+    if (
+        activation is None
+        or type(x) is not Tensor
+        or not all(_computes(part, *linear) for part in (first, second))
+        or not all(_computes(part, Dropout) for part in (dropout, last))
+    ):
+        return None
+    x = linear_where_it_gains(
+        x, first.weight, first.bias, activation=activation, dropout_p=_p_of(dropout)
+    )
+    return linear_where_it_gains(
+        x, second.weight, second.bias, dropout_p=_p_of(last), residual=residual
+    )
+
+
+def _computes(part: torch.nn.Module, *classes: type) -> bool:
+    """Whether a part computes what one of the classes does, and calling it does nothing more."""
+    made_by_swap = "_onepass_original" in vars(type(part))
+    return (
+        (isinstance(part, classes) if made_by_swap else type(part) in classes)
+        and "forward" not in part.__dict__
+        and part._compiled_call_impl is None
+        and not (part._forward_hooks or part._forward_pre_hooks)
+        and not (part._backward_hooks or part._backward_pre_hooks)
+        and not torch.nn.modules.module._has_any_global_hook()
+    )
+
+
+def _p_of(dropout: Dropout) -> float:
+    return dropout.p if dropout.training else 0.0
 
 
 class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
-    """`torch.nn.TransformerDecoderLayer` of onepass's attention, norms and dropout."""
+    """`torch.nn.TransformerDecoderLayer` of onepass's attention, norms, dropout and products."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         _use_onepass(self)
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        output = _feed_forward(self, x, self.dropout3)
+        return super()._ff_block(x) if output is None else output
 
 
 def _use_onepass(layer: torch.nn.Module) -> None:

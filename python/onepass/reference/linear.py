@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch.nn.functional as F
 from torch import Tensor
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -166,6 +166,32 @@ def _linear():
         optional = ("input", "weight")
         yield Call(f"ops.{op.__name__}", backward_tensors, backward(op), optional=optional)
 
+    def epilogue_tensors():
+        return everything() | {"seed": torch.tensor([3, 4])}
+
+    def epilogue(op):
+        def run(input, weight, bias, residual, seed):
+            return flat(op(input, weight, bias, residual, seed, 0.4, 1, True))
+
+        return run
+
+    for op in (RAW.linear_epilogue_forward, RAW.linear_epilogue_forward_check):
+        optional = ("bias", "residual")
+        yield Call(f"ops.{op.__name__}", epilogue_tensors, epilogue(op), optional=optional)
+
+    def upstream():
+        names = {"doutput": randn(6, 24), "preactivation": randn(6, 24, seed=1)}
+        return names | {"seed": torch.tensor([3, 4])}
+
+    def epilogue_backward(op):
+        def run(doutput, preactivation, seed):
+            return flat(op(doutput, preactivation, seed, 0.4, 3, torch.bfloat16))
+
+        return run
+
+    for op in (RAW.linear_epilogue_backward, RAW.linear_epilogue_backward_check):
+        yield Call(f"ops.{op.__name__}", upstream, epilogue_backward(op))
+
 
 def calls() -> Iterator[Call]:
     yield from _norms()

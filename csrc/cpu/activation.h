@@ -1,0 +1,134 @@
+// Activations and their derivatives, for lines of numbers that lie in L1.
+//
+// All but relu are x times a number between 0 and 1, the gate: sigmoid(x) for silu, the normal
+// distribution's function for gelu, sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)) for its tanh form
+// (Hendrycks and Gimpel, Gaussian error linear units, 2016). No gate is computed as 1 - (nearly 1),
+// so that they keep their digits where x is negative. As in torch, -Inf gives NaN in all but relu.
+#pragma once
+
+#include <cmath>
+
+#include "cpu/elementary.h"
+#include "ops/linear.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+template <class A>
+struct Gate {
+  Vec<A> value;
+  Vec<A> slope;  // its derivative
+};
+
+ONEPASS_INLINE Vec<float> absolute(Vec<float> x) { return x < Vec<float>{} ? -x : x; }
+
+ONEPASS_INLINE Gate<float> sigmoid(Vec<float> x) {
+  const Vec<float> e = exp(-absolute(x));
+  const Vec<float> ratio = broadcast<float>(1.0f) / (broadcast<float>(1.0f) + e);
+  return {x < Vec<float>{} ? e * ratio : ratio, e * ratio * ratio};
+}
+
+// The function of the normal distribution: exp(-x^2 / 2) t p(t) for x < 0 with t = 1 / (1 - 0.34
+// x), the form of Abramowitz and Stegun 7.1.26. The polynomial was fitted for its largest relative
+// error, 1.7e-8 up to |x| = 12; beyond, the product is less than float32 holds.
+ONEPASS_INLINE Gate<float> normal(Vec<float> x) {
+  const Vec<float> z = absolute(x);
+  const Vec<float> one = broadcast<float>(1.0f);
+  const Vec<float> t = one / fma<float>(z, broadcast<float>(0.34f), one);
+  Vec<float> p = broadcast<float>(-0x1.bd058ep-6f);
+  p = fma<float>(p, t, broadcast<float>(0x1.27be5ep-3f));
+  p = fma<float>(p, t, broadcast<float>(-0x1.21b75ap-2f));
+  p = fma<float>(p, t, broadcast<float>(0x1.b428aep-3f));
+  p = fma<float>(p, t, broadcast<float>(-0x1.a8e2ccp-5f));
+  p = fma<float>(p, t, broadcast<float>(0x1.e46e2ep-4f));
+  p = fma<float>(p, t, broadcast<float>(0x1.d4f234p-4f));
+  p = fma<float>(p, t, broadcast<float>(0x1.16f368p-3f));
+  p = fma<float>(p, t, broadcast<float>(0x1.15bd76p-3f));
+  const Vec<float> e = exp(z * z * broadcast<float>(-0.5f));
+  const Vec<float> tail = e * (p * t);
+  return {x < Vec<float>{} ? tail : one - tail, e * broadcast<float>(0.398942280401432678f)};
+}
+
+// scalar: in float64, lane by lane.
+ONEPASS_INLINE Gate<double> sigmoid(Vec<double> x) {
+  Gate<double> gate;
+  for (int i = 0; i < kLanes<double>; ++i) {
+    const double e = std::exp(-std::abs(x[i]));
+    gate.value[i] = (x[i] < 0 ? e : 1.0) / (1.0 + e);
+    gate.slope[i] = e / ((1.0 + e) * (1.0 + e));
+  }
+  return gate;
+}
+
+ONEPASS_INLINE Gate<double> normal(Vec<double> x) {
+  Gate<double> gate;
+  for (int i = 0; i < kLanes<double>; ++i) {
+    gate.value[i] = 0.5 * std::erfc(x[i] * -0.70710678118654752440);
+    gate.slope[i] = 0.39894228040143267794 * std::exp(-0.5 * x[i] * x[i]);
+  }
+  return gate;
+}
+
+template <Activation kActivation, class A>
+ONEPASS_INLINE Gate<A> gate(Vec<A> x) {
+  if constexpr (kActivation == Activation::kSilu) return sigmoid(x);
+  if constexpr (kActivation == Activation::kGelu) return normal(x);
+  if constexpr (kActivation == Activation::kGeluTanh) {
+    constexpr A kLinear = A(1.59576912160573071176), kCubic = A(0.0713548162726009257);
+    const Vec<A> square = x * x;
+    const Gate<A> of = sigmoid(x * fma<A>(square, broadcast<A>(kCubic), broadcast<A>(kLinear)));
+    return {of.value,
+            of.slope * fma<A>(square, broadcast<A>(A(3) * kCubic), broadcast<A>(kLinear))};
+  }
+}
+
+// f<an activation that is not kNone>()
+template <class F>
+void visit_activation(Activation activation, F&& f) {
+  switch (activation) {
+    case Activation::kNone:
+      return;
+    case Activation::kRelu:
+      return f.template operator()<Activation::kRelu>();
+    case Activation::kSilu:
+      return f.template operator()<Activation::kSilu>();
+    case Activation::kGelu:
+      return f.template operator()<Activation::kGelu>();
+    case Activation::kGeluTanh:
+      return f.template operator()<Activation::kGeluTanh>();
+  }
+}
+
+// to[i] = activation(from[i]); from may be to.
+template <class A>
+void activate(Activation activation, const A* from, int64_t count, A* to) {
+  visit_activation(activation, [&]<Activation kActivation>() {
+    for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
+      const Vec<A> x = load<A>(from + i, lanes);
+      if constexpr (kActivation == Activation::kRelu) {
+        store<A>(to + i, x < Vec<A>{} ? Vec<A>{} : x, lanes);  // NaN stays
+      } else {
+        store<A>(to + i, x * gate<kActivation, A>(x).value, lanes);
+      }
+    });
+  });
+}
+
+// gradient[i] *= activation'(x[i])
+template <class A>
+void multiply_by_slope(Activation activation, const A* x, int64_t count, A* gradient) {
+  visit_activation(activation, [&]<Activation kActivation>() {
+    for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
+      const Vec<A> at = load<A>(x + i, lanes), upstream = load<A>(gradient + i, lanes);
+      if constexpr (kActivation == Activation::kRelu) {
+        store<A>(gradient + i, at <= Vec<A>{} ? Vec<A>{} : upstream, lanes);
+      } else {
+        const Gate<A> of = gate<kActivation, A>(at);
+        store<A>(gradient + i, upstream * fma<A>(at, of.slope, of.value), lanes);
+      }
+    });
+  });
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

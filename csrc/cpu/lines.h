@@ -1,0 +1,43 @@
+// Lines of numbers in L1, read from and rounded into tensors of any dtype.
+#pragma once
+
+#include "core/visit.h"
+#include "cpu/vec.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// f<T>() with the type of a dtype that is computed in numbers A: float64 in double alone.
+template <class A, class F>
+ONEPASS_INLINE void visit_numbers(DType dtype, F&& f) {
+  if constexpr (sizeof(A) == 8) {
+    f.template operator()<double>();
+  } else {
+    visit_dtype_up_to_float32(dtype, f);
+  }
+}
+
+// line[i] = tensor[first + i]
+template <class A>
+void widen_line(const void* tensor, DType dtype, int64_t first, int64_t count, A* line) {
+  visit_numbers<A>(dtype, [&]<class T>() {
+    const T* from = static_cast<const T*>(tensor) + first;
+    for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
+      store<A>(line + i, load<A>(from + i, lanes), lanes);
+    });
+  });
+}
+
+// tensor[first + i] = line[i]; line may lie there.
+template <class A>
+void round_line(const A* line, int64_t count, void* tensor, DType dtype, int64_t first) {
+  visit_numbers<A>(dtype, [&]<class T>() {
+    T* to = static_cast<T*>(tensor) + first;
+    for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
+      store<A>(to + i, load<A>(line + i, lanes), lanes);
+    });
+  });
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

@@ -1,0 +1,175 @@
+"""Epilogues of linear under torch: opcheck, second derivatives, checkpoints, transforms, autocast,
+and what a call refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from onepass import functional
+from onepass.reference.linear import ACTIVATIONS
+from tests.linear.cases import RAW, make
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+
+EPILOGUES = [
+    (kind, p, residual) for kind in (0, 3) for p in (0.0, 0.4) for residual in (None, BF16)
+]
+
+
+@pytest.mark.parametrize("kind, p, residual", EPILOGUES, ids=str)
+def test_opcheck_epilogue(kind, p, residual):
+    case = make((3, 2), 4, 5)
+    more = None if residual is None else case.doutput.to(residual)
+    seed = torch.tensor([1, 2]) if p else None
+    arguments = (*case.tensors().values(), more, seed, p, kind, True)
+    torch.library.opcheck(torch.ops.onepass.linear_epilogue_forward.default, arguments)
+    preactivation = case.doutput.sin().to(BF16) if kind else None
+    arguments = (case.doutput, preactivation, seed, p, kind, BF16)
+    torch.library.opcheck(torch.ops.onepass.linear_epilogue_backward.default, arguments)
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_gradcheck_of_epilogues(activation):
+    case = make(3, 4, 5, F64)
+    residual = torch.randn(3, 5, dtype=F64, requires_grad=True)
+    seed = 3
+
+    def function(*tensors):
+        torch.manual_seed(seed)
+        *layer, stream = tensors
+        return functional.linear(*layer, activation=activation, dropout_p=0.3, residual=stream)
+
+    leaves = [*(t.requires_grad_() for t in case.tensors().values()), residual]
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+def test_what_an_epilogue_saves():
+    """Without gradients nothing; of a frozen layer nothing that it does not need."""
+    case = make(6, 8, 10)
+    x, w, b = case.tensors().values()
+    residual = torch.randn(6, 10)
+
+    def saved(*wrt, activation="gelu", p=0.0):
+        leaves = [t.detach().requires_grad_(name in wrt) for name, t in case.tensors().items()]
+        stream = residual.detach().requires_grad_("residual" in wrt)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
+        ):
+            functional.linear(*leaves, activation=activation, dropout_p=p, residual=stream)
+        return sorted(kept)
+
+    assert saved() == []
+    assert saved("input", "weight", "bias") == [(6, 8), (6, 10), (10, 8)]
+    assert saved("input") == [(6, 10), (10, 8)]
+    assert saved("bias", activation=None) == []
+    assert saved("bias", activation=None, p=0.5) == [(2,)]
+    assert saved("residual", activation=None) == []
+
+
+def test_epilogue_in_a_checkpoint():
+    case = make(16, 8, 10)
+    leaves = [t.requires_grad_() for t in case.tensors().values()]
+
+    def layer(*tensors):
+        return functional.linear(*tensors, activation="silu", dropout_p=0.5)
+
+    found = []
+    for reentrant in (None, False, True):
+        torch.manual_seed(4)
+        if reentrant is None:
+            output = layer(*leaves)
+        else:
+            output = checkpoint(layer, *leaves, use_reentrant=reentrant)
+        found.append(torch.autograd.grad(output, leaves, case.doutput) if not reentrant else None)
+        if reentrant:
+            output.backward(case.doutput)
+            found[-1] = [t.grad for t in leaves]
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmap_of_epilogues():
+    x, w, b, r = torch.randn(6, 9, 20), torch.randn(16, 20), torch.randn(16), torch.randn(6, 9, 16)
+
+    def layer(x, r):
+        return functional.linear(x, w, b, activation="gelu", residual=r)
+
+    torch.testing.assert_close(torch.func.vmap(layer)(x, r), layer(x, r))
+
+    def per_sample(x, r):
+        return torch.func.grad(lambda x: layer(x, r).pow(2).sum())(x)
+
+    expected = torch.func.grad(lambda x: layer(x, r).pow(2).sum())(x)
+    torch.testing.assert_close(torch.func.vmap(per_sample)(x, r), expected)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_autocast_of_epilogues(activation):
+    case = make(6, 8, 10)
+    with torch.autocast("cpu", BF16):
+        output = functional.linear(*case.tensors().values(), activation=activation, dropout_p=0.1)
+        stream = functional.linear(
+            *case.tensors().values(), activation=activation, residual=case.doutput
+        )
+    assert output.dtype is BF16 and stream.dtype is F32
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"residual": torch.ones(3, 4)},
+            r"residual must have shape \(3, 5\), got \(3, 4\)",
+        ),
+        (
+            {"residual": torch.ones(3, 5, dtype=F64)},
+            "residual must have dtype float32, bfloat16 or float16 beside input",
+        ),
+        ({"dropout_p": 1.5}, "dropout_p must lie between 0 and 1, got 1.5"),
+        ({"seed": None}, "seed must be given for dropout, got none"),
+        ({"activation_kind": 5}, "activation_kind must be one of 0 to 4, got 5"),
+        ({"activation_kind": -1}, "activation_kind must be one of 0 to 4, got -1"),
+    ],
+    ids=lambda v: "" if isinstance(v, dict) else v[:40],
+)
+def test_messages(changes, message):
+    given = dict(
+        make(3, 4, 5).tensors(), residual=torch.ones(3, 5), seed=torch.tensor([1, 2]),
+        dropout_p=0.5, activation_kind=1, save_preactivation=False,
+    )  # fmt: skip
+    for op in (RAW.linear_epilogue_forward, RAW.linear_epilogue_forward_check):
+        op(**given)
+        with pytest.raises(RuntimeError, match=f"linear: {message}"):
+            op(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"preactivation": None}, "preactivation must be given with an activation and only then"),
+        ({"activation_kind": 0}, "preactivation must be given with an activation and only then"),
+        ({"preactivation": torch.ones(5)}, r"preactivation must have shape \(3, 5\), got \(5,\)"),
+        ({"dropout_p": -0.5}, "dropout_p must lie between 0 and 1, got -0.5"),
+        ({"seed": None}, "seed must be given for dropout, got none"),
+        ({"out_dtype": F64}, "out_dtype must have dtype float32, bfloat16 or float16 beside"),
+        ({"activation_kind": 9}, "activation_kind must be one of 0 to 4, got 9"),
+    ],
+    ids=lambda v: "" if isinstance(v, dict) else v[:40],
+)
+def test_messages_of_the_backward(changes, message):
+    given = dict(
+        doutput=torch.ones(3, 5), preactivation=torch.ones(3, 5), seed=torch.tensor([1, 2]),
+        dropout_p=0.5, activation_kind=1, out_dtype=None,
+    )  # fmt: skip
+    for op in (RAW.linear_epilogue_backward, RAW.linear_epilogue_backward_check):
+        op(**given)
+        with pytest.raises(RuntimeError, match=f"linear_epilogue_backward: {message}"):
+            op(**(given | changes))

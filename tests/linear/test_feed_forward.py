@@ -1,0 +1,192 @@
+"""The feed-forward blocks of the transformer layers: two calls compute what their parts do."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onepass
+from onepass import numerics
+from onepass._ops import dispatch_log, products, small_calls
+
+SLOW = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
+FAST = SLOW._replace(vendor="GenuineIntel")
+WIDTH, HIDDEN = 128, 512
+SHAPE = (4, 160, WIDTH)  # calls large enough to gain
+
+
+@pytest.fixture(autouse=True)
+def slow_products(monkeypatch):
+    """Torch's, as on a CPU where the layers take ours; on two threads, of which bounds depend."""
+    monkeypatch.setattr(products, "facts", lambda: SLOW)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def layer(decoder: bool = False, **options) -> nn.Module:
+    torch.manual_seed(1)
+    made = onepass.nn.TransformerDecoderLayer if decoder else onepass.nn.TransformerEncoderLayer
+    return made(WIDTH, 4, HIDDEN, batch_first=True, **{"dropout": 0.2, **options})
+
+
+def calls_of(module, *inputs) -> list[str]:
+    """The arguments of the linear operators that ran, or "torch"."""
+    with dispatch_log.record() as calls:
+        module(*inputs)
+    return [
+        "torch" if call["level"] == "torch's own" else call["arguments"]
+        for call in calls
+        if call["op"] == "linear"
+    ]
+
+
+def observed(module: nn.Module) -> nn.Module:
+    """A copy whose parts are called one by one, because something looks at each."""
+    module = copy.deepcopy(module)
+    for part in (module.linear1, module.linear2):
+        part.register_forward_hook(lambda *_: None)
+    return module
+
+
+def step(module: nn.Module, *inputs) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    output = module(*leaves)
+    return [output, *torch.autograd.grad(output.square().sum(), [*leaves, *module.parameters()])]
+
+
+OPTIONS = [
+    {},
+    {"activation": "gelu"},
+    {"activation": F.silu, "norm_first": True},
+    {"norm_first": True, "bias": False},
+]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("decoder", [False, True])
+def test_two_calls_compute_what_the_parts_do(decoder, options, training):
+    """With the same elements dropped: within rounding of the parts one by one."""
+    fused = layer(decoder, **options).train(training)
+    inputs = [torch.randn(SHAPE) for _ in range(1 + decoder)]
+    found, expected = step(fused, *inputs), step(observed(fused), *inputs)
+    exact = step(observed(fused).double(), *(x.double() for x in inputs))
+    for ours, base, ref in zip(found, expected, exact, strict=True):
+        numerics.assert_close(ours, ref, base)
+    name = {"gelu": "gelu", F.silu: "silu"}.get(options.get("activation"), "relu")
+    first, second = calls_of(fused, *inputs)[-2:]
+    assert name in first and ("dropout" in first) is training
+    assert ("residual" in second) is not decoder and ("dropout" in second) is training
+    assert not any(name in call for call in calls_of(observed(fused), *inputs))
+
+
+def test_where_torch_is_as_fast_its_products_run(monkeypatch):
+    monkeypatch.setattr(products, "facts", lambda: FAST)
+    fused, x = layer(activation="gelu"), torch.randn(SHAPE)
+    assert set(calls_of(fused, x)) == {"torch"}
+    for ours, base in zip(step(fused, x), step(observed(fused), x), strict=True):
+        torch.testing.assert_close(ours, base)
+
+
+def test_small_calls_are_torchs(monkeypatch):
+    monkeypatch.setattr(small_calls, "LEAST_LINEAR", {torch.float32: (1 << 22, 1 << 22)})
+    fused = layer()
+    assert set(calls_of(fused, torch.randn(1, 5, WIDTH))) == {"torch"}
+
+
+class Loud(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def own_linear(module):
+    module.linear1 = Loud(WIDTH, HIDDEN)
+
+
+def own_dropout(module):
+    module.dropout = nn.Dropout(0.2)
+
+
+def pre_hook(module):
+    module.linear2.register_forward_pre_hook(lambda *_: None)
+
+
+def backward_hook(module):
+    module.linear1.register_full_backward_hook(lambda *_: None)
+
+
+def own_forward(module):
+    module.linear1.forward = lambda input: 2 * nn.Linear.forward(module.linear1, input)
+
+
+def module_activation(module):
+    module.activation = nn.GELU()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [own_linear, own_dropout, pre_hook, backward_hook, own_forward, module_activation],
+    ids=lambda f: f.__name__,
+)
+def test_what_somebody_changed_is_called(change):
+    module = layer()
+    change(module)
+    assert not any("relu" in call for call in calls_of(module, torch.randn(SHAPE)))
+
+
+def test_a_block_of_the_users_own_is_called():
+    class Own(onepass.nn.TransformerEncoderLayer):
+        def _ff_block(self, x):
+            return torch.zeros_like(x)
+
+    module = Own(WIDTH, 4, HIDDEN, batch_first=True, dropout=0.0, norm_first=True)
+    with dispatch_log.record() as calls:
+        module(torch.randn(SHAPE))
+    assert not any("relu" in call["arguments"] for call in calls)
+
+
+def test_a_global_hook_sees_every_part():
+    module, seen = layer(), []
+    handle = nn.modules.module.register_module_forward_hook(lambda part, *_: seen.append(part))
+    try:
+        module(torch.randn(SHAPE))
+    finally:
+        handle.remove()
+    assert {module.linear1, module.linear2, module.dropout, module.dropout2} <= set(seen)
+
+
+@pytest.mark.parametrize("kinds, fused", [(None, True), (("attention", "norm", "dropout"), False)])
+def test_swapped_layers(kinds, fused):
+    """Two calls where swap took all the parts; the linear layers of torch where it left them."""
+    torch.manual_seed(1)
+    stock = nn.TransformerEncoderLayer(WIDTH, 4, HIDDEN, batch_first=True, dropout=0.2)
+    onepass.swap(stock) if kinds is None else onepass.swap(stock, kinds=kinds)
+    calls = calls_of(stock, torch.randn(SHAPE))
+    assert any("relu" in call for call in calls) is fused
+    onepass.unswap(stock)
+    assert calls_of(stock, torch.randn(SHAPE)) == []
+
+
+def test_compiled():
+    fused, x = layer(activation="gelu", norm_first=True), torch.randn(SHAPE)
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    for ours, base in zip(step(compiled, x), step(fused, x), strict=True):
+        torch.testing.assert_close(ours, base)
+
+
+def test_autocast():
+    fused, x = layer(activation="gelu").eval(), torch.randn(SHAPE)
+    exact = fused(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = fused(x), observed(fused)(x)
+    assert found.dtype is expected.dtype
+    error = (found - exact).abs().max() / (expected - exact).abs().max()
+    assert math.isfinite(error) and error < 2
