@@ -57,6 +57,15 @@ def keep(limit: int | None) -> bool:
     )
 
 
+def map_apart() -> bool:
+    """From now on blocks of 128 KiB and more are mapped and unmapped, each by itself, as when the
+    process began: resident memory is what is in use, for the heap has no large holes.
+
+    Returns whether malloc takes that.
+    """
+    return not obstacle() and _set({"mmap_threshold": _DEFAULTS["mmap_threshold"]})
+
+
 def restore() -> bool:
     """What the environment says or else what malloc comes to by itself; frees what it can.
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import onepass
+from onepass import _malloc
 from onepass.compare import measure, memory, variants
 from tests.compare.cases import settings_of
 
@@ -61,10 +62,11 @@ def test_peak_memory_of_kept_steps_is_that_of_some(variant, monkeypatch):
     told, sent, model = [], [], Precise()
     work = SimpleNamespace(build=lambda: model)
     work.batch = work.small_batch = lambda *_: (torch.ones(2, 4),)
-    monkeypatch.setattr(onepass, "keep_freed_memory", lambda: told.append(True))
+    monkeypatch.setattr(onepass, "keep_freed_memory", lambda: told.append("keep"))
+    monkeypatch.setattr(_malloc, "map_apart", lambda: told.append("apart"))
     monkeypatch.setattr(memory, "workload_of", lambda *_: work)
     memory._measure(SimpleNamespace(send=sent.append), variant, 0.0, settings_of(), None)
     assert sent[0] >= 0
     is_kept = variant != "stock"
-    assert told == [True] * is_kept
+    assert told == ["keep" if is_kept else "apart"]
     assert len(model.seen) == 2 * (1 + (memory.KEPT_STEPS if is_kept else 1))

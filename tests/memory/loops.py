@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 
 import onepass
+from onepass import _malloc
 from onepass.bench.machine import page_faults, recycled_memory
 from tests.support import isolated
 
@@ -103,6 +104,24 @@ def undone_small():
     onepass.keep_freed_memory()
     onepass.keep_freed_memory(0)
     return faults(lambda: block(8)), faults(warm_up=1)
+
+
+def holes(apart: bool):
+    """(mebibytes that freed blocks below one in use leave resident, whether malloc obeyed)."""
+    faults(lambda: block(24), warm_up=1)  # from now on malloc has such blocks in its heap
+    obeyed = apart and _malloc.map_apart()
+    before = resident()
+    blocks = [block(24) for _ in range(4)]
+    del blocks[:3]
+    return resident() - before - 24, obeyed
+
+
+def in_the_heap():
+    return holes(False)
+
+
+def apart():
+    return holes(True)
 
 
 def limited(limit: int):

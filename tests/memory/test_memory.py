@@ -27,7 +27,7 @@ FRESH = COUNTED * 32  # page faults of so many blocks, at least
 TRIES = 5
 TOGETHER = (
     "public", "bench", "backward", "undone", "undone_small", "below_the_limit", "beyond_the_limit",
-    "forked", "in_threads",
+    "forked", "in_threads", "in_the_heap", "apart",
 )  # fmt: skip
 
 on_glibc = pytest.mark.skipif(bool(_malloc.obstacle()), reason=_malloc.obstacle())
@@ -92,6 +92,13 @@ def test_undone_resident_memory_goes_back():
 def test_undone_blocks_that_malloc_keeps_by_itself_are_kept():
     """Those of 8 MiB; malloc's thresholds at its start would unmap them."""
     shown("undone_small", lambda small, large: large >= FRESH and small < large / 32)
+
+
+@on_glibc
+def test_blocks_that_are_mapped_apart_leave_no_holes():
+    """As the peaks of `onepass compare` are measured."""
+    shown("in_the_heap", lambda left, obeyed: left >= 40)
+    shown("apart", lambda left, obeyed: obeyed and left < 8)
 
 
 @on_glibc

@@ -25,7 +25,8 @@ the GPT and for what ``--model`` takes.
   ``baseline`` of a swapped variant is the stock one treated alike), ``parts_ms`` by phase (forward,
   backward, update) and part (linear, attention, norm, dropout, activation, loss, optimizer,
   unattributed), null for variants that are compiled or keep memory, ``saved_bytes`` and
-  ``peak_bytes`` (of a step; with kept memory of four: what the process keeps), ``linear_gflops``
+  ``peak_bytes`` (of a step, holes in glibc's heap apart; with kept memory of four steps, and all
+  that the process keeps), ``linear_gflops``
   (of linear layers, null as parts_ms is); beside the variants ``linear_operations`` of a step and
   ``arithmetic_gflops``, what this CPU reaches (null on CUDA)
 - ``first_step``: per variant ``{loss, loss_difference, gradient_error, gradient_name}``

@@ -205,7 +205,8 @@ def _range(shares: list[float]) -> str:
 def print_result(result: Result, console: Console) -> None:
     """Prints the tables, the verdict and the footer.
 
-    Saved is what the forward keeps for the backward, peak the step's high-water mark.
+    Saved is what the forward keeps for the backward, peak the step's high-water mark (holes in
+    glibc's heap do not count: :mod:`onepass.compare.memory`).
     """
     console.print(_speed_table(result))
     for speed in result.speeds:
