@@ -1,4 +1,4 @@
-"""The optimizer family on the CPU: gradient clipping."""
+"""The optimizer family's operators: norms and clipping everywhere, steps on the CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from onepass import numerics, reference
 from onepass._ops import dispatch_log
 from onepass._ops.optimizer import ALGORITHMS, LAYOUT, Hyper
 from onepass.optim import clip_grad_norm_
+from tests.emulator.executors import everywhere
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INF = float("inf")
@@ -27,6 +28,14 @@ def parameters(*sizes, dtype=F32, scale=1.0):
         parameter.grad = (torch.randn(size) * scale).to(dtype)
         made.append(parameter)
     return made
+
+
+def shifted(parameter):
+    """Its gradient begins 8 bytes beyond a multiple of 16."""
+    gradient, ahead = parameter.grad, 8 // parameter.grad.itemsize
+    memory = torch.empty(gradient.numel() + ahead, dtype=gradient.dtype)
+    parameter.grad = memory[ahead:].view(gradient.shape).copy_(gradient)
+    return parameter
 
 
 def copies(of):
@@ -58,6 +67,7 @@ def check(of, max_norm, order=2.0):
 # ---- values --------------------------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.isa
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
@@ -65,22 +75,27 @@ def check(of, max_norm, order=2.0):
 def test_values(order, dtype, max_norm):
     sizes = [1, 7, (3, 5), 64, 1000, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 77]
     check(parameters(*sizes, dtype=dtype, scale=0.1), max_norm, order)
+    check([shifted(p) for p in parameters(*sizes, dtype=dtype, scale=0.1)], max_norm, order)
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 4095, 4096, 4097, 100_003])
-def test_one_tensor(size):
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097, 100_003])
+def test_one_tensor(executor, size):
     for order in ORDERS:
         check(parameters(size), 0.1, order)
+        check([shifted(p) for p in parameters(size)], 0.1, order)
 
 
+@everywhere
 @pytest.mark.isa
-def test_mixed_dtypes():
+@pytest.mark.parametrize("order", ORDERS)
+def test_mixed_dtypes(order):
     for dtypes in ((F32, BF16), (BF16, F16), (F64, F32), (BF16, F16, F32, F64)):
         of = [p for dtype in dtypes for p in parameters(100, 5000, dtype=dtype)]
-        check(of, 0.5)
+        check(of, 0.5, order)
 
 
+@everywhere
 def test_a_norm_within_the_limit_leaves_gradients_as_they_are():
     of = parameters(10, 5000)
     before = [p.grad.clone() for p in of]
@@ -107,6 +122,7 @@ def test_single_tensor_generator_and_missing_gradients():
 # ---- layouts -------------------------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.parametrize("order", ORDERS)
 def test_layouts(order):
     """Permuted gradients are taken as they lie; those with gaps go to torch's own function."""
@@ -122,6 +138,7 @@ def test_layouts(order):
     assert torch.equal(whole[:, 1::2], others)
 
 
+@everywhere
 def test_what_lies_around_a_gradient_stays():
     memory = torch.full((3 * PIECE,), 7.0)
     (p,) = parameters(PIECE + 3)
@@ -130,8 +147,15 @@ def test_what_lies_around_a_gradient_stays():
     assert (memory[:5] == 7.0).all() and (memory[5 + PIECE + 3 :] == 7.0).all()
 
 
+@everywhere
 def test_empty_gradients():
     check(parameters(0, 5, (3, 0)), 0.1)
+    for order, sizes in itertools.product(ORDERS, ((0,), (0, 1, 0), (1,), (0, 0, 5))):
+        gradients = [p.grad for p in parameters(*sizes)]
+        together = torch.cat([torch.zeros(1), *gradients]).double()  # of nothing: 0
+        ref = torch.linalg.vector_norm(together, order).item()
+        found = torch.ops.onepass.gradient_norm(gradients, order).item()
+        assert found == pytest.approx(ref, rel=1e-7)
     empty = parameters(0, (3, 0))
     assert clip_grad_norm_(empty, 1.0) == 0
 
@@ -419,6 +443,7 @@ def test_a_step_does_not_depend_on_how_the_last_one_was_asked_for(before):
 # ---- extremes ------------------------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.isa
 def test_no_magnitude_is_larger_than_nan():
     """In whichever lane and piece it is."""
@@ -428,24 +453,31 @@ def test_no_magnitude_is_larger_than_nan():
         assert torch.ops.onepass.gradient_norm([gradient], INF).isnan(), where
 
 
+@everywhere
 @pytest.mark.isa
-def test_squares_beyond_float32():
-    """torch's own norm is infinite here, and its gradients become zero."""
-    (p,) = parameters(5000)
-    p.grad = torch.randn(5000) * 1e25
-    (stock,) = copies([p])
-    assert torch.nn.utils.clip_grad_norm_([stock], 2.0).isinf() and not stock.grad.any()
-    expected = p.grad.double().norm()
-    direction = p.grad.double() / expected
-    norm = clip_grad_norm_([p], 2.0)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_squares_beyond_float32(dtype, order):
+    """torch's own norm of order 2 is infinite here, and its gradients become zero."""
+    of = parameters(5000, dtype=dtype, scale=1e38) + parameters(100)
+    of[0].grad.clamp_(-3e38, 3e38)  # float32 ends at 3.4e38
+    if order == 2.0:
+        stock = copies(of)
+        assert torch.nn.utils.clip_grad_norm_(stock, 2.0).isinf() and not stock[0].grad.any()
+    expected = torch.linalg.vector_norm(torch.cat([p.grad.double() for p in of]), order)
+    direction = of[0].grad.double() / expected
+    norm = torch.ops.onepass.gradient_norm([p.grad for p in of], order)
     assert abs(norm / expected - 1) < 1e-6
-    assert (p.grad.double() - 2 * direction).abs().max() < 1e-6
+    if norm < 3e38:
+        clip_grad_norm_(of, 2.0, order)
+        assert (of[0].grad.double() - 2 * direction).abs().max() < 2 * torch.finfo(dtype).eps
 
 
+@everywhere
 @pytest.mark.isa
 @pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("place", [0, 4999])
+@pytest.mark.parametrize("place", [0, 31, 257, PIECE - 1, PIECE, 4999])
 def test_not_finite_as_torch(bad, order, place):
     of = parameters(100, 5000)
     of[1].grad[place] = bad
@@ -456,6 +488,15 @@ def test_not_finite_as_torch(bad, order, place):
     for one, two in zip(of, stock, strict=True):
         assert torch.equal(one.grad.isnan(), two.grad.isnan())
         assert torch.equal(one.grad.nan_to_num(), two.grad.nan_to_num())
+
+
+@everywhere
+@pytest.mark.parametrize("order", ORDERS)
+def test_nan_beside_infinity(order):
+    for dtype in (F32, BF16, F16, F64):
+        (p,) = parameters(5000, dtype=dtype)
+        p.grad[[3, 1000]] = torch.tensor([INF, float("nan")], dtype=dtype)
+        assert torch.ops.onepass.gradient_norm([p.grad], order).isnan()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -472,6 +513,7 @@ def test_error_if_nonfinite_changes_nothing(order):
     assert all(torch.equal(p.grad, g) for p, g in zip(of, before, strict=True))
 
 
+@everywhere
 def test_limits_of_zero_and_below():
     for max_norm in (0.0, -1.0):
         check(parameters(5000), max_norm)
