@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -443,9 +444,13 @@ def pool(case: Case) -> tuple[Case, ...]:
     return (case,)
 
 
-def compute(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """(ours, the definition in float64, what that is measured by) of one draw."""
+def compute(
+    case: Case, change: Callable[[dict], dict] = lambda t: {}
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """(ours, the definition in float64, what that is measured by) of one draw, whose tensors
+    `change` has changed."""
     t = case.tensors()
+    t |= change(t)
     before = {name: tensor.clone() for name, tensor in t.items()}
     found, ref = ours(case, t), definition(case, t, F64)
     for name, tensor in t.items():
@@ -454,6 +459,11 @@ def compute(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str,
     for name, dtype in expected_dtypes(case, t).items():
         assert name not in found or found[name].dtype == dtype, f"{case}: {name}"
     return found, ref, ref if case.dtype is F64 else base(case, t)
+
+
+def check_changed(case: Case, change: Callable[[dict], dict]) -> None:
+    """As check, with every draw's tensors changed by `change`."""
+    check(case, functools.partial(compute, change=change))
 
 
 def check(case: Case, compute=compute) -> None:

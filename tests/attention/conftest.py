@@ -8,6 +8,12 @@ from tests.attention.cuda_cases import judge_one_draw_first
 
 
 @pytest.fixture
+def one_draw_first(cuda, monkeypatch):
+    """Emulated CUDA in the place of every operator, and no more of a case than it takes."""
+    judge_one_draw_first(monkeypatch)
+
+
+@pytest.fixture
 def executor(executor, monkeypatch):
     if executor.is_cuda:
         executor.calls.keywords["deterministic"] = True

@@ -40,7 +40,6 @@ from tests.attention.cuda_cases import (
     dtypes,
     every_third,
     half_and_float,
-    judge_one_draw_first,
     kinds,
     of_kind,
 )
@@ -48,10 +47,7 @@ from tests.attention.test_random import cases
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
 
-
-@pytest.fixture(autouse=True)
-def on_cuda(cuda, monkeypatch):
-    judge_one_draw_first(monkeypatch)
+pytestmark = pytest.mark.usefixtures("one_draw_first")
 
 
 # ---- values and gradients ------------------------------------------------------------------------

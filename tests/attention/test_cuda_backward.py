@@ -22,15 +22,11 @@ from tests.attention.cases import (
 from tests.attention.cuda_cases import (
     CAUSAL,
     half_and_float,
-    judge_one_draw_first,
     kinds,
     of_kind,
 )
 
-
-@pytest.fixture(autouse=True)
-def on_cuda(cuda, monkeypatch):
-    judge_one_draw_first(monkeypatch)
+pytestmark = pytest.mark.usefixtures("one_draw_first")
 
 
 EVERYTHING = Case(

@@ -20,16 +20,12 @@ from tests.attention.cuda_cases import (
     CAUSAL,
     TILED,
     half_and_float,
-    judge_one_draw_first,
     kinds,
     of_kind,
     once_per_tile,
 )
 
-
-@pytest.fixture(autouse=True)
-def on_cuda(cuda, monkeypatch):
-    judge_one_draw_first(monkeypatch)
+pytestmark = pytest.mark.usefixtures("one_draw_first")
 
 
 LAID_OUT = Case(

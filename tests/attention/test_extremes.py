@@ -23,6 +23,7 @@ from tests.attention.cases import (
     assert_same,
     base,
     check,
+    check_changed,
     definition,
     equal,
     forward,
@@ -33,18 +34,6 @@ from tests.emulator.executors import everywhere
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
 INF = math.inf
-
-
-def check_changed(case: Case, change) -> None:
-    """As check, with every draw's tensors changed by `change`."""
-
-    def compute(drawn: Case):
-        t = drawn.tensors()
-        t = t | change(t)
-        ref = definition(drawn, t, F64)
-        return ours(drawn, t), ref, ref if drawn.dtype is F64 else base(drawn, t)
-
-    check(case, compute)
 
 
 # ---- sizes --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -353,14 +354,23 @@ def stages(case: Case) -> tuple[int, ...]:
     return draws(case), 5 * draws(case), 25 * draws(case)
 
 
-def compute(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """(ours, the definition in float64, what that is measured by) of one draw."""
+def compute(
+    case: Case, change: Callable[[dict], dict] = lambda t: {}
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """(ours, the definition in float64, what that is measured by) of one draw, whose tensors
+    `change` has changed."""
     t = case.tensors()
+    t |= change(t)
     found = ours(case, t)
     order = found["output"].transpose(1, 2) if case.out_bshd else found["output"]
     assert order.is_contiguous() and found["lse"].is_contiguous()
     assert found["output"].dtype is case.dtype and found["lse"].dtype is F32
     return found, definition(case, t, F64), base(case, t)
+
+
+def check_changed(case: Case, change: Callable[[dict], dict]) -> None:
+    """As check, with every draw's tensors changed by `change`."""
+    check(case, functools.partial(compute, change=change))
 
 
 def check(case: Case, compute: Callable = compute) -> None:

@@ -1,3 +1,3 @@
 """As for attention."""
 
-from tests.attention.conftest import executor  # noqa: F401
+from tests.attention.conftest import executor, one_draw_first  # noqa: F401

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention.cases import reserved
-from tests.attention.cuda_cases import DECODE_KERNELS, every_third, judge_one_draw_first
+from tests.attention.cuda_cases import DECODE_KERNELS, every_third
+from tests.attention_decode import test_values
 from tests.attention_decode.cases import (
     BATCHES,
     BF16,
@@ -30,16 +31,11 @@ from tests.attention_decode.cases import (
     pairwise,
     quick_batches,
 )
-from tests.attention_decode.test_random import cases
-from tests.attention_decode.test_values import combination
+from tests.attention_decode.test_random import cases, check_any_storage
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
 
-
-@pytest.fixture(autouse=True)
-def on_cuda(cuda, monkeypatch):
-    judge_one_draw_first(monkeypatch)
-
+pytestmark = pytest.mark.usefixtures("one_draw_first")
 
 # ---- values --------------------------------------------------------------------------------------
 
@@ -67,30 +63,19 @@ def test_long_and_many_sequences(cuda, name, dtype):
     assert blocks == 1024 if name == "whole sequences" else blocks > 1
 
 
-AXES = dict(
+AXES = test_values.AXES | dict(
     lengths=[(0, 1, 129), (15, 16, 17), (63, 64, 65), (300,), (700, 2)],
     head_dim=(8, 40, 59, 64, 128, 256, 264),
     seq_q=(1, 3, 16, 17),
     window=[(-1, -1), (-1, 0), (60, 0), (33, 17), (0, 0)],
     page_size=[0, 0, 1, 7, 64],
     group=[(1, 1), (4, 1), (6, 2), (5, 5)],
-    new_rows=[-1, 0, 1, 5, "seq_q"],
-    rotary=[None, None, ("interleaved", 0, None), ("halves", 0, F32), ("interleaved", 6, F32),
-            ("halves", 6, None)],
-    dtype=DTYPES,
-    pads=[(), (0, 3, 70), (1,)],
-    alibi=[None, "", "b"],
-    sinks=[None, F32, "dtype"],
-    softcap=[0.0, 2.0],
-    value_dim=[0, 24],
-    scattered=[False, True],
-    out_bshd=[False, True],
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("row", every_third(pairwise(AXES)))
 def test_pairs_of_options(row):
-    check(combination(row))
+    check(test_values.combination(row))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -105,17 +90,7 @@ def test_any_combination(case):
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(case=cases(), data=st.data())
 def test_any_storage(case, data):
-    """The same keys in other rows, caches or pages: the same bits."""
-    case = replace(case, pads=(), rotary=None)
-    other = replace(
-        case,
-        page_size=data.draw(st.integers(0, 40)),
-        pads=tuple(data.draw(st.lists(st.integers(0, 70), max_size=3))),
-        scattered=data.draw(st.booleans()),
-        room=data.draw(st.integers(0, 200)),
-        out_bshd=data.draw(st.booleans()),
-    )
-    assert_same(ours(other), ours(case))
+    check_any_storage(case, data)
 
 
 batches = pytest.mark.parametrize("name", quick_batches)

@@ -14,13 +14,11 @@ from tests.attention_decode.cases import (
     BF16,
     DTYPES,
     F32,
-    F64,
     NAN,
     Case,
     assert_same,
-    base,
     check,
-    definition,
+    check_changed,
     equal,
     int32,
     ours,
@@ -32,17 +30,6 @@ from tests.emulator.executors import everywhere
 pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 INF = math.inf
-
-
-def check_changed(case: Case, change) -> None:
-    """As check, with every draw's tensors changed by `change`."""
-
-    def compute(drawn: Case):
-        t = drawn.tensors()
-        t = t | change(t)
-        return ours(drawn, t), definition(drawn, t, F64), base(drawn, t)
-
-    check(case, compute)
 
 
 # ---- sizes --------------------------------------------------------------------------------------

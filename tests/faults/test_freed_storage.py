@@ -113,22 +113,20 @@ def paged_attention() -> tuple[Callable, dict]:
     )  # fmt: skip
 
 
-def attention_backward() -> tuple[Callable, dict]:
-    arguments = dense()
+def backward_of(arguments: dict, grad_mask: int) -> tuple[Callable, dict]:
     output, lse, rest = OPS.attention_forward(**arguments)
     return OPS.attention_backward, arguments | dict(
         doutput=output.clone(), dlse=lse.clone(), output=output, lse=lse, lse_rest=rest,
-        grad_mask=63,
+        grad_mask=grad_mask,
     )  # fmt: skip
+
+
+def attention_backward() -> tuple[Callable, dict]:
+    return backward_of(dense(), 63)
 
 
 def packed_backward() -> tuple[Callable, dict]:
-    _, arguments = packed_attention()
-    output, lse, rest = OPS.attention_forward(**arguments)
-    return OPS.attention_backward, arguments | dict(
-        doutput=output.clone(), dlse=lse.clone(), output=output, lse=lse, lse_rest=rest,
-        grad_mask=7,
-    )  # fmt: skip
+    return backward_of(packed_attention()[1], 7)
 
 
 def decode() -> tuple[Callable, dict]:
