@@ -44,7 +44,7 @@ TESTS = {
         "tests/device/test_optim.py",
         "tests/norm/test_values.py",
         "tests/dropout/test_values.py",
-        "tests/optimizer/test_operators.py",
+        "tests/optimizer/test_clipping.py",
     ),
     "attention tests": (
         "tests/device/test_attention.py",

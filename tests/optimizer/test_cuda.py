@@ -1,6 +1,6 @@
 """The optimizer family's CUDA kernels under the emulator: bitwise steps, one pass, no races.
 
-Norms and clipping are those of test_operators.py.
+Norms and clipping are those of test_clipping.py.
 """
 
 from __future__ import annotations
