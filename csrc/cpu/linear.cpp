@@ -75,6 +75,9 @@ struct Scratch {
   typename M::Number* sums;       // (rows, cols) of a piece, or (0,)
   typename M::Number* bias;       // (cols,) of a piece
   typename M::Number* left_sums;  // (rows,) of a piece
+  // (kStripRows, kPanel) sums between two chains: in the output, rows that lie a multiple of 4 KiB
+  // apart push each other out of L1.
+  typename M::Number* tile;
 };
 
 // At least one: there may be left_sums alone to compute.
@@ -94,18 +97,20 @@ Scratch<M> scratch_of(const LinearProduct& args, const Layout& layout, Arena& ar
   scratch.right = arena.take<typename M::Element>(cols * kCells * M::kPerCell);
   scratch.sums = arena.take<typename M::Number>(layout.sums == Sums::kScratch ? rows * cols : 0);
   scratch.bias = arena.take<typename M::Number>(cols);
+  scratch.tile = arena.take<typename M::Number>(kStripRows * kPanel<M>);
   scratch.left_sums = arena.take<typename M::Number>(args.left_sums ? rows + kStrip<M> : 0);
   return scratch;
 }
 
-// Where the sums of a strip and a panel go.
+// Where the sums of a strip and a panel come from and go.
 template <class A>
 struct Sink {
-  A* sums;
-  int64_t row;      // between rows of sums
+  const A* from;  // sums so far; or null, where they begin with the bias
+  int64_t from_row;
+  A* to;
+  int64_t to_row;
   int64_t columns;  // of the panel
-  const A* bias;    // (columns,) what the first chain is added to; or null
-  bool add;         // to what is there
+  const A* bias;    // (columns,); or null
 };
 
 template <class M, int kRows>
@@ -117,16 +122,17 @@ template <class M, int kRows>
                   cells, sum);
   using A = typename M::Number;
   const auto put = [&](int v, auto count) {
-    A* sums = sink.sums + v * M::kLanes;
-    if (sink.add) {
+    A* to = sink.to + v * M::kLanes;
+    if (sink.from) {
+      const A* from = sink.from + v * M::kLanes;
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        store<A>(sums + r * sink.row, load<A>(sums + r * sink.row, count) + sum[r][v], count);
+        store<A>(to + r * sink.to_row, load<A>(from + r * sink.from_row, count) + sum[r][v], count);
       }
     } else {
       const Vec<A> bias = sink.bias ? load<A>(sink.bias + v * M::kLanes, count) : Vec<A>{};
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) store<A>(sums + r * sink.row, sum[r][v] + bias, count);
+      for (int r = 0; r < kRows; ++r) store<A>(to + r * sink.to_row, sum[r][v] + bias, count);
     }
   };
 #pragma GCC unroll 2
@@ -323,18 +329,27 @@ class Linear {
         }
         if (sums_left) add_left<M>(strip, cells, height, scratch_.left_sums + first);
         for (int64_t j = 0; j < cols; j += kPanel<M>) {
-          Sink<A> sink{.sums = sums + first * sums_row + j,
-                       .row = sums_row,
-                       .columns = std::min(kPanel<M>, cols - j),
-                       .bias = args_.bias ? scratch_.bias + j : nullptr,
-                       .add = k > 0};
+          A* out = sums + first * sums_row + j;
+          const int64_t columns = std::min(kPanel<M>, cols - j);
+          Sink<A> sink{.from = k > 0 ? out : nullptr,
+                       .from_row = sums_row,
+                       .to = scratch_.tile,
+                       .to_row = kPanel<M>,
+                       .columns = columns,
+                       .bias = args_.bias ? scratch_.bias + j : nullptr};
+          for (int64_t i = 0; i < height; ++i) __builtin_prefetch(out + i * sums_row, 1);
           const Element* panel = scratch_.right + j * kCells * M::kPerCell;
           int64_t cell = 0;
           do {
+            if (cell + kChain >= cells) {
+              sink.to = out;
+              sink.to_row = sums_row;
+            }
             tile_of_rows<M, kStripRows>(height, strip + cell * kStrip<M> * M::kPerCell,
                                         panel + cell * kPanel<M> * M::kPerCell,
                                         std::min(kChain, cells - cell), sink);
-            sink.add = true;
+            sink.from = scratch_.tile;
+            sink.from_row = kPanel<M>;
             cell += kChain;
           } while (cell < cells);
           left_ahead.take(left_lines);
@@ -528,59 +543,7 @@ void run_linear(const LinearProduct& args, const Plan& plan, const Layout& layou
   });
 }
 
-Plan plan_epilogue_backward(const EpilogueBackward& args, const Machine& machine) {
-  const int64_t bytes = size_of(args.doutput_dtype) + size_of(args.dpreactivation_dtype) +
-                        (args.preactivation ? size_of(args.preactivation_dtype) : 0);
-  const int64_t tiles = ceil_div(args.numel, kDropoutTile);
-  return {.workspace_bytes = 0,
-          .kernel_name = "epilogue_backward_kernel",
-          .rows_per_tile = 1,
-          .splits = tiles,
-          .reason = "one pass",
-          .threads = threads_for(args.numel * bytes / kRandomBytes, tiles, machine)};
-}
-
-// A pass of its own is the cheaper way: with gelu it takes 2 to 5 % of a float32 backward and 3 to
-// 9 of a bfloat16 one (AVX-512, 384 to 1024 features). While doutput is packed the derivative would
-// be computed again in each piece of 512 columns of both products, for 6 and 12 % of their time.
-template <class A>
-void epilogue_backward_kernel(const EpilogueBackward& args, const Dropout& dropout, int64_t begin,
-                              int64_t end) {
-  KeepTile keep;
-  A gradient[kDropoutTile], x[kDropoutTile];
-  for (int64_t at = begin; at < end; at += kDropoutTile) {
-    const int64_t count = std::min(kDropoutTile, end - at);
-    widen_line(args.doutput, args.doutput_dtype, at, count, gradient);
-    if (args.seed) {
-      keep.fill(dropout, at, count);
-      for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
-        store<A>(gradient + i, load<A>(gradient + i, lanes) * keep.scale<A>(dropout, i), lanes);
-      });
-    }
-    if (args.preactivation) {
-      widen_line(args.preactivation, args.preactivation_dtype, at, count, x);
-      multiply_by_slope(args.activation, x, count, gradient);
-    }
-    round_line(gradient, count, args.dpreactivation, args.dpreactivation_dtype, at);
-  }
-}
-
-void run_epilogue_backward(const EpilogueBackward& args, const Plan& plan, void*,
-                           const Context& context) {
-  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-  const auto kernel = args.doutput_dtype == DType::kFloat64 ? epilogue_backward_kernel<double>
-                                                            : epilogue_backward_kernel<float>;
-  // Pieces begin at whole tiles, so no two threads draw the same block.
-  for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
-    kernel(args, dropout, begin * kDropoutTile, std::min(end * kDropoutTile, args.numel));
-  });
-}
-
 }  // namespace
-
-Operator<EpilogueBackward> epilogue_backward() {
-  return {plan_epilogue_backward, run_epilogue_backward};
-}
 
 Operator<LinearProduct> linear_product() {
   return operator_of<LinearProduct, Layout, plan_linear, run_linear>();

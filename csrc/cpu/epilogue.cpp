@@ -1,0 +1,69 @@
+// The gradient of what comes after a linear layer's sums: doutput through dropout and the
+// activation.
+//
+// A pass of its own is the cheaper way: with gelu it takes 2 to 5 % of a float32 backward and 3 to
+// 9 of a bfloat16 one (AVX-512, 384 to 1024 features). While doutput is packed the derivative would
+// be computed again in each piece of 512 columns of both products, for 6 and 12 % of their time.
+#include "cpu/activation.h"
+#include "cpu/kernels.h"
+#include "cpu/lines.h"
+#include "cpu/pieces.h"
+#include "cpu/random.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+namespace {
+
+Plan plan_epilogue_backward(const EpilogueBackward& args, const Machine& machine) {
+  const int64_t bytes = size_of(args.doutput_dtype) + size_of(args.dpreactivation_dtype) +
+                        (args.preactivation ? size_of(args.preactivation_dtype) : 0);
+  const int64_t tiles = ceil_div(args.numel, kDropoutTile);
+  return {.workspace_bytes = 0,
+          .kernel_name = "epilogue_backward_kernel",
+          .rows_per_tile = 1,
+          .splits = tiles,
+          .reason = "one pass",
+          .threads = threads_for(args.numel * bytes / kRandomBytes, tiles, machine)};
+}
+
+template <class A>
+void epilogue_backward_kernel(const EpilogueBackward& args, const Dropout& dropout, int64_t begin,
+                              int64_t end) {
+  KeepTile keep;
+  A gradient[kDropoutTile], x[kDropoutTile];
+  for (int64_t at = begin; at < end; at += kDropoutTile) {
+    const int64_t count = std::min(kDropoutTile, end - at);
+    widen_line(args.doutput, args.doutput_dtype, at, count, gradient);
+    if (args.seed) {
+      keep.fill(dropout, at, count);
+      for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
+        store<A>(gradient + i, load<A>(gradient + i, lanes) * keep.scale<A>(dropout, i), lanes);
+      });
+    }
+    if (args.preactivation) {
+      widen_line(args.preactivation, args.preactivation_dtype, at, count, x);
+      multiply_by_slope(args.activation, x, count, gradient);
+    }
+    round_line(gradient, count, args.dpreactivation, args.dpreactivation_dtype, at);
+  }
+}
+
+void run_epilogue_backward(const EpilogueBackward& args, const Plan& plan, void*,
+                           const Context& context) {
+  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
+  const auto kernel = args.doutput_dtype == DType::kFloat64 ? epilogue_backward_kernel<double>
+                                                            : epilogue_backward_kernel<float>;
+  // Pieces begin at whole tiles, so no two threads draw the same block.
+  for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
+    kernel(args, dropout, begin * kDropoutTile, std::min(end * kDropoutTile, args.numel));
+  });
+}
+
+}  // namespace
+
+Operator<EpilogueBackward> epilogue_backward() {
+  return {plan_epilogue_backward, run_epilogue_backward};
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu
