@@ -1,8 +1,9 @@
-"""torch.jit.trace, torch.jit.script and the exporters to ONNX, of what runs on onepass."""
+"""torch.jit.trace and script, torch.export and the exporters to ONNX, of what runs on onepass."""
 
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 import warnings
@@ -80,7 +81,7 @@ def output_and_gradients(model, x):
     torch.manual_seed(1)
     x = x.clone().requires_grad_()
     y = model(x)
-    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+    wanted = [x, *(p for _, p in sorted(model.named_parameters()) if p.requires_grad)]
     return y, *torch.autograd.grad(y.square().sum(), wanted)
 
 
@@ -103,6 +104,25 @@ def test_traced_as_called(name, trained, training):
             torch.testing.assert_close(ours, called, rtol=1e-6, atol=1e-6)
         with torch.no_grad():
             assert not traced(x).requires_grad
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "linear"])
+def test_exported_programs_train(name, strict, tmp_path):
+    """As the module does, read from a file too; run_decompositions leaves raw operators."""
+    model = build(name)
+    rows = torch.export.Dim("rows", min=2, max=64)
+    given = torch.randn(4, 5, 16)
+    program = torch.export.export(model, (given,), dynamic_shapes=({0: rows},), strict=strict)
+    torch.export.save(program, tmp_path / "program.pt2")
+    program = torch.export.load(tmp_path / "program.pt2")
+    x = torch.randn(3, 5, 16)
+    for ours, called in zip(
+        output_and_gradients(program.module(), x), output_and_gradients(model, x), strict=True
+    ):
+        torch.testing.assert_close(ours, called, rtol=1e-6, atol=1e-6)
+    found = [str(node.target) for node in program.run_decompositions().graph.nodes]
+    assert any(re.fullmatch(r"onepass\.\w+_forward\.default", target) for target in found)
 
 
 def test_traced_without_gradients_trains():

@@ -62,7 +62,7 @@ def attention(
         if not torch.compiler.is_compiling():
             _forward_check(query, key, value, **options)
         key, value = _unpage(key, value, options)
-    if not torch.compiler.is_compiling() and tracing.is_tracing():
+    if tracing.records():
         return _traced(query, key, value, **options, deterministic=deterministic)[:2]
     if differentiated:
         tensors = [query, key, value, *_taken(options)]

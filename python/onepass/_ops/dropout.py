@@ -39,7 +39,7 @@ def _run(
     p: float,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if not torch.compiler.is_compiling() and tracing.is_tracing():
+    if tracing.records():
         return _traced(input, residual, seed, p, out_dtype)
     return _compute(input, residual, seed, p, out_dtype)
 

@@ -65,18 +65,17 @@ def norm(
         normalized_shape = (normalized_shape,)
     if eps is None and kind == NormKind.RMS:
         eps = _DEFAULT_EPS_FLOAT64 if input.dtype is torch.float64 else _DEFAULT_EPS
-    traced = False
     if torch.compiler.is_compiling():
         eps, weight_offset = constant(eps), constant(weight_offset)
     elif tracing.is_tracing():
-        traced, normalized_shape = True, tracing.numbers(normalized_shape)
+        normalized_shape = tracing.numbers(normalized_shape)
     if out_dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
         # Dynamo looks behind a cache, and warns of each.
         of = _cuda_autocast_dtype if torch.compiler.is_compiling() else _known_autocast_dtype
         out_dtype = of(input.dtype, kind)
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
     constants = (normalized_shape, kind, eps, weight_offset, dropout_p, out_dtype, residual_dtype)
-    if traced:
+    if tracing.records():
         output, residual_out, _, _ = _traced(input, residual, weight, bias, seed, *constants, False)
     elif is_differentiated(input, residual, weight, bias):
         # One argument for all of them: autograd looks at each one it gets.

@@ -1,9 +1,10 @@
-"""What `torch.jit.trace` records.
+"""What `torch.jit.trace` and `torch.export` record.
 
 An autograd.Function enters a trace as an object of Python, which cannot be saved and differs from
-one trace to the next; a raw operator has no gradient. So each family has one operator more, written
-in Python, that goes either way when it is called: a traced module trains, and loads wherever
-onepass is imported.
+one trace to the next, and into an exported program as the raw operator inside; a raw operator has
+no gradient. So each family has one operator more, written in Python, that goes either way when it
+is called: a traced module, or a program, trains, and loads wherever onepass is imported.
+`run_decompositions` of a program leaves raw operators.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ def is_tracing() -> bool:
     return torch._C._is_tracing()
 
 
+def records() -> bool:
+    """Whether a call enters a trace or a program, as that of a family's operator in Python."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return is_tracing()
+
+
 def operator(name: str, raw, function: Callable, *more: str) -> Callable:
     """Records `onepass::name`: arguments are those of the operator `raw`, and `more`.
 
@@ -36,7 +44,8 @@ def operator(name: str, raw, function: Callable, *more: str) -> Callable:
     op = getattr(torch.ops.onepass, name).default
 
     def record(*args, **options):
-        refuse_torchscript_exporter(name)
+        if not torch.compiler.is_compiling():
+            refuse_torchscript_exporter(name)
         return op(*args, **options)
 
     return record
