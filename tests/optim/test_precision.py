@@ -264,6 +264,63 @@ def test_second_moments_in_16_bits_are_unbiased_where_the_nearest_would_stall(dt
 
 
 @pytest.mark.isa
+@pytest.mark.parametrize("master", ["fp32", "remainder16", "stochastic"])
+def test_no_default_stalls(master):
+    """What is not asked for is what lasts: the second moment follows gradients to its end."""
+    count, gradient = 100, 1.1015625
+    p = torch.ones(ELEMENTS, dtype=BF16).requires_grad_()
+    optimizer = onepass.optim.AdamW([p], lr=0.0, master=master)
+    p.grad = torch.full((ELEMENTS,), gradient, dtype=BF16)
+    optimizer.step()
+    optimizer.state[p]["exp_avg_sq"].fill_(1.0)
+    for _ in range(count):
+        optimizer.step()
+    found = optimizer.state[p]["exp_avg_sq"]
+    assert found.dtype is (BF16 if master == "stochastic" else F32)
+    expected = gradient**2 + (1 - gradient**2) * 0.999**count
+    spread = Z * found.double().std() / math.sqrt(ELEMENTS)
+    assert abs(found.double().mean() - expected) < spread + 1e-4
+
+
+DEFAULTS = {None: None, "fp32": F32, "remainder16": F32, "stochastic": BF16}
+
+
+KINDS = [(m, d) for m in DEFAULTS for d in (F32, BF16, F16, F64) if (m, d) != ("remainder16", F16)]
+
+
+@names
+@pytest.mark.parametrize("master, dtype", KINDS, ids=str)
+def test_dtypes_of_moments_that_nobody_asked_for(master, dtype, name):
+    entries = steps(made(name, SHAPES, dtype, master=master), 1).state_dict()["state"]
+    expected = DEFAULTS[master] if dtype.itemsize == 2 and master else dtype
+    assert {entry[first_moment(name)].dtype for entry in entries.values()} == {expected}
+
+
+@names
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+def test_narrow_moments_of_a_checkpoint_get_the_wider_default(master, name):
+    """As checkpoints had them that were written before float32 was the default."""
+    before = steps(made(name, SHAPES, BF16, master=master, state_dtype=BF16), 2).state_dict()
+    resumed = made(name, SHAPES, BF16, master=master)
+    resumed.load_state_dict(before)
+    loaded, key = resumed.state_dict()["state"], first_moment(name)
+    for index, entry in before["state"].items():
+        assert loaded[index][key].dtype is F32
+        assert torch.equal(loaded[index][key], entry[key].float())
+    steps(resumed, 1)
+
+
+@names
+def test_wide_moments_of_a_checkpoint_stay_with_stochastic(name):
+    before = steps(made(name, SHAPES, BF16, master="fp32"), 2).state_dict()
+    resumed = made(name, SHAPES, BF16, master="stochastic")
+    resumed.load_state_dict(before)
+    loaded, key = resumed.state_dict()["state"], first_moment(name)
+    for index, entry in before["state"].items():
+        assert same(loaded[index][key], entry[key])
+
+
+@pytest.mark.isa
 @names
 def test_first_moments_in_16_bits_are_the_nearest(name):
     found, exact = (

@@ -138,7 +138,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
         if self._needs_noise():
             options["seed"] = self.param_groups[0].get("seed", 0)
             options["stochastic_params"] = self.master == "stochastic"
-            options["stochastic_moments"] = self.state_dtype is torch.bfloat16
+            options["stochastic_moments"] = self._rounds_moments()
         if self.zero_grads:
             options["zero_gradients"] = True
         if self._norm is not None:

@@ -20,6 +20,14 @@ STATE_DTYPES = {
     "int8": "int8",
 }
 
+# Of the moments of 16-bit parameters, where nothing is asked for: a float32 result whose second
+# moment is rounded to the nearest bfloat16 would come from a moment that stands still.
+DEFAULT_STATE_DTYPES = {
+    "fp32": torch.float32,
+    "remainder16": torch.float32,
+    "stochastic": torch.bfloat16,
+}
+
 OPTIONS_DOC = """
         master: what 16-bit parameters keep of the float32 result. None: nothing, they are rounded
             to nearest even. "fp32": a float32 copy (``state[p]["master"]``), of which the parameter
@@ -29,10 +37,12 @@ OPTIONS_DOC = """
             that it is right on average. Without effect on float32 parameters. A parameter that is
             changed from outside becomes its new master; writes through ``p.data`` alone are not
             seen, see ``reseed_masters``.
-        state_dtype: of the moments. None: the parameter's, rounded to nearest, as in torch.
-            torch.float32 or "float32". torch.bfloat16 or "bfloat16": with the second moment rounded
-            stochastically, since its changes of 1 - beta2, some 0.1 %, are below half a unit in the
-            last place (0.2-0.4 %) and would be rounded away for ever. "int8": codes of 8 bits with
+        state_dtype: of the moments. None: without a master the parameter's, rounded to nearest, as
+            in torch; of 16-bit parameters float32 with "fp32" or "remainder16", and bfloat16 as
+            below with "stochastic". torch.float32 or "float32". torch.bfloat16 or "bfloat16": with
+            the second moment rounded stochastically, since its changes of 1 - beta2, some 0.1 %,
+            are below half a unit in the last place (0.2-0.4 %) and would be rounded away for ever.
+            "int8": codes of 8 bits with
             a scale per 256 elements, the second moment rounded stochastically likewise, but never
             to zero; tensors of less than 4,096 elements or not a multiple of 256 stay float32;
             ``state_dict`` shows float32.

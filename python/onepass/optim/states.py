@@ -14,7 +14,7 @@ from onepass.optim.atomic import settled
 from onepass.optim.checks import check_shape
 from onepass.optim.distributed import broadcast_int
 from onepass.optim.flat_state import SCALE, Places, Request, Table, is_signed, local
-from onepass.optim.options import Options
+from onepass.optim.options import DEFAULT_STATE_DTYPES, Options
 
 
 class StateOptimizer(torch.optim.Optimizer):
@@ -52,6 +52,11 @@ class StateOptimizer(torch.optim.Optimizer):
         """Whether anything is rounded stochastically."""
         moments = self._has_second_moment and self.state_dtype in (torch.bfloat16, "int8")
         return self.master == "stochastic" or moments
+
+    def _rounds_moments(self) -> bool:
+        """Whether second moments in bfloat16 are rounded stochastically."""
+        dtype = self.state_dtype or DEFAULT_STATE_DTYPES.get(self.master)
+        return dtype is torch.bfloat16
 
     # ---- construction ----------------------------------------------------------------------------
 
@@ -149,8 +154,11 @@ class StateOptimizer(torch.optim.Optimizer):
 
     def _moment_dtype(self, param: Tensor) -> torch.dtype | str:
         """Of a new moment."""
-        if param.dtype is torch.float64 or self.state_dtype is None:
+        if param.dtype is torch.float64:
             return param.dtype
+        if self.state_dtype is None:
+            default = DEFAULT_STATE_DTYPES.get(self.master)
+            return default if default and param.dtype.itemsize == 2 else param.dtype
         if self.state_dtype == "int8":
             return "int8" if codes.fits(local(param)) else torch.float32
         return self.state_dtype
