@@ -35,10 +35,12 @@ __all__ = [
 # asked of it raises what `load` found, here or in `onepass._ops`.
 _library.load()
 if _library.failure is None:
-    from onepass import functional, nn, optim
+    from onepass import _flops, functional, nn, optim
     from onepass.explain import Explanation, explain
     from onepass.memory import keep_freed_memory
     from onepass.swapping import Report, swap, swapped, unswap
+
+    _flops.register()
 
 
 def __getattr__(name: str):

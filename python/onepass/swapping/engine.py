@@ -10,6 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
+from onepass import _flops
 from onepass.swapping import by_name, classes, matchers, notes
 from onepass.swapping.changes import Edit, Journal
 from onepass.swapping.classes import is_swapped
@@ -114,6 +115,7 @@ def swap(
     choice = Choice(
         globs("include", include), globs("exclude", exclude), globs("force", force), filter_fn
     )
+    _flops.register()
     kinds = matchers.KINDS if kinds is None else asked
     plan = Plan(model, kinds, choice, probe, dry_run, list_as_fast="linear" in asked)
     report = plan.report

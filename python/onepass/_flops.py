@@ -1,0 +1,67 @@
+"""What `torch.utils.flop_counter` counts of onepass's operators: as of torch's at the same shapes.
+
+That module is not imported here (it may import triton); where somebody has imported it, the
+formulas are registered with it: when onepass is imported, and by every `swap`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from onepass._imported import is_fake
+
+
+def register() -> None:
+    """Once, and without effect while nobody has imported torch's counter."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return
+    for name, formula in _FORMULAS.items():
+        packet = getattr(torch.ops.onepass, name)
+        if packet not in counter.flop_registry:
+            counter.register_flop_formula(packet, get_raw=True)(formula)
+
+
+def _attention_forward(query, key, value, *_, out_val=None, **options) -> int:
+    return 2 * _scores(query, key, options) * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(doutput, dlse, query, key, value, *_, out_val=None, **options) -> int:
+    """Scores once more, those of dP, and three gradients."""
+    columns = 3 * query.shape[-1] + 2 * value.shape[-1]
+    return 2 * _scores(query, key, options) * columns
+
+
+def _linear_forward(input, weight, *_, out_val=None, **__) -> int:
+    return 2 * input.numel() * weight.shape[0]
+
+
+def _linear_backward(doutput, input, weight, input_dtype, weight_dtype, *_, out_val=None) -> int:
+    columns = input.shape[-1] if weight is None else weight.shape[-1]
+    products = (input_dtype is not None) + (weight_dtype is not None)
+    return 2 * doutput.numel() * columns * products
+
+
+def _scores(query, key, options: dict) -> int:
+    """How many there are: masked ones too, as torch counts."""
+    cu_seq_q = options.get("cu_seq_q")
+    if cu_seq_q is None:
+        return query.shape[:-1].numel() * key.shape[2]
+    # (total, heads, head_dim), a sequence after the other.
+    lengths_k = options.get("seqused_k")
+    if lengths_k is None:
+        lengths_k = options["cu_seq_k"].diff()
+    if is_fake(cu_seq_q) or cu_seq_q.is_meta:  # as long as they may be
+        return query.shape[1] * len(lengths_k) * options["max_q"] * options["max_k"]
+    return query.shape[1] * int((cu_seq_q.diff().long() * lengths_k.long()).sum())
+
+
+_FORMULAS = {
+    "attention_forward": _attention_forward,
+    "attention_backward": _attention_backward,
+    "linear_forward": _linear_forward,
+    "linear_epilogue_forward": _linear_forward,
+    "linear_backward": _linear_backward,
+}

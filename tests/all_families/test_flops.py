@@ -1,0 +1,101 @@
+"""What torch's counter of operations counts of onepass's."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import flop_counter
+
+import onepass
+from onepass import _flops
+from onepass._ops import products
+
+_flops.register()  # this process may have imported the counter last
+
+
+def counted(run, backward: bool = True) -> tuple[int, int]:
+    """Of the forward, and of the backward."""
+    counts = []
+    with flop_counter.FlopCounterMode(display=False) as counter:
+        y = run()
+        counts.append(counter.get_total_flops())
+        if backward:
+            y.sum().backward()
+    return counts[0], counter.get_total_flops() - counts[0]
+
+
+@pytest.mark.parametrize("frozen", [None, "input", "weight"])
+@pytest.mark.parametrize("options", [{}, {"activation": "gelu"}], ids=["", "gelu"])
+def test_linear_counts_as_torchs(frozen, options):
+    given = {
+        "input": torch.randn(3, 5, 8, requires_grad=True),
+        "weight": torch.randn(6, 8, requires_grad=True),
+        "bias": torch.randn(6, requires_grad=True),
+    }
+    if frozen:
+        given[frozen].requires_grad_(False)
+    expected = counted(lambda: F.linear(**given))
+    assert expected[0] == 2 * 15 * 8 * 6
+    assert counted(lambda: onepass.functional.linear(**given, **options)) == expected
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_attention_counts_as_torchs_fused_kernels(kv_heads):
+    shapes = (2, 4, 7, 8), (2, kv_heads, 9, 8), (2, kv_heads, 9, 16)
+    query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    attend = onepass.functional.scaled_dot_product_attention
+    found = counted(lambda: attend(query, key, value, is_causal=True, enable_gqa=True))
+    forward = flop_counter.sdpa_flop_count(*shapes)
+    assert found == (forward, flop_counter.sdpa_backward_flop_count((2, 4, 7, 16), *shapes))
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_packed_sequences_count_by_their_lengths(meta):
+    device = "meta" if meta else "cpu"
+    cu_seq = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+    qkv = [torch.randn(8, 2, 16, device=device) for _ in range(3)]
+    found, _ = counted(
+        lambda: onepass.functional.varlen_attention(*qkv, cu_seq, cu_seq, 6, 6), backward=False
+    )
+    lengths = (6, 6) if meta else (3, 5)
+    assert found == sum(2 * 2 * n * n * (16 + 16) for n in lengths)
+
+
+def test_a_swapped_model_counts_as_stock(monkeypatch):
+    slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
+    monkeypatch.setattr(products, "facts", lambda: slow)
+    stock = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    ours, x = copy.deepcopy(stock), torch.randn(4, 16)
+    assert len(onepass.swap(ours).swapped) == 3
+    assert counted(lambda: ours(x)) == counted(lambda: stock(x))
+
+
+LATER = """
+import sys, torch, onepass
+assert "torch.utils.flop_counter" not in sys.modules
+from torch.utils.flop_counter import FlopCounterMode
+onepass.swap(torch.nn.LayerNorm(4))
+with FlopCounterMode(display=False) as counter:
+    onepass.functional.linear(torch.randn(3, 8), torch.randn(6, 8))
+assert counter.get_total_flops() == 2 * 3 * 8 * 6
+"""
+EARLIER = """
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+import onepass
+with FlopCounterMode(display=False) as counter:
+    onepass.functional.linear(torch.randn(3, 8), torch.randn(6, 8))
+assert counter.get_total_flops() == 2 * 3 * 8 * 6
+"""
+
+
+@pytest.mark.parametrize("code", [LATER, EARLIER], ids=["later", "earlier"])
+def test_in_whatever_order_things_are_imported(code):
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
