@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import onepass
+from tests.emulator.executors import operators
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -317,6 +318,8 @@ def test_every_checked_argument_has_a_message_tested_by_name():
         r'require_(?:probability|dtype)\(\w+, "(\w+)"',
         r'check_statistics\("(\w+)"',
         r'": (\w+) must ',
+        r'\b(?:input_of|row_tensor|product)\(\w+, "(\w+)"',
+        r'\b(?:index|cumulative|longest|whole|like_query|writable)\("(\w+)"',
     )
     names = set()
     for file in (CSRC / "ops").iterdir():
@@ -325,6 +328,9 @@ def test_every_checked_argument_has_a_message_tested_by_name():
     assert len(names) > 12  # the patterns still find them
     for name in names:
         assert re.search(rf"\b{name} must ", tests), f"no test of a message on {name}"
+    schemas = [op._schema for op in operators("onepass").values()]
+    arguments = {argument.name for schema in schemas for argument in schema.arguments}
+    assert names - arguments == {"tensors"}, "a message is about what a schema has"
 
 
 # ---- names, documentation, files ----------------------------------------------------------------

@@ -209,7 +209,8 @@ class OnDevice:
         return torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, found)
 
 
-def _operators(namespace: str) -> dict[str, object]:
+def operators(namespace: str) -> dict[str, object]:
+    """By name."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
     names = [name.partition("::")[2] for name in names if name.startswith(f"{namespace}::")]
     return {name: getattr(getattr(torch.ops, namespace), name).default for name in names}
@@ -218,7 +219,7 @@ def _operators(namespace: str) -> dict[str, object]:
 @functools.cache
 def _emulated_operators() -> dict[str, object]:
     _library()
-    return _operators("onepass_emulated")
+    return operators("onepass_emulated")
 
 
 def _emulated(op) -> object | None:
@@ -228,7 +229,7 @@ def _emulated(op) -> object | None:
 @functools.cache
 def _places() -> list[tuple[object, str, object]]:
     """Where the package, or a test, finds an operator; and which."""
-    ops = _operators("onepass")
+    ops = operators("onepass")
     places = [(torch.ops.onepass, name, op) for name, op in ops.items()]
     for found in pkgutil.iter_modules(_ops.__path__, "onepass._ops."):
         module = importlib.import_module(found.name)
