@@ -2,6 +2,7 @@
 // taken there.
 #include "ops/linear.h"
 
+#include <optional>
 #include <tuple>
 
 #include "ops/check.h"
@@ -79,12 +80,12 @@ class Rows {
     const int64_t last = info.dims - 1;
     if (info.sizes[last] > 1 && info.strides[last] != 1) return false;
     stride_ = std::max<int64_t>(info.sizes[last], 1);
-    int64_t next = 0;  // the stride that the next dimension outwards must have; 0: any
+    std::optional<int64_t> next;  // the stride that the next dimension outwards must have
     for (int64_t d = last - 1; d >= 0; --d) {
       if (info.sizes[d] == 1) continue;
-      if (next == 0) {
+      if (!next) {
         stride_ = info.strides[d];
-      } else if (info.strides[d] != next) {
+      } else if (info.strides[d] != *next) {
         return false;
       }
       next = info.strides[d] * info.sizes[d];

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import numerics
@@ -151,6 +153,54 @@ def test_a_block_of_the_users_own_is_called():
     with dispatch_log.record() as calls:
         module(torch.randn(SHAPE))
     assert not any("relu" in call["arguments"] for call in calls)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_block_that_is_set_on_the_layer_is_called(swapped):
+    made = nn.TransformerEncoderLayer if swapped else onepass.nn.TransformerEncoderLayer
+    torch.manual_seed(1)
+    module, x = made(WIDTH, 4, HIDDEN, batch_first=True, dropout=0.0), torch.randn(SHAPE)
+    expected = step(module, x)
+    module._ff_block = functools.partial(checkpoint, module._ff_block, use_reentrant=False)
+    if swapped:
+        onepass.swap(module)
+    for ours, base in zip(step(module, x), expected, strict=True):
+        torch.testing.assert_close(ours, base, rtol=1e-4, atol=1e-4)
+    module._ff_block = torch.zeros_like
+    assert not any("relu" in call for call in calls_of(module, x))
+
+
+class Equal:
+    """An activation that has no hash."""
+
+    def __eq__(self, other):
+        return True
+
+    def __call__(self, x):
+        return x.relu()
+
+
+def test_an_activation_without_a_hash_is_called():
+    assert not any(
+        "relu" in call for call in calls_of(layer(activation=Equal()), torch.randn(SHAPE))
+    )
+
+
+class Wide(nn.LayerNorm):
+    def forward(self, input):
+        return super().forward(input.float())
+
+
+def test_a_stream_of_another_dtype_is_added_as_torch_adds():
+    fused = layer(norm_first=True, dropout=0.0).bfloat16()
+    for name in ("linear1", "linear2"):
+        getattr(fused, name).float()
+    fused.norm2 = Wide(WIDTH)
+    x = torch.randn(SHAPE).bfloat16()
+    found, expected = fused(x), observed(fused)(x)
+    assert any("relu" in call for call in calls_of(fused, x))
+    assert found.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_global_hook_sees_every_part():

@@ -122,6 +122,20 @@ def test_expanded_tensors(dtype):
     assert_same_bits(found, results(functional.linear, case))
 
 
+@pytest.mark.parametrize("shared", [(1,), (2,), (1, 2), (0, 2)], ids=str)
+@pytest.mark.parametrize("name", ["input", "doutput"])
+def test_rows_that_some_dimensions_share(name, shared):
+    """A dimension of stride 0 that is not the outermost."""
+    case = make((4, 3, 5), 40, 33)
+    plain = getattr(case, name)
+    one = [slice(0, 1) if dim in shared else slice(None) for dim in range(3)]
+    expanded = plain[tuple(one)].expand_as(plain)
+    setattr(case, name, expanded.contiguous())
+    expected = results(functional.linear, case)
+    setattr(case, name, expanded)
+    assert_same_bits(results(functional.linear, case), expected)
+
+
 @pytest.mark.parametrize(
     "size, stride",
     [

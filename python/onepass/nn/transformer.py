@@ -72,15 +72,18 @@ def _layer(layer: torch.nn.TransformerEncoderLayer, x: Tensor, attend) -> Tensor
     return layer.norm2(_with_feed_forward(layer, x, x))
 
 
-_ACTIVATIONS = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
+_ACTIVATIONS = ((F.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
 
 
 def _with_feed_forward(layer: torch.nn.TransformerEncoderLayer, x: Tensor, to: Tensor) -> Tensor:
     """to + layer._ff_block(x)"""
-    if layer._ff_block.__func__ is torch.nn.TransformerEncoderLayer._ff_block:
-        output = _feed_forward(layer, x, layer.dropout2, to)
+    block = type(layer)._ff_block
+    if block is torch.nn.TransformerEncoderLayer._ff_block and "_ff_block" not in layer.__dict__:
+        # Where they differ, the sum is of neither's dtype or shape alone.
+        residual = to if to.dtype is x.dtype and to.shape == x.shape else None
+        output = _feed_forward(layer, x, layer.dropout2, residual)
         if output is not None:
-            return output
+            return to + output if residual is None else output
     return to + layer._ff_block(x)
 
 
@@ -90,7 +93,7 @@ def _feed_forward(
     """last(linear2(dropout(activation(linear1(x))))) in two calls; None where the parts have to be
     called themselves."""
     first, dropout, second = layer.linear1, layer.dropout, layer.linear2
-    activation = _ACTIVATIONS.get(layer.activation)
+    activation = next((name for f, name in _ACTIVATIONS if f is layer.activation), None)
     # Parts of a layer that swap changed are ours where swap made them so.
     swapped = "_onepass_original" in vars(type(layer))
     linear = (Linear,) if swapped else (Linear, torch.nn.Linear)
