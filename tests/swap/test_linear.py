@@ -131,6 +131,15 @@ def test_facts_of_this_machine(monkeypatch):
     assert facts.vendor == "" or facts.vendor in open("/proc/cpuinfo").read()
 
 
+def test_an_exported_program_does_not_ask_for_them(monkeypatch):
+    monkeypatch.undo()
+    products.facts.cache_clear()
+    module, x = onepass.nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)
+    options = {"need_weights": False}
+    program = torch.export.export(module, (x, x, x), options)
+    assert "mkldnn" not in program.graph_module.code
+
+
 class OwnForward(nn.Linear):
     def forward(self, x):
         return x @ self.weight.T

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from onepass._compiling import constant_where_traced
 from onepass._ops import dispatch_log
@@ -32,12 +33,13 @@ class Facts(NamedTuple):
 def facts() -> Facts:
     """Of this machine and this torch."""
     onednn = torch.backends.mkldnn.is_available() and not _held_to_avx2()
-    return Facts(
-        vendor=_vendor(),
-        mkl=torch.backends.mkl.is_available(),
-        bfloat16=onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        float16=onednn and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-    )
+    with _disable_current_modes():  # torch.export would record the questions
+        return Facts(
+            vendor=_vendor(),
+            mkl=torch.backends.mkl.is_available(),
+            bfloat16=onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+            float16=onednn and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        )
 
 
 def as_fast(dtype: torch.dtype) -> str | None:
