@@ -109,29 +109,35 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
 def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
     """Whether a module that calls F.linear takes less time as it came; the log says so.
 
-    It is told by the rows of its largest input: tokens of (batch, tokens, width), or numbers of
-    them. As of attention, the answer does not depend on gradients in training.
+    It is told by its largest weight and the rows of its largest input: (batch, tokens, width), or
+    numbers of tokens. As of attention, the answer does not depend on gradients in training.
     """
     if torch.compiler.is_compiling() or tracing.is_tracing():
         return False
-    inputs = [x for x in (*args, *named.values()) if isinstance(x, Tensor) and not x.is_nested]
-    weights = linear_weights(module)
-    if not inputs or not weights:
+    weight, size = None, 0
+    for one in linear_weights(module):
+        out_features, in_features = one.size(-2), one.size(-1)
+        if out_features * in_features > size:
+            weight, size, columns = one, out_features * in_features, in_features
+    if weight is None:
         return False
-    rows = max(x.numel() // x.shape[-1] if _has_columns(x) else x.numel() for x in inputs)
-    weight = max(weights, key=lambda weight: weight.shape[-2] * weight.shape[-1])
+    rows, input = -1, None
+    for x in (*args, *named.values()) if named else args:
+        if isinstance(x, Tensor) and not x.is_nested:
+            count = x.numel() // (columns if x.is_floating_point() else 1)
+            if count > rows:
+                rows, input = count, x
+    if input is None:
+        return False
     if weight.dim() > 2:  # a stack of experts, of whom each row meets two
-        rows = rows * 2 // max(2, weight.shape[:-2].numel())
+        rows = rows * 2 // max(2, weight.numel() // size)
     dtype = products.dtype_of(weight)
     training = module.training or torch.is_grad_enabled()
-    bound = _least(LEAST_LINEAR_CALLS, inputs[0], training, dtype)
-    if not bound:
-        return False
-    work = rows * weight.shape[-2] * weight.shape[-1]
-    if work >= bound and rows >= _least_rows(dtype, training):
+    bound = _least(LEAST_LINEAR_CALLS, input, training, dtype)
+    if not bound or (rows * size >= bound and rows >= _least_rows(dtype, training)):
         return False
     if dispatch_log.is_recording():
-        arguments = f"{rows} x {weight.shape[-1]} by {weight.shape[-2]}"
+        arguments = f"{rows} x {columns} by {size // columns}"
         _tell("linear", arguments, weight, f"fewer multiply-adds than {bound}, or rows")
     return True
 
@@ -139,8 +145,11 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
 def linear_weights(module: nn.Module) -> list[Tensor]:
     """What a module that calls F.linear may multiply by: its own matrices, stacked ones too, and
     those of embeddings and lists of parameters that it holds."""
-    owners = [module, *(m for m in module._modules.values() if isinstance(m, _HOLDERS))]
-    return [weight for owner in owners for weight in matrices(owner._parameters.values())]
+    weights = matrices(module._parameters.values())
+    for part in module._modules.values():
+        if isinstance(part, _HOLDERS):
+            weights += matrices(part._parameters.values())
+    return weights
 
 
 _HOLDERS = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
@@ -148,11 +157,7 @@ _HOLDERS = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
 
 def matrices(parameters: Iterable[Tensor | None]) -> list[Tensor]:
     """Those that a product may be with, stacks of matrices among them."""
-    return [p for p in parameters if p is not None and p.is_floating_point() and p.dim() >= 2]
-
-
-def _has_columns(input: Tensor) -> bool:
-    return input.is_floating_point() and input.dim() > 0 and input.shape[-1] > 0
+    return [p for p in parameters if p is not None and p.dim() >= 2 and p.is_floating_point()]
 
 
 def _least_rows(dtype: torch.dtype, training: bool) -> int:
