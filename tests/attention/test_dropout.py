@@ -19,7 +19,7 @@ from tests.attention.dropout_cases import SEED, backward_masks, fates, forward_m
 from tests.emulator.executors import everywhere
 from tests.support.seeds import drawn_seed
 
-pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
+pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
 
 @everywhere

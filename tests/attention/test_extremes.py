@@ -32,7 +32,7 @@ from tests.attention.cases import (
 )
 from tests.emulator.executors import everywhere
 
-pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
+pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 INF = math.inf
 
 

@@ -24,7 +24,7 @@ from tests.attention.cases import (
 )
 from tests.emulator.executors import each, everywhere
 
-pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
+pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
 # Tails in every direction; keys that whole tiles of queries do not see.
 CASE = Case(

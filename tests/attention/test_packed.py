@@ -29,7 +29,7 @@ from tests.attention.cases import (
 )
 from tests.emulator.executors import everywhere
 
-pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
+pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
 CAUSAL = dict(window_right=0, bottom_right=True)
 

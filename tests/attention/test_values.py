@@ -31,7 +31,7 @@ from tests.attention.cases import (
 from tests.attention.cuda_cases import KINDS, of_kind
 from tests.emulator.executors import Executor, each, everywhere
 
-pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
+pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
 CAUSAL = dict(window_right=0, bottom_right=True)
 kinds = each("kind", cpu=DTYPES, cuda=KINDS)
@@ -69,7 +69,7 @@ def test_lengths(executor, lengths, kind):
 @kinds
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.grid(2)
-@pytest.mark.emulated_grid
+@pytest.mark.emulator_grid
 def test_head_dims(executor, head_dim, kind):
     case = Case(head_dim=head_dim, batch=1, seq_q=66, seq_k=130, dlse=True, **CAUSAL)
     check(replace(case, **one_head(executor), **of_kind(kind)))
@@ -160,7 +160,7 @@ def test_bias_and_mask_of_one_pattern(pattern, dtype):
 
 
 @everywhere
-@pytest.mark.emulated_grid(2)
+@pytest.mark.emulator_grid(2)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("other", [F32, BF16, F16], ids=str)
 def test_dtypes_of_bias_and_sinks(dtype, other):

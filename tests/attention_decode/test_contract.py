@@ -31,7 +31,7 @@ from tests.attention_decode.cases import (
 )
 from tests.emulator.executors import each, everywhere
 
-pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
+pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
 EVERYTHING = dict(seq_q=3, new_rows=3, window_left=400, window_right=0, alibi="b", sinks=F32,
                   pads=(0, 5), softcap=9.0)  # fmt: skip

@@ -27,7 +27,7 @@ from tests.attention_decode.cases import (
 )
 from tests.emulator.executors import everywhere
 
-pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
+pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 INF = math.inf
 

@@ -27,7 +27,7 @@ from tests.attention_decode.cases import (
 )
 from tests.emulator.executors import everywhere
 
-pytestmark = [pytest.mark.isa, pytest.mark.emulated_grid]
+pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 # Nothing, one key, a page of 16 and one less and more, likewise tiles and chunks (256 on CPU, 128

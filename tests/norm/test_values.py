@@ -88,7 +88,7 @@ def test_residual_dtype(executor, rms, residual_dtype):
         check_draws(rms, 9, cols, BF16, **stream, draws=executor.draws)
 
 
-@pytest.mark.emulated_grid(2)
+@pytest.mark.emulator_grid(2)
 @rms_or_layer
 @dtypes
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "wide"])
@@ -200,7 +200,7 @@ def strided(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 LAYOUTS = ["every other", "wide rows", "wide aligned rows", "transposed", "columns first"]
 
 
-@pytest.mark.emulated_grid
+@pytest.mark.emulator_grid
 @kinds
 @pytest.mark.parametrize("layout", [*LAYOUTS, "odd offset"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

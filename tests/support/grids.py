@@ -4,7 +4,7 @@ A test marked `grid` runs in `make test` with the cases on a diagonal of its par
 `grid(2)` with those on two; the others are slow. What two values decide together is worth another
 diagonal, or a test of its own. A module that is marked marks its tests that have parameters.
 
-Each executor has a grid of its own; the emulator, which takes its time, that of `emulated_grid`
+Each executor has a grid of its own; the emulator, which takes its time, that of `emulator_grid`
 where a test is marked so.
 """
 
@@ -54,7 +54,7 @@ def _grid(item: pytest.Item) -> tuple | None:
         return None
     mark = item.get_closest_marker("grid")
     if _executor(item) == "emulated":
-        mark = item.get_closest_marker("emulated_grid") or mark
+        mark = item.get_closest_marker("emulator_grid") or mark
     return mark and mark.args
 
 

@@ -37,7 +37,7 @@ def on_the_diagonal(one, two, letter) -> bool:
     return "xyz".index(letter) == PAIRS.index((one, two)) % 3
 
 
-@pytest.mark.emulated_grid
+@pytest.mark.emulator_grid
 @pytest.mark.parametrize("letter", "xyz")
 @pytest.mark.parametrize("one, two", PAIRS)
 def test_a_grid_of_the_emulator(request, executor, one, two, letter):
