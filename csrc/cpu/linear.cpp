@@ -6,7 +6,7 @@
 // kCells cells of k are packed at a time: the right matrix as panels of kPanel columns, which stay
 // in L2 for all rows, and then the left one as strips of kStripRows rows, each of which stays in L1
 // for all panels. Packing converts, and puts what a tile reads next to each other: its cost is
-// 1 / rows and 1 / columns of the products.
+// 1 / rows and 1 / columns of the products. Few rows are not worth it: linear_few_rows.h.
 //
 // A sum runs over kChain cells in a register; these chains are added one after the other. Neither
 // depends on where pieces are cut, so that a row of the output is the same bits whatever rows it
@@ -15,6 +15,7 @@
 #include "core/visit.h"
 #include "cpu/activation.h"
 #include "cpu/kernels.h"
+#include "cpu/linear_few_rows.h"
 #include "cpu/lines.h"
 #include "cpu/multiply.h"
 #include "cpu/pack.h"
@@ -62,6 +63,7 @@ struct Layout {
   int64_t down;    // pieces that the rows are cut into
   int64_t across;  // and the columns, at whole panels
   bool left_once;  // the left matrix is packed once for all of k, not with each piece
+  bool few_rows;   // the right one is not packed
   Sums sums;
   bool finish;  // a strip's sums are rounded, or something comes after them
   Slots slots;
@@ -86,13 +88,28 @@ int64_t panels_of(const LinearProduct& args) {
   return std::max<int64_t>(ceil_div(args.cols, kPanel<M>), 1);
 }
 
+// Elements from a row of the left matrix to the next, where they are few. The line more keeps cells
+// of all rows out of the same ways of L1 where depth is a power of two.
+template <class M>
+int64_t few_rows_stride(const LinearProduct& args) {
+  constexpr int64_t kLine = kLineBytes / sizeof(typename M::Element);
+  return round_up(args.depth, kLine) + kLine;
+}
+
 template <class M>
 Scratch<M> scratch_of(const LinearProduct& args, const Layout& layout, Arena& arena) {
   const int64_t rows = ceil_div(args.rows, layout.down);
   const int64_t cols = ceil_div(panels_of<M>(args), layout.across) * kPanel<M>;
+  Scratch<M> scratch;
+  if (layout.few_rows) {
+    const int64_t panel = layout.sums == Sums::kScratch ? args.rows * kPanel<M> : 0;
+    scratch.left = arena.take<typename M::Element>(args.rows * few_rows_stride<M>(args));
+    scratch.sums = arena.take<typename M::Number>(panel);
+    scratch.bias = arena.take<typename M::Number>(cols);
+    return scratch;
+  }
   const int64_t cells = layout.left_once ? ceil_div(args.depth, M::kPerCell) : kCells;
   const int64_t strips = layout.left_once ? ceil_div(rows, kStripRows) : 1;
-  Scratch<M> scratch;
   scratch.left = arena.take<typename M::Element>(strips * cells * kStrip<M> * M::kPerCell);
   scratch.right = arena.take<typename M::Element>(cols * kCells * M::kPerCell);
   scratch.sums = arena.take<typename M::Number>(layout.sums == Sums::kScratch ? rows * cols : 0);
@@ -276,6 +293,41 @@ class Linear {
     }
   }
 
+  // Likewise, for few_rows.
+  void pack_few_rows() const {
+    visit_operand<M>(args_.left_dtype, [&]<class T>() {
+      const T* left = static_cast<const T*>(args_.left);
+      pack_rows<M>([&](int64_t i) { return left + i * args_.left_row; }, args_.rows, args_.depth,
+                   few_rows_stride<M>(args_), scratch_.left);
+    });
+  }
+
+  // A piece of columns, read in place.
+  void few_rows(int64_t number) const {
+    const int64_t panels = panels_of<M>(args_);
+    const int64_t begin = panels * number / layout_.across * kPanel<M>;
+    const int64_t end = std::min(panels * (number + 1) / layout_.across * kPanel<M>, args_.cols);
+    const bool in_scratch = layout_.sums == Sums::kScratch;
+    const int64_t sums_row = in_scratch ? kPanel<M> : args_.cols;
+    if (args_.bias) widen_line(args_.bias, args_.bias_dtype, begin, end - begin, scratch_.bias);
+    visit_operand<M>(args_.right_dtype, [&]<class T>() {
+      for (int64_t col = begin; col < end; col += kPanel<M>) {
+        A* sums = in_scratch ? scratch_.sums : sums_at(0, col);
+        const int64_t cols = std::min(kPanel<M>, end - col);
+        const FewRows<M> few{.left = scratch_.left,
+                             .left_row = few_rows_stride<M>(args_),
+                             .sums = sums,
+                             .sums_row = sums_row,
+                             .bias = args_.bias ? scratch_.bias + col - begin : nullptr,
+                             .add = false};
+        multiply_few_rows<M, T, kChain>(args_.rows, few,
+                                        static_cast<const T*>(args_.right) + col * args_.right_col,
+                                        args_.right_col, cols, args_.depth, end - col - cols);
+        if (layout_.finish) finish(sums, sums_row, 0, args_.rows, col, cols);
+      }
+    });
+  }
+
   void piece(int64_t number) const {
     const int64_t down = number % layout_.down, across = number / layout_.down;
     const int64_t row = args_.rows * down / layout_.down;
@@ -288,14 +340,9 @@ class Linear {
     if (args_.bias) widen_line(args_.bias, args_.bias_dtype, col, cols, scratch_.bias);
     if (sums_left) std::fill_n(scratch_.left_sums, rows, A{0});
 
-    A* sums = scratch_.sums;
-    int64_t sums_row = cols;
-    if (layout_.sums != Sums::kScratch) {
-      const bool in_output = layout_.sums == Sums::kOutput;
-      void* whole = in_output ? args_.output : args_.epilogue.preactivation;
-      sums = static_cast<A*>(whole) + row * args_.cols + col;
-      sums_row = args_.cols;
-    }
+    const bool in_scratch = layout_.sums == Sums::kScratch;
+    A* sums = in_scratch ? scratch_.sums : sums_at(row, col);
+    const int64_t sums_row = in_scratch ? cols : args_.cols;
     const int64_t strips = strips_of(rows);
     int64_t k = 0;
     do {
@@ -369,6 +416,13 @@ class Linear {
 
  private:
   static constexpr int64_t kElements = kCells * M::kPerCell;  // of k
+
+  // Of sums that are not in the scratch.
+  A* sums_at(int64_t row, int64_t col) const {
+    const bool in_output = layout_.sums == Sums::kOutput;
+    void* whole = in_output ? args_.output : args_.epilogue.preactivation;
+    return static_cast<A*>(whole) + row * args_.cols + col;
+  }
 
   static int64_t strips_of(int64_t rows) { return ceil_div(rows, kStripRows); }
 
@@ -479,6 +533,41 @@ decltype(auto) visit_multiplier(const LinearProduct& args, F&& f) {
   return f.template operator()<Fma>();
 }
 
+// The right matrix is read once: threads share it in pieces, so that one that is held up leaves
+// pieces to the others.
+constexpr int64_t kPieceBytes = 1 << 20;
+constexpr int64_t kMostPieces = 4;  // of a thread
+
+template <class M>
+constexpr bool kTakesFewRows = sizeof(typename M::Number) == sizeof(float);
+
+template <class M>
+bool has_few_rows(const LinearProduct& args) {
+  return kTakesFewRows<M> && args.rows <= kMostFusedRows && args.left_step == 1 &&
+         args.right_step == 1 && !args.left_sums;
+}
+
+template <class M>
+Plan plan_few_rows(const LinearProduct& args, const Machine& machine, Layout& layout) {
+  const int64_t panels = panels_of<M>(args);
+  const int64_t bytes = args.cols * args.depth * size_of(args.right_dtype);
+  const int64_t nanoseconds =
+      std::max(bytes / kBytes, args.rows * args.cols * args.depth / kMultiplyAdds);
+  const int64_t threads = threads_for(nanoseconds, panels, machine);
+  const int64_t pieces = std::clamp<int64_t>(bytes / threads / kPieceBytes, 1, kMostPieces);
+  layout.down = 1;
+  layout.across = std::min(threads * pieces, panels);
+  Arena arena(nullptr);
+  scratch_of<M>(args, layout, arena);
+  layout.slots = {.begin = 0, .bytes = arena.used()};
+  return {.workspace_bytes = layout.slots.end(threads),
+          .kernel_name = "linear_few_rows_kernel",
+          .rows_per_tile = args.rows,
+          .splits = layout.across,
+          .reason = "few rows: the weight is read in place",
+          .threads = threads};
+}
+
 Plan plan_linear(const LinearProduct& args, const Machine& machine, Layout& layout) {
   return visit_multiplier(args, [&]<class M>() -> Plan {
     const int64_t panels = panels_of<M>(args);
@@ -498,6 +587,8 @@ Plan plan_linear(const LinearProduct& args, const Machine& machine, Layout& layo
     }
     layout.finish = layout.sums != Sums::kOutput || epilogue.activation != Activation::kNone ||
                     epilogue.seed || epilogue.residual;
+    layout.few_rows = has_few_rows<M>(args);
+    if (layout.few_rows) return plan_few_rows<M>(args, machine, layout);
     layout.down = ceil_div(args.rows, kMostRows);
     layout.across = layout.left_once ? panels : ceil_div(panels, kMostCols / kPanel<M>);
     const double work = static_cast<double>(args.rows) * static_cast<double>(args.cols) *
@@ -535,8 +626,18 @@ void run_linear(const LinearProduct& args, const Plan& plan, const Layout& layou
     context.for_each(plan.threads, 1, [&](int64_t slot, int64_t) {
       Arena own(layout.slots.of(workspace, slot));
       const Linear<M> linear(args, layout, scratch_of<M>(args, layout, own));
-      if (layout.left_once) linear.pack_all_left();
+      if (layout.few_rows) {
+        linear.pack_few_rows();
+      } else if (layout.left_once) {
+        linear.pack_all_left();
+      }
       for (int64_t piece = next.fetch_add(1); piece < plan.splits; piece = next.fetch_add(1)) {
+        if constexpr (kTakesFewRows<M>) {
+          if (layout.few_rows) {
+            linear.few_rows(piece);
+            continue;
+          }
+        }
         linear.piece(piece);
       }
     });

@@ -116,6 +116,12 @@ ONEPASS_INLINE void keep_in_register(V& value) {
 #endif
 }
 
+// Keeps a value in memory: g++ would rather carry all of it in registers, and spill them.
+template <class V>
+ONEPASS_INLINE void keep_in_memory(V& value) {
+  asm("" : "+m"(value));
+}
+
 // Keeps an address as one number: g++ would rather carry a register for every constant offset.
 template <class T>
 ONEPASS_INLINE const T* as_one_address(const T* address) {
@@ -411,6 +417,63 @@ ONEPASS_INLINE void transpose(Vec<float> (&rows)[kLanes<float>]) {
   Vec<float> t[4];
   for (int j = 0; j < 4; ++j) t[j] = Vec<float>{rows[0][j], rows[1][j], rows[2][j], rows[3][j]};
   for (int j = 0; j < 4; ++j) rows[j] = t[j];
+#endif
+}
+
+// The same of 16-bit elements: kHalvesCells of them, from the `at`-th on, of kLanes rows. Those of
+// cell c are to[slot_of_halves(c)].
+inline constexpr int kHalvesCells = 16;
+ONEPASS_INLINE constexpr int slot_of_halves(int c) { return c % 8 * 2 + c / 8; }
+
+template <class T>
+ONEPASS_INLINE void transpose_halves(const T* const (&rows)[kLanes<float>], int64_t at,
+                                     HalfBits* to) {
+  static_assert(sizeof(T) == 2);
+#if defined(__AVX2__)
+  // Eight by eight within 128-bit parts, which hold cells 0 to 7 and 8 to 15 of rows 0 to 7, and
+  // then of rows 8 to 15.
+  WordBits v[8], t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + at));
+#if defined(__AVX512F__)
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[8 + i] + at));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    v[i] = (WordBits)_mm512_shuffle_i64x2(both, both, 0xd8);
+#else
+    v[i] = (WordBits)low;
+#endif
+  }
+#if defined(__AVX512F__)
+#define ONEPASS_UNPACK(half, bits, a, b) \
+  (WordBits) _mm512_unpack##half##_epi##bits((__m512i)(a), (__m512i)(b))
+#else
+#define ONEPASS_UNPACK(half, bits, a, b) \
+  (WordBits) _mm256_unpack##half##_epi##bits((__m256i)(a), (__m256i)(b))
+#endif
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = ONEPASS_UNPACK(lo, 16, v[i], v[i + 1]);
+    t[i + 1] = ONEPASS_UNPACK(hi, 16, v[i], v[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    v[i] = ONEPASS_UNPACK(lo, 32, t[i], t[i + 2]);
+    v[i + 1] = ONEPASS_UNPACK(hi, 32, t[i], t[i + 2]);
+    v[i + 2] = ONEPASS_UNPACK(lo, 32, t[i + 1], t[i + 3]);
+    v[i + 3] = ONEPASS_UNPACK(hi, 32, t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = ONEPASS_UNPACK(lo, 64, v[i], v[4 + i]);
+    t[2 * i + 1] = ONEPASS_UNPACK(hi, 64, v[i], v[4 + i]);
+  }
+#undef ONEPASS_UNPACK
+  std::memcpy(to, t, sizeof(t));
+#else
+  for (int c = 0; c < kHalvesCells; ++c) {
+    for (int j = 0; j < kLanes<float>; ++j) to[slot_of_halves(c)][j] = rows[j][at + c].bits;
+  }
 #endif
 }
 

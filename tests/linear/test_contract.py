@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import onepass
 from onepass import _C, functional
 from tests.linear.cases import (
+    FLOATS,
     RAW,
     assert_same_bits,
     backward,
@@ -27,6 +29,7 @@ from tests.support import isolated
 from tests.support.guarded import guarded
 
 F32 = torch.float32
+F64 = torch.float64
 
 # ---- bits ----------------------------------------------------------------------------------------
 
@@ -68,6 +71,34 @@ def test_a_row_does_not_depend_on_its_batch(in_features, out_features, threads, 
     ):  # fmt: skip
         rows = slice(begin, begin + count)
         assert_same_bits(of(rows), {k: v[rows] for k, v in every.items()}, f"{rows}:")
+
+
+# In and out features: around squares, chains and blocks of every level, and none of either.
+FEW_ROWS_FEATURES = [
+    (1, 1), (3, 5), (17, 33), (64, 16), (65, 31), (131, 47), (771, 70), (4097, 19), (4500, 35),
+]  # fmt: skip
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtypes", [*itertools.product(FLOATS, FLOATS), (F64, F64)], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("in_features, out_features", FEW_ROWS_FEATURES)
+def test_few_rows_are_those_of_many(in_features, out_features, threads, dtypes):
+    """Whichever kernel computes them."""
+    of_input, of_weight = dtypes
+    torch.set_num_threads(threads)
+    case = make(64, in_features, out_features, of_input, weight_dtype=of_weight)
+    for out_dtype in dict.fromkeys((torch.float32 if of_input is not F64 else F64, of_input)):
+
+        def of(rows, out_dtype=out_dtype):
+            output = RAW.linear_forward(case.input[rows], case.weight, case.bias, out_dtype)
+            dinput, _, _ = backward(case.doutput[rows], weight=case.weight, input_dtype=out_dtype)
+            return {"output": output, "dinput": dinput}
+
+        every = of(slice(None))
+        for count in range(1, 17):
+            rows = slice(count, 2 * count)
+            assert_same_bits(of(rows), {k: v[rows] for k, v in every.items()}, f"{count} rows:")
 
 
 @pytest.mark.isa

@@ -66,9 +66,10 @@ def test_rows(layout, name, dtype):
 @pytest.mark.parametrize(
     "layout", ["wide rows", "columns first", "every third column", "odd offset"]
 )
+@pytest.mark.parametrize("rows", [5, 26])
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_weight_and_bias(name, layout, dtype):
-    case = make(26, 40, 33, dtype)
+def test_weight_and_bias(name, rows, layout, dtype):
+    case = make(rows, 40, 33, dtype)
     expected = results(functional.linear, case)
     plain = getattr(case, name)
     other = strided(plain.reshape(1, -1, plain.shape[-1]), layout)

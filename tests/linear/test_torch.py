@@ -508,6 +508,8 @@ def test_explain_says_what_ran():
     case = make(400, 96, 64)
     (call,) = onepass.explain(lambda: functional.linear(**case.tensors())).calls
     assert call["op"] == "linear" and call["kernel"].startswith("linear") and call["reason"]
+    (call,) = onepass.explain(lambda: functional.linear(case.input[:4], case.weight)).calls
+    assert call["kernel"] == "linear_few_rows_kernel" and "read in place" in call["reason"]
     weight = case.weight.as_subclass(Noting)
     (call,) = onepass.explain(lambda: functional.linear(case.input, weight)).calls
     assert call["kernel"] == "torch.nn.functional.linear" and "subclass" in call["reason"]

@@ -1,0 +1,249 @@
+// The product of a few rows with a weight whose rows lie along k. To pack panels of it costs more
+// than to multiply with them, so it is transposed a line of each row at a time, into cells that are
+// multiplied out of L1 at once. The weight is read once, in blocks of some columns, each of which
+// is asked for while the block before it is computed; the left rows and the sums stay in L1 and L2.
+// Done when it runs at the speed of a read.
+//
+// The sums are those of linear_kernel, added in the same order.
+//
+// Cells that stay in the registers they were transposed in are slower: a line of 16 rows needs half
+// of the registers, and a load and a store are free beside the shuffles.
+#pragma once
+
+#include "cpu/pack.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// Beyond, packing is a small part of the multiply-adds. 768x3072, one thread of a Zen 4,
+// microseconds here and (one row more) packed: float32 16 rows 1162 and 1494, AVX2 8 rows 722 and
+// 1000; bfloat16 dot products 16 rows 547 and 804.
+inline constexpr int kMostFusedRows = kVectorRegisters == 32 ? 16 : 12;
+
+// Vectors of columns that a broadcast is multiplied with. AVX-512 broadcasts while it multiplies,
+// and more vectors are more rows of the weight at a time, whose lines push each other out of L1.
+template <int kRows>
+inline constexpr int kFusedVectors = kVectorRegisters == 16 && kRows <= 5 ? 2 : 1;
+
+// Of a row of the weight, in a block: two blocks stay in L2.
+inline constexpr int64_t kBlockBytes = 8192;
+inline constexpr int64_t kLineBytes = 64;
+
+// A line of each of kLanes rows, transposed.
+template <class M, class T>
+class Line {
+ public:
+  static constexpr int n = M::kLanes;
+  static constexpr int kElements = kLineBytes / sizeof(T);  // of k
+  static constexpr int kCells = kElements / M::kPerCell;
+
+  // row[j] + k is where the line of row j lies.
+  ONEPASS_INLINE void transpose_from(const T* const (&row)[n], int64_t k) {
+    if constexpr (kAreHalves) {
+#pragma GCC unroll 2
+      for (int c = 0; c < kElements; c += kHalvesCells) {
+        transpose_halves(row, k + c, reinterpret_cast<HalfBits*>(bytes_ + c * sizeof(HalfBits)));
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int at = 0; at < kLineBytes; at += kVectorBytes) {
+        Vec<float> square[n];
+#pragma GCC unroll 16
+        for (int j = 0; j < n; ++j) {
+          std::memcpy(&square[j], row[j] + k + at / sizeof(T), sizeof(square[j]));
+        }
+        transpose(square);
+        std::memcpy(bytes_ + at * n, square, sizeof(square));
+      }
+    }
+  }
+
+  // Cell `c` of all rows.
+  ONEPASS_INLINE typename M::Cells operator[](int c) const {
+    if constexpr (kAreHalves) {
+      const int first = c / kHalvesCells * kHalvesCells;
+      return widen_float16(at<HalfBits>(first + slot_of_halves(c - first)));
+    } else if constexpr (kCells == kWords) {
+      return at<typename M::Cells>(c);
+    } else {
+      const WordBits words = at<WordBits>(c / 2);
+      return (Vec<float>)(c % 2 == 0 ? words << 16 : words & 0xffff0000u);
+    }
+  }
+
+ private:
+  // Words of the others are transposed: each is a cell, or two of bfloat16.
+  static constexpr bool kAreHalves = std::is_same_v<T, Float16>;
+  static constexpr int kWords = kLineBytes / 4;
+
+  template <class V>
+  ONEPASS_INLINE V at(int index) const {
+    V v;
+    std::memcpy(&v, bytes_ + index * sizeof(V), sizeof(V));
+    return v;
+  }
+
+  alignas(64) char bytes_[n * kLineBytes];
+};
+
+// Asks for memory in the order of addresses, some lines at a time: the rows of a block are too many
+// streams for the hardware's prefetchers, and in the order in which they are read these help less.
+class LinesAhead {
+ public:
+  LinesAhead() = default;
+  LinesAhead(const void* first, int64_t row_bytes, int64_t stride_bytes)
+      : at_(static_cast<const char*>(first)),
+        row_bytes_(row_bytes),
+        to_next_row_(stride_bytes - row_bytes),
+        left_(row_bytes) {}
+
+  template <int kLines>
+  ONEPASS_INLINE void take() {
+    if (at_ == nullptr) return;
+#pragma GCC unroll 16
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(at_ + i * kLineBytes, 0, 2);
+    at_ += kLines * kLineBytes;
+    left_ -= kLines * kLineBytes;
+    if (left_ <= 0) {
+      at_ += to_next_row_ + left_;
+      left_ = row_bytes_;
+    }
+  }
+
+ private:
+  const char* at_ = nullptr;
+  int64_t row_bytes_ = 0;
+  int64_t to_next_row_ = 0;
+  int64_t left_ = 0;
+};
+
+// Some columns of the output, of all rows.
+template <class M>
+struct FewRows {
+  const typename M::Element* left;  // (rows, left_row)
+  int64_t left_row;
+  typename M::Number* sums;  // (rows, sums_row)
+  int64_t sums_row;
+  const typename M::Number* bias;  // (columns,) what the first chain is added to; or null
+  bool add;                        // to what is there
+};
+
+// `size` elements of k, in chains of kChainCells, of `columns` rows of the weight.
+template <class M, class T, int64_t kChainCells, int kRows>
+[[gnu::noinline]] void linear_few_rows_kernel(FewRows<M> few, const T* right, int64_t right_col,
+                                              int64_t columns, int64_t size, LinesAhead ahead) {
+  using A = typename M::Number;
+  using Cells = Line<M, T>;
+  constexpr int n = M::kLanes, kVectors = kFusedVectors<kRows>;
+  constexpr int64_t kChain = kChainCells * M::kPerCell;
+  static_assert(kChain % Cells::kElements == 0);
+  const T* row[kVectors][n];  // those beyond the last are computed, and not stored
+  for (int j = 0; j < kVectors * n; ++j) {
+    row[j / n][j % n] = right + std::min<int64_t>(j, columns - 1) * right_col;
+  }
+  Cells line[kVectors];
+  int64_t k = 0;
+  do {
+    typename M::Sum sum[kRows][kVectors] = {};
+    const auto multiply = [&](int64_t at, int c) {
+      typename M::Cells cells[kVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        cells[v] = line[v][c];
+        keep_in_register(cells[v]);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const auto one = M::broadcast_cell(few.left + r * few.left_row + at + c * M::kPerCell);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = M::multiply_add(one, cells[v], sum[r][v]);
+      }
+    };
+    const int64_t end = std::min(k + kChain, size);
+    for (; k + Cells::kElements <= end; k += Cells::kElements) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        ahead.take<n>();
+        line[v].transpose_from(row[v], k);
+      }
+      keep_in_memory(line);
+#pragma GCC unroll 32
+      for (int c = 0; c < Cells::kCells; ++c) multiply(k, c);
+    }
+    if (k < end) {
+      for (int v = 0; v < kVectors; ++v) {
+        T rest[n][Cells::kElements] = {};
+        const T* of_rest[n];
+        for (int j = 0; j < n; ++j) {
+          std::copy(row[v][j] + k, row[v][j] + end, rest[j]);
+          of_rest[j] = rest[j];
+        }
+        line[v].transpose_from(of_rest, 0);
+      }
+      for (int c = 0; c * M::kPerCell < end - k; ++c) multiply(k, c);
+      k = end;
+    }
+    const auto put = [&](int v, auto count) {
+      const Vec<A> bias = few.bias ? load<A>(few.bias + v * n, count) : Vec<A>{};
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        A* sums = few.sums + r * few.sums_row + v * n;
+        store<A>(sums, few.add ? load<A>(sums, count) + sum[r][v] : sum[r][v] + bias, count);
+      }
+    };
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t here = columns - v * n;
+      if (here >= n) {
+        put(v, WholeVector<A>{});
+      } else if (here > 0) {
+        put(v, Tail{here});
+      }
+    }
+    few.add = true;
+  } while (k < size);
+}
+
+// `columns` over all of k, before `after` others.
+template <class M, class T, int64_t kChainCells, int kRows = kMostFusedRows>
+void multiply_few_rows(int64_t rows, const FewRows<M>& all, const T* right, int64_t right_col,
+                       int64_t columns, int64_t depth, int64_t after) {
+  if constexpr (kRows > 1) {
+    if (rows != kRows) {
+      return multiply_few_rows<M, T, kChainCells, kRows - 1>(rows, all, right, right_col, columns,
+                                                             depth, after);
+    }
+  }
+  constexpr int64_t kSize = sizeof(T);
+  constexpr int64_t kBlock = kBlockBytes / kSize;  // of k
+  static_assert(kBlock % (kChainCells * M::kPerCell) == 0);
+  constexpr int64_t kGroup = kFusedVectors<kRows> * M::kLanes;  // columns
+  for (int64_t col = 0; col < columns; col += kGroup) {
+    const T* group = right + col * right_col;
+    const int64_t here = std::min(kGroup, columns - col);
+    const int64_t next = std::min(kGroup, columns - col - here + after);
+    FewRows<M> few = all;
+    few.sums += col;
+    few.bias += few.bias ? col : 0;
+    int64_t k = 0;
+    do {
+      const int64_t size = std::min(kBlock, depth - k), rest = depth - k - size;
+      LinesAhead ahead;
+      if (rest > 0) {
+        ahead = {group + k + size, std::min(kBlock, rest) * kSize, right_col * kSize};
+      } else if (next > 0 && size == right_col) {  // all one piece of memory
+        ahead = {group + here * right_col, next * size * kSize, 0};
+      } else if (next > 0) {
+        ahead = {group + here * right_col, std::min(kBlock, depth) * kSize, right_col * kSize};
+      }
+      linear_few_rows_kernel<M, T, kChainCells, kRows>(few, group + k, right_col, here, size,
+                                                       ahead);
+      few.left += size;
+      few.add = true;
+      k += size;
+    } while (k < depth);
+  }
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu
