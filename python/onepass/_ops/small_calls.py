@@ -30,14 +30,17 @@ LEAST_ATTENTION = {
     torch.float16: (0, 1 << 20),
 }
 # Multiply-adds of a linear layer (Zen 4; float32 at AVX-512, 16 bits at AVX2, where torch's are
-# slow). In float32 few rows are bound by the reading of the weight, which torch does as fast.
+# slow).
 LEAST_LINEAR = {
     torch.float32: (1 << 22, 1 << 22),
     torch.bfloat16: (1 << 16, 1 << 14),
     torch.float16: (1 << 16, 1 << 14),
 }
-LEAST_LINEAR_ROWS = 8
-LEAST_DECODED_ROWS = 4  # in 16 bits without gradients: torch has a fast product with a vector
+# Likewise in float32 without gradients, of few rows: from 1 of 512x512 on (1.8 times as fast).
+LEAST_DECODED = 1 << 17
+MOST_DECODED_ROWS = 12
+LEAST_TRAINED_ROWS = 8  # in float32: the gradients of fewer are bound by packing the weight
+LEAST_DECODED_ROWS = 2  # in 16 bits without gradients: torch has a fast product with a vector
 LEAST_CONV1D_ROWS = 512  # MKL is faster where the weight lies transposed
 # Multiply-adds of the largest weight of a module that calls F.linear (Zen 4, as above): each torch
 # function of a redirected forward takes longer too.
@@ -67,10 +70,11 @@ LINEAR_CALLS_NOTE = (
 LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
     "autocast in its own), and where that takes less time: in calls of fewer multiply-adds per "
-    f"thread than {1 << 22} (16-bit: {1 << 16}, in inference {1 << 14}), and in float32 of fewer "
-    f"rows than {LEAST_LINEAR_ROWS} (16-bit inference: {LEAST_DECODED_ROWS}). What looks for the "
-    "class nn.Linear itself, such as quantize_dynamic, does not find them: quantize before, or "
-    "after unswap"
+    f"thread than {1 << 22} (in inference with up to {MOST_DECODED_ROWS} rows: {LEAST_DECODED}; "
+    f"16-bit: {1 << 16}, in inference {1 << 14}), and of fewer rows than "
+    f"{LEAST_TRAINED_ROWS} in float32 training ({LEAST_DECODED_ROWS} in 16-bit inference). What "
+    "looks for the class nn.Linear itself, such as quantize_dynamic, does not find them: quantize "
+    "before, or after unswap"
 )
 
 
@@ -93,7 +97,10 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     if not bound or not weight.numel():
         return False
     rows = input.numel() // weight.shape[1]
-    least_rows = _least_rows(dtype, torch.is_grad_enabled())
+    training = torch.is_grad_enabled()
+    if dtype is torch.float32 and not training and rows <= MOST_DECODED_ROWS:
+        bound = min(bound, LEAST_DECODED * _threads())
+    least_rows = _least_rows(dtype, training)
     if dtype is torch.float32 and weight.stride(1) != 1:
         least_rows = LEAST_CONV1D_ROWS
     few = rows < least_rows
@@ -162,7 +169,7 @@ def matrices(parameters: Iterable[Tensor | None]) -> list[Tensor]:
 
 def _least_rows(dtype: torch.dtype, training: bool) -> int:
     if dtype is torch.float32:
-        return LEAST_LINEAR_ROWS
+        return LEAST_TRAINED_ROWS if training else 0
     return 0 if training else LEAST_DECODED_ROWS
 
 
@@ -204,7 +211,11 @@ def _least(bounds: dict, input: Tensor, training: bool, dtype: torch.dtype | Non
     if not input.is_cpu or torch.compiler.is_compiling() or tracing.is_tracing():
         return 0
     bound = bounds.get(dtype or input.dtype, (0, 0))[not training]
-    return bound * min(torch.get_num_threads(), MOST_THREADS)
+    return bound * _threads()
+
+
+def _threads() -> int:
+    return min(torch.get_num_threads(), MOST_THREADS)
 
 
 def _tell(function: str, arguments: str, input: Tensor, reason: str) -> None:
