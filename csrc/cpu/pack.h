@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "cpu/multiply.h"
+#include "cpu/vec_squares.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {

@@ -16,6 +16,7 @@
 #include "cpu/attention/attention.h"
 #include "cpu/attention/scores.h"
 #include "cpu/attention/work.h"
+#include "cpu/vec_squares.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {

@@ -6,7 +6,7 @@
 // kCells cells of k are packed at a time: the right matrix as panels of kPanel columns, which stay
 // in L2 for all rows, and then the left one as strips of kStripRows rows, each of which stays in L1
 // for all panels. Packing converts, and puts what a tile reads next to each other: its cost is
-// 1 / rows and 1 / columns of the products. Few rows are not worth it: linear_few_rows.h.
+// 1 / rows and 1 / columns of the products. Few rows are not worth it: few_rows.h.
 //
 // A sum runs over kChain cells in a register; these chains are added one after the other. Neither
 // depends on where pieces are cut, so that a row of the output is the same bits whatever rows it
@@ -15,10 +15,10 @@
 #include "core/visit.h"
 #include "cpu/activation.h"
 #include "cpu/kernels.h"
-#include "cpu/linear_few_rows.h"
+#include "cpu/linear/few_rows.h"
+#include "cpu/linear/packing.h"
 #include "cpu/lines.h"
 #include "cpu/multiply.h"
-#include "cpu/pack.h"
 #include "cpu/pieces.h"
 #include "cpu/random.h"
 
@@ -32,26 +32,12 @@ constexpr int64_t kChain = 64;
 // Cells of k that are packed at a time: some chains, after each of which the sums of a tile go to
 // L1 and come back.
 constexpr int64_t kCells = 3 * kChain;
-// Sums of a tile, vectors of a panel and a broadcast fill the registers: 24 + 2 + 1 of 32, and
-// 12 + 2 + 1 of 16.
-constexpr int kStripRows = kVectorRegisters == 32 ? 12 : 6;
-constexpr int kPanelVectors = 2;
 // At most so much of the output is a piece.
 constexpr int64_t kMostRows = 960;
 constexpr int64_t kMostCols = 512;
 // A left matrix of at most so many rows and bytes is packed once for all columns.
 constexpr int64_t kFewRows = 2 * kStripRows;
 constexpr int64_t kMostLeftBytes = 1 << 20;
-// A sum of a bias gradient takes so many cells before it joins the others.
-constexpr int64_t kRun = 16;
-
-template <class M>
-constexpr int64_t kPanel = kPanelVectors * M::kLanes;  // columns
-template <class M>
-constexpr int64_t kSquare = M::kLanes * M::kPerCell;  // elements of k, transposed together
-template <class M>
-constexpr int64_t kStrip = (kStripRows + M::kLanes - 1) / M::kLanes * M::kLanes;  // rows, padded
-
 // Where the sums of a piece are while they are not complete.
 enum class Sums {
   kOutput,         // in the output, of the same type
@@ -170,99 +156,6 @@ ONEPASS_INLINE void tile_of_rows(int64_t rows, const typename M::Element* strip,
   if constexpr (kRows > 0) {
     if (rows == kRows) return linear_kernel<M, kRows>(strip, panel, cells, sink);
     tile_of_rows<M, kRows - 1>(rows, strip, panel, cells, sink);
-  }
-}
-
-// Asks for a rectangle of memory while tiles are computed, a few lines at a time: what is packed
-// next lies in too many short rows for the hardware's prefetchers.
-class Ahead {
- public:
-  Ahead(const void* first, int64_t rows, int64_t row_bytes, int64_t stride_bytes)
-      : row_(static_cast<const char*>(first)),
-        stride_(stride_bytes),
-        rows_(first ? rows : 0),
-        bytes_(row_bytes) {}
-
-  int64_t lines() const { return rows_ * (bytes_ / kLine + 1); }
-
-  ONEPASS_INLINE void take(int64_t lines) {
-    for (; lines > 0 && rows_ > 0; --lines) {
-      __builtin_prefetch(row_ + at_, 0, 2);
-      at_ += kLine;
-      if (at_ >= bytes_ + kLine) {
-        at_ = 0;
-        row_ += stride_;
-        --rows_;
-      }
-    }
-  }
-
- private:
-  static constexpr int64_t kLine = 64;
-  const char* row_;
-  int64_t stride_;
-  int64_t rows_;
-  int64_t bytes_;
-  int64_t at_ = 0;
-};
-
-// `count` elements of k from the k-th on, of `rows` rows.
-template <class M, class T>
-void pack_left(const LinearProduct& args, int64_t row, int64_t rows, int64_t k, int64_t count,
-               typename M::Element* strip) {
-  const T* from = static_cast<const T*>(args.left) + row * args.left_row + k * args.left_step;
-  if (args.left_step == 1) {
-    pack_panel<M>([&](int64_t i) { return from + i * args.left_row; }, rows, count, kStrip<M>,
-                  strip);
-  } else {
-    // The strip's own rows and, as they are there, those beyond: whole vectors load faster.
-    const int64_t there = std::min(kStrip<M>, args.rows - row);
-    pack_cells_of_rows<M>([&](int64_t i) { return from + i * args.left_step; }, count, there,
-                          kStrip<M>, strip);
-  }
-}
-
-// With a few lines of what comes next for every square that is transposed.
-template <class M, class T>
-void pack_right(const LinearProduct& args, int64_t col, int64_t cols, int64_t k, int64_t count,
-                typename M::Element* panel, Ahead& ahead, int64_t lines) {
-  const T* from = static_cast<const T*>(args.right) + k * args.right_step + col * args.right_col;
-  for (int64_t first = 0; first < count; first += kSquare<M>) {
-    const int64_t here = std::min(kSquare<M>, count - first);
-    typename M::Element* to = panel + first * kPanel<M>;
-    ahead.take(lines);
-    if (args.right_step == 1) {
-      pack_panel<M>([&](int64_t j) { return from + first + j * args.right_col; }, cols, here,
-                    kPanel<M>, to);
-    } else {
-      pack_cells_of_rows<M>([&](int64_t i) { return from + (first + i) * args.right_step; }, here,
-                            cols, kPanel<M>, to);
-    }
-  }
-}
-
-// sums[i] += the elements of row i in a strip.
-template <class M>
-void add_left(const typename M::Element* strip, int64_t cells, int64_t rows,
-              typename M::Number* sums) {
-  using A = typename M::Number;
-  for (int64_t i = 0; i < rows; i += M::kLanes) {
-    const auto count = std::min<int64_t>(rows - i, M::kLanes);
-    Vec<A> total = {};
-    for (int64_t first = 0; first < cells; first += kRun) {
-      Vec<A> run = {};
-      for (int64_t cell = first; cell < std::min(first + kRun, cells); ++cell) {
-        const auto* at = strip + (cell * kStrip<M> + i) * M::kPerCell;
-        if constexpr (M::kPerCell == 1) {
-          run += load<A>(at);
-        } else {
-          const WordBits pairs = M::load_cells(at);
-          run += (Vec<float>)(pairs << 16) + (Vec<float>)(pairs & 0xffff0000u);
-        }
-      }
-      total += run;
-    }
-    store<A>(sums + i, load<A>(sums + i, Tail{count}) + total, Tail{count});
   }
 }
 

@@ -1,0 +1,119 @@
+// Panels of the right matrix and strips of the left one, which tiles read.
+#pragma once
+
+#include "cpu/pack.h"
+#include "ops/linear.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// Sums of a tile, vectors of a panel and a broadcast fill the registers: 24 + 2 + 1 of 32, and
+// 12 + 2 + 1 of 16.
+inline constexpr int kStripRows = kVectorRegisters == 32 ? 12 : 6;
+inline constexpr int kPanelVectors = 2;
+// A sum of a bias gradient takes so many cells before it joins the others.
+inline constexpr int64_t kRun = 16;
+
+template <class M>
+inline constexpr int64_t kPanel = kPanelVectors * M::kLanes;  // columns
+template <class M>
+inline constexpr int64_t kSquare = M::kLanes * M::kPerCell;  // elements of k, transposed together
+template <class M>
+inline constexpr int64_t kStrip =
+    (kStripRows + M::kLanes - 1) / M::kLanes * M::kLanes;  // rows, padded
+
+// Asks for a rectangle of memory while tiles are computed, a few lines at a time: what is packed
+// next lies in too many short rows for the hardware's prefetchers.
+class Ahead {
+ public:
+  Ahead(const void* first, int64_t rows, int64_t row_bytes, int64_t stride_bytes)
+      : row_(static_cast<const char*>(first)),
+        stride_(stride_bytes),
+        rows_(first ? rows : 0),
+        bytes_(row_bytes) {}
+
+  int64_t lines() const { return rows_ * (bytes_ / kLine + 1); }
+
+  ONEPASS_INLINE void take(int64_t lines) {
+    for (; lines > 0 && rows_ > 0; --lines) {
+      __builtin_prefetch(row_ + at_, 0, 2);
+      at_ += kLine;
+      if (at_ >= bytes_ + kLine) {
+        at_ = 0;
+        row_ += stride_;
+        --rows_;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  const char* row_;
+  int64_t stride_;
+  int64_t rows_;
+  int64_t bytes_;
+  int64_t at_ = 0;
+};
+
+// `count` elements of k from the k-th on, of `rows` rows.
+template <class M, class T>
+void pack_left(const LinearProduct& args, int64_t row, int64_t rows, int64_t k, int64_t count,
+               typename M::Element* strip) {
+  const T* from = static_cast<const T*>(args.left) + row * args.left_row + k * args.left_step;
+  if (args.left_step == 1) {
+    pack_panel<M>([&](int64_t i) { return from + i * args.left_row; }, rows, count, kStrip<M>,
+                  strip);
+  } else {
+    // The strip's own rows and, as they are there, those beyond: whole vectors load faster.
+    const int64_t there = std::min(kStrip<M>, args.rows - row);
+    pack_cells_of_rows<M>([&](int64_t i) { return from + i * args.left_step; }, count, there,
+                          kStrip<M>, strip);
+  }
+}
+
+// With a few lines of what comes next for every square that is transposed.
+template <class M, class T>
+void pack_right(const LinearProduct& args, int64_t col, int64_t cols, int64_t k, int64_t count,
+                typename M::Element* panel, Ahead& ahead, int64_t lines) {
+  const T* from = static_cast<const T*>(args.right) + k * args.right_step + col * args.right_col;
+  for (int64_t first = 0; first < count; first += kSquare<M>) {
+    const int64_t here = std::min(kSquare<M>, count - first);
+    typename M::Element* to = panel + first * kPanel<M>;
+    ahead.take(lines);
+    if (args.right_step == 1) {
+      pack_panel<M>([&](int64_t j) { return from + first + j * args.right_col; }, cols, here,
+                    kPanel<M>, to);
+    } else {
+      pack_cells_of_rows<M>([&](int64_t i) { return from + (first + i) * args.right_step; }, here,
+                            cols, kPanel<M>, to);
+    }
+  }
+}
+
+// sums[i] += the elements of row i in a strip.
+template <class M>
+void add_left(const typename M::Element* strip, int64_t cells, int64_t rows,
+              typename M::Number* sums) {
+  using A = typename M::Number;
+  for (int64_t i = 0; i < rows; i += M::kLanes) {
+    const auto count = std::min<int64_t>(rows - i, M::kLanes);
+    Vec<A> total = {};
+    for (int64_t first = 0; first < cells; first += kRun) {
+      Vec<A> run = {};
+      for (int64_t cell = first; cell < std::min(first + kRun, cells); ++cell) {
+        const auto* at = strip + (cell * kStrip<M> + i) * M::kPerCell;
+        if constexpr (M::kPerCell == 1) {
+          run += load<A>(at);
+        } else {
+          const WordBits pairs = M::load_cells(at);
+          run += (Vec<float>)(pairs << 16) + (Vec<float>)(pairs & 0xffff0000u);
+        }
+      }
+      total += run;
+    }
+    store<A>(sums + i, load<A>(sums + i, Tail{count}) + total, Tail{count});
+  }
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

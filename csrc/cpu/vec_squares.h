@@ -1,0 +1,124 @@
+// Squares of a matrix, transposed in registers.
+#pragma once
+
+#include "cpu/vec.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// Row i, lane j becomes row j, lane i.
+ONEPASS_INLINE void transpose(Vec<float> (&rows)[kLanes<float>]) {
+#if defined(__AVX2__)
+  // Squares of four within 128-bit parts first, then the parts among rows.
+  constexpr int n = kLanes<float>;
+  Vec<float> t[n];
+#pragma GCC unroll 4
+  for (int i = 0; i < n; i += 4) {
+#if defined(__AVX512F__)
+    const __m512* r = reinterpret_cast<const __m512*>(rows + i);
+    const __m512d a = (__m512d)_mm512_unpacklo_ps(r[0], r[1]);
+    const __m512d b = (__m512d)_mm512_unpackhi_ps(r[0], r[1]);
+    const __m512d c = (__m512d)_mm512_unpacklo_ps(r[2], r[3]);
+    const __m512d d = (__m512d)_mm512_unpackhi_ps(r[2], r[3]);
+    t[i] = (Vec<float>)_mm512_unpacklo_pd(a, c);
+    t[i + 1] = (Vec<float>)_mm512_unpackhi_pd(a, c);
+    t[i + 2] = (Vec<float>)_mm512_unpacklo_pd(b, d);
+    t[i + 3] = (Vec<float>)_mm512_unpackhi_pd(b, d);
+#else
+    const __m256* r = reinterpret_cast<const __m256*>(rows + i);
+    const __m256d a = (__m256d)_mm256_unpacklo_ps(r[0], r[1]);
+    const __m256d b = (__m256d)_mm256_unpackhi_ps(r[0], r[1]);
+    const __m256d c = (__m256d)_mm256_unpacklo_ps(r[2], r[3]);
+    const __m256d d = (__m256d)_mm256_unpackhi_ps(r[2], r[3]);
+    t[i] = (Vec<float>)_mm256_unpacklo_pd(a, c);
+    t[i + 1] = (Vec<float>)_mm256_unpackhi_pd(a, c);
+    t[i + 2] = (Vec<float>)_mm256_unpacklo_pd(b, d);
+    t[i + 3] = (Vec<float>)_mm256_unpackhi_pd(b, d);
+#endif
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+#if defined(__AVX512F__)
+    const auto parts = [](Vec<float> x, Vec<float> y, auto which) {
+      return (__m512)_mm512_shuffle_f32x4((__m512)x, (__m512)y, decltype(which)::value);
+    };
+    const std::integral_constant<int, 0x88> even;
+    const std::integral_constant<int, 0xdd> odd;
+    const __m512 a = parts(t[j], t[4 + j], even), b = parts(t[8 + j], t[12 + j], even);
+    const __m512 c = parts(t[j], t[4 + j], odd), d = parts(t[8 + j], t[12 + j], odd);
+    rows[j] = (Vec<float>)parts((Vec<float>)a, (Vec<float>)b, even);
+    rows[4 + j] = (Vec<float>)parts((Vec<float>)c, (Vec<float>)d, even);
+    rows[8 + j] = (Vec<float>)parts((Vec<float>)a, (Vec<float>)b, odd);
+    rows[12 + j] = (Vec<float>)parts((Vec<float>)c, (Vec<float>)d, odd);
+#else
+    rows[j] = (Vec<float>)_mm256_permute2f128_ps((__m256)t[j], (__m256)t[4 + j], 0x20);
+    rows[4 + j] = (Vec<float>)_mm256_permute2f128_ps((__m256)t[j], (__m256)t[4 + j], 0x31);
+#endif
+  }
+#else
+  static_assert(kLanes<float> == 4);
+  Vec<float> t[4];
+  for (int j = 0; j < 4; ++j) t[j] = Vec<float>{rows[0][j], rows[1][j], rows[2][j], rows[3][j]};
+  for (int j = 0; j < 4; ++j) rows[j] = t[j];
+#endif
+}
+
+// The same of 16-bit elements: kHalvesCells of them, from the `at`-th on, of kLanes rows. Those of
+// cell c are to[slot_of_halves(c)].
+inline constexpr int kHalvesCells = 16;
+ONEPASS_INLINE constexpr int slot_of_halves(int c) { return c % 8 * 2 + c / 8; }
+
+template <class T>
+ONEPASS_INLINE void transpose_halves(const T* const (&rows)[kLanes<float>], int64_t at,
+                                     HalfBits* to) {
+  static_assert(sizeof(T) == 2);
+#if defined(__AVX2__)
+  // Eight by eight within 128-bit parts, which hold cells 0 to 7 and 8 to 15 of rows 0 to 7, and
+  // then of rows 8 to 15.
+  WordBits v[8], t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + at));
+#if defined(__AVX512F__)
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[8 + i] + at));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    v[i] = (WordBits)_mm512_shuffle_i64x2(both, both, 0xd8);
+#else
+    v[i] = (WordBits)low;
+#endif
+  }
+#if defined(__AVX512F__)
+#define ONEPASS_UNPACK(half, bits, a, b) \
+  (WordBits) _mm512_unpack##half##_epi##bits((__m512i)(a), (__m512i)(b))
+#else
+#define ONEPASS_UNPACK(half, bits, a, b) \
+  (WordBits) _mm256_unpack##half##_epi##bits((__m256i)(a), (__m256i)(b))
+#endif
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = ONEPASS_UNPACK(lo, 16, v[i], v[i + 1]);
+    t[i + 1] = ONEPASS_UNPACK(hi, 16, v[i], v[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    v[i] = ONEPASS_UNPACK(lo, 32, t[i], t[i + 2]);
+    v[i + 1] = ONEPASS_UNPACK(hi, 32, t[i], t[i + 2]);
+    v[i + 2] = ONEPASS_UNPACK(lo, 32, t[i + 1], t[i + 3]);
+    v[i + 3] = ONEPASS_UNPACK(hi, 32, t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = ONEPASS_UNPACK(lo, 64, v[i], v[4 + i]);
+    t[2 * i + 1] = ONEPASS_UNPACK(hi, 64, v[i], v[4 + i]);
+  }
+#undef ONEPASS_UNPACK
+  std::memcpy(to, t, sizeof(t));
+#else
+  for (int c = 0; c < kHalvesCells; ++c) {
+    for (int j = 0; j < kLanes<float>; ++j) to[slot_of_halves(c)][j] = rows[j][at + c].bits;
+  }
+#endif
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu
