@@ -67,7 +67,7 @@ def test_what_an_epilogue_saves():
     assert saved("input") == [(6, 10), (10, 8)]
     assert saved("bias", activation=None) == []
     assert saved("bias", activation=None, p=0.5) == [(2,)]
-    assert saved("residual", activation=None) == []
+    assert saved("residual", activation=None) == saved("residual", p=0.5) == []
 
 
 def test_epilogue_in_a_checkpoint():

@@ -170,6 +170,24 @@ def test_a_block_that_is_set_on_the_layer_is_called(swapped):
     assert not any("relu" in call for call in calls_of(module, x))
 
 
+@pytest.mark.parametrize("name", ["_ff_block", "linear1.forward"])
+def test_what_is_set_after_compiling_is_called(name):
+    module, x, graphs = layer(dropout=0.0), torch.randn(SHAPE), []
+
+    def keep(graph, _):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    compiled = torch.compile(module, fullgraph=True, backend=keep)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert graphs[-1].count("onepass.linear_epilogue_forward") == 2
+    *path, attribute = name.split(".")
+    own = {"_ff_block": torch.zeros_like, "forward": lambda x: x.new_ones((*x.shape[:-1], HIDDEN))}
+    setattr(module.get_submodule(".".join(path)), attribute, own[attribute])
+    torch.testing.assert_close(compiled(x), module(x))
+    assert "onepass.linear_epilogue_forward" not in graphs[-1]
+
+
 class Equal:
     """An activation that has no hash."""
 

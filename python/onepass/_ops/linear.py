@@ -83,7 +83,8 @@ def linear_epilogue(
 
 def _compute_epilogue(input, weight, bias, residual, seed, dropout_p, activation, save):
     if is_differentiated(input, weight, bias, residual):
-        save = save or activation != Activation.NONE
+        has_slope = activation != Activation.NONE
+        save = save or (has_slope and is_differentiated(input, weight, bias))
         return _apply_epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
     return _epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
 
@@ -140,8 +141,11 @@ class _Epilogue(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         input, weight, bias, _, seed, ctx.dropout_p, ctx.activation, _ = inputs
         ctx.input_dtype = input.dtype
-        preactivation = None if ctx.activation == Activation.NONE else outputs[1]
         operands = _operands(ctx, input, weight, bias)
+        if not any(ctx.needs_input_grad[:3]):  # residual alone: its gradient is doutput
+            ctx.save_for_backward(*operands, None, None)
+            return
+        preactivation = None if ctx.activation == Activation.NONE else outputs[1]
         ctx.save_for_backward(*operands, preactivation, seed)
 
     @staticmethod

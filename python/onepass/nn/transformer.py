@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -77,8 +79,7 @@ _ACTIVATIONS = ((F.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
 
 def _with_feed_forward(layer: torch.nn.TransformerEncoderLayer, x: Tensor, to: Tensor) -> Tensor:
     """to + layer._ff_block(x)"""
-    block = type(layer)._ff_block
-    if block is torch.nn.TransformerEncoderLayer._ff_block and "_ff_block" not in layer.__dict__:
+    if _is_method(layer._ff_block, torch.nn.TransformerEncoderLayer._ff_block):
         # Where they differ, the sum is of neither's dtype or shape alone.
         residual = to if to.dtype is x.dtype and to.shape == x.shape else None
         output = _feed_forward(layer, x, layer.dropout2, residual)
@@ -117,12 +118,18 @@ def _computes(part: torch.nn.Module, *classes: type) -> bool:
     made_by_swap = "_onepass_original" in vars(type(part))
     return (
         (isinstance(part, classes) if made_by_swap else type(part) in classes)
-        and "forward" not in part.__dict__
+        and _is_method(part.forward, type(part).forward)
         and part._compiled_call_impl is None
         and not (part._forward_hooks or part._forward_pre_hooks)
         and not (part._backward_hooks or part._backward_pre_hooks)
         and not torch.nn.modules.module._has_any_global_hook()
     )
+
+
+def _is_method(attribute: object, function: object) -> bool:
+    """Whether an attribute is the method of its class, not something set on the object. It is read
+    as torch reads it, so that compiled graphs are guarded alike."""
+    return isinstance(attribute, types.MethodType) and attribute.__func__ is function
 
 
 def _p_of(dropout: Dropout) -> float:
