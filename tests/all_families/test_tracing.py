@@ -107,7 +107,7 @@ def test_traced_as_called(name, trained, training):
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "linear"])
+@pytest.mark.parametrize("name", MODULES)
 def test_exported_programs_train(name, strict, tmp_path):
     """As the module does, read from a file too; run_decompositions leaves raw operators."""
     model = build(name)

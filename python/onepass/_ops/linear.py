@@ -59,7 +59,7 @@ _SLOPES = {
 @logged
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """input weight^T + bias in input's dtype."""
-    if not torch.compiler.is_compiling() and tracing.is_tracing():
+    if tracing.records():
         return _traced(input, weight, bias, None)
     return _compute(input, weight, bias, None)
 
@@ -76,7 +76,7 @@ def linear_epilogue(
     """residual + dropout(activation(input weight^T + bias)), in residual's dtype or input's."""
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
     arguments = (input, weight, bias, residual, seed, dropout_p, activation, False)
-    if not torch.compiler.is_compiling() and tracing.is_tracing():
+    if tracing.records():
         return _traced_epilogue(*arguments)[0]
     return _compute_epilogue(*arguments)[0]
 
