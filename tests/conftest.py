@@ -94,6 +94,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for marks
 def pytest_collection_modifyitems(items: list) -> None:
     """ONEPASS_TEST_EVERY=10 keeps every tenth test: what test_lower_levels runs while you wait."""
+    for item in items:  # workers give up where their names differ
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"a test's name must hold no address, got {item.nodeid}")
     grids.mark(items)
     items[:] = executors.of_this_level(items)
     items[:] = items[:: int(os.environ.get("ONEPASS_TEST_EVERY", "1"))]

@@ -73,7 +73,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=["relu", "gelu", "silu", "relu-no-bias"])
 @pytest.mark.parametrize("decoder", [False, True])
 def test_two_calls_compute_what_the_parts_do(decoder, options, training):
     """With the same elements dropped: within rounding of the parts one by one."""
