@@ -31,6 +31,10 @@ _REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # transformers'
 _EXPERTS = "experts_interface"  # of transformers, too
 _DISPATCH = ("diffusers.models.attention_dispatch", "dispatch_attention_fn")
 _KEEPING = {"SWAP", "ROT_TWO", "POP_TOP", "EXTENDED_ARG", "CACHE"}  # the value before them
+_WRAPPERS = (
+    "torch.",
+    *(f"onepass.{part}." for part in ("functional", "integrations", "nn", "swapping", "_ops")),
+)
 _DEPTH = 4  # of calls within calls
 _MOST_FUNCTIONS = 200
 
@@ -195,13 +199,13 @@ def _undecorated(value):
 
 
 def _functions(value) -> Iterator[types.FunctionType]:
-    """The function in a descriptor and those it wraps, unless they are torch's own, or onepass's,
-    which call what they are instead of."""
+    """The function in a descriptor and those it wraps, but for those of torch, and of onepass that
+    call what they stand for."""
     value = _undecorated(value)
     if isinstance(value, property):
         value = value.fget
     value = getattr(value, "__func__", value)
     while isinstance(value, types.FunctionType):
-        if (value.__module__ or "").partition(".")[0] not in ("torch", "onepass"):
+        if not f"{value.__module__}.".startswith(_WRAPPERS):
             yield value
         value = getattr(value, "__wrapped__", None)
