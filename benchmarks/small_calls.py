@@ -1,5 +1,5 @@
-"""From which size on a swapped layer norm, or module of attention or of F.linear, takes less time
-than stock's.
+"""From which size on a swapped layer norm, linear layer, or module of attention or of F.linear,
+takes less time than stock's.
 
     python benchmarks/small_calls.py [--dtypes float32 bfloat16]
 
@@ -29,7 +29,9 @@ from onepass._ops import small_calls
 
 COLS = (64, 192, 256, 384, 768, 1024, 2048, 4096)
 ROWS = (16, 64, 256, 1024, 4096)
-WEIGHTS = ((256, 256), (64, 1024), (1024, 1024))
+WEIGHTS = ((256, 256), (64, 1024), (1024, 1024))  # (out_features, in_features)
+LAYERS = ((64, 64), (128, 128), (512, 512), (3072, 768))
+FEW_ROWS = (1, 2, 4, 8, 64)
 SHAPES = ((1, 16), (4, 16), (1, 64), (16, 16), (4, 64), (1, 197), (8, 64), (4, 197), (1, 512))
 HEADS, HEAD_DIM = (3, 6, 12), 64
 TURNS, SECONDS = 7, 0.03
@@ -42,6 +44,7 @@ def main() -> int:
     torch.set_num_threads(1)
     small_calls.LEAST_ATTENTION.clear()  # ours at every size
     small_calls.LEAST_LINEAR_CALLS.clear()
+    small_calls.LEAST_LINEAR.clear()
     for name in options.dtypes:
         table = Table("batch x tokens", *(f"{heads} heads" for heads in HEADS))
         table.title = f"attention, {name}: log2 of elements times tokens; times faster"
@@ -49,12 +52,16 @@ def main() -> int:
             cells = [measure_attention(name, batch, tokens, heads) for heads in HEADS]
             table.add_row(f"{batch} x {tokens}", *cells)
         Console().print(table)
-        table = Table("weight", *(f"{rows} rows" for rows in ROWS))
-        table.title = f"calls of F.linear, {name}: log2 of multiply-adds; times faster"
-        for shape in track(WEIGHTS, f"F.linear, {name}", console=Console(stderr=True)):
-            cells = [measure_router(name, rows, shape) for rows in ROWS]
-            table.add_row("{} x {}".format(*shape), *cells)
-        Console().print(table)
+        for title, make, shapes, counts in (
+            ("linear layers", layer, LAYERS, FEW_ROWS),
+            ("calls of F.linear", Router, WEIGHTS, ROWS),
+        ):
+            table = Table("weight", *(f"{rows} rows" for rows in counts))
+            table.title = f"{title}, {name}: log2 of multiply-adds; times faster"
+            for shape in track(shapes, f"{title}, {name}", console=Console(stderr=True)):
+                cells = [measure_product(make, name, rows, shape) for rows in counts]
+                table.add_row("{} x {}".format(*shape), *cells)
+            Console().print(table)
         table = Table("columns", *(f"{rows} rows" for rows in ROWS), title=name)
         for cols in track(COLS, name, console=Console(stderr=True)):
             cells = [" / ".join(map("{:.2f}".format, measure(name, n, cols))) for n in ROWS]
@@ -125,9 +132,13 @@ def measure_attention(dtype: str, batch: int, tokens: int, heads: int) -> str:
     return measure_swapped(stock, swapped, x, math.log2(x.numel() * tokens))
 
 
-def measure_router(dtype: str, rows: int, shape: tuple[int, int]) -> str:
+def layer(shape: tuple[int, int]) -> nn.Module:
+    return nn.Linear(shape[1], shape[0])
+
+
+def measure_product(make: Callable, dtype: str, rows: int, shape: tuple[int, int]) -> str:
     x = torch.randn(rows, shape[1], dtype=getattr(torch, dtype))
-    stock, swapped = (Router(shape).to(x.dtype) for _ in range(2))
+    stock, swapped = (make(shape).to(x.dtype) for _ in range(2))
     return measure_swapped(stock, swapped, x, math.log2(rows * math.prod(shape)))
 
 

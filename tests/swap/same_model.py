@@ -18,3 +18,13 @@ def assert_computes_the_same(module: nn.Module, stock: nn.Module, input: Tensor)
             ref = copy.deepcopy(stock).double()(input.double())
     assert ours.dtype == base.dtype
     numerics.assert_close(ours, ref, base)
+
+
+def per_sample(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Gradients of the parameters for each row of x by itself."""
+
+    def loss(parameters, row):
+        return torch.func.functional_call(module, parameters, (row,)).square().sum()
+
+    parameters = dict(module.named_parameters())
+    return list(torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x).values())

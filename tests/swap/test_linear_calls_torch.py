@@ -17,6 +17,7 @@ from onepass.swapping import classes
 from onepass.swapping.reasons import Reason
 from tests.swap.foreign_linear import Base, Experts, OwnAttention, Plain
 from tests.swap.linear_calls import CALLS, SLOW, Block, count, set_facts, swap, types
+from tests.swap.same_model import per_sample
 
 
 @pytest.fixture(autouse=True)
@@ -83,14 +84,7 @@ def test_per_sample_gradients_and_forward_mode_are_torchs():
     ours, x = copy.deepcopy(stock), torch.randn(5, 16)
     swap(ours)
 
-    def per_sample(module):
-        def loss(parameters, row):
-            return torch.func.functional_call(module, parameters, (row,)).square().sum()
-
-        parameters = dict(module.named_parameters())
-        return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
-
-    assert all(map(torch.equal, per_sample(ours).values(), per_sample(stock).values()))
+    assert all(map(torch.equal, per_sample(ours, x), per_sample(stock, x)))
     assert torch.equal(torch.func.jacfwd(ours)(x[0]), torch.func.jacfwd(stock)(x[0]))
 
 
@@ -167,7 +161,7 @@ MIXTRAL = dict(
 
 
 def mixtral(experts: str | None) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     torch.manual_seed(0)
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL)).eval()
     if experts:
@@ -202,7 +196,7 @@ def test_experts_that_transformers_computes_otherwise():
 
 def test_adapters_that_multiply_themselves():
     """peft's DeLoRA: F.linear with parameters that lie in lists."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="needs peft")
     config = peft.DeloraConfig(r=2, target_modules=["q_proj"], init_weights=False)
     model = peft.get_peft_model(mixtral("eager"), config).eval()
     ids = torch.arange(20).reshape(2, 10) % 32

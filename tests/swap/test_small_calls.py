@@ -211,12 +211,16 @@ def test_the_bounds_of_linear(monkeypatch):
         onepass.swap(module)
         assert ours(2, torch.bfloat16) and not ours(1, torch.bfloat16)
     assert ours(1, torch.bfloat16)  # whose backward is slow in torch
-    module = nn.Linear(256, 512)
+    module = nn.Linear(512, 512)
     onepass.swap(module)
-    most = small_calls.MOST_DECODED_ROWS
+    least, most = 2 * small_calls.LEAST_DECODED // 512**2, small_calls.DECODED_ROWS[-1]
     with torch.no_grad():
-        assert ours(2) and not ours(1)
+        assert ours(least) and not ours(least - 1)
         assert ours(most) and not ours(most + 1)
+    module = nn.Linear(2048, 2048)
+    onepass.swap(module)
+    with torch.no_grad():
+        assert ours(2) and not ours(1)  # of which the weight may lie in a cache
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {torch.float32: (1, 1)})
     few = small_calls.LEAST_TRAINED_ROWS
     assert ours(few) and not ours(few - 1)

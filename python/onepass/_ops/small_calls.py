@@ -36,9 +36,10 @@ LEAST_LINEAR = {
     torch.bfloat16: (1 << 16, 1 << 14),
     torch.float16: (1 << 16, 1 << 14),
 }
-# Likewise in float32 without gradients, of few rows: from 1 of 512x512 on (1.8 times as fast).
-LEAST_DECODED = 1 << 17
-MOST_DECODED_ROWS = 12
+# Likewise in float32 without gradients, of 2 to 12 rows, whose weight is read in place; of a single
+# row torch is as fast while the weight lies in a cache.
+LEAST_DECODED = 1 << 20
+DECODED_ROWS = range(2, 13)
 LEAST_TRAINED_ROWS = 8  # in float32: the gradients of fewer are bound by packing the weight
 LEAST_DECODED_ROWS = 2  # in 16 bits without gradients: torch has a fast product with a vector
 LEAST_CONV1D_ROWS = 512  # MKL is faster where the weight lies transposed
@@ -70,7 +71,7 @@ LINEAR_CALLS_NOTE = (
 LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
     "autocast in its own), and where that takes less time: in calls of fewer multiply-adds per "
-    f"thread than {1 << 22} (in inference with up to {MOST_DECODED_ROWS} rows: {LEAST_DECODED}; "
+    f"thread than {1 << 22} (in inference with 2 to 12 rows: {LEAST_DECODED}; "
     f"16-bit: {1 << 16}, in inference {1 << 14}), and of fewer rows than "
     f"{LEAST_TRAINED_ROWS} in float32 training ({LEAST_DECODED_ROWS} in 16-bit inference). What "
     "looks for the class nn.Linear itself, such as quantize_dynamic, does not find them: quantize "
@@ -98,7 +99,7 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
         return False
     rows = input.numel() // weight.shape[1]
     training = torch.is_grad_enabled()
-    if dtype is torch.float32 and not training and rows <= MOST_DECODED_ROWS:
+    if dtype is torch.float32 and not training and rows in DECODED_ROWS:
         bound = min(bound, LEAST_DECODED * _threads())
     least_rows = _least_rows(dtype, training)
     if dtype is torch.float32 and weight.stride(1) != 1:
@@ -149,6 +150,9 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
     return True
 
 
+_HOLDERS = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
+
+
 def linear_weights(module: nn.Module) -> list[Tensor]:
     """What a module that calls F.linear may multiply by: its own matrices, stacked ones too, and
     those of embeddings and lists of parameters that it holds."""
@@ -157,9 +161,6 @@ def linear_weights(module: nn.Module) -> list[Tensor]:
         if isinstance(part, _HOLDERS):
             weights += matrices(part._parameters.values())
     return weights
-
-
-_HOLDERS = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
 
 
 def matrices(parameters: Iterable[Tensor | None]) -> list[Tensor]:

@@ -42,10 +42,9 @@ OPTIONS_DOC = """
             below with "stochastic". torch.float32 or "float32". torch.bfloat16 or "bfloat16": with
             the second moment rounded stochastically, since its changes of 1 - beta2, some 0.1 %,
             are below half a unit in the last place (0.2-0.4 %) and would be rounded away for ever.
-            "int8": codes of 8 bits with
-            a scale per 256 elements, the second moment rounded stochastically likewise, but never
-            to zero; tensors of less than 4,096 elements or not a multiple of 256 stay float32;
-            ``state_dict`` shows float32.
+            "int8": codes of 8 bits with a scale per 256 elements, the second moment rounded
+            stochastically likewise, but never to zero; tensors of less than 4,096 elements or not a
+            multiple of 256 stay float32; ``state_dict`` shows float32.
         max_grad_norm: gradients are scaled to a global norm of at most this inside the step and
             stay unwritten; :attr:`grad_norm` is the norm before. A step whose norm is not finite
             changes no parameter and no state. ``float("inf")`` only checks.
