@@ -160,6 +160,16 @@ struct KeepTile {
       return factor;
     }
   }
+
+  // to[i] = from[i] times the factor of element `element` + i, count <= kDropoutTile; from may be
+  // to.
+  template <class A>
+  void drop(const Dropout& dropout, int64_t element, int64_t count, const A* from, A* to) {
+    fill(dropout, element, count);
+    for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
+      store<A>(to + i, load<A>(from + i, lanes) * scale<A>(dropout, i), lanes);
+    });
+  }
 };
 
 }  // namespace ONEPASS_ISA

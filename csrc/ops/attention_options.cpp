@@ -96,10 +96,7 @@ void check_score_options(const char* op, const CheckedAgainst& checked,
           ": softcap must be 0 or a positive number that float32 holds, got ", options.softcap);
   args.softcap = options.softcap;
 
-  require_probability(op, "dropout_p", options.dropout_p);
-  require((options.dropout_p > 0.0) == options.seed.has_value(), op,
-          ": seed must be given with dropout_p > 0 only, got ", options.seed ? "one" : "none");
-  if (options.seed) checked.seed(*options.seed);
+  checked.dropout(options.dropout_p, options.seed);
   args.dropout_p = options.dropout_p;
 
   args.scale = options.scale;

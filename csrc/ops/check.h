@@ -75,6 +75,10 @@ inline DType require_dtype(const char* op, const char* name, int32_t scalar_type
   return *dtype;
 }
 
+inline void require_probability(const char* op, const char* name, double p) {
+  require(p >= 0.0 && p <= 1.0, op, ": ", name, " must lie between 0 and 1, got ", p);
+}
+
 // The rules that tie the tensors of a call to its first one.
 class CheckedAgainst {
  public:
@@ -116,6 +120,13 @@ class CheckedAgainst {
             shape_of(info), " of ", TypeName{info.scalar_type}, " on ", info.device);
   }
 
+  void dropout(double dropout_p, const std::optional<Tensor>& given) const {
+    require_probability(op_, "dropout_p", dropout_p);
+    require((dropout_p > 0.0) == given.has_value(), op_,
+            ": seed must be given with dropout_p > 0 only, got ", given ? "one" : "none");
+    if (given) seed(*given);
+  }
+
  private:
   const char* op_;
   const char* first_name_;
@@ -134,10 +145,6 @@ void require_device(const char* op, const char* name, const AnyTensor& tensor,
 #else
   (void)op, (void)name, (void)tensor, (void)device;
 #endif
-}
-
-inline void require_probability(const char* op, const char* name, double p) {
-  require(p >= 0.0 && p <= 1.0, op, ": ", name, " must lie between 0 and 1, got ", p);
 }
 
 }  // namespace onepass

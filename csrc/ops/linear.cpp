@@ -136,6 +136,7 @@ struct CheckedForward {
   int64_t rows = 0;
   int64_t in_features = 0;
   int64_t out_features = 0;
+  Sizes sizes{};  // of the output
 };
 
 CheckedForward check_forward(const LinearOptions& options, const Tensor& input) {
@@ -161,6 +162,8 @@ CheckedForward check_forward(const LinearOptions& options, const Tensor& input) 
     call.output_dtype = checked.dtype("out_dtype", static_cast<int32_t>(*out_dtype));
   }
   call.rows = rows_of(kOp, "input", shape);
+  call.sizes.assign(shape.sizes, shape.sizes + shape.dims);
+  call.sizes.back() = call.out_features;
   return call;
 }
 
@@ -188,9 +191,7 @@ LinearProduct product_of(const CheckedForward& call, const Rows& input, const Ro
 
 Tensor linear_forward(const LinearOptions& options, const Tensor& input) {
   const CheckedForward call = check_forward(options, input);
-  Sizes sizes(call.input.sizes, call.input.sizes + call.input.dims);
-  sizes.back() = call.out_features;
-  Tensor output = empty(sizes.data(), call.input.dims, call.output_dtype, call.input.device);
+  Tensor output = empty(call.sizes.data(), call.input.dims, call.output_dtype, call.input.device);
   const OptionalTensor bias = dense(options.bias);
   const Rows left(input), right(options.weight);
   run(product_of(call, left, right, bias, output), call.input.device);
@@ -206,23 +207,18 @@ Activation require_activation(const char* op, int64_t activation) {
 struct CheckedEpilogue {
   CheckedForward linear;
   Activation activation{};
-  Sizes sizes{};  // of the output
 };
 
 CheckedEpilogue check_epilogue(const EpilogueOptions& options, const Tensor& input) {
   CheckedEpilogue call{.linear = check_forward({options.weight, options.bias, {}}, input)};
   const TensorInfo& shape = call.linear.input;
-  call.sizes.assign(shape.sizes, shape.sizes + shape.dims);
-  call.sizes.back() = call.linear.out_features;
   const CheckedAgainst checked(kOp, "input", shape);
   if (options.residual) {
-    call.linear.output_dtype = checked.tensor(
-        "residual", input_of(kOp, "residual", *options.residual), call.sizes.data(), shape.dims);
+    call.linear.output_dtype =
+        checked.tensor("residual", input_of(kOp, "residual", *options.residual),
+                       call.linear.sizes.data(), shape.dims);
   }
-  require_probability(kOp, "dropout_p", options.dropout_p);
-  if (options.seed) checked.seed(*options.seed);
-  require(options.seed.has_value() || options.dropout_p == 0.0, kOp,
-          ": seed must be given for dropout, got none");
+  checked.dropout(options.dropout_p, options.seed);
   call.activation = require_activation(kOp, options.activation_kind);
   return call;
 }
@@ -230,12 +226,12 @@ CheckedEpilogue check_epilogue(const EpilogueOptions& options, const Tensor& inp
 std::tuple<Tensor, Tensor> linear_epilogue_forward(const EpilogueOptions& options,
                                                    const Tensor& input) {
   const CheckedEpilogue call = check_epilogue(options, input);
-  const auto& [checked, activation, sizes] = call;
-  const auto dims = static_cast<int64_t>(sizes.size());
+  const auto& [checked, activation] = call;
+  const int64_t dims = checked.input.dims;
   const Device& device = checked.input.device;
-  Tensor output = empty(sizes.data(), dims, checked.output_dtype, device);
+  Tensor output = empty(checked.sizes.data(), dims, checked.output_dtype, device);
   Tensor preactivation = options.save_preactivation
-                             ? empty(sizes.data(), dims, checked.input_dtype, device)
+                             ? empty(checked.sizes.data(), dims, checked.input_dtype, device)
                              : empty_1d(0, checked.input_dtype, device);
   const Rows left(input), right(options.weight);
   const OptionalTensor bias = dense(options.bias), residual = dense(options.residual);
@@ -266,11 +262,8 @@ EpilogueBackward check_epilogue_backward(const EpilogueBackwardOptions& options,
         "preactivation", input_of(kEpilogueBackward, "preactivation", *options.preactivation),
         shape.sizes, shape.dims);
   }
-  require_probability(kEpilogueBackward, "dropout_p", options.dropout_p);
+  checked.dropout(options.dropout_p, options.seed);
   args.dropout_p = options.dropout_p;
-  if (options.seed) checked.seed(*options.seed);
-  require(options.seed.has_value() || options.dropout_p == 0.0, kEpilogueBackward,
-          ": seed must be given for dropout, got none");
   if (options.out_dtype) {
     args.dpreactivation_dtype =
         checked.dtype("out_dtype", static_cast<int32_t>(*options.out_dtype));

@@ -154,12 +154,9 @@ CheckedForward check_forward(const NormOptions& options, const Tensor& input) {
     args.residual_out_dtype =
         checked.dtype("residual_dtype", static_cast<int32_t>(*options.residual_dtype));
   }
-  require_probability(op, "dropout_p", options.dropout_p);
   require(options.dropout_p == 0.0 || options.residual, op,
           ": dropout_p must be 0 without a residual, got ", options.dropout_p);
-  require((options.dropout_p > 0.0) == options.seed.has_value(), op,
-          ": seed must be given with dropout_p > 0 only, got ", options.seed ? "one" : "none");
-  if (options.seed) checked.seed(*options.seed);
+  checked.dropout(options.dropout_p, options.seed);
 
   call.leading = set_size(args, shape, options.normalized_shape);
   call.weight = dense(options.weight);
@@ -272,10 +269,7 @@ CheckedBackward check_backward(const NormBackwardOptions& options, const Optiona
   };
   check_statistics("rstd", options.rstd);
   if (kind != NormKind::kRms) check_statistics("mean", options.mean);
-  require_probability(op, "dropout_p", options.dropout_p);
-  require((options.dropout_p > 0.0) == options.seed.has_value(), op,
-          ": seed must be given with dropout_p > 0 only, got ", options.seed ? "one" : "none");
-  if (options.seed) checked.seed(*options.seed);
+  checked.dropout(options.dropout_p, options.seed);
   args.weight_offset = options.weight_offset;
   args.dropout_p = options.dropout_p;
   args.kind = kind;

@@ -38,6 +38,7 @@ constexpr int64_t kMostCols = 512;
 // A left matrix of at most so many rows and bytes is packed once for all columns.
 constexpr int64_t kFewRows = 2 * kStripRows;
 constexpr int64_t kMostLeftBytes = 1 << 20;
+
 // Where the sums of a piece are while they are not complete.
 enum class Sums {
   kOutput,         // in the output, of the same type
@@ -389,10 +390,7 @@ class Linear {
           from = line;
         }
         if (epilogue.seed) {
-          keep.fill(dropout, at, count);
-          for_each_vector<A>(0, count, [&](int64_t c, auto lanes) {
-            store<A>(line + c, load<A>(from + c, lanes) * keep.scale<A>(dropout, c), lanes);
-          });
+          keep.drop(dropout, at, count, from, line);
           from = line;
         }
         if (epilogue.residual) {
