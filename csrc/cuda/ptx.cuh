@@ -161,17 +161,17 @@ __device__ __forceinline__ void add_global(float* address, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
 
-// The same of four neighbours, 16-byte aligned: one instruction where kAddsFour.
+// The same of four neighbours, 16-byte aligned: one instruction where adds_four().
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && \
     __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201
-inline constexpr bool kAddsFour = true;
+__device__ __forceinline__ constexpr bool adds_four() { return true; }
 __device__ __forceinline__ void add_global_4(float* address, const float (&value)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
                "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3])
                : "memory");
 }
 #else
-inline constexpr bool kAddsFour = false;
+__device__ __forceinline__ constexpr bool adds_four() { return false; }
 __device__ __forceinline__ void add_global_4(float* address, const float (&value)[4]) {
   for (int i = 0; i < 4; ++i) add_global(address + i, value[i]);
 }

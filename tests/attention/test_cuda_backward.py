@@ -77,8 +77,9 @@ def in_orders(cuda, case: Case, orders: list[dict], **options) -> list[dict]:
 
 @shared("long", "everything", "tf32")
 def test_deterministic_is_bitwise_repeatable(cuda, name):
-    """In any order, and with as little shared memory as any device has."""
-    orders = [*ORDERS, dict(ORDERS[1], shared=99 * 1024)]
+    """In any order, and on a device of as little shared memory as any has, and no reductions of
+    four numbers at once."""
+    orders = [*ORDERS, dict(ORDERS[1], shared=99 * 1024, capability=86)]
     first, *others = in_orders(cuda, SHARED[name], orders, deterministic=True)
     for other in others:
         assert_same(other, first)
@@ -95,6 +96,28 @@ def test_any_order_is_right(cuda, name):
             assert torch.equal(first[gradient], other[gradient]), gradient
     if name in ("long", "causal", "wide"):  # else the test above would say nothing
         assert not all(torch.equal(first["dquery"], other["dquery"]) for other in others)
+
+
+# Of each bucket; rows that fill up no unit of eight, slabs of columns that are left out.
+SUMS_OF_DQUERY = {
+    "64": Case(BF16, 40, batch=2, heads=2, kv_heads=1, seq_q=21, seq_k=150),
+    "128": Case(F16, 128, batch=1, heads=2, seq_q=70, seq_k=140, **CAUSAL),
+    "256": Case(BF16, 200, batch=1, heads=1, seq_q=45, seq_k=70),
+    "packed": Case(F16, 72, storage="packed", lengths=((9, 40), (70, 130), (1, 1)), alibi=""),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", SUMS_OF_DQUERY)
+def test_sums_of_dquery_without_reductions_of_four(cuda, name, deterministic):
+    """Below compute capability 9.0 the sums lie otherwise and are added to one by one: in the same
+    order, to the same bits, by as many bytes."""
+    case = SUMS_OF_DQUERY[name]
+    orders = [dict(capability=90), dict(capability=86)]
+    by_four, one_by_one = in_orders(cuda, case, orders, deterministic=deterministic)
+    assert_same(one_by_one, by_four)
+    traffic = [(call["read"], call["written"]) for call in cuda.of("attention_backward")]
+    assert len(traffic) == 2 and traffic[0] == traffic[1]
 
 
 @pytest.mark.parametrize("dtype, head_dim, pair_bytes", [(BF16, 40, 64_000), (F32, 150, 600_000)])

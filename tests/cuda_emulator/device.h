@@ -287,6 +287,7 @@ inline void store_release(uint32_t* address, uint32_t value) {
 }
 
 inline void add_global(float* address, float value) {
+  detail::check_alignment(address, "red");
   emulator::count_written(4);
   float old, sum;
   __atomic_load(address, &old, __ATOMIC_RELAXED);
@@ -296,9 +297,12 @@ inline void add_global(float* address, float value) {
       !__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
 }
 
-inline constexpr bool kAddsFour = true;
+inline bool adds_four() { return emulator::capability() >= 90; }
 inline void add_global_4(float* address, const float (&value)[4]) {
-  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulator::fail("red.v4 off 16 bytes");
+  struct alignas(16) Four {
+    float of[4];
+  };
+  if (adds_four()) detail::check_alignment(reinterpret_cast<const Four*>(address), "red.v4");
   for (int i = 0; i < 4; ++i) add_global(address + i, value[i]);
 }
 

@@ -333,11 +333,9 @@ void add_ready(std::vector<Thread*>& ready, Block& block, int first = 0, int cou
 
 std::map<std::string, int64_t>& settings() {
   static auto* const all = [] {
-    auto* values = new std::map<std::string, int64_t>{{"seed", 0},
-                                                      {"resident", 1},
-                                                      {"shared", 227 * 1024},
-                                                      {"l2", 50 << 20},
-                                                      {"multiprocessors", 132}};
+    auto* values = new std::map<std::string, int64_t>{
+        {"seed", 0},      {"resident", 1},          {"shared", 227 * 1024},
+        {"l2", 50 << 20}, {"multiprocessors", 132}, {"capability", 90}};
     for (auto& [name, value] : *values) {
       std::string variable = "EMULATOR_" + name;
       for (char& letter : variable) letter = static_cast<char>(std::toupper(letter));
@@ -351,6 +349,7 @@ std::map<std::string, int64_t>& settings() {
 size_t max_shared_bytes() { return static_cast<size_t>(settings().at("shared")); }
 size_t l2_bytes() { return static_cast<size_t>(settings().at("l2")); }
 int64_t multiprocessors() { return settings().at("multiprocessors"); }
+int64_t capability() { return settings().at("capability"); }
 
 const Self* detail::running = nullptr;
 

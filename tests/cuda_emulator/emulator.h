@@ -37,11 +37,13 @@ namespace emulator {
 inline constexpr int kWarpSize = 32;
 // What may be set, by the environment of a program or here, which comes first: seed, of the order
 // of blocks and threads; resident, the blocks that run at the same time at least; shared, the bytes
-// of a block; l2, in bytes; multiprocessors. What is not set is that of an H100.
+// of a block; l2, in bytes; multiprocessors; capability, 86 for 8.6. What is not set is that of an
+// H100.
 std::map<std::string, int64_t>& settings();
 size_t max_shared_bytes();
 size_t l2_bytes();
 int64_t multiprocessors();
+int64_t capability();
 inline constexpr uint8_t kPoison = 0xff;  // a NaN in every float type
 
 // The fiber that is running.

@@ -112,6 +112,14 @@ void misaligned(const float* input, float* output) {
   }
 }
 
+// Four neighbours are added to at once, from a multiple of 16 bytes on.
+template <bool kFault>
+void misaligned_addition(const float* input, float* output) {
+  store_global(output + thread(), load_global(input + thread()));
+  __syncthreads();
+  if (thread() == 0) add_global_4(output + kFault, {0.0f, 0.0f, 0.0f, 0.0f});
+}
+
 template <bool kFault>
 void more_shared_memory_than_launched_with(const float* input, float* output) {
   SharedMemory shared;
@@ -477,6 +485,7 @@ const std::map<std::string, Pair> kPairs = {
     {"global_out_of_bounds", {PAIR(run, global_out_of_bounds)}},
     {"shared_out_of_bounds", {PAIR(run, shared_out_of_bounds), 1}},
     {"misaligned", {PAIR(run_but_the_last_four, misaligned)}},
+    {"misaligned_addition", {PAIR(run, misaligned_addition)}},
     {"more_shared_memory_than_launched_with",
      {PAIR(run_tight, more_shared_memory_than_launched_with)}},
     {"lane_missing", {PAIR(run, lane_missing)}},

@@ -152,7 +152,7 @@ const Backend& backend() { return emulator::cuda_backend(state().plain); }
 
 Machine machine() { return {.threads = 1}; }
 Context context(const Device&) { return {.stream = nullptr, .parallel_for = nullptr}; }
-int32_t capability_of(const Device&) { return kOldestCapability; }
+int32_t capability_of(const Device&) { return static_cast<int32_t>(emulator::capability()); }
 DeviceGuard::DeviceGuard(const Device&) {}
 DeviceGuard::~DeviceGuard() = default;
 

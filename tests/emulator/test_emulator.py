@@ -17,6 +17,7 @@ CAUGHT_BY = {
     "global_out_of_bounds": ("address", "heap-buffer-overflow"),
     "shared_out_of_bounds": ("address", "use-after-poison"),
     "misaligned": ("plain", "a load of 16 bytes at a misaligned address"),
+    "misaligned_addition": ("plain", "red.v4 of 16 bytes at a misaligned address"),
     "more_shared_memory_than_launched_with": ("plain", "takes 2048 bytes of shared memory"),
     "lane_missing": ("plain", "lane 31 is named in the mask of __shfl_xor_sync and did not arrive"),
     "lane_not_in_its_mask": ("plain", "whose lane is not in the mask"),

@@ -37,11 +37,11 @@ __device__ __forceinline__ int64_t first_unit(const Attention& args, const Seque
 // lanes are neighbours.
 __device__ __forceinline__ int place_in_half(int i) {
   const int lane = thread_index() % kLanes;
-  return kAddsFour ? lane * 4 + i : i * kLanes + lane;
+  return adds_four() ? lane * 4 + i : i * kLanes + lane;
 }
 
 __device__ __forceinline__ void add_to_half(float* half, const float (&value)[4]) {
-  if constexpr (kAddsFour) {
+  if (adds_four()) {
     add_global_4(half + place_in_half(0), value);
   } else {
     ONEPASS_UNROLL
