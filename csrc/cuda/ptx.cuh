@@ -243,6 +243,7 @@ __device__ __forceinline__ void forget(uint32_t& bits) { asm volatile("" : "+r"(
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  __builtin_assume(index >= 0);  // divisions by powers of two are shifts
   return index;
 }
 

@@ -73,7 +73,7 @@ __device__ __forceinline__ void add_gradient(float (&sum)[kTiles][4],
   ONEPASS_UNROLL
   for (int i = 0; i < kTiles / 4; ++i) {
     const int slab = i * kParts + part;
-    if (slab >= slabs) continue;
+    if (slab > 0 && slab >= slabs) continue;  // there is a first one always
     ONEPASS_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       ONEPASS_UNROLL
@@ -99,11 +99,12 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   constexpr int kTiles = kStrip / 8, kSteps = kStrip / 16;
   constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kParts * kSlab / 8;
   constexpr int kKept = backward_kept_columns(kBucket);
+  constexpr int kFacts = 4;  // turns: this one, the next, the one after; up to a power of two
   constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS, after P
   using RowTile = Tile<T, kBucket>;
   using ValueTile = Tile<T, 128>;  // of the columns of V that no registers keep
   using ScoreTile = Tile<T, backward_score_columns(kBucket)>;
-  static_assert(kQueries / kQueryRows * kSlabs == kTile.warps && kThreads >= kQueries);
+  static_assert(kQueries / kQueryRows * kSlabs == kTile.warps && kThreads > kQueries);
   SharedMemory shared;
   const RowTile key = RowTile::take(shared, kKeys);
   const ValueTile value = kKept == kBucket ? ValueTile{nullptr} : ValueTile::take(shared, kKeys);
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   uint32_t* const seen_words = shared.take<uint32_t>(2 * kTile.warps);
   float* const scratch = shared.take<float>(2 * kReduceScratch<1>);
   auto* const block = shared.take<BlockConstants>(1);
-  auto* const places = shared.take<Turn>(2);  // this turn and the next
+  auto* const facts = shared.take<TurnFacts>(kFacts);
   const RowTile rows = RowTile::take(shared, 2 * kQueries * work.stages);
   const bool shares_place = backward_shares_place(kBucket, work.stages);
   const ScoreTile scores =
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     return RowTile{rows.data + (2 * stage + 1) * kQueries * kBucket};
   };
   const auto numbers_of = [&](int i) {
-    return QueryTile<kQueries>{numbers + i % 2 * kQueryNumbers * kQueries};
+    return QueryTile<kQueries>{numbers + (i & 1) * kQueryNumbers * kQueries};
   };
 
   if (threadIdx.x == 0) *block = BlockConstants(args, work, kTile, kTerms);
@@ -135,17 +136,20 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         rows_of<const T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
     load_tile<kKeys, kThreads>(target, from, block->first_key, block->seen_first, block->seen_last);
   };
-  const auto load_queries = [&](const RowTile& target, const Strided& tensor, int64_t cols,
-                                const Turn& turn) {
-    const auto from =
-        rows_of<const T>(tensor, block->batch, turn.head, block->sequence.first_q, cols);
-    load_tile<kQueries, kThreads>(target, from, turn.first, turn.first, block->queries);
+  const auto facts_of = [&](int turn_index) -> TurnFacts& {
+    return facts[turn_index & (kFacts - 1)];
   };
-  const auto load_query = [&](const Turn& turn, int stage) {
-    load_queries(query_tile(stage), args.query, args.head_dim, turn);
+  const auto load_query = [&](int turn_index, int stage) {
+    const TurnFacts& of = facts_of(turn_index);
+    const Rows<const T> from = {static_cast<const T*>(of.query), args.query.row_stride,
+                                static_cast<int>(args.head_dim), of.query_piece};
+    load_tile<kQueries, kThreads>(query_tile(stage), from, 0, 0, of.queries);
   };
-  const auto load_doutput = [&](const Turn& turn, int stage) {
-    load_queries(doutput_tile(stage), args.doutput, args.value_dim, turn);
+  const auto load_doutput = [&](int turn_index, int stage) {
+    const TurnFacts& of = facts_of(turn_index);
+    const Rows<const T> from = {static_cast<const T*>(of.doutput), args.doutput.row_stride,
+                                static_cast<int>(args.value_dim), of.doutput_piece};
+    load_tile<kQueries, kThreads>(doutput_tile(stage), from, 0, 0, of.queries);
   };
   const auto load_statistics = [&](const Turn& turn) {
     const int i = thread_index();
@@ -153,13 +157,32 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     return load_row_statistics(args, work.ends, block->sequence, block->batch, turn.head,
                                turn.first + i);
   };
-  const auto put_turn = [&](int turn_index, const Turn& turn, const RowStatistics& statistics) {
+  const auto put_numbers = [&](int turn_index, const RowStatistics& statistics) {
     const int i = thread_index();
-    if (i == 0) places[turn_index % 2] = turn;
     if (i >= kQueries) return;
     numbers_of(turn_index)
-        .put(i, query_numbers<kTerms>(args, block->sequence, statistics, turn.first + i,
-                                      block->first_key, kKeys));
+        .put(i,
+             query_numbers<kTerms>(args, block->sequence, statistics,
+                                   facts_of(turn_index).turn.first + i, block->first_key, kKeys));
+  };
+  // By a thread of a warp that has no numbers to put.
+  const auto put_facts = [&](int turn_index, const Turn& turn) {
+    if (thread_index() != kThreads - kLanes || turn_index >= block->turns) return;
+    const auto first = [&](const Strided& tensor, int64_t cols) {
+      auto rows = rows_of<const T>(tensor, block->batch, turn.head, block->sequence.first_q, cols);
+      rows.base = rows.row(turn.first);
+      return rows;
+    };
+    const auto query = first(args.query, args.head_dim);
+    const auto doutput = first(args.doutput, args.value_dim);
+    facts_of(turn_index) = {.turn = turn,
+                            .queries = block->queries - turn.first,
+                            .is_whole = !kTerms && block->is_whole(args, turn, kTile),
+                            .sums = sums_of_turn(args, work, *block, turn),
+                            .query = query.base,
+                            .doutput = doutput.base,
+                            .query_piece = query.piece,
+                            .doutput_piece = doutput.piece};
   };
 
   // Of the warp, from the thread's index read anew: nothing of it is kept in registers.
@@ -171,16 +194,18 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   float head_sum = 0.0f;  // of add_head_gradient(), of the head so far, the lane's share
 
   if (block->turns > 0) {
-    const Turn turn = block->first_turn();
+    put_facts(0, block->first_turn());
+    put_facts(1, block->after(block->first_turn(), kTile));
     // What registers keep of V passes through the place of the last tiles of queries.
     const RowTile passing = query_tile(work.stages - 1);
     const bool has_place = kKept == 0 || work.stages > 1;
     load_keys(key, args.key, args.head_dim);
     if constexpr (kKept == 0) load_keys(value, args.value, args.value_dim);
     if constexpr (kKept > 0) load_keys(passing, args.value, args.value_dim);
-    if (has_place) load_query(turn, 0), load_doutput(turn, 0);
+    __syncthreads();  // the facts are there
+    if (has_place) load_query(0, 0), load_doutput(0, 0);
     cp_async_commit();
-    put_turn(0, turn, load_statistics(turn));
+    put_numbers(0, load_statistics(facts_of(0).turn));
     if constexpr (kKept > 0) {
       cp_async_wait<0>();
       __syncthreads();
@@ -191,21 +216,20 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       }
       if constexpr (kKept < kBucket) move_columns<kKept, kKeys, kThreads>(value, passing);
       __syncthreads();
-      if (!has_place) load_query(turn, 0), load_doutput(turn, 0);
+      if (!has_place) load_query(0, 0), load_doutput(0, 0);
       cp_async_commit();
     }
   }
 
   ONEPASS_ROLL
   for (int i = 0; i < block->turns; ++i) {
-    const auto stage = [&] { return work.stages > 1 ? opaque(i) % 2 : 0; };
-    const Turn* const turn = places + i % 2;
+    const auto stage = [&] { return opaque(i) & (work.stages - 1); };  // of one or two
+    const TurnFacts& now = facts_of(i);
     const bool is_last = i + 1 == block->turns;
     cp_async_wait<0>();
     __syncthreads();  // this turn's queries have come, the last one's have been used
     if (!is_last && work.stages > 1) {
-      const Turn next = block->after(*turn, kTile);
-      load_query(next, 1 - stage()), load_doutput(next, 1 - stage());
+      load_query(i + 1, 1 - stage()), load_doutput(i + 1, 1 - stage());
     }
     cp_async_commit();
 
@@ -216,8 +240,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     for (int strip = 0; strip < kStrips; ++strip) {
       const int left = part() * (kQueries / kParts) + strip * kStrip;
       const auto place = [&] {
-        return Strip<kQueries>{numbers_of(i),      thread_index() % kLanes,     left, top_key(),
-                               turn->first + left, block->first_key + top_key()};
+        return Strip<kQueries>{numbers_of(i),         thread_index() % kLanes,     left, top_key(),
+                               now.turn.first + left, block->first_key + top_key()};
       };
       float p[kTiles][4] = {}, ds[kTiles][4] = {};
       const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
@@ -237,12 +261,12 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       };
       if constexpr (kTerms) {
         const auto terms = [&] {
-          return HeadTerms(args, block->sequence, block->batch, turn->head);
+          return HeadTerms(args, block->sequence, block->batch, now.turn.head);
         };
         uint32_t kept = ~0u;
         if (args.seed) {
           kept = draw_transposed<kTiles>(block->dropout, args,
-                                         random_head(args, block->batch, turn->head), place());
+                                         random_head(args, block->batch, now.turn.head), place());
         }
         const StripTerms<kTiles> from_memory(args, terms(), place());
         const auto settled = [&] { return from_memory.counts(args, thread_index() % kLanes); };
@@ -264,7 +288,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       } else {
         multiply_keys();
         multiply_values();
-        plain_gradients(p, ds, place(), work.numbers.unit, block->is_whole(args, *turn, kTile));
+        plain_gradients(p, ds, place(), work.numbers.unit, now.is_whole);
       }
       uint32_t p_a[kSteps][4];
       ONEPASS_UNROLL
@@ -280,7 +304,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
     // ---- dK, and dV where two warps have the same keys
     RowStatistics statistics{};
-    if (!is_last) statistics = load_statistics(block->after(*turn, kTile));
+    if (!is_last) statistics = load_statistics(facts_of(i + 1).turn);
     if (shares_place) __syncthreads();  // dO has been used
     ONEPASS_UNROLL
     for (int step = 0; step < kStrips * kSteps; ++step) {
@@ -316,9 +340,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         add_gradient<kParts>(dkey, a, query_tile(stage()), lanes, 0, work.head_slabs, part());
       }
     } else if (!is_last && work.stages == 1) {
-      const Turn next = block->after(*turn, kTile);
-      load_query(next, 0);
-      if (!shares_place) load_doutput(next, 0);
+      load_query(i + 1, 0);
+      if (!shares_place) load_doutput(i + 1, 0);
       cp_async_commit();
     }
 
@@ -345,26 +368,28 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
           }
         }
       }
-      const QueryOrder order(args, work, *block, *turn, kTile);
+      const QueryOrder order(args, work, *block, now.turn, kTile);
       order.wait();
-      if (slab < work.head_slabs) add_query_gradient(sum, args, work, *block, *turn, top, slab);
+      if (slab < work.head_slabs) {
+        add_query_gradient(sum, now.sums, work.head_slabs, now.queries, top, slab);
+      }
       order.pass_on();
     }
 
     // ---- the next turn
-    const Turn next = block->after(*turn, kTile);
-    if (kTerms && head_gradient(args) && (is_last || next.head != turn->head)) {
+    if (kTerms && head_gradient(args) && (is_last || facts_of(i + 1).turn.head != now.turn.head)) {
       store_partial(head_sum, static_cast<float*>(work.ends.head_sums),
-                    block->head_partial(args, work, turn->head),
-                    scratch + turn->head % 2 * kReduceScratch<1>);
+                    block->head_partial(args, work, now.turn.head),
+                    scratch + now.turn.head % 2 * kReduceScratch<1>);
       head_sum = 0.0f;
     }
     if (is_last) continue;
-    put_turn(i + 1, next, statistics);
+    put_numbers(i + 1, statistics);
+    put_facts(i + 2, block->after(facts_of(i + 1).turn, kTile));
     if (work.stages == 1 && (kParts > 1 || shares_place)) {
       __syncthreads();  // what lies in the place of the next queries has been used
-      if (kParts > 1) load_query(next, 0);
-      load_doutput(next, 0);
+      if (kParts > 1) load_query(i + 1, 0);
+      load_doutput(i + 1, 0);
       cp_async_commit();
     }
   }

@@ -33,36 +33,43 @@ __device__ __forceinline__ int64_t first_unit(const Attention& args, const Seque
   return head * units_of_head(args) + of_batch;
 }
 
-// Where value i of a lane lies in half a unit: four neighbours where those are added at once, else
+// Where a lane's values lie in half a unit: four neighbours where those are added at once, else
 // lanes are neighbours.
-__device__ __forceinline__ int place_in_half(int i) {
+__device__ __forceinline__ int first_in_half() {
   const int lane = thread_index() % kLanes;
-  return adds_four() ? lane * 4 + i : i * kLanes + lane;
+  return adds_four() ? lane * 4 : lane;
 }
+__device__ __forceinline__ int step_in_half() { return adds_four() ? 1 : kLanes; }
 
-__device__ __forceinline__ void add_to_half(float* half, const float (&value)[4]) {
+// first: of the lane's values.
+__device__ __forceinline__ void add_to_half(float* first, const float (&value)[4]) {
   if (adds_four()) {
-    add_global_4(half + place_in_half(0), value);
+    add_global_4(first, value);
   } else {
     ONEPASS_UNROLL
-    for (int i = 0; i < 4; ++i) add_global(half + place_in_half(i), value[i]);
+    for (int i = 0; i < 4; ++i) add_global(first + i * step_in_half(), value[i]);
   }
 }
 
 // Rows and columns of dQ that a warp has of a turn.
 inline constexpr int kQueryRows = 32;
 
-// Adds 32 rows of dS K, from row `top` of the turn on, columns of a slab.
-__device__ __forceinline__ void add_query_gradient(const float (&sum)[2][4][4],
-                                                   const Attention& args, const BackwardWork& work,
-                                                   const BlockConstants& block, const Turn& turn,
-                                                   int top, int slab) {
-  const int first = turn.first + top;
-  const int64_t unit = first_unit(args, block.sequence, block.batch, turn.head) + first / kUnitRows;
+// Where the sums of a turn's first row begin.
+__device__ __forceinline__ float* sums_of_turn(const Attention& args, const BackwardWork& work,
+                                               const BlockConstants& block, const Turn& turn) {
+  if (!work.dquery) return nullptr;
+  const int64_t unit = first_unit(args, block.sequence, block.batch, turn.head);
+  return work.dquery + (unit + turn.first / kUnitRows) * work.head_slabs * kUnit;
+}
+
+// Adds 32 rows of dS K, from row `top` of the turn on, columns of a slab. sums: of the turn, which
+// has `rows` more rows.
+__device__ __forceinline__ void add_query_gradient(const float (&sum)[2][4][4], float* sums,
+                                                   int slabs, int rows, int top, int slab) {
+  float* values = sums + (top / kUnitRows * slabs + slab) * kUnit + first_in_half();
   ONEPASS_UNROLL
-  for (int r = 0; r < kQueryRows / kUnitRows; ++r) {
-    if (first + kUnitRows * r >= block.queries) continue;
-    float* const values = work.dquery + ((unit + r) * work.head_slabs + slab) * kUnit;
+  for (int r = 0; r < kQueryRows / kUnitRows; ++r, values += slabs * kUnit) {
+    if (top + kUnitRows * r >= rows) continue;
     ONEPASS_UNROLL
     for (int n = 0; n < 4; n += 2) {
       const auto& left = sum[r / 2][n];
@@ -91,16 +98,17 @@ __global__ void __launch_bounds__(kDqueryThreads)
   const int64_t query = unit * kUnitRows + lane_index() / 4;
   const auto rows = rows_of<T>(args.dquery, batch, head, sequence.first_q, args.head_dim);
   const int slabs = slabs_of(args.head_dim);
-  for (int slab = 0; slab < slabs; ++slab) {
-    const float* const values =
-        sums + ((first_unit(args, sequence, batch, head) + unit) * slabs + slab) * kUnit;
+  const float* values =
+      sums + (first_unit(args, sequence, batch, head) + unit) * slabs * kUnit + first_in_half();
+  for (int slab = 0; slab < slabs; ++slab, values += kUnit) {
     std::array<uint32_t, 4> word;  // columns 8 n + 2 t and the next
     ONEPASS_UNROLL
     for (int n = 0; n < 4; ++n) {
       float pair[2];
       ONEPASS_UNROLL
       for (int e = 0; e < 2; ++e) {
-        pair[e] = load_global(values + n / 2 * kHalfUnit + place_in_half(n % 2 * 2 + e)) * scale;
+        pair[e] =
+            load_global(values + n / 2 * kHalfUnit + (n % 2 * 2 + e) * step_in_half()) * scale;
       }
       word[n] = narrow_pair<T>(pair[0], pair[1]);
     }

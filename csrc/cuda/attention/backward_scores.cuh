@@ -24,7 +24,7 @@ __device__ __forceinline__ void add_scores(float (&sum)[kTiles][4], const Tile<T
                                            Factor&& factor) {
   ONEPASS_UNROLL
   for (int slab = 0; slab < kCols / kSlab; ++slab) {
-    if (slab >= slabs) continue;
+    if (slab > 0 && slab >= slabs) continue;  // there is a first one always
     ONEPASS_UNROLL
     for (int k = slab * kSlab; k < (slab + 1) * kSlab; k += 16) {
       uint32_t a[4];

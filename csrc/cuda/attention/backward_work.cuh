@@ -29,6 +29,18 @@ struct Turn {
   int first;
 };
 
+// What one thread of a block works out of a turn for all of them, in 64-bit arithmetic.
+struct TurnFacts {
+  Turn turn;
+  int queries;        // of the sequence, from the first on
+  bool is_whole;      // see BlockConstants; without terms
+  float* sums;        // of dQ, of the first row
+  const void* query;  // the first row
+  const void* doutput;
+  int query_piece;  // see Rows
+  int doutput_piece;
+};
+
 // What every thread of a block would hold, kept in shared memory because registers are short.
 struct BlockConstants {
   Sequence sequence;

@@ -118,7 +118,7 @@ constexpr bool backward_shares_place(int bucket, int stages) {
 constexpr int backward_score_columns(int bucket) { return bucket == 64 ? 128 : 64; }
 
 constexpr int kQueryNumbers = 5;  // QueryNumbers of backward_scores.cuh
-constexpr int kSmallBytes = 384;  // BlockConstants, and scratch that warps share
+constexpr int kSmallBytes = 512;  // BlockConstants, TurnFacts, and scratch that warps share
 
 // K and V; Q and dO; dS; numbers of the queries of two tiles.
 constexpr size_t backward_shared_bytes(int bucket, int stages) {

@@ -21,8 +21,8 @@ ONEPASS_HOST_DEVICE inline int slabs_of(int64_t cols) {
   return static_cast<int>((cols + kSlab - 1) / kSlab);
 }
 
-__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kLanes; }
-__device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kLanes; }
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kLanes); }
+__device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x / kLanes); }
 
 // The same number, opaque to the compiler: what follows from it is recomputed where it is needed
 // instead of kept in registers through a loop.
@@ -144,25 +144,28 @@ template <int kRows, int kThreads, class T, int kCols>
 __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows<const T>& rows,
                                           int first, int begin, int end) {
   constexpr int kChunks = Tile<T, kCols>::kChunks, kStep = kThreads / kChunks;
-  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
-  const int col = static_cast<int>(threadIdx.x) % kChunks * kChunk;
-  if (col >= slabs_of(rows.cols) * kSlab) return;
-  const int top = static_cast<int>(threadIdx.x) / kChunks;
+  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0 && (kStep & (kStep - 1)) == 0);
+  const int col = static_cast<int>(threadIdx.x % kChunks) * kChunk;
+  if (col / kSlab * kSlab >= rows.cols) return;
+  const int top = static_cast<int>(threadIdx.x / kChunks);
   // From row to row by one addition: products with the stride would each be kept in registers.
   const T* from = rows.row(first + top);
-  const auto has = [&](int row) {
-    return begin <= first + row && first + row < end && col < rows.cols;
-  };
   if (rows.piece == 16) {
+    // Likewise where a chunk goes: `top` and a multiple of kStep have no bit in common.
+    T* const to = tile.data + top * kCols;
+    const int own = (col / kChunk ^ top % 8) * kChunk;
+    const int skipped = begin - first - top, there = col < rows.cols ? end - first - top : 0;
     ONEPASS_UNROLL
-    for (int row = top; row < top + kRows; row += kStep) {
-      cp_async_16(tile.chunk(row, col / kChunk), from + col, has(row));
+    for (int row = 0; row < kRows; row += kStep) {
+      cp_async_16(to + row * kCols + (own ^ row % 8 * kChunk), from + col,
+                  skipped <= row && row < there);
       from += kStep * rows.stride;
     }
   } else {
     ONEPASS_ROLL
     for (int row = top; row < top + kRows; row += kStep) {
-      load_chunk(tile, row, col, from, rows.cols, rows.piece, has(row));
+      const bool has = begin <= first + row && first + row < end && col < rows.cols;
+      load_chunk(tile, row, col, from, rows.cols, rows.piece, has);
       from += kStep * rows.stride;
     }
   }
@@ -175,9 +178,9 @@ __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile,
                                           int end) {
   constexpr int kChunks = Tile<T, kCols>::kChunks, kStep = kThreads / kChunks;
   const int cols = rows.page0.cols;
-  const int col = static_cast<int>(threadIdx.x) % kChunks * kChunk;
-  if (col >= slabs_of(cols) * kSlab) return;
-  const int top = static_cast<int>(threadIdx.x) / kChunks;
+  const int col = static_cast<int>(threadIdx.x % kChunks) * kChunk;
+  if (col / kSlab * kSlab >= cols) return;
+  const int top = static_cast<int>(threadIdx.x / kChunks);
   const int piece = common_piece(static_cast<uint64_t>(rows.page0.piece),
                                  static_cast<uint64_t>(rows.page_stride) * sizeof(T));
   ONEPASS_ROLL
@@ -221,7 +224,7 @@ __device__ __forceinline__ void store_tile(const Tile<T, kCols>& tile, const Row
 
 // Where a lane's row of the next ldmatrix lies from a fragment's first element, with the exchange
 // of chunks: two offsets are all there is to it, for columns at multiples of 16 are one
-// exclusive-or.
+// exclusive-or. In bytes.
 template <int kCols>
 struct FragmentLanes {
   uint32_t straight;  // matrices 0 1 2 3 are rows 0-7, 8-15, then those again, 8 columns on
@@ -229,8 +232,11 @@ struct FragmentLanes {
 
   __device__ __forceinline__ explicit FragmentLanes(int lane = lane_index()) {
     const int within = lane % 8, second = lane / 8 % 2, fourth = lane / 16;
-    straight = static_cast<uint32_t>((8 * second + within) * kCols + (fourth ^ within) * kChunk);
-    crossed = static_cast<uint32_t>((8 * fourth + within) * kCols + (second ^ within) * kChunk);
+    const auto bytes = [](int row, int chunk) {
+      return static_cast<uint32_t>((row * kCols + chunk * kChunk) * 2);
+    };
+    straight = bytes(8 * second + within, fourth ^ within);
+    crossed = bytes(8 * fourth + within, second ^ within);
   }
   // In front of a loop's turn: else a compiler keeps the address of every fragment in a register.
   __device__ __forceinline__ void refresh() {
@@ -239,14 +245,19 @@ struct FragmentLanes {
   }
 };
 
+// The lane's row of a fragment that begins at column `col` of the rows from `rows` on.
+__device__ __forceinline__ const void* fragment_row(const void* rows, uint32_t lane, int col) {
+  return static_cast<const char*>(rows) + (lane ^ static_cast<uint32_t>(2 * col));
+}
+
 // The 16 x 16 A fragment at (row, col) of a matrix whose tile holds it, or its transpose.
 template <bool kTransposed, class T, int kCols>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], const Tile<T, kCols>& tile,
                                        const FragmentLanes<kCols>& lanes, int row, int col) {
   if constexpr (kTransposed) {
-    ldmatrix<4, true>(a, tile.data + col * kCols + (lanes.crossed ^ row));
+    ldmatrix<4, true>(a, fragment_row(tile.data + col * kCols, lanes.crossed, row));
   } else {
-    ldmatrix<4, false>(a, tile.data + row * kCols + (lanes.straight ^ col));
+    ldmatrix<4, false>(a, fragment_row(tile.data + row * kCols, lanes.straight, col));
   }
 }
 
@@ -256,9 +267,9 @@ template <bool kTransposed, class T, int kCols>
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], const Tile<T, kCols>& tile,
                                        const FragmentLanes<kCols>& lanes, int k, int n) {
   if constexpr (kTransposed) {
-    ldmatrix<4, false>(b, tile.data + n * kCols + (lanes.crossed ^ k));
+    ldmatrix<4, false>(b, fragment_row(tile.data + n * kCols, lanes.crossed, k));
   } else {
-    ldmatrix<4, true>(b, tile.data + k * kCols + (lanes.straight ^ n));
+    ldmatrix<4, true>(b, fragment_row(tile.data + k * kCols, lanes.straight, n));
   }
 }
 
@@ -283,10 +294,12 @@ __device__ __forceinline__ void as_a(uint32_t (&a)[4], const float (&c)[kTiles][
 template <class T, int kCols>
 __device__ __forceinline__ void put_a(const Tile<T, kCols>& tile, const uint32_t (&a)[4], int row,
                                       int col) {
-  const int lane = thread_index() % kLanes;
+  const auto lane = static_cast<uint32_t>(thread_index() % kLanes), g = lane / 4;
+  const uint32_t own = g * (kCols + kChunk) + lane % 4 * 2;  // row g, column 2 t, exchanged
   ONEPASS_UNROLL
   for (int i = 0; i < 4; ++i) {
-    *tile.pair(row + lane / 4 + i % 2 * 8, col + i / 2 * 8 + lane % 4 * 2) = a[i];
+    T* const rows = tile.data + (row + i % 2 * 8) * kCols;
+    *reinterpret_cast<uint32_t*>(rows + (own ^ (col + i / 2 * 8))) = a[i];
   }
 }
 
