@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,13 +16,29 @@ from tests.support.packages import FIND_BY_PATH
 
 FORGET = "for n in [n for n in sys.modules if n.split(chr(46))[0] == 'onepass']: del sys.modules[n]"
 USE = "print(onepass.functional.layer_norm(torch.randn(2, 8), (8,)).shape)"
-
-
-def run(*lines: str, where: Path) -> subprocess.CompletedProcess:
-    code = "\n".join([FIND_BY_PATH, "import importlib, torch", *lines])
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=where, capture_output=True, text=True
-    )
+TRY = "try: import onepass; onepass.swap\nexcept ImportError as error: print(error)"
+AGAIN = {
+    "forgotten": FORGET,
+    "reloaded": "importlib.reload(onepass)",
+    "popped": "sys.modules.pop('onepass')",
+}
+# Runs programs in children of a process that has imported torch; what each says is in its file.
+PROGRAMS = f"""{FIND_BY_PATH}
+import importlib, json, os, torch, traceback
+for name, program in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        file = os.open(name, os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, 1), os.dup2(file, 2)
+        try:
+            exec(program)
+            print("done", flush=True)
+        except BaseException:
+            sys.stdout.flush()
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.wait()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,32 +58,39 @@ def copies(tmp_path_factory) -> list[Path]:
     return folders
 
 
-@pytest.mark.parametrize(
-    "again", [FORGET, "importlib.reload(onepass)", "sys.modules.pop('onepass')"]
-)
-def test_from_one_place(copies, again):
-    done = run(f"sys.path.insert(0, {str(copies[0])!r})", "import onepass", again,
-               "import onepass", USE, where=copies[0])  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "torch.Size([2, 8])" in done.stdout
-
-
-def test_from_two_places(copies):
+@pytest.fixture(scope="module")
+def said(copies, tmp_path_factory) -> dict[str, str]:
+    """What each program said."""
     one, other = map(str, copies)
-    done = run(f"sys.path.insert(0, {one!r})", "import onepass", FORGET,
-               f"sys.path[0] = {other!r}", "try: import onepass; onepass.swap",
-               "except ImportError as error: print(error)", where=copies[0])  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "onepass: this process has the operators of another copy, " in done.stdout
-    assert f"{one}/onepass/_lib/libonepass_cpu.so" in done.stdout
-    assert f"{other}/onepass/_lib/libonepass_cpu.so" in done.stdout
+    first, second = f"sys.path.insert(0, {one!r})", f"sys.path.insert(0, {other!r})"
+    by_hand = f"torch.ops.load_library({one + '/onepass/_lib/libonepass_cpu.so'!r})"
+    programs = {
+        name: (first, "import onepass", again, "import onepass", USE)
+        for name, again in AGAIN.items()
+    }
+    programs["two places"] = first, "import onepass", FORGET, f"sys.path[0] = {other!r}", TRY
+    programs["another name"] = by_hand, second, TRY
+    folder = tmp_path_factory.mktemp("said")
+    texts = json.dumps({name: "\n".join(lines) for name, lines in programs.items()})
+    command = [sys.executable, "-W", "error", "-c", PROGRAMS, texts]
+    subprocess.run(command, cwd=folder, check=True)
+    return {name: (folder / name).read_text() for name in programs}
 
 
-def test_under_another_name(copies):
+@pytest.mark.parametrize("again", AGAIN)
+def test_from_one_place(said, again):
+    assert said[again] == "torch.Size([2, 8])\ndone\n"
+
+
+def test_from_two_places(said, copies):
+    text = said["two places"]
+    assert text.endswith("\ndone\n"), text
+    assert "onepass: this process has the operators of another copy, " in text
+    for folder in copies:
+        assert f"{folder}/onepass/_lib/libonepass_cpu.so" in text
+
+
+def test_under_another_name(said):
     """The library of one copy was loaded by hand, say by a program that embeds it."""
-    one, other = map(str, copies)
-    done = run(f"torch.ops.load_library({one + '/onepass/_lib/libonepass_cpu.so'!r})",
-               f"sys.path.insert(0, {other!r})", "try: import onepass; onepass.swap",
-               "except ImportError as error: print(error)", where=copies[0])  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "of another copy" in done.stdout
+    text = said["another name"]
+    assert text.endswith("\ndone\n") and "of another copy" in text, text
