@@ -23,7 +23,7 @@ from tests.optim.cases import FLAGS, TORCH_NAMES, ours, stock
 
 pytestmark = distributed
 
-STEPS = 20
+STEPS = 8
 WIDTH, VOCABULARY, LENGTH = 16, 11, 8
 
 
@@ -75,7 +75,7 @@ def in_sequence_parallel(model):
 
 
 def trained(model, optimizer, rows=slice(None), average=False):
-    """(losses, parameters) after 20 steps."""
+    """(losses, parameters) after the steps."""
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
         tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=generator)[rows]
