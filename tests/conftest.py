@@ -91,6 +91,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(costs.Costs(config))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    from tests.support import shares
+
+    return shares.scheduler(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for marks
 def pytest_collection_modifyitems(items: list) -> None:
     """ONEPASS_TEST_EVERY=10 keeps every tenth test: what test_lower_levels runs while you wait."""

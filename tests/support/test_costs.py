@@ -70,24 +70,3 @@ def test_three_budgets_fail_a_run(tmp_path):
 
 def test_budgets_are_those_of_files_that_exist():
     assert not [file for file in costs.BUDGETS if not (ROOT / file).exists()]
-
-
-GROUPED = """
-import os, pathlib, pytest
-
-@pytest.mark.xdist_group("a group")
-@pytest.mark.parametrize("i", range(8))
-def test_one(i):
-    pathlib.Path(__file__).with_name(f"{i}.txt").write_text(os.environ["PYTEST_XDIST_WORKER"])
-"""
-
-
-def test_a_group_stays_in_one_worker(tmp_path):
-    """Else each worker makes what a group shares, and two families of processes run at once."""
-    (tmp_path / "test_group.py").write_text(GROUPED)
-    words = ["--numprocesses=2", "--dist=loadgroup", "--rootdir", tmp_path, "-q", tmp_path]
-    command = [sys.executable, "-m", "pytest", *words]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    workers = {(tmp_path / f"{i}.txt").read_text() for i in range(8)}
-    assert len(workers) == 1

@@ -1,0 +1,34 @@
+"""How the workers of `make test` share its tests: file by file, and what takes longest first.
+
+What a file makes once, such as a process that has imported torch, is made in one worker, and the
+process that deals the tests out, which goes through all it has dealt at every test, has a hundred
+shares and not ten thousand. Tests of one `xdist_group` stay together across files.
+"""
+
+from __future__ import annotations
+
+import pytest
+from xdist.scheduler import LoadGroupScheduling
+
+from tests.support import costs
+
+
+class FileByFile(LoadGroupScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        scope = super()._split_scope(nodeid)
+        return nodeid.partition("::")[0] if scope == nodeid else scope
+
+    def _assign_work_unit(self, node) -> None:
+        """A long one that came last would leave the other workers idle."""
+        self.workqueue.move_to_end(max(self.workqueue, key=self._budget), last=False)
+        super()._assign_work_unit(node)
+
+    def _budget(self, scope: str) -> int:
+        files = {nodeid.partition("::")[0] for nodeid in self.workqueue[scope]}
+        return sum(costs.BUDGETS.get(file, 0) for file in files)
+
+
+def scheduler(config: pytest.Config, log) -> FileByFile | None:
+    """None, for xdist's own, where single tests take minutes: slow ones of a file are shared."""
+    grouped = config.getoption("dist") == "loadgroup"
+    return FileByFile(config, log) if grouped and costs.is_quick(config) else None
