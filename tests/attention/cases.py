@@ -403,11 +403,14 @@ def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.tf32:
         with Tf32Products():
             return from_saved(case, t)
-    formula = from_saved(case, t)
-    if case.dtype not in (F32, F64):
+    torchs = stock(case, t)
+    upstream = t.keys() & {"doutput", "dlse"}
+    wanted = {"output", *(f"d{name}" for name in GRADIENTS if name in t and upstream)}
+    formula = from_saved(case, t) if wanted - torchs.keys() else {}
+    if case.dtype not in (F32, F64) or not formula:
         with torch.no_grad():
-            formula["lse"] = definition(case, t, F32)["lse"]
-    return formula | stock(case, t)
+            formula["lse"] = definition(case, t, F64 if case.dtype is F64 else F32)["lse"]
+    return formula | torchs
 
 
 def expected_dtypes(case: Case, t: dict[str, Tensor]) -> dict[str, torch.dtype]:
@@ -426,12 +429,19 @@ def draws(case: Case) -> int:
     return max(few, min(many, 200_000 // scores))
 
 
-def stages(case: Case) -> tuple[int, ...]:
-    """Draws that a case is judged by: a few, and more of one that fails with fewer.
+# What a result may take of the rule's bounds by the first draws, which are fewest. Most take half;
+# what is wrong by little, and lucky, is seldom that lucky.
+CLEARLY = 0.75
+
+
+def stages(case: Case, draws=draws) -> tuple[tuple[int, float], ...]:
+    """(draws that a case is judged by, share of the bounds that it may take): a few, and more of
+    one that fails with fewer.
 
     The largest error of 32 columns and 385 rows still halves or doubles from 50 draws to 250.
     """
-    return draws(case), 5 * draws(case), 25 * draws(case)
+    most = draws(case)
+    return (min(most, 2), CLEARLY), (most, 1.0), (5 * most, 1.0), (25 * most, 1.0)
 
 
 def pool(case: Case) -> tuple[Case, ...]:
@@ -474,18 +484,23 @@ def check(case: Case, compute=compute) -> None:
     each stays wrong.
     """
     results = []
-    for count in stages(case):
+    for count, share in stages(case):
         numbers = range(len(results) // len(pool(case)), count)
         results += [compute(replace(c, draw=draw)) for draw in numbers for c in pool(case)]
         pooled = {
             name: [[result[i][name] for result in results] for i in range(3)]
             for name in results[0][0]
         }
-        if count == stages(case)[-1]:
+        if count == stages(case)[-1][0]:
             for name, tensors in pooled.items():
                 numerics.assert_close(*tensors, f"{case}: {name}")
-        elif all(numerics.compare(*tensors).ok for tensors in pooled.values()):
+        elif all(takes_at_most(share, numerics.compare(*t)) for t in pooled.values()):
             return
+
+
+def takes_at_most(share: float, found: numerics.Comparison) -> bool:
+    small = found.max_error <= share * found.bound and found.bias <= share * found.bias_bound
+    return found.ok and small
 
 
 def strided(tensor: Tensor, layout: str) -> Tensor:

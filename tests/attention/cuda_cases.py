@@ -48,7 +48,8 @@ def of_kind(kind) -> dict:
 def judge_one_draw_first(monkeypatch) -> None:
     """And no more of a case if it is right; see attention_cases.check."""
     for cases in (attention_cases, attention_decode_cases):
-        monkeypatch.setattr(cases, "stages", lambda case: (1, 6, 30, 150))
+        stages = tuple((count, 1.0) for count in (1, 6, 30, 150))
+        monkeypatch.setattr(cases, "stages", lambda case: stages)
 
 
 # ---- traffic -------------------------------------------------------------------------------------
