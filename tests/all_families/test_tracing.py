@@ -85,6 +85,7 @@ def output_and_gradients(model, x):
     return y, *torch.autograd.grad(y.square().sum(), wanted)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", MODULES)
@@ -106,6 +107,7 @@ def test_traced_as_called(name, trained, training):
             assert not traced(x).requires_grad
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("name", MODULES)
 def test_exported_programs_train(name, strict, tmp_path):

@@ -72,6 +72,7 @@ def exact(t):
 
 @pytest.mark.parametrize("name", DERIVED)
 @pytest.mark.parametrize("lse", [False, True], ids=["output", "with lse"])
+@pytest.mark.grid
 def test_gradcheck_and_gradgradcheck(name, lse):
     case = DERIVED[name]
     t = case.tensors()

@@ -84,6 +84,8 @@ def test_head_dims(executor, head_dim, kind):
      dict(window_right=0, alibi="", mask="bq", dropout_p=0.3, softcap=3.0)],
     ids=str,
 )  # fmt: skip
+@pytest.mark.grid(2)
+@pytest.mark.emulator_grid
 def test_positions_of_a_shard(terms, dtype):
     """As ring attention has them: before, on and behind the diagonal, far beyond 32 bits, and
     beginning within the eight keys that share random numbers."""

@@ -41,6 +41,7 @@ rms_or_layer = pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", 
 # ---- values and gradients -----------------------------------------------------------------------
 
 
+@pytest.mark.emulator_grid(2)
 @kinds
 @dtypes
 def test_columns(executor, rms, residual, dtype):
@@ -50,6 +51,7 @@ def test_columns(executor, rms, residual, dtype):
         check_draws(rms, 5, cols, dtype, residual=residual, draws=draws)
 
 
+@pytest.mark.emulator_grid
 @kinds
 @dtypes
 def test_longest_rows(executor, rms, residual, dtype):

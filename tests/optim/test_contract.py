@@ -212,6 +212,7 @@ def test_gradients_that_share_elements_are_right_or_refused(kind, zero_grads, na
 
 
 @pytest.mark.isa
+@pytest.mark.grid
 @names
 @modes
 def test_bitwise_equal_for_any_number_of_threads(mode, name):

@@ -47,6 +47,7 @@ def deviates(count, trials, probability):
 
 
 @pytest.mark.isa
+@pytest.mark.grid(2)
 @names
 @pytest.mark.parametrize("state_dtype", [None, F32, BF16, "int8"], ids=str)
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
