@@ -109,6 +109,27 @@ void pack_rows(Row&& row, int64_t rows, int64_t size, int64_t stride, typename M
   }
 }
 
+// One vector of cells, of kPerCell neighbouring rows; a row that is missing is zeros.
+template <class M, class T, class Count>
+ONEPASS_INLINE typename M::Cells load_cells_of_rows(const T* low, [[maybe_unused]] const T* high,
+                                                    Count count) {
+  if constexpr (M::kPerCell == 1) {
+    return load<typename M::Number>(low, count);
+  } else {
+    const auto bits = [&](const T* from) -> WordBits {
+      if (from == nullptr) return WordBits{};
+      HalfBits half = {};
+      if constexpr (std::is_same_v<Count, Tail>) {
+        std::memcpy(&half, from, static_cast<size_t>(count.count) * sizeof(T));
+      } else {
+        std::memcpy(&half, from, sizeof(half));
+      }
+      return widen_bits(half);
+    };
+    return bits(low) | bits(high) << 16;
+  }
+}
+
 // Rows as the second factor of a product that sums over them: tile row i has cells of M::kPerCell
 // neighbouring rows, `columns` wide (a multiple of the lanes). Elements beyond `size`, and a row
 // missing at an odd end, are zero.
@@ -122,19 +143,14 @@ void pack_cells_of_rows(Row&& row, int64_t rows, int64_t size, int64_t columns,
       const auto* low = row(i);
       const auto* high = i + 1 < rows ? row(i + 1) : nullptr;
       auto* to = tile + i * columns;
-      for (int64_t j = 0; j < columns; j += kLanes<float>) {
-        const auto bits = [&](const auto* from) -> WordBits {
-          HalfBits half = {};
-          const int64_t left = size - j;
-          if (from == nullptr || left <= 0) return WordBits{};
-          if (left >= kLanes<float>) {
-            half = *reinterpret_cast<const HalfBitsUnaligned*>(from + j);
-          } else {
-            std::memcpy(&half, from + j, static_cast<size_t>(left) * sizeof(*from));
-          }
-          return widen_bits(half);
-        };
-        const WordBits cells = bits(low) | bits(high) << 16;
+      for (int64_t j = 0; j < columns; j += M::kLanes) {
+        const auto at = [&](const auto* from) { return from ? from + j : from; };
+        WordBits cells = {};
+        if (j + M::kLanes <= size) {
+          cells = load_cells_of_rows<M>(at(low), at(high), WholeVector<float>{});
+        } else if (j < size) {
+          cells = load_cells_of_rows<M>(at(low), at(high), Tail{size - j});
+        }
         std::memcpy(to + j * 2, &cells, sizeof(cells));
       }
     }

@@ -61,30 +61,33 @@ constexpr const char* kBackward = "linear_backward";
 constexpr const char* kEpilogueBackward = "linear_epilogue_backward";
 constexpr const char* kActivationNames[kActivations] = {"", "relu", "silu", "gelu", "gelu_tanh"};
 
-// A tensor as a matrix of rows as long as its last dimension, copied where its rows are not dense
-// or lie at no one stride.
-class Rows {
+// A tensor as a matrix of rows as long as its last dimension, of which one stride is 1; copied
+// where that is not so, or rows lie at no one stride.
+class Matrix {
  public:
-  explicit Rows(const Tensor& tensor) : tensor_(tensor) {
+  explicit Matrix(const Tensor& tensor) : tensor_(tensor) {
     const TensorInfo info = info_of(tensor);
-    if (set_stride(info)) return;
+    const int64_t last = info.dims - 1;
+    const int64_t columns = std::max<int64_t>(info.sizes[last], 1);
+    column_ = columns > 1 ? info.strides[last] : 1;
+    if (set_row(info, columns) && (column_ == 1 || row_ == 1)) return;
     tensor_ = contiguous_copy(tensor);
-    stride_ = std::max<int64_t>(info.sizes[info.dims - 1], 1);
+    row_ = columns;
+    column_ = 1;
   }
 
   const void* data() const { return tensor_.const_data_ptr(); }
-  int64_t stride() const { return stride_; }
+  int64_t row() const { return row_; }        // elements from a row to the next
+  int64_t column() const { return column_; }  // likewise; one of both is 1
 
  private:
-  bool set_stride(const TensorInfo& info) {
-    const int64_t last = info.dims - 1;
-    if (info.sizes[last] > 1 && info.strides[last] != 1) return false;
-    stride_ = std::max<int64_t>(info.sizes[last], 1);
+  bool set_row(const TensorInfo& info, int64_t columns) {
+    row_ = column_ == 1 ? columns : 1;
     std::optional<int64_t> next;  // the stride that the next dimension outwards must have
-    for (int64_t d = last - 1; d >= 0; --d) {
+    for (int64_t d = info.dims - 2; d >= 0; --d) {
       if (info.sizes[d] == 1) continue;
       if (!next) {
-        stride_ = info.strides[d];
+        row_ = info.strides[d];
       } else if (info.strides[d] != *next) {
         return false;
       }
@@ -94,8 +97,17 @@ class Rows {
   }
 
   Tensor tensor_;
-  int64_t stride_ = 0;
+  int64_t row_ = 0;
+  int64_t column_ = 0;
 };
+
+// Whether a weight's gradient is laid out as (in_features, out_features), as the weight is:
+// autograd would copy another layout.
+bool lies_transposed(const OptionalTensor& weight) {
+  if (!weight) return false;
+  const TensorInfo info = info_of(*weight);
+  return info.strides[0] == 1 && info.strides[1] != 1;
+}
 
 const char* name_of(Activation activation) {
   return kActivationNames[static_cast<int>(activation)];
@@ -167,7 +179,7 @@ CheckedForward check_forward(const LinearOptions& options, const Tensor& input) 
   return call;
 }
 
-LinearProduct product_of(const CheckedForward& call, const Rows& input, const Rows& weight,
+LinearProduct product_of(const CheckedForward& call, const Matrix& input, const Matrix& weight,
                          const OptionalTensor& bias, Tensor& output) {
   return {.left = input.data(),
           .right = weight.data(),
@@ -177,10 +189,10 @@ LinearProduct product_of(const CheckedForward& call, const Rows& input, const Ro
           .rows = call.rows,
           .cols = call.out_features,
           .depth = call.in_features,
-          .left_row = input.stride(),
-          .left_step = 1,
-          .right_step = 1,
-          .right_col = weight.stride(),
+          .left_row = input.row(),
+          .left_step = input.column(),
+          .right_step = weight.column(),
+          .right_col = weight.row(),
           .left_dtype = call.input_dtype,
           .right_dtype = call.weight_dtype,
           .bias_dtype = call.bias_dtype,
@@ -193,7 +205,7 @@ Tensor linear_forward(const LinearOptions& options, const Tensor& input) {
   const CheckedForward call = check_forward(options, input);
   Tensor output = empty(call.sizes.data(), call.input.dims, call.output_dtype, call.input.device);
   const OptionalTensor bias = dense(options.bias);
-  const Rows left(input), right(options.weight);
+  const Matrix left(input), right(options.weight);
   run(product_of(call, left, right, bias, output), call.input.device);
   return output;
 }
@@ -233,7 +245,7 @@ std::tuple<Tensor, Tensor> linear_epilogue_forward(const EpilogueOptions& option
   Tensor preactivation = options.save_preactivation
                              ? empty(checked.sizes.data(), dims, checked.input_dtype, device)
                              : empty_1d(0, checked.input_dtype, device);
-  const Rows left(input), right(options.weight);
+  const Matrix left(input), right(options.weight);
   const OptionalTensor bias = dense(options.bias), residual = dense(options.residual);
   LinearProduct args = product_of(checked, left, right, bias, output);
   args.epilogue = {
@@ -357,12 +369,15 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
   const int64_t matrix[] = {call.out_features, call.in_features};
   Tensor dinput = wants_input ? empty(sizes.data(), call.doutput.dims, input_type, device)
                               : empty_1d(0, input_type, device);
-  Tensor dweight =
-      wants_weight ? empty(matrix, 2, weight_type, device) : empty_1d(0, weight_type, device);
+  const bool is_transposed = lies_transposed(options.weight);
+  const int64_t transposed[] = {1, call.out_features};
+  Tensor dweight = !wants_weight   ? empty_1d(0, weight_type, device)
+                   : is_transposed ? empty_strided(matrix, transposed, 2, weight_type, device)
+                                   : empty(matrix, 2, weight_type, device);
   Tensor dbias = empty_1d(wants_bias ? call.out_features : 0, bias_type, device);
-  const Rows left(doutput);
+  const Matrix left(doutput);
   if (wants_input) {
-    const Rows right(*options.weight);
+    const Matrix right(*options.weight);
     run({.left = left.data(),
          .right = right.data(),
          .bias = nullptr,
@@ -371,10 +386,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
          .rows = call.rows,
          .cols = call.in_features,
          .depth = call.out_features,
-         .left_row = left.stride(),
-         .left_step = 1,
-         .right_step = right.stride(),
-         .right_col = 1,
+         .left_row = left.row(),
+         .left_step = left.column(),
+         .right_step = right.row(),
+         .right_col = right.column(),
          .left_dtype = call.doutput_dtype,
          .right_dtype = call.operand_dtypes[1],
          .bias_dtype = bias_type,
@@ -384,27 +399,38 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
         device);
   }
   if (wants_weight || wants_bias) {
-    std::optional<Rows> right;
+    std::optional<Matrix> right;
     if (wants_weight) right.emplace(*options.input);
-    run({.left = left.data(),
-         .right = right ? right->data() : nullptr,
-         .bias = nullptr,
-         .output = dweight.mutable_data_ptr(),
-         .left_sums = wants_bias ? dbias.mutable_data_ptr() : nullptr,
-         .rows = call.out_features,
-         .cols = wants_weight ? call.in_features : 0,
-         .depth = call.rows,
-         .left_row = 1,
-         .left_step = left.stride(),
-         .right_step = right ? right->stride() : 1,
-         .right_col = 1,
-         .left_dtype = call.doutput_dtype,
-         .right_dtype = wants_weight ? call.operand_dtypes[0] : call.doutput_dtype,
-         .bias_dtype = bias_type,
-         .output_dtype = weight_type,
-         .sums_dtype = bias_type,
-         .kind = LinearKind::kWeight},
-        device);
+    LinearProduct args{.left = left.data(),
+                       .right = right ? right->data() : nullptr,
+                       .bias = nullptr,
+                       .output = dweight.mutable_data_ptr(),
+                       .left_sums = wants_bias ? dbias.mutable_data_ptr() : nullptr,
+                       .rows = call.out_features,
+                       .cols = wants_weight ? call.in_features : 0,
+                       .depth = call.rows,
+                       .left_row = left.column(),
+                       .left_step = left.row(),
+                       .right_step = right ? right->row() : 1,
+                       .right_col = right ? right->column() : 1,
+                       .left_dtype = call.doutput_dtype,
+                       .right_dtype = wants_weight ? call.operand_dtypes[0] : call.doutput_dtype,
+                       .bias_dtype = bias_type,
+                       .output_dtype = weight_type,
+                       .sums_dtype = bias_type,
+                       .kind = LinearKind::kWeight};
+    if (wants_weight && is_transposed) {
+      LinearProduct turned = args;
+      std::swap(turned.left, turned.right);
+      std::swap(turned.rows, turned.cols);
+      std::swap(turned.left_row, turned.right_col);
+      std::swap(turned.left_step, turned.right_step);
+      std::swap(turned.left_dtype, turned.right_dtype);
+      turned.left_sums = nullptr;
+      run(turned, device);
+      args.cols = 0;
+    }
+    run(args, device);
   }
   return {std::move(dinput), std::move(dweight), std::move(dbias)};
 }

@@ -76,6 +76,7 @@ def test_a_row_does_not_depend_on_its_batch(in_features, out_features, threads, 
 # In and out features: around squares, chains and blocks of every level, and none of either.
 FEW_ROWS_FEATURES = [
     (1, 1), (3, 5), (17, 33), (64, 16), (65, 31), (131, 47), (771, 70), (4097, 19), (4500, 35),
+    (70, 300),
 ]  # fmt: skip
 
 
@@ -88,17 +89,19 @@ def test_few_rows_are_those_of_many(in_features, out_features, threads, dtypes):
     of_input, of_weight = dtypes
     torch.set_num_threads(threads)
     case = make(64, in_features, out_features, of_input, weight_dtype=of_weight)
+    lying = {"as torch's": case.weight, "transposed": case.weight.t().contiguous().t()}
     for out_dtype in dict.fromkeys((torch.float32 if of_input is not F64 else F64, of_input)):
 
-        def of(rows, out_dtype=out_dtype):
-            output = RAW.linear_forward(case.input[rows], case.weight, case.bias, out_dtype)
-            dinput, _, _ = backward(case.doutput[rows], weight=case.weight, input_dtype=out_dtype)
+        def of(rows, weight, out_dtype=out_dtype):
+            output = RAW.linear_forward(case.input[rows], weight, case.bias, out_dtype)
+            dinput, _, _ = backward(case.doutput[rows], weight=weight, input_dtype=out_dtype)
             return {"output": output, "dinput": dinput}
 
-        every = of(slice(None))
-        for count in range(1, 17):
+        every = of(slice(None), case.weight)
+        for count, (how, weight) in itertools.product(range(1, 17), lying.items()):
             rows = slice(count, 2 * count)
-            assert_same_bits(of(rows), {k: v[rows] for k, v in every.items()}, f"{count} rows:")
+            found = of(rows, weight)
+            assert_same_bits(found, {k: v[rows] for k, v in every.items()}, f"{count}, {how}:")
 
 
 @pytest.mark.isa

@@ -16,6 +16,7 @@ from tests.linear.cases import (
     backward,
     check,
     dtypes,
+    layer_gradients,
     make,
     results,
 )
@@ -85,6 +86,19 @@ def test_everything_transposed(dtype):
         setattr(case, name, getattr(case, name).t().contiguous().t())
     assert not case.weight.is_contiguous()
     assert_same_bits(results(functional.linear, case), expected)
+
+
+@dtypes
+def test_the_gradient_lies_as_the_weight_does(dtype):
+    """Autograd would copy it otherwise."""
+    case = make(26, 40, 33, dtype)
+    expected = layer_gradients(case)
+    case.weight = case.weight.t().contiguous().t()
+    found = layer_gradients(case)
+    assert_same_bits(found, expected)
+    assert found["dweight"].stride() == case.weight.stride() == (1, 33)
+    _, alone, _ = backward(case.doutput, case.input, case.weight, weight_dtype=dtype)
+    assert torch.equal(alone, expected["dweight"]) and alone.stride() == (1, 33)
 
 
 @dtypes

@@ -198,8 +198,11 @@ def test_opcheck_forward_of_strided_tensors():
 
 
 @subsets
-def test_opcheck_backward(wrt):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_opcheck_backward(transposed, wrt):
     case = make((3, 2), 4, 5)
+    if transposed:
+        case.weight = case.weight.t().contiguous().t()
     given = (case.input if "weight" in wrt else None, case.weight if "input" in wrt else None)
     asked = (BF16 if name in wrt else None for name in NAMES)
     arguments = (case.doutput, *given, *asked)

@@ -1,10 +1,12 @@
-// The product of a few rows with a weight whose rows lie along k. To pack panels of it costs more
-// than to multiply with them, so it is transposed a line of each row at a time, into cells that are
-// multiplied out of L1 at once. The weight is read once, in blocks of some columns, each of which
-// is asked for while the block before it is computed; the left rows and the sums stay in L1 and L2.
-// Done when it runs at the speed of a read.
+// The product of a few rows with a right matrix that is read once: to pack panels of it costs more
+// than to multiply with them. It is read in blocks, each of which is asked for while the block
+// before it is computed; the left rows and the sums stay in L1 and L2. Done when it runs at the
+// speed of a read. The sums are those of linear_kernel, added in the same order.
 //
-// The sums are those of linear_kernel, added in the same order.
+// Where the matrix lies along k, as a weight does in the forward, a block is some columns, which
+// are transposed a line of each at a time, into cells that are multiplied out of L1 at once. Where
+// it lies along the columns, as in the gradient of the input or a weight that is transposed, a
+// block is a chain of k, and cells are loaded as they lie.
 //
 // Cells that stay in the registers they were transposed in are slower: a line of 16 rows needs half
 // of the registers, and a load and a store are free beside the shuffles.
@@ -28,6 +30,16 @@ inline constexpr int kFusedVectors = kVectorRegisters == 16 && kRows <= 5 ? 2 : 
 // Of a row of the weight, in a block: two blocks stay in L2.
 inline constexpr int64_t kBlockBytes = 8192;
 inline constexpr int64_t kLineBytes = 64;
+
+// Along the columns: vectors whose sums fill the registers, and columns of a block.
+template <int kRows>
+inline constexpr int kAcrossVectors =
+    std::clamp((kVectorRegisters - 2) / (kRows + 1), 1, kVectorRegisters == 32 ? 6 : 4);
+template <class M>
+inline constexpr int64_t kAcrossColumns = 512 / M::kPerCell;
+
+// Kernels are made for 1 row and for even numbers of them; the last row of the others is zeros.
+constexpr int64_t padded_few_rows(int64_t rows) { return rows == 1 ? 1 : (rows + 1) / 2 * 2; }
 
 // A line of each of kLanes rows, transposed.
 template <class M, class T>
@@ -120,12 +132,27 @@ class LinesAhead {
 // Some columns of the output, of all rows.
 template <class M>
 struct FewRows {
-  const typename M::Element* left;  // (rows, left_row)
+  using A = typename M::Number;
+
+  const typename M::Element* left;  // (padded_few_rows(rows), left_row)
   int64_t left_row;
-  typename M::Number* sums;  // (rows, sums_row)
+  A* sums;  // (rows, sums_row)
   int64_t sums_row;
-  const typename M::Number* bias;  // (columns,) what the first chain is added to; or null
-  bool add;                        // to what is there
+  const A* bias;  // (columns,) what the first chain is added to; or null
+  bool add;       // to what is there
+  int64_t rows;
+
+  // The sums of a chain join those of the chains before, in vector `v` of columns.
+  template <int kRows, int kVectors, class Count>
+  ONEPASS_INLINE void put(const typename M::Sum (&sum)[kRows][kVectors], int v, Count count) const {
+    const Vec<A> first = bias ? load<A>(bias + v * M::kLanes, count) : Vec<A>{};
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      if (kRows > 2 && r + 1 == kRows && rows < kRows) break;
+      A* to = sums + r * sums_row + v * M::kLanes;
+      store<A>(to, add ? load<A>(to, count) + sum[r][v] : sum[r][v] + first, count);
+    }
+  }
 };
 
 // `size` elements of k, in chains of kChainCells, of `columns` rows of the weight.
@@ -183,21 +210,13 @@ template <class M, class T, int64_t kChainCells, int kRows>
       for (int c = 0; c * M::kPerCell < end - k; ++c) multiply(k, c);
       k = end;
     }
-    const auto put = [&](int v, auto count) {
-      const Vec<A> bias = few.bias ? load<A>(few.bias + v * n, count) : Vec<A>{};
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        A* sums = few.sums + r * few.sums_row + v * n;
-        store<A>(sums, few.add ? load<A>(sums, count) + sum[r][v] : sum[r][v] + bias, count);
-      }
-    };
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       const int64_t here = columns - v * n;
       if (here >= n) {
-        put(v, WholeVector<A>{});
+        few.put(sum, v, WholeVector<A>{});
       } else if (here > 0) {
-        put(v, Tail{here});
+        few.put(sum, v, Tail{here});
       }
     }
     few.add = true;
@@ -206,12 +225,13 @@ template <class M, class T, int64_t kChainCells, int kRows>
 
 // `columns` over all of k, before `after` others.
 template <class M, class T, int64_t kChainCells, int kRows = kMostFusedRows>
-void multiply_few_rows(int64_t rows, const FewRows<M>& all, const T* right, int64_t right_col,
-                       int64_t columns, int64_t depth, int64_t after) {
-  if constexpr (kRows > 1) {
-    if (rows != kRows) {
-      return multiply_few_rows<M, T, kChainCells, kRows - 1>(rows, all, right, right_col, columns,
-                                                             depth, after);
+void multiply_few_rows(const FewRows<M>& all, const T* right, int64_t right_col, int64_t columns,
+                       int64_t depth, int64_t after) {
+  constexpr int kFewer = kRows > 2 ? kRows - 2 : kRows - 1;
+  if constexpr (kFewer > 0) {
+    if (all.rows <= kFewer) {
+      return multiply_few_rows<M, T, kChainCells, kFewer>(all, right, right_col, columns, depth,
+                                                          after);
     }
   }
   constexpr int64_t kSize = sizeof(T);
@@ -243,6 +263,97 @@ void multiply_few_rows(int64_t rows, const FewRows<M>& all, const T* right, int6
       k += size;
     } while (k < depth);
   }
+}
+
+// A chain of `size` elements of k, of kVectors vectors of columns.
+template <class M, class T, int kRows, int kVectors, class Count>
+[[gnu::noinline]] void linear_few_rows_across_kernel(const FewRows<M>& few, const T* right,
+                                                     int64_t right_step, int64_t size, Count count,
+                                                     LinesAhead& ahead) {
+  constexpr int kVector = M::kLanes * M::kPerCell * static_cast<int>(sizeof(T));  // bytes
+  constexpr int kSteps = std::max<int>(4, kLineBytes / kVector);  // between two looks ahead
+  constexpr int kLines = kSteps * kVectors * kVector / kLineBytes;
+  typename M::Sum sum[kRows][kVectors] = {};
+  const auto multiply = [&](int64_t k, bool is_odd) {
+    const T* row = right + k * right_step;
+    const T* next = is_odd ? nullptr : row + right_step;
+    typename M::Cells cells[kVectors];
+#pragma GCC unroll 6
+    for (int v = 0; v < kVectors; ++v) {
+      cells[v] =
+          load_cells_of_rows<M>(row + v * M::kLanes, next ? next + v * M::kLanes : next, count);
+      keep_in_register(cells[v]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const auto one = M::broadcast_cell(few.left + r * few.left_row + k);
+#pragma GCC unroll 6
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = M::multiply_add(one, cells[v], sum[r][v]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + kSteps * M::kPerCell <= size; k += kSteps * M::kPerCell) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kLines; ++i) ahead.take<1>();
+#pragma GCC unroll 8
+    for (int step = 0; step < kSteps; ++step) multiply(k + step * M::kPerCell, false);
+  }
+  for (; k + M::kPerCell <= size; k += M::kPerCell) multiply(k, false);
+  if (k < size) multiply(k, true);
+#pragma GCC unroll 6
+  for (int v = 0; v < kVectors; ++v) few.put(sum, v, count);
+}
+
+// `columns` (at most kAcrossColumns) over all of k, of a right matrix that lies along the columns,
+// before `after` others.
+template <class M, class T, int64_t kChainCells, int kRows = kMostFusedRows>
+void multiply_few_rows_across(const FewRows<M>& all, const T* right, int64_t right_step,
+                              int64_t columns, int64_t depth, int64_t after) {
+  constexpr int kFewer = kRows > 2 ? kRows - 2 : kRows - 1;
+  if constexpr (kFewer > 0) {
+    if (all.rows <= kFewer) {
+      return multiply_few_rows_across<M, T, kChainCells, kFewer>(all, right, right_step, columns,
+                                                                 depth, after);
+    }
+  }
+  using A = typename M::Number;
+  constexpr int64_t n = M::kLanes, kSize = sizeof(T);
+  constexpr int64_t kChain = kChainCells * M::kPerCell;
+  constexpr int kVectors = kAcrossVectors<kRows>;
+  FewRows<M> chain = all;
+  int64_t k = 0;
+  do {
+    const int64_t size = std::min(kChain, depth - k);
+    const T* block = right + k * right_step;
+    LinesAhead ahead;
+    if (k + size < depth) {
+      ahead = {block + size * right_step, columns * kSize, right_step * kSize};
+    } else if (after > 0) {
+      ahead = {right + columns, std::min(kAcrossColumns<M>, after) * kSize, right_step * kSize};
+    }
+    FewRows<M> few = chain;
+    int64_t col = 0;
+    const auto take = [&](int64_t taken) {
+      col += taken;
+      few.sums += taken;
+      few.bias += few.bias ? taken : 0;
+    };
+    for (; col + kVectors * n <= columns; take(kVectors * n)) {
+      linear_few_rows_across_kernel<M, T, kRows, kVectors>(few, block + col, right_step, size,
+                                                           WholeVector<A>{}, ahead);
+    }
+    for (; col + n <= columns; take(n)) {
+      linear_few_rows_across_kernel<M, T, kRows, 1>(few, block + col, right_step, size,
+                                                    WholeVector<A>{}, ahead);
+    }
+    if (col < columns) {
+      linear_few_rows_across_kernel<M, T, kRows, 1>(few, block + col, right_step, size,
+                                                    Tail{columns - col}, ahead);
+    }
+    chain.left += size;
+    chain.add = true;
+    k += size;
+  } while (k < depth);
 }
 
 }  // namespace ONEPASS_ISA

@@ -83,15 +83,22 @@ int64_t few_rows_stride(const LinearProduct& args) {
   return round_up(args.depth, kLine) + kLine;
 }
 
+// Columns of a block of theirs.
+template <class M>
+int64_t few_rows_columns(const LinearProduct& args) {
+  return args.right_step == 1 ? kPanel<M> : kAcrossColumns<M>;
+}
+
 template <class M>
 Scratch<M> scratch_of(const LinearProduct& args, const Layout& layout, Arena& arena) {
   const int64_t rows = ceil_div(args.rows, layout.down);
   const int64_t cols = ceil_div(panels_of<M>(args), layout.across) * kPanel<M>;
   Scratch<M> scratch;
   if (layout.few_rows) {
-    const int64_t panel = layout.sums == Sums::kScratch ? args.rows * kPanel<M> : 0;
-    scratch.left = arena.take<typename M::Element>(args.rows * few_rows_stride<M>(args));
-    scratch.sums = arena.take<typename M::Number>(panel);
+    const int64_t block = layout.sums == Sums::kScratch ? args.rows * few_rows_columns<M>(args) : 0;
+    scratch.left =
+        arena.take<typename M::Element>(padded_few_rows(args.rows) * few_rows_stride<M>(args));
+    scratch.sums = arena.take<typename M::Number>(block);
     scratch.bias = arena.take<typename M::Number>(cols);
     return scratch;
   }
@@ -194,6 +201,10 @@ class Linear {
       pack_rows<M>([&](int64_t i) { return left + i * args_.left_row; }, args_.rows, args_.depth,
                    few_rows_stride<M>(args_), scratch_.left);
     });
+    const int64_t stride = few_rows_stride<M>(args_);
+    for (int64_t i = args_.rows; i < padded_few_rows(args_.rows); ++i) {
+      std::fill_n(scratch_.left + i * stride, stride, Element{});
+    }
   }
 
   // A piece of columns, read in place.
@@ -202,22 +213,28 @@ class Linear {
     const int64_t begin = panels * number / layout_.across * kPanel<M>;
     const int64_t end = std::min(panels * (number + 1) / layout_.across * kPanel<M>, args_.cols);
     const bool in_scratch = layout_.sums == Sums::kScratch;
-    const int64_t sums_row = in_scratch ? kPanel<M> : args_.cols;
+    const int64_t block = few_rows_columns<M>(args_);
     if (args_.bias) widen_line(args_.bias, args_.bias_dtype, begin, end - begin, scratch_.bias);
+    FewRows<M> few{.left = scratch_.left,
+                   .left_row = few_rows_stride<M>(args_),
+                   .sums = scratch_.sums,
+                   .sums_row = in_scratch ? block : args_.cols,
+                   .bias = nullptr,
+                   .add = false,
+                   .rows = args_.rows};
     visit_operand<M>(args_.right_dtype, [&]<class T>() {
-      for (int64_t col = begin; col < end; col += kPanel<M>) {
-        A* sums = in_scratch ? scratch_.sums : sums_at(0, col);
-        const int64_t cols = std::min(kPanel<M>, end - col);
-        const FewRows<M> few{.left = scratch_.left,
-                             .left_row = few_rows_stride<M>(args_),
-                             .sums = sums,
-                             .sums_row = sums_row,
-                             .bias = args_.bias ? scratch_.bias + col - begin : nullptr,
-                             .add = false};
-        multiply_few_rows<M, T, kChain>(args_.rows, few,
-                                        static_cast<const T*>(args_.right) + col * args_.right_col,
-                                        args_.right_col, cols, args_.depth, end - col - cols);
-        if (layout_.finish) finish(sums, sums_row, 0, args_.rows, col, cols);
+      for (int64_t col = begin; col < end; col += block) {
+        const int64_t cols = std::min(block, end - col), after = end - col - cols;
+        const T* right = static_cast<const T*>(args_.right) + col * args_.right_col;
+        if (!in_scratch) few.sums = sums_at(0, col);
+        if (args_.bias) few.bias = scratch_.bias + col - begin;
+        if (args_.right_step == 1) {
+          multiply_few_rows<M, T, kChain>(few, right, args_.right_col, cols, args_.depth, after);
+        } else {
+          multiply_few_rows_across<M, T, kChain>(few, right, args_.right_step, cols, args_.depth,
+                                                 after);
+        }
+        if (layout_.finish) finish(few.sums, few.sums_row, 0, args_.rows, col, cols);
       }
     });
   }
@@ -434,8 +451,7 @@ constexpr bool kTakesFewRows = sizeof(typename M::Number) == sizeof(float);
 
 template <class M>
 bool has_few_rows(const LinearProduct& args) {
-  return kTakesFewRows<M> && args.rows <= kMostFusedRows && args.left_step == 1 &&
-         args.right_step == 1 && !args.left_sums;
+  return kTakesFewRows<M> && args.rows <= kMostFusedRows && args.left_step == 1 && !args.left_sums;
 }
 
 template <class M>
