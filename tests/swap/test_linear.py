@@ -101,6 +101,8 @@ def test_gradients_are_those_of_the_numerics_rule():
         (torch.float32, FAST, "float32 products, by MKL on GenuineIntel"),
         (torch.bfloat16, FAST._replace(bfloat16=False), None),
         (torch.bfloat16, FAST, "bfloat16 products, by oneDNN"),
+        (torch.bfloat16, SLOW._replace(bfloat16=True), None),  # small calls gain on AMD
+        (torch.float16, SLOW._replace(float16=True), "float16 products, by oneDNN"),
         (torch.float16, FAST._replace(float16=False), None),
         (torch.float16, FAST, "float16 products, by oneDNN"),
         (torch.float64, SLOW, "float64 products"),
@@ -214,7 +216,8 @@ def kernels(module: nn.Module, x: torch.Tensor) -> set[tuple[str, str]]:
 
 
 def test_the_dtype_at_the_call_decides(monkeypatch):
-    set_facts(monkeypatch, SLOW._replace(bfloat16=True))
+    set_facts(monkeypatch, FAST._replace(vendor="AuthenticAMD", float16=False))
+    monkeypatch.setitem(products.SMALL_PRODUCT, torch.bfloat16, 0)
     stock = model()
     ours = copy.deepcopy(stock)
     swap(ours)
@@ -229,6 +232,40 @@ def test_the_dtype_at_the_call_decides(monkeypatch):
     ours.bfloat16(), stock.bfloat16()
     assert torch.equal(ours(x.bfloat16()), stock(x.bfloat16()))
     assert kernels(ours, x.bfloat16()) == torchs
+
+
+def test_small_products_gain_beside_onednn(monkeypatch):
+    """By multiply-adds, and by rows where there are no gradients."""
+    set_facts(monkeypatch, SLOW._replace(bfloat16=True))
+    monkeypatch.setitem(products.SMALL_PRODUCT, torch.bfloat16, 40 * 64 * 64)
+    ours = nn.Linear(64, 64).bfloat16()
+    swap(ours)
+
+    def are_ours(rows: int) -> bool:
+        found = {kernel for kernel, _ in kernels(ours, torch.randn(rows, 64).bfloat16())}
+        return found != {"torch.nn.functional.linear"}
+
+    assert are_ours(40) and not are_ours(41)
+    monkeypatch.setitem(products.SMALL_PRODUCT, torch.bfloat16, 2 * 64 * 64)
+    few = products.FEW_ROWS[torch.bfloat16]
+    assert not are_ours(few)
+    with torch.no_grad():
+        assert are_ours(1) and are_ours(few) and not are_ours(few + 1)
+        with torch.autocast("cpu", torch.bfloat16):  # it would cast a wider weight in each call
+            assert are_ours(few)
+            ours.float()
+            assert not are_ours(few)
+
+
+def test_a_trace_of_small_products_is_torchs(monkeypatch):
+    """It is used at other sizes, of which oneDNN is as fast."""
+    set_facts(monkeypatch, SLOW._replace(bfloat16=True))
+    ours = model().bfloat16()
+    swap(ours)
+    x = torch.randn(2, 24).bfloat16()
+    with torch.no_grad():
+        assert {kernel for kernel, _ in kernels(ours, x)} != {"torch.nn.functional.linear"}
+        assert "onepass::" not in str(torch.jit.trace(ours, x).inlined_graph)
 
 
 def test_float32_products_in_bfloat16_are_the_users_choice(monkeypatch):

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import onepass
 from onepass import numerics
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log, products, small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.foreign_linear import (
     FOUND,
@@ -179,7 +179,12 @@ def test_the_dtype_at_the_call_decides(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert not count(lambda: model(x))
     model.bfloat16()
-    assert not count(lambda: model(x.bfloat16()))
+    x = torch.randn(products.FEW_ROWS[torch.bfloat16] + 1, 16).bfloat16()
+    monkeypatch.setitem(products.SMALL_PRODUCT, torch.bfloat16, 0)
+    assert not count(lambda: model(x))
+    with torch.no_grad():
+        assert not count(lambda: model(x))
+        assert count(lambda: model(x[1:])) == 1
 
 
 def test_small_calls_run_their_own_forward(monkeypatch):

@@ -213,10 +213,11 @@ def test_the_bounds_of_linear(monkeypatch):
     assert ours(1, torch.bfloat16)  # whose backward is slow in torch
     module = nn.Linear(512, 512)
     onepass.swap(module)
-    least, most = 2 * small_calls.LEAST_DECODED // 512**2, small_calls.DECODED_ROWS[-1]
-    with torch.no_grad():
-        assert ours(least) and not ours(least - 1)
-        assert ours(most) and not ours(most + 1)
+    least, most = 2 * small_calls.LEAST_IN_PLACE // 512**2, small_calls.ROWS_IN_PLACE[-1]
+    for with_gradients in (True, False):
+        with torch.set_grad_enabled(with_gradients):
+            assert ours(least) and not ours(least - 1)
+            assert ours(most) and not ours(most + 1)
     module = nn.Linear(2048, 2048)
     onepass.swap(module)
     with torch.no_grad():

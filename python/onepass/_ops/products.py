@@ -4,13 +4,15 @@ CPU's vendor and what torch would call.
 torch hands float32 products to MKL, which takes its AVX2 kernels on any AMD CPU. It hands bfloat16
 ones to oneDNN where that has instructions for them, and likewise float16; elsewhere its own loops
 compute them, 8 to 500 times slower than float32 (`onepass bench linear`). And it hands float32 to
-oneDNN too where `torch.set_float32_matmul_precision("medium")` allows bfloat16 products.
+oneDNN too where `torch.set_float32_matmul_precision("medium")` allows bfloat16 products. Of a few
+rows oneDNN packs the weight in each call: onepass's read it in place.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +21,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from onepass._compiling import constant_where_traced
-from onepass._ops import dispatch_log
+from onepass._ops import dispatch_log, tracing
+
+# What onepass multiplies faster where oneDNN has instructions: products of so many multiply-adds,
+# and without gradients those of so many rows. oneDNN takes some 20 us for each call, and packs the
+# weight. Times as fast in bfloat16 on a Zen 4, one thread, weights of 64x64 to 8192x2048 in a cache
+# and not: 1 row 1.2 to 5, 8 rows 1.1 to 5, 16 rows 0.9 to 4.2; 32 rows by 64x64 3.7, by 256x256
+# 1.3. Other dtypes and CPUs have not been measured.
+SMALL_PRODUCT = {torch.bfloat16: 1 << 21}
+FEW_ROWS = {torch.bfloat16: 16}
+
+_AMD = "AuthenticAMD"
 
 
 class Facts(NamedTuple):
@@ -42,18 +54,23 @@ def facts() -> Facts:
         )
 
 
-def as_fast(dtype: torch.dtype) -> str | None:
-    """Why torch's products of a dtype are as fast here as onepass's; None where they are slower."""
+def as_fast(dtype: torch.dtype, small: bool = False) -> str | None:
+    """Why torch's products of a dtype are as fast here as onepass's; None where they are slower.
+
+    `small`: those that are.
+    """
     of = facts()
     if dtype is torch.float32:
-        if of.bfloat16 and torch.backends.mkldnn.matmul.fp32_precision == "bf16":
+        if of.bfloat16 and _float32_precision() == "bf16":
             return "float32 products, by oneDNN as matmul precision allows"
-        if of.vendor == "AuthenticAMD" and of.mkl:
+        if of.vendor == _AMD and of.mkl:
             return None
         return f"float32 products, by {'MKL' if of.mkl else 'BLAS'} on {of.vendor or 'this CPU'}"
     name = str(dtype).removeprefix("torch.")
     if dtype in (torch.bfloat16, torch.float16):
-        return f"{name} products, by oneDNN" if getattr(of, name) else None
+        if not getattr(of, name) or (small and dtype in FEW_ROWS and of.vendor == _AMD):
+            return None
+        return f"{name} products, by oneDNN"
     return f"{name} products"
 
 
@@ -67,28 +84,49 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cpu")
 
 
-def gains(input: Tensor) -> bool:
-    """Whether a call on this input gains, by the dtype of its products; the log says why not."""
+def is_small(rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
+    """Whether a product of this dtype is a SMALL_PRODUCT or one of FEW_ROWS: not where autocast
+    would cast the weight in each call, and not in a trace, which is used at other sizes."""
+    if dtype not in FEW_ROWS or weight.dtype is not dtype or tracing.is_tracing():
+        return False
+    if rows * weight.numel() <= SMALL_PRODUCT[dtype]:
+        return True
+    return rows <= FEW_ROWS[dtype] and not torch.is_grad_enabled()
+
+
+def gains(input: Tensor, weight: Tensor) -> bool:
+    """Whether a call gains, by the dtype of its products and its size; the log says why not."""
     if input.is_cuda:
         return False
     dtype = dtype_of(input)
     if torch.compiler.is_compiling():
         return _gains_as_compiled(dtype)
-    reason = as_fast(dtype)
+    rows = input.numel() // max(weight.shape[-1], 1)
+    return not is_as_fast(dtype, is_small(rows, dtype, weight), input.shape)
+
+
+def is_as_fast(dtype: torch.dtype, small: bool, shape: Sequence[int]) -> bool:
+    """Whether torch's product is; the log says so of a call with an input of this shape."""
+    reason = as_fast(dtype, small)
     if reason and dispatch_log.is_recording():
         dispatch_log.leave(
             op="linear",
-            arguments=f"{tuple(input.shape)}, {str(dtype)[6:]}",
+            arguments=f"{tuple(shape)}, {str(dtype)[6:]}",
             kernel="torch.nn.functional.linear",
             threads=torch.get_num_threads(),
             reason=f"torch is as fast here in {reason}",
         )
-    return reason is None
+    return reason is not None
 
 
 @constant_where_traced
 def _gains_as_compiled(dtype: torch.dtype) -> bool:
     return as_fast(dtype) is None
+
+
+def _float32_precision() -> str:
+    """`torch.backends.mkldnn.matmul.fp32_precision`, which takes a microsecond."""
+    return torch._C._get_fp32_precision_getter("mkldnn", "matmul")
 
 
 def _held_to_avx2() -> bool:

@@ -36,13 +36,13 @@ LEAST_LINEAR = {
     torch.bfloat16: (1 << 16, 1 << 14),
     torch.float16: (1 << 16, 1 << 14),
 }
-# Likewise in float32 without gradients, of 2 to 12 rows, whose weight is read in place; of a single
-# row torch is as fast while the weight lies in a cache.
-LEAST_DECODED = 1 << 20
-DECODED_ROWS = range(2, 13)
-LEAST_TRAINED_ROWS = 8  # in float32: the gradients of fewer are bound by packing the weight
-LEAST_DECODED_ROWS = 2  # in 16 bits without gradients: torch has a fast product with a vector
-LEAST_CONV1D_ROWS = 512  # MKL is faster where the weight lies transposed
+# Likewise in float32, of 2 to 12 rows, whose weight is read in place; of a single row torch is as
+# fast while the weight lies in a cache.
+LEAST_IN_PLACE = 1 << 20
+ROWS_IN_PLACE = range(2, 13)
+LEAST_TRAINED_ROWS = 2  # in float32: MKL's products with a vector are as fast
+# In 16 bits without gradients and without oneDNN: torch has a fast product with a vector.
+LEAST_DECODED_ROWS = 2
 # Multiply-adds of the largest weight of a module that calls F.linear (Zen 4, as above): each torch
 # function of a redirected forward takes longer too.
 LEAST_LINEAR_CALLS = {
@@ -71,11 +71,14 @@ LINEAR_CALLS_NOTE = (
 LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
     "autocast in its own), and where that takes less time: in calls of fewer multiply-adds per "
-    f"thread than {1 << 22} (in inference with 2 to 12 rows: {LEAST_DECODED}; "
+    f"thread than {1 << 22} (with 2 to 12 rows: {LEAST_IN_PLACE}; "
     f"16-bit: {1 << 16}, in inference {1 << 14}), and of fewer rows than "
-    f"{LEAST_TRAINED_ROWS} in float32 training ({LEAST_DECODED_ROWS} in 16-bit inference). What "
-    "looks for the class nn.Linear itself, such as quantize_dynamic, does not find them: quantize "
-    "before, or after unswap"
+    f"{LEAST_TRAINED_ROWS} in float32 training ({LEAST_DECODED_ROWS} in 16-bit inference without "
+    "oneDNN). Where torch multiplies bfloat16 by oneDNN they gain on AMD in calls of at most "
+    f"{products.SMALL_PRODUCT[torch.bfloat16]} multiply-adds, in inference of at most "
+    f"{products.FEW_ROWS[torch.bfloat16]} rows, and in no others. What looks for the class "
+    "nn.Linear itself, such as quantize_dynamic, does not find them: quantize before, or after "
+    "unswap"
 )
 
 
@@ -93,19 +96,17 @@ def norm_is_small(input: Tensor) -> bool:
 
 def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     """Whether torch's own product takes less time; the log says so."""
-    dtype = products.dtype_of(input)
-    bound = _least(LEAST_LINEAR, input, torch.is_grad_enabled(), dtype)
-    if not bound or not weight.numel():
+    dtype, training = products.dtype_of(input), torch.is_grad_enabled()
+    bound = _least(LEAST_LINEAR, input, training, dtype)
+    size = weight.numel()
+    if not bound or not size:
         return False
     rows = input.numel() // weight.shape[1]
-    training = torch.is_grad_enabled()
-    if dtype is torch.float32 and not training and rows in DECODED_ROWS:
-        bound = min(bound, LEAST_DECODED * _threads())
+    if dtype is torch.float32 and rows in ROWS_IN_PLACE:
+        bound = min(bound, LEAST_IN_PLACE * _threads())
     least_rows = _least_rows(dtype, training)
-    if dtype is torch.float32 and weight.stride(1) != 1:
-        least_rows = LEAST_CONV1D_ROWS
     few = rows < least_rows
-    if not few and rows * weight.numel() >= bound:
+    if not few and rows * size >= bound:
         return False
     if dispatch_log.is_recording():
         out_features, in_features = weight.shape
@@ -141,6 +142,8 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
         rows = rows * 2 // max(2, weight.numel() // size)
     dtype = products.dtype_of(weight)
     training = module.training or torch.is_grad_enabled()
+    if products.is_as_fast(dtype, products.is_small(rows, dtype, weight), (rows, columns)):
+        return True
     bound = _least(LEAST_LINEAR_CALLS, input, training, dtype)
     if not bound or (rows * size >= bound and rows >= _least_rows(dtype, training)):
         return False
@@ -171,7 +174,7 @@ def matrices(parameters: Iterable[Tensor | None]) -> list[Tensor]:
 def _least_rows(dtype: torch.dtype, training: bool) -> int:
     if dtype is torch.float32:
         return LEAST_TRAINED_ROWS if training else 0
-    return 0 if training else LEAST_DECODED_ROWS
+    return 0 if training or products.as_fast(dtype) else LEAST_DECODED_ROWS
 
 
 def attention_is_small(module: nn.Module, input: object) -> bool:

@@ -65,9 +65,10 @@ def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     forward mode, which ours do not have.
     """
     return (
-        _is_usual(input, weight, bias)
+        weight.dim() == 2
         and not small_calls.linear_is_small(input, weight)
-        and products.gains(input)
+        and _is_usual(input, weight, bias)
+        and products.gains(input, weight)
         and forward_ad._current_level < 0
         and not are_transforms_active()
     )
@@ -78,8 +79,7 @@ def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     refuses some that onepass's would take."""
     dtype = weight.dtype
     return (
-        weight.dim() == 2
-        and input.layout is weight.layout is torch.strided
+        input.layout is weight.layout is torch.strided
         and (bias is None or bias.shape == weight.shape[:1])
         and (
             torch.is_autocast_enabled("cpu")

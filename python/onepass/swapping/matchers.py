@@ -234,7 +234,7 @@ def _as_fast(weights: list[torch.Tensor]) -> Because | None:
         device = weight.device.type
         torchs = f"products on {device}"
         if device in ("cpu", "meta"):
-            torchs = products.as_fast(products.dtype_of(weight))
+            torchs = products.as_fast(products.dtype_of(weight), small=True)
         if not torchs:
             return None
     return Reason.AS_FAST.because(torchs)
