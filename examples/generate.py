@@ -1,21 +1,26 @@
 """A byte GPT writes text with a KV cache: by torch alone and by onepass, the same text, how fast?
 
 It trains the small GPT of `onepass compare` for a minute on the sources of Python's standard
-library, then continues prompts greedily in float32, twice. Everything but the attention is the same
-modules and weights: `stock_attention` and `onepass_attention` below are the whole difference. Speed
-is measured with that GPT and with compare's large one, as it was initialised: its caches are worth
-reading, its text is not.
+library, then continues prompts greedily, twice: with torch's modules and attention, and with a copy
+that `onepass.swap` took over and `attention_with_kv_cache`. `WAYS` and the two functions before it
+are the whole difference. Speed is measured with that GPT and with compare's large one, as it was
+initialised: its caches are worth reading, its text is not.
+
+In float32 both must write the same bytes. In bfloat16 the likeliest byte may be another one by
+rounding alone: there the logits that each way gives to one text are held to float64's, by the rule
+of `onepass.numerics`.
 
     pip install 'onepass[tools]'
     python examples/generate.py
-    python examples/generate.py --prompt "class Parser(" --batch 1
+    python examples/generate.py --prompt "class Parser(" --batch 1 --dtype bfloat16
 
-Exits with 1 if the two texts differ, with 2 for bad input.
+Exits with 1 if the two ways differ, with 2 for bad input.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import math
 import sys
@@ -37,6 +42,7 @@ from rich.table import Table
 from torch import Tensor
 
 import onepass
+from onepass import numerics
 from onepass.bench.harness import machine_facts, measure_pairs
 from onepass.compare.data import Text, held_out_batch, load_text
 from onepass.compare.errors import BadInput
@@ -88,48 +94,65 @@ def onepass_attention(
     return attention_with_kv_cache(query, k_cache, v_cache, key, value, cache_seqlens=used)
 
 
-ATTENTIONS = {"stock": stock_attention, "onepass": onepass_attention}
+def stock_way(model: GPT) -> tuple[GPT, Callable[..., Tensor]]:
+    return model, stock_attention
+
+
+def onepass_way(model: GPT) -> tuple[GPT, Callable[..., Tensor]]:
+    swapped = copy.deepcopy(model)
+    onepass.swap(swapped)
+    return swapped, onepass_attention
+
+
+WAYS = {"stock": stock_way, "onepass": onepass_way}
 
 
 # ---- generation ---------------------------------------------------------------------------------
 
 
 class Writer:
-    """Continues prompts greedily, with one of the attentions and caches of its own."""
+    """Continues prompts greedily, in one of the ways, with caches of its own."""
 
     def __init__(self, model: GPT, sizes: Sizes, batch: int, attention: Callable[..., Tensor]):
         self.model, self.heads, self.attention = model, sizes.heads, attention
         shape = (batch, sizes.heads, sizes.block, sizes.width // sizes.heads)
-        self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in model.blocks]
+        zeros = partial(torch.zeros, shape, dtype=model.tokens.weight.dtype)
+        self.caches = [(zeros(), zeros()) for _ in model.blocks]
 
-    @torch.inference_mode()
     def prefill(self, prompt: Tensor) -> Tensor:
-        """Reads prompts (batch, seq) into the caches; returns the byte behind each, (batch, 1)."""
-        return self._next(prompt, used=0)
+        """Reads prompts (batch, seq) into the caches; returns the byte after each, (batch, 1)."""
+        return self._logits(prompt, used=0).argmax(-1)
 
-    @torch.inference_mode()
     def decode(self, token: Tensor, used: int, count: int) -> Tensor:
-        """The `count` bytes (batch, count) behind token (batch, 1), before which `used` are cached.
+        """The `count` bytes (batch, count) after token (batch, 1), before which `used` are cached.
 
-        May be called again: what it caches lies behind the first `used`.
+        May be called again: it caches after the first `used`.
         """
         written = []
         for position in range(used, used + count):
-            token = self._next(token, position)
+            token = self._logits(token, position).argmax(-1)
             written.append(token)
         return torch.cat(written, 1)
 
     def write(self, prompt: Tensor, count: int) -> Tensor:
-        """The `count` bytes (batch, count) behind prompts (batch, seq)."""
+        """The `count` bytes (batch, count) after prompts (batch, seq)."""
         first = self.prefill(prompt)
         return torch.cat([first, self.decode(first, prompt.shape[1], count - 1)], 1)
+
+    def read(self, prompt: Tensor, text: Tensor) -> Tensor:
+        """The logits (batch, count, 256) of each byte of a text (batch, count) after prompts."""
+        logits = [self._logits(prompt, used=0)]
+        for i, token in enumerate(text[:, :-1].split(1, dim=1)):
+            logits.append(self._logits(token, prompt.shape[1] + i))
+        return torch.cat(logits, 1)
 
     def cache_bytes(self) -> int:
         return sum(cache.nbytes for pair in self.caches for cache in pair)
 
-    def _next(self, tokens: Tensor, used: int) -> Tensor:
-        """The likeliest byte (batch, 1) behind tokens (batch, seq), which follow `used` cached
-        ones: the GPT's forward, without dropout."""
+    @torch.inference_mode()
+    def _logits(self, tokens: Tensor, used: int) -> Tensor:
+        """Of the byte after tokens (batch, seq), which follow `used` cached ones, (batch, 1, 256):
+        the GPT's forward, without dropout."""
         model, (batch, seq) = self.model, tokens.shape
         x = model.tokens(tokens) + model.positions(torch.arange(used, used + seq))
         for block, (k_cache, v_cache) in zip(model.blocks, self.caches, strict=True):
@@ -138,8 +161,7 @@ class Writer:
             y = self.attention(query, key, value, k_cache, v_cache, used)
             x = x + block.attention.out(y.transpose(1, 2).reshape(batch, seq, -1))
             x = x + block.contract(block.activation(block.expand(block.norm_mlp(x))))
-        logits = model.head(model.norm(x[:, -1:]))
-        return logits.argmax(-1)
+        return model.head(model.norm(x[:, -1:]))
 
 
 # ---- what both ways write, and how fast ---------------------------------------------------------
@@ -150,19 +172,32 @@ class Comparison:
 
     def __init__(self, name: str, model: GPT, sizes: Sizes, prompt: Tensor, count: int):
         self.name, self.prompt, self.count, self.batch = name, prompt, count, len(prompt)
-        self.writers = {
-            name: Writer(model, sizes, self.batch, attention)
-            for name, attention in ATTENTIONS.items()
-        }
+        self.model, self.sizes = model, sizes
+        self.writers = {n: self._writer(*way(model)) for n, way in WAYS.items()}
         self.written = {name: w.write(prompt, count) for name, w in self.writers.items()}
 
+    def _writer(self, model: GPT, attention: Callable[..., Tensor]) -> Writer:
+        return Writer(model, self.sizes, self.batch, attention)
+
     def difference(self) -> str:
-        """Where the two texts differ first; empty if they are the same."""
-        places = (self.written["stock"] != self.written["onepass"]).nonzero()
-        return "byte {1} of sequence {0}".format(*places[0].tolist()) if len(places) else ""
+        """What tells the two ways apart; empty if they do the same."""
+        if self.model.tokens.weight.dtype is torch.float32:
+            places = (self.written["stock"] != self.written["onepass"]).nonzero()
+            if not len(places):
+                return ""
+            return "first at byte {1} of sequence {0}".format(*places[0].tolist())
+        text = self.written["stock"]
+        exact = self._writer(copy.deepcopy(self.model).double(), stock_attention)
+        ref = exact.read(self.prompt, text)
+        base, ours = (self.writers[n].read(self.prompt, text) for n in ("stock", "onepass"))
+        held = numerics.compare(ours, ref, base)
+        return "" if held.ok else f"logits of stock's text: {held}"
+
+    def bytes_in_common(self) -> int:
+        return int((self.written["stock"] == self.written["onepass"]).sum())
 
     def show(self, sequence: int) -> None:
-        print(f"behind  {as_text(self.prompt[sequence])[-60:]!r}")
+        print(f"after   {as_text(self.prompt[sequence])[-60:]!r}")
         for name, tokens in self.written.items():
             print(f"{name:7} {as_text(tokens[sequence])!r}")
         print()
@@ -195,7 +230,7 @@ def as_text(tokens: Tensor) -> str:
 
 def new_table() -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("GPT", "phase", "attention"):
+    for column in ("GPT", "phase", "by"):
         table.add_column(column, no_wrap=True)
     for column in (r"median ms \[p10-p90]", "tokens/s", r"times as fast \[95 %]", "cache bytes"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -246,17 +281,27 @@ def main(arguments: list[str] | None = None) -> int:
     workloads = [GptWorkload(settings, text, sizes, dropout=0.0) for sizes in (small, large)]
     print(f"Training the small GPT, {small}, on the {text.describe()}.")
     trained = train(workloads[0], settings, args.seconds, QUICK_STEPS if args.quick else math.inf)
+    dtype = getattr(torch, args.dtype)
+    models = [model.eval().to(dtype) for model in (trained, workloads[1].build())]
     comparisons = [
-        Comparison("small", trained.eval(), small, prompts[0], args.tokens),
-        Comparison("large", workloads[1].build().eval(), large, prompts[1], args.tokens),
+        Comparison(name, model, sizes, prompt, args.tokens)
+        for name, model, sizes, prompt in zip(
+            ("small", "large"), models, (small, large), prompts, strict=True
+        )
     ]
     for sequence in range(1 if args.prompt else min(args.batch, SHOWN)):
         comparisons[0].show(sequence)
     for comparison in comparisons:
-        if place := comparison.difference():
-            print(f"DIFFERENT: the {comparison.name} GPT's, first at {place}.")
+        if difference := comparison.difference():
+            print(f"DIFFERENT: the {comparison.name} GPT's, {difference}.")
             return 1
-    print(f"Same: {args.batch} x {args.tokens} bytes of either GPT, the likeliest in float32.")
+    written = f"{args.batch} x {args.tokens} bytes of either GPT"
+    if dtype is torch.float32:
+        print(f"Same: {written}, the likeliest in float32.")
+    else:
+        common = " and ".join(str(comparison.bytes_in_common()) for comparison in comparisons)
+        print(f"Same: the logits of {written}, as far as {args.dtype} goes.")
+        print(f"Both ways chose the same byte {common} times of {args.batch * args.tokens}.")
 
     table = new_table()
     effort = dict(rounds=3, seconds=0.0) if args.quick else dict(rounds=7, seconds=2.0)
@@ -284,6 +329,12 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--prompt", metavar="TEXT", help="of each sequence (default: text not trained on)")
     add("--tokens", type=int, metavar="N", help="bytes to write (default 64)")
     add("--batch", type=int, default=4, metavar="N", help="sequences at a time (default 4)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of weights and caches (default float32); training is in float32",
+    )
     add("--threads", type=int, metavar="N", help="torch's own number by default")
     add("--quick", action="store_true", help="tiny sizes: a trial, not a measurement")
     args = parser.parse_args(arguments)

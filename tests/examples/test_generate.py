@@ -24,7 +24,7 @@ def generate():
 
 
 def texts(output: str) -> list[list[str]]:
-    """What stock wrote behind each prompt, and what onepass wrote."""
+    """What stock wrote after each prompt, and what onepass wrote."""
     return [
         [ast.literal_eval(text) for text in re.findall(rf"^{name} +(['\"].*)$", output, re.M)]
         for name in ("stock", "onepass")
@@ -48,7 +48,7 @@ def test_a_prompt_of_ones_own(generate, capsys):
     flags = ["--quick", "--prompt", "def f():\n", "--tokens", "2", "--batch", "2"]
     assert generate.main(flags) == 0
     output = capsys.readouterr().out
-    assert "behind  'def f():\\n'\n" in output
+    assert "after   'def f():\\n'\n" in output
     assert "Same: 2 x 2 bytes" in output and len(texts(output)[0]) == 1
 
 
@@ -56,13 +56,31 @@ def test_different_texts_fail(generate, capsys, monkeypatch):
     def noise(query, *_):
         return 100 * torch.randn_like(query)
 
-    monkeypatch.setitem(generate.ATTENTIONS, "onepass", noise)
+    monkeypatch.setitem(generate.WAYS, "onepass", lambda model: (model, noise))
     assert generate.main(["--quick"]) == 1
     output = capsys.readouterr().out
     stock, ours = texts(output)
     assert stock != ours
     assert re.search(r"DIFFERENT: the small GPT's, first at byte \d+ of sequence \d", output)
     assert "tokens/s" not in output
+
+
+def test_bfloat16(generate, capsys, monkeypatch):
+    """Logits are compared, not bytes, which rounding may choose."""
+    flags = ["--quick", "--dtype", "bfloat16", "--seconds", "0.2"]
+    assert generate.main(flags) == 0
+    output = capsys.readouterr().out
+    assert "Same: the logits of 4 x 16 bytes of either GPT, as far as bfloat16 goes" in output
+    caches = 2 * 2 * 4 * 64 * 32 * 2  # as above, two bytes each
+    assert len(re.findall(f"large .* {caches:,} *$", output, re.M)) == 4
+
+    def a_bit_off(*args):
+        return 1.2 * generate.stock_attention(*args)
+
+    monkeypatch.setitem(generate.WAYS, "onepass", lambda model: (model, a_bit_off))
+    assert generate.main(flags) == 1
+    output = capsys.readouterr().out
+    assert re.search(r"DIFFERENT: the small GPT's, logits of stock's text: error \S+ of at", output)
 
 
 @pytest.mark.parametrize(
