@@ -24,6 +24,8 @@ SHAPES = ((2048, 384, 1536), (2048, 1536, 384), (512, 768, 3072), (64, 384, 384)
 LARGE = (1024, 768, 50257)  # GPT-2's logits
 FEW_ROWS = ((1, 2048, 8192), (8, 2048, 8192))
 QUICK = (24, 96, 80)
+OF_MANY_ROWS = ("forward", "forward+gelu", "dinput", "dweight+dbias")
+OF_FEW_ROWS = ("forward", "forward, weight transposed", "dinput")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SLOW_IN_TORCH = 1 << 28  # multiply-adds that a product of torch's own loops takes a second for
 
@@ -73,6 +75,15 @@ PHASES = {
         ),
         lambda m, k, n: ((m, k), (n, k), (n,)),
     ),
+    "forward, weight transposed": (  # as transformers' Conv1D has it
+        Operator(
+            ours=lambda x, w, b: (functional.linear(x, w.t(), b),),
+            stock=lambda x, w, b: (torch.addmm(b, x, w),),
+            formula=lambda x, w, b: (torch.addmm(b, x, w),),
+            base=lambda x, w, b: (torch.addmm(b, x, w),),
+        ),
+        lambda m, k, n: ((m, k), (k, n), (n,)),
+    ),
     "dinput": (
         Operator(_own_dinput, _dinput, _dinput, _dinput),
         lambda m, k, n: ((m, n), (n, k)),
@@ -97,9 +108,9 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
             # Minutes of torch's time for a figure that a smaller product shows as well.
             slow = dtype is torch.float16 and rows * in_features * out_features > SLOW_IN_TORCH
             if not slow:
-                yield from (_case(shape, dtype, phase) for phase in PHASES)
+                yield from (_case(shape, dtype, phase) for phase in OF_MANY_ROWS)
         for shape in FEW_ROWS:
-            yield _case(shape, dtype, "forward")
+            yield from (_case(shape, dtype, phase) for phase in OF_FEW_ROWS)
     yield _case(LARGE, torch.float32, "forward")
 
 
