@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         rows_of<const T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
     load_tile<kKeys, kThreads>(target, from, block->first_key, block->seen_first, block->seen_last);
   };
+  // Of no turn is the address kept in a register.
   const auto facts_of = [&](int turn_index) -> TurnFacts& {
-    return facts[turn_index & (kFacts - 1)];
+    return facts[opaque(turn_index) & (kFacts - 1)];
   };
   const auto load_query = [&](int turn_index, int stage) {
     const TurnFacts& of = facts_of(turn_index);
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   ONEPASS_ROLL
   for (int i = 0; i < block->turns; ++i) {
     const auto stage = [&] { return opaque(i) & (work.stages - 1); };  // of one or two
-    const TurnFacts& now = facts_of(i);
+    const auto now = [&]() -> const TurnFacts& { return facts_of(i); };
     const bool is_last = i + 1 == block->turns;
     cp_async_wait<0>();
     __syncthreads();  // this turn's queries have come, the last one's have been used
@@ -240,33 +241,36 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     for (int strip = 0; strip < kStrips; ++strip) {
       const int left = part() * (kQueries / kParts) + strip * kStrip;
       const auto place = [&] {
-        return Strip<kQueries>{numbers_of(i),         thread_index() % kLanes,     left, top_key(),
-                               now.turn.first + left, block->first_key + top_key()};
+        return Strip<kQueries>{
+            numbers_of(i), thread_index() % kLanes, left,
+            top_key(),     now().turn.first + left, block->first_key + top_key()};
       };
       float p[kTiles][4] = {}, ds[kTiles][4] = {};
       const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
       const int top = top_key();
       const auto multiply_keys = [&] {
-        add_scores<T>(p, query_tile(stage()), lanes, left, work.head_slabs,
-                      [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, top, k); });
+        add_scores<T, !kTerms>(
+            p, query_tile(stage()), lanes, left, work.head_slabs,
+            [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, top, k); });
       };
       const auto multiply_values = [&] {
         const FragmentLanes<128> value_lanes(thread_index() % kLanes);
-        add_scores<T>(ds, doutput_tile(stage()), lanes, left, work.value_slabs,
-                      [&](uint32_t (&a)[4], int k) {
-                        if (k >= kKept) return load_a<false>(a, value, value_lanes, top, k - kKept);
-                        ONEPASS_UNROLL
-                        for (int j = 0; j < 4; ++j) a[j] = value_a[k / 16][j];
-                      });
+        add_scores<T, !kTerms>(ds, doutput_tile(stage()), lanes, left, work.value_slabs,
+                               [&](uint32_t (&a)[4], int k) {
+                                 if (k >= kKept)
+                                   return load_a<false>(a, value, value_lanes, top, k - kKept);
+                                 ONEPASS_UNROLL
+                                 for (int j = 0; j < 4; ++j) a[j] = value_a[k / 16][j];
+                               });
       };
       if constexpr (kTerms) {
         const auto terms = [&] {
-          return HeadTerms(args, block->sequence, block->batch, now.turn.head);
+          return HeadTerms(args, block->sequence, block->batch, now().turn.head);
         };
         uint32_t kept = ~0u;
         if (args.seed) {
           kept = draw_transposed<kTiles>(block->dropout, args,
-                                         random_head(args, block->batch, now.turn.head), place());
+                                         random_head(args, block->batch, now().turn.head), place());
         }
         const StripTerms<kTiles> from_memory(args, terms(), place());
         const auto settled = [&] { return from_memory.counts(args, thread_index() % kLanes); };
@@ -288,7 +292,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       } else {
         multiply_keys();
         multiply_values();
-        plain_gradients(p, ds, place(), work.numbers.unit, now.is_whole);
+        plain_gradients(p, ds, place(), work.numbers.unit, now().is_whole);
       }
       uint32_t p_a[kSteps][4];
       ONEPASS_UNROLL
@@ -368,19 +372,20 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
           }
         }
       }
-      const QueryOrder order(args, work, *block, now.turn, kTile);
+      const QueryOrder order(args, work, *block, now().turn, kTile);
       order.wait();
       if (slab < work.head_slabs) {
-        add_query_gradient(sum, now.sums, work.head_slabs, now.queries, top, slab);
+        add_query_gradient(sum, now().sums, work.head_slabs, now().queries, top, slab);
       }
       order.pass_on();
     }
 
     // ---- the next turn
-    if (kTerms && head_gradient(args) && (is_last || facts_of(i + 1).turn.head != now.turn.head)) {
+    if (kTerms && head_gradient(args) &&
+        (is_last || facts_of(i + 1).turn.head != now().turn.head)) {
       store_partial(head_sum, static_cast<float*>(work.ends.head_sums),
-                    block->head_partial(args, work, now.turn.head),
-                    scratch + now.turn.head % 2 * kReduceScratch<1>);
+                    block->head_partial(args, work, now().turn.head),
+                    scratch + now().turn.head % 2 * kReduceScratch<1>);
       head_sum = 0.0f;
     }
     if (is_last) continue;

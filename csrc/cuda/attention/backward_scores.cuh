@@ -18,13 +18,16 @@ namespace onepass::cuda {
 
 // sum (16 x 8 kTiles) += left (16 x columns) right^T, by slabs of columns; factor(a, k) gives
 // columns k .. k + 15 of the left one, rows of `right` begin at `first`.
-template <class T, int kTiles, int kCols, class Factor>
+//
+// There is a first slab always. kBegins: sums of zeros begin with its products, without a branch,
+// which takes a register that not all kernels have.
+template <class T, bool kBegins = false, int kTiles, int kCols, class Factor>
 __device__ __forceinline__ void add_scores(float (&sum)[kTiles][4], const Tile<T, kCols>& right,
                                            const FragmentLanes<kCols>& lanes, int first, int slabs,
                                            Factor&& factor) {
   ONEPASS_UNROLL
   for (int slab = 0; slab < kCols / kSlab; ++slab) {
-    if (slab > 0 && slab >= slabs) continue;  // there is a first one always
+    if (!(kBegins && slab == 0) && slab >= slabs) continue;
     ONEPASS_UNROLL
     for (int k = slab * kSlab; k < (slab + 1) * kSlab; k += 16) {
       uint32_t a[4];
