@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -86,9 +87,10 @@ void multiply_16x8x16(emulator::Exchange& all) {
 
 template <class T>
 void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  constexpr const char* kName =
+      __is_same(T, BFloat16) ? "mma.m16n8k16 of bf16" : "mma.m16n8k16 of f16";
   const Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-  const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k16", &mine, sizeof(mine),
-                               multiply_16x8x16<T>);
+  const emulator::Exchange all(detail::kAllLanes, kName, &mine, sizeof(mine), multiply_16x8x16<T>);
   float product[4];
   all.get(emulator::self().lane, &product);
   for (int r = 0; r < 4; ++r) d[r] += product[r];
@@ -154,6 +156,18 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32
   }
 }
 
+namespace detail {
+
+// An instruction of its own, each of them: lanes that meet have the same.
+template <int kMatrices, bool kTranspose>
+constexpr const char* ldmatrix_name() {
+  if (kMatrices == 1) return kTranspose ? "ldmatrix.x1.trans" : "ldmatrix.x1";
+  if (kMatrices == 2) return kTranspose ? "ldmatrix.x2.trans" : "ldmatrix.x2";
+  return kTranspose ? "ldmatrix.x4.trans" : "ldmatrix.x4";
+}
+
+}  // namespace detail
+
 template <int kMatrices, bool kTranspose>
 void ldmatrix(uint32_t (&d)[kMatrices], const void* row) {
   struct alignas(16) Row {
@@ -165,7 +179,8 @@ void ldmatrix(uint32_t (&d)[kMatrices], const void* row) {
     detail::check_alignment(static_cast<const Row*>(row), "ldmatrix");
     mine = *static_cast<const Row*>(row);
   }
-  const emulator::Exchange all(detail::kAllLanes, "ldmatrix", &mine, sizeof(mine));
+  constexpr const char* kName = detail::ldmatrix_name<kMatrices, kTranspose>();
+  const emulator::Exchange all(detail::kAllLanes, kName, &mine, sizeof(mine));
   for (int m = 0; m < kMatrices; ++m) {
     const auto at = [&](int r, int c) {
       Row of_matrix;
@@ -335,8 +350,39 @@ inline void forget(uint32_t&) {}
 
 inline int thread_index() { return static_cast<int>(threadIdx.x); }
 
-inline float exp2_approximate(float x) { return std::exp2(x); }
-inline float reciprocal_approximate(float x) { return 1.0f / x; }
+namespace detail {
+
+// Subnormals are zeros of their sign.
+inline float flushed(float x) {
+  return std::fabs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
+}
+
+// Of the neighbours of a result those that an approximation may come to as well: whatever it is on
+// a device, the same of the same operand. 0 .. choices - 1.
+inline uint32_t choice(float operand, uint32_t choices) {
+  return (std::bit_cast<uint32_t>(operand) * 0x9e3779b1u >> 27) % choices;
+}
+
+}  // namespace detail
+
+// Within 2 units in the last place; 1 of 0.
+inline float exp2_approximate(float x) {
+  x = detail::flushed(x);
+  const float power = detail::flushed(std::exp2(x));
+  if (x == 0.0f || power == 0.0f || !std::isfinite(power)) return power;
+  const auto bits = std::bit_cast<uint32_t>(power) + detail::choice(x, 3) - 1;
+  return detail::flushed(std::bit_cast<float>(bits));
+}
+
+// Within a unit in the last place: either neighbour of the quotient, itself if it is one.
+inline float reciprocal_approximate(float x) {
+  x = detail::flushed(x);
+  const float nearest = detail::flushed(1.0f / x);
+  if (nearest == 0.0f || !std::isfinite(nearest)) return nearest;
+  const float beyond = std::fma(nearest, std::fabs(x), -std::copysign(1.0f, x));
+  if (beyond == 0.0f || detail::choice(x, 2) == 0) return nearest;
+  return detail::flushed(std::nextafter(nearest, beyond > 0.0f ? -INFINITY : INFINITY));
+}
 
 template <class T>
 uint32_t narrow_pair(float low, float high) {

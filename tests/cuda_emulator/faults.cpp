@@ -1,6 +1,7 @@
 // Kernels with one planted fault each, beside the same kernel without it: what the emulator must
 // catch, and what it must be silent on. `faults NAME` runs the faulty one, `faults NAME right` the
 // right one; the process ends with 0 if the results are right and no sanitizer spoke.
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -150,6 +151,52 @@ void barrier_that_some_never_reach(const float* input, float* output) {
   if (!kFault || thread() < 32) __syncthreads();
   if (kFault && thread() >= 32) __shfl_xor_sync(0x1u << thread() % 32 | 0x1u, 0, 0);
   store_global(output + thread(), load_global(input + thread()));
+}
+
+// Half of a warp loads matrices as they lie, half of it their transposes.
+template <bool kFault>
+void another_ldmatrix(const float* input, float* output) {
+  SharedMemory shared;
+  float* values = shared.take<float>(kThreads);
+  values[thread()] = load_global(input + thread());
+  __syncthreads();
+  uint32_t matrix[4];
+  const void* const row = values + thread() % 16 * 4;
+  if (kFault && thread() % 32 < 16) {
+    ldmatrix<4, true>(matrix, row);
+  } else {
+    ldmatrix<4, false>(matrix, row);
+  }
+  store_global(output + thread(), values[thread()]);
+}
+
+// ---- approximations -----------------------------------------------------------------------------
+
+// Approximations that are taken for the right results, which they are close to.
+template <bool kFault>
+bool agree(float approximation, float right, float error) {
+  return kFault ? approximation == right : std::fabs(approximation - right) <= right * error;
+}
+
+template <bool kFault>
+void exact_powers(const float* input, float* output) {
+  const float x = load_global(input + thread());
+  const bool is_right = agree<kFault>(exp2_approximate(x / 7.0f), std::exp2(x / 7.0f), 0x1p-22f);
+  store_global(output + thread(), is_right ? x : -1.0f);
+}
+
+template <bool kFault>
+void exact_reciprocals(const float* input, float* output) {
+  const float x = load_global(input + thread()), y = x + 7.0f;
+  const bool is_right = agree<kFault>(reciprocal_approximate(y), 1.0f / y, 0x1p-23f);
+  store_global(output + thread(), is_right ? x : -1.0f);
+}
+
+// A power that is below the least normal number: nothing is left of it.
+template <bool kFault>
+void flushed_power(const float* input, float* output) {
+  const float x = load_global(input + thread()), power = kFault ? -130.0f : -120.0f;
+  store_global(output + thread(), exp2_approximate(power) > 0.0f ? x : -1.0f);
 }
 
 // ---- shared memory that holds nothing yet -------------------------------------------------------
@@ -491,6 +538,10 @@ const std::map<std::string, Pair> kPairs = {
     {"lane_missing", {PAIR(run, lane_missing)}},
     {"lane_not_in_its_mask", {PAIR(run, lane_not_in_its_mask)}},
     {"barrier_that_some_never_reach", {PAIR(run, barrier_that_some_never_reach)}},
+    {"another_ldmatrix", {PAIR(run, another_ldmatrix)}},
+    {"exact_powers", {PAIR(run, exact_powers)}},
+    {"exact_reciprocals", {PAIR(run, exact_reciprocals)}},
+    {"flushed_power", {PAIR(run, flushed_power)}},
     {"uninitialised", {PAIR(run, uninitialised)}},
     {"read_before_the_wait", {PAIR(run, read_before_the_wait)}},
     {"wait_for_the_wrong_group", {PAIR(run, wait_for_the_wrong_group)}},
