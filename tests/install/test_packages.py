@@ -16,6 +16,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -37,44 +38,74 @@ def copy(tmp_path) -> Path:
     return package.parent
 
 
-def run(site: Path, *arguments: str) -> subprocess.CompletedProcess:
-    # -S and an explicit path: an editable installation's import hook would find the real package.
+def environment(site: Path) -> dict[str, str]:
+    """For -S: an editable installation's import hook would find the real package."""
     packages = [entry for entry in sys.path if entry.endswith("-packages")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.fspath(site), *packages])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([os.fspath(site), *packages])}
+
+
+def run(site: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-S", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=site, timeout=120
+        command, capture_output=True, text=True, env=environment(site), cwd=site, timeout=120
     )
 
 
 # Each in a child of a process that has imported torch, where it can be: that takes a second.
 USES = """
-import contextlib, os, sys, traceback
+import contextlib, os, signal, sys, traceback
 with contextlib.suppress(Exception):
     import torch
-for use in (
-    "import onepass",
-    "import onepass.nn",
-    "from onepass import swap",
-    "import onepass; onepass.functional.dropout",
-):
-    if os.fork() == 0:
-        try:
-            exec(use)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)  # to take torch down takes half a second
-    code = os.waitstatus_to_exitcode(os.wait()[1])
-    print("exit code", code, file=sys.stderr, flush=True)
+for line in sys.stdin:
+    site, file = line.rstrip().split(os.pathsep)
+    said = os.open(file, os.O_CREAT | os.O_WRONLY)
+    for use in (
+        "import onepass",
+        "import onepass.nn",
+        "from onepass import swap",
+        "import onepass; onepass.functional.dropout",
+    ):
+        if os.fork() == 0:
+            signal.alarm(60)
+            os.dup2(said, 2)
+            os.chdir(site)
+            sys.path.insert(0, site)
+            try:
+                exec(use)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)  # to take torch down takes half a second
+        code = os.waitstatus_to_exitcode(os.wait()[1])
+        os.write(said, f"exit code {code}\\n".encode())
+    print(flush=True)
 """
 
 
-def import_error(site: Path) -> str:
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory):
+    """A process that has imported torch, for all installations that have one."""
+    with process(tmp_path_factory.mktemp("nowhere"), stdin=PIPE, stdout=PIPE) as users:
+        yield users
+        users.stdin.close()
+
+
+def process(site: Path, **pipes) -> subprocess.Popen:
+    command = [sys.executable, "-S", "-c", USES]
+    return subprocess.Popen(command, env=environment(site), cwd=site, text=True, **pipes)
+
+
+def import_error(site: Path, users: subprocess.Popen | None = None) -> str:
     """What every use of a broken installation says; to import the package alone is none."""
-    result = run(site, "-c", USES)
-    ends = re.findall(r"(?:(.*)\n)?exit code (.*)", result.stderr)
-    assert [int(code) for _, code in ends] == [0, 1, 1, 1], result.stderr
+    if users is None:  # torch is what is broken
+        with process(site, stdin=PIPE, stdout=PIPE) as users:
+            return import_error(site, users)
+    said = site / "said"
+    print(site, said, sep=os.pathsep, file=users.stdin, flush=True)
+    assert users.stdout.readline() == "\n"
+    text = said.read_text()
+    ends = re.findall(r"(?:(.*)\n)?exit code (.*)", text)
+    assert [int(code) for _, code in ends] == [0, 1, 1, 1], text
     (message,) = {message for message, code in ends if code == "1"}
     return message
 
@@ -84,25 +115,25 @@ def test_the_copy_works(copy):
     assert result.stdout.startswith(os.fspath(copy)), result.stderr
 
 
-def test_missing_library(copy):
+def test_missing_library(copy, with_torch):
     (copy / "onepass/_lib/libonepass_cpu.so").unlink()
-    message = import_error(copy)
+    message = import_error(copy, with_torch)
     assert "libonepass_cpu.so is missing from the installation" in message
     assert "pip install --force-reinstall --no-deps onepass" in message
 
 
-def test_library_that_does_not_load(copy):
+def test_library_that_does_not_load(copy, with_torch):
     (copy / "onepass/_lib/libonepass_cpu.so").write_bytes(b"not a library")
-    message = import_error(copy)
+    message = import_error(copy, with_torch)
     assert "libonepass_cpu.so cannot be loaded under torch" in message
     assert "pip install --force-reinstall --no-deps onepass" in message
     assert os.fspath(copy) not in message
 
 
-def test_missing_extension_module(copy):
+def test_missing_extension_module(copy, with_torch):
     for path in (copy / "onepass").glob("_C*"):
         path.unlink()
-    assert "extension module for Python" in import_error(copy)
+    assert "extension module for Python" in import_error(copy, with_torch)
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "1.13.0+cu117"])
@@ -124,10 +155,10 @@ def test_torch_that_does_not_import(copy):
     assert "torch is installed but cannot be imported (libcudart.so.12: cannot open" in message
 
 
-def test_extension_module_of_something_else(copy):
+def test_extension_module_of_something_else(copy, with_torch):
     (extension,) = (copy / "onepass").glob("_C*")
     extension.write_bytes(b"not an extension module")
-    message = import_error(copy)
+    message = import_error(copy, with_torch)
     assert "its extension module does not work with its libraries" in message
     assert "pip install --force-reinstall --no-deps onepass" in message
 

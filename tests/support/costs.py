@@ -49,7 +49,7 @@ BUDGETS = {  # what fails the run when it is exceeded OVER times; shares.py begi
     "tests/faults/test_optim_interrupts.py": 50,
     "tests/faults/test_swap_interrupts.py": 40,
     "tests/install/test_cuda_binary.py": 60,
-    "tests/install/test_packages.py": 60,
+    "tests/install/test_packages.py": 45,
     "tests/integrations/test_transformers.py": 25,
     "tests/integrations/test_transformers_attach.py": 50,
     "tests/integrations/test_transformers_use.py": 40,
