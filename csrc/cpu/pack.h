@@ -91,12 +91,16 @@ void pack_panel(Row&& row, int64_t rows, int64_t size, int64_t columns,
 }
 
 // Rows as they are, converted to M's elements, `stride` elements apart; elements from `size` up to
-// the stride are zero.
+// the stride are zero, and so is a row that is null.
 template <class M, class Row>
 void pack_rows(Row&& row, int64_t rows, int64_t size, int64_t stride, typename M::Element* tile) {
   for (int64_t i = 0; i < rows; ++i) {
     const auto* from = row(i);
     typename M::Element* to = tile + i * stride;
+    if (from == nullptr) {
+      std::fill_n(to, stride, typename M::Element{});
+      continue;
+    }
     if constexpr (M::kPerCell == 1) {
       using A = typename M::Number;
       for_each_vector<A>(0, size, [&](int64_t j, auto count) {
@@ -131,8 +135,8 @@ ONEPASS_INLINE typename M::Cells load_cells_of_rows(const T* low, [[maybe_unused
 }
 
 // Rows as the second factor of a product that sums over them: tile row i has cells of M::kPerCell
-// neighbouring rows, `columns` wide (a multiple of the lanes). Elements beyond `size`, and a row
-// missing at an odd end, are zero.
+// neighbouring rows, `columns` wide (a multiple of the lanes). Elements beyond `size`, rows that
+// are null, and one missing at an odd end are zero.
 template <class M, class Row>
 void pack_cells_of_rows(Row&& row, int64_t rows, int64_t size, int64_t columns,
                         typename M::Element* tile) {

@@ -6,7 +6,6 @@ Values of each option alone are those of the family's other tests.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 
 import pytest
@@ -125,34 +124,6 @@ def test_which_kernel(cuda, head_dim, value_dim, dtype):
     kernels = ("attention_forward", "attention_backward")
     expected = {f"{name}_kernel" if tiled else f"{name}_plain_kernel" for name in kernels}
     assert {call["kernel"] for call in cuda.done} == expected
-
-
-NAN_KEYS = {
-    "causal": dict(window_right=0),
-    "window": dict(window_left=3, window_right=70),
-    "mask": dict(mask="b"),
-}
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("name", NAN_KEYS)
-def test_masked_keys_never_spread_what_they_hold(cuda, name, dtype):
-    """In the same tile as keys that are seen: by no query, in output and gradients."""
-    cuda.keywords["deterministic"] = True
-    case = Case(dtype, 40, batch=1, heads=2, seq_q=21, seq_k=130, **NAN_KEYS[name])
-    t = case.tensors()
-    unseen = ~case.allowed().any(0)
-    if "mask" in t:
-        t["mask"][..., 5:20] = False
-        unseen = ~t["mask"][0, 0, 0]
-    assert unseen.any() and not unseen.all()
-    clean = ours(case, t)
-    for value in (math.nan, math.inf):
-        spoilt = {n: t[n].clone() for n in ("key", "value")}
-        for tensor in spoilt.values():
-            tensor[:, :, unseen] = value
-        assert_same(ours(case, t | spoilt), clean)
-    assert not clean["dkey"][:, :, unseen].any() and not clean["dvalue"][:, :, unseen].any()
 
 
 # ---- layouts -------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from tests.attention.cases import (
     forward,
     ours,
     stock,
+    strided,
 )
 from tests.emulator.executors import everywhere
 
@@ -328,16 +329,78 @@ def test_keys_that_no_query_sees_are_not_read(name, dtype):
     assert not clean["dkey"][:, :, unseen].any() and not clean["dvalue"][:, :, unseen].any()
 
 
+# Likewise of 21 queries, in tiles whose other keys are seen.
+UNSEEN_AMONG_SEEN = {
+    "causal": dict(window_right=0),
+    "window": dict(window_left=3, window_right=30),
+    "bottom-right window": dict(window_left=4, window_right=0, bottom_right=True),
+    "one mask": dict(mask=""),
+    "mask of a batch": dict(mask="b"),
+    "mask of a head": dict(mask="h"),
+    "mask of a query": dict(mask="q"),
+    "mask of all": dict(mask="bhq"),
+    "mask and causal": dict(mask="hq", window_right=0),
+    "every term": dict(mask="b", window_left=5, softcap=3.0, alibi="b", dropout_p=0.3, sinks=F32),
+}
+
+
+def bshd(tensor: Tensor) -> Tensor:
+    return strided(tensor, "(B, S, H, D)")
+
+
+def unseen_keys(case: Case, t: dict[str, Tensor]) -> Tensor:
+    """(batch, kv_heads, seq_k) whether no query of any head that shares a key sees it."""
+    seen = case.allowed() & t.get("mask", torch.tensor(True))
+    seen = seen.expand(case.batch, case.heads, case.seq_q, case.seq_k)
+    return ~seen.unflatten(1, (case.kv_heads, -1)).any(3).any(2)
+
+
 @everywhere
-def test_a_masked_key_may_be_anything():
-    """In the same tile as keys that are seen: no score of it counts, whatever it is."""
-    case = Case(F32, 40, seq_q=70, seq_k=90, mask="")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", UNSEEN_AMONG_SEEN)
+@pytest.mark.parametrize("seq_k", [77, 130, 129])
+@pytest.mark.grid(4)
+def test_unseen_keys_never_spread_what_they_hold(seq_k, name, dtype):
+    """To output, LSE and gradients, in rows that follow one another or not; their own are 0."""
+    terms = dict(UNSEEN_AMONG_SEEN[name])
+    if "sinks" in terms and dtype is F64:
+        terms["sinks"] = F64
+    case = Case(dtype, 40, 24, heads=4, kv_heads=2, seq_q=21, seq_k=seq_k, bias="q", **terms)
     t = case.tensors()
-    t["mask"][..., 64:] = True
-    t["mask"][..., 7] = False
-    clean = forward(case, t)
-    t["key"][:, :, 7] = NAN
-    assert_same(forward(case, t), clean)
+    if "mask" in t:
+        t["mask"][..., 64:] = True  # no tile is left out
+        t["mask"][..., 5:20] = False
+        if name == "mask and causal":  # allowed to those that are before it
+            t["mask"][..., 20] = torch.arange(21) < 20
+    unseen = unseen_keys(case, t)
+    assert unseen.any() and not unseen.all()
+    clean = ours(case, t)
+    assert unseen[..., 20].all() or name != "mask and causal"
+    for value, layout in ((NAN, Tensor.contiguous), (INF, bshd)):
+        spoilt = {n: layout(t[n].masked_fill(unseen[..., None], value)) for n in ("key", "value")}
+        assert_same(ours(case, t | spoilt), clean, f"{value}")
+    assert not clean["dkey"][unseen].any() and not clean["dvalue"][unseen].any()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_what_is_not_finite_does_not_depend_on_threads(dtype):
+    """A key that a query of another block sees."""
+    case = Case(dtype, 40, batch=1, heads=1, seq_q=512, seq_k=131, mask="q")
+    t = case.tensors()
+    t["mask"][..., 3] = False
+    t["mask"][..., 200, 3] = True
+    t["value"][..., 3, :] = NAN
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 8):
+            torch.set_num_threads(count)
+            found.append(ours(case, t))
+    finally:
+        torch.set_num_threads(threads)
+    nan = found[0]["output"].isnan()
+    assert nan[:, :, 200].all() and not nan.all()
+    for others in found[1:]:
+        assert_same(others, found[0])
 
 
 @everywhere

@@ -22,8 +22,10 @@ from tests.attention_decode.cases import (
     equal,
     int32,
     ours,
+    read,
     same_bits,
     with_copied_caches,
+    write,
 )
 from tests.emulator.executors import everywhere
 
@@ -235,6 +237,30 @@ def test_not_finite_inputs_spread_as_in_torch(name, value, dtype):
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.isinf(), expected.isinf())
     assert torch.equal(found[0], clean[0]) and torch.equal(found[1, 1:], clean[1, 1:])
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("page_size", [0, 7])
+@pytest.mark.parametrize("new_rows", [-1, 2])
+@pytest.mark.parametrize("seq_q", [3, 40])
+@pytest.mark.grid(2)
+def test_unseen_rows_of_a_cache_never_spread_what_they_hold(seq_q, new_rows, page_size, dtype):
+    """Before the windows of all queries: a part of a chunk, and more."""
+    case = Case(dtype, 40, lengths=(700, 131, 37), pads=(0, 3), seq_q=seq_q, new_rows=new_rows,
+                page_size=page_size, window_left=20, window_right=0)  # fmt: skip
+    t = case.tensors()
+    clean = ours(case, t)
+    for value in (NAN, INF):
+        spoilt = with_copied_caches(t)
+        for b, (pad, length) in enumerate(zip(case.padding, case.lengths, strict=True)):
+            unseen = ~case.seen(length + case.appends).any(0)[:length]
+            assert unseen.any() or length == 37
+            for name in ("k_cache", "v_cache"):
+                rows = read(spoilt, name, b, pad, pad + length)
+                rows[:, unseen] = value
+                write(spoilt, name, b, pad, rows)
+        assert_same(ours(case, spoilt), clean)
 
 
 @everywhere

@@ -149,7 +149,9 @@ class Backward {
     pack_panel<M>([&](int64_t i) { return values(k0 + i); }, count, args_.value_dim, shape_.keys,
                   s_.value_panel);
     if (args_.dquery.data) {
-      pack_cells_of_rows<M>(key, count, args_.head_dim, shape_.query_columns, s_.key_cells);
+      const KeySet seen = keys_to_sum(batch, kv_head, k0, count, key);
+      pack_cells_of_rows<M>([&](int64_t i) { return seen.has(i) ? key(i) : nullptr; }, count,
+                            args_.head_dim, shape_.query_columns, s_.key_cells);
     }
     const int64_t group = args_.heads / args_.kv_heads;
     for (int64_t g = 0; g < group; ++g) {
@@ -160,6 +162,23 @@ class Backward {
               std::min(queries.last - q0, kTileQueries), k0, count});
       }
     }
+  }
+
+  // Keys of a block but for those that no query sees and that would make dquery NaN.
+  template <class Key>
+  KeySet keys_to_sum(int64_t batch, int64_t kv_head, int64_t k0, int64_t count, Key&& key) const {
+    const SeenKeys range = seen_keys(args_, sequence_, 0, sequence_.queries);
+    const KeySet near = key_interval(range.first - k0, std::min(range.last - k0, count));
+    if (args_.mask.data == nullptr) return near;
+    const KeySet doubtful = not_finite(near, args_.head_dim, key);
+    if (doubtful.empty()) return near;
+    const int64_t group = args_.heads / args_.kv_heads;
+    KeySet seen{};
+    for (int64_t g = 0; g < group; ++g) {
+      seen = seen | read_mask(args_, sequence_, batch, kv_head * group + g, 0, sequence_.queries,
+                              k0, count, [](int64_t, const KeySet&) {});
+    }
+    return near.without(doubtful.without(seen));
   }
 
   void tile(const BackwardTile& t) {

@@ -29,11 +29,10 @@ class ScoreGradients {
   // Whether the mask, if there is one, lets anything through.
   bool read_mask(const BackwardTile& t) {
     if (args_.mask.data == nullptr) return true;
-    uint32_t any = 0;
-    for (int64_t row = t.first; row < t.last; ++row) {
-      any |= mask_bits(mask_row(args_, t.batch, t.head, t.q0 + row) + t.k0, t.keys, mask_[row]);
-    }
-    return any != 0;
+    const auto keep = [&](int64_t row, const KeySet& keys) { mask_[t.first + row] = keys; };
+    return !cpu::read_mask(args_, sequence_, t.batch, t.head, t.q0 + t.first, t.last - t.first,
+                           t.k0, t.keys, keep)
+                .empty();
   }
 
   // scores: S to drop(P); dscores: dP to dS, of the scaled product. Where products go over cells,
@@ -66,7 +65,7 @@ class ScoreGradients {
     float position;  // of the query, minus that of the tile's first key
     int32_t first;   // keys that it sees
     int32_t last;
-    const uint32_t* mask;
+    const KeySet* mask;
     const uint16_t* drawn;
     int64_t query;
   };
@@ -130,7 +129,7 @@ class ScoreGradients {
       of.first = static_cast<int32_t>(std::clamp<int64_t>(range.first - t.k0, 0, t.keys));
       of.last = static_cast<int32_t>(std::clamp<int64_t>(range.last - t.k0, 0, t.keys));
       of.position = static_cast<float>(query + sequence_.alignment - t.k0);
-      of.mask = args_.mask.data ? mask_[row] : nullptr;
+      of.mask = args_.mask.data ? &mask_[row] : nullptr;
       if (dropout_) of.drawn = draw_row(t, query, slot);
     }
     return of;
@@ -210,7 +209,7 @@ class ScoreGradients {
   float* dbias_ = nullptr;
   bool changes_ = false;  // something besides the scale and the diagonal
   float dbias_row_[kTileKeys];
-  uint32_t mask_[kTileQueries][kTileWords];
+  KeySet mask_[kTileQueries];
   uint16_t drawn_[2][kTileKeys + 2 * kElementsPerDraw];
 };
 

@@ -94,13 +94,16 @@ Scratch<M> scratch_of(const AttentionForward& args, const Shape& shape, Arena& a
   return s;
 }
 
-// A tile of keys, ready for products.
+// A tile of keys, ready for products; null where that has to be done yet.
 template <class M>
 struct Tile {
   const typename M::Element* keys;
   int64_t key_stride;
   const typename M::Element* values;
   int64_t value_step;  // between cells of neighbouring keys
+  KeySet zeros;        // whose values are taken as zeros
+  KeySet looked_at;    // whether their values are finite
+  KeySet not_finite;   // of those
 };
 
 // The queries of one head that lie in the lanes of a group.
@@ -155,8 +158,10 @@ class Forward {
       const int64_t end = std::min(seen.last - k0, kTileKeys);
       Tile<M> tile{};
       for_each_group([&](const Group& group) {
-        if (!sees(group, k0, end)) return;
-        if (tile.keys == nullptr) tile = load(keys, values, k0, begin, end);
+        const KeySet own = seen_by(group, k0);
+        if (own.empty()) return;
+        if (tile.keys == nullptr) load_keys(tile, keys, k0, begin, end);
+        load_values_for(group, own, tile, values, k0, begin, end);
         attend(group, tile, k0, end);
       });
     }
@@ -220,11 +225,10 @@ class Forward {
 
   // ---- of a tile -------------------------------------------------------------------------------
 
-  // Keys [begin, end) from k0 on; those before `begin` are left out, nobody sees them.
-  Tile<M> load(const KeyRows<const T>& keys, const KeyRows<const T>& values, int64_t k0,
-               int64_t begin, int64_t end) {
-    Tile<M> tile{};
-    // In place if rows follow one another: others share cache sets, and a copy pays.
+  // Keys [begin, end) from k0 on; those before `begin` are left out, nobody sees them. In place if
+  // rows follow one another: others share cache sets, and a copy pays.
+  void load_keys(Tile<M>& tile, const KeyRows<const T>& keys, int64_t k0, int64_t begin,
+                 int64_t end) {
     if (std::is_same_v<T, typename M::Element> && keys.stride() == args_.head_dim &&
         args_.head_dim % M::kPerCell == 0) {
       tile.keys = reinterpret_cast<const typename M::Element*>(keys(k0));
@@ -235,28 +239,56 @@ class Forward {
                    tile.key_stride, s_.keys + begin * tile.key_stride);
       tile.keys = s_.keys;
     }
-    const int64_t columns = value_columns<M>(args_);
-    if (std::is_same_v<T, float> && values.stride() == args_.value_dim) {
+  }
+
+  // Likewise; those of tile.zeros are zeros.
+  void load_values(Tile<M>& tile, const KeyRows<const T>& values, int64_t k0, int64_t begin,
+                   int64_t end) {
+    if (std::is_same_v<T, float> && values.stride() == args_.value_dim && tile.zeros.empty()) {
       tile.values = reinterpret_cast<const typename M::Element*>(values(k0));
       tile.value_step = args_.value_dim;
     } else {
+      const int64_t columns = value_columns<M>(args_);
       const int64_t even = begin / M::kPerCell * M::kPerCell;
-      pack_cells_of_rows<M>(
-          [&](int64_t i) { return even + i < begin ? nullptr : values(k0 + even + i); }, end - even,
-          args_.value_dim, columns, s_.values + even * columns);
+      const auto row = [&](int64_t i) {
+        const int64_t key = even + i;
+        return key < begin || tile.zeros.has(key) ? nullptr : values(k0 + key);
+      };
+      pack_cells_of_rows<M>(row, end - even, args_.value_dim, columns, s_.values + even * columns);
       tile.values = s_.values;
       tile.value_step = columns * M::kPerCell;
     }
-    return tile;
   }
 
-  // Whether the group sees any key of the tile; reads the mask's bits.
-  bool sees(const Group& group, int64_t k0, int64_t end) {
+  // Values for a group that sees keys `seen`: the same for all groups, unless there are rows that
+  // only some of them have to take as zeros. Looked at when they have been read in order.
+  void load_values_for(const Group& group, const KeySet& seen, Tile<M>& tile,
+                       const KeyRows<const T>& values, int64_t k0, int64_t begin, int64_t end) {
+    if (tile.values == nullptr) load_values(tile, values, k0, begin, end);
+    const SeenKeys range = seen_keys(args_, sequence_, group.query, group.query + group.count);
+    const int64_t first = std::max(range.first - k0, begin) / M::kPerCell * M::kPerCell;
+    const int64_t last = std::min(round_up(range.last - k0, M::kPerCell), end);
+    // Of keys that the group's products go over.
+    const KeySet unseen = key_interval(std::max(first, begin), last).without(seen);
+    const KeySet unknown = unseen.without(tile.looked_at);
+    if (!unknown.empty()) {
+      const auto row = [&](int64_t key) { return values(k0 + key); };
+      tile.not_finite = tile.not_finite | not_finite(unknown, args_.value_dim, row);
+      tile.looked_at = tile.looked_at | unknown;
+    }
+    const KeySet zeros = unseen & tile.not_finite;
+    if (tile.zeros == zeros) return;
+    tile.zeros = zeros;
+    load_values(tile, values, k0, begin, end);
+  }
+
+  // The keys of the tile that the group sees; reads the mask's bits.
+  KeySet seen_by(const Group& group, int64_t k0) {
     const SeenKeys seen = seen_keys(args_, sequence_, group.query, group.query + group.count);
-    if (seen.last <= k0 || seen.first >= k0 + end) return false;
-    if (args_.mask.data == nullptr) return true;
-    return mask_panel<kGroup>(args_, group.batch, group.head, group.query, group.count, k0,
-                              std::min(kTileKeys, sequence_.keys - k0), s_.mask) != 0;
+    const KeySet near = key_interval(seen.first - k0, seen.last - k0);
+    if (args_.mask.data == nullptr || near.empty()) return near;
+    return mask_panel<kGroup>(args_, sequence_, group.batch, group.head, group.query, group.count,
+                              k0, std::min(kTileKeys, sequence_.keys - k0), s_.mask);
   }
 
   void attend(const Group& group, const Tile<M>& tile, int64_t k0, int64_t end) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "core/visit.h"
@@ -148,30 +149,147 @@ void load_bias(const Attention& args, int64_t batch, int64_t head, int64_t query
 
 // ---- which keys a query sees: the window and the diagonal as an interval, a mask as bits --------
 
-// words: (kTileWords,) bit j % 32 of word j / 32: the mask allows key j of the `count` at mask_row.
-// Returns their union.
-inline uint32_t mask_bits(const uint8_t* mask_row, int64_t count, uint32_t* words) {
-  uint32_t any = 0;
-  for (int64_t w = 0; w < kTileWords; ++w) {
-    words[w] = 32 * w < count ? bits_of_bytes(mask_row + 32 * w, count - 32 * w) : 0u;
-    any |= words[w];
+// Keys of a tile: key j is bit j % 64 of word j / 64.
+struct KeySet {
+  static constexpr int kWords = kTileKeys / 64;
+  uint64_t words[kWords];
+
+  bool empty() const {
+    uint64_t any = 0;
+    for (uint64_t word : words) any |= word;
+    return any == 0;
   }
-  return any;
+  bool has(int64_t key) const { return (words[key / 64] >> (key % 64) & 1u) != 0; }
+  // From `key` on, a multiple of what the word has.
+  template <class Word>
+  Word from(int64_t key) const {
+    return static_cast<Word>(words[key / 64] >> (key % 64));
+  }
+  bool operator==(const KeySet&) const = default;
+  // f of each pair of words.
+  template <class F>
+  KeySet with(const KeySet& other, F&& f) const {
+    KeySet result;
+    for (int w = 0; w < kWords; ++w) result.words[w] = f(words[w], other.words[w]);
+    return result;
+  }
+  KeySet operator|(const KeySet& other) const {
+    return with(other, [](uint64_t a, uint64_t b) { return a | b; });
+  }
+  KeySet operator&(const KeySet& other) const {
+    return with(other, [](uint64_t a, uint64_t b) { return a & b; });
+  }
+  KeySet without(const KeySet& other) const {
+    return with(other, [](uint64_t a, uint64_t b) { return a & ~b; });
+  }
+};
+
+// Those of [first, last).
+inline KeySet key_interval(int64_t first, int64_t last) {
+  KeySet keys;
+#pragma GCC unroll 2
+  for (int w = 0; w < KeySet::kWords; ++w) {
+    const int64_t from = std::clamp<int64_t>(first - 64 * w, 0, 64);
+    const int64_t to = std::clamp<int64_t>(last - 64 * w, 0, 64);
+    keys.words[w] = from < to ? ~uint64_t{0} >> (64 - (to - from)) << from : 0;
+  }
+  return keys;
 }
 
-// panel: (kTileWords, kQueries) those of keys [key, key + count) and the `queries` from `query` on.
-template <int kQueries>
-uint32_t mask_panel(const Attention& args, int64_t batch, int64_t head, int64_t query,
-                    int64_t queries, int64_t key, int64_t count, uint32_t* panel) {
-  uint32_t any = 0;
-  uint32_t words[kTileWords];
-  for (int64_t i = 0; i < kQueries; ++i) {
-    if (i < queries && (i == 0 || args.mask.row_stride != 0)) {
-      any |= mask_bits(mask_row(args, batch, head, query + i) + key, count, words);
-    }
-    for (int64_t w = 0; w < kTileWords; ++w) panel[w * kQueries + i] = words[w];
+// Those of the `count` at mask_row that the mask allows. Unrolled, so that the words stay in
+// registers: written in parts and read as a whole, they would have to wait for memory.
+inline KeySet allowed_keys(const uint8_t* mask_row, int64_t count) {
+  KeySet keys;
+#pragma GCC unroll 2
+  for (int w = 0; w < KeySet::kWords; ++w) {
+    const auto bits = [&](int64_t first) -> uint64_t {
+      return first < count ? bits_of_bytes(mask_row + first, count - first) : 0;
+    };
+    keys.words[w] = bits(64 * w) | bits(64 * w + 32) << 32;
   }
-  return any;
+  return keys;
+}
+
+// Of the `count` keys from `key` on, those that any of `queries` queries from `query` on sees, by
+// the mask and by position. each(i, keys) takes those that the mask allows query i of them.
+template <class Each>
+KeySet read_mask(const Attention& args, const Sequence& sequence, int64_t batch, int64_t head,
+                 int64_t query, int64_t queries, int64_t key, int64_t count, Each&& each) {
+  const SeenKeys all = seen_keys(args, sequence, query, query + queries);
+  const bool whole = all.all_first <= key && all.all_last >= key + count;
+  const bool one_row = args.mask.row_stride == 0;
+  KeySet allowed{}, seen{};
+  for (int64_t i = 0; i < queries; ++i) {
+    if (i == 0 || !one_row) {
+      allowed = allowed_keys(mask_row(args, batch, head, query + i) + key, count);
+    }
+    each(i, allowed);
+    if (whole || one_row) {
+      seen = seen | allowed;
+    } else {
+      const KeyRange range = keys_of(args, sequence, query + i);
+      seen = seen | (allowed & key_interval(range.first - key, range.last - key));
+    }
+  }
+  return seen & key_interval(all.first - key, all.last - key);
+}
+
+// The same; panel: (kTileWords, kQueries) what the mask allows each query, key j as bit j % 32 of
+// word j / 32.
+template <int kQueries>
+KeySet mask_panel(const Attention& args, const Sequence& sequence, int64_t batch, int64_t head,
+                  int64_t query, int64_t queries, int64_t key, int64_t count, uint32_t* panel) {
+  const auto write = [&](int64_t lane, const KeySet& keys) {
+    for (int64_t w = 0; w < kTileWords; ++w) {
+      panel[w * kQueries + lane] = keys.from<uint32_t>(32 * w);
+    }
+  };
+  const KeySet seen = read_mask(args, sequence, batch, head, query, queries, key, count, write);
+  for (int64_t lane = queries; lane < kQueries; ++lane) write(lane, {});
+  return seen;
+}
+
+// ---- keys that nobody sees ----------------------------------------------------------------------
+
+// A key that a query does not see has the weight 0, and 0 times what is not finite is NaN. So where
+// a product sums over keys, rows of those that none of its queries sees are taken as zeros, if they
+// are not finite; others come to 0 by themselves.
+
+template <class Body>
+ONEPASS_INLINE void for_each_key(const KeySet& keys, Body&& body) {
+  for (int w = 0; w < KeySet::kWords; ++w) {
+    for (uint64_t left = keys.words[w]; left != 0; left &= left - 1) {
+      body(64 * w + std::countr_zero(left));
+    }
+  }
+}
+
+// Those of a tile's keys whose rows of `size` elements are not finite. row(j) is where key j's is.
+template <class Row>
+KeySet not_finite(const KeySet& keys, int64_t size, Row&& row) {
+  // x - x is 0 of a number and NaN of the others.
+  const auto differences = [&](int64_t key) {
+    WordBits any = {};
+    const auto* from = row(key);
+    for_each_vector<float>(0, size, [&](int64_t d, auto count) {
+      const Vec<float> x = load<float>(from + d, count);
+      any |= (WordBits)(x - x);
+    });
+    return any;
+  };
+  const auto is_any = [](WordBits bits) {
+    uint32_t any = 0;
+    for (int i = 0; i < kLanes<float>; ++i) any |= bits[i];
+    return any != 0;
+  };
+  KeySet found{};
+  WordBits any = {};
+  for_each_key(keys, [&](int64_t key) { any |= differences(key); });
+  if (!is_any(any)) return found;  // as a rule
+  for_each_key(keys, [&](int64_t key) {
+    if (is_any(differences(key))) found.words[key / 64] |= uint64_t{1} << (key % 64);
+  });
+  return found;
 }
 
 // A key and as many queries as there are lanes, for the terms.
@@ -217,13 +335,13 @@ class KeysInLanes {
   ONEPASS_INLINE Vec<float> ahead(float position) const {
     return position - __builtin_convertvector(keys_, Vec<float>);
   }
-  // Those of [first, last) that the mask, if there is one, allows; words: mask_bits of the tile.
-  ONEPASS_INLINE SignedWords seen(int32_t first, int32_t last, const uint32_t* words) const {
+  // Those of [first, last) that the mask, if there is one, allows.
+  ONEPASS_INLINE SignedWords seen(int32_t first, int32_t last, const KeySet* allowed) const {
     SignedWords seen = (keys_ >= first) & (keys_ < last);
-    if (words) {
+    if (allowed) {
       WordBits bit;
       for (int i = 0; i < kLanes<float>; ++i) bit[i] = 1u << (i % 32);
-      seen &= (SignedWords)(((words[first_ / 32] >> (first_ % 32)) & bit) != 0u);
+      seen &= (SignedWords)((allowed->from<uint32_t>(first_) & bit) != 0u);
     }
     return seen;
   }

@@ -34,7 +34,8 @@ def scaled_dot_product_attention(
     the window and the diagonal allow it, computed a block at a time and never stored (Dao, Fu,
     Ermon, Rudra, Re: FlashAttention, NeurIPS 2022): memory grows with the length of the sequences,
     not with its square. A query without a key has output 0. Masked keys take no time where whole
-    blocks of them are.
+    blocks of them are. A key that no query sees may hold anything, NaN too; of one that some see,
+    NaN and Inf may reach others, as in torch.
 
     Args:
         query: shape (..., heads, seq_q, head_dim), or (seq_q, head_dim); float32, bfloat16, float16
