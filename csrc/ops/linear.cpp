@@ -62,15 +62,15 @@ constexpr const char* kEpilogueBackward = "linear_epilogue_backward";
 constexpr const char* kActivationNames[kActivations] = {"", "relu", "silu", "gelu", "gelu_tanh"};
 
 // A tensor as a matrix of rows as long as its last dimension, of which one stride is 1; copied
-// where that is not so, or rows lie at no one stride.
+// where that is not so, where rows lie at no one stride, and where dense_rows asks for it.
 class Matrix {
  public:
-  explicit Matrix(const Tensor& tensor) : tensor_(tensor) {
+  explicit Matrix(const Tensor& tensor, bool dense_rows = false) : tensor_(tensor) {
     const TensorInfo info = info_of(tensor);
     const int64_t last = info.dims - 1;
     const int64_t columns = std::max<int64_t>(info.sizes[last], 1);
     column_ = columns > 1 ? info.strides[last] : 1;
-    if (set_row(info, columns) && (column_ == 1 || row_ == 1)) return;
+    if (set_row(info, columns) && (column_ == 1 || (row_ == 1 && !dense_rows))) return;
     tensor_ = contiguous_copy(tensor);
     row_ = columns;
     column_ = 1;
@@ -109,6 +109,13 @@ bool lies_transposed(const OptionalTensor& weight) {
   return info.strides[0] == 1 && info.strides[1] != 1;
 }
 
+// What a weight is multiplied with: a copy of few rows is nothing beside the weight, which dense
+// ones let a kernel read in place.
+Matrix left_of(const Tensor& tensor, int64_t rows) {
+  constexpr int64_t kFewRows = 16;
+  return Matrix(tensor, rows <= kFewRows);
+}
+
 const char* name_of(Activation activation) {
   return kActivationNames[static_cast<int>(activation)];
 }
@@ -117,6 +124,10 @@ Dispatch describe(const LinearProduct& args) {
   constexpr const char* kNames[] = {"linear", "linear_backward: dinput",
                                     "linear_backward: dweight"};
   std::ostringstream text;
+  if (args.cols == 0) {
+    text << args.rows << " sums of " << args.depth << ", " << name_of(args.left_dtype);
+    return {.op = "linear_backward: dbias", .arguments = text.str()};
+  }
   text << args.rows << " x " << args.depth << " by " << args.depth << " x " << args.cols << ", "
        << name_of(args.left_dtype) << " by " << name_of(args.right_dtype) << ", output "
        << name_of(args.output_dtype);
@@ -205,7 +216,7 @@ Tensor linear_forward(const LinearOptions& options, const Tensor& input) {
   const CheckedForward call = check_forward(options, input);
   Tensor output = empty(call.sizes.data(), call.input.dims, call.output_dtype, call.input.device);
   const OptionalTensor bias = dense(options.bias);
-  const Matrix left(input), right(options.weight);
+  const Matrix left = left_of(input, call.rows), right(options.weight);
   run(product_of(call, left, right, bias, output), call.input.device);
   return output;
 }
@@ -245,7 +256,7 @@ std::tuple<Tensor, Tensor> linear_epilogue_forward(const EpilogueOptions& option
   Tensor preactivation = options.save_preactivation
                              ? empty(checked.sizes.data(), dims, checked.input_dtype, device)
                              : empty_1d(0, checked.input_dtype, device);
-  const Matrix left(input), right(options.weight);
+  const Matrix left = left_of(input, checked.rows), right(options.weight);
   const OptionalTensor bias = dense(options.bias), residual = dense(options.residual);
   LinearProduct args = product_of(checked, left, right, bias, output);
   args.epilogue = {
@@ -370,12 +381,12 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
   Tensor dinput = wants_input ? empty(sizes.data(), call.doutput.dims, input_type, device)
                               : empty_1d(0, input_type, device);
   const bool is_transposed = lies_transposed(options.weight);
-  const int64_t transposed[] = {1, call.out_features};
+  const int64_t transposed[] = {1, std::max<int64_t>(call.out_features, 1)};
   Tensor dweight = !wants_weight   ? empty_1d(0, weight_type, device)
                    : is_transposed ? empty_strided(matrix, transposed, 2, weight_type, device)
                                    : empty(matrix, 2, weight_type, device);
   Tensor dbias = empty_1d(wants_bias ? call.out_features : 0, bias_type, device);
-  const Matrix left(doutput);
+  const Matrix left = left_of(doutput, call.rows);
   if (wants_input) {
     const Matrix right(*options.weight);
     run({.left = left.data(),

@@ -24,6 +24,7 @@ from tests.linear.cases import (
     NAMES,
     RAW,
     assert_same_bits,
+    backward,
     dtypes,
     layer_gradients,
     make,
@@ -516,6 +517,41 @@ def test_explain_says_what_ran():
     weight = case.weight.as_subclass(Noting)
     (call,) = onepass.explain(lambda: functional.linear(case.input, weight)).calls
     assert call["kernel"] == "torch.nn.functional.linear" and "subclass" in call["reason"]
+
+
+def test_few_rows_of_any_layout_leave_the_weight_in_place():
+    """They are copied, which costs nothing beside it."""
+    case = make(4, 96, 64)
+    for rows in (case.input.t().contiguous().t(), case.input[:, :1].expand(4, 96)):
+        for weight in (case.weight, case.weight.t().contiguous().t()):
+            (call,) = onepass.explain(lambda rows=rows, w=weight: functional.linear(rows, w)).calls
+            assert call["kernel"] == "linear_few_rows_kernel"
+    doutput = torch.ones(4, 1).expand(4, 64)
+    (call,) = onepass.explain(
+        lambda: backward(doutput, weight=case.weight, input_dtype=torch.float32)
+    ).calls
+    assert call["op"] == "linear_backward: dinput" and call["kernel"] == "linear_few_rows_kernel"
+
+
+def test_sums_over_many_rows_pack_a_part_of_them():
+    """Few features are not few rows: a gradient's depth is the rows, and grows."""
+    case = make(5000, 40, 8)
+    doutput = case.doutput.t().contiguous().t()
+    (call,) = onepass.explain(
+        lambda: backward(doutput, case.input, weight_dtype=torch.float32)
+    ).calls
+    assert call["kernel"] == "linear_kernel"
+
+
+def test_the_gradient_of_a_bias_has_threads_of_its_own():
+    """Beside a weight that lies transposed."""
+    case = make(2000, 96, 768)
+    case.weight = case.weight.t().contiguous().t()
+    torch.set_num_threads(2)
+    of_weight, of_bias = onepass.explain(lambda: layer_gradients(case)).calls[1:]
+    assert of_weight["op"] == "linear_backward: dweight"
+    assert of_bias["op"] == "linear_backward: dbias" and of_bias["threads"] == 2
+    assert of_bias["arguments"] == "768 sums of 2000, float32"
 
 
 def test_explain_of_a_backward():

@@ -246,6 +246,13 @@ def test_small_products_gain_beside_onednn(monkeypatch):
         return found != {"torch.nn.functional.linear"}
 
     assert are_ours(40) and not are_ours(41)
+    wide = ours
+    for shape in ((64, 32), (32, 64)):  # as a classifier or a gate
+        ours = nn.Linear(*shape).bfloat16()
+        swap(ours)
+        x = torch.randn(40, shape[0]).bfloat16()
+        assert {kernel for kernel, _ in kernels(ours, x)} == {"torch.nn.functional.linear"}
+    ours = wide
     monkeypatch.setitem(products.SMALL_PRODUCT, torch.bfloat16, 2 * 64 * 64)
     few = products.FEW_ROWS[torch.bfloat16]
     assert not are_ours(few)
@@ -318,6 +325,10 @@ def test_autocast_decides_what_is_swapped(monkeypatch):
     assert not swap(model()).swapped
     with torch.autocast("cpu", torch.bfloat16):
         assert len(swap(model()).swapped) == 2
+        # Where only small calls gain, those whose weight it casts do not.
+        set_facts(monkeypatch, SLOW._replace(bfloat16=True))
+        assert not swap(model()).swapped
+        assert len(swap(model().bfloat16()).swapped) == 2
 
 
 def test_weights_are_not_copied_under_autocast():

@@ -182,6 +182,16 @@ def test_what_is_traced_runs_ours_at_every_size():
     assert "onepass" in graphs[0].code
 
 
+def test_one_row_by_a_transposed_weight_is_torchs(monkeypatch):
+    slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
+    monkeypatch.setattr(products, "facts", lambda: slow)
+    module = pytest.importorskip("transformers").pytorch_utils.Conv1D(2048, 2048)
+    onepass.swap(module, kinds=("linear",))
+    with torch.no_grad():
+        found = [kernel_of(module, torch.randn(1, rows, 2048)) for rows in (1, 2)]
+    assert found == ["torch.nn.functional.linear", "linear_few_rows_kernel"]
+
+
 def test_the_bounds_of_linear(monkeypatch):
     """Rows in float32, and multiply-adds, of which 16 bits need few where torch is slow."""
     slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)

@@ -451,7 +451,8 @@ constexpr bool kTakesFewRows = sizeof(typename M::Number) == sizeof(float);
 
 template <class M>
 bool has_few_rows(const LinearProduct& args) {
-  return kTakesFewRows<M> && args.rows <= kMostFusedRows && args.left_step == 1 && !args.left_sums;
+  return kTakesFewRows<M> && args.rows <= kMostFusedRows && args.left_step == 1 &&
+         args.kind != LinearKind::kWeight;
 }
 
 template <class M>
@@ -498,8 +499,9 @@ Plan plan_linear(const LinearProduct& args, const Machine& machine, Layout& layo
     if (layout.few_rows) return plan_few_rows<M>(args, machine, layout);
     layout.down = ceil_div(args.rows, kMostRows);
     layout.across = layout.left_once ? panels : ceil_div(panels, kMostCols / kPanel<M>);
-    const double work = static_cast<double>(args.rows) * static_cast<double>(args.cols) *
-                        static_cast<double>(args.depth) / kMultiplyAdds;
+    const double left = static_cast<double>(args.rows) * static_cast<double>(args.depth);
+    const double work = std::max(left * static_cast<double>(args.cols) / kMultiplyAdds,
+                                 left * static_cast<double>(size_of(args.left_dtype)) / kBytes);
     const auto nanoseconds = static_cast<int64_t>(std::min(work, 1e15));
     const int64_t threads =
         threads_for(nanoseconds, panels * ceil_div(args.rows, kStripRows), machine);

@@ -29,6 +29,9 @@ from onepass._ops import dispatch_log, tracing
 # and not: 1 row 1.2 to 5, 8 rows 1.1 to 5, 16 rows 0.9 to 4.2; 32 rows by 64x64 3.7, by 256x256
 # 1.3. Other dtypes and CPUs have not been measured.
 SMALL_PRODUCT = {torch.bfloat16: 1 << 21}
+LEAST_WIDTH = (
+    64  # of its weight, either way: many rows of a narrow one, such as 2048 by 768x1, lose
+)
 FEW_ROWS = {torch.bfloat16: 16}
 
 _AMD = "AuthenticAMD"
@@ -84,14 +87,16 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cpu")
 
 
-def is_small(rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
+def is_small(rows: int, dtype: torch.dtype, weight: Tensor, training: bool) -> bool:
     """Whether a product of this dtype is a SMALL_PRODUCT or one of FEW_ROWS: not where autocast
-    would cast the weight in each call, and not in a trace, which is used at other sizes."""
+    would cast the weight in each call, and not in a trace by torch.jit, which is used at other
+    sizes."""
     if dtype not in FEW_ROWS or weight.dtype is not dtype or tracing.is_tracing():
         return False
-    if rows * weight.numel() <= SMALL_PRODUCT[dtype]:
+    if rows <= FEW_ROWS[dtype] and not training:
         return True
-    return rows <= FEW_ROWS[dtype] and not torch.is_grad_enabled()
+    is_wide = min(weight.shape[-2:]) >= LEAST_WIDTH
+    return is_wide and rows * weight.numel() <= SMALL_PRODUCT[dtype]
 
 
 def gains(input: Tensor, weight: Tensor) -> bool:
@@ -102,7 +107,8 @@ def gains(input: Tensor, weight: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return _gains_as_compiled(dtype)
     rows = input.numel() // max(weight.shape[-1], 1)
-    return not is_as_fast(dtype, is_small(rows, dtype, weight), input.shape)
+    small = is_small(rows, dtype, weight, torch.is_grad_enabled())
+    return not is_as_fast(dtype, small, input.shape)
 
 
 def is_as_fast(dtype: torch.dtype, small: bool, shape: Sequence[int]) -> bool:

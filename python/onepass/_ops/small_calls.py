@@ -41,6 +41,7 @@ LEAST_LINEAR = {
 LEAST_IN_PLACE = 1 << 20
 ROWS_IN_PLACE = range(2, 13)
 LEAST_TRAINED_ROWS = 2  # in float32: MKL's products with a vector are as fast
+LEAST_CONV1D_ROWS = 2  # in float32: likewise, where the weight lies transposed
 # In 16 bits without gradients and without oneDNN: torch has a fast product with a vector.
 LEAST_DECODED_ROWS = 2
 # Multiply-adds of the largest weight of a module that calls F.linear (Zen 4, as above): each torch
@@ -74,9 +75,10 @@ LINEAR_NOTE = (
     f"thread than {1 << 22} (with 2 to 12 rows: {LEAST_IN_PLACE}; "
     f"16-bit: {1 << 16}, in inference {1 << 14}), and of fewer rows than "
     f"{LEAST_TRAINED_ROWS} in float32 training ({LEAST_DECODED_ROWS} in 16-bit inference without "
-    "oneDNN). Where torch multiplies bfloat16 by oneDNN they gain on AMD in calls of at most "
-    f"{products.SMALL_PRODUCT[torch.bfloat16]} multiply-adds, in inference of at most "
-    f"{products.FEW_ROWS[torch.bfloat16]} rows, and in no others. What looks for the class "
+    "oneDNN). Where torch multiplies bfloat16 by oneDNN they gain on AMD in two kinds of calls: of "
+    f"at most {products.FEW_ROWS[torch.bfloat16]} rows in inference, and of at most "
+    f"{products.SMALL_PRODUCT[torch.bfloat16]} multiply-adds with {products.LEAST_WIDTH} features "
+    "and more, but not compiled, nor where autocast casts the weight. What looks for the class "
     "nn.Linear itself, such as quantize_dynamic, does not find them: quantize before, or after "
     "unswap"
 )
@@ -105,6 +107,8 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     if dtype is torch.float32 and rows in ROWS_IN_PLACE:
         bound = min(bound, LEAST_IN_PLACE * _threads())
     least_rows = _least_rows(dtype, training)
+    if dtype is torch.float32 and weight.stride(1) != 1:
+        least_rows = LEAST_CONV1D_ROWS
     few = rows < least_rows
     if not few and rows * size >= bound:
         return False
@@ -142,7 +146,8 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
         rows = rows * 2 // max(2, weight.numel() // size)
     dtype = products.dtype_of(weight)
     training = module.training or torch.is_grad_enabled()
-    if products.is_as_fast(dtype, products.is_small(rows, dtype, weight), (rows, columns)):
+    small = products.is_small(rows, dtype, weight, training)
+    if input.is_cpu and products.is_as_fast(dtype, small, (rows, columns)):
         return True
     bound = _least(LEAST_LINEAR_CALLS, input, training, dtype)
     if not bound or (rows * size >= bound and rows >= _least_rows(dtype, training)):

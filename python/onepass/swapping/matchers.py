@@ -234,7 +234,8 @@ def _as_fast(weights: list[torch.Tensor]) -> Because | None:
         device = weight.device.type
         torchs = f"products on {device}"
         if device in ("cpu", "meta"):
-            torchs = products.as_fast(products.dtype_of(weight), small=True)
+            dtype = products.dtype_of(weight)
+            torchs = products.as_fast(dtype, small=weight.dtype is dtype)
         if not torchs:
             return None
     return Reason.AS_FAST.because(torchs)
