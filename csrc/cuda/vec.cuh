@@ -116,7 +116,9 @@ struct WarpColumns {
   // keep no register from the one to the other.
   __device__ __forceinline__ WarpColumns(int threads_per_row, int64_t columns)
       : cols(static_cast<int>(columns)) {
-    const int thread = thread_index();
+    uint32_t index = thread_index();
+    forget(index);  // that it is not negative: with that the backward spills on sm_80
+    const int thread = static_cast<int>(index);
     warp = threads_per_row > kLanes ? thread / kLanes : 0;
     lane = thread % kLanes;
   }

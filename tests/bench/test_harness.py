@@ -191,9 +191,10 @@ def test_without_holes_outputs_come_from_one_address():
             del blocks[::2]  # four holes
             held = machine.fill_holes(4 << 20)
             addresses = set()
-            for _ in range(8):
+            for call in range(8):
                 output, small = torch.empty(1 << 20), torch.empty(10)
-                addresses.add(output.data_ptr())
+                if call >= 4:  # the small one may move the first outputs
+                    addresses.add(output.data_ptr())
                 del output, small
         print(len(addresses), len(held) >= 4, recycled)
     """
