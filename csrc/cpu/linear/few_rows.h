@@ -41,6 +41,16 @@ inline constexpr int64_t kAcrossColumns = 512 / M::kPerCell;
 // Kernels are made for 1 row and for even numbers of them; the last row of the others is zeros.
 constexpr int64_t padded_few_rows(int64_t rows) { return rows == 1 ? 1 : (rows + 1) / 2 * 2; }
 
+// f<padded_few_rows(rows)>().
+template <int kRows = kMostFusedRows, class F>
+void visit_few_rows(int64_t rows, const F& f) {
+  constexpr int kFewer = kRows > 2 ? kRows - 2 : kRows - 1;
+  if constexpr (kFewer > 0) {
+    if (rows <= kFewer) return visit_few_rows<kFewer>(rows, f);
+  }
+  f.template operator()<kRows>();
+}
+
 // A line of each of kLanes rows, transposed.
 template <class M, class T>
 class Line {
@@ -224,16 +234,9 @@ template <class M, class T, int64_t kChainCells, int kRows>
 }
 
 // `columns` over all of k, before `after` others.
-template <class M, class T, int64_t kChainCells, int kRows = kMostFusedRows>
+template <class M, class T, int64_t kChainCells, int kRows>
 void multiply_few_rows(const FewRows<M>& all, const T* right, int64_t right_col, int64_t columns,
                        int64_t depth, int64_t after) {
-  constexpr int kFewer = kRows > 2 ? kRows - 2 : kRows - 1;
-  if constexpr (kFewer > 0) {
-    if (all.rows <= kFewer) {
-      return multiply_few_rows<M, T, kChainCells, kFewer>(all, right, right_col, columns, depth,
-                                                          after);
-    }
-  }
   constexpr int64_t kSize = sizeof(T);
   constexpr int64_t kBlock = kBlockBytes / kSize;  // of k
   static_assert(kBlock % (kChainCells * M::kPerCell) == 0);
@@ -306,16 +309,9 @@ template <class M, class T, int kRows, int kVectors, class Count>
 
 // `columns` (at most kAcrossColumns) over all of k, of a right matrix that lies along the columns,
 // before `after` others.
-template <class M, class T, int64_t kChainCells, int kRows = kMostFusedRows>
+template <class M, class T, int64_t kChainCells, int kRows>
 void multiply_few_rows_across(const FewRows<M>& all, const T* right, int64_t right_step,
                               int64_t columns, int64_t depth, int64_t after) {
-  constexpr int kFewer = kRows > 2 ? kRows - 2 : kRows - 1;
-  if constexpr (kFewer > 0) {
-    if (all.rows <= kFewer) {
-      return multiply_few_rows_across<M, T, kChainCells, kFewer>(all, right, right_step, columns,
-                                                                 depth, after);
-    }
-  }
   using A = typename M::Number;
   constexpr int64_t n = M::kLanes, kSize = sizeof(T);
   constexpr int64_t kChain = kChainCells * M::kPerCell;

@@ -228,12 +228,15 @@ class Linear {
         const T* right = static_cast<const T*>(args_.right) + col * args_.right_col;
         if (!in_scratch) few.sums = sums_at(0, col);
         if (args_.bias) few.bias = scratch_.bias + col - begin;
-        if (args_.right_step == 1) {
-          multiply_few_rows<M, T, kChain>(few, right, args_.right_col, cols, args_.depth, after);
-        } else {
-          multiply_few_rows_across<M, T, kChain>(few, right, args_.right_step, cols, args_.depth,
-                                                 after);
-        }
+        visit_few_rows(args_.rows, [&]<int kRows>() {
+          if (args_.right_step == 1) {
+            multiply_few_rows<M, T, kChain, kRows>(few, right, args_.right_col, cols, args_.depth,
+                                                   after);
+          } else {
+            multiply_few_rows_across<M, T, kChain, kRows>(few, right, args_.right_step, cols,
+                                                          args_.depth, after);
+          }
+        });
         if (layout_.finish) finish(few.sums, few.sums_row, 0, args_.rows, col, cols);
       }
     });
