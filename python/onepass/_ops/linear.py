@@ -247,18 +247,17 @@ def _(doutput, input, weight, input_dtype, weight_dtype, bias_dtype):
     def gradient(dtype, shape):
         return doutput.new_empty((0,) if dtype is None else shape(), dtype=dtype)
 
-    dweight = gradient(weight_dtype, lambda: (doutput.shape[-1], input.shape[-1]))
-    if weight_dtype is not None and weight is not None and _lies_transposed(weight):
-        dweight = dweight.new_empty((input.shape[-1], doutput.shape[-1])).t()
+    # dweight is laid out as the weight.
+    transposed = weight is not None and weight.stride(0) == 1 and weight.stride(1) != 1
+    if weight_dtype is not None and transposed:
+        dweight = gradient(weight_dtype, lambda: (input.shape[-1], doutput.shape[-1])).t()
+    else:
+        dweight = gradient(weight_dtype, lambda: (doutput.shape[-1], input.shape[-1]))
     return (
         gradient(input_dtype, lambda: (*doutput.shape[:-1], weight.shape[1])),
         dweight,
         gradient(bias_dtype, lambda: (doutput.shape[-1],)),
     )
-
-
-def _lies_transposed(weight):
-    return weight.stride(0) == 1 and weight.stride(1) != 1
 
 
 @decomposes(_forward)
