@@ -13,6 +13,8 @@ import pytest
 
 from tests.support import costs
 
+pytest.importorskip("xdist", reason="without pytest-xdist there are no workers to share tests")
+
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
 import os, pathlib, pytest
@@ -57,7 +59,6 @@ def run(folder: Path) -> dict[str, list[str]]:
 
 def test_a_file_and_a_group_stay_in_one_worker_and_the_dearest_come_first(tmp_path):
     """Else each worker makes what they share, and two families of processes run at once."""
-    pytest.importorskip("xdist")
     ran = run(tmp_path)
     found = defaultdict(set)
     for worker, files in ran.items():
@@ -70,6 +71,7 @@ def test_a_file_and_a_group_stay_in_one_worker_and_the_dearest_come_first(tmp_pa
 
 @pytest.mark.parametrize("markers, dist", [("slow", "loadgroup"), ("not slow", "load")])
 def test_slow_tests_of_a_file_are_shared(markers, dist):
-    shares = pytest.importorskip("tests.support.shares")
+    from tests.support import shares  # which imports xdist
+
     options = {"markexpr": markers, "dist": dist}
     assert shares.scheduler(SimpleNamespace(getoption=options.get), None) is None
