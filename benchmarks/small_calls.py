@@ -1,7 +1,7 @@
 """From which size on a swapped layer norm, linear layer, or module of attention or of F.linear,
 takes less time than stock's.
 
-    python benchmarks/small_calls.py [--dtypes float32 bfloat16]
+    python benchmarks/small_calls.py [--dtypes float32 bfloat16] [--only attention linear norm]
 
 On one thread. The tables give how many times faster ours is, in training (forward and backward) and
 in inference, by processor time in ABBA turns, medians: noise of other processes counts little. The
@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from rich.console import Console
@@ -25,13 +25,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass._ops import small_calls
+from onepass._ops import products, small_calls
 
 COLS = (64, 192, 256, 384, 768, 1024, 2048, 4096)
 ROWS = (16, 64, 256, 1024, 4096)
 WEIGHTS = ((256, 256), (64, 1024), (1024, 1024))  # (out_features, in_features)
-LAYERS = ((64, 64), (128, 128), (512, 512), (3072, 768), (2048, 2048))
-FEW_ROWS = (1, 2, 4, 8, 12, 16, 64)
+LAYERS = ((2, 768), (8, 256), (64, 64), (256, 256), (512, 512), (3072, 768), (2048, 2048))
+LAYER_ROWS = (1, 2, 4, 8, 16, 32, 64, 1024)
 SHAPES = ((1, 16), (4, 16), (1, 64), (16, 16), (4, 64), (1, 197), (8, 64), (4, 197), (1, 512))
 HEADS, HEAD_DIM = (3, 6, 12), 64
 TURNS, SECONDS = 7, 0.03
@@ -40,34 +40,57 @@ TURNS, SECONDS = 7, 0.03
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--only", nargs="+", default=list(KINDS), choices=KINDS, metavar="KIND")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    small_calls.LEAST_ATTENTION.clear()  # ours at every size
+    small_calls.LEAST_ATTENTION.clear()  # ours at every size, whatever torch has
     small_calls.LEAST_LINEAR_CALLS.clear()
     small_calls.LEAST_LINEAR.clear()
-    for name in options.dtypes:
-        table = Table("batch x tokens", *(f"{heads} heads" for heads in HEADS))
-        table.title = f"attention, {name}: log2 of elements times tokens; times faster"
-        for batch, tokens in track(SHAPES, f"attention, {name}", console=Console(stderr=True)):
-            cells = [measure_attention(name, batch, tokens, heads) for heads in HEADS]
-            table.add_row(f"{batch} x {tokens}", *cells)
-        Console().print(table)
-        for title, make, shapes, counts in (
-            ("linear layers", layer, LAYERS, FEW_ROWS),
-            ("calls of F.linear", Router, WEIGHTS, ROWS),
-        ):
-            table = Table("weight", *(f"{rows} rows" for rows in counts))
-            table.title = f"{title}, {name}: log2 of multiply-adds; times faster"
-            for shape in track(shapes, f"{title}, {name}", console=Console(stderr=True)):
-                cells = [measure_product(make, name, rows, shape) for rows in counts]
-                table.add_row("{} x {}".format(*shape), *cells)
-            Console().print(table)
-        table = Table("columns", *(f"{rows} rows" for rows in ROWS), title=name)
-        for cols in track(COLS, name, console=Console(stderr=True)):
-            cells = [" / ".join(map("{:.2f}".format, measure(name, n, cols))) for n in ROWS]
-            table.add_row(str(cols), *cells)
-        Console().print(table)
+    small_calls._is_fast_with_a_row = products.as_fast = lambda *call, **options: None
+    for dtype in options.dtypes:
+        for kind in options.only:
+            KINDS[kind](dtype)
     return 0
+
+
+def show(title: str, rows: str, shapes: Sequence, counts: Sequence[str], cells: Callable) -> None:
+    """A table of cells(shape)."""
+    table = Table(rows, *counts, title=f"{title}; times faster")
+    for shape in track(shapes, title, console=Console(stderr=True)):
+        name = " x ".join(map(str, shape)) if isinstance(shape, tuple) else str(shape)
+        table.add_row(name, *cells(shape))
+    Console().print(table)
+
+
+def show_attention(dtype: str) -> None:
+    def cells(shape: tuple[int, int]) -> list[str]:
+        return [measure_attention(dtype, *shape, heads) for heads in HEADS]
+
+    title = f"attention, {dtype}: log2 of elements times tokens"
+    show(title, "batch x tokens", SHAPES, [f"{heads} heads" for heads in HEADS], cells)
+
+
+def show_products(dtype: str) -> None:
+    for name, make, shapes, counts in (
+        ("linear layers", layer, LAYERS, LAYER_ROWS),
+        ("calls of F.linear", Router, WEIGHTS, ROWS),
+    ):
+
+        def cells(shape: tuple[int, int], make=make, counts=counts) -> list[str]:
+            return [measure_product(make, dtype, rows, shape) for rows in counts]
+
+        title = f"{name}, {dtype}: log2 of multiply-adds"
+        show(title, "weight", shapes, [f"{rows} rows" for rows in counts], cells)
+
+
+def show_norm(dtype: str) -> None:
+    def cells(cols: int) -> list[str]:
+        return [" / ".join(map("{:.2f}".format, measure(dtype, rows, cols))) for rows in ROWS]
+
+    show(f"layer norm, {dtype}", "columns", COLS, [f"{rows} rows" for rows in ROWS], cells)
+
+
+KINDS = {"attention": show_attention, "linear": show_products, "norm": show_norm}
 
 
 def measure(dtype: str, rows: int, cols: int) -> tuple[float, float]:

@@ -253,6 +253,9 @@ def test_small_products_gain_beside_onednn(monkeypatch):
         x = torch.randn(40, shape[0]).bfloat16()
         assert {kernel for kernel, _ in kernels(ours, x)} == {"torch.nn.functional.linear"}
     ours = wide
+    monkeypatch.setattr(products, "SMALL_WEIGHT", 64 * 64 - 1)
+    assert not are_ours(1)
+    monkeypatch.setattr(products, "SMALL_WEIGHT", 64 * 64)
     monkeypatch.setitem(products.SMALL_PRODUCT, torch.bfloat16, 2 * 64 * 64)
     few = products.FEW_ROWS[torch.bfloat16]
     assert not are_ours(few)

@@ -185,11 +185,17 @@ def test_what_is_traced_runs_ours_at_every_size():
 def test_one_row_by_a_transposed_weight_is_torchs(monkeypatch):
     slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
     monkeypatch.setattr(products, "facts", lambda: slow)
-    module = pytest.importorskip("transformers").pytorch_utils.Conv1D(2048, 2048)
+    module = nn.Linear(2048, 2048)
+    module.weight = nn.Parameter(module.weight.t())  # as transformers' Conv1D has it
     onepass.swap(module, kinds=("linear",))
-    with torch.no_grad():
-        found = [kernel_of(module, torch.randn(1, rows, 2048)) for rows in (1, 2)]
-    assert found == ["torch.nn.functional.linear", "linear_few_rows_kernel"]
+
+    def kernels(dtype: torch.dtype) -> list[str]:
+        module.to(dtype)
+        with torch.no_grad():
+            return [kernel_of(module, torch.randn(1, rows, 2048).to(dtype)) for rows in (1, 2)]
+
+    assert kernels(torch.float32) == ["torch.nn.functional.linear", "linear_few_rows_kernel"]
+    assert kernels(torch.float16) == ["linear_few_rows_kernel"] * 2  # torch has loops for both
 
 
 def test_the_bounds_of_linear(monkeypatch):
@@ -207,7 +213,6 @@ def test_the_bounds_of_linear(monkeypatch):
         return kernel in own
 
     least = LEAST_LINEAR[torch.float32][0] // (256 * 512)
-    assert least > small_calls.LEAST_TRAINED_ROWS
     assert ours(least) and not ours(least - 2)
     torch.set_num_threads(2)
     assert ours(2 * least) and not ours(2 * least - 2)
@@ -233,7 +238,6 @@ def test_the_bounds_of_linear(monkeypatch):
     with torch.no_grad():
         assert ours(2) and not ours(1)  # of which the weight may lie in a cache
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {torch.float32: (1, 1)})
-    few = small_calls.LEAST_TRAINED_ROWS
-    assert ours(few) and not ours(few - 1)
+    assert ours(2) and not ours(1)
     with torch.no_grad():
         assert ours(1)

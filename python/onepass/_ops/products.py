@@ -23,16 +23,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from onepass._compiling import constant_where_traced
 from onepass._ops import dispatch_log, tracing
 
-# What onepass multiplies faster where oneDNN has instructions: products of so many multiply-adds,
-# and without gradients those of so many rows. oneDNN takes some 20 us for each call, and packs the
-# weight. Times as fast in bfloat16 on a Zen 4, one thread, weights of 64x64 to 8192x2048 in a cache
-# and not: 1 row 1.2 to 5, 8 rows 1.1 to 5, 16 rows 0.9 to 4.2; 32 rows by 64x64 3.7, by 256x256
-# 1.3. Other dtypes and CPUs have not been measured.
+# What onepass multiplies faster where oneDNN has instructions, which packs the weight in each call:
+# products of so many multiply-adds with a weight of so many elements, and without gradients those
+# of so many rows. In bfloat16 on one thread of a Zen 4 (benchmarks/small_calls.py, training /
+# inference): 256x256 with 1, 16, 64 rows 1.3 / 1.7, 1.2 / 1.4, 1.1 / 1.1 times as fast; 512x512
+# with 1, 8, 16 rows 0.8 / 1.5, 0.9 / 1.3, 0.8 / 1.1; 2048x2048 in inference with 1, 12, 16 rows
+# 1.4, 1.05, 0.9. Other dtypes and CPUs have not been measured.
 SMALL_PRODUCT = {torch.bfloat16: 1 << 21}
-LEAST_WIDTH = (
-    64  # of its weight, either way: many rows of a narrow one, such as 2048 by 768x1, lose
-)
-FEW_ROWS = {torch.bfloat16: 16}
+SMALL_WEIGHT = 1 << 17
+FEW_ROWS = {torch.bfloat16: 12}
+LEAST_WIDTH = 64  # of a small product's weight, either way: 1024 rows by 2x768 take twice as long
 
 _AMD = "AuthenticAMD"
 
@@ -95,8 +95,8 @@ def is_small(rows: int, dtype: torch.dtype, weight: Tensor, training: bool) -> b
         return False
     if rows <= FEW_ROWS[dtype] and not training:
         return True
-    is_wide = min(weight.shape[-2:]) >= LEAST_WIDTH
-    return is_wide and rows * weight.numel() <= SMALL_PRODUCT[dtype]
+    size, is_wide = weight.numel(), min(weight.shape[-2:]) >= LEAST_WIDTH
+    return is_wide and size <= SMALL_WEIGHT and rows * size <= SMALL_PRODUCT[dtype]
 
 
 def gains(input: Tensor, weight: Tensor) -> bool:
@@ -108,10 +108,10 @@ def gains(input: Tensor, weight: Tensor) -> bool:
         return _gains_as_compiled(dtype)
     rows = input.numel() // max(weight.shape[-1], 1)
     small = is_small(rows, dtype, weight, torch.is_grad_enabled())
-    return not is_as_fast(dtype, small, input.shape)
+    return not is_as_fast(dtype, input.shape, small)
 
 
-def is_as_fast(dtype: torch.dtype, small: bool, shape: Sequence[int]) -> bool:
+def is_as_fast(dtype: torch.dtype, shape: Sequence[int], small: bool = False) -> bool:
     """Whether torch's product is; the log says so of a call with an input of this shape."""
     reason = as_fast(dtype, small)
     if reason and dispatch_log.is_recording():

@@ -40,10 +40,6 @@ LEAST_LINEAR = {
 # fast while the weight lies in a cache.
 LEAST_IN_PLACE = 1 << 20
 ROWS_IN_PLACE = range(2, 13)
-LEAST_TRAINED_ROWS = 2  # in float32: MKL's products with a vector are as fast
-LEAST_CONV1D_ROWS = 2  # in float32: likewise, where the weight lies transposed
-# In 16 bits without gradients and without oneDNN: torch has a fast product with a vector.
-LEAST_DECODED_ROWS = 2
 # Multiply-adds of the largest weight of a module that calls F.linear (Zen 4, as above): each torch
 # function of a redirected forward takes longer too.
 LEAST_LINEAR_CALLS = {
@@ -73,14 +69,14 @@ LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
     "autocast in its own), and where that takes less time: in calls of fewer multiply-adds per "
     f"thread than {1 << 22} (with 2 to 12 rows: {LEAST_IN_PLACE}; "
-    f"16-bit: {1 << 16}, in inference {1 << 14}), and of fewer rows than "
-    f"{LEAST_TRAINED_ROWS} in float32 training ({LEAST_DECODED_ROWS} in 16-bit inference without "
-    "oneDNN). Where torch multiplies bfloat16 by oneDNN they gain on AMD in two kinds of calls: of "
-    f"at most {products.FEW_ROWS[torch.bfloat16]} rows in inference, and of at most "
-    f"{products.SMALL_PRODUCT[torch.bfloat16]} multiply-adds with {products.LEAST_WIDTH} features "
-    "and more, but not compiled, nor where autocast casts the weight. What looks for the class "
-    "nn.Linear itself, such as quantize_dynamic, does not find them: quantize before, or after "
-    "unswap"
+    f"16-bit: {1 << 16}, in inference {1 << 14}), and of a single row in float32 training or by a "
+    "transposed weight, and in 16-bit inference without oneDNN by one that is not. Where torch "
+    "multiplies bfloat16 by oneDNN they gain on AMD in two kinds of calls: of at most "
+    f"{products.FEW_ROWS[torch.bfloat16]} rows in inference, and of at most "
+    f"{products.SMALL_PRODUCT[torch.bfloat16]} multiply-adds by a weight of at most "
+    f"{products.SMALL_WEIGHT} elements and of {products.LEAST_WIDTH} features and more, but not "
+    "compiled, nor where autocast casts the weight. What looks for the class nn.Linear itself, "
+    "such as quantize_dynamic, does not find them: quantize before, or after unswap"
 )
 
 
@@ -106,15 +102,12 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     rows = input.numel() // weight.shape[1]
     if dtype is torch.float32 and rows in ROWS_IN_PLACE:
         bound = min(bound, LEAST_IN_PLACE * _threads())
-    least_rows = _least_rows(dtype, training)
-    if dtype is torch.float32 and weight.stride(1) != 1:
-        least_rows = LEAST_CONV1D_ROWS
-    few = rows < least_rows
-    if not few and rows * size >= bound:
+    single = rows == 1 and _is_fast_with_a_row(dtype, training, weight.stride(1) != 1)
+    if not single and rows * size >= bound:
         return False
     if dispatch_log.is_recording():
         out_features, in_features = weight.shape
-        reason = f"rows than {least_rows}" if few else f"multiply-adds than {bound}"
+        reason = "rows than 2" if single else f"multiply-adds than {bound}"
         _tell("linear", f"{rows} x {in_features} by {out_features}", input, f"fewer {reason}")
     return True
 
@@ -146,11 +139,11 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
         rows = rows * 2 // max(2, weight.numel() // size)
     dtype = products.dtype_of(weight)
     training = module.training or torch.is_grad_enabled()
-    small = products.is_small(rows, dtype, weight, training)
-    if input.is_cpu and products.is_as_fast(dtype, small, (rows, columns)):
+    if input.is_cpu and products.is_as_fast(dtype, (rows, columns)):
         return True
     bound = _least(LEAST_LINEAR_CALLS, input, training, dtype)
-    if not bound or (rows * size >= bound and rows >= _least_rows(dtype, training)):
+    single = rows == 1 and _is_fast_with_a_row(dtype, training)
+    if not bound or (rows * size >= bound and not single):
         return False
     if dispatch_log.is_recording():
         arguments = f"{rows} x {columns} by {size // columns}"
@@ -176,10 +169,12 @@ def matrices(parameters: Iterable[Tensor | None]) -> list[Tensor]:
     return [p for p in parameters if p is not None and p.dim() >= 2 and p.is_floating_point()]
 
 
-def _least_rows(dtype: torch.dtype, training: bool) -> int:
+def _is_fast_with_a_row(dtype: torch.dtype, training: bool, transposed: bool = False) -> bool:
+    """Whether torch's product of a single row takes less time, by a weight that lies transposed or
+    as torch's."""
     if dtype is torch.float32:
-        return LEAST_TRAINED_ROWS if training else 0
-    return 0 if training or products.as_fast(dtype) else LEAST_DECODED_ROWS
+        return training or transposed
+    return not (training or transposed or products.as_fast(dtype))
 
 
 def attention_is_small(module: nn.Module, input: object) -> bool:

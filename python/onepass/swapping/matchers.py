@@ -209,7 +209,7 @@ def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
     if cls.forward is not original.forward:
         own = Match("linear", unknown=True, reason=Reason.OWN_FORWARD.because())
         return _linear_calls(module, calls()) or own
-    return Match("linear", forward=forward, reason=_as_fast([module.weight]))
+    return Match("linear", forward=forward, reason=_as_fast([module.weight], small=True))
 
 
 def _linear_calls(module: nn.Module, reached: callsites.Calls) -> Match | None:
@@ -228,14 +228,15 @@ def _linear_calls(module: nn.Module, reached: callsites.Calls) -> Match | None:
     return Match("linear", forward=classes.LinearCalls, reason=reason)
 
 
-def _as_fast(weights: list[torch.Tensor]) -> Because | None:
-    """Why torch's products with these are as fast; None if those with one of them are not."""
+def _as_fast(weights: list[torch.Tensor], small: bool = False) -> Because | None:
+    """Why torch's products with these are as fast, small ones too; None if those with one of them
+    are not."""
     for weight in weights:
         device = weight.device.type
         torchs = f"products on {device}"
         if device in ("cpu", "meta"):
             dtype = products.dtype_of(weight)
-            torchs = products.as_fast(dtype, small=weight.dtype is dtype)
+            torchs = products.as_fast(dtype, small and weight.dtype is dtype)
         if not torchs:
             return None
     return Reason.AS_FAST.because(torchs)
