@@ -80,7 +80,7 @@ def as_fast(dtype: torch.dtype, small: bool = False) -> str | None:
 def dtype_of(tensor: Tensor) -> torch.dtype:
     """That of products on the CPU with this input or weight: autocast's, where it is on and casts
     this."""
-    if not torch.is_autocast_enabled("cpu"):
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled("cpu"):
         return tensor.dtype
     if tensor.dtype is torch.float64 or not tensor.is_floating_point():
         return tensor.dtype

@@ -94,14 +94,18 @@ def norm_is_small(input: Tensor) -> bool:
 
 def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     """Whether torch's own product takes less time; the log says so."""
+    if not input.is_cpu or torch.compiler.is_compiling() or torch._C._is_tracing():
+        return False
+    # A call that is small takes a few microseconds, so this asks for little and calls little.
     dtype, training = products.dtype_of(input), torch.is_grad_enabled()
-    bound = _least(LEAST_LINEAR, input, training, dtype)
-    size = weight.numel()
-    if not bound or not size:
+    bounds, size, threads = LEAST_LINEAR.get(dtype), weight.numel(), _threads()
+    if bounds is None or not size:
         return False
     rows = input.numel() // weight.shape[1]
+    bound = bounds[not training]
     if dtype is torch.float32 and rows in ROWS_IN_PLACE:
-        bound = min(bound, LEAST_IN_PLACE * _threads())
+        bound = min(bound, LEAST_IN_PLACE)
+    bound *= threads
     single = rows == 1 and _is_fast_with_a_row(dtype, training, weight.stride(1) != 1)
     if not single and rows * size >= bound:
         return False
