@@ -166,7 +166,7 @@ def _products() -> Iterator[Line]:
 
 def _times_float32(dtype: torch.dtype) -> float:
     """How much longer the three products of a small linear layer's training step take than in
-    float32; found in a twentieth of a second."""
+    float32, on one thread: with more a busy machine decides. Found in a tenth of a second."""
     import torch
     import torch.nn.functional as F
 
@@ -175,15 +175,24 @@ def _times_float32(dtype: torch.dtype) -> float:
     def seconds(dtype: torch.dtype) -> float:
         x, dy = (torch.ones(rows, features, dtype=dtype) for _ in range(2))
         weight = torch.ones(features, features, dtype=dtype)
-        times: list[float] = []
-        # The first call may compile its kernel.
-        while len(times) < 5 and sum(times) < 0.02:
+
+        def step() -> float:
             begin = time.perf_counter()
             F.linear(x, weight), dy @ weight, dy.t() @ x
-            times.append(time.perf_counter() - begin)
+            return time.perf_counter() - begin
+
+        step()  # may compile its kernel
+        times = [step()]
+        while len(times) < 20 and sum(times) < 0.02:
+            times.append(step())
         return min(times)
 
-    return seconds(dtype) / seconds(torch.float32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return seconds(dtype) / seconds(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _memory() -> Iterator[Line]:
