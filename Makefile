@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
-.PHONY: build compare generate test test-all test-slow lint format bench gpu-report clean
+.PHONY: build compare generate test test-all test-slow lint format docs bench gpu-report clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +33,7 @@ $(VENV)/build.stamp: $(VENV)/torch.stamp $(SOURCES)
 
 # After torch, so that what needs torch finds it and brings no other.
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(INSTALL) ".[test,lint]"
+	$(INSTALL) ".[test,lint,docs]"
 	touch $@ $(VENV)/build.stamp
 
 build: $(VENV)/build.stamp
@@ -76,6 +76,12 @@ format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(CXX_FILES) | xargs $(BIN)/clang-format -i
+
+# build/site; works offline once its tools are there. Warnings are errors.
+docs: $(VENV)/test.stamp
+	$(BIN)/python docs/support_matrix.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "The pages are in build/site."
 
 clean:
 	rm -rf $(VENV) build compare.png

@@ -12,7 +12,7 @@ PHASES = ("forward", "backward", "forward+backward")
 
 
 def markdown(report: Mapping, measured: Sequence[Mapping], compared: Sequence[Mapping]) -> str:
-    """The report as Markdown; its rows of figures are those of the README's tables."""
+    """The report as Markdown; its rows of figures fit the tables of docs/."""
     machine = (measured[0]["machine"] if measured else {}) | report["machine"]
     names = ("driver", "cuda", "torch", "commit")
     facts = [f"{name} {machine[name]}" for name in names if name in machine]

@@ -1,0 +1,167 @@
+"""Writes the table of operators, dtypes and back ends into README.md and docs/operators.md.
+
+    python docs/support_matrix.py [--check]
+
+Each public function is called in each dtype on the CPU, forward and backward, and what it takes is
+what the table says. What CUDA computes by kernels of its own is read off the list of operators.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import onepass
+from onepass import functional as F
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "operators.md")
+BEGIN, END = "<!-- operators: begin (make docs) -->\n", "<!-- operators: end -->\n"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Call = Callable[[Callable[..., torch.Tensor]], object]  # with what makes an input of a shape
+
+
+def _decode(new: Callable[..., torch.Tensor]) -> torch.Tensor:
+    caches = [new(1, 2, 8, 16).detach() for _ in range(2)]
+    return F.attention_with_kv_cache(new(1, 4, 1, 16).detach(), *caches, cache_seqlens=4)
+
+
+def _step(name: str) -> Call:
+    def step(new: Callable[..., torch.Tensor]) -> None:
+        parameter = torch.nn.Parameter(new(64).detach())
+        parameter.grad = torch.ones_like(parameter)
+        getattr(onepass.optim, name)([parameter], lr=1e-3).step()
+
+    return step
+
+
+def _clip(new: Callable[..., torch.Tensor]) -> None:
+    parameter = torch.nn.Parameter(new(64).detach())
+    parameter.grad = torch.ones_like(parameter)
+    onepass.optim.clip_grad_norm_([parameter], 1.0)
+
+
+# Functions that take the same, a call of each, and the operator that computes them ("" where torch
+# does). A call returns what its gradients come from, if anything.
+ROWS: tuple[tuple[dict[str, Call], str], ...] = (
+    (
+        {
+            "scaled_dot_product_attention": lambda new: F.scaled_dot_product_attention(
+                *(new(1, 2, 4, 16) for _ in range(3))
+            ),
+            "varlen_attention": lambda new: F.varlen_attention(
+                *(new(4, 2, 16) for _ in range(3)),
+                *(torch.tensor([0, 4], dtype=torch.int32) for _ in range(2)),
+                4,
+                4,
+            ),
+        },
+        "attention_forward",
+    ),
+    ({"attention_with_kv_cache": _decode}, "attention_decode"),
+    (
+        {
+            "merge_attention_states": lambda new: F.merge_attention_states(
+                [new(1, 2, 4, 16) for _ in range(2)], [torch.zeros(1, 2, 4) for _ in range(2)]
+            )[0]
+        },
+        "",
+    ),
+    (
+        {
+            "layer_norm": lambda new: F.layer_norm(new(2, 16), (16,), new(16), new(16)),
+            "rms_norm": lambda new: F.rms_norm(new(2, 16), (16,), new(16)),
+            "add_layer_norm": lambda new: F.add_layer_norm(new(2, 16), new(2, 16), (16,))[0],
+            "add_rms_norm": lambda new: F.add_rms_norm(new(2, 16), new(2, 16), (16,))[0],
+        },
+        "norm_forward",
+    ),
+    (
+        {
+            "dropout": lambda new: F.dropout(new(2, 16), 0.1),
+            "add_dropout": lambda new: F.add_dropout(new(2, 16), new(2, 16), 0.1),
+        },
+        "dropout_forward",
+    ),
+    ({"linear": lambda new: F.linear(new(2, 16), new(8, 16), new(8))}, "linear_product"),
+    ({f"optim.{name}": _step(name) for name in ("AdamW", "Adam", "SGD", "Lion")}, "optimizer_step"),
+    ({"optim.clip_grad_norm_": _clip}, "gradient_norm"),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if one differs")
+    check = parser.parse_args().check
+    stale = 0
+    for page in PAGES:
+        old = page.read_text(encoding="utf-8")
+        new = with_table(old)
+        if new != old:
+            stale += 1
+            print(f"{page.relative_to(ROOT)} {'is stale: make docs' if check else 'written'}")
+            if not check:
+                page.write_text(new, encoding="utf-8")
+    return 1 if check and stale else 0
+
+
+def with_table(page: str) -> str:
+    """The page with the table between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"the page has no line {BEGIN.strip()!r} and {END.strip()!r}")
+    return before + BEGIN + "\n".join(table()) + "\n" + END + after
+
+
+def table() -> Iterator[str]:
+    yield f"| Operator | {' | '.join(str(dtype)[6:] for dtype in DTYPES)} | CPU | CUDA |"
+    yield "| --- |" + " --- |" * (len(DTYPES) + 2)
+    on_cuda = cuda_operators()
+    for calls, operator in ROWS:
+        found = [tuple(takes(call, dtype) for call in calls.values()) for dtype in DTYPES]
+        cells = []
+        for of_dtype in found:
+            if len(set(of_dtype)) != 1:
+                raise SystemExit(f"{', '.join(calls)} differ in what they take: give each a row")
+            cells.append(of_dtype[0])
+        names = ", ".join(f"`{name}`" for name in calls)
+        cpu = "kernels" if operator else "torch's"
+        cuda = "kernels, emulated only" if operator in on_cuda else "torch's"
+        yield f"| {names} | {' | '.join(cells)} | {cpu} | {cuda} |"
+
+
+def takes(call: Call, dtype: torch.dtype) -> str:
+    """What the function does with inputs of a dtype on the CPU."""
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 0.5, dtype=dtype, requires_grad=True)
+
+    try:
+        output = call(new)
+    except RuntimeError as error:
+        if "must have dtype" not in str(error):
+            raise
+        return "no"
+    if not isinstance(output, torch.Tensor):
+        return "yes"
+    if not output.requires_grad:
+        return "forward"
+    output.float().sum().backward()
+    return "yes"
+
+
+def cuda_operators() -> set[str]:
+    """Those that have kernels for CUDA."""
+    text = (ROOT / "csrc" / "ops" / "backend.h").read_text(encoding="utf-8")
+    listed = text.partition("ONEPASS_OPERATORS(OPERATOR)")[2].partition("ONEPASS_CPU_OPERATORS")[0]
+    return set(re.findall(r"OPERATOR\((\w+),", listed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""README.md and docs/: their code runs, their links lead somewhere, and what is generated is
+current."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import onepass
+from onepass import functional, nn, optim
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+README = ROOT / "README.md"
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: Path) -> list[str]:
+    """Its visible code in Python."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(page):
+    """From top to bottom, in one namespace, with what stands there invisibly before."""
+    markdown = pytest.importorskip("sybil.parsers.markdown", reason="sybil finds the code")
+    from sybil import Sybil
+
+    parsers = [markdown.PythonCodeBlockParser()]
+    document = Sybil(parsers, pattern="*.md", path=str(DOCS)).parse(page)
+    examples = list(document.examples())
+    assert len(examples) > len(blocks(page))  # one sets the page up
+    for example in examples:
+        example.evaluate()
+
+
+def test_the_readme_shows_what_runs():
+    assert blocks(README) == blocks(DOCS / "index.md")
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text)):
+        path, _, anchor = target.partition("#")
+        other = page.parent / path if path else page
+        assert "://" in target or other.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.M)
+            assert anchor in {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}
+
+
+def test_every_page_is_in_the_readme_or_the_menu():
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert all(f": {page.name}\n" in menu for page in PAGES)
+
+
+def test_the_table_of_operators_is_current():
+    matrix = load(DOCS / "support_matrix.py")
+    for page in matrix.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert matrix.with_table(text) == text, "make docs writes it"
+    rows = {name for calls, _ in matrix.ROWS for name in calls}
+    assert set(functional.__all__) <= rows
+    assert {f"optim.{name}" for name in optim.__all__} - rows == {"optim.fuse"}
+
+
+def test_the_api_has_every_public_name():
+    listed = set(re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M))
+    public = [(onepass, set(onepass.__all__) - {"functional", "nn", "optim"})]
+    public += [(module, module.__all__) for module in (functional, nn, optim)]
+    objects = [getattr(module, name) for module, names in public for name in names]
+    assert listed == {f"{one.__module__}.{one.__qualname__}" for one in objects}
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("material", reason="mkdocs-material is the theme")
+    pytest.importorskip("mkdocstrings", reason="mkdocstrings reads the docstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 'id="onepass.swapping.engine.swap"' in (tmp_path / "api/index.html").read_text("utf-8")
