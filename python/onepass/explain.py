@@ -65,7 +65,7 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
 
     A backward inside the function is recorded too. The result of the call is dropped; gradients and
     buffers change as the call changes them. A single dict for a module whose forward takes its keys
-    is passed as keywords, as :meth:`onepass.swapping.Report.verify` does.
+    is passed as keywords, as `onepass.swapping.Report.verify` does.
 
     Returns:
         An Explanation, which prints as text and as HTML and has `to_dict()`.

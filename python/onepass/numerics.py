@@ -136,7 +136,7 @@ def assert_close(
     base: Tensor | Sequence[Tensor],
     case: str = "",
 ) -> None:
-    """Raises AssertionError with the errors and `case` unless :func:`compare` is ok."""
+    """Raises AssertionError with the errors and `case` unless `compare` is ok."""
     result = compare(ours, ref, base)
     if not result.ok:
         raise AssertionError(f"{case + ': ' if case else ''}{result.text}")

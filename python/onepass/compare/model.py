@@ -2,7 +2,7 @@
 
 The GPT is pre-norm with learned positions, a GELU MLP of four times the width, and the output head
 tied to the token embedding. The LayerNorm layout has biases, as GPT-2; ``rmsnorm=True`` gives the
-Llama layout: nn.RMSNorm and no bias anywhere. Nothing in it knows onepass: :func:`onepass.swap`
+Llama layout: nn.RMSNorm and no bias anywhere. Nothing in it knows onepass: `onepass.swap`
 has to find everything by itself, as in anybody's model.
 """
 

@@ -68,7 +68,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, fields: dict, command: str) -> Settings:
-        """The inverse of :meth:`to_dict`."""
+        """The inverse of `to_dict`."""
         return cls(
             **fields
             | {

@@ -30,7 +30,7 @@ def masked_attention(
 
     All are four-dimensional; bias (added to the scores) and mask (True attends) broadcast to
     (batch, heads, seq_q, seq_k), but for the last dimension. The rest is as in
-    :func:`scaled_dot_product_attention`; arguments are not checked for their types.
+    `scaled_dot_product_attention`; arguments are not checked for their types.
     """
     if (
         bias is None
@@ -50,7 +50,7 @@ def masked_attention(
 def linear_where_it_gains(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, **epilogue: object
 ) -> Tensor:
-    """:func:`linear` with its options, or `F.linear` and a pass for each where that takes no
+    """`linear` with its options, or `F.linear` and a pass for each where that takes no
     longer."""
     if linear_gains(input, weight, bias):
         return linear(input, weight, bias, **epilogue)
@@ -59,7 +59,7 @@ def linear_where_it_gains(
 
 
 def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether :func:`linear` takes less time than `F.linear`: by dtype, CPU and size.
+    """Whether `linear` takes less time than `F.linear`: by dtype, CPU and size.
 
     Not under torch.func, where torch maps a product by one product and ours goes by a loop, nor in
     forward mode, which ours do not have.

@@ -151,7 +151,7 @@ def varlen_attention(
     """Attention of sequences of different lengths, one behind the other, without padding.
 
     As `torch.nn.attention.varlen.varlen_attn`, with the options of
-    :func:`scaled_dot_product_attention`. Query i of a sequence is at position i + keys - queries of
+    `scaled_dot_product_attention`. Query i of a sequence is at position i + keys - queries of
     that sequence: causal attention is aligned at the bottom right.
 
     Args:
@@ -177,7 +177,7 @@ def varlen_attention(
         attn_mask: boolean or float, broadcasts to (batch, heads, max_q, max_k), of positions within
             the sequences.
         scale, dropout_p, softcap, alibi_slopes, sinks, deterministic: as in
-            :func:`scaled_dot_product_attention`.
+            `scaled_dot_product_attention`.
 
     Returns:
         Tensor of shape (total_q, heads, value_dim); with return_lse a pair of it and the

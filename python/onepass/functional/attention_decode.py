@@ -65,7 +65,7 @@ def attention_with_kv_cache(
         query: shape (batch, heads, seq_q, head_dim); float32, bfloat16 or float16. Head i reads
             head i // (heads // kv_heads) of the caches. Made for 1 to 16 rows, right for any number
             (keys are read once for 64 rows of the heads that share them; a long prompt is faster
-            through :func:`scaled_dot_product_attention`).
+            through `scaled_dot_product_attention`).
         k_cache: shape (caches, kv_heads, max_seq, head_dim), caches being batch unless
             cache_batch_idx is given; with block_table (pages, page_size, kv_heads, head_dim).
             query's dtype. Any strides with a dense last dimension; others are copied, and cannot
@@ -97,11 +97,11 @@ def attention_with_kv_cache(
             window_size. Makes no difference to a single query.
         window_size: (left, right): a query sees keys from position - left to position + right;
             -1 is no limit. Keys that no query of a sequence sees are not read.
-        softcap, alibi_slopes, sinks: as in :func:`scaled_dot_product_attention`, without gradients.
+        softcap, alibi_slopes, sinks: as in `scaled_dot_product_attention`, without gradients.
         num_splits: ignored, flash-attn's name: how keys are cut depends on a sequence's length,
             head_dim and dtype alone, and so results do not depend on what else is in the batch.
         return_lse: also return the logarithm of the softmax' denominator: what
-            :func:`merge_attention_states` needs.
+            `merge_attention_states` needs.
 
     Returns:
         Tensor of shape (batch, heads, seq_q, value_dim) in query's dtype, with query's order of

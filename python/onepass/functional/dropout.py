@@ -51,7 +51,7 @@ def add_dropout(
     Args:
         input: the branch, any shape; float32, bfloat16, float16 or float64.
         residual: the stream, input's shape; its dtype may be wider. None adds nothing.
-        p, training: as in :func:`dropout`.
+        p, training: as in `dropout`.
 
     Returns:
         Tensor of residual's shape and dtype (input's, where there is none).

@@ -46,7 +46,7 @@ def linear(
         weight: (out_features, in_features), in any of these dtypes (float64 with float64 alone).
         bias: (out_features,), likewise, or None.
         activation: None, "relu", "silu", "gelu" or "gelu_tanh".
-        dropout_p: probability of dropping an element; see :func:`dropout`.
+        dropout_p: probability of dropping an element; see `dropout`.
         residual: the output's shape; it is added at the end, and gives the output its dtype.
         training: False turns dropout off.
 

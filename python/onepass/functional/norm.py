@@ -61,7 +61,7 @@ def rms_norm(
     Square Layer Normalization, 2019).
 
     Args:
-        input: shape (*, *normalized_shape); dtypes and strides as in :func:`layer_norm`.
+        input: shape (*, *normalized_shape); dtypes and strides as in `layer_norm`.
         normalized_shape: the trailing dimensions that form a row.
         weight: shape normalized_shape, optional.
         eps: added to the mean square; None is the epsilon of float32 (of float64 for float64).
@@ -114,7 +114,7 @@ def add_layer_norm(
         residual: the stream, input's shape; may be wider (float32 beside bfloat16 activations).
             None, as in front of a first block: residual_out is dropout(input) then, in
             residual_dtype or input's dtype.
-        normalized_shape, weight, bias, eps: as in :func:`layer_norm`.
+        normalized_shape, weight, bias, eps: as in `layer_norm`.
         dropout_p: probability of dropping an element of input; no mask is stored, the backward
             regenerates it.
         training: False turns dropout off.
@@ -160,7 +160,7 @@ def add_rms_norm(
     """Residual add and RMS norm in one pass over memory.
 
     ``residual_out = residual + dropout(input)``, ``y = rms_norm(residual_out)``. Arguments, results
-    and errors as in :func:`add_layer_norm` and :func:`rms_norm`.
+    and errors as in `add_layer_norm` and `rms_norm`.
     """
     try:
         _check_offset("add_rms_norm", weight_offset, weight)

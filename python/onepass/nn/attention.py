@@ -17,7 +17,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` without the matrix of weights in memory.
 
     With need_weights=False the projections' outputs are read in place by
-    :func:`onepass.functional.scaled_dot_product_attention`, a padding mask and an attention mask
+    `onepass.functional.scaled_dot_product_attention`, a padding mask and an attention mask
     side by side; dropout works on the weights as they are computed. torch's own forward serves
     need_weights=True (torch's default, which asks for that matrix), and whatever it would refuse.
 

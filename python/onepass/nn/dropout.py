@@ -9,7 +9,7 @@ from onepass import functional
 
 
 class Dropout(torch.nn.Dropout):
-    """`torch.nn.Dropout` that stores no mask; see :func:`onepass.functional.dropout`.
+    """`torch.nn.Dropout` that stores no mask; see `onepass.functional.dropout`.
 
     Tensors in channels_last stay in it: there an element's index is its place in memory.
     """

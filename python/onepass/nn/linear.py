@@ -9,7 +9,7 @@ from onepass import functional
 
 
 class Linear(torch.nn.Linear):
-    """`torch.nn.Linear` by the products of :func:`onepass.functional.linear`."""
+    """`torch.nn.Linear` by the products of `onepass.functional.linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.linear(input, self.weight, self.bias)

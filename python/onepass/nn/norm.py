@@ -9,21 +9,21 @@ from onepass import functional
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm` in one pass over memory; see :func:`onepass.functional.layer_norm`."""
+    """`torch.nn.LayerNorm` in one pass over memory; see `onepass.functional.layer_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm` in one pass over memory; see :func:`onepass.functional.rms_norm`."""
+    """`torch.nn.RMSNorm` in one pass over memory; see `onepass.functional.rms_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 class AddLayerNorm(torch.nn.LayerNorm):
-    """Residual add and layer norm in one pass; see :func:`onepass.functional.add_layer_norm`.
+    """Residual add and layer norm in one pass; see `onepass.functional.add_layer_norm`.
 
     Parameters and state_dict keys are those of `torch.nn.LayerNorm`; called with (input, residual),
     returns (y, residual_out). A residual of None is as in the function.
@@ -58,7 +58,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
 
 
 class AddRMSNorm(torch.nn.RMSNorm):
-    """Residual add and RMS norm in one pass; see :func:`onepass.functional.add_rms_norm`.
+    """Residual add and RMS norm in one pass; see `onepass.functional.add_rms_norm`.
 
     Parameters and state_dict keys are those of `torch.nn.RMSNorm`; called with (input, residual),
     returns (y, residual_out). A residual of None is as in the function.

@@ -21,14 +21,14 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
 
     Args:
         optimizer: a `torch.optim.AdamW`, `Adam` or `SGD`; not a subclass.
-        master, state_dtype, max_grad_norm, zero_grads: as in :class:`onepass.optim.AdamW`.
+        master, state_dtype, max_grad_norm, zero_grads: as in `onepass.optim.AdamW`.
 
     Returns:
         The optimizer to go on with.
 
     Raises:
         TypeError: another optimizer.
-        RuntimeError, ValueError: parameters or settings that :class:`onepass.optim.AdamW` refuses,
+        RuntimeError, ValueError: parameters or settings that `onepass.optim.AdamW` refuses,
             an optimizer fused before with other options; the optimizer is as it was.
     """
     ours = _ours().get(type(optimizer))

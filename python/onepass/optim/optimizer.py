@@ -22,7 +22,7 @@ from onepass.optim.tables import TableOptimizer
 
 
 class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
-    """Base of the optimizers: see :class:`onepass.optim.AdamW` for what they have in common."""
+    """Base of the optimizers: see `onepass.optim.AdamW` for what they have in common."""
 
     _step_supports_amp_scaling = StepUnscales()
 

@@ -34,7 +34,7 @@ def attention(
         key, value: (batch, kv_heads, seq_k, dim), or (total_k, kv_heads, dim) with `cu_seq_k`, or
             (pages, page_size, kv_heads, dim) with `block_table`.
         bias, mask: 4-D, of positions within the sequences; each dimension may be 1.
-        options: those of :func:`_attention`.
+        options: those of `_attention`.
     """
     if cu_seq_q is None and (seqused_k is None or len(query) == 0):
         whole_q, whole_k = max_q or query.shape[2], max_k or key.shape[2]

@@ -67,7 +67,7 @@ def swap(
     as their code says, or diffusers' `dispatch_attention_fn`: the former is redirected while such a
     forward runs, in its thread, and nowhere else; and modules of transformers that take attention
     by the name in their config, which becomes "onepass" for all modules that share a config
-    (:func:`onepass.integrations.transformers.attach` does that alone). Calls of `F.linear` are
+    (`onepass.integrations.transformers.attach` does that alone). Calls of `F.linear` are
     redirected likewise, in modules that hold a weight and whose code makes them.
 
     Args:
@@ -78,7 +78,7 @@ def swap(
             in float32 if it is AMD's. The others keep their class, as a note says, or, where kinds
             holds "linear", the list of what was skipped. The projections of nn.MultiheadAttention
             go with attention.
-        include, exclude: globs on fully qualified names ("*.mlp.*"); exclude wins. A module shared
+        include, exclude: globs on fully qualified names (`*.mlp.*`); exclude wins. A module shared
             under several names is included by any and excluded by any of them.
         filter_fn: asked last, `filter_fn(module, name)`; False keeps the module as it is.
         force: globs on names of modules that you vouch for: norms that the probe refuses are
@@ -163,7 +163,7 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
 def swapped(model: nn.Module, **options) -> Iterator[Report]:
     """`with swapped(model) as report:` swaps for the block, and restores whatever ends it.
 
-    Takes :func:`swap`'s options. Modules that were swapped before stay so.
+    Takes `swap`'s options. Modules that were swapped before stay so.
     """
     journal = Journal()
     try:

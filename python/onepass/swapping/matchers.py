@@ -77,7 +77,7 @@ _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
 def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
-    """How a module relates to the given kinds, None if not at all: the first of :func:`matches`."""
+    """How a module relates to the given kinds, None if not at all: the first of `matches`."""
     return next(iter(matches(module, kinds)), None)
 
 

@@ -28,7 +28,7 @@ class Change(NamedTuple):
 
 
 class Report:
-    """The result of :func:`onepass.swap`; `print` shows it as a table. It refers to the model.
+    """The result of `onepass.swap`; `print` shows it as a table. It refers to the model.
 
     Attributes:
         swapped: dicts with name (fully qualified), from, to, kind.

@@ -61,7 +61,7 @@ class Deviation(NamedTuple):
 
 
 class Verification:
-    """What :meth:`Report.verify` found; prints as one line.
+    """What `Report.verify` found; prints as one line.
 
     Attributes:
         ok: everything that decides is as close to the reference as the rule asks.
@@ -142,7 +142,7 @@ class _Run(NamedTuple):
 
 
 def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
-    """See :meth:`onepass.swapping.Report.verify`."""
+    """See `onepass.swapping.Report.verify`."""
     model = report._model
     if report.dry_run:
         raise RuntimeError("verify: the report must come from a swap, got a dry run")

@@ -91,7 +91,7 @@ class Choice(NamedTuple):
 
 
 def globs(option: str, patterns: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """An option's globs as a tuple: :func:`strings`."""
+    """An option's globs as a tuple: `strings`."""
     return None if patterns is None else strings(option, "globs", patterns)
 
 

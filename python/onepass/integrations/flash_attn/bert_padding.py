@@ -60,7 +60,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """As :func:`unpad_input`, of rows that hold several sequences each.
+    """As `unpad_input`, of rows that hold several sequences each.
 
     Args:
         hidden_states: shape (batch, seq, ...).
@@ -78,7 +78,7 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of :func:`unpad_input`, with zeros for padding.
+    """The inverse of `unpad_input`, with zeros for padding.
 
     Args:
         hidden_states: shape (total, ...).

@@ -114,7 +114,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`onepass.functional.scaled_dot_product_attention` with heads behind the sequence.
+    """`onepass.functional.scaled_dot_product_attention` with heads behind the sequence.
 
     Args:
         q: shape (batch, seq_q, heads, head_dim).
@@ -163,14 +163,14 @@ def flash_attn_func(
 @_in_its_words(**_IN_KV)
 @_with_options_of(flash_attn_func)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options, **named) -> Result:
-    """:func:`flash_attn_func` of q and kv, of shape (batch, seq_k, 2, kv_heads, head_dim)."""
+    """`flash_attn_func` of q and kv, of shape (batch, seq_k, 2, kv_heads, head_dim)."""
     return flash_attn_func.__wrapped__(q, *_parts("kv", kv, 5, 2), *options, **named)
 
 
 @_in_its_words(**_IN_QKV)
 @_with_options_of(flash_attn_func)
 def flash_attn_qkvpacked_func(qkv: Tensor, *options, **named) -> Result:
-    """:func:`flash_attn_func` of qkv, of shape (batch, seq, 3, heads, head_dim)."""
+    """`flash_attn_func` of qkv, of shape (batch, seq, 3, heads, head_dim)."""
     return flash_attn_func.__wrapped__(*_parts("qkv", qkv, 5, 3), *options, **named)
 
 
@@ -193,7 +193,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """:func:`onepass.functional.varlen_attention`: sequences one behind the other.
+    """`onepass.functional.varlen_attention`: sequences one behind the other.
 
     Args:
         q: shape (total_q, heads, head_dim).
@@ -205,14 +205,14 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
         block_table: shape (batch, max_pages), int32: the pages with a sequence's keys, in order.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as in :func:`flash_attn_func`, in each sequence by itself.
+            return_attn_probs: as in `flash_attn_func`, in each sequence by itself.
 
     Returns:
         Tensor of shape (total_q, heads, value_dim); with return_attn_probs a triple of it, the
         log-sum-exp (heads, total_q), and an empty tensor.
 
     Raises:
-        As :func:`flash_attn_func`.
+        As `flash_attn_func`.
     """
     _refuse_probabilities(return_attn_probs, dropout_p)
     output, lse = varlen_attention(
@@ -250,7 +250,7 @@ def flash_attn_varlen_kvpacked_func(
     *options,
     **named,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of q and kv, of shape (total_k, 2, kv_heads, head_dim)."""
+    """`flash_attn_varlen_func` of q and kv, of shape (total_k, 2, kv_heads, head_dim)."""
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     of_kv = _parts("kv", kv, 4, 2)
     return flash_attn_varlen_func.__wrapped__(q, *of_kv, *sequences, *options, **named)
@@ -261,7 +261,7 @@ def flash_attn_varlen_kvpacked_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options, **named
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of qkv, of shape (total, 3, heads, head_dim)."""
+    """`flash_attn_varlen_func` of qkv, of shape (total, 3, heads, head_dim)."""
     sequences = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     of_qkv = _parts("qkv", qkv, 4, 3)
     return flash_attn_varlen_func.__wrapped__(*of_qkv, *sequences, *options, **named)
@@ -289,7 +289,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`onepass.functional.attention_with_kv_cache`: appends to caches and attends to them.
+    """`onepass.functional.attention_with_kv_cache`: appends to caches and attends to them.
 
     Args:
         q: shape (batch, seq_q, heads, head_dim).
@@ -298,7 +298,7 @@ def flash_attn_with_kvcache(
         v_cache: likewise, of value_dim.
         k: shape (batch, new_rows, kv_heads, head_dim); None writes nothing.
         v: shape (batch, new_rows, kv_heads, value_dim); comes together with k.
-        causal, window_size: as in :func:`flash_attn_func`, of the keys in use, new ones included.
+        causal, window_size: as in `flash_attn_func`, of the keys in use, new ones included.
         rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, softcap,
             rotary_interleaved, alibi_slopes, num_splits: as in onepass's own function.
 

@@ -8,9 +8,9 @@
     print(onepass_transformers.attach(model))  # attention alone
     onepass_transformers.detach(model)         # what it had before: "sdpa", "eager", ...
 
-transformers' models take attention from a registry, by the name in their config. :func:`register`
+transformers' models take attention from a registry, by the name in their config. `register`
 enters `"onepass"` there, which `from_pretrained(..., attn_implementation="onepass")` takes as well;
-:func:`attach` does that and sets the name in a model that exists. Modules that attend by themselves
+`attach` does that and sets the name in a model that exists. Modules that attend by themselves
 (Falcon, GPT-J) are what `onepass.swap` is for.
 
 What runs is what transformers' own "sdpa" computes, and what that refuses: capped scores (Gemma 2),

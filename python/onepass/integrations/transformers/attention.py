@@ -37,7 +37,7 @@ def register() -> None:
     """Enters "onepass" in transformers' registries of attention and of masks; again is no harm.
 
     Enough for `from_pretrained(..., attn_implementation="onepass")` and `set_attn_implementation`.
-    transformers asks no model class whether it supports the name: :func:`attach` does.
+    transformers asks no model class whether it supports the name: `attach` does.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
@@ -96,7 +96,7 @@ def attention_forward(
         indices: shape (batch, seq_q, selected): the only keys that a query may attend to.
         cu_seq_lens_q, cu_seq_lens_k: shape (sequences + 1,), int32: where the sequences packed in a
             batch of one begin. With a mask that is not looked at: the mask has it.
-        deterministic: as in :func:`onepass.functional.scaled_dot_product_attention`.
+        deterministic: as in `onepass.functional.scaled_dot_product_attention`.
         others: ignored: sliding_window and position_ids, which the mask has, max_length_q and
             max_length_k, and what models pass through (use_cache, labels, ...).
 

@@ -41,7 +41,7 @@ _CACHE = (
 
 
 class Attachment:
-    """What :func:`attach` did; prints as a table.
+    """What `attach` did; prints as a table.
 
     Attributes:
         attached: modules that run on onepass's attention; dicts with name, type, before (the name
@@ -70,7 +70,7 @@ class Attachment:
     def verify(self, *batch, loss_fn: Callable | None = None):
         """Runs the model with the attention it had and with onepass's, and compares.
 
-        As :meth:`onepass.swapping.Report.verify`; what `onepass.swap` changed stays swapped in both
+        As `onepass.swapping.Report.verify`; what `onepass.swap` changed stays swapped in both
         runs. Its report's `verify` undoes both.
 
         Raises:
@@ -184,7 +184,7 @@ def _attach(model: nn.Module, strict: bool, journal: Journal) -> Attachment:
 
 
 def detach(model: nn.Module) -> list[str]:
-    """Gives every config in a model the implementation back that it named before :func:`attach`,
+    """Gives every config in a model the implementation back that it named before `attach`,
     or before `onepass.swap`.
 
     A config that names another one by now is left alone; one that has named "onepass" ever since it
@@ -292,7 +292,7 @@ def notes(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def stock(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` runs the attention from before :func:`attach` and `onepass.swap`; it may hold
+    """Inside, `model` runs the attention from before `attach` and `onepass.swap`; it may hold
     none of transformers' models."""
     before = _attached(_found(model))
     with in_force([Edit(config, _IMPLEMENTATION, named) for config, named in before.values()]):

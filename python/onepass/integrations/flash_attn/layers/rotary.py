@@ -32,7 +32,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """x rotated, as :func:`apply_rotary_emb`; with conjugate by the opposite angles."""
+    """x rotated, as `apply_rotary_emb`; with conjugate by the opposite angles."""
     op = "apply_rotary_emb"
     dims = 4 if cu_seqlens is None else 3
     if x.dim() != dims:
@@ -92,7 +92,7 @@ def apply_rotary_emb_qkv_(
     Args:
         qkv: shape (batch, seq, 3, heads, head_dim), or (batch, seq, heads, head_dim) of the heads
             of query, key and value one behind the other, of which num_heads_q are query's.
-        cos, sin, interleaved, seqlen_offsets: as in :func:`apply_rotary_emb`.
+        cos, sin, interleaved, seqlen_offsets: as in `apply_rotary_emb`.
         cos_k, sin_k: for the key, where they are others.
 
     Raises:
@@ -156,7 +156,7 @@ class RotaryEmbedding(torch.nn.Module):
     Args:
         dim: dimensions that are rotated.
         base: of the angles' wavelengths.
-        interleaved: as in :func:`apply_rotary_emb`.
+        interleaved: as in `apply_rotary_emb`.
         scale_base: of xPos, which makes scores decay with distance (Sun et al., 2022); None is
             without it.
         pos_idx_in_fp32: False computes angles in the dtype of `inv_freq`, as a module that was
@@ -197,7 +197,7 @@ class RotaryEmbedding(torch.nn.Module):
         """Rotates query and key in place.
 
         Args:
-            qkv: as in :func:`apply_rotary_emb_qkv_`; with kv the query alone, of shape (batch, seq,
+            qkv: as in `apply_rotary_emb_qkv_`; with kv the query alone, of shape (batch, seq,
                 heads, head_dim).
             kv: shape (batch, seq, 2, heads, head_dim).
             seqlen_offset: as `seqlen_offsets` there; a tensor needs max_seqlen, the longest

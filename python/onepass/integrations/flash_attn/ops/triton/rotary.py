@@ -1,4 +1,4 @@
-"""flash_attn.ops.triton.rotary: :func:`apply_rotary`, in plain PyTorch."""
+"""flash_attn.ops.triton.rotary: `apply_rotary`, in plain PyTorch."""
 
 from onepass.integrations.flash_attn.layers.rotary import apply_rotary
 
