@@ -210,7 +210,7 @@ void AttentionChecks::cumulative(const char* name, const int32_t* ends, int64_t 
   require(ends[0] == 0, op_, ": ", name, " must begin with 0, got ", ends[0]);
   for (int64_t b = 0; b < args_.batch; ++b) {
     require(ends[b + 1] >= ends[b], op_, ": ", name, " must not decrease, got ", ends[b + 1],
-            " behind ", ends[b]);
+            " after ", ends[b]);
   }
   require(ends[args_.batch] == total, op_, ": ", name, " must end with the number of rows, ", total,
           ", got ", ends[args_.batch]);

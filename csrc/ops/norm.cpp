@@ -1,4 +1,4 @@
-// Layer norm and RMS norm, alone or behind a residual add: schemas, checks, allocation. The kernels
+// Layer norm and RMS norm, alone or after a residual add: schemas, checks, allocation. The kernels
 // are the back end's; every one of them is reached through the checks here.
 #include "ops/norm.h"
 

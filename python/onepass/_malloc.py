@@ -69,8 +69,8 @@ def map_apart() -> bool:
 def restore() -> bool:
     """What the environment says or else what malloc comes to by itself; frees what it can.
 
-    glibc goes on serving large blocks from holes of its heap, and the top of a heap that something
-    was mapped behind stays.
+    glibc goes on serving large blocks from holes of its heap, and the top of a heap stays if
+    something was mapped after it.
     """
     from_environment = told()
     values = (_DEFAULTS if from_environment else _ADAPTED) | from_environment

@@ -27,8 +27,8 @@ def keep_freed_memory(limit: int | None = None) -> bool:
       before. With MALLOC_ARENA_MAX=1 in the environment all threads share the main one.
     - ``keep_freed_memory(0)`` undoes it, and gives back what is free. malloc's thresholds are then
       those that it comes to by itself, or those of the environment. Two things stay: large blocks
-      that fit into a hole of the heap are still put there, and a free top of the heap that
-      something in use, or another mapping, lies behind is not returned.
+      that fit into a hole of the heap are still put there, and a free top of the heap is not
+      returned if something in use, or another mapping, lies after it.
 
     Args:
         limit: bytes that may lie free at the top of the heap; if more do, all of it goes back. No

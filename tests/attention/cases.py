@@ -32,7 +32,7 @@ OPTIONAL += ("alibi_slopes", "sinks", "seed")
 
 
 def within_window(case, distance: Tensor) -> Tensor:
-    """Whether a query sees a key that is so far behind it, by a case's window."""
+    """Whether a query sees a key that is so far after it, by a case's window."""
     seen = torch.ones_like(distance, dtype=torch.bool)
     if case.window_left >= 0:
         seen &= distance <= case.window_left

@@ -180,7 +180,7 @@ PAGED = dict(query=torch.randn(6, 4, 8), key=POOL, value=POOL, cu_seq_q=CU_Q, ma
              block_table=int32([[0, 1], [2, 0]]), seqused_k=int32([7, 3]), scale=1.0)  # fmt: skip
 SEED = torch.zeros(2, dtype=torch.int64)
 
-# Changes of a right call, and the whole message behind `attention: `.
+# Changes of a right call, and the whole message after `attention: `.
 WRONG = [
     # shapes
     (RIGHT, dict(query=X[0]), "query must have 4 dimensions, got (4, 6, 8)"),
@@ -272,12 +272,12 @@ WRONG = [
     (PACKED, dict(cu_seq_k=int32([0, 5])),
      "cu_seq_k must be an int32 tensor of shape (3,) on cpu, got (2,) of int32 on cpu"),
     (PACKED, dict(cu_seq_q=int32([1, 2, 6])), "cu_seq_q must begin with 0, got 1"),
-    (PACKED, dict(cu_seq_q=int32([0, 7, 6])), "cu_seq_q must not decrease, got 6 behind 7"),
+    (PACKED, dict(cu_seq_q=int32([0, 7, 6])), "cu_seq_q must not decrease, got 6 after 7"),
     (PACKED, dict(cu_seq_q=int32([0, 2, 5])),
      "cu_seq_q must end with the number of rows, 6, got 5"),
     (PACKED, dict(cu_seq_k=int32([0, 4, 6])),
      "cu_seq_k must end with the number of rows, 5, got 6"),
-    (PACKED, dict(cu_seq_k=int32([0, -1, 5])), "cu_seq_k must not decrease, got -1 behind 0"),
+    (PACKED, dict(cu_seq_k=int32([0, -1, 5])), "cu_seq_k must not decrease, got -1 after 0"),
     (PACKED, dict(max_q=3), "max_q must be at least the longest sequence, 4, got 3"),
     (PACKED, dict(max_k=3), "max_k must be at least the longest sequence, 4, got 3"),
     (PACKED, dict(query_offset=1),

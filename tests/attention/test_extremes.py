@@ -299,7 +299,7 @@ def test_not_finite_gradients_stay_in_their_head(dtype):
     assert equal(found["dquery"][:, :, others], clean["dquery"][:, :, others])
 
 
-# Which keys no query sees, of 70 queries and 300 keys: all behind the last that one sees; before
+# Which keys no query sees, of 70 queries and 300 keys: all after the last that one sees; before
 # the first and among others, whole tiles of any size up to 128.
 UNSEEN = {
     "causal": (dict(window_right=0), slice(70, None)),

@@ -87,7 +87,7 @@ def test_head_dims(executor, head_dim, kind):
 @pytest.mark.grid(2)
 @pytest.mark.emulator_grid
 def test_positions_of_a_shard(terms, dtype):
-    """As ring attention has them: before, on and behind the diagonal, far beyond 32 bits, and
+    """As ring attention has them: before, on and after the diagonal, far beyond 32 bits, and
     beginning within the eight keys that share random numbers."""
     case = Case(dtype, 40, batch=1, heads=2, kv_heads=1, seq_q=70, seq_k=130, dlse=True, **terms)
     for query, key in ((0, 3), (40, 50), (13, 117), (2**33 + 205, 2**33 + 77)):

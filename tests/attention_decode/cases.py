@@ -57,7 +57,7 @@ class Case:
     page_size: int = 0  # 0: dense caches
     pads: tuple[int, ...] = ()  # rows before the keys, by turns; (): no cache_leftpad
     scattered: bool = False  # dense: sequences in caches of any order, some of which are nobody's
-    room: int = 3  # dense: rows behind those of the longest sequence
+    room: int = 3  # dense: rows after those of the longest sequence
     window_left: int = -1
     window_right: int = -1
     softcap: float = 0.0
@@ -232,7 +232,7 @@ def with_copied_caches(t: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def appended(case: Case, t: dict[str, Tensor], name: str) -> list[Tensor]:
-    """(kv_heads, new_rows, dim) of each sequence, read from its cache behind the old rows."""
+    """(kv_heads, new_rows, dim) of each sequence, read from its cache after the old rows."""
     return [read(t, name, b, used, used + case.appends) for b, used in enumerate(case.used)]
 
 

@@ -270,7 +270,7 @@ def test_new_rows_may_fall_into_the_padding():
         t = case.tensors()
         expected = ours(case, t | dict(cache_leftpad=int32([5, 8])))
         assert (expected["lse"][1] == -torch.inf).all() and not expected["output"][1].any()
-        # The first sequence is as one of the three keys behind the padding.
+        # The first sequence is as one of the three keys after the padding.
         only = replace(case, lengths=(3,), new_rows=-1, page_size=0, room=0, draw=9)
         alone_t = only.tensors()
         alone_t["query"] = t["query"][:1]

@@ -224,7 +224,7 @@ def test_a_prefix_that_sequences_share(dtype):
                 t["query"][b : b + 1].to(to), k, v, scale=case.scale, sinks=t["sinks"].to(to),
                 window_right=0, bottom_right=True,
             )  # fmt: skip
-            if used < 2:  # its queries stand behind all of the prefix
+            if used < 2:  # its queries stand after all of the prefix
                 output, lse = reference.attention.attention(
                     t["query"][b : b + 1].to(to), k, v, scale=case.scale, sinks=t["sinks"].to(to)
                 )

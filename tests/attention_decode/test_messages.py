@@ -29,7 +29,7 @@ ROTARY = APPEND | dict(rotary_cos=COS, rotary_sin=COS)
 RIGHT = [READ, PAGED, SCATTERED, APPEND, APPEND_PAGED, APPEND_SCATTERED, ROTARY,
          READ | dict(cache_leftpad=USED), APPEND | dict(cache_leftpad=int32([9, 0]))]  # fmt: skip
 
-# Of both ops: changes of a right call, and the whole message behind the op's name.
+# Of both ops: changes of a right call, and the whole message after the op's name.
 WRONG = [
     # shapes
     (READ, dict(query=Q[0]), "query must have 4 dimensions, got (4, 3, 8)"),
@@ -233,7 +233,7 @@ def test_messages(number):
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=named(WRONG))
 def test_messages_of_an_append(number):
-    """The same, but that rows in use are those behind the append."""
+    """The same, but that rows in use are those after the append."""
     right, changes, message = WRONG[number]
     message = message.replace("rows in use, 3", "rows in use, 5")
     if "rows in use, 7" in message:

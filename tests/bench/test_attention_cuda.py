@@ -121,7 +121,7 @@ def test_decoding_counts_the_bytes_of_keys_and_values():
 
 
 def test_replays_are_of_every_set_in_turn(monkeypatch):
-    """What a call would do is captured once for each set of inputs, behind a call that is not."""
+    """What a call would do is captured once for each set of inputs, after a call that is not."""
     done, captures = [], []
 
     class Graph:

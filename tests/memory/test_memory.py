@@ -1,7 +1,7 @@
 """`onepass.keep_freed_memory`: page faults, resident memory, what it reaches and what it leaves.
 
 In processes of their own (loops.py), of which one has to show what is claimed: where the loader put
-things behind the heap, and what was allocated before, decides whether blocks go back.
+things after the heap, and what was allocated before, decides whether blocks go back.
 """
 
 from __future__ import annotations

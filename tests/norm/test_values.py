@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm, plain and behind a residual add: values, gradients, layouts, extremes.
+"""Layer norm and RMS norm, plain and after a residual add: values, gradients, layouts, extremes.
 
 Every result is held to the reference in float64 by the numerics rule; `base` is torch's function.
 On every executor, but for what is said of threads and sizes.

@@ -210,7 +210,7 @@ def stepped(name, change, *, steps=6, shapes=(40, (5, 8), 7)):
 
 
 def move_between_groups(optimizer, params):
-    """The parameters of all groups, one behind the other, stay what they were."""
+    """The parameters of all groups, one after the other, stay what they were."""
     first, second = optimizer.param_groups
     second["params"].insert(0, first["params"].pop())
 

@@ -337,7 +337,7 @@ def test_first_moments_in_16_bits_are_the_nearest(name):
 
 
 def code_values(width):
-    """The numbers of core/code8.h: octaves of 8, a linear fraction behind the leading one."""
+    """The numbers of core/code8.h: octaves of 8, a linear fraction after the leading one."""
     values = [0.0]
     for code in range(1, 1 << width):
         leading = code.bit_length() - 1

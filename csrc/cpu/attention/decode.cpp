@@ -7,11 +7,11 @@
 // keys: one parallel region, no waiting, and no bit depends on who does what when.
 //
 // Many queries are bound by arithmetic instead, and what chunks leave would outgrow the cache:
-// there a piece is a block of query rows that goes through the chunks itself, behind a region that
+// there a piece is a block of query rows that goes through the chunks itself, after a region that
 // writes the new rows.
 //
 // Chunks are counted from the sequence's first key and are as long as its own length says, so that
-// a sequence comes out the same in any batch, behind any padding, in any pages.
+// a sequence comes out the same in any batch, after any padding, in any pages.
 #include <atomic>
 #include <cmath>
 
@@ -228,7 +228,7 @@ class Decode {
     for (int64_t c = 0; c < chunks.count; ++c) {
       const int64_t begin = keys_.first + (chunks.first + c) * chunks.keys;
       const int64_t end = std::min(begin + chunks.keys, keys_.last);
-      if (!attend(begin, end, first, last, one)) continue;  // behind the diagonal, for one
+      if (!attend(begin, end, first, last, one)) continue;  // after the diagonal, for one
       for (int64_t row = 0; row < last - first; ++row) join(all.from(row), 2, shape_.block);
     }
     for (int64_t row = first; row < last; ++row) finish(row, all.from(row - first));
@@ -319,7 +319,7 @@ class Decode {
     const KeyRows<T> keys = rows_in(args_.key);
     keys.list(begin, count, s_.rows);
     rows_in(args_.value).list(begin, count, s_.rows + count);
-    // What comes behind: the next chunk's keys, since threads take runs of them.
+    // What comes next: the next chunk's keys, since threads take runs of them.
     const int64_t behind = std::clamp<int64_t>(keys_.last - end, 0, ahead_);
     keys.list(end, behind, s_.rows + 2 * count);
     std::fill_n(s_.rows + 2 * count + behind, ahead_ - behind, s_.rows[2 * count - 1]);
@@ -343,7 +343,7 @@ class Decode {
   }
 
   // Looks up the pages that rows are in, several at a time. A load or a prefetch from a page that
-  // is new to the processor holds up all behind it until the page is found: a plain pass over
+  // is new to the processor holds up all after it until the page is found: a plain pass over
   // memory has the next page's loads under way by then, the arithmetic between the loads here is
   // too long. Always inline: g++ takes a function that only prefetches for one without effect.
   ONEPASS_INLINE void ask_for_pages(const Strided& tensor, const T* const* rows,

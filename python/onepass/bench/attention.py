@@ -101,7 +101,7 @@ def _biased() -> Operator:
 
 
 def _padded(lengths: Sequence[int], seq: int) -> Operator:
-    """A batch whose sequences are padded to seq: the keys behind their ends are masked out."""
+    """A batch whose sequences are padded to seq: the keys after their ends are masked out."""
     mask = (torch.arange(seq) < torch.tensor(lengths)[:, None])[:, None, None]
     bias = _as_bias(mask)
 

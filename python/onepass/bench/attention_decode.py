@@ -211,7 +211,7 @@ def _read_on_cuda(shape: Shape) -> Operator:
 
 
 def _append(shape: Shape) -> Operator:
-    """A step: the new row goes behind those in use, one less than there are."""
+    """A step: the new row goes after those in use, one less than there are."""
     used = shape[4] - 1
     lengths = _Held(torch.full((shape[0],), used, dtype=torch.int32))
 

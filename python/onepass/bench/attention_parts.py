@@ -42,7 +42,7 @@ def flops(batch_pairs: int, heads: int, head_dim: int, phase: str) -> int:
 
 # ---- operators -----------------------------------------------------------------------------------
 
-_RIGHT = {"causal": 0, "full": -1}  # keys that the reference lets a query see behind its own
+_RIGHT = {"causal": 0, "full": -1}  # keys that the reference lets a query see after its own
 
 
 def dense(kind: str, **torch_options) -> Operator:

@@ -50,7 +50,7 @@ def scaled_dot_product_attention(
             Messages of errors call it mask or bias.
         dropout_p: probability of dropping a weight; applies whenever it is above 0, as torch's
             does. No mask is stored, the backward regenerates it. It is quantised to 1/65536.
-        is_causal: a query attends to no key behind its position. With attn_mask both apply.
+        is_causal: a query attends to no key after its position. With attn_mask both apply.
         scale: of the scores; None is 1 / sqrt(head_dim).
         enable_gqa: key and value may have fewer heads than query, whose number theirs divides;
             query's head i reads head i // (heads // kv_heads).
@@ -148,7 +148,7 @@ def varlen_attention(
     attn_mask: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of sequences of different lengths, one behind the other, without padding.
+    """Attention of sequences of different lengths, one after the other, without padding.
 
     As `torch.nn.attention.varlen.varlen_attn`, with the options of
     `scaled_dot_product_attention`. Query i of a sequence is at position i + keys - queries of

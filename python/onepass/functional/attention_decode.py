@@ -42,7 +42,7 @@ def attention_with_kv_cache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new queries to the keys and values that earlier steps left in caches.
 
-    With `key` and `value` they are first written into the caches, in place, behind the rows in use:
+    With `key` and `value` they are first written into the caches, in place, after the rows in use:
     one call is a decoding step of a layer. Every key and value is read once, for all the query
     heads that share it, in chunks that are merged in order (Dao, Haziza, Massa, Sizov:
     Flash-Decoding for long-context inference, 2023). A sequence's result depends, bit for bit, on
@@ -79,7 +79,7 @@ def attention_with_kv_cache(
         cache_seqlens: shape (batch,), int32: rows of each cache in use before this call; or one
             number for all. None is the whole cache, where nothing is written. Not changed.
         block_table: shape (batch, max_pages), int32: the row j of sequence b is the row
-            j % page_size of page block_table[b, j // page_size]. Entries behind the last row in
+            j % page_size of page block_table[b, j // page_size]. Entries after the last row in
             use, and before what a window or cache_leftpad leaves, are not looked at. Sequences may
             share pages, but no row may be written at one place and read at another.
         cache_batch_idx: shape (batch,), int32: which cache is whose; not with block_table.
@@ -93,7 +93,7 @@ def attention_with_kv_cache(
             key has another number of rows). Only with key: keys in the caches are rotated already.
         rotary_interleaved: pairs are dimensions (2i, 2i + 1); else (i, i + rotary_dim / 2).
         scale: of the scores; None is 1 / sqrt(head_dim).
-        is_causal: a query attends to no key behind its position: the same as 0 on the right of
+        is_causal: a query attends to no key after its position: the same as 0 on the right of
             window_size. Makes no difference to a single query.
         window_size: (left, right): a query sees keys from position - left to position + right;
             -1 is no limit. Keys that no query of a sequence sees are not read.

@@ -1,4 +1,4 @@
-"""Dropout without a stored mask, alone or fused with the residual add behind it."""
+"""Dropout without a stored mask, alone or fused with the residual add after it."""
 
 from __future__ import annotations
 

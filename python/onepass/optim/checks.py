@@ -121,7 +121,7 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _meet(first: tuple, second: tuple, ahead: int) -> bool:
-    """Whether two layouts share a byte, the second one `ahead` bytes behind the first."""
+    """Whether two layouts share a byte, the second one `ahead` bytes after the first."""
     return bool(torch.isin(_bytes(*first), _bytes(*second) + ahead).any())
 
 
@@ -130,7 +130,7 @@ def _places(tensor: Tensor) -> tuple:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first to behind the last one."""
+    """Elements from the first to after the last one."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -32,7 +32,7 @@ ALIGNMENT = 64
 # Different sets of parameters with gradients that are remembered: experts that take turns.
 MAX_STEP_TABLES = 16
 
-SCALE = "_scale"  # the key of a moment in codes, with this behind it, holds its scales
+SCALE = "_scale"  # the key of a moment in codes, with this after it, holds its scales
 
 # Of the parameters with gradients: a range if all have one, the same as a key and quicker.
 Numbers = range | tuple[int, ...]

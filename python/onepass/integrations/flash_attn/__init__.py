@@ -7,7 +7,7 @@ A model that says ``from flash_attn import flash_attn_func`` runs here with the 
     from onepass.integrations.flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 
 The package itself is neither imported nor needed. Its layouts hold: (batch, seq, heads, head_dim),
-or (total, heads, head_dim) for sequences one behind the other; key and value may have fewer heads
+or (total, heads, head_dim) for sequences one after the other; key and value may have fewer heads
 than query; causal attention and windows are aligned at the bottom right. Beyond it: float32 (and,
 but for KV caches, float64), head dimensions to 512, values of a dimension of their own, any option
 beside any other, gradients of all that is added to the scores and of the log-sum-exp. Padding and

@@ -37,7 +37,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The rows of a padded batch that a mask names, one sequence behind the other.
+    """The rows of a padded batch that a mask names, one sequence after the other.
 
     Args:
         hidden_states: shape (batch, seq, ...).
@@ -65,7 +65,7 @@ def unpad_input_for_concatenated_sequences(
     Args:
         hidden_states: shape (batch, seq, ...).
         attention_mask_in_length: shape (batch, seq), int: the lengths of the sequences in a row,
-            from the left, and zeros behind them.
+            from the left, and zeros after them.
 
     Returns:
         (rows, indices, cu_seqlens, max_seqlen).

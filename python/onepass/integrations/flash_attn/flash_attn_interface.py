@@ -114,7 +114,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`onepass.functional.scaled_dot_product_attention` with heads behind the sequence.
+    """`onepass.functional.scaled_dot_product_attention` with heads after the sequence.
 
     Args:
         q: shape (batch, seq_q, heads, head_dim).
@@ -193,7 +193,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """`onepass.functional.varlen_attention`: sequences one behind the other.
+    """`onepass.functional.varlen_attention`: sequences one after the other.
 
     Args:
         q: shape (total_q, heads, head_dim).

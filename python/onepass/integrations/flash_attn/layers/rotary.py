@@ -91,7 +91,7 @@ def apply_rotary_emb_qkv_(
 
     Args:
         qkv: shape (batch, seq, 3, heads, head_dim), or (batch, seq, heads, head_dim) of the heads
-            of query, key and value one behind the other, of which num_heads_q are query's.
+            of query, key and value one after the other, of which num_heads_q are query's.
         cos, sin, interleaved, seqlen_offsets: as in `apply_rotary_emb`.
         cos_k, sin_k: for the key, where they are others.
 
