@@ -111,7 +111,9 @@ class _Group:
                     costs.elsewhere += seconds
                 except EOFError:
                     self.processes[rank].join(GRACE)
-                    passed, answer = False, f"ended with code {self.processes[rank].exitcode}\n"
+                    stack = (self.folder / f"{rank}.stack").read_text()
+                    passed = False
+                    answer = f"ended with code {self.processes[rank].exitcode}\n{stack}"
                 (results if passed else failures)[rank] = answer
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE)
@@ -150,6 +152,7 @@ class _Group:
 def _serve(rank: int, size: int, folder: str, calls: Connection) -> None:
     """What a process does until its connection is closed."""
     stack = open(f"{folder}/{rank}.stack", "w")
+    faulthandler.enable(file=stack)  # of a rank that a signal ends
     faulthandler.register(signal.SIGUSR1, file=stack)
     torch.set_num_threads(1)
     torch.distributed.init_process_group(

@@ -31,6 +31,12 @@ def ends_on_one():
     torch.distributed.barrier()
 
 
+def aborts_on_one():
+    if torch.distributed.get_rank() == 0:
+        os.abort()
+    torch.distributed.barrier()
+
+
 def misses_one():
     if torch.distributed.get_rank() == 0:
         torch.distributed.all_reduce(torch.ones(()))
@@ -47,6 +53,7 @@ def test_processes_are_started_once():
     [
         (fails_on_one, "rank 1 of 2: Traceback[^|]*ValueError: as planted[^|]*rank 0 of 2", 20),
         (ends_on_one, "rank 0 of 2: ended with code 7", 20),
+        (aborts_on_one, "rank 0 of 2: ended with code -6[^|]*in aborts_on_one", 20),
         (misses_one, "rank 0 of 2: no answer; it is at[^|]*in misses_one", 2),
     ],
 )
