@@ -1,4 +1,4 @@
-"""What torch's compilers cannot do, or not yet, and what they are told."""
+"""Limits of torch's compilers, and the marks and errors for them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def require_fixed_offsets(op: str, **tensors: Tensor) -> None:
 def _keeps_offsets() -> bool:
     from torch._inductor.lowering import fallbacks, lowerings
 
-    # What it has no code for it takes for an operator to be called, and notes both.
+    # An operator without code is called as it is, and inductor notes it in both tables.
     offset_of = torch.ops.aten.sym_storage_offset.default
     return offset_of in lowerings and offset_of not in fallbacks
 

@@ -1,4 +1,4 @@
-"""What `torch.utils.flop_counter` counts of onepass's operators: as of torch's at the same shapes.
+"""Formulas of `torch.utils.flop_counter` for onepass's operators: as torch's at the same shapes.
 
 That module is not imported here (it may import triton); where somebody has imported it, the
 formulas are registered with it: when onepass is imported, and by every `swap`.

@@ -67,7 +67,7 @@ def map_apart() -> bool:
 
 
 def restore() -> bool:
-    """What the environment says or else what malloc comes to by itself; frees what it can.
+    """Sets what the environment says, else malloc's own defaults; frees what it can.
 
     glibc goes on serving large blocks from holes of its heap, and the top of a heap stays if
     something was mapped after it.
@@ -86,7 +86,7 @@ def trim() -> None:
 
 
 def told() -> dict[str, int]:
-    """What the environment says of freed memory, by glibc's names; GLIBC_TUNABLES win."""
+    """The environment's settings of freed memory, by glibc's names; GLIBC_TUNABLES win."""
     pairs = [entry.partition("=") for entry in os.environ.get("GLIBC_TUNABLES", "").split(":")]
     tunables = {name: value for name, _, value in pairs}
     values = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class _Refused(RuntimeError):
-    """What is to be written is a negative view."""
+    """A negative view is to be written."""
 
 
 registered: set[str] = set()  # the operators with such a kernel

@@ -9,7 +9,7 @@ import stat
 import sys
 from pathlib import Path
 
-# What is written for a trial where a file is to be: about as much as a picture takes.
+# Bytes written for a trial where a file is to be: about as much as a picture takes.
 _TRIAL_BYTES = 1 << 20
 
 

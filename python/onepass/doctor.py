@@ -235,7 +235,7 @@ def _of_new_tensor() -> tuple[int, float]:
 
 
 def _cuda() -> Iterator[Line]:
-    """What the CUDA library was built for, and whether the devices of this machine are among it."""
+    """The CUDA library's architectures, and whether this machine's devices are among them."""
     try:
         info = importlib.import_module("onepass._C").build_info()
     except ImportError:

@@ -24,7 +24,7 @@ from onepass._ops import dispatch_log
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ran, and what did not run through onepass.
+    """The calls of a forward: those that ran through onepass, and those that did not.
 
     Attributes:
         calls: one dict per distinct call: op, arguments, kernel, level, threads, rows_per_tile,
@@ -111,7 +111,7 @@ def _level_reason() -> str:
 
 
 def _stock_modules(module: torch.nn.Module) -> list[dict]:
-    """What a swap of this module would do: what it would replace was not replaced yet."""
+    """The modules that a swap would replace, and that are not replaced yet."""
     from onepass.swapping import swap
 
     report = swap(module, dry_run=True)

@@ -15,7 +15,7 @@ def is_bshd(query: Tensor) -> bool:
 
 
 def empty_rows(like: Tensor, shape, dtype: torch.dtype, bshd: bool | None) -> Tensor:
-    """What an op returns for `shape`; with bshd the memory of (batch, rows, heads, dim)."""
+    """The output of an op for `shape`; with bshd the memory of (batch, rows, heads, dim)."""
     if not bshd or len(shape) != 4:
         return like.new_empty(shape, dtype=dtype)
     batch, heads, rows, dim = shape

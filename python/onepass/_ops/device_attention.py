@@ -18,7 +18,7 @@ from onepass._compiling import constant_where_traced
 from onepass._ops import dispatch_log
 
 TORCHS_FROM = (9, 0)
-# What the fused kernels of torch take.
+# The dtypes that torch's fused kernels take.
 _MOST_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 NOTE = (

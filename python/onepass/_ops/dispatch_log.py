@@ -69,7 +69,7 @@ def leave(op: str, arguments: str, kernel: str, threads: int, reason: str) -> No
 
 
 def _take() -> list[dict]:
-    """What was recorded since the last time."""
+    """The calls recorded since the last time."""
     calls = _C.take()
     if _left:
         calls += _left

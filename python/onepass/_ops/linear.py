@@ -32,7 +32,7 @@ for _check in (_forward_check, _backward_check, _epilogue_check, _epilogue_backw
 
 
 class Activation(enum.IntEnum):
-    """What comes after the products; the numbers of csrc/ops/linear.h."""
+    """The activation after a product; the numbers of csrc/ops/linear.h."""
 
     NONE = 0
     RELU = 1

@@ -27,7 +27,7 @@ run_each(_backward_check)
 
 
 class NormKind(enum.IntEnum):
-    """What a row is normalised by; the numbers of csrc/ops/norm.h."""
+    """The statistic that normalises a row; the numbers of csrc/ops/norm.h."""
 
     LAYER = 0
     RMS = 1
@@ -36,7 +36,7 @@ class NormKind(enum.IntEnum):
 # Bits of norm_backward's grad_mask.
 _INPUT, _RESIDUAL, _WEIGHT, _BIAS = 1, 2, 4, 8
 
-# What rms_norm(eps=None) adds: torch takes the epsilon of the dtype it computes in.
+# The epsilon of rms_norm(eps=None): torch takes the epsilon of the dtype it computes in.
 _DEFAULT_EPS = torch.finfo(torch.float32).eps
 _DEFAULT_EPS_FLOAT64 = torch.finfo(torch.float64).eps
 

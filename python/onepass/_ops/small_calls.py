@@ -159,7 +159,7 @@ _HOLDERS = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:
-    """What a module that calls F.linear may multiply by: its own matrices, stacked ones too, and
+    """The weights that a module may hand to F.linear: its own matrices, stacked ones too, and
     those of embeddings and lists of parameters that it holds."""
     weights = matrices(module._parameters.values())
     for part in module._modules.values():

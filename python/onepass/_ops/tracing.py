@@ -1,4 +1,4 @@
-"""What `torch.jit.trace` and `torch.export` record.
+"""The operators that `torch.jit.trace` and `torch.export` record.
 
 An autograd.Function enters a trace as an object of Python, which cannot be saved and differs from
 one trace to the next, and into an exported program as the raw operator inside; a raw operator has

@@ -250,7 +250,7 @@ def _standard_cases(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> It
 
 
 def _variants(quick: bool = False) -> Iterator[Case]:
-    """What sets them apart from each other, in bfloat16."""
+    """One case for each option, in bfloat16."""
 
     seq = QUICK[2] if quick else MASKED[2]
     of = QUICK if quick else MASKED

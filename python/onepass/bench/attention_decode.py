@@ -137,7 +137,7 @@ def _ragged_case(dtype: torch.dtype, quick: bool, device: str = "cpu") -> Case:
 
 
 def _memory(shape: Shape, dtype: torch.dtype, lengths: Sequence[int], device: str) -> dict:
-    """What a case is measured against, and how it is called."""
+    """The baseline of a case, and how it is called."""
     read = _bytes(shape, dtype, lengths)
     if device == "cuda":
         return {"device": device, "moved": read, "graphs": True}

@@ -1,4 +1,4 @@
-"""What the cases of attention on the CPU, on CUDA and of decoding share: useful operations, dense
+"""Shared by the cases of attention on the CPU, on CUDA and of decoding: useful operations, dense
 operators, tensors."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def dropped(kind: str) -> Operator:
 
 
 def overhead_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    """What a call costs beside its work."""
+    """The cost of a call beside its work."""
     for phase in ("no grad", "forward under grad", "forward+backward"):
         grad = phase != "no grad"
         yield Case(

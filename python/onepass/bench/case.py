@@ -69,7 +69,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Case:
-    """What to measure.
+    """One operation to measure.
 
     Attributes:
         name: family/operator/dtype/shape/phase, which --case matches.
@@ -373,7 +373,7 @@ def _graphs_kept(wanted: bool) -> contextlib.AbstractContextManager:
 
 
 def _call(case: Case, function: Function, inputs: _Ring) -> Callable[[], tuple[Tensor, ...]]:
-    """What is timed: without a backward the function alone."""
+    """The function that is timed: without a backward the forward alone."""
     if case.graphs and case.device == "cuda":
         return _replayed(function, inputs)
     if not case.backward:

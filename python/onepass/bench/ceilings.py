@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured in this process with the threads of the benchmark.
+"""The best speeds of this machine, measured in this process with the threads of the benchmark.
 
 A kernel is judged by its share of the ceiling that binds it; on shared machines a fixed number of
 gigabytes per second would mean nothing.

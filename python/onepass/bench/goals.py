@@ -1,4 +1,4 @@
-"""What cases are held to by `onepass bench --goals FILE`; the project's own are
+"""Goals of cases, for `onepass bench --goals FILE`; the project's own are
 benchmarks/goals.json."""
 
 from __future__ import annotations

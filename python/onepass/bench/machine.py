@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: the machine, the software, the allocator."""
+"""Facts that a figure depends on besides the code: the machine, the software, the allocator."""
 
 from __future__ import annotations
 

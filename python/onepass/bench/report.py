@@ -178,7 +178,7 @@ def _goal(row: Row) -> str:
 
 
 def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
-    """What the tables above mean and rest on; `result` is the object that --json writes."""
+    """Units, machine and method of the tables above; `result` is the object that --json writes."""
     on_cuda = result.get("device") == "cuda"
     decoding = "an update in place" if on_cuda else "a read (torch's sum)"
     arithmetic = "torch's matmul" if on_cuda else "FMA (bfloat16: of dot, if there is)"

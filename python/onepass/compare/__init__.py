@@ -86,7 +86,7 @@ def _require_tools(args: argparse.Namespace) -> None:
 
 
 def _files(args: argparse.Namespace) -> dict[str, OutputFile]:
-    """What is to be written, by flag: tried now, not after minutes of measuring."""
+    """Files to be written, by flag: tried now, not after minutes of measuring."""
     if args.plot:
         from onepass.compare.plot import format_of
 

@@ -49,7 +49,7 @@ class FirstStep:
 
 @dataclass(frozen=True)
 class Variant:
-    """What was measured of one variant at one dropout probability, beside its times."""
+    """Measurements of one variant at one dropout probability, beside its times."""
 
     parts: dict[str, dict[str, float]] | None  # ms by phase and part; None for compiled graphs
     saved_bytes: int

@@ -56,7 +56,7 @@ def main(task_text: str) -> None:
     task = json.loads(task_text)
     settings = Settings.from_dict(task["settings"], command="")
     text = None if settings.model else load_text(settings.text)
-    # What has looked at CUDA cannot go on there in a fork.
+    # A process that has looked at CUDA cannot go on there in a fork.
     context = multiprocessing.get_context("spawn" if settings.device.type == "cuda" else "fork")
     peaks = {}
     for variant in task["variants"]:

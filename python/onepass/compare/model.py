@@ -1,4 +1,4 @@
-"""What is compared: a byte-level GPT of plain torch modules, or a model that the user names.
+"""The model of `compare`: a byte-level GPT of plain torch modules, or one that the user names.
 
 The GPT is pre-norm with learned positions, a GELU MLP of four times the width, and the output head
 tied to the token embedding. The LayerNorm layout has biases, as GPT-2; ``rmsnorm=True`` gives the

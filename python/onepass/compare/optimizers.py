@@ -113,7 +113,7 @@ def choose(settings: Settings, workload) -> tuple[list[Choice], dict[str, str]]:
 
 
 def _obstacle(choice: Choice, trained: Sequence[Tensor]) -> str | None:
-    """What the constructor has against parameters of these dtypes and devices."""
+    """The constructor's objection to parameters of these dtypes and devices."""
     kinds = {(choice.dtype or parameter.dtype, parameter.device) for parameter in trained}
     try:
         choice([nn.Parameter(torch.empty(0, dtype=d, device=device)) for d, device in kinds])
@@ -135,7 +135,7 @@ def _check_forward(model: nn.Module, batch, settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured of one optimizer, beside its times."""
+    """Measurements of one optimizer, beside its times."""
 
     choice: Choice
     state_bytes: int

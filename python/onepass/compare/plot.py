@@ -257,7 +257,7 @@ def _color_of(optimizer: str) -> str:
 
 
 def _saved_text(stock: dict[str, float], swapped: dict[str, float]) -> str:
-    """What the swap saves or costs, and in which parts most."""
+    """A line on what the swap saves or costs, and in which parts most."""
     saved = {part: stock[part] - swapped[part] for part in PARTS}
     total = sum(saved.values())
     named = sorted(saved.items(), key=lambda item: -abs(item[1]))[:3]

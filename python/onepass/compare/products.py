@@ -13,7 +13,7 @@ from onepass.compare.attribution import by_part
 from onepass.compare.settings import Settings
 
 _aten = torch.ops.aten
-# What `attribution` counts as linear.
+# The operators that `attribution` counts as linear.
 _LINEAR = (_aten.mm, _aten.addmm, _aten.convolution, _aten._convolution, _aten.convolution_backward)
 
 
@@ -31,7 +31,7 @@ class Products:
 
 
 def products_of(counter: FlopCounterMode, model: nn.Module, settings: Settings) -> Products:
-    """What a step of the stock model multiplied while it was counted.
+    """Products of a step of the stock model while they were counted.
 
     nn.MultiheadAttention's projections count as attention, as their time does.
     """

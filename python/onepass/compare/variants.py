@@ -1,4 +1,4 @@
-"""What the speed phase compares, by name."""
+"""The variants that the speed phase compares, by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def baseline_of(variant: str) -> str:
 def trainer_of(
     variant: str, model: nn.Module, settings: Settings
 ) -> tuple[Trainer, onepass.Report | None]:
-    """What the name says, of a stock model; the report where it is swapped."""
+    """Makes a stock model into the variant; returns the report where it is swapped."""
     report = settings.swap(model) if SWAPPED in variant else None
     around = medium_precision if variant == MEDIUM else contextlib.nullcontext
     return Trainer(model, settings, variant.startswith(COMPILED), around=around), report

@@ -1,4 +1,4 @@
-"""What is trained: the GPT on text, or the user's model, behind one face.
+"""The workload: the GPT on text, or the user's model, with one interface.
 
 A workload builds the stock model (the same weights each time), gives the batch of a step (the same
 each time), measures the loss that the sameness phase plots, and makes a stock model whose numbers

@@ -110,7 +110,7 @@ def _composed(
     dropout_p: float = 0.0,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """What comes after a product, by a pass for each step."""
+    """Activation, dropout and residual after a product, by a pass for each."""
     if activation is not None:
         output = ACTIVATIONS[activation](output)
     if residual is not None and dropout_p:

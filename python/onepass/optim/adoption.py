@@ -17,7 +17,7 @@ MAX_STEPS = 2**32  # the kernels count in 32 bits
 
 
 class Wrapped:
-    """What torch's load_state_dict hands on as it is: it casts tensors, and iterates over text."""
+    """Hides a value from torch's load_state_dict, which casts tensors and iterates over text."""
 
     def __init__(self, value: Tensor | str | bytes):
         self.value = value
@@ -155,7 +155,7 @@ class Adoption:
             )
 
     def _moment_dtype(self, param: Tensor, loaded: list[torch.dtype]) -> torch.dtype | str:
-        """What is asked for; where nothing is, what is loaded if that is wider."""
+        """The dtype asked for; where none is, that of what is loaded if it is wider."""
         dtype = self._optimizer._moment_dtype(param)
         if self._optimizer.state_dtype is None and param.dtype is not torch.float64:
             if torch.float32 in loaded or torch.float64 in loaded or len(set(loaded)) > 1:

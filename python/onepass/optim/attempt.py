@@ -11,7 +11,7 @@ from onepass.optim.states import StateOptimizer
 
 
 class Attempt:
-    """What one step changes before its operator runs, and what belongs after it.
+    """The changes of one step before its operator runs, and those that belong after it.
 
     An interrupt may leave a step at any bytecode. `ran` is filled by the very call that runs the
     operator, so it tells which of both is to be done.

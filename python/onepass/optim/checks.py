@@ -1,4 +1,4 @@
-"""What an optimizer asks of its tensors before a step is made, in words that name the parameter."""
+"""Checks of an optimizer's tensors before a step, with errors that name the parameter."""
 
 from __future__ import annotations
 

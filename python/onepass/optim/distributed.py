@@ -1,4 +1,4 @@
-"""What an optimizer asks of torch.distributed: gradients placed like their parameters, one seed for
+"""The optimizers' part in torch.distributed: gradients placed like their parameters, one seed for
 all ranks, one norm for all shards."""
 
 from __future__ import annotations

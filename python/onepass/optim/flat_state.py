@@ -90,7 +90,7 @@ def laid_like(param: Tensor, gradient: Tensor) -> Tensor:
 
 
 def layouts_of(params: Iterable[Tensor]) -> list[tuple]:
-    """What the places of states depend on."""
+    """The facts that the places of states depend on."""
     return [
         (
             p.shape,
@@ -105,7 +105,7 @@ def layouts_of(params: Iterable[Tensor]) -> list[tuple]:
 
 
 def noise_number(number: int, param: Tensor) -> int:
-    """What tells a parameter's noise from others': shards of one differ, replicas do not."""
+    """The number of a parameter's stream of noise: shards of one differ, replicas do not."""
     if not is_dtensor(param):
         return number
     shard, size = 0, 1
@@ -251,7 +251,7 @@ def _chunks(members: list[int], requests: Sequence[Request]) -> Iterable[list[in
 
 @dataclass
 class Table:
-    """What steps need of the parameters' states, as long as nobody replaces one."""
+    """The parts of the parameters' states that steps need, as long as nobody replaces one."""
 
     params: list[Tensor]  # of all groups
     grouped: list[list[Tensor]]  # the same by group
@@ -273,7 +273,7 @@ class Table:
     step_tables: dict[Numbers, StepTable] = field(default_factory=dict)
 
     def step_table(self, numbers: Numbers, params: list[Tensor]) -> StepTable | None:
-        """What the operator is handed for these of the parameters; None if one has gaps."""
+        """The operator's arguments for these of the parameters; None if one has gaps."""
         table = self.step_tables.get(numbers)
         if table is None and all(map(is_dense, params)):
             if len(self.step_tables) >= MAX_STEP_TABLES:

@@ -1,4 +1,4 @@
-"""What all optimizers here share: states in flat buffers, one operator call per step, masters."""
+"""The base of all optimizers here: states in flat buffers, one operator call per step, masters."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
             return True  # the kernel decides: the host does not wait for it
         if self._found_inf is not None and float(self._found_inf) != 0.0:
             return False
-        # What has no values is refused where the table is made.
+        # A parameter without values is refused where the table is made.
         return self._norm is None or is_fake(norm) or bool(norm.isfinite())
 
     def _call(self, attempt: Attempt, table: _ops.StepTable, gradients: list[Tensor]) -> bool:

@@ -18,7 +18,7 @@ from onepass.optim.options import DEFAULT_STATE_DTYPES, Options
 
 
 class StateOptimizer(torch.optim.Optimizer):
-    """What a subclass says of its states, the options, and the states in flat buffers."""
+    """The states that a subclass has, the options, and the states in flat buffers."""
 
     _algorithm: int  # of onepass._ops.optimizer.ALGORITHMS
     _is_linear = False  # in parameters and gradients, so that parts of a sum can be stepped

@@ -182,7 +182,7 @@ def keep_scale(
 
 
 def _part(tensor: Tensor | None, sequence: int, queries: int, keys: int) -> Tensor | None:
-    """What a bias or mask says of one sequence."""
+    """The part of a bias or mask that is of one sequence."""
     if tensor is None:
         return None
     if tensor.shape[0] > 1:

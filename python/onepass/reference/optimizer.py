@@ -1,4 +1,4 @@
-"""What the optimizer family computes, in plain PyTorch."""
+"""The optimizers' formulas in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def plan_swap(
 
 
 def plan_unswap(model: nn.Module, found: list[Found]) -> tuple[list[Edit], list[Found]]:
-    """What undoes a swap, and the modules that it changes."""
+    """The edits that undo a swap, and the modules that they change."""
     models = sys.modules.get(_MODELS)  # who has not imported it has attached nothing
     edits = [] if models is None else models.plan_unswap(model)
     configs = {id(edit.owner) for edit in edits}
@@ -65,7 +65,7 @@ def plan_unswap(model: nn.Module, found: list[Found]) -> tuple[list[Edit], list[
 
 
 def notes(model: nn.Module, report: Report) -> list[str]:
-    """What to know of the attention that the swapped modules take by name."""
+    """Notes on the attention that the swapped modules take by name."""
     if not any(entry["to"] == TO for entry in report.swapped):
         return []
     models = sys.modules[_MODELS]

@@ -40,7 +40,7 @@ _MOST_FUNCTIONS = 200
 
 
 class Calls(NamedTuple):
-    """What a forward reaches."""
+    """The calls that a forward reaches."""
 
     attention: bool = False
     linear: bool = False
@@ -51,7 +51,7 @@ class Calls(NamedTuple):
 
 
 def calls_of(module: nn.Module) -> Calls:
-    """What the forward of this module reaches by itself, submodules left out."""
+    """The calls that the forward of this module reaches by itself, without its submodules."""
     forward = inspect.getattr_static(type(module), "forward")
     found: set[str] = set()
     pending = [(function, module, _DEPTH) for function in _functions(forward)]
@@ -72,7 +72,7 @@ def calls_of(module: nn.Module) -> Calls:
 
 
 def _classified(function: types.FunctionType, name: str, values: list) -> set[str]:
-    """What a name in a function stands for, of the fields of `Calls`: by what it is; failing that,
+    """The field of `Calls` that a name in a function stands for: by what it is; failing that,
     as an attribute of something that cannot be known here (F, or what a call returned), by itself.
     """
     values = [_undecorated(value) for value in values if value is not function]
@@ -110,7 +110,7 @@ def _reads_linear(function: types.FunctionType) -> bool:
 
 
 def _values(code: types.CodeType, variables: dict, local: dict) -> Iterator[object]:
-    """What the code reads: globals, what it imports, and attributes of modules among these.
+    """The objects that the code reads: globals, imports, and attributes of modules among these.
 
     Instructions are read in their order: one that is not known here ends an expression.
     """
@@ -169,7 +169,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _attributes(owner, name: str, inherited: bool) -> list:
-    """What `owner.name` may mean; overridden definitions too where a base class is asked."""
+    """The objects that `owner.name` may mean; of a base class overridden definitions too."""
     attributes = getattr(owner, "__dict__", {})
     values = [attributes[name]] if name in attributes else []
     for cls in type(owner).__mro__:

@@ -29,7 +29,7 @@ from onepass.functional.linear import _has_products as has_products
 
 
 class NormSpec(NamedTuple):
-    """What the probe proved about a class of norms: plain values only, it travels in pickles."""
+    """A class of norms as the probe proved it: plain values only, it travels in pickles."""
 
     kind: int  # onepass._ops.norm.NormKind
     weight_offset: float
@@ -304,43 +304,43 @@ def _redirected(forward, calls: type[Calls]):
 
 
 class LayerNorm(LayerNormForward, onepass.nn.LayerNorm):
-    """What `swap` makes of an exact `torch.nn.LayerNorm`."""
+    """The class that `swap` gives an exact `torch.nn.LayerNorm`."""
 
     _onepass_original = torch.nn.LayerNorm
 
 
 class RMSNorm(RMSNormForward, onepass.nn.RMSNorm):
-    """What `swap` makes of an exact `torch.nn.RMSNorm`."""
+    """The class that `swap` gives an exact `torch.nn.RMSNorm`."""
 
     _onepass_original = torch.nn.RMSNorm
 
 
 class Dropout(DropoutForward, onepass.nn.Dropout):
-    """What `swap` makes of an exact `torch.nn.Dropout`."""
+    """The class that `swap` gives an exact `torch.nn.Dropout`."""
 
     _onepass_original = torch.nn.Dropout
 
 
 class Linear(LinearForward, onepass.nn.Linear):
-    """What `swap` makes of an exact `torch.nn.Linear`."""
+    """The class that `swap` gives an exact `torch.nn.Linear`."""
 
     _onepass_original = torch.nn.Linear
 
 
 class MultiheadAttention(MultiheadAttentionForward, onepass.nn.MultiheadAttention):
-    """What `swap` makes of an exact `torch.nn.MultiheadAttention`."""
+    """The class that `swap` gives an exact `torch.nn.MultiheadAttention`."""
 
     _onepass_original = torch.nn.MultiheadAttention
 
 
 class TransformerEncoderLayer(EncoderLayerForward, onepass.nn.TransformerEncoderLayer):
-    """What `swap` makes of an exact `torch.nn.TransformerEncoderLayer`."""
+    """The class that `swap` gives an exact `torch.nn.TransformerEncoderLayer`."""
 
     _onepass_original = torch.nn.TransformerEncoderLayer
 
 
 class TransformerDecoderLayer(DecoderLayerForward, onepass.nn.TransformerDecoderLayer):
-    """What `swap` makes of an exact `torch.nn.TransformerDecoderLayer`."""
+    """The class that `swap` gives an exact `torch.nn.TransformerDecoderLayer`."""
 
     _onepass_original = torch.nn.TransformerDecoderLayer
 
@@ -466,7 +466,7 @@ def _is_plain(input: Tensor) -> bool:
 
 
 def _elsewhere(module: nn.Module, original, input, *args, **named):
-    """What is not computed here: by the original's forward; or later, where torch.fx is tracing.
+    """Runs the original's forward; where torch.fx traces, later.
 
     A traced graph calls the swapped module as a whole, as it would call one of torch's own.
     """

@@ -1,4 +1,4 @@
-"""What a module is to `swap`, from its class and structure alone; nothing is computed here."""
+"""The kind of a module, from its class and structure alone; nothing is computed here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says beside its lists: what a swap changes beyond speed, and what to look at."""
+"""The notes of a report: changes beyond speed, and things to look at."""
 
 from __future__ import annotations
 

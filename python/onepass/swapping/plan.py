@@ -1,4 +1,4 @@
-"""What a swap is going to do, module by module, before anything is done."""
+"""The plan of a swap, module by module, before anything is done."""
 
 from __future__ import annotations
 

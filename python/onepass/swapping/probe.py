@@ -63,8 +63,8 @@ class _Refused(Exception):
 
 
 def probe(module: nn.Module, structure: Structure, *, forced: bool = False) -> NormSpec | str:
-    """What `module` computes, or the reason why it is not swapped. If it is forced, the formula
-    nearest to it counts, and every combination of dtypes that both run.
+    """The formula of `module`, or the reason why it is not swapped. If it is forced, the nearest
+    formula counts, and every combination of dtypes that both run.
 
     The module is only read: its tensors, gradients and hooks, and torch's random state, stay as
     they are.
@@ -312,7 +312,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple]:
-    """What an instance holds beside tensors and torch's own fields, by value where it has one."""
+    """Fields of an instance other than tensors and torch's own; by value where they have one."""
     return {
         name: (type(value).__name__, repr(value) if _is_value(value) else str(id(value)))
         for name, value in vars(module).items()

@@ -1,4 +1,4 @@
-"""What `swap` did, to be read by people, notebooks and programs."""
+"""The report of `swap`, for people, notebooks and programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What running a model may change, noted beforehand and put back afterwards."""
+"""The state that running a model may change, noted before and put back after."""
 
 from __future__ import annotations
 

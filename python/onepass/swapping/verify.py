@@ -61,7 +61,7 @@ class Deviation(NamedTuple):
 
 
 class Verification:
-    """What `Report.verify` found; prints as one line.
+    """The result of `Report.verify`; prints as one line.
 
     Attributes:
         ok: everything that decides is as close to the reference as the rule asks.
@@ -545,7 +545,7 @@ def _deviations(ours, stock, swapped: _Run, exact, of_loss: bool) -> list[Deviat
             size = largest
         sizes[name] = size or 1.0
     stock = {name: stock[name] / size for name, size in sizes.items()}
-    # What is zero by construction says nothing of what is usual.
+    # A value that is zero by construction says nothing of the usual size.
     said = [stock[name] for name, ref in exact.items() if stock[name] or _largest(ref)] or [0.0]
     usual, most = statistics.median(said), max(said)
     deviations = []

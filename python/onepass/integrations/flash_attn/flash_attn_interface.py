@@ -94,7 +94,7 @@ def _translated(op: str, text: str, names: dict[str, str], given: dict[str, obje
     is_dense = not any(name.startswith("cu_seqlens") for name in given)
     in_pages = argument.endswith("_cache") and given.get("block_table") is not None
     if is_dense and not in_pages and not text.startswith("flash_attn:"):
-        # What onepass saw had the heads in front of the sequence.
+        # onepass saw the heads before the sequence.
         rest = re.sub(r"\((\d+), (\d+), (\d+), (\d+)\)", r"(\1, \3, \2, \4)", rest)
     words = re.compile(rf"\b({'|'.join(names)})\b")
     return f"{op}: {words.sub(lambda word: names[word[0]], rest)}"
@@ -345,7 +345,7 @@ def _refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
 
 
 def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What scaled_dot_product_attention would broadcast, and flash_attn does not."""
+    """Refuses what scaled_dot_product_attention would broadcast, and flash_attn does not."""
     for name, tensor in (("query", q), ("key", k), ("value", v)):
         if tensor.dim() != 4:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What transformers' registries call: the masks and the attention."""
+"""The functions that transformers' registries call: the masks and the attention."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def attention_forward(
 
 
 def _refuse(others: dict) -> None:
-    """What would change the result and cannot be computed here."""
+    """Arguments that would change the result and cannot be computed here."""
     if others.get("output_attentions"):
         logger.warning_once(
             "onepass computes no matrix of attention weights: output_attentions=True gives None. "

@@ -18,7 +18,7 @@ from onepass.swapping import matchers
 from onepass.swapping.changes import ABSENT, Edit, Journal, in_force
 from onepass.swapping.report import listed, rows, table
 
-# What transformers runs on eager attention alone, though it takes attention from outside, by
+# Models that transformers runs on eager attention alone, though it takes attention from outside, by
 # model_type: a test holds that onepass computes the same. What others do with their masks or leave
 # to their eager function nobody has looked at.
 _PROVEN = (
@@ -26,7 +26,7 @@ _PROVEN = (
     "mimo_v2_flash", "openai_privacy_filter", "t5_gemma_module", "t5gemma", "vaultgemma",
     "videoprism_text_model",
 )  # fmt: skip
-# What passes an argument that the attention refuses.
+# Models that pass an argument which the attention refuses.
 _SPARSE = ("minimax_m3_vl_text",)
 _KINDS = ("attention",)
 _IMPLEMENTATION = "_attn_implementation_internal"  # of a config: the name that it holds
@@ -41,7 +41,7 @@ _CACHE = (
 
 
 class Attachment:
-    """What `attach` did; prints as a table.
+    """The result of `attach`; prints as a table.
 
     Attributes:
         attached: modules that run on onepass's attention; dicts with name, type, before (the name
@@ -224,7 +224,7 @@ def plan_swap(
     wanted: Sequence[tuple[nn.Module, bool]],
     kept: Sequence[tuple[nn.Module, str]],
 ) -> tuple[dict[int, str], list[Edit]]:
-    """What a swap changes so that modules which take attention by name take onepass's.
+    """The changes of a swap by which modules that take attention by name take onepass's.
 
     A name is that of a config. So modules that share one change together, and with them the models
     that make masks for them.
@@ -268,7 +268,7 @@ def plan_swap(
 
 
 def plan_unswap(model: nn.Module) -> list[Edit]:
-    """What gives the configs in a model back what they named before `onepass.swap`."""
+    """The edits that give the configs in a model the names from before `onepass.swap`."""
     holders = _found(model)
     known = _recorded(holders)
     attached = _attached(holders)
@@ -284,7 +284,7 @@ def plan_unswap(model: nn.Module) -> list[Edit]:
 
 
 def notes(model: nn.Module) -> list[str]:
-    """What a report should say of models of transformers in a model."""
+    """Notes of a report on models of transformers in a model."""
     wrapped = any(is_a(m, _WRAPPERS, "CheckpointWrapper") for m in model.modules())
     caching = any(getattr(holder.config, "use_cache", False) for _, holder in _found(model))
     return [_CACHE] if wrapped and caching else []
@@ -414,7 +414,8 @@ def _recorded(holders: list[tuple[str, PreTrainedModel]]) -> dict[int, tuple[str
 
 
 def _before(holder: PreTrainedModel, config, known: dict[int, tuple]) -> str | None:
-    """What a config names, or did before attach; transformers' default if it was never another."""
+    """The attention that a config names, or did before attach; transformers' default if it never
+    named another."""
     named = config._attn_implementation
     if named != NAME:
         return named
