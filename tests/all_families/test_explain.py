@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import UserDict
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 import onepass
 from onepass import _C, cli, functional
 from onepass._ops import dispatch_log
+from tests.support import fresh
 
 
 def calls_of(function, *args) -> list[dict]:
@@ -116,13 +115,7 @@ def test_a_lower_level_says_who_asked_for_it():
         "import torch, onepass;"
         "print(onepass.explain(onepass.functional.rms_norm, torch.ones(2, 8), 8))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "ONEPASS_CPU_ISA": "baseline"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = fresh.run(code, env={**os.environ, "ONEPASS_CPU_ISA": "baseline"}, check=True)
     assert "baseline" in result.stdout
     if len(_C.cpu_levels()) > 1:
         assert "ONEPASS_CPU_ISA asks for it" in result.stdout
@@ -134,10 +127,7 @@ def test_dispatch_log_writes_each_line_once():
         "x = torch.ones(2, 8, requires_grad=True)\n"
         "for _ in range(3): onepass.functional.rms_norm(x, 8).sum().backward()\n"
     )
-    environment = {**os.environ, "ONEPASS_LOG": "dispatch"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    result = fresh.run(code, env={**os.environ, "ONEPASS_LOG": "dispatch"}, check=True)
     lines = [line for line in result.stderr.splitlines() if line.startswith("onepass: ")]
     assert len(lines) == 2
     assert "rms_norm (2 x 8" in lines[0] and "rms_norm_backward" in lines[1]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch.utils import flop_counter
 import onepass
 from onepass import _flops
 from onepass._ops import products
+from tests.support import fresh
 
 _flops.register()  # this process may have imported the counter last
 
@@ -97,5 +96,4 @@ assert counter.get_total_flops() == 2 * 3 * 8 * 6
 
 @pytest.mark.parametrize("code", [LATER, EARLIER], ids=["later", "earlier"])
 def test_in_whatever_order_things_are_imported(code):
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
+    fresh.run(code, check=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -15,6 +13,7 @@ from torch import nn
 import onepass
 from onepass import numerics
 from onepass._ops.decomposition import FORMULAS
+from tests.support import fresh
 from tests.swap.foreign_attention import Plain
 from tests.swap.foreign_norms import OnePlusRMS
 
@@ -174,13 +173,13 @@ def test_another_process_loads_a_trace(tmp_path):
     torch.jit.save(torch.jit.trace(model, x), tmp_path / "model.pt")
     torch.save((x, model(x)), tmp_path / "call.pt")
     program = (
-        "import sys, torch, onepass\n"
+        "import sys, warnings, torch, onepass\n"
+        "warnings.simplefilter('ignore')\n"
         "torch.set_num_threads(1)\n"  # as here: torch's products depend on it
         "x, y = torch.load(sys.argv[2])\n"
         "assert torch.equal(torch.jit.load(sys.argv[1])(x), y)\n"
     )
-    files = (tmp_path / "model.pt", tmp_path / "call.pt")
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program, *files], check=True)
+    fresh.run(program, tmp_path / "model.pt", tmp_path / "call.pt", check=True)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -247,7 +246,8 @@ def test_another_process_exports_a_saved_program_to_onnx(everything, tmp_path):
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
     torch.save((x, y), tmp_path / "call.pt")
     program = (
-        "import sys, torch, onepass\n"
+        "import sys, warnings, torch, onepass\n"
+        "warnings.simplefilter('ignore')\n"
         "from onnx.reference import ReferenceEvaluator\n"
         "x, y = torch.load(sys.argv[2])\n"
         "program = torch.export.load(sys.argv[1])\n"
@@ -256,8 +256,7 @@ def test_another_process_exports_a_saved_program_to_onnx(everything, tmp_path):
         "(got,) = ReferenceEvaluator(model).run(None, {name: x.numpy()})\n"
         "torch.testing.assert_close(torch.from_numpy(got), y, rtol=1e-5, atol=1e-5)\n"
     )
-    files = (tmp_path / "model.pt2", tmp_path / "call.pt")
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program, *files], check=True)
+    fresh.run(program, tmp_path / "model.pt2", tmp_path / "call.pt", check=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

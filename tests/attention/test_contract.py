@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -28,6 +25,7 @@ from tests.attention.cases import (
 )
 from tests.attention.cuda_cases import KINDS, of_kind
 from tests.emulator.executors import each
+from tests.support import fresh
 
 # ---- bitwise promises ---------------------------------------------------------------------------
 
@@ -147,11 +145,7 @@ def test_no_square_in_memory():
     """At 4,096 rows it would be 64 MiB of float32, or 16 MiB of bytes."""
     choices = "{}, dict(dropout_p=0.1), "
     choices += "dict(is_causal=True, softcap=2.0, alibi_slopes=torch.ones(1))"
-    result = subprocess.run(
-        [sys.executable, "-c", MEASURE, choices], capture_output=True, text=True, env=os.environ
-    )
-    assert result.returncode == 0, result.stderr
-    assert float(result.stdout) < 12
+    assert float(fresh.run(MEASURE, choices, check=True).stdout) < 12
 
 
 def test_saved_for_backward():

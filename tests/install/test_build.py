@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from onepass import _C, _library
+from tests.support import fresh
 
 LIBRARIES = sorted(_library.library_directory().glob("*.so"))
 CPU_LIBRARY = _library.library_directory() / "libonepass_cpu.so"
@@ -181,4 +181,4 @@ def test_one_openmp_runtime_in_the_process():
         "maps = open('/proc/self/maps').read()\n"
         "print(len(set(re.findall(r'\\S*(?:gomp|iomp|libomp)\\S*', maps))))"
     )
-    assert int(run(sys.executable, "-c", code)) <= 1
+    assert int(fresh.run(code, check=True).stdout) <= 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import torch
 
 from onepass._imported import is_a, is_dtensor
 from onepass._ops import attention
+from tests.support import fresh
 
 # Expensive modules of torch that its own import leaves alone.
 EXPENSIVE = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
@@ -24,15 +24,7 @@ print([name for name in {EXPENSIVE} if name in sys.modules and name not in befor
 def run(code: str, **variables: str) -> str:
     # inductor, where this process has it, wrote into the environment where its folder is
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR")}
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env=inherited | variables,
-        cwd=variables.get("HOME"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return process.stdout.strip()
+    return fresh.run(code, env=inherited | variables, check=True).stdout.strip()
 
 
 def test_no_compiler_is_imported():
@@ -44,7 +36,8 @@ def test_nothing_is_written(tmp_path):
     folders = {name: tmp_path / name.lower() for name in names}
     for folder in folders.values():
         folder.mkdir()
-    run("import onepass", **{name: str(folder) for name, folder in folders.items()})
+    code = "import os; os.chdir(os.environ['HOME']); import onepass"
+    run(code, **{name: str(folder) for name, folder in folders.items()})
     assert [str(path) for path in tmp_path.rglob("*") if path not in folders.values()] == []
 
 

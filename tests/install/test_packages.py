@@ -22,6 +22,7 @@ import pytest
 
 import onepass
 from onepass import _C, _library
+from tests.support import fresh
 
 
 @pytest.fixture
@@ -166,9 +167,7 @@ def test_extension_module_of_something_else(copy, with_torch):
 def test_unknown_level_says_which_there_are():
     code = "import torch, onepass; onepass.functional.layer_norm(torch.ones(2, 2), 2)"
     environment = {**os.environ, "ONEPASS_CPU_ISA": "avx1024"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
+    result = fresh.run(code, env=environment)
     assert result.returncode == 1
     message = result.stderr.splitlines()[-1]
     assert "ONEPASS_CPU_ISA must be one of baseline" in message and "got avx1024" in message

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
 import sys
 
 import pytest
@@ -27,6 +26,7 @@ from tests.integrations.transformers_cases import (
     run,
     transformers,
 )
+from tests.support import fresh
 
 
 class Wrapper(nn.Module):
@@ -100,7 +100,7 @@ import onepass.integrations.transformers as integration
 integration.detach(model)
 assert model.config._attn_implementation == "sdpa"
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code, check=True)
 
 
 def test_lora():
@@ -425,27 +425,23 @@ def test_explain_shows_our_kernels():
 # ---------------------------------------------------------------- imports
 
 
-def python(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-
 def test_onepass_and_swap_import_nothing_of_transformers():
-    result = python(
+    code = (
         "import sys, torch, onepass\n"
         "model = torch.nn.TransformerEncoderLayer(8, 2)\n"
         "onepass.swap(model).verify(torch.randn(3, 2, 8))\n"
         "assert not [name for name in sys.modules if name.startswith('transformers')]\n"
         "assert not [name for name in sys.modules if name.startswith('onepass.integrations')]\n"
     )
-    assert result.returncode == 0, result.stderr
+    fresh.run(code, check=True)
 
 
 def test_a_missing_or_old_transformers_is_named():
-    result = python(
+    result = fresh.run(
         "import sys; sys.modules['transformers'] = None; import onepass.integrations.transformers"
     )
     assert "the package transformers is not installed: pip install transformers" in result.stderr
-    result = python(
+    result = fresh.run(
         "import sys, types; old = sys.modules['transformers'] = types.ModuleType('transformers')\n"
         "old.__version__ = '4.40'; import onepass.integrations.transformers"
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from tests.optim.cases import (
     stock,
     torch_names,
 )
+from tests.support import fresh
 
 # ---- torch's own inputs --------------------------------------------------------------------------
 
@@ -69,7 +68,7 @@ with open(sys.argv[1], "wb") as file:
 def torchs_inputs(tmp_path_factory):
     """{name: (inputs, inputs that raise, flags that old checkpoints lack)}."""
     path = tmp_path_factory.mktemp("inputs") / "inputs.pickle"
-    subprocess.run([sys.executable, "-c", READ_INPUTS, str(path)], check=True)
+    fresh.run(READ_INPUTS, path, check=True)
     return pickle.loads(path.read_bytes())
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ import torch
 from torch import nn
 
 import onepass
+from tests.support import fresh
 from tests.swap.foreign_norms import RMS, Gated, Max, OnePlusRMS
 from tests.swap.same_model import assert_computes_the_same
 
@@ -207,19 +205,13 @@ def test_saved_model_loads_in_a_fresh_process(tmp_path):
     x = torch.randn(1 << 15, 8)  # enough for ours: small layer norms run torch's
     torch.save({"model": model, "x": x, "y": model(x)}, tmp_path / "model.pt")
     code = (
-        "import sys, torch; torch.set_num_threads(1)\n"
+        f"import sys, torch; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "torch.set_num_threads(1)\n"
         "saved = torch.load(sys.argv[1], weights_only=False)\n"
         "model = saved['model']; assert torch.equal(model(saved['x']), saved['y'])\n"
         "import onepass; print(len(onepass.unswap(model)), [type(m).__name__ for m in model])"
     )
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "model.pt")],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = fresh.run(code, tmp_path / "model.pt", check=True)
     expected = ["LayerNorm", "RMS", "OnePlusRMS", "NamedLayerNorm", "Dropout"]
     assert done.stdout.strip() == f"5 {expected}"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from tests.integrations.transformers_cases import (
     run,
     transformers,
 )
+from tests.support import fresh
 
 NAMED = {"model.layers.0.self_attn", "model.layers.1.self_attn"}
 BY_NAME = "onepass's attention, by transformers' registry"
@@ -158,7 +157,7 @@ def test_registries_that_are_not_transformers():
         "(entry,) = onepass.swap(Attention()).skipped\n"
         "assert \"a registry that is not transformers'\" in entry['reason'], entry\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code, check=True)
 
 
 def test_checkpoint_wrappers_around_layers_are_noted():
