@@ -47,6 +47,17 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_LINEAR_CALLS", {})
 
 
+@pytest.fixture(autouse=True)
+def few_draws(nothing_left_behind, monkeypatch):
+    """Verdicts on norms of someone else take few draws, but where tests are about them.
+
+    Those of few columns, as tests have, take 16 times as many, half a second a norm.
+    """
+    from onepass.swapping import probe
+
+    monkeypatch.setattr(probe, "_MOST_REPEATS", 3)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_older():
     """A collection of garbage looks at what a file's tests have made, and at nothing older.

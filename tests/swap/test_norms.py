@@ -17,6 +17,12 @@ from onepass.swapping import probe as probing
 from tests.swap import foreign_norms
 from tests.swap.same_model import assert_computes_the_same
 
+
+@pytest.fixture(autouse=True)
+def few_draws():
+    """Here verdicts take all their draws (tests/conftest.py)."""
+
+
 COLS = 192  # of fewer, a probe draws again
 RMS = "onepass rms_norm"
 RMS_1 = "onepass rms_norm, weight_offset 1"
