@@ -67,16 +67,12 @@ LINEAR_CALLS_NOTE = (
 )
 LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
-    "autocast in its own), and where that takes less time: in calls of fewer multiply-adds per "
-    f"thread than {1 << 22} (with 2 to 12 rows: {LEAST_IN_PLACE}; "
-    f"16-bit: {1 << 16}, in inference {1 << 14}), and of a single row in float32 training or by a "
-    "transposed weight, and in 16-bit inference without oneDNN by one that is not. Where torch "
-    "multiplies bfloat16 by oneDNN they gain on AMD in two kinds of calls: of at most "
-    f"{products.FEW_ROWS[torch.bfloat16]} rows in inference, and of at most "
-    f"{products.SMALL_PRODUCT[torch.bfloat16]} multiply-adds by a weight of at most "
-    f"{products.SMALL_WEIGHT} elements and of {products.LEAST_WIDTH} features and more, but not "
-    "compiled, nor where autocast casts the weight. What looks for the class nn.Linear itself, "
-    "such as quantize_dynamic, does not find them: quantize before, or after unswap"
+    "autocast in its own), and in calls that are too small to gain: of fewer multiply-adds per "
+    f"thread than {1 << 22} (with 2 to 12 rows {LEAST_IN_PLACE}, 16-bit {1 << 16}), or of a single "
+    "row where torch has a fast product with a vector. In bfloat16 beside oneDNN, on AMD, they "
+    "gain in small calls alone. explain(model, batch) counts both. What looks for the class "
+    "nn.Linear itself, such as quantize_dynamic, does not find them: quantize before, or after "
+    "unswap"
 )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import re
+import shutil
+import textwrap
 from typing import NamedTuple
 
 from torch import nn
@@ -135,8 +137,18 @@ def _short(name: str) -> str:
 
 
 def listed(notes: list[str]) -> list[str]:
-    """The lines that print notes, none without any."""
-    return ["", "notes", *(f"  - {note}" for note in notes)] if notes else []
+    """The lines that print notes, no wider than the terminal; none without any."""
+    if not notes:
+        return []
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    wrapper = textwrap.TextWrapper(
+        width=width,
+        initial_indent="  - ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return ["", "notes", *map(wrapper.fill, notes)]
 
 
 def rows(entries: list[dict[str, str]], columns: tuple[str, ...]) -> list[tuple[str, ...]]:
