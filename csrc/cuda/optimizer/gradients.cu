@@ -94,7 +94,8 @@ __device__ __forceinline__ double part_of_piece(const NormTable& table, const Fl
   return sum;
 }
 
-// Of the threads' values, in order; for the first thread. Scratch may be used again right away.
+// Of the threads' values, in order; for the first thread. Scratch may be used again after the next
+// barrier.
 template <Order kOrder>
 __device__ __forceinline__ double combine_threads(double value, double* scratch) {
   ONEPASS_UNROLL
@@ -108,7 +109,6 @@ __device__ __forceinline__ double combine_threads(double value, double* scratch)
       value = combined<kOrder>(value, scratch[warp]);
     }
   }
-  __syncthreads();
   return value;
 }
 

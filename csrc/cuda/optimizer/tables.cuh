@@ -134,9 +134,9 @@ inline FlatEntry flat_entry(const FlatTensor& tensor) {
 }
 
 // Of the blocks of a launch, the last one to come here; for all of its threads, which see what the
-// others wrote before. The ticket begins at zero.
+// others wrote before their block's last barrier, and first threads before they came here. The
+// ticket begins at zero.
 __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t* shared) {
-  __syncthreads();
   if (threadIdx.x == 0) *shared = atomic_add_acq_rel(ticket, 1);
   __syncthreads();
   return *shared == gridDim.x - 1;
