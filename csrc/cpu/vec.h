@@ -168,6 +168,28 @@ class EightNumbers {
   float numbers_ __attribute__((vector_size(kSlots * sizeof(float))));
 };
 
+// Lanes 2i and 2i + 1 exchanged.
+template <class A>
+ONEPASS_INLINE Vec<A> swap_neighbours(Vec<A> v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4) {
+    return (Vec<A>)_mm512_permute_ps((__m512)v, 0xb1);
+  } else {
+    return (Vec<A>)_mm512_permute_pd((__m512d)v, 0x55);
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(A) == 4) {
+    return (Vec<A>)_mm256_permute_ps((__m256)v, 0xb1);
+  } else {
+    return (Vec<A>)_mm256_permute_pd((__m256d)v, 0x5);
+  }
+#else
+  Vec<A> swapped;
+  for (int i = 0; i < kLanes<A>; ++i) swapped[i] = v[i ^ 1];
+  return swapped;
+#endif
+}
+
 // Sum of the lanes by halving: lane i + lane i + half, and so on. A fixed tree.
 template <class A>
 ONEPASS_INLINE A sum_of_lanes(Vec<A> v) {

@@ -8,6 +8,7 @@
 #include "ops/linear.h"
 #include "ops/norm.h"
 #include "ops/optimizer.h"
+#include "ops/rotary.h"
 
 namespace onepass {
 
@@ -21,7 +22,8 @@ namespace onepass {
   OPERATOR(optimizer_step, OptimizerStep)         \
   OPERATOR(attention_forward, AttentionForward)   \
   OPERATOR(attention_backward, AttentionBackward) \
-  OPERATOR(attention_decode, AttentionDecode)
+  OPERATOR(attention_decode, AttentionDecode)     \
+  OPERATOR(rotary_forward, RotaryForward)
 // Those that CUDA leaves to torch.
 #define ONEPASS_CPU_OPERATORS(OPERATOR)   \
   OPERATOR(linear_product, LinearProduct) \

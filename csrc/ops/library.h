@@ -61,7 +61,8 @@ using OperatorList = std::vector<OperatorEntry>;
   FAMILY(optimizer)              \
   FAMILY(attention)              \
   FAMILY(attention_decode)       \
-  FAMILY(linear)
+  FAMILY(linear)                 \
+  FAMILY(rotary)
 
 #define ONEPASS_DECLARE_FAMILY(name) OperatorList name##_operators();
 ONEPASS_FAMILIES(ONEPASS_DECLARE_FAMILY)

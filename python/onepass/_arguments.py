@@ -54,6 +54,15 @@ def check_arguments(function: Callable, given: Mapping[str, object]) -> None:
             raise RuntimeError(f"{op}: {name} must be no nested tensor, got one") from None
 
 
+def refuse_gradient(op: str, name: str) -> None:
+    """Of an argument that requires a gradient and gets none.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(f"{op}: {name} must not require a gradient, got one that does")
+
+
 def _is_union(hint: object) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 

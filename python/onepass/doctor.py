@@ -329,6 +329,12 @@ def _self_tests() -> Iterator[Line]:
         new = (t[:, :, 191:] for t in (k, v))
         return ops.attention_with_kv_cache(q[:, :, 191:], *caches, *new, cache_seqlens=used)
 
+    def rotated(ops, query, key):  # 6 tokens of 2 heads and of one
+        query, key = query.view(6, 2, 20), key.view(6, 2, 20)[:, :1]
+        tables = (matrix[:6, :20].to(query), matrix[6:12, :20].to(query))
+        query, key = ops.rotary_embedding(query, key, *tables, seq_first=True)
+        return (query + key).flatten(1)
+
     def formula(*rows, **options):
         scale = rows[0].shape[-1] ** -0.5
         return reference.attention.attention(*rows, scale=scale, window_right=0, **options)[0]
@@ -348,6 +354,7 @@ def _self_tests() -> Iterator[Line]:
         ),
         merge_attention_states=merged,
         linear=reference.linear.linear,
+        rotary_embedding=reference.rotary.rotary_embedding,
     )
     stock = SimpleNamespace(
         scaled_dot_product_attention=F.scaled_dot_product_attention,
@@ -370,6 +377,7 @@ def _self_tests() -> Iterator[Line]:
         add_layer_norm=lambda x, r, *rest: (F.layer_norm(x + r, *rest), x + r),
         add_rms_norm=lambda x, r, *rest: (F.rms_norm(x + r, *rest), x + r),
         linear=F.linear,
+        rotary_embedding=reference.rotary.rotary_embedding,
     )
     calls = {
         "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, shape, w, b, eps), (x, weight, bias)),
@@ -390,6 +398,7 @@ def _self_tests() -> Iterator[Line]:
             (x, residual, weight[:6], bias[:6]),
         ),
         "linear": (lambda ops, x, w, b: ops.linear(x, w, b), (x, matrix, bias)),
+        "rotary_embedding": (rotated, (x, residual)),
     }
 
     def output_and_gradients(call: Callable, ops, inputs, dtype) -> list[torch.Tensor]:

@@ -38,6 +38,10 @@ RIGHT = {
         input=X, weight=torch.ones(5, 8), bias=torch.ones(5), dropout_p=0.1,
         residual=torch.ones(2, 4, 6, 5),
     ),
+    "rotary_embedding": dict(
+        query=X, key=X, cos=torch.ones(9, 8), sin=torch.ones(9, 8), rotary_dim=8,
+        positions=torch.arange(6),
+    ),
     "scaled_dot_product_attention": dict(
         query=X, key=X, value=X, attn_mask=SQUARE, dropout_p=0.1, scale=0.5,
         causal_alignment="top_left", window_size=(-1, -1), softcap=1.0, alibi_slopes=torch.ones(4),

@@ -28,6 +28,7 @@ def test_every_family_is_explained():
         "dropout": lambda: functional.dropout(x, 0.5),
         "add_dropout": lambda: functional.add_dropout(x, x, 0.5),
         "linear": lambda: functional.linear(x, x[:64], w[:64]),
+        "rotary_embedding": lambda: functional.rotary_embedding(x[None], None, x, x),
     }
     for op, function in expected.items():
         (call,) = calls_of(function)

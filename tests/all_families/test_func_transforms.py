@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.func import grad, jacrev, vjp, vmap
 
 from onepass import functional, numerics
+from onepass.reference import rotary
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
@@ -17,6 +18,10 @@ WEIGHTS = torch.linspace(-1.0, 1.0, 64).view(8, 8).sin()
 
 def weight(x):
     return WEIGHT.to(x.dtype)
+
+
+def tables(x):
+    return [table.to(x.dtype) for table in (WEIGHTS[: x.shape[-2]].cos(), WEIGHTS[: x.shape[-2]])]
 
 
 FUNCTIONS = {
@@ -35,6 +40,10 @@ FUNCTIONS = {
     "add_dropout": (
         lambda x: functional.add_dropout(x, x.sin(), 0.0),
         lambda x: x + x.sin(),
+    ),
+    "rotary_embedding": (
+        lambda x: functional.rotary_embedding(x, None, *tables(x))[0],
+        lambda x: rotary.rotary_embedding(x, None, *tables(x))[0],
     ),
     "linear": (
         lambda x: functional.linear(x, WEIGHTS.to(x.dtype), weight(x)),
@@ -124,7 +133,7 @@ def test_dropout_under_vmap():
     assert torch.equal(y[0], y[1])
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "linear", "attention"])
+@pytest.mark.parametrize("name", ["layer_norm", "linear", "attention", "rotary_embedding"])
 def test_forward_mode_says_that_there_is_none(name):
     with pytest.raises(NotImplementedError, match="jvp"):
         torch.func.jacfwd(FUNCTIONS[name][0])(torch.randn(1, 1, 2, 8))

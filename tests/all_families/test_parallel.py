@@ -37,6 +37,11 @@ def add(rows):
     return lambda: OPS.dropout_forward(x, x, None, 0.0, None)
 
 
+def rotary(tokens):
+    x, table = torch.randn(1, 2, tokens, 32), torch.randn(tokens, 32)
+    return lambda: OPS.rotary_forward(x, x, table, table, None, 32, False, False, False, False)
+
+
 def linear(rows):
     x, w = torch.randn(rows, 64), torch.randn(64, 64)
     return lambda: OPS.linear_forward(x, w, None, None)
@@ -110,6 +115,7 @@ def optimizer(name):
 # operator, a size that one thread does faster, a size with work for many
 CALLS = [
     (norm, 16, 16384), (norm_backward, 64, 16384), (dropout, 16, 16384), (add, 16, 16384),
+    (rotary, 16, 16384),
     (linear, 4, 4096), (linear_backward, 4, 4096), (linear_epilogue_backward, 32, 65536),
     (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),
     (decode, 16, 16384), (gradient_norm, 4096, 1 << 20), (clip, 4096, 1 << 20),

@@ -34,6 +34,9 @@ class AddNorms(nn.Module):
     def forward(self, x):
         y, stream = self.layer(x.sin(), x)
         y, stream = self.rms(y, stream)
+        table = x[0].detach().cos()
+        y, _ = onepass.functional.rotary_embedding(y[:, None], None, table, table)
+        y = y.squeeze(1)
         return onepass.functional.add_dropout(y, stream, 0.1, self.training)
 
 
@@ -267,6 +270,7 @@ def test_decompositions(dtype):
     query = torch.randn(2, 4, 5, 8, dtype=torch.float64)
     key, value = (torch.randn(2, 2, 7, 8, dtype=torch.float64) for _ in range(2))
     scores = torch.randn(2, 1, 5, 7, dtype=torch.float64)
+    turned = torch.randn(2, 4, 5, 16, dtype=torch.float64)
 
     def norm(x, residual, weight, bias, *, rms, offset=0.0, wide=False):
         out_dtype = torch.promote_types(x.dtype, torch.float32) if wide else None
@@ -287,6 +291,12 @@ def test_decompositions(dtype):
     def dropout(x, residual):
         return ops.dropout_forward.default, (x, residual, None, 0.0, None), {}
 
+    def rotary(query, key, cos, *, interleaved):
+        options = (16 if interleaved else 12, interleaved, False, False, False)
+        cos = cos[:, : options[0] // 2] if interleaved else cos[:, : options[0]]
+        positions = torch.tensor([4, 0, 1, 1, 5])
+        return ops.rotary_forward.default, (query, key, cos, cos.cos(), positions, *options), {}
+
     options = dict(scale=0.3, window_right=1, window_left=3, softcap=2.0, bottom_right=True)
     cases = [
         (lambda *t: norm(*t, rms=False), (x, residual, weight, bias)),
@@ -295,6 +305,10 @@ def test_decompositions(dtype):
         (lambda *t: attention(*t, **options, out_bshd=True), (query, key, value, scores)),
         (lambda *t: attention(*t, scale=1.0), (query, key, value, scores)),
         (dropout, (x, residual)),
+        *(
+            (lambda *t, pairs=pairs: rotary(*t, interleaved=pairs), (turned, turned[:, :1], x))
+            for pairs in (False, True)
+        ),
         (linear, (x, weight, bias[0, :6])),
         (lambda *t: linear(*t, None), (x, weight)),
         (lambda *t: epilogue(*t, kind=0), (x, weight, bias[0, :6], residual[:, :6])),
@@ -323,6 +337,9 @@ def test_no_decomposition_of_what_draws_or_has_lengths():
     x, seed = torch.randn(2, 4), torch.tensor([1, 2])
     formula = FORMULAS[ops.dropout_forward.default]
     assert formula(x, None, seed, 0.5, None) is NotImplemented
+    formula = FORMULAS[ops.rotary_forward.default]
+    turned = (x[None, None], None, x, x, None, 4, False, True, False, False)  # transposed
+    assert formula(*turned) is NotImplemented
     formula = FORMULAS[ops.norm_forward.default]
     constants = ([4], False, 1e-5, 0.0, 0.5, None, None, False)
     assert formula(x, x, None, None, seed, *constants) is NotImplemented

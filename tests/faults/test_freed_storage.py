@@ -83,6 +83,14 @@ def linear_backward() -> tuple[Callable, dict]:
     )  # fmt: skip
 
 
+def rotary() -> tuple[Callable, dict]:
+    q, cos = torch.randn(2, 4, 3, 8), torch.randn(5, 8)
+    return OPS.rotary_forward, dict(
+        query=q, key=q.clone(), cos=cos, sin=cos.clone(), positions=torch.tensor([0, 1, 2]),
+        rotary_dim=8, interleaved=False, transposed=False, query_bshd=False, key_bshd=False,
+    )  # fmt: skip
+
+
 def dense() -> dict:
     q = torch.randn(2, 4, 3, 8)
     return dict(
@@ -208,7 +216,7 @@ def optimizer_step() -> tuple[Callable, dict]:
 
 
 CALLS = [
-    norm_forward, norm_backward, dropout, linear_forward, linear_backward,
+    norm_forward, norm_backward, dropout, rotary, linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,
     attention, packed_attention, paged_attention,
     attention_backward, packed_backward, decode, paged_decode, append, paged_append, gradient_norm,

@@ -75,7 +75,7 @@ class Case:
         name: family/operator/dtype/shape/phase, which --case matches.
         operator: the variants.
         make: returns the operator's tensors; those that require grad get gradients.
-        backward: whether a call includes torch.autograd.grad with respect to all of them.
+        backward: whether a call includes torch.autograd.grad with respect to those.
         tensors: tensors of the first input's size that must cross memory, each read or written
             once; None for the overhead of a call, where memory is no limit.
         fresh: outputs live in fresh memory as glibc's defaults have it, not in recycled memory.
@@ -105,7 +105,7 @@ class Case:
     operator: Operator
     make: Callable[[], list[Tensor]]
     backward: bool
-    tensors: int | None
+    tensors: float | None
     fresh: bool = False
     cold: bool = False
     backward_alone: bool = False
@@ -381,7 +381,7 @@ def _call(case: Case, function: Function, inputs: _Ring) -> Callable[[], tuple[T
 
     def forward_and_backward() -> tuple[Tensor, ...]:
         tensors, upstream = next(inputs)
-        return torch.autograd.grad(function(*tensors), tensors, upstream)
+        return torch.autograd.grad(function(*tensors), _trained(tensors), upstream)
 
     if not case.backward_alone:
         return forward_and_backward
@@ -389,9 +389,14 @@ def _call(case: Case, function: Function, inputs: _Ring) -> Callable[[], tuple[T
 
     def backward() -> tuple[Tensor, ...]:
         tensors, upstream = next(inputs)
-        return torch.autograd.grad(outputs[id(tensors)], tensors, upstream, retain_graph=True)
+        wanted = _trained(tensors)
+        return torch.autograd.grad(outputs[id(tensors)], wanted, upstream, retain_graph=True)
 
     return backward
+
+
+def _trained(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _replayed(function: Function, inputs: _Ring) -> Callable[[], None]:
@@ -426,7 +431,9 @@ def _check(case: Case) -> tuple[str, float]:
         if upstream is None:
             return list(outputs)
         gradients = torch.autograd.grad(
-            outputs, inputs, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)]
+            outputs,
+            _trained(inputs),
+            [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)],
         )
         return [*outputs, *gradients]
 

@@ -6,6 +6,7 @@ from onepass.functional.attention_decode import attention_with_kv_cache, merge_a
 from onepass.functional.dropout import add_dropout, dropout
 from onepass.functional.linear import linear
 from onepass.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from onepass.functional.rotary import rotary_embedding
 
 __all__ = [
     "add_dropout",
@@ -17,6 +18,7 @@ __all__ = [
     "linear",
     "merge_attention_states",
     "rms_norm",
+    "rotary_embedding",
     "scaled_dot_product_attention",
     "varlen_attention",
 ]

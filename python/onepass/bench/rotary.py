@@ -1,0 +1,106 @@
+"""Cases of the rotary family against the composition that models have, `x * cos + rotate_half(x) *
+sin`: forward, and forward and backward in one call, on CUDA the backward alone as well.
+
+Tensors that must cross memory: query and key are read and written once by the forward, and so are
+their gradients by the backward. cos and sin are read once for all heads, a fortieth of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from onepass import functional
+from onepass.bench.case import Case, Operator
+from onepass.reference import rotary as reference
+
+SHAPE = (1, 32, 2048, 128)  # of the query
+QUICK = (1, 4, 16, 32)
+HEADS_PER_KEY = 4
+CUDA_SHAPE = (4, 32, 8192, 128)
+CUDA_CHECKED = (1, 32, 64, 128)
+LAYOUTS = ("heads", "tokens")  # which lie first in memory
+
+
+def _stock(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return tuple(x * cos + _rotate_half(x) * sin for x in (query, key))
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def _stock_interleaved(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return tuple(x * cos + _rotate_neighbours(x) * sin for x in (query, key))
+
+
+def _rotate_neighbours(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def _operator(stock, **options) -> Operator:
+    def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return reference.rotary_embedding(*tensors, **options)
+
+    return Operator(
+        lambda *tensors: functional.rotary_embedding(*tensors, **options), stock, formula, formula
+    )
+
+
+OPERATORS = {
+    "halves": _operator(_stock),
+    "interleaved": _operator(_stock_interleaved, interleaved=True),
+}
+
+
+def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
+    """All cases of a device; `quick` keeps a small shape."""
+    on_cuda = device == "cuda"
+    phases = ("forward", "backward", "forward+backward") if on_cuda else (
+        "forward", "forward+backward")  # fmt: skip
+    shape = QUICK if quick else CUDA_SHAPE if on_cuda else SHAPE
+    for name in OPERATORS:
+        for first in LAYOUTS if name == "halves" else LAYOUTS[:1]:
+            for dtype in (torch.float32, torch.bfloat16):
+                for phase in phases:
+                    yield _case(name, shape, first, dtype, phase, device)
+
+
+def _case(name: str, shape: tuple, first: str, dtype: torch.dtype, phase: str, device: str) -> Case:
+    backward = phase != "forward"
+
+    def tensors(shape: tuple) -> list[Tensor]:
+        batch, heads, tokens, head_dim = shape
+
+        def drawn(heads: int) -> Tensor:
+            if first == "heads":
+                rows = torch.randn(batch, heads, tokens, head_dim, device=device).to(dtype)
+            else:
+                rows = torch.randn(batch, tokens, heads, head_dim, device=device).to(dtype)
+                rows = rows.transpose(1, 2)
+            return rows.requires_grad_(backward)
+
+        angle = torch.randn(1, tokens, head_dim // 2, device=device)
+        angle = angle.repeat_interleave(2, -1) if name == "interleaved" else angle.repeat(1, 1, 2)
+        query, key = drawn(heads), drawn(heads // HEADS_PER_KEY)
+        return [query, key, angle.cos().to(dtype), angle.sin().to(dtype)]
+
+    large = shape == CUDA_SHAPE
+    times = 2 if phase == "forward+backward" else 1
+    sizes = "x".join(map(str, shape))
+    return Case(
+        f"rotary/{name}/{str(dtype).removeprefix('torch.')}/{sizes}-{first}/{phase}",
+        OPERATORS[name],
+        lambda: tensors(shape),
+        backward,
+        times * 2 * (1 + 1 / HEADS_PER_KEY),
+        cold=large,
+        backward_alone=phase == "backward",
+        device=device,
+        make_checked=(lambda: tensors(CUDA_CHECKED)) if large else None,
+    )

@@ -1,0 +1,77 @@
+"""Rotary embedding of query and key in one pass."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from onepass._arguments import check_arguments
+from onepass._ops.rotary import rotary
+
+
+def rotary_embedding(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    rotary_dim: int | None = None,
+    seq_first: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotates pairs of columns of query and key by angles that grow with the token's position.
+
+    Of columns a and b of a pair, ``x[a] * cos[a] - x[b] * sin[a]`` and
+    ``x[b] * cos[b] + x[a] * sin[b]`` (Su, Lu, Pan, Murtadha, Wen, Liu: RoFormer, 2021): what models
+    write as ``x * cos + rotate_half(x) * sin``, computed in float32 (float64 for float64) and
+    rounded once. The backward is one pass as well, by the transposed rotation. cos and sin get no
+    gradient.
+
+    Args:
+        query: shape (batch, heads, tokens, head_dim), or without a batch (heads, tokens, head_dim);
+            float32, bfloat16, float16 or float64. Any strides: a dense last dimension is read in
+            place, other layouts are copied once.
+        key: like query with heads of its own, or None.
+        cos, sin: shape (tokens, width), or (batch, tokens, width), where batch may be 1; with
+            positions a table (rows, width). The width is rotary_dim, a number for each column, as
+            models of transformers have it: those of a pair may differ. Or it is rotary_dim / 2, a
+            number for each pair; then rotary_dim must be given. Any of float32, bfloat16 and
+            float16, or float64 where query is float64.
+        interleaved: pairs are columns (2i, 2i + 1), as in GPT-J and Cohere; else (i,
+            i + rotary_dim / 2), as in Llama and GPT-NeoX. Results lie as query and key do: where
+            DeepSeek-V3 moves its interleaved pairs apart, the products of query and key are the
+            same.
+        positions: shape (tokens,) or (batch, tokens), where batch may be 1; int64 or int32: the row
+            of cos and sin that a token has.
+        rotary_dim: how many of the first columns are rotated, the others stay; None is the width.
+        seq_first: query and key have shape (batch, tokens, heads, head_dim), or (tokens, heads,
+            head_dim), as packed sequences do, whose positions begin anew where a sequence does.
+
+    Returns:
+        (query, key) rotated, in query's dtype, also under autocast; each lies in memory as the
+        tensor it was made of, heads or tokens first. The second is None without a key.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit, or there is no row for a position; the
+            message names the argument. cos or sin requires a gradient. On CUDA the values of
+            positions are not looked at, which would wait for the device: a token whose position has
+            no row becomes NaN.
+        TypeError: an argument is of a wrong type.
+    """
+    try:
+        if not type(interleaved) is type(seq_first) is bool:
+            raise TypeError  # which check_arguments names
+        batched = query.dim() != 3
+        if not batched:
+            query, key = query.unsqueeze(0), None if key is None else key.unsqueeze(0)
+        if seq_first and query.dim() == 4:
+            query, key = query.transpose(1, 2), None if key is None else key.transpose(1, 2)
+        outputs = rotary(query, key, cos, sin, positions, rotary_dim, interleaved)
+        if seq_first:
+            outputs = [None if x is None else x.transpose(1, 2) for x in outputs]
+        if not batched:
+            outputs = [None if x is None else x.squeeze(0) for x in outputs]
+        return tuple(outputs)
+    except Exception:
+        check_arguments(rotary_embedding, locals())
+        raise

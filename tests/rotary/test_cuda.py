@@ -1,0 +1,130 @@
+"""Rotary embedding's CUDA kernel under the emulator: traffic, addresses, races.
+
+Its values are those of test_values.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onepass import functional
+from tests.emulator import emulated
+from tests.emulator.executors import all_instances
+from tests.rotary.cases import BF16, DTYPES, F16, F32, F64, Case, check, check_tensors
+
+ALIGNED = Case(head_dim=48, rotary_dim=32)
+
+
+def goes_by_packs(cuda, call: int = -1) -> bool:
+    """Which of its instances ran: the last argument of the template."""
+    (launch,) = cuda.of("rotary_forward")[call]["launched"]
+    return "true>" in launch.kernel
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("half_width", [False, True])
+@pytest.mark.parametrize(
+    "dtype, table_dtype", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16), (F64, F64)]
+)
+@pytest.mark.parametrize("rotary_dim", [32, 30])
+def test_one_pass(cuda, dtype, table_dtype, rotary_dim, half_width, backward):
+    """To the byte: query and key read and written once; cos, sin and positions by each group of
+    heads, positions by every thread that rotates."""
+    case = replace(
+        ALIGNED, dtype=dtype, table_dtype=table_dtype, rotary_dim=rotary_dim, positions="tokens",
+        half_width=half_width, heads=6, key_heads=3, tokens=70,
+    )  # fmt: skip
+    tensors = case.tensors()
+    query = tensors["query"].requires_grad_(backward)
+    key = tensors["key"].requires_grad_(backward)
+    outputs = functional.rotary_embedding(**tensors, **case.options)
+    if backward:
+        torch.autograd.grad(outputs, (query, key), [torch.ones_like(x) for x in outputs])
+    call = cuda.of("rotary_forward")[-1]
+    rows = (query.numel() + key.numel()) * dtype.itemsize
+    width = rotary_dim // 2 if half_width else rotary_dim
+    tokens = case.batch * case.tokens * call["splits"]
+    aligned = rotary_dim % 16 == 0 and width % 8 == 0
+    threads = rotary_dim // 2 // (8 if aligned else 1)  # of a token
+    assert call["written"] == rows
+    assert call["read"] == rows + tokens * (2 * width * table_dtype.itemsize + 8 * threads)
+
+
+def test_heads_share_what_a_thread_has_read(cuda):
+    """Where there are threads enough."""
+    case = Case(BF16, batch=1, heads=12, key_heads=4, tokens=8, head_dim=32)
+    check(case)
+    assert {call["rows_per_tile"] for call in cuda.of("rotary_forward")} == {1}
+    cuda.set(run=0)
+    query = torch.empty(1, 32, 65536, 128, dtype=BF16)
+    cos = torch.empty(65536, 128, dtype=BF16)
+    functional.rotary_embedding(query, None, cos, cos)
+    assert cuda.of("rotary_forward")[-1]["rows_per_tile"] == 8
+
+
+def test_addresses(cuda):
+    """Packs where all is aligned, single elements where a tensor or a stride is not."""
+    case = replace(ALIGNED, tokens=3)
+    packs = []
+    for changes in (dict(), dict(head_dim=44), dict(rotary_dim=24), dict(rotary_dim=8)):
+        check(replace(case, **changes))
+        packs.append(goes_by_packs(cuda))
+    assert packs == [True, False, False, False]
+    for tensor in range(7):  # of those that the struct points to
+        cuda.set(shift=4, misaligned=tensor)
+        check(replace(case, positions="batch"))
+        check(replace(case, positions="batch", interleaved=True, dtype=BF16))
+
+
+def test_strides_that_are_not_aligned(cuda):
+    tensors = ALIGNED.tensors()
+    for name in ("query", "key", "cos", "sin"):
+        x = tensors[name]
+        far = torch.empty(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype)
+        far[..., :-1] = x
+        check_tensors(ALIGNED, tensors | {name: far[..., :-1]})
+        assert goes_by_packs(cuda, -2) is False  # the forward
+
+
+@pytest.mark.parametrize("far", [1, 2, 3])
+def test_dimensions_beyond_32_bits(cuda, far):
+    cuda.set(far=far, far_new=far)
+    check(Case(batch=3, tokens_first=far == 3))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [32, 30])
+def test_a_position_without_a_row_reads_nothing(cuda, rotary_dim, interleaved):
+    """Its token becomes NaN, but for what is not rotated."""
+    case = replace(ALIGNED, rotary_dim=rotary_dim, positions="batch", interleaved=interleaved)
+    tensors = case.tensors()
+    right = functional.rotary_embedding(**tensors, **case.options)
+    wrong = ((0, 1, -1), (1, 3, case.rows), (1, 0, 2**40))
+    for batch, token, position in wrong:
+        tensors["positions"][batch, token] = position
+    found = functional.rotary_embedding(**tensors, **case.options)
+    for ours, expected in zip(found, right, strict=True):
+        for batch, token, _ in wrong:
+            expected[batch, :, token, :rotary_dim] = float("nan")
+        assert torch.equal(ours.nan_to_num(7.5), expected.nan_to_num(7.5))
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_each_instance(cuda, build):
+    """Without races or bad accesses; none is left out."""
+    with cuda.sanitized(build, "rotary.cu"):
+        # Races do not depend on the dtypes, and the thread sanitizer takes its time.
+        for dtype in DTYPES[:: 4 if build == "thread" else 1]:
+            for interleaved in (False, True):
+                for changes in (
+                    dict(positions="batch"),
+                    dict(rotary_dim=30, half_width=True),
+                    dict(half_width=True, tokens_first=True),
+                    dict(rotary_dim=48, key_heads=0, heads=9),
+                ):
+                    check(replace(ALIGNED, dtype=dtype, interleaved=interleaved, **changes))
+    rotaries = {name for name in all_instances() if "rotary_" in name}
+    assert rotaries == cuda.instances or build == "thread"

@@ -1,0 +1,56 @@
+"""Rotary embedding of infinities, NaN and what is near the ends of a dtype: as torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onepass import functional, reference
+from tests.emulator.executors import everywhere
+from tests.rotary.cases import BF16, F16, F32, Case, check_tensors
+
+pytestmark = [everywhere, pytest.mark.isa]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["query", "cos", "sin"])
+def test_what_is_not_finite_shows_as_in_torch(name, special, interleaved):
+    case = Case(interleaved=interleaved)
+    tensors = case.tensors()
+    tensors[name][..., 2, 3] = special
+    ours = functional.rotary_embedding(**tensors, **case.options)
+    formula = reference.rotary.rotary_embedding(**tensors, **case.options)
+    for one, other in zip(ours, formula, strict=True):
+        finite = other.isfinite()
+        assert torch.equal(one.isfinite(), finite) and torch.equal(one.isnan(), other.isnan())
+        torch.testing.assert_close(one[finite], other[finite])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("scale", [1e-35, 1e-7, 1e4])
+def test_tiny_and_large(dtype, scale):
+    case = Case(dtype, table_dtype=F32)
+    tensors = case.tensors()
+    for name in ("query", "key"):
+        tensors[name] = (tensors[name].float() * scale).to(dtype)
+    check_tensors(case, tensors)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_no_angle_changes_nothing(dtype):
+    case = Case(dtype)
+    tensors = case.tensors()
+    tensors["cos"], tensors["sin"] = torch.ones(5, 32).to(dtype), torch.zeros(5, 32).to(dtype)
+    for name, output in zip(("query", "key"), functional.rotary_embedding(**tensors), strict=True):
+        assert torch.equal(output, tensors[name])
+
+
+def test_columns_that_are_not_rotated_are_the_same_bits():
+    case = Case(BF16, head_dim=48, rotary_dim=16)
+    tensors = case.tensors()
+    bits = torch.randint(-(2**15), 2**15, tensors["query"].shape, dtype=torch.int16)
+    finite = bits.view(BF16).isfinite()
+    tensors["query"] = torch.where(finite, bits.view(BF16), torch.zeros((), dtype=BF16))
+    query, _ = functional.rotary_embedding(**tensors)
+    assert torch.equal(query[..., 16:], tensors["query"][..., 16:])

@@ -1,0 +1,198 @@
+"""Against the compositions that models of transformers have, forward and backward.
+
+What they compute in their own dtype is `base` of the numerics rule, in float64 the reference.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from onepass import functional, numerics
+from tests.rotary.cases import BF16, F16, F32
+
+pytest.importorskip("transformers", reason="compares with the models of transformers")
+
+BATCH, HEADS, KEY_HEADS, TOKENS, HEAD_DIM = 2, 8, 2, 33, 64
+
+
+def of_model(name: str):
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def angles(rotary_dim: int) -> torch.Tensor:
+    frequency = 10000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=F32) / rotary_dim)
+    positions = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS) + 7])
+    return positions[..., None] * frequency  # (batch, tokens, pairs)
+
+
+def tables(rotary_dim: int, interleaved: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+    """cos and sin with a number for each column, as the models' own modules return them."""
+    angle = angles(rotary_dim)
+    wide = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
+    return [wide.cos().to(dtype), wide.sin().to(dtype)]
+
+
+def moved_apart(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x[..., ::2], x[..., 1::2]), -1)
+
+
+def llama(name):
+    def theirs(q, k, cos, sin):
+        return of_model(name).apply_rotary_pos_emb(q, k, cos, sin)
+
+    return theirs, functional.rotary_embedding
+
+
+def with_the_rest(q, k, rotary_dim, function):
+    """As Phi does around its function, which takes the rotated columns alone."""
+    turned = function(q[..., :rotary_dim], k[..., :rotary_dim])
+    return [torch.cat((y, x[..., rotary_dim:]), -1) for y, x in zip(turned, (q, k), strict=True)]
+
+
+def phi():
+    def theirs(q, k, cos, sin):
+        apply = of_model("phi").apply_rotary_pos_emb
+        return with_the_rest(q, k, cos.shape[-1], lambda q, k: apply(q, k, cos, sin))
+
+    return theirs, functional.rotary_embedding
+
+
+def interleaved_of(name):
+    def theirs(q, k, cos, sin):
+        return of_model(name).apply_rotary_pos_emb(q, k, cos, sin)
+
+    def ours(q, k, cos, sin):
+        return functional.rotary_embedding(q, k, cos, sin, interleaved=True)
+
+    return theirs, ours
+
+
+def deepseek_v3():
+    """It reads neighbours as pairs and writes halves: the same numbers in another order."""
+
+    def theirs(q, k, cos, sin):
+        return of_model("deepseek_v3").apply_rotary_pos_emb_interleave(q, k, cos, sin)
+
+    def ours(q, k, cos, sin):
+        pairs = cos.shape[-1] // 2
+        tables = cos[..., :pairs], sin[..., :pairs]
+        turned = functional.rotary_embedding(q, k, *tables, interleaved=True, rotary_dim=2 * pairs)
+        return [moved_apart(x) for x in turned]
+
+    return theirs, ours
+
+
+def deepseek_v2():
+    """Complex numbers, of float32 at most; of their tables one number for each pair."""
+
+    def theirs(q, k, cos, sin):
+        return of_model("deepseek_v2").apply_rotary_emb(q, k, torch.complex(cos, sin)[..., ::2])
+
+    def ours(q, k, cos, sin):
+        return functional.rotary_embedding(
+            q, k, cos[..., ::2], sin[..., ::2], interleaved=True, rotary_dim=cos.shape[-1]
+        )
+
+    return theirs, ours
+
+
+# (theirs, ours), rotary_dim, whether their tables repeat neighbours
+MODELS = {
+    "llama": (llama("llama"), HEAD_DIM, False),
+    "qwen3": (llama("qwen3"), HEAD_DIM, False),
+    "gemma3": (llama("gemma3"), HEAD_DIM, False),
+    "gpt_neox": (llama("gpt_neox"), HEAD_DIM // 4, False),
+    "phi": (phi(), HEAD_DIM // 2, False),
+    "cohere": (interleaved_of("cohere"), HEAD_DIM, True),
+    "deepseek_v3": (deepseek_v3(), HEAD_DIM, False),
+    "deepseek_v2": (deepseek_v2(), HEAD_DIM, True),
+}
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_as_the_model_does(name, dtype, tokens_first):
+    (theirs, ours), rotary_dim, repeats = MODELS[name]
+    table_dtype = F32 if name == "deepseek_v2" else dtype
+    cos, sin = tables(rotary_dim, repeats, table_dtype)
+    rows = []
+    for heads in (HEADS, KEY_HEADS):
+        x = torch.randn(BATCH, heads, TOKENS, HEAD_DIM).to(dtype)
+        rows.append(x.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else x)
+    upstream = [torch.randn(x.shape).to(dtype) for x in rows]
+
+    def results(function, wide=False):
+        given = [x.double() if wide else x for x in (*rows, cos, sin)]
+        leaves = [x.detach().requires_grad_() for x in given[:2]]
+        outputs = function(*leaves, *given[2:])
+        pairs = [g.to(x.dtype) for g, x in zip(upstream, outputs, strict=True)]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, pairs)]
+
+    definition = theirs
+    if name in ("cohere", "deepseek_v2", "gemma3"):  # some go by float32 whatever they are given
+        definition = _formula(repeats)
+    found = zip(results(ours), results(definition, wide=True), results(theirs), strict=True)
+    for number, each in enumerate(found):
+        assert each[0].dtype is dtype
+        numerics.assert_close(*each, f"{name} {dtype} result {number}")
+
+
+def _formula(interleaved: bool):
+    from onepass.reference import rotary
+
+    def formula(q, k, cos, sin):
+        return rotary.rotary_embedding(q, k, cos, sin, interleaved=interleaved)
+
+    return formula
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_order_of_columns_changes_no_score(name):
+    """What attention sees of either."""
+    (theirs, ours), rotary_dim, repeats = MODELS[name]
+    cos, sin = tables(rotary_dim, repeats, F32)
+    q, k = (torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM) for _ in range(2))
+    scores = [a @ b.mT for a, b in (f(q, k, cos, sin) for f in (theirs, ours))]
+    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "gemma3"])
+def test_a_tiny_model_trains_alike(name, monkeypatch):
+    """The function in the place of the model's own: loss and gradients."""
+    import transformers
+
+    module = of_model(name)
+    configs = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "gpt_neox": "GPTNeoXConfig",
+               "gemma3": "Gemma3TextConfig"}  # fmt: skip
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50)
+    heads = dict(num_attention_heads=4)
+    if name != "gpt_neox":
+        heads |= dict(num_key_value_heads=2, head_dim=8)
+    config = getattr(transformers, configs[name])(**sizes, **heads, pad_token_id=0)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    tokens = torch.randint(50, (2, 11))
+
+    def loss_and_gradients():
+        model.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    stock = loss_and_gradients()
+    calls = []
+
+    def ours(q, k, cos, sin, *_, **__):
+        calls.append(q.shape)
+        return functional.rotary_embedding(q, k, cos, sin)
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", ours)
+    for one, other in zip(loss_and_gradients(), stock, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert len(calls) == 2

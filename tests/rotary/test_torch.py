@@ -1,0 +1,173 @@
+"""Rotary embedding under autograd, torch.compile, export, vmap and autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from onepass import functional, reference
+from tests.rotary.cases import BF16, DTYPES, F16, F64, Case
+
+pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("key", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_opcheck(tokens_first, key, transposed):
+    case = Case(positions="batch" if key else "", tokens_first=tokens_first, key_heads=2 * key)
+    t = {"key": None, "positions": None, **case.tensors()}
+    arguments = (t["query"], t["key"], t["cos"], t["sin"], t["positions"], 32, key)
+    orders = (tokens_first, tokens_first and key)
+    options = (transposed, *orders)
+    torch.library.opcheck(torch.ops.onepass.rotary_forward.default, (*arguments, *options))
+
+
+@pairings
+@pytest.mark.parametrize("half_width", [False, True])
+def test_gradcheck_twice(interleaved, half_width):
+    case = Case(F64, batch=1, heads=2, key_heads=1, tokens=2, head_dim=8, rotary_dim=6,
+                half_width=half_width, interleaved=interleaved)  # fmt: skip
+    tensors = case.tensors()
+    tables = {name: tensors.pop(name) for name in ("cos", "sin")}
+
+    def function(query, key):
+        outputs = functional.rotary_embedding(query, key, **tables, **case.options)
+        return tuple(output.sin() for output in outputs)
+
+    leaves = tuple(tensor.requires_grad_() for tensor in tensors.values())
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("trained", ["query", "key"])
+def test_a_gradient_for_one_alone(trained):
+    tensors = Case().tensors()
+    tensors[trained].requires_grad_()
+
+    def gradient(function, used):
+        output = function(**tensors)[used == "key"]
+        return torch.autograd.grad(output.sin().sum(), tensors[trained], allow_unused=True)[0]
+
+    formula = reference.rotary.rotary_embedding
+    ours, expected = (gradient(f, trained) for f in (functional.rotary_embedding, formula))
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_result_that_nobody_uses(used):
+    tensors = Case().tensors()
+    leaves = [tensors[name].requires_grad_() for name in ("query", "key")]
+
+    def gradients(function):
+        return torch.autograd.grad(function(**tensors)[used].sin().sum(), leaves, allow_unused=True)
+
+    ours = gradients(functional.rotary_embedding)
+    expected = gradients(reference.rotary.rotary_embedding)
+    assert ours[1 - used] is None and expected[1 - used] is None
+    torch.testing.assert_close(ours[used], expected[used])
+
+
+def test_what_is_saved():
+    """cos and sin alone: query and key can be freed."""
+    saved = []
+    tensors = Case(tokens=50).tensors()
+    tensors["query"].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        functional.rotary_embedding(**tensors)
+    assert [t.data_ptr() for t in saved] == [tensors[n].data_ptr() for n in ("cos", "sin")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_under_autocast_are_the_compositions(dtype):
+    tensors = Case(dtype).tensors()
+    with torch.autocast("cpu", dtype=F16 if dtype is F16 else BF16):
+        ours = functional.rotary_embedding(**tensors)
+        stock = reference.rotary.rotary_embedding(**tensors)
+    assert [x.dtype for x in ours] == [x.dtype for x in stock] == [dtype] * 2
+
+
+@pytest.mark.parametrize("seq_first", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compile_fullgraph(backend, seq_first):
+    def function(query, key, cos, sin, positions):
+        options = {"positions": positions, "seq_first": seq_first}
+        return functional.rotary_embedding(query, key, cos, sin, **options)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    for batch, tokens in ((2, 5), (3, 9)):
+        case = Case(batch=batch, tokens=tokens, positions="batch", seq_first=seq_first,
+                    tokens_first=True)  # fmt: skip
+        tensors = case.tensors()
+        leaves = [tensors[name].requires_grad_() for name in ("query", "key")]
+        results = []
+        for call in (compiled, function):
+            outputs = call(**tensors)
+            gradients = torch.autograd.grad([x.sin().sum() for x in outputs], leaves)
+            results.append([*outputs, *gradients])
+            strides = [x.stride() for x in outputs]
+        for ours, eager in zip(*results, strict=True):
+            assert torch.equal(ours, eager)
+        assert strides == [x.stride() for x in results[0][:2]]
+
+
+def test_compile_says_that_tables_get_no_gradient():
+    tensors = Case().tensors()
+    tensors["cos"].requires_grad_()
+    compiled = torch.compile(functional.rotary_embedding, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="cos must not require a gradient"):
+        compiled(**tensors)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_train(strict):
+    class Model(torch.nn.Module):
+        def forward(self, query, key, cos, sin):
+            return functional.rotary_embedding(query.sin(), key, cos, sin, interleaved=True)
+
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    shapes = {"query": {2: tokens}, "key": {2: tokens}, "cos": {0: tokens}, "sin": {0: tokens}}
+    given = Case().tensors()
+    program = torch.export.export(Model(), (), given, dynamic_shapes=shapes, strict=strict)
+    tensors = Case(tokens=9).tensors()
+    tensors["query"].requires_grad_()
+    results = []
+    for model in (program.module(), Model()):
+        outputs = model(**tensors)
+        results.append([*outputs, *torch.autograd.grad(outputs[0].sin().sum(), tensors["query"])])
+    for ours, eager in zip(*results, strict=True):
+        assert torch.equal(ours, eager)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmap_over_any_argument():
+    case = Case(positions="batch")
+    tensors = case.tensors()
+    for name, tensor in tensors.items():
+        stacked = torch.stack([tensor, tensor.flip(0), tensor.roll(1, 0)])
+
+        def of(sample, name=name):
+            return functional.rotary_embedding(**tensors | {name: sample})
+
+        ours = torch.vmap(of)(stacked)
+        for number, sample in enumerate(stacked):
+            for mapped, alone in zip(ours, of(sample), strict=True):
+                assert torch.equal(mapped[number], alone)
+
+
+@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
+def test_tensors_without_data(mode):
+    """Positions have no values there."""
+    with mode:
+        query, key = torch.ones(2, 5, 4, 8).transpose(1, 2), torch.ones(2, 3, 5, 8)
+        cos, positions = torch.ones(9, 8), torch.full((5,), 99)
+        outputs = functional.rotary_embedding(query, key, cos, cos, positions=positions)
+        assert [x.stride() for x in outputs] == [query.stride(), key.stride()]
+
+
+def test_forward_mode_says_that_there_is_none():
+    tensors = Case().tensors()
+    query = tensors.pop("query")
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jacfwd(lambda q: functional.rotary_embedding(q, **tensors)[0])(query)

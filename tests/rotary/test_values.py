@@ -1,0 +1,106 @@
+"""Rotary embedding: values and gradients, in every dtype, of both pairings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onepass import functional, reference
+from tests.emulator.executors import everywhere
+from tests.rotary.cases import BF16, DTYPES, F16, F32, F64, Case, check
+
+pytestmark = [everywhere, pytest.mark.isa]
+pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+widths = pytest.mark.parametrize("half_width", [False, True], ids=["columns", "pairs"])
+
+
+# Rotated columns: packs of 8 on CUDA, one alone, vectors of every level with and without a tail.
+@pairings
+@widths
+@pytest.mark.grid(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotary_dim", [0, 2, 6, 16, 30, 32, 64, 70, 128])
+def test_values_and_gradients(dtype, rotary_dim, half_width, interleaved):
+    """The halves of cos and sin differ, as do those of a pair."""
+    case = Case(dtype, head_dim=max(rotary_dim, 2), half_width=half_width, interleaved=interleaved)
+    check(case)
+    check(case, head_dim=rotary_dim + 24, rotary_dim=rotary_dim)  # the others are copied
+
+
+@pairings
+@pytest.mark.parametrize("table_dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_tables_of_another_dtype(dtype, table_dtype, interleaved):
+    for half_width in (False, True):
+        check(Case(dtype, table_dtype, interleaved=interleaved, half_width=half_width))
+
+
+@pairings
+@pytest.mark.parametrize("positions", ["", "tokens", "batch"])
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
+def test_positions(positions, kind, interleaved):
+    case = Case(F32, positions=positions, interleaved=interleaved)
+    tensors = case.tensors()
+    if positions:
+        tensors["positions"] = tensors["positions"].to(kind)
+    found = functional.rotary_embedding(**tensors, **case.options)
+    expected = reference.rotary.rotary_embedding(**tensors, **case.options)
+    for ours, formula in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, formula)
+    check(case)
+
+
+@pairings
+@pytest.mark.parametrize("table_batch", [0, 1, 3])
+def test_tables_of_a_batch(table_batch, interleaved):
+    check(Case(batch=3, table_batch=table_batch, interleaved=interleaved))
+
+
+@pytest.mark.parametrize("heads, key_heads", [(1, 1), (3, 0), (9, 8), (2, 5), (40, 1)])
+def test_any_number_of_heads(heads, key_heads):
+    check(Case(heads=heads, key_heads=key_heads))
+
+
+def test_many_tokens():
+    """Several blocks of them, the last not whole, and threads that take different ones."""
+    check(Case(batch=3, heads=2, key_heads=1, tokens=77, head_dim=64))
+
+
+def test_16_bit_results_are_unbiased():
+    check(Case(BF16, tokens=64, head_dim=64))
+    check(Case(F16, tokens=64, head_dim=64))
+
+
+@pairings
+def test_the_backward_is_the_inverse_where_columns_of_a_pair_agree(interleaved):
+    angle = torch.randn(5, 16, dtype=F64)
+    query = torch.randn(2, 4, 5, 32, dtype=F64, requires_grad=True)
+    options = {"interleaved": interleaved, "rotary_dim": 32}
+    turned, _ = functional.rotary_embedding(query, None, angle.cos(), angle.sin(), **options)
+    (back,) = torch.autograd.grad(turned, query, turned)
+    torch.testing.assert_close(back, query)
+
+
+def test_packed_sequences():
+    """Tokens of all sequences behind each other, positions that begin anew."""
+    query, key = torch.randn(12, 4, 16), torch.randn(12, 2, 16)
+    cos, sin = torch.randn(7, 16), torch.randn(7, 16)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])
+    options = {"seq_first": True, "positions": positions}
+    found = functional.rotary_embedding(query, key, cos, sin, **options)
+    for x, y in zip((query, key), found, strict=True):
+        for rows in (slice(0, 5), slice(5, 12)):
+            length = rows.stop - rows.start
+            one, _ = functional.rotary_embedding(
+                x[None, rows], None, cos[:length], sin[:length], seq_first=True
+            )
+            assert torch.equal(one[0], y[rows])
+
+
+def test_results_do_not_depend_on_what_else_is_there():
+    case = Case(batch=3, heads=5, key_heads=2, tokens=70, head_dim=40)
+    tensors = case.tensors()
+    whole = functional.rotary_embedding(**tensors)
+    query, cos, sin = (tensors[name] for name in ("query", "cos", "sin"))
+    alone, _ = functional.rotary_embedding(query[1:2, 3:4, 50:51], None, cos[50:51], sin[50:51])
+    assert torch.equal(alone, whole[0][1:2, 3:4, 50:51])
