@@ -88,6 +88,14 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
         },
         "dropout_forward",
     ),
+    (
+        {
+            "rotary_embedding": lambda new: F.rotary_embedding(
+                new(1, 2, 4, 16), None, *(new(4, 16).detach() for _ in range(2))
+            )[0]
+        },
+        "rotary_forward",
+    ),
     ({"linear": lambda new: F.linear(new(2, 16), new(8, 16), new(8))}, "linear_product"),
     ({f"optim.{name}": _step(name) for name in ("AdamW", "Adam", "SGD", "Lion")}, "optimizer_step"),
     ({"optim.clip_grad_norm_": _clip}, "gradient_norm"),

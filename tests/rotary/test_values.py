@@ -82,7 +82,7 @@ def test_the_backward_is_the_inverse_where_columns_of_a_pair_agree(interleaved):
 
 
 def test_packed_sequences():
-    """Tokens of all sequences behind each other, positions that begin anew."""
+    """Tokens of all sequences one after the other, positions that begin anew."""
     query, key = torch.randn(12, 4, 16), torch.randn(12, 2, 16)
     cos, sin = torch.randn(7, 16), torch.randn(7, 16)
     positions = torch.cat([torch.arange(5), torch.arange(7)])
