@@ -48,7 +48,7 @@ def test_the_code_of_a_page_runs(page):
 
 
 def test_the_readme_shows_what_runs():
-    assert blocks(README) == blocks(DOCS / "index.md")
+    assert blocks(README) == blocks(DOCS / "index.md")[-1:]
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
