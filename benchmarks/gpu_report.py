@@ -44,6 +44,9 @@ TESTS = {
         "tests/device/test_optim.py",
         "tests/norm/test_values.py",
         "tests/dropout/test_values.py",
+        "tests/rotary/test_values.py",
+        "tests/rotary/test_layouts.py",
+        "tests/rotary/test_extremes.py",
         "tests/optimizer/test_clipping.py",
     ),
     "attention tests": (
@@ -67,7 +70,8 @@ TESTS = {
 # What a step measures, and the seconds that it may take. Of attention's standard shapes, that is
 # the first part; `onepass bench attention --device cuda` by itself measures all.
 BENCHMARKS = {"decode": (("decode",), 75), "attention": (("attention",), 150)}
-BENCHMARKS |= {"norm": (("norm", "dropout"), 120), "optimizer": (("optimizer",), 60)}
+BENCHMARKS |= {"norm": (("norm", "dropout"), 120), "rotary": (("rotary",), 60)}
+BENCHMARKS |= {"optimizer": (("optimizer",), 60)}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")
 BUDGET = 570.0  # of ten minutes; a step in hand at their end is still to be ended and reported

@@ -149,7 +149,7 @@ def test_plan(tmp_path):
     steps = {step.name: step for step in gpu_report.plan(FACTS, TOOLS, tmp_path, "python")}
     assert list(steps) == [
         "build", "doctor", *gpu_report.TESTS, "bench decode", "bench attention", "bench norm",
-        "bench optimizer", "compare float32", "compare bfloat16", "slow tests",
+        "bench rotary", "bench optimizer", "compare float32", "compare bfloat16", "slow tests",
         *(f"{tool}, {tests}" for tests in gpu_report.TESTS for tool in gpu_report.SANITIZERS),
     ]  # fmt: skip
     words = {name: " ".join(map(str, step.command(100.0))) for name, step in steps.items()}
@@ -178,7 +178,11 @@ def test_every_device_test_is_run():
     run = {file for files in gpu_report.TESTS.values() for file in files}
     found = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/device/test_*.py")}
     for path in ROOT.glob("tests/*/test_*.py"):
-        if re.search(r"^@everywhere$|def test_\w+\(executor\b", path.read_text(), re.MULTILINE):
+        if re.search(
+            r"^@everywhere$|^pytestmark = .*\beverywhere\b|def test_\w+\(executor\b",
+            path.read_text(),
+            re.MULTILINE,
+        ):
             found.add(str(path.relative_to(ROOT)))
     assert run == found
 
