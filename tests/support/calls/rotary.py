@@ -24,8 +24,16 @@ def calls() -> Iterator[Call]:
         return flat(functional.rotary_embedding(query, key, cos, sin, positions=positions))
 
     optional = ("key", "positions")
-    more = {"optional": optional, "differentiable": True}
-    yield Call("functional.rotary_embedding", own, public, **more)
+
+    def rows():
+        return {name: own()[name] for name in ("query", "key")}
+
+    def trained(query, key):  # the tables get no gradient
+        return public(**own() | {"query": query, "key": key})
+
+    name, more = "functional.rotary_embedding", {"optional": ("key",), "differentiable": True}
+    yield Call(name, own, public, optional=optional)
+    yield Call(f"{name} of one table", rows, trained, **more)
 
     def raw(op):
         def run(query, key, cos, sin, positions):
