@@ -227,7 +227,7 @@ def test_rows_in_three_dimensions(executor, rms, residual):
             case.residual = case.residual.transpose(0, 2).contiguous().transpose(0, 2)
 
     wide = ((2, 1, 3), LONG[F32])
-    for rows, cols in (((3, 4, 5), 72), ((49, 7, 11), 8), ((3, 4, 5), 33), ((2, 3, 2), 1000), wide):
+    for rows, cols in (((3, 4, 5), 88), ((49, 7, 11), 8), ((3, 4, 5), 33), ((2, 3, 2), 1000), wide):
         check_laid_out(executor, change, rms, rows, cols, residual=residual)
 
 
