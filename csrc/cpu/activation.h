@@ -1,15 +1,16 @@
-// Activations and their derivatives, for lines of numbers that lie in L1.
+// Activations and their derivatives.
 //
-// All but relu are x times a number between 0 and 1, the gate: sigmoid(x) for silu, the normal
-// distribution's function for gelu, sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)) for its tanh form
-// (Hendrycks and Gimpel, Gaussian error linear units, 2016). No gate is computed as 1 - (nearly 1),
-// so that they keep their digits where x is negative. As in torch, -Inf gives NaN in all but relu.
+// All but sigmoid, relu and relu2 are x times a number between 0 and 1, the gate: sigmoid(x) for
+// silu, the normal distribution's function for gelu, sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)) for
+// its tanh form, sigmoid(1.702 x) for quick_gelu (Hendrycks and Gimpel, Gaussian error linear
+// units, 2016). No gate is computed as 1 - (nearly 1), so that they keep their digits where x is
+// negative. As in torch, -Inf gives NaN in these.
 #pragma once
 
 #include <cmath>
 
+#include "core/activation.h"
 #include "cpu/elementary.h"
-#include "ops/linear.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -20,11 +21,15 @@ struct Gate {
   Vec<A> slope;  // its derivative
 };
 
-ONEPASS_INLINE Vec<float> absolute(Vec<float> x) { return x < Vec<float>{} ? -x : x; }
+// By their sign bits, an instruction each.
+ONEPASS_INLINE Vec<float> absolute(Vec<float> x) { return (Vec<float>)((WordBits)x & 0x7fffffffu); }
+ONEPASS_INLINE Vec<float> minus_absolute(Vec<float> x) {
+  return (Vec<float>)((WordBits)x | 0x80000000u);
+}
 
 ONEPASS_INLINE Gate<float> sigmoid(Vec<float> x) {
-  const Vec<float> e = exp(-absolute(x));
-  const Vec<float> ratio = broadcast<float>(1.0f) / (broadcast<float>(1.0f) + e);
+  const Vec<float> e = exp(minus_absolute(x));
+  const Vec<float> ratio = reciprocal(broadcast<float>(1.0f) + e);
   return {x < Vec<float>{} ? e * ratio : ratio, e * ratio * ratio};
 }
 
@@ -32,9 +37,11 @@ ONEPASS_INLINE Gate<float> sigmoid(Vec<float> x) {
 // x), the form of Abramowitz and Stegun 7.1.26. The polynomial was fitted for its largest relative
 // error, 1.7e-8 up to |x| = 12, where it is 2e-33.
 ONEPASS_INLINE Gate<float> normal(Vec<float> x) {
-  const Vec<float> z = absolute(x);
+  const Vec<float> most = broadcast<float>(16.0f);  // beyond, exp(-x^2 / 2) is 0
+  Vec<float> z = absolute(x);
+  z = z > most ? most : z;
   const Vec<float> one = broadcast<float>(1.0f);
-  const Vec<float> t = one / fma<float>(z, broadcast<float>(0.34f), one);
+  const Vec<float> t = reciprocal(fma<float>(z, broadcast<float>(0.34f), one));
   Vec<float> p = broadcast<float>(-0x1.bd058ep-6f);
   p = fma<float>(p, t, broadcast<float>(0x1.27be5ep-3f));
   p = fma<float>(p, t, broadcast<float>(-0x1.21b75ap-2f));
@@ -71,7 +78,14 @@ ONEPASS_INLINE Gate<double> normal(Vec<double> x) {
 
 template <Activation kActivation, class A>
 ONEPASS_INLINE Gate<A> gate(Vec<A> x) {
-  if constexpr (kActivation == Activation::kSilu) return sigmoid(x);
+  if constexpr (kActivation == Activation::kSilu || kActivation == Activation::kSigmoid) {
+    return sigmoid(x);
+  }
+  if constexpr (kActivation == Activation::kQuickGelu) {
+    const Vec<A> steepness = broadcast<A>(A(1.702));
+    const Gate<A> of = sigmoid(x * steepness);
+    return {of.value, of.slope * steepness};
+  }
   if constexpr (kActivation == Activation::kGelu) return normal(x);
   if constexpr (kActivation == Activation::kGeluTanh) {
     constexpr A kLinear = A(1.59576912160573071176), kCubic = A(0.0713548162726009257);
@@ -82,34 +96,51 @@ ONEPASS_INLINE Gate<A> gate(Vec<A> x) {
   }
 }
 
-// f<an activation that is not kNone>()
-template <class F>
-void visit_activation(Activation activation, F&& f) {
-  switch (activation) {
-    case Activation::kNone:
-      return;
-    case Activation::kRelu:
-      return f.template operator()<Activation::kRelu>();
-    case Activation::kSilu:
-      return f.template operator()<Activation::kSilu>();
-    case Activation::kGelu:
-      return f.template operator()<Activation::kGelu>();
-    case Activation::kGeluTanh:
-      return f.template operator()<Activation::kGeluTanh>();
+// An activation at x, and its derivative there.
+template <Activation kActivation, class A>
+class Activated {
+ public:
+  ONEPASS_INLINE explicit Activated(Vec<A> x) : x_(x) {
+    if constexpr (!kIsRelu) of_ = gate<kActivation, A>(x);
   }
-}
+
+  ONEPASS_INLINE Vec<A> value() const {
+    if constexpr (kIsRelu) {
+      const Vec<A> positive = x_ < Vec<A>{} ? Vec<A>{} : x_;  // NaN stays
+      return kActivation == Activation::kRelu2 ? positive * positive : positive;
+    } else if constexpr (kActivation == Activation::kSigmoid) {
+      return of_.value;
+    } else {
+      return x_ * of_.value;
+    }
+  }
+
+  // upstream * activation'(x)
+  ONEPASS_INLINE Vec<A> times_slope(Vec<A> upstream) const {
+    if constexpr (kIsRelu) {
+      const Vec<A> passed = kActivation == Activation::kRelu2 ? upstream * (x_ + x_) : upstream;
+      return x_ <= Vec<A>{} ? Vec<A>{} : passed;
+    } else if constexpr (kActivation == Activation::kSigmoid) {
+      return upstream * of_.slope;
+    } else {
+      return upstream * fma<A>(x_, of_.slope, of_.value);
+    }
+  }
+
+ private:
+  static constexpr bool kIsRelu =
+      kActivation == Activation::kRelu || kActivation == Activation::kRelu2;
+
+  Vec<A> x_;
+  Gate<A> of_;  // unused by kIsRelu
+};
 
 // to[i] = activation(from[i]); from may be to.
 template <class A>
 void activate(Activation activation, const A* from, int64_t count, A* to) {
   visit_activation(activation, [&]<Activation kActivation>() {
     for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
-      const Vec<A> x = load<A>(from + i, lanes);
-      if constexpr (kActivation == Activation::kRelu) {
-        store<A>(to + i, x < Vec<A>{} ? Vec<A>{} : x, lanes);  // NaN stays
-      } else {
-        store<A>(to + i, x * gate<kActivation, A>(x).value, lanes);
-      }
+      store<A>(to + i, Activated<kActivation, A>(load<A>(from + i, lanes)).value(), lanes);
     });
   });
 }
@@ -119,13 +150,8 @@ template <class A>
 void multiply_by_slope(Activation activation, const A* x, int64_t count, A* gradient) {
   visit_activation(activation, [&]<Activation kActivation>() {
     for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
-      const Vec<A> at = load<A>(x + i, lanes), upstream = load<A>(gradient + i, lanes);
-      if constexpr (kActivation == Activation::kRelu) {
-        store<A>(gradient + i, at <= Vec<A>{} ? Vec<A>{} : upstream, lanes);
-      } else {
-        const Gate<A> of = gate<kActivation, A>(at);
-        store<A>(gradient + i, upstream * fma<A>(at, of.slope, of.value), lanes);
-      }
+      const Activated<kActivation, A> at(load<A>(x + i, lanes));
+      store<A>(gradient + i, at.times_slope(load<A>(gradient + i, lanes)), lanes);
     });
   });
 }

@@ -59,7 +59,6 @@ ONEPASS_DEFINE_OPTIONS(LinearBackwardOptions, ONEPASS_LINEAR_BACKWARD_OPTIONS);
 constexpr const char* kOp = "linear";
 constexpr const char* kBackward = "linear_backward";
 constexpr const char* kEpilogueBackward = "linear_epilogue_backward";
-constexpr const char* kActivationNames[kActivations] = {"", "relu", "silu", "gelu", "gelu_tanh"};
 
 // A tensor as a matrix of rows as long as its last dimension, of which one stride is 1; copied
 // where that is not so, where rows lie at no one stride, and where dense_rows asks for it.
@@ -114,10 +113,6 @@ bool lies_transposed(const OptionalTensor& weight) {
 Matrix left_of(const Tensor& tensor, int64_t rows) {
   constexpr int64_t kFewRows = 16;
   return Matrix(tensor, rows <= kFewRows);
-}
-
-const char* name_of(Activation activation) {
-  return kActivationNames[static_cast<int>(activation)];
 }
 
 Dispatch describe(const LinearProduct& args) {
@@ -222,8 +217,8 @@ Tensor linear_forward(const LinearOptions& options, const Tensor& input) {
 }
 
 Activation require_activation(const char* op, int64_t activation) {
-  require(activation >= 0 && activation < kActivations, op,
-          ": activation_kind must be one of 0 to ", kActivations - 1, ", got ", activation);
+  require(activation >= 0 && activation < kLinearActivations, op,
+          ": activation_kind must be one of 0 to ", kLinearActivations - 1, ", got ", activation);
   return static_cast<Activation>(activation);
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/activation.h"
 #include "core/backend.h"
 #include "core/dtype.h"
 
@@ -12,9 +13,9 @@ namespace onepass {
 // dweight = doutput^T input.
 enum class LinearKind { kForward, kInput, kWeight };
 
-// What may come after the forward's sums; in Python, onepass._ops.linear.Activation.
-enum class Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh };
-inline constexpr int kActivations = 5;
+// The activations that may come after the forward's sums: the first of all. In Python,
+// onepass._ops.linear.Activation.
+inline constexpr int kLinearActivations = 5;
 
 // What becomes of a sum of the forward:
 // output = residual + dropout(activation(preactivation)), and preactivation = sum.

@@ -1,17 +1,15 @@
 // The contract of the norm family between ops/norm.cpp and a back end.
 //
-// A row is the flattened normalized_shape and is dense; rows are addressed through up to three
-// collapsed leading dimensions, so that slices and transposes of a batch are read in place.
+// A row is the flattened normalized_shape and is dense.
 #pragma once
 
 #include <cstdint>
 
 #include "core/backend.h"
 #include "core/dtype.h"
+#include "core/rows.h"
 
 namespace onepass {
-
-inline constexpr int kRowDims = 3;
 
 // Which statistics a row is normalised by; the numbers are those of the schemas and of Python.
 // One byte: as four, the CUDA backward spills on sm_90.
@@ -20,27 +18,6 @@ enum class NormKind : uint8_t {
   kRms = 1,    // rstd alone, of x as it is
 };
 inline constexpr int64_t kNormKinds = 2;
-
-struct RowStride {
-  int64_t stride[kRowDims];
-};
-
-// Where a row is among the rows' dimensions: divided out once for all tensors.
-struct RowIndex {
-  int64_t index[kRowDims];
-};
-
-ONEPASS_HOST_DEVICE inline RowIndex row_index(const int64_t (&size)[kRowDims], int64_t row) {
-  if (size[0] == 1 && size[1] == 1) return {{0, 0, row}};
-  const int64_t outer = row / size[2];
-  return {{outer / size[1], outer % size[1], row % size[2]}};
-}
-
-// Element offset of a row: the sum over dimensions of index[d] * stride[d].
-ONEPASS_HOST_DEVICE inline int64_t row_offset(const RowIndex& row, const RowStride& stride) {
-  return row.index[0] * stride.stride[0] + row.index[1] * stride.stride[1] +
-         row.index[2] * stride.stride[2];
-}
 
 // x = residual + dropout(input), or input itself without a residual;
 // output = (x - mean) * rstd * (weight + weight_offset) + bias; kRms has no mean.

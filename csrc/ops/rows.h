@@ -5,7 +5,7 @@
 #include <initializer_list>
 #include <optional>
 
-#include "ops/norm.h"
+#include "core/rows.h"
 #include "ops/tensor.h"
 
 namespace onepass {
