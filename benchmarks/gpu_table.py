@@ -31,9 +31,8 @@ def markdown(report: Mapping, measured: Sequence[Mapping], compared: Sequence[Ma
 
 def _figures(result: Mapping) -> list[str]:
     """Of one file of `onepass bench`."""
-    families = {"norm": _norm_rows, "dropout": _norm_rows, "rotary": _norm_rows}
-    families |= {"optimizer": _optimizer_rows}
-    families |= {"attention": _attention_rows, "decode": _decode_rows}
+    families = dict.fromkeys(("norm", "dropout", "gate", "rotary"), _norm_rows)
+    families |= {"optimizer": _optimizer_rows, "attention": _attention_rows, "decode": _decode_rows}
     ceilings, rows = result["ceilings"], result["rows"]
     line = f"Copy of a large tensor: {ceilings['copy_gbps']:.0f} GB/s"
     if ceilings.get("matmul_16_gflops"):

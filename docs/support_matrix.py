@@ -96,6 +96,14 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
         },
         "rotary_forward",
     ),
+    (
+        {
+            "gated_activation": lambda new: F.gated_activation(new(2, 16)),
+            "silu_mul": lambda new: F.silu_mul(new(2, 16), new(2, 16)),
+            "gelu_mul": lambda new: F.gelu_mul(new(2, 16), new(2, 16)),
+        },
+        "gate_forward",
+    ),
     ({"linear": lambda new: F.linear(new(2, 16), new(8, 16), new(8))}, "linear_product"),
     ({f"optim.{name}": _step(name) for name in ("AdamW", "Adam", "SGD", "Lion")}, "optimizer_step"),
     ({"optim.clip_grad_norm_": _clip}, "gradient_norm"),

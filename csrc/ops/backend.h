@@ -5,6 +5,7 @@
 #include "ops/attention.h"
 #include "ops/attention_decode.h"
 #include "ops/dropout.h"
+#include "ops/gate.h"
 #include "ops/linear.h"
 #include "ops/norm.h"
 #include "ops/optimizer.h"
@@ -17,6 +18,8 @@ namespace onepass {
   OPERATOR(norm_forward, NormForward)             \
   OPERATOR(norm_backward, NormBackward)           \
   OPERATOR(dropout_forward, DropoutForward)       \
+  OPERATOR(gate_forward, GateForward)             \
+  OPERATOR(gate_backward, GateBackward)           \
   OPERATOR(gradient_norm, GradientNorm)           \
   OPERATOR(scale_gradients, ScaleGradients)       \
   OPERATOR(optimizer_step, OptimizerStep)         \

@@ -58,6 +58,7 @@ using OperatorList = std::vector<OperatorEntry>;
 #define ONEPASS_FAMILIES(FAMILY) \
   FAMILY(norm)                   \
   FAMILY(dropout)                \
+  FAMILY(gate)                   \
   FAMILY(optimizer)              \
   FAMILY(attention)              \
   FAMILY(attention_decode)       \

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import importlib
 import importlib.util
 import json
@@ -353,6 +354,9 @@ def _self_tests() -> Iterator[Line]:
             reference.attention_decode.attention_decode(*rows, **options)[0]
         ),
         merge_attention_states=merged,
+        gated_activation=reference.gate.gated_activation,
+        silu_mul=reference.gate.gated_activation,
+        gelu_mul=functools.partial(reference.gate.gated_activation, activation="gelu"),
         linear=reference.linear.linear,
         rotary_embedding=reference.rotary.rotary_embedding,
     )
@@ -376,6 +380,9 @@ def _self_tests() -> Iterator[Line]:
         rms_norm=F.rms_norm,
         add_layer_norm=lambda x, r, *rest: (F.layer_norm(x + r, *rest), x + r),
         add_rms_norm=lambda x, r, *rest: (F.rms_norm(x + r, *rest), x + r),
+        gated_activation=lambda gate, up, activation: F.relu(gate) * up,
+        silu_mul=lambda gate, up: F.silu(gate) * up,
+        gelu_mul=lambda gate, up: F.gelu(gate) * up,
         linear=F.linear,
         rotary_embedding=reference.rotary.rotary_embedding,
     )
@@ -397,6 +404,12 @@ def _self_tests() -> Iterator[Line]:
             lambda ops, x, r, a, b: ops.merge_attention_states((x, r), (a, b))[0],
             (x, residual, weight[:6], bias[:6]),
         ),
+        "gated_activation": (
+            lambda ops, gate, up: ops.gated_activation(gate, up, activation="relu"),
+            (x, residual),
+        ),
+        "silu_mul": (lambda ops, gate, up: ops.silu_mul(gate, up), (x, residual)),
+        "gelu_mul": (lambda ops, gate, up: ops.gelu_mul(gate, up), (x, residual)),
         "linear": (lambda ops, x, w, b: ops.linear(x, w, b), (x, matrix, bias)),
         "rotary_embedding": (rotated, (x, residual)),
     }

@@ -34,6 +34,9 @@ RIGHT = {
     ),
     "dropout": dict(input=X, p=0.5),
     "add_dropout": dict(input=X, residual=X, p=0.5),
+    "gated_activation": dict(gate=X, up=X, activation="gelu"),
+    "silu_mul": dict(gate=X, up=X),
+    "gelu_mul": dict(gate=X, up=X, approximate="tanh"),
     "linear": dict(
         input=X, weight=torch.ones(5, 8), bias=torch.ones(5), dropout_p=0.1,
         residual=torch.ones(2, 4, 6, 5),
@@ -250,6 +253,8 @@ def test_tensors_without_dimensions(name, argument):
         ("attention_with_kv_cache", "query"),
         ("attention_with_kv_cache", "k_cache"),
         ("layer_norm", "weight"),
+        ("silu_mul", "gate"),
+        ("gated_activation", "up"),
         ("linear", "input"),
         ("linear", "residual"),
     ],

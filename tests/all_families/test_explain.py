@@ -27,6 +27,7 @@ def test_every_family_is_explained():
         "add_rms_norm": lambda: functional.add_rms_norm(x, x, 96, w),
         "dropout": lambda: functional.dropout(x, 0.5),
         "add_dropout": lambda: functional.add_dropout(x, x, 0.5),
+        "gated_activation": lambda: functional.silu_mul(x, x),
         "linear": lambda: functional.linear(x, x[:64], w[:64]),
         "rotary_embedding": lambda: functional.rotary_embedding(x[None], None, x, x),
     }

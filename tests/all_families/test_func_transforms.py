@@ -45,6 +45,10 @@ FUNCTIONS = {
         lambda x: functional.rotary_embedding(x, None, *tables(x))[0],
         lambda x: rotary.rotary_embedding(x, None, *tables(x))[0],
     ),
+    "silu_mul": (
+        lambda x: functional.silu_mul(x, x.sin()),
+        lambda x: F.silu(x) * x.sin(),
+    ),
     "linear": (
         lambda x: functional.linear(x, WEIGHTS.to(x.dtype), weight(x)),
         lambda x: F.linear(x, WEIGHTS.to(x.dtype), weight(x)),

@@ -42,6 +42,16 @@ def rotary(tokens):
     return lambda: OPS.rotary_forward(x, x, table, table, None, 32, False, False, False, False)
 
 
+def gate(rows):
+    x = torch.randn(rows, 64)
+    return lambda: OPS.gate_forward(x, x, 2, False)
+
+
+def gate_backward(rows):
+    x = torch.randn(rows, 64)
+    return lambda: OPS.gate_backward(x, x, x, 2, False, 3)
+
+
 def linear(rows):
     x, w = torch.randn(rows, 64), torch.randn(64, 64)
     return lambda: OPS.linear_forward(x, w, None, None)
@@ -115,7 +125,7 @@ def optimizer(name):
 # operator, a size that one thread does faster, a size with work for many
 CALLS = [
     (norm, 16, 16384), (norm_backward, 64, 16384), (dropout, 16, 16384), (add, 16, 16384),
-    (rotary, 16, 16384),
+    (rotary, 16, 16384), (gate, 16, 16384), (gate_backward, 16, 16384),
     (linear, 4, 4096), (linear_backward, 4, 4096), (linear_epilogue_backward, 32, 65536),
     (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),
     (decode, 16, 16384), (gradient_norm, 4096, 1 << 20), (clip, 4096, 1 << 20),

@@ -40,6 +40,17 @@ class AddNorms(nn.Module):
         return onepass.functional.add_dropout(y, stream, 0.1, self.training)
 
 
+class Gates(nn.Module):
+    """As AddNorms."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.block = onepass.nn.GatedMLP(width, 24)
+
+    def forward(self, x):
+        return self.block(x) + onepass.functional.gelu_mul(x.repeat(1, 1, 2))
+
+
 class Linears(nn.Module):
     """As AddNorms."""
 
@@ -63,6 +74,7 @@ MODULES = {
     "encoder layer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
     "add": AddNorms,
     "linear": Linears,
+    "gates": Gates,
 }
 
 
@@ -192,7 +204,7 @@ def test_script_says_what_to_do(name):
     with pytest.raises(RuntimeError, match=r"torch.jit.script: .* \(onepass.unswap\(model\) first"):
         torch.jit.script(model)
     assert held == {id(module) for module in model.modules()}
-    if name not in ("add", "linear"):
+    if name not in ("add", "linear", "gates"):
         onepass.unswap(model)
         x = torch.randn(2, 5, 16)
         if name != "attention":  # whose forward torch cannot script either
@@ -213,10 +225,10 @@ def test_torchscript_exporter_says_what_to_do():
 def everything():
     """A swapped model that calls every operator of a forward, its input and stock's output."""
     torch.manual_seed(0)
-    parts = [make() for name, make in MODULES.items() if name not in ("add", "linear")]
+    parts = [make() for name, make in MODULES.items() if name not in ("add", "linear", "gates")]
     model = nn.Sequential(*parts).eval()
     x = torch.randn(2, 5, 16)
-    own = nn.Sequential(AddNorms(), Linears()).eval()
+    own = nn.Sequential(AddNorms(), Linears(), Gates()).eval()
     y = own(model(x))
     onepass.swap(model)
     return nn.Sequential(*model, *own).eval(), x, y
@@ -297,6 +309,9 @@ def test_decompositions(dtype):
         positions = torch.tensor([4, 0, 1, 1, 5])
         return ops.rotary_forward.default, (query, key, cos, cos.cos(), positions, *options), {}
 
+    def gate(x, up, *, kind, gate_last=False):
+        return ops.gate_forward.default, (x, up, kind, gate_last), {}
+
     options = dict(scale=0.3, window_right=1, window_left=3, softcap=2.0, bottom_right=True)
     cases = [
         (lambda *t: norm(*t, rms=False), (x, residual, weight, bias)),
@@ -309,6 +324,8 @@ def test_decompositions(dtype):
             (lambda *t, pairs=pairs: rotary(*t, interleaved=pairs), (turned, turned[:, :1], x))
             for pairs in (False, True)
         ),
+        *((lambda *t, kind=kind: gate(*t, kind=kind), (x, residual)) for kind in range(1, 8)),
+        (lambda x: gate(x, None, kind=3, gate_last=True), (x,)),
         (linear, (x, weight, bias[0, :6])),
         (lambda *t: linear(*t, None), (x, weight)),
         (lambda *t: epilogue(*t, kind=0), (x, weight, bias[0, :6], residual[:, :6])),

@@ -256,5 +256,6 @@ def test_families_on_the_command_line(monkeypatch, capsys):
     assert {case.name.partition("/")[0] for case in seen} == {"attention", "decode"}
     assert run("attention", "norms") == 2
     assert (
-        "bench: FAMILY must be one of norm, dropout, attention, decode" in capsys.readouterr().err
+        "bench: FAMILY must be one of norm, dropout, gate, attention, decode"
+        in capsys.readouterr().err
     )

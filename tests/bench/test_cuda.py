@@ -14,7 +14,7 @@ import torch
 
 import onepass
 from onepass.bench import case as cases
-from onepass.bench import dropout, harness, machine, norm, optimizer, report
+from onepass.bench import dropout, gate, harness, machine, norm, optimizer, report
 from onepass.bench.ceilings import CudaCeilings
 from onepass.bench.goals import Goal
 from tests.bench.test_harness import run
@@ -82,7 +82,7 @@ def test_facts_of_a_device(monkeypatch, tmp_path):
 
 
 def cuda_cases(quick: bool = False) -> list[cases.Case]:
-    return [case for module in (norm, dropout) for case in module.cases(quick, "cuda")]
+    return [case for module in (norm, dropout, gate) for case in module.cases(quick, "cuda")]
 
 
 def test_cuda_cases():

@@ -17,7 +17,7 @@ import torch
 
 from onepass import bench
 from onepass.bench import case as cases
-from onepass.bench import dropout, harness, machine, norm, report, rotary
+from onepass.bench import dropout, gate, harness, machine, norm, report, rotary
 from onepass.bench.ceilings import Ceilings, ceilings
 
 
@@ -255,14 +255,15 @@ def test_ceilings_that_were_not_measured_say_so():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("quick", [False, True])
 def test_case_names_are_unique_and_carry_the_family(quick, device):
-    for family, module in (("norm", norm), ("dropout", dropout), ("rotary", rotary)):
+    modules = {"norm": norm, "dropout": dropout, "gate": gate, "rotary": rotary}
+    for family, module in modules.items():
         names = [case.name for case in module.cases(quick, device)]
         assert len(set(names)) == len(names)
         assert all(name.startswith(family + "/") for name in names)
 
 
 def test_operators_agree_with_the_reference():
-    for module in (norm, dropout, rotary):
+    for module in (norm, dropout, gate, rotary):
         for case in module.cases(quick=True):
             wrong, margin = cases._check(case)
             assert not wrong, f"{case.name}: {wrong}"

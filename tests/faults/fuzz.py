@@ -30,6 +30,7 @@ from tests.attention import cases as attention_cases
 from tests.attention_decode import cases as attention_decode_cases
 from tests.faults.input_classes import CLASSES, REAL
 from tests.faults.test_input_classes import INTERNAL, memory_of
+from tests.gate import cases as gate_cases
 from tests.linear import cases as linear_cases
 from tests.norm import cases as norm_cases
 from tests.support import isolated
@@ -137,6 +138,23 @@ def dropout(rng: Random) -> None:
         pairs = (input.double(), residual.double()), (input, residual)
         ref, base = (of(*pair, p, seed) for pair in pairs)
     numerics.assert_close(found, ref, base, f"dropout {shape} {dtype} {p}")
+    border.check()
+
+
+def gate(rng: Random) -> None:
+    dtype, border = rng.choice(DTYPES), Border(rng)
+    narrow = gate_cases.DTYPES[:3] if dtype is not F64 else (F64,)
+    rows = [rng.choice((1, 2, 3, 20)) for _ in range(rng.randint(0, 3))]
+    cols, activation = rng.choice((7, 16, 33, 200)), rng.choice(gate_cases.ACTIVATIONS)
+    form, up_dtype = rng.choice(gate_cases.FORMS), rng.choice(narrow)
+    cases = []
+    for draw in range(20):
+        case = gate_cases.make(rows, cols, dtype, activation, form, up_dtype=up_dtype, seed=draw)
+        tensors = (*case.factors, case.doutput)
+        carved = [border.carve(f"{n} of {draw}", tensor) for n, tensor in enumerate(tensors)]
+        case.factors, case.doutput = carved[:-1], carved[-1]
+        cases.append(case)
+    gate_cases.check(*cases)
     border.check()
 
 
@@ -384,9 +402,9 @@ def wrong(rng: Random) -> None:
 # ---- all of them ---------------------------------------------------------------------------------
 
 KINDS = {"norm": norm, "dropout": dropout, "attention": attention, "decode": decode}
-KINDS |= {"optimizer": optimizer, "wrong": wrong, "linear": linear}
+KINDS |= {"optimizer": optimizer, "wrong": wrong, "gate": gate, "linear": linear}
 WEIGHTS = {"norm": 8, "dropout": 6, "attention": 5, "decode": 6, "optimizer": 5, "wrong": 64}
-WEIGHTS |= {"linear": 6}
+WEIGHTS |= {"gate": 6, "linear": 6}
 
 
 def kind_of(rng: Random) -> str:

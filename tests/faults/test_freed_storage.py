@@ -55,6 +55,17 @@ def dropout() -> tuple[Callable, dict]:
     )
 
 
+def gate_forward() -> tuple[Callable, dict]:
+    return OPS.gate_forward, dict(
+        gate=torch.randn(4, 8), up=torch.randn(4, 8), activation_kind=2, gate_last=False
+    )
+
+
+def gate_backward() -> tuple[Callable, dict]:
+    call, arguments = gate_forward()
+    return OPS.gate_backward, dict(doutput=torch.randn(4, 8), **arguments, grad_mask=3)
+
+
 def linear_forward() -> tuple[Callable, dict]:
     return OPS.linear_forward, dict(
         input=torch.randn(4, 8), weight=torch.randn(6, 8), bias=torch.randn(6), out_dtype=None
@@ -216,7 +227,8 @@ def optimizer_step() -> tuple[Callable, dict]:
 
 
 CALLS = [
-    norm_forward, norm_backward, dropout, rotary, linear_forward, linear_backward,
+    norm_forward, norm_backward, dropout, gate_forward, gate_backward, rotary,
+    linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,
     attention, packed_attention, paged_attention,
     attention_backward, packed_backward, decode, paged_decode, append, paged_append, gradient_norm,

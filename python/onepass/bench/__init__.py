@@ -31,7 +31,7 @@ from onepass import _library
 from onepass._output_file import OutputFile, write_or_say
 from onepass.bench.goals import Goals, read_goals
 
-FAMILIES = ("norm", "dropout", "attention", "decode", "linear", "rotary", "optimizer")
+FAMILIES = ("norm", "dropout", "gate", "attention", "decode", "linear", "rotary", "optimizer")
 SECONDS = 0.7
 STDOUT = "-"
 
@@ -118,11 +118,21 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _cases(args: argparse.Namespace) -> list:
-    from onepass.bench import attention, attention_decode, dropout, linear, norm, optimizer, rotary
+    from onepass.bench import (
+        attention,
+        attention_decode,
+        dropout,
+        gate,
+        linear,
+        norm,
+        optimizer,
+        rotary,
+    )
 
     modules = {
         "norm": norm,
         "dropout": dropout,
+        "gate": gate,
         "attention": attention,
         "decode": attention_decode,
         "linear": linear,

@@ -4,6 +4,7 @@ import onepass._ops  # noqa: F401, first: says what is wrong with a broken insta
 from onepass.functional.attention import scaled_dot_product_attention, varlen_attention
 from onepass.functional.attention_decode import attention_with_kv_cache, merge_attention_states
 from onepass.functional.dropout import add_dropout, dropout
+from onepass.functional.gate import gated_activation, gelu_mul, silu_mul
 from onepass.functional.linear import linear
 from onepass.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from onepass.functional.rotary import rotary_embedding
@@ -14,11 +15,14 @@ __all__ = [
     "add_rms_norm",
     "attention_with_kv_cache",
     "dropout",
+    "gated_activation",
+    "gelu_mul",
     "layer_norm",
     "linear",
     "merge_attention_states",
     "rms_norm",
     "rotary_embedding",
     "scaled_dot_product_attention",
+    "silu_mul",
     "varlen_attention",
 ]

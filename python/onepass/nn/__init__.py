@@ -4,6 +4,7 @@ import onepass.functional  # noqa: F401, first: says what is wrong with a broken
 from onepass._compiling import refuse_script
 from onepass.nn.attention import MultiheadAttention
 from onepass.nn.dropout import Dropout
+from onepass.nn.gate import GatedMLP
 from onepass.nn.linear import Linear
 from onepass.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from onepass.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
@@ -12,6 +13,7 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "Dropout",
+    "GatedMLP",
     "LayerNorm",
     "Linear",
     "MultiheadAttention",

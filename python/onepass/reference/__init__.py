@@ -5,6 +5,24 @@ They compute in the dtype they are given, so float64 inputs give float64 referen
 differentiable. Random operators take the seed that the fused ones draw.
 """
 
-from onepass.reference import attention, attention_decode, dropout, linear, norm, optimizer, rotary
+from onepass.reference import (
+    attention,
+    attention_decode,
+    dropout,
+    gate,
+    linear,
+    norm,
+    optimizer,
+    rotary,
+)
 
-__all__ = ["attention", "attention_decode", "dropout", "linear", "norm", "optimizer", "rotary"]
+__all__ = [
+    "attention",
+    "attention_decode",
+    "dropout",
+    "gate",
+    "linear",
+    "norm",
+    "optimizer",
+    "rotary",
+]

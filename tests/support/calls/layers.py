@@ -1,7 +1,8 @@
-"""Norms, dropout and linear."""
+"""Norms, dropout, gated activations and linear."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -117,6 +118,48 @@ def _dropouts():
         yield Call(f"ops.{op.__name__}", seeded, raw(op), optional=("residual",))
 
 
+# ---- gated activations ---------------------------------------------------------------------------
+
+
+def _gates():
+    def two():
+        return {"gate": randn(6, 40), "up": randn(6, 40, seed=1)}
+
+    def halves():
+        return {"gate": randn(6, 40)}
+
+    def public(name, *options, **keywords):
+        function = getattr(functional, name)
+        return lambda gate, up=None: [function(gate, up, *options, **keywords)]
+
+    def stock(activation):
+        def run(gate, up=None):
+            gate, up = (gate, up) if up is not None else gate.chunk(2, -1)
+            return [activation(gate) * up]
+
+        return run
+
+    of = {"optional": ("up",), "differentiable": True}
+    relu, gelu = stock(F.relu), stock(functools.partial(F.gelu, approximate="tanh"))
+    gated = public("gated_activation", activation="relu")
+    yield Call("functional.gated_activation", two, gated, relu, **of)
+    yield Call("functional.gated_activation of halves", halves, gated, relu, differentiable=True)
+    yield Call("functional.silu_mul", two, public("silu_mul"), stock(F.silu), **of)
+    yield Call("functional.gelu_mul", two, public("gelu_mul", "tanh"), gelu, **of)
+
+    def raw(op, *options):
+        return lambda **tensors: flat(op(**tensors, **dict(options)))
+
+    def upstream():
+        return {"doutput": randn(6, 40, seed=2)} | two()
+
+    options = ("activation_kind", 3), ("gate_last", False)
+    for op in (RAW.gate_forward, RAW.gate_forward_check):
+        yield Call(f"ops.{op.__name__}", two, raw(op, *options), optional=("up",))
+    for op in (RAW.gate_backward, RAW.gate_backward_check):
+        yield Call(f"ops.{op.__name__}", upstream, raw(op, *options, ("grad_mask", 3)))
+
+
 # ---- linear --------------------------------------------------------------------------------------
 
 
@@ -196,4 +239,5 @@ def _linear():
 def calls() -> Iterator[Call]:
     yield from _norms()
     yield from _dropouts()
+    yield from _gates()
     yield from _linear()

@@ -1,0 +1,169 @@
+"""Values and gradients of gated activations, against torch's compositions by the numerics rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import onepass
+from onepass import functional, numerics
+from tests.emulator.executors import everywhere
+from tests.gate.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    activations,
+    check,
+    dtypes,
+    forms,
+    make,
+    results,
+)
+
+pytestmark = pytest.mark.isa
+
+
+@everywhere
+@activations
+@dtypes
+@forms
+def test_values_and_gradients(executor, form, dtype, activation):
+    # More than a tile of the CPU's, a tail, and draws for pooled errors.
+    check(*(make(3, 1001, dtype, activation, form, seed=seed) for seed in range(executor.draws)))
+
+
+@everywhere
+@activations
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_16_bit_results_are_unbiased(dtype, activation):
+    check(make(9, 1024, dtype, activation))
+
+
+@everywhere
+@pytest.mark.parametrize("doutput", [None, F32, F16], ids=str)
+@pytest.mark.parametrize("dtype, up", [(BF16, F32), (F32, BF16), (F16, BF16), (F16, F32)], ids=str)
+def test_mixed_dtypes_promote_as_torchs(dtype, up, doutput):
+    case = make(3, 700, dtype, "gelu", up_dtype=up)
+    assert case.doutput.dtype is F32
+    if doutput is None:
+        return check(case)
+    # An upstream gradient of another dtype, which autograd never hands over.
+    gate, up = case.factors
+    doutput = case.doutput.to(doutput)
+    found = torch.ops.onepass.gate_backward(doutput, gate, up, 3, False, 3)
+    case.doutput = doutput.double()
+    exact, base = results(case.torchs, case, double=True), results(case.torchs, case)
+    for name, gradient in zip(("dgate", "dup"), found, strict=True):
+        numerics.assert_close(gradient, exact[name], base[name], name)
+
+
+@everywhere
+@dtypes
+def test_a_backward_for_one_factor(dtype):
+    case = make(5, 300, dtype)
+    gate, up = case.factors
+    both = torch.ops.onepass.gate_backward(case.doutput, gate, up, 2, False, 3)
+    for mask in range(3):
+        found = torch.ops.onepass.gate_backward(case.doutput, gate, up, 2, False, mask)
+        for bit, (one, other) in enumerate(zip(found, both, strict=True)):
+            if mask >> bit & 1:
+                assert torch.equal(one, other)
+            else:
+                assert one.shape == (0,) and one.dtype is dtype
+    for frozen in range(2):
+        leaves = [t.detach().requires_grad_(i != frozen) for i, t in enumerate(case.factors)]
+        output = functional.silu_mul(*leaves)
+        (gradient,) = torch.autograd.grad(output, leaves[1 - frozen], case.doutput)
+        assert torch.equal(gradient, both[1 - frozen])
+
+
+@activations
+def test_halves_are_the_two_factors(activation):
+    """The same bits, and one gradient of both."""
+    two = make(7, 96, BF16, activation)
+    expected = results(two.ours, two)
+    for order in (1, -1):
+        halves = make(7, 96, BF16, activation, "halves" if order == 1 else "halves, gate last")
+        halves.factors, halves.doutput = [torch.cat(two.factors[::order], -1)], two.doutput
+        found = results(halves.ours, halves)
+        assert torch.equal(found["output"], expected["output"])
+        gradients = [expected["dgate"], expected["dup"]][::order]
+        assert torch.equal(found["dgate"], torch.cat(gradients, -1))
+
+
+def test_named_functions():
+    gate, up = make(4, 50).factors
+    both = torch.cat([gate, up], -1)
+    gated = functional.gated_activation
+    for factors in ((gate, up), (both,)):
+        assert torch.equal(functional.silu_mul(*factors), gated(*factors))
+        assert torch.equal(functional.gelu_mul(*factors), gated(*factors, activation="gelu"))
+        assert torch.equal(
+            functional.gelu_mul(*factors, approximate="tanh"),
+            gated(*factors, activation="gelu_tanh"),
+        )
+    glu = gated(both, activation="sigmoid", gate_last=True)
+    numerics.assert_close(glu, F.glu(both.double()), F.glu(both))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("form", ["two", "halves"])
+def test_any_number_of_threads(form, threads):
+    case = make(9, 40_003, form=form)
+    expected = results(case.ours, case)
+    torch.set_num_threads(threads)
+    found = results(case.ours, case)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ---- as models have them -------------------------------------------------------------------------
+
+
+@dtypes
+def test_llamas_mlp(dtype):
+    """transformers' own, with its state_dict."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    theirs = LlamaMLP(transformers.LlamaConfig(hidden_size=64, intermediate_size=136)).to(dtype)
+    ours = onepass.nn.GatedMLP(64, 136, dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    exact = onepass.nn.GatedMLP(64, 136, dtype=F64)
+    exact.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 20, 64)
+    found = []
+    for module, of in ((ours, dtype), (exact, F64), (theirs, dtype)):
+        leaf = x.to(dtype).to(of).requires_grad_()
+        output = module(leaf)
+        gradients = torch.autograd.grad(output.square().sum(), [leaf, *module.parameters()])
+        found.append([output, *gradients])
+    for three in zip(*found, strict=True):
+        numerics.assert_close(*three)
+
+
+@pytest.mark.parametrize("name, activation", [("GEGLU", "gelu"), ("SwiGLU", "silu")])
+def test_diffusers_activations(name, activation):
+    """A fused projection whose second half is the gate."""
+    activations = pytest.importorskip("diffusers.models.activations")
+    module = getattr(activations, name)(24, 56)
+    x = torch.randn(2, 9, 24)
+
+    def ours(x, module):
+        return functional.gated_activation(module.proj(x), activation=activation, gate_last=True)
+
+    found = ours(x, module), module(x)
+    numerics.assert_close(found[0], module.double()(x.double()), found[1])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp(bias):
+    module = onepass.nn.GatedMLP(16, 40, "gelu_tanh", bias)
+    assert len(list(module.parameters())) == (6 if bias else 3)
+    assert "activation='gelu_tanh'" in repr(module)
+    x = torch.randn(5, 16)
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    expected = module.down_proj(F.gelu(gate, approximate="tanh") * up)
+    torch.testing.assert_close(module(x), expected)
