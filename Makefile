@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
-.PHONY: build compare generate test test-all test-slow lint format docs bench gpu-report clean
+.PHONY: build compare generate test test-all test-slow lint format docs figures bench gpu-report clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -82,6 +82,10 @@ docs: $(VENV)/test.stamp
 	$(BIN)/python docs/support_matrix.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "The pages are in build/site."
+
+# The pictures of the README, from benchmarks/results.
+figures: build
+	$(BIN)/python benchmarks/figures.py
 
 clean:
 	rm -rf $(VENV) build compare.png

@@ -4,6 +4,7 @@ current."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -93,3 +94,26 @@ def test_the_site_builds_without_warnings(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert 'id="onepass.swapping.engine.swap"' in (tmp_path / "api/index.html").read_text("utf-8")
+
+
+def test_the_picture_and_the_table_are_of_the_same_run():
+    figures = load(ROOT / "benchmarks" / "figures.py")
+    measured = json.loads(figures.COMPARE.read_text(encoding="utf-8"))
+    ratios = [of["variants"]["swapped"]["ratio_to_stock"] for of in measured["speed"]]
+    picture = (figures.IMAGES / "compare.svg").read_text(encoding="utf-8")
+    for ratio in ratios:
+        assert f"{ratio['median']:.2f}x [{ratio['low']:.2f}-{ratio['high']:.2f}]" in picture
+    row = " / ".join(f"{ratio['median']:.2f}" for ratio in ratios)
+    assert f"| GPT, training step, dropout 0.1 / none | {row} |" in README.read_text("utf-8")
+
+
+def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    figures = load(ROOT / "benchmarks" / "figures.py")
+    measured = json.loads(figures.COMPARE.read_text(encoding="utf-8"))
+    for label, parts in figures.bars(measured):
+        name = label.rpartition(" ")[2]
+        steps = [of["variants"][name]["step_ms"]["median"] for of in measured["speed"]]
+        assert any(abs(sum(parts) - step) < 1e-6 * step for step in steps)
+    figures.draw_compare(measured, tmp_path / "compare.svg")
+    assert "linear layers" in (tmp_path / "compare.svg").read_text(encoding="utf-8")
