@@ -100,7 +100,7 @@ def test_cuda_cases():
                 )
     for case in [*found.values(), *cuda_cases(quick=True)]:
         assert case.device == "cuda" and not case.fresh
-        assert case.cold <= ("x1024" in case.name or case.name.startswith("norm/"))
+        assert case.cold <= ("x1024" in case.name or case.name.startswith(("norm/", "gate/")))
     moved = {name: case.tensors for name, case in found.items() if "/65536x1024/" in name}
     for name, forward, backward in [
         ("norm/layer_norm/float32", 2, 3),

@@ -512,7 +512,8 @@ def test_report_is_not_a_model():
             getattr(model, attribute)
 
 
-def test_report_prints_as_an_aligned_table():
+def test_report_prints_as_an_aligned_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
     report = onepass.swap(nn.ModuleDict({"model": Model(3), "bn": nn.BatchNorm1d(4)}))
     lines = str(report).splitlines()
     assert lines[0] == "onepass.swap: swapped 13, 1 skipped, 0 unknown"
@@ -523,8 +524,9 @@ def test_report_prints_as_an_aligned_table():
         assert row[: head.index("kind")].rstrip().endswith(" 3")
         assert row[head.index("from") - 1] == " " and row[head.index("from")] != " "
     assert any("BatchNorm1d" in line and "statistics" in line for line in lines)
-    assert any("reproducible from manual_seed, not equal" in line.replace(" and", ",")
-               for line in lines)  # fmt: skip
+    notes = lines[lines.index("notes") + 1 :]
+    assert max(map(len, notes)) <= 72
+    assert "reproducible from manual_seed and not equal" in " ".join("".join(notes).split())
 
 
 def test_report_as_data_and_html():
