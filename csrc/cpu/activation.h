@@ -29,7 +29,7 @@ ONEPASS_INLINE Vec<float> minus_absolute(Vec<float> x) {
 
 ONEPASS_INLINE Gate<float> sigmoid(Vec<float> x) {
   const Vec<float> e = exp(minus_absolute(x));
-  const Vec<float> ratio = reciprocal(broadcast<float>(1.0f) + e);
+  const Vec<float> ratio = broadcast<float>(1.0f) / (broadcast<float>(1.0f) + e);
   return {x < Vec<float>{} ? e * ratio : ratio, e * ratio * ratio};
 }
 
@@ -37,11 +37,9 @@ ONEPASS_INLINE Gate<float> sigmoid(Vec<float> x) {
 // x), the form of Abramowitz and Stegun 7.1.26. The polynomial was fitted for its largest relative
 // error, 1.7e-8 up to |x| = 12, where it is 2e-33.
 ONEPASS_INLINE Gate<float> normal(Vec<float> x) {
-  const Vec<float> most = broadcast<float>(16.0f);  // beyond, exp(-x^2 / 2) is 0
-  Vec<float> z = absolute(x);
-  z = z > most ? most : z;
+  const Vec<float> z = absolute(x);
   const Vec<float> one = broadcast<float>(1.0f);
-  const Vec<float> t = reciprocal(fma<float>(z, broadcast<float>(0.34f), one));
+  const Vec<float> t = one / fma<float>(z, broadcast<float>(0.34f), one);
   Vec<float> p = broadcast<float>(-0x1.bd058ep-6f);
   p = fma<float>(p, t, broadcast<float>(0x1.27be5ep-3f));
   p = fma<float>(p, t, broadcast<float>(-0x1.21b75ap-2f));

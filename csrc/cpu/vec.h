@@ -103,18 +103,6 @@ ONEPASS_INLINE Vec<A> square_root(Vec<A> v) {
 #endif
 }
 
-// 1 / v to about an ulp, for finite v. AVX-512's division takes longer than the estimate of 14 bits
-// and a step of Newton's, two multiply-adds.
-ONEPASS_INLINE Vec<float> reciprocal(Vec<float> v) {
-  const Vec<float> one = broadcast<float>(1.0f);
-#if defined(__AVX512F__)
-  const Vec<float> estimate = (Vec<float>)_mm512_rcp14_ps((__m512)v);
-  return fma<float>(fma<float>(-v, estimate, one), estimate, estimate);
-#else
-  return one / v;
-#endif
-}
-
 // Keeps a value in a register: g++ would rather load it again for every use, and in products of
 // tiles the loads bind.
 template <class V>
