@@ -94,20 +94,10 @@ _traced = tracing.operator("rotary", _forward, _compute)
 
 
 @torch.library.register_fake("onepass::rotary_forward")
-def _(
-    query,
-    key,
-    cos,
-    sin,
-    positions,
-    rotary_dim,
-    interleaved,
-    transposed,
-    query_bshd,
-    key_bshd,
-):
+def _(query, key, *options):
     offer(_forward)
-    fake_checks.check(_forward_check, **locals())  # the same arguments by the same names
+    fake_checks.check(_forward_check, query, key, *options)
+    query_bshd, key_bshd = options[-2:]
     return (
         empty_rows(query, query.shape, query.dtype, query_bshd),
         query.new_empty(0) if key is None else empty_rows(key, key.shape, key.dtype, key_bshd),
@@ -115,18 +105,7 @@ def _(
 
 
 @decomposes(_forward)
-def _(
-    query,
-    key,
-    cos,
-    sin,
-    positions,
-    rotary_dim,
-    interleaved,
-    transposed,
-    query_bshd,
-    key_bshd,
-):
+def _(query, key, cos, sin, positions, rotary_dim, interleaved, transposed, *_orders):
     if transposed:
         return NotImplemented
     options = {"interleaved": interleaved, "positions": positions, "rotary_dim": rotary_dim}
