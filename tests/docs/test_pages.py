@@ -37,7 +37,9 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page):
     """From top to bottom, in one namespace, with what stands there invisibly before."""
-    markdown = pytest.importorskip("sybil.parsers.markdown", reason="sybil finds the code")
+    markdown = pytest.importorskip(
+        "sybil.parsers.markdown", reason="sybil, of the test extra, finds the code in a page"
+    )
     from sybil import Sybil
 
     parsers = [markdown.PythonCodeBlockParser()]
@@ -88,8 +90,8 @@ def test_the_api_has_every_public_name():
 
 
 def test_the_site_builds_without_warnings(tmp_path):
-    pytest.importorskip("material", reason="mkdocs-material is the theme")
-    pytest.importorskip("mkdocstrings", reason="mkdocstrings reads the docstrings")
+    pytest.importorskip("material", reason="the theme of the pages, of the docs extra")
+    pytest.importorskip("mkdocstrings", reason="reads the docstrings, of the docs extra")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -108,7 +110,7 @@ def test_the_picture_and_the_table_are_of_the_same_run():
 
 
 def test_the_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="draws the picture; not in a plain install")
     figures = load(ROOT / "benchmarks" / "figures.py")
     measured = json.loads(figures.COMPARE.read_text(encoding="utf-8"))
     for label, parts in figures.bars(measured):

@@ -124,7 +124,7 @@ def test_any_number_of_threads(form, threads):
 @dtypes
 def test_llamas_mlp(dtype):
     """transformers' own, with its state_dict."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="compares with its LlamaMLP")
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     theirs = LlamaMLP(transformers.LlamaConfig(hidden_size=64, intermediate_size=136)).to(dtype)
@@ -147,7 +147,9 @@ def test_llamas_mlp(dtype):
 @pytest.mark.parametrize("name, activation", [("GEGLU", "gelu"), ("SwiGLU", "silu")])
 def test_diffusers_activations(name, activation):
     """A fused projection whose second half is the gate."""
-    activations = pytest.importorskip("diffusers.models.activations")
+    activations = pytest.importorskip(
+        "diffusers.models.activations", reason="compares with its GEGLU and SwiGLU"
+    )
     module = getattr(activations, name)(24, 56)
     x = torch.randn(2, 9, 24)
 
