@@ -18,8 +18,9 @@ from onepass import functional, nn, optim
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 README = ROOT / "README.md"
+MODULES = {"pytorch-lightning": "pytorch_lightning"}  # of packages that have another name
 
 
 def load(path: Path) -> ModuleType:
@@ -34,6 +35,12 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
 
 
+def packages_of(page: Path) -> dict[str, str]:
+    """The packages that a page is about, and their versions."""
+    line = re.search(r"^Tested with (.*)\.$", page.read_text(encoding="utf-8"), re.M)
+    return dict(re.findall(r"([\w-]+) (\d[\d.]*\d)", line[1])) if line else {}
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page):
     """From top to bottom, in one namespace, with what stands there invisibly before."""
@@ -42,8 +49,12 @@ def test_the_code_of_a_page_runs(page):
     )
     from sybil import Sybil
 
+    for name in packages_of(page):
+        module = MODULES.get(name, name)
+        pytest.importorskip(module, reason=f"{name} is not installed", exc_type=ImportError)
+
     parsers = [markdown.PythonCodeBlockParser()]
-    document = Sybil(parsers, pattern="*.md", path=str(DOCS)).parse(page)
+    document = Sybil(parsers, pattern="*.md", path=str(page.parent)).parse(page)
     examples = list(document.examples())
     assert len(examples) > len(blocks(page))  # one sets the page up
     for example in examples:
@@ -68,7 +79,14 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_in_the_readme_or_the_menu():
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert all(f": {page.name}\n" in menu for page in PAGES)
+    assert all(f": {page.relative_to(DOCS).as_posix()}\n" in menu for page in PAGES)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("integrations/*.md")), ids=lambda page: page.stem)
+def test_a_page_names_the_versions_that_the_tests_run_with(page):
+    pins = dict(re.findall(r'"([\w-]+)==([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8")))
+    tested = packages_of(page)
+    assert tested and all(pins.get(name, version) == version for name, version in tested.items())
 
 
 def test_the_table_of_operators_is_current():

@@ -529,6 +529,17 @@ def test_report_prints_as_an_aligned_table(monkeypatch):
     assert "reproducible from manual_seed and not equal" in " ".join("".join(notes).split())
 
 
+def test_report_as_a_line_for_a_log():
+    norms = [nn.LayerNorm(4) for _ in range(3)]
+    model = nn.Sequential(*norms, nn.Dropout(), nn.Dropout2d())
+    report = onepass.swap(model, kinds=["norm", "dropout"], exclude=["1", "2"], dry_run=True)
+    assert report.summary() == (
+        "onepass.swap: would swap 2 (dropout 1, norm 1), skipped 2 (1: excluded by '1'; 2: "
+        "excluded by '2'), unknown 1 (4: no rule for this kind of dropout)"
+    )
+    assert onepass.swap(nn.ReLU()).summary() == "onepass.swap: swapped 0"
+
+
 def test_report_as_data_and_html():
     report = onepass.swap(nn.ModuleDict({"<b>": nn.LayerNorm(4), "bn": nn.BatchNorm1d(4)}))
     data = json.loads(json.dumps(report.to_dict()))

@@ -176,6 +176,26 @@ def swapped(model: nn.Module, **options) -> Iterator[Report]:
         journal.undo()  # an interrupt may have kept the first call of it from beginning
 
 
+def begin(model: nn.Module, **options) -> tuple[Report, Callable[[], None]]:
+    """`swapped` for those who have no block: the report, and a call that restores.
+
+    Raises:
+        RuntimeError: by the call, as `unswap`: the modules have other classes by now, and stay so.
+    """
+    journal = Journal()
+    try:
+        report = swap.__wrapped__(journal, model, **options)
+    except BaseException:
+        journal.undo()
+        raise
+
+    def end() -> None:
+        _check_end(journal, model)
+        journal.undo()
+
+    return report, end
+
+
 def _check_end(journal: Journal, model: nn.Module) -> None:
     """Lets the edits stay, and raises, if their modules have other classes by now."""
     modules = journal.owners("__class__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import html
 import re
 import shutil
@@ -60,6 +61,21 @@ class Report:
             "notes": list(self.notes),
         }
 
+    def summary(self) -> str:
+        """One line for a log: how many modules of each kind were swapped, and which candidates
+        were not, and why."""
+        kinds = collections.Counter(entry["kind"] for entry in self.swapped)
+        swapped = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
+        parts = [self._counts() + (f" ({swapped})" if swapped else "")]
+        for section in ("skipped", "unknown"):
+            left = [f"{name}: {reason}" for name, _, _, reason in self._rows(section)]
+            parts += [f"{section} {len(getattr(self, section))} ({'; '.join(left)})"] * bool(left)
+        return ", ".join(parts)
+
+    def _counts(self) -> str:
+        verb = "would swap" if self.dry_run else "swapped"
+        return f"onepass.swap: {verb} {len(self.swapped)}"
+
     def verify(self, *batch, loss_fn=None):
         """Runs the model stock and swapped on one batch and compares output, loss and gradients.
 
@@ -89,9 +105,7 @@ class Report:
         return verify(self, batch, loss_fn)
 
     def __str__(self) -> str:
-        verb = "would swap" if self.dry_run else "swapped"
-        counts = f"{len(self.skipped)} skipped, {len(self.unknown)} unknown"
-        lines = [f"onepass.swap: {verb} {len(self.swapped)}, {counts}"]
+        lines = [f"{self._counts()}, {len(self.skipped)} skipped, {len(self.unknown)} unknown"]
         for section, columns in _COLUMNS.items():
             found = self._rows(section)
             if found:

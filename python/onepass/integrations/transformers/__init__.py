@@ -8,6 +8,9 @@
     print(onepass_transformers.attach(model))  # attention alone
     onepass_transformers.detach(model)         # what it had before: "sdpa", "eager", ...
 
+    Trainer(..., optimizer_cls_and_kwargs=onepass_transformers.trainer_optimizer(args),
+            callbacks=[onepass_transformers.SwapCallback()])
+
 transformers' models take attention from a registry, by the name in their config. `register`
 enters `"onepass"` there, which `from_pretrained(..., attn_implementation="onepass")` takes as well;
 `attach` does that and sets the name in a model that exists. Modules that attend by themselves
@@ -28,9 +31,12 @@ its own alone, and says so.
 
     attention.py  what the registry calls: the masks and the attention
     models.py     attach, detach, and what swap and unswap do with these models
+    trainer.py    the optimizer and the callback for transformers' Trainer
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 try:
     import transformers as _transformers
@@ -50,4 +56,24 @@ if not hasattr(_transformers, "AttentionMaskInterface"):
 from onepass.integrations.transformers.attention import NAME, register
 from onepass.integrations.transformers.models import Attachment, attach, detach
 
-__all__ = ["Attachment", "NAME", "attach", "detach", "register"]
+if TYPE_CHECKING:
+    from onepass.integrations.transformers.trainer import SwapCallback, trainer_optimizer
+
+__all__ = [
+    "Attachment",
+    "NAME",
+    "SwapCallback",
+    "attach",
+    "detach",
+    "register",
+    "trainer_optimizer",
+]
+
+
+def __getattr__(name: str):
+    """The Trainer's part, when it is asked for: importing that of transformers takes seconds."""
+    if name in ("SwapCallback", "trainer_optimizer"):
+        from onepass.integrations.transformers import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

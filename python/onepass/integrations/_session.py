@@ -1,0 +1,73 @@
+"""A swap that lasts as long as a trainer's run, and what the log says of it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+
+from torch import nn
+
+from onepass.optim.optimizer import FlatOptimizer
+from onepass.swapping import Report, swap
+from onepass.swapping.engine import begin
+
+logger = logging.getLogger("onepass.swap")
+
+
+class Session:
+    """Swaps a model with options of `onepass.swap`, and restores it.
+
+    Attributes:
+        report: of the last swap; None before the first.
+    """
+
+    def __init__(self, options: dict):
+        inspect.signature(swap).bind(None, **options)  # raises for what is no option
+        self.report: Report | None = None
+        self._options = options
+        self._end: Callable[[], None] | None = None
+
+    def begin(self, model: nn.Module, *, tell: bool) -> None:
+        """Swaps; whatever an interrupted run left swapped is restored before.
+
+        Args:
+            tell: write to the log: one process of a job does.
+        """
+        self.end(tell=tell)
+        self.report, self._end = begin(model, **self._options)
+        if tell:
+            say(self.report.summary(), logging.INFO if self.report.swapped else logging.WARNING)
+            for note in self.report.notes:
+                say(f"onepass.swap: {note}")
+
+    def end(self, *, tell: bool) -> None:
+        """Restores what `begin` changed; nothing where it was not called, or ended already."""
+        end, self._end = self._end, None
+        if end is None:
+            return
+        try:
+            end()
+        except RuntimeError as error:
+            say(f"onepass.swap: the model stays swapped: {error}", logging.WARNING)
+            return
+        if tell:
+            say("onepass.swap: the model is as it was before the run")
+
+
+def say(text: str, level: int = logging.INFO) -> None:
+    """Writes a line to the logger "onepass.swap", on stderr unless logging is configured."""
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+    logger.log(level, text)
+
+
+def own_limit(optimizer: object) -> float | None:
+    """The norm to which the steps of an optimizer of onepass clip; None if they do not, or if it is
+    another's. Wrappers are looked into."""
+    while not isinstance(optimizer, FlatOptimizer):
+        optimizer = getattr(optimizer, "optimizer", None)
+        if optimizer is None:
+            return None
+    return optimizer.max_grad_norm

@@ -1,0 +1,147 @@
+"""onepass under transformers' Trainer: an optimizer for it, and a callback that swaps the model."""
+
+from __future__ import annotations
+
+import inspect
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from onepass import optim
+from onepass.integrations._session import Session, own_limit
+from onepass.optim.optimizer import FlatOptimizer
+from onepass.swapping import Report
+
+# What the Trainer decides, and by which words.
+_TRAINERS = {
+    "params": "is what the Trainer passes: the model's, in groups with and without weight decay",
+    "weight_decay": "must be set as TrainingArguments.weight_decay, which the Trainer writes into "
+    "its parameter groups",
+    "max_grad_norm": "must be set as TrainingArguments.max_grad_norm: the Trainer measures the "
+    "norm for its log in any case, and clips as it does",
+    "zero_grads": "must be left out: the Trainer frees gradients after each step",
+}
+
+
+def trainer_optimizer(
+    args: TrainingArguments | None = None,
+    cls: type[FlatOptimizer] = optim.AdamW,
+    **settings,
+) -> tuple[type[FlatOptimizer], dict]:
+    """An optimizer of onepass for `Trainer(optimizer_cls_and_kwargs=...)`.
+
+    The Trainer makes it with its own parameter groups, so biases and norms have no weight decay. It
+    hands such an optimizer none of its arguments, so the learning rate is taken here.
+
+    Args:
+        args: the Trainer's. Learning rate, and for Adam and AdamW `adam_beta1`, `adam_beta2` and
+            `adam_epsilon`, are taken from it, as they are now, unless `settings` have them.
+        cls: `onepass.optim.AdamW`, `Adam`, `SGD` or `Lion`.
+        settings: further arguments of `cls`, such as `master` and `state_dtype`.
+
+    Returns:
+        (cls, its arguments).
+
+    Raises:
+        TypeError: cls is no optimizer of onepass; it has no such argument; no learning rate.
+        ValueError: a setting that is the Trainer's, or that `cls` refuses.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, FlatOptimizer)):
+        raise TypeError(f"trainer_optimizer: cls must be a class of onepass.optim, got {cls!r}")
+    for name, rule in _TRAINERS.items():
+        if name in settings:
+            raise ValueError(f"trainer_optimizer: {name} {rule}, got {settings[name]!r}")
+    if args is not None:
+        if not isinstance(args, TrainingArguments):
+            raise TypeError(
+                "trainer_optimizer: args must be transformers.TrainingArguments, got "
+                f"{type(args).__name__}"
+            )
+        taken = {"lr": args.learning_rate}
+        if cls in (optim.Adam, optim.AdamW):
+            taken["betas"] = (args.adam_beta1, args.adam_beta2)
+            taken["eps"] = args.adam_epsilon
+        settings = {**taken, **settings}
+    if "lr" not in settings:
+        raise TypeError(
+            "trainer_optimizer: lr must be given, or the TrainingArguments that have it: the "
+            "Trainer does not hand its learning_rate on"
+        )
+    try:
+        inspect.signature(cls).bind([], **settings)
+    except TypeError as error:
+        raise TypeError(
+            f"trainer_optimizer: settings must be {cls.__name__}'s, got {error}"
+        ) from None
+    return cls, settings
+
+
+class SwapCallback(TrainerCallback):
+    """Runs a Trainer's training on onepass's operators, attention included.
+
+    `onepass.swap` at the beginning of `train()`, undone at its end. The logger "onepass.swap" has a
+    line with what was swapped, what was not, and why, and one for each note of the report. Where
+    `train()` raises, the model stays swapped until the next `train()`, or `restore()`. Checkpoints
+    are those of the stock model.
+
+    Args:
+        options: of `onepass.swap`.
+
+    Raises:
+        TypeError: what is no option of swap.
+    """
+
+    def __init__(self, **options):
+        self._session = Session(options)
+
+    @property
+    def report(self) -> Report | None:
+        """What the last training swapped; its `verify` needs a model that is swapped still."""
+        return self._session.report
+
+    def restore(self) -> None:
+        """Gives the model back what a training that raised left swapped."""
+        self._session.end(tell=True)
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+    ) -> None:
+        """Refuses what the callback comes too late for.
+
+        Raises:
+            ValueError: the Trainer is to shard the model.
+        """
+        if args.fsdp:
+            raise ValueError(
+                "SwapCallback: args must not ask for FSDP, which shards the model before training "
+                f"begins: call onepass.swap(model) before Trainer(model), got fsdp={args.fsdp!r}"
+            )
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model=None,
+        optimizer=None,
+        **kwargs,
+    ) -> None:
+        """Swaps.
+
+        Raises:
+            ValueError: both the Trainer and the optimizer would clip.
+            RuntimeError: as `onepass.swap` under `strict`.
+        """
+        limit = own_limit(optimizer)
+        if limit is not None and args.max_grad_norm > 0:
+            raise ValueError(
+                "SwapCallback: one of the two must clip, got max_grad_norm="
+                f"{args.max_grad_norm} of TrainingArguments and {limit} of the optimizer: set that "
+                "of TrainingArguments to 0, or leave the optimizer's out"
+            )
+        self._session.begin(model, tell=state.is_world_process_zero)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+    ) -> None:
+        """Restores."""
+        self._session.end(tell=state.is_world_process_zero)

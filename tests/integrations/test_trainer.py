@@ -1,0 +1,336 @@
+"""transformers' Trainer with onepass's optimizers and the callback that swaps."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass import numerics
+from onepass._ops import dispatch_log
+from tests.integrations.transformers_cases import build, implementations, kinds, transformers
+from tests.support import fresh
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+
+from onepass.integrations.transformers import SwapCallback, trainer_optimizer
+
+STEPS, SAVED, BATCH, LENGTH = 6, 3, 4, 12
+LOUD = 0.05  # a clip that always acts
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return STEPS * BATCH
+
+    def __getitem__(self, index: int) -> dict:
+        ids = torch.randint(2, 32, (LENGTH,), generator=torch.Generator().manual_seed(index % 3))
+        return {"input_ids": ids, "labels": ids}
+
+
+def arguments(folder, **more) -> transformers.TrainingArguments:
+    return transformers.TrainingArguments(
+        output_dir=folder,
+        **{
+            **dict(
+                per_device_train_batch_size=BATCH, max_steps=STEPS, save_strategy="no",
+                logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-2,
+                weight_decay=0.1,
+            ),
+            **more,
+        },
+    )  # fmt: skip
+
+
+def trainer_of(model, args, optimizer=None, callback=None, **more) -> transformers.Trainer:
+    trainer = transformers.Trainer(
+        model=model,
+        args=args,
+        train_dataset=Texts(),
+        optimizer_cls_and_kwargs=optimizer,
+        callbacks=[callback] if callback else None,
+        **more,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def same(one, other) -> bool:
+    """Bit for bit, whatever is nested how."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return one == other
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def test_settings_are_the_arguments_own(tmp_path):
+    args = arguments(tmp_path, adam_beta2=0.95, adam_epsilon=1e-6)
+    assert trainer_optimizer(args, master="fp32") == (
+        onepass.optim.AdamW,
+        dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-6, master="fp32"),
+    )
+    assert trainer_optimizer(args, onepass.optim.SGD, momentum=0.9) == (
+        onepass.optim.SGD,
+        dict(lr=1e-2, momentum=0.9),
+    )
+    assert trainer_optimizer(args, lr=1.0)[1]["lr"] == 1.0
+    assert trainer_optimizer(lr=1.0) == (onepass.optim.AdamW, dict(lr=1.0))
+
+
+@pytest.mark.parametrize(
+    "settings, kind, message",
+    [
+        (dict(master="fp32"), TypeError, "lr must be given"),
+        (dict(lr=1e-3, max_grad_norm=1.0), ValueError, "TrainingArguments.max_grad_norm"),
+        (dict(lr=1e-3, weight_decay=0.1), ValueError, "TrainingArguments.weight_decay"),
+        (dict(lr=1e-3, zero_grads=True), ValueError, "frees gradients after each step"),
+        (dict(lr=1e-3, params=[]), ValueError, "is what the Trainer passes"),
+        (dict(lr=1e-3, masters="fp32"), TypeError, "must be AdamW's, got .*'masters'"),
+        (dict(cls=torch.optim.AdamW), TypeError, "must be a class of onepass.optim"),
+        (dict(args={"learning_rate": 1.0}), TypeError, "must be transformers.TrainingArguments"),
+    ],
+)
+def test_what_the_trainer_decides_is_refused(settings, kind, message):
+    with pytest.raises(kind, match=message):
+        trainer_optimizer(**settings)
+
+
+class Odd(nn.Module):
+    """Norms of ours under names that say nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = onepass.nn.LayerNorm(4), onepass.nn.AddLayerNorm(4)
+        self.c, self.d = onepass.nn.Linear(4, 4), onepass.nn.MultiheadAttention(4, 2)
+
+    def forward(self, labels):
+        return labels
+
+
+def decayed(model, folder, **more) -> tuple[set[str], set[str]]:
+    """Names of the parameters with weight decay, and of those without."""
+    optimizer = trainer_of(model, arguments(folder), **more).create_optimizer()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    first, second = (
+        {names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups
+    )
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    return first, second
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_norms_and_biases_stay_without_decay(name, tmp_path):
+    """Of an optimizer that is made after the swap too."""
+    stock, model = build(name), build(name)
+    onepass.swap(model)
+    expected = decayed(stock, tmp_path)
+    optimizer = trainer_optimizer(lr=1e-3)
+    assert decayed(model, tmp_path, optimizer=optimizer) == expected
+    assert expected[0] and any("ln_1" in n or "norm" in n.lower() for n in expected[1])
+
+
+def test_modules_of_ours_have_no_decay_where_torchs_have_none(tmp_path):
+    with_decay, _ = decayed(Odd(), tmp_path, optimizer=trainer_optimizer(lr=1e-3))
+    assert with_decay == {"c.weight", "d.in_proj_weight", "d.out_proj.weight"}
+
+
+# ---------------------------------------------------------------- training
+
+STILL = dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+
+
+def curve(name: str, seed: int, folder, *, ours: bool = False, double: bool = False):
+    """The loss of each step."""
+    model = build(name, **(STILL if name == "gpt2" else {}))
+    args = arguments(folder, adam_epsilon=1e-3, seed=seed, max_steps=4)
+    swapping = (trainer_optimizer(args), SwapCallback()) if ours else ()
+    trainer = trainer_of(model.double() if double else model, args, *swapping)
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 4
+    return torch.tensor(logged, dtype=torch.float64 if double else torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_losses_are_as_close_to_the_truth_as_stocks(name, tmp_path):
+    ours, ref, base = (
+        [curve(name, seed, tmp_path, **how) for seed in range(8)]
+        for how in (dict(ours=True), dict(double=True), {})
+    )
+    assert min(float(losses[0] - losses[-1]) for losses in ref) > 0.1  # it trains
+    numerics.assert_close(ours, ref, base)
+
+
+class Watch(transformers.TrainerCallback):
+    """Notes what the model is in the midst of training, and raises there if it shall."""
+
+    def __init__(self, raises: bool = False):
+        self.raises, self.kinds, self.norms = raises, [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        gradients = [p.grad.flatten() for p in model.parameters()]
+        self.norms.append(float(torch.cat(gradients).norm()))
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        self.kinds, self.implementations = kinds(model), implementations(model)
+        if self.raises:
+            raise KeyboardInterrupt
+
+
+def test_the_model_is_swapped_for_the_training_and_restored(tmp_path, caplog):
+    model, watch = build("gpt2"), Watch()
+    before = kinds(model), implementations(model)
+    callback = SwapCallback(exclude="*.ln_f", kinds=["norm", "attention"])
+    trainer = trainer_of(model, arguments(tmp_path), callback=callback)
+    trainer.add_callback(watch)
+    with caplog.at_level(logging.INFO, "onepass.swap"), dispatch_log.record() as calls:
+        trainer.train()
+    assert watch.kinds != before[0] and set(watch.implementations) == {"onepass"}
+    assert (kinds(model), implementations(model)) == before
+    assert {"attention", "layer_norm"} <= {call["op"] for call in calls}
+    line, *notes, last = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "onepass.swap: swapped 6 (attention 2, norm 4), "
+        "skipped 1 (transformer.ln_f: excluded by '*.ln_f')"
+    )
+    assert line == callback.report.summary()
+    assert [f"onepass.swap: {note}" for note in callback.report.notes] == notes and notes
+    assert last == "onepass.swap: the model is as it was before the run"
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_the_log_is_seen_unless_logging_is_configured_otherwise(configured):
+    code = "import logging; from onepass.integrations import _session\n"
+    code += "logging.basicConfig(level='WARNING')\n" if configured else ""
+    done = fresh.run(code + "_session.say('swapped')", check=True)
+    assert done.stderr == ("" if configured else "swapped\n")
+
+
+def test_swapping_a_model_does_not_import_the_trainer():
+    code = "import sys, onepass.integrations.transformers as ours; ours.attach"
+    done = fresh.run(f"{code}; assert 'transformers.trainer_callback' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_swapped_is_a_warning(tmp_path, caplog):
+    callback = SwapCallback(exclude="*")
+    trainer_of(build("llama"), arguments(tmp_path, max_steps=1), callback=callback).train()
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.getMessage().startswith("onepass.swap: swapped 0, skipped")
+
+
+def test_a_training_that_was_interrupted_leaves_the_model_swapped_until_the_next(tmp_path):
+    model, watch, callback = build("llama"), Watch(raises=True), SwapCallback()
+    before = kinds(model), implementations(model)
+    trainer = trainer_of(model, arguments(tmp_path), callback=callback)
+    trainer.add_callback(watch)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert kinds(model) == watch.kinds != before[0]
+    callback.restore()
+    assert (kinds(model), implementations(model)) == before
+    watch.raises = False
+    trainer.train()
+    assert (kinds(model), implementations(model)) == before
+
+
+def test_a_swap_of_the_users_stays(tmp_path):
+    model = build("llama")
+    onepass.swap(model, kinds="norm")
+    swapped = kinds(model)
+    trainer_of(model, arguments(tmp_path, max_steps=1), callback=SwapCallback()).train()
+    assert kinds(model) == swapped
+
+
+def test_what_comes_too_late_or_is_no_option(tmp_path):
+    with pytest.raises(TypeError, match="'kind'"):
+        SwapCallback(kind="norm")
+    with pytest.raises(ValueError, match="swap\\(model\\) before Trainer\\(model\\), got fsdp="):
+        SwapCallback().on_init_end(SimpleNamespace(fsdp=["full_shard"]), None, None)
+    callback = SwapCallback(strict=True, probe=False)
+    with pytest.raises(RuntimeError, match="under strict"):
+        trainer_of(build("llama"), arguments(tmp_path), callback=callback).train()
+
+
+def test_one_of_the_two_clips(tmp_path):
+    """The Trainer where the optimizer does not; the optimizer where the Trainer is told not to."""
+    runs = []
+    for limits in (dict(args=LOUD), dict(args=0.0, own=LOUD), dict(args=LOUD, own=LOUD)):
+        model, watch = build("llama"), Watch()
+        args = arguments(tmp_path, max_steps=1, max_grad_norm=limits["args"])
+        optimizer = onepass.optim.AdamW(model.parameters(), max_grad_norm=limits.get("own"))
+        trainer = trainer_of(model, args, None, SwapCallback(), optimizers=(optimizer, None))
+        trainer.add_callback(watch)
+        if len(runs) == 2:
+            with pytest.raises(ValueError, match="0.05 of TrainingArguments and 0.05 of the opt"):
+                trainer.train()
+            break
+        trainer.train()
+        runs.append(
+            (watch.norms[0], optimizer.grad_norm, trainer.state.log_history[0]["grad_norm"])
+        )
+    (clipped, own, logged), (unclipped, measured, same) = runs
+    assert clipped <= LOUD * (1 + 1e-5) and own is None
+    assert unclipped > 10 * LOUD and float(measured) == pytest.approx(unclipped)
+    assert logged == pytest.approx(same)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(
+    "dtype, options, more",
+    [
+        (torch.float32, {}, {}),
+        (torch.float32, {}, dict(bf16=True, gradient_accumulation_steps=2, max_steps=4)),
+        (torch.bfloat16, dict(master="fp32"), {}),
+        (torch.bfloat16, dict(master="remainder16", state_dtype="bfloat16"), {}),
+        (torch.bfloat16, dict(master="stochastic"), {}),
+    ],
+    ids=["float32", "autocast", "fp32", "remainder16", "stochastic"],
+)
+def test_a_run_resumed_is_the_run_uninterrupted(dtype, options, more, tmp_path):
+    """Bit for bit, with dropout, the states of the optimizer and what the log says included."""
+    args = {**dict(save_strategy="steps", save_steps=SAVED), **more}
+    args["save_steps"] = min(SAVED, args.get("max_steps", STEPS) // 2)
+    runs = []
+    for checkpoint in (None, tmp_path / f"checkpoint-{args['save_steps']}"):
+        model = build("gpt2").to(dtype)
+        own = arguments(tmp_path if checkpoint is None else tmp_path / "resumed", **args)
+        trainer = trainer_of(model, own, trainer_optimizer(own, **options), SwapCallback())
+        trainer.train(resume_from_checkpoint=checkpoint)
+        logged = [(e["step"], e["loss"]) for e in trainer.state.log_history if "loss" in e]
+        runs.append((model.state_dict(), trainer.optimizer.state_dict(), dict(logged)))
+    assert same(*runs) and len(runs[0][2]) == own.max_steps
+    assert ("master" in runs[0][1]["state"][0]) == (
+        options.get("master") in ("fp32", "remainder16")
+    )
+
+
+def test_checkpoints_are_those_of_stock(tmp_path):
+    folders = []
+    for callback in (None, SwapCallback()):
+        folders.append(tmp_path / str(callback is None))
+        args = arguments(folders[-1], save_strategy="steps", save_steps=1, max_steps=1)
+        trainer_of(build("llama"), args, callback=callback).train()
+    safetensors = pytest.importorskip("safetensors")
+    keys, configs = [], []
+    for folder in folders:
+        with safetensors.safe_open(folder / "checkpoint-1/model.safetensors", "pt") as file:
+            keys.append(sorted(file.keys()))
+        configs.append(json.loads((folder / "checkpoint-1/config.json").read_text()))
+    assert keys[0] == keys[1] and configs[0] == configs[1]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folders[1] / "checkpoint-1")
+    assert implementations(loaded) == ["sdpa"]
