@@ -26,6 +26,7 @@ __all__ = [
     "keep_freed_memory",
     "nn",
     "optim",
+    "sac_ops",
     "swap",
     "swapped",
     "unswap",
@@ -36,6 +37,7 @@ __all__ = [
 _library.load()
 if _library.failure is None:
     from onepass import _flops, functional, nn, optim
+    from onepass.checkpointing import sac_ops
     from onepass.explain import Explanation, explain
     from onepass.memory import keep_freed_memory
     from onepass.swapping import Report, swap, swapped, unswap

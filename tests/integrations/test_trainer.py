@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import onepass
 from onepass import numerics
@@ -285,6 +286,21 @@ def test_one_of_the_two_clips(tmp_path):
     assert clipped <= LOUD * (1 + 1e-5) and own is None
     assert unclipped > 10 * LOUD and float(measured) == pytest.approx(unclipped)
     assert logged == pytest.approx(same)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_recomputed_layers_keep_attention(kept, tmp_path):
+    """`activation_checkpointing` with a context of torch's."""
+    more = {"context_fn": lambda: create_selective_checkpoint_contexts(onepass.sac_ops())}
+    args = arguments(
+        tmp_path,
+        max_steps=1,
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"use_reentrant": False, **(more if kept else {})},
+    )
+    with dispatch_log.record() as calls:
+        trainer_of(build("llama"), args, callback=SwapCallback()).train()
+    assert [call["op"] for call in calls].count("attention") == (2 if kept else 4)
 
 
 # ---------------------------------------------------------------- checkpoints

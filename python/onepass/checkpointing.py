@@ -1,0 +1,32 @@
+"""Which operators a checkpointed region keeps the results of."""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+
+import onepass._ops  # noqa: F401, first: says what is wrong with a broken installation
+
+# Forwards that are bound by arithmetic. The others (norms, dropout, rotary embedding, gates) are
+# bound by memory: computing one again costs little more than reading a result that was kept.
+_SAVED = ("attention_forward", "linear_forward", "linear_epilogue_forward")
+
+
+def sac_ops() -> list[OpOverload]:
+    """Operators of onepass whose results are worth keeping where everything else is recomputed.
+
+    For `torch.utils.checkpoint.create_selective_checkpoint_contexts`, alone or together with
+    torch's own, and for trainers that take such a list:
+
+        context_fn = functools.partial(create_selective_checkpoint_contexts, onepass.sac_ops())
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
+
+    These are attention's forward and the products of linear layers. What they keep is the output,
+    of attention also a number or two per query and head, and of a linear layer with an activation
+    its input too. An operator that is not on such a list runs twice.
+
+    Returns:
+        A new list. Calls that onepass leaves to torch (small ones, linear layers where torch is as
+        fast) run operators of `torch.ops.aten`, which it does not hold.
+    """
+    return [getattr(torch.ops.onepass, name).default for name in _SAVED]

@@ -1,0 +1,109 @@
+"""`onepass.sac_ops` with torch's selective checkpointing: what is kept does not run twice."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import onepass
+from onepass import functional
+from onepass._ops import dispatch_log
+from tests.emulator.executors import operators
+
+selective = functools.partial(create_selective_checkpoint_contexts, onepass.sac_ops())
+# Forwards that are bound by memory.
+RECOMPUTED = {"dropout_forward", "gate_forward", "norm_forward", "rotary_forward"}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout_p: float = 0.0):
+        super().__init__()
+        self.norm = onepass.nn.LayerNorm(32)
+        self.qkv, self.out = onepass.nn.Linear(32, 96), onepass.nn.Linear(32, 32)
+        self.dropout_p = dropout_p
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(
+            *qkv.unbind(), dropout_p=self.dropout_p, is_causal=True
+        )
+        y = y.transpose(1, 2).flatten(2)
+        return functional.linear(
+            y, self.out.weight, self.out.bias, activation="gelu", dropout_p=self.dropout_p,
+            residual=x,
+        )  # fmt: skip
+
+
+def gradients(call, x, parameters) -> tuple[list[torch.Tensor], Counter]:
+    """And how often each operator ran."""
+    torch.manual_seed(1)
+    with dispatch_log.record() as calls:
+        loss = call(x).square().sum()
+        result = torch.autograd.grad(loss, [x, *parameters])
+    return list(result), Counter(call["op"] for call in calls)
+
+
+def test_every_forward_is_kept_or_recomputed_on_purpose():
+    forwards = {name for name in operators("onepass") if name.endswith("_forward")}
+    kept = {op._schema.name.removeprefix("onepass::") for op in onepass.sac_ops()}
+    assert forwards - kept == RECOMPUTED and kept < forwards
+    assert onepass.sac_ops() is not onepass.sac_ops()  # the caller may append to it
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_attention_and_products_run_once_and_gradients_are_the_same(dropout_p):
+    torch.manual_seed(0)
+    block = Block(dropout_p)
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    run = functools.partial(checkpoint, block, use_reentrant=False)
+    expected, once = gradients(block, x, block.parameters())
+    whole, twice = gradients(run, x, block.parameters())
+    kept, counts = gradients(functools.partial(run, context_fn=selective), x, block.parameters())
+    for one, other, stock in zip(whole, kept, expected, strict=True):
+        assert torch.equal(one, stock) and torch.equal(other, stock)
+    for op, runs in {"attention": 1, "linear": 2, "layer_norm": 2}.items():
+        assert (twice[op], counts[op]) == (2 * once[op], runs)
+
+
+def test_a_swapped_model_keeps_them_too():
+    layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.1, batch_first=True)
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    onepass.swap(layer)
+    run = functools.partial(checkpoint, layer, use_reentrant=False)
+    expected, _ = gradients(layer, x, layer.parameters())
+    whole, twice = gradients(run, x, layer.parameters())
+    kept, counts = gradients(functools.partial(run, context_fn=selective), x, layer.parameters())
+    for one, other, stock in zip(whole, kept, expected, strict=True):
+        assert torch.equal(one, stock) and torch.equal(other, stock)
+    assert (twice["attention"], counts["attention"]) == (2, 1)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_compiled_graphs_keep_them_too(kept):
+    graphs = []
+
+    def note(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph)
+
+    block, x = Block(), torch.randn(2, 16, 32, requires_grad=True)
+    options = {"context_fn": selective} if kept else {}
+
+    @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=note, bw_compiler=note))
+    def run(x):
+        return checkpoint(block, x, use_reentrant=False, **options)
+
+    found = torch.autograd.grad(run(x).square().sum(), [x, *block.parameters()])
+    expected = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
+    torch.testing.assert_close(found, expected)
+    forward, backward = graphs
+    for name in ("attention_forward", "linear_forward", "linear_epilogue_forward"):
+        assert f"onepass.{name}.default" in forward
+        assert (f"onepass.{name}.default" in backward) != kept
