@@ -208,7 +208,7 @@ def test_a_family_is_complete(family):
             family, (f"python/onepass/functional/{family}.py", f"python/onepass/nn/{family}.py")
         ),
         f"python/onepass/reference/{family}.py",
-        f"python/onepass/bench/{family}.py",
+        f"python/onepass/bench/families/{family}.py",
         f"tests/{family}/",
     ]
     missing = [

@@ -1,5 +1,6 @@
-// Every operator, listed once. A back end has a function of its name for each, which gives its plan
-// and its run; a table of them per back end and CPU level is what ops/ calls.
+// Every family and every operator, listed once. A back end has a function of its name for each
+// operator, which gives its plan and its run; a table of them per back end and CPU level is what
+// ops/ calls.
 #pragma once
 
 #include "ops/attention.h"
@@ -10,6 +11,17 @@
 #include "ops/norm.h"
 #include "ops/optimizer.h"
 #include "ops/rotary.h"
+
+// FAMILY(its name): ops/<name>.h and ops/<name>.cpp
+#define ONEPASS_FAMILIES(FAMILY) \
+  FAMILY(norm)                   \
+  FAMILY(dropout)                \
+  FAMILY(gate)                   \
+  FAMILY(optimizer)              \
+  FAMILY(attention)              \
+  FAMILY(attention_decode)       \
+  FAMILY(linear)                 \
+  FAMILY(rotary)
 
 namespace onepass {
 

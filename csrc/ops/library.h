@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "ops/backend.h"
+
 namespace onepass {
 
 struct OperatorEntry {
@@ -54,17 +56,7 @@ OperatorEntry entry(const char* schema, bool only_checks = false) {
 
 using OperatorList = std::vector<OperatorEntry>;
 
-// The families, each of which has a list of this kind.
-#define ONEPASS_FAMILIES(FAMILY) \
-  FAMILY(norm)                   \
-  FAMILY(dropout)                \
-  FAMILY(gate)                   \
-  FAMILY(optimizer)              \
-  FAMILY(attention)              \
-  FAMILY(attention_decode)       \
-  FAMILY(linear)                 \
-  FAMILY(rotary)
-
+// Every family has a list of its own.
 #define ONEPASS_DECLARE_FAMILY(name) OperatorList name##_operators();
 ONEPASS_FAMILIES(ONEPASS_DECLARE_FAMILY)
 

@@ -9,10 +9,11 @@ from fnmatch import fnmatch
 import pytest
 import torch
 
-from onepass.bench import attention, attention_parts, harness, report
+from onepass.bench import attention_parts, harness, report
 from onepass.bench import case as cases
 from onepass.bench.case import Case, Row
 from onepass.bench.ceilings import Ceilings
+from onepass.bench.families import attention
 from tests.bench.test_harness import run
 
 LIMITS = Ceilings(2, 1 << 20, 10.0, 20.0, 100.0, 400.0)

@@ -11,17 +11,10 @@ import pytest
 import torch
 
 from onepass import _library, functional
-from onepass.bench import (
-    attention,
-    attention_cuda,
-    attention_decode,
-    attention_parts,
-    ceilings,
-    harness,
-    report,
-)
+from onepass.bench import attention_cuda, attention_parts, ceilings, harness, report
 from onepass.bench import case as cases
 from onepass.bench.ceilings import CudaCeilings
+from onepass.bench.families import attention, decode
 from onepass.bench.goals import Goal
 from onepass.reference.attention import attention as reference
 from tests.bench.test_cuda import on_cpu
@@ -32,7 +25,7 @@ COMPUTED = {"forward": 2, "backward": 5}  # products of matrices
 
 
 def all_cases(quick: bool = False) -> dict[str, cases.Case]:
-    modules = (attention, attention_decode)
+    modules = (attention, decode)
     return {case.name: case for module in modules for case in module.cases(quick, "cuda")}
 
 
@@ -76,7 +69,7 @@ def test_what_matters_most_comes_first():
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_names_are_unique_and_all_is_on_the_device(quick):
-    for module in (attention, attention_decode):
+    for module in (attention, decode):
         names = [case.name for case in module.cases(quick, "cuda")]
         assert len(set(names)) == len(names)
     for case in all_cases(quick).values():
@@ -117,7 +110,7 @@ def test_decoding_counts_the_bytes_of_keys_and_values():
     shares = attention_parts.FILL
     lengths = [int(8192 * shares[b % len(shares)]) for b in range(32)]
     assert ragged.moved == 2 * sum(lengths) * 8 * 128 * 2
-    assert all(case.reads for case in attention_decode.cases() if "/1x2x1x16x8" not in case.name)
+    assert all(case.reads for case in decode.cases() if "/1x2x1x16x8" not in case.name)
 
 
 def test_replays_are_of_every_set_in_turn(monkeypatch):
@@ -157,7 +150,7 @@ def test_replays_are_of_every_set_in_turn(monkeypatch):
 # ---- what runs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [attention, attention_decode], ids=["attention", "decode"])
+@pytest.mark.parametrize("module", [attention, decode], ids=["attention", "decode"])
 def test_quick_cases_run(module, monkeypatch):
     """On the CPU, which has some of the variants; torch has no packed attention there."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", functional.varlen_attention)
@@ -256,6 +249,6 @@ def test_families_on_the_command_line(monkeypatch, capsys):
     assert {case.name.partition("/")[0] for case in seen} == {"attention", "decode"}
     assert run("attention", "norms") == 2
     assert (
-        "bench: FAMILY must be one of norm, dropout, gate, attention, decode"
+        "bench: FAMILY must be one of attention, decode, dropout, gate, linear"
         in capsys.readouterr().err
     )

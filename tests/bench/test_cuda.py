@@ -14,8 +14,9 @@ import torch
 
 import onepass
 from onepass.bench import case as cases
-from onepass.bench import dropout, gate, harness, machine, norm, optimizer, report
+from onepass.bench import harness, machine, report
 from onepass.bench.ceilings import CudaCeilings
+from onepass.bench.families import dropout, gate, norm, optimizer
 from onepass.bench.goals import Goal
 from tests.bench.test_harness import run
 

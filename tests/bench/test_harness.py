@@ -17,8 +17,9 @@ import torch
 
 from onepass import bench
 from onepass.bench import case as cases
-from onepass.bench import dropout, gate, harness, machine, norm, report, rotary
+from onepass.bench import harness, machine, report
 from onepass.bench.ceilings import Ceilings, ceilings
+from onepass.bench.families import dropout, gate, norm, rotary
 
 
 def run(*words: str) -> int:

@@ -24,16 +24,17 @@ import fnmatch
 import importlib
 import json
 import math
+import pkgutil
 import sys
 import time
 import traceback
 
 from onepass import _library
 from onepass._output_file import OutputFile, write_or_say
+from onepass.bench import families
 from onepass.bench.goals import Goals, read_goals
 
-FAMILIES = ("norm", "dropout", "gate", "attention", "decode", "linear", "rotary", "optimizer")
-MODULES = {"decode": "attention_decode"}  # those that are not called as their family
+FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
 SECONDS = 0.7
 STDOUT = "-"
 
@@ -121,8 +122,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _cases(args: argparse.Namespace) -> list:
     wanted = set(args.families or FAMILIES)
-    families = [family for family in FAMILIES if family in wanted or "all" in wanted]
-    modules = [importlib.import_module(f"onepass.bench.{MODULES.get(f, f)}") for f in families]
+    names = [family for family in FAMILIES if family in wanted or "all" in wanted]
+    modules = [importlib.import_module(f"onepass.bench.families.{name}") for name in names]
     return [case for module in modules for case in module.cases(args.quick, args.device)]
 
 

@@ -5,24 +5,10 @@ They compute in the dtype they are given, so float64 inputs give float64 referen
 differentiable. Random operators take the seed that the fused ones draw.
 """
 
-from onepass.reference import (
-    attention,
-    attention_decode,
-    dropout,
-    gate,
-    linear,
-    norm,
-    optimizer,
-    rotary,
-)
+import importlib
+import pkgutil
 
-__all__ = [
-    "attention",
-    "attention_decode",
-    "dropout",
-    "gate",
-    "linear",
-    "norm",
-    "optimizer",
-    "rotary",
-]
+__all__ = [module.name for module in pkgutil.iter_modules(__path__)]
+
+for _name in __all__:
+    importlib.import_module(f"{__name__}.{_name}")
