@@ -1,0 +1,178 @@
+"""The callback that swaps under PyTorch Lightning's trainer."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from onepass import numerics, optim
+from onepass._ops import dispatch_log
+
+pl = pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is not installed")
+
+from onepass.integrations.lightning import Swap  # noqa: E402
+
+LOUD = 0.01  # a clip that always acts
+STAGES = ("fit", "validate", "test", "predict")
+
+
+class Module(pl.LightningModule):
+    """A model that is made where Lightning wants it."""
+
+    def __init__(self, seed: int = 0, raises: bool = False, **options):
+        super().__init__()
+        self.seed, self.raises, self.options = seed, raises, options
+        self.model, self.losses, self.kinds = None, [], []
+
+    def configure_model(self):
+        if self.model is None:
+            torch.manual_seed(self.seed)
+            dtype = torch.get_default_dtype()  # of the precision; all draw the same weights
+            torch.set_default_dtype(torch.float32)
+            layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+            self.model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(dtype)
+            torch.set_default_dtype(dtype)
+
+    def forward(self, batch):
+        self.kinds = kinds(self)
+        return self.model(batch[0].to(self.dtype))
+
+    def training_step(self, batch, _):
+        loss = (self(batch) - 1.0).square().mean()
+        self.losses.append(loss.detach())
+        if self.raises:
+            raise ZeroDivisionError
+        return loss
+
+    def validation_step(self, batch, _):
+        self(batch)
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self):
+        return optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, **self.options)
+
+
+def kinds(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def run(module: Module, folder, *callbacks, stage: str = "fit", ckpt_path=None, **options):
+    options = {"max_epochs": 1, **options}
+    data = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(1))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            callbacks=list(callbacks),
+            **options,
+        )
+        getattr(trainer, stage)(module, loader, ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_model_is_swapped_for_the_run_and_restored(stage, tmp_path, caplog):
+    module, callback = Module(), Swap(kinds=["norm", "attention"], exclude="*.1.norm2")
+    module.configure_model()
+    before = kinds(module)
+    with caplog.at_level(logging.INFO, "onepass.swap"), dispatch_log.record() as calls:
+        run(module, tmp_path, callback, stage=stage)
+    assert module.kinds != before and kinds(module) == before
+    assert "attention" in {call["op"] for call in calls}
+    line, *_, last = [r.getMessage() for r in caplog.records if r.name == "onepass.swap"]
+    assert line == callback.report.summary()
+    assert line == (
+        "onepass.swap: swapped 7 (attention 4, norm 3), "
+        "skipped 1 (model.layers.1.norm2: excluded by '*.1.norm2')"
+    )
+    assert last == "onepass.swap: the model is as it was before the run"
+
+
+def test_what_configure_model_makes_is_swapped(tmp_path):
+    module, callback = Module(), Swap()
+    run(module, tmp_path, callback)
+    assert {entry["kind"] for entry in callback.report.swapped} >= {"norm", "attention"}
+
+
+def test_a_run_that_raises_restores_too(tmp_path):
+    module = Module(raises=True)
+    module.configure_model()
+    before = kinds(module)
+    with pytest.raises(ZeroDivisionError):
+        run(module, tmp_path, Swap())
+    assert module.kinds != before and kinds(module) == before
+
+
+def test_losses_are_as_close_to_the_truth_as_stocks(tmp_path):
+    def curve(seed, *callbacks, **options):
+        module = Module(seed)
+        run(module, tmp_path, *callbacks, max_epochs=3, **options)
+        return torch.stack(module.losses)
+
+    seeds = range(8)
+    ours = [curve(seed, Swap()) for seed in seeds]
+    ref = [curve(seed, precision="64-true") for seed in seeds]
+    base = [curve(seed) for seed in seeds]
+    assert all(losses[-1] < 0.9 * losses[0] for losses in ref)  # it trains
+    numerics.assert_close(ours, ref, base)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_a_run_resumed_is_the_run_uninterrupted(precision, tmp_path):
+    """Bit for bit, from a checkpoint with stock's keys."""
+    options = dict(precision=precision)
+    master = dict(master="fp32") if precision == "bf16-true" else {}
+    whole = Module(**master)
+    trainer = run(whole, tmp_path, Swap(), max_epochs=3, **options)
+    half = Module(**master)
+    run(half, tmp_path, Swap(), **options).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = Module(**master)
+    resumed.configure_model()
+    again = run(
+        resumed, tmp_path, Swap(), max_epochs=3, ckpt_path=tmp_path / "half.ckpt", **options
+    )
+    stored = torch.load(tmp_path / "half.ckpt", weights_only=False)
+    assert list(stored["state_dict"]) == list(Module.state_dict(resumed))
+    assert ("master" in stored["optimizer_states"][0]["state"][0]) == bool(master)
+    pairs = zip(whole.parameters(), resumed.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert trainer.global_step == again.global_step == 12
+
+
+def test_one_of_the_two_clips(tmp_path):
+    for how in (None, "norm"):
+        both = dict(gradient_clip_val=LOUD, gradient_clip_algorithm=how)
+        with pytest.raises(ValueError, match="gradient_clip_val=0.01 of the trainer and max_grad_"):
+            run(Module(max_grad_norm=LOUD), tmp_path, Swap(), **both)
+    trainer = run(Module(max_grad_norm=LOUD), tmp_path, Swap())
+    assert trainer.optimizers[0].grad_norm > 10 * LOUD
+    run(Module(), tmp_path, Swap(), gradient_clip_val=LOUD)
+    by_value = dict(gradient_clip_val=LOUD, gradient_clip_algorithm="value")
+    run(Module(max_grad_norm=LOUD), tmp_path, Swap(), **by_value)
+
+
+def test_what_comes_too_late_or_is_no_option():
+    with pytest.raises(TypeError, match="'kind'"):
+        Swap(kind="norm")
+    strategy = pl.strategies.ModelParallelStrategy()
+    with pytest.raises(ValueError, match=r"swap\(self.model\) in configure_model, got ModelPar"):
+        Swap().setup(SimpleNamespace(strategy=strategy), nn.Module(), "fit")
+
+
+def test_it_is_a_callback_that_travels():
+    assert isinstance(Swap(), pl.Callback)
+    assert type(pickle.loads(pickle.dumps(Swap(kinds="norm")))) is Swap
