@@ -15,10 +15,17 @@ class StepUnscales:
     only if told no; with yes they refuse to clip. They are told yes for ``fused=True`` alone, as of
     torch's optimizers. torch's constructors then set an attribute of the instance, which hides this
     one; so may a user.
+
+    Accelerate puts a function of its own in the place of ``step`` while the scaler steps, and takes
+    a step for skipped, so that schedulers wait, if that was not called. The scaler is told no then,
+    and calls it for finite gradients alone.
     """
 
     def __get__(self, optimizer: torch.optim.Optimizer | None, owner: type | None = None):
         if optimizer is None:
             return self
         asking = sys._getframe(1).f_locals.get("self")
-        return bool(optimizer.defaults.get("fused")) or isinstance(asking, torch.amp.GradScaler)
+        if isinstance(asking, torch.amp.GradScaler):
+            step = vars(optimizer).get("step")
+            return getattr(step, "__module__", None) != "accelerate.optimizer"
+        return bool(optimizer.defaults.get("fused"))
