@@ -1,0 +1,109 @@
+"""onepass's optimizers by name in timm's registry, and a swapped model of timm."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+import torch
+
+import onepass
+from onepass import numerics
+from onepass.integrations.timm import register
+
+factory = pytest.importorskip(
+    "timm.optim", reason="timm is not installed, or its torchvision", exc_type=ImportError
+)
+timm = pytest.importorskip("timm")
+
+CLASSES = {
+    "onepassadamw": onepass.optim.AdamW,
+    "onepassadam": onepass.optim.Adam,
+    "onepasssgd": onepass.optim.SGD,
+    "onepasslion": onepass.optim.Lion,
+}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    assert register() == register() == list(CLASSES)
+
+
+def vit(seed: int = 0):
+    torch.manual_seed(seed)
+    return timm.models.vision_transformer.VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5
+    )
+
+
+def named_groups(model, optimizer) -> list[tuple[float, float, set[str]]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        (group["weight_decay"], group.get("lr_scale", 1.0), {names[id(p)] for p in group["params"]})
+        for group in optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+@pytest.mark.parametrize("name", CLASSES)
+def test_groups_and_settings_are_those_of_timms_own(name, layer_decay):
+    """Biases and norms without decay, layer decay, momentum: also of a model that is swapped."""
+    settings = dict(lr=1e-2, weight_decay=0.1, layer_decay=layer_decay)
+    stock, model = vit(), vit()
+    onepass.swap(model)
+    theirs = factory.create_optimizer_v2(stock, opt=name.removeprefix("onepass"), **settings)
+    ours = factory.create_optimizer_v2(model, opt=name, **settings)
+    assert type(ours) is CLASSES[name]
+    assert named_groups(model, ours) == named_groups(stock, theirs)
+    for key in ("lr", "betas", "eps", "momentum", "nesterov", "dampening"):
+        assert ours.param_groups[0].get(key) == theirs.param_groups[0].get(key), key
+
+
+def test_options_are_keywords():
+    model = vit().bfloat16()
+    options = dict(master="fp32", max_grad_norm=1.0)
+    optimizer = factory.create_optimizer_v2(model, opt="onepassadamw", lr=1e-3, **options)
+    assert (optimizer.master, optimizer.max_grad_norm) == ("fp32", 1.0)
+    ahead = factory.create_optimizer_v2(model, opt="lookahead_onepassadamw", lr=1e-3)
+    assert type(ahead._base_optimizer) is onepass.optim.AdamW
+
+
+def test_an_underscore_would_be_lost():
+    """Hence names without: timm would make torch's."""
+    optimizer = factory.create_optimizer_v2(vit(), opt="onepass_adamw", lr=1e-3)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("name", ["onepassadamw", "onepasssgd"])
+def test_a_swapped_model_trains_as_stock(name):
+    def curve(ours: bool, seed: int, dtype=torch.float32):
+        model = vit(seed).to(dtype)
+        if ours:
+            onepass.swap(model)
+        opt = name if ours else name.removeprefix("onepass")
+        optimizer = factory.create_optimizer_v2(model, opt=opt, lr=1e-2, weight_decay=0.1, eps=1e-3)
+        images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+        losses = []
+        for _ in range(4):
+            losses.append(model(images.to(dtype)).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack(losses).detach()
+
+    seeds = range(6)
+    ours, base = ([curve(which, seed) for seed in seeds] for which in (True, False))
+    numerics.assert_close(ours, [curve(False, seed, torch.float64) for seed in seeds], base)
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    found = builtins.__import__
+
+    def missing(name, *arguments):
+        if name.startswith("timm"):
+            raise ModuleNotFoundError("No module named 'torchvision'")
+        return found(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ImportError, match="pip install --upgrade timm .got No module named 'torch"):
+        register()
