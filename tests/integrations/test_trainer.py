@@ -18,8 +18,9 @@ from tests.integrations.transformers_cases import build, implementations, kinds,
 from tests.support import fresh
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+safetensors = pytest.importorskip("safetensors.torch")
 
-from onepass.integrations.transformers import SwapCallback, trainer_optimizer
+from onepass.integrations.transformers import SwapCallback, trainer_optimizer  # noqa: E402
 
 STEPS, SAVED, BATCH, LENGTH = 6, 3, 4, 12
 LOUD = 0.05  # a clip that always acts
@@ -171,6 +172,21 @@ def test_losses_are_as_close_to_the_truth_as_stocks(name, tmp_path):
     )
     assert min(float(losses[0] - losses[-1]) for losses in ref) > 0.1  # it trains
     numerics.assert_close(ours, ref, base)
+
+
+@pytest.mark.slow
+def test_compiled_models_run_it_too(tmp_path):
+    """`torch_compile`: the callback swaps before the first graph is made."""
+    runs = []
+    compiled = dict(torch_compile=True, torch_compile_backend="aot_eager")
+    for more in (compiled, {}):
+        args = arguments(tmp_path, max_steps=2, **more)
+        trainer = trainer_of(build("llama"), args, trainer_optimizer(args), SwapCallback())
+        with dispatch_log.record() as calls:
+            trainer.train()
+        runs.append(trainer.state.log_history[1]["loss"])
+        assert {"attention", "rms_norm"} <= {call["op"] for call in calls}
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
 
 
 class Watch(transformers.TrainerCallback):
@@ -335,18 +351,45 @@ def test_a_run_resumed_is_the_run_uninterrupted(dtype, options, more, tmp_path):
     )
 
 
+def test_adapters_of_peft_train_and_resume(tmp_path):
+    """They alone are stepped and saved, by stock's names; resumed bit for bit."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def run(folder, ours: bool, checkpoint=None, dtype=torch.float32):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(build("llama").to(dtype), config)
+        args = arguments(folder, save_strategy="steps", save_steps=SAVED, adam_epsilon=1e-3)
+        swapping = (trainer_optimizer(args), SwapCallback()) if ours else ()
+        trainer = trainer_of(model, args, *swapping)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return model, torch.tensor(logged, dtype=torch.float64)
+
+    stock, base = run(tmp_path / "stock", False)
+    _, ref = run(tmp_path / "double", False, dtype=torch.float64)
+    ours, losses = run(tmp_path / "ours", True)
+    again, _ = run(tmp_path / "again", True, tmp_path / f"ours/checkpoint-{SAVED}")
+    assert ref[-1] < ref[0] - 0.1  # it trains
+    numerics.assert_close(losses.float(), ref, base)
+    assert same(ours.state_dict(), again.state_dict())
+    frozen = {name: p for name, p in stock.named_parameters() if not p.requires_grad}
+    assert frozen and all(torch.equal(p, ours.get_parameter(name)) for name, p in frozen.items())
+    files = [
+        safetensors.load_file(tmp_path / f"{name}/checkpoint-{STEPS}/adapter_model.safetensors")
+        for name in ("stock", "ours")
+    ]
+    assert files[0].keys() == files[1].keys() and len(files[0]) == 8
+
+
 def test_checkpoints_are_those_of_stock(tmp_path):
     folders = []
     for callback in (None, SwapCallback()):
         folders.append(tmp_path / str(callback is None))
         args = arguments(folders[-1], save_strategy="steps", save_steps=1, max_steps=1)
         trainer_of(build("llama"), args, callback=callback).train()
-    safetensors = pytest.importorskip("safetensors")
-    keys, configs = [], []
-    for folder in folders:
-        with safetensors.safe_open(folder / "checkpoint-1/model.safetensors", "pt") as file:
-            keys.append(sorted(file.keys()))
-        configs.append(json.loads((folder / "checkpoint-1/config.json").read_text()))
-    assert keys[0] == keys[1] and configs[0] == configs[1]
+    weights = [safetensors.load_file(f / "checkpoint-1/model.safetensors") for f in folders]
+    configs = [json.loads((f / "checkpoint-1/config.json").read_text()) for f in folders]
+    assert weights[0].keys() == weights[1].keys() and configs[0] == configs[1]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folders[1] / "checkpoint-1")
     assert implementations(loaded) == ["sdpa"]
