@@ -55,6 +55,7 @@ def prepared(sharded: bool) -> tuple[str, dict[str, torch.Tensor], dict[str, tor
     # Accelerate asks the environment that torchrun makes.
     where = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="localhost")
     with mock.patch.dict(os.environ, {**where, "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}):
+        AcceleratorState._reset_state(True)
         made = accelerate.Accelerator(cpu=True)
         try:
             if sharded:  # which it would not do on a CPU by itself

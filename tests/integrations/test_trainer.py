@@ -86,8 +86,16 @@ def test_settings_are_the_arguments_own(tmp_path):
         onepass.optim.SGD,
         dict(lr=1e-2, momentum=0.9),
     )
-    assert trainer_optimizer(args, lr=1.0)[1]["lr"] == 1.0
+    assert dict(trainer_optimizer(args, lr=1.0)[1])["lr"] == 1.0
     assert trainer_optimizer(lr=1.0) == (onepass.optim.AdamW, dict(lr=1.0))
+
+
+def test_settings_are_taken_when_the_optimizer_is_made(tmp_path):
+    """A search over hyperparameters changes the arguments between two trainings."""
+    args = arguments(tmp_path)
+    trainer = trainer_of(build("llama"), args, trainer_optimizer(args))
+    args.learning_rate = 0.5
+    assert trainer.create_optimizer().param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -22,11 +23,39 @@ _TRAINERS = {
 }
 
 
+class _Settings(Mapping):
+    """Arguments of an optimizer; those that are the Trainer's too as they are when they are asked
+    for, since a search over hyperparameters changes them."""
+
+    def __init__(self, args: TrainingArguments, cls: type[FlatOptimizer], settings: dict):
+        self._args, self._cls, self._settings = args, cls, settings
+
+    def _now(self) -> dict:
+        args = self._args
+        taken = {"lr": args.learning_rate}
+        if issubclass(self._cls, (optim.Adam, optim.AdamW)):
+            taken["betas"] = (args.adam_beta1, args.adam_beta2)
+            taken["eps"] = args.adam_epsilon
+        return {**taken, **self._settings}
+
+    def __getitem__(self, name: str) -> object:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    def __repr__(self) -> str:
+        return repr(self._now())
+
+
 def trainer_optimizer(
     args: TrainingArguments | None = None,
     cls: type[FlatOptimizer] = optim.AdamW,
     **settings,
-) -> tuple[type[FlatOptimizer], dict]:
+) -> tuple[type[FlatOptimizer], Mapping]:
     """An optimizer of onepass for `Trainer(optimizer_cls_and_kwargs=...)`.
 
     The Trainer makes it with its own parameter groups, so biases and norms have no weight decay. It
@@ -34,7 +63,8 @@ def trainer_optimizer(
 
     Args:
         args: the Trainer's. Learning rate, and for Adam and AdamW `adam_beta1`, `adam_beta2` and
-            `adam_epsilon`, are taken from it, as they are now, unless `settings` have them.
+            `adam_epsilon`, are taken from it when the Trainer makes the optimizer, unless
+            `settings` have them.
         cls: `onepass.optim.AdamW`, `Adam`, `SGD` or `Lion`.
         settings: further arguments of `cls`, such as `master` and `state_dtype`.
 
@@ -56,12 +86,7 @@ def trainer_optimizer(
                 "trainer_optimizer: args must be transformers.TrainingArguments, got "
                 f"{type(args).__name__}"
             )
-        taken = {"lr": args.learning_rate}
-        if cls in (optim.Adam, optim.AdamW):
-            taken["betas"] = (args.adam_beta1, args.adam_beta2)
-            taken["eps"] = args.adam_epsilon
-        settings = {**taken, **settings}
-    if "lr" not in settings:
+    elif "lr" not in settings:
         raise TypeError(
             "trainer_optimizer: lr must be given, or the TrainingArguments that have it: the "
             "Trainer does not hand its learning_rate on"
@@ -72,7 +97,7 @@ def trainer_optimizer(
         raise TypeError(
             f"trainer_optimizer: settings must be {cls.__name__}'s, got {error}"
         ) from None
-    return cls, settings
+    return cls, settings if args is None else _Settings(args, cls, settings)
 
 
 class SwapCallback(TrainerCallback):
