@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 
 from torch import nn
@@ -56,11 +57,12 @@ class Session:
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    """Writes a line to the logger "onepass.swap", on stderr unless logging is configured."""
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO)
-    logger.log(level, text)
+    """Writes a line to the logger "onepass.swap", or to stderr while nobody has configured logging,
+    which would drop it."""
+    if logger.hasHandlers():
+        logger.log(level, text)
+    elif level >= logger.level:
+        print(text, file=sys.stderr)
 
 
 def own_limit(optimizer: object) -> float | None:
