@@ -3,6 +3,7 @@ current."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 README = ROOT / "README.md"
+OF_THE_CODE = [page for page in PAGES if page.stem in ("design", "recipes", "distributed")]
 MODULES = {"pytorch-lightning": "pytorch_lightning"}  # of packages that have another name
 
 
@@ -87,6 +89,89 @@ def test_a_page_names_the_versions_that_the_tests_run_with(page):
     pins = dict(re.findall(r'"([\w-]+)==([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8")))
     tested = packages_of(page)
     assert all(pins.get(name, version) == version for name, version in tested.items())
+
+
+@functools.cache
+def words_of_the_code() -> set[str]:
+    folders = ("csrc", "python", "tests", "cmake", "benchmarks")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.*")]
+    code = (".py", ".h", ".cpp", ".cuh", ".cu", ".cmake")
+    texts = [f.read_text("utf-8") for f in files if f.suffix in code and f != Path(__file__)]
+    names = [file.name for file in files]
+    return set(re.findall(r"\w+", " ".join(texts + names)))
+
+
+@pytest.mark.parametrize("page", OF_THE_CODE, ids=lambda page: page.stem)
+def test_a_page_on_the_code_names_what_is_there(page):
+    """Files and folders, and names of the code: whatever stands between backticks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.S | re.M)
+    named = re.findall(r"`([\w./<>*:]+)`", text)
+    paths = [name for name in named if "/" in name and not name.startswith("torch/")]
+    for path in paths:
+        example = re.sub(r"<\w+>", "lion" if "optim/" in path else "gate", path)
+        assert (ROOT / example).exists(), path
+    for name in (name for name in named if re.fullmatch(r"\w+((\.|::)\w+)*", name)):
+        if not (ROOT / name).exists():
+            unknown = set(re.findall(r"\w+", name)) - words_of_the_code()
+            assert not unknown, name
+
+
+# By the title of a recipe: how its newest example is known in a file, how the recipe calls that
+# example, and the files that name it for reasons of their own.
+RECIPES = {
+    "A new family": (
+        r"\bgate_forward|GatedMLP|gated_activation",
+        ("<family>", "gate"),
+        set(),
+    ),
+    "A new norm": (
+        r"\bkRms\b|NormKind\.RMS|\bNormKind\b.*RMS|\brms_norm\b|\bRMSNorm\b(?!Forward)",
+        ("-", "-"),
+        {"csrc/cpu/parallel.h"}  # a measurement
+        | {f"python/onepass/compare/{name}.py" for name in ("attribution", "model", "report")}
+        | {"python/onepass/compare/settings.py"},  # a stock model has them
+    ),
+    "A new score term of attention": (
+        r"softcap\b",
+        ("-", "-"),
+        set(),
+    ),
+    "A new optimizer": (
+        r"Lion\b|\blion",
+        ("<name>", "lion"),
+        {"python/onepass/integrations/transformers/trainer.py"},  # in a docstring
+    ),
+}
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_recipe_names_the_files_of_its_example(title):
+    """Of the product; those that sentences name besides the tables are for what it has not."""
+    known, (placeholder, example), others = RECIPES[title]
+    page = (DOCS / "recipes.md").read_text("utf-8").partition(f"\n## {title}\n")[2]
+    section = page.partition("\n## ")[0].replace(placeholder, example)
+    named = set(re.findall(r"`((?:csrc|python)/[\w./]+)`", section))
+    product = [f for top in ("csrc", "python") for f in (ROOT / top).rglob("*.*")]
+    code = (".py", ".h", ".cpp", ".cuh", ".cu")
+    found = {
+        file.relative_to(ROOT).as_posix()
+        for file in product
+        if file.suffix in code
+        and (file.stem == example or re.search(known, file.read_text("utf-8")))
+    }
+    assert found - others <= named, sorted(found - others - named)
+    rows = "\n".join(line.split(" | ")[0] for line in section.splitlines() if line[:2] == "| ")
+    in_tables = set(re.findall(r"`((?:csrc|python)/[\w./]+)`", rows))
+    assert in_tables <= found, sorted(in_tables - found)
+
+
+def test_the_drawing_of_a_call_is_current():
+    drawing = load(DOCS / "call_drawing.py")
+    assert drawing.PICTURE.read_text("utf-8") == drawing.draw(), "docs/call_drawing.py writes it"
+    for _, file, forward, backward in drawing.STAGES:
+        functions = re.findall(r"(\w+)\(\)", " ".join(forward + backward))
+        source = (ROOT / file).read_text("utf-8") if file else ""
+        assert all(re.search(rf"\b{function}\(", source) for function in functions), file
 
 
 def test_the_table_of_operators_is_current():
