@@ -16,10 +16,7 @@ def sac_ops() -> list[OpOverload]:
     """Operators of onepass whose results are worth keeping where everything else is recomputed.
 
     For `torch.utils.checkpoint.create_selective_checkpoint_contexts`, alone or together with
-    torch's own, and for trainers that take such a list:
-
-        context_fn = functools.partial(create_selective_checkpoint_contexts, onepass.sac_ops())
-        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
+    torch's own, and for trainers that take such a list.
 
     These are attention's forward and the products of linear layers. What they keep is the output,
     of attention also a number or two per query and head, and of a linear layer with an activation
@@ -28,5 +25,13 @@ def sac_ops() -> list[OpOverload]:
     Returns:
         A new list. Calls that onepass leaves to torch (small ones, linear layers where torch is as
         fast) run operators of `torch.ops.aten`, which it does not hold.
+
+    Examples:
+        >>> import functools
+        >>> from torch.utils import checkpoint
+        >>> contexts = checkpoint.create_selective_checkpoint_contexts
+        >>> context_fn = functools.partial(contexts, onepass.sac_ops())
+        >>> block, x = onepass.nn.TransformerEncoderLayer(64, 4), torch.randn(10, 2, 64)
+        >>> y = checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
     """
     return [getattr(torch.ops.onepass, name).default for name in _SAVED]

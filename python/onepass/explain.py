@@ -31,6 +31,11 @@ class Explanation:
             splits, workspace_bytes, reason, and `count`, how often it was made.
         level_reason: why this CPU level and no other.
         not_accelerated: {"name", "type", "reason"} of modules that stayed stock.
+
+    Examples:
+        >>> explanation = onepass.explain(onepass.nn.RMSNorm(512), torch.randn(4, 512))
+        >>> explanation.calls[0]["kernel"]
+        'norm_forward_kernel'
     """
 
     calls: list[dict]
@@ -69,6 +74,11 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
 
     Returns:
         An Explanation, which prints as text and as HTML and has `to_dict()`.
+
+    Examples:
+        >>> norm = onepass.nn.RMSNorm(512)
+        >>> print(onepass.explain(norm, torch.randn(4, 512)))  # doctest: +ELLIPSIS
+        1 x rms_norm (4 x 512, ...): norm_forward_kernel, ...
     """
     if not callable(fn_or_module):
         kind = type(fn_or_module).__name__

@@ -43,6 +43,10 @@ def keep_freed_memory(limit: int | None = None) -> bool:
     Raises:
         TypeError: limit is no whole number.
         ValueError: limit is negative, or more than mallopt takes (2^31 - 1).
+
+    Examples:
+        >>> kept = onepass.keep_freed_memory()  # True where malloc is glibc's
+        >>> undone = onepass.keep_freed_memory(0)
     """
     if isinstance(limit, bool) or not isinstance(limit, (numbers.Integral, type(None))):
         raise TypeError(

@@ -3,16 +3,20 @@ current."""
 
 from __future__ import annotations
 
+import doctest
 import functools
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import onepass
 from onepass import functional, nn, optim
@@ -23,6 +27,13 @@ PAGES = sorted(DOCS.rglob("*.md"))
 README = ROOT / "README.md"
 OF_THE_CODE = [page for page in PAGES if page.stem in ("design", "recipes", "distributed")]
 MODULES = {"pytorch-lightning": "pytorch_lightning"}  # of packages that have another name
+# (name, object) of what the package offers.
+PUBLIC = [
+    (f"{module.__name__}.{name}", getattr(module, name))
+    for module in (onepass, functional, nn, optim)
+    for name in module.__all__
+    if not isinstance(getattr(module, name), ModuleType)
+]
 
 
 def load(path: Path) -> ModuleType:
@@ -146,19 +157,19 @@ RECIPES = {
 
 @pytest.mark.parametrize("title", RECIPES)
 def test_a_recipe_names_the_files_of_its_example(title):
-    """Of the product; those that sentences name besides the tables are for what it has not."""
+    """Every file of the product that names it is in the recipe; tables hold no other."""
     known, (placeholder, example), others = RECIPES[title]
     page = (DOCS / "recipes.md").read_text("utf-8").partition(f"\n## {title}\n")[2]
     section = page.partition("\n## ")[0].replace(placeholder, example)
     named = set(re.findall(r"`((?:csrc|python)/[\w./]+)`", section))
     product = [f for top in ("csrc", "python") for f in (ROOT / top).rglob("*.*")]
     code = (".py", ".h", ".cpp", ".cuh", ".cu")
-    found = {
-        file.relative_to(ROOT).as_posix()
-        for file in product
-        if file.suffix in code
-        and (file.stem == example or re.search(known, file.read_text("utf-8")))
-    }
+    found = set()
+    for file in (file for file in product if file.suffix in code):
+        # Examples in docstrings take whatever is at hand.
+        text = re.sub(r"^ *(>>>|\.\.\.).*", "", file.read_text("utf-8"), flags=re.M)
+        if file.stem == example or re.search(known, text):
+            found.add(file.relative_to(ROOT).as_posix())
     assert found - others <= named, sorted(found - others - named)
     rows = "\n".join(line.split(" | ")[0] for line in section.splitlines() if line[:2] == "| ")
     in_tables = set(re.findall(r"`((?:csrc|python)/[\w./]+)`", rows))
@@ -186,10 +197,20 @@ def test_the_table_of_operators_is_current():
 
 def test_the_api_has_every_public_name():
     listed = set(re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M))
-    public = [(onepass, set(onepass.__all__) - {"functional", "nn", "optim"})]
-    public += [(module, module.__all__) for module in (functional, nn, optim)]
-    objects = [getattr(module, name) for module, names in public for name in names]
-    assert listed == {f"{one.__module__}.{one.__qualname__}" for one in objects}
+    assert listed == {f"{one.__module__}.{one.__qualname__}" for _, one in PUBLIC}
+
+
+@pytest.mark.parametrize("of", [one for _, one in PUBLIC], ids=[name for name, _ in PUBLIC])
+def test_the_example_of_a_docstring_runs(of):
+    """A call that a user would make, in three to six statements and lines of results."""
+    text = inspect.getdoc(of).partition("\nExamples:\n")[2]
+    example = doctest.DocTestParser().get_doctest(
+        textwrap.dedent(text), {"torch": torch, "onepass": onepass}, of.__qualname__, None, 0
+    )
+    assert example.examples, "no example"
+    said = []
+    doctest.DocTestRunner(verbose=False).run(example, out=said.append)
+    assert not said, "".join(said)
 
 
 def test_the_site_builds_without_warnings(tmp_path):
@@ -198,7 +219,12 @@ def test_the_site_builds_without_warnings(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert 'id="onepass.swapping.engine.swap"' in (tmp_path / "api/index.html").read_text("utf-8")
+    api = (tmp_path / "api/index.html").read_text("utf-8")
+    for name in ("swapping.engine.swap", "optim.adam.AdamW"):  # whose docstring is put together
+        section = api.partition(f'id="onepass.{name}"')[2].partition('<div class="doc doc-object')[
+            0
+        ]
+        assert "Examples:" in section, name
 
 
 def test_the_picture_and_the_table_are_of_the_same_run():

@@ -76,6 +76,15 @@ def scaled_dot_product_attention(
         RuntimeError: a shape, dtype, device or number does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
         ValueError: causal_alignment or window_size is malformed.
+
+    Examples:
+        >>> query = torch.randn(2, 8, 128, 64)  # (batch, heads, tokens, head_dim)
+        >>> key, value = (torch.randn(2, 2, 128, 64) for _ in range(2))
+        >>> y = onepass.functional.scaled_dot_product_attention(
+        ...     query, key, value, is_causal=True, enable_gqa=True, window_size=(32, -1)
+        ... )
+        >>> y.shape
+        torch.Size([2, 8, 128, 64])
     """
     try:
         op = "scaled_dot_product_attention"
@@ -190,6 +199,15 @@ def varlen_attention(
         ValueError: key's heads are not query's and enable_gqa is not set; window_size is
             malformed.
         TypeError: an argument is of a wrong type.
+
+    Examples:
+        >>> begins = torch.tensor([0, 5, 12], dtype=torch.int32)  # sequences of 5 and 7 tokens
+        >>> query, key, value = (torch.randn(12, 8, 64) for _ in range(3))
+        >>> y = onepass.functional.varlen_attention(
+        ...     query, key, value, begins, begins, 7, 7, is_causal=True
+        ... )
+        >>> y.shape
+        torch.Size([12, 8, 64])
     """
     try:
         op = "varlen_attention"

@@ -120,6 +120,15 @@ def attention_with_kv_cache(
         TypeError: an argument is of a wrong type.
         ValueError: only one of key and value, or rotary_cos or rotary_sin without them;
             window_size is malformed.
+
+    Examples:
+        >>> k_cache, v_cache = (torch.zeros(1, 2, 16, 64) for _ in range(2))
+        >>> query, key = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1, 64)
+        >>> y = onepass.functional.attention_with_kv_cache(
+        ...     query, k_cache, v_cache, key, key, cache_seqlens=0
+        ... )
+        >>> torch.equal(k_cache[:, :, :1], key)
+        True
     """
     try:
         op = "attention_with_kv_cache"
@@ -214,6 +223,16 @@ def merge_attention_states(
     Raises:
         RuntimeError: there are no parts, or their number, shapes or dtypes do not fit.
         TypeError: an argument is of a wrong type.
+
+    Examples:
+        >>> query, key = (torch.randn(1, 2, 8, 64) for _ in range(2))
+        >>> attend = onepass.functional.scaled_dot_product_attention
+        >>> outputs, lses = zip(
+        ...     *(attend(query, keys, keys, return_lse=True) for keys in key.split(4, dim=2))
+        ... )
+        >>> y, lse = onepass.functional.merge_attention_states(outputs, lses)
+        >>> torch.allclose(y, attend(query, key, key), atol=1e-5)
+        True
     """
     try:
         op = "merge_attention_states"

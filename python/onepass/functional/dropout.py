@@ -29,6 +29,11 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         RuntimeError: a dtype does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
         ValueError: p is outside [0, 1].
+
+    Examples:
+        >>> y = onepass.functional.dropout(torch.ones(1000), p=0.5)
+        >>> sorted(set(y.tolist()))
+        [0.0, 2.0]
     """
     try:
         _check_p("dropout", "p", p)
@@ -60,6 +65,12 @@ def add_dropout(
         RuntimeError: residual differs from input in shape or device.
         TypeError: an argument is of a wrong type.
         ValueError: p is outside [0, 1].
+
+    Examples:
+        >>> branch, stream = torch.randn(4, 512).bfloat16(), torch.randn(4, 512)
+        >>> stream = onepass.functional.add_dropout(branch, stream, p=0.1)
+        >>> stream.dtype
+        torch.float32
     """
     try:
         _check_p("add_dropout", "p", p)

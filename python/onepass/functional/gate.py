@@ -35,6 +35,12 @@ def gated_activation(
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
         ValueError: activation is none of these.
+
+    Examples:
+        >>> both = torch.randn(4, 2 * 512)  # gate and up, of one projection
+        >>> y = onepass.functional.gated_activation(both, activation="gelu_tanh")
+        >>> y.shape
+        torch.Size([4, 512])
     """
     try:
         if activation not in _gate.KINDS:
@@ -51,7 +57,14 @@ def gated_activation(
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up``, as in Llama: `gated_activation`."""
+    """``silu(gate) * up``, as in Llama: `gated_activation`.
+
+    Examples:
+        >>> gate, up = torch.randn(4, 512), torch.randn(4, 512)
+        >>> y = onepass.functional.silu_mul(gate, up)
+        >>> torch.allclose(y, torch.nn.functional.silu(gate) * up, atol=1e-5)
+        True
+    """
     try:
         return _gate.gated_activation(gate, up, _gate.KINDS["silu"], False)
     except Exception:
@@ -65,6 +78,12 @@ def gelu_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") 
     Args:
         gate, up: as there.
         approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+
+    Examples:
+        >>> gate, up = torch.randn(4, 512), torch.randn(4, 512)
+        >>> y = onepass.functional.gelu_mul(gate, up, approximate="tanh")
+        >>> y.shape
+        torch.Size([4, 512])
     """
     try:
         if approximate not in ("none", "tanh"):

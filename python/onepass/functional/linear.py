@@ -57,6 +57,12 @@ def linear(
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
         ValueError: activation is none of these, or dropout_p is outside [0, 1].
+
+    Examples:
+        >>> x, weight, bias = torch.randn(8, 64), torch.randn(256, 64), torch.zeros(256)
+        >>> y = onepass.functional.linear(x, weight, bias, activation="gelu", dropout_p=0.1)
+        >>> y.shape
+        torch.Size([8, 256])
     """
     try:
         if activation is not None and activation not in _ACTIVATIONS:

@@ -39,6 +39,12 @@ def layer_norm(
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
+
+    Examples:
+        >>> x, weight, bias = torch.randn(4, 512), torch.ones(512), torch.zeros(512)
+        >>> y = onepass.functional.layer_norm(x, (512,), weight, bias)
+        >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (512,), weight, bias), atol=1e-5)
+        True
     """
     try:
         return norm(input, None, weight, bias, normalized_shape, kind=NormKind.LAYER, eps=eps)[0]
@@ -75,6 +81,13 @@ def rms_norm(
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
         ValueError: weight_offset without a weight.
+
+    Examples:
+        >>> x, weight = torch.randn(4, 512), torch.ones(512, requires_grad=True)
+        >>> y = onepass.functional.rms_norm(x, (512,), weight, eps=1e-6)
+        >>> y.sum().backward()
+        >>> weight.grad.shape
+        torch.Size([512])
     """
     try:
         _check_offset("rms_norm", weight_offset, weight)
@@ -127,6 +140,14 @@ def add_layer_norm(
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
         ValueError: dropout_p is outside [0, 1].
+
+    Examples:
+        >>> branch, stream, weight = torch.randn(4, 512), torch.randn(4, 512), torch.ones(512)
+        >>> y, stream = onepass.functional.add_layer_norm(
+        ...     branch, stream, (512,), weight, dropout_p=0.1
+        ... )
+        >>> y.shape, stream.shape
+        (torch.Size([4, 512]), torch.Size([4, 512]))
     """
     try:
         return _add_norm(
@@ -161,6 +182,12 @@ def add_rms_norm(
 
     ``residual_out = residual + dropout(input)``, ``y = rms_norm(residual_out)``. Arguments, results
     and errors as in `add_layer_norm` and `rms_norm`.
+
+    Examples:
+        >>> branch, stream = torch.randn(4, 512).bfloat16(), torch.randn(4, 512)
+        >>> y, stream = onepass.functional.add_rms_norm(branch, stream, (512,), torch.ones(512))
+        >>> y.dtype, stream.dtype
+        (torch.bfloat16, torch.float32)
     """
     try:
         _check_offset("add_rms_norm", weight_offset, weight)

@@ -57,6 +57,15 @@ def rotary_embedding(
             positions are not looked at, which would wait for the device: a token whose position has
             no row becomes NaN.
         TypeError: an argument is of a wrong type.
+
+    Examples:
+        >>> query, key = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
+        >>> angles = torch.outer(torch.arange(16.0), 10000 ** (-torch.arange(0, 64, 2) / 64))
+        >>> query, key = onepass.functional.rotary_embedding(
+        ...     query, key, angles.cos(), angles.sin(), rotary_dim=64
+        ... )
+        >>> query.shape, key.shape
+        (torch.Size([1, 8, 16, 64]), torch.Size([1, 2, 16, 64]))
     """
     try:
         if not type(interleaved) is type(seq_first) is bool:

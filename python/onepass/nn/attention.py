@@ -25,6 +25,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     padding mask comes on top of a square attn_mask not even then. Rows that may attend to nothing
     are 0. A nested tensor of strided layout, which `torch.nn.TransformerEncoder` makes of a padding
     mask, is computed as a packed batch.
+
+    Examples:
+        >>> attention = onepass.nn.MultiheadAttention(64, 4, batch_first=True)
+        >>> x = torch.randn(2, 10, 64)
+        >>> y, _ = attention(x, x, x, need_weights=False)
+        >>> y.shape
+        torch.Size([2, 10, 64])
     """
 
     def forward(

@@ -12,6 +12,11 @@ class Dropout(torch.nn.Dropout):
     """`torch.nn.Dropout` that stores no mask; see `onepass.functional.dropout`.
 
     Tensors in channels_last stay in it: there an element's index is its place in memory.
+
+    Examples:
+        >>> dropout = onepass.nn.Dropout(0.5)
+        >>> sorted(set(dropout(torch.ones(1000)).tolist()))
+        [0.0, 2.0]
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -19,6 +19,11 @@ class GatedMLP(torch.nn.Module):
         hidden_features: that of the two projections.
         activation: as in `onepass.functional.gated_activation`.
         bias: whether the three linear layers have one.
+
+    Examples:
+        >>> mlp = onepass.nn.GatedMLP(64, 176)
+        >>> mlp(torch.randn(8, 64)).shape
+        torch.Size([8, 64])
     """
 
     def __init__(

@@ -9,7 +9,13 @@ from onepass import functional
 
 
 class Linear(torch.nn.Linear):
-    """`torch.nn.Linear` by the products of `onepass.functional.linear`."""
+    """`torch.nn.Linear` by the products of `onepass.functional.linear`.
+
+    Examples:
+        >>> layer = onepass.nn.Linear(64, 256)
+        >>> layer(torch.randn(8, 64)).shape
+        torch.Size([8, 256])
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.linear(input, self.weight, self.bias)

@@ -9,14 +9,26 @@ from onepass import functional
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm` in one pass over memory; see `onepass.functional.layer_norm`."""
+    """`torch.nn.LayerNorm` in one pass over memory; see `onepass.functional.layer_norm`.
+
+    Examples:
+        >>> norm = onepass.nn.LayerNorm(512)
+        >>> norm(torch.randn(4, 512)).shape
+        torch.Size([4, 512])
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm` in one pass over memory; see `onepass.functional.rms_norm`."""
+    """`torch.nn.RMSNorm` in one pass over memory; see `onepass.functional.rms_norm`.
+
+    Examples:
+        >>> norm = onepass.nn.RMSNorm(512)
+        >>> norm(torch.randn(4, 512)).shape
+        torch.Size([4, 512])
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
@@ -31,6 +43,12 @@ class AddLayerNorm(torch.nn.LayerNorm):
     Args:
         dropout_p: probability of dropping an element of input before the add, while training.
         residual_dtype: dtype of residual_out; None is residual's.
+
+    Examples:
+        >>> norm = onepass.nn.AddLayerNorm(512, dropout_p=0.1)
+        >>> y, stream = norm(torch.randn(4, 512), torch.randn(4, 512))
+        >>> y.shape, stream.shape
+        (torch.Size([4, 512]), torch.Size([4, 512]))
     """
 
     def __init__(
@@ -68,6 +86,12 @@ class AddRMSNorm(torch.nn.RMSNorm):
             Must be 0 without a weight.
         dropout_p: probability of dropping an element of input before the add, while training.
         residual_dtype: dtype of residual_out; None is residual's.
+
+    Examples:
+        >>> norm = onepass.nn.AddRMSNorm(512, residual_dtype=torch.float32)
+        >>> y, stream = norm(torch.randn(4, 512).bfloat16(), None)
+        >>> y.dtype, stream.dtype
+        (torch.bfloat16, torch.float32)
     """
 
     def __init__(

@@ -33,6 +33,11 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     In inference torch computes a whole layer in one call, past the modules in it; this one always
     calls them. Of the nested tensors that `torch.nn.TransformerEncoder` then makes of a padding
     mask, only the rows are computed, as one packed batch, and padding comes back as zeros.
+
+    Examples:
+        >>> layer = onepass.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+        >>> layer(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
     """
 
     def __init__(self, *args, **kwargs):
@@ -137,7 +142,13 @@ def _p_of(dropout: Dropout) -> float:
 
 
 class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
-    """`torch.nn.TransformerDecoderLayer` of onepass's attention, norms, dropout and products."""
+    """`torch.nn.TransformerDecoderLayer` of onepass's attention, norms, dropout and products.
+
+    Examples:
+        >>> layer = onepass.nn.TransformerDecoderLayer(64, 4, 256, batch_first=True)
+        >>> layer(torch.randn(2, 10, 64), memory=torch.randn(2, 20, 64)).shape
+        torch.Size([2, 10, 64])
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -48,7 +48,15 @@ class Adam(_Adam, torch.optim.Adam):
         foreach, fused: accepted; they choose between torch's implementations. As of torch's, a
             trainer that finds ``fused=True`` leaves unscaling to the step, and cannot clip.
         capturable: for parameters on CUDA: a step can be captured in a graph.
-        differentiable: must be False.{OPTIONS_DOC}"""
+        differentiable: must be False.{OPTIONS_DOC}
+    Examples:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = onepass.optim.Adam(model.parameters(), lr=1e-3, zero_grads=True)
+        >>> model(torch.randn(8, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> bool(model.weight.grad.any())
+        False
+    """
 
     __init__ = constructor(torch.optim.Adam)
 
@@ -68,6 +76,14 @@ class AdamW(_Adam, torch.optim.AdamW):
         foreach, fused: accepted; they choose between torch's implementations. As of torch's, a
             trainer that finds ``fused=True`` leaves unscaling to the step, and cannot clip.
         capturable: for parameters on CUDA: a step can be captured in a graph.
-        differentiable: must be False.{OPTIONS_DOC}"""
+        differentiable: must be False.{OPTIONS_DOC}
+    Examples:
+        >>> model = torch.nn.Linear(64, 64).bfloat16()
+        >>> optimizer = onepass.optim.AdamW(model.parameters(), master="fp32", max_grad_norm=1.0)
+        >>> model(torch.randn(8, 64).bfloat16()).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["master"].dtype
+        torch.float32
+    """
 
     __init__ = constructor(torch.optim.AdamW)

@@ -46,6 +46,13 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and error_if_nonfinite is set.
+
+    Examples:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> norm = onepass.optim.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        >>> bool(norm > 1.0), bool(model.weight.grad.norm() <= 1.0)
+        (True, True)
     """
     if isinstance(parameters, Tensor):
         parameters = [parameters]

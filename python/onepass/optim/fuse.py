@@ -30,6 +30,13 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
         TypeError: another optimizer.
         RuntimeError, ValueError: parameters or settings that `onepass.optim.AdamW` refuses,
             an optimizer fused before with other options; the optimizer is as it was.
+
+    Examples:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> optimizer = onepass.optim.fuse(optimizer, max_grad_norm=1.0)
+        >>> type(optimizer)
+        <class 'onepass.optim.adam.AdamW'>
     """
     ours = _ours().get(type(optimizer))
     if ours is None:

@@ -72,6 +72,12 @@ class Lion(FlatOptimizer, _Lion):
         maximize, foreach, fused, differentiable: as in AdamW.{OPTIONS_DOC}
     Raises:
         ValueError: a setting out of range.
+
+    Examples:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = onepass.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+        >>> model(torch.randn(8, 64)).sum().backward()
+        >>> optimizer.step()
     """
 
     _algorithm = ALGORITHMS["Lion"]

@@ -46,7 +46,7 @@ OPTIONS_DOC = """
             stochastically likewise, but never to zero; tensors of less than 4,096 elements or not a
             multiple of 256 stay float32; ``state_dict`` shows float32.
         max_grad_norm: gradients are scaled to a global norm of at most this inside the step and
-            stay unwritten; :attr:`grad_norm` is the norm before. A step whose norm is not finite
+            stay unwritten; ``grad_norm`` is the norm before. A step whose norm is not finite
             changes no parameter and no state. ``float("inf")`` only checks.
         zero_grads: sets gradients to zeros in the same pass, also where the step is not made.
 """

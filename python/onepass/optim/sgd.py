@@ -24,7 +24,13 @@ class SGD(FlatOptimizer, torch.optim.SGD):
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
         foreach, fused: accepted; they choose between torch's implementations. As of torch's, a
             trainer that finds ``fused=True`` leaves unscaling to the step, and cannot clip.
-        differentiable: must be False.{OPTIONS_DOC}"""
+        differentiable: must be False.{OPTIONS_DOC}
+    Examples:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = onepass.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> model(torch.randn(8, 64)).sum().backward()
+        >>> optimizer.step()
+    """
 
     _algorithm = ALGORITHMS["SGD"]
     _is_linear = True

@@ -99,6 +99,14 @@ def swap(
         ValueError: kinds holds an unknown name.
         RuntimeError: under strict; the message names each refused module. If anything raises, the
             model is as it was.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+        >>> report = onepass.swap(model, kinds="norm")
+        >>> report.swapped[0]["to"]
+        'onepass.nn.LayerNorm'
+        >>> report.verify(torch.randn(8, 64)).ok
+        True
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -143,6 +151,12 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
         TypeError: model is not a module.
         RuntimeError: the model was sharded or parametrized after the swap: its modules have other
             classes by now. If anything raises, the model is as it was.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+        >>> report = onepass.swap(model, kinds="norm")
+        >>> onepass.unswap(model)
+        ['1']
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unswap: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -164,6 +178,13 @@ def swapped(model: nn.Module, **options) -> Iterator[Report]:
     """`with swapped(model) as report:` swaps for the block, and restores whatever ends it.
 
     Takes `swap`'s options. Modules that were swapped before stay so.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+        >>> with onepass.swapped(model, kinds="norm") as report:
+        ...     y = model(torch.randn(8, 64))
+        >>> type(model[1]) is torch.nn.LayerNorm
+        True
     """
     journal = Journal()
     try:

@@ -39,6 +39,11 @@ class Report:
         unknown: modules that look related and have no rule; dicts with name, type, reason.
         notes: what the swap changes beyond speed, as sentences.
         dry_run: True if nothing was changed.
+
+    Examples:
+        >>> report = onepass.swap(torch.nn.LayerNorm(64), dry_run=True)
+        >>> report.summary()
+        'onepass.swap: would swap 1 (norm 1)'
     """
 
     def __init__(self, model: nn.Module, *, dry_run: bool):
