@@ -167,7 +167,8 @@ def test_a_recipe_names_the_files_of_its_example(title):
     found = set()
     for file in (file for file in product if file.suffix in code):
         # Examples in docstrings take whatever is at hand.
-        text = re.sub(r"^ *(>>>|\.\.\.).*", "", file.read_text("utf-8"), flags=re.M)
+        examples = r'^ *>>>.*?(?=^\s*$|""")'  # with what they print
+        text = re.sub(examples, "", file.read_text("utf-8"), flags=re.M | re.S)
         if file.stem == example or re.search(known, text):
             found.add(file.relative_to(ROOT).as_posix())
     assert found - others <= named, sorted(found - others - named)
