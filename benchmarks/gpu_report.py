@@ -50,6 +50,8 @@ TESTS = {
         "tests/gate/test_extremes.py",
         "tests/gate/test_layouts.py",
         "tests/gate/test_values.py",
+        "tests/modulated_norm/test_layouts.py",
+        "tests/modulated_norm/test_values.py",
         "tests/optimizer/test_clipping.py",
     ),
     "attention tests": (

@@ -83,6 +83,17 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
     ),
     (
         {
+            "modulated_layer_norm": lambda new: F.modulated_layer_norm(
+                new(2, 3, 16), (16,), new(2, 16), new(2, 16), residual=new(2, 3, 16)
+            )[0],
+            "modulated_rms_norm": lambda new: F.modulated_rms_norm(
+                new(2, 3, 16), (16,), new(2, 16), new(2, 16)
+            ),
+        },
+        "modulated_norm_forward",
+    ),
+    (
+        {
             "dropout": lambda new: F.dropout(new(2, 16), 0.1),
             "add_dropout": lambda new: F.add_dropout(new(2, 16), new(2, 16), 0.1),
         },

@@ -26,18 +26,20 @@
 namespace onepass {
 
 // OPERATOR(its name, its arguments)
-#define ONEPASS_OPERATORS(OPERATOR)               \
-  OPERATOR(norm_forward, NormForward)             \
-  OPERATOR(norm_backward, NormBackward)           \
-  OPERATOR(dropout_forward, DropoutForward)       \
-  OPERATOR(gate_forward, GateForward)             \
-  OPERATOR(gate_backward, GateBackward)           \
-  OPERATOR(gradient_norm, GradientNorm)           \
-  OPERATOR(scale_gradients, ScaleGradients)       \
-  OPERATOR(optimizer_step, OptimizerStep)         \
-  OPERATOR(attention_forward, AttentionForward)   \
-  OPERATOR(attention_backward, AttentionBackward) \
-  OPERATOR(attention_decode, AttentionDecode)     \
+#define ONEPASS_OPERATORS(OPERATOR)                        \
+  OPERATOR(norm_forward, NormForward)                      \
+  OPERATOR(norm_backward, NormBackward)                    \
+  OPERATOR(modulated_norm_forward, ModulatedNormForward)   \
+  OPERATOR(modulated_norm_backward, ModulatedNormBackward) \
+  OPERATOR(dropout_forward, DropoutForward)                \
+  OPERATOR(gate_forward, GateForward)                      \
+  OPERATOR(gate_backward, GateBackward)                    \
+  OPERATOR(gradient_norm, GradientNorm)                    \
+  OPERATOR(scale_gradients, ScaleGradients)                \
+  OPERATOR(optimizer_step, OptimizerStep)                  \
+  OPERATOR(attention_forward, AttentionForward)            \
+  OPERATOR(attention_backward, AttentionBackward)          \
+  OPERATOR(attention_decode, AttentionDecode)              \
   OPERATOR(rotary_forward, RotaryForward)
 // Those that CUDA leaves to torch.
 #define ONEPASS_CPU_OPERATORS(OPERATOR)   \

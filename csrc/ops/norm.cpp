@@ -7,7 +7,7 @@
 #include "ops/check.h"
 #include "ops/fields.h"
 #include "ops/library.h"
-#include "ops/rows.h"
+#include "ops/norm_tensors.h"
 #include "ops/runtime.h"
 
 namespace onepass {
@@ -45,30 +45,66 @@ namespace {
   FIELD(OptionalScalarType, residual_dtype, "") \
   FIELD(StaticInt, grad_mask, "")
 
+// What modulated_norm_forward takes beside its input.
+#define ONEPASS_MODULATED_NORM_OPTIONS(FIELD) \
+  FIELD(Tensor, scale, "")                    \
+  FIELD(OptionalTensor, shift, "")            \
+  FIELD(OptionalTensor, residual, "")         \
+  FIELD(OptionalTensor, gate, "")             \
+  FIELD(Sizes, normalized_shape, "")          \
+  FIELD(StaticInt, kind, "") /* NormKind */   \
+  FIELD(double, eps, "")                      \
+  FIELD(OptionalScalarType, out_dtype, "")    \
+  FIELD(bool, save_statistics, "")
+
+// What modulated_norm_backward takes beside doutput.
+#define ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS(FIELD) \
+  FIELD(OptionalTensor, dresidual_out, "")             \
+  FIELD(Tensor, x, "")                                 \
+  FIELD(Tensor, scale, "")                             \
+  FIELD(OptionalTensor, shift, "")                     \
+  FIELD(OptionalTensor, branch, "")                    \
+  FIELD(OptionalTensor, gate, "")                      \
+  FIELD(Tensor, mean, "")                              \
+  FIELD(Tensor, rstd, "")                              \
+  FIELD(Sizes, normalized_shape, "")                   \
+  FIELD(StaticInt, kind, "") /* NormKind */            \
+  FIELD(OptionalScalarType, input_dtype, "")           \
+  FIELD(OptionalScalarType, residual_dtype, "")        \
+  FIELD(StaticInt, grad_mask, "")
+
 ONEPASS_DEFINE_OPTIONS(NormOptions, ONEPASS_NORM_OPTIONS);
 ONEPASS_DEFINE_OPTIONS(NormBackwardOptions, ONEPASS_NORM_BACKWARD_OPTIONS);
+ONEPASS_DEFINE_OPTIONS(ModulatedNormOptions, ONEPASS_MODULATED_NORM_OPTIONS);
+ONEPASS_DEFINE_OPTIONS(ModulatedNormBackwardOptions, ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS);
 
-// Bits of grad_mask.
+// Bits of grad_mask; weight and bias are scale and shift too.
 constexpr int64_t kWantInput = 1;
 constexpr int64_t kWantResidual = 2;
 constexpr int64_t kWantWeight = 4;
 constexpr int64_t kWantBias = 8;
+constexpr int64_t kWantGate = 16;
 
-constexpr const char* kNames[kNormKinds][2] = {{"layer_norm", "add_layer_norm"},
-                                               {"rms_norm", "add_rms_norm"}};
+enum class Form { kPlain, kAdd, kModulated };
+constexpr const char* kNames[kNormKinds][3] = {
+    {"layer_norm", "add_layer_norm", "modulated_layer_norm"},
+    {"rms_norm", "add_rms_norm", "modulated_rms_norm"}};
+constexpr const char* kBackwardNames[kNormKinds][3] = {
+    {"layer_norm_backward", "add_layer_norm_backward", "modulated_layer_norm_backward"},
+    {"rms_norm_backward", "add_rms_norm_backward", "modulated_rms_norm_backward"}};
 
-const char* op_name(NormKind kind, bool add) { return kNames[static_cast<int64_t>(kind)][add]; }
+const char* op_name(NormKind kind, Form form) {
+  return kNames[static_cast<int64_t>(kind)][static_cast<int64_t>(form)];
+}
+const char* backward_name(NormKind kind, Form form) {
+  return kBackwardNames[static_cast<int64_t>(kind)][static_cast<int64_t>(form)];
+}
+Form form_of(bool adds) { return adds ? Form::kAdd : Form::kPlain; }
 
 NormKind kind_of(int64_t number) {
   require(number >= 0 && number < kNormKinds, "norm: kind must be 0 (layer) or 1 (RMS), got ",
           number);
   return static_cast<NormKind>(number);
-}
-
-RowTensor row_tensor(const char* op, const char* name, const OptionalTensor& tensor) {
-  RowTensor rows{tensor};
-  if (tensor) rows.info = input_of(op, name, *tensor);
-  return rows;
 }
 
 void check_normalized_shape(const char* op, const char* name, const TensorInfo& input,
@@ -102,7 +138,7 @@ Dispatch describe(const NormForward& args) {
   if (args.weight) text << ", weight " << name_of(args.weight_dtype);
   text << ", output " << name_of(args.output_dtype);
   if (args.seed) text << ", dropout " << args.dropout_p;
-  return {.op = op_name(args.kind, args.residual != nullptr), .arguments = text.str()};
+  return {.op = op_name(args.kind, form_of(args.residual)), .arguments = text.str()};
 }
 
 Dispatch describe(const NormBackward& args) {
@@ -110,8 +146,17 @@ Dispatch describe(const NormBackward& args) {
   text << args.rows << " x " << args.cols << ", doutput " << name_of(args.doutput_dtype) << ", x "
        << name_of(args.x_dtype) << (args.dresidual_out ? ", with dresidual_out" : "");
   if (args.seed) text << ", dropout " << args.dropout_p;
-  return {.op = std::string(op_name(args.kind, args.dresidual_out != nullptr)) + "_backward",
-          .arguments = text.str()};
+  return {.op = backward_name(args.kind, form_of(args.dresidual_out)), .arguments = text.str()};
+}
+
+// Of a modulated norm: as its norm, and the scales.
+template <class Args>
+Dispatch describe_modulated(Dispatch plain, const char* op, const Args& args) {
+  std::ostringstream text;
+  text << plain.arguments << ", a scale for " << args.tokens
+       << (args.tokens == 1 ? " row" : " rows") << (args.gate ? ", gate " : "")
+       << (args.gate ? name_of(args.gate_dtype) : "");
+  return {.op = op, .arguments = text.str()};
 }
 
 struct CheckedForward {
@@ -123,9 +168,8 @@ struct CheckedForward {
   int64_t leading = 0;  // dimensions before normalized_shape
 };
 
-CheckedForward check_forward(const NormOptions& options, const Tensor& input) {
+CheckedForward check_forward(const char* op, const NormOptions& options, const Tensor& input) {
   const NormKind kind = kind_of(options.kind);
-  const char* op = op_name(kind, options.residual.has_value());
   CheckedForward call{.input = row_tensor(op, "input", input),
                       .residual = row_tensor(op, "residual", options.residual)};
   NormForward& args = call.args;
@@ -168,9 +212,15 @@ CheckedForward check_forward(const NormOptions& options, const Tensor& input) {
   return call;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(const NormOptions& options,
-                                                        const Tensor& input) {
-  CheckedForward call = check_forward(options, input);
+CheckedForward check_forward(const NormOptions& options, const Tensor& input) {
+  const Form form = form_of(options.residual.has_value());
+  return check_forward(op_name(kind_of(options.kind), form), options, input);
+}
+
+using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// Allocates what a forward returns, and points its arguments there and to its rows.
+ForwardResults allocate(CheckedForward& call, const NormOptions& options) {
   const OptionalTensor& residual = options.residual;
   NormForward& args = call.args;
   const TensorInfo shape = call.input.info;
@@ -201,10 +251,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(const NormOptions& optio
   if (residual) args.residual_out = residual_out.mutable_data_ptr();
   if (has_mean) args.mean = mean.mutable_data_ptr();
   if (options.save_statistics) args.rstd = rstd.mutable_data_ptr();
-  if (args.cols > 0) {
-    run_operator(backend().norm_forward, args, shape.device, [&] { return describe(args); });
-  }
   return {output, residual_out, mean, rstd};
+}
+
+ForwardResults norm_forward(const NormOptions& options, const Tensor& input) {
+  CheckedForward call = check_forward(options, input);
+  const Device device = call.input.info.device;
+  ForwardResults results = allocate(call, options);
+  const NormForward& args = call.args;
+  if (args.cols > 0) {
+    run_operator(backend().norm_forward, args, device, [&] { return describe(args); });
+  }
+  return results;
 }
 
 // On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
@@ -219,9 +277,9 @@ struct CheckedBackward {
   int64_t leading = 0;  // dimensions before normalized_shape
 };
 
-CheckedBackward check_backward(const NormBackwardOptions& options, const OptionalTensor& doutput) {
+CheckedBackward check_backward(const char* op, const NormBackwardOptions& options,
+                               const OptionalTensor& doutput) {
   const NormKind kind = kind_of(options.kind);
-  const char* op = kind == NormKind::kRms ? "rms_norm_backward" : "layer_norm_backward";
   CheckedBackward call{.x = row_tensor(op, "x", options.x),
                        .dresidual_out = row_tensor(op, "dresidual_out", options.dresidual_out)};
   NormBackward& args = call.args;
@@ -276,60 +334,211 @@ CheckedBackward check_backward(const NormBackwardOptions& options, const Optiona
   return call;
 }
 
+CheckedBackward check_backward(const NormBackwardOptions& options, const OptionalTensor& doutput) {
+  return check_backward(backward_name(kind_of(options.kind), Form::kPlain), options, doutput);
+}
+
+// A gradient of some shape, or one of size 0, which `target` does not point to.
+Tensor gradient_of(bool wanted, const int64_t* sizes, int64_t dims, DType dtype, Device device,
+                   void*& target) {
+  Tensor gradient = wanted ? empty(sizes, dims, dtype, device) : empty_1d(0, dtype, device);
+  if (wanted) target = gradient.mutable_data_ptr();
+  return gradient;
+}
+
+// The gradients of rows, to which the arguments point, and what else they point to.
+struct BackwardRows {
+  Tensor dinput;
+  Tensor dresidual;
+  RowTensor doutput;
+  OptionalTensor mean;
+  OptionalTensor rstd;
+};
+
+// `branch`: beside those of the call, or of no tensor.
+BackwardRows allocate(CheckedBackward& call, const NormBackwardOptions& options,
+                      const OptionalTensor& doutput, RowTensor& branch) {
+  NormBackward& args = call.args;
+  const TensorInfo shape = call.x.info;
+  const auto gradient = [&](int64_t bit, DType dtype, void*& target) {
+    return gradient_of(options.grad_mask & bit, shape.sizes, shape.dims, dtype, shape.device,
+                       target);
+  };
+  BackwardRows rows{
+      .dinput = gradient(kWantInput, args.dinput_dtype, args.dinput),
+      .dresidual = gradient(kWantResidual, args.dresidual_dtype, args.dresidual),
+      .doutput = {doutput ? doutput : OptionalTensor(zeros_like(options.x, args.x_dtype))},
+      .mean = args.kind == NormKind::kRms ? std::nullopt : dense(options.mean),
+      .rstd = dense(options.rstd)};
+  rows.doutput.info = info_of(*rows.doutput.tensor);
+  address_rows({&call.x, &rows.doutput, &call.dresidual_out, &branch},
+               static_cast<int64_t>(options.normalized_shape.size()), args.row_size);
+  args.x = call.x.data();
+  args.x_stride = call.x.stride;
+  args.doutput = rows.doutput.data();
+  args.doutput_stride = rows.doutput.stride;
+  args.dresidual_out = call.dresidual_out.data();
+  args.dresidual_out_stride = call.dresidual_out.stride;
+  args.mean = data_of(rows.mean);
+  args.rstd = data_of(rows.rstd);
+  return rows;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(const NormBackwardOptions& options,
                                                          const OptionalTensor& doutput) {
   CheckedBackward call = check_backward(options, doutput);
   NormBackward& args = call.args;
-  const TensorInfo shape = call.x.info;
-  const Sizes& normalized_shape = options.normalized_shape;
-  const int64_t row_dims = static_cast<int64_t>(normalized_shape.size());
-  const bool want_input = options.grad_mask & kWantInput;
-  const bool want_residual = options.grad_mask & kWantResidual;
-  const bool want_weight = (options.grad_mask & kWantWeight) && options.weight;
-  const bool want_bias = (options.grad_mask & kWantBias) && options.bias;
-
-  const auto rows_output = [&](bool wanted, DType dtype) {
-    return wanted ? empty(shape.sizes, shape.dims, dtype, shape.device)
-                  : empty_1d(0, dtype, shape.device);
+  const Device device = call.x.info.device;
+  RowTensor none{};
+  const BackwardRows rows = allocate(call, options, doutput, none);
+  const auto gradient = [&](bool wanted, DType dtype, void*& target) {
+    return gradient_of(wanted, options.normalized_shape.data(),
+                       static_cast<int64_t>(options.normalized_shape.size()), dtype, device,
+                       target);
   };
-  const auto cols_output = [&](bool wanted, DType dtype) {
-    return wanted ? empty(normalized_shape.data(), row_dims, dtype, shape.device)
-                  : empty_1d(0, dtype, shape.device);
-  };
-  Tensor dinput = rows_output(want_input, args.dinput_dtype);
-  Tensor dresidual = rows_output(want_residual, args.dresidual_dtype);
-  Tensor dweight = cols_output(want_weight, args.dweight_dtype);
-  Tensor dbias = cols_output(want_bias, args.dbias_dtype);
-
-  RowTensor doutput_rows{doutput ? doutput : OptionalTensor(zeros_like(options.x, args.x_dtype))};
-  doutput_rows.info = info_of(*doutput_rows.tensor);
-  address_rows({&call.x, &doutput_rows, &call.dresidual_out}, row_dims, args.row_size);
+  Tensor dweight = gradient((options.grad_mask & kWantWeight) && options.weight, args.dweight_dtype,
+                            args.dweight);
+  Tensor dbias =
+      gradient((options.grad_mask & kWantBias) && options.bias, args.dbias_dtype, args.dbias);
   const OptionalTensor dense_weight = dense(options.weight);
-  const OptionalTensor dense_mean =
-      args.kind == NormKind::kRms ? std::nullopt : dense(options.mean);
-  const OptionalTensor dense_rstd = dense(options.rstd);
-  args.x = call.x.data();
-  args.x_stride = call.x.stride;
-  args.doutput = doutput_rows.data();
-  args.doutput_stride = doutput_rows.stride;
-  args.dresidual_out = call.dresidual_out.data();
-  args.dresidual_out_stride = call.dresidual_out.stride;
   args.weight = data_of(dense_weight);
-  args.mean = data_of(dense_mean);
-  args.rstd = data_of(dense_rstd);
   args.seed = static_cast<const int64_t*>(data_of(options.seed));
-  if (want_input) args.dinput = dinput.mutable_data_ptr();
-  if (want_residual) args.dresidual = dresidual.mutable_data_ptr();
-  if (want_weight) args.dweight = dweight.mutable_data_ptr();
-  if (want_bias) args.dbias = dbias.mutable_data_ptr();
   if (args.cols > 0) {
-    run_operator(backend().norm_backward, args, shape.device, [&] { return describe(args); });
+    run_operator(backend().norm_backward, args, device, [&] { return describe(args); });
   }
-  return {dinput, dresidual, dweight, dbias};
+  return {rows.dinput, rows.dresidual, dweight, dbias};
 }
 
 void norm_backward_check(const NormBackwardOptions& options, const OptionalTensor& doutput) {
   check_backward(options, doutput);
+}
+
+// ---- modulated
+// -----------------------------------------------------------------------------------
+
+struct CheckedModulated {
+  NormOptions options;
+  CheckedForward norm;
+  Scales scales;
+};
+
+CheckedModulated check_modulated(const ModulatedNormOptions& options, const Tensor& input) {
+  const char* op = op_name(kind_of(options.kind), Form::kModulated);
+  const NormOptions plain{.residual = options.residual,
+                          .weight = {},
+                          .bias = {},
+                          .seed = {},
+                          .normalized_shape = options.normalized_shape,
+                          .kind = options.kind,
+                          .eps = options.eps,
+                          .weight_offset = 0.0,
+                          .dropout_p = 0.0,
+                          .out_dtype = options.out_dtype,
+                          .residual_dtype = {},
+                          .save_statistics = options.save_statistics};
+  CheckedForward norm = check_forward(op, plain, input);
+  require(!options.gate || options.residual, op,
+          ": gate must not be given without a residual, got one");
+  Scales scales = check_scales(op, "input", norm.input.info, options);
+  return {plain, std::move(norm), std::move(scales)};
+}
+
+ForwardResults modulated_norm_forward(const ModulatedNormOptions& options, const Tensor& input) {
+  CheckedModulated call = check_modulated(options, input);
+  const Device device = call.norm.input.info.device;
+  ForwardResults results = allocate(call.norm, call.options);
+  ModulatedNormForward args{};
+  static_cast<NormForward&>(args) = call.norm.args;
+  call.scales.put_into(args, static_cast<int64_t>(options.normalized_shape.size()));
+  args.bias = call.scales.shift.data();
+  args.bias_dtype = call.scales.shift_dtype;
+  args.shift_stride = call.scales.shift.stride;
+  if (args.rows > 0 && args.cols > 0) {
+    run_operator(backend().modulated_norm_forward, args, device, [&] {
+      return describe_modulated(describe(args), op_name(args.kind, Form::kModulated), args);
+    });
+  }
+  return results;
+}
+
+void modulated_norm_forward_check(const ModulatedNormOptions& options, const Tensor& input) {
+  check_modulated(options, input);
+}
+
+struct CheckedModulatedBackward {
+  NormBackwardOptions options;
+  CheckedBackward norm;
+  Scales scales;
+  RowTensor branch;
+  DType branch_dtype;
+};
+
+CheckedModulatedBackward check_modulated_backward(const ModulatedNormBackwardOptions& options,
+                                                  const OptionalTensor& doutput) {
+  const char* op = backward_name(kind_of(options.kind), Form::kModulated);
+  const NormBackwardOptions plain{.dresidual_out = options.dresidual_out,
+                                  .x = options.x,
+                                  .weight = {},
+                                  .bias = {},
+                                  .seed = {},
+                                  .mean = options.mean,
+                                  .rstd = options.rstd,
+                                  .normalized_shape = options.normalized_shape,
+                                  .kind = options.kind,
+                                  .weight_offset = 0.0,
+                                  .dropout_p = 0.0,
+                                  .input_dtype = options.input_dtype,
+                                  .residual_dtype = options.residual_dtype,
+                                  .grad_mask = options.grad_mask};
+  CheckedModulatedBackward call{.options = plain,
+                                .norm = check_backward(op, plain, doutput),
+                                .scales = {},
+                                .branch = row_tensor(op, "branch", options.branch),
+                                .branch_dtype = {}};
+  const TensorInfo& shape = call.norm.x.info;
+  call.scales = check_scales(op, "x", shape, options);
+  require(options.branch.has_value() == options.gate.has_value(), op,
+          ": branch must be given with a gate only, got ", options.branch ? "one" : "none");
+  if (options.branch) {
+    call.branch_dtype =
+        CheckedAgainst(op, "x", shape).tensor("branch", call.branch.info, shape.sizes, shape.dims);
+    call.norm.args.dinput_dtype = call.branch_dtype;
+  }
+  return call;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> modulated_norm_backward(
+    const ModulatedNormBackwardOptions& options, const OptionalTensor& doutput) {
+  CheckedModulatedBackward call = check_modulated_backward(options, doutput);
+  const TensorInfo shape = info_of(options.scale);
+  const BackwardRows rows = allocate(call.norm, call.options, doutput, call.branch);
+  ModulatedNormBackward args{};
+  static_cast<NormBackward&>(args) = call.norm.args;
+  call.scales.put_into(args, static_cast<int64_t>(options.normalized_shape.size()));
+  args.branch = call.branch.data();
+  args.branch_stride = call.branch.stride;
+  args.branch_dtype = call.branch_dtype;
+  args.dweight_dtype = call.scales.scale_dtype;
+  args.dbias_dtype = call.scales.shift_dtype;
+  const auto gradient = [&](bool wanted, DType dtype, void*& target) {
+    return gradient_of(wanted, shape.sizes, shape.dims, dtype, shape.device, target);
+  };
+  Tensor dscale = gradient(options.grad_mask & kWantWeight, args.dweight_dtype, args.dweight);
+  Tensor dshift =
+      gradient((options.grad_mask & kWantBias) && options.shift, args.dbias_dtype, args.dbias);
+  Tensor dgate =
+      gradient((options.grad_mask & kWantGate) && options.gate, args.gate_dtype, args.dgate);
+  if (args.groups > 0 && args.cols > 0) {
+    run_operator(backend().modulated_norm_backward, args, shape.device, [&] {
+      return describe_modulated(describe(args), backward_name(args.kind, Form::kModulated), args);
+    });
+  }
+  return {rows.dinput, rows.dresidual, dscale, dshift, dgate};
+}
+
+void modulated_norm_backward_check(const ModulatedNormBackwardOptions& options,
+                                   const OptionalTensor& doutput) {
+  check_modulated_backward(options, doutput);
 }
 
 }  // namespace
@@ -350,6 +559,26 @@ OperatorList norm_operators() {
       entry<&Packed<&norm_backward_check>::call>(
           "norm_backward_check(Tensor? doutput" ONEPASS_SCHEMA(
               ONEPASS_NORM_BACKWARD_OPTIONS) ") -> ()",
+          true),
+      // x = residual + gate * input, or input itself without a residual; output =
+      // norm(x) * (1 + scale) + shift.
+      entry<&Packed<&modulated_norm_forward>::call>(
+          "modulated_norm_forward(Tensor input" ONEPASS_SCHEMA(
+              ONEPASS_MODULATED_NORM_OPTIONS) ") -> (Tensor output, Tensor residual_out, Tensor "
+                                              "mean, Tensor rstd)"),
+      entry<&Packed<&modulated_norm_forward_check>::call>(
+          "modulated_norm_forward_check(Tensor input" ONEPASS_SCHEMA(
+              ONEPASS_MODULATED_NORM_OPTIONS) ") -> ()",
+          true),
+      // grad_mask: 1 dinput, 2 dresidual, 4 dscale, 8 dshift, 16 dgate.
+      entry<&Packed<&modulated_norm_backward>::call>(
+          "modulated_norm_backward(Tensor? doutput" ONEPASS_SCHEMA(
+              ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS) ") -> (Tensor dinput, Tensor dresidual, "
+                                                       "Tensor dscale, Tensor dshift, Tensor "
+                                                       "dgate)"),
+      entry<&Packed<&modulated_norm_backward_check>::call>(
+          "modulated_norm_backward_check(Tensor? doutput" ONEPASS_SCHEMA(
+              ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS) ") -> ()",
           true),
   };
 }

@@ -82,4 +82,34 @@ struct NormBackward {
   NormKind kind;
 };
 
+// A norm whose weight and bias are the rows of two tensors, scale and shift: `tokens` consecutive
+// rows of input, a group, share one of each. weight_offset is 1, dropout is none.
+//   x = residual + gate * input; output = (x - mean) * rstd * (1 + scale) + shift
+struct ModulatedNormForward : NormForward {  // weight: scale, bias: shift, (groups, cols)
+  const void* gate;                          // (groups, cols) or null, which is 1
+  int64_t groups;
+  int64_t tokens;                // rows is groups * tokens
+  int64_t group_size[kRowDims];  // product is groups
+  RowStride scale_stride;
+  RowStride shift_stride;
+  RowStride gate_stride;
+  DType gate_dtype;
+};
+
+//   dresidual = dx, dinput = dx * gate, and, summed over the tokens of a group,
+//   dscale = doutput * h, dshift = doutput, dgate = dx * branch.
+struct ModulatedNormBackward : NormBackward {  // weight: scale, dweight and dbias: of scale, shift
+  const void* branch;                          // (rows, cols) input of the forward; null sans gate
+  const void* gate;                            // (groups, cols) or null
+  void* dgate;  // (groups, cols) contiguous as dweight and dbias are, or null if not wanted
+  int64_t groups;
+  int64_t tokens;                // rows is groups * tokens
+  int64_t group_size[kRowDims];  // product is groups
+  RowStride branch_stride;
+  RowStride scale_stride;
+  RowStride gate_stride;
+  DType branch_dtype;  // of dinput too, where there is a gate
+  DType gate_dtype;    // of dgate too
+};
+
 }  // namespace onepass

@@ -380,6 +380,12 @@ def _self_tests() -> Iterator[Line]:
         rms_norm=F.rms_norm,
         add_layer_norm=lambda x, r, *rest: (F.layer_norm(x + r, *rest), x + r),
         add_rms_norm=lambda x, r, *rest: (F.rms_norm(x + r, *rest), x + r),
+        modulated_layer_norm=lambda x, shape, scale, shift, eps, residual, gate: (
+            F.layer_norm(residual + gate * x, shape, None, None, eps) * (1 + scale) + shift,
+        ),
+        modulated_rms_norm=lambda x, shape, scale, shift, eps: (
+            F.rms_norm(x, shape, None, eps) * (1 + scale) + shift
+        ),
         gated_activation=lambda gate, up, activation: F.relu(gate) * up,
         silu_mul=lambda gate, up: F.silu(gate) * up,
         gelu_mul=lambda gate, up: F.gelu(gate) * up,
@@ -396,6 +402,16 @@ def _self_tests() -> Iterator[Line]:
         "add_rms_norm": (
             lambda ops, x, r, w: ops.add_rms_norm(x, r, shape, w, eps)[0],
             (x, residual, weight),
+        ),
+        "modulated_layer_norm": (
+            lambda ops, x, r, scale, shift: ops.modulated_layer_norm(
+                x, shape, scale, shift, eps, residual=r, gate=scale
+            )[0],
+            (x, residual, residual, x),
+        ),
+        "modulated_rms_norm": (
+            lambda ops, x, scale, shift: ops.modulated_rms_norm(x, shape, scale, shift, eps),
+            (x, residual, x),
         ),
         "scaled_dot_product_attention": (dense, heads),
         "varlen_attention": (packed, heads),

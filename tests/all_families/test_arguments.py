@@ -32,6 +32,12 @@ RIGHT = {
         input=X, residual=X, normalized_shape=(8,), weight=W, eps=1e-5, weight_offset=1.0,
         dropout_p=0.1, residual_dtype=torch.float32,
     ),
+    "modulated_layer_norm": dict(
+        input=X, normalized_shape=(8,), scale=X, shift=X, eps=1e-5, residual=X, gate=X
+    ),
+    "modulated_rms_norm": dict(
+        input=X, normalized_shape=(8,), scale=X, shift=X, eps=1e-5, residual=X, gate=X
+    ),
     "dropout": dict(input=X, p=0.5),
     "add_dropout": dict(input=X, residual=X, p=0.5),
     "gated_activation": dict(gate=X, up=X, activation="gelu"),

@@ -25,6 +25,8 @@ def test_every_family_is_explained():
         "layer_norm": lambda: functional.layer_norm(x, 96, w),
         "rms_norm": lambda: functional.rms_norm(x, 96, w),
         "add_rms_norm": lambda: functional.add_rms_norm(x, x, 96, w),
+        "modulated_layer_norm": lambda: functional.modulated_layer_norm(x, 96, x),
+        "modulated_rms_norm": lambda: functional.modulated_rms_norm(x, 96, x),
         "dropout": lambda: functional.dropout(x, 0.5),
         "add_dropout": lambda: functional.add_dropout(x, x, 0.5),
         "gated_activation": lambda: functional.silu_mul(x, x),

@@ -37,6 +37,10 @@ FUNCTIONS = {
         lambda x: functional.add_layer_norm(x, x.sin(), (8,), weight(x))[0],
         lambda x: F.layer_norm(x + x.sin(), (8,), weight(x)),
     ),
+    "modulated_layer_norm": (
+        lambda x: functional.modulated_layer_norm(x, (8,), x.sin(), x.cos()),
+        lambda x: F.layer_norm(x, (8,)) * (1 + x.sin()) + x.cos(),
+    ),
     "add_dropout": (
         lambda x: functional.add_dropout(x, x.sin(), 0.0),
         lambda x: x + x.sin(),

@@ -27,6 +27,18 @@ def norm_backward(rows):
     )
 
 
+def modulated_norm(rows):
+    x, scale = torch.randn(8, rows // 8, 64), torch.ones(8, 64)
+    rest = ([64], 0, 1e-5, None, True)
+    return lambda: OPS.modulated_norm_forward(x, scale, scale, None, None, *rest)
+
+
+def modulated_norm_backward(rows):
+    x, scale, s = torch.randn(8, rows // 8, 64), torch.ones(8, 64), torch.ones(8, rows // 8)
+    rest = (s, s, [64], 0, None, None, 13)
+    return lambda: OPS.modulated_norm_backward(x, None, x, scale, scale, None, None, *rest)
+
+
 def dropout(rows):
     x, seed = torch.randn(rows, 64), torch.tensor([3, 0])
     return lambda: OPS.dropout_forward(x, None, seed, 0.5, None)
@@ -125,6 +137,7 @@ def optimizer(name):
 # operator, a size that one thread does faster, a size with work for many
 CALLS = [
     (norm, 16, 16384), (norm_backward, 64, 16384), (dropout, 16, 16384), (add, 16, 16384),
+    (modulated_norm, 16, 16384), (modulated_norm_backward, 64, 16384),
     (rotary, 16, 16384), (gate, 16, 16384), (gate_backward, 16, 16384),
     (linear, 4, 4096), (linear_backward, 4, 4096), (linear_epilogue_backward, 32, 65536),
     (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),

@@ -40,6 +40,21 @@ class AddNorms(nn.Module):
         return onepass.functional.add_dropout(y, stream, 0.1, self.training)
 
 
+class Modulated(nn.Module):
+    """As AddNorms."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.modulation = nn.Linear(width, 5 * width)
+        self.first = onepass.nn.ModulatedLayerNorm(width)
+        self.second = onepass.nn.ModulatedRMSNorm(width)
+
+    def forward(self, x):
+        scale, shift, gate, *more = self.modulation(x.mean(1)).chunk(5, -1)
+        y, h = self.second(self.first(x, scale, shift), *more, x, gate)
+        return y + h
+
+
 class Gates(nn.Module):
     """As AddNorms."""
 
@@ -75,7 +90,9 @@ MODULES = {
     "add": AddNorms,
     "linear": Linears,
     "gates": Gates,
+    "modulated": Modulated,
 }
+OWN = ("add", "linear", "gates", "modulated")  # which no swap makes, and none undoes
 
 
 def build(name: str) -> nn.Module:
@@ -204,7 +221,7 @@ def test_script_says_what_to_do(name):
     with pytest.raises(RuntimeError, match=r"torch.jit.script: .* \(onepass.unswap\(model\) first"):
         torch.jit.script(model)
     assert held == {id(module) for module in model.modules()}
-    if name not in ("add", "linear", "gates"):
+    if name not in OWN:
         onepass.unswap(model)
         x = torch.randn(2, 5, 16)
         if name != "attention":  # whose forward torch cannot script either
@@ -225,10 +242,10 @@ def test_torchscript_exporter_says_what_to_do():
 def everything():
     """A swapped model that calls every operator of a forward, its input and stock's output."""
     torch.manual_seed(0)
-    parts = [make() for name, make in MODULES.items() if name not in ("add", "linear", "gates")]
+    parts = [make() for name, make in MODULES.items() if name not in OWN]
     model = nn.Sequential(*parts).eval()
     x = torch.randn(2, 5, 16)
-    own = nn.Sequential(AddNorms(), Linears(), Gates()).eval()
+    own = nn.Sequential(*(MODULES[name]() for name in OWN)).eval()
     y = own(model(x))
     onepass.swap(model)
     return nn.Sequential(*model, *own).eval(), x, y
@@ -309,6 +326,11 @@ def test_decompositions(dtype):
         positions = torch.tensor([4, 0, 1, 1, 5])
         return ops.rotary_forward.default, (query, key, cos, cos.cos(), positions, *options), {}
 
+    def modulated(x, scale, shift, residual, gate, *, rms, wide=False):
+        out_dtype = torch.promote_types(x.dtype, torch.float32) if wide else None
+        constants = ([16], int(rms), 1e-5, out_dtype, True)
+        return ops.modulated_norm_forward.default, (x, scale, shift, residual, gate, *constants), {}
+
     def gate(x, up, *, kind, gate_last=False):
         return ops.gate_forward.default, (x, up, kind, gate_last), {}
 
@@ -317,6 +339,8 @@ def test_decompositions(dtype):
         (lambda *t: norm(*t, rms=False), (x, residual, weight, bias)),
         (lambda *t: norm(t[0], None, *t[1:], rms=True, offset=1.0), (x, weight, bias)),
         (lambda *t: norm(t[0], None, *t[1:], rms=False, wide=True), (x, weight, bias)),
+        (lambda *t: modulated(*t, rms=False), (x, weight, bias, residual, residual.cos())),
+        (lambda *t: modulated(*t, None, None, None, rms=True, wide=True), (x, weight)),
         (lambda *t: attention(*t, **options, out_bshd=True), (query, key, value, scores)),
         (lambda *t: attention(*t, scale=1.0), (query, key, value, scores)),
         (dropout, (x, residual)),

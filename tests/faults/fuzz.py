@@ -32,6 +32,7 @@ from tests.faults.input_classes import CLASSES, REAL
 from tests.faults.test_input_classes import INTERNAL, memory_of
 from tests.gate import cases as gate_cases
 from tests.linear import cases as linear_cases
+from tests.modulated_norm import cases as modulated_norm_cases
 from tests.norm import cases as norm_cases
 from tests.support import isolated
 from tests.support.calls import CALLS
@@ -119,6 +120,24 @@ def norm(rng: Random) -> None:
         except AssertionError:
             if count == 20:
                 raise
+    border.check()
+
+
+def modulated_norm(rng: Random) -> None:
+    dtype, border = rng.choice(DTYPES), Border(rng)
+    narrow = norm_cases.FLOATS if dtype is not F64 else (F64,)
+    tokens = [rng.choice((1, 2, 3, 40)) for _ in range(rng.randint(1, 2))]
+    size = rng.choice((1, 3)), tokens, rng.choice((8, 33, 100, 257))
+    form, per = rng.choice(("plain", "add", "gated")), rng.choice(modulated_norm_cases.PER)
+    options = {"scale_dtype": rng.choice(narrow), "residual_dtype": rng.choice(narrow)}
+    rms, shift, cases = rng.random() < 0.5, rng.random() < 0.8, []
+    for draw in range(12):
+        case = modulated_norm_cases.make(
+            rms, *size, dtype, per, form, shift=shift, seed=draw, **options
+        )
+        case.tensors = {n: border.carve(f"{n} of {draw}", t) for n, t in case.tensors.items()}
+        cases.append(case)
+    modulated_norm_cases.check(*cases)
     border.check()
 
 
@@ -403,8 +422,9 @@ def wrong(rng: Random) -> None:
 
 KINDS = {"norm": norm, "dropout": dropout, "attention": attention, "decode": decode}
 KINDS |= {"optimizer": optimizer, "wrong": wrong, "gate": gate, "linear": linear}
+KINDS |= {"modulated_norm": modulated_norm}
 WEIGHTS = {"norm": 8, "dropout": 6, "attention": 5, "decode": 6, "optimizer": 5, "wrong": 64}
-WEIGHTS |= {"gate": 6, "linear": 6}
+WEIGHTS |= {"gate": 6, "linear": 6, "modulated_norm": 6}
 
 
 def kind_of(rng: Random) -> str:

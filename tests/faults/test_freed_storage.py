@@ -48,6 +48,25 @@ def norm_backward() -> tuple[Callable, dict]:
     )  # fmt: skip
 
 
+def modulated_norm_forward() -> tuple[Callable, dict]:
+    x = torch.randn(2, 4, 8)
+    return OPS.modulated_norm_forward, dict(
+        input=x, scale=torch.randn(2, 8), shift=torch.randn(2, 8), residual=x.clone(),
+        gate=torch.randn(2, 8), normalized_shape=[8], kind=0, eps=1e-5, out_dtype=None,
+        save_statistics=True,
+    )  # fmt: skip
+
+
+def modulated_norm_backward() -> tuple[Callable, dict]:
+    x = torch.randn(2, 4, 8)
+    return OPS.modulated_norm_backward, dict(
+        doutput=x, dresidual_out=x.clone(), x=x.clone(), scale=torch.randn(2, 8),
+        shift=torch.randn(2, 8), branch=x.clone(), gate=torch.randn(2, 8), mean=x[..., 0].clone(),
+        rstd=x[..., 1].clone(), normalized_shape=[8], kind=0, input_dtype=None,
+        residual_dtype=None, grad_mask=31,
+    )  # fmt: skip
+
+
 def dropout() -> tuple[Callable, dict]:
     x = torch.randn(4, 8)
     return OPS.dropout_forward, dict(
@@ -227,7 +246,8 @@ def optimizer_step() -> tuple[Callable, dict]:
 
 
 CALLS = [
-    norm_forward, norm_backward, dropout, gate_forward, gate_backward, rotary,
+    norm_forward, norm_backward, modulated_norm_forward, modulated_norm_backward, dropout,
+    gate_forward, gate_backward, rotary,
     linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,
     attention, packed_attention, paged_attention,

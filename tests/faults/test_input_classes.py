@@ -237,7 +237,16 @@ def by_autograd(call: Call, run: Callable, tensors: dict, argument: str) -> list
 
 
 # Made for tracing and export, which reach them through the public functions.
-TRACED = {"norm", "dropout", "gate", "attention", "linear", "linear_epilogue", "rotary"}
+TRACED = {
+    "norm",
+    "modulated_norm",
+    "dropout",
+    "gate",
+    "attention",
+    "linear",
+    "linear_epilogue",
+    "rotary",
+}
 
 
 def raw_schemas():

@@ -16,6 +16,7 @@ CUDA = nvcc.ROOT / "csrc" / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 REGISTERS = 65536  # of a multiprocessor, on all of them
 KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "dropout_forward_kernel")
+KERNELS += ("ModulatedNormForward", "ModulatedNormBackward")  # arguments of the first two
 KERNELS += ("gate_forward_kernel", "gate_backward_kernel", "rotary_forward_kernel")
 KERNELS += ("optimizer_step_kernel", "gradient_norm_kernel", "scale_gradients_kernel")
 KERNELS += ("attention_forward_kernel", "attention_backward_kernel", "attention_decode_kernel")

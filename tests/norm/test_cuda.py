@@ -198,7 +198,8 @@ def test_each_instance(cuda, build):
                 case = make(cols % 2 > 0, rows, cols, dtype, residual=True, dropout_p=0.25)
                 case.residual = case.residual.to(residual_dtype)
                 check(case)
-    left_out = {name for name in all_instances() - cuda.instances if "::norm_" in name}
+    left_out = all_instances() - cuda.instances
+    left_out = {name for name in left_out if "::norm_" in name and "Modulated" not in name}
     assert not left_out
 
 

@@ -11,9 +11,14 @@
 // at the end: the same bits for any number of threads, and an error that grows slowly with the
 // rows. Bytes per element: doutput + x + dx (+ dresidual_out). Done when it runs at the speed of
 // memory for those bytes.
+//
+// A modulated norm has a weight for each group of rows, and sums of its own for each: its chunks
+// are parts of a group. What a single chunk has summed is the gradient.
 #include "cpu/kernels.h"
+#include "cpu/lines.h"
 #include "cpu/norm/rows.h"
 #include "cpu/parallel.h"
+#include "cpu/pieces.h"
 #include "cpu/random.h"
 
 namespace onepass::cpu {
@@ -26,10 +31,13 @@ constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kMinChunkRows = 32;
 constexpr int64_t kMinChunkElements = 32768;
 constexpr int64_t kRunRows = 64;
+// Of a modulated norm, most of whose groups are one chunk: nothing behind a run makes its error
+// small.
+constexpr int64_t kModulatedRunRows = 32;
 
-int64_t chunks_of(const NormBackward& args) {
-  const int64_t by_rows = args.rows / kMinChunkRows;
-  const int64_t by_elements = args.rows * args.cols / kMinChunkElements;
+int64_t chunks_of(int64_t rows, int64_t cols) {
+  const int64_t by_rows = rows / kMinChunkRows;
+  const int64_t by_elements = rows * cols / kMinChunkElements;
   const int64_t most = std::clamp<int64_t>(std::min(by_rows, by_elements), 1, kMaxChunks);
   return static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(most)));
 }
@@ -78,7 +86,7 @@ void norm_backward_sums_kernel(BackwardRows<A>& rows, int row_count) {
 }
 
 // Second sweep over the columns [begin, end): dx, and the rows' share of dweight and dbias.
-template <class A, class D, class X, class DX, bool kRms, bool kResidual, int kRows>
+template <class A, class D, class X, class DX, bool kRms, bool kBias, bool kResidual, int kRows>
 void norm_backward_kernel(const BackwardRows<A>& rows, int64_t begin, int64_t end) {
   const D* doutput[kRows];
   const X* x[kRows];
@@ -102,7 +110,7 @@ void norm_backward_kernel(const BackwardRows<A>& rows, int64_t begin, int64_t en
     const Vec<A> weight = load<A>(rows.weight + j, count);
     Vec<A> dweight = load<A>(rows.dweight + j, count);
     Vec<A> dbias = {};
-    if constexpr (!kRms) dbias = load<A>(rows.dbias + j, count);
+    if constexpr (kBias) dbias = load<A>(rows.dbias + j, count);
     for (int r = 0; r < kRows; ++r) {
       const Vec<A> d = load<A>(doutput[r] + j, count);
       const Vec<A> v = load<A>(x[r] + j, count);
@@ -112,10 +120,10 @@ void norm_backward_kernel(const BackwardRows<A>& rows, int64_t begin, int64_t en
       if constexpr (kResidual) gradient += load<A>(dresidual_out[r] + j, count);
       store<A>(dx[r] + (j - begin), gradient, count);
       dweight = fma<A>(d, h, dweight);
-      if constexpr (!kRms) dbias += d;
+      if constexpr (kBias) dbias += d;
     }
     store<A>(rows.dweight + j, dweight, count);
-    if constexpr (!kRms) store<A>(rows.dbias + j, dbias, count);
+    if constexpr (kBias) store<A>(rows.dbias + j, dbias, count);
   });
 }
 
@@ -128,13 +136,17 @@ struct BackwardKernels {
 
 template <class A, class D, class X, class DX>
 BackwardKernels<A> kernels_of(const NormBackward& args) {
-  return visit_bool(args.kind == NormKind::kRms, [&]<bool kRms>() {
+  const auto with = [&]<bool kRms, bool kBias>() {
     return visit_bool(args.dresidual_out != nullptr, [&]<bool kResidual>() -> BackwardKernels<A> {
       return {norm_backward_sums_kernel<A, D, X, kRms>,
-              norm_backward_kernel<A, D, X, DX, kRms, kResidual, kRowsPerBlock>,
-              norm_backward_kernel<A, D, X, DX, kRms, kResidual, 1>};
+              norm_backward_kernel<A, D, X, DX, kRms, kBias, kResidual, kRowsPerBlock>,
+              norm_backward_kernel<A, D, X, DX, kRms, kBias, kResidual, 1>};
     });
-  });
+  };
+  if (args.kind != NormKind::kRms) return with.template operator()<false, true>();
+  // An RMS norm has a bias where it is modulated.
+  return args.dbias ? with.template operator()<true, true>()
+                    : with.template operator()<true, false>();
 }
 
 // dx goes straight to its one output if that has x's dtype and no dropout stands before it;
@@ -186,102 +198,156 @@ void reduce_partials(const A* partials, int64_t chunks, int64_t stride, int64_t 
   });
 }
 
+// What stands between dx and dinput where there is a gate, one row's tile:
+//   dinput = dx * gate, if it is wanted; dgate += dx * branch.
 template <class A>
-void run(const NormBackward& args, const Plan& plan, void* workspace, const Context& context) {
-  const int64_t buffer_size = padded_bytes(args.cols, sizeof(A)) / sizeof(A);
-  A* buffer = static_cast<A*>(workspace);
-  // (chunks, total and run, dweight and dbias, buffer_size)
-  A* partials = buffer + buffer_size;
-  const int64_t chunk_stride = 2 * buffer_size;
-  const A* weight =
-      widened<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, args.cols, buffer);
-  const bool direct = is_direct(args);
-  const BackwardKernels<A> kernels = path_of<A>(args, direct);
-  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-  const int64_t doutput_size = size_of(args.doutput_dtype);
-  const int64_t x_size = size_of(args.x_dtype);
-  const int64_t dinput_size = size_of(args.dinput_dtype);
-  const int64_t dresidual_size = size_of(args.dresidual_dtype);
-  const auto at = [](const void* base, int64_t offset) {
-    return const_cast<char*>(static_cast<const char*>(base)) + offset;
-  };
+void emit_gated(const A* dx, const A* gate, const void* branch_, void* dinput_, DType dtype,
+                A* dgate, int64_t count) {
+  visit_accumulated<A>(dtype, [&]<class T>() {
+    const T* branch = static_cast<const T*>(branch_);
+    T* dinput = static_cast<T*>(dinput_);
+    for_each_vector<A>(0, count, [&](int64_t j, auto lanes) {
+      const Vec<A> v = load<A>(dx + j, lanes);
+      if (dinput) store<A>(dinput + j, v * load<A>(gate + j, lanes), lanes);
+      store<A>(dgate + j, fma<A>(v, load<A>(branch + j, lanes), load<A>(dgate + j, lanes)), lanes);
+    });
+  });
+}
 
-  const auto run_block = [&](BackwardRows<A>& rows, int64_t row, auto row_count) {
-    for (int r = 0; r < row_count; ++r) {
-      const RowIndex index = row_index(args.row_size, row + r);
-      rows.doutput[r] = at(args.doutput, row_offset(index, args.doutput_stride) * doutput_size);
-      rows.x[r] = at(args.x, row_offset(index, args.x_stride) * x_size);
-      rows.dresidual_out[r] =
-          args.dresidual_out
-              ? at(args.dresidual_out, row_offset(index, args.dresidual_out_stride) * x_size)
-              : nullptr;
-      rows.mean[r] = args.mean ? static_cast<const A*>(args.mean)[row + r] : A(0);
-      rows.rstd[r] = static_cast<const A*>(args.rstd)[row + r];
-    }
-    kernels.sums(rows, row_count);
-    const auto apply = row_count == kRowsPerBlock ? kernels.block : kernels.single;
-    if (direct) {
-      for (int r = 0; r < row_count; ++r) {
-        rows.dx[r] = at(args.dinput ? args.dinput : args.dresidual, (row + r) * args.cols * x_size);
+// One call's way of doing rows.
+template <class A>
+class Runner {
+ public:
+  // A gate is `gated`'s, if any.
+  Runner(const NormBackward& args, int64_t run_rows, const ModulatedNormBackward* gated)
+      : args_(args),
+        run_rows_(run_rows),
+        gated_(gated),
+        direct_(!gated && is_direct(args)),
+        kernels_(path_of<A>(args, direct_)),
+        dropout_(args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{}) {}
+
+  // Accumulators of one sum over rows, and of all of them.
+  int64_t sum_size() const { return padded_bytes(args_.cols, sizeof(A)) / sizeof(A); }
+  int64_t sums_size() const { return (gated_ ? 3 : 2) * sum_size(); }
+
+  // Rows [first, last): their dx, and in `total` the sums for dweight, dbias and, with a gate,
+  // dgate. A chunk of one run adds straight into its total, a longer one by way of `run`.
+  void run_chunk(int64_t first_row, int64_t last_row, const A* weight, const A* gate, A* total,
+                 A* run) const {
+    const int64_t size = sums_size();
+    if (last_row - first_row <= run_rows_) run = total;
+    std::fill(total, total + size, A(0));
+    BackwardRows<A> rows;
+    rows.weight = weight;
+    rows.cols = args_.cols;
+    rows.dweight = run;
+    rows.dbias = run + sum_size();
+    for (int r = 0; r < kRowsPerBlock; ++r) rows.mean_g[r] = A(0);
+    for (int64_t row = first_row; row < last_row; row += run_rows_) {
+      if (run != total) std::fill(run, run + size, A(0));
+      for_each_row_block(row, std::min(row + run_rows_, last_row), args_.cols,
+                         [&](int64_t first, auto row_count) {
+                           run_block(rows, first, row_count, gate, run + 2 * sum_size());
+                         });
+      if (run == total) continue;
+      // A sum's size is a multiple of a vector, and what lies beyond cols is zero.
+      for (int64_t j = 0; j < size; j += kLanes<A>) {
+        store<A>(total + j, load<A>(total + j) + load<A>(run + j));
       }
-      apply(rows, 0, args.cols);
+    }
+  }
+
+ private:
+  void run_block(BackwardRows<A>& rows, int64_t row, auto row_count, const A* gate,
+                 A* dgate) const {
+    const int64_t x_size = size_of(args_.x_dtype);
+    int64_t branch[kRowsPerBlock] = {};  // element offsets
+    for (int r = 0; r < row_count; ++r) {
+      const RowIndex index = row_index(args_.row_size, row + r);
+      rows.doutput[r] =
+          at(args_.doutput, row_offset(index, args_.doutput_stride) * size_of(args_.doutput_dtype));
+      rows.x[r] = at(args_.x, row_offset(index, args_.x_stride) * x_size);
+      rows.dresidual_out[r] =
+          args_.dresidual_out
+              ? at(args_.dresidual_out, row_offset(index, args_.dresidual_out_stride) * x_size)
+              : nullptr;
+      rows.mean[r] = args_.mean ? static_cast<const A*>(args_.mean)[row + r] : A(0);
+      rows.rstd[r] = static_cast<const A*>(args_.rstd)[row + r];
+      if (gated_) branch[r] = row_offset(index, gated_->branch_stride);
+    }
+    kernels_.sums(rows, row_count);
+    const auto apply = row_count == kRowsPerBlock ? kernels_.block : kernels_.single;
+    if (direct_) {
+      for (int r = 0; r < row_count; ++r) {
+        rows.dx[r] =
+            at(args_.dinput ? args_.dinput : args_.dresidual, (row + r) * args_.cols * x_size);
+      }
+      apply(rows, 0, args_.cols);
       return;
     }
+    const int64_t dinput_size = size_of(args_.dinput_dtype);
+    const int64_t dresidual_size = size_of(args_.dresidual_dtype);
     alignas(64) A dx[decltype(row_count)::value][kDropoutTile];
     for (int r = 0; r < row_count; ++r) rows.dx[r] = dx[r];
     KeepTile keep;
-    for (int64_t begin = 0; begin < args.cols; begin += kDropoutTile) {
-      const int64_t end = std::min(begin + kDropoutTile, args.cols);
+    for (int64_t begin = 0; begin < args_.cols; begin += kDropoutTile) {
+      const int64_t end = std::min(begin + kDropoutTile, args_.cols);
       apply(rows, begin, end);
       for (int r = 0; r < row_count; ++r) {
-        const int64_t element = (row + r) * args.cols + begin;
-        if (args.dinput) {
-          if (args.seed) keep.fill(dropout, element, end - begin);
-          emit<A>(dx[r], at(args.dinput, element * dinput_size), args.dinput_dtype, end - begin,
-                  args.seed ? &dropout : nullptr, keep);
+        const int64_t element = (row + r) * args_.cols + begin;
+        if (gated_) {
+          emit_gated(dx[r], gate + begin, at(gated_->branch, (branch[r] + begin) * dinput_size),
+                     args_.dinput ? at(args_.dinput, element * dinput_size) : nullptr,
+                     args_.dinput_dtype, dgate + begin, end - begin);
+        } else if (args_.dinput) {
+          if (args_.seed) keep.fill(dropout_, element, end - begin);
+          emit<A>(dx[r], at(args_.dinput, element * dinput_size), args_.dinput_dtype, end - begin,
+                  args_.seed ? &dropout_ : nullptr, keep);
         }
-        if (args.dresidual) {
-          emit<A>(dx[r], at(args.dresidual, element * dresidual_size), args.dresidual_dtype,
+        if (args_.dresidual) {
+          emit<A>(dx[r], at(args_.dresidual, element * dresidual_size), args_.dresidual_dtype,
                   end - begin, nullptr, keep);
         }
       }
     }
-  };
+  }
 
-  const auto run_chunk = [&](int64_t chunk) {
-    A* total = partials + chunk * 2 * chunk_stride;
-    const int64_t first_row = args.rows * chunk / plan.splits;
-    const int64_t last_row = args.rows * (chunk + 1) / plan.splits;
-    // A chunk of one run adds straight into its total.
-    A* run = last_row - first_row > kRunRows ? total + chunk_stride : total;
-    std::fill(total, total + chunk_stride, A(0));
-    BackwardRows<A> rows;
-    rows.weight = weight;
-    rows.cols = args.cols;
-    rows.dweight = run;
-    rows.dbias = run + buffer_size;
-    for (int r = 0; r < kRowsPerBlock; ++r) rows.mean_g[r] = A(0);
-    for (int64_t row = first_row; row < last_row; row += kRunRows) {
-      if (run != total) std::fill(run, run + chunk_stride, A(0));
-      for_each_row_block(row, std::min(row + kRunRows, last_row), args.cols,
-                         [&](int64_t first, auto row_count) { run_block(rows, first, row_count); });
-      if (run == total) continue;
-      // buffer_size is a multiple of a vector, and what lies beyond cols is zero.
-      for (int64_t j = 0; j < chunk_stride; j += kLanes<A>) {
-        store<A>(total + j, load<A>(total + j) + load<A>(run + j));
-      }
-    }
-  };
+  static char* at(const void* base, int64_t offset) {
+    return const_cast<char*>(static_cast<const char*>(base)) + offset;
+  }
+
+  const NormBackward& args_;
+  int64_t run_rows_;
+  const ModulatedNormBackward* gated_;  // null without a gate
+  bool direct_;
+  BackwardKernels<A> kernels_;
+  Dropout dropout_;
+};
+
+template <class A>
+void run(const NormBackward& args, const Plan& plan, void* workspace, const Context& context) {
+  const Runner<A> runner(args, kRunRows, nullptr);
+  A* buffer = static_cast<A*>(workspace);
+  // (chunks, total and run, dweight and dbias, sum_size)
+  A* partials = buffer + runner.sum_size();
+  const int64_t chunk_stride = 2 * runner.sums_size();
+  const A* weight =
+      widened<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, args.cols, buffer);
   for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) run_chunk(chunk);
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      A* total = partials + chunk * chunk_stride;
+      runner.run_chunk(args.rows * chunk / plan.splits, args.rows * (chunk + 1) / plan.splits,
+                       weight, nullptr, total, total + runner.sums_size());
+    }
   });
   const auto reduce = [&](int64_t begin, int64_t end) {
     if (args.dweight) {
-      reduce_partials<A>(partials, plan.splits, 2 * chunk_stride, begin, end, args.dweight,
+      reduce_partials<A>(partials, plan.splits, chunk_stride, begin, end, args.dweight,
                          args.dweight_dtype);
     }
     if (args.dbias) {
-      reduce_partials<A>(partials + buffer_size, plan.splits, 2 * chunk_stride, begin, end,
+      reduce_partials<A>(partials + runner.sum_size(), plan.splits, chunk_stride, begin, end,
                          args.dbias, args.dbias_dtype);
     }
   };
@@ -291,8 +357,90 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
                  reduce);
 }
 
+// Where a modulated norm keeps things in the workspace.
+struct ModulatedLayout {
+  int64_t row_bytes;  // of cols accumulators
+  int64_t sums;       // over rows: dscale, dshift and, with a gate, dgate
+  int64_t chunks;     // of a group
+  Slots slots;        // scale and gate widened, a total, a run's sums
+};
+
+ModulatedLayout modulated_layout(const ModulatedNormBackward& args) {
+  const int64_t row_bytes = padded_bytes(args.cols, accumulator_size_of(args));
+  const int64_t sums = args.gate ? 3 : 2;
+  const int64_t chunks = chunks_of(args.tokens, args.cols);
+  const int64_t partials = chunks > 1 ? args.groups * chunks * sums * row_bytes : 0;
+  return {row_bytes, sums, chunks, {.begin = partials, .bytes = (2 + 2 * sums) * row_bytes}};
+}
+
+template <class A>
+void run_modulated(const ModulatedNormBackward& args, const Plan& plan, void* workspace,
+                   const Context& context) {
+  const Runner<A> runner(args, kModulatedRunRows, args.gate ? &args : nullptr);
+  const ModulatedLayout layout = modulated_layout(args);
+  const int64_t chunks = layout.chunks;
+  const int64_t row_size = runner.sum_size();
+  A* const partials = static_cast<A*>(workspace);
+  const struct {
+    void* gradient;
+    DType dtype;
+  } outputs[] = {{args.dweight, args.dweight_dtype},
+                 {args.dbias, args.dbias_dtype},
+                 {args.dgate, args.gate_dtype}};
+
+  const int64_t share = ceil_div(plan.splits, plan.threads);
+  for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
+    A* own = static_cast<A*>(layout.slots.of(workspace, begin / share));
+    const A* weight = nullptr;
+    const A* gate = nullptr;
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t group = piece / chunks;
+      const int64_t chunk = piece % chunks;
+      if (chunk == 0 || piece == begin) {
+        const RowIndex index = row_index(args.group_size, group);
+        weight = widened_row<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, index,
+                                args.scale_stride, args.cols, own);
+        if (args.gate) {
+          gate = widened_row<A>(args.gate, args.gate_dtype, 0.0, 0.0, index, args.gate_stride,
+                                args.cols, own + row_size);
+        }
+      }
+      A* run = own + 2 * row_size;
+      A* total = chunks > 1 ? partials + piece * runner.sums_size() : run + runner.sums_size();
+      const int64_t first_row = group * args.tokens;
+      runner.run_chunk(first_row + args.tokens * chunk / chunks,
+                       first_row + args.tokens * (chunk + 1) / chunks, weight, gate, total, run);
+      for (int64_t s = 0; s < layout.sums && chunks == 1; ++s) {
+        if (!outputs[s].gradient) continue;
+        round_line(total + s * row_size, args.cols, outputs[s].gradient, outputs[s].dtype,
+                   group * args.cols);
+      }
+    }
+  });
+  if (chunks == 1) return;
+  const int64_t bytes = plan.splits * layout.sums * args.cols * static_cast<int64_t>(sizeof(A));
+  const Machine machine{.threads = static_cast<int32_t>(plan.threads)};
+  const int64_t elements = args.groups * args.cols;
+  for_each_piece(context, threads_for(bytes / kBytes, elements, machine), elements,
+                 [&](int64_t begin, int64_t end) {
+                   for (int64_t first = begin, last; first < end; first = last) {
+                     const int64_t group = first / args.cols;
+                     last = std::min(end, (group + 1) * args.cols);
+                     for (int64_t s = 0; s < layout.sums; ++s) {
+                       if (!outputs[s].gradient) continue;
+                       reduce_partials<A>(
+                           partials + group * chunks * runner.sums_size() + s * row_size, chunks,
+                           runner.sums_size(), first - group * args.cols, last - group * args.cols,
+                           static_cast<char*>(outputs[s].gradient) +
+                               group * args.cols * size_of(outputs[s].dtype),
+                           outputs[s].dtype);
+                     }
+                   }
+                 });
+}
+
 Plan plan_norm_backward(const NormBackward& args, const Machine& machine) {
-  const int64_t chunks = chunks_of(args);
+  const int64_t chunks = chunks_of(args.rows, args.cols);
   const int64_t bytes = size_of(args.doutput_dtype) + 2 * size_of(args.x_dtype);
   const int64_t rate = args.seed ? kRandomBytes : kBytes;
   const int64_t threads = threads_for(args.rows * args.cols * bytes / rate, chunks, machine);
@@ -315,9 +463,30 @@ void run_norm_backward(const NormBackward& args, const Plan& plan, void* workspa
   }
 }
 
+Plan plan_modulated(const ModulatedNormBackward& args, const Machine& machine) {
+  const ModulatedLayout layout = modulated_layout(args);
+  Plan plan = plan_norm_backward(args, machine);
+  plan.splits = args.groups * layout.chunks;
+  plan.threads = std::clamp<int64_t>(plan.splits, 1, plan.threads);
+  plan.workspace_bytes = layout.slots.end(plan.threads);
+  return plan;
+}
+
+void run_modulated_norm_backward(const ModulatedNormBackward& args, const Plan& plan,
+                                 void* workspace, const Context& context) {
+  if (args.x_dtype == DType::kFloat64) {
+    run_modulated<double>(args, plan, workspace, context);
+  } else {
+    run_modulated<float>(args, plan, workspace, context);
+  }
+}
+
 }  // namespace
 
 Operator<NormBackward> norm_backward() { return {plan_norm_backward, run_norm_backward}; }
+Operator<ModulatedNormBackward> modulated_norm_backward() {
+  return {plan_modulated, run_modulated_norm_backward};
+}
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

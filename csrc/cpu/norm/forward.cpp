@@ -5,11 +5,15 @@
 // the norm is that of the rounded x, which is what the backward will see. (Summing in the pass for
 // the statistics lost in bfloat16 and won nothing in float32.) Bytes per element: input + output
 // (+ residual + residual_out). Done when it runs at the speed of a copy of that size.
+//
+// A modulated norm has a weight and a bias, 1 + scale and shift, for each group of rows: a thread
+// widens them when it comes to a group, and its rows go the same way.
 #include <cmath>
 
 #include "cpu/kernels.h"
 #include "cpu/norm/rows.h"
 #include "cpu/parallel.h"
+#include "cpu/pieces.h"
 #include "cpu/random.h"
 
 namespace onepass::cpu {
@@ -136,6 +140,22 @@ void add_row(const void* input_, const void* residual_, void* sum_, int64_t cols
   }
 }
 
+// residual_out = residual + gate * input, one row.
+template <class A, class T, class R>
+void add_gated_row(const void* input_, const void* residual_, void* sum_, int64_t cols,
+                   const A* gate) {
+  const T* input = static_cast<const T*>(input_);
+  const R* residual = static_cast<const R*>(residual_);
+  R* sum = static_cast<R*>(sum_);
+  for_each_vector<A>(0, cols, [&](int64_t j, auto count) {
+    prefetch_ahead(input + j);
+    prefetch_ahead(residual + j);
+    const Vec<A> branch = load<A>(input + j, count);
+    store<A>(sum + j, fma<A>(load<A>(gate + j, count), branch, load<A>(residual + j, count)),
+             count);
+  });
+}
+
 template <class A>
 struct ForwardKernels {
   void (*block)(const ForwardRows<A>&);
@@ -144,22 +164,23 @@ struct ForwardKernels {
 
 template <class A, class X, class Y>
 ForwardKernels<A> kernels_of(const NormForward& args) {
-  if (args.kind == NormKind::kRms) {  // which has no bias
-    return {norm_forward_kernel<A, X, Y, true, false, kRowsPerBlock>,
-            norm_forward_kernel<A, X, Y, true, false, 1>};
-  }
-  return visit_bool(args.bias != nullptr, [&]<bool kBias>() -> ForwardKernels<A> {
-    return {norm_forward_kernel<A, X, Y, false, kBias, kRowsPerBlock>,
-            norm_forward_kernel<A, X, Y, false, kBias, 1>};
+  return visit_bool(args.kind == NormKind::kRms, [&]<bool kRms>() {
+    return visit_bool(args.bias != nullptr, [&]<bool kBias>() -> ForwardKernels<A> {
+      return {norm_forward_kernel<A, X, Y, kRms, kBias, kRowsPerBlock>,
+              norm_forward_kernel<A, X, Y, kRms, kBias, 1>};
+    });
   });
 }
 
 using AddRow = void (*)(const void*, const void*, void*, int64_t, const Dropout&, int64_t);
+template <class A>
+using AddGatedRow = void (*)(const void*, const void*, void*, int64_t, const A*);
 
 template <class A>
 struct ForwardPath {
   ForwardKernels<A> kernels;
   AddRow add_row;
+  AddGatedRow<A> add_gated_row = nullptr;
 };
 
 template <class A>
@@ -180,6 +201,54 @@ ForwardPath<A> path_of(const NormForward& args) {
   return path;
 }
 
+// What rows share, as accumulators.
+template <class A>
+struct Shared {
+  const A* weight;          // (cols,)
+  const A* bias;            // (cols,) or null
+  const A* gate = nullptr;  // (cols,) or null
+};
+
+template <class A>
+void run_rows(const NormForward& args, const ForwardPath<A>& path, const Shared<A>& shared,
+              const Dropout& dropout, int64_t begin, int64_t end) {
+  const char* input = static_cast<const char*>(args.input);
+  const char* residual = static_cast<const char*>(args.residual);
+  char* output = static_cast<char*>(args.output);
+  char* residual_out = static_cast<char*>(args.residual_out);
+  const int64_t input_size = size_of(args.input_dtype);
+  const int64_t residual_size = size_of(args.residual_dtype);
+  const int64_t output_row_bytes = args.cols * size_of(args.output_dtype);
+  const int64_t residual_out_row_bytes = args.cols * size_of(args.residual_out_dtype);
+
+  for_each_row_block(begin, end, args.cols, [&](int64_t row, auto row_count) {
+    ForwardRows<A> rows;
+    for (int r = 0; r < row_count; ++r) {
+      const RowIndex index = row_index(args.row_size, row + r);
+      const char* x = input + row_offset(index, args.input_stride) * input_size;
+      if (residual) {
+        char* sum = residual_out + (row + r) * residual_out_row_bytes;
+        const char* above = residual + row_offset(index, args.residual_stride) * residual_size;
+        if (shared.gate) {
+          path.add_gated_row(x, above, sum, args.cols, shared.gate);
+        } else {
+          path.add_row(x, above, sum, args.cols, dropout, (row + r) * args.cols);
+        }
+        x = sum;
+      }
+      rows.x[r] = x;
+      rows.output[r] = output + (row + r) * output_row_bytes;
+    }
+    rows.weight = shared.weight;
+    rows.bias = shared.bias;
+    rows.mean = args.mean ? static_cast<A*>(args.mean) + row : nullptr;
+    rows.rstd = args.rstd ? static_cast<A*>(args.rstd) + row : nullptr;
+    rows.cols = args.cols;
+    rows.eps = args.eps;
+    (row_count == kRowsPerBlock ? path.kernels.block : path.kernels.single)(rows);
+  });
+}
+
 template <class A>
 void run(const NormForward& args, const Plan& plan, void* workspace, const Context& context) {
   A* buffer = static_cast<A*>(workspace);
@@ -190,38 +259,42 @@ void run(const NormForward& args, const Plan& plan, void* workspace, const Conte
       args.bias ? widened<A>(args.bias, args.bias_dtype, 0.0, 0.0, args.cols, buffer) : nullptr;
   const ForwardPath<A> path = path_of<A>(args);
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-  const char* input = static_cast<const char*>(args.input);
-  const char* residual = static_cast<const char*>(args.residual);
-  char* output = static_cast<char*>(args.output);
-  char* residual_out = static_cast<char*>(args.residual_out);
-  const int64_t input_size = size_of(args.input_dtype);
-  const int64_t residual_size = size_of(args.residual_dtype);
-  const int64_t output_row_bytes = args.cols * size_of(args.output_dtype);
-  const int64_t residual_out_row_bytes = args.cols * size_of(args.residual_out_dtype);
-
+  const Shared<A> shared{weight, bias};
   for_each_piece(context, plan.threads, args.rows, [&](int64_t begin, int64_t end) {
-    for_each_row_block(begin, end, args.cols, [&](int64_t row, auto row_count) {
-      ForwardRows<A> rows;
-      for (int r = 0; r < row_count; ++r) {
-        const RowIndex index = row_index(args.row_size, row + r);
-        const char* x = input + row_offset(index, args.input_stride) * input_size;
-        if (residual) {
-          char* sum = residual_out + (row + r) * residual_out_row_bytes;
-          path.add_row(x, residual + row_offset(index, args.residual_stride) * residual_size, sum,
-                       args.cols, dropout, (row + r) * args.cols);
-          x = sum;
-        }
-        rows.x[r] = x;
-        rows.output[r] = output + (row + r) * output_row_bytes;
+    run_rows(args, path, shared, dropout, begin, end);
+  });
+}
+
+template <class A>
+void run_modulated(const ModulatedNormForward& args, const Plan& plan, void* workspace,
+                   const Context& context) {
+  ForwardPath<A> path = path_of<A>(args);
+  path.add_gated_row = visit_accumulated<A>(args.input_dtype, [&]<class T>() {
+    return visit_accumulated<A>(
+        args.residual_dtype, [&]<class R>() -> AddGatedRow<A> { return add_gated_row<A, T, R>; });
+  });
+  const int64_t row_bytes = padded_bytes(args.cols, sizeof(A));
+  const Slots slots{.begin = 0, .bytes = kModulators * row_bytes};
+  const int64_t share = ceil_div(args.rows, plan.threads);
+  for_each_piece(context, plan.threads, args.rows, [&](int64_t begin, int64_t end) {
+    A* own = static_cast<A*>(slots.of(workspace, begin / share));
+    for (int64_t row = begin, last; row < end; row = last) {
+      const int64_t group = row / args.tokens;
+      last = std::min(end, (group + 1) * args.tokens);
+      const RowIndex index = row_index(args.group_size, group);
+      Shared<A> shared{};
+      shared.weight = widened_row<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, index,
+                                     args.scale_stride, args.cols, own);
+      if (args.bias) {
+        shared.bias = widened_row<A>(args.bias, args.bias_dtype, 0.0, 0.0, index, args.shift_stride,
+                                     args.cols, own + row_bytes / sizeof(A));
       }
-      rows.weight = weight;
-      rows.bias = bias;
-      rows.mean = args.mean ? static_cast<A*>(args.mean) + row : nullptr;
-      rows.rstd = args.rstd ? static_cast<A*>(args.rstd) + row : nullptr;
-      rows.cols = args.cols;
-      rows.eps = args.eps;
-      (row_count == kRowsPerBlock ? path.kernels.block : path.kernels.single)(rows);
-    });
+      if (args.gate) {
+        shared.gate = widened_row<A>(args.gate, args.gate_dtype, 0.0, 0.0, index, args.gate_stride,
+                                     args.cols, own + 2 * row_bytes / sizeof(A));
+      }
+      run_rows(args, path, shared, Dropout{}, row, last);
+    }
   });
 }
 
@@ -258,9 +331,28 @@ void run_norm_forward(const NormForward& args, const Plan& plan, void* workspace
   }
 }
 
+Plan plan_modulated(const ModulatedNormForward& args, const Machine& machine) {
+  Plan plan = plan_norm_forward(args, machine);
+  const int64_t accumulator_size = args.input_dtype == DType::kFloat64 ? 8 : 4;
+  plan.workspace_bytes = plan.threads * kModulators * padded_bytes(args.cols, accumulator_size);
+  return plan;
+}
+
+void run_modulated_norm_forward(const ModulatedNormForward& args, const Plan& plan, void* workspace,
+                                const Context& context) {
+  if (args.input_dtype == DType::kFloat64) {
+    run_modulated<double>(args, plan, workspace, context);
+  } else {
+    run_modulated<float>(args, plan, workspace, context);
+  }
+}
+
 }  // namespace
 
 Operator<NormForward> norm_forward() { return {plan_norm_forward, run_norm_forward}; }
+Operator<ModulatedNormForward> modulated_norm_forward() {
+  return {plan_modulated, run_modulated_norm_forward};
+}
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

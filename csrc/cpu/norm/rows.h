@@ -73,5 +73,17 @@ const A* widened(const void* source, DType dtype, double offset, double missing,
   return buffer;
 }
 
+// Rows that a modulated norm may have to widen for a group: scale, shift and gate.
+inline constexpr int64_t kModulators = 3;
+
+// As above, of the row of a group.
+template <class A>
+const A* widened_row(const void* source, DType dtype, double offset, double missing,
+                     const RowIndex& group, const RowStride& stride, int64_t cols, A* buffer) {
+  const char* row = static_cast<const char*>(source);
+  return widened<A>(row + row_offset(group, stride) * size_of(dtype), dtype, offset, missing, cols,
+                    buffer);
+}
+
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

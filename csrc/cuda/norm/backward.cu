@@ -7,146 +7,26 @@
 // are needed. Bytes per element: doutput + x + dx (+ dresidual_out); per block and column weight
 // and partials, which the last kernel reads once. Done when it runs at the speed of a copy of as
 // many bytes.
+//
+// A modulated norm has a weight for each group of rows, scale, and sums of its own for each: a part
+// is one of a group's rows. Where it is all of them, its sums are the gradients. With a gate,
+// dx * gate is what is written of dx, and dx * branch is summed as well.
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
-#include "cuda/norm/geometry.cuh"
+#include "cuda/norm/backward_rows.cuh"
 
 namespace onepass::cuda {
 namespace {
-
-// The sums over a row that its gradient needs.
-template <class A>
-struct RowMeans {
-  A g;   // of g = doutput * weight; 0 for rms
-  A gh;  // of g * h
-};
-
-// What every thread of a block would hold, kept in shared memory because registers are short.
-struct BlockConstants {
-  int64_t first_row;
-  int rows;
-  Dropout dropout;
-  double per_size[kRowDims];  // 1 / size of the rows' dimensions
-  double per_column;          // 1 / cols
-
-  // The block's part of the rows: a function of the shape and of the number of parts.
-  __device__ __forceinline__ BlockConstants(const NormBackward& args, int64_t part, int64_t parts)
-      : first_row(args.rows * part / parts),
-        rows(static_cast<int>(args.rows * (part + 1) / parts - first_row)),
-        dropout(load_dropout(args.seed, args.dropout_p)),
-        per_size{1.0 / args.row_size[0], 1.0 / args.row_size[1], 1.0 / args.row_size[2]},
-        per_column(1.0 / args.cols) {}
-};
-
-// n / d without the division, which is a function that needs many registers; for 0 <= n < 2^52,
-// where n * per_d is off by less than one.
-__device__ __forceinline__ int64_t quotient(int64_t n, int64_t d, double per_d) {
-  const int64_t about = static_cast<int64_t>(static_cast<double>(n) * per_d);
-  const int64_t rest = n - about * d;
-  return rest < 0 ? about - 1 : rest >= d ? about + 1 : about;
-}
-
-// row_index without divisions.
-__device__ __forceinline__ RowIndex row_index_by_inverse(const int64_t (&size)[kRowDims],
-                                                         const double* per_size, int64_t row) {
-  if (size[0] == 1 && size[1] == 1) return {{0, 0, row}};
-  const int64_t outer = quotient(row, size[2], per_size[2]);
-  const int64_t outermost = quotient(outer, size[1], per_size[1]);
-  return {{outermost, outer - outermost * size[1], row - outer * size[2]}};
-}
-
-// Element offsets of a row in its tensors.
-struct RowOffsets {
-  int64_t doutput;
-  int64_t x;
-  int64_t dresidual_out;
-  int64_t dense;  // in what is contiguous
-
-  __device__ __forceinline__ RowOffsets(const NormBackward& args, int64_t row,
-                                        const RowIndex& index)
-      : doutput(row_offset(index, args.doutput_stride)),
-        x(row_offset(index, args.x_stride)),
-        dresidual_out(row_offset(index, args.dresidual_out_stride)),
-        dense(row * args.cols) {}
-};
-
-// dx of one pack, and what it adds to dweight and dbias.
-template <class Types, class Columns>
-__device__ __forceinline__ void apply_pack(
-    const NormBackward& args, const Dropout& dropout, uint32_t kept, const RowOffsets& row,
-    const Columns& columns, auto pack, const typename Types::Kept& doutput,
-    const typename Types::Kept& x, const typename Types::A* weight, typename Types::A mean,
-    typename Types::A rstd, const RowMeans<typename Types::A>& means,
-    typename Types::A (&dweight)[kPack], typename Types::A (&dbias)[kPack]) {
-  using A = typename Types::A;
-  A dx[kPack];
-  ONEPASS_UNROLL
-  for (int e = 0; e < kPack; ++e) {
-    const A d = Types::value(doutput, e);
-    const A h = (Types::value(x, e) - mean) * rstd;
-    // Not fused: the difference is exactly zero in a row of one column.
-    const A g = d * weight[e] - means.g;
-    dx[e] = multiply_add(-h, means.gh, g) * rstd;
-    dweight[e] = multiply_add(d, h, dweight[e]);
-    dbias[e] += d;
-  }
-  if (args.dresidual_out) {
-    const auto above =
-        Types::load(args.dresidual_out, args.x_dtype, row.dresidual_out, columns, pack);
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) dx[e] += Types::value(above, e);
-  }
-  if (args.dresidual) {
-    Types::store(args.dresidual, args.dresidual_dtype, row.dense, columns, pack,
-                 Types::round(dx, args.dresidual_dtype));
-  }
-  if (args.dinput) {
-    if (args.seed) drop(dropout, kept, dx);
-    Types::store(args.dinput, args.dinput_dtype, row.dense, columns, pack,
-                 Types::round(dx, args.dinput_dtype));
-  }
-}
-
-// A value of the row, read by one lane of each warp or by one thread alone; a missing one is 0.
-template <class A>
-__device__ __forceinline__ A read_once(const A* address, bool reads) {
-  return address && reads ? load_global(address) : A(0);
-}
-
-template <class A>
-__device__ __forceinline__ A read_once(const A* address) {
-  return read_once(address, threadIdx.x % kLanes == 0);
-}
-
-template <class A>
-__device__ __forceinline__ A broadcast(A value) {
-  return __shfl_sync(kAllLanes, value, 0);
-}
-
-template <class A>
-__device__ __forceinline__ const A* at_row(const void* base, int64_t row) {
-  return base ? static_cast<const A*>(base) + row : nullptr;
-}
-
-// One pack of a part's sums, (2, cols).
-template <class A, class Columns>
-__device__ __forceinline__ void store_partials(const NormBackward& args, A* target,
-                                               const Columns& columns, auto pack,
-                                               const A (&dweight)[kPack], const A (&dbias)[kPack]) {
-  if (args.dweight) store_pack(target, columns, pack, narrow<A>(dweight));
-  if (args.dbias) store_pack(target + args.cols, columns, pack, narrow<A>(dbias));
-}
 
 // Whether doutput waits in shared memory for the sums of its row.
 template <int kPacks>
 inline constexpr bool kIsParked = kPacks == 4;
 
 // Rows in registers. A block has a run of rows, in parts that follow from the shape, and leaves
-// its sums in partials (parts, 2, cols). It has kThreads threads at most.
-template <class Types, int kPacks, bool kAligned, int kThreads>
+// its sums in partials (parts, kSums, cols). It has kThreads threads at most.
+template <class Args, class Types, int kPacks, bool kAligned, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
-    norm_backward_kernel(const NormBackward args, const int threads_per_row,
-                         typename Types::A* partials) {
+    norm_backward_kernel(const Args args, const int threads_per_row, typename Types::A* partials) {
   using A = typename Types::A;
   const int thread = static_cast<int>(threadIdx.x);
   const int rows_per_block = threads_per_row > kLanes ? 1 : static_cast<int>(blockDim.x) / kLanes;
@@ -154,7 +34,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int row_elements = threads_per_row * kPacks * kPack;
   SharedMemory shared;
   A* scratch = shared.take<A>(2 * kReduceScratch<2>);  // of even and of odd rows
-  A* weights = shared.take<A>(rows_per_block > 1 ? 2 * row_elements : row_elements);
+  // Later a sum over rows in each.
+  A* weights = shared.take<A>(rows_per_block > 1 ? kSums<Args> * row_elements : row_elements);
   // Between its two uses, where the sums of many columns leave no registers for it.
   typename Types::Kept* parked =
       kIsParked<kPacks> ? shared.take<typename Types::Kept>(kPacks * blockDim.x) : nullptr;
@@ -162,25 +43,37 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Of a row that the whole block has: mean and rstd of even and of odd ones, read one row ahead by
   // one thread. The barrier that sums the row's means stands between that and their use.
   A* statistics = shared.take<A>(4);
+  A* gates = nullptr;
+  if constexpr (kIsModulated<Args>) {
+    if (args.gate) gates = shared.take<A>(row_elements);
+  }
   const auto read_ahead = [&](int r) {
     if (threads_per_row == kLanes || thread != 0 || r >= constants->rows) return;
     const int64_t row = constants->first_row + r;
     statistics[2 * (r & 1)] = read_once(at_row<A>(args.mean, row), true);
     statistics[2 * (r & 1) + 1] = read_once(at_row<A>(args.rstd, row), true);
   };
-  if (thread == 0) *constants = BlockConstants(args, blockIdx.x, gridDim.x);
+  if (thread == 0) *constants = constants_of(args, blockIdx.x, gridDim.x);
   read_ahead(0);
-  stage_values<kPacks>(args.weight, args.weight_dtype, A(1), static_cast<A>(args.weight_offset),
+  const auto& vectors = vectors_of(args, blockIdx.x, gridDim.x);
+  stage_values<kPacks>(vectors.weight, args.weight_dtype, A(1), static_cast<A>(args.weight_offset),
                        WarpColumns<kAligned, kPacks>(threads_per_row, args.cols), group,
                        rows_per_block, weights);
+  if constexpr (kIsModulated<Args>) {
+    if (args.gate) {
+      stage_values<kPacks>(vectors.gate, args.gate_dtype, A(1), A(0),
+                           WarpColumns<kAligned, kPacks>(threads_per_row, args.cols), group,
+                           rows_per_block, gates);
+    }
+  }
   __syncthreads();
 
-  A dweight[kPacks][kPack] = {}, dbias[kPacks][kPack] = {};
+  A dweight[kPacks][kPack] = {}, dbias[kPacks][kPack] = {}, dgate[kPacks][kPack] = {};
   for (int r = group; r < constants->rows; r += rows_per_block) {
     const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
     const int64_t row = constants->first_row + r;
-    const RowOffsets offsets(args, row,
-                             row_index_by_inverse(args.row_size, constants->per_size, row));
+    const RowIndex index = row_index_by_inverse(args.row_size, constants->per_size, row);
+    const RowOffsets offsets(args, row, index);
     // First, while few registers are taken: the generator needs many.
     uint32_t kept = 0;
     if (args.seed) {
@@ -236,15 +129,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       Types::forget(x[p]);
       A weight[kPack];
       staged_pack(weights, columns, p, weight);
-      apply_pack<Types>(args, constants->dropout, kept >> p * kPack & 0xffu, offsets, columns, p,
-                        doutput[p], x[p], weight, mean, rstd, of_row, dweight[p], dbias[p]);
+      const auto load_gate = [&](A(&gate)[kPack]) { staged_pack(gates, columns, p, gate); };
+      apply_pack<Types>(args, constants->dropout, kept >> p * kPack & 0xffu, offsets, index,
+                        columns, p, doutput[p], x[p], weight, load_gate, mean, rstd, of_row,
+                        dweight[p], dbias[p], dgate[p]);
     }
   }
 
   // The sums of a block's warps, if it has one per row, are added up in order.
   const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
   constexpr int kWarpRow = kLanes * kPacks * kPack;
-  A* sums = weights;  // of dweight and, kWarpRow further, of dbias
+  A* sums = weights;  // of dweight, and kWarpRow further each of dbias and dgate
   if (rows_per_block > 1) {
     for (int warp = 0; warp < rows_per_block; ++warp) {
       __syncthreads();
@@ -253,26 +148,32 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int p = 0; p < kPacks; ++p) {
         add_staged(dweight[p], columns, p, warp > 0, sums);
         add_staged(dbias[p], columns, p, warp > 0, sums + kWarpRow);
+        if constexpr (kIsModulated<Args>) {
+          add_staged(dgate[p], columns, p, warp > 0, sums + 2 * kWarpRow);
+        }
       }
     }
     __syncthreads();
   }
-  A* const target = partials + static_cast<int64_t>(blockIdx.x) * 2 * args.cols;
+  A* const target = partials + static_cast<int64_t>(blockIdx.x) * kSums<Args> * args.cols;
   ONEPASS_UNROLL
   for (int p = 0; p < kPacks; ++p) {
     if (!has_turn(p, group, rows_per_block)) continue;
     if (rows_per_block > 1) {
       staged_pack(sums, columns, p, dweight[p]);
       staged_pack(sums + kWarpRow, columns, p, dbias[p]);
+      if constexpr (kIsModulated<Args>) {
+        staged_pack(sums + 2 * kWarpRow, columns, p, dgate[p]);
+      }
     }
-    store_partials(args, target, columns, p, dweight[p], dbias[p]);
+    store_sums(args, target, blockIdx.x, gridDim.x, columns, p, dweight[p], dbias[p], dgate[p]);
   }
 }
 
 // Long rows, first: the means of each row.
-template <class Types, bool kAligned>
+template <class Args, class Types, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    norm_backward_means_kernel(const NormBackward args, RowMeans<typename Types::A>* means) {
+    norm_backward_means_kernel(const Args args, RowMeans<typename Types::A>* means) {
   using A = typename Types::A;
   SharedMemory shared;
   A* scratch = shared.take<A>(kReduceScratch<2>);
@@ -280,6 +181,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const StridedColumns<kAligned> columns{static_cast<int>(blockDim.x),
                                          static_cast<int>(threadIdx.x), args.cols};
   const RowOffsets offsets(args, row, row_index(args.row_size, row));
+  const auto& vectors = vectors_of(args, row, args.rows);
   A mean = read_once(at_row<A>(args.mean, row)), rstd = read_once(at_row<A>(args.rstd, row));
   mean = broadcast(mean), rstd = broadcast(rstd);
   A sums[2] = {};
@@ -287,7 +189,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const auto doutput = Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, p);
     const auto x = Types::load(args.x, args.x_dtype, offsets.x, columns, p);
     A weight[kPack];
-    load_values(args.weight, args.weight_dtype, A(1), columns, p, weight);
+    load_values(vectors.weight, args.weight_dtype, A(1), columns, p, weight);
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       const A g = Types::value(doutput, e) * (weight[e] + static_cast<A>(args.weight_offset));
@@ -305,12 +207,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 // Long rows, second: a block has a pack per thread (blockIdx.x / parts) of a run of rows
 // (blockIdx.x % parts).
-template <class A>
-inline constexpr int kColumnsThreads = sizeof(A) == 8 ? kMaxThreads / 2 : kMaxThreads;
+template <class Args, class A>
+inline constexpr int kColumnsThreads =
+    sizeof(A) == 8 || kIsModulated<Args> ? kMaxThreads / 2 : kMaxThreads;
 
-template <class Types, bool kAligned>
-__global__ void __launch_bounds__(kColumnsThreads<typename Types::A>, 1)
-    norm_backward_columns_kernel(const NormBackward args, const RowMeans<typename Types::A>* means,
+template <class Args, class Types, bool kAligned>
+__global__ void __launch_bounds__(kColumnsThreads<Args, typename Types::A>, 1)
+    norm_backward_columns_kernel(const Args args, const RowMeans<typename Types::A>* means,
                                  const int parts, typename Types::A* partials) {
   using A = typename Types::A;
   const StridedColumns<kAligned> columns{static_cast<int>(blockDim.x),
@@ -319,20 +222,26 @@ __global__ void __launch_bounds__(kColumnsThreads<typename Types::A>, 1)
   const int64_t part = blockIdx.x % parts;
   SharedMemory shared;
   BlockConstants* constants = shared.take<BlockConstants>(1);
-  if (threadIdx.x == 0) *constants = BlockConstants(args, part, parts);
+  if (threadIdx.x == 0) *constants = constants_of(args, part, parts);
   __syncthreads();
-  A* weights = shared.take<A>(kPack * kColumnsThreads<A>) + threadIdx.x;  // each thread's own
+  A* weights = shared.take<A>(kPack * kColumnsThreads<Args, A>) + threadIdx.x;  // each thread's own
+  const auto& vectors = vectors_of(args, part, parts);
   A value[kPack];
-  load_values(args.weight, args.weight_dtype, A(1), columns, pack, value);
+  load_values(vectors.weight, args.weight_dtype, A(1), columns, pack, value);
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
-    weights[e * kColumnsThreads<A>] = value[e] + static_cast<A>(args.weight_offset);
+    weights[e * kColumnsThreads<Args, A>] = value[e] + static_cast<A>(args.weight_offset);
   }
-  A dweight[kPack] = {}, dbias[kPack] = {};
+  const auto load_gate = [&](A(&gate)[kPack]) {  // of the same columns for every row: in L1
+    if constexpr (kIsModulated<Args>) {
+      load_values(vectors.gate, args.gate_dtype, A(1), columns, pack, gate);
+    }
+  };
+  A dweight[kPack] = {}, dbias[kPack] = {}, dgate[kPack] = {};
   for (int r = 0; r < constants->rows; ++r) {
     const int64_t row = constants->first_row + r;
-    const RowOffsets offsets(args, row,
-                             row_index_by_inverse(args.row_size, constants->per_size, row));
+    const RowIndex index = row_index_by_inverse(args.row_size, constants->per_size, row);
+    const RowOffsets offsets(args, row, index);
     const auto doutput =
         Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, pack);
     const auto x = Types::load(args.x, args.x_dtype, offsets.x, columns, pack);
@@ -342,13 +251,14 @@ __global__ void __launch_bounds__(kColumnsThreads<typename Types::A>, 1)
     mean = broadcast(mean), rstd = broadcast(rstd);
     A weight[kPack];
     ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) weight[e] = weights[e * kColumnsThreads<A>];
+    for (int e = 0; e < kPack; ++e) weight[e] = weights[e * kColumnsThreads<Args, A>];
     const uint32_t kept =
         args.seed ? keep_bits(constants->dropout, offsets.dense, columns, pack) : 0;
-    apply_pack<Types>(args, constants->dropout, kept, offsets, columns, pack, doutput, x, weight,
-                      mean, rstd, of_row, dweight, dbias);
+    apply_pack<Types>(args, constants->dropout, kept, offsets, index, columns, pack, doutput, x,
+                      weight, load_gate, mean, rstd, of_row, dweight, dbias, dgate);
   }
-  store_partials(args, partials + part * 2 * args.cols, columns, pack, dweight, dbias);
+  store_sums(args, partials + part * kSums<Args> * args.cols, part, parts, columns, pack, dweight,
+             dbias, dgate);
 }
 
 template <class A>
@@ -367,18 +277,28 @@ __device__ __forceinline__ void store_gradient(void* base, DType dtype, int64_t 
   }
 }
 
-// Adds up the parts: a block has kReduceColumns columns of dweight or of dbias, a warp every
+// Adds up the parts: a block has kReduceColumns columns of one of the sums, a warp every
 // kMaxWarps-th part of them, in four running sums; the warps' sums are added in order.
 constexpr int kReduceColumns = kLanes;
 
-template <class A>
+// `parts`: of a group, which are as many blocks apart as there are columns to a group.
+template <class Args, class A>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    norm_backward_reduce_kernel(const NormBackward args, const A* partials, const int parts) {
-  const int which = blockIdx.x % 2;  // dweight, dbias
-  const int64_t column =
-      static_cast<int64_t>(blockIdx.x / 2) * kReduceColumns + threadIdx.x % kLanes;
+    norm_backward_reduce_kernel(const Args args, const A* partials, const int parts) {
+  const int which = blockIdx.x % kSums<Args>;  // dweight, dbias, dgate
+  int64_t column = static_cast<int64_t>(blockIdx.x / kSums<Args>) * kReduceColumns;
+  void* target = which == 0 ? args.dweight : args.dbias;
+  int64_t first_element = 0;
+  if constexpr (kIsModulated<Args>) {
+    const int64_t cols = (args.cols + kReduceColumns - 1) / kReduceColumns * kReduceColumns;
+    const int64_t group = column / cols;
+    column -= group * cols;
+    partials += group * parts * kSums<Args> * args.cols;
+    first_element = group * args.cols;
+    if (which == 2) target = args.dgate;
+  }
+  column += threadIdx.x % kLanes;
   const int warp = static_cast<int>(threadIdx.x) / kLanes;
-  void* const target = which == 0 ? args.dweight : args.dbias;
   if (!target) return;
   SharedMemory shared;
   A* sums = shared.take<A>(kMaxThreads);  // (warps, columns)
@@ -389,7 +309,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     for (int i = 0; i < kChains; ++i) {
       const int64_t part = first + i * kMaxWarps;
       if (part < parts && column < args.cols) {
-        sum[i] += load_global(partials + (part * 2 + which) * args.cols + column);
+        sum[i] += load_global(partials + (part * kSums<Args> + which) * args.cols + column);
       }
     }
   }
@@ -398,14 +318,21 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (warp > 0 || column >= args.cols) return;
   A total = 0;
   for (int w = 0; w < kMaxWarps; ++w) total += sums[w * kLanes + threadIdx.x];
-  store_gradient<A>(target, which == 0 ? args.dweight_dtype : args.dbias_dtype, column, total);
+  DType dtype = which == 0 ? args.dweight_dtype : args.dbias_dtype;
+  if constexpr (kIsModulated<Args>) {
+    if (which == 2) dtype = args.gate_dtype;
+  }
+  store_gradient<A>(target, dtype, first_element + column, total);
 }
 
-// Packs that a thread keeps of x and of doutput, beside the sums of their columns.
-template <class Types>
-inline constexpr int kBackwardPacks = sizeof(typename Types::A) == 8       ? 1
-                                      : sizeof(typename Types::Kept) == 16 ? 4
-                                                                           : 2;
+// Packs that a thread keeps of x and of doutput, beside the sums of their columns, of which a
+// modulated norm has one more.
+template <class Args, class Types>
+inline constexpr int kBackwardPacks =
+    (sizeof(typename Types::A) == 8       ? 1
+     : sizeof(typename Types::Kept) == 16 ? 4
+                                          : 2) /
+    (kIsModulated<Args> && sizeof(typename Types::A) == 4 ? 2 : 1);
 
 // f.operator()<kThreads>() for what geometry_of can give. The fewer threads a block has at most,
 // the more of 65,536 registers each can have. With the 168 of 384 threads single elements of four
@@ -421,23 +348,37 @@ void visit_threads(const Geometry& geometry, F&& f) {
   f.template operator()<kMaxThreads>();
 }
 
-template <class F>
-decltype(auto) visit_backward(const NormBackward& args, F&& f) {
+template <class Args, class F>
+decltype(auto) visit_backward(const Args& args, F&& f) {
+  DType branch = args.x_dtype;
+  if constexpr (kIsModulated<Args>) {
+    if (args.gate) branch = args.branch_dtype;
+  }
   return visit_types(
       {args.x_dtype, args.doutput_dtype, args.dinput ? args.dinput_dtype : args.x_dtype,
-       args.dresidual ? args.dresidual_dtype : args.x_dtype},
+       args.dresidual ? args.dresidual_dtype : args.x_dtype, branch},
       f);
 }
 
-Geometry backward_geometry(const NormBackward& args) {
+template <class Args>
+Geometry backward_geometry(const Args& args) {
   Alignment alignment(args.cols);
   alignment.rows(args.doutput, args.doutput_dtype, &args.doutput_stride);
   alignment.rows(args.x, args.x_dtype, &args.x_stride);
   alignment.rows(args.dresidual_out, args.x_dtype, &args.dresidual_out_stride);
-  alignment.vector(args.weight);
   for (const void* base : {args.dinput, args.dresidual}) alignment.vector(base);
+  if constexpr (kIsModulated<Args>) {
+    alignment.rows(args.branch, args.branch_dtype, &args.branch_stride);
+    alignment.rows(args.weight, args.weight_dtype, &args.scale_stride);
+    alignment.rows(args.gate, args.gate_dtype, &args.gate_stride);
+    for (const void* base : {args.dweight, args.dbias, args.dgate}) alignment.vector(base);
+  } else {
+    alignment.vector(args.weight);
+  }
   return visit_backward(args, [&]<class Types>() {
-    return geometry_of(args.cols, kBackwardPacks<Types>, alignment.value());
+    const Geometry geometry =
+        geometry_of(args.cols, kBackwardPacks<Args, Types>, alignment.value());
+    return geometry.packs > 0 ? shared_geometry(args, geometry) : geometry;
   });
 }
 
@@ -449,24 +390,42 @@ constexpr int64_t kRowsPerPart = 32;
 constexpr int64_t kMaxParts = 512;
 constexpr int64_t kFewParts = 128;
 
-int64_t parts_of(const NormBackward& args, const Geometry& geometry) {
+template <class Args>
+int64_t parts_of(const Args& args, const Geometry& geometry) {
   const int64_t groups = geometry.packs > 0 ? geometry.rows_per_block() : 1;
   // Blocks of four warps: two of them for one of a whole row.
   const int64_t few = groups > 1 ? 2 * kFewParts : kFewParts;
-  const int64_t busy = std::min(args.rows / (2 * groups), few);
-  return std::clamp<int64_t>(std::max(args.rows / kRowsPerPart, busy), 1, kMaxParts);
+  const auto parts_of = [&](int64_t rows, int64_t few, int64_t most) {
+    const int64_t busy = std::min(rows / (2 * groups), few);
+    return std::clamp<int64_t>(std::max(rows / kRowsPerPart, busy), 1, most);
+  };
+  if constexpr (kIsModulated<Args>) {  // of each group, and together as many
+    const int64_t most = std::max<int64_t>(kMaxParts / args.groups, 1);
+    return args.groups * parts_of(args.tokens, few / args.groups, most);
+  } else {
+    return parts_of(args.rows, few, kMaxParts);
+  }
 }
 
 int64_t accumulator_size_of(const NormBackward& args) {
   return args.x_dtype == DType::kFloat64 ? 8 : 4;
 }
 
-Plan plan_backward(const NormBackward& args, const Machine&, Geometry& geometry) {
+// Whether the sums of parts are not the gradients already.
+template <class Args>
+bool has_partials(const Args& args, int64_t parts) {
+  if constexpr (kIsModulated<Args>) return parts > args.groups;
+  return true;
+}
+
+template <class Args>
+Plan plan_backward(const Args& args, const Machine&, Geometry& geometry) {
   geometry = backward_geometry(args);
   const bool in_registers = geometry.packs > 0;
   const int64_t parts = parts_of(args, geometry);
   const int64_t means = in_registers ? 0 : 2 * args.rows;
-  return {.workspace_bytes = (2 * parts * args.cols + means) * accumulator_size_of(args),
+  const int64_t partials = has_partials(args, parts) ? kSums<Args> * parts * args.cols : 0;
+  return {.workspace_bytes = (partials + means) * accumulator_size_of(args),
           .kernel_name = in_registers ? "norm_backward_kernel" : "norm_backward_columns_kernel",
           .rows_per_tile = in_registers ? geometry.rows_per_block() : 1,
           .splits = parts,
@@ -475,55 +434,69 @@ Plan plan_backward(const NormBackward& args, const Machine&, Geometry& geometry)
                                        : "rows in registers, unaligned: single elements"};
 }
 
-void run_backward(const NormBackward& args, const Plan& plan, const Geometry& geometry,
-                  void* workspace, const Context& context) {
+template <class Args>
+void run_backward(const Args& args, const Plan& plan, const Geometry& geometry, void* workspace,
+                  const Context& context) {
   const int parts = static_cast<int>(plan.splits);
+  int64_t groups = 1, gates = 0;
+  if constexpr (kIsModulated<Args>) groups = args.groups, gates = args.gate ? 1 : 0;
   visit_backward(args, [&]<class Types>() {
     using A = typename Types::A;
     A* const partials = static_cast<A*>(workspace);
     LaunchShape shape{.blocks = parts, .threads = static_cast<unsigned>(geometry.threads)};
     if (args.rows > 0 && geometry.packs > 0) {
-      const int arrays = geometry.rows_per_block() > 1 ? 2 : 1;
+      const int64_t arrays = (geometry.rows_per_block() > 1 ? kSums<Args> : 1) + gates;
       shape.shared_bytes =
           sizeof(BlockConstants) +
           (4 + 2 * kReduceScratch<2> + arrays * geometry.row_elements()) * sizeof(A);
-      visit_geometry<kBackwardPacks<Types>>(geometry, [&]<int kPacks, bool kAligned>() {
+      visit_geometry<kBackwardPacks<Args, Types>>(geometry, [&]<int kPacks, bool kAligned>() {
         if (kIsParked<kPacks>) {
           shape.shared_bytes += kPacks * geometry.threads * sizeof(typename Types::Kept);
         }
         visit_threads<kPacks, kAligned>(geometry, [&]<int kThreads>() {
-          launch<norm_backward_kernel<Types, kPacks, kAligned, kThreads>>(
+          launch<norm_backward_kernel<Args, Types, kPacks, kAligned, kThreads>>(
               shape, context.stream, args, geometry.threads_per_row, partials);
         });
       });
     } else if (args.rows > 0) {
-      auto* const means = reinterpret_cast<RowMeans<A>*>(partials + 2 * parts * args.cols);
-      constexpr int64_t tile = kColumnsThreads<A> * kPack;
+      const int64_t sums = has_partials(args, parts) ? kSums<Args> * parts : 0;
+      auto* const means = reinterpret_cast<RowMeans<A>*>(partials + sums * args.cols);
+      constexpr int64_t tile = kColumnsThreads<Args, A> * kPack;
       const int64_t tiles = (args.cols + tile - 1) / tile;
       visit_bool(geometry.aligned, [&]<bool kAligned>() {
         shape.blocks = args.rows;
         shape.shared_bytes = kReduceScratch<2> * sizeof(A);
-        launch<norm_backward_means_kernel<Types, kAligned>>(shape, context.stream, args, means);
+        launch<norm_backward_means_kernel<Args, Types, kAligned>>(shape, context.stream, args,
+                                                                  means);
         shape.blocks = tiles * parts;
-        shape.threads = kColumnsThreads<A>;
+        shape.threads = kColumnsThreads<Args, A>;
         shape.shared_bytes = sizeof(BlockConstants) + tile * sizeof(A);
-        launch<norm_backward_columns_kernel<Types, kAligned>>(
+        launch<norm_backward_columns_kernel<Args, Types, kAligned>>(
             shape, context.stream, args, static_cast<const RowMeans<A>*>(means), parts, partials);
       });
     }
-    if (!args.dweight && !args.dbias) return;
-    launch<norm_backward_reduce_kernel<A>>(
-        {.blocks = 2 * ((args.cols + kReduceColumns - 1) / kReduceColumns),
+    bool has_sums = args.dweight || args.dbias;
+    if constexpr (kIsModulated<Args>) has_sums = has_sums || args.dgate;
+    // Without rows all sums are 0.
+    if (!has_sums || (args.rows > 0 && !has_partials(args, parts))) return;
+    launch<norm_backward_reduce_kernel<Args, A>>(
+        {.blocks = kSums<Args> * groups * ((args.cols + kReduceColumns - 1) / kReduceColumns),
          .threads = kMaxThreads,
          .shared_bytes = kMaxThreads * sizeof(A)},
-        context.stream, args, static_cast<const A*>(partials), args.rows > 0 ? parts : 0);
+        context.stream, args, static_cast<const A*>(partials),
+        args.rows > 0 ? static_cast<int>(parts / groups) : 0);
   });
 }
 
 }  // namespace
 
 Operator<NormBackward> norm_backward() {
-  return operator_of<NormBackward, Geometry, plan_backward, run_backward>();
+  return operator_of<NormBackward, Geometry, plan_backward<NormBackward>,
+                     run_backward<NormBackward>>();
+}
+Operator<ModulatedNormBackward> modulated_norm_backward() {
+  using Args = ModulatedNormBackward;
+  return operator_of<Args, Geometry, plan_backward<Args>, run_backward<Args>>();
 }
 
 }  // namespace onepass::cuda

@@ -5,6 +5,8 @@
 // float64 a quarter of each. Longer rows are read a second time.
 // Bytes per element: input + output (+ residual + residual_out); per block and column weight and
 // bias; per row the statistics. Done when it runs at the speed of a copy of as many bytes.
+//
+// A modulated norm reads those of its rows' group, scale and shift, and gate in front of the add.
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/norm/geometry.cuh"
@@ -31,6 +33,26 @@ __device__ __forceinline__ void merge(Moments<A>& into, const Moments<A>& other)
   into.count = count;
 }
 
+// What belongs to the columns of some rows.
+struct Vectors {
+  const void* weight;
+  const void* bias;
+  const void* gate;
+};
+
+// The call's own.
+__device__ __forceinline__ const NormForward& vectors_of(const NormForward& args, int64_t) {
+  return args;
+}
+
+// Those of the row's group.
+__device__ __forceinline__ Vectors vectors_of(const ModulatedNormForward& args, int64_t row) {
+  const int64_t group = row / args.tokens;
+  return {of_group(args, group, args.weight, args.weight_dtype, args.scale_stride),
+          of_group(args, group, args.bias, args.bias_dtype, args.shift_stride),
+          of_group(args, group, args.gate, args.gate_dtype, args.gate_stride)};
+}
+
 template <class Types, class Columns>
 __device__ __forceinline__ typename Types::Kept load_input(const NormForward& args,
                                                            const RowIndex& index,
@@ -47,10 +69,10 @@ __device__ __forceinline__ typename Types::Kept load_residual(const NormForward&
                      columns, pack);
 }
 
-// x of one pack with a residual: residual + dropout(input) rounded to residual_out, which is
-// written.
-template <class Types, class Columns>
-__device__ __forceinline__ typename Types::Kept add_pack(const NormForward& args,
+// x of one pack with a residual: residual + dropout(input), or residual + gate * input, rounded to
+// residual_out, which is written.
+template <class Types, class Args, class Columns>
+__device__ __forceinline__ typename Types::Kept add_pack(const Args& args, const auto& vectors,
                                                          const Dropout& dropout, int64_t row,
                                                          const Columns& columns, auto pack,
                                                          const typename Types::Kept& input,
@@ -58,9 +80,18 @@ __device__ __forceinline__ typename Types::Kept add_pack(const NormForward& args
   typename Types::A sum[kPack];
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) sum[e] = Types::value(input, e);
-  if (args.seed) drop(dropout, keep_bits(dropout, row * args.cols, columns, pack), sum);
-  ONEPASS_UNROLL
-  for (int e = 0; e < kPack; ++e) sum[e] += Types::value(residual, e);
+  if constexpr (kIsModulated<Args>) {
+    typename Types::A gate[kPack];
+    load_values(vectors.gate, args.gate_dtype, typename Types::A(1), columns, pack, gate);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      sum[e] = multiply_add(sum[e], gate[e], Types::value(residual, e));
+    }
+  } else {
+    if (args.seed) drop(dropout, keep_bits(dropout, row * args.cols, columns, pack), sum);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) sum[e] += Types::value(residual, e);
+  }
   const auto x = Types::round(sum, args.residual_out_dtype);
   Types::store(args.residual_out, args.residual_out_dtype, row * args.cols, columns, pack, x);
   return x;
@@ -68,10 +99,11 @@ __device__ __forceinline__ typename Types::Kept add_pack(const NormForward& args
 
 // Weight plus offset, and bias, of one pack.
 template <class A, class Columns>
-__device__ __forceinline__ void load_scales(const NormForward& args, const Columns& columns,
-                                            auto pack, A (&weight)[kPack], A (&bias)[kPack]) {
-  load_values(args.weight, args.weight_dtype, A(1), columns, pack, weight);
-  load_values(args.bias, args.bias_dtype, A(0), columns, pack, bias);
+__device__ __forceinline__ void load_scales(const NormForward& args, const auto& vectors,
+                                            const Columns& columns, auto pack, A (&weight)[kPack],
+                                            A (&bias)[kPack]) {
+  load_values(vectors.weight, args.weight_dtype, A(1), columns, pack, weight);
+  load_values(vectors.bias, args.bias_dtype, A(0), columns, pack, bias);
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) weight[e] += static_cast<A>(args.weight_offset);
 }
@@ -106,9 +138,9 @@ __device__ __forceinline__ void store_statistics(const NormForward& args, int64_
 }
 
 // The row in registers: kPacks packs of each thread.
-template <class Types, int kPacks, bool kAligned>
+template <class Args, class Types, int kPacks, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    norm_forward_kernel(const NormForward args, const int threads_per_row) {
+    norm_forward_kernel(const Args args, const int threads_per_row) {
   using A = typename Types::A;
   SharedMemory shared;
   A* scratch = shared.take<A>(kReduceScratch<1>);
@@ -120,6 +152,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
   const bool has_row = row < args.rows;
   const RowIndex index = row_index(args.row_size, has_row ? row : 0);
+  // Of a block's first row, which shares them with all others.
+  const auto& vectors = vectors_of(args, static_cast<int64_t>(blockIdx.x) * rows_per_block);
 
   // All loads of the row before anything waits for one of them.
   typename Types::Kept x[kPacks];
@@ -136,9 +170,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (rows_per_block > 1) {
     weights = shared.take<A>(threads_per_row * kPacks * kPack);
     biases = shared.take<A>(threads_per_row * kPacks * kPack);
-    stage_values<kPacks>(args.weight, args.weight_dtype, A(1), static_cast<A>(args.weight_offset),
-                         columns, group, rows_per_block, weights);
-    stage_values<kPacks>(args.bias, args.bias_dtype, A(0), A(0), columns, group, rows_per_block,
+    stage_values<kPacks>(vectors.weight, args.weight_dtype, A(1),
+                         static_cast<A>(args.weight_offset), columns, group, rows_per_block,
+                         weights);
+    stage_values<kPacks>(vectors.bias, args.bias_dtype, A(0), A(0), columns, group, rows_per_block,
                          biases);
     __syncthreads();
   }
@@ -147,7 +182,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const Dropout dropout = load_dropout(args.seed, args.dropout_p);
     ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
-      x[p] = add_pack<Types>(args, dropout, row, columns, p, x[p], residual[p]);
+      x[p] = add_pack<Types>(args, vectors, dropout, row, columns, p, x[p], residual[p]);
     }
   }
   const A n = static_cast<A>(args.cols);
@@ -191,15 +226,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       staged_pack(weights, columns, p, weight);
       staged_pack(biases, columns, p, bias);
     } else {
-      load_scales(args, columns, p, weight, bias);
+      load_scales(args, vectors, columns, p, weight, bias);
     }
     scale_pack<Types>(args, row, columns, p, x[p], mean, rstd, weight, bias);
   }
 }
 
 // A row that is too long for that: a block reads it twice.
-template <class Types, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const NormForward args) {
+template <class Args, class Types, bool kAligned>
+__global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const Args args) {
   using A = typename Types::A;
   SharedMemory shared;
   Moments<A>* of_threads = shared.take<Moments<A>>(kMaxThreads);
@@ -209,12 +244,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
   const StridedColumns<kAligned> columns{threads, thread, args.cols};
   const RowIndex index = row_index(args.row_size, row);
   const Dropout dropout = load_dropout(args.seed, args.dropout_p);
+  const auto& vectors = vectors_of(args, row);
 
   Moments<A> moments{};
   for (int64_t p = 0; columns.reaches(p); ++p) {
     auto x = load_input<Types>(args, index, columns, p);
     if (args.residual) {
-      x = add_pack<Types>(args, dropout, row, columns, p, x,
+      x = add_pack<Types>(args, vectors, dropout, row, columns, p, x,
                           load_residual<Types>(args, index, columns, p));
     }
     // Around the first element, so that equal ones have deviations of exactly zero.
@@ -255,7 +291,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
                                         columns, p)
                           : load_input<Types>(args, index, columns, p);
     A weight[kPack], bias[kPack];
-    load_scales(args, columns, p, weight, bias);
+    load_scales(args, vectors, columns, p, weight, bias);
     scale_pack<Types>(args, row, columns, p, x, moments.mean, rstd, weight, bias);
   }
 }
@@ -271,18 +307,26 @@ decltype(auto) visit_forward(const NormForward& args, F&& f) {
       {args.input_dtype, args.output_dtype, args.residual_dtype, args.residual_out_dtype}, f);
 }
 
-Geometry forward_geometry(const NormForward& args) {
+template <class Args>
+Geometry forward_geometry(const Args& args) {
   Alignment alignment(args.cols);
   alignment.rows(args.input, args.input_dtype, &args.input_stride);
   alignment.rows(args.residual, args.residual_dtype, &args.residual_stride);
-  for (const void* base : {args.weight, args.bias}) alignment.vector(base);
+  if constexpr (kIsModulated<Args>) {
+    alignment.rows(args.weight, args.weight_dtype, &args.scale_stride);
+    alignment.rows(args.bias, args.bias_dtype, &args.shift_stride);
+    alignment.rows(args.gate, args.gate_dtype, &args.gate_stride);
+  } else {
+    for (const void* base : {args.weight, args.bias}) alignment.vector(base);
+  }
   for (const void* base : {args.output, args.residual_out}) alignment.vector(base);
   return visit_forward(args, [&]<class Types>() {
-    return geometry_of(args.cols, kForwardPacks<Types>, alignment.value());
+    return shared_geometry(args, geometry_of(args.cols, kForwardPacks<Types>, alignment.value()));
   });
 }
 
-Plan plan_forward(const NormForward& args, const Machine&, Geometry& geometry) {
+template <class Args>
+Plan plan_forward(const Args& args, const Machine&, Geometry& geometry) {
   geometry = forward_geometry(args);
   const bool in_registers = geometry.packs > 0;
   const int64_t per_block = in_registers ? geometry.rows_per_block() : 1;
@@ -295,7 +339,8 @@ Plan plan_forward(const NormForward& args, const Machine&, Geometry& geometry) {
                                        : "rows in registers, unaligned: single elements"};
 }
 
-void run_forward(const NormForward& args, const Plan& plan, const Geometry& geometry, void*,
+template <class Args>
+void run_forward(const Args& args, const Plan& plan, const Geometry& geometry, void*,
                  const Context& context) {
   if (args.rows == 0) return;
   visit_forward(args, [&]<class Types>() {
@@ -304,15 +349,15 @@ void run_forward(const NormForward& args, const Plan& plan, const Geometry& geom
     if (geometry.packs == 0) {
       shape.shared_bytes = kMaxThreads * sizeof(Moments<A>);
       visit_bool(geometry.aligned, [&]<bool kAligned>() {
-        launch<norm_forward_long_kernel<Types, kAligned>>(shape, context.stream, args);
+        launch<norm_forward_long_kernel<Args, Types, kAligned>>(shape, context.stream, args);
       });
       return;
     }
     const int staged = geometry.rows_per_block() > 1 ? 2 * geometry.row_elements() : 0;
     shape.shared_bytes = (kReduceScratch<1> + kReduceScratch<2> + staged) * sizeof(A);
     visit_geometry<kForwardPacks<Types>>(geometry, [&]<int kPacks, bool kAligned>() {
-      launch<norm_forward_kernel<Types, kPacks, kAligned>>(shape, context.stream, args,
-                                                           geometry.threads_per_row);
+      launch<norm_forward_kernel<Args, Types, kPacks, kAligned>>(shape, context.stream, args,
+                                                                 geometry.threads_per_row);
     });
   });
 }
@@ -320,7 +365,11 @@ void run_forward(const NormForward& args, const Plan& plan, const Geometry& geom
 }  // namespace
 
 Operator<NormForward> norm_forward() {
-  return operator_of<NormForward, Geometry, plan_forward, run_forward>();
+  return operator_of<NormForward, Geometry, plan_forward<NormForward>, run_forward<NormForward>>();
+}
+Operator<ModulatedNormForward> modulated_norm_forward() {
+  using Args = ModulatedNormForward;
+  return operator_of<Args, Geometry, plan_forward<Args>, run_forward<Args>>();
 }
 
 }  // namespace onepass::cuda

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <type_traits>
 
 #include "cuda/reduce.cuh"
 #include "cuda/vec.cuh"
@@ -38,6 +39,29 @@ inline Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
   if (warps * kLanes > kMaxThreads) return {0, kMaxThreads, kMaxThreads, aligned};
   const int threads = static_cast<int>(warps) * kLanes;
   return {max_packs, threads, threads, aligned};
+}
+
+// A modulated norm has a weight and a bias for each group of rows.
+template <class Args>
+inline constexpr bool kIsModulated =
+    std::is_same_v<Args, ModulatedNormForward> || std::is_same_v<Args, ModulatedNormBackward>;
+
+// Rows share a block where they share all that belongs to their columns.
+template <class Args>
+Geometry shared_geometry(const Args& args, Geometry geometry) {
+  if constexpr (kIsModulated<Args>) {
+    if (args.tokens % geometry.rows_per_block() != 0) geometry.threads = geometry.threads_per_row;
+  }
+  return geometry;
+}
+
+// Of the group that a row is of, the row of a tensor that has one for each.
+template <class Args>
+__device__ __forceinline__ const void* of_group(const Args& args, int64_t group, const void* base,
+                                                DType dtype, const RowStride& stride) {
+  if (!base) return nullptr;
+  const int64_t offset = row_offset(row_index(args.group_size, group), stride);
+  return static_cast<const char*>(base) + offset * size_of(dtype);
 }
 
 // 16-byte accesses need rows that begin at multiples of 16 bytes and end at multiples of a pack.

@@ -41,6 +41,18 @@ _DEFAULT_EPS = torch.finfo(torch.float32).eps
 _DEFAULT_EPS_FLOAT64 = torch.finfo(torch.float64).eps
 
 
+def default_eps(input: Tensor) -> float:
+    """That of rms_norm where none is given."""
+    return _DEFAULT_EPS_FLOAT64 if input.dtype is torch.float64 else _DEFAULT_EPS
+
+
+def autocast_dtype(input: Tensor, kind: NormKind) -> torch.dtype:
+    """The output's under CUDA's autocast: the one that torch gives."""
+    # Dynamo looks behind a cache, and warns of each.
+    of = _cuda_autocast_dtype if torch.compiler.is_compiling() else _known_autocast_dtype
+    return of(input.dtype, kind)
+
+
 @logged
 def norm(
     input: Tensor,
@@ -64,15 +76,13 @@ def norm(
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
     if eps is None and kind == NormKind.RMS:
-        eps = _DEFAULT_EPS_FLOAT64 if input.dtype is torch.float64 else _DEFAULT_EPS
+        eps = default_eps(input)
     if torch.compiler.is_compiling():
         eps, weight_offset = constant(eps), constant(weight_offset)
     elif tracing.is_tracing():
         normalized_shape = tracing.numbers(normalized_shape)
     if out_dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
-        # Dynamo looks behind a cache, and warns of each.
-        of = _cuda_autocast_dtype if torch.compiler.is_compiling() else _known_autocast_dtype
-        out_dtype = of(input.dtype, kind)
+        out_dtype = autocast_dtype(input, kind)
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
     constants = (normalized_shape, kind, eps, weight_offset, dropout_p, out_dtype, residual_dtype)
     if tracing.records():

@@ -6,7 +6,14 @@ from onepass.functional.attention_decode import attention_with_kv_cache, merge_a
 from onepass.functional.dropout import add_dropout, dropout
 from onepass.functional.gate import gated_activation, gelu_mul, silu_mul
 from onepass.functional.linear import linear
-from onepass.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from onepass.functional.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    modulated_layer_norm,
+    modulated_rms_norm,
+    rms_norm,
+)
 from onepass.functional.rotary import rotary_embedding
 
 __all__ = [
@@ -20,6 +27,8 @@ __all__ = [
     "layer_norm",
     "linear",
     "merge_attention_states",
+    "modulated_layer_norm",
+    "modulated_rms_norm",
     "rms_norm",
     "rotary_embedding",
     "scaled_dot_product_attention",

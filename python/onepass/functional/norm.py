@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onepass._arguments import check_arguments
 from onepass._ops.dropout import dropout
+from onepass._ops.modulated_norm import modulated_norm
 from onepass._ops.norm import NormKind, norm
 
 
@@ -205,6 +206,92 @@ def add_rms_norm(
         )
     except Exception:
         check_arguments(add_rms_norm, locals())
+        raise
+
+
+def modulated_layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Layer norm whose scale and shift come from the batch, as in diffusion transformers.
+
+    ``y = layer_norm(x) * (1 + scale) + shift`` without parameters (Peebles, Xie: Scalable Diffusion
+    Models with Transformers, 2022), where x is input or, with a residual, the gated sum
+    ``h = residual + gate * input`` in the same pass. Sums are taken in float32 (float64 for
+    float64) and each result is rounded once. Gradients of scale, shift and gate are summed over the
+    rows that share them in a fixed order: the same bits for any number of threads.
+
+    Args:
+        input: shape (batch, *, *normalized_shape); dtypes and strides as in `layer_norm`.
+        normalized_shape: the trailing dimensions that form a row.
+        scale: one for each sample, shape (batch, *normalized_shape) or that with ones between, as
+            in (batch, 1, width); or one for each row, input's shape. Any of float32, bfloat16,
+            float16, or float64 when input is float64; rows that are slices of a larger tensor are
+            read in place.
+        shift: scale's shape, of any of these dtypes; None is 0.
+        eps: added to the variance.
+        residual: the stream that input is added to, input's shape; may be wider.
+        gate: what multiplies input in front of the add, scale's shape; None is 1.
+
+    Returns:
+        Tensor of input's shape and dtype (under autocast: of the dtype that torch's layer_norm
+        gives), also where scale is wider; with a residual (y, h), h in residual's dtype.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument. A gate
+            without a residual.
+        TypeError: an argument is of a wrong type.
+
+    Examples:
+        >>> tokens, branch = torch.randn(2, 16, 64), torch.randn(2, 16, 64)
+        >>> shift, scale, gate = torch.randn(2, 192).chunk(3, dim=1)
+        >>> y, h = onepass.functional.modulated_layer_norm(
+        ...     branch, 64, scale, shift, eps=1e-6, residual=tokens, gate=gate
+        ... )
+        >>> torch.allclose(h, tokens + gate[:, None] * branch, atol=1e-6)
+        True
+    """
+    try:
+        tensors = (input, scale, shift, residual, gate)
+        y, h = modulated_norm(*tensors, normalized_shape, kind=NormKind.LAYER, eps=eps)
+        return y if residual is None else (y, h)
+    except Exception:
+        check_arguments(modulated_layer_norm, locals())
+        raise
+
+
+def modulated_rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMS norm whose scale and shift come from the batch.
+
+    ``y = rms_norm(x) * (1 + scale) + shift``; x, results and errors as in `modulated_layer_norm`,
+    eps as in `rms_norm`.
+
+    Examples:
+        >>> x, scale = torch.randn(2, 16, 64).bfloat16(), torch.randn(2, 64)
+        >>> onepass.functional.modulated_rms_norm(x, 64, scale).dtype
+        torch.bfloat16
+    """
+    try:
+        tensors = (input, scale, shift, residual, gate)
+        y, h = modulated_norm(*tensors, normalized_shape, kind=NormKind.RMS, eps=eps)
+        return y if residual is None else (y, h)
+    except Exception:
+        check_arguments(modulated_rms_norm, locals())
         raise
 
 

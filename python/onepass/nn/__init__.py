@@ -6,7 +6,14 @@ from onepass.nn.attention import MultiheadAttention
 from onepass.nn.dropout import Dropout
 from onepass.nn.gate import GatedMLP
 from onepass.nn.linear import Linear
-from onepass.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from onepass.nn.norm import (
+    AddLayerNorm,
+    AddRMSNorm,
+    LayerNorm,
+    ModulatedLayerNorm,
+    ModulatedRMSNorm,
+    RMSNorm,
+)
 from onepass.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
@@ -16,6 +23,8 @@ __all__ = [
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "ModulatedLayerNorm",
+    "ModulatedRMSNorm",
     "MultiheadAttention",
     "RMSNorm",
     "TransformerDecoderLayer",

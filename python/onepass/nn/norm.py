@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -122,3 +125,61 @@ class AddRMSNorm(torch.nn.RMSNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout_p={self.dropout_p}"
+
+
+class ModulatedLayerNorm(torch.nn.Module):
+    """Layer norm with the batch's scale and shift; see `onepass.functional.modulated_layer_norm`.
+
+    Called with (input, scale, shift), returns y; with a residual, and a gate, (y, h). It has no
+    parameters.
+
+    Args:
+        normalized_shape: the trailing dimensions that form a row.
+        eps: added to the variance.
+
+    Examples:
+        >>> norm = onepass.nn.ModulatedLayerNorm(64, eps=1e-6)
+        >>> norm(torch.randn(2, 16, 64), torch.randn(2, 64), torch.randn(2, 64)).shape
+        torch.Size([2, 16, 64])
+    """
+
+    _function = staticmethod(functional.modulated_layer_norm)
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None = 1e-5):
+        super().__init__()
+        is_size = isinstance(normalized_shape, numbers.Integral)
+        self.normalized_shape = (normalized_shape,) if is_size else tuple(normalized_shape)
+        self.eps = eps
+
+    def forward(
+        self,
+        input: Tensor,
+        scale: Tensor,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return self._function(
+            input, self.normalized_shape, scale, shift, self.eps, residual=residual, gate=gate
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}"
+
+
+class ModulatedRMSNorm(ModulatedLayerNorm):
+    """RMS norm with the batch's scale and shift; see `onepass.functional.modulated_rms_norm`.
+
+    As `ModulatedLayerNorm`, with an eps of None as in `onepass.functional.rms_norm`.
+
+    Examples:
+        >>> norm = onepass.nn.ModulatedRMSNorm(64)
+        >>> y, h = norm(torch.randn(2, 16, 64), torch.randn(2, 64), residual=torch.ones(2, 16, 64))
+        >>> y.shape, h.shape
+        (torch.Size([2, 16, 64]), torch.Size([2, 16, 64]))
+    """
+
+    _function = staticmethod(functional.modulated_rms_norm)
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None = None):
+        super().__init__(normalized_shape, eps)

@@ -65,6 +65,51 @@ def add_rms_norm(
     return y.to(input.dtype), x
 
 
+def modulated_layer_norm(
+    input, normalized_shape, scale, shift=None, eps: float = 1e-5, *, residual=None, gate=None
+):
+    """layer_norm(input) * (1 + scale) + shift; with a residual (that of h, h), h = residual + gate
+    * input."""
+    return _modulated(input, normalized_shape, scale, shift, eps, residual, gate, kind=0)
+
+
+def modulated_rms_norm(
+    input, normalized_shape, scale, shift=None, eps=None, *, residual=None, gate=None
+):
+    """As modulated_layer_norm, of rms_norm."""
+    return _modulated(input, normalized_shape, scale, shift, eps, residual, gate, kind=1)
+
+
+def modulated(x, normalized_shape, scale, shift, eps, *, kind: int):
+    """norm(x) * (1 + scale) + shift; kind 0 is layer norm, 1 RMS norm."""
+    norm = rms_norm if kind else layer_norm
+    y = norm(x, normalized_shape, eps=eps) * (1 + for_rows(scale, x, normalized_shape))
+    y = y if shift is None else y + for_rows(shift, x, normalized_shape)
+    return y.to(x.dtype)
+
+
+def gated_add(branch, residual, gate, normalized_shape):
+    """residual + gate * branch."""
+    if gate is not None:
+        branch = for_rows(gate, branch, normalized_shape) * branch
+    return (residual + branch).to(residual.dtype)
+
+
+def for_rows(scale, x, normalized_shape):
+    """A scale (batch, *normalized_shape) with x's dimensions; others have them."""
+    if scale.dim() == x.dim():
+        return scale
+    ones = (1,) * (x.dim() - scale.dim())
+    return scale.reshape(scale.shape[0], *ones, *scale.shape[1:])
+
+
+def _modulated(input, normalized_shape, scale, shift, eps, residual, gate, *, kind):
+    if residual is None:
+        return modulated(input, normalized_shape, scale, shift, eps, kind=kind)
+    h = gated_add(input, residual, gate, normalized_shape)
+    return modulated(h, normalized_shape, scale, shift, eps, kind=kind).to(input.dtype), h
+
+
 def _last_dims(normalized_shape) -> tuple[int, ...]:
     count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
     return tuple(range(-count, 0))

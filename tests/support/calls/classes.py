@@ -61,6 +61,8 @@ def _modules():
     yield call("RMSNorm", lambda nn: nn.RMSNorm(16), one)
     yield call("AddLayerNorm", lambda nn: nn.AddLayerNorm(16, dropout_p=0.2), two, False)
     yield call("AddRMSNorm", lambda nn: nn.AddRMSNorm(16, dropout_p=0.2), two, False)
+    yield call("ModulatedLayerNorm", lambda nn: nn.ModulatedLayerNorm(16), two, False)
+    yield call("ModulatedRMSNorm", lambda nn: nn.ModulatedRMSNorm(16), two, False)
     yield call("Dropout", lambda nn: nn.Dropout(0.3), one)
     yield call("GatedMLP", lambda nn: nn.GatedMLP(16, 24), one, False, composed=True)
     yield call("Linear", lambda nn: nn.Linear(16, 8), one, composed=True)

@@ -80,6 +80,51 @@ def _norms():
         yield Call(f"ops.{op.__name__}", backward_tensors, backward(op), optional=optional)
 
 
+def _modulated_norms():
+    def plain():
+        own = {"input": randn(2, 3, 40), "scale": randn(2, 40), "shift": randn(2, 40, seed=1)}
+        return own
+
+    def gated():
+        return plain() | {"residual": randn(2, 3, 40, seed=2), "gate": randn(2, 40, seed=3)}
+
+    def public(kind, torchs):
+        def run(input, scale, shift=None, residual=None, gate=None):
+            norm = getattr(functional, f"modulated_{kind}")
+            return flat(norm(input, (40,), scale, shift, 1e-5, residual=residual, gate=gate))
+
+        def stock(input, scale, shift):
+            norm = torchs(input, (40,), eps=1e-5)
+            return [norm * (1 + scale[:, None]) + shift[:, None]]
+
+        name = f"functional.modulated_{kind}"
+        yield Call(name, plain, run, stock, optional=("shift",), differentiable=True)
+        rest = {"optional": ("shift", "gate"), "differentiable": True}
+        yield Call(f"{name} of a gated sum", gated, run, **rest)
+
+    yield from public("layer_norm", F.layer_norm)
+    yield from public("rms_norm", F.rms_norm)
+
+    def raw(op, **options):
+        return lambda **tensors: flat(op(**tensors, normalized_shape=(40,), kind=0, **options))
+
+    optional = ("shift", "gate")
+    for op in (RAW.modulated_norm_forward, RAW.modulated_norm_forward_check):
+        run = raw(op, eps=1e-5, out_dtype=torch.bfloat16, save_statistics=True)
+        yield Call(f"ops.{op.__name__}", gated, run, optional=optional)
+
+    def backward():
+        own, x = gated(), randn(2, 3, 40, seed=4)
+        own |= {"x": x, "branch": own.pop("input"), "dresidual_out": own.pop("residual")}
+        own |= {"doutput": randn(2, 3, 40, seed=5), "mean": x.mean(2)}
+        return own | {"rstd": x.var(2, False).add(1e-5).rsqrt()}
+
+    optional = ("doutput", "dresidual_out", "shift")
+    for op in (RAW.modulated_norm_backward, RAW.modulated_norm_backward_check):
+        run = raw(op, input_dtype=F32, residual_dtype=F32, grad_mask=31)
+        yield Call(f"ops.{op.__name__}", backward, run, optional=optional)
+
+
 def _dropouts():
     def one():
         return {"input": randn(6, 40)}
@@ -238,6 +283,7 @@ def _linear():
 
 def calls() -> Iterator[Call]:
     yield from _norms()
+    yield from _modulated_norms()
     yield from _dropouts()
     yield from _gates()
     yield from _linear()

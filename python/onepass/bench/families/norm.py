@@ -3,7 +3,8 @@
 Tensors that must cross memory: a forward reads input and writes output; a backward reads the
 upstream gradient and input, and writes the gradient. The residual add brings a read of residual and
 a write of residual_out forward, a read of its upstream gradient backward; input and residual share
-one gradient. Weights and statistics are small beside that.
+one gradient, or, with a gate, have one each, for which input is read again. Weights, scales and
+statistics are small beside that.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ CUDA_COLUMNS = (1024, 4096, 8192, 2048, 16384)  # where time runs out, the last 
 CUDA_FLOAT32 = ("layer_norm", "rms_norm")
 CUDA_CHECKED_ELEMENTS = 1 << 19
 
+# Samples of a modulated norm's rows: as many scales, shifts and gates.
+BATCH = 8
+GATED = ", gated"
+
 
 def _stock_add_layer_norm(x, residual, weight, bias):
     total = residual + x
@@ -42,6 +47,31 @@ def _stock_add_layer_norm(x, residual, weight, bias):
 def _stock_add_rms_norm(x, residual, weight):
     total = residual + x
     return F.rms_norm(total, total.shape[-1:], weight, EPS), total
+
+
+def _stock_modulated(norm):
+    """As diffusion transformers write it."""
+
+    def stock(x, scale, shift, residual=None, gate=None):
+        scale, shift = scale[:, None], shift[:, None]
+        if residual is None:
+            return (norm(x, x.shape[-1:], eps=EPS) * (1 + scale) + shift,)
+        h = residual + gate[:, None] * x
+        return norm(h, x.shape[-1:], eps=EPS) * (1 + scale) + shift, h
+
+    return stock
+
+
+def _modulated(kind: str) -> Operator:
+    def call(module):
+        def run(x, scale, shift, residual=None, gate=None):
+            function = getattr(module, f"modulated_{kind}")
+            found = function(x, x.shape[-1:], scale, shift, EPS, residual=residual, gate=gate)
+            return found if residual is not None else (found,)
+
+        return run
+
+    return _operator(call(functional), _stock_modulated(getattr(F, kind)), call(reference))
 
 
 def _operator(ours, stock, formula) -> Operator:
@@ -69,6 +99,9 @@ OPERATORS = {
         _stock_add_rms_norm,
         lambda x, r, w: reference.add_rms_norm(x, r, x.shape[-1:], w, EPS),
     ),
+    "modulated_layer_norm": _modulated("layer_norm"),
+    "modulated_rms_norm": _modulated("rms_norm"),
+    f"modulated_layer_norm{GATED}": _modulated("layer_norm"),
 }
 
 
@@ -116,10 +149,10 @@ def _case(
     cold: bool = False,
     device: str = "cpu",
 ) -> Case:
-    adds, backward = name.startswith("add_"), phase != "forward"
-    tensors = 0 if phase == "backward" else 4 if adds else 2
+    adds, gated, backward = name.startswith("add_"), name.endswith(GATED), phase != "forward"
+    tensors = 0 if phase == "backward" else 4 if adds or gated else 2
     if backward:
-        tensors += 4 if adds else 3
+        tensors += 6 if gated else 4 if adds else 3
     on_cuda = device == "cuda"
     make_checked = None
     if on_cuda and shape != QUICK:
@@ -157,7 +190,12 @@ def _overhead(name: str, device: str = "cpu") -> Iterator[Case]:
 def _tensors(
     name: str, shape: tuple, dtype: torch.dtype, grad: bool, device: str = "cpu"
 ) -> list[Tensor]:
-    """input, (residual,) weight, (bias)."""
+    """input, (residual,) weight, (bias), or input, scale, shift(, residual, gate)."""
+    if name.startswith("modulated_"):
+        rows, each = (BATCH, shape[0] // BATCH, shape[1]), (BATCH, shape[1])
+        sizes = [rows, each, each] + ([rows, each] if name.endswith(GATED) else [])
+        drawn = (torch.randn(size, device=device).to(dtype) for size in sizes)
+        return [tensor.requires_grad_(grad) for tensor in drawn]
     sizes = [shape] * (2 if name.startswith("add_") else 1)
     sizes += [shape[-1:]] * (1 if name.endswith("rms_norm") else 2)
     return [torch.randn(size, device=device).to(dtype).requires_grad_(grad) for size in sizes]

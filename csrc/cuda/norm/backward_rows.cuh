@@ -1,0 +1,214 @@
+// What the kernels of the norm family's backward do with rows: which ones a block has, the gradient
+// of a pack of one, and the sums over them.
+#pragma once
+
+#include "cuda/norm/geometry.cuh"
+
+namespace onepass::cuda {
+
+// The sums over a row that its gradient needs.
+template <class A>
+struct RowMeans {
+  A g;   // of g = doutput * weight; 0 for rms
+  A gh;  // of g * h
+};
+
+// What every thread of a block would hold, kept in shared memory because registers are short.
+struct BlockConstants {
+  int64_t first_row;
+  int rows;
+  Dropout dropout;
+  double per_size[kRowDims];  // 1 / size of the rows' dimensions
+  double per_column;          // 1 / cols
+
+  // A part of rows, which are those from `first` on: a function of the shape and of the number of
+  // parts.
+  __device__ __forceinline__ BlockConstants(const NormBackward& args, int64_t part, int64_t parts,
+                                            int64_t of_rows, int64_t first = 0)
+      : first_row(first + of_rows * part / parts),
+        rows(static_cast<int>(first + of_rows * (part + 1) / parts - first_row)),
+        dropout(load_dropout(args.seed, args.dropout_p)),
+        per_size{1.0 / args.row_size[0], 1.0 / args.row_size[1], 1.0 / args.row_size[2]},
+        per_column(1.0 / args.cols) {}
+};
+
+__device__ __forceinline__ BlockConstants constants_of(const NormBackward& args, int64_t part,
+                                                       int64_t parts) {
+  return BlockConstants(args, part, parts, args.rows);
+}
+
+// Here `parts` are those of all groups.
+__device__ __forceinline__ BlockConstants constants_of(const ModulatedNormBackward& args,
+                                                       int64_t part, int64_t parts) {
+  const int64_t each = parts / args.groups;
+  const int64_t group = part / each;
+  return BlockConstants(args, part - group * each, each, args.tokens, group * args.tokens);
+}
+
+// What belongs to the columns of a part's rows.
+struct Vectors {
+  const void* weight;
+  const void* gate;
+};
+
+// The call's own.
+__device__ __forceinline__ const NormBackward& vectors_of(const NormBackward& args, int64_t,
+                                                          int64_t) {
+  return args;
+}
+
+// Those of the part's group.
+__device__ __forceinline__ Vectors vectors_of(const ModulatedNormBackward& args, int64_t part,
+                                              int64_t parts) {
+  const int64_t group = part / (parts / args.groups);
+  return {of_group(args, group, args.weight, args.weight_dtype, args.scale_stride),
+          of_group(args, group, args.gate, args.gate_dtype, args.gate_stride)};
+}
+
+// Sums over rows: dweight, dbias and dgate.
+template <class Args>
+inline constexpr int kSums = kIsModulated<Args> ? 3 : 2;
+
+// n / d without the division, which is a function that needs many registers; for 0 <= n < 2^52,
+// where n * per_d is off by less than one.
+__device__ __forceinline__ int64_t quotient(int64_t n, int64_t d, double per_d) {
+  const int64_t about = static_cast<int64_t>(static_cast<double>(n) * per_d);
+  const int64_t rest = n - about * d;
+  return rest < 0 ? about - 1 : rest >= d ? about + 1 : about;
+}
+
+// row_index without divisions.
+__device__ __forceinline__ RowIndex row_index_by_inverse(const int64_t (&size)[kRowDims],
+                                                         const double* per_size, int64_t row) {
+  if (size[0] == 1 && size[1] == 1) return {{0, 0, row}};
+  const int64_t outer = quotient(row, size[2], per_size[2]);
+  const int64_t outermost = quotient(outer, size[1], per_size[1]);
+  return {{outermost, outer - outermost * size[1], row - outer * size[2]}};
+}
+
+// Element offsets of a row in its tensors.
+struct RowOffsets {
+  int64_t doutput;
+  int64_t x;
+  int64_t dresidual_out;
+  int64_t dense;  // in what is contiguous
+
+  __device__ __forceinline__ RowOffsets(const NormBackward& args, int64_t row,
+                                        const RowIndex& index)
+      : doutput(row_offset(index, args.doutput_stride)),
+        x(row_offset(index, args.x_stride)),
+        dresidual_out(row_offset(index, args.dresidual_out_stride)),
+        dense(row * args.cols) {}
+};
+
+// dx of one pack, and what it adds to the sums; load_gate is called where there is a gate.
+template <class Types, class Args, class Columns>
+__device__ __forceinline__ void apply_pack(
+    const Args& args, const Dropout& dropout, uint32_t kept, const RowOffsets& row,
+    const RowIndex& index, const Columns& columns, auto pack, const typename Types::Kept& doutput,
+    const typename Types::Kept& x, const typename Types::A* weight, auto&& load_gate,
+    typename Types::A mean, typename Types::A rstd, const RowMeans<typename Types::A>& means,
+    typename Types::A (&dweight)[kPack], typename Types::A (&dbias)[kPack],
+    typename Types::A (&dgate)[kPack]) {
+  using A = typename Types::A;
+  A dx[kPack];
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) {
+    const A d = Types::value(doutput, e);
+    const A h = (Types::value(x, e) - mean) * rstd;
+    // Not fused: the difference is exactly zero in a row of one column.
+    const A g = d * weight[e] - means.g;
+    dx[e] = multiply_add(-h, means.gh, g) * rstd;
+    dweight[e] = multiply_add(d, h, dweight[e]);
+    dbias[e] += d;
+  }
+  if (args.dresidual_out) {
+    const auto above =
+        Types::load(args.dresidual_out, args.x_dtype, row.dresidual_out, columns, pack);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) dx[e] += Types::value(above, e);
+  }
+  if (args.dresidual) {
+    Types::store(args.dresidual, args.dresidual_dtype, row.dense, columns, pack,
+                 Types::round(dx, args.dresidual_dtype));
+  }
+  if constexpr (kIsModulated<Args>) {
+    if (args.gate) {
+      const auto branch = Types::load(args.branch, args.branch_dtype,
+                                      row_offset(index, args.branch_stride), columns, pack);
+      A gate[kPack];
+      load_gate(gate);
+      ONEPASS_UNROLL
+      for (int e = 0; e < kPack; ++e) {
+        dgate[e] = multiply_add(dx[e], Types::value(branch, e), dgate[e]);
+        dx[e] *= gate[e];
+      }
+    }
+  }
+  if (args.dinput) {
+    if (args.seed) drop(dropout, kept, dx);
+    Types::store(args.dinput, args.dinput_dtype, row.dense, columns, pack,
+                 Types::round(dx, args.dinput_dtype));
+  }
+}
+
+// A value of the row, read by one lane of each warp or by one thread alone; a missing one is 0.
+template <class A>
+__device__ __forceinline__ A read_once(const A* address, bool reads) {
+  return address && reads ? load_global(address) : A(0);
+}
+
+template <class A>
+__device__ __forceinline__ A read_once(const A* address) {
+  return read_once(address, threadIdx.x % kLanes == 0);
+}
+
+template <class A>
+__device__ __forceinline__ A broadcast(A value) {
+  return __shfl_sync(kAllLanes, value, 0);
+}
+
+template <class A>
+__device__ __forceinline__ const A* at_row(const void* base, int64_t row) {
+  return base ? static_cast<const A*>(base) + row : nullptr;
+}
+
+// One pack of a gradient that a part has all of.
+template <class A, class Columns>
+__device__ __forceinline__ void store_values(void* base, DType dtype, int64_t offset,
+                                             const Columns& columns, auto pack,
+                                             const A (&value)[kPack]) {
+  if (!base) return;
+  if constexpr (sizeof(A) == 8) {
+    Same<double>::store(base, dtype, offset, columns, pack, narrow<double>(value));
+  } else {
+    Mixed::Kept kept;
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) kept.element[e] = value[e];
+    Mixed::store(base, dtype, offset, columns, pack, kept);
+  }
+}
+
+// One pack of a part's sums, (kSums, cols), or of the gradients.
+template <class Args, class A, class Columns>
+__device__ __forceinline__ void store_sums(const Args& args, A* target, int64_t part, int64_t parts,
+                                           const Columns& columns, auto pack,
+                                           const A (&dweight)[kPack], const A (&dbias)[kPack],
+                                           const A (&dgate)[kPack]) {
+  if constexpr (kIsModulated<Args>) {
+    if (parts == args.groups) {
+      const int64_t offset = part * args.cols;
+      store_values(args.dweight, args.dweight_dtype, offset, columns, pack, dweight);
+      store_values(args.dbias, args.dbias_dtype, offset, columns, pack, dbias);
+      store_values(args.dgate, args.gate_dtype, offset, columns, pack, dgate);
+      return;
+    }
+  }
+  if (args.dweight) store_pack(target, columns, pack, narrow<A>(dweight));
+  if (args.dbias) store_pack(target + args.cols, columns, pack, narrow<A>(dbias));
+  if constexpr (kIsModulated<Args>) {
+    if (args.dgate) store_pack(target + 2 * args.cols, columns, pack, narrow<A>(dgate));
+  }
+}
+
+}  // namespace onepass::cuda
