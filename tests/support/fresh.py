@@ -42,7 +42,7 @@ def run(
         status, seconds = json.loads(server.stdout.readline())
         costs.elsewhere += seconds
         done = subprocess.CompletedProcess(code, status, *(path.read_text() for path in outputs))
-    assert status == 0 or not check, done.stderr
+    assert status == 0 or not check, f"ended with {status}: {done.stderr}"
     return done
 
 

@@ -18,6 +18,7 @@ def run(code: str, arguments: list, environment: dict, folder: str, outputs: lis
     """What a child does; it ends the process."""
     status = 1
     signal.alarm(SECONDS)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # which has been the calls to come
     for stream, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY), stream)
     try:
@@ -28,6 +29,10 @@ def run(code: str, arguments: list, environment: dict, folder: str, outputs: lis
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(code, "<string>", "exec"), vars(main))
         status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 import torch
 
 from tests.support import costs, fresh
@@ -35,6 +36,21 @@ def test_how_it_ended_is_told(tmp_path, monkeypatch):
     assert (done.returncode, done.stdout, (tmp_path / "file").exists()) == (1, "1\n", True)
     assert done.stderr.splitlines()[-1] == "KeyError: 'as planted'"
     assert fresh.run("import os; os.abort()").returncode == -signal.SIGABRT
+    with pytest.raises(AssertionError, match=f"^ended with -{int(signal.SIGKILL)}: "):
+        fresh.run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", check=True)
+
+
+@pytest.mark.parametrize(
+    "code, status, said", [("", 0, ""), ("0", 0, ""), ("3", 3, ""), ("'so'", 1, "so\n")]
+)
+def test_it_may_end_itself(code, status, said):
+    done = fresh.run(f"import sys; sys.exit({code})")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", said)
+
+
+def test_it_has_nothing_to_read():
+    """The next call comes to the server, and not to what it has forked."""
+    assert fresh.run("import sys; print([*sys.stdin])", check=True).stdout == "[]\n"
 
 
 def test_what_it_costs_is_told():
