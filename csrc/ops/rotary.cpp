@@ -72,6 +72,11 @@ void check_tables(const RotaryOptions& options, const CheckedAgainst& checked,
   args.rows = cos.sizes[cos.dims - 2];
 }
 
+// That of a single element means nothing, and could be one that is not aligned.
+int64_t stride_of(const TensorInfo& info, int64_t d) {
+  return info.sizes[d] > 1 ? info.strides[d] : 0;
+}
+
 void check_positions(const Tensor& positions, const CheckedAgainst& checked, RotaryForward& args) {
   const TensorInfo info = input_of(kOp, "positions", positions);
   checked.device("positions", info);
@@ -84,7 +89,7 @@ void check_positions(const Tensor& positions, const CheckedAgainst& checked, Rot
           kOp, ": positions must have shape (", args.tokens, ",) or (", args.batch, ", ",
           args.tokens, "), got ", shape_of(info));
   args.positions_stride = info.strides[info.dims - 1];
-  args.positions_batch_stride = by_batch && info.sizes[0] > 1 ? info.strides[0] : 0;
+  args.positions_batch_stride = by_batch ? stride_of(info, 0) : 0;
 }
 
 CheckedRotary check_rotary(const RotaryOptions& options, const Tensor& query) {
@@ -110,7 +115,9 @@ CheckedRotary check_rotary(const RotaryOptions& options, const Tensor& query) {
 
 // Where that costs nothing; elsewhere a kernel reads no row that is not there.
 void require_positions(const RotaryForward& args) {
-  for (int64_t b = 0; b < (args.positions_batch_stride ? args.batch : 1); ++b) {
+  const int64_t sequences =
+      args.positions_batch_stride ? args.batch : std::min<int64_t>(args.batch, 1);
+  for (int64_t b = 0; b < sequences; ++b) {
     for (int64_t t = 0; t < args.tokens; ++t) {
       const int64_t position = rotary_row(args, b, t);
       require(position >= 0 && position < args.rows, kOp, ": positions must lie between 0 and ",
@@ -128,13 +135,13 @@ OptionalTensor with_dense_columns(const Tensor& tensor) {
 
 HeadStride strides_of(const Tensor& tensor) {
   const TensorInfo info = info_of(tensor);
-  return {info.strides[0], info.strides[1], info.strides[2]};
+  return {stride_of(info, 0), stride_of(info, 1), stride_of(info, 2)};
 }
 
 RotaryTable table_of(const Tensor& tensor) {
   const TensorInfo info = info_of(tensor);
-  const bool by_batch = info.dims == 3 && info.sizes[0] > 1;
-  return {tensor.const_data_ptr(), by_batch ? info.strides[0] : 0, info.strides[info.dims - 2]};
+  return {tensor.const_data_ptr(), info.dims == 3 ? stride_of(info, 0) : 0,
+          stride_of(info, info.dims - 2)};
 }
 
 Tensor empty_output(const TensorInfo& like, DType dtype, bool bshd) {

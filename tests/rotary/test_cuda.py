@@ -73,10 +73,11 @@ def test_addresses(cuda):
         check(replace(case, **changes))
         packs.append(goes_by_packs(cuda))
     assert packs == [True, False, False, False]
-    for tensor in range(7):  # of those that the struct points to
+    for tensor in range(7):  # of those that the struct points to, the last being positions
         cuda.set(shift=4, misaligned=tensor)
-        check(replace(case, positions="batch"))
-        check(replace(case, positions="batch", interleaved=True, dtype=BF16))
+        for changes in (dict(), dict(interleaved=True, dtype=BF16)):
+            check(replace(case, positions="batch", **changes))
+            assert goes_by_packs(cuda) == (tensor == 6)
 
 
 def test_strides_that_are_not_aligned(cuda):
@@ -87,6 +88,14 @@ def test_strides_that_are_not_aligned(cuda):
         far[..., :-1] = x
         check_tensors(ALIGNED, tensors | {name: far[..., :-1]})
         assert goes_by_packs(cuda, -2) is False  # the forward
+
+
+def test_strides_of_single_elements_mean_nothing(cuda):
+    case = replace(ALIGNED, batch=1, heads=1, key_heads=1, tokens=1, table_batch=1)
+    for name, tensor in case.tensors().items():
+        odd = tensor.as_strided(tensor.shape, (999, 777, 555, 1)[-tensor.dim() :])
+        check_tensors(case, case.tensors() | {name: odd})
+        assert goes_by_packs(cuda, -2) and goes_by_packs(cuda)
 
 
 @pytest.mark.parametrize("far", [1, 2, 3])

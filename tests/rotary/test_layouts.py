@@ -93,9 +93,10 @@ def test_strided_positions():
         check_tensors(case, tensors | {"positions": positions})
 
 
+@pytest.mark.parametrize("positions", ["", "batch"])
 @pytest.mark.parametrize("empty", ["batch", "heads", "key_heads", "tokens", "head_dim"])
-def test_empty(empty):
-    case = Case(**{empty: 0})
+def test_empty(empty, positions):
+    case = Case(**{empty: 0}, positions=positions, rows=3)
     tensors = {"key": None, **case.tensors()}
     query, key = functional.rotary_embedding(**tensors, **case.options)
     assert query.shape == tensors["query"].shape
