@@ -20,36 +20,31 @@ constexpr int kThreads = 256;
 constexpr int64_t kMostHeads = 8;         // that a thread passes over
 constexpr int64_t kFewThreads = 1 << 17;  // with fewer, a thread passes over fewer heads
 
-// A thread's columns: with kAligned two packs, else two elements, a pair.
+// A thread has two runs of so many neighbouring columns: two packs, else a pair.
 template <bool kAligned>
 inline constexpr int kWidth = kAligned ? kPack : 1;
 
-// kWidth neighbouring elements.
+template <bool kAligned>
+__device__ __forceinline__ StridedColumns<kAligned> neighbours() {
+  return {1, 0, kWidth<kAligned>};
+}
+
+// The values of kWidth neighbouring elements.
 template <class T, bool kAligned>
 struct Few {
   Accumulator<T> value[kWidth<kAligned>];
 
   __device__ __forceinline__ void load(const T* from) {
-    if constexpr (kAligned) {
-      const StridedColumns<true> columns{1, 0, kPack};
-      const Raw<T> raw = load_pack(from, columns, 0);
-      ONEPASS_UNROLL
-      for (int e = 0; e < kPack; ++e) value[e] = element<T>(raw, e);
-    } else {
-      const StridedColumns<false> columns{1, 0, 1};
-      value[0] = element<T>(load_pack(from, columns, 0), 0);
-    }
+    const Raw<T> raw = load_pack(from, neighbours<kAligned>(), 0);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kWidth<kAligned>; ++e) value[e] = element<T>(raw, e);
   }
 
   __device__ __forceinline__ void store(T* to) const {
-    if constexpr (kAligned) {
-      const StridedColumns<true> columns{1, 0, kPack};
-      store_pack(to, columns, 0, narrow<T>(value));
-    } else {
-      const StridedColumns<false> columns{1, 0, 1};
-      Accumulator<T> pack[kPack] = {value[0]};
-      store_pack(to, columns, 0, narrow<T>(pack));
-    }
+    Accumulator<T> pack[kPack] = {};
+    ONEPASS_UNROLL
+    for (int e = 0; e < kWidth<kAligned>; ++e) pack[e] = value[e];
+    store_pack(to, neighbours<kAligned>(), 0, narrow<T>(pack));
   }
 };
 
@@ -138,9 +133,8 @@ __global__ void __launch_bounds__(kThreads)
   if (place >= rotating) {
     const int64_t column = args.rotary_dim + (place - rotating) * kWide;
     for_each_head<T>(args, batch, token, first_head, last_head, [&](const T* x, T* y) {
-      Few<T, kAligned> few;
-      few.load(x + column);
-      few.store(y + column);
+      store_pack(y + column, neighbours<kAligned>(), 0,
+                 load_pack(x + column, neighbours<kAligned>(), 0));
     });
     return;
   }

@@ -46,11 +46,11 @@ def test_no_angle_changes_nothing(dtype):
         assert torch.equal(output, tensors[name])
 
 
-def test_columns_that_are_not_rotated_are_the_same_bits():
-    case = Case(BF16, head_dim=48, rotary_dim=16)
-    tensors = case.tensors()
-    bits = torch.randint(-(2**15), 2**15, tensors["query"].shape, dtype=torch.int16)
-    finite = bits.view(BF16).isfinite()
-    tensors["query"] = torch.where(finite, bits.view(BF16), torch.zeros((), dtype=BF16))
-    query, _ = functional.rotary_embedding(**tensors)
-    assert torch.equal(query[..., 16:], tensors["query"][..., 16:])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("head_dim", [48, 45])
+def test_columns_that_are_not_rotated_are_the_same_bits(head_dim, dtype):
+    """Those of NaN too."""
+    case = Case(dtype, head_dim=head_dim, rotary_dim=16)
+    bits = torch.randint(-(2**15), 2**15, (2, 4, 5, head_dim), dtype=torch.int16)
+    query, _ = functional.rotary_embedding(**case.tensors() | {"query": bits.view(dtype)})
+    assert torch.equal(query.view(torch.int16)[..., 16:], bits[..., 16:])
