@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -107,6 +109,14 @@ def test_positions_beyond_32_bits():
     tensors["positions"][2] = 2**32
     with pytest.raises(RuntimeError, match="got 4294967296$"):
         functional.rotary_embedding(**tensors)
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (5, 2, 8), (2, 5, 2, 2, 8)], ids=str)
+def test_dimensions_of_key_with_tokens_first(shape):
+    tensors = Case(head_dim=8, seq_first=True).tensors() | {"key": torch.ones(shape)}
+    message = rf"key must have shape \(2, \d, 5, 8\), got {re.escape(str(shape))}$"
+    with pytest.raises(RuntimeError, match=f"^rotary_embedding: {message}"):
+        functional.rotary_embedding(**tensors, seq_first=True)
 
 
 def test_operators_of_a_raw_call():

@@ -73,14 +73,19 @@ def rotary_embedding(
         batched = query.dim() != 3
         if not batched:
             query, key = query.unsqueeze(0), None if key is None else key.unsqueeze(0)
-        if seq_first and query.dim() == 4:
-            query, key = query.transpose(1, 2), None if key is None else key.transpose(1, 2)
+        if seq_first:
+            query, key = map(_transposed, (query, key))
         outputs = rotary(query, key, cos, sin, positions, rotary_dim, interleaved)
         if seq_first:
-            outputs = [None if x is None else x.transpose(1, 2) for x in outputs]
+            outputs = map(_transposed, outputs)
         if not batched:
-            outputs = [None if x is None else x.squeeze(0) for x in outputs]
+            outputs = (None if x is None else x.squeeze(0) for x in outputs)
         return tuple(outputs)
     except Exception:
         check_arguments(rotary_embedding, locals())
         raise
+
+
+def _transposed(x: Tensor | None) -> Tensor | None:
+    """Heads first for tokens first, and back; of other dimensions than four errors tell later."""
+    return x if x is None or x.dim() != 4 else x.transpose(1, 2)
