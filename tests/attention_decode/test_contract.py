@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from tests.attention_decode.cases import (
     BATCHES,
@@ -30,6 +29,7 @@ from tests.attention_decode.cases import (
     write,
 )
 from tests.emulator.executors import each, everywhere
+from tests.support.allocations import allocated
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
@@ -255,10 +255,7 @@ def test_a_lazily_cloned_cache_is_written_alone():
 def test_many_queries_take_little_memory():
     """Not a copy of the output for every chunk of keys."""
     query, cache = torch.randn(1, 8, 256, 64), torch.randn(1, 2, 8192, 64)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        torch.ops.onepass.attention_decode(query, cache, cache, scale=0.1)
-    events = found.profiler.kineto_results.events()
-    taken = sum(max(e.nbytes(), 0) for e in events if e.name() == "[memory]")
+    taken = allocated(torch.ops.onepass.attention_decode, query, cache, cache, scale=0.1)
     assert query.nbytes < taken < 8 * query.nbytes
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 
 from onepass.functional import attention_with_kv_cache
 from tests.attention_decode.cases import (
@@ -23,6 +22,7 @@ from tests.attention_decode.cases import (
     same_bits,
     with_copied_caches,
 )
+from tests.support.allocations import allocated
 
 OPS = torch.ops.onepass
 
@@ -234,18 +234,6 @@ class Layer(torch.nn.Module):
         y, _ = decode(query, *self.caches(), key, value, self.used)
         self.used += key.shape[2]
         return y
-
-
-def allocated(function, *arguments) -> int:
-    """The bytes that a call takes from torch's allocator, whether it gives them back or not."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        function(*arguments)
-    events = found.profiler.kineto_results.events()
-    return sum(max(e.nbytes(), 0) for e in events if e.name() == "[memory]")
-
-
-def test_the_bytes_are_counted():
-    assert allocated(lambda x: x.clone(), torch.zeros(4096)) >= 16384
 
 
 def stacked(query, kv, key, value, used):
