@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass import functional, reference
 from tests.rotary.cases import BF16, DTYPES, F16, F64, Case
+from tests.support.allocations import allocated
 
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
@@ -46,12 +47,12 @@ def test_a_gradient_for_one_alone(trained):
     tensors = Case().tensors()
     tensors[trained].requires_grad_()
 
-    def gradient(function, used):
-        output = function(**tensors)[used == "key"]
-        return torch.autograd.grad(output.sin().sum(), tensors[trained], allow_unused=True)[0]
+    def gradient(function):
+        output = function(**tensors)[trained == "key"]
+        return torch.autograd.grad(output.sin().sum(), tensors[trained])[0]
 
     formula = reference.rotary.rotary_embedding
-    ours, expected = (gradient(f, trained) for f in (functional.rotary_embedding, formula))
+    ours, expected = (gradient(f) for f in (functional.rotary_embedding, formula))
     torch.testing.assert_close(ours, expected)
 
 
@@ -70,13 +71,30 @@ def test_a_result_that_nobody_uses(used):
 
 
 def test_what_is_saved():
-    """cos and sin alone: query and key can be freed."""
+    """Not query and key, which can be freed."""
     saved = []
-    tensors = Case(tokens=50).tensors()
+    tensors = Case(tokens=50, positions="batch").tensors()
     tensors["query"].requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.rotary_embedding(**tensors)
-    assert [t.data_ptr() for t in saved] == [tensors[n].data_ptr() for n in ("cos", "sin")]
+    kept = [tensors[name].data_ptr() for name in ("cos", "sin", "positions")]
+    assert [t.data_ptr() for t in saved] == kept
+
+
+@pytest.mark.parametrize("name", ["query", "key", "cos", "sin"])
+def test_views_are_not_copied(name):
+    """But for those whose columns are not dense."""
+    tensors = Case(batch=3, table_batch=3).tensors()
+    arguments = None, 32, False, False, False, False
+
+    def taken(view):
+        given = tensors | {name: view(tensors[name].repeat_interleave(2, -1))}
+        return allocated(torch.ops.onepass.rotary_forward, *given.values(), *arguments)
+
+    width = tensors[name].shape[-1]
+    in_place = taken(lambda wide: wide[..., :width])
+    assert in_place == allocated(torch.ops.onepass.rotary_forward, *tensors.values(), *arguments)
+    assert taken(lambda wide: wide[..., ::2]) == in_place + tensors[name].nbytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
