@@ -81,14 +81,14 @@ __device__ __forceinline__ void load_table(const RotaryForward& args, const Rota
   }
 }
 
-// The row of the tables that a token has; what is none is told apart by -1.
+// The row of the tables that a token has; a negative one is none.
 __device__ __forceinline__ int64_t row_of(const RotaryForward& args, int64_t batch, int64_t token) {
   if (!args.positions) return token;
   const int64_t at = batch * args.positions_batch_stride + token * args.positions_stride;
   const int64_t row = args.wide_positions
                           ? load_global(static_cast<const int64_t*>(args.positions) + at)
                           : load_global(static_cast<const int32_t*>(args.positions) + at);
-  return row >= 0 && row < args.rows ? row : -1;
+  return row < args.rows ? row : -1;
 }
 
 // body(input, output) of a thread's heads.

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import onepass
 from onepass import functional
 from tests.gate.cases import RAW
 
@@ -101,6 +102,8 @@ def test_python_arguments():
     x = torch.ones(3, 4)
     with pytest.raises(ValueError, match="gated_activation: activation must be one of 'relu', "):
         functional.gated_activation(x, x, activation="tanh")
+    with pytest.raises(ValueError, match="GatedMLP: activation must be one of .*, got 'tanh'$"):
+        onepass.nn.GatedMLP(8, 24, "tanh")
     with pytest.raises(ValueError, match="gelu_mul: approximate must be 'none' or 'tanh', got 'x'"):
         functional.gelu_mul(x, x, "x")
     with pytest.raises(TypeError, match="gated_activation: gate_last must be True or False"):

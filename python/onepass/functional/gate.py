@@ -43,17 +43,24 @@ def gated_activation(
         torch.Size([4, 512])
     """
     try:
-        if activation not in _gate.KINDS:
-            names = ", ".join(map(repr, _gate.KINDS))
-            raise ValueError(
-                f"gated_activation: activation must be one of {names}, got {activation!r}"
-            )
+        check_activation("gated_activation", activation)
         if type(gate_last) is not bool:
             raise TypeError  # which check_arguments names
         return _gate.gated_activation(gate, up, _gate.KINDS[activation], gate_last)
     except Exception:
         check_arguments(gated_activation, locals())
         raise
+
+
+def check_activation(op: str, activation: str) -> None:
+    """Of one that `gated_activation` lacks.
+
+    Raises:
+        ValueError: activation is none of its own.
+    """
+    if activation not in _gate.KINDS:
+        names = ", ".join(map(repr, _gate.KINDS))
+        raise ValueError(f"{op}: activation must be one of {names}, got {activation!r}")
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass import functional
+from onepass.functional.gate import check_activation
 from onepass.nn.linear import Linear
 
 
@@ -19,6 +20,9 @@ class GatedMLP(torch.nn.Module):
         hidden_features: that of the two projections.
         activation: as in `onepass.functional.gated_activation`.
         bias: whether the three linear layers have one.
+
+    Raises:
+        ValueError: activation is none of those.
 
     Examples:
         >>> mlp = onepass.nn.GatedMLP(64, 176)
@@ -36,6 +40,7 @@ class GatedMLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_activation("GatedMLP", activation)
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.activation = activation
         self.gate_proj = Linear(in_features, hidden_features, **options)
