@@ -29,7 +29,7 @@ def gated_activation(
             diffusers' GEGLU; else the first is.
 
     Returns:
-        Tensor of up's shape, in the dtype that torch promotes both to; contiguous.
+        Tensor of one factor's shape, in the dtype that torch promotes both to; contiguous.
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
@@ -43,24 +43,13 @@ def gated_activation(
         torch.Size([4, 512])
     """
     try:
-        check_activation("gated_activation", activation)
+        kind = _kind_of(activation, "gated_activation")
         if type(gate_last) is not bool:
             raise TypeError  # which check_arguments names
-        return _gate.gated_activation(gate, up, _gate.KINDS[activation], gate_last)
+        return _gate.gated_activation(gate, up, kind, gate_last)
     except Exception:
         check_arguments(gated_activation, locals())
         raise
-
-
-def check_activation(op: str, activation: str) -> None:
-    """Of one that `gated_activation` lacks.
-
-    Raises:
-        ValueError: activation is none of its own.
-    """
-    if activation not in _gate.KINDS:
-        names = ", ".join(map(repr, _gate.KINDS))
-        raise ValueError(f"{op}: activation must be one of {names}, got {activation!r}")
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -100,3 +89,15 @@ def gelu_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") 
     except Exception:
         check_arguments(gelu_mul, locals())
         raise
+
+
+def _kind_of(activation: str, op: str) -> int:
+    """The number that operators know it by.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+    if activation not in _gate.KINDS:
+        names = ", ".join(map(repr, _gate.KINDS))
+        raise ValueError(f"{op}: activation must be one of {names}, got {activation!r}")
+    return _gate.KINDS[activation]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass import functional
-from onepass.functional.gate import check_activation
+from onepass.functional.gate import _kind_of
 from onepass.nn.linear import Linear
 
 
@@ -40,7 +40,7 @@ class GatedMLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_activation("GatedMLP", activation)
+        _kind_of(activation, "GatedMLP")  # which says so where there is none
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.activation = activation
         self.gate_proj = Linear(in_features, hidden_features, **options)
