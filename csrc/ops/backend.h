@@ -8,6 +8,7 @@
 #include "ops/dropout.h"
 #include "ops/gate.h"
 #include "ops/linear.h"
+#include "ops/loss.h"
 #include "ops/norm.h"
 #include "ops/optimizer.h"
 #include "ops/rotary.h"
@@ -17,6 +18,7 @@
   FAMILY(norm)                   \
   FAMILY(dropout)                \
   FAMILY(gate)                   \
+  FAMILY(loss)                   \
   FAMILY(optimizer)              \
   FAMILY(attention)              \
   FAMILY(attention_decode)       \
@@ -34,6 +36,8 @@ namespace onepass {
   OPERATOR(dropout_forward, DropoutForward)                \
   OPERATOR(gate_forward, GateForward)                      \
   OPERATOR(gate_backward, GateBackward)                    \
+  OPERATOR(loss_forward, LossForward)                      \
+  OPERATOR(loss_backward, LossBackward)                    \
   OPERATOR(gradient_norm, GradientNorm)                    \
   OPERATOR(scale_gradients, ScaleGradients)                \
   OPERATOR(optimizer_step, OptimizerStep)                  \

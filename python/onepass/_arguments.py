@@ -63,6 +63,15 @@ def refuse_gradient(op: str, name: str) -> None:
     raise RuntimeError(f"{op}: {name} must not require a gradient, got one that does")
 
 
+def refuse_second_derivative(op: str, option: str) -> None:
+    """Of a call whose option leaves nothing to differentiate twice.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(f"{op}: {option} must be False with create_graph=True, got True")
+
+
 def _is_union(hint: object) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 

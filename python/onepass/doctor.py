@@ -336,6 +336,10 @@ def _self_tests() -> Iterator[Line]:
         query, key = ops.rotary_embedding(query, key, *tables, seq_first=True)
         return (query + key).flatten(1)
 
+    def loss(ops, rows):  # of 6 rows, one of which is ignored, for each of a gradient
+        targets = torch.tensor([3, 39, -100, 0, 7, 20])
+        return ops.cross_entropy(rows, targets, reduction="none")[:, None].expand(6, 40)
+
     def formula(*rows, **options):
         scale = rows[0].shape[-1] ** -0.5
         return reference.attention.attention(*rows, scale=scale, window_right=0, **options)[0]
@@ -357,6 +361,7 @@ def _self_tests() -> Iterator[Line]:
         gated_activation=reference.gate.gated_activation,
         silu_mul=reference.gate.gated_activation,
         gelu_mul=functools.partial(reference.gate.gated_activation, activation="gelu"),
+        cross_entropy=reference.loss.cross_entropy,
         linear=reference.linear.linear,
         rotary_embedding=reference.rotary.rotary_embedding,
     )
@@ -389,6 +394,7 @@ def _self_tests() -> Iterator[Line]:
         gated_activation=lambda gate, up, activation: F.relu(gate) * up,
         silu_mul=lambda gate, up: F.silu(gate) * up,
         gelu_mul=lambda gate, up: F.gelu(gate) * up,
+        cross_entropy=F.cross_entropy,
         linear=F.linear,
         rotary_embedding=reference.rotary.rotary_embedding,
     )
@@ -426,6 +432,7 @@ def _self_tests() -> Iterator[Line]:
         ),
         "silu_mul": (lambda ops, gate, up: ops.silu_mul(gate, up), (x, residual)),
         "gelu_mul": (lambda ops, gate, up: ops.gelu_mul(gate, up), (x, residual)),
+        "cross_entropy": (loss, (x,)),
         "linear": (lambda ops, x, w, b: ops.linear(x, w, b), (x, matrix, bias)),
         "rotary_embedding": (rotated, (x, residual)),
     }

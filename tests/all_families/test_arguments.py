@@ -43,6 +43,10 @@ RIGHT = {
     "gated_activation": dict(gate=X, up=X, activation="gelu"),
     "silu_mul": dict(gate=X, up=X),
     "gelu_mul": dict(gate=X, up=X, approximate="tanh"),
+    "cross_entropy": dict(
+        input=X.view(48, 8), target=torch.zeros(48, dtype=torch.int64), weight=W, ignore_index=-1,
+        label_smoothing=0.1, softcap=2.0, z_loss=0.1,
+    ),
     "linear": dict(
         input=X, weight=torch.ones(5, 8), bias=torch.ones(5), dropout_p=0.1,
         residual=torch.ones(2, 4, 6, 5),
@@ -75,6 +79,7 @@ STOCK = {
     "layer_norm": F.layer_norm,
     "rms_norm": F.rms_norm,
     "dropout": F.dropout,
+    "cross_entropy": F.cross_entropy,
     "linear": F.linear,
     "scaled_dot_product_attention": F.scaled_dot_product_attention,
 }
@@ -261,6 +266,8 @@ def test_tensors_without_dimensions(name, argument):
         ("layer_norm", "weight"),
         ("silu_mul", "gate"),
         ("gated_activation", "up"),
+        ("cross_entropy", "input"),
+        ("cross_entropy", "target"),
         ("linear", "input"),
         ("linear", "residual"),
     ],
@@ -294,6 +301,9 @@ MODULES = {
     "RMSNorm": lambda of: of.RMSNorm(8),
     "Dropout": lambda of: of.Dropout(0.5),
     "Linear": lambda of: of.Linear(8, 5),
+    "CrossEntropyLoss": lambda of: (
+        lambda x: of.CrossEntropyLoss()(x, torch.zeros(3, dtype=torch.int64))
+    ),
     "Dropout in eval": lambda of: of.Dropout(0.5).eval(),
     "MultiheadAttention": lambda of: (
         lambda x: of.MultiheadAttention(8, 2)(x, x, x, need_weights=False)

@@ -20,7 +20,7 @@ def calls_of(function, *args) -> list[dict]:
 
 
 def test_every_family_is_explained():
-    x, w = torch.randn(600, 96), torch.randn(96)
+    x, w, target = torch.randn(600, 96), torch.randn(96), torch.zeros(600, dtype=torch.int64)
     expected = {
         "layer_norm": lambda: functional.layer_norm(x, 96, w),
         "rms_norm": lambda: functional.rms_norm(x, 96, w),
@@ -30,6 +30,7 @@ def test_every_family_is_explained():
         "dropout": lambda: functional.dropout(x, 0.5),
         "add_dropout": lambda: functional.add_dropout(x, x, 0.5),
         "gated_activation": lambda: functional.silu_mul(x, x),
+        "cross_entropy": lambda: functional.cross_entropy(x, target),
         "linear": lambda: functional.linear(x, x[:64], w[:64]),
         "rotary_embedding": lambda: functional.rotary_embedding(x[None], None, x, x),
     }

@@ -24,6 +24,11 @@ def tables(x):
     return [table.to(x.dtype) for table in (WEIGHTS[: x.shape[-2]].cos(), WEIGHTS[: x.shape[-2]])]
 
 
+def rows_of(loss, x):
+    target = torch.arange(x.shape[:-1].numel()) % x.shape[-1]
+    return x * loss(x.flatten(0, -2), target, reduction="none").view(*x.shape[:-1], 1)
+
+
 FUNCTIONS = {
     "layer_norm": (
         lambda x: functional.layer_norm(x, (8,), weight(x), weight(x)),
@@ -52,6 +57,10 @@ FUNCTIONS = {
     "silu_mul": (
         lambda x: functional.silu_mul(x, x.sin()),
         lambda x: F.silu(x) * x.sin(),
+    ),
+    "cross_entropy": (
+        lambda x: rows_of(functional.cross_entropy, x),
+        lambda x: rows_of(F.cross_entropy, x),
     ),
     "linear": (
         lambda x: functional.linear(x, WEIGHTS.to(x.dtype), weight(x)),
@@ -141,7 +150,9 @@ def test_dropout_under_vmap():
     assert torch.equal(y[0], y[1])
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "linear", "attention", "rotary_embedding"])
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "linear", "attention", "rotary_embedding", "cross_entropy"]
+)
 def test_forward_mode_says_that_there_is_none(name):
     with pytest.raises(NotImplementedError, match="jvp"):
         torch.func.jacfwd(FUNCTIONS[name][0])(torch.randn(1, 1, 2, 8))

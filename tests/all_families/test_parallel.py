@@ -64,6 +64,18 @@ def gate_backward(rows):
     return lambda: OPS.gate_backward(x, x, x, 2, False, 3)
 
 
+def loss(rows):
+    x, target = torch.randn(rows, 64), torch.zeros(rows, dtype=torch.int64)
+    return lambda: OPS.loss_forward(x, target, None, -100, 0.0, 0.0, 1, 0.0, None)
+
+
+def loss_backward(rows):
+    x, target = torch.randn(rows, 64), torch.zeros(rows, dtype=torch.int64)
+    saved = torch.ones(2, rows), torch.ones(())
+    upstream = torch.ones(()), *saved
+    return lambda: OPS.loss_backward(x, target, None, -100, 0.0, 0.0, 1, *upstream)
+
+
 def linear(rows):
     x, w = torch.randn(rows, 64), torch.randn(64, 64)
     return lambda: OPS.linear_forward(x, w, None, None)
@@ -139,6 +151,7 @@ CALLS = [
     (norm, 16, 16384), (norm_backward, 64, 16384), (dropout, 16, 16384), (add, 16, 16384),
     (modulated_norm, 16, 16384), (modulated_norm_backward, 64, 16384),
     (rotary, 16, 16384), (gate, 16, 16384), (gate_backward, 16, 16384),
+    (loss, 16, 16384), (loss_backward, 16, 16384),
     (linear, 4, 4096), (linear_backward, 4, 4096), (linear_epilogue_backward, 32, 65536),
     (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),
     (decode, 16, 16384), (gradient_norm, 4096, 1 << 20), (clip, 4096, 1 << 20),

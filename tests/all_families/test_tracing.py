@@ -66,6 +66,19 @@ class Gates(nn.Module):
         return self.block(x) + onepass.functional.gelu_mul(x.repeat(1, 1, 2))
 
 
+class Losses(nn.Module):
+    """As AddNorms: a loss of each row, beside the row."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.loss = onepass.nn.CrossEntropyLoss(reduction="none", softcap=3.0, z_loss=0.1)
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        loss = self.loss(rows, rows.detach().argmax(-1))
+        return x + loss.unflatten(0, x.shape[:2])[..., None]
+
+
 class Linears(nn.Module):
     """As AddNorms."""
 
@@ -91,8 +104,9 @@ MODULES = {
     "linear": Linears,
     "gates": Gates,
     "modulated": Modulated,
+    "losses": Losses,
 }
-OWN = ("add", "linear", "gates", "modulated")  # which no swap makes, and none undoes
+OWN = ("add", "linear", "gates", "modulated", "losses")  # which no swap makes, and none undoes
 
 
 def build(name: str) -> nn.Module:
@@ -334,6 +348,14 @@ def test_decompositions(dtype):
     def gate(x, up, *, kind, gate_last=False):
         return ops.gate_forward.default, (x, up, kind, gate_last), {}
 
+    def loss(x, weight, *, reduction, wide=False):
+        target = torch.arange(len(x)) % x.shape[-1]
+        accumulator = torch.promote_types(x.dtype, torch.float32)
+        weight = None if weight is None else weight.to(accumulator)
+        numbers = (target, weight, 1, 0.1, 2.0, reduction, 0.2)
+        out_dtype = accumulator if wide else None
+        return ops.loss_forward.default, (x, *numbers, out_dtype), {}
+
     options = dict(scale=0.3, window_right=1, window_left=3, softcap=2.0, bottom_right=True)
     cases = [
         (lambda *t: norm(*t, rms=False), (x, residual, weight, bias)),
@@ -350,6 +372,8 @@ def test_decompositions(dtype):
         ),
         *((lambda *t, kind=kind: gate(*t, kind=kind), (x, residual)) for kind in range(1, 8)),
         (lambda x: gate(x, None, kind=3, gate_last=True), (x,)),
+        (lambda x: loss(x, None, reduction=1), (x,)),
+        (lambda x: loss(x, x[0].abs(), reduction=0, wide=True), (x,)),
         (linear, (x, weight, bias[0, :6])),
         (lambda *t: linear(*t, None), (x, weight)),
         (lambda *t: epilogue(*t, kind=0), (x, weight, bias[0, :6], residual[:, :6])),

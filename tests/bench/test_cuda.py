@@ -16,7 +16,7 @@ import onepass
 from onepass.bench import case as cases
 from onepass.bench import harness, machine, report
 from onepass.bench.ceilings import CudaCeilings
-from onepass.bench.families import dropout, gate, norm, optimizer
+from onepass.bench.families import dropout, gate, loss, norm, optimizer
 from onepass.bench.goals import Goal
 from tests.bench.test_harness import run
 
@@ -83,7 +83,7 @@ def test_facts_of_a_device(monkeypatch, tmp_path):
 
 
 def cuda_cases(quick: bool = False) -> list[cases.Case]:
-    return [case for module in (norm, dropout, gate) for case in module.cases(quick, "cuda")]
+    return [case for module in (norm, dropout, gate, loss) for case in module.cases(quick, "cuda")]
 
 
 def test_cuda_cases():
@@ -101,7 +101,9 @@ def test_cuda_cases():
                 )
     for case in [*found.values(), *cuda_cases(quick=True)]:
         assert case.device == "cuda" and not case.fresh
-        assert case.cold <= ("x1024" in case.name or case.name.startswith(("norm/", "gate/")))
+        assert case.cold <= (
+            "x1024" in case.name or case.name.startswith(("norm/", "gate/", "loss/"))
+        )
     moved = {name: case.tensors for name, case in found.items() if "/65536x1024/" in name}
     for name, forward, backward in [
         ("norm/layer_norm/float32", 2, 3),

@@ -145,7 +145,8 @@ RECIPES = {
     "A new score term of attention": (
         r"softcap\b",
         ("-", "-"),
-        set(),
+        {"csrc/ops/loss.h", "csrc/ops/loss.cpp", "csrc/cpu/loss.cpp", "csrc/cuda/loss.cu"}
+        | {f"python/onepass/{name}/loss.py" for name in ("_ops", "functional", "nn", "reference")},
     ),
     "A new optimizer": (
         r"Lion\b|\blion",

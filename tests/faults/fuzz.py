@@ -32,6 +32,7 @@ from tests.faults.input_classes import CLASSES, REAL
 from tests.faults.test_input_classes import INTERNAL, memory_of
 from tests.gate import cases as gate_cases
 from tests.linear import cases as linear_cases
+from tests.loss import cases as loss_cases
 from tests.modulated_norm import cases as modulated_norm_cases
 from tests.norm import cases as norm_cases
 from tests.support import isolated
@@ -174,6 +175,21 @@ def gate(rng: Random) -> None:
         case.factors, case.doutput = carved[:-1], carved[-1]
         cases.append(case)
     gate_cases.check(*cases)
+    border.check()
+
+
+def loss(rng: Random) -> None:
+    dtype, border = rng.choice(DTYPES), Border(rng)
+    rows, cols = rng.choice((1, 2, 3, 7)), rng.choice((2, 7, 16, 33, 200))
+    options = dict(loss_cases.OPTIONS[rng.choice(list(loss_cases.OPTIONS))])
+    cases = []
+    for draw in range(20):
+        case = loss_cases.make(rows, cols, dtype, seed=draw, **options)
+        case.input = border.carve(f"input {draw}", case.input)
+        case.target = border.carve(f"target {draw}", case.target)
+        cases.append(case)
+    for few in (cases[:10], cases[10:]) if dtype.itemsize == 2 else (cases,):
+        loss_cases.check(*few)
     border.check()
 
 
@@ -422,9 +438,9 @@ def wrong(rng: Random) -> None:
 
 KINDS = {"norm": norm, "dropout": dropout, "attention": attention, "decode": decode}
 KINDS |= {"optimizer": optimizer, "wrong": wrong, "gate": gate, "linear": linear}
-KINDS |= {"modulated_norm": modulated_norm}
+KINDS |= {"modulated_norm": modulated_norm, "loss": loss}
 WEIGHTS = {"norm": 8, "dropout": 6, "attention": 5, "decode": 6, "optimizer": 5, "wrong": 64}
-WEIGHTS |= {"gate": 6, "linear": 6, "modulated_norm": 6}
+WEIGHTS |= {"gate": 6, "linear": 6, "modulated_norm": 6, "loss": 6}
 
 
 def kind_of(rng: Random) -> str:

@@ -85,6 +85,25 @@ def gate_backward() -> tuple[Callable, dict]:
     return OPS.gate_backward, dict(doutput=torch.randn(4, 8), **arguments, grad_mask=3)
 
 
+def loss_forward() -> tuple[Callable, dict]:
+    return OPS.loss_forward, dict(
+        input=torch.randn(4, 8), target=torch.arange(4), weight=torch.ones(8), ignore_index=-100,
+        label_smoothing=0.1, softcap=0.0, reduction_kind=1, z_loss=0.0, out_dtype=None,
+    )  # fmt: skip
+
+
+def loss_backward() -> tuple[Callable, dict]:
+    call, arguments = loss_forward()
+    _, statistics, total_weight = call(**arguments)
+    del arguments["z_loss"], arguments["out_dtype"]
+    upstream = dict(dloss=torch.ones(()), statistics=statistics, total_weight=total_weight)
+    return OPS.loss_backward, arguments | upstream
+
+
+def loss_backward_inplace() -> tuple[Callable, dict]:
+    return OPS.loss_backward_inplace, loss_backward()[1]
+
+
 def linear_forward() -> tuple[Callable, dict]:
     return OPS.linear_forward, dict(
         input=torch.randn(4, 8), weight=torch.randn(6, 8), bias=torch.randn(6), out_dtype=None
@@ -248,6 +267,7 @@ def optimizer_step() -> tuple[Callable, dict]:
 CALLS = [
     norm_forward, norm_backward, modulated_norm_forward, modulated_norm_backward, dropout,
     gate_forward, gate_backward, rotary,
+    loss_forward, loss_backward, loss_backward_inplace,
     linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,
     attention, packed_attention, paged_attention,

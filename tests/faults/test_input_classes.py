@@ -242,6 +242,7 @@ TRACED = {
     "modulated_norm",
     "dropout",
     "gate",
+    "loss",
     "attention",
     "linear",
     "linear_epilogue",

@@ -6,6 +6,7 @@ from onepass.functional.attention_decode import attention_with_kv_cache, merge_a
 from onepass.functional.dropout import add_dropout, dropout
 from onepass.functional.gate import gated_activation, gelu_mul, silu_mul
 from onepass.functional.linear import linear
+from onepass.functional.loss import cross_entropy
 from onepass.functional.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -21,6 +22,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention_with_kv_cache",
+    "cross_entropy",
     "dropout",
     "gated_activation",
     "gelu_mul",

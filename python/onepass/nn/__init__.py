@@ -6,6 +6,7 @@ from onepass.nn.attention import MultiheadAttention
 from onepass.nn.dropout import Dropout
 from onepass.nn.gate import GatedMLP
 from onepass.nn.linear import Linear
+from onepass.nn.loss import CrossEntropyLoss
 from onepass.nn.norm import (
     AddLayerNorm,
     AddRMSNorm,
@@ -19,6 +20,7 @@ from onepass.nn.transformer import TransformerDecoderLayer, TransformerEncoderLa
 __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
+    "CrossEntropyLoss",
     "Dropout",
     "GatedMLP",
     "LayerNorm",

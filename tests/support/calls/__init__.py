@@ -4,9 +4,10 @@
 returns a flat list of tensors; `stock`, where torch has the function, returns what torch does.
 """
 
-from tests.support.calls import attention, classes, layers, rotary
+from tests.support.calls import attention, classes, layers, loss, rotary
 from tests.support.calls.call import Call, flat
 
-CALLS = {call.name: call for part in (layers, attention, rotary, classes) for call in part.calls()}
+PARTS = (layers, loss, attention, rotary, classes)
+CALLS = {call.name: call for part in PARTS for call in part.calls()}
 
 __all__ = ["CALLS", "Call", "flat"]

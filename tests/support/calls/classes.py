@@ -54,6 +54,10 @@ def _modules():
     def two():
         return one() | {"second": randn(BATCH, ROWS, 16, seed=1)}
 
+    def targets():
+        target = torch.arange(BATCH * ROWS).view(BATCH, ROWS)
+        return {"input": randn(BATCH * ROWS, 16), "target": target.flatten()}
+
     def three():
         return two() | {"third": randn(BATCH, ROWS, 16, seed=2)}
 
@@ -63,6 +67,7 @@ def _modules():
     yield call("AddRMSNorm", lambda nn: nn.AddRMSNorm(16, dropout_p=0.2), two, False)
     yield call("ModulatedLayerNorm", lambda nn: nn.ModulatedLayerNorm(16), two, False)
     yield call("ModulatedRMSNorm", lambda nn: nn.ModulatedRMSNorm(16), two, False)
+    yield call("CrossEntropyLoss", lambda nn: nn.CrossEntropyLoss(), targets)
     yield call("Dropout", lambda nn: nn.Dropout(0.3), one)
     yield call("GatedMLP", lambda nn: nn.GatedMLP(16, 24), one, False, composed=True)
     yield call("Linear", lambda nn: nn.Linear(16, 8), one, composed=True)

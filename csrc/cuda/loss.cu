@@ -1,0 +1,428 @@
+// Cross entropy on CUDA: the loss of rows of logits, and its gradient.
+//
+// Up to 1,024 columns a warp has a row, more have a block. The forward reads a row once: each
+// thread keeps a maximum that only grows and the exponentials below it, which are then merged. The
+// backward reads the row and writes the gradient, and may write it over the row. Rows of an odd
+// number of columns begin anywhere: packs of eight are those of memory, by 16 bytes, but for the
+// two that the row's ends cut. So which thread adds what goes by where a row begins.
+// Bytes per element: input; backward input + dinput; with weights and label smoothing, those of the
+// weights as well. Done when they run at the speed of a read, and of a copy.
+#include <algorithm>
+
+#include "cuda/backend.h"
+#include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
+#include "ops/loss.h"
+
+namespace onepass::cuda {
+namespace {
+
+constexpr int kMaxThreads = kMaxWarps * kLanes;
+constexpr int kWarpsPerBlock = 4;  // of rows that have one warp each
+constexpr int64_t kWarpColumns = 1024;
+
+template <class A>
+__device__ __forceinline__ A lowest() {
+  return -std::numeric_limits<A>::infinity();
+}
+
+__device__ __forceinline__ float exponential(float x) {
+  return exp2_approximate(x * 1.44269504088896341f);
+}
+__device__ __forceinline__ double exponential(double x) { return std::exp(x); }
+
+// How the threads of a block share rows.
+struct Geometry {
+  int threads_per_row;
+  int threads;
+
+  int64_t blocks(int64_t rows) const {
+    const int64_t rows_per_block = threads / threads_per_row;
+    return (rows + rows_per_block - 1) / rows_per_block;
+  }
+};
+
+Geometry geometry_of(int64_t cols) {
+  if (cols <= kWarpColumns) return {kLanes, kLanes * kWarpsPerBlock};
+  const int64_t packs = cols / kPack + 2;
+  const int64_t warps = std::min<int64_t>((packs + kLanes - 1) / kLanes, kMaxWarps);
+  return {static_cast<int>(warps) * kLanes, static_cast<int>(warps) * kLanes};
+}
+
+__device__ __forceinline__ void meet(int threads_per_row) {
+  if (threads_per_row == kLanes) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+// A thread's place.
+struct Place {
+  int group;  // of the rows of a block
+  int thread;
+  int64_t row;
+
+  __device__ __forceinline__ explicit Place(int threads_per_row)
+      : group(static_cast<int>(threadIdx.x) / threads_per_row),
+        thread(static_cast<int>(threadIdx.x) % threads_per_row),
+        row(static_cast<int64_t>(blockIdx.x) * (blockDim.x / threads_per_row) + group) {}
+};
+
+// Neighbouring elements of a row, of which its ends may cut some: for load_pack and store_pack.
+struct CutColumns {
+  static constexpr bool kAligned = false;
+  int64_t first;
+  int64_t cols;
+
+  __device__ __forceinline__ int64_t of(auto, int e) const { return first + e; }
+  __device__ __forceinline__ bool has(auto, int e) const {
+    return first + e >= 0 && first + e < cols;
+  }
+  template <class T>
+  __device__ __forceinline__ T* in(T* row, auto, int e) const {
+    return row + first + e;
+  }
+};
+
+// A row as packs. With kAligned they begin at multiples of 16 bytes of memory, so that the first
+// one may lack elements at its front; any other tensor that is given has rows that begin at as many
+// bytes beyond such a multiple.
+template <class T, bool kAligned>
+class Packs {
+ public:
+  __device__ __forceinline__ Packs(const T* row, int64_t cols) : cols_(cols) {
+    if constexpr (kAligned) {
+      lacking_ = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+    }
+  }
+
+  __device__ __forceinline__ bool reaches(int64_t pack) const { return first(pack) < cols_; }
+  __device__ __forceinline__ int64_t column(int64_t pack, int e) const { return first(pack) + e; }
+  __device__ __forceinline__ bool has(int64_t pack, int e) const { return cut(pack).has(pack, e); }
+  __device__ __forceinline__ Raw<T> load(const T* row, int64_t pack) const {
+    if (is_whole(pack)) return load_pack(row + first(pack), whole(), 0);
+    return load_pack(row, cut(pack), pack);
+  }
+  __device__ __forceinline__ void store(T* row, int64_t pack, const Raw<T>& raw) const {
+    if (is_whole(pack)) return store_pack(row + first(pack), whole(), 0, raw);
+    store_pack(row, cut(pack), pack, raw);
+  }
+
+ private:
+  static __device__ __forceinline__ StridedColumns<true> whole() { return {1, 0, kPack}; }
+  __device__ __forceinline__ int64_t first(int64_t pack) const { return pack * kPack - lacking_; }
+  __device__ __forceinline__ CutColumns cut(int64_t pack) const { return {first(pack), cols_}; }
+  __device__ __forceinline__ bool is_whole(int64_t pack) const {
+    return kAligned && first(pack) >= 0 && first(pack) + kPack <= cols_;
+  }
+
+  int64_t cols_;
+  int lacking_ = 0;
+};
+
+// A logit as the loss takes it, and its derivative by what lies in memory.
+template <class A>
+struct Logit {
+  A value;
+  A slope;
+};
+
+template <class A>
+__device__ __forceinline__ Logit<A> logit_of(A x, A softcap) {
+  if (softcap == A(0)) return {x, A(1)};
+  const A tangent = std::tanh(x / softcap);
+  return {softcap * tangent, multiply_add(-tangent, tangent, A(1))};
+}
+
+// The share of sums below `maximum` that is left below a larger one.
+template <class A>
+__device__ __forceinline__ A shrunk(A maximum, A larger) {
+  return maximum == larger ? A(1) : exponential(maximum - larger);
+}
+
+template <class A>
+__device__ __forceinline__ void merge(LossSums<A>& into, const LossSums<A>& other) {
+  const A larger = other.maximum > into.maximum ? other.maximum : into.maximum;
+  into.exponentials = into.exponentials * shrunk(into.maximum, larger) +
+                      other.exponentials * shrunk(other.maximum, larger);
+  into.logits += other.logits;
+  into.weights += other.weights;
+  into.maximum = larger;
+}
+
+template <class T>
+__device__ __forceinline__ void add_pack(const LossForward& args, const Packs<T, true>& packs,
+                                         int64_t pack, const Raw<T>& raw,
+                                         LossSums<Accumulator<T>>& sums) {
+  using A = Accumulator<T>;
+  const A* weight = static_cast<const A*>(args.weight);
+  A x[kPack];
+  A larger = sums.maximum;
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) {
+    const bool has = packs.has(pack, e);
+    x[e] = has ? logit_of(element<T>(raw, e), static_cast<A>(args.softcap)).value : lowest<A>();
+    larger = x[e] > larger ? x[e] : larger;  // NaN is left to the exponentials
+    if (args.label_smoothing != 0.0 && has) {
+      const A of_class = weight ? load_global(weight + packs.column(pack, e)) : A(1);
+      sums.logits += of_class * x[e];
+      sums.weights += of_class;
+    }
+  }
+  sums.exponentials *= shrunk(sums.maximum, larger);
+  sums.maximum = larger;
+  // Where there is nothing but -Inf yet, it adds 0.
+  const A above = larger == lowest<A>() ? A(0) : larger;
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) sums.exponentials += exponential(x[e] - above);
+}
+
+// Of the thread 0 of a row.
+template <class T>
+__device__ __forceinline__ void finish_row(const LossForward& args, int64_t row, int64_t target,
+                                           const LossSums<Accumulator<T>>& sums, void* workspace) {
+  using A = Accumulator<T>;
+  constexpr A kNan = std::numeric_limits<A>::quiet_NaN();
+  LossOfRow<A> of_row{};
+  A maximum = 0, weight = 0;
+  if (target != args.ignore_index && (target < 0 || target >= args.cols)) {
+    of_row = {kNan, kNan};
+    weight = kNan;
+  } else if (target != args.ignore_index) {
+    // Its logit is read once more.
+    const T* x = static_cast<const T*>(args.input) + row * args.input_stride + target;
+    const Raw<T> raw = load_pack(x, CutColumns{0, 1}, 0);
+    const A of_target = logit_of(element<T>(raw, 0), static_cast<A>(args.softcap)).value;
+    weight = args.weight ? load_global(static_cast<const A*>(args.weight) + target) : A(1);
+    maximum = sums.maximum;
+    of_row = loss_of<A>(args, sums, of_target, weight);
+  }
+  store_global(static_cast<A*>(args.maximum) + row, maximum);
+  store_global(static_cast<A*>(args.factor) + row, of_row.factor);
+  store_global(static_cast<A*>(workspace) + row, of_row.loss);
+  store_global(static_cast<A*>(workspace) + args.rows + row, weight);
+}
+
+__device__ __forceinline__ int64_t target_of(const LossCall& args, int64_t row) {
+  return load_global(args.target + row * args.target_stride);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    loss_forward_kernel(const LossForward args, const int threads_per_row, void* workspace) {
+  using A = Accumulator<T>;
+  SharedMemory shared;
+  int64_t* targets = shared.take<int64_t>(kWarpsPerBlock);
+  LossSums<A>* of_warps = shared.take<LossSums<A>>(kMaxWarps);
+  const Place at(threads_per_row);
+  if (at.row >= args.rows) return;  // whole warps, which meet at no other barrier
+  if (at.thread == 0) targets[at.group] = target_of(args, at.row);
+  meet(threads_per_row);
+  const int64_t target = targets[at.group];
+  LossSums<A> sums{lowest<A>(), 0, 0, 0};
+  if (target != args.ignore_index) {
+    const T* row = static_cast<const T*>(args.input) + at.row * args.input_stride;
+    const Packs<T, true> packs(row, args.cols);
+    // A pack is asked for before the one ahead of it is worked on.
+    Raw<T> next = packs.load(row, at.thread);
+    for (int64_t pack = at.thread; packs.reaches(pack); pack += threads_per_row) {
+      const Raw<T> raw = next;
+      next = packs.load(row, pack + threads_per_row);
+      add_pack(args, packs, pack, raw, sums);
+    }
+    ONEPASS_UNROLL
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+      merge(sums, {__shfl_xor_sync(kAllLanes, sums.maximum, lanes),
+                   __shfl_xor_sync(kAllLanes, sums.exponentials, lanes),
+                   __shfl_xor_sync(kAllLanes, sums.logits, lanes),
+                   __shfl_xor_sync(kAllLanes, sums.weights, lanes)});
+    }
+    if (threads_per_row > kLanes) {
+      if (at.thread % kLanes == 0) of_warps[at.thread / kLanes] = sums;
+      __syncthreads();
+      if (at.thread == 0) {
+        for (int warp = 1; warp < threads_per_row / kLanes; ++warp) merge(sums, of_warps[warp]);
+      }
+    }
+  }
+  if (at.thread == 0) finish_row<T>(args, at.row, target, sums, workspace);
+}
+
+// The rows' losses as they are, or added up by one block.
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    loss_reduce_kernel(const LossForward args, const void* workspace) {
+  using A = Accumulator<T>;
+  const A* losses = static_cast<const A*>(workspace);
+  const auto put = [&](double loss, int64_t place) {
+    if constexpr (sizeof(A) == 8) {
+      store_global(static_cast<double*>(args.loss) + place, loss);
+    } else {
+      visit_dtype_up_to_float32(args.loss_dtype, [&]<class L>() {
+        store_global(static_cast<L*>(args.loss) + place, onepass::narrow<L>(static_cast<A>(loss)));
+      });
+    }
+  };
+  SharedMemory shared;
+  double* scratch = shared.take<double>(kReduceScratch<2>);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kMaxThreads + threadIdx.x;
+  if (args.reduction == Reduction::kNone) {
+    if (first < args.rows) put(load_global(losses + first), first);
+    return;
+  }
+  double sums[2] = {};  // losses, weights
+  for (int64_t row = first; row < args.rows; row += kMaxThreads) {
+    sums[0] += load_global(losses + row);
+    if (args.total_weight) sums[1] += load_global(losses + args.rows + row);
+  }
+  reduce_row(sums, kMaxThreads, scratch);
+  if (threadIdx.x != 0) return;
+  put(args.total_weight ? sums[0] / sums[1] : sums[0], 0);
+  if (args.total_weight) store_global(static_cast<A*>(args.total_weight), static_cast<A>(sums[1]));
+}
+
+// What all threads of a row know.
+template <class A>
+struct RowHead {
+  int64_t target;  // -1: the row is ignored
+  A maximum;
+  LossScales<A> scales;
+};
+
+template <class T>
+__device__ __forceinline__ RowHead<Accumulator<T>> head_of(const LossBackward& args, int64_t row) {
+  using A = Accumulator<T>;
+  const int64_t target = target_of(args, row);
+  if (target == args.ignore_index) return {-1, A(0), {}};
+  const CutColumns one{0, 1};
+  A gradient;
+  if constexpr (sizeof(A) == 8) {
+    gradient = load_global(static_cast<const double*>(args.dloss) + row * args.dloss_stride);
+  } else {
+    gradient =
+        Mixed::value(Mixed::load(args.dloss, args.dloss_dtype, row * args.dloss_stride, one, 0), 0);
+  }
+  if (args.total_weight) gradient /= load_global(static_cast<const A*>(args.total_weight));
+  const bool is_class = target >= 0 && target < args.cols;  // else its factor is NaN
+  const A weight =
+      args.weight && is_class ? load_global(static_cast<const A*>(args.weight) + target) : A(1);
+  const A factor = load_global(static_cast<const A*>(args.factor) + row);
+  return {is_class ? target : args.cols, load_global(static_cast<const A*>(args.maximum) + row),
+          loss_scales(args, gradient, factor, weight)};
+}
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    loss_backward_kernel(const LossBackward args, const int threads_per_row) {
+  using A = Accumulator<T>;
+  SharedMemory shared;
+  RowHead<A>* heads = shared.take<RowHead<A>>(kWarpsPerBlock);
+  const Place at(threads_per_row);
+  if (at.row >= args.rows) return;  // whole warps, which meet at no other barrier
+  if (at.thread == 0) heads[at.group] = head_of<T>(args, at.row);
+  meet(threads_per_row);
+  const RowHead<A> head = heads[at.group];
+  const T* row = static_cast<const T*>(args.input) + at.row * args.input_stride;
+  T* drow = static_cast<T*>(args.dinput) + at.row * args.dinput_stride;
+  const Packs<T, kAligned> packs(row, args.cols);
+  if (head.target < 0) {
+    for (int64_t pack = at.thread; packs.reaches(pack); pack += threads_per_row) {
+      packs.store(drow, pack, Raw<T>{});
+    }
+    return;
+  }
+  const A* weight = static_cast<const A*>(args.weight);
+  const A softcap = static_cast<A>(args.softcap);
+  Raw<T> next = packs.load(row, at.thread);
+  for (int64_t pack = at.thread; packs.reaches(pack); pack += threads_per_row) {
+    const Raw<T> raw = next;
+    next = packs.load(row, pack + threads_per_row);
+    A gradient[kPack];
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      const int64_t column = packs.column(pack, e);
+      const Logit<A> logit = logit_of(element<T>(raw, e), softcap);
+      A others = column == head.target ? head.scales.of_target : A(0);
+      if (args.label_smoothing != 0.0 && packs.has(pack, e)) {
+        others += head.scales.of_class * (weight ? load_global(weight + column) : A(1));
+      }
+      const A of_softmax = head.scales.of_softmax * exponential(logit.value - head.maximum);
+      gradient[e] = (of_softmax - others) * logit.slope;
+    }
+    packs.store(drow, pack, narrow<T>(gradient));
+  }
+}
+
+Plan plan_rows(const LossCall& args, const char* kernel_name, const char* reason) {
+  const Geometry geometry = geometry_of(args.cols);
+  return {.workspace_bytes = 0,
+          .kernel_name = kernel_name,
+          .rows_per_tile = geometry.threads / geometry.threads_per_row,
+          .splits = geometry.blocks(args.rows),
+          .reason = reason};
+}
+
+Plan plan_forward(const LossForward& args, const Machine&) {
+  Plan plan = plan_rows(args, "loss_forward_kernel", "16-byte accesses");
+  const int64_t number = args.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
+  plan.workspace_bytes = 2 * args.rows * number;  // losses, weights
+  return plan;
+}
+
+void run_forward(const LossForward& args, const Plan& plan, void* workspace,
+                 const Context& context) {
+  const Geometry geometry = geometry_of(args.cols);
+  visit_dtype(args.dtype, [&]<class T>() {
+    using A = Accumulator<T>;
+    if (args.rows > 0) {
+      const size_t shared = kWarpsPerBlock * sizeof(int64_t) + kMaxWarps * sizeof(LossSums<A>);
+      launch<loss_forward_kernel<T>>({.blocks = plan.splits,
+                                      .threads = static_cast<unsigned>(geometry.threads),
+                                      .shared_bytes = shared},
+                                     context.stream, args, geometry.threads_per_row, workspace);
+    }
+    const bool is_reduced = args.reduction != Reduction::kNone;
+    launch<loss_reduce_kernel<T>>(
+        {.blocks = is_reduced ? 1 : (args.rows + kMaxThreads - 1) / kMaxThreads,
+         .threads = kMaxThreads,
+         .shared_bytes = kReduceScratch<2> * sizeof(double)},
+        context.stream, args, workspace);
+  });
+}
+
+// Whether rows of both tensors begin at as many bytes beyond multiples of 16.
+bool is_aligned(const LossBackward& args) {
+  const int64_t size = size_of(args.dtype);
+  const uintptr_t apart =
+      reinterpret_cast<uintptr_t>(args.input) - reinterpret_cast<uintptr_t>(args.dinput);
+  return apart % 16 == 0 &&
+         (args.rows == 1 || (args.input_stride - args.dinput_stride) * size % 16 == 0);
+}
+
+Plan plan_backward(const LossBackward& args, const Machine&) {
+  return plan_rows(args, "loss_backward_kernel",
+                   is_aligned(args) ? "16-byte accesses" : "unaligned: single elements");
+}
+
+void run_backward(const LossBackward& args, const Plan& plan, void*, const Context& context) {
+  const Geometry geometry = geometry_of(args.cols);
+  visit_dtype(args.dtype, [&]<class T>() {
+    const LaunchShape shape{
+        .blocks = plan.splits,
+        .threads = static_cast<unsigned>(geometry.threads),
+        .shared_bytes = kWarpsPerBlock * (sizeof(RowHead<Accumulator<T>>) + 16)};
+    visit_bool(is_aligned(args), [&]<bool kAligned>() {
+      launch<loss_backward_kernel<T, kAligned>>(shape, context.stream, args,
+                                                geometry.threads_per_row);
+    });
+  });
+}
+
+}  // namespace
+
+Operator<LossForward> loss_forward() { return {plan_forward, run_forward}; }
+Operator<LossBackward> loss_backward() { return {plan_backward, run_backward}; }
+
+}  // namespace onepass::cuda

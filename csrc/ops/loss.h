@@ -1,0 +1,116 @@
+// The contract of the loss family between ops/loss.cpp and a back end.
+//
+// Cross entropy of rows of logits x, softcapped if softcap is not 0, with s = label_smoothing:
+//   loss = (1 - s) w_t (lse - x_t) + s / cols * sum of w_c (lse - x_c) + z_loss w_t lse^2
+// lse is the row's log-sum-exp, t its target, w the weights of classes. A row whose target is
+// ignore_index has loss 0, weight 0 and gradient 0, and its logits are not read.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "core/backend.h"
+#include "core/dtype.h"
+
+namespace onepass {
+
+// torch's numbers.
+enum class Reduction : int64_t { kNone, kMean, kSum };
+inline constexpr int64_t kReductions = 3;
+constexpr const char* name_of(Reduction reduction) {
+  constexpr const char* names[] = {"none", "mean", "sum"};
+  return names[static_cast<int>(reduction)];
+}
+
+// What both operators know. Statistics and weights are float32, float64 for logits of float64.
+struct LossCall {
+  const void* input;      // (rows, cols), rows input_stride apart
+  const int64_t* target;  // (rows,), target_stride apart
+  const void* weight;     // (cols,); null: all are 1
+  int64_t rows;
+  int64_t cols;
+  int64_t input_stride;
+  int64_t target_stride;
+  int64_t ignore_index;
+  double label_smoothing;
+  double softcap;  // 0: none
+  Reduction reduction;
+  DType dtype;  // of input
+};
+
+struct LossForward : LossCall {
+  double z_loss;
+  void* loss;     // (rows,), or one number if reduced
+  void* maximum;  // (rows,), of the row
+  void* factor;   // (rows,), of exp(x_c - maximum) in the gradient: the softmax's, over its sum
+  void* total_weight;  // one number, of the rows that are not ignored; null unless Reduction::kMean
+  DType loss_dtype;
+};
+
+// dinput_c = g (factor exp(x_c - maximum) - s / cols w_c - [c = t] (1 - s) w_t) * (1 - tanh^2),
+// g = dloss, over total_weight if Reduction::kMean.
+struct LossBackward : LossCall {
+  const void* dloss;         // (rows,), dloss_stride apart, or one number if reduced
+  const void* maximum;       // (rows,)
+  const void* factor;        // (rows,)
+  const void* total_weight;  // one number
+  void* dinput;              // (rows, cols), rows dinput_stride apart; may be input
+  int64_t dloss_stride;
+  int64_t dinput_stride;
+  DType dloss_dtype;
+};
+
+// What the forward has added up over a row.
+template <class A>
+struct LossSums {
+  A maximum;
+  A exponentials;  // exp(x_c - maximum)
+  A logits;        // w_c x_c, with label smoothing
+  A weights;       // w_c, with label smoothing and weights
+};
+
+template <class A>
+struct LossOfRow {
+  A loss;
+  A factor;
+};
+
+template <class A>
+ONEPASS_HOST_DEVICE LossOfRow<A> loss_of(const LossForward& args, const LossSums<A>& sums,
+                                         A of_target, A weight) {
+  const A smoothing = static_cast<A>(args.label_smoothing), z_loss = static_cast<A>(args.z_loss);
+  const A logarithm = std::log(sums.exponentials);
+  const A lse = sums.maximum + logarithm;
+  A loss = (A(1) - smoothing) * weight * ((sums.maximum - of_target) + logarithm);
+  A mass = (A(1) - smoothing) * weight;  // of the targets
+  if (smoothing != A(0)) {
+    const A share = smoothing / static_cast<A>(args.cols);
+    const A weights = args.weight ? sums.weights : static_cast<A>(args.cols);
+    loss += share * (weights * lse - sums.logits);
+    mass += share * weights;
+  }
+  if (z_loss != A(0)) {
+    loss += z_loss * weight * lse * lse;
+    mass += A(2) * z_loss * weight * lse;
+  }
+  return {loss, mass / sums.exponentials};
+}
+
+// What the gradient of a row is made of.
+template <class A>
+struct LossScales {
+  A of_softmax;  // of exp(x_c - maximum)
+  A of_class;    // of w_c
+  A of_target;
+};
+
+template <class A>
+ONEPASS_HOST_DEVICE LossScales<A> loss_scales(const LossBackward& args, A gradient, A factor,
+                                              A weight) {
+  const A smoothing = static_cast<A>(args.label_smoothing);
+  return {gradient * factor, gradient * (smoothing / static_cast<A>(args.cols)),
+          gradient * ((A(1) - smoothing) * weight)};
+}
+
+}  // namespace onepass

@@ -1,0 +1,87 @@
+"""Cross entropy in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("none", "mean", "sum")  # in the order of their numbers in csrc/ops/loss.h
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross entropy of logits (rows, classes) or (classes,) with the classes' indices.
+
+    Szegedy, Vanhoucke, Ioffe, Shlens, Wojna, Rethinking the Inception architecture, 2015 (label
+    smoothing); Chowdhery et al., PaLM, 2022 (z_loss); Gemma team, Gemma 2, 2024 (softcap).
+    """
+    ignored = target == ignore_index
+    x = _softcapped(input.masked_fill(ignored[..., None], 0.0), softcap)
+    index, of_target = _of_target(x, target, weight, ignored)
+    lse = x.logsumexp(-1)
+    of_class = x.gather(x.dim() - 1, index[..., None]).squeeze(-1)
+    loss = (1 - label_smoothing) * of_target * (lse - of_class)
+    if label_smoothing:
+        weighted = x if weight is None else weight.to(x.dtype) * x
+        smooth = _sum_of_weights(x, weight) * lse - weighted.sum(-1)
+        loss = loss + label_smoothing / x.shape[-1] * smooth
+    if z_loss:
+        loss = loss + z_loss * of_target * lse.square()
+    loss = loss.masked_fill(ignored, 0.0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / (of_target * ~ignored).sum() if reduction == "mean" else loss.sum()
+
+
+def statistics(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """What the operator keeps: of each row, (2, rows), its maximum and the factor of
+    exp(x - maximum) in its gradient, 0 where it is ignored; and the sum of the targets' weights."""
+    x = _softcapped(input, softcap)
+    ignored = target == ignore_index
+    _, of_target = _of_target(x, target, weight, ignored)
+    maximum = x.amax(-1)
+    exponentials = (x - maximum[..., None]).exp().sum(-1)
+    mass = (1 - label_smoothing) * of_target
+    mass = mass + label_smoothing / x.shape[-1] * _sum_of_weights(x, weight)
+    mass = mass + 2 * z_loss * of_target * (maximum + exponentials.log())
+    rows = torch.stack([maximum, mass / exponentials]).reshape(2, -1)
+    return rows.masked_fill(ignored.reshape(1, -1), 0.0), (of_target * ~ignored).sum()
+
+
+def cross_entropy_backward(dloss: Tensor, input: Tensor, target: Tensor, *options) -> Tensor:
+    """dinput, which can be differentiated in turn."""
+    loss = cross_entropy(input, target, *options)
+    (dinput,) = torch.autograd.grad(loss, input, dloss, create_graph=True)
+    return dinput
+
+
+def _softcapped(input: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(input / softcap) if softcap else input
+
+
+def _of_target(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignored: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Each row's class, 0 where it is ignored, and the weight of that."""
+    index = target.masked_fill(ignored, 0)
+    return index, x.new_ones(target.shape) if weight is None else weight.to(x.dtype)[index]
+
+
+def _sum_of_weights(x: Tensor, weight: Tensor | None) -> Tensor | int:
+    return x.shape[-1] if weight is None else weight.to(x.dtype).sum()

@@ -1,0 +1,140 @@
+"""Logits that are not finite, large, masked; rows without a target."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.emulator.executors import everywhere
+from tests.loss.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    IGNORED,
+    Case,
+    assert_same_bits,
+    check,
+    dtypes,
+    make,
+    results,
+)
+
+pytestmark = pytest.mark.isa
+INF, NAN = math.inf, math.nan
+
+
+def kinds(tensor: torch.Tensor) -> torch.Tensor:
+    """0: finite, 1: NaN, 2 and 3: the infinities."""
+    return tensor.isnan() * 1 + tensor.isposinf() * 2 + tensor.isneginf() * 3
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("cols", [5, 2500])
+def test_not_finite_logits(cols, label_smoothing, dtype):
+    """What is not finite stands where it stands in torch's, of the target and beside it."""
+    options = {"reduction": "none", "label_smoothing": label_smoothing}
+    case = make(9, cols, dtype, ignored=False, **options)
+    case.target[:] = torch.tensor([0, 3] * 4 + [0])
+    case.dloss = torch.ones(9, dtype=dtype)
+    for row, value in enumerate((NAN, NAN, INF, INF, -INF, -INF)):
+        case.input[row, 3] = value
+    case.input[6] = -INF  # nothing is left
+    case.input[7, : cols - 1] = -INF  # whole packs and tiles of it
+    case.input[8] = INF
+    found, expected = results(case.ours, case), results(case.torchs, case, double=True)
+    for name, tensor in found.items():
+        assert torch.equal(kinds(tensor), kinds(expected[name])), name
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_ignored_rows_are_not_read(reduction, dtype):
+    case = make(6, 1030, dtype, reduction=reduction, label_smoothing=0.1, z_loss=0.1)
+    case.target[[0, 3]] = IGNORED
+    expected = results(case.ours, case)
+    for value in (NAN, INF, -INF):
+        case.input[case.target == IGNORED] = value
+        assert_same_bits(results(case.ours, case), expected)
+    assert not expected["dinput"][case.target == IGNORED].any()
+
+
+@everywhere
+@dtypes
+def test_nothing_but_ignored_rows(dtype):
+    """The mean of nothing is NaN as in torch, and gradients are 0."""
+    for reduction, of_torch in (("mean", NAN), ("sum", 0.0), ("none", 0.0)):
+        case = make(5, 30, dtype, reduction=reduction)
+        case.target[:] = IGNORED
+        found = results(case.ours, case)
+        torch.testing.assert_close(
+            found["loss"], torch.full_like(found["loss"], of_torch), equal_nan=True
+        )
+        assert torch.equal(found["dinput"], torch.zeros_like(case.input))
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("offset", [-3e4, 300.0, 3e4])
+def test_large_logits(executor, dtype, offset):
+    """The exponentials are of differences; what is added to all of a row changes little."""
+    cases = [make(6, 1500, dtype, seed=seed) for seed in range(2 * executor.draws)]
+    for case in cases:
+        case.input = case.input + offset
+    check(*cases)
+
+
+@everywhere
+@dtypes
+def test_certain_rows(executor, dtype):
+    """The loss nears 0 and so does the gradient: neither may be lost in a larger number."""
+    cases = [make(8, 1200, dtype, seed=seed) for seed in range(4 * executor.draws)]
+    for case in cases:
+        case.input[torch.arange(8), case.target.clamp(min=0)] = 14.0
+    check(*cases)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_growing_and_falling_rows(executor, dtype):
+    """The maximum grows with each tile, or is the first one."""
+    ahead = torch.linspace(-40, 40, 5000).expand(3, -1)
+    cases = []
+    for x in (ahead, ahead.flip(-1)):
+        case = make(3, 5000, dtype)
+        case.input = (x + case.input / 10).to(dtype)
+        cases.append(case)
+    check(*cases)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_saturated_softcap(dtype):
+    """Far beyond the cap a logit has no gradient."""
+    case = make(4, 300, dtype, softcap=2.0)
+    case.input[:, ::2] = case.input[:, ::2].sign() * 1000
+    check(case)
+    assert not results(case.ours, case)["dinput"][:, ::2].any()
+
+
+@everywhere
+def test_weights_of_zero():
+    case = make(6, 20, weighted=True, reduction="none")
+    case.weight[case.target[0]] = 0
+    found = results(case.ours, case)
+    assert found["loss"][0] == 0 and not found["dinput"][0].any()
+
+
+@everywhere
+@pytest.mark.parametrize("cols", [1, 3000])
+def test_equal_logits(cols):
+    x = torch.full((4, cols), 7.25)
+    case = Case(x, torch.zeros(4, dtype=torch.int64), torch.ones(4), None, {"reduction": "none"})
+    found = results(case.ours, case)
+    torch.testing.assert_close(found["loss"], torch.full((4,), math.log(cols)))
+    check(case)

@@ -1,0 +1,170 @@
+"""Every layout of every tensor: the same bits as dense ones, read in place or copied once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onepass import functional, numerics
+from tests.emulator.executors import everywhere
+from tests.linear.test_layouts import LAYOUTS, strided
+from tests.loss.cases import (
+    BF16,
+    F32,
+    OPTIONS,
+    RAW,
+    assert_same_bits,
+    check,
+    dtypes,
+    make,
+    results,
+)
+
+pytestmark = pytest.mark.isa
+
+
+def assert_same(executor, case, expected, function=None):
+    """On CUDA a row's sums go by where it begins: the bits do too, and the error does not."""
+    found = results(function or case.ours, case)
+    if not executor.is_cuda:
+        return assert_same_bits(found, expected)
+    exact = results(case.formula, case, double=True)
+    for name, tensor in found.items():
+        numerics.assert_close(tensor, exact[name], expected[name], name)
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(executor, layout, dtype):
+    case = make(6, 40, dtype, **OPTIONS["all"])
+    expected = results(case.ours, case)
+    case.input = strided(case.input.view(2, 3, 40), layout).flatten(0, 1)
+    assert_same(executor, case, expected)
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("name", ["target", "dloss", "weight"])
+def test_strides_of_vectors(name, dtype):
+    case = make(6, 40, dtype, **OPTIONS["all"])
+    expected = results(case.ours, case)
+    vector = getattr(case, name)
+    setattr(case, name, vector.repeat_interleave(3)[::3])
+    assert_same_bits(results(case.ours, case), expected)
+    constant = vector[:1].expand(len(vector))
+    setattr(case, name, constant.contiguous())
+    expected = results(case.ours, case)
+    setattr(case, name, constant)
+    assert_same_bits(results(case.ours, case), expected)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("cols", [1027, 1028, 1029, 1030, 1031, 1032])
+def test_rows_that_begin_anywhere(executor, cols, dtype):
+    """Rows of an odd number of columns, and parts of wider ones: nothing beside them is touched."""
+    case = make(3, cols, dtype)
+    expected = results(case.ours, case)
+    for left in (0, 1, 5):
+        buffer = torch.full((3, cols + 9), float("nan"), dtype=dtype)
+        view = buffer[:, left : left + cols]
+        case.input = view.copy_(case.input)
+        assert_same(executor, case, expected)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_gradients_in_place_of_views(dtype):
+    """Over the rows of the view, and over nothing beside them."""
+    case = make(4, 1031, dtype)
+    buffer = torch.full((4, 1040), 7.0, dtype=dtype)
+    view = buffer[:, 3:1034].copy_(case.input)
+    leaf = view.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(functional.cross_entropy(leaf, case.target), leaf, case.dloss)
+    loss = functional.cross_entropy(leaf, case.target, inplace_backward=True)
+    loss.backward(case.dloss)
+    assert torch.equal(view, expected) and torch.equal(leaf.grad, expected)
+    assert (buffer[:, :3] == 7).all() and (buffer[:, 1034:] == 7).all()
+
+
+@everywhere
+@pytest.mark.parametrize("view", ["rows", "columns"])
+def test_expanded_logits(view):
+    case = make(6, 33)
+    case.input = case.input[:1] if view == "rows" else case.input[:, :1]
+    dense = case.input.expand(6, 33).contiguous()
+    expected = results(case.ours, make_with(case, dense))
+    assert_same_bits(results(case.ours, make_with(case, case.input.expand(6, 33))), expected)
+
+
+def make_with(case, input):
+    case.input = input
+    return case
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("rows, cols", [(1, 1), (5, 1), (2, 7), (7, 15), (3, 17), (1, 2049)])
+def test_odd_sizes(executor, rows, cols, dtype):
+    """Single elements say little: the fewer there are, the more draws."""
+    draws = 1 + 40 * executor.draws // (rows * cols)
+    check(*(make(rows, cols, dtype, seed=seed) for seed in range(draws)))
+
+
+@everywhere
+@pytest.mark.parametrize("reduction, value", [("mean", float("nan")), ("sum", 0.0)])
+def test_no_rows(reduction, value):
+    case = make(0, 8, reduction=reduction)
+    found = results(case.ours, case)
+    torch.testing.assert_close(found["loss"], torch.tensor(value), equal_nan=True)
+    assert found["dinput"].shape == (0, 8)
+    none = make(0, 8, reduction="none")
+    assert results(none.ours, none)["loss"].shape == (0,)
+
+
+@everywhere
+def test_no_classes():
+    """All rows have to be ignored."""
+    case = make(3, 1, reduction="none")
+    case.input, case.target = torch.empty(3, 0), torch.full((3,), -100)
+    found = results(case.ours, case)
+    assert torch.equal(found["loss"], torch.zeros(3)) and found["dinput"].shape == (3, 0)
+
+
+def test_logits_are_not_copied():
+    """Whatever of them is dense; the operators see them as they lie."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        names: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    case = make(4, 32, BF16)
+    view = torch.empty(4, 37, dtype=BF16)[:, 3:35].copy_(case.input)
+    with Seen() as seen:
+        arguments = (view, case.target, None, -100, 0.0, 0.0, 1)
+        _, *saved = RAW.loss_forward(*arguments, 0.0, None)
+        RAW.loss_backward(*arguments, case.dloss, *saved)
+    assert seen.names == ["loss_forward.default", "loss_backward.default"]
+
+
+def test_offsets_beyond_32_bits():
+    """Rows 2^31 + 5 elements apart; the memory between them is never touched."""
+    try:
+        buffer = torch.empty(2**31 + 5 + 64, dtype=BF16)
+    except RuntimeError:
+        pytest.skip("no address space for 4 GiB")
+    case = make(2, 40, BF16)
+    expected = results(case.ours, case)
+    case.input = buffer.as_strided((2, 40), (2**31 + 5, 1)).copy_(case.input)
+    assert_same_bits(results(case.ours, case), expected)
+    with torch.no_grad():
+        RAW.loss_backward_inplace(
+            case.input, case.target, None, -100, 0.0, 0.0, 1, case.dloss,
+            *RAW.loss_forward(case.input, case.target, None, -100, 0.0, 0.0, 1, 0.0, None)[1:],
+        )  # fmt: skip
+    assert torch.equal(case.input, expected["dinput"])

@@ -1,0 +1,235 @@
+"""With torch: gradcheck, derivatives of any order, opcheck, compile, export, vmap, autocast."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass import functional
+from tests.loss.cases import BF16, F16, F32, F64, OPTIONS, RAW, dtypes, make, options, results
+
+
+def leaves(case):
+    return case.input.detach().clone().requires_grad_()
+
+
+@options
+def test_gradcheck(option):
+    case = make(3, 5, F64, **OPTIONS[option])
+    assert torch.autograd.gradcheck(lambda x: case.ours(x, case.weight), leaves(case))
+    assert torch.autograd.gradgradcheck(lambda x: case.ours(x, case.weight), leaves(case))
+
+
+@pytest.mark.parametrize("option", ["mean", "all"])
+def test_third_derivatives(option):
+    case = make(3, 5, F64, **OPTIONS[option])
+    found = []
+    for function in (case.ours, case.formula):
+        leaf = leaves(case)
+        value = function(leaf, case.weight).pow(3).sum()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
+            value = gradient.square().sum()
+        found.append([value, gradient])
+    torch.testing.assert_close(*found)
+
+
+@dtypes
+def test_first_derivatives_are_the_same_with_create_graph(dtype):
+    case = make(3, 40, dtype)
+    leaf = leaves(case)
+    loss = case.ours(leaf, None)
+    (gradient,) = torch.autograd.grad(loss, leaf, case.dloss, create_graph=True)
+    assert torch.equal(gradient, results(case.ours, case)["dinput"]) and gradient.requires_grad
+
+
+def test_what_is_kept_is_two_numbers_of_a_row():
+    saved = []
+    case = make(30, 200, weighted=True)
+    leaf = leaves(case)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        case.ours(leaf, case.weight)
+    own = {leaf.data_ptr(), case.target.data_ptr(), case.weight.data_ptr()}
+    assert sum(t.numel() for t in saved if t.data_ptr() not in own) == 2 * 30 + 1
+
+
+@pytest.mark.parametrize("option", ["mean", "all"])
+def test_opcheck(option):
+    case = make(3, 8, **OPTIONS[option])
+    of = case.options
+    arguments = (
+        case.input, case.target, case.weight, -100, of.get("label_smoothing", 0.0),
+        of.get("softcap", 0.0), 0 if "reduction" in of else 1,
+    )  # fmt: skip
+    forward = (*arguments, of.get("z_loss", 0.0), None)
+    torch.library.opcheck(torch.ops.onepass.loss_forward.default, forward)
+    _, *saved = RAW.loss_forward(*forward)
+    torch.library.opcheck(torch.ops.onepass.loss_backward.default, (*arguments, case.dloss, *saved))
+    torch.library.opcheck(
+        torch.ops.onepass.loss_backward_inplace.default, (*arguments, case.dloss, *saved)
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("option", ["mean", "all"])
+def test_compile_fullgraph_with_dynamic_shapes(option, backend):
+    def call(x, target, weight):
+        return functional.cross_entropy(x, target, weight, **case.options)
+
+    case = make(4, 16, **OPTIONS[option])
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for rows, cols in ((4, 16), (7, 33), (2, 50)):
+        case = make(rows, cols, **OPTIONS[option])
+        found = results(lambda x, w: compiled(x, case.target, w), case)
+        expected = results(case.ours, case)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_one_graph_for_all_sizes():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    call = functional.cross_entropy
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for rows, cols in ((4, 16), (7, 34), (3, 50)):
+        case = make(rows, cols)
+        compiled(case.input, case.target, label_smoothing=0.1)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[2]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_in_place_has_no_effect_under_compile(backend):
+    def step(x, target):
+        return functional.cross_entropy(x, target, inplace_backward=True)
+
+    case = make(4, 16)
+    leaf = leaves(case)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    (gradient,) = torch.autograd.grad(compiled(leaf, case.target), leaf, case.dloss)
+    assert torch.equal(leaf, case.input)
+    assert torch.equal(gradient, results(case.ours, case)["dinput"])
+
+
+def test_the_second_derivative_of_a_compiled_call_is_refused_by_torch():
+    case = make(3, 8)
+    compiled = torch.compile(functional.cross_entropy, fullgraph=True, backend="aot_eager")
+    leaf = leaves(case)
+    loss = compiled(leaf, case.target)
+    with pytest.raises(RuntimeError, match="create_graph=False"):
+        torch.autograd.grad(loss, leaf, create_graph=True)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 12)
+        self.loss = onepass.nn.CrossEntropyLoss(**options)
+
+    def forward(self, x, target):
+        return self.loss(self.layer(x), target)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_train(strict, tmp_path):
+    module = Model(label_smoothing=0.1, z_loss=0.01, inplace_backward=True)
+    x, target = torch.randn(4, 8), torch.tensor([3, 11, -100, 0])
+    rows = torch.export.Dim("rows", min=2, max=64)
+    shapes = ({0: rows}, {0: rows})
+    program = torch.export.export(module, (x, target), dynamic_shapes=shapes, strict=strict)
+    torch.export.save(program, tmp_path / "program.pt2")
+    program = torch.export.load(tmp_path / "program.pt2").module()
+    found = [
+        torch.autograd.grad(m(x[:3], target[:3]), list(m.parameters())) for m in (program, module)
+    ]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("option", ["mean", "all"])
+def test_vmap(option):
+    case = make(4, 8, **OPTIONS[option])
+    x = torch.stack([case.input, case.input.sin()])
+    targets = torch.stack([case.target, case.target.flip(0)])
+
+    def loss(x, target, function=functional.cross_entropy, **options):
+        return function(x, target, case.weight, **case.options, **options).sum()
+
+    def torchs(x, target):
+        return loss(x, target, onepass.reference.loss.cross_entropy)
+
+    mapped = torch.func.vmap(torch.func.grad(lambda x, t: loss(x, t, inplace_backward=True)))
+    expected = torch.func.vmap(torch.func.grad(torchs))(x, targets)
+    torch.testing.assert_close(mapped(x, targets), expected)
+    torch.testing.assert_close(
+        torch.func.vmap(loss)(x, targets), torch.func.vmap(torchs)(x, targets)
+    )
+    outside = torch.func.grad(lambda x: torch.func.vmap(loss)(x, targets).sum())
+    torch.testing.assert_close(outside(x), expected)
+
+
+def test_forward_mode_is_refused():
+    case = make(3, 4)
+    with pytest.raises(RuntimeError, match="forward"):
+        torch.func.jvp(lambda x: case.ours(x, None), (case.input,), (case.input,))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+@pytest.mark.parametrize("cast", [BF16, F16], ids=str)
+def test_dtypes_under_autocast_are_torchs(dtype, cast):
+    case = make(4, 8, dtype, label_smoothing=0.1)
+    leaf = leaves(case)
+    with torch.autocast("cpu", dtype=cast):
+        found = case.ours(leaf, None)
+        expected = case.torchs(leaf, None)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    assert leaf.grad.dtype is dtype
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_activation_checkpointing(inplace, use_reentrant):
+    module, target = Model(inplace_backward=inplace), torch.tensor([3, 11, -100, 0])
+    found = []
+    for call in (module, lambda *x: checkpoint(module, *x, use_reentrant=use_reentrant)):
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        call(x, target).backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_saved_tensors_elsewhere():
+    """Hooks hand the backward a copy: that is what it writes over."""
+    case = make(4, 20)
+    leaf = leaves(case)
+    with torch.autograd.graph.save_on_cpu():
+        loss = functional.cross_entropy(leaf, case.target, inplace_backward=True)
+    loss.backward(case.dloss)
+    assert torch.equal(leaf.grad, results(case.ours, case)["dinput"])
+
+
+def test_copies_of_the_module():
+    module = onepass.nn.CrossEntropyLoss(torch.rand(8), softcap=2.0, z_loss=0.1)
+    case = make(3, 8)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(case.input, case.target), module(case.input, case.target))
+        assert (twin.softcap, twin.z_loss) == (2.0, 0.1)
+
+
+def test_explain_names_the_kernels():
+    leaf, target = torch.randn(64, 64, requires_grad=True), torch.zeros(64, dtype=torch.int64)
+    ce = functional.cross_entropy
+    text = str(onepass.explain(lambda: ce(leaf, target, label_smoothing=0.1).backward()))
+    assert "loss_forward_kernel" in text and "loss_backward_kernel" in text
+    assert "cross_entropy (64 x 64, float32, mean, label_smoothing 0.1)" in text
+    text = str(onepass.explain(lambda: ce(leaf, target, inplace_backward=True).backward()))
+    assert "cross_entropy_backward_inplace (64 x 64, float32, mean)" in text
+    plain = F.cross_entropy(leaf, target)
+    assert "loss" not in str(onepass.explain(lambda: plain + 1))

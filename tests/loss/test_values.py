@@ -1,0 +1,214 @@
+"""Values and gradients of cross entropy, against torch's by the numerics rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import onepass
+from onepass import functional, numerics, reference
+from tests.emulator.executors import everywhere
+from tests.loss.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    OPTIONS,
+    RAW,
+    assert_same_bits,
+    check,
+    dtypes,
+    make,
+    options,
+    results,
+)
+
+pytestmark = pytest.mark.isa
+
+
+@everywhere
+@options
+@dtypes
+def test_values_and_gradients(executor, dtype, option):
+    """Of rows that a warp has, and of more columns than a tile of the CPU's.
+
+    The sums of 16-bit gradients are their targets' alone, too few to tell a bias: fewer elements
+    than make it a question.
+    """
+    check(*(make(4, 190, dtype, **OPTIONS[option], seed=seed) for seed in range(5)))
+    draws = range(1 if dtype.itemsize == 2 else 8 * executor.draws)
+    check(*(make(1, 2053, dtype, **OPTIONS[option], seed=seed) for seed in draws))
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_16_bit_gradients_are_unbiased(dtype, softcap):
+    check(make(1500, 8, dtype, reduction="none", softcap=softcap))
+
+
+@everywhere
+@dtypes
+def test_few_classes(executor, dtype):
+    for cols in (1, 2, 10, 100):
+        check(*(make(4, cols, dtype, seed=seed) for seed in range(4 * executor.draws)))
+
+
+@everywhere
+@pytest.mark.parametrize("option", ["mean", "none", "sum"])
+def test_one_row_without_a_batch(option):
+    case = make(1, 300, **OPTIONS[option])
+    expected = results(case.ours, case)
+    case.input, case.target = case.input[0], case.target[0]
+    case.dloss = case.dloss.reshape(())
+    found = results(case.ours, case)
+    assert found["loss"].shape == () and found["dinput"].shape == (300,)
+    assert torch.equal(found["loss"], expected["loss"].reshape(()))
+    assert torch.equal(found["dinput"], expected["dinput"][0])
+
+
+@everywhere
+@dtypes
+@options
+def test_a_gradient_in_place_has_the_same_bits(option, dtype):
+    case = make(5, 1001, dtype, **OPTIONS[option])
+    assert_same_bits(results(case.inplace, case), results(case.ours, case))
+
+
+@everywhere
+def test_losses_of_another_dtype():
+    """Under autocast: a float32 loss of 16-bit logits, not rounded in between."""
+    case = make(6, 700, BF16, reduction="none")
+    exact = case.formula(case.input.double(), None)
+    loss, statistics, _ = RAW.loss_forward(case.input, case.target, None, -100, 0, 0, 0, 0, F32)
+    base = F.cross_entropy(case.input.float(), case.target, reduction="none")
+    numerics.assert_close(loss, exact, base)
+    assert statistics.dtype is F32 and loss.dtype is F32
+
+
+@everywhere
+def test_an_upstream_gradient_of_another_dtype():
+    """Which autograd never hands over."""
+    case = make(6, 700, BF16, reduction="none")
+    arguments = (case.input, case.target, None, -100, 0.0, 0.0, 0)
+    _, *saved = RAW.loss_forward(*arguments, 0.0, None)
+    expected = RAW.loss_backward(*arguments, case.dloss, *saved)
+    for wide in (F32, F16):
+        dloss = case.dloss.to(wide)
+        found = RAW.loss_backward(*arguments, dloss, *saved)
+        exact = RAW.loss_backward(*arguments, dloss.to(BF16), *saved)
+        assert torch.equal(found, expected) and torch.equal(exact, expected)
+
+
+@everywhere
+@pytest.mark.parametrize("weight_dtype", [F32, BF16, F16], ids=str)
+def test_weights_of_another_dtype(weight_dtype):
+    """torch refuses them; here all are float32, which holds each of them."""
+    case = make(6, 300, BF16, weighted=True, label_smoothing=0.1)
+    case.weight = case.weight.to(weight_dtype)
+    exact = case.formula(case.input.double(), case.weight.double())
+    found = case.ours(case.input, case.weight)
+    base = case.torchs(case.input, case.weight.bfloat16())
+    numerics.assert_close(found, exact, base)
+
+
+@everywhere
+@pytest.mark.parametrize("index", [-100, 3, -1, 10**12])
+def test_ignored_rows(index):
+    case = make(8, 50, ignore_index=index, reduction="sum")
+    case.target[[0, 4]] = index
+    check(case)
+    assert not results(case.ours, case)["dinput"][case.target == index].any()
+
+
+@everywhere
+def test_a_mean_is_over_the_weights_of_rows_that_count():
+    case = make(6, 20, weighted=True)
+    rows = functional.cross_entropy(case.input, case.target, case.weight, reduction="none")
+    kept = case.target[:-1]
+    expected = rows[:-1].double().sum() / case.weight[kept].double().sum()
+    assert torch.equal(case.ours(case.input, case.weight), expected.float())
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("option", ["mean", "all"])
+def test_any_number_of_threads(option, threads):
+    case = make(29, 5003, **OPTIONS[option])
+    expected = results(case.ours, case)
+    torch.set_num_threads(threads)
+    assert_same_bits(results(case.ours, case), expected)
+
+
+@everywhere
+def test_a_row_does_not_depend_on_its_batch():
+    case = make(7, 2100, BF16, reduction="none", ignored=False)
+    case.dloss = torch.ones(7, dtype=BF16)
+    whole = results(case.ours, case)
+    case.input, case.target, case.dloss = case.input[2:4], case.target[2:4], case.dloss[2:4]
+    found = results(case.ours, case)
+    assert_same_bits(found, {name: tensor[2:4] for name, tensor in whole.items()})
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@options
+def test_the_reference_is_torchs(option, dtype):
+    """Where torch has the option."""
+    if {"softcap", "z_loss"} & OPTIONS[option].keys():
+        pytest.skip("torch has no softcap and no z_loss")
+    case = make(6, 40, dtype, **OPTIONS[option])
+    torch.testing.assert_close(results(case.formula, case), results(case.torchs, case))
+
+
+def test_the_reference_of_what_torch_lacks():
+    case = make(6, 40, F64, ignored=False, reduction="none")
+    x, capped = case.input, 2.0 * (case.input / 2.0).tanh()
+    assert torch.allclose(
+        reference.loss.cross_entropy(x, case.target, softcap=2.0, reduction="none"),
+        F.cross_entropy(capped, case.target, reduction="none"),
+    )
+    assert torch.allclose(
+        reference.loss.cross_entropy(x, case.target, z_loss=0.5, reduction="none"),
+        F.cross_entropy(x, case.target, reduction="none") + 0.5 * x.logsumexp(-1) ** 2,
+    )
+
+
+# ---- as a module ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"weight": torch.rand(9)}, {"ignore_index": 2, "label_smoothing": 0.1},
+     {"reduction": "sum"}, {"size_average": False}, {"reduce": False}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning")
+def test_modules_are_torchs(arguments):
+    ours, torchs = (nn.CrossEntropyLoss(**arguments) for nn in (onepass.nn, torch.nn))
+    assert isinstance(ours, torch.nn.CrossEntropyLoss)
+    assert ours.state_dict().keys() == torchs.state_dict().keys()
+    x, target = torch.randn(6, 9), torch.randint(9, (6,))
+    torch.testing.assert_close(ours(x, target), torchs(x, target))
+
+
+def test_modules_with_options():
+    case = make(6, 40, softcap=2.0, z_loss=0.1)
+    module = onepass.nn.CrossEntropyLoss(softcap=2.0, z_loss=0.1, inplace_backward=True)
+    assert repr(module) == "CrossEntropyLoss(softcap=2.0, z_loss=0.1, inplace_backward=True)"
+    x = case.input.clone().requires_grad_()
+    loss = module(x, case.target)
+    assert torch.equal(loss, case.ours(case.input, None))
+    loss.backward()
+    assert x.grad.data_ptr() == x.data_ptr()
+
+
+def test_modules_leave_to_torch_what_is_torchs():
+    x, target = torch.randn(6, 9, 4), torch.randint(9, (6, 4))
+    probabilities = torch.rand(6, 9)
+    for logits, of in ((x, target), (x[..., 0], probabilities)):
+        found = onepass.nn.CrossEntropyLoss()(logits, of)
+        assert torch.equal(found, F.cross_entropy(logits, of))
+    with pytest.raises(RuntimeError, match="cross_entropy: target must have dtype int64"):
+        onepass.nn.CrossEntropyLoss(softcap=2.0)(x[..., 0], probabilities)
+    with pytest.raises(RuntimeError, match="cross_entropy: input must have shape"):
+        onepass.nn.CrossEntropyLoss(z_loss=0.1)(x, target)
