@@ -177,12 +177,14 @@ def _is_fast_with_a_row(dtype: torch.dtype, training: bool, transposed: bool = F
     return not (training or transposed or products.as_fast(dtype))
 
 
-def attention_is_small(module: nn.Module, input: object) -> bool:
-    """Whether a module that calls attention takes less time as it came, on (batch, tokens, width).
+def attention_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
+    """Whether a module that calls attention takes less time as it came, its first argument being
+    (batch, tokens, width); the log says so.
 
     The answer is the same where a checkpoint computes the module again: it does not depend on
     gradients in training.
     """
+    input = args[0] if args else None
     if not isinstance(input, Tensor) or input.dim() != 3:
         return False
     bound = _least(LEAST_ATTENTION, input, module.training or torch.is_grad_enabled())

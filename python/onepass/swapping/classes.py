@@ -189,34 +189,29 @@ class DecoderLayerForward(Swapped):
 class Calls(Swapped):
     """Runs the original's forward with its calls of torch's functions redirected.
 
-    `make_class` adds the forward: it has the original's signature.
+    `make_class` is told the kinds of calls, of `REDIRECTED`, and adds the forward: it has the
+    original's signature.
     """
 
 
-class AttentionCalls(Calls):
-    """Of `F.scaled_dot_product_attention`."""
-
-    _onepass_to = {"attention": "onepass.functional.scaled_dot_product_attention"}
-
-
-class LinearCalls(Calls):
-    """Of `F.linear`."""
-
-    _onepass_to = {"linear": "onepass.functional.linear"}
+# By kind, the function that is called instead of torch's.
+REDIRECTED = {
+    "attention": "onepass.functional.scaled_dot_product_attention",
+    "linear": "onepass.functional.linear",
+}
 
 
-class AttentionAndLinearCalls(AttentionCalls, LinearCalls):
-    """Of both."""
-
-    _onepass_to = AttentionCalls._onepass_to | LinearCalls._onepass_to
+def redirects(cls: type, kind: str) -> bool:
+    """Whether a module of this class has its calls of this kind redirected."""
+    return issubclass(cls, Calls) and kind in cls._onepass_to
 
 
 class _Redirection(TorchFunctionMode):
     """In force, it redirects functions on this thread; torch's namespace stays as it is."""
 
-    def __init__(self, attention: bool, linear: bool):
+    def __init__(self, kinds: list[str]):
         super().__init__()
-        self._attention, self._linear = attention, linear
+        self._attention, self._linear = "attention" in kinds, "linear" in kinds
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -288,16 +283,19 @@ def attend_visibly(
     return ours(*arguments, **terms)
 
 
-def _redirected(forward, calls: type[Calls]):
-    attends, multiplies = issubclass(calls, AttentionCalls), issubclass(calls, LinearCalls)
+_ARE_SMALL = {
+    "attention": small_calls.attention_calls_are_small,
+    "linear": small_calls.linear_calls_are_small,
+}
 
+
+def _redirected(forward, kinds: tuple[str, ...]):
     @functools.wraps(forward)
     def redirected(self, *args, **named):
-        attention = attends and not small_calls.attention_is_small(self, args[0] if args else None)
-        linear = multiplies and not small_calls.linear_calls_are_small(self, args, named)
-        if not attention and not linear:
+        gaining = [kind for kind in kinds if not _ARE_SMALL[kind](self, args, named)]
+        if not gaining:
             return forward(self, *args, **named)
-        with _Redirection(attention, linear):
+        with _Redirection(gaining):
             return forward(self, *args, **named)
 
     return redirected
@@ -385,8 +383,13 @@ def _rebuild(recipe: tuple, make, args: tuple):
 _MADE: WeakKeyDictionary[type, WeakValueDictionary] = WeakKeyDictionary()
 
 
-def make_class(original: type, forward: type[Swapped], spec: NormSpec | None = None) -> type:
+def make_class(
+    original: type, forward: type[Swapped], spec: NormSpec | tuple[str, ...] | None = None
+) -> type:
     """The class of a swapped `original`: the same for the same arguments while anything has it.
+
+    Args:
+        spec: of a `ForeignNormForward`, the norm; of `Calls`, their kinds, sorted.
 
     Raises:
         TypeError: original cannot be subclassed.
@@ -400,7 +403,9 @@ def make_class(original: type, forward: type[Swapped], spec: NormSpec | None = N
     return cls
 
 
-def _make_class(original: type, forward: type[Swapped], spec: NormSpec | None) -> type:
+def _make_class(
+    original: type, forward: type[Swapped], spec: NormSpec | tuple[str, ...] | None
+) -> type:
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -408,10 +413,12 @@ def _make_class(original: type, forward: type[Swapped], spec: NormSpec | None) -
         "_onepass_original": original,
         "_onepass_forward": forward,
     }
-    if issubclass(forward, Calls):
-        namespace["forward"] = _redirected(original.forward, forward)
     if spec is not None:
         namespace["_onepass_spec"] = spec
+    if forward is Calls:
+        namespace["forward"] = _redirected(original.forward, spec)
+        namespace["_onepass_to"] = {kind: REDIRECTED[kind] for kind in spec}
+    if forward is ForeignNormForward:
         namespace["_onepass_to"] = {"norm": f"onepass {spec}"}
         namespace["_onepass_out_dtypes"] = {(x, w): out for x, w, out in spec.dtypes}
         namespace["_onepass_autocast_dtypes"] = {}

@@ -177,7 +177,7 @@ def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match
         return Match("attention", named=True)
     if reached.attention:
         reason = Reason.CHECKPOINTS.because("attention") if reached.checkpoint else None
-        return Match("attention", forward=classes.AttentionCalls, reason=reason)
+        return Match("attention", forward=classes.Calls, reason=reason)
     if reached.dispatch:
         from onepass.integrations import diffusers
 
@@ -185,7 +185,7 @@ def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match
         reason = Reason.DIFFUSERS.told(text) if text else None
         if reached.checkpoint:
             reason = Reason.CHECKPOINTS.because("attention")
-        return Match("attention", classes.AttentionCalls, reason=reason)
+        return Match("attention", classes.Calls, reason=reason)
     if _ATTENTION_NAME.search(cls.__name__):
         return Match("attention", unknown=True, reason=Reason.NO_CALLS.because())
     return None
@@ -225,7 +225,7 @@ def _linear_calls(module: nn.Module, reached: callsites.Calls) -> Match | None:
     experts = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if not reason and reached.experts and experts not in (None, "eager"):
         reason = Reason.EXPERTS.because(experts)
-    return Match("linear", forward=classes.LinearCalls, reason=reason)
+    return Match("linear", forward=classes.Calls, reason=reason)
 
 
 def _as_fast(weights: list[torch.Tensor], small: bool = False) -> Because | None:

@@ -78,7 +78,7 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
         notes.append(small_calls.NORM_NOTE)
     if "linear" in kinds:
         notes.append(small_calls.LINEAR_NOTE)
-        calling = [c.name for c in plan.classes if issubclass(c.cls, classes.LinearCalls)]
+        calling = [c.name for c in plan.classes if classes.redirects(c.cls, "linear")]
         notes += _note(_LINEAR_CALLS, calling)
     if not plan.list_as_fast:
         reasons = collections.Counter(plan.as_fast)
@@ -114,7 +114,7 @@ def _attention_notes(plan: Plan) -> list[str]:
     layers = [module for module in modules if isinstance(module, _LAYERS)]
     in_layers = {id(part) for layer in layers for part in layer.children()}
     alone = [module for module in modules if id(module) not in in_layers]
-    calling = swapped_to(classes.AttentionCalls, modules)
+    calling = [c.name for c in plan.classes if classes.redirects(c.cls, "attention")]
     dropping = [m for m in modules if isinstance(m, nn.MultiheadAttention) and m.dropout > 0.0]
     bypassed = [
         names[id(layer)]
@@ -136,7 +136,7 @@ def _attention_notes(plan: Plan) -> list[str]:
     dispatching = [
         names[id(change.module)]
         for change in plan.classes
-        if issubclass(change.cls, classes.AttentionCalls)
+        if classes.redirects(change.cls, "attention")
         and callsites.calls_of(change.module).dispatch
     ]
     if dispatching:

@@ -16,8 +16,6 @@ from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.report import Change, Report
 from onepass.swapping.walk import Choice, Found, walk
 
-# By kind of the calls, the class that redirects those of the other kind.
-_REDIRECTING = {"attention": classes.LinearCalls, "linear": classes.AttentionCalls}
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
 _NOT_BY_FORCE = "; force does not change that"
 
@@ -62,7 +60,7 @@ class Plan:
         self._kinds, self._choice, self._probe = kinds, choice, probe
         self._verdicts: dict[tuple, NormSpec | Because] = {}
         # Names of modules whose calls stay, by id, for each kind that is redirected.
-        self._kept: dict[str, dict[int, str]] = {"attention": {}, "linear": {}}
+        self._kept: dict[str, dict[int, str]] = {kind: {} for kind in classes.REDIRECTED}
         self._wanted: list[tuple[Found, bool]] = []  # by name; whether forced
         self._unwanted: list[Found] = []  # by name
         self._listed: set[tuple[int, str]] = set()  # (id, kind) of modules in any list
@@ -121,7 +119,7 @@ class Plan:
             self._unknown.append((item, match.kind, match.reason))
             return
         as_fast = match.reason is not None and match.reason.kind is Reason.AS_FAST
-        calls = match.named or match.kind == "linear" or match.forward is classes.AttentionCalls
+        calls = match.named or match.kind == "linear" or match.forward is classes.Calls
         if calls and not as_fast:
             self._kept[match.kind][id(module)] = item.names[0]
         if as_fast:
@@ -169,8 +167,10 @@ class Plan:
         if item.wrapped:
             return None, item.wrapped[0]
         reason, spec, forward = match.reason, None, match.forward
-        if self.classes and self.classes[-1].module is module:
-            forward = classes.AttentionAndLinearCalls
+        if forward is classes.Calls:
+            before = self.classes[-1] if self.classes else None
+            before = before.cls._onepass_to if before and before.module is module else ()
+            spec = tuple(sorted({*before, match.kind}))
         if reason and forced and match.forceable:
             reason = matchers.obstacle_to(module, match.kind)
             self.forced.append(item.names[0])
@@ -214,10 +214,10 @@ class Plan:
 
     def _leave_around_kept(self) -> None:
         """Refuses to redirect calls where those of a module that must keep its own would be too."""
-        for kind, others in _REDIRECTING.items():
-            kept, around = self._kept[kind], {}
+        for kind, kept in self._kept.items():
+            around = {}
             for change in self.classes[::-1]:  # children first
-                if issubclass(change.cls, classes.Calls) and kind in change.cls._onepass_to:
+                if classes.redirects(change.cls, kind):
                     parts = map(id, change.module.modules())
                     inner = next((kept[part] for part in parts if part in kept), None)
                     if inner is not None:
@@ -230,7 +230,7 @@ class Plan:
             self.classes = [
                 left
                 for change in self.classes
-                if (left := _without(change, others) if id(change.module) in around else change)
+                if (left := _without(change, kind) if id(change.module) in around else change)
             ]
 
     def _list_unknown(self) -> None:
@@ -255,11 +255,12 @@ class Plan:
         self.refused.append(self._skip(item, reason))
 
 
-def _without(change: ClassChange, others: type[classes.Calls]) -> ClassChange | None:
-    """The change without the calls of a kind, given the class for the other kind of calls."""
-    if not issubclass(change.cls, others):
+def _without(change: ClassChange, kind: str) -> ClassChange | None:
+    """The change without the calls of a kind; None if it redirects no others."""
+    kinds = tuple(other for other in change.cls._onepass_to if other != kind)
+    if not kinds:
         return None
-    return change._replace(cls=make_class(type(change.module), others))
+    return change._replace(cls=make_class(type(change.module), classes.Calls, kinds))
 
 
 def _entry(name: str, kind: str, original: type, to: str) -> dict[str, str]:
