@@ -127,13 +127,15 @@ def test_a_page_on_the_code_names_what_is_there(page):
             assert not unknown, name
 
 
+SWAPPING = ("classes", "gated", "matchers", "specs")
 # By the title of a recipe: how its newest example is known in a file, how the recipe calls that
 # example, and the files that name it for reasons of their own.
 RECIPES = {
     "A new family": (
         r"\bgate_forward|GatedMLP|gated_activation",
         ("<family>", "gate"),
-        set(),
+        {f"python/onepass/swapping/{name}.py" for name in SWAPPING}  # blocks of others
+        | {"python/onepass/compare/attribution.py"},  # the part of a step that it is
     ),
     "A new norm": (
         r"\bkRms\b|NormKind\.RMS|\bNormKind\b.*RMS|\brms_norm\b|\bRMSNorm\b(?!Forward)",

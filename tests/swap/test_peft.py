@@ -60,8 +60,8 @@ def test_llama_swapped_is_the_same_and_stays_a_llama():
     model = llama()
     expected = logits(model)
     report = onepass.swap(model)
-    attention = {f"model.layers.{layer}.self_attn" for layer in range(2)}
-    assert {entry["name"] for entry in report.swapped} == NORMS | attention
+    parts = {f"model.layers.{layer}.{part}" for layer in range(2) for part in ("self_attn", "mlp")}
+    assert {entry["name"] for entry in report.swapped} == NORMS | parts
     assert not report.unknown and not report.skipped
     close(logits(model), expected)
     result = report.verify({"input_ids": IDS, "labels": IDS})

@@ -44,17 +44,18 @@ def cross_entropy(
     softcap: float,
     z_loss: float,
     reduction: int,
-    inplace: bool,
+    inplace: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The loss; under autocast of 16-bit logits in float32, as torch's is.
 
     inplace: the backward of an eager call writes the gradient over the logits.
+    out_dtype: of the loss; None: as said.
     """
     (weight,) = wide(weight)
     if torch.compiler.is_compiling():
         label_smoothing, softcap = constant(label_smoothing), constant(softcap)
         z_loss = constant(z_loss)
-    out_dtype = None
     if input.dtype.itemsize == 2 and torch.is_autocast_enabled(input.device.type):
         out_dtype = torch.float32
     options = (ignore_index, label_smoothing, softcap, reduction, z_loss, out_dtype)

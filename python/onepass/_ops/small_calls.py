@@ -8,6 +8,7 @@ measured by benchmarks/small_calls.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,19 @@ LEAST_LINEAR_CALLS = {
     torch.bfloat16: (1 << 18, 1 << 16),
     torch.float16: (1 << 18, 1 << 16),
 }
+# Logits of a loss (Zen 4, AVX-512): of a call, and of a module that calls F.cross_entropy.
+LEAST_LOSS = {
+    torch.float32: (1 << 16, 1 << 15),
+    torch.bfloat16: (1 << 16, 1 << 15),
+    torch.float16: (1 << 16, 1 << 15),
+}
+LEAST_LOSS_CALLS = 1 << 20
+# Elements of a gated activation (Zen 4, AVX-512).
+LEAST_GATE = {
+    torch.float32: (1 << 18, 1 << 16),
+    torch.bfloat16: (1 << 18, 1 << 16),
+    torch.float16: (1 << 18, 1 << 16),
+}
 # More do not raise a bound: memory's bandwidth is shared by then.
 MOST_THREADS = 8
 NORM_NOTE = (
@@ -64,6 +78,21 @@ LINEAR_CALLS_NOTE = (
     f"weights are fewer multiply-adds per thread than {LEAST_LINEAR_CALLS[torch.float32][0]} "
     f"(16-bit: {LEAST_LINEAR_CALLS[torch.bfloat16][0]}, in inference "
     f"{LEAST_LINEAR_CALLS[torch.bfloat16][1]})"
+)
+GATE_NOTE = (
+    "gated feed-forward blocks call their linear layers and no module of the activation, whose "
+    "hooks would not run; on the CPU they run their own forward for fewer elements between the "
+    f"layers than {LEAST_GATE[torch.float32][0]} per thread (inference: "
+    f"{LEAST_GATE[torch.float32][1]})"
+)
+LOSS_NOTE = (
+    "losses run torch's own cross entropy on the CPU for fewer logits than "
+    f"{LEAST_LOSS[torch.float32][0]} per thread (inference: {LEAST_LOSS[torch.float32][1]}), for "
+    "probabilities as targets and for logits of more than two dimensions"
+)
+LOSS_CALLS_NOTE = (
+    "they run as they came where tokens times vocabulary are fewer per thread than "
+    f"{LEAST_LOSS_CALLS}"
 )
 LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
@@ -167,6 +196,71 @@ def linear_weights(module: nn.Module) -> list[Tensor]:
 def matrices(parameters: Iterable[Tensor | None]) -> list[Tensor]:
     """Those that a product may be with, stacks of matrices among them."""
     return [p for p in parameters if p is not None and p.dim() >= 2 and p.is_floating_point()]
+
+
+def gate_is_small(input: Tensor, project: nn.Module) -> bool:
+    """Whether torch's own functions take less time on what a linear layer makes of this input; the
+    log says so."""
+    bound = _least(LEAST_GATE, input, torch.is_grad_enabled())
+    rows, cols = input.numel() // max(input.shape[-1], 1), project.out_features
+    if not bound or rows * cols >= bound:
+        return False
+    if dispatch_log.is_recording():
+        _tell("silu", f"{rows} x {cols}", input, f"fewer elements than {bound}")
+    return True
+
+
+def loss_is_small(input: Tensor) -> bool:
+    """Whether torch's own cross entropy takes less time on these logits; the log says so."""
+    bound = _least(LEAST_LOSS, input, torch.is_grad_enabled())
+    if not bound or input.numel() >= bound:
+        return False
+    if dispatch_log.is_recording():
+        arguments = " x ".join(map(str, input.shape))
+        _tell("cross_entropy", arguments, input, f"fewer logits than {bound}")
+    return True
+
+
+def loss_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
+    """Whether a module that calls F.cross_entropy takes less time as it came; the log says so.
+
+    It is told by its tokens, which are its largest integers, and its vocabulary.
+    """
+    if torch.compiler.is_compiling() or tracing.is_tracing():
+        return False
+    rows, tokens = 0, None
+    for x in (*args, *named.values()):
+        if isinstance(x, Tensor) and not x.is_floating_point() and not x.is_nested:
+            if x.numel() > rows:
+                rows, tokens = x.numel(), x
+    if tokens is None or not tokens.is_cpu:
+        return False
+    logits, bound = rows * vocabulary(module), LEAST_LOSS_CALLS * _threads()
+    if logits >= bound:
+        return False
+    if dispatch_log.is_recording():
+        _tell("cross_entropy", f"{rows} x {logits // rows}", tokens, f"fewer logits than {bound}")
+    return True
+
+
+def vocabulary(module: nn.Module) -> int:
+    """How many numbers a language model has logits of: the rows that an embedding and the largest
+    linear layer or weight for F.linear in it share; 0 if these are few."""
+    known = _VOCABULARIES.get(module)
+    if known is None:
+        embedded, computed = {0}, {0}
+        for part in module.modules():
+            if isinstance(part, nn.Embedding):
+                embedded.add(part.num_embeddings)
+            else:
+                computed.update(weight.shape[0] for weight in matrices(part._parameters.values()))
+        shared = max(embedded & computed)
+        known = _VOCABULARIES[module] = shared if shared >= _LEAST_VOCABULARY else 0
+    return known
+
+
+_LEAST_VOCABULARY = 512  # fewer logits of a token are nothing beside the model
+_VOCABULARIES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def _is_fast_with_a_row(dtype: torch.dtype, training: bool, transposed: bool = False) -> bool:

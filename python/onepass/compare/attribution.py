@@ -60,6 +60,8 @@ _FUNCTIONS = {
     "alpha_dropout": "dropout",
     "log_softmax": "loss",
     "cross_entropy": "loss",
+    "cross_entropy_in_float32": "loss",
+    "gated_activation": "activation",
     **dict.fromkeys(
         "gelu relu relu_ silu mish sigmoid tanh elu selu celu glu hardswish leaky_relu softplus "
         "relu6 logsigmoid hardtanh prelu".split(),

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
 
-from onepass._ops import device_attention, products, small_calls
+from onepass._ops import device_attention, loss, products, small_calls
 from onepass._ops.attention import attention
 from onepass._ops.attention_options import given, score_options
 from onepass._ops.differentiation import are_transforms_active
@@ -71,6 +72,44 @@ def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and products.gains(input, weight)
         and forward_ad._current_level < 0
         and not are_transforms_active()
+    )
+
+
+def cross_entropy_gains(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+    """Whether `cross_entropy` computes what `F.cross_entropy` does of these, in less time.
+
+    Not of probabilities, nor of logits of more than two dimensions. Not under torch.func and in
+    forward mode, as of `linear`.
+    """
+    return (
+        input.dim() in (1, 2)
+        and target.dtype is torch.int64
+        and input.is_floating_point()
+        and input.layout is torch.strided
+        and (weight is None or (weight.dtype is input.dtype and not weight.requires_grad))
+        and not small_calls.loss_is_small(input)
+        and forward_ad._current_level < 0
+        and not are_transforms_active()
+    )
+
+
+def cross_entropy_in_float32(
+    input: Tensor, target: Tensor, ignore_index: int, reduction: str
+) -> Tensor:
+    """`cross_entropy` of 16-bit or float32 logits, as a number in float32."""
+    if not torch.compiler.is_compiling() and has_torch_function((input, target)):
+        arguments = (input, target, ignore_index, reduction)
+        return handle_torch_function(cross_entropy_in_float32, (input, target), *arguments)
+    return loss.cross_entropy(
+        input,
+        target,
+        None,
+        ignore_index,
+        0.0,
+        0.0,
+        0.0,
+        loss.REDUCTIONS[reduction],
+        out_dtype=torch.float32,
     )
 
 

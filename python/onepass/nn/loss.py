@@ -24,6 +24,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         torch.Size([])
     """
 
+    # Of instances that `swap` made of torch's.
+    softcap, z_loss, inplace_backward = 0.0, 0.0, False
+
     def __init__(
         self,
         weight: Tensor | None = None,

@@ -9,6 +9,8 @@ parameters, hooks, state_dict keys and everything else of the instance stay the 
     callsites.py which modules call F.scaled_dot_product_attention or F.linear, from their code
     by_name.py   modules that take attention by a name in their config (transformers)
     probe.py     the numeric proof that someone else's norm is a norm that onepass computes
+    gated.py     the same for gated feed-forward blocks
+    specs.py     what they find and prove
     classes.py   the classes that swapped modules get
     plan.py      what a swap is going to do
     changes.py   the edits of a call, undone unless it returns

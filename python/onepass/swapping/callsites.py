@@ -1,4 +1,5 @@
-"""Whether a module's own forward calls `F.scaled_dot_product_attention` or `F.linear`, by its code.
+"""Whether a module's own forward calls `F.scaled_dot_product_attention`, `F.linear` or
+`F.cross_entropy`, by its code.
 
 Nothing is run. From the forward, whatever it names is looked up where Python would find it: in its
 globals, on the module and its class, in its closure and defaults. Functions found there are read
@@ -26,9 +27,13 @@ _CHECKPOINT_FUNCTIONS = (
     torch.utils.checkpoint.checkpoint,
     torch.utils.checkpoint.checkpoint_sequential,
 )
-_LINEAR_FUNCTIONS = (F.linear, nn.Linear.forward)  # the latter by super()
+# By kind, what is recognised by its value alone: submodules have these names too.
+_FUNCTIONS = {"linear": (F.linear,), "loss": (F.cross_entropy, nn.CrossEntropyLoss)}
+_FORWARDS = {"linear": nn.Linear.forward, "loss": nn.CrossEntropyLoss.forward}  # by super()
+_NAMES = {function.__name__ for functions in _FUNCTIONS.values() for function in functions}
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # transformers'
 _EXPERTS = "experts_interface"  # of transformers, too
+_LOSSES = "LOSS_MAPPING"  # of transformers' loss_function
 _DISPATCH = ("diffusers.models.attention_dispatch", "dispatch_attention_fn")
 _KEEPING = {"SWAP", "ROT_TWO", "POP_TOP", "EXTENDED_ARG", "CACHE"}  # the value before them
 _WRAPPERS = (
@@ -44,10 +49,12 @@ class Calls(NamedTuple):
 
     attention: bool = False
     linear: bool = False
+    loss: bool = False
     checkpoint: bool = False
     registry: bool = False
     dispatch: bool = False  # of diffusers
     experts: bool = False  # by a name in transformers' config
+    losses: bool = False  # by a name of transformers
 
 
 def calls_of(module: nn.Module) -> Calls:
@@ -58,8 +65,7 @@ def calls_of(module: nn.Module) -> Calls:
     seen = {id(function) for function, _, _ in pending}
     while pending and len(seen) < _MOST_FUNCTIONS:
         function, owner, depth = pending.pop()
-        if _reads_linear(function):
-            found.add("linear")
+        found |= _reads(function)
         for name, values in _named(function, owner):
             found |= _classified(function, name, values)
             for value in values:
@@ -80,10 +86,11 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
         return {"attention"}
     if name == _ATTENTION and not values:
         return {"attention"}
-    if any(value is f for value in values for f in _LINEAR_FUNCTIONS) and (
-        function.__globals__.get(name) is not F.linear  # may be a submodule: see _reads_linear
-    ):
-        return {"linear"}
+    for kind, functions in _FUNCTIONS.items():
+        of_module = function.__globals__.get(name)  # may be a submodule's name: see _reads
+        functions = [f for f in (*functions, _FORWARDS[kind]) if f is not of_module]
+        if any(value is f for value in values for f in functions):
+            return {kind}
     if name in _CHECKPOINTS or any(value is f for value in values for f in _CHECKPOINT_FUNCTIONS):
         return {"checkpoint"}
     functions = [value for value in values if isinstance(value, types.FunctionType)]
@@ -91,22 +98,23 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
         return {"dispatch"}
     if name == _EXPERTS:
         return {"experts"}
+    if name == _LOSSES:
+        return {"losses"}
     return {"registry"} if name == _REGISTRY else set()
 
 
-def _reads_linear(function: types.FunctionType) -> bool:
-    """Whether some expression in the code is `F.linear`, whatever its modules are called there.
-
-    Its name alone says nothing: submodules are called linear too.
-    """
+def _reads(function: types.FunctionType) -> set[str]:
+    """The kinds of `_FUNCTIONS` of which some expression in the code is one, whatever its modules
+    are called there."""
     names, variables = _names(function.__code__), function.__globals__
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     local = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
     known = (*map(variables.get, names), *local.values())
-    if "linear" not in names and not any(value is F.linear for value in known):
-        return False  # its instructions take 50 times longer to read
-    values = _values(function.__code__, variables, local)
-    return any(value is F.linear for value in values)
+    wanted = {f: kind for kind, functions in _FUNCTIONS.items() for f in functions}
+    if not names & _NAMES and not any(value is f for value in known for f in wanted):
+        return set()  # its instructions take 50 times longer to read
+    values = list(_values(function.__code__, variables, local))
+    return {kind for f, kind in wanted.items() if any(value is f for value in values)}
 
 
 def _values(code: types.CodeType, variables: dict, local: dict) -> Iterator[object]:

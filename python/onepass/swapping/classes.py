@@ -8,7 +8,6 @@ carry the original's `__name__`: other libraries choose modules by class name.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -23,28 +22,15 @@ from onepass._compiling import refuse_script
 from onepass._imported import is_a
 from onepass._ops import device_attention, small_calls
 from onepass._ops.differentiation import are_transforms_active
-from onepass._ops.norm import NormKind, norm
-from onepass.functional._internal import linear_gains, linear_where_it_gains
+from onepass._ops.norm import norm
+from onepass.functional._internal import (
+    cross_entropy_gains,
+    linear_gains,
+    linear_where_it_gains,
+)
 from onepass.functional.linear import _has_products as has_products
-
-
-class NormSpec(NamedTuple):
-    """A class of norms as the probe proved it: plain values only, it travels in pickles."""
-
-    kind: int  # onepass._ops.norm.NormKind
-    weight_offset: float
-    weight: str  # attribute names
-    bias: str | None
-    eps: str
-    argument: str  # name of forward's argument
-    # (input dtype, weight dtype, output dtype) of each combination that was proven.
-    dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
-    forced: bool = False  # by the user, who vouches for it: nothing was proven
-
-    def __str__(self) -> str:
-        text = "rms_norm" if self.kind == NormKind.RMS else "layer_norm"
-        text += f", weight_offset {self.weight_offset:g}" if self.weight_offset else ""
-        return f"{text}, forced" if self.forced else text
+from onepass.reference import gate as reference
+from onepass.swapping.specs import GatedSpec, NormSpec, Spec
 
 
 class Swapped:
@@ -106,6 +92,15 @@ class Conv1DForward(Swapped):
         return _elsewhere(self, self._onepass_original.forward, x)
 
 
+class CrossEntropyLossForward(Swapped):
+    _onepass_to = {"loss": "onepass.nn.CrossEntropyLoss"}
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if _is_plain(input) and cross_entropy_gains(input, target, self.weight):
+            return onepass.nn.CrossEntropyLoss.forward(self, input, target)
+        return _elsewhere(self, torch.nn.CrossEntropyLoss.forward, input, target)
+
+
 class ForeignNormForward(Swapped):
     """Forward of a norm that the probe accepted; whatever was not proven runs the original."""
 
@@ -159,6 +154,41 @@ class ForeignNormForward(Swapped):
         return self._onepass_autocast_dtypes[key]
 
 
+class GatedForward(Swapped):
+    """Forward of a gated feed-forward block that was proven to be one.
+
+    Its linear layers are called as modules, with their hooks and adapters; the module of the
+    activation, which holds nothing, is not.
+    """
+
+    _onepass_spec: GatedSpec
+
+    def forward(self, input=None, /, **named):
+        spec = self._onepass_spec
+        if input is None or named:
+            if input is not None or tuple(named) != (spec.argument,):
+                return super().forward(*(() if input is None else (input,)), **named)
+            input = named[spec.argument]
+        project = getattr(self, spec.gate)
+        if not _is_plain(input) or small_calls.gate_is_small(input, project):
+            return _elsewhere(self, self._onepass_original.forward, input)
+        gate = project(input)
+        up = None if spec.up is None else getattr(self, spec.up)(input)
+        if not (_is_plain(gate) and (up is None or _is_plain(up))):  # sharded layers return these
+            hidden = reference.gated_activation(gate, up, spec.activation, spec.gate_last)
+        else:
+            hidden = _gated(gate, up, activation=spec.activation, gate_last=spec.gate_last)
+        return getattr(self, spec.down)(hidden)
+
+
+def _gated(gate: Tensor, up: Tensor | None, **options) -> Tensor:
+    """Modes that profile or count see a call of this name."""
+    ours = onepass.functional.gated_activation
+    if not torch.compiler.is_compiling() and has_torch_function((gate, up)):
+        return handle_torch_function(ours, (gate, up), gate, up, **options)
+    return ours(gate, up, **options)
+
+
 class MultiheadAttentionForward(Swapped):
     _onepass_to = {"attention": "onepass.nn.MultiheadAttention"}
 
@@ -189,21 +219,26 @@ class DecoderLayerForward(Swapped):
 class Calls(Swapped):
     """Runs the original's forward with its calls of torch's functions redirected.
 
-    `make_class` is told the kinds of calls, of `REDIRECTED`, and adds the forward: it has the
-    original's signature.
+    `make_class` is told which calls, of `REDIRECTED`, and adds the forward: it has the original's
+    signature. Of "loss_function", the function that a model of transformers has for its loss, it
+    adds that property instead.
     """
 
+    _onepass_spec: tuple[str, ...]
 
-# By kind, the function that is called instead of torch's.
+
+# The function that is called instead of torch's: those of a forward, by kind, and of "loss".
 REDIRECTED = {
     "attention": "onepass.functional.scaled_dot_product_attention",
     "linear": "onepass.functional.linear",
+    "loss": "onepass.functional.cross_entropy",
+    "loss_function": "onepass.functional.cross_entropy",
 }
 
 
 def redirects(cls: type, kind: str) -> bool:
-    """Whether a module of this class has its calls of this kind redirected."""
-    return issubclass(cls, Calls) and kind in cls._onepass_to
+    """Whether calls of this kind are redirected in a forward of this class."""
+    return issubclass(cls, Calls) and kind in cls._onepass_spec
 
 
 class _Redirection(TorchFunctionMode):
@@ -212,6 +247,7 @@ class _Redirection(TorchFunctionMode):
     def __init__(self, kinds: list[str]):
         super().__init__()
         self._attention, self._linear = "attention" in kinds, "linear" in kinds
+        self._loss = "loss" in kinds
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -221,6 +257,8 @@ class _Redirection(TorchFunctionMode):
             ours, run = onepass.functional.scaled_dot_product_attention, _attend
         elif func is F.linear and self._linear:
             ours, run = linear_where_it_gains, _multiply
+        elif func is F.cross_entropy and self._loss:
+            ours, run = F.cross_entropy, _cross_entropy
         else:
             return func(*args, **kwargs)
         traced = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.fx.Proxy)]
@@ -251,6 +289,36 @@ def _multiply(input, weight, bias=None) -> Tensor:
     if not torch.compiler.is_compiling() and has_torch_function(arguments):
         return handle_torch_function(ours, arguments, *arguments)
     return ours(*arguments)
+
+
+def _cross_entropy(
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
+) -> Tensor:
+    """Onepass's loss, or torch's where that gains nothing; modes that profile or count see a call
+    of this name."""
+    named = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    arguments = (input, target, weight)
+    is_usual = size_average is None and reduce is None and _is_plain(input)
+    if not (is_usual and cross_entropy_gains(*arguments)):
+        named |= dict(size_average=size_average, reduce=reduce)
+        return F.cross_entropy(*arguments, **named)
+    ours = onepass.functional.cross_entropy
+    if not torch.compiler.is_compiling() and has_torch_function(arguments):
+        return handle_torch_function(ours, arguments, *arguments, **named)
+    return ours(*arguments, **named)
+
+
+def with_redirected_loss(function, *args, **named):
+    """function(*args, **named), its calls of F.cross_entropy being redirected."""
+    with _Redirection(["loss"]):
+        return function(*args, **named)
 
 
 def attend_visibly(
@@ -286,10 +354,11 @@ def attend_visibly(
 _ARE_SMALL = {
     "attention": small_calls.attention_calls_are_small,
     "linear": small_calls.linear_calls_are_small,
+    "loss": small_calls.loss_calls_are_small,
 }
 
 
-def _redirected(forward, kinds: tuple[str, ...]):
+def _redirected(forward, kinds: list[str]):
     @functools.wraps(forward)
     def redirected(self, *args, **named):
         gaining = [kind for kind in kinds if not _ARE_SMALL[kind](self, args, named)]
@@ -325,6 +394,12 @@ class Linear(LinearForward, onepass.nn.Linear):
     _onepass_original = torch.nn.Linear
 
 
+class CrossEntropyLoss(CrossEntropyLossForward, onepass.nn.CrossEntropyLoss):
+    """The class that `swap` gives an exact `torch.nn.CrossEntropyLoss`."""
+
+    _onepass_original = torch.nn.CrossEntropyLoss
+
+
 class MultiheadAttention(MultiheadAttentionForward, onepass.nn.MultiheadAttention):
     """The class that `swap` gives an exact `torch.nn.MultiheadAttention`."""
 
@@ -350,6 +425,7 @@ STATIC = {
         RMSNorm,
         Dropout,
         Linear,
+        CrossEntropyLoss,
         MultiheadAttention,
         TransformerEncoderLayer,
         TransformerDecoderLayer,
@@ -383,13 +459,12 @@ def _rebuild(recipe: tuple, make, args: tuple):
 _MADE: WeakKeyDictionary[type, WeakValueDictionary] = WeakKeyDictionary()
 
 
-def make_class(
-    original: type, forward: type[Swapped], spec: NormSpec | tuple[str, ...] | None = None
-) -> type:
+def make_class(original: type, forward: type[Swapped], spec: Spec | None = None) -> type:
     """The class of a swapped `original`: the same for the same arguments while anything has it.
 
     Args:
-        spec: of a `ForeignNormForward`, the norm; of `Calls`, their kinds, sorted.
+        spec: of a `ForeignNormForward` the norm, of a `GatedForward` the block; of `Calls`, which
+            of `REDIRECTED`, sorted.
 
     Raises:
         TypeError: original cannot be subclassed.
@@ -403,9 +478,7 @@ def make_class(
     return cls
 
 
-def _make_class(
-    original: type, forward: type[Swapped], spec: NormSpec | tuple[str, ...] | None
-) -> type:
+def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> type:
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -415,9 +488,17 @@ def _make_class(
     }
     if spec is not None:
         namespace["_onepass_spec"] = spec
+    if forward is GatedForward:
+        namespace["_onepass_to"] = {"mlp": f"onepass {spec}"}
     if forward is Calls:
-        namespace["forward"] = _redirected(original.forward, spec)
-        namespace["_onepass_to"] = {kind: REDIRECTED[kind] for kind in spec}
+        namespace["_onepass_to"] = {call.partition("_")[0]: REDIRECTED[call] for call in spec}
+        kinds = [call for call in spec if call in _ARE_SMALL]
+        if kinds:
+            namespace["forward"] = _redirected(original.forward, kinds)
+        if "loss_function" in spec:
+            from onepass.integrations.transformers import losses
+
+            namespace["loss_function"] = losses.redirected(original.loss_function)
     if forward is ForeignNormForward:
         namespace["_onepass_to"] = {"norm": f"onepass {spec}"}
         namespace["_onepass_out_dtypes"] = {(x, w): out for x, w, out in spec.dtypes}
@@ -430,13 +511,15 @@ def is_swapped(cls: type) -> bool:
     return "_onepass_original" in cls.__dict__
 
 
+_OF_KIND = {"dropout": "norm", "mlp": "gate"}  # families, where kinds have other names
+
+
 def has_kernels(device: str, kind: str = "norm") -> bool:
     """Whether this build registers a kind's operators for a device type."""
     if device in ("cpu", "meta"):
         return True
     ops = torch.ops.onepass
-    op = {"attention": ops.attention_forward, "linear": ops.linear_forward}.get(kind)
-    op = (op or ops.norm_forward).default
+    op = getattr(ops, _OF_KIND.get(kind, kind) + "_forward").default
     key = getattr(torch._C.DispatchKey, device.upper(), None)
     return key is not None and op.has_kernel_for_dispatch_key(key)
 

@@ -18,34 +18,28 @@ import onepass.nn
 from onepass import _library
 from onepass._imported import is_a
 from onepass._ops import products, small_calls
-from onepass.swapping import callsites, classes
+from onepass.swapping import callsites, classes, gated
 from onepass.swapping.classes import has_kernels
 from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.specs import Structure
 
-KINDS = ("norm", "attention", "dropout", "linear")
-
-
-class Structure(NamedTuple):
-    """A module that is built like a norm: the names that the probe needs."""
-
-    weight: str
-    bias: str | None
-    eps: str
-    argument: str
+KINDS = ("norm", "attention", "dropout", "mlp", "linear", "loss")
+BESIDE = ("linear", "loss")  # kinds that a module may have beside another
 
 
 class Match(NamedTuple):
     """One of: swap to `forward`, `structure` to be probed, refused or unknown for `reason` (with
     `forceable`: unless the user vouches for `forward`), or `named`: takes attention by the name
-    that its config holds."""
+    that its config holds. `call`: of `classes.REDIRECTED`, if that is not the kind."""
 
     kind: str
     forward: type[classes.Swapped] | None = None
-    structure: Structure | None = None
+    structure: Structure | gated.Parts | None = None
     reason: Because | None = None
     unknown: bool = False
     forceable: bool = False
     named: bool = False
+    call: str | None = None
 
 
 _STOCK_NORMS = {
@@ -72,6 +66,7 @@ _NORM_NAME = re.compile(r"norm(?!al(?!i)|ed)", re.IGNORECASE)
 _NORM_NAME_END = re.compile(r"norm(alization)?(\dd|gated|zero|single)?$", re.IGNORECASE)
 _DROPOUT_NAME = re.compile(r"drop(out|path|block|key|token)", re.IGNORECASE)
 _ATTENTION_NAME = re.compile(r"(attention|attn)\d*$", re.IGNORECASE)
+_MLP_NAME = re.compile(r"(mlp|glu|ffn|feed_?forward)\d*$", re.IGNORECASE)
 _BIAS_NAMES = ("bias", "beta", "shift", "offset", "b")
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
@@ -82,7 +77,8 @@ def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
 
 
 def matches(module: nn.Module, kinds: tuple[str, ...]) -> list[Match]:
-    """One of norm, attention and dropout at most, and linear: a forward may call F.linear too."""
+    """One of norm, attention and dropout at most; and linear and loss, as a forward may call
+    F.linear and F.cross_entropy too."""
     if isinstance(module, torch.jit.ScriptModule):  # its Python class says nothing
         return []
     if isinstance(module, classes.Swapped):
@@ -94,8 +90,8 @@ def matches(module: nn.Module, kinds: tuple[str, ...]) -> list[Match]:
             return []
     calls = functools.cache(functools.partial(callsites.calls_of, module))
     found = []
-    for kind in sorted(kinds, key="linear".__eq__):
-        match = _RULES[kind](module, calls) if kind == "linear" or not found else None
+    for kind in sorted(kinds, key=BESIDE.__contains__):
+        match = _RULES[kind](module, calls) if kind in BESIDE or not found else None
         if match is not None:
             found.append(_with_obstacle(module, match))
     return found
@@ -191,6 +187,25 @@ def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match
     return None
 
 
+def _mlp(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
+    if isinstance(module, onepass.nn.GatedMLP):
+        return None
+    arguments = _arguments(type(module))
+    one = len(arguments) == 1 and arguments[0].kind in _ONE_TENSOR
+    parts = gated.parts(module, arguments[0].name if one else None)
+    if parts is None:
+        return None
+    activation = parts.activation and module._modules[parts.activation]
+    if activation and (activation._forward_hooks or activation._forward_pre_hooks):
+        return Match("mlp", reason=Reason.HOOKS.because(parts.activation))
+    return Match("mlp", forward=classes.GatedForward, structure=parts)
+
+
+def is_called_mlp(module: nn.Module) -> bool:
+    """Whether its class has the name of a feed-forward block, gated or not."""
+    return bool(_MLP_NAME.search(type(module).__name__))
+
+
 def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
     cls = type(module)
     if is_a(module, "transformers.pytorch_utils", "Conv1D"):
@@ -228,6 +243,23 @@ def _linear_calls(module: nn.Module, reached: callsites.Calls) -> Match | None:
     return Match("linear", forward=classes.Calls, reason=reason)
 
 
+def _loss(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
+    cls = type(module)
+    if isinstance(module, onepass.nn.CrossEntropyLoss):
+        return None
+    if cls.forward is nn.CrossEntropyLoss.forward:
+        return Match("loss", forward=classes.CrossEntropyLossForward)
+    reached = calls()
+    if not (reached.loss or reached.losses) or not small_calls.vocabulary(module):
+        return None
+    if reached.losses and is_a(module, "transformers.modeling_utils", "PreTrainedModel"):
+        return Match("loss", forward=classes.Calls, call="loss_function")
+    if reached.loss:
+        reason = Reason.CHECKPOINTS.because("loss") if reached.checkpoint else None
+        return Match("loss", forward=classes.Calls, reason=reason)
+    return None
+
+
 def _as_fast(weights: list[torch.Tensor], small: bool = False) -> Because | None:
     """Why torch's products with these are as fast, small ones too; None if those with one of them
     are not."""
@@ -242,7 +274,14 @@ def _as_fast(weights: list[torch.Tensor], small: bool = False) -> Because | None
     return Reason.AS_FAST.because(torchs)
 
 
-_RULES = {"norm": _norm, "attention": _attention, "dropout": _dropout, "linear": _linear}
+_RULES = {
+    "norm": _norm,
+    "attention": _attention,
+    "dropout": _dropout,
+    "mlp": _mlp,
+    "linear": _linear,
+    "loss": _loss,
+}
 
 
 def _structure(module: nn.Module) -> Structure | Because:

@@ -44,6 +44,10 @@ _LINEAR_CALLS = (
     "{names}: calls of F.linear in their forwards are redirected, and each torch function there "
     f"takes about a microsecond longer: {small_calls.LINEAR_CALLS_NOTE}"
 )
+_LOSS_CALLS = (
+    "{names}: calls of F.cross_entropy in their forwards are redirected, and each torch function "
+    f"there takes about a microsecond longer: {small_calls.LOSS_CALLS_NOTE}"
+)
 _PROBED = (
     "norms of other classes were accepted by a numeric probe on the CPU; in dtype combinations "
     "that it did not prove (float64 for most) they run their own forward"
@@ -80,6 +84,12 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
         notes.append(small_calls.LINEAR_NOTE)
         calling = [c.name for c in plan.classes if classes.redirects(c.cls, "linear")]
         notes += _note(_LINEAR_CALLS, calling)
+    if "mlp" in kinds:
+        notes.append(small_calls.GATE_NOTE)
+    if "loss" in kinds:
+        notes.append(small_calls.LOSS_NOTE)
+        calling = [c.name for c in plan.classes if classes.redirects(c.cls, "loss")]
+        notes += _note(_LOSS_CALLS, calling)
     if not plan.list_as_fast:
         reasons = collections.Counter(plan.as_fast)
         notes += [
@@ -136,8 +146,7 @@ def _attention_notes(plan: Plan) -> list[str]:
     dispatching = [
         names[id(change.module)]
         for change in plan.classes
-        if classes.redirects(change.cls, "attention")
-        and callsites.calls_of(change.module).dispatch
+        if classes.redirects(change.cls, "attention") and callsites.calls_of(change.module).dispatch
     ]
     if dispatching:
         from onepass.integrations import diffusers

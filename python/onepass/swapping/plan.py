@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from torch import nn
 
-from onepass.swapping import by_name, classes, matchers
+from onepass.swapping import by_name, classes, gated, matchers
 from onepass.swapping import probe as probing
 from onepass.swapping.changes import Edit
-from onepass.swapping.classes import ForeignNormForward, NormSpec, is_swapped, make_class
+from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
 from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.report import Change, Report
+from onepass.swapping.specs import GatedSpec, NormSpec, Structure
 from onepass.swapping.walk import Choice, Found, walk
 
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
@@ -58,9 +59,9 @@ class Plan:
         self.as_fast: list[Because] = []
         self.list_as_fast = list_as_fast
         self._kinds, self._choice, self._probe = kinds, choice, probe
-        self._verdicts: dict[tuple, NormSpec | Because] = {}
+        self._verdicts: dict[tuple, NormSpec | GatedSpec | Because] = {}
         # Names of modules whose calls stay, by id, for each kind that is redirected.
-        self._kept: dict[str, dict[int, str]] = {kind: {} for kind in classes.REDIRECTED}
+        self._kept: dict[str, dict[int, str]] = {kind: {} for kind in matchers.KINDS}
         self._wanted: list[tuple[Found, bool]] = []  # by name; whether forced
         self._unwanted: list[Found] = []  # by name
         self._listed: set[tuple[int, str]] = set()  # (id, kind) of modules in any list
@@ -113,13 +114,21 @@ class Plan:
         self, item: Found, match: matchers.Match, refusal: Callable[[], Because | None]
     ) -> None:
         module = item.module
+        if isinstance(match.structure, gated.Parts):
+            verdict = self._block(module, match.structure)
+            if isinstance(
+                verdict, str
+            ):  # its parts are of sizes that fit, and it is something else
+                if matchers.is_called_mlp(module):
+                    self._unknown.append((item, match.kind, verdict))
+                return
         self._listed.add((id(module), match.kind))
         forced = match.forceable and self._choice.forces(item)
         if match.unknown and not forced:
             self._unknown.append((item, match.kind, match.reason))
             return
         as_fast = match.reason is not None and match.reason.kind is Reason.AS_FAST
-        calls = match.named or match.kind == "linear" or match.forward is classes.Calls
+        calls = match.named or match.kind in matchers.BESIDE or match.forward is classes.Calls
         if calls and not as_fast:
             self._kept[match.kind][id(module)] = item.names[0]
         if as_fast:
@@ -169,14 +178,16 @@ class Plan:
         reason, spec, forward = match.reason, None, match.forward
         if forward is classes.Calls:
             before = self.classes[-1] if self.classes else None
-            before = before.cls._onepass_to if before and before.module is module else ()
-            spec = tuple(sorted({*before, match.kind}))
+            before = before.cls._onepass_spec if before and before.module is module else ()
+            spec = tuple(sorted({*before, match.call or match.kind}))
         if reason and forced and match.forceable:
             reason = matchers.obstacle_to(module, match.kind)
             self.forced.append(item.names[0])
         if reason:
             return None, reason + _NOT_BY_FORCE * forced
-        if match.structure is not None:
+        if isinstance(match.structure, gated.Parts):
+            spec = self._block(module, match.structure)
+        elif match.structure is not None:
             spec = self._verdict(module, match.structure, forced=False)
             if isinstance(spec, str) and forced:
                 spec = self._verdict(module, match.structure, forced=True)
@@ -190,13 +201,22 @@ class Plan:
         except TypeError as error:
             return None, Reason.NO_SUBCLASS.because(error)
 
-    def _verdict(self, module, structure: matchers.Structure, forced: bool) -> NormSpec | Because:
+    def _verdict(self, module, structure: Structure, forced: bool) -> NormSpec | Because:
         if not self._probe and not forced:
             return Reason.PROBE_OFF.because()
         key = (forced, *probing.configuration(module, structure))
         if key not in self._verdicts:
             found = probing.probe(module, structure, forced=forced)
             self._verdicts[key] = Reason.PROBE.told(found) if isinstance(found, str) else found
+        return self._verdicts[key]
+
+    def _block(self, module: nn.Module, parts: gated.Parts) -> GatedSpec | Because:
+        if not self._probe:
+            return Reason.PROBE_OFF.because()
+        key = gated.configuration(module, parts)
+        if key not in self._verdicts:
+            found = gated.prove(module, parts)
+            self._verdicts[key] = Reason.BLOCK.told(found) if isinstance(found, str) else found
         return self._verdicts[key]
 
     def _take_by_name(self, model: nn.Module) -> None:
@@ -257,10 +277,10 @@ class Plan:
 
 def _without(change: ClassChange, kind: str) -> ClassChange | None:
     """The change without the calls of a kind; None if it redirects no others."""
-    kinds = tuple(other for other in change.cls._onepass_to if other != kind)
-    if not kinds:
+    calls = tuple(call for call in change.cls._onepass_spec if call != kind)
+    if not calls:
         return None
-    return change._replace(cls=make_class(type(change.module), classes.Calls, kinds))
+    return change._replace(cls=make_class(type(change.module), classes.Calls, calls))
 
 
 def _entry(name: str, kind: str, original: type, to: str) -> dict[str, str]:

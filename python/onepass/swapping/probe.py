@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from onepass import numerics
 from onepass._ops.norm import NormKind, norm
 from onepass.reference import norm as reference
-from onepass.swapping.classes import NormSpec
-from onepass.swapping.matchers import Structure
+from onepass.swapping.specs import NormSpec, Structure
 
 _REQUIRED = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -58,7 +57,7 @@ class _Size(NamedTuple):
     shift: float
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """Carries the reason for the report."""
 
 
@@ -69,11 +68,11 @@ def probe(module: nn.Module, structure: Structure, *, forced: bool = False) -> N
     The module is only read: its tensors, gradients and hooks, and torch's random state, stay as
     they are.
     """
-    with _isolated():
+    with isolated():
         try:
             probe = _Probe(module, structure)
             return probe.run_forced() if forced else probe.run()
-        except _Refused as refusal:
+        except Refused as refusal:
             return str(refusal)
 
 
@@ -81,7 +80,7 @@ def configuration(module: nn.Module, structure: Structure) -> tuple:
     """Two modules with the same configuration get the same verdict. Valid while both are alive."""
     cls = type(module)
     shape = tuple(getattr(module, structure.weight).shape)
-    return cls, cls.forward, structure, shape, tuple(sorted(_attributes(module).items()))
+    return cls, cls.forward, structure, shape, tuple(sorted(attributes(module).items()))
 
 
 class _Probe:
@@ -91,10 +90,10 @@ class _Probe:
         self.cols = getattr(module, structure.weight).shape[0]
         self.random = torch.Generator().manual_seed(20)
         if self.cols == 0:
-            raise _Refused("its weight is empty")
+            raise Refused("its weight is empty")
         if not self.eps >= 0.0 or math.isinf(self.eps):
-            raise _Refused(f"its {structure.eps} is {self.eps}")
-        self.twin = _twin(module)
+            raise Refused(f"its {structure.eps} is {self.eps}")
+        self.twin = twin(module)
         small = math.sqrt(self.eps) if self.eps > 0.0 else 1e-3
         self.unit = _Size("unit", 1.0, 0.3)
         self.sizes = (self.unit, _Size("small", small, 0.1), _Size("large", 500.0, 0.5))
@@ -110,7 +109,7 @@ class _Probe:
             table.append((*dtypes, out_dtype))
         for dtypes in itertools.product(_DTYPES, _DTYPES):
             if dtypes not in _REQUIRED:
-                with contextlib.suppress(_Refused):
+                with contextlib.suppress(Refused):
                     table.append((*dtypes, self._judge(self.unit, *dtypes)))
         return self._spec(table)
 
@@ -119,7 +118,7 @@ class _Probe:
         self._check_computed()
         table = []
         for dtypes in itertools.product(_DTYPES, _DTYPES):
-            with contextlib.suppress(_Refused):
+            with contextlib.suppress(Refused):
                 tensors = self._draw(_ROWS[0], self.unit, *dtypes)
                 out_dtype = self._original(*tensors)[0].dtype
                 self._ours(out_dtype, tensors, "inputs")
@@ -128,7 +127,7 @@ class _Probe:
 
     def _check_computed(self) -> None:
         if self.kind == NormKind.RMS and self.structure.bias is not None:
-            raise _Refused("is an RMS norm with a bias, which onepass does not compute")
+            raise Refused("is an RMS norm with a bias, which onepass does not compute")
 
     def _spec(self, table: list, forced: bool = False) -> NormSpec:
         return NormSpec(
@@ -146,25 +145,25 @@ class _Probe:
         """The output must be a function of input, weight and bias alone."""
         tensors = self._draw(_ROWS[0], self.unit, torch.float32, torch.float32)
         input = tensors[0].clone()
-        state, before = torch.get_rng_state(), _attributes(self.twin)
+        state, before = torch.get_rng_state(), attributes(self.twin)
         first = self._original(*tensors)[0]
         if not torch.equal(torch.get_rng_state(), state):
-            raise _Refused("draws random numbers in training")
+            raise Refused("draws random numbers in training")
         second = self._original(*tensors)[0]
-        for name, value in _attributes(self.twin).items():
+        for name, value in attributes(self.twin).items():
             if before.get(name) != value:
-                raise _Refused(f"keeps state: a call changes its attribute {name!r}")
+                raise Refused(f"keeps state: a call changes its attribute {name!r}")
         if self.twin._buffers or self.twin._modules:
-            raise _Refused("keeps state: a call adds to its buffers or modules")
+            raise Refused("keeps state: a call adds to its buffers or modules")
         if not torch.equal(first, second):
-            raise _Refused("keeps state: two calls with the same input differ")
+            raise Refused("keeps state: two calls with the same input differ")
         self.twin.training = False
         evaluated = self._original(*tensors)[0]
         self.twin.training = True
         if not torch.equal(first, evaluated):
-            raise _Refused("differs between training and eval")
+            raise Refused("differs between training and eval")
         if not torch.equal(tensors[0], input):
-            raise _Refused("changes its input")
+            raise Refused("changes its input")
 
     def _nearest_formula(self, most: float) -> tuple[bool, float]:
         tensors = self._draw(_ROWS[0], self.unit, torch.float32, torch.float32)
@@ -172,10 +171,10 @@ class _Probe:
         errors = {}
         for self.kind, self.weight_offset in _FORMULAS:
             ref = self._formula(*map(_double, tensors))[0]
-            errors[self.kind, self.weight_offset] = _distance(output, ref)
+            errors[self.kind, self.weight_offset] = distance(output, ref)
         (kind, offset), error = min(errors.items(), key=lambda item: item[1])
         if not error < most:
-            raise _Refused(
+            raise Refused(
                 "is no RMS or layer norm over the last dimension: nearest is "
                 f"{_formula_name(kind, offset)}, off by {error:.2g}"
             )
@@ -202,19 +201,17 @@ class _Probe:
                 [results[index] for results in column] for column in zip(*draws, strict=True)
             )
             if len({tensor.dtype for tensor in original}) > 1:
-                raise _Refused(f"the dtype of its result depends on the shape of {where}")
+                raise Refused(f"the dtype of its result depends on the shape of {where}")
             verdict = numerics.compare(original, ref, base)
             allowed = _SLACK[input_dtype] * verdict.bound
             if not verdict.max_error <= allowed:
-                raise _Refused(
+                raise Refused(
                     f"differs from {_formula_name(self.kind, self.weight_offset)} for {where}: "
                     f"{name} off by {verdict.max_error:.2g}, allowed {allowed:.2g}"
                 )
             verdict = numerics.compare(ours, ref, original)
             if not verdict.ok:
-                raise _Refused(
-                    f"onepass would be less accurate for {where}: {name}: {verdict.text}"
-                )
+                raise Refused(f"onepass would be less accurate for {where}: {name}: {verdict.text}")
         return out_dtype
 
     def _draw(self, rows, size: _Size, input_dtype, weight_dtype) -> tuple[Tensor | None, ...]:
@@ -239,12 +236,12 @@ class _Probe:
 
         try:
             return self._gradients(forward, input, weight, bias, dy)
-        except _Refused:
+        except Refused:
             raise
         except Exception as error:  # anything may happen in foreign code; all of it is a reason
             text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
             dtypes = f"{_dtype_name(input.dtype)} input, {_dtype_name(weight.dtype)} weight"
-            raise _Refused(f"fails on a {input.dim()}-D {dtypes}: {text}") from None
+            raise Refused(f"fails on a {input.dim()}-D {dtypes}: {text}") from None
 
     def _gradients(self, forward, input, weight, bias, dy) -> tuple[Tensor | None, ...]:
         """(output, and the gradients of input, weight, bias) of a function of these three."""
@@ -252,7 +249,7 @@ class _Probe:
         output = forward(*leaves)
         if not isinstance(output, Tensor) or output.shape != input.shape:
             got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise _Refused(f"returns {got} for an input of shape {tuple(input.shape)}")
+            raise Refused(f"returns {got} for an input of shape {tuple(input.shape)}")
         wanted = [leaf for leaf in leaves if leaf is not None]
         gradients = iter(torch.autograd.grad(output, wanted, dy.to(output.dtype)))
         return output.detach(), *(None if leaf is None else next(gradients) for leaf in leaves)
@@ -261,7 +258,7 @@ class _Probe:
         try:
             return self._gradients(self._onepass(out_dtype), *tensors)
         except RuntimeError as error:
-            raise _Refused(f"onepass cannot run {where}: {error}") from None
+            raise Refused(f"onepass cannot run {where}: {error}") from None
 
     def _formula(self, input, weight, bias, dy) -> tuple[Tensor | None, ...]:
         def forward(input, weight, bias):
@@ -297,7 +294,7 @@ _OUTPUTS = ("output", "gradient of the input", "gradient of the weight", "gradie
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def twin(module: nn.Module) -> nn.Module:
     """A deep copy without tensors and hooks (whose copies might drag a whole model along)."""
     try:
         twin = type(module).__new__(type(module))
@@ -306,12 +303,12 @@ def _twin(module: nn.Module) -> nn.Module:
             if name not in _MODULE_ATTRIBUTES:
                 vars(twin)[name] = copy.deepcopy(value)
     except Exception as error:  # foreign __new__ and __deepcopy__
-        raise _Refused(f"cannot be copied: {error}") from None
+        raise Refused(f"cannot be copied: {error}") from None
     twin._parameters.update(dict.fromkeys(module._parameters))
     return twin
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple]:
+def attributes(module: nn.Module) -> dict[str, tuple]:
     """Fields of an instance other than tensors and torch's own; by value where they have one."""
     return {
         name: (type(value).__name__, repr(value) if _is_value(value) else str(id(value)))
@@ -331,7 +328,7 @@ def _is_value(value) -> bool:
 
 
 @contextlib.contextmanager
-def _isolated() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Neither the caller's modes reach the probe, nor the probe's draws the caller."""
     with (
         _one_thread(),
@@ -359,7 +356,7 @@ def _double(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.double()
 
 
-def _distance(output: Tensor, ref: Tensor) -> float:
+def distance(output: Tensor, ref: Tensor) -> float:
     """Largest difference, relative to ref's largest value; infinite if there is a NaN."""
     distance = ((output.double() - ref).abs().max() / ref.abs().max()).item()
     return distance if math.isfinite(distance) else math.inf

@@ -65,6 +65,7 @@ class Reason(enum.Enum):
     NO_EPS = "has no eps"
     ARGUMENTS = "its forward takes ({}), not exactly one tensor"
     INSTANCE_FORWARD = "its forward is replaced on the instance"
+    HOOKS = "its {} has hooks"
     OWN_CALL = "its class overrides __call__"
     PARAMETRIZED = "is parametrized"
     PARAMETER_CLASS = "its {} is a {}"
@@ -78,6 +79,7 @@ class Reason(enum.Enum):
     # In the words of the probe and of the integrations, which name figures and versions.
     OLD_DEVICE = "its device is too old"
     PROBE = "the probe refuses it"
+    BLOCK = "the proof of its block fails"
     BY_NAME = "attention by name is refused"
     DIFFUSERS = "the way that diffusers calls attention is refused"
 

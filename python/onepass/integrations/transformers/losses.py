@@ -1,0 +1,67 @@
+"""The losses of transformers' models on onepass's cross entropy: what `onepass.swap` puts in the
+place of `loss_function`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+from onepass.functional._internal import cross_entropy_gains, cross_entropy_in_float32
+from onepass.swapping.classes import with_redirected_loss
+
+
+def redirected(original: property) -> property:
+    """A model's `loss_function` that returns `ours` of what the original returns."""
+
+    def loss_function(self) -> Callable:
+        return ours(original.fget(self))
+
+    return property(loss_function, original.fset)
+
+
+def ours(function: Callable) -> Callable:
+    """A function that computes the same loss on onepass's cross entropy."""
+    if function is ForCausalLMLoss:
+        return causal_lm_loss
+    if function is ForMaskedLMLoss:
+        return masked_lm_loss
+    return functools.partial(with_redirected_loss, function)
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    """transformers' `ForCausalLMLoss`, without its float32 copy of 16-bit logits."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    return masked_lm_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+def masked_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    **options: object,
+) -> Tensor:
+    """transformers' `ForMaskedLMLoss`, without its float32 copy of 16-bit logits."""
+    rows, target = logits.view(-1, vocab_size), labels.view(-1).to(logits.device)
+    if logits.dtype is torch.float64 or not cross_entropy_gains(rows, target, None):
+        return ForMaskedLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = cross_entropy_in_float32(rows, target, ignore_index, reduction)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -1,0 +1,55 @@
+"""What is known of a module of someone else, by its looks and by proof: plain values alone, which
+travel in the pickles of swapped modules."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from onepass._ops.norm import NormKind
+
+
+class Structure(NamedTuple):
+    """A module that is built like a norm: the names that the probe needs."""
+
+    weight: str
+    bias: str | None
+    eps: str
+    argument: str
+
+
+class NormSpec(NamedTuple):
+    """A class of norms as the probe proved it."""
+
+    kind: int  # onepass._ops.norm.NormKind
+    weight_offset: float
+    weight: str  # attribute names
+    bias: str | None
+    eps: str
+    argument: str  # name of forward's argument
+    # (input dtype, weight dtype, output dtype) of each combination that was proven.
+    dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
+    forced: bool = False  # by the user, who vouches for it: nothing was proven
+
+    def __str__(self) -> str:
+        text = "rms_norm" if self.kind == NormKind.RMS else "layer_norm"
+        text += f", weight_offset {self.weight_offset:g}" if self.weight_offset else ""
+        return f"{text}, forced" if self.forced else text
+
+
+class GatedSpec(NamedTuple):
+    """A class of gated feed-forward blocks as it was proven."""
+
+    gate: str  # names of submodules
+    up: str | None  # None: gate gives both halves
+    down: str
+    gate_last: bool
+    activation: str
+    argument: str  # name of forward's argument
+
+    def __str__(self) -> str:
+        return f"gated_activation, {self.activation}"
+
+
+Spec = NormSpec | GatedSpec | tuple[str, ...]

@@ -1,0 +1,271 @@
+"""swap, kind "mlp": gated feed-forward blocks of other libraries, by their parts and a proof."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import onepass
+from onepass import numerics
+from onepass._ops import dispatch_log, small_calls
+from onepass.swapping.reasons import Reason
+
+WIDTH, HIDDEN = 12, 20
+LEAST = dict(small_calls.LEAST_GATE)
+
+
+def swap(model: nn.Module, **options) -> onepass.Report:
+    return onepass.swap(model, kinds="mlp", **options)
+
+
+def count(run) -> int:
+    """How many gated activations of ours run computes."""
+    with dispatch_log.record() as calls:
+        run()
+    return sum(call["op"].startswith("gate") for call in calls)
+
+
+class Llamas(nn.Module):
+    def __init__(self, activation: nn.Module | None = None, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.up_proj = nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=bias)
+        self.act_fn = activation or nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OtherOrder(nn.Module):
+    """Names and order of the parts say nothing; a function is the activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.w2 = nn.Linear(HIDDEN, WIDTH)
+        self.w1, self.w3 = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, hidden_states):
+        return self.w2(self.w1(hidden_states) * F.gelu(self.w3(hidden_states)))
+
+
+class AllSquare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        return self.b(torch.sigmoid(self.c(x)) * self.a(x))
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.activation_fn = nn.GELU(approximate="tanh")
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+
+class GateLast(Fused):
+    def forward(self, x):
+        up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(up * F.relu(gate).square())
+
+
+FOUND = {
+    "silu": Llamas,
+    "gelu": lambda: Llamas(nn.GELU(), bias=True),
+    "relu": lambda: Llamas(nn.ReLU()),
+    "other order": OtherOrder,
+    "all square": AllSquare,
+    "fused": Fused,
+    "gate last": GateLast,
+}
+
+
+class Doubled(Llamas):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class InFloat32(Llamas):
+    def forward(self, x):
+        gate = self.act_fn(self.gate_proj(x).float()).to(x.dtype)
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class Dropping(Llamas):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class InEvalAlone(Llamas):
+    def forward(self, x):
+        return super().forward(x) if self.training else x
+
+
+class QueryKeyValue(AllSquare):
+    """Three linear layers of one size are no block."""
+
+    def forward(self, x):
+        return (self.a(x) @ self.b(x).mT).softmax(-1) @ self.c(x)
+
+
+class Failing(Llamas):
+    def forward(self, x):
+        return self.down_proj(self.gate_proj(x).view(1, HIDDEN))
+
+
+class TwoArguments(Llamas):
+    def forward(self, x, scale):
+        return scale * super().forward(x)
+
+
+class WithDropout(Llamas):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+
+NOT_FOUND = {
+    "leaky": lambda: Llamas(nn.LeakyReLU()),
+    "prelu": lambda: Llamas(nn.PReLU()),
+    "two layers": lambda: nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(4, 4)),
+    **{
+        cls.__name__: cls
+        for cls in (
+            Doubled, InFloat32, Dropping, InEvalAlone, QueryKeyValue, Failing, TwoArguments,
+            WithDropout,
+        )
+    },
+}  # fmt: skip
+
+
+def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    output = model(leaf)
+    return [output, *torch.autograd.grad(output.square().sum(), [leaf, *model.parameters()])]
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_blocks_are_found(name):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), FOUND[name]())
+    x, stock = torch.randn(64, WIDTH), copy.deepcopy(model)
+    state, signature = list(model.state_dict()), inspect.signature(model[1].forward)
+    parameters = list(model.parameters())
+    report = swap(model, strict=True)
+    (entry,) = report.swapped
+    assert entry["name"] == "1" and entry["kind"] == "mlp" and "gated" in entry["to"]
+    assert count(lambda: model(x)) == 1 and not count(lambda: stock(x))
+    draws = [(results(model, x), results(copy.deepcopy(stock).double(), x.double()))]
+    for (got, exact), base in zip(zip(*draws[0], strict=True), results(stock, x), strict=True):
+        numerics.assert_close(got, exact, base)
+    assert report.verify(x).ok
+    assert list(model.state_dict()) == state
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    argument = next(iter(signature.parameters))
+    assert torch.equal(model[1](x), model[1](**{argument: x}))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin[1]) is type(model[1]) and torch.equal(twin(x), model(x))
+    assert onepass.unswap(model) == ["1"] and torch.equal(model(x), stock(x))
+
+
+@pytest.mark.parametrize("name", NOT_FOUND)
+def test_others_are_not(name):
+    model = nn.ModuleDict({"it": NOT_FOUND[name]()})
+    before, seed = type(model["it"]), torch.get_rng_state()
+    report = swap(model, strict=False)
+    assert type(model["it"]) is before and not report.swapped and not report.skipped
+    assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_a_block_by_its_name_is_listed_as_unknown():
+    class OddMLP(Doubled):
+        pass
+
+    (entry,) = swap(nn.ModuleDict({"it": OddMLP()})).unknown
+    assert entry["name"] == "it" and entry["reason"].kind is Reason.BLOCK
+    (entry,) = swap(nn.ModuleDict({"it": OddMLP()}), probe=False).unknown
+    assert entry["reason"].kind is Reason.PROBE_OFF
+
+
+def test_hooks_of_the_activation_keep_the_block():
+    model = Llamas()
+    model.act_fn.register_forward_hook(lambda *_: None)
+    (entry,) = swap(model).skipped
+    assert entry["reason"].kind is Reason.HOOKS
+
+
+def test_hooks_and_adapters_of_the_layers_run():
+    model, called, x = Llamas(), [], torch.randn(5, WIDTH)
+    swap(model)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
+    model(x)
+    assert called == ["gate_proj", "up_proj", "down_proj"]
+    model.up_proj = nn.Sequential(model.up_proj, nn.Tanh())
+    stock = Llamas.forward(model, x)
+    numerics.assert_close(
+        model(x), Llamas.forward(copy.deepcopy(model).double(), x.double()), stock
+    )
+
+
+def test_small_calls_are_torchs(monkeypatch):
+    monkeypatch.setattr(small_calls, "LEAST_GATE", LEAST)
+    torch.set_num_threads(1)
+    model, rows = Llamas(), LEAST[torch.float32][0] // HIDDEN
+    report = swap(model)
+    assert any("feed-forward" in note for note in report.notes)
+    assert count(lambda: model(torch.randn(rows + 1, WIDTH)))
+    assert not count(lambda: model(torch.randn(rows, WIDTH)))
+
+
+def test_16_bits_and_autocast():
+    model, x = Llamas(), torch.randn(64, WIDTH)
+    stock = copy.deepcopy(model)
+    swap(model)
+    exact = copy.deepcopy(stock).double()(x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        found, base = model(x), stock(x)
+        assert count(lambda: model(x)) == 1
+    assert found.dtype is base.dtype is torch.bfloat16
+    numerics.assert_close(found, exact, base)
+    found, base = model.bfloat16()(x.bfloat16()), stock.bfloat16()(x.bfloat16())
+    exact = copy.deepcopy(stock).double()(x.bfloat16().double())
+    numerics.assert_close(found, exact, base)
+
+
+def test_compiled_in_one_graph():
+    model, x = Llamas(), torch.randn(64, WIDTH)
+    stock = copy.deepcopy(model)
+    swap(model)
+    found = torch.compile(model, fullgraph=True)(x)
+    numerics.assert_close(found, copy.deepcopy(stock).double()(x.double()), stock(x))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi3", "Qwen2"])
+def test_models_of_transformers(name):
+    transformers = pytest.importorskip("transformers", reason="its models are swapped")
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, vocab_size=50)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8, pad_token_id=0)
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.randint(50, (2, 9))
+    report = swap(model, strict=True)
+    assert [entry["name"] for entry in report.swapped] == [
+        "model.layers.0.mlp",
+        "model.layers.1.mlp",
+    ]
+    assert count(lambda: model(tokens)) == 2
+    assert report.verify(tokens).ok
