@@ -423,3 +423,21 @@ def test_a_model_of_transformers_compiled():
         loss = torch.compile(model, fullgraph=True)(**batch).loss
     exact = copy.deepcopy(stock).double()(**batch).loss
     numerics.assert_close(loss, exact, stock(**batch).loss)
+
+
+def test_a_swapped_model_generates_and_is_saved_as_before(tmp_path):
+    """Its class is another one with the same name."""
+    transformers = pytest.importorskip("transformers", reason="its models are swapped")
+    model, batch = of_transformers("LlamaForCausalLM"), labelled()
+    stock = copy.deepcopy(model)
+    onepass.swap(model)
+    options = dict(max_new_tokens=4, do_sample=False)
+    ids = batch["input_ids"]
+    assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    assert torch.equal(loaded(ids).logits, stock(ids).logits)
+    model.resize_token_embeddings(VOCABULARY + 100)
+    assert count(lambda: model(**batch)) == 1
