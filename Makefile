@@ -80,6 +80,7 @@ format: $(VENV)/test.stamp
 # build/site; works offline once its tools are there. Warnings are errors.
 docs: $(VENV)/test.stamp
 	$(BIN)/python docs/support_matrix.py
+	$(BIN)/python docs/llms_txt.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "The pages are in build/site."
 

@@ -128,31 +128,33 @@ def test_a_page_on_the_code_names_what_is_there(page):
 
 
 SWAPPING = ("classes", "gated", "matchers", "specs")
-# By the title of a recipe: how its newest example is known in a file, how the recipe calls that
-# example, and the files that name it for reasons of their own.
+# By the title of a recipe: how its newest example is known in a file, the stem of the example's own
+# files, and the files that name it for other reasons.
 RECIPES = {
     "A new family": (
         r"\bgate_forward|GatedMLP|gated_activation",
-        ("<family>", "gate"),
+        "gate",
         {f"python/onepass/swapping/{name}.py" for name in SWAPPING}  # blocks of others
         | {"python/onepass/compare/attribution.py"},  # the part of a step that it is
     ),
     "A new norm": (
         r"\bkRms\b|NormKind\.RMS|\bNormKind\b.*RMS|\brms_norm\b|\bRMSNorm\b(?!Forward)",
-        ("-", "-"),
-        {"csrc/cpu/parallel.h"}  # a measurement
-        | {f"python/onepass/compare/{name}.py" for name in ("attribution", "model", "report")}
-        | {"python/onepass/compare/settings.py"},  # a stock model has them
+        "",
+        {"csrc/cpu/parallel.h"}  # a measurement; a stock model, below
+        | {
+            f"python/onepass/compare/{name}.py"
+            for name in "attribution model report settings".split()
+        },
     ),
     "A new score term of attention": (
         r"softcap\b",
-        ("-", "-"),
+        "",
         {"csrc/ops/loss.h", "csrc/ops/loss.cpp", "csrc/cpu/loss.cpp", "csrc/cuda/loss.cu"}
         | {f"python/onepass/{name}/loss.py" for name in ("_ops", "functional", "nn", "reference")},
     ),
     "A new optimizer": (
         r"Lion\b|\blion",
-        ("<name>", "lion"),
+        "lion",
         {"python/onepass/integrations/transformers/trainer.py"},  # in a docstring
     ),
 }
@@ -161,9 +163,9 @@ RECIPES = {
 @pytest.mark.parametrize("title", RECIPES)
 def test_a_recipe_names_the_files_of_its_example(title):
     """Every file of the product that names it is in the recipe; tables hold no other."""
-    known, (placeholder, example), others = RECIPES[title]
+    known, example, others = RECIPES[title]
     page = (DOCS / "recipes.md").read_text("utf-8").partition(f"\n## {title}\n")[2]
-    section = page.partition("\n## ")[0].replace(placeholder, example)
+    section = re.sub(r"<\w+>", example, page.partition("\n## ")[0])
     named = set(re.findall(r"`((?:csrc|python)/[\w./]+)`", section))
     product = [f for top in ("csrc", "python") for f in (ROOT / top).rglob("*.*")]
     code = (".py", ".h", ".cpp", ".cuh", ".cu")
@@ -187,6 +189,17 @@ def test_the_drawing_of_a_call_is_current():
         functions = re.findall(r"(\w+)\(\)", " ".join(forward + backward))
         source = (ROOT / file).read_text("utf-8") if file else ""
         assert all(re.search(rf"\b{function}\(", source) for function in functions), file
+
+
+def test_llms_txt_is_current():
+    made = load(DOCS / "llms_txt.py")
+    text = made.FILE.read_text("utf-8")
+    assert made.text() == text, "make docs writes it"
+    assert re.match(r"# \S.*\n\n(> .*\n)+\n", text), "a title, and a summary as a quotation"
+    items = re.findall(r"^- (.*)$", text, re.M)
+    found = [re.fullmatch(r"\[[^]]+\]\((\S+\.md)\): \S.*", item) for item in items]
+    assert all(found), "a link and what is there"
+    assert {DOCS / one[1] for one in found} == set(PAGES)
 
 
 def test_the_table_of_operators_is_current():
@@ -223,6 +236,8 @@ def test_the_site_builds_without_warnings(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    for served in ("llms.txt", "swap.md", "integrations/timm.md"):
+        assert (tmp_path / served).read_text("utf-8") == (DOCS / served).read_text("utf-8")
     api = (tmp_path / "api/index.html").read_text("utf-8")
     for name in ("swapping.engine.swap", "optim.adam.AdamW"):  # whose docstring is put together
         section = api.partition(f'id="onepass.{name}"')[2].partition('<div class="doc doc-object')[
