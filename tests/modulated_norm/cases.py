@@ -129,8 +129,10 @@ def results(function, case: Case, *, double: bool = False, wrt=INPUTS) -> dict[s
     leaves = {name: leaf.requires_grad_(name in wrt) for name, leaf in leaves.items()}
     outputs = function(**leaves)
     asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    upstream = [g.to(o.dtype) for g, o in zip(case.gradients, outputs, strict=True)]
-    gradients = torch.autograd.grad(outputs, list(asked.values()), upstream)
+    pairs = zip(outputs, case.gradients, strict=True)
+    pairs = [(o, g.to(o.dtype)) for o, g in pairs if o.requires_grad]  # h does not of scale alone
+    differentiated, upstream = zip(*pairs, strict=True)
+    gradients = torch.autograd.grad(differentiated, list(asked.values()), upstream)
     named = dict(zip(("y", "h"), (output.detach() for output in outputs), strict=False))
     return named | {f"d{n}": g for n, g in zip(asked, gradients, strict=True)}
 

@@ -77,6 +77,15 @@ def test_first_derivatives_are_the_same_with_create_graph(form, dtype):
         assert torch.equal(gradient, expected[f"d{name}"]) and gradient.requires_grad
 
 
+@pytest.mark.parametrize("name", ["input", "scale", "shift", "residual", "gate"])
+def test_what_requires_a_gradient(name):
+    """As torch's composition: the sum depends on neither scale nor shift."""
+    case = make(False, 2, 3, 8, form="gated")
+    case.tensors[name].requires_grad_()
+    found, expected = (f(**case.tensors) for f in (case.ours, case.torchs))
+    assert [t.requires_grad for t in found] == [t.requires_grad for t in expected]
+
+
 def test_what_is_kept():
     """The sum, the branch, scale, shift and gate, and the statistics: no normalised rows."""
     saved = []

@@ -274,7 +274,13 @@ class Runner {
               : nullptr;
       rows.mean[r] = args_.mean ? static_cast<const A*>(args_.mean)[row + r] : A(0);
       rows.rstd[r] = static_cast<const A*>(args_.rstd)[row + r];
-      if (gated_) branch[r] = row_offset(index, gated_->branch_stride);
+      if (gated_) {
+        // Not read before the sums are there, and a row ends before the hardware sees a pattern.
+        branch[r] = row_offset(index, gated_->branch_stride);
+        prefetch_row(at(gated_->branch, branch[r] * size_of(args_.dinput_dtype)),
+                     args_.cols * size_of(args_.dinput_dtype));
+        if (rows.dresidual_out[r]) prefetch_row(rows.dresidual_out[r], args_.cols * x_size);
+      }
     }
     kernels_.sums(rows, row_count);
     const auto apply = row_count == kRowsPerBlock ? kernels_.block : kernels_.single;

@@ -76,13 +76,17 @@ const A* widened(const void* source, DType dtype, double offset, double missing,
 // Rows that a modulated norm may have to widen for a group: scale, shift and gate.
 inline constexpr int64_t kModulators = 3;
 
+inline void prefetch_row(const void* row, int64_t bytes) {
+  for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch(static_cast<const char*>(row) + j);
+}
+
 // As above, of the row of a group.
 template <class A>
 const A* widened_row(const void* source, DType dtype, double offset, double missing,
                      const RowIndex& group, const RowStride& stride, int64_t cols, A* buffer) {
-  const char* row = static_cast<const char*>(source);
-  return widened<A>(row + row_offset(group, stride) * size_of(dtype), dtype, offset, missing, cols,
-                    buffer);
+  const char* row = static_cast<const char*>(source) + row_offset(group, stride) * size_of(dtype);
+  prefetch_row(row + kPrefetchBytes, cols * size_of(dtype));
+  return widened<A>(row, dtype, offset, missing, cols, buffer);
 }
 
 }  // namespace ONEPASS_ISA

@@ -73,7 +73,11 @@ class _ModulatedNorm(torch.autograd.Function):
         input, scale, shift, residual, gate, ctx.constants = inputs
         _, residual_out, mean, rstd = outputs
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(mean, rstd)
+        needs_input, _, _, needs_residual, needs_gate, _ = ctx.needs_input_grad
+        if needs_input or needs_residual or needs_gate:
+            ctx.mark_non_differentiable(mean, rstd)
+        else:  # the sum depends on nothing that is trained
+            ctx.mark_non_differentiable(residual_out, mean, rstd)
         ctx.has_residual = residual is not None
         x = residual_out if ctx.has_residual else input
         branch = None if gate is None else input
