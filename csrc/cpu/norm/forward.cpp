@@ -221,7 +221,7 @@ void run_rows(const NormForward& args, const ForwardPath<A>& path, const Shared<
   const int64_t output_row_bytes = args.cols * size_of(args.output_dtype);
   const int64_t residual_out_row_bytes = args.cols * size_of(args.residual_out_dtype);
 
-  for_each_row_block(begin, end, args.cols, [&](int64_t row, auto row_count) {
+  for_each_row_block(begin, end, rows_per_block(args.cols), [&](int64_t row, auto row_count) {
     ForwardRows<A> rows;
     for (int r = 0; r < row_count; ++r) {
       const RowIndex index = row_index(args.row_size, row + r);

@@ -31,12 +31,13 @@ inline constexpr int64_t kMaxBlockedColumns = 4096;
 
 inline int rows_per_block(int64_t cols) { return cols <= kMaxBlockedColumns ? kRowsPerBlock : 1; }
 
-// Runs block(first_row, std::integral_constant rows) over [begin, end) in blocks of kRowsPerBlock,
-// the rest one at a time. Both instances compute a row in the same order, bit for bit.
+// Runs block(first_row, std::integral_constant rows) over [begin, end), in blocks of kRowsPerBlock
+// where `block_rows` is that, the rest one at a time. Both instances compute a row in the same
+// order, bit for bit.
 template <class Block>
-ONEPASS_INLINE void for_each_row_block(int64_t begin, int64_t end, int64_t cols, Block&& block) {
+ONEPASS_INLINE void for_each_row_block(int64_t begin, int64_t end, int block_rows, Block&& block) {
   int64_t row = begin;
-  if (rows_per_block(cols) == kRowsPerBlock) {
+  if (block_rows == kRowsPerBlock) {
     for (; row + kRowsPerBlock <= end; row += kRowsPerBlock) {
       block(row, std::integral_constant<int, kRowsPerBlock>{});
     }
