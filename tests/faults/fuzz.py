@@ -35,6 +35,7 @@ from tests.linear import cases as linear_cases
 from tests.loss import cases as loss_cases
 from tests.modulated_norm import cases as modulated_norm_cases
 from tests.norm import cases as norm_cases
+from tests.rotary import cases as rotary_cases
 from tests.support import isolated
 from tests.support.calls import CALLS
 from tests.support.seeds import drawn_seed
@@ -190,6 +191,32 @@ def loss(rng: Random) -> None:
         cases.append(case)
     for few in (cases[:10], cases[10:]) if dtype.itemsize == 2 else (cases,):
         loss_cases.check(*few)
+    border.check()
+
+
+def rotary(rng: Random) -> None:
+    dtype, border = rng.choice(DTYPES), Border(rng)
+    head_dim, batch = rng.choice((6, 16, 45, 64, 80)), rng.randint(0, 3)
+    positions = rng.choice(("", "tokens", "batch"))
+    case = rotary_cases.Case(
+        dtype,
+        rng.choice(DTYPES[:3]) if dtype is not F64 else F64,
+        batch=batch,
+        heads=rng.randint(0, 9),
+        key_heads=rng.randint(0, 3),
+        tokens=rng.choice((0, 1, 2, 7, 90)),
+        head_dim=head_dim,
+        rotary_dim=rng.choice((head_dim // 2 * 2, head_dim // 4 * 2)),
+        half_width=rng.random() < 0.5,
+        interleaved=rng.random() < 0.5,
+        positions=positions,
+        table_batch=0 if positions else rng.choice((0, 1, batch)),
+        tokens_first=rng.random() < 0.5,
+        seq_first=rng.random() < 0.5,
+        seed=rng.randrange(2**31),
+    )
+    tensors = {name: border.carve(name, tensor) for name, tensor in case.tensors().items()}
+    rotary_cases.check_tensors(case, tensors)
     border.check()
 
 
@@ -438,9 +465,9 @@ def wrong(rng: Random) -> None:
 
 KINDS = {"norm": norm, "dropout": dropout, "attention": attention, "decode": decode}
 KINDS |= {"optimizer": optimizer, "wrong": wrong, "gate": gate, "linear": linear}
-KINDS |= {"modulated_norm": modulated_norm, "loss": loss}
-WEIGHTS = {"norm": 8, "dropout": 6, "attention": 5, "decode": 6, "optimizer": 5, "wrong": 64}
-WEIGHTS |= {"gate": 6, "linear": 6, "modulated_norm": 6, "loss": 6}
+KINDS |= {"modulated_norm": modulated_norm, "loss": loss, "rotary": rotary}
+WEIGHTS = {"norm": 8, "dropout": 6, "attention": 5, "decode": 6, "optimizer": 5, "wrong": 58}
+WEIGHTS |= {"rotary": 6, "gate": 6, "linear": 6, "modulated_norm": 6, "loss": 6}
 
 
 def kind_of(rng: Random) -> str:

@@ -88,7 +88,7 @@ def outputs_and_gradients(function, case: Case, tensors: dict[str, Tensor], wide
     return [*(x.detach() for x in outputs), *gradients]
 
 
-def check_tensors(case: Case, tensors: dict[str, Tensor], draws: int = 1) -> None:
+def check_tensors(case: Case, tensors: dict[str, Tensor]) -> None:
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     ours = outputs_and_gradients(functional.rotary_embedding, case, tensors)
     formula = reference.rotary.rotary_embedding

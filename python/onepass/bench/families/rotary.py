@@ -24,38 +24,21 @@ CUDA_CHECKED = (1, 32, 64, 128)
 LAYOUTS = ("heads", "tokens")  # which lie first in memory
 
 
-def _stock(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return tuple(x * cos + _rotate_half(x) * sin for x in (query, key))
+def _operator(interleaved: bool) -> Operator:
+    def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return functional.rotary_embedding(*tensors, interleaved=interleaved)
 
+    def stock(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return tuple(x * cos + reference.partners(x, interleaved) * sin for x in (query, key))
 
-def _rotate_half(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-
-
-def _stock_interleaved(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return tuple(x * cos + _rotate_neighbours(x) * sin for x in (query, key))
-
-
-def _rotate_neighbours(x: Tensor) -> Tensor:
-    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-
-
-def _operator(stock, **options) -> Operator:
     def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return reference.rotary_embedding(*tensors, **options)
+        return reference.rotary_embedding(*tensors, interleaved=interleaved)
 
-    return Operator(
-        lambda *tensors: functional.rotary_embedding(*tensors, **options), stock, formula, formula
-    )
+    return Operator(ours, stock, formula, formula)
 
 
-OPERATORS = {
-    "halves": _operator(_stock),
-    "interleaved": _operator(_stock_interleaved, interleaved=True),
-}
+OPERATORS = {"halves": _operator(False), "interleaved": _operator(True)}
 
 
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
