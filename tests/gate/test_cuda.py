@@ -61,8 +61,7 @@ def test_which_accesses(cuda):
 
 def test_short_rows_share_a_block_and_long_ones_have_several(cuda):
     for rows, cols, blocks in ((1000, 64, 1000 * 8 // 256 + 1), (3, 9000, 3 * 2), (2, 8, 1)):
-        case = make(rows, cols, form="halves")
-        results(case.ours, case)
+        check(make(rows, cols, form="halves"))
         assert [call["launched"][0].blocks for call in cuda.done[-2:]] == [blocks] * 2
 
 

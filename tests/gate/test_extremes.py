@@ -14,7 +14,6 @@ from tests.gate.cases import (
     BF16,
     F16,
     F32,
-    F64,
     Case,
     activations,
     check,
@@ -56,7 +55,7 @@ def test_not_finite_elements(dtype, activation):
 
 @everywhere
 @activations
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+@dtypes
 def test_gates_of_every_size(dtype, activation):
     """From those that float32's exp has no room for to those that leave nothing."""
     sizes = torch.cat([torch.linspace(0, 100, 801), torch.logspace(-8, 4, 97)])

@@ -53,16 +53,14 @@ def test_one_pass(cuda, dtype, table_dtype, rotary_dim, half_width, backward):
     assert call["read"] == rows + tokens * (2 * width * table_dtype.itemsize + 8 * threads)
 
 
-def test_heads_share_what_a_thread_has_read(cuda):
-    """Where there are threads enough."""
-    case = Case(BF16, batch=1, heads=12, key_heads=4, tokens=8, head_dim=32)
-    check(case)
-    assert {call["rows_per_tile"] for call in cuda.of("rotary_forward")} == {1}
-    cuda.set(run=0)
-    query = torch.empty(1, 32, 65536, 128, dtype=BF16)
-    cos = torch.empty(65536, 128, dtype=BF16)
-    functional.rotary_embedding(query, None, cos, cos)
-    assert cuda.of("rotary_forward")[-1]["rows_per_tile"] == 8
+@pytest.mark.parametrize(
+    "head_dim, tokens, each", [(32, 8, 1), (16, 20_000, 2), (2, 65_536, 8)], ids=str
+)
+def test_heads_share_what_a_thread_has_read(cuda, head_dim, tokens, each):
+    """Where there are threads enough; a group of heads has some of query and some of key, and the
+    last one is not whole."""
+    check(Case(F32, batch=1, heads=11, key_heads=4, tokens=tokens, head_dim=head_dim))
+    assert {call["rows_per_tile"] for call in cuda.of("rotary_forward")} == {each}
 
 
 def test_addresses(cuda):
