@@ -104,6 +104,7 @@ LossSums<double> sums_of(const LossForward& args, const T* row) {
     if constexpr (kSoftcap) largest = Logit<A, true>(broadcast<A>(largest), softcap).value()[0];
     if (largest > sums.maximum) {
       sums.exponentials *= std::exp(sums.maximum - largest);
+      sums.logits = logits_below<double>(sums, largest);
       sums.maximum = largest;
     }
     // Where there is nothing but -Inf yet, it adds 0.
@@ -112,22 +113,22 @@ LossSums<double> sums_of(const LossForward& args, const T* row) {
     const auto of_tile = sum_columns<A, kSmooths ? 3 : 1>(
         count, [&](Vec<A>* sum, int64_t j, auto lanes) __attribute__((always_inline)) {
           __builtin_prefetch(x + j + kTile);
-          const Vec<A> logit = Logit<A, kSoftcap>(load<A>(x + j, lanes), softcap).value();
-          sum[0] += keep_lanes<A>(exponential(logit - maximum), lanes);
+          const Vec<A> below = Logit<A, kSoftcap>(load<A>(x + j, lanes), softcap).value() - maximum;
+          sum[0] += keep_lanes<A>(exponential(below), lanes);
           if constexpr (kSmooths) {
             if (weight) {
               const Vec<A> of_class = load<A>(weight + first + j, lanes);
-              sum[1] += keep_lanes<A>(of_class * logit, lanes);
+              sum[1] += keep_lanes<A>(of_class * below, lanes);
               sum[2] += of_class;
             } else {
-              sum[1] += logit;
+              sum[1] += keep_lanes<A>(below, lanes);
             }
           }
         });
     sums.exponentials += of_tile[0];
     if constexpr (kSmooths) {
       sums.logits += of_tile[1];
-      sums.weights += of_tile[2];
+      sums.weights += weight ? of_tile[2] : static_cast<double>(count);
     }
   }
   return sums;

@@ -147,7 +147,7 @@ __device__ __forceinline__ void merge(LossSums<A>& into, const LossSums<A>& othe
   const A larger = other.maximum > into.maximum ? other.maximum : into.maximum;
   into.exponentials = into.exponentials * shrunk(into.maximum, larger) +
                       other.exponentials * shrunk(other.maximum, larger);
-  into.logits += other.logits;
+  into.logits = logits_below(into, larger) + logits_below(other, larger);
   into.weights += other.weights;
   into.maximum = larger;
 }
@@ -162,21 +162,24 @@ __device__ __forceinline__ void add_pack(const LossForward& args, const Packs<T,
   A larger = sums.maximum;
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
-    const bool has = packs.has(pack, e);
-    x[e] = has ? logit_of(element<T>(raw, e), static_cast<A>(args.softcap)).value : lowest<A>();
+    x[e] = packs.has(pack, e) ? logit_of(element<T>(raw, e), static_cast<A>(args.softcap)).value
+                              : lowest<A>();
     larger = x[e] > larger ? x[e] : larger;  // NaN is left to the exponentials
-    if (args.label_smoothing != 0.0 && has) {
-      const A of_class = weight ? load_global(weight + packs.column(pack, e)) : A(1);
-      sums.logits += of_class * x[e];
-      sums.weights += of_class;
-    }
   }
   sums.exponentials *= shrunk(sums.maximum, larger);
+  sums.logits = sums.maximum == larger ? sums.logits : logits_below(sums, larger);
   sums.maximum = larger;
   // Where there is nothing but -Inf yet, it adds 0.
   const A above = larger == lowest<A>() ? A(0) : larger;
   ONEPASS_UNROLL
-  for (int e = 0; e < kPack; ++e) sums.exponentials += exponential(x[e] - above);
+  for (int e = 0; e < kPack; ++e) {
+    sums.exponentials += exponential(x[e] - above);
+    if (args.label_smoothing != 0.0 && packs.has(pack, e)) {
+      const A of_class = weight ? load_global(weight + packs.column(pack, e)) : A(1);
+      sums.logits += of_class * (x[e] - above);
+      sums.weights += of_class;
+    }
+  }
 }
 
 // Of the thread 0 of a row.

@@ -66,9 +66,15 @@ template <class A>
 struct LossSums {
   A maximum;
   A exponentials;  // exp(x_c - maximum)
-  A logits;        // w_c x_c, with label smoothing
-  A weights;       // w_c, with label smoothing and weights
+  A logits;        // w_c (x_c - maximum), with label smoothing
+  A weights;       // w_c, with label smoothing
 };
+
+// With label smoothing, sums below a maximum as those below a larger one.
+template <class A>
+ONEPASS_HOST_DEVICE A logits_below(const LossSums<A>& sums, A larger) {
+  return sums.weights == A(0) ? sums.logits : sums.logits + sums.weights * (sums.maximum - larger);
+}
 
 template <class A>
 struct LossOfRow {
@@ -86,9 +92,8 @@ ONEPASS_HOST_DEVICE LossOfRow<A> loss_of(const LossForward& args, const LossSums
   A mass = (A(1) - smoothing) * weight;  // of the targets
   if (smoothing != A(0)) {
     const A share = smoothing / static_cast<A>(args.cols);
-    const A weights = args.weight ? sums.weights : static_cast<A>(args.cols);
-    loss += share * (weights * lse - sums.logits);
-    mass += share * weights;
+    loss += share * (sums.weights * logarithm - sums.logits);
+    mass += share * sums.weights;
   }
   if (z_loss != A(0)) {
     loss += z_loss * weight * lse * lse;

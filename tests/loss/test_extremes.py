@@ -14,6 +14,7 @@ from tests.loss.cases import (
     F32,
     F64,
     IGNORED,
+    OPTIONS,
     Case,
     assert_same_bits,
     check,
@@ -81,9 +82,11 @@ def test_nothing_but_ignored_rows(dtype):
 @everywhere
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("offset", [-3e4, 300.0, 3e4])
-def test_large_logits(executor, dtype, offset):
-    """The exponentials are of differences; what is added to all of a row changes little."""
-    cases = [make(6, 1500, dtype, seed=seed) for seed in range(2 * executor.draws)]
+@pytest.mark.parametrize("option", ["mean", "smoothed", "weighted, smoothed"])
+def test_large_logits(executor, dtype, offset, option):
+    """All is added up of differences; what is added to all of a row changes little."""
+    draws = range(2 * executor.draws)
+    cases = [make(6, 1500, dtype, seed=seed, **OPTIONS[option]) for seed in draws]
     for case in cases:
         case.input = case.input + offset
     check(*cases)
