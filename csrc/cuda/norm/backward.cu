@@ -366,12 +366,15 @@ Geometry backward_geometry(const Args& args) {
   alignment.rows(args.doutput, args.doutput_dtype, &args.doutput_stride);
   alignment.rows(args.x, args.x_dtype, &args.x_stride);
   alignment.rows(args.dresidual_out, args.x_dtype, &args.dresidual_out_stride);
-  for (const void* base : {args.dinput, args.dresidual}) alignment.vector(base);
+  alignment.vector(args.dinput);
+  alignment.vector(args.dresidual);
   if constexpr (kIsModulated<Args>) {
     alignment.rows(args.branch, args.branch_dtype, &args.branch_stride);
     alignment.rows(args.weight, args.weight_dtype, &args.scale_stride);
     alignment.rows(args.gate, args.gate_dtype, &args.gate_stride);
-    for (const void* base : {args.dweight, args.dbias, args.dgate}) alignment.vector(base);
+    alignment.vector(args.dweight);
+    alignment.vector(args.dbias);
+    alignment.vector(args.dgate);
   } else {
     alignment.vector(args.weight);
   }

@@ -317,9 +317,11 @@ Geometry forward_geometry(const Args& args) {
     alignment.rows(args.bias, args.bias_dtype, &args.shift_stride);
     alignment.rows(args.gate, args.gate_dtype, &args.gate_stride);
   } else {
-    for (const void* base : {args.weight, args.bias}) alignment.vector(base);
+    alignment.vector(args.weight);
+    alignment.vector(args.bias);
   }
-  for (const void* base : {args.output, args.residual_out}) alignment.vector(base);
+  alignment.vector(args.output);
+  alignment.vector(args.residual_out);
   return visit_forward(args, [&]<class Types>() {
     return shared_geometry(args, geometry_of(args.cols, kForwardPacks<Types>, alignment.value()));
   });
