@@ -167,7 +167,7 @@ __device__ __forceinline__ void add_pack(const LossForward& args, const Packs<T,
     larger = x[e] > larger ? x[e] : larger;  // NaN is left to the exponentials
   }
   sums.exponentials *= shrunk(sums.maximum, larger);
-  sums.logits = sums.maximum == larger ? sums.logits : logits_below(sums, larger);
+  sums.logits = logits_below(sums, larger);
   sums.maximum = larger;
   // Where there is nothing but -Inf yet, it adds 0.
   const A above = larger == lowest<A>() ? A(0) : larger;

@@ -73,7 +73,8 @@ struct LossSums {
 // With label smoothing, sums below a maximum as those below a larger one.
 template <class A>
 ONEPASS_HOST_DEVICE A logits_below(const LossSums<A>& sums, A larger) {
-  return sums.weights == A(0) ? sums.logits : sums.logits + sums.weights * (sums.maximum - larger);
+  const bool is_same = sums.weights == A(0) || sums.maximum == larger;  // -Inf, where nothing is
+  return is_same ? sums.logits : sums.logits + sums.weights * (sums.maximum - larger);
 }
 
 template <class A>
