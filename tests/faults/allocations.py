@@ -50,7 +50,9 @@ def of_call(call: Call, backward: bool) -> Case:
     def make():
         tensors = call.tensors()
         if backward:
-            tensors = {k: t.requires_grad_(t.is_floating_point()) for k, t in tensors.items()}
+            for name, tensor in tensors.items():
+                wants = tensor.is_floating_point() and name not in call.constant
+                tensor.requires_grad_(wants)
         return tensors
 
     def run(tensors):

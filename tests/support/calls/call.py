@@ -23,6 +23,7 @@ class Call:
     written: tuple[str, ...] = ()  # in place
     optional: tuple[str, ...] = ()  # may be None
     differentiable: bool = False
+    constant: tuple[str, ...] = ()  # of these, the arguments that get no gradient
     composed: bool = False  # of torch's operators beside ours: their errors and rounding count
     lists: tuple[str, ...] = ()  # arguments that are lists of tensors, given by their first
 

@@ -24,7 +24,7 @@ def calls() -> Iterator[Call]:
 
         return run
 
-    of = {"optional": ("weight",), "differentiable": True}
+    of = {"optional": ("weight",), "differentiable": True, "constant": ("weight",)}
     yield Call(
         "functional.cross_entropy", own, by(functional.cross_entropy), by(F.cross_entropy), **of
     )
