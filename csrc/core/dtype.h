@@ -63,7 +63,7 @@ ONEPASS_HOST_DEVICE constexpr BFloat16 narrow_to_bfloat16(float value) {
 
 ONEPASS_HOST_DEVICE constexpr float widen(Float16 value) {
 #ifdef __CUDA_ARCH__
-  if (!std::is_constant_evaluated()) {  // one instruction, without branches that loads wait behind
+  if (!std::is_constant_evaluated()) {  // one instruction, without branches that loads wait for
     float wide;
     asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
     return wide;

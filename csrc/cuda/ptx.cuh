@@ -129,7 +129,7 @@ __device__ __forceinline__ void cp_async_commit() {
 }
 
 // Until at most kPending of the thread's own groups are in flight; other threads' data needs a
-// barrier behind it.
+// barrier after it.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -112,8 +112,8 @@ struct WarpColumns {
   int lane;
   int cols;  // few enough to be kept in registers
 
-  // From the thread's index, read anew: one made before a loop, one for each turn and one behind it
-  // keep no register from the one to the other.
+  // Reads the thread's index again: objects made before a loop, in each iteration and after it
+  // share no register.
   __device__ __forceinline__ WarpColumns(int threads_per_row, int64_t columns)
       : cols(static_cast<int>(columns)) {
     uint32_t index = thread_index();

@@ -7,7 +7,7 @@
 //   output = drop(P) value, lse = log(sum(exp(score))), the sink included.
 //
 // Dense tensors are (batch, heads, seq, head_dim) by strides. Packed ones are (total, heads,
-// head_dim), a sequence behind the other: their batch_stride is 0 and cu_seq_* says where each
+// head_dim), one sequence after another: their batch_stride is 0 and cu_seq_* says where each
 // sequence begins. Paged keys are (pages, page_size, kv_heads, head_dim) with batch_stride the
 // stride of a page, and block_table says which pages are a sequence's.
 //
@@ -91,7 +91,7 @@ struct AttentionForward : Attention {
 };
 
 // With delta = sum(doutput * output) - dlse and dP = drop(doutput value^T):
-//   ds = P * (dP - delta)              of the score, behind softcap
+//   ds = P * (dP - delta)              of the score, after softcap
 //   dvalue = drop(P)^T doutput         dsinks = -sum(exp(sink - lse) * delta)
 //   dbias = ds, summed over what is broadcast;   dslopes = -sum(ds * |position - key|)
 //   dquery = scale * (ds * softcap') key         dkey = scale * (ds * softcap')^T query

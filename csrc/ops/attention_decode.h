@@ -1,5 +1,5 @@
 // The contract of attention against a KV cache: few queries per sequence, keys and values where
-// earlier calls left them, and this call's own rows written behind them before they are read.
+// earlier calls left them, and this call's own rows written after them before they are read.
 //
 // Score, softmax and LSE are those of ops/attention.h, aligned at the bottom right: with
 // total = cache_seqlens + new_rows, query row i is at position total - seq_q + i and the row j of a
@@ -39,7 +39,7 @@ struct AttentionDecode : Attention {
 struct CachedKeys {
   int64_t first;  // the left padding
   int64_t old;    // rows in use before the call: where new ones begin
-  int64_t last;   // behind the last new one
+  int64_t last;   // after the last new one
 };
 
 ONEPASS_HOST_DEVICE inline CachedKeys cached_keys(const AttentionDecode& args, int64_t batch) {

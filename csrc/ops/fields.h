@@ -45,7 +45,7 @@ using StaticInt = int64_t;  // a choice: a compiler makes a graph for each value
 #define ONEPASS_SCHEMA(TABLE) TABLE(ONEPASS_FIELD_SCHEMA)
 
 template <class... Types>
-struct TypeList;  // the first is void, for the comma behind it
+struct TypeList;  // the first is void, for the comma after it
 
 template <class One, class Other>
 struct Joined;
@@ -60,7 +60,7 @@ struct Joined<TypeList<One...>, TypeList<void, Other...>> {
     TABLE(ONEPASS_FIELD_MEMBER)                             \
   }
 
-// Those of Base, and behind them more.
+// Those of Base, and more after them.
 #define ONEPASS_EXTEND_OPTIONS(Name, Base, TABLE)                                       \
   struct Name : Base {                                                                  \
     using Types = Joined<Base::Types, TypeList<void TABLE(ONEPASS_FIELD_TYPE)>>::Types; \

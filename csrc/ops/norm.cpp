@@ -413,8 +413,7 @@ void norm_backward_check(const NormBackwardOptions& options, const OptionalTenso
   check_backward(options, doutput);
 }
 
-// ---- modulated
-// -----------------------------------------------------------------------------------
+// ---- modulated norms ---------------------------------------------------------------------------
 
 struct CheckedModulated {
   NormOptions options;

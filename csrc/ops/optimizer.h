@@ -25,7 +25,7 @@ inline constexpr int64_t kPieceElements = 4096;
 template <class Item>
 struct FlatList {
   const Item* tensors;         // (count,)
-  const int64_t* first_piece;  // (count + 1,) of each tensor, and behind the last one
+  const int64_t* first_piece;  // (count + 1,) of each tensor, and after the last one
   int64_t count;
 
   int64_t pieces() const { return first_piece[count]; }

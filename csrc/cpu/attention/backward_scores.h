@@ -39,7 +39,7 @@ class ScoreGradients {
   // both become cells, and dS rows besides.
   void operator()(const BackwardTile& t) {
     const SeenKeys seen = seen_keys(args_, sequence_, t.q0 + t.first, t.q0 + t.last);
-    // An odd end of cells is not: what is computed behind it is multiplied by zeros, and might be
+    // An odd end of cells is not: what is computed after it is multiplied by zeros, and might be
     // infinite.
     const bool whole =
         seen.all_first <= t.k0 && seen.all_last >= t.k0 + t.keys && t.keys % M::kPerCell == 0;

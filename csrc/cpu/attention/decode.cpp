@@ -320,9 +320,9 @@ class Decode {
     keys.list(begin, count, s_.rows);
     rows_in(args_.value).list(begin, count, s_.rows + count);
     // What comes next: the next chunk's keys, since threads take runs of them.
-    const int64_t behind = std::clamp<int64_t>(keys_.last - end, 0, ahead_);
-    keys.list(end, behind, s_.rows + 2 * count);
-    std::fill_n(s_.rows + 2 * count + behind, ahead_ - behind, s_.rows[2 * count - 1]);
+    const int64_t after = std::clamp<int64_t>(keys_.last - end, 0, ahead_);
+    keys.list(end, after, s_.rows + 2 * count);
+    std::fill_n(s_.rows + 2 * count + after, ahead_ - after, s_.rows[2 * count - 1]);
     ask_for_pages(args_.key, s_.rows, count);
     ask_for_pages(args_.value, s_.rows + count, count);
     ask_for_pages(args_.key, s_.rows + 2 * count, ahead_);

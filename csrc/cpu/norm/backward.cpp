@@ -31,7 +31,7 @@ constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kMinChunkRows = 32;
 constexpr int64_t kMinChunkElements = 32768;
 constexpr int64_t kRunRows = 64;
-// Of a modulated norm, most of whose groups are one chunk: nothing behind a run makes its error
+// Of a modulated norm, most of whose groups are one chunk: nothing after a run makes its error
 // small.
 constexpr int64_t kModulatedRunRows = 32;
 

@@ -3,7 +3,7 @@
 //
 // Either way a lane needs the same 16-byte pieces of each key's row again and again, and these come
 // from global memory in whole sectors. So a lane copies what it alone will read: shared memory is a
-// queue of its own behind the registers, and between copies and products there is no barrier, not
+// queue of its own after the registers, and between copies and products there is no barrier, not
 // even of the warp.
 #pragma once
 

@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32_t last_piece(const Table& table, int tensor) {
   return is_last ? table.pieces : table.tensors[tensor + 1].first_piece;
 }
 
-// The tensor that a piece belongs to, which is `tensor` or one behind it.
+// The tensor that a piece belongs to, which is `tensor` or a later one.
 template <class Table>
 __device__ __forceinline__ int next_tensor(const Table& table, int tensor, uint32_t piece) {
   while (piece < table.pieces && last_piece(table, tensor) <= piece) ++tensor;
