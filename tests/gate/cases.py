@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass import functional, numerics, reference
+from onepass import functional, reference
+from tests.support.results import assert_close
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = (F32, BF16, F16, F64)
@@ -85,14 +86,4 @@ def check(*cases: Case) -> None:
     draws = [
         (results(c.ours, c), results(c.torchs, c, double=True), results(c.torchs, c)) for c in cases
     ]
-    for name, found in draws[0][0].items():
-        assert found.dtype == draws[0][2][name].dtype, f"{cases[0].text}: {name} is {found.dtype}"
-        three = ([draw[index][name] for draw in draws] for index in range(3))
-        numerics.assert_close(*three, f"{cases[0].text}: {name}")
-
-
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], text: str = "") -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == expected[name].dtype, f"{text}: {name}"
-        assert torch.equal(tensor, expected[name]), f"{text}: {name}"
+    assert_close(draws, cases[0].text)

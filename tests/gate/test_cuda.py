@@ -15,12 +15,12 @@ from tests.gate.cases import (
     BF16,
     DTYPES,
     F32,
-    assert_same_bits,
     check,
     forms,
     make,
     results,
 )
+from tests.support.results import assert_same_bits
 
 
 @forms

@@ -7,9 +7,10 @@ import torch
 
 from onepass import functional
 from tests.emulator.executors import everywhere
-from tests.gate.cases import BF16, RAW, assert_same_bits, check, dtypes, forms, make, results
+from tests.gate.cases import BF16, RAW, check, dtypes, forms, make, results
 from tests.linear.test_layouts import LAYOUTS, strided
 from tests.support.allocations import allocated
+from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa
 

@@ -18,12 +18,12 @@ from tests.gate.cases import (
     F32,
     F64,
     activations,
-    assert_same_bits,
     dtypes,
     forms,
     make,
     results,
 )
+from tests.support.results import assert_same_bits
 
 
 @activations

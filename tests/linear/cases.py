@@ -117,18 +117,6 @@ def check(*cases: Case, wrt=NAMES) -> None:
         numerics.assert_close(*three, f"{first.text}: {name}")
 
 
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], text: str = "") -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].shape == value.shape and found[name].dtype == value.dtype
-        assert torch.equal(bits(found[name]), bits(value)), f"{text} {name}"
-
-
-def bits(tensor: Tensor) -> Tensor:
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return tensor.detach().contiguous().view(integers)
-
-
 def backward(doutput: Tensor, input=None, weight=None, **dtypes) -> tuple[Tensor, Tensor, Tensor]:
     """The operator itself; a gradient is asked for by its tensor's dtype."""
     wanted = (dtypes.get(f"{name}_dtype") for name in NAMES)

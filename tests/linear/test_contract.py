@@ -16,9 +16,7 @@ from onepass import _C, functional
 from tests.linear.cases import (
     FLOATS,
     RAW,
-    assert_same_bits,
     backward,
-    bits,
     dtypes,
     layer_gradients,
     make,
@@ -27,6 +25,7 @@ from tests.linear.cases import (
 )
 from tests.support import isolated
 from tests.support.guarded import guarded
+from tests.support.results import assert_same_bits, bits
 
 F32 = torch.float32
 F64 = torch.float64

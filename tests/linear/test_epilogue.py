@@ -15,12 +15,11 @@ from onepass._ops.linear import Activation
 from tests.linear.cases import (
     FLOATS,
     RAW,
-    assert_same_bits,
-    bits,
     dtypes,
     make,
     stock,
 )
+from tests.support.results import assert_same_bits, bits
 from tests.support.seeds import drawn_seed
 
 pytestmark = pytest.mark.isa

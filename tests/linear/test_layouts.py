@@ -12,7 +12,6 @@ from onepass import functional, numerics
 from tests.linear.cases import (
     NAMES,
     Case,
-    assert_same_bits,
     backward,
     check,
     dtypes,
@@ -20,6 +19,7 @@ from tests.linear.cases import (
     make,
     results,
 )
+from tests.support.results import assert_same_bits
 
 F32 = torch.float32
 pytestmark = pytest.mark.isa

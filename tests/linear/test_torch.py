@@ -23,7 +23,6 @@ from tests.linear.cases import (
     FLOATS,
     NAMES,
     RAW,
-    assert_same_bits,
     backward,
     dtypes,
     layer_gradients,
@@ -31,6 +30,7 @@ from tests.linear.cases import (
     results,
     subsets,
 )
+from tests.support.results import assert_same_bits
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 BIAS = pytest.mark.parametrize("bias", [False, True])

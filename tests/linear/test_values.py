@@ -15,7 +15,6 @@ from tests.linear.cases import (
     NAMES,
     RAW,
     Case,
-    assert_same_bits,
     backward,
     check,
     dtypes,
@@ -24,6 +23,7 @@ from tests.linear.cases import (
     results,
     subsets,
 )
+from tests.support.results import assert_same_bits
 from tests.support.seeds import drawn_seed
 
 # Around every width of a vector and where a sum over features is cut, and none of either.

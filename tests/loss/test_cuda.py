@@ -15,11 +15,11 @@ from tests.loss.cases import (
     DTYPES,
     F64,
     OPTIONS,
-    assert_same_bits,
     check,
     make,
     results,
 )
+from tests.support.results import assert_same_bits
 
 
 @pytest.mark.parametrize("option", ["mean", "none", "weighted, smoothed"])

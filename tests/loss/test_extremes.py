@@ -16,12 +16,12 @@ from tests.loss.cases import (
     IGNORED,
     OPTIONS,
     Case,
-    assert_same_bits,
     check,
     dtypes,
     make,
     results,
 )
+from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa
 INF, NAN = math.inf, math.nan

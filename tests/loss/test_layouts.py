@@ -13,12 +13,12 @@ from tests.loss.cases import (
     F32,
     OPTIONS,
     RAW,
-    assert_same_bits,
     check,
     dtypes,
     make,
     results,
 )
+from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa
 

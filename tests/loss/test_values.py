@@ -16,13 +16,13 @@ from tests.loss.cases import (
     F64,
     OPTIONS,
     RAW,
-    assert_same_bits,
     check,
     dtypes,
     make,
     options,
     results,
 )
+from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass import functional, numerics, reference
+from onepass import functional, reference
+from tests.support.results import assert_close
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = (F32, BF16, F16, F64)
@@ -147,23 +148,11 @@ def check(*cases: Case, wrt=INPUTS) -> None:
         )
         for case in cases
     ]
-    for name, found in draws[0][0].items():
-        text = f"{cases[0].text}: {name}"
-        assert found.dtype == draws[0][2][name].dtype, f"{text} is {found.dtype}"
-        assert found.shape == draws[0][2][name].shape, text
-        three = ([draw[index][name] for draw in draws] for index in range(3))
-        numerics.assert_close(*three, text)
+    assert_close(draws, cases[0].text)
 
 
 def check_draws(*arguments, draws: int, **keywords) -> None:
     check(*(make(*arguments, seed=seed, **keywords) for seed in range(draws)))
-
-
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], text: str = "") -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == expected[name].dtype, f"{text}: {name}"
-        assert torch.equal(tensor, expected[name]), f"{text}: {name}"
 
 
 def raw_forward(input: Tensor, scale: Tensor, **arguments):

@@ -16,12 +16,12 @@ from tests.modulated_norm.cases import (
     F32,
     F64,
     LONG,
-    assert_same_bits,
     check,
     dtypes,
     make,
     results,
 )
+from tests.support.results import assert_same_bits
 
 KERNELS = ("norm/forward.cu", "norm/backward.cu")
 FORMS = ("plain", "add", "gated")

@@ -14,12 +14,12 @@ from tests.modulated_norm.cases import (
     BF16,
     F32,
     INPUTS,
-    assert_same_bits,
     check,
     dtypes,
     make,
     results,
 )
+from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa
 

@@ -16,7 +16,6 @@ from tests.modulated_norm.cases import (
     F16,
     F32,
     F64,
-    assert_same_bits,
     dtypes,
     kinds,
     make,
@@ -24,6 +23,7 @@ from tests.modulated_norm.cases import (
     raw_forward,
     results,
 )
+from tests.support.results import assert_same_bits
 
 forms = pytest.mark.parametrize("form", ["plain", "add", "gated"])
 

@@ -16,7 +16,6 @@ from tests.modulated_norm.cases import (
     F64,
     LONG,
     PER,
-    assert_same_bits,
     check,
     check_draws,
     dtypes,
@@ -27,6 +26,7 @@ from tests.modulated_norm.cases import (
     raw_forward,
     results,
 )
+from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa
 rms_or_layer = pytest.mark.parametrize("rms", [False, True])

@@ -1,0 +1,40 @@
+"""Results of a call by name, against others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onepass import numerics
+
+Results = dict[str, Tensor]
+
+
+def assert_close(draws: Sequence[tuple[Results, Results, Results]], text: str) -> None:
+    """Each result of the draws, pooled, by the numerics rule.
+
+    Args:
+        draws: (ours, in float64, torch's), which ours have the dtypes and shapes of.
+    """
+    for name, found in draws[0][0].items():
+        torchs = draws[0][2][name]
+        assert found.dtype == torchs.dtype, f"{text}: {name} is {found.dtype}"
+        assert found.shape == torchs.shape, f"{text}: {name} has shape {tuple(found.shape)}"
+        three = ([draw[index][name] for draw in draws] for index in range(3))
+        numerics.assert_close(*three, f"{text}: {name}")
+
+
+def assert_same_bits(found: Results, expected: Results, text: str = "") -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        tensor = found[name]
+        assert tensor.shape == value.shape and tensor.dtype == value.dtype, f"{text}: {name}"
+        assert torch.equal(bits(tensor), bits(value)), f"{text}: {name}"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Of each element, as an integer."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return tensor.detach().contiguous().view(integers)
