@@ -143,20 +143,10 @@ _traced = tracing.operator("loss", _forward, _compute)
 
 
 @torch.library.register_fake("onepass::loss_forward")
-def _(
-    input,
-    target,
-    weight,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    reduction_kind,
-    z_loss,
-    out_dtype,
-):
-    arguments = (input, target, weight, ignore_index, label_smoothing, softcap, reduction_kind)
+def _(input, target, *options):
     offer(_forward)
-    fake_checks.check(_forward_check, *arguments, z_loss, out_dtype)
+    fake_checks.check(_forward_check, input, target, *options)
+    *_, reduction_kind, _, out_dtype = options
     rows = input.shape[0] if input.dim() == 2 else 1
     accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
     is_mean = reduction_kind == REDUCTIONS["mean"]
@@ -179,20 +169,11 @@ def _(input, *arguments):
 
 
 @decomposes(_forward)
-def _(
-    input,
-    target,
-    weight,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    reduction_kind,
-    z_loss,
-    out_dtype,
-):
+def _(input, target, weight, *options):
+    *options, reduction_kind, z_loss, out_dtype = options
     dtype = input.dtype
     (input,) = wide(input)
-    options = (ignore_index, label_smoothing, softcap, z_loss)
+    options = (*options, z_loss)
     loss = reference.cross_entropy(
         input, target, weight, *options, reference.REDUCTIONS[reduction_kind]
     )

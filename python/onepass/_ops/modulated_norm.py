@@ -8,9 +8,9 @@ from torch import Tensor
 from onepass._mapping import run_each
 from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
-from onepass._ops.differentiation import applied, constant, is_differentiated
+from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
-from onepass._ops.norm import NormKind, autocast_dtype, default_eps
+from onepass._ops.norm import NormKind, norm_options, statistics
 from onepass.reference import norm as reference
 
 _forward = torch.ops.onepass.modulated_norm_forward.default
@@ -41,17 +41,7 @@ def modulated_norm(
 
     The arguments are those of `onepass.functional`.
     """
-    if isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
-    if eps is None and kind == NormKind.RMS:
-        eps = default_eps(input)
-    if torch.compiler.is_compiling():
-        eps = constant(eps)
-    elif tracing.is_tracing():
-        normalized_shape = tracing.numbers(normalized_shape)
-    out_dtype = None
-    if input.is_cuda and torch.is_autocast_enabled("cuda"):
-        out_dtype = autocast_dtype(input, kind)
+    normalized_shape, eps, out_dtype = norm_options(input, normalized_shape, kind, eps)
     tensors = (input, scale, shift, residual, gate)
     constants = (normalized_shape, kind, eps, out_dtype)
     if tracing.records():
@@ -182,20 +172,10 @@ _traced = tracing.operator("modulated_norm", _forward, _in_trace)
 
 
 @torch.library.register_fake("onepass::modulated_norm_forward")
-def _(
-    input,
-    scale,
-    shift,
-    residual,
-    gate,
-    normalized_shape,
-    kind,
-    eps,
-    out_dtype,
-    save_statistics,
-):
+def _(input, scale, shift, residual, *options):
     offer(_forward)
-    fake_checks.check(_forward_check, **locals())  # the same arguments by the same names
+    fake_checks.check(_forward_check, input, scale, shift, residual, *options)
+    _, normalized_shape, kind, _, out_dtype, save_statistics = options
     accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
     rows = input.shape[: input.dim() - len(normalized_shape)]
     stream = input if residual is None else residual
@@ -209,23 +189,9 @@ def _(
 
 
 @torch.library.register_fake("onepass::modulated_norm_backward")
-def _(
-    doutput,
-    dresidual_out,
-    x,
-    scale,
-    shift,
-    branch,
-    gate,
-    mean,
-    rstd,
-    normalized_shape,
-    kind,
-    input_dtype,
-    residual_dtype,
-    grad_mask,
-):
-    fake_checks.check(_backward_check, **locals())
+def _(*arguments):
+    fake_checks.check(_backward_check, *arguments)
+    _, _, x, scale, shift, branch, gate, *_, input_dtype, residual_dtype, grad_mask = arguments
 
     def like(bit, of, dtype=None):
         dtype = dtype or (scale if of is None else of).dtype
@@ -242,18 +208,7 @@ def _(
 
 
 @decomposes(_forward)
-def _(
-    input,
-    scale,
-    shift,
-    residual,
-    gate,
-    normalized_shape,
-    kind,
-    eps,
-    out_dtype,
-    save_statistics,
-):
+def _(input, scale, shift, residual, gate, normalized_shape, kind, eps, out_dtype, saved):
     x, residual_out = input, input.new_empty(0)
     if residual is not None:
         residual_out = x = reference.gated_add(*wide(input, residual, gate), normalized_shape).to(
@@ -262,10 +217,6 @@ def _(
     x, scale, shift = wide(x, scale, shift)
     y = reference.modulated(x, normalized_shape, scale, shift, eps, kind=kind)
     mean = rstd = x.new_empty(0)
-    if save_statistics:
-        dims = tuple(range(-len(normalized_shape), 0))
-        if kind != NormKind.RMS:
-            mean = x.mean(dims)
-            x = x - x.mean(dims, keepdim=True)
-        rstd = torch.rsqrt((x * x).mean(dims) + eps)
+    if saved:
+        mean, rstd = statistics(x, normalized_shape, kind, eps)
     return y.to(out_dtype or input.dtype), residual_out, mean, rstd

@@ -53,6 +53,27 @@ def autocast_dtype(input: Tensor, kind: NormKind) -> torch.dtype:
     return of(input.dtype, kind)
 
 
+def norm_options(
+    input: Tensor,
+    normalized_shape,
+    kind: NormKind,
+    eps: float | None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[tuple[int, ...], float | None, torch.dtype | None]:
+    """(normalized_shape, eps, out_dtype) as the operators take them."""
+    if isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    if eps is None and kind == NormKind.RMS:
+        eps = default_eps(input)
+    if torch.compiler.is_compiling():
+        eps = constant(eps)
+    elif tracing.is_tracing():
+        normalized_shape = tracing.numbers(normalized_shape)
+    if out_dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
+        out_dtype = autocast_dtype(input, kind)
+    return normalized_shape, eps, out_dtype
+
+
 @logged
 def norm(
     input: Tensor,
@@ -73,16 +94,9 @@ def norm(
     `out_dtype` is the output's dtype, input's by default; the other arguments are those of
     `onepass.functional`, with dropout_p 0 where dropout is off.
     """
-    if isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
-    if eps is None and kind == NormKind.RMS:
-        eps = default_eps(input)
+    normalized_shape, eps, out_dtype = norm_options(input, normalized_shape, kind, eps, out_dtype)
     if torch.compiler.is_compiling():
-        eps, weight_offset = constant(eps), constant(weight_offset)
-    elif tracing.is_tracing():
-        normalized_shape = tracing.numbers(normalized_shape)
-    if out_dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
-        out_dtype = autocast_dtype(input, kind)
+        weight_offset = constant(weight_offset)
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
     constants = (normalized_shape, kind, eps, weight_offset, dropout_p, out_dtype, residual_dtype)
     if tracing.records():
@@ -308,12 +322,17 @@ def _(
     else:
         y = reference.layer_norm(x, normalized_shape, weight, bias, eps)
     if save_statistics:
-        dims = tuple(range(-len(normalized_shape), 0))
-        if kind != NormKind.RMS:
-            mean = x.mean(dims)
-            x = x - x.mean(dims, keepdim=True)
-        rstd = torch.rsqrt((x * x).mean(dims) + eps)
+        mean, rstd = statistics(x, normalized_shape, kind, eps)
     return y.to(out_dtype or input.dtype), residual_out, mean, rstd
+
+
+def statistics(x: Tensor, normalized_shape, kind: NormKind, eps: float) -> tuple[Tensor, Tensor]:
+    """(mean, rstd) of each row; of an RMS norm the mean is empty."""
+    mean, dims = x.new_empty(0), tuple(range(-len(normalized_shape), 0))
+    if kind != NormKind.RMS:
+        mean = x.mean(dims)
+        x = x - x.mean(dims, keepdim=True)
+    return mean, torch.rsqrt((x * x).mean(dims) + eps)
 
 
 def _cuda_autocast_dtype(dtype: torch.dtype, kind: NormKind) -> torch.dtype:
