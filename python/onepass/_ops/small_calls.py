@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from onepass._ops import dispatch_log, products, tracing
 
+_FLOATS = torch.float32, torch.bfloat16, torch.float16
 # Per thread, (in training, in inference): elements of a layer norm (Zen 3, AVX2).
 LEAST_NORM = {
     torch.float32: (1 << 18, 1 << 16),
@@ -49,18 +50,10 @@ LEAST_LINEAR_CALLS = {
     torch.float16: (1 << 18, 1 << 16),
 }
 # Logits of a loss (Zen 4, AVX-512): of a call, and of a module that calls F.cross_entropy.
-LEAST_LOSS = {
-    torch.float32: (1 << 16, 1 << 15),
-    torch.bfloat16: (1 << 16, 1 << 15),
-    torch.float16: (1 << 16, 1 << 15),
-}
+LEAST_LOSS = dict.fromkeys(_FLOATS, (1 << 16, 1 << 15))
 LEAST_LOSS_CALLS = 1 << 20
 # Elements of a gated activation (Zen 4, AVX-512).
-LEAST_GATE = {
-    torch.float32: (1 << 18, 1 << 16),
-    torch.bfloat16: (1 << 18, 1 << 16),
-    torch.float16: (1 << 18, 1 << 16),
-}
+LEAST_GATE = dict.fromkeys(_FLOATS, (1 << 18, 1 << 16))
 # More do not raise a bound: memory's bandwidth is shared by then.
 MOST_THREADS = 8
 NORM_NOTE = (
@@ -206,7 +199,8 @@ def gate_is_small(input: Tensor, project: nn.Module) -> bool:
     if not bound or rows * cols >= bound:
         return False
     if dispatch_log.is_recording():
-        _tell("silu", f"{rows} x {cols}", input, f"fewer elements than {bound}")
+        reason = f"fewer elements than {bound}"
+        _tell("gated_activation", f"{rows} x {cols}", input, reason, "the block's own forward")
     return True
 
 
@@ -318,11 +312,13 @@ def _threads() -> int:
     return min(torch.get_num_threads(), MOST_THREADS)
 
 
-def _tell(function: str, arguments: str, input: Tensor, reason: str) -> None:
+def _tell(
+    function: str, arguments: str, input: Tensor, reason: str, kernel: str | None = None
+) -> None:
     dispatch_log.leave(
         op=function,
         arguments=f"{arguments}, {str(input.dtype)[6:]}",
-        kernel=f"torch.nn.functional.{function}",
+        kernel=kernel or f"torch.nn.functional.{function}",
         threads=torch.get_num_threads(),
         reason=f"too small to gain: {reason}",
     )

@@ -101,19 +101,31 @@ class CrossEntropyLossForward(Swapped):
         return _elsewhere(self, torch.nn.CrossEntropyLoss.forward, input, target)
 
 
-class ForeignNormForward(Swapped):
+class ProvenForward(Swapped):
+    """Forward of a module that takes one tensor and was proven to compute what its spec says.
+
+    A call with other arguments runs the original.
+    """
+
+    _onepass_spec: NormSpec | GatedSpec
+
+    def forward(self, input=None, /, **named):
+        if input is None or named:
+            if input is not None or tuple(named) != (self._onepass_spec.argument,):
+                given = () if input is None else (input,)
+                return self._onepass_original.forward(self, *given, **named)
+            input = named[self._onepass_spec.argument]
+        return self._onepass_compute(input)
+
+
+class ForeignNormForward(ProvenForward):
     """Forward of a norm that the probe accepted; whatever was not proven runs the original."""
 
-    _onepass_spec: NormSpec
     _onepass_out_dtypes: dict[tuple[torch.dtype, torch.dtype], torch.dtype]
     _onepass_autocast_dtypes: dict[tuple, torch.dtype]
 
-    def forward(self, input=None, /, **named):
+    def _onepass_compute(self, input):
         spec = self._onepass_spec
-        if input is None or named:
-            if input is not None or tuple(named) != (spec.argument,):
-                return super().forward(*(() if input is None else (input,)), **named)
-            input = named[spec.argument]
         weight = getattr(self, spec.weight)
         out_dtype = self._onepass_out_dtypes.get((input.dtype, weight.dtype))
         if out_dtype is None or not _is_plain(input) or self._onepass_is_small(input):
@@ -147,28 +159,23 @@ class ForeignNormForward(Swapped):
         compiling = torch.compiler.is_compiling()
         if compiling or key not in self._onepass_autocast_dtypes:
             with torch.no_grad():
-                dtype = super().forward(input.new_ones((1, weight.shape[0]))).dtype
+                row = input.new_ones((1, weight.shape[0]))
+                dtype = self._onepass_original.forward(self, row).dtype
             if compiling:
                 return dtype
             self._onepass_autocast_dtypes[key] = dtype
         return self._onepass_autocast_dtypes[key]
 
 
-class GatedForward(Swapped):
+class GatedForward(ProvenForward):
     """Forward of a gated feed-forward block that was proven to be one.
 
     Its linear layers are called as modules, with their hooks and adapters; the module of the
     activation, which holds nothing, is not.
     """
 
-    _onepass_spec: GatedSpec
-
-    def forward(self, input=None, /, **named):
+    def _onepass_compute(self, input):
         spec = self._onepass_spec
-        if input is None or named:
-            if input is not None or tuple(named) != (spec.argument,):
-                return super().forward(*(() if input is None else (input,)), **named)
-            input = named[spec.argument]
         project = getattr(self, spec.gate)
         if not _is_plain(input) or small_calls.gate_is_small(input, project):
             return _elsewhere(self, self._onepass_original.forward, input)
