@@ -14,7 +14,7 @@ from onepass.integrations.timm import register
 factory = pytest.importorskip(
     "timm.optim", reason="timm is not installed, or its torchvision", exc_type=ImportError
 )
-timm = pytest.importorskip("timm")
+timm = pytest.importorskip("timm", reason="timm is not installed")
 
 CLASSES = {
     "onepassadamw": onepass.optim.AdamW,
