@@ -200,7 +200,7 @@ def gate_is_small(input: Tensor, project: nn.Module) -> bool:
         return False
     if dispatch_log.is_recording():
         reason = f"fewer elements than {bound}"
-        _tell("gated_activation", f"{rows} x {cols}", input, reason, "the block's own forward")
+        _tell("gate", f"{rows} x {cols}", input, reason, "the block's own forward")
     return True
 
 
