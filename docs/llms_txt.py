@@ -2,12 +2,13 @@
 
     python docs/llms_txt.py
 
-As a hook of mkdocs (`hooks` in mkdocs.yml) it puts each page's Markdown beside the page, where the
+As a hook of mkdocs (`hooks` in mkdocs.yml) it puts each page's source beside the page, where the
 file's links lead on the site as they do in this folder.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ HEAD = """# onepass
 > kernels have been measured; CUDA kernels have run in an emulator alone.
 
 Docstrings in `python/onepass` describe every public function, each with an example. The links lead
-to Markdown.
+to Markdown and notebooks.
 """
 
 
@@ -47,6 +48,10 @@ def text() -> str:
 def about(page: Path) -> str:
     """Its first sentence and its headings."""
     source = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = json.loads(source)["cells"]
+        told = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        source = "\n\n".join(told)
     visible = re.sub(
         r"^```.*?^```|<!--.*?-->|^Tested with .*?\d\.(?= |$)", "", source, flags=re.S | re.M
     )
@@ -58,7 +63,7 @@ def about(page: Path) -> str:
 
 
 def on_post_build(config, **_) -> None:
-    for page in DOCS.rglob("*.md"):
+    for page in (*DOCS.rglob("*.md"), *DOCS.glob("notebooks/*.ipynb")):
         beside = Path(config["site_dir"]) / page.relative_to(DOCS)
         beside.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(page, beside)

@@ -201,9 +201,9 @@ def test_llms_txt_is_current():
     assert made.text() == text, "make docs writes it"
     assert re.match(r"# \S.*\n\n(> .*\n)+\n", text), "a title, and a summary as a quotation"
     items = re.findall(r"^- (.*)$", text, re.M)
-    found = [re.fullmatch(r"\[[^]]+\]\((\S+\.md)\): \S.*", item) for item in items]
+    found = [re.fullmatch(r"\[[^]]+\]\((\S+\.(?:md|ipynb))\): \S.*", item) for item in items]
     assert all(found), "a link and what is there"
-    assert {DOCS / one[1] for one in found} == set(PAGES)
+    assert {DOCS / one[1] for one in found} == {*PAGES, *DOCS.glob("notebooks/*.ipynb")}
 
 
 def test_the_table_of_operators_is_current():
@@ -237,10 +237,13 @@ def test_the_example_of_a_docstring_runs(of):
 def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("material", reason="the theme of the pages, of the docs extra")
     pytest.importorskip("mkdocstrings", reason="reads the docstrings, of the docs extra")
+    pytest.importorskip("mkdocs_jupyter", reason="shows the notebooks, of the docs extra")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for served in ("llms.txt", "swap.md", "integrations/timm.md"):
+    (notebook, *_) = DOCS.glob("notebooks/*.ipynb")
+    sources = ("llms.txt", "swap.md", "integrations/timm.md", f"notebooks/{notebook.name}")
+    for served in sources:
         assert (tmp_path / served).read_text("utf-8") == (DOCS / served).read_text("utf-8")
     api = (tmp_path / "api/index.html").read_text("utf-8")
     for name in ("swapping.engine.swap", "optim.adam.AdamW"):  # whose docstring is put together
