@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--goals", metavar="FILE", help="factors to reach, by case, such as benchmarks/goals.json"
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well; - prints")
+    parser.add_argument("--plot", metavar="FILE", help="draw the figures (png, svg, pdf)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -68,6 +69,9 @@ def main(args: argparse.Namespace) -> int:
     try:
         import numpy  # noqa: F401
         import rich  # noqa: F401
+
+        if args.plot is not None:
+            from onepass._plotting import format_of
     except ModuleNotFoundError as error:
         return _refuse(f"{error.name} is missing: pip install 'onepass[tools]'")
     for family in args.families:
@@ -95,12 +99,16 @@ def main(args: argparse.Namespace) -> int:
             goals = read_goals(args.goals, args.device, cpu_level())
         except (OSError, ValueError) as error:
             return _refuse(f"--goals must name a file of goals, got {args.goals}: {error}")
-    file = None
-    if args.json not in (None, STDOUT):
-        try:
-            file = OutputFile(args.json)
-        except OSError as error:
-            return _refuse(f"--json must name a file to write: {error.strerror}: {args.json}")
+    files = {}
+    try:
+        picture_format = args.plot and format_of(args.plot)
+        for flag, path in (("--json", args.json), ("--plot", args.plot)):
+            if path not in (None, STDOUT):
+                files[flag] = OutputFile(path)
+    except ValueError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{flag} must name a file to write: {error.strerror}: {path}")
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads or threads)
     try:
@@ -114,10 +122,16 @@ def main(args: argparse.Namespace) -> int:
 
         print_tables(rows)
         print_footer(result, limits)
-    written = write_or_say("bench", "--json", file, json.dumps(result, indent=1).encode())
+    as_json = json.dumps(result, indent=1).encode()
+    written = [write_or_say("bench", "--json", files.get("--json"), as_json)]
+    if "--plot" in files:
+        from onepass.bench.plot import plot
+
+        picture = plot(result, picture_format)
+        written.append(write_or_say("bench", "--plot", files["--plot"], picture))
     if interrupted:
         return 130
-    return 1 if not written or result["failed"] or any(row.check for row in rows) else 0
+    return 1 if not all(written) or result["failed"] or any(row.check for row in rows) else 0
 
 
 def _cases(args: argparse.Namespace) -> list:

@@ -88,9 +88,12 @@ def _require_tools(args: argparse.Namespace) -> None:
 def _files(args: argparse.Namespace) -> dict[str, OutputFile]:
     """Files to be written, by flag: tried now, not after minutes of measuring."""
     if args.plot:
-        from onepass.compare.plot import format_of
+        from onepass._plotting import format_of
 
-        format_of(args.plot)
+        try:
+            format_of(args.plot)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
     files = {}
     for flag, path in (("--plot", args.plot), ("--json", args.json)):
         if path in (None, STDOUT):
@@ -176,7 +179,8 @@ def _write(result, args: argparse.Namespace, files: dict[str, OutputFile]) -> in
         print_result(result, Console(width=max(Console().width, TABLE_WIDTH)))
     written = [write_or_say("compare", "--json", files.get("--json"), as_json.encode())]
     if "--plot" in files:
-        from onepass.compare.plot import format_of, plot
+        from onepass._plotting import format_of
+        from onepass.compare.plot import plot
 
         picture = plot(result, format_of(args.plot))
         written.append(write_or_say("compare", "--plot", files["--plot"], picture))

@@ -3,27 +3,21 @@ the optimizers take."""
 
 from __future__ import annotations
 
-import io
-import textwrap
-from pathlib import Path
-
 import matplotlib
 import matplotlib.patches
 import matplotlib.ticker
 from matplotlib.axes import Axes
-from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpecFromSubplotSpec
 
+from onepass._plotting import OURS, SMALL, STOCK, drawn, wrapped
 from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
-from onepass.compare.errors import BadInput
 from onepass.compare.measure import Speed
 from onepass.compare.optimizers import Comparison
 from onepass.compare.report import Result, footer, number, short, verdict
 from onepass.compare.train import BAND_FACTOR, Sameness
 from onepass.compare.variants import baseline_of
 
-STOCK, SWAPPED = "#5b6573", "#e4572e"
 BAND = "#a9c4dd"
 # From what a swap cannot reach, in greys and blues, to what it is about, in warm colours.
 PART_COLORS = {
@@ -36,65 +30,36 @@ PART_COLORS = {
     "optimizer": "#8d7b9e",
     UNATTRIBUTED: "#d5d8dc",
 }
-STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "grid.color": "#e6e8eb",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-}
-
-
-def format_of(path: str) -> str:
-    """The format that the suffix of a file's name asks for, png where it has none.
-
-    Raises:
-        BadInput: matplotlib knows no such format.
-    """
-    suffix = Path(path).suffix.removeprefix(".").lower() or "png"
-    known = FigureCanvasBase.get_supported_filetypes()
-    if suffix not in known:
-        raise BadInput(f"--plot must end in one of {', '.join(sorted(known))}, got {path}")
-    return suffix
 
 
 def plot(result: Result, format: str) -> bytes:
     """The picture, as a file of this format."""
-    with matplotlib.rc_context(STYLE):
-        rows = len(result.optimizers.outcomes)
-        height = 0.9 + 0.3 * rows  # of the optimizers, in inches
-        figure = Figure(figsize=(13, 11 + height), layout="constrained")
-        top, middle, bottom = figure.add_gridspec(3, 1, height_ratios=[5.5, 4.8, height])
-        curves = GridSpecFromSubplotSpec(
-            2, len(result.sameness), subplot_spec=top, height_ratios=[2, 1.2]
-        )
-        for column, phase in enumerate(result.sameness):
-            upper = figure.add_subplot(curves[0, column])
-            lower = figure.add_subplot(curves[1, column], sharex=upper)
-            _plot_losses(upper, phase)
-            _plot_difference(lower, phase)
-        pairs, parts = GridSpecFromSubplotSpec(1, 2, subplot_spec=middle, width_ratios=[1, 1.35])
-        _plot_ratios(figure.add_subplot(pairs), result.speeds)
-        _plot_parts(figure.add_subplot(parts), result.speeds)
-        times, sizes = GridSpecFromSubplotSpec(1, 2, subplot_spec=bottom, width_ratios=[1.35, 1])
-        _plot_updates(figure.add_subplot(times), result.optimizers)
-        _plot_bytes(figure.add_subplot(sizes), result.optimizers)
-        figure.suptitle(_wrapped(verdict(result), 130), x=0.01, ha="left", fontsize=13)
-        small = "\n".join(_wrapped(line, 190) for line in footer(result))
-        figure.supxlabel(small, x=0.01, ha="left", fontsize=7.5, color="#6b7280")
-        file = io.BytesIO()
-        figure.savefig(file, format=format, dpi=130, facecolor="white")
-        return file.getvalue()
+    return drawn(lambda: _figure(result), format)
 
 
-def _wrapped(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(text, width, break_long_words=False))
+def _figure(result: Result) -> Figure:
+    rows = len(result.optimizers.outcomes)
+    height = 0.9 + 0.3 * rows  # of the optimizers, in inches
+    figure = Figure(figsize=(13, 11 + height), layout="constrained")
+    top, middle, bottom = figure.add_gridspec(3, 1, height_ratios=[5.5, 4.8, height])
+    curves = GridSpecFromSubplotSpec(
+        2, len(result.sameness), subplot_spec=top, height_ratios=[2, 1.2]
+    )
+    for column, phase in enumerate(result.sameness):
+        upper = figure.add_subplot(curves[0, column])
+        lower = figure.add_subplot(curves[1, column], sharex=upper)
+        _plot_losses(upper, phase)
+        _plot_difference(lower, phase)
+    pairs, parts = GridSpecFromSubplotSpec(1, 2, subplot_spec=middle, width_ratios=[1, 1.35])
+    _plot_ratios(figure.add_subplot(pairs), result.speeds)
+    _plot_parts(figure.add_subplot(parts), result.speeds)
+    times, sizes = GridSpecFromSubplotSpec(1, 2, subplot_spec=bottom, width_ratios=[1.35, 1])
+    _plot_updates(figure.add_subplot(times), result.optimizers)
+    _plot_bytes(figure.add_subplot(sizes), result.optimizers)
+    figure.suptitle(wrapped(verdict(result), 130), x=0.01, ha="left", fontsize=13)
+    small = "\n".join(wrapped(line, 190) for line in footer(result))
+    figure.supxlabel(small, x=0.01, ha="left", fontsize=7.5, color=SMALL)
+    return figure
 
 
 def _with(dropout: float | None) -> str:
@@ -106,7 +71,7 @@ def _plot_losses(axes: Axes, phase: Sameness) -> None:
     high = [max(point) for point in zip(*phase.stock, strict=True)]
     axes.fill_between(phase.steps, low, high, color=BAND, label="all stock runs")
     axes.plot(phase.steps, phase.stock[0], color=STOCK, lw=2.6, label="stock")
-    axes.plot(phase.steps, phase.swapped, color=SWAPPED, lw=1.4, ls="--", label="swapped")
+    axes.plot(phase.steps, phase.swapped, color=OURS, lw=1.4, ls="--", label="swapped")
     axes.set_title(f"{phase.curve_name[0].upper()}{phase.curve_name[1:]}{_with(phase.dropout)}")
     axes.tick_params(labelbottom=False)
     axes.legend()
@@ -126,7 +91,7 @@ def _plot_difference(axes: Axes, phase: Sameness) -> None:
         label=f"stock-versus-stock ({phase.stock_runs_differ_by})",
     )  # fmt: skip
     axes.plot(
-        phase.steps, [max(v, floor) for v in phase.difference], color=SWAPPED, marker="o", ms=3.5,
+        phase.steps, [max(v, floor) for v in phase.difference], color=OURS, marker="o", ms=3.5,
         lw=1.2, label="|swapped - stock|",
     )  # fmt: skip
     axes.set_yscale("log")
@@ -151,7 +116,7 @@ def _plot_ratios(axes: Axes, speeds: list[Speed]) -> None:
             ratios = [a / b for a, b in zip(times[baseline], times[name], strict=True)]
             interval = speed.timing.ratio(name, baseline)
             spread = [(k * 0.618 % 1 - 0.5) * 0.35 + position for k in range(len(ratios))]
-            axes.scatter(spread, ratios, s=22, color=SWAPPED, alpha=0.45, lw=0)
+            axes.scatter(spread, ratios, s=22, color=OURS, alpha=0.45, lw=0)
             axes.errorbar(
                 position, interval.median, capsize=6, color="#1f2933", marker="D", ms=6, lw=1.8,
                 yerr=[[interval.median - interval.low], [interval.high - interval.median]],
@@ -253,7 +218,7 @@ def _plot_bytes(axes: Axes, compared: Comparison) -> None:
 
 
 def _color_of(optimizer: str) -> str:
-    return SWAPPED if optimizer.startswith("onepass") else STOCK
+    return OURS if optimizer.startswith("onepass") else STOCK
 
 
 def _saved_text(stock: dict[str, float], swapped: dict[str, float]) -> str:
