@@ -37,6 +37,23 @@ def llama() -> tuple[nn.Module, Batch]:
     return LlamaForCausalLM(config), _tokens(config.vocab_size, 1, 512)
 
 
+def qwen3() -> tuple[nn.Module, Batch]:
+    """A layer of Qwen3 0.6B; 1 x 512 tokens, and a vocabulary of 8192 instead of 151936."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=8192,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config), _tokens(config.vocab_size, 1, 512)
+
+
 def vit() -> tuple[nn.Module, Batch]:
     """Two layers of ViT-B/16; 4 images of 224 x 224."""
     from transformers import ViTConfig, ViTForImageClassification

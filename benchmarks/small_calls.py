@@ -1,7 +1,8 @@
-"""From which size on a swapped layer norm, linear layer, or module of attention or of F.linear,
-takes less time than stock's.
+"""From which size on a swapped layer norm, linear layer, module of attention or of F.linear, or
+function that rotates query and key, takes less time than stock's.
 
-    python benchmarks/small_calls.py [--dtypes float32 bfloat16] [--only attention linear norm]
+    python benchmarks/small_calls.py [--dtypes float32 bfloat16] [--only attention linear norm
+        rotary]
 
 On one thread. The tables give how many times faster ours is, in training (forward and backward) and
 in inference, by processor time in ABBA turns, medians: noise of other processes counts little. The
@@ -34,6 +35,7 @@ LAYERS = ((2, 768), (8, 256), (64, 64), (256, 256), (512, 512), (3072, 768), (20
 LAYER_ROWS = (1, 2, 4, 8, 16, 32, 64, 1024)
 SHAPES = ((1, 16), (4, 16), (1, 64), (16, 16), (4, 64), (1, 197), (8, 64), (4, 197), (1, 512))
 HEADS, HEAD_DIM = (3, 6, 12), 64
+ROTATED, TOKENS = ((2, 1), (8, 2), (16, 16), (32, 8)), (1, 2, 4, 8, 16, 64, 256, 1024)
 TURNS, SECONDS = 7, 0.03
 
 
@@ -46,6 +48,7 @@ def main() -> int:
     small_calls.LEAST_ATTENTION.clear()  # ours at every size, whatever torch has
     small_calls.LEAST_LINEAR_CALLS.clear()
     small_calls.LEAST_LINEAR.clear()
+    small_calls.LEAST_ROTARY.clear()
     small_calls._is_fast_with_a_row = products.as_fast = lambda *call, **options: None
     for dtype in options.dtypes:
         for kind in options.only:
@@ -90,7 +93,22 @@ def show_norm(dtype: str) -> None:
     show(f"layer norm, {dtype}", "columns", COLS, [f"{rows} rows" for rows in ROWS], cells)
 
 
-KINDS = {"attention": show_attention, "linear": show_products, "norm": show_norm}
+def show_rotary(dtype: str) -> None:
+    for name, make in (("rotary embedding", Rotary), ("rotary embedding, set apart", Apart)):
+
+        def cells(heads: tuple[int, int], make=make) -> list[str]:
+            return [measure_rotary(make, dtype, tokens, *heads) for tokens in TOKENS]
+
+        title = f"{name}, {dtype}: log2 of elements"
+        show(title, "heads", ROTATED, [f"{tokens} tokens" for tokens in TOKENS], cells)
+
+
+KINDS = {
+    "attention": show_attention,
+    "linear": show_products,
+    "norm": show_norm,
+    "rotary": show_rotary,
+}
 
 
 def measure(dtype: str, rows: int, cols: int) -> tuple[float, float]:
@@ -147,6 +165,68 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         top = F.softmax(F.linear(x, self.weight), dim=-1).topk(2, dim=-1).values
         return top / top.sum(-1, keepdim=True)
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate(q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+class Rotary(nn.Module):
+    """As in transformers' Llama."""
+
+    def forward(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotate(q, k, cos, sin)
+
+
+def set_apart(q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        first, second = x[..., 0::2], x[..., 1::2]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    return rotated(q), rotated(k)
+
+
+class Apart(nn.Module):
+    """As in transformers' DeepSeek-V3."""
+
+    def forward(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        return set_apart(q, k, cos, sin)
+
+
+def measure_rotary(
+    make_module: Callable, dtype: str, tokens: int, heads: int, key_heads: int
+) -> str:
+    stock, swapped = make_module(), make_module()
+    onepass.swap(swapped)
+    q, k = (
+        torch.randn(1, tokens, n, HEAD_DIM, dtype=getattr(torch, dtype), requires_grad=True)
+        for n in (heads, key_heads)
+    )
+    cos, sin = (torch.randn(1, tokens, HEAD_DIM, dtype=q.dtype) for _ in range(2))
+    upstream = [torch.randn_like(x.transpose(1, 2)) for x in (q, k)]
+
+    def inference(module: nn.Module) -> Callable:
+        return torch.no_grad()(lambda: module(q.transpose(1, 2), k.transpose(1, 2), cos, sin))
+
+    def training(module: nn.Module) -> Callable:
+        def step() -> None:
+            outputs = module(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+            torch.autograd.backward(outputs, upstream)
+            q.grad = k.grad = None
+
+        return step
+
+    ratios = [times_faster(make(stock), make(swapped)) for make in (training, inference)]
+    return f"{math.log2(q.numel() + k.numel()):.1f}: {ratios[0]:.2f} / {ratios[1]:.2f}"
 
 
 def measure_attention(dtype: str, batch: int, tokens: int, heads: int) -> str:

@@ -340,7 +340,8 @@ def test_swap_and_attach_in_either_order(swap_first):
     report = onepass.swap(model)
     attached = {e["name"] for e in report.swapped if "transformers' registry" in e["to"]}
     assert attached == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
-    assert {e["kind"] for e in report.swapped if e["name"] in attached} == {"attention"}
+    kinds_of = {e["kind"] for e in report.swapped if e["name"] in attached}
+    assert kinds_of == {"attention", "rotary"}
     assert not report.skipped
     (note,) = (note for note in report.notes if "detach(model)" in note)
     assert note.startswith("model.layers.*.self_attn: on onepass's attention by transformers'")
@@ -395,7 +396,7 @@ def test_verify_of_what_is_not_attached_any_more():
 def test_what_swap_is_told_to_leave_is_not_listed_as_swapped():
     model = build("llama")
     integration.attach(model)
-    report = onepass.swap(model, exclude="*")
+    report = onepass.swap(model, exclude="*", kinds="attention")
     assert not report.swapped
     reasons = [e["reason"] for e in report.skipped if e["name"].endswith("self_attn")]
     assert reasons == ["excluded by '*'; on onepass's attention all the same, as an earlier call "

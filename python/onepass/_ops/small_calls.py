@@ -54,6 +54,9 @@ LEAST_LOSS = dict.fromkeys(_FLOATS, (1 << 16, 1 << 15))
 LEAST_LOSS_CALLS = 1 << 20
 # Elements of a gated activation (Zen 4, AVX-512).
 LEAST_GATE = dict.fromkeys(_FLOATS, (1 << 18, 1 << 16))
+# Elements of query and key that are rotated, where pairs of neighbours come out half a head apart
+# (Zen 4, AVX-512): they are copied there first. Other rotations gain at every size.
+LEAST_ROTARY = dict.fromkeys(_FLOATS, (1 << 14, 1 << 15))
 # More do not raise a bound: memory's bandwidth is shared by then.
 MOST_THREADS = 8
 NORM_NOTE = (
@@ -77,6 +80,11 @@ GATE_NOTE = (
     "hooks would not run; on the CPU they run their own forward for fewer elements between the "
     f"layers than {LEAST_GATE[torch.float32][0]} per thread (inference: "
     f"{LEAST_GATE[torch.float32][1]})"
+)
+ROTARY_NOTE = (
+    "functions that rotate neighbouring columns and set them half a head apart, as DeepSeek's, run "
+    f"as they came on the CPU for fewer elements than {LEAST_ROTARY[torch.float32][0]} per thread "
+    f"(inference: {LEAST_ROTARY[torch.float32][1]})"
 )
 LOSS_NOTE = (
     "losses run torch's own cross entropy on the CPU for fewer logits than "
@@ -201,6 +209,19 @@ def gate_is_small(input: Tensor, project: nn.Module) -> bool:
     if dispatch_log.is_recording():
         reason = f"fewer elements than {bound}"
         _tell("gate", f"{rows} x {cols}", input, reason, "the block's own forward")
+    return True
+
+
+def rotary_is_small(inputs: list[Tensor], dtype: torch.dtype) -> bool:
+    """Whether a model's own function takes less time to rotate these in a dtype and set columns
+    apart; the log says so."""
+    bound = _least(LEAST_ROTARY, inputs[0], torch.is_grad_enabled(), dtype)
+    if not bound or sum(x.numel() for x in inputs) >= bound:
+        return False
+    if dispatch_log.is_recording():
+        arguments = " and ".join(" x ".join(map(str, x.shape)) for x in inputs)
+        reason = f"fewer elements than {bound}"
+        _tell("rotary", arguments, inputs[0], reason, "the model's own function")
     return True
 
 

@@ -10,6 +10,8 @@ parameters, hooks, state_dict keys and everything else of the instance stay the 
     by_name.py   modules that take attention by a name in their config (transformers)
     probe.py     the numeric proof that someone else's norm is a norm that onepass computes
     gated.py     the same for gated feed-forward blocks
+    rotary.py    functions that rotate, and the forwards that call ours; rotary_proof.py their proof
+    inputs.py    which tensors the operators take
     specs.py     what they find and prove
     classes.py   the classes that swapped modules get
     plan.py      what a swap is going to do

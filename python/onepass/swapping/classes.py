@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
@@ -21,7 +20,6 @@ import onepass.nn
 from onepass._compiling import refuse_script
 from onepass._imported import is_a
 from onepass._ops import device_attention, small_calls
-from onepass._ops.differentiation import are_transforms_active
 from onepass._ops.norm import norm
 from onepass.functional._internal import (
     cross_entropy_gains,
@@ -30,7 +28,9 @@ from onepass.functional._internal import (
 )
 from onepass.functional.linear import _has_products as has_products
 from onepass.reference import gate as reference
-from onepass.swapping.specs import GatedSpec, NormSpec, Spec
+from onepass.swapping import rotary
+from onepass.swapping.inputs import has_kernels, is_plain
+from onepass.swapping.specs import Call, GatedSpec, NormSpec, RotarySpec, Spec
 
 
 class Swapped:
@@ -49,7 +49,7 @@ class LayerNormForward(Swapped):
     _onepass_to = {"norm": "onepass.nn.LayerNorm"}
 
     def forward(self, input: Tensor) -> Tensor:
-        if _is_plain(input) and not small_calls.norm_is_small(input):
+        if is_plain(input) and not small_calls.norm_is_small(input):
             return onepass.nn.LayerNorm.forward(self, input)
         return _elsewhere(self, torch.nn.LayerNorm.forward, input)
 
@@ -58,7 +58,7 @@ class RMSNormForward(Swapped):
     _onepass_to = {"norm": "onepass.nn.RMSNorm"}
 
     def forward(self, x: Tensor) -> Tensor:
-        if _is_plain(x):
+        if is_plain(x):
             return onepass.nn.RMSNorm.forward(self, x)
         return _elsewhere(self, torch.nn.RMSNorm.forward, x)
 
@@ -67,7 +67,7 @@ class DropoutForward(Swapped):
     _onepass_to = {"dropout": "onepass.nn.Dropout"}
 
     def forward(self, input: Tensor) -> Tensor:
-        if _is_plain(input):
+        if is_plain(input):
             return onepass.nn.Dropout.forward(self, input)
         return _elsewhere(self, torch.nn.Dropout.forward, input)
 
@@ -76,7 +76,7 @@ class LinearForward(Swapped):
     _onepass_to = {"linear": "onepass.nn.Linear"}
 
     def forward(self, input: Tensor) -> Tensor:
-        if _is_plain(input):
+        if is_plain(input):
             return linear_where_it_gains(input, self.weight, self.bias)
         return _elsewhere(self, torch.nn.Linear.forward, input)
 
@@ -87,7 +87,7 @@ class Conv1DForward(Swapped):
     _onepass_to = {"linear": "onepass.functional.linear"}
 
     def forward(self, x: Tensor) -> Tensor:
-        if _is_plain(x):
+        if is_plain(x):
             return linear_where_it_gains(x, self.weight.t(), self.bias)
         return _elsewhere(self, self._onepass_original.forward, x)
 
@@ -96,7 +96,7 @@ class CrossEntropyLossForward(Swapped):
     _onepass_to = {"loss": "onepass.nn.CrossEntropyLoss"}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if _is_plain(input) and cross_entropy_gains(input, target, self.weight):
+        if is_plain(input) and cross_entropy_gains(input, target, self.weight):
             return onepass.nn.CrossEntropyLoss.forward(self, input, target)
         return _elsewhere(self, torch.nn.CrossEntropyLoss.forward, input, target)
 
@@ -128,7 +128,7 @@ class ForeignNormForward(ProvenForward):
         spec = self._onepass_spec
         weight = getattr(self, spec.weight)
         out_dtype = self._onepass_out_dtypes.get((input.dtype, weight.dtype))
-        if out_dtype is None or not _is_plain(input) or self._onepass_is_small(input):
+        if out_dtype is None or not is_plain(input) or self._onepass_is_small(input):
             return _elsewhere(self, self._onepass_original.forward, input)
         if torch.is_autocast_enabled(input.device.type):
             out_dtype = self._onepass_under_autocast(input, weight)
@@ -177,11 +177,11 @@ class GatedForward(ProvenForward):
     def _onepass_compute(self, input):
         spec = self._onepass_spec
         project = getattr(self, spec.gate)
-        if not _is_plain(input) or small_calls.gate_is_small(input, project):
+        if not is_plain(input) or small_calls.gate_is_small(input, project):
             return _elsewhere(self, self._onepass_original.forward, input)
         gate = project(input)
         up = None if spec.up is None else getattr(self, spec.up)(input)
-        if not (_is_plain(gate) and (up is None or _is_plain(up))):  # sharded layers return these
+        if not (is_plain(gate) and (up is None or is_plain(up))):  # sharded layers return these
             hidden = reference.gated_activation(gate, up, spec.activation, spec.gate_last)
         else:
             hidden = _gated(gate, up, activation=spec.activation, gate_last=spec.gate_last)
@@ -228,10 +228,10 @@ class Calls(Swapped):
 
     `make_class` is told which calls, of `REDIRECTED`, and adds the forward: it has the original's
     signature. Of "loss_function", the function that a model of transformers has for its loss, it
-    adds that property instead.
+    adds that property instead. Functions that rotate are named by their specs.
     """
 
-    _onepass_spec: tuple[str, ...]
+    _onepass_spec: tuple[Call, ...]
 
 
 # The function that is called instead of torch's: those of a forward, by kind, and of "loss".
@@ -240,12 +240,17 @@ REDIRECTED = {
     "linear": "onepass.functional.linear",
     "loss": "onepass.functional.cross_entropy",
     "loss_function": "onepass.functional.cross_entropy",
+    "rotary": "onepass.functional.rotary_embedding",
 }
 
 
 def redirects(cls: type, kind: str) -> bool:
     """Whether calls of this kind are redirected in a forward of this class."""
-    return issubclass(cls, Calls) and kind in cls._onepass_spec
+    return issubclass(cls, Calls) and any(_name(call) == kind for call in cls._onepass_spec)
+
+
+def _name(call: Call) -> str:
+    return "rotary" if isinstance(call, RotarySpec) else call
 
 
 class _Redirection(TorchFunctionMode):
@@ -277,7 +282,7 @@ class _Redirection(TorchFunctionMode):
 def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
     """Onepass's attention, or torch's where onepass does not compute it."""
     taken = (
-        all(map(_is_plain, (query, key, value)))
+        all(map(is_plain, (query, key, value)))
         and not is_a(attn_mask, "torch.nn.attention.bias", "CausalBias")  # a rule, not a mask
         and _is_for_attention(query)
         and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
@@ -290,7 +295,7 @@ def _multiply(input, weight, bias=None) -> Tensor:
     """Onepass's products, or torch's where these gain nothing; modes that profile or count see a
     call of this name."""
     arguments = (input, weight, bias)
-    if not _is_plain(input) or any(map(has_products, arguments)) or not linear_gains(*arguments):
+    if not is_plain(input) or any(map(has_products, arguments)) or not linear_gains(*arguments):
         return F.linear(*arguments)
     ours = onepass.functional.linear
     if not torch.compiler.is_compiling() and has_torch_function(arguments):
@@ -312,7 +317,7 @@ def _cross_entropy(
     of this name."""
     named = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     arguments = (input, target, weight)
-    is_usual = size_average is None and reduce is None and _is_plain(input)
+    is_usual = size_average is None and reduce is None and is_plain(input)
     if not (is_usual and cross_entropy_gains(*arguments)):
         named |= dict(size_average=size_average, reduce=reduce)
         return F.cross_entropy(*arguments, **named)
@@ -342,10 +347,9 @@ def attend_visibly(
     """Our attention, or torch's on a GPU that is left to it; modes that profile or count see a call
     of this name, as of torch's."""
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    is_plain = not (terms.get("softcap") or terms.get("deterministic"))
     if (
         query.is_cuda
-        and is_plain
+        and not (terms.get("softcap") or terms.get("deterministic"))
         and attn_mask is None
         and terms.get("sinks") is None
         and dropout_p == 0.0
@@ -471,7 +475,7 @@ def make_class(original: type, forward: type[Swapped], spec: Spec | None = None)
 
     Args:
         spec: of a `ForeignNormForward` the norm, of a `GatedForward` the block; of `Calls`, which
-            of `REDIRECTED`, sorted.
+            of `REDIRECTED` and which functions that rotate, sorted by their text.
 
     Raises:
         TypeError: original cannot be subclassed.
@@ -498,10 +502,14 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
     if forward is GatedForward:
         namespace["_onepass_to"] = {"mlp": f"onepass {spec}"}
     if forward is Calls:
-        namespace["_onepass_to"] = {call.partition("_")[0]: REDIRECTED[call] for call in spec}
+        named = map(_name, spec)
+        namespace["_onepass_to"] = {name.partition("_")[0]: REDIRECTED[name] for name in named}
+        rotations = [call for call in spec if isinstance(call, RotarySpec)]
         kinds = [call for call in spec if call in _ARE_SMALL]
-        if kinds:
-            namespace["forward"] = _redirected(original.forward, kinds)
+        run = rotary.redirected(original.forward, rotations) if rotations else original.forward
+        run = _redirected(run, kinds) if kinds else run
+        if run is not original.forward:
+            namespace["forward"] = run
         if "loss_function" in spec:
             from onepass.integrations.transformers import losses
 
@@ -518,19 +526,6 @@ def is_swapped(cls: type) -> bool:
     return "_onepass_original" in cls.__dict__
 
 
-_OF_KIND = {"dropout": "norm", "mlp": "gate"}  # families, where kinds have other names
-
-
-def has_kernels(device: str, kind: str = "norm") -> bool:
-    """Whether this build registers a kind's operators for a device type."""
-    if device in ("cpu", "meta"):
-        return True
-    ops = torch.ops.onepass
-    op = getattr(ops, _OF_KIND.get(kind, kind) + "_forward").default
-    key = getattr(torch._C.DispatchKey, device.upper(), None)
-    return key is not None and op.has_kernel_for_dispatch_key(key)
-
-
 MOST_HEAD_DIM = 512  # of the attention operator
 _ATTENTION_DEVICES = frozenset(
     device for device in ("cpu", "cuda", "meta") if has_kernels(device, "attention")
@@ -543,23 +538,6 @@ def _is_for_attention(input: Tensor) -> bool:
     if isinstance(input, torch.fx.Proxy):
         return False
     return input.device.type in _ATTENTION_DEVICES and not hasattr(input, "device_mesh")
-
-
-def _is_plain(input: Tensor) -> bool:
-    """Whether the operators take this tensor: nested and distributed ones run the original, and so
-    do forward-mode differentiation and transforms of torch.func that are compiled.
-
-    `nn.TransformerEncoder` is what hands out nested tensors, in eval with a padding mask.
-    """
-    if forward_ad._current_level >= 0:
-        return False
-    if torch.compiler.is_compiling() and are_transforms_active():
-        return False
-    if type(input) is Tensor:
-        return not input.is_nested
-    if not isinstance(input, Tensor):  # of torch.fx, or what the original refuses
-        return False
-    return not (input.is_nested or hasattr(input, "device_mesh"))
 
 
 def _elsewhere(module: nn.Module, original, input, *args, **named):

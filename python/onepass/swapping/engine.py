@@ -70,12 +70,14 @@ def swap(
     (`onepass.integrations.transformers.attach` does that alone). Calls of `F.linear` are
     redirected likewise, in modules that hold a weight and whose code makes them; and calls of
     `F.cross_entropy`, in language models. The `loss_function` of transformers' models is ours too.
-    Gated feed-forward blocks are found by their parts and proven, as norms are.
+    Gated feed-forward blocks are found by their parts and proven, as norms are; and so are the
+    functions with arguments cos and sin that rotate query and key: the forward that calls one gets
+    a copy that calls ours.
 
     Args:
         model: any module; it may itself be a norm.
-        kinds: which families to swap, of "norm", "attention", "dropout", "mlp", "linear" and
-            "loss"; None: all.
+        kinds: which families to swap, of "norm", "attention", "dropout", "mlp", "rotary", "linear"
+            and "loss"; None: all.
             Linear layers (transformers' Conv1D, and modules that call F.linear) are swapped where
             torch is slow at their products: on a CPU in bfloat16 without AVX-512, in float16, and
             in float32 if it is AMD's. The others keep their class, as a note says, or, where kinds
@@ -91,8 +93,8 @@ def swap(
         dry_run: report what would be done, change nothing.
         strict: raise if a candidate is refused, or if an explicitly passed kind matches no module.
             Linear layers that gain nothing count as matched.
-        probe: prove norms and feed-forward blocks of unknown classes numerically and swap those
-            that pass. False skips all that are not forced.
+        probe: prove norms, feed-forward blocks and functions that rotate, which are of unknown
+            origin, numerically and swap those that pass. False skips all that are not forced.
 
     Returns:
         Report: not the model.

@@ -18,13 +18,13 @@ import onepass.nn
 from onepass import _library
 from onepass._imported import is_a
 from onepass._ops import products, small_calls
-from onepass.swapping import callsites, classes, gated
-from onepass.swapping.classes import has_kernels
+from onepass.swapping import callsites, classes, gated, rotary
+from onepass.swapping.inputs import has_kernels
 from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.specs import Structure
 
-KINDS = ("norm", "attention", "dropout", "mlp", "linear", "loss")
-BESIDE = ("linear", "loss")  # kinds that a module may have beside another
+KINDS = ("norm", "attention", "dropout", "mlp", "rotary", "linear", "loss")
+BESIDE = ("rotary", "linear", "loss")  # kinds that a module may have beside another
 
 
 class Match(NamedTuple):
@@ -34,7 +34,7 @@ class Match(NamedTuple):
 
     kind: str
     forward: type[classes.Swapped] | None = None
-    structure: Structure | gated.Parts | None = None
+    structure: Structure | gated.Parts | rotary.Functions | None = None
     reason: Because | None = None
     unknown: bool = False
     forceable: bool = False
@@ -77,8 +77,8 @@ def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
 
 
 def matches(module: nn.Module, kinds: tuple[str, ...]) -> list[Match]:
-    """One of norm, attention and dropout at most; and linear and loss, as a forward may call
-    F.linear and F.cross_entropy too."""
+    """One of norm, attention and dropout at most; and rotary, linear and loss, as a forward may
+    call a function that rotates, F.linear and F.cross_entropy too."""
     if isinstance(module, torch.jit.ScriptModule):  # its Python class says nothing
         return []
     if isinstance(module, classes.Swapped):
@@ -206,6 +206,18 @@ def is_called_mlp(module: nn.Module) -> bool:
     return bool(_MLP_NAME.search(type(module).__name__))
 
 
+def _rotary(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
+    found = rotary.functions(module)
+    if found.called:
+        return Match("rotary", forward=classes.Calls, structure=found)
+    if rotary.is_decorated(module):
+        return Match("rotary", reason=Reason.DECORATED.because())
+    if names := rotary.others(module):
+        reason = Reason.NO_TABLES.because(", ".join(names))
+        return Match("rotary", unknown=True, reason=reason)
+    return None
+
+
 def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
     cls = type(module)
     if is_a(module, "transformers.pytorch_utils", "Conv1D"):
@@ -279,6 +291,7 @@ _RULES = {
     "attention": _attention,
     "dropout": _dropout,
     "mlp": _mlp,
+    "rotary": _rotary,
     "linear": _linear,
     "loss": _loss,
 }

@@ -12,6 +12,7 @@ from onepass.swapping import by_name, callsites, classes, matchers
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.plan import Plan
 from onepass.swapping.report import grouped
+from onepass.swapping.specs import RotarySpec
 from onepass.swapping.walk import wrapper
 
 _RANDOM_STREAMS = (
@@ -48,6 +49,7 @@ _LOSS_CALLS = (
     "{names}: calls of F.cross_entropy in their forwards are redirected, and each torch function "
     f"there takes about a microsecond longer: {small_calls.LOSS_CALLS_NOTE}"
 )
+_UNPROVEN = "{names}: {reason}; it stays as it is"
 _PROBED = (
     "norms of other classes were accepted by a numeric probe on the CPU; in dtype combinations "
     "that it did not prove (float64 for most) they run their own forward"
@@ -86,6 +88,12 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
         notes += _note(_LINEAR_CALLS, calling)
     if "mlp" in kinds:
         notes.append(small_calls.GATE_NOTE)
+    if "rotary" in kinds:
+        if any(_sets_apart(change.cls) for change in plan.classes):
+            notes.append(small_calls.ROTARY_NOTE)
+        for reason in dict.fromkeys(reason for _, reason in plan.unproven):
+            names = [name for name, because in plan.unproven if because == reason]
+            notes.append(_UNPROVEN.format(names=", ".join(grouped(names)), reason=reason))
     if "loss" in kinds:
         notes.append(small_calls.LOSS_NOTE)
         calling = [c.name for c in plan.classes if classes.redirects(c.cls, "loss")]
@@ -107,6 +115,11 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
 
 def _is_layer_norm(cls: type) -> bool:
     return issubclass(cls, nn.LayerNorm) and "norm" in cls._onepass_to
+
+
+def _sets_apart(cls: type) -> bool:
+    calls = cls._onepass_spec if issubclass(cls, classes.Calls) else ()
+    return any(isinstance(call, RotarySpec) and call.form.apart for call in calls)
 
 
 def _attention_notes(plan: Plan) -> list[str]:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from torch import nn
 
-from onepass.swapping import by_name, classes, gated, matchers
+from onepass.swapping import by_name, classes, gated, matchers, rotary, rotary_proof
 from onepass.swapping import probe as probing
 from onepass.swapping.changes import Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
 from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.report import Change, Report
-from onepass.swapping.specs import GatedSpec, NormSpec, Structure
+from onepass.swapping.specs import Call, GatedSpec, NormSpec, RotarySpec, Structure
 from onepass.swapping.walk import Choice, Found, walk
 
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
@@ -37,6 +37,7 @@ class Plan:
         named: the edits that give modules onepass's attention by name.
         refused: entries of candidates that cannot be swapped, as under `strict`.
         forced: names of modules that are swapped by the user's word alone.
+        unproven: (name of a module that is swapped, why a function that it calls stays).
         as_fast: the reasons of linear layers that would gain nothing.
         list_as_fast: whether the report lists these as skipped.
     """
@@ -56,10 +57,11 @@ class Plan:
         self.named: list[Edit] = []
         self.refused: list[dict[str, str]] = []
         self.forced: list[str] = []
+        self.unproven: list[tuple[str, Because]] = []
         self.as_fast: list[Because] = []
         self.list_as_fast = list_as_fast
         self._kinds, self._choice, self._probe = kinds, choice, probe
-        self._verdicts: dict[tuple, NormSpec | GatedSpec | Because] = {}
+        self._verdicts: dict[tuple, NormSpec | GatedSpec | RotarySpec | Because] = {}
         # Names of modules whose calls stay, by id, for each kind that is redirected.
         self._kept: dict[str, dict[int, str]] = {kind: {} for kind in matchers.KINDS}
         self._wanted: list[tuple[Found, bool]] = []  # by name; whether forced
@@ -129,6 +131,7 @@ class Plan:
             return
         as_fast = match.reason is not None and match.reason.kind is Reason.AS_FAST
         calls = match.named or match.kind in matchers.BESIDE or match.forward is classes.Calls
+        calls = calls and match.kind != "rotary"  # those of the modules in it stay as they are
         if calls and not as_fast:
             self._kept[match.kind][id(module)] = item.names[0]
         if as_fast:
@@ -179,7 +182,7 @@ class Plan:
         if forward is classes.Calls:
             before = self.classes[-1] if self.classes else None
             before = before.cls._onepass_spec if before and before.module is module else ()
-            spec = tuple(sorted({*before, match.call or match.kind}))
+            spec = _sorted(*before, match.call or match.kind)
         if reason and forced and match.forceable:
             reason = matchers.obstacle_to(module, match.kind)
             self.forced.append(item.names[0])
@@ -187,6 +190,14 @@ class Plan:
             return None, reason + _NOT_BY_FORCE * forced
         if isinstance(match.structure, gated.Parts):
             spec = self._block(module, match.structure)
+        elif isinstance(match.structure, rotary.Functions):
+            verdicts = [self._rotation(x, match.structure.sizes) for x in match.structure.called]
+            proven = [verdict for verdict in verdicts if isinstance(verdict, RotarySpec)]
+            refused = [verdict for verdict in verdicts if not isinstance(verdict, RotarySpec)]
+            if not proven:
+                return None, refused[0] + _NOT_BY_FORCE * forced
+            self.unproven += [(item.names[0], reason) for reason in refused]
+            spec = _sorted(*before, *proven)
         elif match.structure is not None:
             spec = self._verdict(module, match.structure, forced=False)
             if isinstance(spec, str) and forced:
@@ -217,6 +228,15 @@ class Plan:
         if key not in self._verdicts:
             found = gated.prove(module, parts)
             self._verdicts[key] = Reason.BLOCK.told(found) if isinstance(found, str) else found
+        return self._verdicts[key]
+
+    def _rotation(self, called: rotary.Called, sizes: tuple[int, ...]) -> RotarySpec | Because:
+        if not self._probe:
+            return Reason.PROBE_OFF.because()
+        key = (called.name, id(called.function), sizes)
+        if key not in self._verdicts:
+            found = rotary_proof.prove(called, sizes)
+            self._verdicts[key] = Reason.ROTARY.told(found) if isinstance(found, str) else found
         return self._verdicts[key]
 
     def _take_by_name(self, model: nn.Module) -> None:
@@ -281,6 +301,11 @@ def _without(change: ClassChange, kind: str) -> ClassChange | None:
     if not calls:
         return None
     return change._replace(cls=make_class(type(change.module), classes.Calls, calls))
+
+
+def _sorted(*calls: Call) -> tuple[Call, ...]:
+    """A spec of `classes.Calls`."""
+    return tuple(sorted({*calls}, key=str))
 
 
 def _entry(name: str, kind: str, original: type, to: str) -> dict[str, str]:

@@ -66,6 +66,8 @@ class Reason(enum.Enum):
     ARGUMENTS = "its forward takes ({}), not exactly one tensor"
     INSTANCE_FORWARD = "its forward is replaced on the instance"
     HOOKS = "its {} has hooks"
+    DECORATED = "its forward is decorated, and what it calls cannot be redirected"
+    NO_TABLES = "calls {} without cos and sin, and onepass has no rule for that"
     OWN_CALL = "its class overrides __call__"
     PARAMETRIZED = "is parametrized"
     PARAMETER_CLASS = "its {} is a {}"
@@ -80,6 +82,7 @@ class Reason(enum.Enum):
     OLD_DEVICE = "its device is too old"
     PROBE = "the probe refuses it"
     BLOCK = "the proof of its block fails"
+    ROTARY = "the proof of a function that it calls fails"
     BY_NAME = "attention by name is refused"
     DIFFUSERS = "the way that diffusers calls attention is refused"
 

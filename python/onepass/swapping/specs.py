@@ -52,4 +52,32 @@ class GatedSpec(NamedTuple):
         return f"gated_activation, {self.activation}"
 
 
-Spec = NormSpec | GatedSpec | tuple[str, ...]
+class Form(NamedTuple):
+    """How a function rotates."""
+
+    interleaved: bool = False
+    # What cos and sin hold: a number for each of the "columns", or for each of the "pairs", or
+    # numbers for the columns of which the first "half" is read, as those of the pairs.
+    table: str = "columns"
+    apart: bool = False  # pairs that were neighbours come out half the width apart: DeepSeek's
+
+
+class RotarySpec(NamedTuple):
+    """A function that rotates query and key, as it was proven."""
+
+    name: str  # by which a forward calls it
+    parameters: tuple[str, ...]
+    tensors: int  # how many of the parameters are rotated: the first
+    unsqueeze_dim: int | None  # the default of that argument
+    form: Form
+    partial: bool  # columns beyond the width of cos and sin stay
+    # (dimensions of the query, of cos, unsqueeze_dim) of each layout, and whether tokens are first.
+    layouts: tuple[tuple[tuple[int, int, int | None], bool], ...]
+    # (input dtype, dtype of cos and sin, output dtype) of each combination that was proven.
+    dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
+    autocast: bool  # calls no function that autocast changes
+
+
+# Of redirected calls: by kind, and functions that rotate.
+Call = str | RotarySpec
+Spec = NormSpec | GatedSpec | tuple[Call, ...]

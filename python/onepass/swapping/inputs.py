@@ -1,0 +1,38 @@
+"""Which tensors and devices the operators take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from onepass._ops.differentiation import are_transforms_active
+
+_OF_KIND = {"dropout": "norm", "mlp": "gate"}  # families, where kinds have other names
+
+
+def has_kernels(device: str, kind: str = "norm") -> bool:
+    """Whether this build registers a kind's operators for a device type."""
+    if device in ("cpu", "meta"):
+        return True
+    ops = torch.ops.onepass
+    op = getattr(ops, _OF_KIND.get(kind, kind) + "_forward").default
+    key = getattr(torch._C.DispatchKey, device.upper(), None)
+    return key is not None and op.has_kernel_for_dispatch_key(key)
+
+
+def is_plain(input: Tensor) -> bool:
+    """Whether the operators take this tensor: nested and distributed ones run the original, and so
+    do forward-mode differentiation and transforms of torch.func that are compiled.
+
+    `nn.TransformerEncoder` is what hands out nested tensors, in eval with a padding mask.
+    """
+    if forward_ad._current_level >= 0:
+        return False
+    if torch.compiler.is_compiling() and are_transforms_active():
+        return False
+    if type(input) is Tensor:
+        return not input.is_nested
+    if not isinstance(input, Tensor):  # of torch.fx, or what the original refuses
+        return False
+    return not (input.is_nested or hasattr(input, "device_mesh"))

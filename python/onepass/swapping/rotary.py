@@ -1,0 +1,281 @@
+"""Someone else's functions that rotate query and key: found where a forward calls them, and
+redirected.
+
+Models of transformers call a function of their own file, `apply_rotary_pos_emb(q, k, cos, sin)`.
+It is a global of a forward, so a swapped class gets a copy of the forward whose code reads that one
+global by another name, under which our function lies beside theirs. Nothing else sees that name:
+the module's own functions, other instances and other threads run what they ran before.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import re
+import types
+import zlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+import onepass.functional
+from onepass._ops import small_calls
+from onepass.swapping.inputs import has_kernels, is_plain
+from onepass.swapping.specs import Form, RotarySpec
+
+_ROTATING_NAME = re.compile(r"^_?(apply|vision_apply)_.*(rotary|rope)", re.IGNORECASE)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
+_SIZES = (8, 12)  # of head_dim, which a proof tries beside the module's own
+_MOST_SIZE = 512
+_DEVICES = frozenset(device for device in ("cpu", "cuda", "meta") if has_kernels(device, "rotary"))
+
+
+class Called(NamedTuple):
+    """A function that a forward calls by a global name, and that may rotate."""
+
+    name: str
+    function: Callable
+    parameters: tuple[inspect.Parameter, ...]
+
+
+class Functions(NamedTuple):
+    """Those of a module, and the sizes that heads may have."""
+
+    called: tuple[Called, ...]
+    sizes: tuple[int, ...]
+
+
+def functions(module: nn.Module) -> Functions:
+    """The functions with arguments cos and sin that the forward of a module calls."""
+    *_, inner = _levels(inspect.getattr_static(type(module), "forward"))
+    found = tuple(_called(inner)) if isinstance(inner, types.FunctionType) else ()
+    return Functions(found, _sizes(module) if found else ())
+
+
+def is_decorated(module: nn.Module) -> bool:
+    """Whether the forward that calls such functions is where no copy of it can be put."""
+    *_, reached = _levels(inspect.getattr_static(type(module), "forward"))
+    inner = inspect.unwrap(reached) if isinstance(reached, types.FunctionType) else reached
+    return inner is not reached and isinstance(inner, types.FunctionType) and any(_called(inner))
+
+
+def others(module: nn.Module) -> list[str]:
+    """The functions that are called as if they rotated, by other arguments than cos and sin."""
+    *_, inner = _levels(inspect.getattr_static(type(module), "forward"))
+    if not isinstance(inner, types.FunctionType):
+        return []
+    variables = inner.__globals__
+    named = (name for name in sorted(_names(inner.__code__)) if _ROTATING_NAME.match(name))
+    return [name for name in named if name in variables and not _parameters(variables[name])]
+
+
+def _levels(forward) -> Iterator:
+    """A forward, and the function inside it, while that is in a closure, as decorators have it."""
+    yield forward
+    while any(cell is not None for cell in _cells(forward)):
+        forward = forward.__wrapped__
+        yield forward
+
+
+def _cells(function) -> list[types.CellType | None]:
+    """Those of its closure that hold the function it wraps, None in the place of others."""
+    inner = getattr(function, "__wrapped__", None)
+    if not isinstance(function, types.FunctionType) or not isinstance(inner, types.FunctionType):
+        return []
+    return [
+        cell if cell != types.CellType() and cell.cell_contents is inner else None
+        for cell in function.__closure__ or ()
+    ]
+
+
+def _called(forward: types.FunctionType) -> Iterator[Called]:
+    variables = forward.__globals__
+    for name in sorted(_names(forward.__code__)):
+        parameters = _parameters(variables.get(name))
+        if parameters and _reads_alone(forward.__code__, name):
+            yield Called(name, variables[name], parameters)
+
+
+def _parameters(value) -> tuple[inspect.Parameter, ...]:
+    """Those of a function that has cos and sin among them; else none.
+
+    Where the package "kernels" is installed, functions of transformers are modules of its own.
+    """
+    if isinstance(value, types.FunctionType):
+        function = inspect.unwrap(value)
+        names = getattr(function, "__code__", None) and function.__code__.co_varnames
+    elif isinstance(value, nn.Module) and hasattr(type(value), "kernel_layer_name"):
+        function, names = value.forward, ("cos", "sin")
+    else:
+        return ()
+    if not names or "cos" not in names or "sin" not in names:
+        return ()
+    parameters = tuple(inspect.signature(function).parameters.values())
+    return parameters if {"cos", "sin"} <= {p.name for p in parameters} else ()
+
+
+def _sizes(module: nn.Module) -> tuple[int, ...]:
+    own = {
+        value
+        for name, value in vars(module).items()
+        if name.endswith("head_dim") and type(value) is int and 0 < value <= _MOST_SIZE
+    }
+    return tuple(sorted({*_SIZES, *(size for size in own if size % 4 == 0)}))
+
+
+def tensors_of(called: Called) -> int | str:
+    """How many of its first parameters are rotated, or why that is not known."""
+    names = [parameter.name for parameter in called.parameters]
+    count = min(names.index("cos"), names.index("sin"))
+    rest = called.parameters[count + 2 :]
+    if any(parameter.kind not in _NAMED for parameter in called.parameters):
+        return "has arguments without a name"
+    if count not in (1, 2) or {*names[count : count + 2]} != {"cos", "sin"}:
+        return f"takes ({', '.join(names)}), not query, key, cos and sin"
+    for parameter in rest:
+        if parameter.default is parameter.empty:
+            return f"takes an argument {parameter.name!r} too"
+    return count
+
+
+# ---- the forward that calls ours -----------------------------------------------------------------
+
+
+def redirected(forward: types.FunctionType, specs: list[RotarySpec]) -> types.FunctionType:
+    """A copy of a forward that calls ours for the functions that were proven."""
+    cells = _cells(forward)
+    closure = forward.__closure__
+    if any(cells):
+        inner = types.CellType(redirected(forward.__wrapped__, specs))
+        closure = tuple(
+            inner if found else cell for found, cell in zip(cells, closure, strict=True)
+        )
+    variables, names = forward.__globals__, {}
+    for spec in specs:
+        # A pickle may come from another version of a package.
+        if not any(cells) and spec.name in variables:
+            names[spec.name] = f"_onepass_{spec.name}_{zlib.crc32(repr(spec).encode()):08x}"
+            variables[names[spec.name]] = _rotating(variables[spec.name], spec)
+    copy = types.FunctionType(
+        _renamed(forward.__code__, names),
+        variables,
+        forward.__name__,
+        forward.__defaults__,
+        closure,
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return functools.update_wrapper(copy, forward)
+
+
+def _renamed(code: types.CodeType, names: dict[str, str]) -> types.CodeType:
+    return code.replace(
+        co_names=tuple(names.get(name, name) for name in code.co_names),
+        co_consts=tuple(
+            _renamed(value, names) if isinstance(value, types.CodeType) else value
+            for value in code.co_consts
+        ),
+    )
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Globals and attributes that code uses, that of functions defined in it included."""
+    names = set(code.co_names)
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            names |= _names(value)
+    return names
+
+
+def _reads_alone(code: types.CodeType, name: str) -> bool:
+    """Whether a name stands for a global that is read, and for nothing else."""
+    used = all(
+        instruction.opname == "LOAD_GLOBAL"
+        for instruction in dis.get_instructions(code)
+        if instruction.argval == name and instruction.opname != "LOAD_CONST"
+    )
+    inner = (value for value in code.co_consts if isinstance(value, types.CodeType))
+    return used and all(_reads_alone(value, name) for value in inner)
+
+
+def _rotating(function: Callable, spec: RotarySpec) -> Callable:
+    """`function` by our operator, in the calls that were proven and gain: all but small ones that
+    set columns apart (benchmarks/small_calls.py)."""
+    layouts = dict(spec.layouts)
+    dtypes = {(input, table): output for input, table, output in spec.dtypes}
+
+    def rotating(*args, **named):
+        given = {**dict(zip(spec.parameters, args, strict=False)), **named}
+        inputs = [given.pop(name, None) for name in spec.parameters[: spec.tensors]]
+        cos, sin = given.pop("cos", None), given.pop("sin", None)
+        unsqueeze_dim = given.pop("unsqueeze_dim", spec.unsqueeze_dim)
+        if not all(map(is_plain, (*inputs, cos, sin))) or any(
+            value is not None for value in given.values()
+        ):
+            return function(*args, **named)
+        query = inputs[0]
+        seq_first = layouts.get((query.dim(), cos.dim(), unsqueeze_dim))
+        output_dtype = dtypes.get((query.dtype, cos.dtype))
+        if (
+            seq_first is None
+            or output_dtype is None
+            or not _fits(spec, inputs, cos, sin, seq_first)
+            or (spec.form.apart and small_calls.rotary_is_small(inputs, output_dtype))
+        ):
+            return function(*args, **named)
+        inputs = [x.to(output_dtype) for x in inputs]
+        outputs = rotate(spec.form, inputs, cos, sin, seq_first)
+        return outputs[0] if spec.tensors == 1 else tuple(outputs)
+
+    rotating.__name__ = rotating.__qualname__ = spec.name
+    return rotating
+
+
+def _fits(spec: RotarySpec, inputs: list[Tensor], cos: Tensor, sin: Tensor, first: bool) -> bool:
+    """Whether shapes, dtypes and devices are such as were proven and as the operator takes."""
+    query, width = inputs[0], cos.shape[-1]
+    rotated, head_dim = width * 2 if spec.form.table == "pairs" else width, query.shape[-1]
+    tokens = -3 if first else -2
+    if sin.shape != cos.shape or sin.dtype != cos.dtype or width % 2:
+        return False
+    if not (rotated == head_dim or (spec.partial and rotated < head_dim)):
+        return False
+    if cos.dim() == 3 and cos.shape[0] not in (1, query.shape[0]):
+        return False
+    for x in inputs:
+        if x.dim() != query.dim() or x.dtype != query.dtype or x.shape[-1] != head_dim:
+            return False
+        if x.shape[tokens] != cos.shape[-2] or (x.dim() == 4 and x.shape[0] != query.shape[0]):
+            return False
+    device = query.device
+    if device.type not in _DEVICES or any(x.device != device for x in (*inputs, cos, sin)):
+        return False
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        return False
+    return spec.autocast or not torch.is_autocast_enabled(device.type)
+
+
+def rotate(
+    form: Form, inputs: list[Tensor], cos: Tensor, sin: Tensor, seq_first: bool
+) -> list[Tensor]:
+    """One or two tensors, rotated; modes that profile or count see a call of our function."""
+    width = cos.shape[-1]
+    if form.table == "half":
+        cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+    if form.apart:  # cheaper before than after: what is copied then lies densely
+        inputs = [torch.cat((x[..., ::2], x[..., 1::2]), -1) for x in inputs]
+    options = {
+        "interleaved": form.interleaved and not form.apart,
+        "rotary_dim": 2 * width if form.table == "pairs" else width,
+        "seq_first": seq_first,
+    }
+    arguments = (inputs[0], inputs[1] if len(inputs) > 1 else None, cos, sin)
+    ours = onepass.functional.rotary_embedding
+    if not torch.compiler.is_compiling() and has_torch_function(arguments):
+        outputs = handle_torch_function(ours, arguments, *arguments, **options)
+    else:
+        outputs = ours(*arguments, **options)
+    return [x for x in outputs if x is not None]

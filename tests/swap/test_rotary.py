@@ -1,0 +1,573 @@
+"""swap, kind "rotary": functions with cos and sin that a forward calls, by a numeric proof."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass import numerics
+from onepass._ops import dispatch_log, small_calls
+from onepass.swapping.reasons import Reason
+
+HEADS, KEY_HEADS, HEAD_DIM, TOKENS = 4, 2, 16, 65
+LEAST = dict(small_calls.LEAST_ROTARY)
+
+
+def swap(model: nn.Module, **options) -> onepass.Report:
+    return onepass.swap(model, kinds="rotary", **options)
+
+
+def count(run) -> int:
+    """How many rotations of ours run computes."""
+    with dispatch_log.record() as calls:
+        run()
+    return sum(call["kernel"] == "rotary_forward_kernel" for call in calls)
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def rotate_pairs(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+# ---- functions as models have them ---------------------------------------------------------------
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def neighbours(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    dtype = q.dtype
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    q, k = q.float(), k.float()
+    found = q * cos + rotate_pairs(q) * sin, k * cos + rotate_pairs(k) * sin
+    return tuple(x.to(dtype) for x in found)
+
+
+def partly(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    width = cos.shape[-1]
+    return tuple(
+        torch.cat((x[..., :width] * cos + rotate_half(x[..., :width]) * sin, x[..., width:]), -1)
+        for x in (q, k)
+    )
+
+
+def half_of_the_table(q, k, cos, sin):
+    cos, sin = (x[:, None, :, : x.shape[-1] // 2].repeat_interleave(2, dim=-1) for x in (cos, sin))
+    return q * cos + rotate_pairs(q) * sin, k * cos + rotate_pairs(k) * sin
+
+
+def a_number_for_each_pair(q, k, cos, sin):
+    def rotated(x):
+        first, second = x.chunk(2, dim=-1)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        return torch.cat((first * c - second * s, second * c + first * s), -1)
+
+    return rotated(q), rotated(k)
+
+
+def set_apart(q, k, cos, sin, unsqueeze_dim=1):
+    half = cos.shape[-1] // 2
+    cos, sin = (x[..., :half].unsqueeze(unsqueeze_dim) for x in (cos, sin))
+
+    def rotated(x):
+        first, second = x[..., ::2], x[..., 1::2]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    return rotated(q), rotated(k)
+
+
+def tokens_first(q, k, cos, sin):
+    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+    found = (x.float() * cos + rotate_half(x.float()) * sin for x in (q, k))
+    return tuple(x.to(q.dtype) for x in found)
+
+
+def one_at_a_time(x, sin, cos, unsqueeze_dim=1):
+    return x * cos.unsqueeze(unsqueeze_dim) + rotate_half(x) * sin.unsqueeze(unsqueeze_dim)
+
+
+class Attention(nn.Module):
+    """A layer's scores; FOUND makes one for each function."""
+
+    def __init__(self, head_dim: int = HEAD_DIM):
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(32, HEADS * head_dim)
+        self.k_proj = nn.Linear(32, KEY_HEADS * head_dim)
+
+    def heads(self, x):
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        return (p(x).view(shape).transpose(-2, -3) for p in (self.q_proj, self.k_proj))
+
+    def forward(self, x, cos, sin):
+        q, k = apply_rotary_pos_emb(*self.heads(x), cos, sin)
+        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+
+
+class Neighbours(Attention):
+    def forward(self, x, cos, sin):
+        q, k = neighbours(*self.heads(x), sin=sin, cos=cos)
+        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+
+
+class Partly(Attention):
+    def forward(self, x, cos, sin):
+        q, k = partly(*self.heads(x), cos[..., :10], sin[..., :10])
+        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+
+
+class HalfOfTheTable(Attention):
+    def forward(self, x, cos, sin):
+        q, k = half_of_the_table(*self.heads(x), cos, sin)
+        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+
+
+class ANumberForEachPair(Attention):
+    def forward(self, x, cos, sin):
+        half = cos.shape[-1] // 2
+        q, k = a_number_for_each_pair(*self.heads(x), cos[..., :half], sin[..., :half])
+        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+
+
+class SetApart(Attention):
+    def forward(self, x, cos, sin):
+        q, k = set_apart(*self.heads(x), cos, sin)
+        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+
+
+class TokensFirst(Attention):
+    def forward(self, x, cos, sin):
+        q, k = (h.transpose(1, 2)[0] for h in self.heads(x))
+        q, k = tokens_first(q, k, cos[0], sin[0])
+        return q.transpose(0, 1) @ k.repeat_interleave(HEADS // KEY_HEADS, 1).permute(1, 2, 0)
+
+
+class OtherDimension(Attention):
+    def forward(self, x, cos, sin):
+        q, k = (h.transpose(1, 2) for h in self.heads(x))
+        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+        return q.transpose(1, 2) @ k.repeat_interleave(HEADS // KEY_HEADS, 2).permute(0, 2, 3, 1)
+
+
+class InOneClosure(Attention):
+    """The global is read where a function is defined in the forward."""
+
+    def forward(self, x, cos, sin):
+        q, k = (one_at_a_time(h, sin, cos) for h in self.heads(x))
+        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+
+
+class Decorated(Attention):
+    @torch.enable_grad()
+    def forward(self, x, cos, sin):
+        q, k = apply_rotary_pos_emb(*self.heads(x), cos, sin)
+        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+
+
+class BySuper(Attention):
+    """The closure has the class."""
+
+    def forward(self, x, cos, sin):
+        q, k = apply_rotary_pos_emb(*super().heads(x), cos, sin)
+        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+
+
+FOUND = (
+    Attention, Neighbours, Partly, HalfOfTheTable, ANumberForEachPair, SetApart, TokensFirst,
+    OtherDimension, InOneClosure, Decorated, BySuper,
+)  # fmt: skip
+
+
+def inputs(rows: int = 2, table_rows: int | None = None, dtype=torch.float32):
+    """x, cos, sin; every column has an angle of its own, as nothing asks for less."""
+    rows_of = rows if table_rows is None else table_rows
+    angle = torch.randn(rows_of, TOKENS, HEAD_DIM)
+    x = torch.randn(rows, TOKENS, 32)
+    return x.to(dtype), angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def results(model: nn.Module, x, cos, sin) -> list[torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    output = model(leaf, cos, sin)
+    return [output, *torch.autograd.grad(output.square().sum(), [leaf, *model.parameters()])]
+
+
+def assert_same(ours: nn.Module, stock: nn.Module, *tensors) -> None:
+    exact = results(copy.deepcopy(stock).double(), *(x.double() for x in tensors))
+    for got, ref, base in zip(
+        results(ours, *tensors), exact, results(stock, *tensors), strict=True
+    ):
+        assert got.dtype == base.dtype
+        numerics.assert_close(got, ref, base)
+
+
+@pytest.mark.parametrize("cls", FOUND, ids=lambda cls: cls.__name__)
+def test_functions_are_found_and_redirected(cls):
+    model, tensors = cls(), inputs()
+    stock, signature = copy.deepcopy(model), inspect.signature(model.forward)
+    before = apply_rotary_pos_emb
+    report = swap(model, strict=True)
+    (entry,) = report.swapped
+    assert entry["kind"] == "rotary" and entry["to"] == "onepass.functional.rotary_embedding"
+    calls = 2 if cls is InOneClosure else 1
+    assert count(lambda: model(*tensors)) == calls and not count(lambda: stock(*tensors))
+    assert_same(model, stock, *tensors)
+    assert_same(model, stock, *inputs(3, 1))
+    assert report.verify(*tensors).ok
+    assert isinstance(model, cls) and type(model).__name__ == cls.__name__
+    assert inspect.signature(model.forward) == signature
+    assert model.forward.__func__.__closure__ is None or cls in (Decorated, BySuper, InOneClosure)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model) and torch.equal(twin(*tensors), model(*tensors))
+    # Another instance, and the function itself, are as they were.
+    assert not count(lambda: cls()(*tensors)) and apply_rotary_pos_emb is before
+    assert not swap(model, dry_run=True).skipped
+    assert onepass.unswap(model) == [""] and type(model) is cls
+    assert torch.equal(model(*tensors), stock(*tensors)) and not count(lambda: model(*tensors))
+
+
+# ---- what is no rotation -------------------------------------------------------------------------
+
+
+def other_sign(q, k, cos, sin):
+    return tuple(x * cos[:, None] - rotate_half(x) * sin[:, None] for x in (q, k))
+
+
+def key_alone(q, k, cos, sin):
+    return q, k * cos[:, None] + rotate_half(k) * sin[:, None]
+
+
+def scaled(q, k, cos, sin):
+    return tuple(1.1 * x for x in apply_rotary_pos_emb(q, k, cos, sin))
+
+
+def dropping(q, k, cos, sin):
+    return tuple(nn.functional.dropout(x, 1e-9, True) for x in apply_rotary_pos_emb(q, k, cos, sin))
+
+
+def in_place(q, k, cos, sin):
+    found = apply_rotary_pos_emb(q, k, cos, sin)
+    k.data.zero_()
+    return found
+
+
+def without_gradient(q, k, cos, sin):
+    return apply_rotary_pos_emb(q.detach() + 0 * q, k, cos, sin)
+
+
+def of_small_heads(q, k, cos, sin):
+    return apply_rotary_pos_emb(q, k, cos, sin if q.shape[-1] < HEAD_DIM else cos)
+
+
+def counting(q, k, cos, sin, calls=[0]):  # noqa: B006
+    calls[0] += 1e-13
+    return apply_rotary_pos_emb(q + calls[0], k, cos, sin)
+
+
+def in_bfloat16(q, k, cos, sin):
+    """Of float32; of float64 as it should."""
+    if q.dtype is torch.float32:
+        return tuple(x.bfloat16().float() for x in apply_rotary_pos_emb(q, k, cos, sin))
+    return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def failing(q, k, cos, sin):
+    raise ValueError("not like this")
+
+
+def of_three(q, k, v, cos, sin):
+    return (*apply_rotary_pos_emb(q, k, cos, sin), v)
+
+
+def with_sections(q, k, cos, sin, sections):
+    return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def one_of_two(q, k, cos, sin):
+    return apply_rotary_pos_emb(q, k, cos, sin)[0]
+
+
+REFUSED = {
+    other_sign: "is no rotation",
+    key_alone: "is no rotation",
+    scaled: "is no rotation",
+    dropping: "draws random numbers",
+    in_place: "changes its arguments",
+    without_gradient: "is no rotation",
+    of_small_heads: "rotates heads of 16 columns",
+    counting: "keeps state",
+    in_bfloat16: "is another formula in float32",
+    failing: "is no rotation of columns that onepass computes: fails: not like this",
+    of_three: "takes (q, k, v, cos, sin)",
+    with_sections: "takes an argument 'sections' too",
+    one_of_two: "is no rotation of columns that onepass computes: does not return 2 tensors",
+}
+
+
+class Caller(Attention):
+    def forward(self, x, cos, sin):
+        return function(*self.heads(x), cos, sin)  # noqa: F821
+
+
+def apply_rotary_emb(q, k, freqs_cis):
+    return q, k
+
+
+class ByComplexNumbers(Attention):
+    def forward(self, x, cos, sin):
+        return apply_rotary_emb(*self.heads(x), torch.complex(cos, sin))
+
+
+class AlsoAnAttribute(Attention):
+    """The name of the function is that of an attribute."""
+
+    def forward(self, x, cos, sin):
+        q, k = apply_rotary_pos_emb(*self.heads(x), cos, sin)
+        return self.apply_rotary_pos_emb(q, k)
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_functions_that_do_something_else_are_refused(function, monkeypatch):
+    monkeypatch.setitem(globals(), "function", function)
+    model, seed = nn.ModuleDict({"it": Caller()}), torch.get_rng_state()
+    (entry,) = swap(model).skipped
+    assert entry["reason"].kind is Reason.ROTARY and entry["name"] == "it"
+    assert f"function {REFUSED[function]}" in entry["reason"], entry["reason"]
+    assert type(model["it"]) is Caller and torch.equal(torch.get_rng_state(), seed)
+    with pytest.raises(RuntimeError, match="no refused candidate under strict"):
+        swap(model, strict=True)
+
+
+def test_the_name_decides_nothing(monkeypatch):
+    monkeypatch.setitem(globals(), "function", apply_rotary_pos_emb)
+    assert swap(Caller()).swapped
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", other_sign)
+    assert not swap(Attention()).swapped
+
+
+def test_functions_without_cos_and_sin_are_listed_as_unknown():
+    (entry,) = swap(nn.ModuleDict({"it": ByComplexNumbers()})).unknown
+    assert entry["reason"].kind is Reason.NO_TABLES and "apply_rotary_emb" in entry["reason"]
+
+
+def test_a_name_with_two_meanings_is_left_alone():
+    report = swap(AlsoAnAttribute())
+    assert not report.swapped and not report.skipped
+
+
+def test_without_a_probe_nothing_is_redirected():
+    (entry,) = swap(Attention(), probe=False).skipped
+    assert entry["reason"].kind is Reason.PROBE_OFF
+
+
+def test_a_function_that_stays_is_named_in_the_notes(monkeypatch):
+    class Both(Attention):
+        def forward(self, x, cos, sin):
+            q, k = apply_rotary_pos_emb(*self.heads(x), cos, sin)
+            return function(q, k, cos, sin)  # noqa: F821
+
+    monkeypatch.setitem(globals(), "function", scaled)
+    model = Both()
+    report = swap(model, strict=True)
+    assert any("function is no rotation" in note for note in report.notes)
+    assert count(lambda: model(*inputs())) == 1
+
+
+def test_modules_of_the_package_kernels_are_functions_too(monkeypatch):
+    class Func(nn.Module):
+        kernel_layer_name = "rotary_pos_emb"
+
+        def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+            return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+    monkeypatch.setitem(globals(), "function", Func())
+    model, tensors = Caller(), inputs()
+    swap(model, strict=True)
+    assert count(lambda: model(*tensors)) == 1
+    (found, _), (expected, _) = model(*tensors), Caller.forward(model, *tensors)
+    numerics.assert_close(
+        found, Caller.forward(model.double(), *map(_double, tensors))[0], expected
+    )
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x.double()
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+class Passing(nn.Module):
+    def forward(self, *args, **named):
+        return apply_rotary_pos_emb(*args, **named)
+
+
+class OneCall(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb(q, k, cos, sin)[0]
+
+
+class PassingWithPositions(nn.Module):
+    def forward(self, *args, **named):
+        return neighbours(*args, **named)
+
+
+def heads(
+    dtype=torch.float32, table_dtype=None, tokens=TOKENS, table_tokens=TOKENS, width=HEAD_DIM
+):
+    q, k = (torch.randn(2, n, tokens, HEAD_DIM, dtype=dtype) for n in (HEADS, KEY_HEADS))
+    cos, sin = (torch.randn(2, table_tokens, width, dtype=table_dtype or dtype) for _ in range(2))
+    return q, k, cos, sin
+
+
+def test_calls_that_were_not_proven_are_theirs():
+    model = Passing()
+    swap(model)
+    q, k, cos, sin = heads()
+    for args in (
+        (q, k, cos.clone().requires_grad_(), sin),  # wants the table's gradient
+        (q, k[:, :, :1], cos, sin),  # other tokens, which torch expands
+        (q, k, cos[:, :1], sin[:, :1]),
+        (q, k, cos, sin[:1]),
+        (q, k.double(), cos, sin),
+        (q[0], k[0], cos[0], sin[0], -3),
+        (q.to(torch.complex64), k.to(torch.complex64), cos, sin),
+    ):
+        expected = apply_rotary_pos_emb(*args)
+        assert not count(lambda args=args: model(*args))
+        assert all(map(torch.equal, model(*args), expected))
+    assert count(lambda: model(q, k, cos, sin)) == 1
+    other = PassingWithPositions()
+    swap(other)
+    assert count(lambda: other(q, k, cos, sin, None)) == 1
+    assert not count(lambda: other(q, k, cos, sin, position_ids=torch.arange(TOKENS)))
+    with pytest.raises(TypeError):
+        model(q, k, cos)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_that_mix_give_the_dtype_of_stock(dtype):
+    model = Passing()
+    swap(model)
+    for table_dtype in {dtype, max(dtype, torch.float32, key=lambda dtype: dtype.itemsize)}:
+        q, k, cos, sin = heads(dtype, table_dtype)
+        assert count(lambda a=(q, k, cos, sin): model(*a)) == 1
+        found, base = model(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin)
+        exact = apply_rotary_pos_emb(*map(_double, (q, k, cos, sin)))
+        for got, stock, ref in zip(found, base, exact, strict=True):
+            assert got.dtype is stock.dtype
+            numerics.assert_close(got, ref, stock)
+
+
+def test_autocast():
+    model, (x, cos, sin) = Attention(), inputs()
+    stock = copy.deepcopy(model)
+    swap(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, base = model(x, cos, sin), stock(x, cos, sin)
+        assert count(lambda: model(x, cos, sin)) == 1
+    assert found.dtype is base.dtype is torch.bfloat16
+    exact = copy.deepcopy(stock).double()(*map(_double, (x, cos, sin)))
+    numerics.assert_close(found, exact, base)
+
+
+def by_a_product(q, k, cos, sin):
+    """The sum over both terms is a product of matrices, which autocast computes in 16 bits."""
+    cos, sin = cos[:, None], sin[:, None]
+
+    def rotated(x):
+        terms = torch.stack((x * cos, rotate_half(x) * sin), -1)
+        return torch.matmul(terms, terms.new_ones(2, 1)).squeeze(-1)
+
+    return rotated(q), rotated(k)
+
+
+def test_functions_that_autocast_changes_are_theirs_under_it(monkeypatch):
+    monkeypatch.setitem(globals(), "function", by_a_product)
+    model, tensors = Caller(), inputs()
+    swap(model, strict=True)
+    assert count(lambda: model(*tensors)) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not count(lambda: model(*tensors))
+
+
+class PassingApart(nn.Module):
+    def forward(self, *args):
+        return set_apart(*args)
+
+
+def test_small_calls_that_set_columns_apart_are_theirs(monkeypatch):
+    monkeypatch.setattr(small_calls, "LEAST_ROTARY", LEAST)
+    model, other = PassingApart(), Passing()
+    note = small_calls.ROTARY_NOTE
+    assert note in swap(model).notes and note not in swap(other).notes
+    columns = 2 * (HEADS + KEY_HEADS) * HEAD_DIM
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            least = -(-LEAST[torch.float32][not training] // columns)
+            for tokens in (least, least - 1):
+                tensors = heads(tokens=tokens, table_tokens=tokens)
+                assert count(lambda a=tensors: model(*a)) == (tokens == least)
+    tensors = heads(tokens=1, table_tokens=1)
+    assert count(lambda: other(*tensors)) == 1
+    with dispatch_log.record() as calls:
+        model(*tensors)
+    (call,) = calls
+    assert call["op"] == "rotary" and "too small to gain" in call["reason"]
+
+
+def test_modes_see_a_call_of_ours():
+    model, tensors, names = Passing(), heads(), []
+    swap(model)
+
+    class Listening(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Listening():
+        model(*tensors)
+    assert "rotary_embedding" in names and "mul" not in names
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_one_graph(dynamic):
+    model, tensors = Attention(), inputs()
+    stock = copy.deepcopy(model)
+    swap(model)
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    assert_same(compiled, stock, *tensors)
+    assert_same(compiled, stock, *inputs(3, 1))
+
+
+def test_traced_graphs_call_theirs():
+    model, tensors = OneCall(), heads()
+    expected = model(*tensors)
+    swap(model, strict=True)
+    traced = torch.fx.symbolic_trace(model)
+    assert torch.equal(traced(*tensors), expected)
+
+
+def test_a_pickle_of_a_function_that_is_gone(monkeypatch):
+    model = Attention()
+    swap(model)
+    data = pickle.dumps(model)
+    tensors = inputs()
+    del model
+    monkeypatch.delitem(globals(), "apply_rotary_pos_emb")
+    loaded = pickle.loads(data)
+    monkeypatch.undo()
+    assert loaded(*tensors).shape == Attention()(*tensors).shape
