@@ -43,6 +43,8 @@ TESTS = {
         "tests/device/test_operators_torch.py",
         "tests/device/test_optim.py",
         "tests/norm/test_values.py",
+        "tests/branch/test_layouts.py",
+        "tests/branch/test_values.py",
         "tests/dropout/test_values.py",
         "tests/rotary/test_values.py",
         "tests/rotary/test_layouts.py",

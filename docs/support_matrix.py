@@ -99,6 +99,7 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
         },
         "dropout_forward",
     ),
+    ({"drop_path_scale": lambda new: F.drop_path_scale(new(2, 16), 0.1)}, "dropout_forward"),
     (
         {
             "rotary_embedding": lambda new: F.rotary_embedding(

@@ -34,6 +34,8 @@ namespace onepass {
   OPERATOR(modulated_norm_forward, ModulatedNormForward)   \
   OPERATOR(modulated_norm_backward, ModulatedNormBackward) \
   OPERATOR(dropout_forward, DropoutForward)                \
+  OPERATOR(branch_forward, BranchForward)                  \
+  OPERATOR(branch_backward, BranchBackward)                \
   OPERATOR(gate_forward, GateForward)                      \
   OPERATOR(gate_backward, GateBackward)                    \
   OPERATOR(loss_forward, LossForward)                      \

@@ -120,6 +120,16 @@ class CheckedAgainst {
             shape_of(info), " of ", TypeName{info.scalar_type}, " on ", info.device);
   }
 
+  // A factor for each index of the first dimension, if there is one before the rows' own.
+  void row_scale(const std::optional<Tensor>& given, int64_t leading) const {
+    if (!given) return;
+    const DType found =
+        tensor("row_scale", input_of(op_, "row_scale", *given), first_.sizes, leading > 0 ? 1 : 0);
+    const DType wanted = first_dtype_ == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    require(found == wanted, op_, ": row_scale must have dtype ", name_of(wanted), ", got ",
+            name_of(found));
+  }
+
   void dropout(double dropout_p, const std::optional<Tensor>& given) const {
     require_probability(op_, "dropout_p", dropout_p);
     require((dropout_p > 0.0) == given.has_value(), op_,

@@ -2,90 +2,11 @@
 // are the back end's; every one of them is reached through the checks here.
 #include "ops/norm.h"
 
-#include <tuple>
-
-#include "ops/check.h"
-#include "ops/fields.h"
-#include "ops/library.h"
-#include "ops/norm_tensors.h"
-#include "ops/runtime.h"
+#include "ops/norm_checks.h"
 
 namespace onepass {
 namespace {
 
-// What norm_forward takes beside its input.
-#define ONEPASS_NORM_OPTIONS(FIELD)             \
-  FIELD(OptionalTensor, residual, "")           \
-  FIELD(OptionalTensor, weight, "")             \
-  FIELD(OptionalTensor, bias, "")               \
-  FIELD(OptionalTensor, seed, "")               \
-  FIELD(Sizes, normalized_shape, "")            \
-  FIELD(StaticInt, kind, "") /* NormKind */     \
-  FIELD(double, eps, "")                        \
-  FIELD(double, weight_offset, "")              \
-  FIELD(double, dropout_p, "")                  \
-  FIELD(OptionalScalarType, out_dtype, "")      \
-  FIELD(OptionalScalarType, residual_dtype, "") \
-  FIELD(bool, save_statistics, "")
-
-// What norm_backward takes beside doutput.
-#define ONEPASS_NORM_BACKWARD_OPTIONS(FIELD)    \
-  FIELD(OptionalTensor, dresidual_out, "")      \
-  FIELD(Tensor, x, "")                          \
-  FIELD(OptionalTensor, weight, "")             \
-  FIELD(OptionalTensor, bias, "")               \
-  FIELD(OptionalTensor, seed, "")               \
-  FIELD(Tensor, mean, "")                       \
-  FIELD(Tensor, rstd, "")                       \
-  FIELD(Sizes, normalized_shape, "")            \
-  FIELD(StaticInt, kind, "") /* NormKind */     \
-  FIELD(double, weight_offset, "")              \
-  FIELD(double, dropout_p, "")                  \
-  FIELD(OptionalScalarType, input_dtype, "")    \
-  FIELD(OptionalScalarType, residual_dtype, "") \
-  FIELD(StaticInt, grad_mask, "")
-
-// What modulated_norm_forward takes beside its input.
-#define ONEPASS_MODULATED_NORM_OPTIONS(FIELD) \
-  FIELD(Tensor, scale, "")                    \
-  FIELD(OptionalTensor, shift, "")            \
-  FIELD(OptionalTensor, residual, "")         \
-  FIELD(OptionalTensor, gate, "")             \
-  FIELD(Sizes, normalized_shape, "")          \
-  FIELD(StaticInt, kind, "") /* NormKind */   \
-  FIELD(double, eps, "")                      \
-  FIELD(OptionalScalarType, out_dtype, "")    \
-  FIELD(bool, save_statistics, "")
-
-// What modulated_norm_backward takes beside doutput.
-#define ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS(FIELD) \
-  FIELD(OptionalTensor, dresidual_out, "")             \
-  FIELD(Tensor, x, "")                                 \
-  FIELD(Tensor, scale, "")                             \
-  FIELD(OptionalTensor, shift, "")                     \
-  FIELD(OptionalTensor, branch, "")                    \
-  FIELD(OptionalTensor, gate, "")                      \
-  FIELD(Tensor, mean, "")                              \
-  FIELD(Tensor, rstd, "")                              \
-  FIELD(Sizes, normalized_shape, "")                   \
-  FIELD(StaticInt, kind, "") /* NormKind */            \
-  FIELD(OptionalScalarType, input_dtype, "")           \
-  FIELD(OptionalScalarType, residual_dtype, "")        \
-  FIELD(StaticInt, grad_mask, "")
-
-ONEPASS_DEFINE_OPTIONS(NormOptions, ONEPASS_NORM_OPTIONS);
-ONEPASS_DEFINE_OPTIONS(NormBackwardOptions, ONEPASS_NORM_BACKWARD_OPTIONS);
-ONEPASS_DEFINE_OPTIONS(ModulatedNormOptions, ONEPASS_MODULATED_NORM_OPTIONS);
-ONEPASS_DEFINE_OPTIONS(ModulatedNormBackwardOptions, ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS);
-
-// Bits of grad_mask; weight and bias are scale and shift too.
-constexpr int64_t kWantInput = 1;
-constexpr int64_t kWantResidual = 2;
-constexpr int64_t kWantWeight = 4;
-constexpr int64_t kWantBias = 8;
-constexpr int64_t kWantGate = 16;
-
-enum class Form { kPlain, kAdd, kModulated };
 constexpr const char* kNames[kNormKinds][3] = {
     {"layer_norm", "add_layer_norm", "modulated_layer_norm"},
     {"rms_norm", "add_rms_norm", "modulated_rms_norm"}};
@@ -93,19 +14,7 @@ constexpr const char* kBackwardNames[kNormKinds][3] = {
     {"layer_norm_backward", "add_layer_norm_backward", "modulated_layer_norm_backward"},
     {"rms_norm_backward", "add_rms_norm_backward", "modulated_rms_norm_backward"}};
 
-const char* op_name(NormKind kind, Form form) {
-  return kNames[static_cast<int64_t>(kind)][static_cast<int64_t>(form)];
-}
-const char* backward_name(NormKind kind, Form form) {
-  return kBackwardNames[static_cast<int64_t>(kind)][static_cast<int64_t>(form)];
-}
-Form form_of(bool adds) { return adds ? Form::kAdd : Form::kPlain; }
-
-NormKind kind_of(int64_t number) {
-  require(number >= 0 && number < kNormKinds, "norm: kind must be 0 (layer) or 1 (RMS), got ",
-          number);
-  return static_cast<NormKind>(number);
-}
+NormForm form_of(bool adds) { return adds ? NormForm::kAdd : NormForm::kPlain; }
 
 void check_normalized_shape(const char* op, const char* name, const TensorInfo& input,
                             const Sizes& shape) {
@@ -126,6 +35,21 @@ int64_t set_size(Args& args, const TensorInfo& input, const Sizes& normalized_sh
   for (int64_t d = 0; d < leading; ++d) args.rows *= input.sizes[d];
   for (int64_t d = leading; d < input.dims; ++d) args.cols *= input.sizes[d];
   return leading;
+}
+
+}  // namespace
+
+const char* op_name(NormKind kind, NormForm form) {
+  return kNames[static_cast<int64_t>(kind)][static_cast<int64_t>(form)];
+}
+const char* backward_name(NormKind kind, NormForm form) {
+  return kBackwardNames[static_cast<int64_t>(kind)][static_cast<int64_t>(form)];
+}
+
+NormKind norm_kind_of(int64_t number) {
+  require(number >= 0 && number < kNormKinds, "norm: kind must be 0 (layer) or 1 (RMS), got ",
+          number);
+  return static_cast<NormKind>(number);
 }
 
 Dispatch describe(const NormForward& args) {
@@ -149,29 +73,10 @@ Dispatch describe(const NormBackward& args) {
   return {.op = backward_name(args.kind, form_of(args.dresidual_out)), .arguments = text.str()};
 }
 
-// Of a modulated norm: as its norm, and the scales.
-template <class Args>
-Dispatch describe_modulated(Dispatch plain, const char* op, const Args& args) {
-  std::ostringstream text;
-  text << plain.arguments << ", a scale for " << args.tokens
-       << (args.tokens == 1 ? " row" : " rows") << (args.gate ? ", gate " : "")
-       << (args.gate ? name_of(args.gate_dtype) : "");
-  return {.op = op, .arguments = text.str()};
-}
-
-struct CheckedForward {
-  NormForward args{};
-  RowTensor input;
-  RowTensor residual;
-  OptionalTensor weight{};
-  OptionalTensor bias{};
-  int64_t leading = 0;  // dimensions before normalized_shape
-};
-
-CheckedForward check_forward(const char* op, const NormOptions& options, const Tensor& input) {
-  const NormKind kind = kind_of(options.kind);
-  CheckedForward call{.input = row_tensor(op, "input", input),
-                      .residual = row_tensor(op, "residual", options.residual)};
+CheckedNorm check_forward(const char* op, const NormOptions& options, const Tensor& input) {
+  const NormKind kind = norm_kind_of(options.kind);
+  CheckedNorm call{.input = row_tensor(op, "input", input),
+                   .residual = row_tensor(op, "residual", options.residual)};
   NormForward& args = call.args;
   const TensorInfo& shape = call.input.info;
   const CheckedAgainst checked(op, "input", shape);
@@ -212,15 +117,7 @@ CheckedForward check_forward(const char* op, const NormOptions& options, const T
   return call;
 }
 
-CheckedForward check_forward(const NormOptions& options, const Tensor& input) {
-  const Form form = form_of(options.residual.has_value());
-  return check_forward(op_name(kind_of(options.kind), form), options, input);
-}
-
-using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-// Allocates what a forward returns, and points its arguments there and to its rows.
-ForwardResults allocate(CheckedForward& call, const NormOptions& options) {
+NormResults allocate(CheckedNorm& call, const NormOptions& options) {
   const OptionalTensor& residual = options.residual;
   NormForward& args = call.args;
   const TensorInfo shape = call.input.info;
@@ -254,34 +151,11 @@ ForwardResults allocate(CheckedForward& call, const NormOptions& options) {
   return {output, residual_out, mean, rstd};
 }
 
-ForwardResults norm_forward(const NormOptions& options, const Tensor& input) {
-  CheckedForward call = check_forward(options, input);
-  const Device device = call.input.info.device;
-  ForwardResults results = allocate(call, options);
-  const NormForward& args = call.args;
-  if (args.cols > 0) {
-    run_operator(backend().norm_forward, args, device, [&] { return describe(args); });
-  }
-  return results;
-}
-
-// On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
-void norm_forward_check(const NormOptions& options, const Tensor& input) {
-  check_forward(options, input);
-}
-
-struct CheckedBackward {
-  NormBackward args{};
-  RowTensor x;
-  RowTensor dresidual_out;
-  int64_t leading = 0;  // dimensions before normalized_shape
-};
-
-CheckedBackward check_backward(const char* op, const NormBackwardOptions& options,
-                               const OptionalTensor& doutput) {
-  const NormKind kind = kind_of(options.kind);
-  CheckedBackward call{.x = row_tensor(op, "x", options.x),
-                       .dresidual_out = row_tensor(op, "dresidual_out", options.dresidual_out)};
+CheckedNormBackward check_backward(const char* op, const NormBackwardOptions& options,
+                                   const OptionalTensor& doutput) {
+  const NormKind kind = norm_kind_of(options.kind);
+  CheckedNormBackward call{.x = row_tensor(op, "x", options.x),
+                           .dresidual_out = row_tensor(op, "dresidual_out", options.dresidual_out)};
   NormBackward& args = call.args;
   const TensorInfo& shape = call.x.info;
   const CheckedAgainst checked(op, "x", shape);
@@ -334,11 +208,6 @@ CheckedBackward check_backward(const char* op, const NormBackwardOptions& option
   return call;
 }
 
-CheckedBackward check_backward(const NormBackwardOptions& options, const OptionalTensor& doutput) {
-  return check_backward(backward_name(kind_of(options.kind), Form::kPlain), options, doutput);
-}
-
-// A gradient of some shape, or one of size 0, which `target` does not point to.
 Tensor gradient_of(bool wanted, const int64_t* sizes, int64_t dims, DType dtype, Device device,
                    void*& target) {
   Tensor gradient = wanted ? empty(sizes, dims, dtype, device) : empty_1d(0, dtype, device);
@@ -346,25 +215,15 @@ Tensor gradient_of(bool wanted, const int64_t* sizes, int64_t dims, DType dtype,
   return gradient;
 }
 
-// The gradients of rows, to which the arguments point, and what else they point to.
-struct BackwardRows {
-  Tensor dinput;
-  Tensor dresidual;
-  RowTensor doutput;
-  OptionalTensor mean;
-  OptionalTensor rstd;
-};
-
-// `branch`: beside those of the call, or of no tensor.
-BackwardRows allocate(CheckedBackward& call, const NormBackwardOptions& options,
-                      const OptionalTensor& doutput, RowTensor& branch) {
+NormBackwardRows allocate(CheckedNormBackward& call, const NormBackwardOptions& options,
+                          const OptionalTensor& doutput, RowTensor& branch) {
   NormBackward& args = call.args;
   const TensorInfo shape = call.x.info;
   const auto gradient = [&](int64_t bit, DType dtype, void*& target) {
     return gradient_of(options.grad_mask & bit, shape.sizes, shape.dims, dtype, shape.device,
                        target);
   };
-  BackwardRows rows{
+  NormBackwardRows rows{
       .dinput = gradient(kWantInput, args.dinput_dtype, args.dinput),
       .dresidual = gradient(kWantResidual, args.dresidual_dtype, args.dresidual),
       .doutput = {doutput ? doutput : OptionalTensor(zeros_like(options.x, args.x_dtype))},
@@ -384,13 +243,42 @@ BackwardRows allocate(CheckedBackward& call, const NormBackwardOptions& options,
   return rows;
 }
 
+namespace {
+
+CheckedNorm check_forward(const NormOptions& options, const Tensor& input) {
+  const NormForm form = form_of(options.residual.has_value());
+  return check_forward(op_name(norm_kind_of(options.kind), form), options, input);
+}
+
+NormResults norm_forward(const NormOptions& options, const Tensor& input) {
+  CheckedNorm call = check_forward(options, input);
+  const Device device = call.input.info.device;
+  NormResults results = allocate(call, options);
+  const NormForward& args = call.args;
+  if (args.cols > 0) {
+    run_operator(backend().norm_forward, args, device, [&] { return describe(args); });
+  }
+  return results;
+}
+
+// On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
+void norm_forward_check(const NormOptions& options, const Tensor& input) {
+  check_forward(options, input);
+}
+
+CheckedNormBackward check_backward(const NormBackwardOptions& options,
+                                   const OptionalTensor& doutput) {
+  return check_backward(backward_name(norm_kind_of(options.kind), NormForm::kPlain), options,
+                        doutput);
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(const NormBackwardOptions& options,
                                                          const OptionalTensor& doutput) {
-  CheckedBackward call = check_backward(options, doutput);
+  CheckedNormBackward call = check_backward(options, doutput);
   NormBackward& args = call.args;
   const Device device = call.x.info.device;
   RowTensor none{};
-  const BackwardRows rows = allocate(call, options, doutput, none);
+  const NormBackwardRows rows = allocate(call, options, doutput, none);
   const auto gradient = [&](bool wanted, DType dtype, void*& target) {
     return gradient_of(wanted, options.normalized_shape.data(),
                        static_cast<int64_t>(options.normalized_shape.size()), dtype, device,
@@ -413,137 +301,10 @@ void norm_backward_check(const NormBackwardOptions& options, const OptionalTenso
   check_backward(options, doutput);
 }
 
-// ---- modulated norms ---------------------------------------------------------------------------
-
-struct CheckedModulated {
-  NormOptions options;
-  CheckedForward norm;
-  Scales scales;
-};
-
-CheckedModulated check_modulated(const ModulatedNormOptions& options, const Tensor& input) {
-  const char* op = op_name(kind_of(options.kind), Form::kModulated);
-  const NormOptions plain{.residual = options.residual,
-                          .weight = {},
-                          .bias = {},
-                          .seed = {},
-                          .normalized_shape = options.normalized_shape,
-                          .kind = options.kind,
-                          .eps = options.eps,
-                          .weight_offset = 0.0,
-                          .dropout_p = 0.0,
-                          .out_dtype = options.out_dtype,
-                          .residual_dtype = {},
-                          .save_statistics = options.save_statistics};
-  CheckedForward norm = check_forward(op, plain, input);
-  require(!options.gate || options.residual, op,
-          ": gate must not be given without a residual, got one");
-  Scales scales = check_scales(op, "input", norm.input.info, options);
-  return {plain, std::move(norm), std::move(scales)};
-}
-
-ForwardResults modulated_norm_forward(const ModulatedNormOptions& options, const Tensor& input) {
-  CheckedModulated call = check_modulated(options, input);
-  const Device device = call.norm.input.info.device;
-  ForwardResults results = allocate(call.norm, call.options);
-  ModulatedNormForward args{};
-  static_cast<NormForward&>(args) = call.norm.args;
-  call.scales.put_into(args, static_cast<int64_t>(options.normalized_shape.size()));
-  args.bias = call.scales.shift.data();
-  args.bias_dtype = call.scales.shift_dtype;
-  args.shift_stride = call.scales.shift.stride;
-  if (args.rows > 0 && args.cols > 0) {
-    run_operator(backend().modulated_norm_forward, args, device, [&] {
-      return describe_modulated(describe(args), op_name(args.kind, Form::kModulated), args);
-    });
-  }
-  return results;
-}
-
-void modulated_norm_forward_check(const ModulatedNormOptions& options, const Tensor& input) {
-  check_modulated(options, input);
-}
-
-struct CheckedModulatedBackward {
-  NormBackwardOptions options;
-  CheckedBackward norm;
-  Scales scales;
-  RowTensor branch;
-  DType branch_dtype;
-};
-
-CheckedModulatedBackward check_modulated_backward(const ModulatedNormBackwardOptions& options,
-                                                  const OptionalTensor& doutput) {
-  const char* op = backward_name(kind_of(options.kind), Form::kModulated);
-  const NormBackwardOptions plain{.dresidual_out = options.dresidual_out,
-                                  .x = options.x,
-                                  .weight = {},
-                                  .bias = {},
-                                  .seed = {},
-                                  .mean = options.mean,
-                                  .rstd = options.rstd,
-                                  .normalized_shape = options.normalized_shape,
-                                  .kind = options.kind,
-                                  .weight_offset = 0.0,
-                                  .dropout_p = 0.0,
-                                  .input_dtype = options.input_dtype,
-                                  .residual_dtype = options.residual_dtype,
-                                  .grad_mask = options.grad_mask};
-  CheckedModulatedBackward call{.options = plain,
-                                .norm = check_backward(op, plain, doutput),
-                                .scales = {},
-                                .branch = row_tensor(op, "branch", options.branch),
-                                .branch_dtype = {}};
-  const TensorInfo& shape = call.norm.x.info;
-  call.scales = check_scales(op, "x", shape, options);
-  require(options.branch.has_value() == options.gate.has_value(), op,
-          ": branch must be given with a gate only, got ", options.branch ? "one" : "none");
-  if (options.branch) {
-    call.branch_dtype =
-        CheckedAgainst(op, "x", shape).tensor("branch", call.branch.info, shape.sizes, shape.dims);
-    call.norm.args.dinput_dtype = call.branch_dtype;
-  }
-  return call;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> modulated_norm_backward(
-    const ModulatedNormBackwardOptions& options, const OptionalTensor& doutput) {
-  CheckedModulatedBackward call = check_modulated_backward(options, doutput);
-  const TensorInfo shape = info_of(options.scale);
-  const BackwardRows rows = allocate(call.norm, call.options, doutput, call.branch);
-  ModulatedNormBackward args{};
-  static_cast<NormBackward&>(args) = call.norm.args;
-  call.scales.put_into(args, static_cast<int64_t>(options.normalized_shape.size()));
-  args.branch = call.branch.data();
-  args.branch_stride = call.branch.stride;
-  args.branch_dtype = call.branch_dtype;
-  args.dweight_dtype = call.scales.scale_dtype;
-  args.dbias_dtype = call.scales.shift_dtype;
-  const auto gradient = [&](bool wanted, DType dtype, void*& target) {
-    return gradient_of(wanted, shape.sizes, shape.dims, dtype, shape.device, target);
-  };
-  Tensor dscale = gradient(options.grad_mask & kWantWeight, args.dweight_dtype, args.dweight);
-  Tensor dshift =
-      gradient((options.grad_mask & kWantBias) && options.shift, args.dbias_dtype, args.dbias);
-  Tensor dgate =
-      gradient((options.grad_mask & kWantGate) && options.gate, args.gate_dtype, args.dgate);
-  if (args.groups > 0 && args.cols > 0) {
-    run_operator(backend().modulated_norm_backward, args, shape.device, [&] {
-      return describe_modulated(describe(args), backward_name(args.kind, Form::kModulated), args);
-    });
-  }
-  return {rows.dinput, rows.dresidual, dscale, dshift, dgate};
-}
-
-void modulated_norm_backward_check(const ModulatedNormBackwardOptions& options,
-                                   const OptionalTensor& doutput) {
-  check_modulated_backward(options, doutput);
-}
-
 }  // namespace
 
 OperatorList norm_operators() {
-  return {
+  OperatorList operators = {
       // x = residual + dropout(input), rounded to residual_dtype, or input itself without a
       // residual; output = norm(x). Outputs that are not asked for have size 0.
       entry<&Packed<&norm_forward>::call>("norm_forward(Tensor input" ONEPASS_SCHEMA(
@@ -559,27 +320,10 @@ OperatorList norm_operators() {
           "norm_backward_check(Tensor? doutput" ONEPASS_SCHEMA(
               ONEPASS_NORM_BACKWARD_OPTIONS) ") -> ()",
           true),
-      // x = residual + gate * input, or input itself without a residual; output =
-      // norm(x) * (1 + scale) + shift.
-      entry<&Packed<&modulated_norm_forward>::call>(
-          "modulated_norm_forward(Tensor input" ONEPASS_SCHEMA(
-              ONEPASS_MODULATED_NORM_OPTIONS) ") -> (Tensor output, Tensor residual_out, Tensor "
-                                              "mean, Tensor rstd)"),
-      entry<&Packed<&modulated_norm_forward_check>::call>(
-          "modulated_norm_forward_check(Tensor input" ONEPASS_SCHEMA(
-              ONEPASS_MODULATED_NORM_OPTIONS) ") -> ()",
-          true),
-      // grad_mask: 1 dinput, 2 dresidual, 4 dscale, 8 dshift, 16 dgate.
-      entry<&Packed<&modulated_norm_backward>::call>(
-          "modulated_norm_backward(Tensor? doutput" ONEPASS_SCHEMA(
-              ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS) ") -> (Tensor dinput, Tensor dresidual, "
-                                                       "Tensor dscale, Tensor dshift, Tensor "
-                                                       "dgate)"),
-      entry<&Packed<&modulated_norm_backward_check>::call>(
-          "modulated_norm_backward_check(Tensor? doutput" ONEPASS_SCHEMA(
-              ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS) ") -> ()",
-          true),
   };
+  const OperatorList modulated = modulated_norm_operators();
+  operators.insert(operators.end(), modulated.begin(), modulated.end());
+  return operators;
 }
 
 }  // namespace onepass

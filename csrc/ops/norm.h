@@ -83,12 +83,17 @@ struct NormBackward {
 };
 
 // A norm whose weight and bias are the rows of two tensors, scale and shift: `tokens` consecutive
-// rows of input, a group, share one of each. weight_offset is 1, dropout is none.
-//   x = residual + gate * input; output = (x - mean) * rstd * (1 + scale) + shift
-struct ModulatedNormForward : NormForward {  // weight: scale, bias: shift, (groups, cols)
+// rows of input, a group, share one of each, and a gate. weight_offset is 1.
+//   x = residual + row_scale * gate * dropout(input)
+//   output = (x - mean) * rstd * (scale + weight_offset) + shift
+// A norm after a residual add whose branch has a scale for each column is one of a single group,
+// whose scale, shift and gate are the norm's weight and bias and that scale.
+struct ModulatedNormForward : NormForward {  // weight: scale, bias: shift, (groups, cols) or null
   const void* gate;                          // (groups, cols) or null, which is 1
+  const void* row_scale;  // (samples,) contiguous, in the accumulator's dtype, or null, which is 1
   int64_t groups;
   int64_t tokens;                // rows is groups * tokens
+  int64_t sample_rows;           // that share an element of row_scale
   int64_t group_size[kRowDims];  // product is groups
   RowStride scale_stride;
   RowStride shift_stride;
@@ -96,14 +101,17 @@ struct ModulatedNormForward : NormForward {  // weight: scale, bias: shift, (gro
   DType gate_dtype;
 };
 
-//   dresidual = dx, dinput = dx * gate, and, summed over the tokens of a group,
-//   dscale = doutput * h, dshift = doutput, dgate = dx * branch.
+// With d = row_scale * dropout(dx), the same elements dropped:
+//   dresidual = dx, dinput = d * gate, and, summed over the tokens of a group,
+//   dscale = doutput * h, dshift = doutput, dgate = d * branch.
 struct ModulatedNormBackward : NormBackward {  // weight: scale, dweight and dbias: of scale, shift
   const void* branch;                          // (rows, cols) input of the forward; null sans gate
   const void* gate;                            // (groups, cols) or null
+  const void* row_scale;                       // (samples,) contiguous, or null
   void* dgate;  // (groups, cols) contiguous as dweight and dbias are, or null if not wanted
   int64_t groups;
   int64_t tokens;                // rows is groups * tokens
+  int64_t sample_rows;           // that share an element of row_scale
   int64_t group_size[kRowDims];  // product is groups
   RowStride branch_stride;
   RowStride scale_stride;

@@ -27,18 +27,19 @@ struct Scales {
   DType gate_dtype{};
   int64_t groups = 1;
 
+  // `shared`: the arguments have a weight, and a bias, for all rows.
   template <class Args>
-  void put_into(Args& args, int64_t row_dims) {
+  void put_into(Args& args, int64_t row_dims, bool shared) {
     args.groups = groups;
     args.tokens = groups > 0 ? args.rows / groups : 0;
     address_rows({&scale, &shift, &gate}, row_dims, args.group_size);
-    args.weight = scale.data();
     args.gate = gate.data();
-    args.weight_dtype = scale_dtype;
     args.gate_dtype = gate_dtype;
-    args.scale_stride = scale.stride;
     args.gate_stride = gate.stride;
-    args.weight_offset = 1.0;
+    if (shared) return;
+    args.weight = scale.data();
+    args.weight_dtype = scale_dtype;
+    args.scale_stride = scale.stride;
   }
 };
 

@@ -1,12 +1,6 @@
 #include "ops/rows.h"
 
 namespace onepass {
-namespace {
-
-void make_contiguous(RowTensor& rows) {
-  rows.tensor = contiguous_copy(*rows.tensor);
-  rows.info = info_of(*rows.tensor);
-}
 
 bool has_dense_rows(const TensorInfo& info, int64_t row_dims) {
   int64_t expected = 1;
@@ -15,6 +9,13 @@ bool has_dense_rows(const TensorInfo& info, int64_t row_dims) {
     expected *= info.sizes[d];
   }
   return true;
+}
+
+namespace {
+
+void make_contiguous(RowTensor& rows) {
+  rows.tensor = contiguous_copy(*rows.tensor);
+  rows.info = info_of(*rows.tensor);
 }
 
 // False if more than kRowDims dimensions remain.

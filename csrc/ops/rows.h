@@ -19,6 +19,9 @@ struct RowTensor {
   const void* data() const { return tensor ? tensor->const_data_ptr() : nullptr; }
 };
 
+// Whether the last `row_dims` dimensions lie as one.
+bool has_dense_rows(const TensorInfo& info, int64_t row_dims);
+
 // Merges the leading (all but `row_dims`) dimensions into row_size, most significant first, and
 // sets every stride. A tensor that cannot be addressed so is replaced by a contiguous copy: one
 // whose rows are not dense, or all that are not contiguous if more than kRowDims dimensions remain.

@@ -461,6 +461,10 @@ def _self_tests() -> Iterator[Line]:
             lambda: functional.add_dropout(x, residual, p),
             lambda seed: reference.dropout.add_dropout(x, residual, p, seed),
         ),
+        "drop_path_scale": (
+            lambda: functional.drop_path_scale(x, p),
+            lambda seed: reference.dropout.keep_scale(seed, len(x), p),
+        ),
     }
 
     def dropout_verdict(fused: Callable, formula: Callable) -> tuple[bool, str]:

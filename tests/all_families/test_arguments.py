@@ -16,6 +16,7 @@ from onepass import functional
 
 X = torch.randn(2, 4, 6, 8)
 W, SQUARE = torch.ones(8), torch.zeros(6, 6)
+FACTORS = torch.ones(2)
 PACKED, CU = torch.randn(12, 4, 8), torch.tensor([0, 5, 12], dtype=torch.int32)
 USED = torch.tensor([3, 2], dtype=torch.int32)
 LSE = torch.zeros(2, 4, 6)
@@ -26,11 +27,11 @@ RIGHT = {
     "rms_norm": dict(input=X, normalized_shape=(8,), weight=W, eps=1e-5, weight_offset=1.0),
     "add_layer_norm": dict(
         input=X, residual=X, normalized_shape=(8,), weight=W, bias=W, eps=1e-5, dropout_p=0.1,
-        residual_dtype=torch.float32,
+        residual_dtype=torch.float32, column_scale=W, row_scale=FACTORS,
     ),
     "add_rms_norm": dict(
         input=X, residual=X, normalized_shape=(8,), weight=W, eps=1e-5, weight_offset=1.0,
-        dropout_p=0.1, residual_dtype=torch.float32,
+        dropout_p=0.1, residual_dtype=torch.float32, column_scale=W, row_scale=FACTORS,
     ),
     "modulated_layer_norm": dict(
         input=X, normalized_shape=(8,), scale=X, shift=X, eps=1e-5, residual=X, gate=X
@@ -39,7 +40,8 @@ RIGHT = {
         input=X, normalized_shape=(8,), scale=X, shift=X, eps=1e-5, residual=X, gate=X
     ),
     "dropout": dict(input=X, p=0.5),
-    "add_dropout": dict(input=X, residual=X, p=0.5),
+    "add_dropout": dict(input=X, residual=X, p=0.5, column_scale=W, row_scale=FACTORS),
+    "drop_path_scale": dict(input=X, drop_prob=0.5),
     "gated_activation": dict(gate=X, up=X, activation="gelu"),
     "silu_mul": dict(gate=X, up=X),
     "gelu_mul": dict(gate=X, up=X, approximate="tanh"),

@@ -50,6 +50,14 @@ FUNCTIONS = {
         lambda x: functional.add_dropout(x, x.sin(), 0.0),
         lambda x: x + x.sin(),
     ),
+    "add_layer_norm of a scaled branch": (
+        lambda x: functional.add_layer_norm(x, x.sin(), (8,), column_scale=weight(x))[0],
+        lambda x: F.layer_norm(x * weight(x) + x.sin(), (8,)),
+    ),
+    "add_dropout of a scaled branch": (
+        lambda x: functional.add_dropout(x, x.sin(), 0.0, column_scale=weight(x)),
+        lambda x: x * weight(x) + x.sin(),
+    ),
     "rotary_embedding": (
         lambda x: functional.rotary_embedding(x, None, *tables(x))[0],
         lambda x: rotary.rotary_embedding(x, None, *tables(x))[0],

@@ -49,6 +49,16 @@ def add(rows):
     return lambda: OPS.dropout_forward(x, x, None, 0.0, None)
 
 
+def branch(rows):
+    x, factors = torch.randn(8, rows // 8, 64), torch.ones(8)
+    return lambda: OPS.branch_forward(x, x, x[0, 0], factors, None, 0.0, None)
+
+
+def branch_backward(rows):
+    x, factors = torch.randn(8, rows // 8, 64), torch.ones(8)
+    return lambda: OPS.branch_backward(x, x, x[0, 0], factors, None, 0.0, None, 3)
+
+
 def rotary(tokens):
     x, table = torch.randn(1, 2, tokens, 32), torch.randn(tokens, 32)
     return lambda: OPS.rotary_forward(x, x, table, table, None, 32, False, False, False, False)
@@ -150,6 +160,7 @@ def optimizer(name):
 CALLS = [
     (norm, 16, 16384), (norm_backward, 64, 16384), (dropout, 16, 16384), (add, 16, 16384),
     (modulated_norm, 16, 16384), (modulated_norm_backward, 64, 16384),
+    (branch, 16, 16384), (branch_backward, 64, 16384),
     (rotary, 16, 16384), (gate, 16, 16384), (gate_backward, 16, 16384),
     (loss, 16, 16384), (loss_backward, 16, 16384),
     (linear, 4, 4096), (linear_backward, 4, 4096), (linear_epilogue_backward, 32, 65536),

@@ -55,6 +55,19 @@ class Modulated(nn.Module):
         return y + h
 
 
+class Branches(nn.Module):
+    """As AddNorms: branches with LayerScale and DropPath."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.scale, self.drop_path = onepass.nn.LayerScale(width, 0.5), onepass.nn.DropPath(0.3)
+        self.norm = onepass.nn.AddLayerNorm(width, dropout_p=0.1)
+
+    def forward(self, x):
+        y, stream = self.norm(x.sin(), x, self.scale.gamma, self.drop_path.row_scale(x))
+        return stream + self.drop_path(self.scale(y))
+
+
 class Gates(nn.Module):
     """As AddNorms."""
 
@@ -105,8 +118,10 @@ MODULES = {
     "gates": Gates,
     "modulated": Modulated,
     "losses": Losses,
+    "branches": Branches,
 }
-OWN = ("add", "linear", "gates", "modulated", "losses")  # which no swap makes, and none undoes
+# Which no swap makes, and none undoes.
+OWN = ("add", "linear", "gates", "modulated", "losses", "branches")
 
 
 def build(name: str) -> nn.Module:
@@ -137,7 +152,8 @@ def output_and_gradients(model, x):
 def test_traced_as_called(name, trained, training):
     model = build(name).train(training).requires_grad_(trained)
     # A check compares outputs of two runs: stock with dropout fails it as well.
-    drops = training and name in ("Dropout", "attention", "encoder layer", "add", "linear")
+    dropping = ("Dropout", "attention", "encoder layer", "add", "linear", "branches")
+    drops = training and name in dropping
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "(?s).*does not match")
         traced = torch.jit.trace(model, torch.randn(2, 5, 16), check_trace=not drops)
@@ -345,6 +361,16 @@ def test_decompositions(dtype):
         constants = ([16], int(rms), 1e-5, out_dtype, True)
         return ops.modulated_norm_forward.default, (x, scale, shift, residual, gate, *constants), {}
 
+    def scaled(x, residual, weight, bias, gamma):
+        factors = torch.tensor([0.0, 1.5, *[1.25] * (len(x) - 2)])
+        factors = factors.to(torch.promote_types(x.dtype, torch.float32))
+        constants = ([16], 0, 1e-5, None, True, factors, None, 0.0, 0.0, None, True)
+        tensors = (x, weight[0], bias[0], residual, gamma[0])
+        return ops.modulated_norm_forward.default, (*tensors, *constants), {}
+
+    def branch(x, residual, gamma):
+        return ops.branch_forward.default, (x, residual, gamma[0], None, None, 0.0, None), {}
+
     def gate(x, up, *, kind, gate_last=False):
         return ops.gate_forward.default, (x, up, kind, gate_last), {}
 
@@ -366,6 +392,8 @@ def test_decompositions(dtype):
         (lambda *t: attention(*t, **options, out_bshd=True), (query, key, value, scores)),
         (lambda *t: attention(*t, scale=1.0), (query, key, value, scores)),
         (dropout, (x, residual)),
+        (scaled, (x, residual, weight, bias, weight)),
+        (branch, (x, residual, weight)),
         *(
             (lambda *t, pairs=pairs: rotary(*t, interleaved=pairs), (turned, turned[:, :1], x))
             for pairs in (False, True)

@@ -28,6 +28,7 @@ import onepass
 from onepass import functional, numerics, reference
 from tests.attention import cases as attention_cases
 from tests.attention_decode import cases as attention_decode_cases
+from tests.branch import cases as branch_cases
 from tests.faults.input_classes import CLASSES, REAL
 from tests.faults.test_input_classes import INTERNAL, memory_of
 from tests.gate import cases as gate_cases
@@ -140,6 +141,25 @@ def modulated_norm(rng: Random) -> None:
         case.tensors = {n: border.carve(f"{n} of {draw}", t) for n, t in case.tensors.items()}
         cases.append(case)
     modulated_norm_cases.check(*cases)
+    border.check()
+
+
+def branch(rng: Random) -> None:
+    dtype, border = rng.choice(DTYPES), Border(rng)
+    narrow = norm_cases.FLOATS if dtype is not F64 else (F64,)
+    tokens = [rng.choice((1, 2, 3, 40)) for _ in range(rng.randint(0, 2))]
+    size = rng.choice((1, 3, 5)), *tokens, rng.choice((8, 33, 100, 257))
+    form, scale = rng.choice(branch_cases.FORMS), rng.choice(branch_cases.SCALES)
+    options = {"scale_dtype": rng.choice(narrow), "residual_dtype": rng.choice(narrow)}
+    options |= {"p": rng.choice((0.0, 0.3)), "affine": rng.random() < 0.8}
+    if form == "alone":
+        del options["residual_dtype"]
+    cases = []
+    for draw in range(12):
+        case = branch_cases.make(form, size, dtype, scale, seed=draw, **options)
+        case.tensors = {n: border.carve(f"{n} of {draw}", t) for n, t in case.tensors.items()}
+        cases.append(case)
+    branch_cases.check(*cases)
     border.check()
 
 
@@ -465,9 +485,10 @@ def wrong(rng: Random) -> None:
 
 KINDS = {"norm": norm, "dropout": dropout, "attention": attention, "decode": decode}
 KINDS |= {"optimizer": optimizer, "wrong": wrong, "gate": gate, "linear": linear}
-KINDS |= {"modulated_norm": modulated_norm, "loss": loss, "rotary": rotary}
+KINDS |= {"modulated_norm": modulated_norm, "loss": loss, "rotary": rotary, "branch": branch}
 WEIGHTS = {"norm": 8, "dropout": 6, "attention": 5, "decode": 6, "optimizer": 5, "wrong": 58}
 WEIGHTS |= {"rotary": 6, "gate": 6, "linear": 6, "modulated_norm": 6, "loss": 6}
+WEIGHTS |= {"branch": 6}
 
 
 def kind_of(rng: Random) -> str:

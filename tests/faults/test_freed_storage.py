@@ -53,7 +53,7 @@ def modulated_norm_forward() -> tuple[Callable, dict]:
     return OPS.modulated_norm_forward, dict(
         input=x, scale=torch.randn(2, 8), shift=torch.randn(2, 8), residual=x.clone(),
         gate=torch.randn(2, 8), normalized_shape=[8], kind=0, eps=1e-5, out_dtype=None,
-        save_statistics=True,
+        save_statistics=True, row_scale=torch.ones(2), seed=seed(), dropout_p=0.5,
     )  # fmt: skip
 
 
@@ -63,7 +63,23 @@ def modulated_norm_backward() -> tuple[Callable, dict]:
         doutput=x, dresidual_out=x.clone(), x=x.clone(), scale=torch.randn(2, 8),
         shift=torch.randn(2, 8), branch=x.clone(), gate=torch.randn(2, 8), mean=x[..., 0].clone(),
         rstd=x[..., 1].clone(), normalized_shape=[8], kind=0, input_dtype=None,
-        residual_dtype=None, grad_mask=31,
+        residual_dtype=None, grad_mask=31, row_scale=torch.ones(2), seed=seed(), dropout_p=0.5,
+    )  # fmt: skip
+
+
+def branch_forward() -> tuple[Callable, dict]:
+    x = torch.randn(2, 4, 8)
+    return OPS.branch_forward, dict(
+        input=x, residual=x.clone(), column_scale=torch.randn(8), row_scale=torch.ones(2),
+        seed=seed(), p=0.5, out_dtype=None,
+    )  # fmt: skip
+
+
+def branch_backward() -> tuple[Callable, dict]:
+    x = torch.randn(2, 4, 8)
+    return OPS.branch_backward, dict(
+        doutput=x, branch=x.clone(), column_scale=torch.randn(8), row_scale=torch.ones(2),
+        seed=seed(), p=0.5, input_dtype=None, grad_mask=3,
     )  # fmt: skip
 
 
@@ -266,7 +282,7 @@ def optimizer_step() -> tuple[Callable, dict]:
 
 CALLS = [
     norm_forward, norm_backward, modulated_norm_forward, modulated_norm_backward, dropout,
-    gate_forward, gate_backward, rotary,
+    branch_forward, branch_backward, gate_forward, gate_backward, rotary,
     loss_forward, loss_backward, loss_backward_inplace,
     linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,

@@ -241,6 +241,7 @@ TRACED = {
     "norm",
     "modulated_norm",
     "dropout",
+    "branch",
     "gate",
     "loss",
     "attention",

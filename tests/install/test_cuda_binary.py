@@ -17,6 +17,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 REGISTERS = 65536  # of a multiprocessor, on all of them
 KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "dropout_forward_kernel")
 KERNELS += ("ModulatedNormForward", "ModulatedNormBackward")  # arguments of the first two
+KERNELS += ("branch_forward_kernel", "branch_backward_kernel")
 KERNELS += ("gate_forward_kernel", "gate_backward_kernel", "rotary_forward_kernel")
 KERNELS += ("loss_forward_kernel", "loss_backward_kernel")
 KERNELS += ("optimizer_step_kernel", "gradient_norm_kernel", "scale_gradients_kernel")

@@ -14,33 +14,22 @@
 //
 // A modulated norm has a weight for each group of rows, and sums of its own for each: its chunks
 // are parts of a group. What a single chunk has summed is the gradient.
+#include "cpu/branch.h"
 #include "cpu/kernels.h"
 #include "cpu/lines.h"
 #include "cpu/norm/rows.h"
 #include "cpu/parallel.h"
 #include "cpu/pieces.h"
 #include "cpu/random.h"
+#include "cpu/row_sums.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-// Enough chunks for many threads; enough rows in each for the partials to be a few percent of the
-// traffic.
-constexpr int64_t kMaxChunks = 64;
-constexpr int64_t kMinChunkRows = 32;
-constexpr int64_t kMinChunkElements = 32768;
-constexpr int64_t kRunRows = 64;
 // Of a modulated norm, most of whose groups are one chunk: nothing after a run makes its error
 // small.
 constexpr int64_t kModulatedRunRows = 32;
-
-int64_t chunks_of(int64_t rows, int64_t cols) {
-  const int64_t by_rows = rows / kMinChunkRows;
-  const int64_t by_elements = rows * cols / kMinChunkElements;
-  const int64_t most = std::clamp<int64_t>(std::min(by_rows, by_elements), 1, kMaxChunks);
-  return static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(most)));
-}
 
 int64_t accumulator_size_of(const NormBackward& args) {
   return args.x_dtype == DType::kFloat64 ? 8 : 4;
@@ -180,57 +169,23 @@ void emit(const A* dx, void* output, DType dtype, int64_t count, const Dropout* 
   });
 }
 
-// Adds the chunks' partials (chunks, stride) into one gradient (cols,): eight running sums over the
-// chunks, then a fixed tree over the eight.
-template <class A>
-void reduce_partials(const A* partials, int64_t chunks, int64_t stride, int64_t begin, int64_t end,
-                     void* output, DType dtype) {
-  visit_accumulated<A>(dtype, [&]<class T>() {
-    T* out = static_cast<T*>(output);
-    for_each_vector<A>(begin, end, [&](int64_t j, auto count) {
-      Vec<A> sum[8] = {};
-      for (int64_t c = 0; c < chunks; ++c) sum[c % 8] += load<A>(partials + c * stride + j, count);
-      for (int width = 4; width > 0; width /= 2) {
-        for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
-      }
-      store<A>(out + j, sum[0], count);
-    });
-  });
-}
-
-// What stands between dx and dinput where there is a gate, one row's tile:
-//   dinput = dx * gate, if it is wanted; dgate += dx * branch.
-template <class A>
-void emit_gated(const A* dx, const A* gate, const void* branch_, void* dinput_, DType dtype,
-                A* dgate, int64_t count) {
-  visit_accumulated<A>(dtype, [&]<class T>() {
-    const T* branch = static_cast<const T*>(branch_);
-    T* dinput = static_cast<T*>(dinput_);
-    for_each_vector<A>(0, count, [&](int64_t j, auto lanes) {
-      const Vec<A> v = load<A>(dx + j, lanes);
-      if (dinput) store<A>(dinput + j, v * load<A>(gate + j, lanes), lanes);
-      store<A>(dgate + j, fma<A>(v, load<A>(branch + j, lanes), load<A>(dgate + j, lanes)), lanes);
-    });
-  });
-}
-
 // One call's way of doing rows.
 template <class A>
 class Runner {
  public:
-  // A gate is `gated`'s, if any.
-  Runner(const NormBackward& args, int64_t run_rows, const ModulatedNormBackward* gated)
+  // What scales the branch is `scaled`'s, if any.
+  Runner(const NormBackward& args, int64_t run_rows, const ModulatedNormBackward* scaled)
       : args_(args),
         run_rows_(run_rows),
-        gated_(gated),
-        block_rows_(gated ? 1 : rows_per_block(args.cols)),
-        direct_(!gated && is_direct(args)),
+        scaled_(scaled),
+        block_rows_(scaled ? 1 : rows_per_block(args.cols)),
+        direct_(!scaled && is_direct(args)),
         kernels_(path_of<A>(args, direct_)),
         dropout_(args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{}) {}
 
   // Accumulators of one sum over rows, and of all of them.
   int64_t sum_size() const { return padded_bytes(args_.cols, sizeof(A)) / sizeof(A); }
-  int64_t sums_size() const { return (gated_ ? 3 : 2) * sum_size(); }
+  int64_t sums_size() const { return (scaled_ && scaled_->gate ? 3 : 2) * sum_size(); }
 
   // Rows [first, last): their dx, and in `total` the sums for dweight, dbias and, with a gate,
   // dgate. A chunk of one run adds straight into its total, a longer one by way of `run`.
@@ -264,6 +219,7 @@ class Runner {
                  A* dgate) const {
     const int64_t x_size = size_of(args_.x_dtype);
     int64_t branch[kRowsPerBlock] = {};  // element offsets
+    BranchScale<A> scale[kRowsPerBlock] = {};
     for (int r = 0; r < row_count; ++r) {
       const RowIndex index = row_index(args_.row_size, row + r);
       rows.doutput[r] =
@@ -275,11 +231,15 @@ class Runner {
               : nullptr;
       rows.mean[r] = args_.mean ? static_cast<const A*>(args_.mean)[row + r] : A(0);
       rows.rstd[r] = static_cast<const A*>(args_.rstd)[row + r];
-      if (gated_) {
+      if (scaled_) {
+        scale[r] = {gate, row_scale_of<A>(scaled_->row_scale, scaled_->sample_rows, row + r),
+                    args_.seed ? &dropout_ : nullptr};
         // Not read before the sums are there, and a row ends before the hardware sees a pattern.
-        branch[r] = row_offset(index, gated_->branch_stride);
-        prefetch_row(at(gated_->branch, branch[r] * size_of(args_.dinput_dtype)),
-                     args_.cols * size_of(args_.dinput_dtype));
+        branch[r] = row_offset(index, scaled_->branch_stride);
+        if (scaled_->branch && scale[r].row != A(0)) {
+          prefetch_row(at(scaled_->branch, branch[r] * size_of(args_.dinput_dtype)),
+                       args_.cols * size_of(args_.dinput_dtype));
+        }
         if (rows.dresidual_out[r]) prefetch_row(rows.dresidual_out[r], args_.cols * x_size);
       }
     }
@@ -303,10 +263,13 @@ class Runner {
       apply(rows, begin, end);
       for (int r = 0; r < row_count; ++r) {
         const int64_t element = (row + r) * args_.cols + begin;
-        if (gated_) {
-          emit_gated(dx[r], gate + begin, at(gated_->branch, (branch[r] + begin) * dinput_size),
-                     args_.dinput ? at(args_.dinput, element * dinput_size) : nullptr,
-                     args_.dinput_dtype, dgate + begin, end - begin);
+        if (scaled_) {
+          const BranchScale<A> of_tile{gate + begin, scale[r].row, scale[r].dropout};
+          branch_backward_kernel<A>(
+              dx[r], of_tile, keep, element,
+              scaled_->branch ? at(scaled_->branch, (branch[r] + begin) * dinput_size) : nullptr,
+              args_.dinput_dtype, args_.dinput ? at(args_.dinput, element * dinput_size) : nullptr,
+              args_.dinput_dtype, dgate + begin, end - begin);
         } else if (args_.dinput) {
           if (args_.seed) keep.fill(dropout_, element, end - begin);
           emit<A>(dx[r], at(args_.dinput, element * dinput_size), args_.dinput_dtype, end - begin,
@@ -326,7 +289,7 @@ class Runner {
 
   const NormBackward& args_;
   int64_t run_rows_;
-  const ModulatedNormBackward* gated_;  // null without a gate
+  const ModulatedNormBackward* scaled_;  // null where nothing scales the branch
   // With a gate a row is read and written in six tensors: of four rows at a time L1 loses some
   // (2048x1024 in bfloat16 took a third longer).
   int block_rows_;
@@ -386,7 +349,8 @@ ModulatedLayout modulated_layout(const ModulatedNormBackward& args) {
 template <class A>
 void run_modulated(const ModulatedNormBackward& args, const Plan& plan, void* workspace,
                    const Context& context) {
-  const Runner<A> runner(args, kModulatedRunRows, args.gate ? &args : nullptr);
+  const bool scales_branch = args.gate || args.row_scale || args.seed;
+  const Runner<A> runner(args, kModulatedRunRows, scales_branch ? &args : nullptr);
   const ModulatedLayout layout = modulated_layout(args);
   const int64_t chunks = layout.chunks;
   const int64_t row_size = runner.sum_size();
@@ -410,8 +374,8 @@ void run_modulated(const ModulatedNormBackward& args, const Plan& plan, void* wo
         const RowIndex index = row_index(args.group_size, group);
         weight = widened_row<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, index,
                                 args.scale_stride, args.cols, own);
-        if (args.gate) {
-          gate = widened_row<A>(args.gate, args.gate_dtype, 0.0, 0.0, index, args.gate_stride,
+        if (scales_branch) {
+          gate = widened_row<A>(args.gate, args.gate_dtype, 0.0, 1.0, index, args.gate_stride,
                                 args.cols, own + row_size);
         }
       }
@@ -477,7 +441,7 @@ Plan plan_modulated(const ModulatedNormBackward& args, const Machine& machine) {
   const ModulatedLayout layout = modulated_layout(args);
   Plan plan = plan_norm_backward(args, machine);
   plan.splits = args.groups * layout.chunks;
-  if (args.gate) plan.rows_per_tile = 1;
+  if (args.gate || args.row_scale || args.seed) plan.rows_per_tile = 1;
   plan.threads = std::clamp<int64_t>(plan.splits, 1, plan.threads);
   plan.workspace_bytes = layout.slots.end(plan.threads);
   return plan;

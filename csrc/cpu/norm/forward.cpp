@@ -7,9 +7,11 @@
 // (+ residual + residual_out). Done when it runs at the speed of a copy of that size.
 //
 // A modulated norm has a weight and a bias, 1 + scale and shift, for each group of rows: a thread
-// widens them when it comes to a group, and its rows go the same way.
+// widens them when it comes to a group, and its rows go the same way. So do those of a norm whose
+// branch is scaled, all of one group.
 #include <cmath>
 
+#include "cpu/branch.h"
 #include "cpu/kernels.h"
 #include "cpu/norm/rows.h"
 #include "cpu/parallel.h"
@@ -140,22 +142,6 @@ void add_row(const void* input_, const void* residual_, void* sum_, int64_t cols
   }
 }
 
-// residual_out = residual + gate * input, one row.
-template <class A, class T, class R>
-void add_gated_row(const void* input_, const void* residual_, void* sum_, int64_t cols,
-                   const A* gate) {
-  const T* input = static_cast<const T*>(input_);
-  const R* residual = static_cast<const R*>(residual_);
-  R* sum = static_cast<R*>(sum_);
-  for_each_vector<A>(0, cols, [&](int64_t j, auto count) {
-    prefetch_ahead(input + j);
-    prefetch_ahead(residual + j);
-    const Vec<A> branch = load<A>(input + j, count);
-    store<A>(sum + j, fma<A>(load<A>(gate + j, count), branch, load<A>(residual + j, count)),
-             count);
-  });
-}
-
 template <class A>
 struct ForwardKernels {
   void (*block)(const ForwardRows<A>&);
@@ -174,13 +160,14 @@ ForwardKernels<A> kernels_of(const NormForward& args) {
 
 using AddRow = void (*)(const void*, const void*, void*, int64_t, const Dropout&, int64_t);
 template <class A>
-using AddGatedRow = void (*)(const void*, const void*, void*, int64_t, const A*);
+using AddBranchRow = void (*)(const void*, const void*, void*, int64_t, const BranchScale<A>&,
+                              int64_t);
 
 template <class A>
 struct ForwardPath {
   ForwardKernels<A> kernels;
   AddRow add_row;
-  AddGatedRow<A> add_gated_row = nullptr;
+  AddBranchRow<A> add_branch_row = nullptr;
 };
 
 template <class A>
@@ -206,7 +193,9 @@ template <class A>
 struct Shared {
   const A* weight;          // (cols,)
   const A* bias;            // (cols,) or null
-  const A* gate = nullptr;  // (cols,) or null
+  const A* gate = nullptr;  // (cols,) or null where nothing scales the branch
+  const void* row_scale = nullptr;
+  int64_t sample_rows = 0;
 };
 
 template <class A>
@@ -230,7 +219,10 @@ void run_rows(const NormForward& args, const ForwardPath<A>& path, const Shared<
         char* sum = residual_out + (row + r) * residual_out_row_bytes;
         const char* above = residual + row_offset(index, args.residual_stride) * residual_size;
         if (shared.gate) {
-          path.add_gated_row(x, above, sum, args.cols, shared.gate);
+          const A factor = row_scale_of<A>(shared.row_scale, shared.sample_rows, row + r);
+          path.add_branch_row(x, above, sum, args.cols,
+                              {shared.gate, factor, args.seed ? &dropout : nullptr},
+                              (row + r) * args.cols);
         } else {
           path.add_row(x, above, sum, args.cols, dropout, (row + r) * args.cols);
         }
@@ -269,10 +261,15 @@ template <class A>
 void run_modulated(const ModulatedNormForward& args, const Plan& plan, void* workspace,
                    const Context& context) {
   ForwardPath<A> path = path_of<A>(args);
-  path.add_gated_row = visit_accumulated<A>(args.input_dtype, [&]<class T>() {
-    return visit_accumulated<A>(
-        args.residual_dtype, [&]<class R>() -> AddGatedRow<A> { return add_gated_row<A, T, R>; });
+  path.add_branch_row = visit_accumulated<A>(args.input_dtype, [&]<class T>() {
+    return visit_accumulated<A>(args.residual_dtype, [&]<class R>() {
+      return visit_accumulated<A>(args.residual_out_dtype, [&]<class O>() -> AddBranchRow<A> {
+        return branch_forward_kernel<A, T, R, O>;
+      });
+    });
   });
+  const bool scales_branch = args.gate || args.row_scale || args.seed;
+  const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
   const int64_t row_bytes = padded_bytes(args.cols, sizeof(A));
   const Slots slots{.begin = 0, .bytes = kModulators * row_bytes};
   const int64_t share = ceil_div(args.rows, plan.threads);
@@ -289,11 +286,13 @@ void run_modulated(const ModulatedNormForward& args, const Plan& plan, void* wor
         shared.bias = widened_row<A>(args.bias, args.bias_dtype, 0.0, 0.0, index, args.shift_stride,
                                      args.cols, own + row_bytes / sizeof(A));
       }
-      if (args.gate) {
-        shared.gate = widened_row<A>(args.gate, args.gate_dtype, 0.0, 0.0, index, args.gate_stride,
+      if (scales_branch) {
+        shared.gate = widened_row<A>(args.gate, args.gate_dtype, 0.0, 1.0, index, args.gate_stride,
                                      args.cols, own + 2 * row_bytes / sizeof(A));
+        shared.row_scale = args.row_scale;
+        shared.sample_rows = args.sample_rows;
       }
-      run_rows(args, path, shared, Dropout{}, row, last);
+      run_rows(args, path, shared, dropout, row, last);
     }
   });
 }

@@ -6,6 +6,7 @@
 #include <array>
 
 #include "core/visit.h"
+#include "cpu/row_sums.h"
 #include "cpu/sums.h"
 #include "cpu/vec.h"
 #include "ops/norm.h"
@@ -45,11 +46,6 @@ ONEPASS_INLINE void for_each_row_block(int64_t begin, int64_t end, int block_row
   for (; row < end; ++row) block(row, std::integral_constant<int, 1>{});
 }
 
-// Bytes of cols accumulators, rounded up to a multiple of 64.
-inline int64_t padded_bytes(int64_t cols, int64_t accumulator_size) {
-  return (cols * accumulator_size + 63) / 64 * 64;
-}
-
 // Whether source + offset is there already, as accumulators.
 inline bool is_wide(const void* source, DType dtype, double offset, int64_t accumulator_size) {
   return source && offset == 0.0 && size_of(dtype) == accumulator_size;
@@ -85,6 +81,7 @@ inline void prefetch_row(const void* row, int64_t bytes) {
 template <class A>
 const A* widened_row(const void* source, DType dtype, double offset, double missing,
                      const RowIndex& group, const RowStride& stride, int64_t cols, A* buffer) {
+  if (!source) return widened<A>(source, dtype, offset, missing, cols, buffer);
   const char* row = static_cast<const char*>(source) + row_offset(group, stride) * size_of(dtype);
   prefetch_row(row + kPrefetchBytes, cols * size_of(dtype));
   return widened<A>(row, dtype, offset, missing, cols, buffer);

@@ -10,7 +10,9 @@
 //
 // A modulated norm has a weight for each group of rows, scale, and sums of its own for each: a part
 // is one of a group's rows. Where it is all of them, its sums are the gradients. With a gate,
-// dx * gate is what is written of dx, and dx * branch is summed as well.
+// dx * gate is what is written of dx, and dx * branch is summed as well; a factor of the row and
+// dropout stand before both, and a branch whose factor is 0 is not read. A norm whose branch is
+// scaled is one of a single group.
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/norm/backward_rows.cuh"
@@ -40,9 +42,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   typename Types::Kept* parked =
       kIsParked<kPacks> ? shared.take<typename Types::Kept>(kPacks * blockDim.x) : nullptr;
   BlockConstants* constants = shared.take<BlockConstants>(1);
-  // Of a row that the whole block has: mean and rstd of even and of odd ones, read one row ahead by
-  // one thread. The barrier that sums the row's means stands between that and their use.
-  A* statistics = shared.take<A>(4);
+  // Of a row that the whole block has: mean and rstd (and factor) of even and of odd ones, read one
+  // row ahead by one thread. The barrier that sums the row's means stands between that and their
+  // use.
+  A* statistics = shared.take<A>(kStatistics<Args>);
   A* gates = nullptr;
   if constexpr (kIsModulated<Args>) {
     if (args.gate) gates = shared.take<A>(row_elements);
@@ -52,6 +55,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t row = constants->first_row + r;
     statistics[2 * (r & 1)] = read_once(at_row<A>(args.mean, row), true);
     statistics[2 * (r & 1) + 1] = read_once(at_row<A>(args.rstd, row), true);
+    if constexpr (kIsModulated<Args>) {
+      const A* scale = at_row<A>(args.row_scale, sample_of(args, *constants, row));
+      statistics[4 + (r & 1)] = scale ? read_once(scale, true) : A(1);
+    }
   };
   if (thread == 0) *constants = constants_of(args, blockIdx.x, gridDim.x);
   read_ahead(0);
@@ -93,13 +100,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       ONEPASS_UNROLL
       for (int p = 0; p < kPacks; ++p) load_packs(p);
     }
-    A mean, rstd;
+    A mean, rstd, factor = 1;
     if (threads_per_row > kLanes) {
       mean = statistics[2 * (r & 1)], rstd = statistics[2 * (r & 1) + 1];
+      if constexpr (kIsModulated<Args>) factor = statistics[4 + (r & 1)];
       read_ahead(r + 1);
     } else {
       mean = read_once(at_row<A>(args.mean, row)), rstd = read_once(at_row<A>(args.rstd, row));
       mean = broadcast(mean), rstd = broadcast(rstd);
+      if constexpr (kIsModulated<Args>) {
+        factor = row_factor<A>(args.row_scale, sample_of(args, *constants, row));
+      }
     }
     A means[2] = {};  // of g * (x - mean), of g
     ONEPASS_UNROLL
@@ -131,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       staged_pack(weights, columns, p, weight);
       const auto load_gate = [&](A(&gate)[kPack]) { staged_pack(gates, columns, p, gate); };
       apply_pack<Types>(args, constants->dropout, kept >> p * kPack & 0xffu, offsets, index,
-                        columns, p, doutput[p], x[p], weight, load_gate, mean, rstd, of_row,
+                        columns, p, doutput[p], x[p], weight, load_gate, factor, mean, rstd, of_row,
                         dweight[p], dbias[p], dgate[p]);
     }
   }
@@ -249,36 +260,23 @@ __global__ void __launch_bounds__(kColumnsThreads<Args, typename Types::A>, 1)
     A mean = read_once(at_row<A>(args.mean, row)), rstd = read_once(at_row<A>(args.rstd, row));
     of_row = {broadcast(of_row.g), broadcast(of_row.gh)};
     mean = broadcast(mean), rstd = broadcast(rstd);
+    A factor = 1;
+    if constexpr (kIsModulated<Args>) {
+      factor = row_factor<A>(args.row_scale, sample_of(args, *constants, row));
+    }
     A weight[kPack];
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) weight[e] = weights[e * kColumnsThreads<Args, A>];
     const uint32_t kept =
         args.seed ? keep_bits(constants->dropout, offsets.dense, columns, pack) : 0;
     apply_pack<Types>(args, constants->dropout, kept, offsets, index, columns, pack, doutput, x,
-                      weight, load_gate, mean, rstd, of_row, dweight, dbias, dgate);
+                      weight, load_gate, factor, mean, rstd, of_row, dweight, dbias, dgate);
   }
   store_sums(args, partials + part * kSums<Args> * args.cols, part, parts, columns, pack, dweight,
              dbias, dgate);
 }
 
-template <class A>
-__device__ __forceinline__ void store_gradient(void* base, DType dtype, int64_t column, A value) {
-  if constexpr (sizeof(A) == 8) {
-    store_global(static_cast<double*>(base) + column, value);
-  } else {
-    visit_dtype_up_to_float32(dtype, [&]<class T>() {
-      if constexpr (__is_same(T, float)) {
-        store_global(static_cast<float*>(base) + column, value);
-      } else {
-        const uint32_t pair = narrow_pair<T>(value, value);
-        store_global(static_cast<T*>(base) + column, T{static_cast<uint16_t>(pair)});
-      }
-    });
-  }
-}
-
-// Adds up the parts: a block has kReduceColumns columns of one of the sums, a warp every
-// kMaxWarps-th part of them, in four running sums; the warps' sums are added in order.
+// Adds up the parts: a block has kReduceColumns columns of one of the sums.
 constexpr int kReduceColumns = kLanes;
 
 // `parts`: of a group, which are as many blocks apart as there are columns to a group.
@@ -302,22 +300,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (!target) return;
   SharedMemory shared;
   A* sums = shared.take<A>(kMaxThreads);  // (warps, columns)
-  constexpr int kChains = 4;
-  A sum[kChains] = {};
-  for (int64_t first = warp; first < parts; first += kChains * kMaxWarps) {
-    ONEPASS_UNROLL
-    for (int i = 0; i < kChains; ++i) {
-      const int64_t part = first + i * kMaxWarps;
-      if (part < parts && column < args.cols) {
-        sum[i] += load_global(partials + (part * kSums<Args> + which) * args.cols + column);
-      }
-    }
-  }
-  sums[threadIdx.x] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-  __syncthreads();
-  if (warp > 0 || column >= args.cols) return;
-  A total = 0;
-  for (int w = 0; w < kMaxWarps; ++w) total += sums[w * kLanes + threadIdx.x];
+  const bool has_column = column < args.cols;
+  const A total = sum_of_parts(partials + which * args.cols + column, parts,
+                               kSums<Args> * args.cols, has_column, sums);
+  if (warp > 0 || !has_column) return;
   DType dtype = which == 0 ? args.dweight_dtype : args.dbias_dtype;
   if constexpr (kIsModulated<Args>) {
     if (which == 2) dtype = args.gate_dtype;
@@ -449,9 +435,9 @@ void run_backward(const Args& args, const Plan& plan, const Geometry& geometry, 
     LaunchShape shape{.blocks = parts, .threads = static_cast<unsigned>(geometry.threads)};
     if (args.rows > 0 && geometry.packs > 0) {
       const int64_t arrays = (geometry.rows_per_block() > 1 ? kSums<Args> : 1) + gates;
-      shape.shared_bytes =
-          sizeof(BlockConstants) +
-          (4 + 2 * kReduceScratch<2> + arrays * geometry.row_elements()) * sizeof(A);
+      shape.shared_bytes = sizeof(BlockConstants) + (kStatistics<Args> + 2 * kReduceScratch<2> +
+                                                     arrays * geometry.row_elements()) *
+                                                        sizeof(A);
       visit_geometry<kBackwardPacks<Args, Types>>(geometry, [&]<int kPacks, bool kAligned>() {
         if (kIsParked<kPacks>) {
           shape.shared_bytes += kPacks * geometry.threads * sizeof(typename Types::Kept);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/norm/geometry.cuh"
+#include "cuda/row_sums.cuh"
 
 namespace onepass::cuda {
 
@@ -14,12 +15,13 @@ struct RowMeans {
 };
 
 // What every thread of a block would hold, kept in shared memory because registers are short.
-struct BlockConstants {
+struct alignas(16) BlockConstants {
   int64_t first_row;
   int rows;
   Dropout dropout;
   double per_size[kRowDims];  // 1 / size of the rows' dimensions
   double per_column;          // 1 / cols
+  double per_sample_row = 1;  // 1 / the rows that share a factor
 
   // A part of rows, which are those from `first` on: a function of the shape and of the number of
   // parts.
@@ -42,7 +44,9 @@ __device__ __forceinline__ BlockConstants constants_of(const ModulatedNormBackwa
                                                        int64_t part, int64_t parts) {
   const int64_t each = parts / args.groups;
   const int64_t group = part / each;
-  return BlockConstants(args, part - group * each, each, args.tokens, group * args.tokens);
+  BlockConstants constants(args, part - group * each, each, args.tokens, group * args.tokens);
+  constants.per_sample_row = 1.0 / args.sample_rows;
+  return constants;
 }
 
 // What belongs to the columns of a part's rows.
@@ -65,17 +69,13 @@ __device__ __forceinline__ Vectors vectors_of(const ModulatedNormBackward& args,
           of_group(args, group, args.gate, args.gate_dtype, args.gate_stride)};
 }
 
+// Numbers of two rows that are read ahead, in pieces of 16 bytes.
+template <class Args>
+inline constexpr int kStatistics = kIsModulated<Args> ? 8 : 4;
+
 // Sums over rows: dweight, dbias and dgate.
 template <class Args>
 inline constexpr int kSums = kIsModulated<Args> ? 3 : 2;
-
-// n / d without the division, which is a function that needs many registers; for 0 <= n < 2^52,
-// where n * per_d is off by less than one.
-__device__ __forceinline__ int64_t quotient(int64_t n, int64_t d, double per_d) {
-  const int64_t about = static_cast<int64_t>(static_cast<double>(n) * per_d);
-  const int64_t rest = n - about * d;
-  return rest < 0 ? about - 1 : rest >= d ? about + 1 : about;
-}
 
 // row_index without divisions.
 __device__ __forceinline__ RowIndex row_index_by_inverse(const int64_t (&size)[kRowDims],
@@ -84,6 +84,12 @@ __device__ __forceinline__ RowIndex row_index_by_inverse(const int64_t (&size)[k
   const int64_t outer = quotient(row, size[2], per_size[2]);
   const int64_t outermost = quotient(outer, size[1], per_size[1]);
   return {{outermost, outer - outermost * size[1], row - outer * size[2]}};
+}
+
+// Whose factor a row has; 0 where none is read.
+__device__ __forceinline__ int64_t sample_of(const ModulatedNormBackward& args,
+                                             const BlockConstants& constants, int64_t row) {
+  return args.row_scale ? quotient(row, args.sample_rows, constants.per_sample_row) : 0;
 }
 
 // Element offsets of a row in its tensors.
@@ -101,15 +107,16 @@ struct RowOffsets {
         dense(row * args.cols) {}
 };
 
-// dx of one pack, and what it adds to the sums; load_gate is called where there is a gate.
+// dx of one pack, and what it adds to the sums; load_gate is called where there is a gate, and
+// `factor` is the branch's.
 template <class Types, class Args, class Columns>
 __device__ __forceinline__ void apply_pack(
     const Args& args, const Dropout& dropout, uint32_t kept, const RowOffsets& row,
     const RowIndex& index, const Columns& columns, auto pack, const typename Types::Kept& doutput,
     const typename Types::Kept& x, const typename Types::A* weight, auto&& load_gate,
-    typename Types::A mean, typename Types::A rstd, const RowMeans<typename Types::A>& means,
-    typename Types::A (&dweight)[kPack], typename Types::A (&dbias)[kPack],
-    typename Types::A (&dgate)[kPack]) {
+    typename Types::A factor, typename Types::A mean, typename Types::A rstd,
+    const RowMeans<typename Types::A>& means, typename Types::A (&dweight)[kPack],
+    typename Types::A (&dbias)[kPack], typename Types::A (&dgate)[kPack]) {
   using A = typename Types::A;
   A dx[kPack];
   ONEPASS_UNROLL
@@ -133,7 +140,12 @@ __device__ __forceinline__ void apply_pack(
                  Types::round(dx, args.dresidual_dtype));
   }
   if constexpr (kIsModulated<Args>) {
-    if (args.gate) {
+    if (args.row_scale) {
+      ONEPASS_UNROLL
+      for (int e = 0; e < kPack; ++e) dx[e] = factor == A(0) ? A(0) : dx[e] * factor;
+    }
+    if (args.seed) drop(dropout, kept, dx);
+    if (args.gate && factor != A(0)) {
       const auto branch = Types::load(args.branch, args.branch_dtype,
                                       row_offset(index, args.branch_stride), columns, pack);
       A gate[kPack];
@@ -146,47 +158,17 @@ __device__ __forceinline__ void apply_pack(
     }
   }
   if (args.dinput) {
-    if (args.seed) drop(dropout, kept, dx);
+    if constexpr (!kIsModulated<Args>) {
+      if (args.seed) drop(dropout, kept, dx);
+    }
     Types::store(args.dinput, args.dinput_dtype, row.dense, columns, pack,
                  Types::round(dx, args.dinput_dtype));
   }
 }
 
-// A value of the row, read by one lane of each warp or by one thread alone; a missing one is 0.
-template <class A>
-__device__ __forceinline__ A read_once(const A* address, bool reads) {
-  return address && reads ? load_global(address) : A(0);
-}
-
-template <class A>
-__device__ __forceinline__ A read_once(const A* address) {
-  return read_once(address, threadIdx.x % kLanes == 0);
-}
-
-template <class A>
-__device__ __forceinline__ A broadcast(A value) {
-  return __shfl_sync(kAllLanes, value, 0);
-}
-
 template <class A>
 __device__ __forceinline__ const A* at_row(const void* base, int64_t row) {
   return base ? static_cast<const A*>(base) + row : nullptr;
-}
-
-// One pack of a gradient that a part has all of.
-template <class A, class Columns>
-__device__ __forceinline__ void store_values(void* base, DType dtype, int64_t offset,
-                                             const Columns& columns, auto pack,
-                                             const A (&value)[kPack]) {
-  if (!base) return;
-  if constexpr (sizeof(A) == 8) {
-    Same<double>::store(base, dtype, offset, columns, pack, narrow<double>(value));
-  } else {
-    Mixed::Kept kept;
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) kept.element[e] = value[e];
-    Mixed::store(base, dtype, offset, columns, pack, kept);
-  }
 }
 
 // One pack of a part's sums, (kSums, cols), or of the gradients.

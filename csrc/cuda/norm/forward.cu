@@ -6,10 +6,12 @@
 // Bytes per element: input + output (+ residual + residual_out); per block and column weight and
 // bias; per row the statistics. Done when it runs at the speed of a copy of as many bytes.
 //
-// A modulated norm reads those of its rows' group, scale and shift, and gate in front of the add.
+// A modulated norm reads those of its rows' group, scale and shift, and gate in front of the add. A
+// norm whose branch is scaled is one of a single group; a branch whose factor is 0 is not read.
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/norm/geometry.cuh"
+#include "cuda/row_sums.cuh"
 
 namespace onepass::cuda {
 namespace {
@@ -69,11 +71,22 @@ __device__ __forceinline__ typename Types::Kept load_residual(const NormForward&
                      columns, pack);
 }
 
-// x of one pack with a residual: residual + dropout(input), or residual + gate * input, rounded to
-// residual_out, which is written.
+// The branch's factor of a row; 1 in a plain norm.
+template <class A>
+__device__ __forceinline__ A factor_of(const NormForward&, int64_t) {
+  return A(1);
+}
+template <class A>
+__device__ __forceinline__ A factor_of(const ModulatedNormForward& args, int64_t row) {
+  return args.row_scale ? row_factor<A>(args.row_scale, row / args.sample_rows) : A(1);
+}
+
+// x of one pack with a residual: residual + dropout(input), or residual + factor * gate *
+// dropout(input), rounded to residual_out, which is written.
 template <class Types, class Args, class Columns>
 __device__ __forceinline__ typename Types::Kept add_pack(const Args& args, const auto& vectors,
-                                                         const Dropout& dropout, int64_t row,
+                                                         const Dropout& dropout,
+                                                         typename Types::A factor, int64_t row,
                                                          const Columns& columns, auto pack,
                                                          const typename Types::Kept& input,
                                                          const typename Types::Kept& residual) {
@@ -81,11 +94,15 @@ __device__ __forceinline__ typename Types::Kept add_pack(const Args& args, const
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) sum[e] = Types::value(input, e);
   if constexpr (kIsModulated<Args>) {
-    typename Types::A gate[kPack];
-    load_values(vectors.gate, args.gate_dtype, typename Types::A(1), columns, pack, gate);
+    // Before the gate: the generator needs many registers.
+    if (args.seed) drop(dropout, keep_bits(dropout, row * args.cols, columns, pack), sum);
+    typename Types::A gate[kPack] = {};
+    if (factor != typename Types::A(0)) {
+      load_values(vectors.gate, args.gate_dtype, typename Types::A(1), columns, pack, gate);
+    }
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
-      sum[e] = multiply_add(sum[e], gate[e], Types::value(residual, e));
+      sum[e] = multiply_add(sum[e] * factor, gate[e], Types::value(residual, e));
     }
   } else {
     if (args.seed) drop(dropout, keep_bits(dropout, row * args.cols, columns, pack), sum);
@@ -156,11 +173,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const auto& vectors = vectors_of(args, static_cast<int64_t>(blockIdx.x) * rows_per_block);
 
   // All loads of the row before anything waits for one of them.
-  typename Types::Kept x[kPacks];
+  typename Types::Kept x[kPacks] = {};
   typename Types::Kept residual[kPacks];
+  const A factor = has_row ? factor_of<A>(args, row) : A(0);
   if (has_row) {
-    ONEPASS_UNROLL
-    for (int p = 0; p < kPacks; ++p) x[p] = load_input<Types>(args, index, columns, p);
+    if (factor != A(0)) {
+      ONEPASS_UNROLL
+      for (int p = 0; p < kPacks; ++p) x[p] = load_input<Types>(args, index, columns, p);
+    }
     if (args.residual) {
       ONEPASS_UNROLL
       for (int p = 0; p < kPacks; ++p) residual[p] = load_residual<Types>(args, index, columns, p);
@@ -182,7 +202,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const Dropout dropout = load_dropout(args.seed, args.dropout_p);
     ONEPASS_UNROLL
     for (int p = 0; p < kPacks; ++p) {
-      x[p] = add_pack<Types>(args, vectors, dropout, row, columns, p, x[p], residual[p]);
+      x[p] = add_pack<Types>(args, vectors, dropout, factor, row, columns, p, x[p], residual[p]);
     }
   }
   const A n = static_cast<A>(args.cols);
@@ -245,12 +265,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
   const RowIndex index = row_index(args.row_size, row);
   const Dropout dropout = load_dropout(args.seed, args.dropout_p);
   const auto& vectors = vectors_of(args, row);
+  const A factor = factor_of<A>(args, row);
 
   Moments<A> moments{};
   for (int64_t p = 0; columns.reaches(p); ++p) {
-    auto x = load_input<Types>(args, index, columns, p);
+    typename Types::Kept x{};
+    if (factor != A(0)) x = load_input<Types>(args, index, columns, p);
     if (args.residual) {
-      x = add_pack<Types>(args, vectors, dropout, row, columns, p, x,
+      x = add_pack<Types>(args, vectors, dropout, factor, row, columns, p, x,
                           load_residual<Types>(args, index, columns, p));
     }
     // Around the first element, so that equal ones have deviations of exactly zero.

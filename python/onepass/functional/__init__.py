@@ -3,7 +3,7 @@
 import onepass._ops  # noqa: F401, first: says what is wrong with a broken installation
 from onepass.functional.attention import scaled_dot_product_attention, varlen_attention
 from onepass.functional.attention_decode import attention_with_kv_cache, merge_attention_states
-from onepass.functional.dropout import add_dropout, dropout
+from onepass.functional.dropout import add_dropout, drop_path_scale, dropout
 from onepass.functional.gate import gated_activation, gelu_mul, silu_mul
 from onepass.functional.linear import linear
 from onepass.functional.loss import cross_entropy
@@ -23,6 +23,7 @@ __all__ = [
     "add_rms_norm",
     "attention_with_kv_cache",
     "cross_entropy",
+    "drop_path_scale",
     "dropout",
     "gated_activation",
     "gelu_mul",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from onepass._arguments import check_arguments
-from onepass._ops.dropout import dropout
-from onepass._ops.modulated_norm import modulated_norm
+from onepass._ops.dropout import add_scaled, dropout
+from onepass._ops.modulated_norm import modulated_norm, scaled_add_norm
 from onepass._ops.norm import NormKind, norm
 
 
@@ -117,10 +117,13 @@ def add_layer_norm(
     dropout_p: float = 0.0,
     training: bool = True,
     residual_dtype: torch.dtype | None = None,
+    column_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Residual add and layer norm in one pass over memory, as in a pre-norm transformer block.
 
-    ``residual_out = residual + dropout(input)``, ``y = layer_norm(residual_out)``.
+    ``residual_out = residual + row_scale * column_scale * dropout(input)``, ``y =
+    layer_norm(residual_out)``.
 
     Args:
         input: the branch, shape (*, *normalized_shape).
@@ -132,12 +135,15 @@ def add_layer_norm(
             regenerates it.
         training: False turns dropout off.
         residual_dtype: dtype of residual_out; None is residual's.
+        column_scale: LayerScale's gamma, shape normalized_shape; as in `add_dropout`.
+        row_scale: DropPath's factor of each sample, shape (batch,); as in `add_dropout`.
 
     Returns:
         (y, residual_out): y in input's dtype, residual_out in residual_dtype.
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+            row_scale requires a gradient.
         TypeError: an argument is of a wrong type.
         ValueError: dropout_p is outside [0, 1].
 
@@ -158,6 +164,8 @@ def add_layer_norm(
             normalized_shape,
             _active_p("add_layer_norm", dropout_p, training),
             residual_dtype,
+            column_scale,
+            row_scale,
             kind=NormKind.LAYER,
             eps=eps,
         )
@@ -177,11 +185,13 @@ def add_rms_norm(
     dropout_p: float = 0.0,
     training: bool = True,
     residual_dtype: torch.dtype | None = None,
+    column_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Residual add and RMS norm in one pass over memory.
 
-    ``residual_out = residual + dropout(input)``, ``y = rms_norm(residual_out)``. Arguments, results
-    and errors as in `add_layer_norm` and `rms_norm`.
+    ``residual_out = residual + row_scale * column_scale * dropout(input)``, ``y =
+    rms_norm(residual_out)``. Arguments, results and errors as in `add_layer_norm` and `rms_norm`.
 
     Examples:
         >>> branch, stream = torch.randn(4, 512).bfloat16(), torch.randn(4, 512)
@@ -199,6 +209,8 @@ def add_rms_norm(
             normalized_shape,
             _active_p("add_rms_norm", dropout_p, training),
             residual_dtype,
+            column_scale,
+            row_scale,
             kind=NormKind.RMS,
             eps=eps,
             weight_offset=weight_offset,
@@ -307,13 +319,28 @@ def _add_norm(
     normalized_shape: int | Sequence[int],
     dropout_p: float,
     residual_dtype: torch.dtype | None,
+    column_scale: Tensor | None,
+    row_scale: Tensor | None,
     **options,
 ) -> tuple[Tensor, Tensor]:
+    is_scaled = not (column_scale is None and row_scale is None)
     if residual is not None:
         options |= {"dropout_p": dropout_p, "residual_dtype": residual_dtype}
-        return norm(input, residual, weight, bias, normalized_shape, **options)
+        if not is_scaled:
+            return norm(input, residual, weight, bias, normalized_shape, **options)
+        scales = {"column_scale": column_scale, "row_scale": row_scale}
+        return scaled_add_norm(input, residual, weight, bias, normalized_shape, **options, **scales)
     stream_dtype = residual_dtype or input.dtype
-    stream = dropout(input, dropout_p, stream_dtype) if dropout_p else input.to(stream_dtype)
+    if is_scaled:
+        row = input
+        if column_scale is not None and column_scale.dim() > 1:  # of several dimensions
+            row, column_scale = input.flatten(-column_scale.dim()), column_scale.flatten()
+        stream = add_scaled(row, None, dropout_p, column_scale, row_scale, stream_dtype)
+        stream = stream.reshape(input.shape)
+    elif dropout_p:
+        stream = dropout(input, dropout_p, stream_dtype)
+    else:
+        stream = input.to(stream_dtype)
     # Under CUDA's autocast the norm chooses, as it does with a residual.
     chosen = None if input.is_cuda and torch.is_autocast_enabled("cuda") else input.dtype
     y, _ = norm(stream, None, weight, bias, normalized_shape, out_dtype=chosen, **options)

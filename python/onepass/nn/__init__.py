@@ -3,7 +3,7 @@
 import onepass.functional  # noqa: F401, first: says what is wrong with a broken installation
 from onepass._compiling import refuse_script
 from onepass.nn.attention import MultiheadAttention
-from onepass.nn.dropout import Dropout
+from onepass.nn.dropout import Dropout, DropPath, LayerScale
 from onepass.nn.gate import GatedMLP
 from onepass.nn.linear import Linear
 from onepass.nn.loss import CrossEntropyLoss
@@ -21,9 +21,11 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "CrossEntropyLoss",
+    "DropPath",
     "Dropout",
     "GatedMLP",
     "LayerNorm",
+    "LayerScale",
     "Linear",
     "ModulatedLayerNorm",
     "ModulatedRMSNorm",

@@ -40,8 +40,9 @@ class RMSNorm(torch.nn.RMSNorm):
 class AddLayerNorm(torch.nn.LayerNorm):
     """Residual add and layer norm in one pass; see `onepass.functional.add_layer_norm`.
 
-    Parameters and state_dict keys are those of `torch.nn.LayerNorm`; called with (input, residual),
-    returns (y, residual_out). A residual of None is as in the function.
+    Parameters and state_dict keys are those of `torch.nn.LayerNorm`; called with (input, residual)
+    and, where the branch has them, column_scale and row_scale, returns (y, residual_out). A
+    residual of None is as in the function.
 
     Args:
         dropout_p: probability of dropping an element of input before the add, while training.
@@ -61,7 +62,13 @@ class AddLayerNorm(torch.nn.LayerNorm):
         self.dropout_p = dropout_p
         self.residual_dtype = residual_dtype
 
-    def forward(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        column_scale: Tensor | None = None,
+        row_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         return functional.add_layer_norm(
             input,
             residual,
@@ -72,6 +79,8 @@ class AddLayerNorm(torch.nn.LayerNorm):
             dropout_p=self.dropout_p,
             training=self.training,
             residual_dtype=self.residual_dtype,
+            column_scale=column_scale,
+            row_scale=row_scale,
         )
 
     def extra_repr(self) -> str:
@@ -81,8 +90,9 @@ class AddLayerNorm(torch.nn.LayerNorm):
 class AddRMSNorm(torch.nn.RMSNorm):
     """Residual add and RMS norm in one pass; see `onepass.functional.add_rms_norm`.
 
-    Parameters and state_dict keys are those of `torch.nn.RMSNorm`; called with (input, residual),
-    returns (y, residual_out). A residual of None is as in the function.
+    Parameters and state_dict keys are those of `torch.nn.RMSNorm`; called with (input, residual)
+    and, where the branch has them, column_scale and row_scale, returns (y, residual_out). A
+    residual of None is as in the function.
 
     Args:
         weight_offset: added to the weight: 1.0 for models that store the weight minus one.
@@ -110,7 +120,13 @@ class AddRMSNorm(torch.nn.RMSNorm):
         self.dropout_p = dropout_p
         self.residual_dtype = residual_dtype
 
-    def forward(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        column_scale: Tensor | None = None,
+        row_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         return functional.add_rms_norm(
             input,
             residual,
@@ -121,6 +137,8 @@ class AddRMSNorm(torch.nn.RMSNorm):
             dropout_p=self.dropout_p,
             training=self.training,
             residual_dtype=self.residual_dtype,
+            column_scale=column_scale,
+            row_scale=row_scale,
         )
 
     def extra_repr(self) -> str:

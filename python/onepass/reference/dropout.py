@@ -69,6 +69,23 @@ def dropout(input: Tensor, p: float, seed: Tensor) -> Tensor:
     return input * factor.reshape(input.shape)
 
 
-def add_dropout(input: Tensor, residual: Tensor, p: float, seed: Tensor) -> Tensor:
-    """residual + dropout(input), in residual's dtype."""
-    return (residual + dropout(input, p, seed)).to(residual.dtype)
+def add_dropout(
+    input: Tensor, residual: Tensor, p: float, seed: Tensor, *, column_scale=None, row_scale=None
+) -> Tensor:
+    """residual + row_scale * column_scale * dropout(input), in residual's dtype."""
+    branch = input if seed is None else dropout(input, p, seed)
+    return (residual + scaled(branch, column_scale, row_scale)).to(residual.dtype)
+
+
+def scaled(branch: Tensor, column_scale=None, row_scale=None) -> Tensor:
+    """row_scale * column_scale * branch: LayerScale and DropPath.
+
+    column_scale has the shape of the last dimensions, row_scale a factor for each index of the
+    first one. What has the factor 0 is 0, whatever the branch holds.
+    """
+    if column_scale is not None:
+        branch = branch * column_scale
+    if row_scale is None:
+        return branch
+    factor = row_scale.reshape(-1, *(1 for _ in branch.shape[1:])).to(branch.dtype)
+    return torch.where(factor == 0, torch.zeros_like(branch), branch * factor)

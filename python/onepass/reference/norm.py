@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass.reference.dropout import dropout
+from onepass.reference.dropout import dropout, scaled
 
 
 def layer_norm(input: Tensor, normalized_shape, weight=None, bias=None, eps: float = 1e-5):
@@ -41,9 +41,12 @@ def add_layer_norm(
     dropout_p: float = 0.0,
     seed=None,
     residual_dtype=None,
+    column_scale=None,
+    row_scale=None,
 ):
-    """residual_out = residual + dropout(input); (layer_norm(residual_out), residual_out)."""
-    x = _add(input, residual, dropout_p, seed, residual_dtype)
+    """residual_out = residual + row_scale * column_scale * dropout(input);
+    (layer_norm(residual_out), residual_out)."""
+    x = _add(input, residual, dropout_p, seed, residual_dtype, column_scale, row_scale)
     return layer_norm(x, normalized_shape, weight, bias, eps).to(input.dtype), x
 
 
@@ -58,9 +61,12 @@ def add_rms_norm(
     dropout_p: float = 0.0,
     seed=None,
     residual_dtype=None,
+    column_scale=None,
+    row_scale=None,
 ):
-    """residual_out = residual + dropout(input); (rms_norm(residual_out), residual_out)."""
-    x = _add(input, residual, dropout_p, seed, residual_dtype)
+    """residual_out = residual + row_scale * column_scale * dropout(input);
+    (rms_norm(residual_out), residual_out)."""
+    x = _add(input, residual, dropout_p, seed, residual_dtype, column_scale, row_scale)
     y = rms_norm(x, normalized_shape, weight, eps, weight_offset=weight_offset)
     return y.to(input.dtype), x
 
@@ -80,24 +86,27 @@ def modulated_rms_norm(
     return _modulated(input, normalized_shape, scale, shift, eps, residual, gate, kind=1)
 
 
-def modulated(x, normalized_shape, scale, shift, eps, *, kind: int):
-    """norm(x) * (1 + scale) + shift; kind 0 is layer norm, 1 RMS norm."""
+def modulated(x, normalized_shape, scale, shift, eps, *, kind: int, offset: float = 1.0):
+    """norm(x) * (offset + scale) + shift; kind 0 is layer norm, 1 RMS norm. A scale of None is 1
+    in a norm without an offset."""
     norm = rms_norm if kind else layer_norm
-    y = norm(x, normalized_shape, eps=eps) * (1 + for_rows(scale, x, normalized_shape))
+    y = norm(x, normalized_shape, eps=eps)
+    if scale is not None:
+        y = y * (offset + for_rows(scale, x, normalized_shape))
     y = y if shift is None else y + for_rows(shift, x, normalized_shape)
     return y.to(x.dtype)
 
 
-def gated_add(branch, residual, gate, normalized_shape):
-    """residual + gate * branch."""
-    if gate is not None:
-        branch = for_rows(gate, branch, normalized_shape) * branch
-    return (residual + branch).to(residual.dtype)
+def gated_add(branch, residual, gate, normalized_shape, row_scale=None):
+    """residual + row_scale * gate * branch."""
+    each = None if gate is None else for_rows(gate, branch, normalized_shape)
+    return (residual + scaled(branch, each, row_scale)).to(residual.dtype)
 
 
 def for_rows(scale, x, normalized_shape):
-    """A scale (batch, *normalized_shape) with x's dimensions; others have them."""
-    if scale.dim() == x.dim():
+    """A scale (batch, *normalized_shape) with x's dimensions; others have them, or are of all
+    rows."""
+    if scale.dim() == x.dim() or tuple(scale.shape) == _shape(normalized_shape):
         return scale
     ones = (1,) * (x.dim() - scale.dim())
     return scale.reshape(scale.shape[0], *ones, *scale.shape[1:])
@@ -110,11 +119,14 @@ def _modulated(input, normalized_shape, scale, shift, eps, residual, gate, *, ki
     return modulated(h, normalized_shape, scale, shift, eps, kind=kind).to(input.dtype), h
 
 
+def _shape(normalized_shape) -> tuple[int, ...]:
+    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+
+
 def _last_dims(normalized_shape) -> tuple[int, ...]:
-    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
-    return tuple(range(-count, 0))
+    return tuple(range(-len(_shape(normalized_shape)), 0))
 
 
-def _add(input, residual, dropout_p, seed, residual_dtype):
+def _add(input, residual, dropout_p, seed, residual_dtype, column_scale=None, row_scale=None):
     branch = input if seed is None else dropout(input, dropout_p, seed)
-    return (residual + branch).to(residual_dtype or residual.dtype)
+    return (residual + scaled(branch, column_scale, row_scale)).to(residual_dtype or residual.dtype)

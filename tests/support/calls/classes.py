@@ -43,7 +43,7 @@ def _modules():
             return run
 
         runs = run_in(onepass.nn), run_in(torch.nn) if stock else None
-        optional = () if stock else ("second", "weight", "bias")
+        optional = () if stock else ("second", "weight", "bias", "gamma")
         return Call(
             f"nn.{name}", tensors, *runs, optional=optional, differentiable=True, composed=composed
         )
@@ -69,6 +69,8 @@ def _modules():
     yield call("ModulatedRMSNorm", lambda nn: nn.ModulatedRMSNorm(16), two, False)
     yield call("CrossEntropyLoss", lambda nn: nn.CrossEntropyLoss(), targets)
     yield call("Dropout", lambda nn: nn.Dropout(0.3), one)
+    yield call("DropPath", lambda nn: nn.DropPath(0.3), one, False)
+    yield call("LayerScale", lambda nn: nn.LayerScale(16, 0.5), one, False)
     yield call("GatedMLP", lambda nn: nn.GatedMLP(16, 24), one, False, composed=True)
     yield call("Linear", lambda nn: nn.Linear(16, 8), one, composed=True)
 

@@ -125,6 +125,59 @@ def _modulated_norms():
         yield Call(f"ops.{op.__name__}", backward, run, optional=optional)
 
 
+def _branches():
+    def scales():
+        return {"column_scale": randn(40), "row_scale": torch.tensor([0.0, 1.25])}
+
+    def two():
+        own = {"input": randn(2, 3, 40), "residual": randn(2, 3, 40, seed=1)}
+        return own | scales()
+
+    def normed():
+        return two() | {"weight": randn(40, seed=2), "bias": randn(40, seed=3)}
+
+    def add_norm(input, residual, column_scale, row_scale, weight, bias):
+        scales = {"column_scale": column_scale, "row_scale": row_scale, "dropout_p": 0.3}
+        return flat(functional.add_layer_norm(input, residual, (40,), weight, bias, **scales))
+
+    def add_dropout(input, residual, column_scale, row_scale):
+        scales = {"column_scale": column_scale, "row_scale": row_scale}
+        return [functional.add_dropout(input, residual, 0.4, **scales)]
+
+    rest = {"differentiable": True, "constant": ("row_scale",)}
+    optional = ("residual", "column_scale", "row_scale", "weight", "bias")
+    name = "of a scaled branch"
+    yield Call(f"functional.add_layer_norm {name}", normed, add_norm, optional=optional, **rest)
+    optional = ("residual", "column_scale", "row_scale")
+    yield Call(f"functional.add_dropout {name}", two, add_dropout, optional=optional, **rest)
+
+    def factors(input):
+        return [functional.drop_path_scale(input, 0.4)]
+
+    def one():
+        return {"input": randn(2, 3, 40)}
+
+    yield Call("functional.drop_path_scale", one, factors, composed=True)
+
+    def raw(op, **options):
+        return lambda **tensors: flat(op(**tensors, p=0.4, **options))
+
+    def seeded():
+        return two() | {"seed": torch.tensor([3, 4])}
+
+    for op in (RAW.branch_forward, RAW.branch_forward_check):
+        run = raw(op, out_dtype=torch.bfloat16)
+        yield Call(f"ops.{op.__name__}", seeded, run, optional=optional)
+
+    def backward():
+        own = {"doutput": randn(2, 3, 40), "branch": randn(2, 3, 40, seed=1)}
+        return own | scales() | {"seed": torch.tensor([3, 4])}
+
+    for op in (RAW.branch_backward, RAW.branch_backward_check):
+        run = raw(op, input_dtype=F32, grad_mask=3)
+        yield Call(f"ops.{op.__name__}", backward, run, optional=("row_scale",))
+
+
 def _dropouts():
     def one():
         return {"input": randn(6, 40)}
@@ -284,6 +337,7 @@ def _linear():
 def calls() -> Iterator[Call]:
     yield from _norms()
     yield from _modulated_norms()
+    yield from _branches()
     yield from _dropouts()
     yield from _gates()
     yield from _linear()

@@ -1,0 +1,98 @@
+// Sums over rows, a number for each column: a block has some of the rows, a part, and leaves a
+// partial sum of each column; the partials are added in an order that depends on their number
+// alone.
+#pragma once
+
+#include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
+
+namespace onepass::cuda {
+
+// A value of the row, read by one lane of each warp or by one thread alone; a missing one is 0.
+template <class A>
+__device__ __forceinline__ A read_once(const A* address, bool reads) {
+  return address && reads ? load_global(address) : A(0);
+}
+
+template <class A>
+__device__ __forceinline__ A read_once(const A* address) {
+  return read_once(address, threadIdx.x % kLanes == 0);
+}
+
+template <class A>
+__device__ __forceinline__ A broadcast(A value) {
+  return __shfl_sync(kAllLanes, value, 0);
+}
+
+// n / d without the division, which is a function that needs many registers; for 0 <= n < 2^52,
+// where n * per_d is off by less than one.
+__device__ __forceinline__ int64_t quotient(int64_t n, int64_t d, double per_d) {
+  const int64_t about = static_cast<int64_t>(static_cast<double>(n) * per_d);
+  const int64_t rest = n - about * d;
+  return rest < 0 ? about - 1 : rest >= d ? about + 1 : about;
+}
+
+// The factor of a row, of those that `sample_rows` rows share each, for all lanes of a warp.
+template <class A>
+__device__ __forceinline__ A row_factor(const void* row_scale, int64_t sample) {
+  if (!row_scale) return A(1);
+  return broadcast(read_once(static_cast<const A*>(row_scale) + sample));
+}
+
+// One pack of a gradient that a part has all of.
+template <class A, class Columns>
+__device__ __forceinline__ void store_values(void* base, DType dtype, int64_t offset,
+                                             const Columns& columns, auto pack,
+                                             const A (&value)[kPack]) {
+  if (!base) return;
+  if constexpr (sizeof(A) == 8) {
+    Same<double>::store(base, dtype, offset, columns, pack, narrow<double>(value));
+  } else {
+    Mixed::Kept kept;
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) kept.element[e] = value[e];
+    Mixed::store(base, dtype, offset, columns, pack, kept);
+  }
+}
+
+template <class A>
+__device__ __forceinline__ void store_gradient(void* base, DType dtype, int64_t column, A value) {
+  if constexpr (sizeof(A) == 8) {
+    store_global(static_cast<double*>(base) + column, value);
+  } else {
+    visit_dtype_up_to_float32(dtype, [&]<class T>() {
+      if constexpr (__is_same(T, float)) {
+        store_global(static_cast<float*>(base) + column, value);
+      } else {
+        const uint32_t pair = narrow_pair<T>(value, value);
+        store_global(static_cast<T*>(base) + column, T{static_cast<uint16_t>(pair)});
+      }
+    });
+  }
+}
+
+// Adds up one column's parts, `stride` elements apart: a warp has every kMaxWarps-th of them, in
+// four running sums; the warps' sums are added in order. The total is that of the first warp's
+// lanes, which have a column each; sums: (kMaxWarps, kLanes) in shared memory.
+template <class A>
+__device__ __forceinline__ A sum_of_parts(const A* partials, int parts, int64_t stride,
+                                          bool has_column, A* sums) {
+  const int warp = static_cast<int>(threadIdx.x) / kLanes;
+  constexpr int kChains = 4;
+  A sum[kChains] = {};
+  for (int64_t first = warp; first < parts; first += kChains * kMaxWarps) {
+    ONEPASS_UNROLL
+    for (int i = 0; i < kChains; ++i) {
+      const int64_t part = first + i * kMaxWarps;
+      if (part < parts && has_column) sum[i] += load_global(partials + part * stride);
+    }
+  }
+  sums[threadIdx.x] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  __syncthreads();
+  A total = 0;
+  if (warp > 0) return total;
+  for (int w = 0; w < kMaxWarps; ++w) total += sums[w * kLanes + threadIdx.x];
+  return total;
+}
+
+}  // namespace onepass::cuda
