@@ -3,6 +3,7 @@ CUDA also each alone.
 
 Tensors that must cross memory: the forward reads input and writes output, the backward reads the
 upstream gradient and writes its own; a residual is one read more. No mask is stored between them.
+A scaled branch (LayerScale, DropPath) has no dropout, and its backward reads the branch as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ QUICK = (64, 96)
 P = 0.1
 CUDA_SHAPE = (65536, 1024)  # as large as those of the norms, and for the same reasons
 CUDA_CHECKED = (512, 1024)
+# Of a scaled branch's rows; each has a factor, and one of them is dropped.
+SAMPLES = 8
+SCALED = "add_dropout, scaled"
+
+
+def _stock_scaled(x, residual, gamma, factors):
+    """As vision transformers write it."""
+    return (residual + x * gamma * factors.to(x.dtype)[:, None, None],)
 
 
 def _operator(ours, stock, formula) -> Operator:
@@ -40,29 +49,42 @@ OPERATORS = {
         lambda x, r: (r + F.dropout(x, P),),
         lambda x, r: (reference.add_dropout(x, r, P, draw_seed(x.device)),),
     ),
+    SCALED: Operator(
+        lambda x, r, c, f: (functional.add_dropout(x, r, 0.0, column_scale=c, row_scale=f),),
+        _stock_scaled,
+        lambda x, r, c, f: (reference.add_dropout(x, r, 0, None, column_scale=c, row_scale=f),),
+        base=_stock_scaled,
+    ),
 }
 
 
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
     """All cases of a device; `quick` keeps a small shape."""
     on_cuda = device == "cuda"
-    phases = ("forward", "backward", "forward+backward") if on_cuda else ("forward+backward",)
+    each = ("forward", "backward", "forward+backward")
     shape = QUICK if quick else CUDA_SHAPE if on_cuda else SHAPE
     for name in OPERATORS:
+        phases = each if on_cuda else each[::2] if name == SCALED else each[2:]
         for dtype in (torch.float32, torch.bfloat16):
             for phase in phases:
                 yield _case(name, shape, dtype, phase, device)
 
 
 def _case(name: str, shape: tuple, dtype: torch.dtype, phase: str, device: str) -> Case:
-    inputs = 2 if name == "add_dropout" else 1
+    inputs = 1 if name == "dropout" else 2
     backward = phase != "forward"
 
     def tensors(shape: tuple) -> list[Tensor]:
-        drawn = (torch.randn(shape, device=device).to(dtype) for _ in range(inputs))
-        return [tensor.requires_grad_(backward) for tensor in drawn]
+        sizes = [shape] * inputs
+        if name == SCALED:
+            sizes = [(SAMPLES, shape[0] // SAMPLES, shape[1])] * inputs + [shape[1:]]
+        drawn = [torch.randn(size, device=device).to(dtype) for size in sizes]
+        drawn = [tensor.requires_grad_(backward) for tensor in drawn]
+        return drawn + [row_factors(SAMPLES, device)] if name == SCALED else drawn
 
-    moved = {"forward": 1 + inputs, "backward": 2, "forward+backward": 3 + inputs}
+    of_backward = 3 if name == SCALED else 2
+    moved = {"forward": 1 + inputs, "backward": of_backward}
+    moved["forward+backward"] = sum(moved.values())
     large = shape == CUDA_SHAPE
     return Case(
         f"dropout/{name}/{str(dtype).removeprefix('torch.')}/{shape[0]}x{shape[1]}/{phase}",
@@ -75,3 +97,10 @@ def _case(name: str, shape: tuple, dtype: torch.dtype, phase: str, device: str) 
         device=device,
         make_checked=(lambda: tensors(CUDA_CHECKED)) if large else None,
     )
+
+
+def row_factors(samples: int, device: str) -> Tensor:
+    """DropPath's, of which one is 0."""
+    factors = torch.full((samples,), samples / (samples - 1), device=device)
+    factors[samples // 2] = 0.0
+    return factors

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onepass import functional
 from onepass.bench.case import PHASES, Case, Operator
+from onepass.bench.families.dropout import row_factors
 from onepass.reference import norm as reference
 
 SHAPES = ((512, 768), (2048, 1024))
@@ -37,6 +38,8 @@ CUDA_CHECKED_ELEMENTS = 1 << 19
 # Samples of a modulated norm's rows: as many scales, shifts and gates.
 BATCH = 8
 GATED = ", gated"
+# A branch with LayerScale and DropPath, whose factors are those of as many samples.
+SCALED = "add_layer_norm, scaled"
 
 
 def _stock_add_layer_norm(x, residual, weight, bias):
@@ -47,6 +50,21 @@ def _stock_add_layer_norm(x, residual, weight, bias):
 def _stock_add_rms_norm(x, residual, weight):
     total = residual + x
     return F.rms_norm(total, total.shape[-1:], weight, EPS), total
+
+
+def _stock_scaled(x, residual, weight, bias, gamma, factors):
+    """As vision transformers write it."""
+    return _stock_add_layer_norm(
+        x * gamma * factors.to(x.dtype)[:, None, None], residual, weight, bias
+    )
+
+
+def _scaled(module):
+    def run(x, residual, weight, bias, gamma, factors):
+        scales = {"column_scale": gamma, "row_scale": factors}
+        return module.add_layer_norm(x, residual, x.shape[-1:], weight, bias, EPS, **scales)
+
+    return run
 
 
 def _stock_modulated(norm):
@@ -102,6 +120,7 @@ OPERATORS = {
     "modulated_layer_norm": _modulated("layer_norm"),
     "modulated_rms_norm": _modulated("rms_norm"),
     f"modulated_layer_norm{GATED}": _modulated("layer_norm"),
+    SCALED: _operator(_scaled(functional), _stock_scaled, _scaled(reference)),
 }
 
 
@@ -152,7 +171,7 @@ def _case(
     adds, gated, backward = name.startswith("add_"), name.endswith(GATED), phase != "forward"
     tensors = 0 if phase == "backward" else 4 if adds or gated else 2
     if backward:
-        tensors += 6 if gated else 4 if adds else 3
+        tensors += 6 if gated or name == SCALED else 4 if adds else 3
     on_cuda = device == "cuda"
     make_checked = None
     if on_cuda and shape != QUICK:
@@ -196,6 +215,10 @@ def _tensors(
         sizes = [rows, each, each] + ([rows, each] if name.endswith(GATED) else [])
         drawn = (torch.randn(size, device=device).to(dtype) for size in sizes)
         return [tensor.requires_grad_(grad) for tensor in drawn]
+    if name == SCALED:
+        sizes = [(BATCH, shape[0] // BATCH, shape[1])] * 2 + [shape[-1:]] * 3
+        drawn = [torch.randn(size, device=device).to(dtype) for size in sizes]
+        return [tensor.requires_grad_(grad) for tensor in drawn] + [row_factors(BATCH, device)]
     sizes = [shape] * (2 if name.startswith("add_") else 1)
     sizes += [shape[-1:]] * (1 if name.endswith("rms_norm") else 2)
     return [torch.randn(size, device=device).to(dtype).requires_grad_(grad) for size in sizes]
