@@ -19,8 +19,10 @@ except _PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "unknown"
 
 __all__ = [
+    "Estimate",
     "Explanation",
     "Report",
+    "estimate",
     "explain",
     "functional",
     "keep_freed_memory",
@@ -38,6 +40,7 @@ _library.load()
 if _library.failure is None:
     from onepass import _flops, functional, nn, optim
     from onepass.checkpointing import sac_ops
+    from onepass.estimate import Estimate, estimate
     from onepass.explain import Explanation, explain
     from onepass.memory import keep_freed_memory
     from onepass.swapping import Report, swap, swapped, unswap

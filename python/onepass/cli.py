@@ -1,4 +1,4 @@
-"""The command line: doctor, compare, bench, explain.
+"""The command line: doctor, compare, bench, explain, estimate.
 
 Each subcommand is a module with `add_arguments(parser)` and `main(args) -> exit code`, imported
 only when it is the one asked for. Bad input ends in one line on stderr and exit code 2.
@@ -18,6 +18,7 @@ COMMANDS = {
     "compare": "train a model on real text, stock against swapped, torch's AdamW against ours",
     "bench": "time the operators against torch's and the machine's ceilings",
     "explain": "say which kernels a model's forward runs, and why",
+    "estimate": "say what memory a training step will take, before it is run",
 }
 
 

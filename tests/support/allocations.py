@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
@@ -13,3 +14,21 @@ def allocated(function: Callable, *arguments, **options) -> int:
         function(*arguments, **options)
     events = found.profiler.kineto_results.events()
     return sum(max(e.nbytes(), 0) for e in events if e.name() == "[memory]")
+
+
+def peak(function: Callable, *arguments, **options) -> int:
+    """The most bytes that a call has of torch's allocator at once, beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        function(*arguments, **options)
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(itertools.accumulate(sizes, initial=0))
+
+
+def retained(function: Callable, *arguments, **options) -> int:
+    """The bytes that it has taken and not given back when it returns."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        kept = function(*arguments, **options)
+    events = found.profiler.kineto_results.events()
+    del kept
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")

@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         _require_tools(args)
         settings = read_settings(args)
-        files = _files(args)
+        files = files_of(args)
         result = run(settings)
     except BadInput as error:
         print(f"compare: {error}", file=sys.stderr)
@@ -85,7 +85,7 @@ def _require_tools(args: argparse.Namespace) -> None:
             raise BadInput(f"{name} is missing: pip install 'onepass[tools]'") from None
 
 
-def _files(args: argparse.Namespace) -> dict[str, OutputFile]:
+def files_of(args: argparse.Namespace) -> dict[str, OutputFile]:
     """Files to be written, by flag: tried now, not after minutes of measuring."""
     if args.plot:
         from onepass._plotting import format_of

@@ -178,23 +178,24 @@ def _first_floating(output) -> Tensor | None:
 
 def move(batch, device: torch.device):
     """The batch with every tensor in it on device."""
-    return _each_tensor(batch, lambda tensor: tensor.to(device))
+    return each_tensor(batch, lambda tensor: tensor.to(device))
 
 
 def cast(batch, dtype: torch.dtype | None):
     """The batch with every floating-point tensor in it of dtype; None: as it is."""
     if dtype is None:
         return batch
-    return _each_tensor(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return each_tensor(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-def _each_tensor(batch, change: Callable[[Tensor], Tensor]):
+def each_tensor(batch, change: Callable[[Tensor], Tensor]):
+    """The same nested mappings, lists and tuples, each tensor changed; mappings become dicts."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {name: _each_tensor(value, change) for name, value in batch.items()}
+        return {name: each_tensor(value, change) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_each_tensor(value, change) for value in batch)
+        return type(batch)(each_tensor(value, change) for value in batch)
     return batch
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -170,7 +171,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         seed=args.seed,
         threads=args.threads or torch.get_num_threads(),
         quick=args.quick,
-        command=_command(args),
+        command=command_line("compare", add_arguments, args),
     )
 
 
@@ -227,11 +228,15 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return known[name]
 
 
-def _command(args: argparse.Namespace) -> str:
-    """The command line that repeats this run."""
+def command_line(
+    command: str,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    args: argparse.Namespace,
+) -> str:
+    """The command line that repeats a run."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    words = ["onepass", "compare"]
+    words = ["onepass", command]
     for action in parser._actions:
         value = getattr(args, action.dest, action.default)
         if value == action.default or not action.option_strings or action.dest == "help":

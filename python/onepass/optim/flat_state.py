@@ -195,7 +195,7 @@ class Places:
             kinds.setdefault((request.dtype, device, request.key), []).append(i)
         for (dtype, device, _), members in kinds.items():
             for chunk in _chunks(members, requests):
-                sizes = [_padded(requests[i].numel()) for i in chunk]
+                sizes = [padded(requests[i].numel()) for i in chunk]
                 buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
                 offset = 0
                 for i, size in zip(chunk, sizes, strict=True):
@@ -231,7 +231,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _padded(numel: int) -> int:
+def padded(numel: int) -> int:
     return max(1, math.ceil(numel / ALIGNMENT)) * ALIGNMENT
 
 
@@ -239,7 +239,7 @@ def _chunks(members: list[int], requests: Sequence[Request]) -> Iterable[list[in
     chunk: list[int] = []
     total = 0
     for i in members:
-        size = _padded(requests[i].numel())
+        size = padded(requests[i].numel())
         if chunk and total + size > CHUNK_ELEMENTS:
             yield chunk
             chunk, total = [], 0

@@ -1,0 +1,111 @@
+"""`onepass.estimate`, `onepass estimate`: the memory of a training step, before it is run.
+
+The step is run on tensors without data, and every storage is followed from the operator that makes
+it to the moment at which nothing refers to it any more: :mod:`onepass.estimate.timeline`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from onepass.estimate.result import Estimate
+
+__all__ = ["Estimate", "add_arguments", "estimate", "main"]
+
+
+def estimate(
+    model: torch.nn.Module | Callable[[], tuple[torch.nn.Module, object]],
+    batch: object = None,
+    *,
+    optimizer: Callable = torch.optim.AdamW,
+    swap: bool = False,
+    kinds: tuple[str, ...] | list[str] | str | None = None,
+    dtype: torch.dtype | None = None,
+    autocast: bool = False,
+    checkpointing: bool = False,
+    inplace_loss: bool = False,
+    real: bool = False,
+) -> Estimate:
+    """The memory that a training step of a model will take on the CPU, at its peak and in parts.
+
+    A step (forward, loss, backward, the optimizer's step) is run without data: nothing is computed
+    but what depends on the batch alone, and a model of any size needs the memory of its Python
+    objects. Every storage counts from the operator that makes it until nothing refers to it, views
+    and tied weights once, so the order of events is that of a real step. The model stays as it is.
+
+    Not seen are the blocks that an operator takes and gives back within itself, what allocators
+    round up, and what is no tensor: Python, libraries, on a GPU its context.
+
+    Args:
+        model: a module, or a function that returns (model, batch), which is called without the
+            memory of its parameters. A module may lie on "meta".
+        batch: a tensor; a tuple or list of arguments; a dict of keywords. Where the model is a
+            function, it may return a function of the step instead.
+        optimizer: a class, or a function of the parameters, that makes it.
+        swap, kinds: as `onepass.swap(model, kinds=kinds)` would change the model.
+        dtype: that parameters and floating-point batches are cast to; None: as they are.
+        autocast: the forward runs under autocast to bfloat16.
+        checkpointing: each layer is computed again in the backward: by transformers' or diffusers'
+            own switch, else the elements of the outermost lists of modules.
+        inplace_loss: with swap, onepass's cross entropy writes its gradient over the logits.
+        real: runs the step with its data, on a copy of the model: for models that read values.
+
+    Returns:
+        Estimate: the loss is the output, if it is a scalar, else its `.loss`, else a mean square.
+
+    Raises:
+        TypeError: model is neither a module nor a function.
+        RuntimeError: the model reads values that were not computed (the message names the line),
+            or cannot be run.
+
+    Examples:
+        >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> stock = onepass.estimate(model, torch.randn(8, 128, 64))
+        >>> swapped = onepass.estimate(model, torch.randn(8, 128, 64), swap=True)
+        >>> swapped.activations < stock.activations
+        True
+    """
+    from onepass.compare.errors import BadInput
+    from onepass.estimate import step, subject
+
+    if not callable(model):
+        kind = type(model).__name__
+        raise TypeError(f"estimate: model must be a module or a function, got {kind}")
+    if kinds is not None and not swap:
+        raise ValueError(f"estimate: kinds must come with swap=True, got {kinds!r}")
+    if isinstance(model, torch.nn.Module):
+        given = subject.Subject(model, batch, real=real)
+    else:
+        given = subject.made(model, real)
+    if isinstance(kinds, str):
+        kinds = (kinds,)
+    options = step.Options(
+        kinds=(None if kinds is None else tuple(kinds)) if swap else (),
+        dtype=dtype,
+        autocast=autocast,
+        checkpointing=checkpointing,
+        inplace_loss=inplace_loss,
+    )
+    try:
+        found = step.run(given, options, {"": optimizer})
+    except BadInput as error:
+        raise RuntimeError(f"estimate: {error}") from error
+    return step.estimate_of(found, "")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `onepass estimate` to parser."""
+    from onepass.estimate import command
+
+    command.add_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Estimates what args ask for; returns the exit code: 2 for bad input, 1 if a file could not be
+    written, else 0."""
+    from onepass.estimate import command
+
+    return command.main(args)

@@ -1,0 +1,72 @@
+"""What `onepass.estimate` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory of one training step, in bytes.
+
+    Attributes:
+        parameter_count: elements of all parameters, a tied one once.
+        parameters, gradients, optimizer_state: as they are in every step but the first.
+        others: buffers and the batch.
+        activations: what the forward keeps until the backward has been there.
+        loss: of these, those of the loss itself.
+        saved: of these and the batch, what autograd saved; the rest is held otherwise.
+        modules: dicts with name (* for numbers), type, count and bytes of the activations, the
+            largest first.
+        peaks: by phase (forward, backward, update) the most at once, everything included.
+        peak, peak_phase: the largest of them.
+        peak_operator: the operator during which that is reached.
+        at_peak: what there is at that moment: parameters, gradients, "optimizer state", "buffers,
+            batch", activations, temporary.
+        temporary: of the peak, what is neither parameter, gradient, state nor kept activation.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+        >>> found = onepass.estimate(model, torch.randn(8, 64))
+        >>> found.parameters, found.optimizer_state  # two moments, and the number of steps
+        (17152, 34320)
+    """
+
+    parameter_count: int
+    parameters: int
+    others: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    loss: int
+    saved: int
+    temporary: int
+    peak: int
+    peak_phase: str
+    peak_operator: str
+    peaks: dict[str, int]
+    at_peak: dict[str, int]
+    modules: list[dict] = field(repr=False)
+
+    def to_dict(self) -> dict:
+        return dict(self.__dict__)
+
+    def __str__(self) -> str:
+        lines = [f"{readable(self.peak):>10}  peak, in the {self.peak_phase}"]
+        for name in ("parameters", "gradients", "optimizer_state", "activations", "others"):
+            lines.append(f"{readable(getattr(self, name)):>10}  {name.replace('_', ' ')}")
+        for entry in self.modules[:10]:
+            name = entry["name"] or "(the model itself)"
+            lines.append(f"{readable(entry['bytes']):>10}    {name} x {entry['count']}")
+        return "\n".join(lines)
+
+
+def readable(nbytes: float) -> str:
+    """3 digits or so, in a power of 1024."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if abs(size) < 999.5:
+            break
+        size, unit = size / 1024, larger
+    digits = 0 if unit == "B" or abs(size) >= 99.95 else 1 if abs(size) >= 9.995 else 2
+    return f"{size:,.{digits}f} {unit}"

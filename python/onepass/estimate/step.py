@@ -1,0 +1,346 @@
+"""One training step, run for its memory: forward, backward, and the steps of any optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import re
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+
+import onepass
+from onepass._ops import loss as loss_ops
+from onepass.compare.errors import BadInput
+from onepass.compare.model import call, loss_of
+from onepass.estimate import optimizers
+from onepass.estimate.result import Estimate
+from onepass.estimate.subject import Subject
+from onepass.estimate.timeline import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    LOSS,
+    UPDATE,
+    Peak,
+    Timeline,
+    tensors_of,
+)
+from onepass.optim.states import StateOptimizer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is done to the model as it came."""
+
+    kinds: tuple[str, ...] | None = ()  # of the swap; None: all that pay; (): stock
+    dtype: torch.dtype | None = None  # that parameters are cast to; None: as they came
+    autocast: bool = False  # to bfloat16
+    checkpointing: bool = False
+    inplace_loss: bool = False
+    rows: int | None = None  # of the batch; None: as it came
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the forward of some modules keeps for the backward."""
+
+    name: str  # with * for numbers
+    type: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer: what it keeps, and the most that its step makes and lets go of."""
+
+    state_bytes: int
+    temporary: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """The memory of a step, in bytes. Peaks are of all tensors but the states of the optimizer."""
+
+    rows: int | None
+    parameter_count: int
+    parameters: int
+    others: int  # buffers and batch
+    gradients: int
+    kept: list[Kept]  # by modules, the largest first
+    activations: int  # their sum
+    saved: int  # of these, and of the batch, what autograd saved
+    forward: Peak
+    backward: Peak
+    updates: dict[str, Update]
+    swapped: Counter[str]  # modules by kind
+
+    @property
+    def loss(self) -> int:
+        return sum(kept.nbytes for kept in self.kept if kept.name == LOSS)
+
+    def peaks(self, optimizer: str) -> dict[str, int]:
+        """The most bytes at once in each phase, with this optimizer."""
+        update = self.updates[optimizer]
+        there = self.parameters + self.others + self.gradients
+        return {
+            FORWARD: self.forward.total + update.state_bytes,
+            BACKWARD: self.backward.total + update.state_bytes,
+            UPDATE: there + update.state_bytes + update.temporary,
+        }
+
+    def peak(self, optimizer: str) -> int:
+        return max(self.peaks(optimizer).values())
+
+
+def run(subject: Subject, options: Options, makes: Mapping[str, optimizers.Make]) -> Step:
+    """Runs a step.
+
+    Raises:
+        BadInput: the model cannot be run like that; the message says why.
+    """
+    model = subject.model(options.dtype)
+    swapped: Counter[str] = Counter()
+    if options.kinds is None or options.kinds:
+        report = onepass.swap(model, kinds=options.kinds)
+        swapped = Counter(entry["kind"] for entry in report.swapped)
+    if options.checkpointing:
+        checkpoint(model)
+    batch = subject.batch_of(options.rows, options.dtype)
+    with contextlib.ExitStack() as ending:
+        ending.enter_context(torch.random.fork_rng(devices=()))
+        ending.enter_context(subject.in_force(model))
+        if options.inplace_loss:
+            ending.enter_context(_inplace_losses())
+        return _run(subject, model, batch, options, makes, swapped)
+
+
+def _run(subject, model, batch, options, makes, swapped) -> Step:
+    timeline = Timeline(subject.fake, model)
+    weights = list(model.parameters())
+    trained = [parameter for parameter in weights if parameter.requires_grad]
+    if not trained:
+        raise BadInput("model must have a parameter that requires a gradient")
+    timeline.begin_with((*model.buffers(), *tensors_of(batch)), weights)
+    there = timeline.total
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda p: timeline.is_gradient(p.grad))
+        for parameter in trained
+    ]
+    with torch.enable_grad(), _saying_what_is_read(), timeline.watching():
+        timeline.enter(FORWARD)
+        with timeline.saving():
+            loss = _loss(model, batch, options.autocast)
+        kept, saved = _kept(timeline, loss, model)
+        timeline.enter(BACKWARD)
+        loss.backward()
+        del loss
+        timeline.number_read = 1.0 if subject.fake else None
+        for hook in hooks:
+            hook.remove()
+        gradients = timeline.live[GRADIENTS]
+        updates = {
+            name: _update(timeline, make, trained, bool(subject.fake))
+            for name, make in makes.items()
+        }
+    parameters = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in weights}
+    for parameter in trained:
+        parameter.grad = None
+    return Step(
+        rows=options.rows or subject.rows,
+        parameter_count=sum(p.numel() for p in weights),
+        parameters=sum(parameters.values()),
+        others=there - sum(parameters.values()),
+        gradients=gradients,
+        kept=kept,
+        activations=sum(item.nbytes for item in kept),
+        saved=saved,
+        forward=timeline.peaks[FORWARD],
+        backward=timeline.peaks[BACKWARD],
+        updates=updates,
+        swapped=swapped,
+    )
+
+
+def _loss(model: nn.Module, batch, autocast: bool) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = loss_of(call(model, batch))
+    if not loss.requires_grad:
+        raise BadInput("model must return something that depends on its parameters")
+    return loss
+
+
+def _kept(timeline: Timeline, loss: Tensor, model: nn.Module) -> tuple[list[Kept], int]:
+    """What the forward made and did not let go of, by modules; what autograd saved."""
+    loss_key = loss.untyped_storage()._cdata
+    types = {name: type(module) for name, module in model.named_modules()}
+    sizes: Counter[str] = Counter()
+    owners: dict[str, set[str]] = {}
+    for key, block in timeline.made_in(FORWARD).items():
+        if key == loss_key:
+            continue
+        owner = block.owner
+        if owner == "" and block.order > timeline.last_module_end:
+            owner = LOSS
+        if isinstance(types.get(owner), type) and issubclass(types[owner], nn.modules.loss._Loss):
+            owner = LOSS
+        name = re.sub(r"\b\d+\b", "*", owner)
+        sizes[name] += block.nbytes
+        owners.setdefault(name, set()).add(owner)
+    kept = []
+    for name, nbytes in sizes.most_common():
+        kind = types.get(next(iter(owners[name])))
+        kept.append(Kept(name, kind.__name__ if kind else "", len(owners[name]), nbytes))
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved = timeline.saved - weights
+    return kept, sum(b.nbytes for key, b in timeline.blocks.items() if key in saved)
+
+
+def _update(timeline: Timeline, make: optimizers.Make, trained, is_fake: bool) -> Update:
+    """The second step of an optimizer: the first makes its states."""
+    optimizer = make(trained)
+    if isinstance(optimizer, StateOptimizer) and is_fake:
+        # Its states lie in memory of its own; a step makes no tensors.
+        return Update(optimizers.state_bytes(optimizer), 0)
+    before = timeline.total
+    timeline.enter(UPDATE)
+    optimizer.step()
+    state = timeline.total - before
+    timeline.enter(UPDATE)
+    optimizer.step()
+    return Update(state, timeline.peaks[UPDATE].total - timeline.total)
+
+
+@contextlib.contextmanager
+def _inplace_losses() -> Iterator[None]:
+    """onepass's cross entropy writes its gradient over the logits, as `inplace_backward` says."""
+    original = loss_ops.cross_entropy
+
+    @functools.wraps(original)
+    def inplace(*args, **named):
+        return original(*args[:8], **(named | {"inplace": True}))
+
+    loss_ops.cross_entropy = inplace
+    try:
+        yield
+    finally:
+        loss_ops.cross_entropy = original
+
+
+def checkpoint(model: nn.Module) -> None:
+    """Computes each layer again in the backward: as transformers and diffusers do it themselves,
+    else each element of the outermost lists of modules of one class.
+
+    Raises:
+        BadInput: there is no such list.
+    """
+    for module in model.modules():
+        if getattr(module, "supports_gradient_checkpointing", False):
+            # By its name from version 5.23 on, or the one before.
+            enable = getattr(module, "activation_checkpointing_enable", None)
+            enable = enable or module.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+            return
+        if getattr(module, "_supports_gradient_checkpointing", False):
+            module.enable_gradient_checkpointing()
+            return
+    layers = _layers(model)
+    if not layers:
+        raise BadInput("model must hold a list of layers of one class for checkpointing")
+    for layer in layers:
+        layer.forward = functools.partial(
+            torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False
+        )
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    children = list(module.children())
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1:
+        if len({type(child) for child in children}) == 1 and any(children[0].children()):
+            return children
+    return [layer for child in children for layer in _layers(child)]
+
+
+_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, onepass))
+
+
+@contextlib.contextmanager
+def _saying_what_is_read() -> Iterator[None]:
+    """Names the line that reads what was not computed."""
+    try:
+        yield
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+    ) as error:
+        raise BadInput(_reading(error)) from error
+    except RuntimeError as error:
+        if "numpy" in str(error) or "data_ptr" in str(error) or "data pointer" in str(error):
+            raise BadInput(_reading(error)) from error
+        raise
+
+
+def _reading(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    of_the_model = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    frame = (of_the_model or frames)[-1]
+    line = frame.line or linecache.getline(frame.filename, frame.lineno).strip()
+    return (
+        "model must not read data where none is computed, got "
+        f"`{line}` in {frame.name} ({frame.filename}:{frame.lineno}): "
+        "run one step on real data instead (--real, real=True)"
+    )
+
+
+def estimate_of(step: Step, optimizer: str) -> Estimate:
+    """The result of a step with one of its optimizers."""
+    peaks, state = step.peaks(optimizer), step.updates[optimizer].state_bytes
+    phase = max(peaks, key=peaks.__getitem__)
+    if phase == UPDATE:
+        operator, activations, gradients = "", 0, step.gradients
+    else:
+        found = step.forward if phase == FORWARD else step.backward
+        operator, gradients = found.at, found.parts.get(GRADIENTS, 0)
+        activations = min(step.activations, found.parts.get(FORWARD, 0))
+    at_peak = {
+        "parameters": step.parameters,
+        "gradients": gradients,
+        "optimizer state": state,
+        "buffers, batch": step.others,
+        "activations": activations,
+    }
+    at_peak["temporary"] = peaks[phase] - sum(at_peak.values())
+    return Estimate(
+        parameter_count=step.parameter_count,
+        parameters=step.parameters,
+        others=step.others,
+        gradients=step.gradients,
+        optimizer_state=state,
+        activations=step.activations,
+        loss=step.loss,
+        saved=step.saved,
+        temporary=at_peak["temporary"],
+        peak=peaks[phase],
+        peak_phase=phase,
+        peak_operator=operator,
+        peaks=peaks,
+        at_peak=at_peak,
+        modules=[
+            {"name": kept.name, "type": kept.type, "count": kept.count, "bytes": kept.nbytes}
+            for kept in step.kept
+        ],
+    )

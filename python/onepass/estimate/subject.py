@@ -1,0 +1,149 @@
+"""The model and batch that are looked at, without the memory that they would take."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from onepass.compare.model import each_tensor
+from onepass.estimate.timeline import MOST_COMPUTED, Fakes, fake_mode, tensors_of
+
+
+class Subject:
+    """A model whose tensors are on "meta", its batch, and the fake mode that both are run in.
+
+    The given model stays as it is; with real=True a copy of it is run with its data.
+    """
+
+    def __init__(self, model: nn.Module, batch, fake: FakeTensorMode | None = None, real=False):
+        self.real = real
+        self.fake = None if real else fake or fake_mode()
+        self.batch = batch
+        self._model = copy.deepcopy(model) if real else _on_meta(model)
+
+    def model(self, dtype: torch.dtype | None) -> nn.Module:
+        """A copy in training mode, its parameters cast to dtype (None: as they are)."""
+        # Not a deep copy of what is on "meta": that would part tensors that share a storage.
+        model = (copy.deepcopy if self.real else _on_meta)(self._model).train()
+        return model.to(dtype) if dtype else model
+
+    @contextlib.contextmanager
+    def in_force(self, model: nn.Module) -> Iterator[None]:
+        """Turns tensors on "meta" into fakes on the CPU, for the block.
+
+        Not before a swap, which looks at the class of parameters.
+        """
+        if self.real:
+            yield
+            return
+        fakes: dict[int, Tensor] = {}
+        before = []
+        for holder, name, tensor in _held(model):
+            if tensor.device.type == "meta":
+                before.append((holder, name, tensor))
+                if id(tensor) not in fakes:
+                    fakes[id(tensor)] = self._fake(tensor)
+                holder[name] = fakes[id(tensor)]
+        try:
+            yield
+        finally:
+            for holder, name, tensor in before:
+                holder[name] = tensor
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        # One that shares its storage, so that tensors that share one go on doing so.
+        fake = FakeTensor(self.fake, tensor.detach(), torch.device("cpu"))
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
+
+    def floating(self) -> list[Tensor]:
+        """What a cast would change."""
+        tensors = (*self._model.parameters(), *self._model.buffers(), *tensors_of(self.batch))
+        return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+    @property
+    def rows(self) -> int | None:
+        """The size of the batch: of the first dimension of its first tensor that has any."""
+        return next((t.shape[0] for t in tensors_of(self.batch) if t.dim()), None)
+
+    def batch_of(self, rows: int | None, dtype: torch.dtype | None):
+        """The batch with so many rows (None: its own), floating-point tensors cast to dtype."""
+
+        def change(tensor: Tensor) -> Tensor:
+            if rows is not None and tensor.dim() and tensor.shape[0] == self.rows:
+                tensor = self._resized(tensor, rows)
+            if dtype and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            return tensor
+
+        return each_tensor(self.batch, change)
+
+    def _resized(self, tensor: Tensor, rows: int) -> Tensor:
+        if rows == tensor.shape[0]:
+            return tensor
+        nbytes = rows * tensor[0].nbytes
+        if self.fake and (isinstance(tensor, FakeTensor) or nbytes > MOST_COMPUTED):
+            with self.fake:
+                return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+        return tensor[torch.arange(rows) % tensor.shape[0]]
+
+
+def made(make: Callable[[], tuple[nn.Module, object]], real: bool = False) -> Subject:
+    """The subject of a function that returns (model, batch), called without the memory of its
+    parameters, or, where that fails, as it is."""
+    if not real:
+        fake = fake_mode()
+        random = torch.get_rng_state()
+        try:
+            with Fakes(fake):
+                model, batch = make()
+            return Subject(model, first_of(batch), fake)
+        except Exception:  # whatever it does with data; what is really wrong comes again below
+            torch.set_rng_state(random)
+    model, batch = make()
+    return Subject(model, first_of(batch), real=real)
+
+
+def first_of(batch):
+    """The batch of the first step, where there is a function of the step."""
+    return batch(0) if callable(batch) and not isinstance(batch, (Tensor, Mapping)) else batch
+
+
+def _held(model: nn.Module) -> Iterator[tuple[dict, str, Tensor]]:
+    """Where each parameter and buffer is kept; a tied one several times."""
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers):
+            for name, tensor in list(holder.items()):
+                if tensor is not None:
+                    yield holder, name, tensor
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A deep copy whose parameters and floating-point buffers have no data.
+
+    Whole numbers stay: positions and masks decide which way a forward goes.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    memo: dict[int, object] = {}
+    for _, _, tensor in _held(model):
+        has_data = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+        if isinstance(tensor, nn.Parameter) or tensor.is_floating_point() or not has_data:
+            memo[id(tensor)] = _empty_like(tensor, storages)
+    return copy.deepcopy(model, memo)
+
+
+def _empty_like(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    storage = tensor.untyped_storage()
+    if storage._cdata not in storages:
+        storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+    empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+    empty.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty

@@ -1,0 +1,225 @@
+"""The memory of tensors over a step: every storage from its first tensor to its last.
+
+A dispatch mode sees the results of each operator, and a weak reference to a storage says when the
+last tensor, saved for the backward or not, lets go of it. Views share a storage, which counts once.
+What an operator allocates and frees within itself is not seen.
+
+With a fake mode nothing large is computed: a tensor is a shape, and a model of any size runs in the
+memory of its Python objects. What depends on nothing but the batch (positions, masks) is computed
+all the same while it is small, so that a model may read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Bytes up to which a result is computed where no fake goes into it; and of one that is made from
+# nothing, as parameters are.
+MOST_COMPUTED, MOST_MADE = 1 << 24, 1 << 20
+
+_READ = torch.ops.aten._local_scalar_dense.default
+_CAST = torch.ops.aten._to_copy.default
+_LOSSES = (
+    "log_softmax", "nll_loss", "cross_entropy", "mse_loss", "l1_loss", "huber_loss", "kl_div",
+    "binary_cross_entropy", "ctc_loss",
+)  # fmt: skip
+
+BEFORE, FORWARD, BACKWARD, UPDATE = "before", "forward", "backward", "update"  # phases
+GRADIENTS = "gradients"
+CASTS = "(weights that autocast casts)"
+LOSS = "(loss)"
+
+
+def fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def tensors_of(tree) -> list[Tensor]:
+    """The tensors in nested lists, tuples and mappings."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    found = []
+    for item in tree:  # most are tensors or numbers, and this runs for every operator
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, Mapping)):
+            found += tensors_of(item)
+    return found
+
+
+class Fakes(TorchDispatchMode):
+    """Runs operators without computing where a fake goes in, or something large would come out."""
+
+    def __init__(self, fake: FakeTensorMode | None):
+        """fake: None computes everything."""
+        super().__init__()
+        self.fake = fake
+        self.number_read: float | None = None  # what any number of a fake is; None: an error
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return self.run(function, types, args, kwargs or {})
+
+    def run(self, function, types, args, kwargs):
+        if self.fake is None:
+            return function(*args, **kwargs)
+        given = tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
+        if any(isinstance(tensor, FakeTensor) for tensor in given):
+            if self.number_read is not None and function is _READ:
+                return self.number_read
+            return self.fake.__torch_dispatch__(function, types, args, kwargs)
+        most = MOST_COMPUTED if given else MOST_MADE
+        try:
+            result = self.fake.__torch_dispatch__(function, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return function(*args, **kwargs)
+        if any(tensor.untyped_storage().nbytes() > most for tensor in tensors_of(result)):
+            return result
+        return function(*args, **kwargs)
+
+
+@dataclass
+class Block:
+    """A storage that is alive."""
+
+    nbytes: int
+    phase: str  # in which it was made, or GRADIENTS
+    owner: str  # the module in whose forward it was made, CASTS or LOSS
+    order: int  # among all that were made
+    reference: weakref.ref
+
+
+@dataclass
+class Peak:
+    """The most bytes at once in a phase."""
+
+    total: int = 0
+    parts: dict[str, int] = field(default_factory=dict)  # by the phase of the storages
+    at: str = ""  # the operator
+
+
+class Timeline(Fakes):
+    """Counts the bytes that are alive, by the phase in which they came to be."""
+
+    def __init__(self, fake: FakeTensorMode | None, model: nn.Module):
+        super().__init__(fake)
+        self.blocks: dict[int, Block] = {}
+        self.live: Counter[str] = Counter()  # bytes by phase
+        self.total = 0
+        self.phase = BEFORE
+        self.peaks = {BEFORE: Peak()}
+        self.saved: set[int] = set()  # keys of blocks that autograd saved
+        self.last_module_end = 0  # the order of blocks after which no module but the model made any
+        self._order = 0
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._model = model
+        self._owners = [""]
+        self._weights: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = self.run(function, types, args, kwargs or {})
+        for tensor in tensors_of(result):
+            key = tensor.untyped_storage()._cdata
+            if key not in self.blocks:
+                self._add(key, tensor, self._owner(function, args), function)
+        return result
+
+    def begin_with(self, tensors, weights=()) -> None:
+        """What is there before: it counts, and is nobody's activation."""
+        for tensor in (*weights, *tensors):
+            key = tensor.untyped_storage()._cdata
+            if key not in self.blocks:
+                self._add(key, tensor, "", None)
+        self._weights = {tensor.untyped_storage()._cdata for tensor in weights}
+
+    def enter(self, phase: str) -> None:
+        """From here on, new storages are of this phase, and its peak is looked for."""
+        self.phase = phase
+        self.peaks[phase] = Peak(self.total, dict(self.live))
+
+    def is_gradient(self, tensor: Tensor) -> None:
+        """Counts a storage as a gradient from here on."""
+        block = self.blocks.get(tensor.untyped_storage()._cdata)
+        if block is not None and block.phase != GRADIENTS:
+            self.live[block.phase] -= block.nbytes
+            self.live[GRADIENTS] += block.nbytes
+            block.phase = GRADIENTS
+
+    def made_in(self, phase: str) -> dict[int, Block]:
+        """The storages of a phase that are alive, by key."""
+        return {key: block for key, block in self.blocks.items() if block.phase == phase}
+
+    def _owner(self, function, args) -> str:
+        name = function.name()
+        if any(loss in name for loss in _LOSSES):
+            return LOSS
+        if function is _CAST and args[0].untyped_storage()._cdata in self._weights:
+            return CASTS
+        return self._owners[-1]
+
+    def _add(self, key: int, tensor: Tensor, owner: str, function) -> None:
+        storage = tensor.untyped_storage()
+        nbytes, phase = storage.nbytes(), self.phase
+        self._order += 1
+        reference = weakref.ref(storage, lambda _: self._forget(key))
+        self.blocks[key] = Block(nbytes, phase, owner, self._order, reference)
+        self.live[phase] += nbytes
+        self.total += nbytes
+        if self.total > self.peaks[phase].total:
+            at = function.name() if function else ""
+            self.peaks[phase] = Peak(self.total, dict(self.live), at)
+
+    def _forget(self, key: int) -> None:
+        block = self.blocks.pop(key, None)
+        if block is not None:
+            self.live[block.phase] -= block.nbytes
+            self.total -= block.nbytes
+            self.saved.discard(key)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, operators are seen, and the modules in whose forwards they run."""
+
+        def begin(module, args):
+            self._owners.append(self._names.get(id(module), self._owners[-1]))
+
+        def end(module, args, output):
+            self._owners.pop()
+            if module is not self._model and not isinstance(module, nn.modules.loss._Loss):
+                self.last_module_end = self._order
+
+        before = module_hooks.register_module_forward_pre_hook(begin)
+        after = module_hooks.register_module_forward_hook(end, always_call=True)
+        try:
+            with self:
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def saving(self) -> contextlib.AbstractContextManager:
+        """Inside, `saved` learns what autograd keeps."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            self.saved.add(tensor.untyped_storage()._cdata)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

@@ -1,0 +1,237 @@
+"""`onepass estimate` as a command: tables, JSON, picture, flags, bad input; what fits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass import cli
+from onepass.compare.errors import BadInput
+from onepass.estimate import command, configs, report
+from onepass.estimate.survey import largest
+
+pytestmark = pytest.mark.xdist_group("estimate")  # most look at one run
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 172, "num_attention_heads": 2, "num_hidden_layers": 2,
+    "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory):
+    """(what is printed at 80 columns, the JSON, the picture's file)"""
+    folder = tmp_path_factory.mktemp("estimate")
+    flags = ["--memory", "64MB", "--json", "e.json", "--plot", "e.svg"]
+    done = subprocess.run(
+        [sys.executable, "-m", "onepass", "estimate", "--config", str(config), *flags],
+        cwd=folder, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout, json.loads((folder / "e.json").read_text()), folder / "e.svg"
+
+
+def make():
+    """For --model."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+    return model, torch.randn(16, 32)
+
+
+def make_reading():
+    class Reading(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() < 1e9 and self.weight.sum() < 1e9 else x
+
+    return Reading(8, 8), torch.randn(4, 8)
+
+
+MODEL = ["--model", f"{__name__}:make"]
+
+
+def test_the_tables_fit_into_80_columns_and_nothing_is_cut(run):
+    printed, found, _ = run
+    assert max(map(len, printed.splitlines())) <= report.WIDTH
+    assert "…" not in printed
+    for word in ("gradients", "optimizer state", "activations kept", "the loss's own", "bfloat16",
+                 "autocast", "AdamW, int8 moments", "checkpointing", "all of these",
+                 "model.layers.*.mlp", "largest batch"):  # fmt: skip
+        assert word in printed, word
+    assert f"{found['parameter_count']:,} parameters" in printed
+
+
+def test_the_json_says_what_the_tables_say(run):
+    _, found, _ = run
+    assert found["schema_version"] == 1 and found["rows"] == 1
+    assert list(found["variants"]) == [
+        "stock", "swapped", "stock, checkpointed", "swapped, checkpointed",
+    ]  # fmt: skip
+    for variant, entry in found["variants"].items():
+        assert entry["peak"] == max(entry["peaks"].values()) == sum(entry["at_peak"].values())
+        assert entry["parameters"] == 4 * found["parameter_count"] == entry["gradients"]
+        assert entry["peak"] == found["optimizers"]["torch AdamW"]["peaks"][variant]
+        assert bool(entry["swapped"]) == variant.startswith("swapped")
+    assert found["dtypes"]["float32"]["stock"] == found["variants"]["stock"]["peak"]
+    assert found["dtypes"]["bfloat16"]["stock"] < 0.7 * found["dtypes"]["float32"]["stock"]
+    assert found["optimizers"]["AdamW"]["bytes_per_parameter"] == pytest.approx(8, rel=0.02)
+    levers = {lever["name"]: lever for lever in found["levers"]}
+    assert {"swap, norm", "swap", "checkpointing", "all of these"} <= set(levers)
+    assert levers["swap"]["peak"] == found["variants"]["swapped"]["peak"]
+    assert levers["all of these"]["peak"] == min(lever["peak"] for lever in found["levers"])
+    assert levers["swap"]["rows"] == found["variants"]["swapped"]["largest_batch"]
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(run, config):
+    most = run[1]["variants"]["stock"]["largest_batch"]
+    assert most > 1
+    fits, more = (
+        onepass.estimate(configs.maker(str(config), rows, None)).peak for rows in (most, most + 1)
+    )
+    assert fits <= 64_000_000 < more
+
+
+def test_the_picture_is_drawn(run):
+    assert "<svg" in run[2].read_text()[:1000]
+
+
+def test_the_command_repeats_the_run(run):
+    assert run[1]["command"].startswith("onepass estimate --config")
+    assert run[1]["command"].endswith("--memory 64MB --json e.json --plot e.svg")
+
+
+def test_a_model_that_a_function_makes_in_another_dtype(capsys):
+    flags = [*MODEL, "--dtype", "bfloat16", "--optimizer", "AdamW, remainder16", "--batch", "64"]
+    assert cli.main(["estimate", *flags, "--kinds", "norm", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == 64
+    assert found["variants"]["swapped"]["swapped"] == {"norm": 1}
+    # Two float32 moments and 16 bits.
+    per_parameter = found["optimizers"]["AdamW, remainder16"]["bytes_per_parameter"]
+    assert per_parameter == pytest.approx(10, rel=0.5)
+    assert "stock, checkpointed" in found["left_out"]
+
+
+def test_a_model_that_reads_is_refused_and_runs_with_real_data(capsys):
+    flags = ["--model", f"{__name__}:make_reading"]
+    assert cli.main(["estimate", *flags]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("estimate: model must not read data") and "--real" in errors
+    assert cli.main(["estimate", *flags, "--real", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["variants"]["stock"]["parameters"] == 72 * 4
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "one of --model and --config must be given"),
+        (["--config", "nowhere.json"], "--config must be a file or a folder with a config.json"),
+        ([*MODEL, "--seq", "8"], "--seq must come with --config"),
+        ([*MODEL, "--batch", "0"], "--batch must be at least 1, got 0"),
+        ([*MODEL, "--memory", "much"], "--memory must be a size such as 24GB or 22.5GiB"),
+        ([*MODEL, "--dtype", "int8"], "--dtype must be one of as given, float32, bfloat16"),
+        ([*MODEL, "--kinds", "norms"], "--kinds must be of norm, attention"),
+        ([*MODEL, "--optimizer", "Adam"], "--optimizer must be one of torch AdamW, "),
+        ([*MODEL, "--plot", "e.xyz"], "--plot must end in one of"),
+        ([*MODEL, "--json", "/nowhere/e.json"], "--json must name a file to write"),
+        (["--model", "nowhere:make"], "--model must name a function that can be imported"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(flags, message, capsys):
+    assert cli.main(["estimate", *flags]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("estimate: ") and errors.count("\n") == 1
+    assert message in errors
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [("24GB", 24e9), ("22.5GiB", 22.5 * 2**30), ("512 MiB", 2**29), ("80g", None), ("0", None),
+     ("1e3", 1000), ("-1GB", None), ("nanGB", None), ("1TB", 1e12)],
+)  # fmt: skip
+def test_sizes(text, expected):
+    if expected is None:
+        with pytest.raises(BadInput, match="--memory must be a size"):
+            command.size(text)
+    else:
+        assert command.size(text) == expected
+
+
+# ---- the largest batch -------------------------------------------------------------------------
+
+
+def bent(rows: int) -> int:
+    """Three phases: the step of the optimizer, which knows no rows, and two that grow."""
+    return max(1100, 1000 + 10 * rows, 30 * rows)
+
+
+@pytest.mark.parametrize("memory", [0, 1099, 1100, 1109, 1110, 1499, 1500, 1530, 30_000, 1_000_000])
+@pytest.mark.parametrize("rows", [1, 2, 7, 300])
+def test_the_largest_batch_of_a_peak_that_bends(rows, memory):
+    asked = []
+
+    def peak(rows: int) -> int:
+        asked.append(rows)
+        return bent(rows)
+
+    expected = max((n for n in range(1, 40_000) if bent(n) <= memory), default=0)
+    assert largest(peak, rows, memory) == expected
+    assert len(asked) == len(set(asked)) <= 20
+
+
+# ---- configs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, cls, fields",
+    [
+        ("bert", "BertForSequenceClassification", {"intermediate_size": 64}),
+        ("bert", "BertForTokenClassification", {"intermediate_size": 64}),
+        ("bert", "BertForQuestionAnswering", {"intermediate_size": 64}),
+        ("bert", "BertModel", {"intermediate_size": 64}),
+        ("vit", "ViTForImageClassification", {"image_size": 32, "intermediate_size": 64}),
+        ("t5", "T5ForConditionalGeneration", {"d_model": 32, "d_kv": 16, "d_ff": 64,
+                                              "num_heads": 2, "num_layers": 1,
+                                              "decoder_start_token_id": 0}),
+        ("gpt2", None, {"n_embd": 32, "n_layer": 1, "n_head": 2}),
+    ],
+)  # fmt: skip
+def test_configs_of_other_classes_train(kind, cls, fields, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 100}
+    entry = {"model_type": kind, **(sizes if kind in ("bert", "vit") else {"vocab_size": 100})}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**entry, **fields, "architectures": [cls] if cls else None}))
+    model, batch = configs.maker(str(path), 2, 16)()
+    output = model(**batch)
+    has_loss = getattr(output, "loss", None) is not None
+    assert has_loss == (cls != "BertModel")
+
+
+@pytest.mark.slow
+def test_a_7b_config_needs_no_memory_to_speak_of(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, **sizes, "max_position_embeddings": 4096}))
+    code = (
+        "import resource, sys; from onepass import cli; "
+        f"code = cli.main(['estimate', '--config', {str(path)!r}, '--json']); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["parameter_count"] == 6_738_415_616
+    assert int(done.stderr.split()[-1]) * 1024 < 2e9

@@ -1,0 +1,390 @@
+"""`onepass.estimate`: against what a real step takes from the allocator, and piece by piece."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass.compare.measure import saved_bytes
+from onepass.compare.model import GPT, Sizes, call, cast, loss_of
+from onepass.compare.settings import add_arguments, read_settings
+from onepass.compare.train import Trainer
+from onepass.estimate import optimizers, step
+from onepass.estimate.timeline import tensors_of
+from tests.estimate.models import MODELS
+from tests.support import allocations
+
+NEAR = 0.10  # how far from the measured peak an estimate may be
+MODES = {
+    "float32": {},
+    "autocast": {"autocast": True},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+
+
+def measured(make, optimizer_state, *, swap=False, dtype=None, autocast=False, checkpointing=False):
+    """The peak of a real second step: the allocator's, and what is there before."""
+    torch.manual_seed(0)
+    model, batch = make()
+    model.train()
+    if dtype:
+        model, batch = model.to(dtype), cast(batch, dtype)
+    if swap:
+        onepass.swap(model)
+    if checkpointing:
+        step.checkpoint(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(call(model, batch))
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run()
+    gc.collect()
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
+    there = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return allocations.peak(run) + sum(there.values()) + optimizer_state
+
+
+def check_near(name: str, tiny: bool, **options):
+    found = onepass.estimate(lambda: MODELS[name](tiny), **options)
+    taken = measured(lambda: MODELS[name](tiny), found.optimizer_state, **options)
+    assert abs(found.peak / taken - 1) <= NEAR, f"{name} {options}: {found.peak:,} of {taken:,}"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("swap", [False, True], ids=["stock", "swapped"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tiny_model_is_near_what_is_measured(name, swap, checkpointing):
+    check_near(name, True, swap=swap, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("mode", ["autocast", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_in_other_dtypes(name, mode):
+    check_near(name, True, swap=True, **MODES[mode])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("swap", [False, True], ids=["stock", "swapped"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_real_size_is_near_what_is_measured(name, swap, mode):
+    check_near(name, False, swap=swap, **MODES[mode])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpointed_model_of_real_size(name):
+    check_near(name, False, swap=True, checkpointing=True)
+
+
+# ---- piece by piece ----------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """y = (x w) w, whose loss is the mean square."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.first = nn.Linear(width, width, bias=False)
+        self.second = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_every_number_of_a_model_that_can_be_counted_by_hand():
+    width, rows = 64, 512
+    weight, row = width * width * 4, rows * width * 4
+    found = onepass.estimate(Twice(width), torch.randn(rows, width), optimizer=torch.optim.SGD)
+    assert found.parameter_count == 2 * width * width
+    assert (found.parameters, found.gradients, found.others) == (2 * weight, 2 * weight, row)
+    # first's output for second's weight, second's for the square; the square itself is freed.
+    assert found.activations == 2 * row
+    assert found.saved == 3 * row  # and the batch
+    assert found.optimizer_state == 0
+    assert {(entry["name"], entry["bytes"]) for entry in found.modules} == {
+        ("first", row),
+        ("second", row),
+    }
+    assert found.peaks["forward"] == 2 * weight + row + 3 * row + 4
+    assert sum(found.at_peak.values()) == found.peak == max(found.peaks.values())
+    assert found.to_dict()["peak"] == found.peak
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["stock", "swapped"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_is_saved_is_what_compare_measures(swap, dropout):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    settings = read_settings(parser.parse_args(["--quick", "--dtype", "float32"]))
+    model = GPT(Sizes(2, 4, 128, 128, 4), dropout)
+    tokens = torch.randint(0, 256, (4, 128))
+    found = onepass.estimate(model, (tokens, tokens), swap=swap)
+    if swap:
+        onepass.swap(model)
+    assert found.saved == saved_bytes(Trainer(model, settings), (tokens, tokens))
+
+
+def test_real_data_and_none_are_the_same_timeline():
+    make = lambda: MODELS["gpt2"](True)  # noqa: E731
+    fake, real = (onepass.estimate(make, real=real, swap=True) for real in (False, True))
+    assert fake.peaks["forward"] == real.peaks["forward"]
+    assert fake.activations == real.activations and fake.modules == real.modules
+
+
+def test_tied_weights_and_views_of_one_storage_count_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = nn.Embedding(100, 32)
+            self.head = nn.Linear(32, 100, bias=False)
+            self.head.weight = self.tokens.weight
+            self.mirror = nn.Linear(32, 100, bias=False)
+            self.mirror.weight = nn.Parameter(self.tokens.weight.detach(), requires_grad=False)
+
+        def forward(self, ids):
+            return self.head(self.tokens(ids)) + self.mirror(self.tokens(ids))
+
+    found = onepass.estimate(Tied(), torch.randint(0, 100, (4, 8)))
+    assert found.parameters == found.gradients == 100 * 32 * 4
+    assert found.others == 4 * 8 * 8
+
+
+def test_a_view_that_is_saved_keeps_its_storage_and_counts_it_once():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(32, 96, bias=False)
+
+        def forward(self, x):
+            query, key, value = self.project(x).chunk(3, dim=-1)
+            return (query * key * value.transpose(0, 1).transpose(0, 1)).sum()
+
+    found = onepass.estimate(Views(), torch.randn(8, 16, 32))
+    row = 8 * 16 * 32 * 4
+    # The three views' one storage, and query * key.
+    assert found.activations == 3 * row + row
+
+
+def test_buffers_count_and_whole_numbers_may_be_read():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32))
+            self.register_buffer("order", torch.arange(8))
+            self.register_buffer("scale", torch.randn(32))
+
+        def forward(self, x):
+            if int(self.order[3]) != 3:
+                raise AssertionError
+            return x * self.weight * self.scale
+
+    found = onepass.estimate(Positions(), torch.randn(4, 32))
+    assert found.others == 8 * 8 + 32 * 4 + 4 * 32 * 4
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.aside = x * x  # kept without save_for_backward
+        ctx.save_for_backward(x)
+        return ctx.aside * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 3 * dy * ctx.aside
+
+
+def test_a_function_of_the_user_keeps_what_it_saves_and_what_it_holds():
+    class Custom(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return Cube.apply(self.project(x)).sum()
+
+    found = onepass.estimate(Custom(), torch.randn(64, 32))
+    row = 64 * 32 * 4
+    assert found.activations == 2 * row  # x and x * x
+    assert found.saved == 2 * row  # x and the batch
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int, own: bool = False):
+        super().__init__()
+        self.own = own
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(count)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.own else layer(x)
+        return x
+
+
+def test_checkpointed_layers_keep_their_inputs_alone():
+    batch = torch.randn(256, 64)
+    row = 256 * 64 * 4
+    plain = onepass.estimate(Layers(4), batch)
+    ours = onepass.estimate(Layers(4), batch, checkpointing=True)
+    own = onepass.estimate(Layers(4, own=True), batch)
+    assert plain.activations == 4 * 3 * row
+    assert ours.activations == own.activations == 4 * row  # inputs but the first's, and the output
+    assert ours.peaks == own.peaks
+    assert ours.peaks["backward"] < plain.peaks["backward"]
+
+
+class Classifying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.loss = nn.Linear(32, 1000), nn.CrossEntropyLoss()
+
+    def forward(self, x, target):
+        return self.loss(self.head(x), target)
+
+
+LOGITS = 512 * 1000 * 4  # bytes
+
+
+def classified():
+    return Classifying(), (torch.randn(512, 32), torch.randint(0, 1000, (512,)))
+
+
+def test_the_loss_has_a_line_of_its_own():
+    found = onepass.estimate(classified)
+    assert LOGITS <= found.loss < LOGITS + 100  # the log-softmax
+    assert found.modules[0]["name"] == "(loss)"
+
+
+def test_the_loss_in_place_needs_no_gradient_of_the_logits():
+    plain = onepass.estimate(classified, swap=True)
+    inplace = onepass.estimate(classified, swap=True, inplace_loss=True)
+    assert inplace.activations == plain.activations
+    assert plain.peaks["backward"] - inplace.peaks["backward"] > 0.8 * LOGITS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_states_are_those_that_each_optimizer_makes(dtype):
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).to(dtype)
+    batch = torch.randn(4, 256)
+    subject = step.Subject(model, batch)
+    makes = optimizers.names(model)
+    found = step.run(subject, step.Options(dtype=dtype), makes)
+    for name, make in makes.items():
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer = make(model.parameters())
+        kept = allocations.retained(optimizer.step)
+        state = found.updates[name].state_bytes
+        # Numbers beside the states: of the groups' settings, and where states lie.
+        assert state <= kept <= state + 4096, f"{name}: {state:,} of {kept:,}"
+        temporary = found.updates[name].temporary
+        taken = allocations.peak(optimizer.step)
+        assert temporary <= taken <= temporary + 4096, f"{name}: {temporary:,} of {taken:,}"
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_the_model_stays_as_it_is(real):
+    model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 64)).eval()
+    before = {name: (id(p), p._version) for name, p in model.named_parameters()}
+    onepass.estimate(model, torch.randn(8, 64), swap=True, real=real)
+    assert not model.training and type(model[0]) is nn.LayerNorm
+    assert {name: (id(p), p._version) for name, p in model.named_parameters()} == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_random_state_stays():
+    model, batch = nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 8)), torch.randn(8, 8)
+    random = torch.get_rng_state()
+    onepass.estimate(model, batch)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_model_on_meta_and_one_that_a_function_makes():
+    batch = torch.randn(8, 64)
+    expected = onepass.estimate(Twice(64), batch)
+    with torch.device("meta"):
+        meta = Twice(64)
+    assert onepass.estimate(meta, batch) == expected
+    assert onepass.estimate(lambda: (Twice(64), batch)) == expected
+    assert onepass.estimate(lambda: (Twice(64), lambda step: batch)) == expected
+
+
+def test_a_function_is_called_without_the_memory_of_its_parameters():
+    seen = []
+
+    def make():
+        model = Twice(4096)
+        seen.append(allocations.allocated(model.first.weight.data.mul, 2))
+        return model, torch.randn(4, 4096)
+
+    found = onepass.estimate(make)
+    assert seen[0] < 1000 and found.parameters == 2 * 4096 * 4096 * 4
+
+
+# ---- what cannot be estimated ------------------------------------------------------------------
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.project(x)
+        if y.mean() > 100:
+            y = y + 1
+        return y
+
+
+class Choosing(Reading):
+    def forward(self, x):
+        y = self.project(x)
+        return y[y > 0].sum()
+
+
+@pytest.mark.parametrize(
+    "model, line",
+    [(Reading(), "if y.mean() > 100:"), (Choosing(), "return y[y > 0].sum()")],
+    ids=["a branch", "a mask"],
+)
+def test_a_model_that_reads_its_values_is_told_the_line_and_runs_on_real_data(model, line):
+    batch = torch.randn(4, 8)
+    with pytest.raises(RuntimeError) as error:
+        onepass.estimate(model, batch)
+    assert line in str(error.value) and "test_estimate.py:" in str(error.value)
+    assert "real=True" in str(error.value)
+    assert onepass.estimate(model, batch, real=True).parameters == (64 + 8) * 4
+
+
+def test_messages():
+    with pytest.raises(TypeError, match="estimate: model must be a module or a function, got int"):
+        onepass.estimate(3)
+    with pytest.raises(ValueError, match="estimate: kinds must come with swap=True, got 'norm'"):
+        onepass.estimate(nn.Linear(8, 8), torch.randn(8, 8), kinds="norm")
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    with pytest.raises(RuntimeError, match="estimate: model must have a parameter that requires"):
+        onepass.estimate(frozen, torch.randn(8, 8))
+    with pytest.raises(RuntimeError, match="estimate: model must hold a list of layers"):
+        onepass.estimate(nn.Linear(8, 8), torch.randn(8, 8), checkpointing=True)
+
+
+def test_an_estimate_prints_its_parts():
+    text = str(onepass.estimate(Twice(1024), torch.randn(8, 1024)))
+    assert "8.00 MiB  parameters" in text and "16.0 MiB  optimizer state" in text
+    assert "first x 1" in text
