@@ -1,4 +1,4 @@
-"""Lists of tensors for the optimizer ops, run by the CPU's op and by the emulated CUDA kernels.
+"""Lists of tensors for the optimizer ops, run by the CPU's op, emulated CUDA kernels or a device.
 
 A `Tensors` holds one parameter and all that belongs to it; `on_cpu` and `on_cuda` make a step of a
 list of them in place.
@@ -7,6 +7,7 @@ list of them in place.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from onepass._ops.optimizer import ALGORITHMS, Hyper
 from onepass._ops.optimizer import CODE_BLOCK as BLOCK
-from tests.emulator.executors import Emulated
+from tests.emulator.executors import DEVICE, Emulated
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INT8 = torch.uint8
@@ -57,6 +58,20 @@ class Tensors:
     step: Tensor
     index: int = 0
     group: int = 0
+
+    def on(self, device: torch.device) -> Tensors:
+        """A copy there, each operand as far from a multiple of 16 bytes as here."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            ahead = tensor.data_ptr() % 16 // tensor.itemsize
+            room = torch.empty(tensor.numel() + ahead, dtype=tensor.dtype, device=device)
+            return room[ahead:].view(tensor.shape).copy_(tensor)
+
+        states = [list(map(moved, kind)) for kind in (self.moments, self.scales)]
+        tensors = (*map(moved, (self.param, self.gradient)), *states, moved(self.master))
+        return Tensors(*tensors, moved(self.step), self.index, self.group)
 
     def all(self) -> list[Tensor]:
         master = [] if self.master is None else [self.master]
@@ -141,7 +156,12 @@ def make_mixes(sizes: dict, moments: int, **options) -> list[Tensors]:
 
 
 def on_cpu(call: Step) -> None:
-    """By the operators that torch.ops has; the settings are given twice, for CUDA too."""
+    make_step(call, torch.device("cpu"))
+
+
+def make_step(call: Step, device: torch.device) -> None:
+    """By the operators that torch.ops has, of tensors that are on this device; the settings are
+    given twice, for CUDA too."""
     states: list[Tensor] = []
     rows = []
 
@@ -157,25 +177,35 @@ def on_cpu(call: Step) -> None:
             for which in range(3):
                 row += place(kind[which] if which < len(kind) else None)
         rows.append(row + place(t.master))
-    scalar = lambda value: None if value is None else torch.tensor(value)  # noqa: E731
+
+    def scalar(value: float | None, dtype: torch.dtype = F32) -> Tensor | None:
+        return None if value is None else torch.tensor(value, dtype=dtype, device=device)
+
     ops = torch.ops.onepass
     table = ops.optimizer_table([t.param for t in call.tensors], states, torch.tensor(rows))
     assert ops.optimizer_step(
         call.algorithm, table, [t.gradient for t in call.tensors], call.hyper, seed=call.seed,
         stochastic_params=call.stochastic_params, stochastic_moments=call.stochastic_moments,
         zero_gradients=call.zero_gradients, max_norm=call.max_norm,
-        norm=None if call.norm is None else torch.tensor(call.norm, dtype=F64),
+        norm=scalar(call.norm, F64),
         grad_scale=scalar(call.grad_scale), found_inf=scalar(call.found_inf),
-        device_hyper=call.hyper,
+        device_hyper=call.hyper.to(device),
     )  # fmt: skip
     ops.optimizer_table_release(states[0], table)
 
 
-def on_cuda(call: Step, emulator: Emulated) -> dict:
-    """What was counted; the tensors change in place."""
-    with emulator.under_the_package():
-        on_cpu(call)
-    return emulator.done[-1]
+def on_cuda(call: Step, emulator: Emulated | None) -> dict | None:
+    """Under the emulator, or on the device. What was counted; the tensors change in place."""
+    if emulator is not None:
+        with emulator.under_the_package():
+            on_cpu(call)
+        return emulator.done[-1]
+    there = dataclasses.replace(call, tensors=[t.on(DEVICE) for t in call.tensors])
+    make_step(there, DEVICE)
+    for t, moved in zip(call.tensors, there.tensors, strict=True):
+        for here, found in zip(t.all(), moved.all(), strict=True):
+            here.copy_(found)
+    return None
 
 
 def norm_on_cuda(gradients: list[Tensor], order: float, emulator: Emulated) -> Tensor:
