@@ -118,8 +118,9 @@ def test_cuda_cases():
 
 def on_cpu(case: cases.Case, monkeypatch) -> cases.Case:
     """A CUDA case whose tensors are made on the CPU, to try it here."""
-    drawn = torch.randn
+    drawn, filled = torch.randn, torch.full
     monkeypatch.setattr(torch, "randn", lambda *size, device=None: drawn(*size))
+    monkeypatch.setattr(torch, "full", lambda *filling, device=None: filled(*filling))
     return replace(case, device="cpu")
 
 

@@ -106,20 +106,24 @@ def _modulated_norms():
     yield from public("rms_norm", F.rms_norm)
 
     def raw(op, **options):
-        return lambda **tensors: flat(op(**tensors, normalized_shape=(40,), kind=0, **options))
+        options |= {"normalized_shape": (40,), "kind": 0, "dropout_p": 0.3}
+        return lambda **tensors: flat(op(**tensors, **options))
 
-    optional = ("shift", "gate")
+    def seeded():
+        return gated() | {"row_scale": torch.tensor([0.0, 1.25]), "seed": torch.tensor([3, 4])}
+
+    optional = ("shift", "gate", "row_scale")
     for op in (RAW.modulated_norm_forward, RAW.modulated_norm_forward_check):
         run = raw(op, eps=1e-5, out_dtype=torch.bfloat16, save_statistics=True)
-        yield Call(f"ops.{op.__name__}", gated, run, optional=optional)
+        yield Call(f"ops.{op.__name__}", seeded, run, optional=optional)
 
     def backward():
-        own, x = gated(), randn(2, 3, 40, seed=4)
+        own, x = seeded(), randn(2, 3, 40, seed=4)
         own |= {"x": x, "branch": own.pop("input"), "dresidual_out": own.pop("residual")}
         own |= {"doutput": randn(2, 3, 40, seed=5), "mean": x.mean(2)}
         return own | {"rstd": x.var(2, False).add(1e-5).rsqrt()}
 
-    optional = ("doutput", "dresidual_out", "shift")
+    optional = ("doutput", "dresidual_out", "shift", "row_scale")
     for op in (RAW.modulated_norm_backward, RAW.modulated_norm_backward_check):
         run = raw(op, input_dtype=F32, residual_dtype=F32, grad_mask=31)
         yield Call(f"ops.{op.__name__}", backward, run, optional=optional)
