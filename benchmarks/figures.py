@@ -12,6 +12,10 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -52,13 +56,19 @@ def bars(measured: Mapping) -> list[tuple[str, list[float]]]:
 def draw_compare(measured: Mapping, path: Path) -> None:
     import matplotlib
 
-    matplotlib.use("svg")
     # The same file from the same figures, with text that can be searched.
-    matplotlib.rcParams |= {"svg.hashsalt": "onepass", "svg.fonttype": "none", "font.size": 11}
-    from matplotlib import pyplot
+    style = {"svg.hashsalt": "onepass", "svg.fonttype": "none", "font.size": 11}
+    with matplotlib.rc_context(style):
+        figure = compare_figure(measured)
+        figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
+
+
+def compare_figure(measured: Mapping) -> Figure:
+    from matplotlib.figure import Figure
 
     rows = bars(measured)
-    figure, axes = pyplot.subplots(figsize=(8, 0.55 * len(rows) + 1.3), layout="constrained")
+    figure = Figure(figsize=(8, 0.55 * len(rows) + 1.3), layout="constrained")
+    axes = figure.subplots()
     places = [row + 0.35 * (row // 2) for row in range(len(rows))]  # a gap between pairs
     left = [0.0] * len(rows)
     for index, (part, color) in enumerate(zip(PARTS, COLORS, strict=True)):
@@ -80,8 +90,7 @@ def draw_compare(measured: Mapping, path: Path) -> None:
     machine = measured["machine"]
     axes.set_xlabel(f"a training step, {machine['cpu']}, {machine['threads']} threads")
     figure.legend(loc="outside upper center", ncols=len(PARTS), frameon=False)
-    figure.savefig(path, metadata={"Date": None}, facecolor="white")
-    pyplot.close(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def on_cpu(case: cases.Case, monkeypatch) -> cases.Case:
     """A CUDA case whose tensors are made on the CPU, to try it here."""
     drawn, filled = torch.randn, torch.full
     monkeypatch.setattr(torch, "randn", lambda *size, device=None: drawn(*size))
-    monkeypatch.setattr(torch, "full", lambda *filling, device=None: filled(*filling))
+    monkeypatch.setattr(torch, "full", lambda *a, device=None, **rest: filled(*a, **rest))
     return replace(case, device="cpu")
 
 
