@@ -69,11 +69,11 @@ def test_the_plan_follows_shape_and_threads():
         return call
 
     torch.set_num_threads(2)
-    large, small, single = norm(600, 512), norm(4, 8), norm(1, 100_000)
+    large, small, single = norm(600, 4096), norm(4, 8), norm(1, 100_000)
     assert large["threads"] == 2 and large["rows_per_tile"] == 4
     assert small["threads"] == 1 and "too small" in small["reason"]
     assert single["threads"] == 1 and "one row" in single["reason"]
-    assert norm(3, 10_000)["rows_per_tile"] == 1
+    assert norm(600, 512)["rows_per_tile"] == 1
     torch.set_num_threads(1)
     assert norm(600, 512)["threads"] == 1
 

@@ -35,6 +35,12 @@ int64_t accumulator_size_of(const NormBackward& args) {
   return args.x_dtype == DType::kFloat64 ? 8 : 4;
 }
 
+int rows_per_block_of(const NormBackward& args) {
+  const int64_t shared = 3 * accumulator_size_of(args);
+  return rows_per_block(args.cols,
+                        size_of(args.doutput_dtype) + 2 * size_of(args.x_dtype) + shared);
+}
+
 template <class A>
 struct BackwardRows {
   const void* doutput[kRowsPerBlock];        // (cols,) each
@@ -61,8 +67,6 @@ void norm_backward_sums_kernel(BackwardRows<A>& rows, int row_count) {
     // scalar: g = doutput[j] * weight[j]; sum_gh += g * (x[j] - mean); sum_g += g
     const auto sums =
         sum_columns<A, kRms ? 1 : 2>(rows.cols, [&](Vec<A>* sum, int64_t j, auto count) {
-          prefetch_ahead(doutput + j);
-          prefetch_ahead(x + j);
           const Vec<A> g = load<A>(doutput + j, count) * load<A>(rows.weight + j, count);
           const Vec<A> v = load<A>(x + j, count);
           sum[0] = fma<A>(g, kRms ? v : v - mean, sum[0]);
@@ -178,7 +182,7 @@ class Runner {
       : args_(args),
         run_rows_(run_rows),
         scaled_(scaled),
-        block_rows_(scaled ? 1 : rows_per_block(args.cols)),
+        block_rows_(scaled ? 1 : rows_per_block_of(args)),
         direct_(!scaled && is_direct(args)),
         kernels_(path_of<A>(args, direct_)),
         dropout_(args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{}) {}
@@ -420,7 +424,7 @@ Plan plan_norm_backward(const NormBackward& args, const Machine& machine) {
   const int64_t threads = threads_for(args.rows * args.cols * bytes / rate, chunks, machine);
   return {.workspace_bytes = (1 + 4 * chunks) * padded_bytes(args.cols, accumulator_size_of(args)),
           .kernel_name = "norm_backward_kernel",
-          .rows_per_tile = rows_per_block(args.cols),
+          .rows_per_tile = rows_per_block_of(args),
           .splits = chunks,
           .reason = threads > 1   ? "chunks of rows spread over threads"
                     : chunks == 1 ? "too few rows to cut into chunks"

@@ -43,7 +43,6 @@ ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, double eps) {
   const double n = static_cast<double>(cols);
   if constexpr (kRms) {
     const auto [squares] = sum_columns<A, 1>(cols, [&](Vec<A>* sum, int64_t j, auto count) {
-      prefetch_ahead(x + j);
       const Vec<A> v = load<A>(x + j, count);
       sum[0] = fma<A>(v, v, sum[0]);
     });
@@ -58,7 +57,6 @@ ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, double eps) {
       const Vec<A> from = broadcast<A>(centre);
       const auto [deviation, squares] =
           sum_columns<A, 2>(cols, [&](Vec<A>* sum, int64_t j, auto count) {
-            prefetch_ahead(x + j);
             const Vec<A> d = keep_lanes<A>(load<A>(x + j, count) - from, count);
             sum[0] += d;
             sum[1] = fma<A>(d, d, sum[1]);
@@ -127,16 +125,12 @@ void add_row(const void* input_, const void* residual_, void* sum_, int64_t cols
       const int64_t end = std::min(tile + kDropoutTile, cols);
       keep.fill(dropout, first_element + tile, end - tile);
       for_each_vector<A>(tile, end, [&](int64_t j, auto count) {
-        prefetch_ahead(input + j);
-        prefetch_ahead(residual + j);
         const Vec<A> kept = load<A>(input + j, count) * keep.scale<A>(dropout, j - tile);
         store<A>(sum + j, load<A>(residual + j, count) + kept, count);
       });
     }
   } else {
     for_each_vector<A>(0, cols, [&](int64_t j, auto count) {
-      prefetch_ahead(input + j);
-      prefetch_ahead(residual + j);
       store<A>(sum + j, load<A>(residual + j, count) + load<A>(input + j, count), count);
     });
   }
@@ -198,6 +192,16 @@ struct Shared {
   int64_t sample_rows = 0;
 };
 
+int64_t accumulator_size_of(const NormForward& args) {
+  return args.input_dtype == DType::kFloat64 ? 8 : 4;
+}
+
+int rows_per_block_of(const NormForward& args) {
+  const DType x_dtype = args.residual ? args.residual_out_dtype : args.input_dtype;
+  const int64_t shared = (args.bias ? 2 : 1) * accumulator_size_of(args);
+  return rows_per_block(args.cols, size_of(x_dtype) + size_of(args.output_dtype) + shared);
+}
+
 template <class A>
 void run_rows(const NormForward& args, const ForwardPath<A>& path, const Shared<A>& shared,
               const Dropout& dropout, int64_t begin, int64_t end) {
@@ -210,7 +214,7 @@ void run_rows(const NormForward& args, const ForwardPath<A>& path, const Shared<
   const int64_t output_row_bytes = args.cols * size_of(args.output_dtype);
   const int64_t residual_out_row_bytes = args.cols * size_of(args.residual_out_dtype);
 
-  for_each_row_block(begin, end, rows_per_block(args.cols), [&](int64_t row, auto row_count) {
+  for_each_row_block(begin, end, rows_per_block_of(args), [&](int64_t row, auto row_count) {
     ForwardRows<A> rows;
     for (int r = 0; r < row_count; ++r) {
       const RowIndex index = row_index(args.row_size, row + r);
@@ -304,7 +308,7 @@ int64_t forward_row_bytes(const NormForward& args) {
 }
 
 Plan plan_norm_forward(const NormForward& args, const Machine& machine) {
-  const int64_t accumulator_size = args.input_dtype == DType::kFloat64 ? 8 : 4;
+  const int64_t accumulator_size = accumulator_size_of(args);
   int64_t widened = 0;
   if (!is_wide(args.weight, args.weight_dtype, args.weight_offset, accumulator_size)) ++widened;
   if (args.bias && !is_wide(args.bias, args.bias_dtype, 0.0, accumulator_size)) ++widened;
@@ -313,7 +317,7 @@ Plan plan_norm_forward(const NormForward& args, const Machine& machine) {
       threads_for(args.rows * forward_row_bytes(args) / rate, args.rows, machine);
   return {.workspace_bytes = widened * padded_bytes(args.cols, accumulator_size),
           .kernel_name = "norm_forward_kernel",
-          .rows_per_tile = rows_per_block(args.cols),
+          .rows_per_tile = rows_per_block_of(args),
           .splits = args.rows,
           .reason = threads > 1      ? "rows spread over threads"
                     : args.rows <= 1 ? "one row is not cut"
@@ -332,7 +336,7 @@ void run_norm_forward(const NormForward& args, const Plan& plan, void* workspace
 
 Plan plan_modulated(const ModulatedNormForward& args, const Machine& machine) {
   Plan plan = plan_norm_forward(args, machine);
-  const int64_t accumulator_size = args.input_dtype == DType::kFloat64 ? 8 : 4;
+  const int64_t accumulator_size = accumulator_size_of(args);
   plan.workspace_bytes = plan.threads * kModulators * padded_bytes(args.cols, accumulator_size);
   return plan;
 }

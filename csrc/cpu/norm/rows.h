@@ -26,11 +26,19 @@ decltype(auto) visit_accumulated(DType dtype, F&& f) {
 }
 
 // Rows taken together share each load of weight and bias (and, in the backward, of the weight
-// gradients). Rows too long for that to stay in L1 are taken one at a time.
+// gradients). That wins where a row and those do not stay in L1 together, up to rows of which four
+// no longer stay in L2. Shorter rows are taken one at a time: each tensor is then one stream, which
+// the hardware reads ahead. (Four at a time lost there, and so did asking for lines in software:
+// layer norm of 2048x384 in float32, not in cache, took 1.7 and 1.15 times as long on Zen 4.)
 inline constexpr int kRowsPerBlock = 4;
-inline constexpr int64_t kMaxBlockedColumns = 4096;
+inline constexpr int64_t kL1Bytes = int64_t{32} << 10;
+inline constexpr int64_t kMaxBlockedBytes = int64_t{512} << 10;
 
-inline int rows_per_block(int64_t cols) { return cols <= kMaxBlockedColumns ? kRowsPerBlock : 1; }
+// `column_bytes`: what a row reads and writes for each column, weight and bias included.
+inline int rows_per_block(int64_t cols, int64_t column_bytes) {
+  const int64_t bytes = cols * column_bytes;
+  return bytes >= kL1Bytes && bytes <= kMaxBlockedBytes ? kRowsPerBlock : 1;
+}
 
 // Runs block(first_row, std::integral_constant rows) over [begin, end), in blocks of kRowsPerBlock
 // where `block_rows` is that, the rest one at a time. Both instances compute a row in the same
