@@ -48,6 +48,12 @@ struct Few {
   }
 };
 
+// The numbers of a pack's four pairs, as they lie in a table that has one for each pair.
+template <class T>
+struct alignas(sizeof(T) == 2 ? 8 : 16) Pairs {
+  T number[kPack / 2];
+};
+
 // cos or sin of a thread's columns, `first` and `second` being where they begin.
 template <class A, bool kInterleaved, bool kAligned>
 __device__ __forceinline__ void load_table(const RotaryForward& args, const RotaryTable& table,
@@ -64,14 +70,21 @@ __device__ __forceinline__ void load_table(const RotaryForward& args, const Rota
       few.load(numbers + second);
       ONEPASS_UNROLL
       for (int e = 0; e < kWide; ++e) value[1][e] = few.value[e];
+    } else if constexpr (kInterleaved && kAligned) {
+      const auto load_pairs = [&](int64_t column, A(&to)[kWide]) {
+        const Pairs<C> pairs = load_global(reinterpret_cast<const Pairs<C>*>(numbers + column / 2));
+        Raw<C> raw{};
+        ONEPASS_UNROLL
+        for (int e = 0; e < kWide; ++e) set_element(raw, e, pairs.number[e / 2]);
+        ONEPASS_UNROLL
+        for (int e = 0; e < kWide; ++e) to[e] = element<C>(raw, e);
+      };
+      load_pairs(first, value[0]);
+      load_pairs(second, value[1]);
     } else {
       few.load(numbers + (kInterleaved ? first / 2 : first));
       ONEPASS_UNROLL
-      for (int e = 0; e < kWide; ++e) {
-        // Neighbours share a number: eight of them are those of 16 columns.
-        value[0][e] = few.value[kInterleaved ? e / 2 : e];
-        value[1][e] = few.value[kInterleaved ? (kWide + e) / 2 : e];
-      }
+      for (int e = 0; e < kWide; ++e) value[0][e] = value[1][e] = few.value[e];
     }
   };
   if constexpr (sizeof(A) == 8) {
@@ -139,8 +152,10 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
 
-  const int64_t first = kInterleaved ? 2 * kWide * place : kWide * place;
-  const int64_t second = kInterleaved ? first + kWide : args.rotary_dim / 2 + first;
+  // Neighbouring packs are of neighbouring threads; a pack has both columns of its pairs if those
+  // are neighbours.
+  const int64_t first = kInterleaved && !kAligned ? 2 * place : kWide * place;
+  const int64_t second = kInterleaved && !kAligned ? first + 1 : args.rotary_dim / 2 + first;
   A own[2][kWide], sine[2][kWide], other[2][kWide];
   const int64_t row = row_of(args, batch, token);
   const auto table = [&](const RotaryTable& of, A(&value)[2][kWide]) {

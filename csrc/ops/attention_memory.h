@@ -1,9 +1,8 @@
 // How the operators of attention find the rows of their tensors, and allocate results.
 #pragma once
 
-#include <algorithm>
-
 #include "ops/attention_checks.h"
+#include "ops/rows.h"
 
 namespace onepass {
 
@@ -33,16 +32,6 @@ const T* elements_of(const OptionalTensor& tensor, Copies& copies) {
   if (!tensor || tensor->is_contiguous()) return static_cast<const T*>(data_of(tensor));
   copies.push_back(contiguous_copy(*tensor));
   return static_cast<const T*>(copies.back().const_data_ptr());
-}
-
-// (batch, heads, rows, cols), with bshd in the memory of a (batch, rows, heads, cols); or packed.
-inline Tensor empty_rows(const int64_t* sizes, int64_t dims, DType dtype, const Device& device,
-                         bool bshd) {
-  if (dims != 4 || !bshd) return empty(sizes, dims, dtype, device);
-  const auto most = [&](int d) { return std::max<int64_t>(sizes[d], 1); };
-  const int64_t row = most(1) * most(3);
-  const int64_t strides[] = {most(2) * row, most(3), row, 1};
-  return empty_strided(sizes, strides, dims, dtype, device);
 }
 
 // The gradient of `tensor`, of size 0 if it is not wanted.

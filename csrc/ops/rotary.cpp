@@ -6,6 +6,7 @@
 #include "ops/check.h"
 #include "ops/fields.h"
 #include "ops/library.h"
+#include "ops/rows.h"
 #include "ops/runtime.h"
 
 namespace onepass {
@@ -144,14 +145,6 @@ RotaryTable table_of(const Tensor& tensor) {
           stride_of(info, info.dims - 2)};
 }
 
-Tensor empty_output(const TensorInfo& like, DType dtype, bool bshd) {
-  if (!bshd) return empty(like.sizes, 4, dtype, like.device);
-  const auto most = [&](int d) { return std::max<int64_t>(like.sizes[d], 1); };
-  const int64_t row = most(1) * most(3);
-  const int64_t strides[] = {most(2) * row, most(3), row, 1};
-  return empty_strided(like.sizes, strides, 4, dtype, like.device);
-}
-
 Dispatch describe(const RotaryForward& args) {
   std::ostringstream text;
   text << args.batch << " x " << args.query.heads;
@@ -172,9 +165,12 @@ std::tuple<Tensor, Tensor> rotary_forward(const RotaryOptions& options, const Te
   args.interleaved = options.interleaved;
   args.transposed = options.transposed;
   const Device device = call.query.device;
-  Tensor query_out = empty_output(call.query, args.dtype, options.query_bshd);
-  Tensor key_out = options.key ? empty_output(call.key, args.dtype, options.key_bshd)
-                               : empty_1d(0, args.dtype, device);
+  const auto output = [&](const TensorInfo& like, bool bshd) {
+    return empty_rows(like.sizes, 4, args.dtype, device, bshd);
+  };
+  Tensor query_out = output(call.query, options.query_bshd);
+  Tensor key_out =
+      options.key ? output(call.key, options.key_bshd) : empty_1d(0, args.dtype, device);
   const OptionalTensor dense_query = with_dense_columns(query);
   const OptionalTensor dense_key = options.key ? with_dense_columns(*options.key) : std::nullopt;
   const OptionalTensor cos = with_dense_columns(options.cos);

@@ -1,7 +1,8 @@
 // Views tensors as rows of dense columns: leading dimensions are merged, for all tensors of an
-// operator together, into at most kRowDims.
+// operator together, into at most kRowDims. And the memory of new rows, heads or tokens first.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
 
@@ -27,5 +28,15 @@ bool has_dense_rows(const TensorInfo& info, int64_t row_dims);
 // whose rows are not dense, or all that are not contiguous if more than kRowDims dimensions remain.
 void address_rows(std::initializer_list<RowTensor*> tensors, int64_t row_dims,
                   int64_t (&row_size)[kRowDims]);
+
+// (batch, heads, rows, cols), with bshd in the memory of a (batch, rows, heads, cols); or packed.
+inline Tensor empty_rows(const int64_t* sizes, int64_t dims, DType dtype, const Device& device,
+                         bool bshd) {
+  if (dims != 4 || !bshd) return empty(sizes, dims, dtype, device);
+  const auto most = [&](int d) { return std::max<int64_t>(sizes[d], 1); };
+  const int64_t row = most(1) * most(3);
+  const int64_t strides[] = {most(2) * row, most(3), row, 1};
+  return empty_strided(sizes, strides, dims, dtype, device);
+}
 
 }  // namespace onepass

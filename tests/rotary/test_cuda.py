@@ -30,12 +30,13 @@ def goes_by_packs(cuda, call: int = -1) -> bool:
     "dtype, table_dtype", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16), (F64, F64)]
 )
 @pytest.mark.parametrize("rotary_dim", [32, 30])
-def test_one_pass(cuda, dtype, table_dtype, rotary_dim, half_width, backward):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_one_pass(cuda, interleaved, dtype, table_dtype, rotary_dim, half_width, backward):
     """To the byte: query and key read and written once; cos, sin and positions by each group of
     heads, positions by every thread that rotates."""
     case = replace(
         ALIGNED, dtype=dtype, table_dtype=table_dtype, rotary_dim=rotary_dim, positions="tokens",
-        half_width=half_width, heads=6, key_heads=3, tokens=70,
+        half_width=half_width, heads=6, key_heads=3, tokens=70, interleaved=interleaved,
     )  # fmt: skip
     tensors = case.tensors()
     query = tensors["query"].requires_grad_(backward)
