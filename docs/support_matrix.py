@@ -124,6 +124,14 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
         },
         "loss_forward",
     ),
+    (
+        {
+            "linear_cross_entropy": lambda new: F.linear_cross_entropy(
+                new(2, 16), new(8, 16), torch.zeros(2, dtype=torch.int64)
+            )
+        },
+        "linear_product",
+    ),
     ({"linear": lambda new: F.linear(new(2, 16), new(8, 16), new(8))}, "linear_product"),
     ({f"optim.{name}": _step(name) for name in ("AdamW", "Adam", "SGD", "Lion")}, "optimizer_step"),
     ({"optim.clip_grad_norm_": _clip}, "gradient_norm"),

@@ -8,6 +8,7 @@
 #include "ops/check.h"
 #include "ops/fields.h"
 #include "ops/library.h"
+#include "ops/linear_product.h"
 #include "ops/runtime.h"
 
 namespace onepass {
@@ -60,46 +61,6 @@ constexpr const char* kOp = "linear";
 constexpr const char* kBackward = "linear_backward";
 constexpr const char* kEpilogueBackward = "linear_epilogue_backward";
 
-// A tensor as a matrix of rows as long as its last dimension, of which one stride is 1; copied
-// where that is not so, where rows lie at no one stride, and where dense_rows asks for it.
-class Matrix {
- public:
-  explicit Matrix(const Tensor& tensor, bool dense_rows = false) : tensor_(tensor) {
-    const TensorInfo info = info_of(tensor);
-    const int64_t last = info.dims - 1;
-    const int64_t columns = std::max<int64_t>(info.sizes[last], 1);
-    column_ = columns > 1 ? info.strides[last] : 1;
-    if (set_row(info, columns) && (column_ == 1 || (row_ == 1 && !dense_rows))) return;
-    tensor_ = contiguous_copy(tensor);
-    row_ = columns;
-    column_ = 1;
-  }
-
-  const void* data() const { return tensor_.const_data_ptr(); }
-  int64_t row() const { return row_; }        // elements from a row to the next
-  int64_t column() const { return column_; }  // likewise; one of both is 1
-
- private:
-  bool set_row(const TensorInfo& info, int64_t columns) {
-    row_ = column_ == 1 ? columns : 1;
-    std::optional<int64_t> next;  // the stride that the next dimension outwards must have
-    for (int64_t d = info.dims - 2; d >= 0; --d) {
-      if (info.sizes[d] == 1) continue;
-      if (!next) {
-        row_ = info.strides[d];
-      } else if (info.strides[d] != *next) {
-        return false;
-      }
-      next = info.strides[d] * info.sizes[d];
-    }
-    return true;
-  }
-
-  Tensor tensor_;
-  int64_t row_ = 0;
-  int64_t column_ = 0;
-};
-
 // Whether a weight's gradient is laid out as (in_features, out_features), as the weight is:
 // autograd would copy another layout.
 bool lies_transposed(const OptionalTensor& weight) {
@@ -113,29 +74,6 @@ bool lies_transposed(const OptionalTensor& weight) {
 Matrix left_of(const Tensor& tensor, int64_t rows) {
   constexpr int64_t kFewRows = 16;
   return Matrix(tensor, rows <= kFewRows);
-}
-
-Dispatch describe(const LinearProduct& args) {
-  constexpr const char* kNames[] = {"linear", "linear_backward: dinput",
-                                    "linear_backward: dweight"};
-  std::ostringstream text;
-  if (args.cols == 0) {
-    text << args.rows << " sums of " << args.depth << ", " << name_of(args.left_dtype);
-    return {.op = "linear_backward: dbias", .arguments = text.str()};
-  }
-  text << args.rows << " x " << args.depth << " by " << args.depth << " x " << args.cols << ", "
-       << name_of(args.left_dtype) << " by " << name_of(args.right_dtype) << ", output "
-       << name_of(args.output_dtype);
-  const LinearEpilogue& epilogue = args.epilogue;
-  if (epilogue.activation != Activation::kNone) text << ", " << name_of(epilogue.activation);
-  if (epilogue.seed) text << ", dropout " << epilogue.dropout_p;
-  if (epilogue.residual) text << ", residual";
-  return {.op = kNames[static_cast<int>(args.kind)], .arguments = text.str()};
-}
-
-void run(const LinearProduct& args, const Device& device) {
-  if (args.rows == 0 || (args.cols == 0 && !args.left_sums)) return;
-  run_operator(backend().linear_product, args, device, [&] { return describe(args); });
 }
 
 // The product of all sizes but the last.
@@ -212,7 +150,7 @@ Tensor linear_forward(const LinearOptions& options, const Tensor& input) {
   Tensor output = empty(call.sizes.data(), call.input.dims, call.output_dtype, call.input.device);
   const OptionalTensor bias = dense(options.bias);
   const Matrix left = left_of(input, call.rows), right(options.weight);
-  run(product_of(call, left, right, bias, output), call.input.device);
+  run_product(product_of(call, left, right, bias, output), call.input.device);
   return output;
 }
 
@@ -261,7 +199,7 @@ std::tuple<Tensor, Tensor> linear_epilogue_forward(const EpilogueOptions& option
       .dropout_p = options.dropout_p,
       .activation = activation,
       .preactivation_dtype = checked.input_dtype};
-  run(args, device);
+  run_product(args, device);
   return {std::move(output), std::move(preactivation)};
 }
 
@@ -384,25 +322,25 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
   const Matrix left = left_of(doutput, call.rows);
   if (wants_input) {
     const Matrix right(*options.weight);
-    run({.left = left.data(),
-         .right = right.data(),
-         .bias = nullptr,
-         .output = dinput.mutable_data_ptr(),
-         .left_sums = nullptr,
-         .rows = call.rows,
-         .cols = call.in_features,
-         .depth = call.out_features,
-         .left_row = left.row(),
-         .left_step = left.column(),
-         .right_step = right.row(),
-         .right_col = right.column(),
-         .left_dtype = call.doutput_dtype,
-         .right_dtype = call.operand_dtypes[1],
-         .bias_dtype = bias_type,
-         .output_dtype = input_type,
-         .sums_dtype = bias_type,
-         .kind = LinearKind::kInput},
-        device);
+    run_product({.left = left.data(),
+                 .right = right.data(),
+                 .bias = nullptr,
+                 .output = dinput.mutable_data_ptr(),
+                 .left_sums = nullptr,
+                 .rows = call.rows,
+                 .cols = call.in_features,
+                 .depth = call.out_features,
+                 .left_row = left.row(),
+                 .left_step = left.column(),
+                 .right_step = right.row(),
+                 .right_col = right.column(),
+                 .left_dtype = call.doutput_dtype,
+                 .right_dtype = call.operand_dtypes[1],
+                 .bias_dtype = bias_type,
+                 .output_dtype = input_type,
+                 .sums_dtype = bias_type,
+                 .kind = LinearKind::kInput},
+                device);
   }
   if (wants_weight || wants_bias) {
     std::optional<Matrix> right;
@@ -433,10 +371,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
       std::swap(turned.left_step, turned.right_step);
       std::swap(turned.left_dtype, turned.right_dtype);
       turned.left_sums = nullptr;
-      run(turned, device);
+      run_product(turned, device);
       args.cols = 0;
     }
-    run(args, device);
+    run_product(args, device);
   }
   return {std::move(dinput), std::move(dweight), std::move(dbias)};
 }

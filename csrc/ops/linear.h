@@ -51,6 +51,9 @@ struct LinearProduct {
   DType sums_dtype;
   LinearKind kind;
   LinearEpilogue epilogue{};  // of kForward
+  // output and left_sums hold sums already, in the dtype that sums are computed in: more is added.
+  // Of kWeight.
+  bool accumulate{};
 };
 
 // dpreactivation = dropout(doutput) * activation'(preactivation).

@@ -1,11 +1,14 @@
-// Cross entropy: schemas, checks, allocation.
+// Cross entropy of logits, and of a linear layer's output: schemas, checks, allocation.
 #include "ops/loss.h"
 
+#include <algorithm>
+#include <array>
 #include <tuple>
 
 #include "ops/check.h"
 #include "ops/fields.h"
 #include "ops/library.h"
+#include "ops/linear_product.h"
 #include "ops/rows.h"
 #include "ops/runtime.h"
 
@@ -49,8 +52,8 @@ struct CheckedLoss {
   TensorInfo target;
 };
 
-CheckedLoss check_loss(const char* op, const Tensor& input, const LossOptions& options) {
-  CheckedLoss call{.args = {}, .input = input_of(op, "input", input), .target = {}};
+CheckedLoss check_loss(const char* op, const TensorInfo& input, const LossOptions& options) {
+  CheckedLoss call{.args = {}, .input = input, .target = {}};
   LossCall& args = call.args;
   const TensorInfo& shape = call.input;
   const CheckedAgainst checked(op, "input", shape);
@@ -92,8 +95,16 @@ CheckedLoss check_loss(const char* op, const Tensor& input, const LossOptions& o
   return call;
 }
 
+CheckedLoss check_loss(const char* op, const Tensor& input, const LossOptions& options) {
+  return check_loss(op, input_of(op, "input", input), options);
+}
+
+void check_z_loss(const char* op, double z_loss) {
+  require(std::isfinite(z_loss), op, ": z_loss must be finite, got ", z_loss);
+}
+
 DType check_forward(const LossForwardOptions& options, const CheckedLoss& call) {
-  require(std::isfinite(options.z_loss), kOp, ": z_loss must be finite, got ", options.z_loss);
+  check_z_loss(kOp, options.z_loss);
   if (!options.out_dtype) return call.args.dtype;
   return CheckedAgainst(kOp, "input", call.input)
       .dtype("out_dtype", static_cast<int32_t>(*options.out_dtype));
@@ -257,6 +268,272 @@ void loss_backward_inplace_check(const LossBackwardOptions& options, const Tenso
   check_inplace(options, input);
 }
 
+// ---- of a linear layer's output -----------------------------------------------------------------
+//
+// logits = input linear_weight^T + linear_bias, rows of which are made in chunks, one memory for
+// all: of each the loss, then its gradient in place, and the products of that with linear_weight
+// (dinput) and with input (dlinear_weight, to which each chunk adds). So the logits are never whole
+// in memory. A chunk reads linear_weight twice, and reads and writes its gradient: with kChunkBytes
+// that is a tenth of the time of its products in float32 (`onepass bench loss`).
+
+#ifndef ONEPASS_CUDA  // there in Python, on torch's products
+#define ONEPASS_LINEAR_LOSS_OPTIONS(FIELD) \
+  FIELD(Tensor, linear_weight, "")         \
+  FIELD(Tensor, target, "")                \
+  FIELD(OptionalTensor, linear_bias, "")   \
+  FIELD(OptionalTensor, weight, "")        \
+  FIELD(int64_t, ignore_index, "")         \
+  FIELD(double, label_smoothing, "")       \
+  FIELD(double, softcap, "")               \
+  FIELD(double, z_loss, "")                \
+  FIELD(OptionalTensor, dloss, "")         \
+  FIELD(StaticInt, gradient_mask, "") /* of kWantsInput, ... */
+
+ONEPASS_DEFINE_OPTIONS(LinearLossOptions, ONEPASS_LINEAR_LOSS_OPTIONS);
+
+constexpr const char* kLinearOp = "linear_cross_entropy";
+constexpr int64_t kWantsInput = 1, kWantsWeight = 2, kWantsBias = 4, kWantsAll = 7;
+
+struct CheckedLinearLoss {
+  TensorInfo input{};
+  int64_t sizes[2]{};  // of the logits
+  int64_t strides[2]{};
+  LossCall args{};  // of all rows
+  int64_t in_features = 0;
+  DType weight_dtype{};
+  DType bias_dtype{};
+};
+
+CheckedLinearLoss check_linear_loss(const LinearLossOptions& options, const Tensor& input) {
+  CheckedLinearLoss call{.input = input_of(kLinearOp, "input", input)};
+  const TensorInfo& shape = call.input;
+  const CheckedAgainst checked(kLinearOp, "input", shape);
+  require(shape.dims == 1 || shape.dims == 2, kLinearOp,
+          ": input must have shape (in_features,) or (rows, in_features), other dimensions being "
+          "flattened, got ",
+          shape_of(shape));
+  call.in_features = shape.sizes[shape.dims - 1];
+  const TensorInfo matrix = input_of(kLinearOp, "linear_weight", options.linear_weight);
+  require(matrix.dims == 2 && matrix.sizes[1] == call.in_features, kLinearOp,
+          ": linear_weight must have shape (classes, ", call.in_features, "), got ",
+          shape_of(matrix));
+  checked.device("linear_weight", matrix);
+  call.weight_dtype = checked.dtype("linear_weight", matrix.scalar_type);
+  const int64_t classes = matrix.sizes[0];
+  if (options.linear_bias) {
+    call.bias_dtype = checked.tensor(
+        "linear_bias", input_of(kLinearOp, "linear_bias", *options.linear_bias), &classes, 1);
+  }
+  call.sizes[0] = shape.dims == 2 ? shape.sizes[0] : classes;
+  call.sizes[1] = classes;
+  call.strides[0] = shape.dims == 2 ? classes : 1;
+  call.strides[1] = 1;
+  const TensorInfo logits{call.sizes, call.strides, shape.dims, shape.scalar_type, shape.device};
+  const LossOptions of_logits{options.target,       options.weight,
+                              options.ignore_index, options.label_smoothing,
+                              options.softcap,      static_cast<int64_t>(Reduction::kNone)};
+  call.args = check_loss(kLinearOp, logits, of_logits).args;
+  check_z_loss(kLinearOp, options.z_loss);
+  require(options.gradient_mask >= 0 && options.gradient_mask <= kWantsAll, kLinearOp,
+          ": gradient_mask must be one of 0 to ", kWantsAll, ", got ", options.gradient_mask);
+  require(options.dloss.has_value() == (options.gradient_mask != 0), kLinearOp,
+          ": dloss must be given for gradients and only then, got ",
+          options.dloss ? "one" : "none");
+  if (options.dloss) {
+    checked.tensor("dloss", input_of(kLinearOp, "dloss", *options.dloss), shape.sizes,
+                   shape.dims - 1);
+  }
+  return call;
+}
+
+void linear_loss_check(const LinearLossOptions& options, const Tensor& input) {
+  check_linear_loss(options, input);
+}
+
+// Of a column of a chunk of logits: 256 rows in float32, 512 in 16 bits.
+constexpr int64_t kChunkBytes = 1024;
+
+// What the chunks of a call have in common.
+class LinearLoss {
+ public:
+  LinearLoss(const LinearLossOptions& options, const Tensor& input, const CheckedLinearLoss& call)
+      : call_(call),
+        options_(options),
+        input_(input),
+        linear_weight_(options.linear_weight),
+        linear_bias_(dense(options.linear_bias)),
+        weight_(dense(options.weight)),
+        accumulator_(accumulator_of(call.args.dtype)),
+        chunks_(std::max<int64_t>(
+            (call.args.rows * size_of(call.args.dtype) + kChunkBytes - 1) / kChunkBytes, 1)),
+        loss_(empty(call.input.sizes, call.input.dims - 1, accumulator_, call.input.device)),
+        dinput_(gradient(kWantsInput, call.input.sizes, call.input.dims)),
+        dlinear_weight_(gradient(kWantsWeight, weight_sizes().data(), 2)),
+        dlinear_bias_(gradient(kWantsBias, weight_sizes().data(), 1)),
+        logits_(of_chunk(call.args.cols, call.args.dtype)),
+        statistics_(of_chunk(kStatistics, accumulator_)) {}
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor> run() {
+    LossCall args = call_.args;
+    args.target = static_cast<const int64_t*>(options_.target.const_data_ptr());
+    args.weight = data_of(weight_);
+    args.input = logits_.const_data_ptr();
+    args.input_stride = args.cols;
+    require_targets(kLinearOp, args);
+    for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+      const int64_t row = call_.args.rows * chunk / chunks_;
+      args.rows = call_.args.rows * (chunk + 1) / chunks_ - row;
+      make_logits(row, args.rows);
+      LossCall of_chunk = args;
+      of_chunk.target += row * args.target_stride;
+      run_loss(of_chunk, row);
+      if (options_.gradient_mask & kWantsInput) make_dinput(row, args.rows);
+      if (options_.gradient_mask & (kWantsWeight | kWantsBias)) add_dweight(row, args.rows);
+    }
+    return {std::move(loss_), std::move(dinput_), std::move(dlinear_weight_),
+            std::move(dlinear_bias_)};
+  }
+
+ private:
+  std::array<int64_t, 2> weight_sizes() const { return {call_.args.cols, call_.in_features}; }
+
+  Tensor gradient(int64_t wants, const int64_t* sizes, int64_t dims) const {
+    return options_.gradient_mask & wants ? empty(sizes, dims, accumulator_, call_.input.device)
+                                          : empty_1d(0, accumulator_, call_.input.device);
+  }
+
+  // Numbers of each row of the longest chunk.
+  Tensor of_chunk(int64_t numbers, DType dtype) const {
+    const int64_t sizes[] = {(call_.args.rows + chunks_ - 1) / chunks_, numbers};
+    return empty(sizes, 2, dtype, call_.input.device);
+  }
+
+  static const void* rows_from(const Matrix& matrix, int64_t row, DType dtype) {
+    return static_cast<const char*>(matrix.data()) + row * matrix.row() * size_of(dtype);
+  }
+
+  void make_logits(int64_t row, int64_t rows) {
+    run_product({.left = rows_from(input_, row, call_.args.dtype),
+                 .right = linear_weight_.data(),
+                 .bias = data_of(linear_bias_),
+                 .output = logits_.mutable_data_ptr(),
+                 .left_sums = nullptr,
+                 .rows = rows,
+                 .cols = call_.args.cols,
+                 .depth = call_.in_features,
+                 .left_row = input_.row(),
+                 .left_step = input_.column(),
+                 .right_step = linear_weight_.column(),
+                 .right_col = linear_weight_.row(),
+                 .left_dtype = call_.args.dtype,
+                 .right_dtype = call_.weight_dtype,
+                 .bias_dtype = call_.bias_dtype,
+                 .output_dtype = call_.args.dtype,
+                 .sums_dtype = accumulator_,
+                 .kind = LinearKind::kForward},
+                call_.input.device);
+  }
+
+  // The loss of a chunk; its gradient takes the place of the logits.
+  void run_loss(const LossCall& args, int64_t row) {
+    if (args.rows == 0) return;
+    const Device& device = call_.input.device;
+    LossForward forward{};
+    static_cast<LossCall&>(forward) = args;
+    char* lines = static_cast<char*>(statistics_.mutable_data_ptr());
+    forward.z_loss = options_.z_loss;
+    forward.loss = static_cast<char*>(loss_.mutable_data_ptr()) + row * size_of(accumulator_);
+    forward.loss_dtype = accumulator_;
+    forward.maximum = line_of(lines, args, 0);
+    forward.factor = line_of(lines, args, 1);
+    run_operator(backend().loss_forward, forward, device, [&] { return describe(kOp, args); });
+    if (!options_.dloss || args.cols == 0) return;
+    const TensorInfo dloss = info_of(*options_.dloss);
+    LossBackward backward{};
+    static_cast<LossCall&>(backward) = args;
+    backward.dloss_dtype = *dtype_of(dloss.scalar_type);
+    backward.dloss_stride = dloss.dims ? dloss.strides[0] : 0;
+    backward.dloss = static_cast<const char*>(options_.dloss->const_data_ptr()) +
+                     row * backward.dloss_stride * size_of(backward.dloss_dtype);
+    backward.maximum = forward.maximum;
+    backward.factor = forward.factor;
+    backward.dinput = logits_.mutable_data_ptr();
+    backward.dinput_stride = args.input_stride;
+    run_operator(backend().loss_backward, backward, device,
+                 [&] { return describe(kInplace, args); });
+  }
+
+  void make_dinput(int64_t row, int64_t rows) {
+    run_product({.left = logits_.const_data_ptr(),
+                 .right = linear_weight_.data(),
+                 .bias = nullptr,
+                 .output = static_cast<char*>(dinput_.mutable_data_ptr()) +
+                           row * call_.in_features * size_of(accumulator_),
+                 .left_sums = nullptr,
+                 .rows = rows,
+                 .cols = call_.in_features,
+                 .depth = call_.args.cols,
+                 .left_row = call_.args.cols,
+                 .left_step = 1,
+                 .right_step = linear_weight_.row(),
+                 .right_col = linear_weight_.column(),
+                 .left_dtype = call_.args.dtype,
+                 .right_dtype = call_.weight_dtype,
+                 .bias_dtype = accumulator_,
+                 .output_dtype = accumulator_,
+                 .sums_dtype = accumulator_,
+                 .kind = LinearKind::kInput},
+                call_.input.device);
+  }
+
+  void add_dweight(int64_t row, int64_t rows) {
+    const bool wants_weight = options_.gradient_mask & kWantsWeight;
+    const bool wants_bias = options_.gradient_mask & kWantsBias;
+    run_product({.left = logits_.const_data_ptr(),
+                 .right = wants_weight ? rows_from(input_, row, call_.args.dtype) : nullptr,
+                 .bias = nullptr,
+                 .output = dlinear_weight_.mutable_data_ptr(),
+                 .left_sums = wants_bias ? dlinear_bias_.mutable_data_ptr() : nullptr,
+                 .rows = call_.args.cols,
+                 .cols = wants_weight ? call_.in_features : 0,
+                 .depth = rows,
+                 .left_row = 1,
+                 .left_step = call_.args.cols,
+                 .right_step = input_.row(),
+                 .right_col = input_.column(),
+                 .left_dtype = call_.args.dtype,
+                 .right_dtype = call_.args.dtype,
+                 .bias_dtype = accumulator_,
+                 .output_dtype = accumulator_,
+                 .sums_dtype = accumulator_,
+                 .kind = LinearKind::kWeight,
+                 .accumulate = row > 0},
+                call_.input.device);
+  }
+
+  const CheckedLinearLoss& call_;
+  const LinearLossOptions& options_;
+  const Matrix input_;
+  const Matrix linear_weight_;
+  const OptionalTensor linear_bias_;
+  const OptionalTensor weight_;
+  const DType accumulator_;
+  const int64_t chunks_;
+  Tensor loss_;
+  Tensor dinput_;
+  Tensor dlinear_weight_;
+  Tensor dlinear_bias_;
+  Tensor logits_;
+  Tensor statistics_;
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_loss(const LinearLossOptions& options,
+                                                       const Tensor& input) {
+  const CheckedLinearLoss call = check_linear_loss(options, input);
+  return LinearLoss(options, input, call).run();
+}
+#endif  // ONEPASS_CUDA
+
 }  // namespace
 
 #define ONEPASS_LOSS_FORWARD_ARGUMENTS                 \
@@ -264,6 +541,9 @@ void loss_backward_inplace_check(const LossBackwardOptions& options, const Tenso
       ONEPASS_SCHEMA(ONEPASS_LOSS_FORWARD_OPTIONS) ")"
 #define ONEPASS_LOSS_BACKWARD_ARGUMENTS(INPUT) \
   "(" INPUT ONEPASS_SCHEMA(ONEPASS_LOSS_OPTIONS) ONEPASS_SCHEMA(ONEPASS_LOSS_BACKWARD_OPTIONS) ")"
+
+#define ONEPASS_LINEAR_LOSS_ARGUMENTS \
+  "(Tensor input" ONEPASS_SCHEMA(ONEPASS_LINEAR_LOSS_OPTIONS) ")"
 
 OperatorList loss_operators() {
   return {
@@ -282,6 +562,14 @@ OperatorList loss_operators() {
       entry<&Packed<&loss_backward_inplace_check>::call>(
           "loss_backward_inplace_check" ONEPASS_LOSS_BACKWARD_ARGUMENTS("Tensor input") " -> ()",
           true),
+#ifndef ONEPASS_CUDA
+      // Losses and gradients in float32, float64 for float64; those not asked for have size 0.
+      entry<&Packed<&linear_loss>::call>("linear_loss" ONEPASS_LINEAR_LOSS_ARGUMENTS
+                                         " -> (Tensor loss, Tensor dinput, Tensor dlinear_weight, "
+                                         "Tensor dlinear_bias)"),
+      entry<&Packed<&linear_loss_check>::call>(
+          "linear_loss_check" ONEPASS_LINEAR_LOSS_ARGUMENTS " -> ()", true),
+#endif
   };
 }
 

@@ -44,6 +44,12 @@ def _linear_backward(doutput, input, weight, input_dtype, weight_dtype, *_, out_
     return 2 * doutput.numel() * columns * products
 
 
+def _linear_loss(input, linear_weight, *options, out_val=None) -> int:
+    mask = options[-1]
+    products = 1 + (mask & 1 > 0) + (mask & 2 > 0)
+    return 2 * input.numel() * linear_weight.shape[0] * products
+
+
 def _scores(query, key, options: dict) -> int:
     """How many there are: masked ones too, as torch counts."""
     cu_seq_q = options.get("cu_seq_q")
@@ -64,4 +70,5 @@ _FORMULAS = {
     "linear_forward": _linear_forward,
     "linear_epilogue_forward": _linear_forward,
     "linear_backward": _linear_backward,
+    "linear_loss": _linear_loss,
 }

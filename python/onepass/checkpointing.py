@@ -9,7 +9,7 @@ import onepass._ops  # noqa: F401, first: says what is wrong with a broken insta
 
 # Forwards that are bound by arithmetic. The others (norms, dropout, rotary embedding, gates) are
 # bound by memory: computing one again costs little more than reading a result that was kept.
-_SAVED = ("attention_forward", "linear_forward", "linear_epilogue_forward")
+_SAVED = ("attention_forward", "linear_forward", "linear_epilogue_forward", "linear_loss")
 
 
 def sac_ops() -> list[OpOverload]:
@@ -20,7 +20,8 @@ def sac_ops() -> list[OpOverload]:
 
     These are attention's forward and the products of linear layers. What they keep is the output,
     of attention also a number or two per query and head, and of a linear layer with an activation
-    its input too. An operator that is not on such a list runs twice.
+    its input too; of `linear_cross_entropy` the gradients that are made with the loss. An operator
+    that is not on such a list runs twice.
 
     Returns:
         A new list. Calls that onepass leaves to torch (small ones, linear layers where torch is as

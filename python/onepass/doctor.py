@@ -340,6 +340,11 @@ def _self_tests() -> Iterator[Line]:
         targets = torch.tensor([3, 39, -100, 0, 7, 20])
         return ops.cross_entropy(rows, targets, reduction="none")[:, None].expand(6, 40)
 
+    def loss_of_layer(ops, rows, layer, of_layer):
+        targets = torch.tensor([3, 39, -100, 0, 7, 20])
+        loss = ops.linear_cross_entropy(rows, layer, targets, linear_bias=of_layer)
+        return loss.expand(6, 40)
+
     def formula(*rows, **options):
         scale = rows[0].shape[-1] ** -0.5
         return reference.attention.attention(*rows, scale=scale, window_right=0, **options)[0]
@@ -362,6 +367,7 @@ def _self_tests() -> Iterator[Line]:
         silu_mul=reference.gate.gated_activation,
         gelu_mul=functools.partial(reference.gate.gated_activation, activation="gelu"),
         cross_entropy=reference.loss.cross_entropy,
+        linear_cross_entropy=reference.loss.linear_cross_entropy,
         linear=reference.linear.linear,
         rotary_embedding=reference.rotary.rotary_embedding,
     )
@@ -395,6 +401,9 @@ def _self_tests() -> Iterator[Line]:
         silu_mul=lambda gate, up: F.silu(gate) * up,
         gelu_mul=lambda gate, up: F.gelu(gate) * up,
         cross_entropy=F.cross_entropy,
+        linear_cross_entropy=lambda x, w, target, linear_bias: F.cross_entropy(
+            F.linear(x, w, linear_bias), target
+        ),
         linear=F.linear,
         rotary_embedding=reference.rotary.rotary_embedding,
     )
@@ -433,6 +442,7 @@ def _self_tests() -> Iterator[Line]:
         "silu_mul": (lambda ops, gate, up: ops.silu_mul(gate, up), (x, residual)),
         "gelu_mul": (lambda ops, gate, up: ops.gelu_mul(gate, up), (x, residual)),
         "cross_entropy": (loss, (x,)),
+        "linear_cross_entropy": (loss_of_layer, (x, matrix, bias)),
         "linear": (lambda ops, x, w, b: ops.linear(x, w, b), (x, matrix, bias)),
         "rotary_embedding": (rotated, (x, residual)),
     }

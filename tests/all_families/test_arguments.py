@@ -49,6 +49,11 @@ RIGHT = {
         input=X.view(48, 8), target=torch.zeros(48, dtype=torch.int64), weight=W, ignore_index=-1,
         label_smoothing=0.1, softcap=2.0, z_loss=0.1,
     ),
+    "linear_cross_entropy": dict(
+        input=X.view(48, 8), linear_weight=torch.ones(5, 8),
+        target=torch.zeros(48, dtype=torch.int64), linear_bias=torch.ones(5),
+        weight=torch.ones(5), ignore_index=-1, label_smoothing=0.1, softcap=2.0, z_loss=0.1,
+    ),
     "linear": dict(
         input=X, weight=torch.ones(5, 8), bias=torch.ones(5), dropout_p=0.1,
         residual=torch.ones(2, 4, 6, 5),
@@ -270,6 +275,8 @@ def test_tensors_without_dimensions(name, argument):
         ("gated_activation", "up"),
         ("cross_entropy", "input"),
         ("cross_entropy", "target"),
+        ("linear_cross_entropy", "input"),
+        ("linear_cross_entropy", "linear_weight"),
         ("linear", "input"),
         ("linear", "residual"),
     ],

@@ -54,7 +54,7 @@ def gradients(call, x, parameters) -> tuple[list[torch.Tensor], Counter]:
 def test_every_forward_is_kept_or_recomputed_on_purpose():
     forwards = {name for name in operators("onepass") if name.endswith("_forward")}
     kept = {op._schema.name.removeprefix("onepass::") for op in onepass.sac_ops()}
-    assert forwards - kept == RECOMPUTED and kept < forwards
+    assert forwards - kept == RECOMPUTED and kept - forwards == {"linear_loss"}
     assert onepass.sac_ops() is not onepass.sac_ops()  # the caller may append to it
 
 

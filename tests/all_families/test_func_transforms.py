@@ -29,6 +29,10 @@ def rows_of(loss, x):
     return x * loss(x.flatten(0, -2), target, reduction="none").view(*x.shape[:-1], 1)
 
 
+def of_layer(loss):
+    return lambda x, *rest, **options: loss(x, WEIGHTS.to(x.dtype), *rest, **options)
+
+
 FUNCTIONS = {
     "layer_norm": (
         lambda x: functional.layer_norm(x, (8,), weight(x), weight(x)),
@@ -69,6 +73,12 @@ FUNCTIONS = {
     "cross_entropy": (
         lambda x: rows_of(functional.cross_entropy, x),
         lambda x: rows_of(F.cross_entropy, x),
+    ),
+    "linear_cross_entropy": (
+        lambda x: rows_of(of_layer(functional.linear_cross_entropy), x),
+        lambda x: rows_of(
+            of_layer(lambda x, w, *rest, **kw: F.cross_entropy(F.linear(x, w), *rest, **kw)), x
+        ),
     ),
     "linear": (
         lambda x: functional.linear(x, WEIGHTS.to(x.dtype), weight(x)),
@@ -159,7 +169,15 @@ def test_dropout_under_vmap():
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "linear", "attention", "rotary_embedding", "cross_entropy"]
+    "name",
+    [
+        "layer_norm",
+        "linear",
+        "attention",
+        "rotary_embedding",
+        "cross_entropy",
+        "linear_cross_entropy",
+    ],
 )
 def test_forward_mode_says_that_there_is_none(name):
     with pytest.raises(NotImplementedError, match="jvp"):

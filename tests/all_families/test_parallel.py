@@ -86,6 +86,12 @@ def loss_backward(rows):
     return lambda: OPS.loss_backward(x, target, None, -100, 0.0, 0.0, 1, *upstream)
 
 
+def linear_loss(rows):
+    x, w, target = torch.randn(rows, 64), torch.randn(64, 64), torch.zeros(rows).long()
+    rest = (target, None, None, -100, 0.0, 0.0, 0.0, torch.ones(rows), 7)
+    return lambda: OPS.linear_loss(x, w, *rest)
+
+
 def linear(rows):
     x, w = torch.randn(rows, 64), torch.randn(64, 64)
     return lambda: OPS.linear_forward(x, w, None, None)
@@ -162,7 +168,7 @@ CALLS = [
     (modulated_norm, 16, 16384), (modulated_norm_backward, 64, 16384),
     (branch, 16, 16384), (branch_backward, 64, 16384),
     (rotary, 16, 16384), (gate, 16, 16384), (gate_backward, 16, 16384),
-    (loss, 16, 16384), (loss_backward, 16, 16384),
+    (loss, 16, 16384), (loss_backward, 16, 16384), (linear_loss, 4, 4096),
     (linear, 4, 4096), (linear_backward, 4, 4096), (linear_epilogue_backward, 32, 65536),
     (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),
     (decode, 16, 16384), (gradient_norm, 4096, 1 << 20), (clip, 4096, 1 << 20),

@@ -85,10 +85,12 @@ class Losses(nn.Module):
     def __init__(self, width: int = 16):
         super().__init__()
         self.loss = onepass.nn.CrossEntropyLoss(reduction="none", softcap=3.0, z_loss=0.1)
+        self.linear_loss = onepass.nn.LinearCrossEntropyLoss(width, 24, bias=True, softcap=3.0)
 
     def forward(self, x):
         rows = x.flatten(0, 1)
-        loss = self.loss(rows, rows.detach().argmax(-1))
+        target = rows.detach().argmax(-1)
+        loss = self.loss(rows, target) + self.linear_loss(rows, target)
         return x + loss.unflatten(0, x.shape[:2])[..., None]
 
 
@@ -382,6 +384,11 @@ def test_decompositions(dtype):
         out_dtype = accumulator if wide else None
         return ops.loss_forward.default, (x, *numbers, out_dtype), {}
 
+    def linear_loss(x, weight, bias):
+        target = torch.arange(len(x)) % weight.shape[0]
+        numbers = (target, bias, None, 1, 0.1, 2.0, 0.2, None, 0)
+        return ops.linear_loss.default, (x, weight, *numbers), {}
+
     options = dict(scale=0.3, window_right=1, window_left=3, softcap=2.0, bottom_right=True)
     cases = [
         (lambda *t: norm(*t, rms=False), (x, residual, weight, bias)),
@@ -402,6 +409,7 @@ def test_decompositions(dtype):
         (lambda x: gate(x, None, kind=3, gate_last=True), (x,)),
         (lambda x: loss(x, None, reduction=1), (x,)),
         (lambda x: loss(x, x[0].abs(), reduction=0, wide=True), (x,)),
+        (linear_loss, (x, weight, bias[0, :6])),
         (linear, (x, weight, bias[0, :6])),
         (lambda *t: linear(*t, None), (x, weight)),
         (lambda *t: epilogue(*t, kind=0), (x, weight, bias[0, :6], residual[:, :6])),

@@ -150,6 +150,7 @@ RECIPES = {
         r"softcap\b",
         "",
         {"csrc/ops/loss.h", "csrc/ops/loss.cpp", "csrc/cpu/loss.cpp", "csrc/cuda/loss.cu"}
+        | {"python/onepass/_ops/linear_loss.py"}
         | {f"python/onepass/{name}/loss.py" for name in ("_ops", "functional", "nn", "reference")},
     ),
     "A new optimizer": (

@@ -34,6 +34,7 @@ from tests.faults.test_input_classes import INTERNAL, memory_of
 from tests.gate import cases as gate_cases
 from tests.linear import cases as linear_cases
 from tests.loss import cases as loss_cases
+from tests.loss import linear_cases as linear_loss_cases
 from tests.modulated_norm import cases as modulated_norm_cases
 from tests.norm import cases as norm_cases
 from tests.rotary import cases as rotary_cases
@@ -211,6 +212,21 @@ def loss(rng: Random) -> None:
         cases.append(case)
     for few in (cases[:10], cases[10:]) if dtype.itemsize == 2 else (cases,):
         loss_cases.check(*few)
+    border.check()
+
+
+def linear_loss(rng: Random) -> None:
+    dtype, border = rng.choice(DTYPES), Border(rng)
+    sizes = rng.choice((1, 7, 20, 300)), rng.choice((1, 8, 33)), rng.choice((2, 16, 33, 200))
+    options = dict(loss_cases.OPTIONS[rng.choice(list(loss_cases.OPTIONS))])
+    options["bias"] = rng.random() < 0.5
+    cases = []
+    for draw in range(6):
+        case = linear_loss_cases.make(*sizes, dtype, seed=draw, **options)
+        for name, tensor in (case.operands | {"target": case.target}).items():
+            setattr(case, name, border.carve(f"{name} {draw}", tensor))
+        cases.append(case)
+    linear_loss_cases.check(*cases)
     border.check()
 
 
@@ -486,9 +502,10 @@ def wrong(rng: Random) -> None:
 KINDS = {"norm": norm, "dropout": dropout, "attention": attention, "decode": decode}
 KINDS |= {"optimizer": optimizer, "wrong": wrong, "gate": gate, "linear": linear}
 KINDS |= {"modulated_norm": modulated_norm, "loss": loss, "rotary": rotary, "branch": branch}
+KINDS |= {"linear_loss": linear_loss}
 WEIGHTS = {"norm": 8, "dropout": 6, "attention": 5, "decode": 6, "optimizer": 5, "wrong": 58}
 WEIGHTS |= {"rotary": 6, "gate": 6, "linear": 6, "modulated_norm": 6, "loss": 6}
-WEIGHTS |= {"branch": 6}
+WEIGHTS |= {"branch": 6, "linear_loss": 4}
 
 
 def kind_of(rng: Random) -> str:

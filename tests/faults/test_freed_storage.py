@@ -120,6 +120,14 @@ def loss_backward_inplace() -> tuple[Callable, dict]:
     return OPS.loss_backward_inplace, loss_backward()[1]
 
 
+def linear_loss() -> tuple[Callable, dict]:
+    return OPS.linear_loss, dict(
+        input=torch.randn(4, 8), linear_weight=torch.randn(6, 8), target=torch.arange(4),
+        linear_bias=torch.randn(6), weight=torch.ones(6), ignore_index=-100, label_smoothing=0.1,
+        softcap=0.0, z_loss=0.0, dloss=torch.ones(4), gradient_mask=7,
+    )  # fmt: skip
+
+
 def linear_forward() -> tuple[Callable, dict]:
     return OPS.linear_forward, dict(
         input=torch.randn(4, 8), weight=torch.randn(6, 8), bias=torch.randn(6), out_dtype=None
@@ -283,7 +291,7 @@ def optimizer_step() -> tuple[Callable, dict]:
 CALLS = [
     norm_forward, norm_backward, modulated_norm_forward, modulated_norm_backward, dropout,
     branch_forward, branch_backward, gate_forward, gate_backward, rotary,
-    loss_forward, loss_backward, loss_backward_inplace,
+    loss_forward, loss_backward, loss_backward_inplace, linear_loss,
     linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,
     attention, packed_attention, paged_attention,

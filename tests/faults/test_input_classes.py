@@ -244,6 +244,7 @@ TRACED = {
     "branch",
     "gate",
     "loss",
+    "linear_cross_entropy",
     "attention",
     "linear",
     "linear_epilogue",

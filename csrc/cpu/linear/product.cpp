@@ -252,7 +252,11 @@ class Linear {
     const int64_t cols = std::min(end, args_.cols) - col;
     const bool sums_left = args_.left_sums && across == 0;
     if (args_.bias) widen_line(args_.bias, args_.bias_dtype, col, cols, scratch_.bias);
-    if (sums_left) std::fill_n(scratch_.left_sums, rows, A{0});
+    if (sums_left && args_.accumulate) {
+      widen_line(args_.left_sums, args_.sums_dtype, row, rows, scratch_.left_sums);
+    } else if (sums_left) {
+      std::fill_n(scratch_.left_sums, rows, A{0});
+    }
 
     const bool in_scratch = layout_.sums == Sums::kScratch;
     A* sums = in_scratch ? scratch_.sums : sums_at(row, col);
@@ -292,7 +296,7 @@ class Linear {
         for (int64_t j = 0; j < cols; j += kPanel<M>) {
           A* out = sums + first * sums_row + j;
           const int64_t columns = std::min(kPanel<M>, cols - j);
-          Sink<A> sink{.from = k > 0 ? out : nullptr,
+          Sink<A> sink{.from = k > 0 || args_.accumulate ? out : nullptr,
                        .from_row = sums_row,
                        .to = scratch_.tile,
                        .to_row = kPanel<M>,

@@ -31,12 +31,13 @@ def records() -> bool:
 
 
 def operator(name: str, raw, function: Callable, *more: str) -> Callable:
-    """Records `onepass::name`: arguments are those of the operator `raw`, and `more`.
+    """Records `onepass::name`: arguments are those of the operator `raw`, or of a schema, and
+    `more`.
 
     Raises:
         RuntimeError: when called, if it is the TorchScript exporter to ONNX that traces.
     """
-    arguments, _, results = str(raw._schema).partition("(")[2].rpartition(") -> ")
+    arguments, _, results = str(getattr(raw, "_schema", raw)).partition("(")[2].rpartition(") -> ")
     # Imported once more in this process: what the first import registered stays.
     if not torch._C._jit_get_schemas_for_operator(f"onepass::{name}"):
         _library.define(f"{name}({', '.join([arguments, *more])}) -> {results}")

@@ -6,7 +6,7 @@ from onepass.functional.attention_decode import attention_with_kv_cache, merge_a
 from onepass.functional.dropout import add_dropout, drop_path_scale, dropout
 from onepass.functional.gate import gated_activation, gelu_mul, silu_mul
 from onepass.functional.linear import linear
-from onepass.functional.loss import cross_entropy
+from onepass.functional.loss import cross_entropy, linear_cross_entropy
 from onepass.functional.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -29,6 +29,7 @@ __all__ = [
     "gelu_mul",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "merge_attention_states",
     "modulated_layer_norm",
     "modulated_rms_norm",

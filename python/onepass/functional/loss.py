@@ -1,11 +1,16 @@
-"""Cross entropy of logits: the loss in one read of them, its gradient in one read and one write."""
+"""Cross entropy of logits: the loss in one read of them, its gradient in one read and one write;
+and of a linear layer's output, which is then never whole in memory."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from onepass._arguments import check_arguments
+from onepass._ops import linear_loss as _linear_loss
 from onepass._ops import loss as _loss
+from onepass.functional.attention import _is_autocast
+from onepass.functional.linear import _HAS_PAIR_PRODUCTS, _has_products, linear
 
 
 def cross_entropy(
@@ -67,9 +72,7 @@ def cross_entropy(
         False
     """
     try:
-        if reduction not in _loss.REDUCTIONS:
-            names = ", ".join(map(repr, _loss.REDUCTIONS))
-            raise ValueError(f"cross_entropy: reduction must be one of {names}, got {reduction!r}")
+        _check_reduction("cross_entropy", reduction)
         if type(inplace_backward) is not bool:
             raise TypeError  # which check_arguments names
         options = (ignore_index, label_smoothing, softcap, z_loss, _loss.REDUCTIONS[reduction])
@@ -77,3 +80,95 @@ def cross_entropy(
     except Exception:
         check_arguments(cross_entropy, locals())
         raise
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """`cross_entropy` of ``input linear_weight^T + linear_bias``, whose logits are never whole in
+    memory: `torch.nn.functional.linear_cross_entropy`.
+
+    Rows are computed in chunks. Of each chunk there are the logits, the loss and, where a gradient
+    is needed, their gradient in the same memory, and what it adds to the gradients of input,
+    linear_weight and linear_bias; so the backward has only to scale those. Chunks depend on sizes
+    and dtype alone, and sums have one order: on the CPU results do not depend on the number of
+    threads. Gradients are summed up in float32 (float64 for float64) and rounded once: those of
+    16-bit weights take that memory until the backward. On CUDA the products are torch's.
+
+    With reduction "none" the backward computes the logits again. Second derivatives are those of
+    the formula, and have all logits at once. Under `torch.compile` the gradients are scaled into
+    memory of their own.
+
+    Args:
+        input: of shape (rows, in_features) or (in_features,); float32, bfloat16, float16 or
+            float64. Other dimensions are to be flattened.
+        linear_weight: (classes, in_features), in any of these dtypes (float64 with float64 alone).
+        target: indices of classes, int64 of shape (rows,) or (), as in `cross_entropy`.
+        linear_bias: (classes,), or None.
+        weight, ignore_index, label_smoothing, softcap, z_loss, reduction: as in `cross_entropy`.
+
+    Returns:
+        Tensor of shape (), or of target's with reduction "none"; in input's dtype (under autocast,
+        float32 for 16-bit products, as torch's).
+
+    Raises:
+        RuntimeError: a shape, dtype, device or number does not fit, or a target is no class; the
+            message names the argument.
+        TypeError: an argument is of a wrong type.
+        ValueError: reduction is none of these.
+
+    Examples:
+        >>> hidden = torch.randn(4, 64, requires_grad=True)
+        >>> layer, target = torch.nn.Linear(64, 1000), torch.tensor([3, 999, -100, 0])
+        >>> loss = onepass.functional.linear_cross_entropy(
+        ...     hidden, layer.weight, target, linear_bias=layer.bias
+        ... )
+        >>> loss.backward()
+        >>> layer.weight.grad.shape
+        torch.Size([1000, 64])
+    """
+    try:
+        _check_reduction("linear_cross_entropy", reduction)
+        options = (ignore_index, label_smoothing, softcap, z_loss)
+        layer = (input, linear_weight, linear_bias)
+        if any(isinstance(t, Tensor) and _has_products(t) for t in layer):
+            # A class of tensor with products of its own: the logits are whole.
+            logits = linear(input, linear_weight, linear_bias)
+            return _loss.cross_entropy(
+                logits, target, weight, *options, _loss.REDUCTIONS[reduction], True
+            )
+        tensors = (input, linear_weight, target, linear_bias, weight)
+        dtypes = _dtypes_of_autocast(input, linear_weight)
+        return _linear_loss.linear_cross_entropy(
+            *tensors, *options, _loss.REDUCTIONS[reduction], *dtypes
+        )
+    except Exception:
+        check_arguments(linear_cross_entropy, locals())
+        raise
+
+
+def _check_reduction(op: str, reduction: str) -> None:
+    if reduction not in _loss.REDUCTIONS:
+        names = ", ".join(map(repr, _loss.REDUCTIONS))
+        raise ValueError(f"{op}: reduction must be one of {names}, got {reduction!r}")
+
+
+def _dtypes_of_autocast(input: Tensor, linear_weight: Tensor) -> tuple[torch.dtype | None, ...]:
+    """Of input, of linear_weight and linear_bias, and of the loss; None: as they are."""
+    if not _is_autocast(input) or input.dtype is torch.float64 or not input.is_floating_point():
+        return None, None, None
+    dtype = torch.get_autocast_dtype(input.device.type)
+    # The CPU's products read a weight in any dtype; pairs of bfloat16 are twice as fast.
+    pairs = _HAS_PAIR_PRODUCTS and dtype is torch.bfloat16
+    casts = linear_weight.dtype is not torch.float64 and (pairs or not input.is_cpu)
+    return dtype, dtype if casts else None, torch.float32

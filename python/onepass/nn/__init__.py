@@ -6,7 +6,7 @@ from onepass.nn.attention import MultiheadAttention
 from onepass.nn.dropout import Dropout, DropPath, LayerScale
 from onepass.nn.gate import GatedMLP
 from onepass.nn.linear import Linear
-from onepass.nn.loss import CrossEntropyLoss
+from onepass.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from onepass.nn.norm import (
     AddLayerNorm,
     AddRMSNorm,
@@ -27,6 +27,7 @@ __all__ = [
     "LayerNorm",
     "LayerScale",
     "Linear",
+    "LinearCrossEntropyLoss",
     "ModulatedLayerNorm",
     "ModulatedRMSNorm",
     "MultiheadAttention",

@@ -65,3 +65,58 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     def extra_repr(self) -> str:
         given = {name: getattr(self, name) for name in ("softcap", "z_loss", "inplace_backward")}
         return ", ".join(f"{name}={value}" for name, value in given.items() if value)
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """A linear layer and its cross entropy by `onepass.functional.linear_cross_entropy`, with the
+    names of `torch.nn.LinearCrossEntropyLoss` (torch 2.13).
+
+    Tied weights are a module's own: ``loss.linear.weight = embedding.weight``.
+
+    Args:
+        in_features, num_classes, bias, device, dtype: of the layer, `linear`.
+        softcap, z_loss: as in `onepass.functional.cross_entropy`; the others as torch's.
+
+    Examples:
+        >>> loss = onepass.nn.LinearCrossEntropyLoss(64, 1000)
+        >>> loss(torch.randn(4, 64), torch.arange(4)).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        softcap: float = 0.0,
+        z_loss: float = 0.0,
+    ):
+        super().__init__()
+        self.linear = torch.nn.Linear(in_features, num_classes, bias, device, dtype)
+        self.register_buffer("weight", weight)
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.softcap = softcap
+        self.z_loss = z_loss
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return functional.linear_cross_entropy(
+            input,
+            self.linear.weight,
+            target,
+            linear_bias=self.linear.bias,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+            reduction=self.reduction,
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onepass.reference.linear import linear
+
 REDUCTIONS = ("none", "mean", "sum")  # in the order of their numbers in csrc/ops/loss.h
 
 
@@ -69,6 +71,34 @@ def cross_entropy_backward(dloss: Tensor, input: Tensor, target: Tensor, *option
     loss = cross_entropy(input, target, *options)
     (dinput,) = torch.autograd.grad(loss, input, dloss, create_graph=True)
     return dinput
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *options,
+) -> Tensor:
+    """Cross entropy of input linear_weight^T + linear_bias; options are those of `cross_entropy`
+    after target."""
+    return cross_entropy(linear(input, linear_weight, linear_bias), target, *options)
+
+
+def linear_cross_entropy_backward(
+    dloss: Tensor,
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    *options,
+) -> tuple[Tensor | None, ...]:
+    """(dinput, dlinear_weight, dlinear_bias), which can be differentiated in turn."""
+    inputs = (input, linear_weight, linear_bias)
+    loss = linear_cross_entropy(input, linear_weight, target, linear_bias, *options)
+    given = [t for t in inputs if t is not None]
+    found = iter(torch.autograd.grad(loss, given, dloss, create_graph=True))
+    return tuple(None if t is None else next(found) for t in inputs)
 
 
 def _softcapped(input: Tensor, softcap: float) -> Tensor:

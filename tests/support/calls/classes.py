@@ -68,6 +68,13 @@ def _modules():
     yield call("ModulatedLayerNorm", lambda nn: nn.ModulatedLayerNorm(16), two, False)
     yield call("ModulatedRMSNorm", lambda nn: nn.ModulatedRMSNorm(16), two, False)
     yield call("CrossEntropyLoss", lambda nn: nn.CrossEntropyLoss(), targets)
+    yield call(
+        "LinearCrossEntropyLoss",
+        lambda nn: nn.LinearCrossEntropyLoss(16, 16, bias=True),
+        targets,
+        hasattr(torch.nn, "LinearCrossEntropyLoss"),
+        composed=True,
+    )
     yield call("Dropout", lambda nn: nn.Dropout(0.3), one)
     yield call("DropPath", lambda nn: nn.DropPath(0.3), one, False)
     yield call("LayerScale", lambda nn: nn.LayerScale(16, 0.5), one, False)

@@ -13,6 +13,40 @@ from tests.support.calls.call import RAW, Call, flat, randn
 SMOOTHING = 0.1
 
 
+def linear_calls() -> Iterator[Call]:
+    def own():
+        target = torch.tensor([3, 0, -100, 39, 7, 7])
+        layer = {"linear_weight": randn(40, 8, seed=3), "linear_bias": randn(40, seed=2)}
+        return {"input": randn(6, 8), **layer, "target": target, "weight": randn(40, seed=1).abs()}
+
+    def ours(input, linear_weight, linear_bias, target, weight):
+        options = dict(linear_bias=linear_bias, weight=weight, label_smoothing=SMOOTHING)
+        return [functional.linear_cross_entropy(input, linear_weight, target, **options)]
+
+    def stock(input, linear_weight, linear_bias, target, weight):
+        logits = F.linear(input, linear_weight, linear_bias)
+        return [F.cross_entropy(logits, target, weight, label_smoothing=SMOOTHING)]
+
+    of = {"optional": ("linear_bias", "weight"), "differentiable": True, "constant": ("weight",)}
+    # The products of a class of tensor are its own.
+    yield Call("functional.linear_cross_entropy", own, ours, stock, **of, composed=True)
+
+    def raw(op):
+        def run(input, linear_weight, linear_bias, target, weight, dloss):
+            tensors = (input, linear_weight, target, linear_bias, weight)
+            return flat(op(*tensors, -100, SMOOTHING, 0.0, 0.2, dloss, 7))
+
+        return run
+
+    for op in (RAW.linear_loss, RAW.linear_loss_check):
+        yield Call(
+            f"ops.{op.__name__}",
+            lambda: own() | {"dloss": randn(6, seed=5)},
+            raw(op),
+            optional=("linear_bias", "weight"),
+        )
+
+
 def calls() -> Iterator[Call]:
     def own():
         target = torch.tensor([3, 0, -100, 39, 7, 7])
@@ -37,6 +71,8 @@ def calls() -> Iterator[Call]:
 
     for op in (RAW.loss_forward, RAW.loss_forward_check):
         yield Call(f"ops.{op.__name__}", own, forward(op), optional=("weight",))
+
+    yield from linear_calls()
 
     def upstream():
         numbers = {"dloss": torch.tensor(0.5), "total_weight": torch.tensor(3.0)}

@@ -1,7 +1,9 @@
-"""Cases of the loss family against `F.cross_entropy`.
+"""Cases of the loss family against `F.cross_entropy`, and against that of `F.linear`.
 
 Tensors that must cross memory: the forward reads the logits, the backward reads them and writes
-their gradient. The shape is that of a step of GPT-2: 2,048 tokens, 50,257 words.
+their gradient. The shape is that of a step of GPT-2: 2,048 tokens, 50,257 words. Of the loss of a
+layer of 768 features, which is bound by its products, "whole logits" is what onepass has beside it:
+`functional.linear`, and `functional.cross_entropy` with its gradient in place.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ SHAPE = (2048, 50257)
 QUICK = (16, 96)
 CUDA_SHAPE = (8192, 50257)
 CHECKED = (8, 50257)
+FEATURES, QUICK_FEATURES = 768, 24
 
 
 @functools.cache
@@ -41,6 +44,39 @@ OPERATORS = {
     )
 }
 
+WITH_LAYER = "linear_cross_entropy"
+
+
+def _of_layer(loss: Callable) -> Callable:
+    def run(hidden: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (loss(hidden, weight, _target(len(hidden), len(weight), hidden.device)),)
+
+    return run
+
+
+def _torchs_of_layer(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+def _whole_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logits = functional.linear(hidden, weight)
+    return functional.cross_entropy(logits, target, inplace_backward=True)
+
+
+def _torchs_chunks(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256)
+    return F.linear_cross_entropy(hidden, weight, target, options=options)
+
+
+LAYER = Operator(
+    _of_layer(functional.linear_cross_entropy),
+    _of_layer(_torchs_of_layer),
+    _of_layer(reference.linear_cross_entropy),
+    _of_layer(_torchs_of_layer),
+    others={"whole logits": _of_layer(_whole_logits)},
+    optional={"torch in chunks of 256": _of_layer(_torchs_chunks)},  # torch 2.13
+)
+
 
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
     """All cases of a device; `quick` keeps a small shape."""
@@ -51,6 +87,11 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         for dtype in (torch.float32, torch.bfloat16):
             for phase in phases:
                 yield _case(name, shape, dtype, phase, device)
+    if on_cuda:
+        return  # its products are torch's
+    for dtype in (torch.float32, torch.bfloat16):
+        for phase in phases:
+            yield _case_of_layer(shape, dtype, phase, QUICK_FEATURES if quick else FEATURES)
 
 
 def _case(name: str, shape: tuple, dtype: torch.dtype, phase: str, device: str) -> Case:
@@ -69,4 +110,26 @@ def _case(name: str, shape: tuple, dtype: torch.dtype, phase: str, device: str) 
         backward_alone=phase == "backward",
         device=device,
         make_checked=None if shape == QUICK else lambda: tensors(CHECKED),
+    )
+
+
+def _case_of_layer(shape: tuple, dtype: torch.dtype, phase: str, features: int) -> Case:
+    rows, classes = shape
+    backward = phase != "forward"
+
+    def tensors(rows: int) -> list[Tensor]:
+        sizes = ((rows, features), (classes, features))
+        drawn = [torch.randn(size).mul(features**-0.25).to(dtype) for size in sizes]
+        return [tensor.requires_grad_(backward) for tensor in drawn]
+
+    size = f"{rows}x{features}x{classes}"
+    return Case(
+        f"loss/{WITH_LAYER}/{str(dtype).removeprefix('torch.')}/{size}/{phase}",
+        LAYER,
+        lambda: tensors(rows),
+        backward,
+        None,
+        flops=2 * rows * features * classes * (3 if backward else 1),
+        dots=dtype is torch.bfloat16,
+        make_checked=None if shape == QUICK else lambda: tensors(CHECKED[0]),
     )

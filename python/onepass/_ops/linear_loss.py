@@ -1,0 +1,413 @@
+"""The loss of a linear layer's output, whose logits are never whole in memory: fakes, autograd.
+
+The gradients for an upstream gradient of 1 are made with the loss, in the accumulator's dtype, and
+scaled in the backward. With reduction "none" the upstream gradient of each row has to be known: the
+backward computes the logits again. Second derivatives are those of the formula, which has all
+logits at once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass._arguments import refuse_gradient
+from onepass._mapping import run_each
+from onepass._ops import double_backward, fake_checks, loss, tracing
+from onepass._ops.decomposition import decomposes, offer, wide
+from onepass._ops.differentiation import (
+    applied,
+    are_transforms_active,
+    constant,
+    is_differentiated,
+)
+from onepass._ops.dispatch_log import logged
+from onepass.reference import loss as reference
+
+_op = torch.ops.onepass.linear_loss.default
+_check = torch.ops.onepass.linear_loss_check.default
+run_each(_check)
+
+_NONE, _MEAN = loss.REDUCTIONS["none"], loss.REDUCTIONS["mean"]
+
+# The largest factor of gradients in float16 until the upstream gradient is known: the probabilities
+# of 50,000 words are subnormal there. A power of two, so it is exact.
+_FLOAT16_SCALE = 1024.0
+_FLOAT16_LARGEST = torch.finfo(torch.float16).max
+
+
+@logged
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    reduction: int,
+    cast: torch.dtype | None = None,
+    cast_weight: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The loss of input linear_weight^T + linear_bias.
+
+    cast, cast_weight: the dtypes in which autocast has input, and linear_weight with linear_bias;
+    their gradients are not rounded to them. out_dtype: of the loss; None: of input.
+    """
+    (weight,) = wide(weight)
+    if torch.compiler.is_compiling():
+        label_smoothing, softcap = constant(label_smoothing), constant(softcap)
+        z_loss = constant(z_loss)
+    tensors = (input, linear_weight, target, linear_bias, weight)
+    options = (ignore_index, label_smoothing, softcap, z_loss, reduction)
+    dtypes = (cast, cast_weight, out_dtype)
+    if tracing.records():
+        return _traced(*tensors, *options, *dtypes)
+    return _compute(*tensors, *options, *dtypes)
+
+
+def _compute(
+    input, linear_weight, target, linear_bias, weight, *options
+):  # those of linear_cross_entropy
+    operands = (input, linear_weight, linear_bias)
+    if not is_differentiated(*operands, weight):
+        return _forward(*operands, target, weight, options, 0)[0]
+    everything = are_transforms_active()  # inside vmap a tensor does not say what it requires
+    mask = sum(
+        1 << place
+        for place, tensor in enumerate(operands)
+        if tensor is not None and (everything or tensor.requires_grad)
+    )
+    return _apply(*operands, target, weight, options, mask)[0]
+
+
+def _forward(input, linear_weight, linear_bias, target, weight, options, mask):
+    """(loss, gradients of the three for an upstream gradient of 1, their unit)."""
+    *of_loss, reduction, cast, cast_weight, out_dtype = options
+    input, linear_weight, linear_bias = _cast(input, linear_weight, linear_bias, cast, cast_weight)
+    dtype = input.dtype
+    accumulator = torch.float64 if dtype is torch.float64 else torch.float32
+    unit = input.new_empty((0,), dtype=accumulator)
+    if reduction == _NONE:
+        mask = 0
+    total = 1.0
+    tensors = (input, linear_weight, target, linear_bias, weight)
+    if not torch.compiler.is_compiling() and all(map(_is_plain, tensors)):
+        fake_checks.check(_check, *tensors, *of_loss, None, 0)  # before torch reads a target
+    if reduction == _MEAN:
+        total = _total_weight(input, target, linear_weight, weight, of_loss[0])
+    dloss = None
+    if mask:
+        one = input.new_ones((), dtype=torch.float64)
+        if dtype is torch.float16:
+            one = one * _float16_scale(input, linear_weight, weight, *of_loss[2:])
+            if reduction == _MEAN:
+                one = one * torch.where(total == 0, 1.0, total)
+            unit = one.to(accumulator)
+        dloss = (one / total).to(accumulator).expand(target.shape)
+    losses, *gradients = _op(*tensors, *of_loss, dloss, mask)
+    if reduction != _NONE:
+        losses = _sum_in_order(losses) / total
+    return losses.to(out_dtype or dtype), *gradients, unit
+
+
+def _is_plain(tensor) -> bool:
+    return tensor is None or type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def _cast(input, linear_weight, linear_bias, cast, cast_weight):
+    if cast is not None:
+        input = input.to(cast)
+    if cast_weight is not None:
+        linear_weight = linear_weight.to(cast_weight)
+        linear_bias = None if linear_bias is None else linear_bias.to(cast_weight)
+    return input, linear_weight, linear_bias
+
+
+def _sum_in_order(numbers: Tensor) -> Tensor:
+    """In float64, on the CPU one after the other: torch's sum of many goes by threads."""
+    numbers = numbers.reshape(-1).double()
+    return numbers.cumsum(0)[-1:].sum() if numbers.device.type == "cpu" else numbers.sum()
+
+
+def _total_weight(input, target, linear_weight, weight, ignore_index) -> Tensor:
+    """Of the rows that count. The operator refuses targets that are no class."""
+    if target.device != input.device:
+        return input.new_ones((), dtype=torch.float64)  # refused too
+    counted = target != ignore_index
+    if not _are_weights(input, linear_weight, weight) or target.dtype is not torch.int64:
+        return counted.sum().double()
+    of_rows = weight.index_select(0, target.reshape(-1).clamp(0, weight.shape[0] - 1))
+    return _sum_in_order(of_rows.masked_fill(~counted.reshape(-1), 0.0))
+
+
+def _are_weights(input, linear_weight, weight) -> bool:
+    """Of classes. The operator refuses those of another shape or device."""
+    return (
+        weight is not None
+        and linear_weight.dim() == 2
+        and linear_weight.shape[0] > 0
+        and weight.shape == linear_weight.shape[:1]
+        and weight.device == input.device
+    )
+
+
+def _float16_scale(input, linear_weight, weight, softcap, z_loss) -> float | Tensor:
+    """With which no gradient of a logit leaves float16: a row's are at most its weight times
+    1 + 2 |z_loss lse|, and lse is at most the largest logit and the logarithm of the classes."""
+    largest_lse = min(softcap or _FLOAT16_LARGEST, _FLOAT16_LARGEST) + 20
+    room = _FLOAT16_LARGEST / (2 + 4 * abs(z_loss) * largest_lse)
+    room = min(_FLOAT16_SCALE, 2.0 ** math.floor(math.log2(room)))
+    if not _are_weights(input, linear_weight, weight):
+        return room
+    # A weight that is not finite may be of a class that no row has.
+    largest = weight.abs().nan_to_num(0.0, posinf=0.0).amax().double()
+    return room * largest.clamp(min=1.0).log2().ceil().neg().exp2()
+
+
+class _LinearLoss(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input, linear_weight, linear_bias, target, weight, options, mask):
+        return _forward(input, linear_weight, linear_bias, target, weight, options, mask)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        *tensors, ctx.options, ctx.mask = inputs
+        if ctx.needs_input_grad[4]:
+            refuse_gradient("linear_cross_entropy", "weight")
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(*tensors, *outputs[1:])
+
+    @staticmethod
+    def backward(ctx, dloss, *_):
+        if dloss is None:
+            return (None,) * 7
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _apply_backward(dloss, *saved, ctx.options, ctx.mask)
+        else:
+            gradients = _gradients(dloss, *saved, ctx.options, ctx.mask, _are_last_read())
+        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(gradient if needs else None for gradient, needs in wanted), *(None,) * 4
+
+
+def _are_last_read() -> bool:
+    """Whether the gradients that were made with the loss may be written over: in eager backwards
+    without retain_graph=True."""
+    if torch.compiler.is_compiling() or are_transforms_active():
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _gradients(
+    dloss,
+    input,
+    linear_weight,
+    linear_bias,
+    target,
+    weight,
+    dinput,
+    dlinear_weight,
+    dlinear_bias,
+    unit,
+    options,
+    mask,
+    inplace,
+):
+    """Those of input, linear_weight and linear_bias, in their dtypes; without elements where they
+    are not asked for."""
+    operands = (input, linear_weight, linear_bias)
+    *of_loss, reduction, cast, cast_weight, _ = options
+    if reduction == _NONE:
+        cast_operands = _cast(*operands, cast, cast_weight)
+        gradients = _op(
+            *cast_operands[:2], target, cast_operands[2], weight, *of_loss, dloss, mask
+        )[1:]
+    else:
+        gradients = (dinput, dlinear_weight, dlinear_bias)
+        factor = dloss.to(dinput.dtype)
+        if unit.numel():
+            factor = factor / unit
+        gradients = [g.mul_(factor) if inplace else g * factor for g in gradients]
+    return tuple(
+        gradient if tensor is None else gradient.to(tensor.dtype)
+        for gradient, tensor in zip(gradients, operands, strict=True)
+    )
+
+
+class _LinearLossBackward(torch.autograd.Function):
+    """The backward as a function of its own, so that it can be differentiated once more."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        return _gradients(*arguments, False)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        ctx.set_materialize_grads(False)
+        dloss, input, linear_weight, linear_bias, target, weight, *_, ctx.options, ctx.mask = inputs
+        ctx.save_for_backward(dloss, input, linear_weight, linear_bias, target, weight)
+
+    @staticmethod
+    def backward(ctx, *second):
+        *inputs, target, weight = ctx.saved_tensors
+        *options, reduction, _, _, _ = ctx.options
+        options += [reference.REDUCTIONS[reduction]]
+
+        def formula(*inputs):
+            return reference.linear_cross_entropy_backward(*inputs, target, weight, *options)
+
+        cotangents = [
+            gradient if ctx.mask >> place & 1 else None for place, gradient in enumerate(second)
+        ]
+        return *double_backward.vjp(formula, inputs, cotangents), *(None,) * 8
+
+
+_apply = applied(_LinearLoss)
+_apply_backward = applied(_LinearLossBackward)
+_traced = tracing.operator(
+    "linear_cross_entropy",
+    "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
+    "SymInt ignore_index, float label_smoothing, float softcap, float z_loss, int reduction_kind, "
+    "ScalarType? cast, ScalarType? cast_weight, ScalarType? out_dtype) -> Tensor",
+    _compute,
+)
+
+
+@torch.library.register_fake("onepass::linear_loss")
+def _(
+    input,
+    linear_weight,
+    target,
+    linear_bias,
+    weight,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    z_loss,
+    dloss,
+    gradient_mask,
+):
+    offer(_op)
+    tensors = (input, linear_weight, target, linear_bias, weight)
+    options = (ignore_index, label_smoothing, softcap, z_loss, dloss, gradient_mask)
+    fake_checks.check(_check, *tensors, *options)
+    accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
+
+    def made(wanted, shape):
+        return input.new_empty(shape if wanted else (0,), dtype=accumulator)
+
+    return (
+        made(True, target.shape),
+        made(gradient_mask & 1, input.shape),
+        made(gradient_mask & 2, linear_weight.shape),
+        made(gradient_mask & 4, linear_weight.shape[:1]),
+    )
+
+
+@decomposes(_op)
+def _(
+    input,
+    linear_weight,
+    target,
+    linear_bias,
+    weight,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    z_loss,
+    dloss,
+    gradient_mask,
+):
+    if gradient_mask:
+        return NotImplemented
+    input, linear_weight, linear_bias = wide(input, linear_weight, linear_bias)
+    options = (ignore_index, label_smoothing, softcap, z_loss, "none")
+    losses = reference.linear_cross_entropy(
+        input, linear_weight, target, linear_bias, weight, *options
+    )
+    return losses, *(input.new_empty((0,)) for _ in range(3))
+
+
+# ---- on CUDA, where products are torch's -------------------------------------------------------
+
+# Of a chunk of logits there.
+_CHUNK_BYTES = 1 << 28
+_FEWEST_ROWS = 256
+
+
+def on_torchs_products(
+    input,
+    linear_weight,
+    target,
+    linear_bias,
+    weight,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    z_loss,
+    dloss,
+    gradient_mask,
+):
+    """`onepass::linear_loss` by products of torch's and the loss family's kernels."""
+    tensors = (input, linear_weight, target, linear_bias, weight)
+    options = (ignore_index, label_smoothing, softcap, z_loss)
+    _check(*tensors, *options, dloss, gradient_mask)
+    accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
+    classes, in_features = linear_weight.shape
+    rows, targets = input.reshape(-1, in_features), target.reshape(-1)
+    upstream = None if dloss is None else dloss.reshape(-1)
+    linear_weight, linear_bias = (
+        None if t is None else t.to(input.dtype) for t in (linear_weight, linear_bias)
+    )
+
+    def made(bit, shape):
+        return input.new_zeros(shape if gradient_mask & bit else (0,), dtype=accumulator)
+
+    losses = input.new_empty(targets.shape, dtype=accumulator)
+    dinput, dweight = made(1, rows.shape), made(2, (classes, in_features))
+    dbias = made(4, (classes,))
+    step = max(_CHUNK_BYTES // max(classes * input.dtype.itemsize, 1), _FEWEST_ROWS)
+    with torch.autocast(input.device.type, enabled=False):
+        for begin in range(0, len(rows), step):
+            chunk = slice(begin, begin + step)
+            logits = F.linear(rows[chunk], linear_weight, linear_bias)
+            of_loss = (targets[chunk], weight, ignore_index, label_smoothing, softcap, _NONE)
+            losses[chunk], *kept = loss._forward(logits, *of_loss, z_loss, accumulator)
+            if not gradient_mask:
+                continue
+            loss._backward_inplace(logits, *of_loss, upstream[chunk], *kept)
+            if gradient_mask & 1:
+                dinput[chunk] = _product(logits, linear_weight, accumulator)
+            if gradient_mask & 2:
+                dweight += _product(logits.t(), rows[chunk], accumulator)
+            if gradient_mask & 4:
+                dbias += logits.sum(0, dtype=accumulator)
+    dinput = dinput.reshape(input.shape) if gradient_mask & 1 else dinput
+    return losses.reshape(target.shape), dinput, dweight, dbias
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Not rounded to float16, which sums of many rows leave while they have their factor."""
+    if left.dtype is dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)  # what torch has on CUDA alone
+
+
+# Imported once more in this process: what the first import registered stays.
+if not torch._C._dispatch_has_kernel_for_dispatch_key("onepass::linear_loss", "CUDA"):
+    _library = torch.library.Library("onepass", "FRAGMENT")
+    _library.impl("linear_loss", on_torchs_products, "CUDA")

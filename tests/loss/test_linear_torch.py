@@ -1,0 +1,271 @@
+"""linear_cross_entropy with torch: gradcheck, opcheck, compile, export, vmap, autocast."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass import functional, numerics
+from tests.loss.cases import BF16, F16, F32, F64, OPTIONS, dtypes, options
+from tests.loss.linear_cases import check, make, results
+from tests.support.results import assert_same_bits
+
+SOME = pytest.mark.parametrize("option", ["mean", "all", "none"])
+
+
+def leaves(case):
+    return {name: t.detach().clone().requires_grad_() for name, t in case.operands.items()}
+
+
+@options
+def test_gradcheck(option):
+    case = make(3, 4, 5, F64, **OPTIONS[option])
+
+    def call(*operands):
+        return case.ours(*operands, case.weight)
+
+    operands = tuple(leaves(case).values())
+    assert torch.autograd.gradcheck(call, operands)
+    assert torch.autograd.gradgradcheck(call, operands)
+
+
+@pytest.mark.parametrize("option", ["mean", "all"])
+def test_third_derivatives(option):
+    case = make(3, 4, 5, F64, **OPTIONS[option])
+    found = []
+    for function in (case.ours, case.formula):
+        operands = leaves(case)
+        value = function(**operands, weight=case.weight).pow(3).sum()
+        for _ in range(3):
+            gradients = torch.autograd.grad(value, operands.values(), create_graph=True)
+            value = sum(gradient.square().sum() for gradient in gradients)
+        found.append([value, *gradients])
+    torch.testing.assert_close(*found)
+
+
+@dtypes
+@SOME
+def test_first_derivatives_are_the_same_with_create_graph(option, dtype):
+    case = make(30, 4, 40, dtype, **OPTIONS[option])
+    operands = leaves(case)
+    loss = case.ours(**operands, weight=case.weight)
+    found = torch.autograd.grad(loss, operands.values(), case.dloss, create_graph=True)
+    expected = results(case.ours, case)
+    for name, gradient in zip(operands, found, strict=True):
+        assert torch.equal(gradient, expected[f"d{name}"]) and gradient.requires_grad
+
+
+@SOME
+@pytest.mark.parametrize("mask", [0, 7, 2])
+def test_opcheck(option, mask):
+    case = make(5, 4, 8, **OPTIONS[option])
+    of = case.options
+    arguments = (
+        *(case.input, case.linear_weight, case.target, case.linear_bias, case.weight),
+        *(-100, of.get("label_smoothing", 0.0), of.get("softcap", 0.0), of.get("z_loss", 0.0)),
+        *(torch.ones(5) if mask else None, mask),
+    )
+    torch.library.opcheck(torch.ops.onepass.linear_loss.default, arguments)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@SOME
+def test_compile_fullgraph_with_dynamic_shapes(option, backend):
+    def call(x, w, b, target, weight):
+        return functional.linear_cross_entropy(
+            x, w, target, linear_bias=b, weight=weight, **case.options
+        )
+
+    case = make(4, 8, 16, **OPTIONS[option])
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for rows, classes in ((4, 16), (300, 33), (20, 50)):
+        case = make(rows, 8, classes, **OPTIONS[option])
+
+        def run(input, linear_weight, linear_bias, weight, case=case):
+            return compiled(input, linear_weight, linear_bias, case.target, weight)
+
+        assert_same_bits(results(run, case), results(case.ours, case))
+
+
+def test_one_graph_for_all_sizes():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    call = functional.linear_cross_entropy
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for rows, classes in ((4, 16), (300, 34), (600, 50)):
+        case = make(rows, 8, classes)
+        operands = leaves(case)
+        compiled(operands["input"], operands["linear_weight"], case.target, label_smoothing=0.1)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[2]
+
+
+def test_the_second_derivative_of_a_compiled_call_is_refused_by_torch():
+    case = make(3, 4, 8, bias=False)
+    compiled = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    operands = leaves(case)
+    loss = compiled(*operands.values(), case.target)
+    with pytest.raises(RuntimeError, match="create_graph=False"):
+        torch.autograd.grad(loss, operands.values(), create_graph=True)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 6)
+        self.loss = onepass.nn.LinearCrossEntropyLoss(6, 12, bias=True, **options)
+
+    def forward(self, x, target):
+        return self.loss(self.layer(x), target)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_train(strict, tmp_path):
+    module = Model(label_smoothing=0.1, z_loss=0.01)
+    x, target = torch.randn(4, 8), torch.tensor([3, 11, -100, 0])
+    rows = torch.export.Dim("rows", min=2, max=64)
+    shapes = ({0: rows}, {0: rows})
+    program = torch.export.export(module, (x, target), dynamic_shapes=shapes, strict=strict)
+    torch.export.save(program, tmp_path / "program.pt2")
+    program = torch.export.load(tmp_path / "program.pt2").module()
+    found = [
+        torch.autograd.grad(m(x[:3], target[:3]), list(m.parameters())) for m in (program, module)
+    ]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@SOME
+def test_vmap(option):
+    case = make(5, 4, 8, **OPTIONS[option])
+    x = torch.stack([case.input, case.input.sin()])
+    targets = torch.stack([case.target, case.target.flip(0)])
+    layer = (case.linear_weight, case.linear_bias)
+
+    def loss(x, target, function=functional.linear_cross_entropy):
+        of = dict(linear_bias=layer[1], weight=case.weight, **case.options)
+        return function(x, layer[0], target, **of).sum()
+
+    def formula(x, target):
+        logits = x @ layer[0].t() + layer[1]
+        loss = onepass.reference.loss.cross_entropy
+        return loss(logits, target, case.weight, **case.options).sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss))(x, targets)
+    expected = torch.func.vmap(torch.func.grad(formula))(x, targets)
+    torch.testing.assert_close(mapped, expected)
+    torch.testing.assert_close(
+        torch.func.vmap(loss)(x, targets), torch.func.vmap(formula)(x, targets)
+    )
+    outside = torch.func.grad(lambda x: torch.func.vmap(loss)(x, targets).sum())
+    torch.testing.assert_close(outside(x), expected)
+
+
+def test_forward_mode_is_refused():
+    case = make(3, 4, 6)
+    with pytest.raises(RuntimeError, match="forward"):
+        torch.func.jvp(lambda x: case.ours(x, case.linear_weight), (case.input,), (case.input,))
+
+
+@dtypes
+@pytest.mark.parametrize("cast", [BF16, F16], ids=str)
+@pytest.mark.parametrize("option", ["smoothed", "none"])
+def test_autocast(option, dtype, cast):
+    """torch's dtypes; errors of that dtype, of gradients too, which are not rounded to it."""
+    case = make(40, 16, 30, dtype, **OPTIONS[option])
+    found = []
+    for function in (case.ours, case.torchs):
+        operands = leaves(case)
+        with torch.autocast("cpu", dtype=cast):
+            loss = function(**operands)
+        gradients = torch.autograd.grad(loss, operands.values(), case.dloss.to(loss.dtype))
+        found.append([loss.detach(), *gradients])
+    exact = results(case.formula, case, double=True)
+    for ours, base, name in zip(*found, exact, strict=True):
+        assert ours.dtype == base.dtype, name
+        numerics.assert_close(ours, exact[name], base, name)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    module, target = Model(), torch.tensor([3, 11, -100, 0])
+    found = []
+    for call in (module, lambda *x: checkpoint(module, *x, use_reentrant=use_reentrant)):
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        call(x, target).backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_saved_tensors_elsewhere():
+    case = make(40, 8, 20)
+    operands = leaves(case)
+    with torch.autograd.graph.save_on_cpu():
+        loss = case.ours(**operands)
+    gradients = torch.autograd.grad(loss, operands.values(), case.dloss)
+    expected = results(case.ours, case)
+    for name, gradient in zip(operands, gradients, strict=True):
+        assert torch.equal(gradient, expected[f"d{name}"]), name
+
+
+def test_copies_of_the_module():
+    module = onepass.nn.LinearCrossEntropyLoss(4, 8, weight=torch.rand(8), softcap=2.0, z_loss=0.1)
+    case = make(3, 4, 8)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(case.input, case.target), module(case.input, case.target))
+        assert (twin.softcap, twin.z_loss) == (2.0, 0.1)
+
+
+def test_tensors_with_products_of_their_own():
+    """Whose logits are whole."""
+
+    class Own(torch.Tensor):
+        pass
+
+    case = make(30, 8, 40)
+    plain = case.linear_weight
+    case.linear_weight = plain.as_subclass(Own)
+    found = case.ours(case.input, case.linear_weight)
+    case.linear_weight = plain
+    exact = case.formula(case.input.double(), plain.double())
+    numerics.assert_close(found.as_subclass(torch.Tensor), exact, case.torchs(case.input, plain))
+
+
+def test_explain_names_the_kernels():
+    case = make(600, 16, 64)
+    text = str(onepass.explain(lambda: results(case.ours, case)))
+    for line in (
+        "3 x linear (200 x 16 by 16 x 64, float32 by float32, output float32)",
+        "3 x cross_entropy (200 x 64, float32, none)",
+        "3 x cross_entropy_backward_inplace (200 x 64, float32, none)",
+        "3 x linear_backward: dinput (200 x 64 by 64 x 16",
+        "3 x linear_backward: dweight (64 x 200 by 200 x 16",
+    ):
+        assert line in text, text
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_gradients_are_accumulated(dtype):
+    case = make(600, 16, 64, dtype)
+    expected = results(case.ours, case)
+    layer = case.linear_weight.clone().requires_grad_()
+    for _ in range(2):
+        case.ours(case.input, layer, case.linear_bias).backward(case.dloss)
+    assert torch.equal(layer.grad, 2 * expected["dlinear_weight"])
+
+
+def test_modules_of_a_model():
+    check(make(30, 16, 64, F32, bias=False))
+    module = Model()
+    x, target = torch.randn(9, 8), torch.arange(9)
+    module(x, target).backward()
+    logits = module.loss.linear(module.layer(x))
+    expected = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(logits, target), list(module.parameters())
+    )
+    torch.testing.assert_close([p.grad for p in module.parameters()], list(expected))

@@ -1,0 +1,362 @@
+"""linear_cross_entropy: values and gradients by the numerics rule, layouts, extremes, memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import onepass
+from onepass import functional, numerics
+from onepass._ops.linear_loss import on_torchs_products
+from tests.linear.test_layouts import LAYOUTS, strided
+from tests.loss.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    IGNORED,
+    OPTIONS,
+    RAW,
+    dtypes,
+    options,
+)
+from tests.loss.linear_cases import check, make, results
+from tests.support.allocations import peak
+from tests.support.results import assert_same_bits
+
+isa = pytest.mark.isa
+NAN, INF = float("nan"), float("inf")
+
+# Of chunks: 256 rows in float32, 512 in 16 bits, 128 in float64.
+ROWS = {F32: 600, BF16: 1100, F16: 1100, F64: 300}
+
+
+@isa
+@options
+@dtypes
+def test_values_and_gradients(dtype, option):
+    check(*(make(20, 24, 190, dtype, **OPTIONS[option], seed=seed) for seed in range(4)))
+
+
+@isa
+@dtypes
+@pytest.mark.parametrize("option", ["mean", "none"])
+def test_several_chunks(dtype, option):
+    """Each adds to the gradients of the layer."""
+    check(make(ROWS[dtype], 40, 67, dtype, **OPTIONS[option]))
+
+
+@dtypes
+@pytest.mark.parametrize("rows, in_features, classes", [(1, 7, 33), (3, 1, 5), (20, 9, 1)])
+def test_small_sizes(dtype, rows, in_features, classes):
+    for bias in (True, False):
+        draws = range(8)
+        check(*(make(rows, in_features, classes, dtype, bias=bias, seed=seed) for seed in draws))
+
+
+def test_one_row_without_a_batch():
+    for option in ("mean", "none", "sum"):
+        case = make(1, 12, 30, **OPTIONS[option])
+        expected = results(case.ours, case)
+        case.input, case.target = case.input[0], case.target[0]
+        case.dloss = case.dloss.reshape(())
+        found = results(case.ours, case)
+        assert found["loss"].shape == () and found["dinput"].shape == (12,)
+        expected["loss"] = expected["loss"].reshape(())
+        expected["dinput"] = expected["dinput"][0]
+        assert_same_bits(found, expected, option)
+
+
+@pytest.mark.parametrize("wide", [F32, F16], ids=str)
+def test_a_layer_of_another_dtype(wide):
+    """torch refuses it; its gradients have the layer's dtype."""
+    case = make(30, 16, 50, BF16)
+    base = results(case.torchs, case)
+    case.linear_weight, case.linear_bias = case.linear_weight.to(wide), case.linear_bias.to(wide)
+    found, exact = results(case.ours, case), results(case.formula, case, double=True)
+    assert found["dlinear_weight"].dtype is wide and found["dinput"].dtype is BF16
+    for name, tensor in found.items():
+        numerics.assert_close(tensor, exact[name], base[name], name)
+
+
+@isa
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("option", ["mean", "weighted, smoothed", "none"])
+def test_any_number_of_threads(dtype, option):
+    case = make(ROWS[dtype], 33, 210, dtype, **OPTIONS[option])
+    expected = results(case.ours, case)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert_same_bits(results(case.ours, case), expected)
+
+
+def test_small_probabilities_in_float16():
+    """Gradients that float16 cannot hold before the scaler's factor is in them."""
+    case = make(64, 16, 5000, F16, ignored=False)
+    case.dloss = torch.tensor(32768.0)
+    check(case)
+    assert results(case.ours, case)["dinput"].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("factor, z_loss", [(300.0, 0.0), (1.0, 0.5), (0.0, 1e-4)])
+def test_large_gradients_in_float16(factor, z_loss, reduction):
+    """Of weights of classes and of z_loss, which leave float16 less room for a factor."""
+    case = make(64, 16, 50, F16, reduction=reduction, weighted=True, z_loss=z_loss)
+    case.weight *= factor
+    if not factor:
+        case.weight[1:] = 1
+    case.weight[case.target[0]] = NAN if z_loss else INF
+    case.target[case.target == case.target[0]] = IGNORED  # a class that no row has
+    case.input, case.dloss = case.input * 8, torch.tensor(0.25)
+    check(case)
+    found = results(case.ours, case)
+    assert all(found[f"d{name}"].isfinite().all() for name in case.operands)
+
+
+def test_gradients_of_some():
+    case = make(300, 16, 50)
+    expected = results(case.ours, case)
+    for wanted in case.operands:
+        given = {n: t.detach().requires_grad_(n == wanted) for n, t in case.operands.items()}
+        loss = case.ours(**given)
+        (gradient,) = torch.autograd.grad(loss, given[wanted], case.dloss)
+        assert torch.equal(gradient, expected[f"d{wanted}"]), wanted
+
+
+@pytest.mark.parametrize("option", ["mean", "none"])
+def test_frozen_operands_cost_no_products(option):
+    case = make(300, 16, 50, **OPTIONS[option])
+    products = {"input": "dinput", "linear_weight": "dweight", "linear_bias": "dbias"}
+    for wanted in case.operands:
+
+        def run(wanted=wanted):
+            given = {n: t.detach().requires_grad_(n == wanted) for n, t in case.operands.items()}
+            torch.autograd.grad(case.ours(**given), given[wanted], case.dloss)
+
+        text = str(onepass.explain(run))
+        for name, product in products.items():
+            assert (f"linear_backward: {product}" in text) == (name == wanted), text
+    text = str(onepass.explain(lambda: case.ours(**case.operands)))
+    assert "linear (" in text and "backward" not in text
+
+
+def test_a_gradient_is_what_it_is_alone():
+    """An upstream gradient of 1 scales exactly."""
+    case = make(40, 16, 50)
+    case.dloss = torch.ones(())
+    one = results(case.ours, case)
+    case.dloss = torch.tensor(4.0)
+    found = results(case.ours, case)
+    assert all(torch.equal(found[name], 4 * one[name]) for name in one if name != "loss")
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_backward_twice(retain):
+    case = make(40, 16, 50)
+    leaves = {name: t.detach().requires_grad_() for name, t in case.operands.items()}
+    loss = case.ours(**leaves)
+    first = torch.autograd.grad(loss, leaves.values(), case.dloss, retain_graph=retain)
+    if retain:
+        second = torch.autograd.grad(loss, leaves.values(), case.dloss)
+        assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, leaves.values(), case.dloss)
+
+
+def test_tied_weights():
+    weight = torch.randn(50, 16, requires_grad=True)
+    target = torch.arange(30)
+    found = []
+    for function in (functional.linear_cross_entropy, F.linear_cross_entropy):
+        hidden = torch.nn.functional.embedding(target, weight)
+        found.append(torch.autograd.grad(function(hidden, weight, target), weight)[0])
+    torch.testing.assert_close(*found)
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout, dtype):
+    case = make(6, 40, 24, dtype, **OPTIONS["all"])
+    expected = results(case.ours, case)
+    case.input = strided(case.input.view(2, 3, 40), layout).flatten(0, 1)
+    found = results(case.ours, case)
+    assert_same_bits(found, expected)
+    case.linear_weight = strided(case.linear_weight.view(4, 6, 40), layout).flatten(0, 1)
+    assert_same_bits(results(case.ours, case), expected)
+
+
+def test_a_transposed_weight():
+    case = make(300, 16, 50)
+    expected = results(case.ours, case)
+    case.linear_weight = case.linear_weight.t().contiguous().t()
+    found = results(case.ours, case)
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("name", ["target", "dloss", "weight", "linear_bias"])
+def test_strides_of_vectors(name):
+    case = make(300, 16, 50, **OPTIONS["all"])
+    expected = results(case.ours, case)
+    setattr(case, name, getattr(case, name).repeat_interleave(3)[::3])
+    assert_same_bits(results(case.ours, case), expected)
+
+
+@dtypes
+def test_empty(dtype):
+    for option in ("sum", "none"):
+        case = make(0, 8, 10, dtype, **OPTIONS[option])
+        found, expected = results(case.ours, case), results(case.torchs, case)
+        assert_same_bits(found, expected, case.text)
+    case = make(5, 8, 10, dtype)
+    case.input, case.linear_weight = case.input[:, :0], case.linear_weight[:, :0]
+    check(case)
+    empty = make(0, 8, 10, dtype)
+    assert math.isnan(empty.ours(**empty.operands))
+
+
+# ---- extremes ------------------------------------------------------------------------------------
+
+
+@dtypes
+def test_nothing_but_ignored_rows(dtype):
+    for reduction, of_torch in (("mean", NAN), ("sum", 0.0), ("none", 0.0)):
+        case = make(5, 8, 30, dtype, reduction=reduction)
+        case.target[:] = IGNORED
+        found = results(case.ours, case)
+        loss = found.pop("loss")
+        torch.testing.assert_close(loss, torch.full_like(loss, of_torch), equal_nan=True)
+        assert not any(tensor.any() for tensor in found.values())
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_ignored_rows_reach_no_loss(value):
+    """Nor a gradient but the weight's, whose sums have 0 times the row, as torch's have."""
+    case = make(10, 8, 30, reduction="none")
+    expected = results(case.ours, case)
+    case.input[case.target == IGNORED] = value
+    found, torchs = results(case.ours, case), results(case.torchs, case)
+    assert found.pop("dlinear_weight").isnan().all() and torchs["dlinear_weight"].isnan().all()
+    del expected["dlinear_weight"]
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias"])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_nan_and_infinity_propagate(name, value):
+    case = make(10, 8, 30, ignored=False)
+    getattr(case, name).view(-1)[3] = value
+    found, expected = results(case.ours, case), results(case.torchs, case, double=True)
+    for key, tensor in found.items():
+        assert torch.equal(tensor.isnan(), expected[key].isnan()), key
+
+
+def test_weights_of_zero():
+    case = make(10, 8, 30, weighted=True, ignored=False)
+    case.weight[:] = 0
+    found, torchs = results(case.ours, case), results(case.torchs, case)
+    for name, tensor in found.items():
+        assert tensor.isnan().all() and torchs[name].isnan().all(), name
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e4])
+def test_large_and_small_logits(scale):
+    case = make(300, 8, 200)
+    case.input = case.input * scale
+    check(case)
+
+
+# ---- torch's products, which are CUDA's ----------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("option", ["mean", "all"])
+def test_on_torchs_products(dtype, option, monkeypatch):
+    """What a CUDA tensor gets, by tensors on the CPU."""
+    monkeypatch.setattr("onepass._ops.linear_loss._CHUNK_BYTES", 0)
+    case = make(600, 24, 70, dtype, **OPTIONS[option])
+    expected = results(case.ours, case)
+    monkeypatch.setattr("onepass._ops.linear_loss._op", on_torchs_products)
+    found, exact = results(case.ours, case), results(case.formula, case, double=True)
+    base = results(case.torchs, case)
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype and tensor.shape == expected[name].shape
+        numerics.assert_close(tensor, exact[name], base[name], f"{case.text}: {name}")
+
+
+def test_sums_beyond_float16_on_torchs_products(monkeypatch):
+    """Of the gradients of many rows of one class, each with its factor."""
+    monkeypatch.setattr("onepass._ops.linear_loss._op", on_torchs_products)
+    case = make(600, 8, 30, F16, ignored=False)
+    case.input, case.target[:] = case.input.abs(), 3
+    case.dloss = torch.ones((), dtype=F16)
+    check(case)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def step(function, case):
+    leaves = [tensor.detach().requires_grad_() for tensor in case.operands.values()]
+
+    def run():
+        function(*leaves).backward()
+
+    for _ in range(2):
+        for leaf in leaves:
+            leaf.grad = None
+        held = peak(run)
+    return held
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_logits_are_never_whole(dtype):
+    """A chunk of them, what products pack, and gradients, which are float32 until the backward."""
+    case = make(2048, 32, 4096, dtype, bias=False)
+    logits, chunk = 2048 * 4096 * dtype.itemsize, 4096 * 1024
+    gradients = sum(t.numel() * 4 for t in case.operands.values())
+    rounded = 0 if dtype is F32 else gradients // 2
+    packed = 2 << 20
+    ours, torchs = step(case.ours, case), step(case.torchs, case)
+    assert torchs > 3 * logits and ours < chunk + gradients + rounded + packed < logits
+    if dtype is F32:
+        assert ours < torchs / 10
+    with torch.no_grad():
+        assert peak(case.ours, *case.operands.values()) < chunk + packed
+
+
+# ---- as a module ---------------------------------------------------------------------------------
+
+
+def test_modules_are_torchs():
+    options = dict(weight=torch.rand(9), label_smoothing=0.1, ignore_index=2, bias=True)
+    ours = onepass.nn.LinearCrossEntropyLoss(5, 9, **options)
+    logits = torch.nn.CrossEntropyLoss(options["weight"], ignore_index=2, label_smoothing=0.1)
+    assert list(ours.state_dict()) == ["weight", "linear.weight", "linear.bias"]
+    x, target = torch.randn(6, 5), torch.randint(9, (6,))
+    base = logits(ours.linear(x), target)
+    exact = logits.double()(ours.double().linear(x.double()), target)
+    numerics.assert_close(ours.float()(x, target), exact, base)
+    capped = onepass.nn.LinearCrossEntropyLoss(5, 9, softcap=2.0, z_loss=0.1, reduction="none")
+    expected = functional.linear_cross_entropy(
+        x, capped.linear.weight, target, softcap=2.0, z_loss=0.1, reduction="none"
+    )
+    assert torch.equal(capped(x, target), expected)
+    if hasattr(torch.nn, "LinearCrossEntropyLoss"):
+        torchs = torch.nn.LinearCrossEntropyLoss(5, 9, **options)
+        torchs.load_state_dict(ours.state_dict())
+        assert torch.allclose(torchs(x, target), ours(x, target))
+
+
+def test_losses_of_rows_are_those_of_the_raw_operator():
+    case = make(7, 8, 30, BF16, reduction="none")
+    arguments = (case.input, case.linear_weight, case.target, case.linear_bias, None)
+    loss, *gradients = RAW.linear_loss(*arguments, -100, 0.0, 0.0, 0.0, None, 0)
+    assert loss.dtype is F32 and all(t.shape == (0,) for t in gradients)
+    assert torch.equal(loss.bfloat16(), case.ours(*arguments[:2], case.linear_bias))
