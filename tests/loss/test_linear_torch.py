@@ -177,18 +177,21 @@ def test_forward_mode_is_refused():
 @pytest.mark.parametrize("option", ["smoothed", "none"])
 def test_autocast(option, dtype, cast):
     """torch's dtypes; errors of that dtype, of gradients too, which are not rounded to it."""
-    case = make(40, 16, 30, dtype, **OPTIONS[option])
-    found = []
-    for function in (case.ours, case.torchs):
-        operands = leaves(case)
-        with torch.autocast("cpu", dtype=cast):
-            loss = function(**operands)
-        gradients = torch.autograd.grad(loss, operands.values(), case.dloss.to(loss.dtype))
-        found.append([loss.detach(), *gradients])
-    exact = results(case.formula, case, double=True)
-    for ours, base, name in zip(*found, exact, strict=True):
-        assert ours.dtype == base.dtype, name
-        numerics.assert_close(ours, exact[name], base, name)
+    draws = []
+    for seed in range(6):
+        case = make(40, 16, 30, dtype, seed=seed, **OPTIONS[option])
+        found = [results(case.formula, case, double=True)]
+        for function in (case.ours, case.torchs):
+            operands = leaves(case)
+            with torch.autocast("cpu", dtype=cast):
+                loss = function(**operands)
+            gradients = torch.autograd.grad(loss, operands.values(), case.dloss.to(loss.dtype))
+            found.append(dict(zip(found[0], [loss.detach(), *gradients], strict=True)))
+        draws.append(found)
+    for name in draws[0][0]:
+        exact, ours, base = ([draw[which][name] for draw in draws] for which in range(3))
+        assert ours[0].dtype == base[0].dtype, name
+        numerics.assert_close(ours, exact, base, name)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
