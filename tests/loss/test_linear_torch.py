@@ -272,3 +272,20 @@ def test_modules_of_a_model():
         torch.nn.functional.cross_entropy(logits, target), list(module.parameters())
     )
     torch.testing.assert_close([p.grad for p in module.parameters()], list(expected))
+
+
+def test_ignore_index_is_torchs_by_default():
+    """None, of the function as of the module: rows of -100 do not count."""
+    hidden, target = torch.randn(5, 8), torch.tensor([1, -100, 3, 0, -100])
+    layer = onepass.nn.LinearCrossEntropyLoss(8, 6, ignore_index=-100)
+    expected = layer(hidden, target)
+    for given in ({}, {"ignore_index": None}):
+        module = onepass.nn.LinearCrossEntropyLoss(8, 6, **given)
+        module.load_state_dict(layer.state_dict())
+        found = functional.linear_cross_entropy(hidden, layer.linear.weight, target, **given)
+        assert torch.equal(module(hidden, target), expected)
+        assert torch.equal(found, expected)
+        rows = functional.linear_cross_entropy(
+            hidden, layer.linear.weight, target, reduction="none", **given
+        )
+        assert (rows == 0).tolist() == [False, True, False, False, True]

@@ -89,7 +89,7 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     softcap: float = 0.0,
     z_loss: float = 0.0,
@@ -115,7 +115,8 @@ def linear_cross_entropy(
         linear_weight: (classes, in_features), in any of these dtypes (float64 with float64 alone).
         target: indices of classes, int64 of shape (rows,) or (), as in `cross_entropy`.
         linear_bias: (classes,), or None.
-        weight, ignore_index, label_smoothing, softcap, z_loss, reduction: as in `cross_entropy`.
+        ignore_index: as in `cross_entropy`; None: -100.
+        weight, label_smoothing, softcap, z_loss, reduction: as in `cross_entropy`.
 
     Returns:
         Tensor of shape (), or of target's with reduction "none"; in input's dtype (under autocast,
@@ -139,7 +140,8 @@ def linear_cross_entropy(
     """
     try:
         _check_reduction("linear_cross_entropy", reduction)
-        options = (ignore_index, label_smoothing, softcap, z_loss)
+        ignored = -100 if ignore_index is None else ignore_index
+        options = (ignored, label_smoothing, softcap, z_loss)
         layer = (input, linear_weight, linear_bias)
         if any(isinstance(t, Tensor) and _has_products(t) for t in layer):
             # A class of tensor with products of its own: the logits are whole.

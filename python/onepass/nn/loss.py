@@ -93,7 +93,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         dtype: torch.dtype | None = None,
         reduction: str = "mean",
         weight: Tensor | None = None,
-        ignore_index: int = -100,
+        ignore_index: int | None = None,
         label_smoothing: float = 0.0,
         softcap: float = 0.0,
         z_loss: float = 0.0,

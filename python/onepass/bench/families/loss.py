@@ -1,9 +1,10 @@
 """Cases of the loss family against `F.cross_entropy`, and against that of `F.linear`.
 
 Tensors that must cross memory: the forward reads the logits, the backward reads them and writes
-their gradient. The shape is that of a step of GPT-2: 2,048 tokens, 50,257 words. Of the loss of a
-layer of 768 features, which is bound by its products, "whole logits" is what onepass has beside it:
-`functional.linear`, and `functional.cross_entropy` with its gradient in place.
+their gradient. The shape is that of a step of GPT-2: 2,048 tokens, 50,257 words. The loss of a
+layer of 768 features is bound by its products, so 512 tokens are enough; "whole logits" is what
+onepass has beside it: `functional.linear`, and `functional.cross_entropy` with its gradient in
+place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SHAPE = (2048, 50257)
 QUICK = (16, 96)
 CUDA_SHAPE = (8192, 50257)
 CHECKED = (8, 50257)
-FEATURES, QUICK_FEATURES = 768, 24
+LAYER_ROWS, FEATURES, QUICK_FEATURES = 512, 768, 24
 
 
 @functools.cache
@@ -91,7 +92,7 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         return  # its products are torch's
     for dtype in (torch.float32, torch.bfloat16):
         for phase in phases:
-            yield _case_of_layer(shape, dtype, phase, QUICK_FEATURES if quick else FEATURES)
+            yield _case_of_layer(quick, dtype, phase)
 
 
 def _case(name: str, shape: tuple, dtype: torch.dtype, phase: str, device: str) -> Case:
@@ -113,8 +114,9 @@ def _case(name: str, shape: tuple, dtype: torch.dtype, phase: str, device: str) 
     )
 
 
-def _case_of_layer(shape: tuple, dtype: torch.dtype, phase: str, features: int) -> Case:
-    rows, classes = shape
+def _case_of_layer(quick: bool, dtype: torch.dtype, phase: str) -> Case:
+    rows, classes = QUICK if quick else (LAYER_ROWS, SHAPE[1])
+    features = QUICK_FEATURES if quick else FEATURES
     backward = phase != "forward"
 
     def tensors(rows: int) -> list[Tensor]:
@@ -131,5 +133,5 @@ def _case_of_layer(shape: tuple, dtype: torch.dtype, phase: str, features: int) 
         None,
         flops=2 * rows * features * classes * (3 if backward else 1),
         dots=dtype is torch.bfloat16,
-        make_checked=None if shape == QUICK else lambda: tensors(CHECKED[0]),
+        make_checked=None if quick else lambda: tensors(CHECKED[0]),
     )
