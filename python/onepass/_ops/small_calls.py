@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from onepass._ops import dispatch_log, products, tracing
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
-# Per thread, (in training, in inference): elements of a layer norm (Zen 3, AVX2).
+# Per thread, (in training, in inference): elements of a layer norm (Zen 3, AVX2; training in
+# float32: Zen 4, AVX-512, inputs not in the cache).
 LEAST_NORM = {
-    torch.float32: (1 << 18, 1 << 16),
-    torch.float64: (1 << 18, 1 << 16),
+    torch.float32: (1 << 19, 1 << 16),
+    torch.float64: (1 << 19, 1 << 16),
     torch.bfloat16: (1 << 16, 1 << 16),
     torch.float16: (1 << 16, 1 << 16),
 }
@@ -61,7 +62,8 @@ LEAST_ROTARY = dict.fromkeys(_FLOATS, (1 << 14, 1 << 15))
 MOST_THREADS = 8
 NORM_NOTE = (
     "layer norms on the CPU run torch's own kernel in calls of fewer elements than "
-    f"{1 << 18} per thread (16-bit, or inference: {1 << 16}), where it takes less time"
+    f"{LEAST_NORM[torch.float32][0]} per thread (16-bit, or inference: "
+    f"{LEAST_NORM[torch.float32][1]}), where it takes less time"
 )
 ATTENTION_NOTE = (
     "modules that call F.scaled_dot_product_attention run their own forward on the CPU, without "
