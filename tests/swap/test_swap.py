@@ -202,7 +202,7 @@ def test_saved_model_loads_in_a_fresh_process(tmp_path):
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     onepass.swap(model)
-    x = torch.randn(1 << 15, 8)  # enough for ours: small layer norms run torch's
+    x = torch.randn(1 << 16, 8)  # enough for ours: small layer norms run torch's
     torch.save({"model": model, "x": x, "y": model(x)}, tmp_path / "model.pt")
     code = (
         f"import sys, torch; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
