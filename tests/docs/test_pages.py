@@ -270,7 +270,8 @@ def test_the_picture_and_the_table_are_of_the_same_run():
 
 
 def test_the_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib", reason="draws the picture; not in a plain install")
+    matplotlib = pytest.importorskip("matplotlib", reason="draws it; not in a plain install")
+    settings = dict(matplotlib.rcParams)
     figures = load(ROOT / "benchmarks" / "figures.py")
     measured = json.loads(figures.COMPARE.read_text(encoding="utf-8"))
     for label, parts in figures.bars(measured):
@@ -278,4 +279,5 @@ def test_the_picture_is_drawn(tmp_path):
         steps = [of["variants"][name]["step_ms"]["median"] for of in measured["speed"]]
         assert any(abs(sum(parts) - step) < 1e-6 * step for step in steps)
     figures.draw_compare(measured, tmp_path / "compare.svg")
+    assert dict(matplotlib.rcParams) == settings  # as other pictures of this process find them
     assert "linear layers" in (tmp_path / "compare.svg").read_text(encoding="utf-8")

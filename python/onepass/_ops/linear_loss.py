@@ -72,9 +72,7 @@ def linear_cross_entropy(
     return _compute(*tensors, *options, *dtypes)
 
 
-def _compute(
-    input, linear_weight, target, linear_bias, weight, *options
-):  # those of linear_cross_entropy
+def _compute(input, linear_weight, target, linear_bias, weight, *options):
     operands = (input, linear_weight, linear_bias)
     if not is_differentiated(*operands, weight):
         return _forward(*operands, target, weight, options, 0)[0]
@@ -286,23 +284,10 @@ _traced = tracing.operator(
 
 
 @torch.library.register_fake("onepass::linear_loss")
-def _(
-    input,
-    linear_weight,
-    target,
-    linear_bias,
-    weight,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    dloss,
-    gradient_mask,
-):
+def _(input, linear_weight, target, *options):
     offer(_op)
-    tensors = (input, linear_weight, target, linear_bias, weight)
-    options = (ignore_index, label_smoothing, softcap, z_loss, dloss, gradient_mask)
-    fake_checks.check(_check, *tensors, *options)
+    fake_checks.check(_check, input, linear_weight, target, *options)
+    *_, gradient_mask = options
     accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
 
     def made(wanted, shape):
@@ -317,25 +302,13 @@ def _(
 
 
 @decomposes(_op)
-def _(
-    input,
-    linear_weight,
-    target,
-    linear_bias,
-    weight,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    dloss,
-    gradient_mask,
-):
+def _(input, linear_weight, target, linear_bias, weight, *options):
+    *of_loss, _, gradient_mask = options
     if gradient_mask:
         return NotImplemented
     input, linear_weight, linear_bias = wide(input, linear_weight, linear_bias)
-    options = (ignore_index, label_smoothing, softcap, z_loss, "none")
     losses = reference.linear_cross_entropy(
-        input, linear_weight, target, linear_bias, weight, *options
+        input, linear_weight, target, linear_bias, weight, *of_loss, "none"
     )
     return losses, *(input.new_empty((0,)) for _ in range(3))
 
