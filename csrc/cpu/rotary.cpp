@@ -6,11 +6,20 @@
 // that of its partner with its sign. Position, width, pairing and direction are in these lines; a
 // row is input * own + partner * other. Traffic: one read and one write of query and key, one read
 // of cos and sin. Done when it runs at the speed of a copy of query and key.
+//
+// With an RMS norm in front a row is read for its sum of squares first, and is in L1 when it is
+// rotated. The backward rotates the gradients of four rows into lines, and does with these what a
+// norm's backward does; rstd comes from x, which it reads anyway, so that nothing is saved but x.
+// Traffic of the backward: one read of gradient and x, one write. Its threads take chunks of blocks
+// whose number the shape decides; sums for the weights go by runs and chunks as those of a norm.
 #include <algorithm>
 
 #include "cpu/kernels.h"
 #include "cpu/lines.h"
+#include "cpu/normed_rows_backward.h"
 #include "cpu/parallel.h"
+#include "cpu/pieces.h"
+#include "cpu/row_sums.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -76,16 +85,42 @@ void fill(const RotaryForward& args, int64_t batch, int64_t begin, int64_t end, 
   }
 }
 
-// `ahead` is the row that is asked for meanwhile.
-template <class A, class T, bool kInterleaved>
-ONEPASS_INLINE void rotate_row(const RotaryForward& args, const T* x, const T* ahead, const A* own,
-                               const A* other, T* y) {
+// A row as it is; `ahead` is the one that is asked for meanwhile.
+template <class A, class T>
+struct PlainRow {
+  static constexpr bool kPlain = true;
+  const T* x;
+  const T* ahead;
+
+  ONEPASS_INLINE Vec<A> operator()(int64_t j, auto lanes) const {
+    __builtin_prefetch(ahead + j);
+    return load<A>(x + j, lanes);
+  }
+};
+
+// After its norm: x * rstd * weight.
+template <class A, class T>
+struct NormedRow {
+  static constexpr bool kPlain = false;
+  const T* x;
+  const T* ahead;
+  const A* weight;
+  Vec<A> rstd;
+
+  ONEPASS_INLINE Vec<A> operator()(int64_t j, auto lanes) const {
+    __builtin_prefetch(ahead + j);
+    return load<A>(x + j, lanes) * rstd * load<A>(weight + j, lanes);
+  }
+};
+
+template <class A, bool kInterleaved, class Row, class Y>
+ONEPASS_INLINE void rotate_row(const RotaryForward& args, const Row& row, const A* own,
+                               const A* other, Y* y) {
   const int64_t pairs = args.rotary_dim / 2;
   if constexpr (kInterleaved) {
     // scalar: y[j] = x[j] * own[j] + x[j ^ 1] * other[j]
     for_each_vector<A>(0, args.rotary_dim, [&](int64_t j, auto lanes) {
-      __builtin_prefetch(ahead + j);
-      const Vec<A> v = load<A>(x + j, lanes);
+      const Vec<A> v = row(j, lanes);
       const Vec<A> turned = swap_neighbours<A>(v) * load<A>(other + j, lanes);
       store<A>(y + j, fma<A>(v, load<A>(own + j, lanes), turned), lanes);
     });
@@ -93,78 +128,216 @@ ONEPASS_INLINE void rotate_row(const RotaryForward& args, const T* x, const T* a
     // scalar: y[i] = x[i] * own[i] + x[pairs + i] * other[i], and likewise y[pairs + i]
     for_each_vector<A>(0, pairs, [&](int64_t i, auto lanes) {
       const int64_t k = pairs + i;
-      __builtin_prefetch(ahead + i);
-      __builtin_prefetch(ahead + k);
-      const Vec<A> a = load<A>(x + i, lanes);
-      const Vec<A> b = load<A>(x + k, lanes);
+      const Vec<A> a = row(i, lanes);
+      const Vec<A> b = row(k, lanes);
       const Vec<A> first = b * load<A>(other + i, lanes);
       const Vec<A> second = a * load<A>(other + k, lanes);
       store<A>(y + i, fma<A>(a, load<A>(own + i, lanes), first), lanes);
       store<A>(y + k, fma<A>(b, load<A>(own + k, lanes), second), lanes);
     });
   }
-  std::copy_n(x + args.rotary_dim, args.head_dim - args.rotary_dim, y + args.rotary_dim);
+  if constexpr (Row::kPlain && __is_same(decltype(row.x), const Y*)) {
+    std::copy_n(row.x + args.rotary_dim, args.head_dim - args.rotary_dim, y + args.rotary_dim);
+  } else {
+    for_each_vector<A>(args.rotary_dim, args.head_dim,
+                       [&](int64_t j, auto lanes) { store<A>(y + j, row(j, lanes), lanes); });
+  }
 }
 
-// All heads of one tensor at the tokens [begin, end), in the order in which they lie in memory.
-template <class A, class T, bool kInterleaved>
-void rotate_heads(const RotaryForward& args, const RotatedHeads& heads, int64_t batch,
-                  int64_t begin, int64_t end, Lines<A> lines) {
+bool has_tokens_outside(const HeadStride& stride) { return stride.token > stride.head; }
+
+// Elements to the row that is asked for while one of a head is read.
+template <class T>
+int64_t distance_ahead(const HeadStride& stride, int64_t head, int64_t heads) {
+  if (has_tokens_outside(stride)) return kPrefetchBytes / sizeof(T);
+  return head + 1 < heads ? stride.head : 0;
+}
+
+// All heads of one tensor at the tokens [begin, end), in the order in which they lie in memory;
+// `weight`, (head_dim,), if kNormed.
+template <class A, class T, bool kInterleaved, bool kNormed>
+void rotate_heads(const RotaryForward& args, const RotatedHeads& heads, const A* weight,
+                  int64_t batch, int64_t begin, int64_t end, Lines<A> lines) {
   const HeadStride& from = heads.input_stride;
   const HeadStride& to = heads.output_stride;
   const T* input = static_cast<const T*>(heads.input) + batch * from.batch;
   T* output = static_cast<T*>(heads.output) + batch * to.batch;
   const auto rotate = [&](int64_t head, int64_t token, int64_t ahead) {
     const int64_t line = (token - begin) * args.rotary_dim;
-    const T* row = input + head * from.head + token * from.token;
-    rotate_row<A, T, kInterleaved>(args, row, row + ahead, lines.own + line, lines.other + line,
-                                   output + head * to.head + token * to.token);
+    const T* x = input + head * from.head + token * from.token;
+    T* y = output + head * to.head + token * to.token;
+    const auto turn = [&](const auto& row) {
+      rotate_row<A, kInterleaved>(args, row, lines.own + line, lines.other + line, y);
+    };
+    if constexpr (kNormed) {
+      const A rstd = rms_rstd<A>(x, args.head_dim, args.eps);
+      turn(NormedRow<A, T>{x, x + ahead, weight, broadcast<A>(rstd)});
+    } else {
+      turn(PlainRow<A, T>{x, x + ahead});
+    }
   };
-  if (from.token > from.head) {
-    const int64_t ahead = kPrefetchBytes / sizeof(T);
+  if (has_tokens_outside(from)) {
+    const int64_t ahead = distance_ahead<T>(from, 0, heads.heads);
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t head = 0; head < heads.heads; ++head) rotate(head, token, ahead);
     }
   } else {
     for (int64_t head = 0; head < heads.heads; ++head) {
-      const int64_t ahead = head + 1 < heads.heads ? from.head : 0;
+      const int64_t ahead = distance_ahead<T>(from, head, heads.heads);
       for (int64_t token = begin; token < end; ++token) rotate(head, token, ahead);
     }
   }
+}
+
+// Of one thread's backward.
+template <class A>
+struct Scratch {
+  Lines<A> lines;
+  A* gradients;  // (kRowsPerBlock, sum_size) of rows before their rotation
+  A* run;        // (sum_size,) of the weight's gradient
+  A* unwanted;   // (head_dim,) for gradients of rows that nobody asks for
+};
+
+// Accumulators of a row, a multiple of a vector.
+template <class A>
+int64_t sum_size(const RotaryForward& args) {
+  return padded_bytes(args.head_dim, sizeof(A)) / sizeof(A);
+}
+
+// The backward of rotate_heads with kNormed; adds the weight's gradient to `total`, (sum_size,).
+template <class A, class T, bool kInterleaved>
+void unrotate_heads(const RotaryBackward& args, const RotatedHeads& heads, const NormedHeads& norm,
+                    const A* weight, int64_t batch, int64_t begin, int64_t end,
+                    const Scratch<A>& scratch, A* total) {
+  const int64_t tokens = end - begin;
+  const int64_t size = sum_size<A>(args);
+  const bool tokens_outside = has_tokens_outside(norm.x_stride);
+  BackwardRows<A> rows{};
+  rows.weight = weight;
+  rows.dweight = scratch.run;
+  rows.cols = args.head_dim;
+  const auto set_row = [&](int r, int64_t row) {
+    const int64_t head = tokens_outside ? row % heads.heads : row / tokens;
+    const int64_t token = begin + (tokens_outside ? row / heads.heads : row % tokens);
+    const auto at = [&](const HeadStride& stride) {
+      return batch * stride.batch + head * stride.head + token * stride.token;
+    };
+    const auto ahead = [&](const HeadStride& stride) {
+      return distance_ahead<T>(stride, head, heads.heads);
+    };
+    const T* d = static_cast<const T*>(heads.input) + at(heads.input_stride);
+    const T* x = static_cast<const T*>(norm.x) + at(norm.x_stride);
+    A* u = scratch.gradients + r * size;
+    const int64_t line = (token - begin) * args.rotary_dim;
+    rotate_row<A, kInterleaved>(args, PlainRow<A, T>{d, d + ahead(heads.input_stride)},
+                                scratch.lines.own + line, scratch.lines.other + line, u);
+    const T* next = x + ahead(norm.x_stride);
+    // scalar: squares += x[j] * x[j]; products += u[j] * weight[j] * x[j]
+    const auto [squares, products] =
+        sum_columns<A, 2>(args.head_dim, [&](Vec<A>* sum, int64_t j, auto lanes) {
+          __builtin_prefetch(next + j);
+          const Vec<A> v = load<A>(x + j, lanes);
+          sum[0] = fma<A>(v, v, sum[0]);
+          sum[1] = fma<A>(load<A>(u + j, lanes) * load<A>(weight + j, lanes), v, sum[1]);
+        });
+    rows.rstd[r] = rstd_of<A>(squares, args.head_dim, args.eps);
+    rows.mean_gh[r] = products * rows.rstd[r] / static_cast<A>(args.head_dim);
+    rows.doutput[r] = u;
+    rows.x[r] = x;
+    rows.dx[r] = heads.output ? static_cast<T*>(heads.output) + at(heads.output_stride)
+                              : static_cast<void*>(scratch.unwanted);
+  };
+  for_each_run(
+      0, heads.heads * tokens, kRunRows, total, scratch.run, size, [&](int64_t row, int64_t last) {
+        for_each_row_block(
+            row, last, kRowsPerBlock, [&](int64_t first, auto row_count) {
+              constexpr int kRows = decltype(row_count)::value;
+              for (int r = 0; r < kRows; ++r) set_row(r, first + r);
+              norm_backward_kernel<A, A, T, T, true, false, false, kRows>(rows, 0, args.head_dim);
+            });
+      });
 }
 
 int64_t bytes_of_lines(const RotaryForward& args) {  // of one token
   return 2 * args.rotary_dim * std::max<int64_t>(size_of(args.dtype), sizeof(float));
 }
 
-template <class T, bool kInterleaved>
-void rotary_forward_kernel(const RotaryForward& args, int64_t tokens, int64_t begin, int64_t end,
-                           void* scratch) {
-  using A = Accumulator<T>;
-  const Lines<A> lines{static_cast<A*>(scratch),
-                       static_cast<A*>(scratch) + tokens * args.rotary_dim};
-  const int64_t blocks = (args.tokens + tokens - 1) / tokens;  // of a sequence
-  for (int64_t piece = begin; piece < end; ++piece) {
-    const int64_t batch = piece / blocks;
-    const int64_t first = piece % blocks * tokens;
-    const int64_t last = std::min(first + tokens, args.tokens);
+// Tokens of a block, and blocks of a sequence.
+struct Blocks {
+  int64_t tokens;
+  int64_t of_sequence;
+
+  explicit Blocks(const RotaryForward& args)
+      : tokens(std::clamp<int64_t>(kBlockBytes / std::max<int64_t>(bytes_of_lines(args), 1), 1,
+                                   args.tokens)),
+        of_sequence(ceil_div(args.tokens, tokens)) {}
+};
+
+// body(batch, first token, last) of the blocks [begin, end) of all sequences, which the lines have
+// been filled for.
+template <class A, class Body>
+void for_each_block(const RotaryForward& args, const Blocks& blocks, int64_t begin, int64_t end,
+                    Lines<A> lines, Body&& body) {
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t batch = block / blocks.of_sequence;
+    const int64_t first = block % blocks.of_sequence * blocks.tokens;
+    const int64_t last = std::min(first + blocks.tokens, args.tokens);
     fill<A>(args, batch, first, last, lines);
-    rotate_heads<A, T, kInterleaved>(args, args.query, batch, first, last, lines);
-    rotate_heads<A, T, kInterleaved>(args, args.key, batch, first, last, lines);
+    body(batch, first, last);
   }
 }
 
+// As accumulators, each (head_dim,); null where there is none.
+template <class A>
+struct Weights {
+  const A* query;
+  const A* key;
+};
+
+int64_t bytes_of_weights(const RotaryForward& args) {
+  return 2 * padded_bytes(args.head_dim, std::max<int64_t>(size_of(args.dtype), sizeof(float)));
+}
+
+template <class A>
+Weights<A> widen_weights(const RotaryForward& args, void* workspace) {
+  A* buffer = static_cast<A*>(workspace);
+  const auto wide = [&](const RotatedHeads& heads, A* to) {
+    return heads.weight ? widened<A>(heads.weight, heads.weight_dtype, args.weight_offset, 1.0,
+                                     args.head_dim, to)
+                        : nullptr;
+  };
+  return {wide(args.query, buffer), wide(args.key, buffer + sum_size<A>(args))};
+}
+
+template <class T, bool kInterleaved>
+void rotary_forward_kernel(const RotaryForward& args, const Weights<Accumulator<T>>& weights,
+                           const Blocks& blocks, int64_t begin, int64_t end, void* scratch) {
+  using A = Accumulator<T>;
+  const Lines<A> lines{static_cast<A*>(scratch),
+                       static_cast<A*>(scratch) + blocks.tokens * args.rotary_dim};
+  for_each_block(args, blocks, begin, end, lines, [&](int64_t batch, int64_t first, int64_t last) {
+    const auto rotate = [&](const RotatedHeads& heads, const A* weight) {
+      visit_bool(weight != nullptr, [&]<bool kNormed>() {
+        rotate_heads<A, T, kInterleaved, kNormed>(args, heads, weight, batch, first, last, lines);
+      });
+    };
+    rotate(args.query, weights.query);
+    rotate(args.key, weights.key);
+  });
+}
+
+bool has_weights(const RotaryForward& args) { return args.query.weight || args.key.weight; }
+
 Plan plan_forward(const RotaryForward& args, const Machine& machine) {
-  const int64_t line = bytes_of_lines(args);
-  const int64_t tokens =
-      std::clamp<int64_t>(kBlockBytes / std::max<int64_t>(line, 1), 1, args.tokens);
-  const int64_t pieces = args.batch * ((args.tokens + tokens - 1) / tokens);
+  const Blocks blocks(args);
+  const int64_t pieces = args.batch * blocks.of_sequence;
   const int64_t heads = args.query.heads + args.key.heads;
   const int64_t bytes = 2 * args.batch * heads * args.tokens * args.head_dim * size_of(args.dtype);
   const int64_t threads = threads_for(bytes / kBytes, pieces, machine);
-  return {.workspace_bytes = threads * tokens * line,
+  return {.workspace_bytes = (has_weights(args) ? bytes_of_weights(args) : 0) +
+                             threads * blocks.tokens * bytes_of_lines(args),
           .kernel_name = "rotary_forward_kernel",
-          .rows_per_tile = tokens,
+          .rows_per_tile = blocks.tokens,
           .splits = pieces,
           .reason = threads > 1 ? "one parallel region" : "too small for a parallel region",
           .threads = threads};
@@ -173,22 +346,121 @@ Plan plan_forward(const RotaryForward& args, const Machine& machine) {
 void run_forward(const RotaryForward& args, const Plan& plan, void* workspace,
                  const Context& context) {
   // Each thread has one run of pieces: its first one says which lines are its own.
-  const int64_t each = (plan.splits + plan.threads - 1) / plan.threads;
-  const int64_t bytes = plan.rows_per_tile * bytes_of_lines(args);
+  const int64_t each = ceil_div(plan.splits, plan.threads);
+  const Blocks blocks(args);
+  const Slots slots{.begin = has_weights(args) ? bytes_of_weights(args) : 0,
+                    .bytes = blocks.tokens * bytes_of_lines(args)};
   visit_dtype(args.dtype, [&]<class T>() {
+    const auto weights = widen_weights<Accumulator<T>>(args, workspace);
     visit_bool(args.interleaved, [&]<bool kInterleaved>() {
       for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
-        rotary_forward_kernel<T, kInterleaved>(
-            args, plan.rows_per_tile, begin, end,
-            static_cast<char*>(workspace) + begin / each * bytes);
+        rotary_forward_kernel<T, kInterleaved>(args, weights, blocks, begin, end,
+                                               slots.of(workspace, begin / each));
       });
     });
+  });
+}
+
+// What a backward's plan decides.
+struct BackwardLayout {
+  int64_t blocks;    // of all sequences
+  int64_t partials;  // begin of (chunks, query and key, sum_size)
+  Slots slots;       // Scratch of each thread
+};
+
+// Lines first, then the rows of a Scratch.
+constexpr int64_t kScratchRows = kRowsPerBlock + 2;
+
+Plan plan_backward(const RotaryBackward& args, const Machine& machine, BackwardLayout& layout) {
+  const Blocks blocks(args);
+  layout.blocks = args.batch * blocks.of_sequence;
+  const int64_t rows = args.batch * (args.query.heads + args.key.heads) * args.tokens;
+  const int64_t most = chunks_of(rows, args.head_dim);
+  const int64_t chunks =
+      static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(std::min(most, layout.blocks))));
+  const int64_t bytes = 3 * rows * args.head_dim * size_of(args.dtype);
+  const int64_t threads = threads_for(bytes / kBytes, chunks, machine);
+  const int64_t row_bytes = bytes_of_weights(args) / 2;
+  const int64_t line_bytes = round_up(blocks.tokens * bytes_of_lines(args), 64);
+  layout.partials = 2 * row_bytes;
+  layout.slots = {.begin = layout.partials + 2 * chunks * row_bytes,
+                  .bytes = line_bytes + kScratchRows * row_bytes};
+  return {.workspace_bytes = layout.slots.end(threads),
+          .kernel_name = "rotary_backward_kernel",
+          .rows_per_tile = blocks.tokens,
+          .splits = chunks,
+          .reason = threads > 1   ? "chunks of blocks spread over threads"
+                    : chunks == 1 ? "too few rows to cut into chunks"
+                                  : "too small for a parallel region",
+          .threads = threads};
+}
+
+// The blocks [begin, end), whose sums for the weights become those in `totals`, (2, sum_size).
+template <class T, bool kInterleaved>
+void rotary_backward_kernel(const RotaryBackward& args, const Weights<Accumulator<T>>& weights,
+                            const Blocks& blocks, int64_t begin, int64_t end,
+                            const Scratch<Accumulator<T>>& scratch, Accumulator<T>* totals) {
+  using A = Accumulator<T>;
+  const int64_t size = sum_size<A>(args);
+  std::fill(totals, totals + 2 * size, A(0));
+  for_each_block(args, blocks, begin, end, scratch.lines,
+                 [&](int64_t batch, int64_t first, int64_t last) {
+                   const auto unrotate = [&](const RotatedHeads& heads, const NormedHeads& norm,
+                                             const A* weight, A* total) {
+                     if (weight) {
+                       unrotate_heads<A, T, kInterleaved>(args, heads, norm, weight, batch, first,
+                                                          last, scratch, total);
+                     } else {
+                       rotate_heads<A, T, kInterleaved, false>(args, heads, weight, batch, first,
+                                                               last, scratch.lines);
+                     }
+                   };
+                   unrotate(args.query, args.query_norm, weights.query, totals);
+                   unrotate(args.key, args.key_norm, weights.key, totals + size);
+                 });
+}
+
+void run_backward(const RotaryBackward& args, const Plan& plan, const BackwardLayout& layout,
+                  void* workspace, const Context& context) {
+  const Blocks blocks(args);
+  const int64_t each = ceil_div(plan.splits, plan.threads);
+  visit_dtype(args.dtype, [&]<class T>() {
+    using A = Accumulator<T>;
+    const int64_t size = sum_size<A>(args);
+    const auto weights = widen_weights<A>(args, workspace);
+    A* const partials = reinterpret_cast<A*>(static_cast<char*>(workspace) + layout.partials);
+    visit_bool(args.interleaved, [&]<bool kInterleaved>() {
+      for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
+        Arena arena(layout.slots.of(workspace, begin / each));
+        Scratch<A> scratch;
+        A* const lines = arena.take<A>(2 * blocks.tokens * args.rotary_dim);
+        scratch.lines = {lines, lines + blocks.tokens * args.rotary_dim};
+        scratch.gradients = arena.take<A>(kRowsPerBlock * size);
+        scratch.run = arena.take<A>(size);
+        scratch.unwanted = arena.take<A>(size);
+        for (int64_t chunk = begin; chunk < end; ++chunk) {
+          rotary_backward_kernel<T, kInterleaved>(
+              args, weights, blocks, layout.blocks * chunk / plan.splits,
+              layout.blocks * (chunk + 1) / plan.splits, scratch, partials + 2 * chunk * size);
+        }
+      });
+    });
+    const auto reduce = [&](const RotatedHeads& heads, const NormedHeads& norm, const A* of) {
+      if (!norm.dweight) return;
+      reduce_partials<A>(of, plan.splits, 2 * size, 0, args.head_dim, norm.dweight,
+                         heads.weight_dtype);
+    };
+    reduce(args.query, args.query_norm, partials);
+    reduce(args.key, args.key_norm, partials + size);
   });
 }
 
 }  // namespace
 
 Operator<RotaryForward> rotary_forward() { return {plan_forward, run_forward}; }
+Operator<RotaryBackward> rotary_backward() {
+  return operator_of<RotaryBackward, BackwardLayout, plan_backward, run_backward>();
+}
 
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

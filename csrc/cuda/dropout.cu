@@ -209,13 +209,13 @@ __global__ void __launch_bounds__(kBranchThreads)
   }
 }
 
-// Adds up the parts: a block has a warp's width of columns.
+// Adds up the parts: a block has kReduceColumns columns.
 template <class A>
-__global__ void __launch_bounds__(kMaxWarps* kLanes, 1)
+__global__ void __launch_bounds__(kReduceThreads, 1)
     branch_backward_reduce_kernel(const BranchBackward args, const A* partials, const int parts) {
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x % kLanes;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kReduceColumns + threadIdx.x % kLanes;
   SharedMemory shared;
-  A* sums = shared.take<A>(kMaxWarps * kLanes);
+  A* sums = shared.take<A>(kReduceThreads);
   const bool has_column = column < args.cols;
   const A total = sum_of_parts(partials + column, parts, args.cols, has_column, sums);
   if (threadIdx.x < kLanes && has_column) {
@@ -299,9 +299,9 @@ void run_branch_backward(const BranchBackward& args, const Plan&, const BranchGe
                                                       geometry.parts, partials);
     });
     if (!args.dcolumn_scale || geometry.parts == 1) return;
-    launch<branch_backward_reduce_kernel<A>>({.blocks = (args.cols + kLanes - 1) / kLanes,
-                                              .threads = kMaxWarps * kLanes,
-                                              .shared_bytes = kMaxWarps * kLanes * sizeof(A)},
+    launch<branch_backward_reduce_kernel<A>>({.blocks = (args.cols + kReduceColumns - 1) / kReduceColumns,
+                                              .threads = kReduceThreads,
+                                              .shared_bytes = kReduceThreads * sizeof(A)},
                                              context.stream, args, static_cast<const A*>(partials),
                                              static_cast<int>(geometry.parts));
   });

@@ -38,4 +38,10 @@ __device__ __forceinline__ void reduce_row(A (&value)[kCount], int threads_per_r
   }
 }
 
+// What ends a norm's statistics.
+template <class A>
+__device__ __forceinline__ A inverse_root(A variance, double eps) {
+  return A(1) / sqrt((variance < A(0) ? A(0) : variance) + static_cast<A>(eps));
+}
+
 }  // namespace onepass::cuda

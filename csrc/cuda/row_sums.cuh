@@ -71,6 +71,10 @@ __device__ __forceinline__ void store_gradient(void* base, DType dtype, int64_t 
   }
 }
 
+// Columns and threads of a block that adds up parts.
+inline constexpr int kReduceColumns = kLanes;
+inline constexpr int kReduceThreads = kMaxWarps * kLanes;
+
 // Adds up one column's parts, `stride` elements apart: a warp has every kMaxWarps-th of them, in
 // four running sums; the warps' sums are added in order. The total is that of the first warp's
 // lanes, which have a column each; sums: (kMaxWarps, kLanes) in shared memory.

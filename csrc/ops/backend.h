@@ -46,7 +46,8 @@ namespace onepass {
   OPERATOR(attention_forward, AttentionForward)            \
   OPERATOR(attention_backward, AttentionBackward)          \
   OPERATOR(attention_decode, AttentionDecode)              \
-  OPERATOR(rotary_forward, RotaryForward)
+  OPERATOR(rotary_forward, RotaryForward)                  \
+  OPERATOR(rotary_backward, RotaryBackward)
 // Those that CUDA leaves to torch.
 #define ONEPASS_CPU_OPERATORS(OPERATOR)   \
   OPERATOR(linear_product, LinearProduct) \

@@ -1,6 +1,7 @@
-// Rotary embedding of query and key: schema, checks, allocation.
+// Rotary embedding of query and key, with norms of their rows in front: schema, checks, allocation.
 #include "ops/rotary.h"
 
+#include <list>
 #include <tuple>
 
 #include "ops/check.h"
@@ -22,53 +23,93 @@ namespace {
   FIELD(bool, interleaved, "")                                                               \
   FIELD(bool, transposed, "")                                                                \
   FIELD(bool, query_bshd, "") /* its output lies as (batch, tokens, heads, head_dim) does */ \
-  FIELD(bool, key_bshd, "")
+  FIELD(bool, key_bshd, "")                                                                  \
+  FIELD(OptionalTensor, query_weight, "=None") /* of the RMS norm of its rows */             \
+  FIELD(OptionalTensor, key_weight, "=None")                                                 \
+  FIELD(OptionalDouble, eps, "=None") /* given with a weight */                              \
+  FIELD(double, weight_offset, "=0.0")
+
+// What rotary_backward takes beside dquery_out. query and key are those of the forward, given with
+// their weights; the order in memory is that of their gradients.
+#define ONEPASS_ROTARY_BACKWARD_OPTIONS(FIELD) \
+  FIELD(OptionalTensor, dkey_out, "")          \
+  FIELD(OptionalTensor, query, "")             \
+  FIELD(OptionalTensor, key, "")               \
+  FIELD(Tensor, cos, "")                       \
+  FIELD(Tensor, sin, "")                       \
+  FIELD(OptionalTensor, positions, "")         \
+  FIELD(int64_t, rotary_dim, "")               \
+  FIELD(bool, interleaved, "")                 \
+  FIELD(bool, query_bshd, "")                  \
+  FIELD(bool, key_bshd, "")                    \
+  FIELD(OptionalTensor, query_weight, "")      \
+  FIELD(OptionalTensor, key_weight, "")        \
+  FIELD(double, eps, "")                       \
+  FIELD(double, weight_offset, "")             \
+  FIELD(StaticInt, grad_mask, "")
 
 ONEPASS_DEFINE_OPTIONS(RotaryOptions, ONEPASS_ROTARY_OPTIONS);
+ONEPASS_DEFINE_OPTIONS(RotaryBackwardOptions, ONEPASS_ROTARY_BACKWARD_OPTIONS);
 
-constexpr const char* kOp = "rotary_embedding";
+// Bits of grad_mask.
+constexpr int64_t kWantQuery = 1;
+constexpr int64_t kWantKey = 2;
+constexpr int64_t kWantQueryWeight = 4;
+constexpr int64_t kWantKeyWeight = 8;
 
+// The operator, and what it calls the tensors that it rotates.
+struct Names {
+  const char* op;
+  const char* query;
+  const char* key;
+};
+constexpr Names kForwardNames = {"rotary_embedding", "query", "key"};
+constexpr Names kBackwardNames = {"rotary_embedding_backward", "dquery_out", "dkey_out"};
+
+template <class Args>
 struct CheckedRotary {
-  RotaryForward args{};
+  Args args{};
   TensorInfo query{};
   TensorInfo key{};
 };
 
 // (batch, heads, tokens, head_dim) of which all but the heads are query's.
-void check_key(const CheckedAgainst& checked, const TensorInfo& query, const TensorInfo& key) {
+void check_key(const Names& names, const CheckedAgainst& checked, const TensorInfo& query,
+               const TensorInfo& key) {
   const int64_t heads = key.dims == 4 ? key.sizes[1] : query.sizes[1];
   const int64_t shape[] = {query.sizes[0], heads, query.sizes[2], query.sizes[3]};
-  const DType dtype = checked.tensor("key", key, shape, 4);
-  require(dtype == checked.first_dtype(), kOp, ": key must have dtype ",
-          name_of(checked.first_dtype()), " like query, got ", name_of(dtype));
+  const DType dtype = checked.tensor(names.key, key, shape, 4);
+  require(dtype == checked.first_dtype(), names.op, ": ", names.key, " must have dtype ",
+          name_of(checked.first_dtype()), " like ", names.query, ", got ", name_of(dtype));
 }
 
-void check_tables(const RotaryOptions& options, const CheckedAgainst& checked,
+template <class Options>
+void check_tables(const char* op, const Options& options, const CheckedAgainst& checked,
                   RotaryForward& args) {
-  const TensorInfo cos = input_of(kOp, "cos", options.cos);
-  const TensorInfo sin = input_of(kOp, "sin", options.sin);
+  const TensorInfo cos = input_of(op, "cos", options.cos);
+  const TensorInfo sin = input_of(op, "sin", options.sin);
   args.rotary_dim = options.rotary_dim;
-  require(args.rotary_dim >= 0 && args.rotary_dim % 2 == 0 && args.rotary_dim <= args.head_dim, kOp,
+  require(args.rotary_dim >= 0 && args.rotary_dim % 2 == 0 && args.rotary_dim <= args.head_dim, op,
           ": rotary_dim must be even and at most head_dim, ", args.head_dim, ", got ",
           args.rotary_dim);
   checked.device("cos", cos);
   args.table_dtype = checked.dtype("cos", cos.scalar_type);
   const int64_t width = cos.dims > 0 ? cos.sizes[cos.dims - 1] : -1;
-  require(width == args.rotary_dim || 2 * width == args.rotary_dim, kOp,
+  require(width == args.rotary_dim || 2 * width == args.rotary_dim, op,
           ": cos must have a column for each of ", args.rotary_dim,
           " that are rotated, or for each pair, got shape ", shape_of(cos));
   args.half_width = width != args.rotary_dim;
   if (options.positions) {
-    require(cos.dims == 2, kOp, ": cos must have 2 dimensions with positions, got shape ",
+    require(cos.dims == 2, op, ": cos must have 2 dimensions with positions, got shape ",
             shape_of(cos));
   } else {
     require((cos.dims == 2 || cos.dims == 3) && cos.sizes[cos.dims - 2] == args.tokens &&
                 (cos.dims == 2 || cos.sizes[0] == 1 || cos.sizes[0] == args.batch),
-            kOp, ": cos must have shape (", args.tokens, ", columns) or (", args.batch, ", ",
+            op, ": cos must have shape (", args.tokens, ", columns) or (", args.batch, ", ",
             args.tokens, ", columns), got ", shape_of(cos));
   }
   const DType sin_dtype = checked.tensor("sin", sin, cos.sizes, cos.dims);
-  require(sin_dtype == args.table_dtype, kOp, ": sin must have dtype ", name_of(args.table_dtype),
+  require(sin_dtype == args.table_dtype, op, ": sin must have dtype ", name_of(args.table_dtype),
           " like cos, got ", name_of(sin_dtype));
   args.rows = cos.sizes[cos.dims - 2];
 }
@@ -78,50 +119,105 @@ int64_t stride_of(const TensorInfo& info, int64_t d) {
   return info.sizes[d] > 1 ? info.strides[d] : 0;
 }
 
-void check_positions(const Tensor& positions, const CheckedAgainst& checked, RotaryForward& args) {
-  const TensorInfo info = input_of(kOp, "positions", positions);
+void check_positions(const char* op, const Tensor& positions, const CheckedAgainst& checked,
+                     RotaryForward& args) {
+  const TensorInfo info = input_of(op, "positions", positions);
   checked.device("positions", info);
   args.wide_positions = is_int64(info.scalar_type);
-  require(args.wide_positions || is_int32(info.scalar_type), kOp,
+  require(args.wide_positions || is_int32(info.scalar_type), op,
           ": positions must have dtype int64 or int32, got ", TypeName{info.scalar_type});
   const bool by_batch = info.dims == 2;
   require((by_batch || info.dims == 1) && info.sizes[info.dims - 1] == args.tokens &&
               (!by_batch || info.sizes[0] == 1 || info.sizes[0] == args.batch),
-          kOp, ": positions must have shape (", args.tokens, ",) or (", args.batch, ", ",
+          op, ": positions must have shape (", args.tokens, ",) or (", args.batch, ", ",
           args.tokens, "), got ", shape_of(info));
   args.positions_stride = info.strides[info.dims - 1];
   args.positions_batch_stride = by_batch ? stride_of(info, 0) : 0;
 }
 
-CheckedRotary check_rotary(const RotaryOptions& options, const Tensor& query) {
-  CheckedRotary call{.query = input_of(kOp, "query", query)};
+// (head_dim,), for rows of `heads`.
+void check_weight(const char* op, const char* name, const OptionalTensor& weight,
+                  const CheckedAgainst& checked, int64_t head_dim, RotatedHeads& heads) {
+  if (!weight) return;
+  heads.weight_dtype = checked.tensor(name, input_of(op, name, *weight), &head_dim, 1);
+}
+
+template <class Args, class Options>
+CheckedRotary<Args> check_rotary(const Names& names, const Options& options, const Tensor& query,
+                                 const OptionalTensor& key) {
+  const char* const op = names.op;
+  CheckedRotary<Args> call{.query = input_of(op, names.query, query)};
   RotaryForward& args = call.args;
-  const CheckedAgainst checked(kOp, "query", call.query);
-  require(call.query.dims == 4, kOp,
-          ": query must have 4 dimensions, or 3 without a batch, got shape ", shape_of(call.query));
+  const CheckedAgainst checked(op, names.query, call.query);
+  require(call.query.dims == 4, op, ": ", names.query,
+          " must have 4 dimensions, or 3 without a batch, got shape ", shape_of(call.query));
   args.dtype = checked.first_dtype();
   args.batch = call.query.sizes[0];
   args.query.heads = call.query.sizes[1];
   args.tokens = call.query.sizes[2];
   args.head_dim = call.query.sizes[3];
-  if (options.key) {
-    call.key = input_of(kOp, "key", *options.key);
-    check_key(checked, call.query, call.key);
+  if (key) {
+    call.key = input_of(op, names.key, *key);
+    check_key(names, checked, call.query, call.key);
     args.key.heads = call.key.sizes[1];
   }
-  check_tables(options, checked, args);
-  if (options.positions) check_positions(*options.positions, checked, args);
+  check_tables(op, options, checked, args);
+  if (options.positions) check_positions(op, *options.positions, checked, args);
+  check_weight(op, "query_weight", options.query_weight, checked, args.head_dim, args.query);
+  require(key || !options.key_weight, op, ": key_weight must be given with ", names.key,
+          " only, got one without");
+  check_weight(op, "key_weight", options.key_weight, checked, args.head_dim, args.key);
+  args.interleaved = options.interleaved;
+  args.weight_offset = options.weight_offset;
+  return call;
+}
+
+CheckedRotary<RotaryForward> check_forward(const RotaryOptions& options, const Tensor& query) {
+  const char* const op = kForwardNames.op;
+  auto call = check_rotary<RotaryForward>(kForwardNames, options, query, options.key);
+  const bool has_weight = options.query_weight || options.key_weight;
+  require(has_weight || !options.eps, op, ": eps must be given with a weight only, got ",
+          options.eps.value_or(0.0), " without");
+  require(!has_weight || options.eps, op, ": eps must be given with a weight, got none");
+  require(has_weight || options.weight_offset == 0.0, op,
+          ": weight_offset must be 0 without a weight, got ", options.weight_offset);
+  require(!has_weight || !options.transposed, op,
+          ": transposed must be False with a weight, got True");
+  call.args.eps = options.eps.value_or(0.0);
+  call.args.transposed = options.transposed;
+  return call;
+}
+
+// x of a tensor whose gradient is `d`, of its shape and dtype.
+void check_normed(const char* name, const OptionalTensor& x, const OptionalTensor& weight,
+                  const CheckedAgainst& checked, const TensorInfo& d) {
+  if (!weight) return;
+  const char* const op = kBackwardNames.op;
+  require(x.has_value(), op, ": ", name, " must be given with its weight, got none");
+  const DType dtype = checked.tensor(name, input_of(op, name, *x), d.sizes, 4);
+  require(dtype == checked.first_dtype(), op, ": ", name, " must have dtype ",
+          name_of(checked.first_dtype()), " like dquery_out, got ", name_of(dtype));
+}
+
+CheckedRotary<RotaryBackward> check_backward(const RotaryBackwardOptions& options,
+                                             const Tensor& dquery_out) {
+  auto call = check_rotary<RotaryBackward>(kBackwardNames, options, dquery_out, options.dkey_out);
+  const CheckedAgainst checked(kBackwardNames.op, "dquery_out", call.query);
+  check_normed("query", options.query, options.query_weight, checked, call.query);
+  check_normed("key", options.key, options.key_weight, checked, call.key);
+  call.args.eps = options.eps;
+  call.args.transposed = true;
   return call;
 }
 
 // Where that costs nothing; elsewhere a kernel reads no row that is not there.
-void require_positions(const RotaryForward& args) {
+[[maybe_unused]] void require_positions(const char* op, const RotaryForward& args) {
   const int64_t sequences =
       args.positions_batch_stride ? args.batch : std::min<int64_t>(args.batch, 1);
   for (int64_t b = 0; b < sequences; ++b) {
     for (int64_t t = 0; t < args.tokens; ++t) {
       const int64_t position = rotary_row(args, b, t);
-      require(position >= 0 && position < args.rows, kOp, ": positions must lie between 0 and ",
+      require(position >= 0 && position < args.rows, op, ": positions must lie between 0 and ",
               args.rows - 1, ", the last row of cos, got ", position);
     }
   }
@@ -145,69 +241,163 @@ RotaryTable table_of(const Tensor& tensor) {
           stride_of(info, info.dims - 2)};
 }
 
-Dispatch describe(const RotaryForward& args) {
+Dispatch describe(const char* op, const RotaryForward& args) {
   std::ostringstream text;
   text << args.batch << " x " << args.query.heads;
-  if (args.key.input) text << " + " << args.key.heads;
+  if (args.key.heads > 0) text << " + " << args.key.heads;
   text << " heads x " << args.tokens << " x " << args.head_dim << ", " << args.rotary_dim
-       << " columns in " << (args.interleaved ? "neighbouring" : "distant") << " pairs, "
-       << name_of(args.dtype) << ", cos " << name_of(args.table_dtype);
-  return {.op = args.transposed ? "rotary_embedding_backward" : kOp, .arguments = text.str()};
+       << " columns in " << (args.interleaved ? "neighbouring" : "distant") << " pairs, ";
+  if (args.query.weight || args.key.weight) {
+    text << "after RMS norms of "
+         << (!args.key.weight     ? "query"
+             : !args.query.weight ? "key"
+                                  : "both")
+         << ", ";
+  }
+  text << name_of(args.dtype) << ", cos " << name_of(args.table_dtype);
+  return {.op = op, .arguments = text.str()};
+}
+
+// What a call reads, copied where it has to be.
+class Inputs {
+ public:
+  // The last dimension that is not dense is copied, all else is read in place.
+  template <class Args, class Options>
+  Inputs(const char* op, const Options& options, Args& args) : op_(op) {
+    args.cos = table_of(keep(with_dense_columns(options.cos)));
+    args.sin = table_of(keep(with_dense_columns(options.sin)));
+    if (options.positions) {
+      args.positions = options.positions->const_data_ptr();
+      if constexpr (kHostReadsTensors) require_positions(op, args);
+    }
+    weight(options.query_weight, args, args.query);
+    weight(options.key_weight, args, args.key);
+  }
+
+  const void* rows(const Tensor& tensor, HeadStride& stride) {
+    const Tensor& dense_rows = keep(with_dense_columns(tensor));
+    stride = strides_of(dense_rows);
+    return dense_rows.const_data_ptr();
+  }
+
+ private:
+  const Tensor& keep(OptionalTensor tensor) { return kept_.emplace_back(std::move(*tensor)); }
+
+  void weight(const OptionalTensor& tensor, const RotaryForward& args, RotatedHeads& heads) {
+    if (!tensor) return;
+    heads.weight = keep(dense(tensor)).const_data_ptr();
+    if constexpr (!kHostReadsTensors) {
+      require(args.head_dim <= kMostNormedColumns, op_, ": query must have a head_dim of at most ",
+              kMostNormedColumns, " with a weight on CUDA, got ", args.head_dim);
+    }
+  }
+
+  const char* op_;
+  std::list<Tensor> kept_;
+};
+
+bool is_empty(const RotaryForward& args) {
+  return args.batch * args.tokens * args.head_dim == 0 || args.query.heads + args.key.heads == 0;
 }
 
 std::tuple<Tensor, Tensor> rotary_forward(const RotaryOptions& options, const Tensor& query) {
-  CheckedRotary call = check_rotary(options, query);
+  auto call = check_forward(options, query);
   RotaryForward& args = call.args;
-  if (options.positions) {
-    args.positions = options.positions->const_data_ptr();
-    if constexpr (kHostReadsTensors) require_positions(args);
-  }
-  args.interleaved = options.interleaved;
-  args.transposed = options.transposed;
+  Inputs inputs(kForwardNames.op, options, args);
   const Device device = call.query.device;
-  const auto output = [&](const TensorInfo& like, bool bshd) {
-    return empty_rows(like.sizes, 4, args.dtype, device, bshd);
+  const auto output = [&](const Tensor& input, const TensorInfo& info, bool bshd,
+                          RotatedHeads& heads) {
+    Tensor made = empty_rows(info.sizes, 4, args.dtype, device, bshd);
+    heads.input = inputs.rows(input, heads.input_stride);
+    heads.output = made.mutable_data_ptr();
+    heads.output_stride = strides_of(made);
+    return made;
   };
-  Tensor query_out = output(call.query, options.query_bshd);
-  Tensor key_out =
-      options.key ? output(call.key, options.key_bshd) : empty_1d(0, args.dtype, device);
-  const OptionalTensor dense_query = with_dense_columns(query);
-  const OptionalTensor dense_key = options.key ? with_dense_columns(*options.key) : std::nullopt;
-  const OptionalTensor cos = with_dense_columns(options.cos);
-  const OptionalTensor sin = with_dense_columns(options.sin);
-  const auto attach = [](RotatedHeads& heads, const Tensor& input, Tensor& output) {
-    heads.input = input.const_data_ptr();
-    heads.output = output.mutable_data_ptr();
-    heads.input_stride = strides_of(input);
-    heads.output_stride = strides_of(output);
-  };
-  attach(args.query, *dense_query, query_out);
-  if (options.key) attach(args.key, *dense_key, key_out);
-  args.cos = table_of(*cos);
-  args.sin = table_of(*sin);
-  const int64_t heads = args.query.heads + args.key.heads;
-  if (args.batch * args.tokens * args.head_dim > 0 && heads > 0) {
-    run_operator(backend().rotary_forward, args, device, [&] { return describe(args); });
+  Tensor query_out = output(query, call.query, options.query_bshd, args.query);
+  Tensor key_out = options.key ? output(*options.key, call.key, options.key_bshd, args.key)
+                               : empty_1d(0, args.dtype, device);
+  if (!is_empty(args)) {
+    const char* const op = args.transposed ? kBackwardNames.op : kForwardNames.op;
+    run_operator(backend().rotary_forward, args, device, [&] { return describe(op, args); });
   }
   return {query_out, key_out};
 }
 
+using BackwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+BackwardResults rotary_backward(const RotaryBackwardOptions& options, const Tensor& dquery_out) {
+  auto call = check_backward(options, dquery_out);
+  RotaryBackward& args = call.args;
+  Inputs inputs(kBackwardNames.op, options, args);
+  const Device device = call.query.device;
+  // The gradients of a tensor's rows and of its weight.
+  const auto gradients = [&](const OptionalTensor& d, const TensorInfo& info,
+                             const OptionalTensor& x, const OptionalTensor& weight, bool bshd,
+                             bool wants_rows, bool wants_weight, RotatedHeads& heads,
+                             NormedHeads& norm) {
+    const bool has_rows = args.batch * heads.heads * args.tokens > 0;
+    Tensor rows = empty_1d(0, args.dtype, device);
+    Tensor dweight = empty_1d(0, weight ? heads.weight_dtype : args.dtype, device);
+    if (weight && wants_weight) {
+      dweight = has_rows ? empty_1d(args.head_dim, heads.weight_dtype, device)
+                         : zeros_like(*weight, heads.weight_dtype);
+      if (has_rows) norm.dweight = dweight.mutable_data_ptr();
+    }
+    if (d && wants_rows) {
+      rows = empty_rows(info.sizes, 4, args.dtype, device, bshd);
+      heads.output = rows.mutable_data_ptr();
+      heads.output_stride = strides_of(rows);
+    }
+    if (!d || (!wants_rows && !norm.dweight)) {
+      heads = {};  // nobody asks for anything
+      return std::pair{rows, dweight};
+    }
+    heads.input = inputs.rows(*d, heads.input_stride);
+    if (weight) norm.x = inputs.rows(*x, norm.x_stride);
+    return std::pair{rows, dweight};
+  };
+  const int64_t mask = options.grad_mask;
+  const auto [dquery, dquery_weight] =
+      gradients(dquery_out, call.query, options.query, options.query_weight, options.query_bshd,
+                mask & kWantQuery, mask & kWantQueryWeight, args.query, args.query_norm);
+  const auto [dkey, dkey_weight] =
+      gradients(options.dkey_out, call.key, options.key, options.key_weight, options.key_bshd,
+                mask & kWantKey, mask & kWantKeyWeight, args.key, args.key_norm);
+  if (!is_empty(args)) {
+    run_operator(backend().rotary_backward, args, device,
+                 [&] { return describe(kBackwardNames.op, args); });
+  }
+  return {dquery, dkey, dquery_weight, dkey_weight};
+}
+
 // On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
 void rotary_forward_check(const RotaryOptions& options, const Tensor& query) {
-  check_rotary(options, query);
+  check_forward(options, query);
+}
+void rotary_backward_check(const RotaryBackwardOptions& options, const Tensor& dquery_out) {
+  check_backward(options, dquery_out);
 }
 
 }  // namespace
 
 #define ONEPASS_ROTARY_ARGUMENTS "(Tensor query" ONEPASS_SCHEMA(ONEPASS_ROTARY_OPTIONS) ")"
+#define ONEPASS_ROTARY_BACKWARD_ARGUMENTS \
+  "(Tensor dquery_out" ONEPASS_SCHEMA(ONEPASS_ROTARY_BACKWARD_OPTIONS) ")"
 
 OperatorList rotary_operators() {
   return {
-      // Its own backward: the transposed map on the gradients. key_out has size 0 without a key.
+      // Its own backward without weights: the transposed map on the gradients. key_out has size 0
+      // without a key.
       entry<&Packed<&rotary_forward>::call>("rotary_forward" ONEPASS_ROTARY_ARGUMENTS
                                             " -> (Tensor query_out, Tensor key_out)"),
       entry<&Packed<&rotary_forward_check>::call>(
           "rotary_forward_check" ONEPASS_ROTARY_ARGUMENTS " -> ()", true),
+      // With weights. grad_mask: 1 dquery, 2 dkey, 4 dquery_weight, 8 dkey_weight.
+      entry<&Packed<&rotary_backward>::call>(
+          "rotary_backward" ONEPASS_ROTARY_BACKWARD_ARGUMENTS
+          " -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)"),
+      entry<&Packed<&rotary_backward_check>::call>(
+          "rotary_backward_check" ONEPASS_ROTARY_BACKWARD_ARGUMENTS " -> ()", true),
   };
 }
 

@@ -17,11 +17,13 @@ struct HeadStride {
 
 // One tensor that is rotated, and what becomes of it.
 struct RotatedHeads {
-  const void* input;  // (batch, heads, tokens, head_dim), or null
-  void* output;       // (batch, heads, tokens, head_dim)
-  int64_t heads;      // 0 where there is none
+  const void* input;   // (batch, heads, tokens, head_dim), or null
+  void* output;        // (batch, heads, tokens, head_dim)
+  const void* weight;  // (head_dim,) of the norm of its rows, or null: they have none
+  int64_t heads;       // 0 where there is none
   HeadStride input_stride;
   HeadStride output_stride;
+  DType weight_dtype;
 };
 
 // cos or sin: (batch, tokens, width), or with positions (rows, width).
@@ -37,7 +39,9 @@ struct RotaryTable {
 // and transposed, which is the backward:
 //   output[a] = input[a] * cos[a] + input[b] * sin[b]
 //   output[b] = input[b] * cos[b] - input[a] * sin[a]
-// Columns from rotary_dim on are copied.
+// Columns from rotary_dim on are copied. Where there is a weight, what is rotated or copied is not
+// the row x but
+//   norm(x) = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps)
 struct RotaryForward {
   RotatedHeads query;
   RotatedHeads key;
@@ -51,6 +55,8 @@ struct RotaryForward {
   int64_t tokens;
   int64_t head_dim;
   int64_t rotary_dim;
+  double eps;
+  double weight_offset;
   DType dtype;          // of query and key
   DType table_dtype;    // of cos and sin
   bool wide_positions;  // int64, else int32
@@ -58,6 +64,27 @@ struct RotaryForward {
   bool interleaved;     // pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2)
   bool transposed;
 };
+
+// Of a tensor with a weight: what the backward takes beside the gradient, and the weight's own.
+struct NormedHeads {
+  const void* x;  // (batch, heads, tokens, head_dim) what was normalised
+  HeadStride x_stride;
+  void* dweight;  // (head_dim,) in the weight's dtype, or null if not wanted
+};
+
+// The backward where there is a weight. `input` is the gradient of the rotated rows, `output` that
+// of the rows, or null if not wanted, and `transposed` is set. With u = transposed(input), h = x *
+// rstd and g = u * (weight + weight_offset), where rstd is computed again from x, which is read
+// anyway:
+//   output = rstd * (g - h * mean(g * h)), dweight = sum over rows of u * h
+// A tensor without a weight beside one that has it is rotated alone.
+struct RotaryBackward : RotaryForward {
+  NormedHeads query_norm;
+  NormedHeads key_norm;
+};
+
+// Columns that a row with a norm may have on CUDA, where a warp's registers hold it.
+inline constexpr int64_t kMostNormedColumns = 512;
 
 // The row of the tables that a token has, read by the host.
 inline int64_t rotary_row(const RotaryForward& args, int64_t batch, int64_t token) {

@@ -60,7 +60,7 @@ RIGHT = {
     ),
     "rotary_embedding": dict(
         query=X, key=X, cos=torch.ones(9, 8), sin=torch.ones(9, 8), rotary_dim=8,
-        positions=torch.arange(6),
+        positions=torch.arange(6), query_weight=W, key_weight=W, eps=1e-6, weight_offset=1.0,
     ),
     "scaled_dot_product_attention": dict(
         query=X, key=X, value=X, attn_mask=SQUARE, dropout_p=0.1, scale=0.5,

@@ -64,6 +64,12 @@ def rotary(tokens):
     return lambda: OPS.rotary_forward(x, x, table, table, None, 32, False, False, False, False)
 
 
+def rotary_backward(tokens):
+    x, table, weight = torch.randn(1, 2, tokens, 32), torch.randn(tokens, 32), torch.ones(32)
+    rest = (None, 32, False, False, False, weight, weight, 1e-6, 0.0, 15)
+    return lambda: OPS.rotary_backward(x, x, x, x, table, table, *rest)
+
+
 def gate(rows):
     x = torch.randn(rows, 64)
     return lambda: OPS.gate_forward(x, x, 2, False)
@@ -167,7 +173,8 @@ CALLS = [
     (norm, 16, 16384), (norm_backward, 64, 16384), (dropout, 16, 16384), (add, 16, 16384),
     (modulated_norm, 16, 16384), (modulated_norm_backward, 64, 16384),
     (branch, 16, 16384), (branch_backward, 64, 16384),
-    (rotary, 16, 16384), (gate, 16, 16384), (gate_backward, 16, 16384),
+    (rotary, 16, 16384), (rotary_backward, 16, 16384),
+    (gate, 16, 16384), (gate_backward, 16, 16384),
     (loss, 16, 16384), (loss_backward, 16, 16384), (linear_loss, 4, 4096),
     (linear, 4, 4096), (linear_backward, 4, 4096), (linear_epilogue_backward, 32, 65536),
     (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),

@@ -352,10 +352,11 @@ def test_decompositions(dtype):
     def dropout(x, residual):
         return ops.dropout_forward.default, (x, residual, None, 0.0, None), {}
 
-    def rotary(query, key, cos, *, interleaved):
+    def rotary(query, key, cos, *weights, interleaved, offset=0.0):
         options = (16 if interleaved else 12, interleaved, False, False, False)
         cos = cos[:, : options[0] // 2] if interleaved else cos[:, : options[0]]
         positions = torch.tensor([4, 0, 1, 1, 5])
+        options += (*weights, 1e-5, offset) if weights else ()
         return ops.rotary_forward.default, (query, key, cos, cos.cos(), positions, *options), {}
 
     def modulated(x, scale, shift, residual, gate, *, rms, wide=False):
@@ -404,6 +405,10 @@ def test_decompositions(dtype):
         *(
             (lambda *t, pairs=pairs: rotary(*t, interleaved=pairs), (turned, turned[:, :1], x))
             for pairs in (False, True)
+        ),
+        (
+            lambda *t: rotary(*t, interleaved=False, offset=1.0),
+            (turned, turned[:, :1], x, weight[0], weight[0].cos()),
         ),
         *((lambda *t, kind=kind: gate(*t, kind=kind), (x, residual)) for kind in range(1, 8)),
         (lambda x: gate(x, None, kind=3, gate_last=True), (x,)),

@@ -16,6 +16,7 @@ import os
 import resource
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -249,8 +250,14 @@ def rotary(rng: Random) -> None:
         table_batch=0 if positions else rng.choice((0, 1, batch)),
         tokens_first=rng.random() < 0.5,
         seq_first=rng.random() < 0.5,
+        norms=rng.choice(((), ("query",), ("key",), ("query", "key"))),
+        weight_dtype=rng.choice(DTYPES[:3]) if dtype is not F64 else F64,
+        eps=rng.choice((None, 1e-6, 0.1)),
+        weight_offset=rng.choice((0.0, 1.0)),
         seed=rng.randrange(2**31),
     )
+    if not case.key_heads:
+        case = replace(case, norms=tuple(name for name in case.norms if name == "query"))
     tensors = {name: border.carve(name, tensor) for name, tensor in case.tensors().items()}
     rotary_cases.check_tensors(case, tensors)
     border.check()

@@ -161,7 +161,18 @@ def rotary() -> tuple[Callable, dict]:
     return OPS.rotary_forward, dict(
         query=q, key=q.clone(), cos=cos, sin=cos.clone(), positions=torch.tensor([0, 1, 2]),
         rotary_dim=8, interleaved=False, transposed=False, query_bshd=False, key_bshd=False,
+        query_weight=torch.ones(8), key_weight=torch.ones(8), eps=1e-6, weight_offset=0.0,
     )  # fmt: skip
+
+
+def rotary_backward() -> tuple[Callable, dict]:
+    arguments = rotary()[1]
+    del arguments["transposed"]
+    upstream = dict(dquery_out=torch.randn(2, 4, 3, 8), dkey_out=torch.randn(2, 4, 3, 8))
+    weights = dict(query_weight=torch.ones(8), key_weight=torch.ones(8))
+    return OPS.rotary_backward, arguments | upstream | weights | dict(
+        eps=1e-6, weight_offset=0.0, grad_mask=15
+    )
 
 
 def dense() -> dict:
@@ -290,7 +301,7 @@ def optimizer_step() -> tuple[Callable, dict]:
 
 CALLS = [
     norm_forward, norm_backward, modulated_norm_forward, modulated_norm_backward, dropout,
-    branch_forward, branch_backward, gate_forward, gate_backward, rotary,
+    branch_forward, branch_backward, gate_forward, gate_backward, rotary, rotary_backward,
     loss_forward, loss_backward, loss_backward_inplace, linear_loss,
     linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,

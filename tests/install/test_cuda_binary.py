@@ -18,12 +18,14 @@ REGISTERS = 65536  # of a multiprocessor, on all of them
 KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "dropout_forward_kernel")
 KERNELS += ("ModulatedNormForward", "ModulatedNormBackward")  # arguments of the first two
 KERNELS += ("branch_forward_kernel", "branch_backward_kernel")
-KERNELS += ("gate_forward_kernel", "gate_backward_kernel", "rotary_forward_kernel")
+KERNELS += ("gate_forward_kernel", "gate_backward_kernel")
+KERNELS += ("rotary_forward_kernel", "rotary_normed_forward_kernel", "rotary_backward_kernel")
 KERNELS += ("loss_forward_kernel", "loss_backward_kernel")
 KERNELS += ("optimizer_step_kernel", "gradient_norm_kernel", "scale_gradients_kernel")
 KERNELS += ("attention_forward_kernel", "attention_backward_kernel", "attention_decode_kernel")
 KERNELS += ("attention_forward_plain_kernel", "attention_backward_plain_kernel")
-SOURCES = ("norm/forward.cu", "norm/backward.cu", "dropout.cu", "gate.cu", "loss.cu", "rotary.cu")
+SOURCES = ("norm/forward.cu", "norm/backward.cu", "dropout.cu", "gate.cu", "loss.cu")
+SOURCES += ("rotary/forward.cu", "rotary/backward.cu")
 SOURCES += ("optimizer/step.cu", "optimizer/gradients.cu")
 # Minutes of compiling for each architecture: the oldest, and the one whose speed is promised.
 ATTENTION = tuple(f"attention/{file.name}" for file in sorted(CUDA.glob("attention/*.cu")))

@@ -30,10 +30,15 @@ class Case:
     table_batch: int = 0  # 0: cos has two dimensions
     tokens_first: bool = False  # in memory
     seq_first: bool = False
+    norms: tuple[str, ...] = ()  # which of query and key have one
+    weight_dtype: torch.dtype | None = None  # None: dtype
+    eps: float | None = 1e-6
+    weight_offset: float = 0.0
     seed: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """query, key, cos, sin, positions; key and positions where there are any."""
+        """query, key, cos, sin, positions and weights; but for the first, cos and sin where there
+        are any."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def randn(*shape, dtype):
@@ -57,6 +62,9 @@ class Case:
         if self.positions:
             shape = (self.batch, self.tokens) if self.positions == "batch" else (self.tokens,)
             found["positions"] = torch.randint(self.rows, shape, generator=generator)
+        for name in self.norms:
+            weight = randn(self.head_dim, dtype=self.weight_dtype or self.dtype)
+            found[f"{name}_weight"] = weight
         return found
 
     @property
@@ -69,16 +77,19 @@ class Case:
             "interleaved": self.interleaved,
             "rotary_dim": self.turned if self.half_width else None,
             "seq_first": self.seq_first,
-        }
+        } | ({"eps": self.eps, "weight_offset": self.weight_offset} if self.norms else {})
 
 
 TABLES = ("cos", "sin")
+BOTH = ("query", "key")
+LEAVES = (*BOTH, "query_weight", "key_weight")  # in the order of their gradients
 
 
 def outputs_and_gradients(function, case: Case, tensors: dict[str, Tensor], wide=False) -> list:
-    """Of query and key, for upstream gradients that are the same for every function."""
+    """Of query and key, and gradients of the weights too, for upstream gradients that are the same
+    for every function."""
     own = {n: t.double() if wide and t.is_floating_point() else t for n, t in tensors.items()}
-    leaves = {n: own[n].detach().requires_grad_() for n in ("query", "key") if n in own}
+    leaves = {n: own[n].detach().requires_grad_() for n in LEAVES if n in own}
     given = {"key": None, **own, **leaves}
     outputs = [x for x in function(**given, **case.options) if x is not None]
     generator = torch.Generator().manual_seed(7)
@@ -88,20 +99,26 @@ def outputs_and_gradients(function, case: Case, tensors: dict[str, Tensor], wide
     return [*(x.detach() for x in outputs), *gradients]
 
 
-def check_tensors(case: Case, tensors: dict[str, Tensor]) -> None:
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    ours = outputs_and_gradients(functional.rotary_embedding, case, tensors)
+def check_tensors(case: Case, *draws: dict[str, Tensor]) -> None:
+    """Several draws are judged together."""
     formula = reference.rotary.rotary_embedding
-    ref = outputs_and_gradients(formula, case, tensors, wide=True)
-    base = outputs_and_gradients(formula, case, tensors)
-    assert len(ours) == len(ref)
-    for number, each in enumerate(zip(ours, ref, base, strict=True)):
-        assert each[0].dtype is case.dtype
-        numerics.assert_close(*each, f"{case}: result {number}")
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, before[name]), f"{name} was written"
+    found = []
+    for tensors in draws:
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        ours = outputs_and_gradients(functional.rotary_embedding, case, tensors)
+        ref = outputs_and_gradients(formula, case, tensors, wide=True)
+        base = outputs_and_gradients(formula, case, tensors)
+        dtypes = [tensors[name].dtype for name in (*BOTH, *LEAVES) if name in tensors]
+        assert [x.dtype for x in ours] == dtypes
+        found.append(list(zip(ours, ref, base, strict=True)))
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, before[name]), f"{name} was written"
+    for number, of_draws in enumerate(zip(*found, strict=True)):
+        numerics.assert_close(*zip(*of_draws, strict=True), f"{case}: result {number}")
 
 
 def check(case: Case, **changes) -> None:
+    """Of the few numbers that narrow weights have, one draw says little."""
     case = replace(case, **changes)
-    check_tensors(case, case.tensors())
+    seeds = range(8 if case.norms and case.head_dim < 8 else 1)
+    check_tensors(case, *(replace(case, seed=seed).tensors() for seed in seeds))

@@ -11,6 +11,7 @@ from onepass import functional
 from tests.rotary.cases import Case
 
 OP = torch.ops.onepass.rotary_forward
+BACKWARD = torch.ops.onepass.rotary_backward
 
 
 def wrong_calls(device: str) -> dict:
@@ -76,6 +77,19 @@ def wrong_calls(device: str) -> dict:
         f"positions must be on the device of query, {device}, got {other}": (
             of_table | dict(positions=ints(5, device=other))
         ),
+        "query_weight must have shape (8,), got (4, 8)": dict(query_weight=ones(4, 8)),
+        "key_weight must have shape (8,), got (6,)": dict(key_weight=ones(6)),
+        "key_weight must have dtype float32, bfloat16 or float16 beside query, got float64": (
+            dict(key_weight=ones(8).double())
+        ),
+        f"query_weight must be on the device of query, {device}, got {other}": (
+            dict(query_weight=ones(8, device=other))
+        ),
+        "key_weight must be given with key only, got one without": (
+            dict(key=None, key_weight=ones(8))
+        ),
+        "eps must be given with a weight only, got 0.001 without": dict(eps=1e-3),
+        "weight_offset must be 0 without a weight, got 1": dict(weight_offset=1.0),
     }  # fmt: skip
 
 
@@ -129,9 +143,35 @@ def test_operators_of_a_raw_call():
             op(q[0], None, cos, cos, *rest)
 
 
+def test_operators_of_a_raw_call_with_weights():
+    q, cos, weight = torch.ones(2, 4, 5, 8), torch.ones(5, 8), torch.ones(8)
+    rest = (None, 8, False)
+    options = (False, False, weight, None)
+    with pytest.raises(RuntimeError, match="eps must be given with a weight, got none"):
+        OP(q, None, cos, cos, *rest, False, *options)
+    with pytest.raises(RuntimeError, match="transposed must be False with a weight, got True"):
+        OP(q, None, cos, cos, *rest, True, *options, 1e-6)
+    found = BACKWARD(q, None, q, None, cos, cos, *rest, *options, 1e-6, 0.0, 4)
+    assert [x.shape for x in found] == [(0,), (0,), (8,), (0,)]
+    wrong = {
+        "query must be given with its weight, got none": (q, None),
+        r"query must have shape \(2, 4, 5, 8\), got \(2, 4, 5, 6\)": (q, torch.ones(2, 4, 5, 6)),
+        "query must have dtype float32 like dquery_out, got bfloat16": (q, q.bfloat16()),
+        r"dquery_out must have 4 dimensions, or 3 .*, got shape \(4, 5, 8\)": (
+            q[0],
+            q,
+        ),
+    }
+    for op in (BACKWARD, torch.ops.onepass.rotary_backward_check):
+        for message, (gradient, query) in wrong.items():
+            with pytest.raises(RuntimeError, match=f"^rotary_embedding_backward: {message}$"):
+                op(gradient, None, query, None, cos, cos, *rest, *options, 1e-6, 0.0, 5)
+
+
+@pytest.mark.parametrize("norms", [(), ("query", "key")])
 @pytest.mark.parametrize("name", ["cos", "sin"])
-def test_tables_get_no_gradient(name):
-    tensors = Case().tensors()
+def test_tables_get_no_gradient(name, norms):
+    tensors = Case(norms=norms).tensors()
     tensors[name].requires_grad_()
     with pytest.raises(RuntimeError, match=f"^rotary_embedding: {name} must not require a gradie"):
         functional.rotary_embedding(**tensors)
@@ -148,7 +188,19 @@ def test_tables_get_no_gradient(name):
         torch.func.grad(through_vmap)(tensors[name].detach())
 
 
-@pytest.mark.parametrize("name", ["interleaved", "seq_first", "rotary_dim", "query", "cos"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "interleaved",
+        "seq_first",
+        "rotary_dim",
+        "query",
+        "cos",
+        "key_weight",
+        "eps",
+        "weight_offset",
+    ],
+)
 def test_types(name):
     with pytest.raises(TypeError, match=f"^rotary_embedding: {name} must be "):
         functional.rotary_embedding(**Case().tensors() | {name: "yes"})

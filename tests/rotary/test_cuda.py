@@ -1,6 +1,6 @@
-"""Rotary embedding's CUDA kernel under the emulator: traffic, addresses, races.
+"""Rotary embedding's CUDA kernels under the emulator: traffic, addresses, races.
 
-Its values are those of test_values.py.
+Their values are those of test_values.py.
 """
 
 from __future__ import annotations
@@ -13,14 +13,26 @@ import torch
 from onepass import functional
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
-from tests.rotary.cases import BF16, DTYPES, F16, F32, F64, Case, check, check_tensors
+from tests.rotary.cases import (
+    BF16,
+    BOTH,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    LEAVES,
+    Case,
+    check,
+    check_tensors,
+    outputs_and_gradients,
+)
 
 ALIGNED = Case(head_dim=48, rotary_dim=32)
 
 
-def goes_by_packs(cuda, call: int = -1) -> bool:
+def goes_by_packs(cuda, call: int = -1, name: str = "rotary_forward") -> bool:
     """Which of its instances ran: the last argument of the template."""
-    (launch,) = cuda.of("rotary_forward")[call]["launched"]
+    launch = cuda.of(name)[call]["launched"][0]
     return "true>" in launch.kernel
 
 
@@ -55,6 +67,84 @@ def test_one_pass(cuda, interleaved, dtype, table_dtype, rotary_dim, half_width,
 
 
 @pytest.mark.parametrize(
+    "dtype, weight_dtype", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16), (F64, F64)]
+)
+@pytest.mark.parametrize("rotary_dim, head_dim", [(32, 48), (30, 52)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_one_pass_of_norms(cuda, interleaved, rotary_dim, head_dim, dtype, weight_dtype):
+    """To the byte: the forward as without norms, and the weights once for each block; the backward
+    reads gradients and rows once, and the sums that its parts leave."""
+    case = Case(
+        dtype, weight_dtype=weight_dtype, rotary_dim=rotary_dim, head_dim=head_dim, norms=BOTH,
+        positions="tokens", interleaved=interleaved, heads=6, key_heads=3, tokens=70,
+    )  # fmt: skip
+    tensors = case.tensors()
+    leaves = [tensors[name].requires_grad_() for name in LEAVES]
+    outputs = functional.rotary_embedding(**tensors, **case.options)
+    torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+    (forward,), (backward,) = cuda.of("rotary_forward"), cuda.of("rotary_backward")
+    rows = sum(x.nbytes for x in outputs)
+    each = forward["rows_per_tile"]
+    groups = sum(-(-heads // each) for heads in (case.heads, case.key_heads))
+    # Of a token in each group of heads: a lane that rotates asks for the position.
+    lanes = rotary_dim // 2 // (8 if rotary_dim == 32 else 1)
+    tables = case.batch * case.tokens * groups * (2 * rotary_dim * dtype.itemsize + 8 * lanes)
+    weight = head_dim * weight_dtype.itemsize
+    (launch,) = forward["launched"]
+    assert forward["splits"] == groups and launch.blocks % groups == 0
+    assert forward["written"] == rows
+    assert forward["read"] == rows + tables + launch.blocks * weight
+    parts = backward["splits"]
+    sums = parts * head_dim * max(dtype.itemsize, 4)
+    assert backward["launched"][0].blocks == parts <= launch.blocks
+    assert backward["read"] == 2 * rows + tables + parts * weight + sums
+    assert backward["written"] == rows + sums + 2 * weight
+
+
+@pytest.mark.parametrize("wanted", LEAVES)
+def test_what_nobody_asks_for_is_not_computed(cuda, wanted):
+    """Of a tensor of which nothing is wanted nothing is read, and gradients alone are written."""
+    case = replace(ALIGNED, norms=BOTH)
+    tensors = case.tensors()
+    tensors[wanted].requires_grad_()
+    outputs = functional.rotary_embedding(**tensors, **case.options)
+    torch.autograd.grad(outputs, tensors[wanted], [torch.ones_like(x) for x in outputs])
+    (call,) = cuda.of("rotary_backward")
+    rows = tensors[wanted.removesuffix("_weight")].nbytes
+    sums = 0 if wanted in BOTH else call["splits"] * case.head_dim * 4
+    written = rows if wanted in BOTH else sums + tensors[wanted].nbytes
+    assert call["written"] == written
+    heads = tensors[wanted.removesuffix("_weight")].shape[1]
+    groups = case.batch * case.tokens * -(-heads // call["rows_per_tile"])
+    tables, weights = groups * 2 * 32 * 4, call["splits"] * case.head_dim * 4
+    assert call["read"] == 2 * rows + sums + tables + weights
+
+
+@pytest.mark.parametrize("heads, tokens, parts", [(1, 1, 2), (9, 40, 10), (40, 1000, 528)], ids=str)
+def test_parts_follow_from_the_shape(cuda, heads, tokens, parts):
+    """Several steps each where there would be too many."""
+    check(Case(F32, batch=1, heads=heads, key_heads=1, tokens=tokens, head_dim=64, norms=BOTH))
+    (call,) = cuda.of("rotary_backward")
+    assert call["splits"] == parts
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_order_of_blocks_shows(cuda, seed):
+    case = Case(heads=9, tokens=40, norms=BOTH)
+    expected = outputs_and_gradients(functional.rotary_embedding, case, case.tensors())
+    cuda.set(seed=seed, multiprocessors=3)
+    found = outputs_and_gradients(functional.rotary_embedding, case, case.tensors())
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_wider_rows_with_norms_are_refused(cuda):
+    tensors = Case(head_dim=520, norms=BOTH).tensors()
+    with pytest.raises(RuntimeError, match="query must have a head_dim of at most 512 with a w"):
+        functional.rotary_embedding(**tensors)
+
+
+@pytest.mark.parametrize(
     "head_dim, tokens, each", [(32, 8, 1), (16, 20_000, 2), (2, 65_536, 8)], ids=str
 )
 def test_heads_share_what_a_thread_has_read(cuda, head_dim, tokens, each):
@@ -79,6 +169,20 @@ def test_addresses(cuda):
             assert goes_by_packs(cuda) == (tensor == 6)
 
 
+def test_addresses_with_norms(cuda):
+    case = replace(ALIGNED, tokens=3, norms=BOTH)
+    check(case)
+    assert goes_by_packs(cuda) and goes_by_packs(cuda, name="rotary_backward")
+    cuda.set(shift=4, misaligned=-1)
+    check(case)
+    assert not goes_by_packs(cuda) and not goes_by_packs(cuda, name="rotary_backward")
+    # query, its result, its weight; key and its two; cos, sin; what is left decides nothing here.
+    for tensor in range(8):
+        cuda.set(shift=4, misaligned=tensor)
+        check(case)
+        assert not goes_by_packs(cuda)
+
+
 def test_strides_that_are_not_aligned(cuda):
     tensors = ALIGNED.tensors()
     for name in ("query", "key", "cos", "sin"):
@@ -97,10 +201,11 @@ def test_strides_of_single_elements_mean_nothing(cuda):
         assert goes_by_packs(cuda, -2) and goes_by_packs(cuda)
 
 
+@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
 @pytest.mark.parametrize("far", [1, 2, 3])
-def test_dimensions_beyond_32_bits(cuda, far):
+def test_dimensions_beyond_32_bits(cuda, far, norms):
     cuda.set(far=far, far_new=far)
-    check(Case(batch=3, tokens_first=far == 3))
+    check(Case(batch=3, tokens_first=far == 3, norms=norms))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -123,7 +228,7 @@ def test_a_position_without_a_row_reads_nothing(cuda, rotary_dim, interleaved):
 @pytest.mark.parametrize("build", emulated.BUILDS)
 def test_each_instance(cuda, build):
     """Without races or bad accesses; none is left out."""
-    with cuda.sanitized(build, "rotary.cu"):
+    with cuda.sanitized(build, "rotary/forward.cu", "rotary/backward.cu"):
         # Races do not depend on the dtypes, and the thread sanitizer takes its time.
         for dtype in DTYPES[:: 4 if build == "thread" else 1]:
             for interleaved in (False, True):
@@ -132,6 +237,9 @@ def test_each_instance(cuda, build):
                     dict(rotary_dim=30, half_width=True),
                     dict(half_width=True, tokens_first=True),
                     dict(rotary_dim=48, key_heads=0, heads=9),
+                    dict(norms=BOTH, positions="batch"),
+                    dict(norms=BOTH, rotary_dim=30, half_width=True, tokens_first=True),
+                    dict(norms=("key",), rotary_dim=48),
                 ):
                     check(replace(ALIGNED, dtype=dtype, interleaved=interleaved, **changes))
     rotaries = {name for name in all_instances() if "rotary_" in name}

@@ -7,7 +7,7 @@ import torch
 
 from onepass import functional, reference
 from tests.emulator.executors import everywhere
-from tests.rotary.cases import BF16, F16, F32, Case, check_tensors
+from tests.rotary.cases import BF16, BOTH, F16, F32, Case, check_tensors
 
 pytestmark = [everywhere, pytest.mark.isa]
 
@@ -54,3 +54,40 @@ def test_columns_that_are_not_rotated_are_the_same_bits(head_dim, dtype):
     bits = torch.randint(-(2**15), 2**15, (2, 4, 5, head_dim), dtype=torch.int16)
     query, _ = functional.rotary_embedding(**case.tensors() | {"query": bits.view(dtype)})
     assert torch.equal(query.view(torch.int16)[..., 16:], bits[..., 16:])
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["query", "query_weight", "cos"])
+def test_what_is_not_finite_shows_as_in_torch_after_a_norm(name, special):
+    """In its own row alone; columns that are not rotated among them."""
+    case = Case(norms=BOTH, rotary_dim=16)
+    for column in (3, 20):
+        tensors = case.tensors()
+        columns = tensors[name] if name == "query_weight" else tensors[name][..., 2, :]
+        columns[..., column % columns.shape[-1]] = special
+        ours = functional.rotary_embedding(**tensors, **case.options)
+        formula = reference.rotary.rotary_embedding(**tensors, **case.options)
+        for one, other in zip(ours, formula, strict=True):
+            assert torch.equal(one.isfinite(), other.isfinite())
+            finite = other.isfinite()
+            torch.testing.assert_close(one[finite], other[finite])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("scale", [1e-30, 1e-7, 1e4])
+def test_tiny_and_large_after_a_norm(dtype, scale):
+    case = Case(dtype, table_dtype=F32, norms=BOTH)
+    tensors = case.tensors()
+    for name in BOTH:
+        tensors[name] = (tensors[name].float() * scale).to(dtype)
+    check_tensors(case, tensors)
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_rows_of_zeros(tokens_first):
+    """The norm leaves them zero; others beside them are as without."""
+    case = Case(F32, norms=BOTH, tokens_first=tokens_first)
+    tensors = case.tensors()
+    tensors["query"][:, :, 1] = 0
+    tensors["key"][1] = 0
+    check_tensors(case, tensors)

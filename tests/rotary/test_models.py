@@ -152,6 +152,61 @@ def _formula(interleaved: bool):
     return formula
 
 
+def _with_norms(name):
+    """(norms of the model, their names for ours): weights that are not 1, or not 0."""
+    norm = getattr(of_model(name), {"qwen3": "Qwen3RMSNorm", "gemma3": "Gemma3RMSNorm"}[name])
+    modules = [norm(HEAD_DIM, eps=1e-6) for _ in range(2)]
+    with torch.no_grad():
+        for module in modules:
+            module.weight.add_(torch.randn(HEAD_DIM) / 4)
+    return modules
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("name, offset", [("qwen3", 0.0), ("gemma3", 1.0)])
+def test_norms_as_the_model_has_them(name, offset, dtype, tokens_first):
+    """Outputs, and gradients of rows and weights."""
+    cos, sin = tables(HEAD_DIM, False, dtype)
+    norms = [module.to(dtype) for module in _with_norms(name)]
+    rows = []
+    for heads in (HEADS, KEY_HEADS):
+        x = torch.randn(BATCH, heads, TOKENS, HEAD_DIM).to(dtype)
+        rows.append(x.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else x)
+    upstream = [torch.randn(x.shape).to(dtype) for x in rows]
+
+    def theirs(q, k, cos, sin, *modules):
+        q, k = (norm(x) for norm, x in zip(modules, (q, k), strict=True))
+        return of_model(name).apply_rotary_pos_emb(q, k, cos, sin)
+
+    def fused(function):
+        def of(q, k, cos, sin, *modules):
+            weights = dict(zip(("query_weight", "key_weight"), (m.weight for m in modules),
+                               strict=True))  # fmt: skip
+            return function(q, k, cos, sin, **weights, eps=1e-6, weight_offset=offset)
+
+        return of
+
+    def results(function, wide=False):
+        given = [x.double() if wide else x for x in (*rows, cos, sin)]
+        modules = [copy.deepcopy(norm).to(torch.float64 if wide else dtype) for norm in norms]
+        leaves = [x.detach().requires_grad_() for x in given[:2]]
+        outputs = function(*leaves, *given[2:], *modules)
+        leaves += [module.weight for module in modules]
+        pairs = [g.to(x.dtype) for g, x in zip(upstream, outputs, strict=True)]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, pairs)]
+
+    # The models' norms go by float32 whatever they are given: the exact one is the formula's.
+    exact = results(
+        fused(importlib.import_module("onepass.reference.rotary").rotary_embedding), True
+    )
+    found = zip(results(fused(functional.rotary_embedding)), exact, results(theirs), strict=True)
+    for number, each in enumerate(found):
+        assert each[0].dtype is dtype
+        numerics.assert_close(*each, f"{name} {dtype} result {number}")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_order_of_columns_changes_no_score(name):
     """Attention sees the same: ours leaves columns where they were, some models move them."""

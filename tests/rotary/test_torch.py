@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from onepass import functional, reference
-from tests.rotary.cases import BF16, DTYPES, F16, F64, Case
+from onepass import functional, numerics, reference
+from tests.rotary.cases import BF16, BOTH, DTYPES, F16, F32, F64, Case
 from tests.support.allocations import allocated
 
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -23,6 +23,73 @@ def test_opcheck(tokens_first, key, transposed):
     orders = (tokens_first, tokens_first and key)
     options = (transposed, *orders)
     torch.library.opcheck(torch.ops.onepass.rotary_forward.default, (*arguments, *options))
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("norms", [("query",), ("key",), BOTH], ids=str)
+def test_opcheck_of_norms(tokens_first, norms):
+    case = Case(positions="batch", tokens_first=tokens_first, norms=norms)
+    t = {"query_weight": None, "key_weight": None, **case.tensors()}
+    tables = (t["cos"], t["sin"], t["positions"], 32, True)
+    weights = (t["query_weight"], t["key_weight"], 1e-6, 1.0)
+    orders = (tokens_first, tokens_first)
+    arguments = (t["query"], t["key"], *tables, False, *orders, *weights)
+    torch.library.opcheck(torch.ops.onepass.rotary_forward.default, arguments)
+    rows = [t[name] if name in norms else None for name in BOTH]
+    for mask in (15, 1, 8, 6):
+        arguments = (t["query"].cos(), t["key"].cos(), *rows, *tables, *orders, *weights, mask)
+        torch.library.opcheck(torch.ops.onepass.rotary_backward.default, arguments)
+
+
+@pairings
+@pytest.mark.parametrize("norms", [("query",), BOTH], ids=str)
+@pytest.mark.parametrize("head_dim", [6, 9])
+def test_gradcheck_twice_of_norms(interleaved, head_dim, norms):
+    case = Case(F64, batch=1, heads=2, key_heads=1, tokens=2, head_dim=head_dim, rotary_dim=6,
+                interleaved=interleaved, norms=norms, eps=0.1, weight_offset=0.5)  # fmt: skip
+    tensors = case.tensors()
+    tables = {name: tensors.pop(name)[:, :6] for name in ("cos", "sin")}
+
+    def function(*given):
+        given = dict(zip(tensors, given, strict=True))
+        outputs = functional.rotary_embedding(**given, **tables, **case.options)
+        return tuple(output.sin() for output in outputs)
+
+    leaves = tuple(tensor.requires_grad_() for tensor in tensors.values())
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("norms", [("key",), BOTH], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_second_derivatives_of_norms(dtype, norms):
+    """Those of the formula, by the numerics rule."""
+    case = Case(dtype, norms=norms, rotary_dim=16, positions="tokens")
+    formula = reference.rotary.rotary_embedding
+    generator = torch.Generator().manual_seed(5)
+
+    def randn(like):
+        return torch.randn(like.shape, generator=generator).to(like.dtype)
+
+    given = case.tensors()
+    names = [*norms, *(f"{name}_weight" for name in norms)]
+    upstream = [randn(given[name]) for name in norms]
+    second = [randn(given[name]) for name in names]
+
+    def gradients(function, dtype_of=lambda t: t):
+        own = {n: dtype_of(t.clone()) if t.is_floating_point() else t for n, t in given.items()}
+        leaves = [own[name].requires_grad_() for name in names]
+        outputs = dict(zip(BOTH, function(**own, **case.options), strict=True))
+        outputs = [outputs[name] for name in norms]
+        first = torch.autograd.grad(
+            outputs, leaves, [dtype_of(t) for t in upstream], create_graph=True
+        )
+        return torch.autograd.grad(first, leaves, [dtype_of(t) for t in second])
+
+    ours, base = gradients(functional.rotary_embedding), gradients(formula)
+    exact = gradients(formula, lambda t: t.double())
+    for name, *each in zip(names, ours, exact, base, strict=True):
+        numerics.assert_close(*each, name)
 
 
 @pairings
@@ -42,13 +109,19 @@ def test_gradcheck_twice(interleaved, half_width):
     assert torch.autograd.gradgradcheck(function, leaves)
 
 
-@pytest.mark.parametrize("trained", ["query", "key"])
-def test_a_gradient_for_one_alone(trained):
-    tensors = Case().tensors()
+@pytest.mark.parametrize(
+    "trained, norms",
+    [(name, norms) for name in BOTH for norms in ((), ("key",), BOTH)]
+    + [("key_weight", ("key",)), ("query_weight", BOTH)],
+    ids=str,
+)
+def test_a_gradient_for_one_alone(trained, norms):
+    case = Case(norms=norms)
+    tensors = case.tensors()
     tensors[trained].requires_grad_()
 
     def gradient(function):
-        output = function(**tensors)[trained == "key"]
+        output = function(**tensors, **case.options)[trained.startswith("key")]
         return torch.autograd.grad(output.sin().sum(), tensors[trained])[0]
 
     formula = reference.rotary.rotary_embedding
@@ -56,13 +129,16 @@ def test_a_gradient_for_one_alone(trained):
     torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("norms", [(), ("key",), BOTH], ids=str)
 @pytest.mark.parametrize("used", [0, 1])
-def test_a_result_that_nobody_uses(used):
-    tensors = Case().tensors()
-    leaves = [tensors[name].requires_grad_() for name in ("query", "key")]
+def test_a_result_that_nobody_uses(used, norms):
+    case = Case(norms=norms)
+    tensors = case.tensors()
+    leaves = [tensors[name].requires_grad_() for name in BOTH]
 
     def gradients(function):
-        return torch.autograd.grad(function(**tensors)[used].sin().sum(), leaves, allow_unused=True)
+        loss = function(**tensors, **case.options)[used].sin().sum()
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
 
     ours = gradients(functional.rotary_embedding)
     expected = gradients(reference.rotary.rotary_embedding)
@@ -81,6 +157,29 @@ def test_what_is_saved():
     assert [t.data_ptr() for t in saved] == kept
 
 
+def test_what_is_saved_with_norms():
+    """The rows, which are their producer's result, and nothing of their size beside them."""
+    saved = []
+    tensors = Case(tokens=50, positions="batch", norms=("query",)).tensors()
+    tensors["query"].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        functional.rotary_embedding(**tensors)
+    kept = [tensors[n].data_ptr() for n in ("query", "query_weight", "cos", "sin", "positions")]
+    assert [t.data_ptr() for t in saved] == kept
+
+
+def test_the_norm_is_that_of_rms_norm():
+    """To the bit: between norm and rotation nothing is rounded."""
+    tensors = Case(norms=BOTH, head_dim=40, rotary_dim=24).tensors()
+    options = {"eps": 1e-3, "weight_offset": 1.0}
+    ours = functional.rotary_embedding(**tensors, **options)
+    for name in BOTH:
+        weight = tensors.pop(f"{name}_weight")
+        tensors[name] = functional.rms_norm(tensors[name], weight.shape, weight, **options)
+    for one, other in zip(ours, functional.rotary_embedding(**tensors), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("name", ["query", "key", "cos", "sin"])
 def test_views_are_not_copied(name):
     """But for those whose columns are not dense."""
@@ -97,9 +196,10 @@ def test_views_are_not_copied(name):
     assert taken(lambda wide: wide[..., ::2]) == in_place + tensors[name].nbytes
 
 
+@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_under_autocast_are_the_compositions(dtype):
-    tensors = Case(dtype).tensors()
+def test_dtypes_under_autocast_are_the_compositions(dtype, norms):
+    tensors = Case(dtype, norms=norms).tensors()
     with torch.autocast("cpu", dtype=F16 if dtype is F16 else BF16):
         ours = functional.rotary_embedding(**tensors)
         stock = reference.rotary.rotary_embedding(**tensors)
@@ -107,18 +207,23 @@ def test_dtypes_under_autocast_are_the_compositions(dtype):
 
 
 @pytest.mark.parametrize("seq_first", [False, True])
+@pytest.mark.parametrize("norms", [(), ("key",), BOTH], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compile_fullgraph(backend, seq_first):
-    def function(query, key, cos, sin, positions):
-        options = {"positions": positions, "seq_first": seq_first}
+def test_compile_fullgraph(backend, norms, seq_first):
+    torch._dynamo.reset()  # of all these the code is one
+    norm = {"weight_offset": 1.0} if norms else {}  # eps is torch's own
+
+    def function(query, key, cos, sin, positions, **weights):
+        options = {"positions": positions, "seq_first": seq_first, **weights, **norm}
         return functional.rotary_embedding(query, key, cos, sin, **options)
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
     for batch, tokens in ((2, 5), (3, 9)):
         case = Case(batch=batch, tokens=tokens, positions="batch", seq_first=seq_first,
-                    tokens_first=True)  # fmt: skip
+                    tokens_first=True, norms=norms)  # fmt: skip
         tensors = case.tensors()
-        leaves = [tensors[name].requires_grad_() for name in ("query", "key")]
+        names = [*BOTH, *(f"{name}_weight" for name in norms)]
+        leaves = [tensors[name].requires_grad_() for name in names]
         results = []
         for call in (compiled, function):
             outputs = call(**tensors)
@@ -138,17 +243,23 @@ def test_compile_says_that_tables_get_no_gradient():
         compiled(**tensors)
 
 
+@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict):
+def test_exported_programs_train(strict, norms):
     class Model(torch.nn.Module):
-        def forward(self, query, key, cos, sin):
-            return functional.rotary_embedding(query.sin(), key, cos, sin, interleaved=True)
+        def forward(self, query, key, cos, sin, query_weight=None, key_weight=None):
+            weights = {"query_weight": query_weight, "key_weight": key_weight}
+            options = weights | {"eps": 1e-3} if norms else {}
+            return functional.rotary_embedding(
+                query.sin(), key, cos, sin, interleaved=True, **options
+            )
 
     tokens = torch.export.Dim("tokens", min=2, max=64)
     shapes = {"query": {2: tokens}, "key": {2: tokens}, "cos": {0: tokens}, "sin": {0: tokens}}
-    given = Case().tensors()
+    given = Case(norms=norms).tensors()
+    shapes |= {name: None for name in given if name not in shapes}
     program = torch.export.export(Model(), (), given, dynamic_shapes=shapes, strict=strict)
-    tensors = Case(tokens=9).tensors()
+    tensors = Case(tokens=9, norms=norms).tensors()
     tensors["query"].requires_grad_()
     results = []
     for model in (program.module(), Model()):
@@ -159,8 +270,9 @@ def test_exported_programs_train(strict):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_vmap_over_any_argument():
-    case = Case(positions="batch")
+@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+def test_vmap_over_any_argument(norms):
+    case = Case(positions="batch", norms=norms)
     tensors = case.tensors()
     for name, tensor in tensors.items():
         stacked = torch.stack([tensor, tensor.flip(0), tensor.roll(1, 0)])

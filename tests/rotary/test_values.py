@@ -7,7 +7,18 @@ import torch
 
 from onepass import functional
 from tests.emulator.executors import everywhere
-from tests.rotary.cases import BF16, DTYPES, F16, F32, F64, Case, check, check_tensors
+from tests.rotary.cases import (
+    BF16,
+    BOTH,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    Case,
+    check,
+    check_tensors,
+    outputs_and_gradients,
+)
 
 pytestmark = [everywhere, pytest.mark.isa]
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -105,4 +116,87 @@ def test_results_do_not_depend_on_what_else_is_there():
     whole = functional.rotary_embedding(**tensors)
     query, cos, sin = (tensors[name] for name in ("query", "cos", "sin"))
     alone, _ = functional.rotary_embedding(query[1:2, 3:4, 50:51], None, cos[50:51], sin[50:51])
+    assert torch.equal(alone, whole[0][1:2, 3:4, 50:51])
+
+
+# ---- with norms in front -------------------------------------------------------------------------
+
+
+@pairings
+@pytest.mark.grid(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotary_dim", [0, 2, 6, 16, 30, 32, 64, 70, 128])
+@pytest.mark.parametrize("rest", [0, 3, 24])  # columns that are normalised and not rotated
+def test_norms(dtype, rotary_dim, rest, interleaved):
+    """Seven tokens of six heads: blocks of four rows and what is left of them."""
+    case = Case(dtype, tokens=7, head_dim=max(rotary_dim + rest, 3), interleaved=interleaved,
+                norms=BOTH)  # fmt: skip
+    check(case, rotary_dim=rotary_dim)
+    check(case, rotary_dim=rotary_dim, half_width=True, weight_offset=1.0)
+
+
+@pytest.mark.parametrize("norms", [("query",), ("key",)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_of_one_alone(dtype, norms):
+    check(Case(dtype, norms=norms, head_dim=48, rotary_dim=32))
+    check(Case(dtype, norms=norms, head_dim=20, rotary_dim=6, interleaved=True))
+
+
+@pytest.mark.parametrize("eps", [None, 0.0, 1e-6, 0.1])
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0, -0.25])
+def test_epsilon_and_offset(eps, weight_offset):
+    check(Case(norms=BOTH, eps=eps, weight_offset=weight_offset))
+    check(Case(BF16, weight_dtype=F32, norms=BOTH, eps=eps, weight_offset=weight_offset))
+
+
+@pytest.mark.parametrize("weight_dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_weights_of_another_dtype(dtype, weight_dtype):
+    for head_dim in (32, 27):  # 16-byte accesses on CUDA, and not
+        check(Case(dtype, rotary_dim=26, head_dim=head_dim, norms=BOTH, weight_dtype=weight_dtype))
+    check(Case(dtype, norms=BOTH, weight_dtype=weight_dtype, table_dtype=F32, weight_offset=1.0))
+
+
+@pytest.mark.parametrize("heads, key_heads", [(1, 1), (3, 0), (9, 8), (2, 5), (40, 1)])
+def test_norms_of_any_number_of_heads(heads, key_heads):
+    norms = BOTH if key_heads else ("query",)
+    check(Case(heads=heads, key_heads=key_heads, norms=norms, positions="batch"))
+
+
+@pytest.mark.parametrize("head_dim", [2, 256, 512])
+def test_norms_of_narrow_and_wide_heads(head_dim):
+    check(Case(head_dim=head_dim, rotary_dim=head_dim // 2 * 2, norms=BOTH))
+    check(Case(BF16, head_dim=head_dim, rotary_dim=head_dim // 4 * 2, norms=BOTH))
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_norms_of_many_rows(dtype, tokens_first):
+    """Several chunks of several blocks and runs, the last not whole, which any number of threads
+    takes: the sums for the weights are the same bits."""
+    case = Case(dtype, batch=3, heads=9, key_heads=3, tokens=177, head_dim=64, norms=BOTH,
+                tokens_first=tokens_first)  # fmt: skip
+    tensors = case.tensors()
+    check_tensors(case, tensors)
+    expected = outputs_and_gradients(functional.rotary_embedding, case, tensors)
+    for threads in (2, 3, 5):
+        torch.set_num_threads(threads)
+        found = outputs_and_gradients(functional.rotary_embedding, case, tensors)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_normed_16_bit_results_are_unbiased():
+    check(Case(BF16, tokens=64, head_dim=64, norms=BOTH))
+    check(Case(F16, tokens=64, head_dim=64, norms=BOTH))
+
+
+def test_a_row_does_not_depend_on_the_others():
+    case = Case(batch=3, heads=5, key_heads=2, tokens=70, head_dim=40, norms=BOTH)
+    tensors = case.tensors()
+    whole = functional.rotary_embedding(**tensors)
+    query, cos, sin = (tensors[name] for name in ("query", "cos", "sin"))
+    alone, _ = functional.rotary_embedding(
+        query[1:2, 3:4, 50:51], None, cos[50:51], sin[50:51], query_weight=tensors["query_weight"]
+    )
     assert torch.equal(alone, whole[0][1:2, 3:4, 50:51])

@@ -13,7 +13,7 @@
 
 #include "cpu/branch.h"
 #include "cpu/kernels.h"
-#include "cpu/norm/rows.h"
+#include "cpu/normed_rows.h"
 #include "cpu/parallel.h"
 #include "cpu/pieces.h"
 #include "cpu/random.h"
@@ -40,14 +40,10 @@ struct Moments {
 // every element.
 template <class A, class X, bool kRms>
 ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, double eps) {
-  const double n = static_cast<double>(cols);
   if constexpr (kRms) {
-    const auto [squares] = sum_columns<A, 1>(cols, [&](Vec<A>* sum, int64_t j, auto count) {
-      const Vec<A> v = load<A>(x + j, count);
-      sum[0] = fma<A>(v, v, sum[0]);
-    });
-    return {A(0), static_cast<A>(1.0 / std::sqrt(squares / n + eps))};
+    return {A(0), rms_rstd<A>(x, cols, eps)};
   } else {
+    const double n = static_cast<double>(cols);
     const int64_t first = std::min<int64_t>(cols, 4 * kLanes<A>);
     Vec<A> first_sum = {};
     for_each_vector<A>(0, first,

@@ -276,12 +276,10 @@ __global__ void __launch_bounds__(kColumnsThreads<Args, typename Types::A>, 1)
              dbias, dgate);
 }
 
-// Adds up the parts: a block has kReduceColumns columns of one of the sums.
-constexpr int kReduceColumns = kLanes;
-
-// `parts`: of a group, which are as many blocks apart as there are columns to a group.
+// Adds up the parts: a block has kReduceColumns columns of one of the sums. `parts`: of a group,
+// which are as many blocks apart as there are columns to a group.
 template <class Args, class A>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kReduceThreads, 1)
     norm_backward_reduce_kernel(const Args args, const A* partials, const int parts) {
   const int which = blockIdx.x % kSums<Args>;  // dweight, dbias, dgate
   int64_t column = static_cast<int64_t>(blockIdx.x / kSums<Args>) * kReduceColumns;
@@ -296,14 +294,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     if (which == 2) target = args.dgate;
   }
   column += threadIdx.x % kLanes;
-  const int warp = static_cast<int>(threadIdx.x) / kLanes;
   if (!target) return;
   SharedMemory shared;
-  A* sums = shared.take<A>(kMaxThreads);  // (warps, columns)
+  A* sums = shared.take<A>(kReduceThreads);
   const bool has_column = column < args.cols;
   const A total = sum_of_parts(partials + which * args.cols + column, parts,
                                kSums<Args> * args.cols, has_column, sums);
-  if (warp > 0 || !has_column) return;
+  if (threadIdx.x >= kLanes || !has_column) return;
   DType dtype = which == 0 ? args.dweight_dtype : args.dbias_dtype;
   if constexpr (kIsModulated<Args>) {
     if (which == 2) dtype = args.gate_dtype;
@@ -470,8 +467,8 @@ void run_backward(const Args& args, const Plan& plan, const Geometry& geometry, 
     if (!has_sums || (args.rows > 0 && !has_partials(args, parts))) return;
     launch<norm_backward_reduce_kernel<Args, A>>(
         {.blocks = kSums<Args> * groups * ((args.cols + kReduceColumns - 1) / kReduceColumns),
-         .threads = kMaxThreads,
-         .shared_bytes = kMaxThreads * sizeof(A)},
+         .threads = kReduceThreads,
+         .shared_bytes = kReduceThreads * sizeof(A)},
         context.stream, args, static_cast<const A*>(partials),
         args.rows > 0 ? static_cast<int>(parts / groups) : 0);
   });

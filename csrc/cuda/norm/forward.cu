@@ -143,11 +143,6 @@ __device__ __forceinline__ void scale_pack(const NormForward& args, int64_t row,
 }
 
 template <class A>
-__device__ __forceinline__ A inverse_root(A variance, double eps) {
-  return A(1) / sqrt((variance < A(0) ? A(0) : variance) + static_cast<A>(eps));
-}
-
-template <class A>
 __device__ __forceinline__ void store_statistics(const NormForward& args, int64_t row, A mean,
                                                  A rstd) {
   if (args.mean) store_global(static_cast<A*>(args.mean) + row, mean);

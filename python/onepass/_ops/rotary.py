@@ -7,17 +7,24 @@ from torch import Tensor
 
 from onepass._arguments import refuse_gradient
 from onepass._mapping import run_each
-from onepass._ops import fake_checks, tracing
+from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.attention_layout import empty_rows, is_bshd
 from onepass._ops.decomposition import decomposes, offer, wide
-from onepass._ops.differentiation import applied, is_differentiated
+from onepass._ops.differentiation import applied, constant, is_differentiated
 from onepass._ops.dispatch_log import logged
+from onepass._ops.norm import default_eps
 from onepass.reference import rotary as reference
 
 _forward = torch.ops.onepass.rotary_forward.default
 _forward_check = torch.ops.onepass.rotary_forward_check.default
+_backward = torch.ops.onepass.rotary_backward.default
+_backward_check = torch.ops.onepass.rotary_backward_check.default
 
 run_each(_forward_check)
+run_each(_backward_check)
+
+# Bits of rotary_backward's grad_mask.
+_QUERY, _KEY, _QUERY_WEIGHT, _KEY_WEIGHT = 1, 2, 4, 8
 
 
 @logged
@@ -29,19 +36,53 @@ def rotary(
     positions: Tensor | None,
     rotary_dim: int | None,
     interleaved: bool,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """query and key, (batch, heads, tokens, head_dim), rotated, each in its order in memory."""
+    """query and key, (batch, heads, tokens, head_dim), rotated, each in its order in memory; with a
+    weight after the RMS norm of its rows."""
     if rotary_dim is None:
         rotary_dim = cos.shape[-1] if cos.dim() else 0
     orders = is_bshd(query), key is not None and is_bshd(key)
+    arguments = (query, key, cos, sin, positions, rotary_dim, interleaved, False, *orders)
+    if not (query_weight is key_weight is eps is None and weight_offset == 0.0):
+        if eps is None and not query_weight is key_weight is None:
+            eps = default_eps(query)
+        if torch.compiler.is_compiling():
+            eps = None if eps is None else constant(eps)
+            weight_offset = constant(weight_offset)
+        arguments += (query_weight, key_weight, eps, weight_offset)
     compute = _traced if tracing.records() else _compute
-    results = compute(query, key, cos, sin, positions, rotary_dim, interleaved, False, *orders)
+    results = compute(*arguments)
     return results[0], None if key is None else results[1]
 
 
-def _compute(query, key, cos, sin, *options):
-    compute = _differentiable if is_differentiated(query, key, cos, sin) else _forward
-    return compute(query, key, cos, sin, *options)
+def _compute(
+    query,
+    key,
+    cos,
+    sin,
+    positions,
+    rotary_dim,
+    interleaved,
+    transposed,
+    query_bshd,
+    key_bshd,
+    query_weight=None,  # torch leaves out what is the default
+    key_weight=None,
+    eps=None,
+    weight_offset=0.0,
+):
+    plain = (positions, rotary_dim, interleaved, transposed, query_bshd, key_bshd)
+    norms = (query_weight, key_weight, eps, weight_offset)
+    if not is_differentiated(query, key, cos, sin, query_weight, key_weight):
+        return _forward(query, key, cos, sin, *plain, *norms)
+    if query_weight is key_weight is None:
+        return _differentiable(query, key, cos, sin, *plain)
+    constants = (rotary_dim, interleaved, query_bshd, key_bshd, eps, weight_offset)
+    return _normed(query, key, query_weight, key_weight, cos, sin, positions, constants)
 
 
 class _Rotary(torch.autograd.Function):
@@ -87,29 +128,213 @@ class _Rotary(torch.autograd.Function):
         return (*gradients, *(None,) * (len(ctx.needs_input_grad) - 2))
 
 
+class _NormedRotary(torch.autograd.Function):
+    """With a norm in front of one of them, or of both."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query, key, query_weight, key_weight, cos, sin, positions, constants):
+        rotary_dim, interleaved, *orders, eps, weight_offset = constants
+        options = (positions, rotary_dim, interleaved, False, *orders)
+        return _forward(
+            query, key, cos, sin, *options, query_weight, key_weight, eps, weight_offset
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        query, key, query_weight, key_weight, cos, sin, positions, ctx.constants = inputs
+        for name, needed in zip(("cos", "sin"), ctx.needs_input_grad[4:6], strict=True):
+            if needed:
+                refuse_gradient("rotary_embedding", name)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            None if query_weight is None else query,
+            None if key_weight is None else key,
+            query_weight,
+            key_weight,
+            cos,
+            sin,
+            positions,
+        )
+
+    @staticmethod
+    def backward(ctx, dquery, dkey):
+        query, key, query_weight, key_weight, *tables = ctx.saved_tensors
+        rotary_dim, interleaved, query_bshd, key_bshd, eps, weight_offset = ctx.constants
+        needs = ctx.needs_input_grad
+        # Those that there are, the first of them in the place of the query.
+        given = [
+            (number, gradient, x, weight, order)
+            for number, gradient, x, weight, order in (
+                (0, dquery, query, query_weight, query_bshd),
+                (1, dkey, key, key_weight, key_bshd),
+            )
+            if gradient is not None and (needs[number] or needs[2 + number])
+        ]
+        gradients = [None] * len(needs)
+        if not given:
+            return tuple(gradients)
+        first, second = (*given, (None, None, None, None, False))[:2]
+        mask = 0
+        for (number, *_), bits in zip(
+            given, ((_QUERY, _QUERY_WEIGHT), (_KEY, _KEY_WEIGHT)), strict=False
+        ):
+            mask |= (bits[0] if needs[number] else 0) | (bits[1] if needs[2 + number] else 0)
+        arguments = (first[1], second[1], first[2], second[2], *tables, rotary_dim, interleaved)
+        arguments += (first[4], second[4], first[3], second[3], eps, weight_offset, mask)
+        # create_graph=True
+        compute = _differentiable_backward if torch.is_grad_enabled() else _backward
+        found = compute(*arguments)
+        for place, (number, *_) in enumerate(given):
+            gradients[number] = found[place] if needs[number] else None
+            gradients[2 + number] = found[2 + place] if needs[2 + number] else None
+        return tuple(gradients)
+
+
+class _NormedRotaryBackward(torch.autograd.Function):
+    """The backward as a function of its own, so that it can be differentiated once more."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        return _backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        ctx.set_materialize_grads(False)
+        tensors, ctx.options = [*inputs[:7], *inputs[11:13]], [*inputs[7:9], *inputs[13:]]
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, *second):
+        dquery_out, dkey_out, query, key, cos, sin, positions, *weights = ctx.saved_tensors
+        rotary_dim, interleaved, eps, weight_offset, mask = ctx.options
+
+        def formula(dquery_out, dkey_out, query, key, *weights):
+            gradients = [d for d in (dquery_out, dkey_out) if d is not None]
+            # Without a norm the rows do not matter, and were not kept.
+            rows = [
+                torch.zeros_like(d, requires_grad=True) if x is None else x
+                for d, x in zip((dquery_out, dkey_out), (query, key), strict=True)
+                if d is not None
+            ]
+            outputs = reference.rotary_embedding(
+                *(*rows, None)[:2], cos, sin, interleaved=interleaved, positions=positions,
+                rotary_dim=rotary_dim, query_weight=weights[0], key_weight=weights[1], eps=eps,
+                weight_offset=weight_offset,
+            )  # fmt: skip
+            of = [*rows, *(weight for weight in weights if weight is not None)]
+            outputs = [y.to(d.dtype) for y, d in zip(outputs, gradients, strict=False)]
+            found = torch.autograd.grad(outputs, of, gradients, create_graph=True)
+            drows, dweights = (*found[: len(rows)], None)[:2], iter(found[len(rows) :])
+            return *drows, *(None if weight is None else next(dweights) for weight in weights)
+
+        bits = (_QUERY, _KEY, _QUERY_WEIGHT, _KEY_WEIGHT)
+        second = [d if mask & bit else None for d, bit in zip(second, bits, strict=True)]
+        inputs = [dquery_out, dkey_out, query, key, *weights]
+        *found, dquery_weight, dkey_weight = double_backward.vjp(formula, inputs, second)
+        return *found, *(None,) * 7, dquery_weight, dkey_weight, None, None, None
+
+
 _differentiable = applied(_Rotary)
+_normed = applied(_NormedRotary)
+_differentiable_backward = applied(_NormedRotaryBackward)
 
 
 _traced = tracing.operator("rotary", _forward, _compute)
 
 
 @torch.library.register_fake("onepass::rotary_forward")
-def _(query, key, *options):
+def _(
+    query,
+    key,
+    cos,
+    sin,
+    positions,
+    rotary_dim,
+    interleaved,
+    transposed,
+    query_bshd,
+    key_bshd,
+    query_weight=None,
+    key_weight=None,
+    eps=None,
+    weight_offset=0.0,
+):
     offer(_forward)
-    fake_checks.check(_forward_check, query, key, *options)
-    query_bshd, key_bshd = options[-2:]
+    fake_checks.check(_forward_check, **locals())  # the same arguments by the same names
     return (
         empty_rows(query, query.shape, query.dtype, query_bshd),
         query.new_empty(0) if key is None else empty_rows(key, key.shape, key.dtype, key_bshd),
     )
 
 
+@torch.library.register_fake("onepass::rotary_backward")
+def _(
+    dquery_out,
+    dkey_out,
+    query,
+    key,
+    cos,
+    sin,
+    positions,
+    rotary_dim,
+    interleaved,
+    query_bshd,
+    key_bshd,
+    query_weight,
+    key_weight,
+    eps,
+    weight_offset,
+    grad_mask,
+):
+    fake_checks.check(_backward_check, **locals())
+
+    def rows(d, bshd, bit):
+        wanted = d is not None and grad_mask & bit
+        return empty_rows(d, d.shape, d.dtype, bshd) if wanted else dquery_out.new_empty(0)
+
+    def weight_gradient(weight, bit):
+        like = dquery_out if weight is None else weight
+        return like.new_empty(weight.shape if weight is not None and grad_mask & bit else 0)
+
+    return (
+        rows(dquery_out, query_bshd, _QUERY),
+        rows(dkey_out, key_bshd, _KEY),
+        weight_gradient(query_weight, _QUERY_WEIGHT),
+        weight_gradient(key_weight, _KEY_WEIGHT),
+    )
+
+
 @decomposes(_forward)
-def _(query, key, cos, sin, positions, rotary_dim, interleaved, transposed, *_orders):
+def _(
+    query,
+    key,
+    cos,
+    sin,
+    positions,
+    rotary_dim,
+    interleaved,
+    transposed,
+    query_bshd,
+    key_bshd,
+    query_weight=None,
+    key_weight=None,
+    eps=None,
+    weight_offset=0.0,
+):
     if transposed:
         return NotImplemented
-    options = {"interleaved": interleaved, "positions": positions, "rotary_dim": rotary_dim}
-    rotated = reference.rotary_embedding(*wide(query, key, cos, sin), **options)
+    wide_query, wide_key, *tables, query_weight, key_weight = wide(
+        query, key, cos, sin, query_weight, key_weight
+    )
+    rotated = reference.rotary_embedding(
+        wide_query, wide_key, *tables, interleaved=interleaved, positions=positions,
+        rotary_dim=rotary_dim, query_weight=query_weight, key_weight=key_weight, eps=eps,
+        weight_offset=weight_offset,
+    )  # fmt: skip
     return (
         rotated[0].to(query.dtype),
         query.new_empty(0) if key is None else rotated[1].to(key.dtype),

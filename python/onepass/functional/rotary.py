@@ -1,4 +1,4 @@
-"""Rotary embedding of query and key in one pass."""
+"""Rotary embedding of query and key in one pass, with the norms in front of it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ def rotary_embedding(
     positions: Tensor | None = None,
     rotary_dim: int | None = None,
     seq_first: bool = False,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotates pairs of columns of query and key by angles that grow with the token's position.
 
@@ -26,6 +30,11 @@ def rotary_embedding(
     write as ``x * cos + rotate_half(x) * sin``, computed in float32 (float64 for float64) and
     rounded once. The backward is one pass as well, by the transposed rotation. cos and sin get no
     gradient.
+
+    With query_weight or key_weight every row of query's or key's heads goes through an RMS norm
+    first, ``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`` (Zhang, Sennrich: Root Mean
+    Square Layer Normalization, 2019), as Qwen3 and Gemma3 have it: norm and rotation are one pass,
+    and so are their gradients.
 
     Args:
         query: shape (batch, heads, tokens, head_dim), or without a batch (heads, tokens, head_dim);
@@ -46,16 +55,23 @@ def rotary_embedding(
         rotary_dim: how many of the first columns are rotated, the others stay; None is the width.
         seq_first: query and key have shape (batch, tokens, heads, head_dim), or (tokens, heads,
             head_dim), as packed sequences do, whose positions begin anew where a sequence does.
+        query_weight, key_weight: shape (head_dim,), the weights of the norms of query and key, any
+            of float32, bfloat16 and float16, or float64 where query is float64; None: no norm. On
+            CUDA head_dim is at most 512 with one.
+        eps: added to the mean square; None is float32's epsilon (float64's for float64), as in
+            torch. Given with a weight only.
+        weight_offset: added to both weights: 1.0 for Gemma, which stores the weight minus one. Must
+            be 0 without a weight.
 
     Returns:
         (query, key) rotated, in query's dtype, also under autocast; each lies in memory as the
         tensor it was made of, heads or tokens first. The second is None without a key.
 
     Raises:
-        RuntimeError: a shape, dtype or device does not fit, or there is no row for a position; the
-            message names the argument. cos or sin requires a gradient. On CUDA the values of
-            positions are not looked at, which would wait for the device: a token whose position has
-            no row becomes NaN.
+        RuntimeError: a shape, dtype or device does not fit, there is no row for a position, or eps
+            or weight_offset is given without a weight; the message names the argument. cos or sin
+            requires a gradient. On CUDA the values of positions are not looked at, which would wait
+            for the device: a token whose position has no row becomes NaN.
         TypeError: an argument is of a wrong type.
 
     Examples:
@@ -63,6 +79,16 @@ def rotary_embedding(
         >>> angles = torch.outer(torch.arange(16.0), 10000 ** (-torch.arange(0, 64, 2) / 64))
         >>> query, key = onepass.functional.rotary_embedding(
         ...     query, key, angles.cos(), angles.sin(), rotary_dim=64
+        ... )
+        >>> query.shape, key.shape
+        (torch.Size([1, 8, 16, 64]), torch.Size([1, 2, 16, 64]))
+
+        With the norms of Qwen3:
+
+        >>> norms = torch.nn.RMSNorm(64, eps=1e-6), torch.nn.RMSNorm(64, eps=1e-6)
+        >>> query, key = onepass.functional.rotary_embedding(
+        ...     query, key, angles.cos(), angles.sin(), rotary_dim=64,
+        ...     query_weight=norms[0].weight, key_weight=norms[1].weight, eps=1e-6,
         ... )
         >>> query.shape, key.shape
         (torch.Size([1, 8, 16, 64]), torch.Size([1, 2, 16, 64]))
@@ -75,7 +101,8 @@ def rotary_embedding(
             query, key = query.unsqueeze(0), None if key is None else key.unsqueeze(0)
         if seq_first:
             query, key = map(_transposed, (query, key))
-        outputs = rotary(query, key, cos, sin, positions, rotary_dim, interleaved)
+        norms = (query_weight, key_weight, eps, weight_offset)
+        outputs = rotary(query, key, cos, sin, positions, rotary_dim, interleaved, *norms)
         if seq_first:
             outputs = map(_transposed, outputs)
         if not batched:

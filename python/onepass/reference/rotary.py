@@ -1,9 +1,11 @@
-"""Rotary embedding's definition, which is also the models' own composition."""
+"""The definition of rotary embedding, after norms of rows or without: what models compose too."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from onepass.reference.norm import rms_norm
 
 
 def rotary_embedding(
@@ -16,6 +18,10 @@ def rotary_embedding(
     positions: Tensor | None = None,
     rotary_dim: int | None = None,
     seq_first: bool = False,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """``x * cos + rotate(x) * sin`` in the first rotary_dim columns of query and key; the other
     columns stay (Su, Lu, Pan, Murtadha, Wen, Liu: RoFormer, 2021).
@@ -28,6 +34,8 @@ def rotary_embedding(
         interleaved: pairs (2i, 2i + 1), else (i, i + rotary_dim / 2).
         positions: (tokens,) or (batch, tokens): the rows of cos and sin.
         rotary_dim: None is cos' width.
+        query_weight, key_weight: (head_dim,): with it each head's row goes through an RMS norm
+            first, with eps and weight_offset as rms_norm has them.
     """
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
     if positions is not None:
@@ -35,12 +43,15 @@ def rotary_embedding(
     cos, sin = (widened(t, rotary_dim, interleaved) for t in (cos, sin))
     cos, sin = (t.unsqueeze(-2 if seq_first else -3) for t in (cos, sin))
 
-    def rotated(x: Tensor) -> Tensor:
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            dtype = x.dtype
+            x = rms_norm(x, weight.shape, weight, eps, weight_offset=weight_offset).to(dtype)
         turned = x[..., :rotary_dim]
         turned = turned * cos + partners(turned, interleaved) * sin
         return torch.cat([turned.to(x.dtype), x[..., rotary_dim:]], -1)
 
-    return rotated(query), None if key is None else rotated(key)
+    return rotated(query, query_weight), None if key is None else rotated(key, key_weight)
 
 
 def partners(x: Tensor, interleaved: bool) -> Tensor:

@@ -20,8 +20,12 @@ def calls() -> Iterator[Call]:
             "positions": torch.tensor([[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]),
         }
 
-    def public(query, key, cos, sin, positions):
-        return flat(functional.rotary_embedding(query, key, cos, sin, positions=positions))
+    def weights():
+        return {"query_weight": randn(8, seed=4), "key_weight": randn(8, seed=5)}
+
+    def public(query, key, cos, sin, positions, **norms):
+        options = {"positions": positions, "eps": 1e-3 if norms else None, **norms}
+        return flat(functional.rotary_embedding(query, key, cos, sin, **options))
 
     optional = ("key", "positions")
 
@@ -31,9 +35,17 @@ def calls() -> Iterator[Call]:
     def trained(query, key):  # the tables get no gradient
         return public(**own() | {"query": query, "key": key})
 
+    def trained_normed(**tensors):
+        return public(**own() | tensors)
+
     name, more = "functional.rotary_embedding", {"optional": ("key",), "differentiable": True}
     yield Call(name, own, public, optional=optional)
     yield Call(f"{name} of one table", rows, trained, **more)
+    yield Call(
+        f"{name} after norms", lambda: own() | weights(), public, optional=("positions", *weights())
+    )
+    yield Call(f"{name} trained after norms", lambda: rows() | weights(), trained_normed,
+               optional=tuple(weights()), differentiable=True)  # fmt: skip
 
     def raw(op):
         def run(query, key, cos, sin, positions):
@@ -43,3 +55,28 @@ def calls() -> Iterator[Call]:
 
     for op in (RAW.rotary_forward, RAW.rotary_forward_check):
         yield Call(f"ops.{op.__name__}", own, raw(op), optional=optional)
+
+    def raw_normed(op):
+        def run(query, key, cos, sin, positions, query_weight, key_weight):
+            options = (6, True, False, False, False, query_weight, key_weight, 1e-3, 1.0)
+            return flat(op(query, key, cos, sin, positions, *options))
+
+        return run
+
+    for op in (RAW.rotary_forward, RAW.rotary_forward_check):
+        yield Call(f"ops.{op.__name__} after norms", lambda: own() | weights(), raw_normed(op),
+                   optional=("positions", *weights()))  # fmt: skip
+
+    def upstream():
+        return {"dquery_out": randn(2, 4, 5, 8, seed=6), "dkey_out": randn(2, 2, 5, 8, seed=7)}
+
+    def raw_backward(op):
+        def run(dquery_out, dkey_out, query, key, cos, sin, positions, query_weight, key_weight):
+            options = (6, True, False, False, query_weight, key_weight, 1e-3, 1.0, 15)
+            return flat(op(dquery_out, dkey_out, query, key, cos, sin, positions, *options))
+
+        return run
+
+    for op in (RAW.rotary_backward, RAW.rotary_backward_check):
+        yield Call(f"ops.{op.__name__}", lambda: upstream() | own() | weights(), raw_backward(op),
+                   optional=("positions", *weights()))  # fmt: skip

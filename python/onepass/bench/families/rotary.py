@@ -1,8 +1,10 @@
 """Cases of the rotary family against the composition that models have, `x * cos + rotate_half(x) *
-sin`: forward, and forward and backward in one call, on CUDA the backward alone as well.
+sin`, and after RMS norms of query and key, as Qwen3 has them: forward, and forward and backward in
+one call, on CUDA the backward alone as well.
 
 Tensors that must cross memory: query and key are read and written once by the forward, and so are
-their gradients by the backward. cos and sin are read once for all heads, a fortieth of that.
+their gradients by the backward, after norms query and key again. cos and sin are read once for all
+heads, a fortieth of that.
 """
 
 from __future__ import annotations
@@ -38,7 +40,35 @@ def _operator(interleaved: bool) -> Operator:
     return Operator(ours, stock, formula, formula)
 
 
-OPERATORS = {"halves": _operator(False), "interleaved": _operator(True)}
+def _normed() -> Operator:
+    eps = 1e-6
+
+    def fused(function):
+        def of(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor):
+            named = dict(zip(("query_weight", "key_weight"), weights, strict=True))
+            return function(query, key, cos, sin, **named, eps=eps)
+
+        return of
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:  # as models of transformers write it
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    def stock(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor):
+        query, key = (norm(x, w) for x, w in zip((query, key), weights, strict=True))
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return tuple(x * cos + reference.partners(x, False) * sin for x in (query, key))
+
+    formula = fused(reference.rotary_embedding)
+    return Operator(fused(functional.rotary_embedding), stock, formula, formula)
+
+
+OPERATORS = {
+    "halves": _operator(False),
+    "interleaved": _operator(True),
+    "normed": _normed(),
+}
 
 
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
@@ -48,7 +78,7 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         "forward", "forward+backward")  # fmt: skip
     shape = QUICK if quick else CUDA_SHAPE if on_cuda else SHAPE
     for name in OPERATORS:
-        for first in LAYOUTS if name == "halves" else LAYOUTS[:1]:
+        for first in LAYOUTS[:1] if name == "interleaved" else LAYOUTS:
             for dtype in (torch.float32, torch.bfloat16):
                 for phase in phases:
                     yield _case(name, shape, first, dtype, phase, device)
@@ -71,10 +101,16 @@ def _case(name: str, shape: tuple, first: str, dtype: torch.dtype, phase: str, d
         angle = torch.randn(1, tokens, head_dim // 2, device=device)
         angle = angle.repeat_interleave(2, -1) if name == "interleaved" else angle.repeat(1, 1, 2)
         query, key = drawn(heads), drawn(heads // HEADS_PER_KEY)
-        return [query, key, angle.cos().to(dtype), angle.sin().to(dtype)]
+        found = [query, key, angle.cos().to(dtype), angle.sin().to(dtype)]
+        if name == "normed":
+            weights = (torch.randn(head_dim, device=device).to(dtype) for _ in range(2))
+            found += [weight.requires_grad_(backward) for weight in weights]
+        return found
 
     large = shape == CUDA_SHAPE
     times = 2 if phase == "forward+backward" else 1
+    if name == "normed" and backward:
+        times += 0.5  # the rows once more
     sizes = "x".join(map(str, shape))
     return Case(
         f"rotary/{name}/{str(dtype).removeprefix('torch.')}/{sizes}-{first}/{phase}",

@@ -1,15 +1,16 @@
-// What the forward and the backward of the norm family share: addressing of strided rows, and the
-// weight in the accumulator's type.
+// What norms of rows share, also where a rotation follows them: the statistic of an RMS norm,
+// blocks of rows, and the weight in the accumulator's type.
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 
+#include "core/rows.h"
 #include "core/visit.h"
 #include "cpu/row_sums.h"
 #include "cpu/sums.h"
 #include "cpu/vec.h"
-#include "ops/norm.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -52,6 +53,23 @@ ONEPASS_INLINE void for_each_row_block(int64_t begin, int64_t end, int block_row
     }
   }
   for (; row < end; ++row) block(row, std::integral_constant<int, 1>{});
+}
+
+// 1 / sqrt(mean square + eps). The few operations per row are done in float64: each of their
+// roundings would show in every element.
+template <class A>
+ONEPASS_INLINE A rstd_of(A squares, int64_t cols, double eps) {
+  return static_cast<A>(1.0 / std::sqrt(squares / static_cast<double>(cols) + eps));
+}
+
+// That of an RMS norm's row.
+template <class A, class X>
+ONEPASS_INLINE A rms_rstd(const X* x, int64_t cols, double eps) {
+  const auto [squares] = sum_columns<A, 1>(cols, [&](Vec<A>* sum, int64_t j, auto count) {
+    const Vec<A> v = load<A>(x + j, count);
+    sum[0] = fma<A>(v, v, sum[0]);
+  });
+  return rstd_of<A>(squares, cols, eps);
 }
 
 // Whether source + offset is there already, as accumulators.

@@ -1,0 +1,184 @@
+// What the kernels of the rotary family share: which columns a thread has, and the factors that cos
+// and sin are of a token's columns.
+#pragma once
+
+#include <bit>
+
+#include "cuda/row_sums.cuh"
+#include "cuda/vec.cuh"
+#include "ops/rotary.h"
+
+namespace onepass::cuda {
+
+inline constexpr int kRotaryThreads = 256;
+inline constexpr int64_t kMostHeads = 8;         // that a thread passes over
+inline constexpr int64_t kFewThreads = 1 << 17;  // with fewer, a thread passes over fewer heads
+
+// Heads that a thread passes over, where groups(heads) groups of them have threads_of_group each.
+template <class Groups>
+int64_t heads_of_thread(int64_t threads_of_group, Groups&& groups) {
+  int64_t each = kMostHeads;
+  while (each > 1 && groups(each) * threads_of_group < kFewThreads) each /= 2;
+  return each;
+}
+
+// A thread has two runs of so many neighbouring columns: two packs, else a pair.
+template <bool kAligned>
+inline constexpr int kWidth = kAligned ? kPack : 1;
+
+template <bool kAligned>
+__device__ __forceinline__ StridedColumns<kAligned> neighbours() {
+  return {1, 0, kWidth<kAligned>};
+}
+
+// The values of kWidth neighbouring elements.
+template <class T, bool kAligned>
+struct Few {
+  Accumulator<T> value[kWidth<kAligned>];
+
+  __device__ __forceinline__ void load(const T* from) {
+    const Raw<T> raw = load_pack(from, neighbours<kAligned>(), 0);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kWidth<kAligned>; ++e) value[e] = element<T>(raw, e);
+  }
+
+  __device__ __forceinline__ void store(T* to) const {
+    Accumulator<T> pack[kPack] = {};
+    ONEPASS_UNROLL
+    for (int e = 0; e < kWidth<kAligned>; ++e) pack[e] = value[e];
+    store_pack(to, neighbours<kAligned>(), 0, narrow<T>(pack));
+  }
+};
+
+// The numbers of a pack's four pairs, as they lie in a table that has one for each pair.
+template <class T>
+struct alignas(sizeof(T) == 2 ? 8 : 16) Pairs {
+  T number[kPack / 2];
+};
+
+// cos or sin of a thread's columns, `first` and `second` being where they begin.
+template <class A, bool kInterleaved, bool kAligned>
+__device__ __forceinline__ void load_table(const RotaryForward& args, const RotaryTable& table,
+                                           int64_t row, int64_t first, int64_t second,
+                                           A (&value)[2][kWidth<kAligned>]) {
+  constexpr int kWide = kWidth<kAligned>;
+  const auto load = [&]<class C>() {
+    const C* numbers = static_cast<const C*>(table.data) + row;
+    Few<C, kAligned> few;
+    if (!args.half_width) {
+      few.load(numbers + first);
+      ONEPASS_UNROLL
+      for (int e = 0; e < kWide; ++e) value[0][e] = few.value[e];
+      few.load(numbers + second);
+      ONEPASS_UNROLL
+      for (int e = 0; e < kWide; ++e) value[1][e] = few.value[e];
+    } else if constexpr (kInterleaved && kAligned) {
+      const auto load_pairs = [&](int64_t column, A(&to)[kWide]) {
+        const Pairs<C> pairs = load_global(reinterpret_cast<const Pairs<C>*>(numbers + column / 2));
+        Raw<C> raw{};
+        ONEPASS_UNROLL
+        for (int e = 0; e < kWide; ++e) set_element(raw, e, pairs.number[e / 2]);
+        ONEPASS_UNROLL
+        for (int e = 0; e < kWide; ++e) to[e] = element<C>(raw, e);
+      };
+      load_pairs(first, value[0]);
+      load_pairs(second, value[1]);
+    } else {
+      few.load(numbers + (kInterleaved ? first / 2 : first));
+      ONEPASS_UNROLL
+      for (int e = 0; e < kWide; ++e) value[0][e] = value[1][e] = few.value[e];
+    }
+  };
+  if constexpr (sizeof(A) == 8) {
+    load.template operator()<double>();
+  } else {
+    visit_dtype_up_to_float32(args.table_dtype, load);
+  }
+}
+
+// The row of the tables that a token has; a negative one is none.
+__device__ __forceinline__ int64_t row_of(const RotaryForward& args, int64_t batch, int64_t token) {
+  if (!args.positions) return token;
+  const int64_t at = batch * args.positions_batch_stride + token * args.positions_stride;
+  const int64_t row = args.wide_positions
+                          ? load_global(static_cast<const int64_t*>(args.positions) + at)
+                          : load_global(static_cast<const int32_t*>(args.positions) + at);
+  return row < args.rows ? row : -1;
+}
+
+// Whether a pack has both columns of its pairs.
+template <bool kInterleaved, bool kAligned>
+inline constexpr bool kInPack = kInterleaved && kAligned;
+
+// Where a thread's two runs of columns that are rotated begin. Neighbouring packs are of
+// neighbouring threads.
+struct Halves {
+  int64_t first;
+  int64_t second;
+};
+template <bool kInterleaved, bool kAligned>
+__device__ __forceinline__ Halves halves_of(const RotaryForward& args, int64_t place) {
+  if constexpr (kInterleaved && !kAligned) return {2 * place, 2 * place + 1};
+  return {kWidth<kAligned> * place, args.rotary_dim / 2 + kWidth<kAligned> * place};
+}
+
+// Of the columns of a thread: y[h][e] = x[h][e] * own[h][e] + partner * other[h][e].
+template <class A, bool kInterleaved, bool kAligned>
+struct Factors {
+  static constexpr int kWide = kWidth<kAligned>;
+  A own[2][kWide], other[2][kWide];
+
+  // A row of the tables that is negative gives NaN.
+  __device__ __forceinline__ Factors(const RotaryForward& args, int64_t batch, int64_t row,
+                                     const Halves& halves) {
+    A sine[2][kWide];
+    const auto table = [&](const RotaryTable& of, A(&value)[2][kWide]) {
+      if (row >= 0) {
+        load_table<A, kInterleaved, kAligned>(args, of,
+                                              batch * of.batch_stride + row * of.row_stride,
+                                              halves.first, halves.second, value);
+        return;
+      }
+      ONEPASS_UNROLL
+      for (int e = 0; e < kWide; ++e) {
+        value[0][e] = value[1][e] = std::bit_cast<float>(0x7fc00000u);
+      }
+    };
+    table(args.cos, own);
+    table(args.sin, sine);
+    // Of pair (a, b): other[a] = -sin[a] and other[b] = sin[b]; transposed sin[b] and -sin[a].
+    constexpr bool kNeighbours = kInPack<kInterleaved, kAligned>;
+    ONEPASS_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      ONEPASS_UNROLL
+      for (int e = 0; e < kWide; ++e) {
+        const bool is_first = kNeighbours ? e % 2 == 0 : h == 0;
+        const A partners = kNeighbours ? sine[h][e ^ 1] : sine[1 - h][e];
+        const A number = args.transposed ? partners : sine[h][e];
+        other[h][e] = is_first == args.transposed ? number : -number;
+      }
+    }
+  }
+};
+
+// Whether packs lie at multiples of 16 bytes everywhere.
+inline bool has_aligned_base(const void* data) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0;
+}
+inline bool has_aligned_strides(const HeadStride& stride) {
+  return (stride.batch | stride.head | stride.token) % kPack == 0;
+}
+inline bool is_aligned(const RotaryForward& args) {
+  const auto heads = [&](const RotatedHeads& heads) {
+    return has_aligned_base(heads.input) && has_aligned_base(heads.output) &&
+           has_aligned_base(heads.weight) && has_aligned_strides(heads.input_stride) &&
+           has_aligned_strides(heads.output_stride);
+  };
+  const auto table = [&](const RotaryTable& table) {
+    return has_aligned_base(table.data) && (table.batch_stride | table.row_stride) % kPack == 0;
+  };
+  return args.rotary_dim % (2 * kPack) == 0 && args.head_dim % kPack == 0 && heads(args.query) &&
+         heads(args.key) && table(args.cos) && table(args.sin);
+}
+
+}  // namespace onepass::cuda

@@ -1,0 +1,182 @@
+// Rows that an RMS norm stands in front of: a group of a warp's lanes has one, in registers.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/rotary/columns.cuh"
+
+namespace onepass::cuda {
+
+// The columns of a lane, which are two runs of eight, as columns of a pack (vec.cuh) for each: two
+// packs, else eight pairs of columns. The first lanes have those that are rotated.
+template <bool kInterleaved, bool kAligned_>
+struct NormedColumns {
+  static constexpr bool kAligned = kAligned_;
+  int lane;
+  int lanes;  // of the row
+  int rotary_dim;
+  int head_dim;
+
+  __device__ __forceinline__ int place(int e) const { return kAligned ? lane : e * lanes + lane; }
+  __device__ __forceinline__ bool rotates(int e) const {
+    return place(e) < rotary_dim / 2 / kWidth<kAligned>;
+  }
+  __device__ __forceinline__ int of(int h, int e) const {
+    constexpr int kWide = kWidth<kAligned>;
+    const int within = kAligned ? e : 0;
+    if (!rotates(e)) {
+      const int column = place(e) * kWide - rotary_dim / 2;  // of the first half of the rest
+      return rotary_dim + h * half_of_rest() + column + within;
+    }
+    if (kInterleaved && !kAligned) return 2 * place(e) + h;
+    return h * (rotary_dim / 2) + place(e) * kWide + within;
+  }
+  __device__ __forceinline__ bool has(int h, int e) const {
+    if (rotates(e)) return true;
+    const int column = place(e) * kWidth<kAligned> - rotary_dim / 2;
+    return column < half_of_rest() && rotary_dim + h * half_of_rest() + column < head_dim;
+  }
+  template <class T>
+  __device__ __forceinline__ T* in(T* row, int h, int e) const {
+    return row + of(h, e);
+  }
+  // Where shared memory holds a value for each element, without conflicts between banks.
+  __device__ __forceinline__ int slot(int h, int e) const { return (h * kPack + e) * lanes + lane; }
+
+ private:
+  __device__ __forceinline__ int half_of_rest() const {
+    constexpr int kWide = kWidth<kAligned>;
+    return ((head_dim - rotary_dim) / kWide + 1) / 2 * kWide;
+  }
+};
+
+inline constexpr int kLaneColumns = 2 * kPack;
+static_assert(kMostNormedColumns == kLanes * kLaneColumns);
+
+// How rows are shared: lanes of a warp have one, groups of lanes the tokens of a block, and each
+// passes over some heads of query or of key.
+struct NormedShape {
+  bool aligned;
+  int lanes;
+  int groups;            // of a block
+  int64_t heads_each;    // that a group passes over
+  int64_t token_blocks;  // of all sequences
+
+  NormedShape(const RotaryForward& args, bool is_aligned) : aligned(is_aligned) {
+    const int64_t wide = is_aligned ? kPack : 1;
+    const int64_t rest = (args.head_dim - args.rotary_dim) / wide;
+    const int64_t places = args.rotary_dim / 2 / wide + (rest + 1) / 2;
+    lanes = static_cast<int>(std::min<int64_t>(
+        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(places))), kLanes));
+    groups = kRotaryThreads / lanes;
+    const int64_t tokens = args.batch * args.tokens;
+    token_blocks = (tokens + groups - 1) / groups;
+    heads_each = heads_of_thread(tokens * lanes, [&](int64_t each) {
+      return (args.query.heads + each - 1) / each + (args.key.heads + each - 1) / each;
+    });
+  }
+
+  ONEPASS_HOST_DEVICE int64_t head_groups(const RotatedHeads& heads) const {
+    return (heads.heads + heads_each - 1) / heads_each;
+  }
+};
+
+// The token of a group of lanes; none, without columns, beyond the last one.
+template <bool kInterleaved, bool kAligned>
+struct NormedToken {
+  int64_t batch;
+  int64_t token;
+  bool is_there;
+  NormedColumns<kInterleaved, kAligned> columns;
+
+  __device__ __forceinline__ NormedToken(const RotaryForward& args, const NormedShape& shape,
+                                         int64_t token_block) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int64_t at = token_block * shape.groups + thread / shape.lanes;
+    batch = at / args.tokens;
+    token = at - batch * args.tokens;
+    is_there = batch < args.batch;
+    columns = {thread % shape.lanes, shape.lanes, is_there ? static_cast<int>(args.rotary_dim) : 0,
+               is_there ? static_cast<int>(args.head_dim) : 0};
+  }
+
+  __device__ __forceinline__ int64_t offset(const HeadStride& stride, int64_t head) const {
+    return batch * stride.batch + head * stride.head + token * stride.token;
+  }
+};
+
+// Factors of a lane's columns, 1 and 0 where they are not rotated.
+template <class A, bool kInterleaved, bool kAligned>
+struct NormedFactors {
+  A own[2][kPack], other[2][kPack];
+
+  __device__ __forceinline__ NormedFactors(const RotaryForward& args,
+                                           const NormedToken<kInterleaved, kAligned>& token) {
+    int64_t row = -1;
+    bool has_row = false;
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; e += kWidth<kAligned>) {
+      ONEPASS_UNROLL
+      for (int i = 0; i < kWidth<kAligned>; ++i) {
+        own[0][e + i] = own[1][e + i] = A(1);
+        other[0][e + i] = other[1][e + i] = A(0);
+      }
+      if (!token.columns.rotates(e)) continue;
+      if (!has_row) row = row_of(args, token.batch, token.token);
+      has_row = true;
+      const Factors<A, kInterleaved, kAligned> factors(
+          args, token.batch, row, halves_of<kInterleaved, kAligned>(args, token.columns.place(e)));
+      ONEPASS_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        ONEPASS_UNROLL
+        for (int i = 0; i < kWidth<kAligned>; ++i) {
+          own[h][e + i] = factors.own[h][i];
+          other[h][e + i] = factors.other[h][i];
+        }
+      }
+    }
+  }
+
+  // x's partner in a pair.
+  static __device__ __forceinline__ A partner(const A (&x)[2][kPack], int h, int e) {
+    return kInPack<kInterleaved, kAligned> ? x[h][e ^ 1] : x[1 - h][e];
+  }
+  __device__ __forceinline__ A rotated(const NormedColumns<kInterleaved, kAligned>& columns,
+                                       const A (&x)[2][kPack], int h, int e) const {
+    const A scaled = x[h][e] * own[h][e];
+    const A turned = multiply_add(x[h][e], own[h][e], partner(x, h, e) * other[h][e]);
+    return columns.rotates(e) ? turned : scaled;  // a partner that is not one may be infinite
+  }
+};
+
+// The weight of a block's rows into shared memory, (kLaneColumns, lanes). A barrier must follow.
+template <class A, bool kInterleaved, bool kAligned>
+__device__ __forceinline__ void stage_weight(const RotaryForward& args, const RotatedHeads& heads,
+                                             const NormedShape& shape, A* staged) {
+  const NormedColumns<kInterleaved, kAligned> columns{static_cast<int>(threadIdx.x), shape.lanes,
+                                                      static_cast<int>(args.rotary_dim),
+                                                      static_cast<int>(args.head_dim)};
+  if (columns.lane >= shape.lanes) return;
+  ONEPASS_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    A value[kPack];
+    load_values(heads.weight, heads.weight_dtype, A(1), columns, h, value);
+    const A offset = heads.weight ? static_cast<A>(args.weight_offset) : A(0);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) staged[columns.slot(h, e)] = value[e] + offset;
+  }
+}
+
+// value[i] becomes its sum over the lanes of the row.
+template <int kCount, class A>
+__device__ __forceinline__ void sum_over_lanes(A (&value)[kCount], int lanes) {
+  ONEPASS_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    ONEPASS_UNROLL
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      if (step < lanes) value[i] += __shfl_xor_sync(kAllLanes, value[i], step);
+    }
+  }
+}
+
+}  // namespace onepass::cuda
