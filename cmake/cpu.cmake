@@ -50,4 +50,5 @@ foreach(level ${levels})
 endforeach()
 
 onepass_op_library(onepass_cpu ${ops_sources} ${level_objects})
-target_compile_definitions(onepass_cpu PRIVATE "ONEPASS_CPU_LEVELS=${level_list}")
+target_compile_definitions(onepass_cpu PRIVATE ONEPASS_DEFINES_SCHEMAS
+  "ONEPASS_CPU_LEVELS=${level_list}")

@@ -21,6 +21,7 @@ struct Plan {
                             // depend on them
   const char* reason;       // why this path and no other
   int64_t threads = 1;      // that take part at most; a part of the workspace is a thread's own
+  bool is_second = false;   // which of either_of()'s operators made it
   alignas(8) unsigned char layout[192] = {};  // the operator's own, see operator_of()
 };
 
@@ -66,6 +67,23 @@ Operator<Args> operator_of() {
                 Layout layout;
                 std::memcpy(&layout, made.layout, sizeof(Layout));
                 run(args, made, layout, workspace, context);
+              }};
+}
+
+// Two ways to compute the same; the plan chooses: the first where is_first(args).
+template <class Args, bool (*is_first)(const Args&), Operator<Args> (*first)(),
+          Operator<Args> (*second)()>
+Operator<Args> either_of() {
+  return {.plan =
+              [](const Args& args, const Machine& machine) {
+                const bool is_second = !is_first(args);
+                Plan made = (is_second ? second() : first()).plan(args, machine);
+                made.is_second = is_second;
+                return made;
+              },
+          .run =
+              [](const Args& args, const Plan& made, void* workspace, const Context& context) {
+                (made.is_second ? second() : first()).run(args, made, workspace, context);
               }};
 }
 

@@ -189,14 +189,12 @@ void run_branch_forward(const BranchForward& args, const Plan& plan, void* works
 template <class A>
 void branch_chunk(const BranchBackward& args, const A* columns, const Dropout& dropout,
                   int64_t first, int64_t last, A* total, A* run) {
-  const int64_t size = padded_bytes(args.cols, sizeof(A)) / static_cast<int64_t>(sizeof(A));
-  const bool sums = args.dcolumn_scale != nullptr;
-  if (sums) std::fill(total, total + size, A(0));
+  const int64_t size = args.dcolumn_scale ? padded_bytes(args.cols, sizeof(A)) / sizeof(A) : 0;
+  std::fill(total, total + size, A(0));
   KeepTile keep;
   alignas(64) A gradient[kDropoutTile];
-  for (int64_t begin = first; begin < last; begin += kRunRows) {
-    if (sums) std::fill(run, run + size, A(0));
-    for (int64_t row = begin; row < std::min(begin + kRunRows, last); ++row) {
+  for_each_run(first, last, kRunRows, total, run, size, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
       const RowIndex index = row_index(args.row_size, row);
       const int64_t doutput = row_offset(index, args.doutput_stride);
       const int64_t branch = row_offset(index, args.branch_stride);
@@ -215,11 +213,7 @@ void branch_chunk(const BranchBackward& args, const A* columns, const Dropout& d
             args.dinput_dtype, run + tile, count);
       }
     }
-    // A sum's size is a multiple of a vector, and what lies beyond cols is zero.
-    for (int64_t j = 0; sums && j < size; j += kLanes<A>) {
-      store<A>(total + j, load<A>(total + j) + load<A>(run + j));
-    }
-  }
+  });
 }
 
 template <class A>

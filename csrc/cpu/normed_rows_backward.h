@@ -8,22 +8,6 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// body(begin, end) over [first, last), a run of run_rows rows at a time, whose sums it adds to
-// those in `run`, (size,). They are added to `total`, where run does not lie there itself. A size
-// is a multiple of a vector, and what lies beyond a row's columns is zero.
-template <class A, class Body>
-void for_each_run(int64_t first, int64_t last, int64_t run_rows, A* total, A* run, int64_t size,
-                  Body&& body) {
-  for (int64_t row = first; row < last; row += run_rows) {
-    if (run != total) std::fill(run, run + size, A(0));
-    body(row, std::min(row + run_rows, last));
-    if (run == total) continue;
-    for (int64_t j = 0; j < size; j += kLanes<A>) {
-      store<A>(total + j, load<A>(total + j) + load<A>(run + j));
-    }
-  }
-}
-
 template <class A>
 struct BackwardRows {
   const void* doutput[kRowsPerBlock];        // (cols,) each

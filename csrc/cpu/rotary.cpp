@@ -249,12 +249,11 @@ void unrotate_heads(const RotaryBackward& args, const RotatedHeads& heads, const
   };
   for_each_run(
       0, heads.heads * tokens, kRunRows, total, scratch.run, size, [&](int64_t row, int64_t last) {
-        for_each_row_block(
-            row, last, kRowsPerBlock, [&](int64_t first, auto row_count) {
-              constexpr int kRows = decltype(row_count)::value;
-              for (int r = 0; r < kRows; ++r) set_row(r, first + r);
-              norm_backward_kernel<A, A, T, T, true, false, false, kRows>(rows, 0, args.head_dim);
-            });
+        for_each_row_block(row, last, kRowsPerBlock, [&](int64_t first, auto row_count) {
+          constexpr int kRows = decltype(row_count)::value;
+          for (int r = 0; r < kRows; ++r) set_row(r, first + r);
+          norm_backward_kernel<A, A, T, T, true, false, false, kRows>(rows, 0, args.head_dim);
+        });
       });
 }
 
@@ -266,12 +265,13 @@ int64_t bytes_of_lines(const RotaryForward& args) {  // of one token
 struct Blocks {
   int64_t tokens;
   int64_t of_sequence;
-
-  explicit Blocks(const RotaryForward& args)
-      : tokens(std::clamp<int64_t>(kBlockBytes / std::max<int64_t>(bytes_of_lines(args), 1), 1,
-                                   args.tokens)),
-        of_sequence(ceil_div(args.tokens, tokens)) {}
 };
+
+Blocks blocks_of(const RotaryForward& args) {
+  const int64_t tokens =
+      std::clamp<int64_t>(kBlockBytes / std::max<int64_t>(bytes_of_lines(args), 1), 1, args.tokens);
+  return {tokens, ceil_div(args.tokens, tokens)};
+}
 
 // body(batch, first token, last) of the blocks [begin, end) of all sequences, which the lines have
 // been filled for.
@@ -326,16 +326,22 @@ void rotary_forward_kernel(const RotaryForward& args, const Weights<Accumulator<
   });
 }
 
-bool has_weights(const RotaryForward& args) { return args.query.weight || args.key.weight; }
+// What a forward's plan decides.
+struct ForwardLayout {
+  Blocks blocks;
+  Slots slots;  // lines of each thread
+};
 
-Plan plan_forward(const RotaryForward& args, const Machine& machine) {
-  const Blocks blocks(args);
+Plan plan_forward(const RotaryForward& args, const Machine& machine, ForwardLayout& layout) {
+  const Blocks& blocks = layout.blocks = blocks_of(args);
+  const bool has_weights = args.query.weight || args.key.weight;
+  layout.slots = {.begin = has_weights ? bytes_of_weights(args) : 0,
+                  .bytes = blocks.tokens * bytes_of_lines(args)};
   const int64_t pieces = args.batch * blocks.of_sequence;
   const int64_t heads = args.query.heads + args.key.heads;
   const int64_t bytes = 2 * args.batch * heads * args.tokens * args.head_dim * size_of(args.dtype);
   const int64_t threads = threads_for(bytes / kBytes, pieces, machine);
-  return {.workspace_bytes = (has_weights(args) ? bytes_of_weights(args) : 0) +
-                             threads * blocks.tokens * bytes_of_lines(args),
+  return {.workspace_bytes = layout.slots.end(threads),
           .kernel_name = "rotary_forward_kernel",
           .rows_per_tile = blocks.tokens,
           .splits = pieces,
@@ -343,19 +349,16 @@ Plan plan_forward(const RotaryForward& args, const Machine& machine) {
           .threads = threads};
 }
 
-void run_forward(const RotaryForward& args, const Plan& plan, void* workspace,
-                 const Context& context) {
+void run_forward(const RotaryForward& args, const Plan& plan, const ForwardLayout& layout,
+                 void* workspace, const Context& context) {
   // Each thread has one run of pieces: its first one says which lines are its own.
   const int64_t each = ceil_div(plan.splits, plan.threads);
-  const Blocks blocks(args);
-  const Slots slots{.begin = has_weights(args) ? bytes_of_weights(args) : 0,
-                    .bytes = blocks.tokens * bytes_of_lines(args)};
   visit_dtype(args.dtype, [&]<class T>() {
     const auto weights = widen_weights<Accumulator<T>>(args, workspace);
     visit_bool(args.interleaved, [&]<bool kInterleaved>() {
       for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
-        rotary_forward_kernel<T, kInterleaved>(args, weights, blocks, begin, end,
-                                               slots.of(workspace, begin / each));
+        rotary_forward_kernel<T, kInterleaved>(args, weights, layout.blocks, begin, end,
+                                               layout.slots.of(workspace, begin / each));
       });
     });
   });
@@ -363,7 +366,8 @@ void run_forward(const RotaryForward& args, const Plan& plan, void* workspace,
 
 // What a backward's plan decides.
 struct BackwardLayout {
-  int64_t blocks;    // of all sequences
+  Blocks blocks;
+  int64_t count;     // of blocks, of all sequences
   int64_t partials;  // begin of (chunks, query and key, sum_size)
   Slots slots;       // Scratch of each thread
 };
@@ -372,12 +376,12 @@ struct BackwardLayout {
 constexpr int64_t kScratchRows = kRowsPerBlock + 2;
 
 Plan plan_backward(const RotaryBackward& args, const Machine& machine, BackwardLayout& layout) {
-  const Blocks blocks(args);
-  layout.blocks = args.batch * blocks.of_sequence;
+  const Blocks& blocks = layout.blocks = blocks_of(args);
+  layout.count = args.batch * blocks.of_sequence;
   const int64_t rows = args.batch * (args.query.heads + args.key.heads) * args.tokens;
   const int64_t most = chunks_of(rows, args.head_dim);
   const int64_t chunks =
-      static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(std::min(most, layout.blocks))));
+      static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(std::min(most, layout.count))));
   const int64_t bytes = 3 * rows * args.head_dim * size_of(args.dtype);
   const int64_t threads = threads_for(bytes / kBytes, chunks, machine);
   const int64_t row_bytes = bytes_of_weights(args) / 2;
@@ -422,7 +426,7 @@ void rotary_backward_kernel(const RotaryBackward& args, const Weights<Accumulato
 
 void run_backward(const RotaryBackward& args, const Plan& plan, const BackwardLayout& layout,
                   void* workspace, const Context& context) {
-  const Blocks blocks(args);
+  const Blocks& blocks = layout.blocks;
   const int64_t each = ceil_div(plan.splits, plan.threads);
   visit_dtype(args.dtype, [&]<class T>() {
     using A = Accumulator<T>;
@@ -440,8 +444,8 @@ void run_backward(const RotaryBackward& args, const Plan& plan, const BackwardLa
         scratch.unwanted = arena.take<A>(size);
         for (int64_t chunk = begin; chunk < end; ++chunk) {
           rotary_backward_kernel<T, kInterleaved>(
-              args, weights, blocks, layout.blocks * chunk / plan.splits,
-              layout.blocks * (chunk + 1) / plan.splits, scratch, partials + 2 * chunk * size);
+              args, weights, blocks, layout.count * chunk / plan.splits,
+              layout.count * (chunk + 1) / plan.splits, scratch, partials + 2 * chunk * size);
         }
       });
     });
@@ -457,7 +461,9 @@ void run_backward(const RotaryBackward& args, const Plan& plan, const BackwardLa
 
 }  // namespace
 
-Operator<RotaryForward> rotary_forward() { return {plan_forward, run_forward}; }
+Operator<RotaryForward> rotary_forward() {
+  return operator_of<RotaryForward, ForwardLayout, plan_forward, run_forward>();
+}
 Operator<RotaryBackward> rotary_backward() {
   return operator_of<RotaryBackward, BackwardLayout, plan_backward, run_backward>();
 }

@@ -17,11 +17,28 @@ inline constexpr int64_t kMaxChunks = 64;
 inline constexpr int64_t kMinChunkRows = 32;
 inline constexpr int64_t kMinChunkElements = 32768;
 inline constexpr int64_t kRunRows = 64;
+
 inline int64_t chunks_of(int64_t rows, int64_t cols) {
   const int64_t by_rows = rows / kMinChunkRows;
   const int64_t by_elements = rows * cols / kMinChunkElements;
   const int64_t most = std::clamp<int64_t>(std::min(by_rows, by_elements), 1, kMaxChunks);
   return static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(most)));
+}
+
+// body(begin, end) over [first, last), a run of run_rows rows at a time, whose sums it adds to
+// those in `run`, (size,). They are added to `total`, where run does not lie there itself. A size
+// is a multiple of a vector, and what lies beyond a row's columns is zero.
+template <class A, class Body>
+void for_each_run(int64_t first, int64_t last, int64_t run_rows, A* total, A* run, int64_t size,
+                  Body&& body) {
+  for (int64_t row = first; row < last; row += run_rows) {
+    if (run != total) std::fill(run, run + size, A(0));
+    body(row, std::min(row + run_rows, last));
+    if (run == total) continue;
+    for (int64_t j = 0; j < size; j += kLanes<A>) {
+      store<A>(total + j, load<A>(total + j) + load<A>(run + j));
+    }
+  }
 }
 
 // Bytes of cols accumulators, rounded up to a multiple of 64.

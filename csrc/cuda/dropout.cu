@@ -58,22 +58,29 @@ bool is_aligned(const DropoutForward& args) {
   return aligned(args.input) && aligned(args.residual) && aligned(args.output);
 }
 
-Plan plan_forward(const DropoutForward& args, const Machine&) {
+// What a plan decides.
+struct DropoutLayout {
+  bool aligned;
+};
+
+Plan plan_forward(const DropoutForward& args, const Machine&, DropoutLayout& layout) {
+  layout.aligned = is_aligned(args);
   const int64_t packs = (args.numel + kPack - 1) / kPack;
   const int64_t blocks = (packs + kPacksPerBlock - 1) / kPacksPerBlock;
   return {.workspace_bytes = 0,
           .kernel_name = "dropout_forward_kernel",
           .rows_per_tile = 1,
           .splits = std::clamp<int64_t>(blocks, 1, kMaxBlocks),
-          .reason = is_aligned(args) ? "16-byte accesses" : "unaligned: single elements"};
+          .reason = layout.aligned ? "16-byte accesses" : "unaligned: single elements"};
 }
 
-void run_forward(const DropoutForward& args, const Plan& plan, void*, const Context& context) {
+void run_forward(const DropoutForward& args, const Plan& plan, const DropoutLayout& layout, void*,
+                 const Context& context) {
   const LaunchShape shape{.blocks = plan.splits, .threads = kThreads};
   const bool same = args.input_dtype == args.output_dtype &&
                     (!args.residual || args.input_dtype == args.residual_dtype);
   const auto start = [&]<class Types>() {
-    visit_bool(is_aligned(args), [&]<bool kAligned>() {
+    visit_bool(layout.aligned, [&]<bool kAligned>() {
       launch<dropout_forward_kernel<Types, kAligned>>(shape, context.stream, args);
     });
   };
@@ -299,17 +306,19 @@ void run_branch_backward(const BranchBackward& args, const Plan&, const BranchGe
                                                       geometry.parts, partials);
     });
     if (!args.dcolumn_scale || geometry.parts == 1) return;
-    launch<branch_backward_reduce_kernel<A>>({.blocks = (args.cols + kReduceColumns - 1) / kReduceColumns,
-                                              .threads = kReduceThreads,
-                                              .shared_bytes = kReduceThreads * sizeof(A)},
-                                             context.stream, args, static_cast<const A*>(partials),
-                                             static_cast<int>(geometry.parts));
+    launch<branch_backward_reduce_kernel<A>>(
+        {.blocks = (args.cols + kReduceColumns - 1) / kReduceColumns,
+         .threads = kReduceThreads,
+         .shared_bytes = kReduceThreads * sizeof(A)},
+        context.stream, args, static_cast<const A*>(partials), static_cast<int>(geometry.parts));
   });
 }
 
 }  // namespace
 
-Operator<DropoutForward> dropout_forward() { return {plan_forward, run_forward}; }
+Operator<DropoutForward> dropout_forward() {
+  return operator_of<DropoutForward, DropoutLayout, plan_forward, run_forward>();
+}
 Operator<BranchForward> branch_forward() {
   return operator_of<BranchForward, BranchGeometry, plan_branch_forward, run_branch_forward>();
 }

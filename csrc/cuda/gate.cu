@@ -181,53 +181,67 @@ bool is_aligned(const GateBackward& args) {
          is_aligned(args, args.dup, args.up_dtype, args.gradient_stride);
 }
 
+// What a plan decides.
+struct GateLayout {
+  Work work;
+  bool aligned;
+};
+
 template <class Args>
-Plan plan_of(const Args& args, const char* kernel_name) {
-  const Work work = work_of(args.cols);
+Plan plan_of(const Args& args, const char* kernel_name, GateLayout& layout) {
+  layout = {work_of(args.cols), is_aligned(args)};
+  const Work& work = layout.work;
   const int64_t rows_per_block = kThreads / work.threads_per_row;
   return {.workspace_bytes = 0,
           .kernel_name = kernel_name,
           .rows_per_tile = rows_per_block,
           .splits = (args.rows + rows_per_block - 1) / rows_per_block * work.blocks_per_row,
-          .reason = is_aligned(args) ? "16-byte accesses" : "unaligned: single elements"};
+          .reason = layout.aligned ? "16-byte accesses" : "unaligned: single elements"};
 }
 
-Plan plan_forward(const GateForward& args, const Machine&) {
-  return plan_of(args, "gate_forward_kernel");
+Plan plan_forward(const GateForward& args, const Machine&, GateLayout& layout) {
+  return plan_of(args, "gate_forward_kernel", layout);
 }
 
-Plan plan_backward(const GateBackward& args, const Machine&) {
-  return plan_of(args, "gate_backward_kernel");
+Plan plan_backward(const GateBackward& args, const Machine&, GateLayout& layout) {
+  return plan_of(args, "gate_backward_kernel", layout);
 }
 
 // start<Types, kAligned>()
 template <class Args, class Start>
-void visit_types(const Args& args, bool same, Start&& start) {
-  visit_bool(is_aligned(args), [&]<bool kAligned>() {
+void visit_types(const Args& args, bool aligned, bool same, Start&& start) {
+  visit_bool(aligned, [&]<bool kAligned>() {
     if (!same) return start.template operator()<Mixed, kAligned>();
     visit_dtype(args.gate_dtype,
                 [&]<class T>() { start.template operator()<Same<T>, kAligned>(); });
   });
 }
 
-void run_forward(const GateForward& args, const Plan& plan, void*, const Context& context) {
+void run_forward(const GateForward& args, const Plan& plan, const GateLayout& layout, void*,
+                 const Context& context) {
   const LaunchShape shape{.blocks = plan.splits, .threads = kThreads};
-  visit_types(args, args.gate_dtype == args.up_dtype, [&]<class Types, bool kAligned>() {
-    launch<gate_forward_kernel<Types, kAligned>>(shape, context.stream, args, work_of(args.cols));
+  const bool same = args.gate_dtype == args.up_dtype;
+  visit_types(args, layout.aligned, same, [&]<class Types, bool kAligned>() {
+    launch<gate_forward_kernel<Types, kAligned>>(shape, context.stream, args, layout.work);
   });
 }
 
-void run_backward(const GateBackward& args, const Plan& plan, void*, const Context& context) {
+void run_backward(const GateBackward& args, const Plan& plan, const GateLayout& layout, void*,
+                  const Context& context) {
   const LaunchShape shape{.blocks = plan.splits, .threads = kThreads};
   const bool same = args.gate_dtype == args.up_dtype && args.gate_dtype == args.doutput_dtype;
-  visit_types(args, same, [&]<class Types, bool kAligned>() {
-    launch<gate_backward_kernel<Types, kAligned>>(shape, context.stream, args, work_of(args.cols));
+  visit_types(args, layout.aligned, same, [&]<class Types, bool kAligned>() {
+    launch<gate_backward_kernel<Types, kAligned>>(shape, context.stream, args, layout.work);
   });
 }
 
 }  // namespace
 
-Operator<GateForward> gate_forward() { return {plan_forward, run_forward}; }
-Operator<GateBackward> gate_backward() { return {plan_backward, run_backward}; }
+Operator<GateForward> gate_forward() {
+  return operator_of<GateForward, GateLayout, plan_forward, run_forward>();
+}
+Operator<GateBackward> gate_backward() {
+  return operator_of<GateBackward, GateLayout, plan_backward, run_backward>();
+}
 
 }  // namespace onepass::cuda

@@ -358,8 +358,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
 }
 
-Plan plan_rows(const LossCall& args, const char* kernel_name, const char* reason) {
-  const Geometry geometry = geometry_of(args.cols);
+Plan plan_rows(const LossCall& args, const Geometry& geometry, const char* kernel_name,
+               const char* reason) {
   return {.workspace_bytes = 0,
           .kernel_name = kernel_name,
           .rows_per_tile = geometry.threads / geometry.threads_per_row,
@@ -367,16 +367,16 @@ Plan plan_rows(const LossCall& args, const char* kernel_name, const char* reason
           .reason = reason};
 }
 
-Plan plan_forward(const LossForward& args, const Machine&) {
-  Plan plan = plan_rows(args, "loss_forward_kernel", "16-byte accesses");
+Plan plan_forward(const LossForward& args, const Machine&, Geometry& geometry) {
+  geometry = geometry_of(args.cols);
+  Plan plan = plan_rows(args, geometry, "loss_forward_kernel", "16-byte accesses");
   const int64_t number = args.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
   plan.workspace_bytes = 2 * args.rows * number;  // losses, weights
   return plan;
 }
 
-void run_forward(const LossForward& args, const Plan& plan, void* workspace,
-                 const Context& context) {
-  const Geometry geometry = geometry_of(args.cols);
+void run_forward(const LossForward& args, const Plan& plan, const Geometry& geometry,
+                 void* workspace, const Context& context) {
   visit_dtype(args.dtype, [&]<class T>() {
     using A = Accumulator<T>;
     if (args.rows > 0) {
@@ -404,19 +404,27 @@ bool is_aligned(const LossBackward& args) {
          (args.rows == 1 || (args.input_stride - args.dinput_stride) * size % 16 == 0);
 }
 
-Plan plan_backward(const LossBackward& args, const Machine&) {
-  return plan_rows(args, "loss_backward_kernel",
-                   is_aligned(args) ? "16-byte accesses" : "unaligned: single elements");
+// What a backward's plan decides.
+struct BackwardLayout {
+  Geometry geometry;
+  bool aligned;
+};
+
+Plan plan_backward(const LossBackward& args, const Machine&, BackwardLayout& layout) {
+  layout = {geometry_of(args.cols), is_aligned(args)};
+  return plan_rows(args, layout.geometry, "loss_backward_kernel",
+                   layout.aligned ? "16-byte accesses" : "unaligned: single elements");
 }
 
-void run_backward(const LossBackward& args, const Plan& plan, void*, const Context& context) {
-  const Geometry geometry = geometry_of(args.cols);
+void run_backward(const LossBackward& args, const Plan& plan, const BackwardLayout& layout, void*,
+                  const Context& context) {
+  const Geometry& geometry = layout.geometry;
   visit_dtype(args.dtype, [&]<class T>() {
     const LaunchShape shape{
         .blocks = plan.splits,
         .threads = static_cast<unsigned>(geometry.threads),
         .shared_bytes = kWarpsPerBlock * (sizeof(RowHead<Accumulator<T>>) + 16)};
-    visit_bool(is_aligned(args), [&]<bool kAligned>() {
+    visit_bool(layout.aligned, [&]<bool kAligned>() {
       launch<loss_backward_kernel<T, kAligned>>(shape, context.stream, args,
                                                 geometry.threads_per_row);
     });
@@ -425,7 +433,11 @@ void run_backward(const LossBackward& args, const Plan& plan, void*, const Conte
 
 }  // namespace
 
-Operator<LossForward> loss_forward() { return {plan_forward, run_forward}; }
-Operator<LossBackward> loss_backward() { return {plan_backward, run_backward}; }
+Operator<LossForward> loss_forward() {
+  return operator_of<LossForward, Geometry, plan_forward, run_forward>();
+}
+Operator<LossBackward> loss_backward() {
+  return operator_of<LossBackward, BackwardLayout, plan_backward, run_backward>();
+}
 
 }  // namespace onepass::cuda

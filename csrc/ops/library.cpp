@@ -1,6 +1,8 @@
 // Registers the operators of this library with torch. The sources of ops/ are compiled once for
 // each back end: ONEPASS_NAMESPACE is where its operators are, ONEPASS_DISPATCH_KEY whose tensors
-// they take. The CUDA library adds kernels to schemas that the CPU library has defined.
+// they take, and ONEPASS_DEFINES_SCHEMAS says that it is the first one there. (The CUDA library
+// adds kernels to schemas that the CPU library has defined.) ONEPASS_CUDA is about the back end
+// itself: the host may not read what lies in its tensors.
 #include "ops/library.h"
 
 #include <string>
@@ -35,7 +37,7 @@ void implement(torch::stable::detail::StableLibrary& library, bool only_checks) 
 }  // namespace
 }  // namespace onepass
 
-#ifndef ONEPASS_CUDA
+#ifdef ONEPASS_DEFINES_SCHEMAS
 STABLE_TORCH_LIBRARY_FRAGMENT(ONEPASS_NAMESPACE, library) {
   for (const onepass::OperatorEntry& entry : onepass::operators()) {
     library.def(entry.schema);

@@ -166,6 +166,24 @@ def test_paged_layouts():
     assert_same(ours(case, t | apart), expected)
 
 
+@everywhere
+@pytest.mark.parametrize("apart", [4, 2, 1])
+def test_pages_whose_stride_16_bytes_do_not_divide(apart):
+    """On CUDA their rows are copied by 8, by 4 bytes, by elements; the first page is aligned."""
+    case = Case(BF16, 64, storage="paged", seq_q=20, seq_k=90)
+    t = case.tensors()
+    expected = ours(case, t)
+
+    def spaced(pages: torch.Tensor) -> torch.Tensor:
+        page = pages[0].numel()
+        buffer = torch.full((len(pages) * (page + apart),), NAN, dtype=pages.dtype)
+        view = buffer.as_strided(pages.shape, (page + apart, *pages.stride()[1:]))
+        view.copy_(pages)
+        return view
+
+    assert_same(ours(case, t | {name: spaced(t[name]) for name in ("key", "value")}), expected)
+
+
 def test_offsets_beyond_32_bits():
     """Two heads 2^31 + 5 elements apart; the memory between them is never touched."""
     case = Case(BF16, 64, batch=1, seq_q=20, seq_k=30, window_right=0)

@@ -55,11 +55,11 @@ def library() -> Path:
     torch_folder = Path(torch.__file__).parent
     for_torch = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-DTORCH={torch.__version__}"]
     for_torch += ["-isystem", str(torch_folder / "include"), "-DONEPASS_NAMESPACE=onepass_emulated"]
+    for_torch += ["-DONEPASS_DEFINES_SCHEMAS", "-DONEPASS_CUDA"]
     kernels = [file for file in (ROOT / "csrc" / "cuda").rglob("*.cu") if file.name != "facts.cu"]
     sources = [(file, FAST) for file in (FOLDER / "emulator.cpp", FOLDER / "image.cpp", *kernels)]
     operators = [*(ROOT / "csrc" / "ops").glob("*.cpp"), FOLDER / "runtime_emulated.cpp"]
-    for file in operators:  # the host may not look into tensors; the schemas are defined here
-        sources.append((file, for_torch + ["-DONEPASS_CUDA"] * (file.name != "library.cpp")))
+    sources += [(file, for_torch) for file in operators]
     linking = ["-shared", f"-L{torch_folder / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"]
     return _linked("library-plain", "plain", sources, linking)
 

@@ -3,8 +3,8 @@ children, and of those that tell (tests/distributed/ranks.py).
 
 A table at the end of each run names the files that take the most, with --durations=0 all of them.
 `make test` is what people run while they work: a file that takes more than its budget there is
-named, and one of those with a budget of their own that takes OVER times as much fails the run. CPU
-time grows on a busy machine, but not sixfold: budgets are about twice what was measured.
+named, and one that takes OVER times as much fails the run. CPU time grows on a busy machine, but
+not sixfold: budgets are about twice what was measured.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 from tests.support import compiled
 
 QUICK = "not slow"  # the run that has budgets
-USUAL = 30  # seconds that a file may take before it is named
-BUDGETS = {  # what fails the run when it is exceeded OVER times; shares.py begins with the largest
+USUAL = 30  # seconds, of a file without a budget of its own
+BUDGETS = {  # shares.py begins with the largest
     "tests/all_families/test_lower_levels.py": 40,
     "tests/all_families/test_tracing.py": 40,
     "tests/attention/test_contract.py": 20,
@@ -81,12 +81,16 @@ def spent() -> float:
 
 def dear(costs: dict[str, float]) -> list[str]:
     """The files that took more than their budget."""
-    files = (file for file in costs if not file.startswith("("))
-    return [file for file in files if costs[file] > BUDGETS.get(file, USUAL)]
+    return _beyond(costs, 1)
 
 
 def too_dear(costs: dict[str, float]) -> list[str]:
-    return [file for file, budget in BUDGETS.items() if costs.get(file, 0) > OVER * budget]
+    return _beyond(costs, OVER)
+
+
+def _beyond(costs: dict[str, float], times: int) -> list[str]:
+    files = (file for file in costs if not file.startswith("("))
+    return [file for file in files if costs[file] > times * BUDGETS.get(file, USUAL)]
 
 
 def is_quick(config: pytest.Config) -> bool:

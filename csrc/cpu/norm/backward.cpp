@@ -286,11 +286,10 @@ ModulatedLayout modulated_layout(const ModulatedNormBackward& args) {
 }
 
 template <class A>
-void run_modulated(const ModulatedNormBackward& args, const Plan& plan, void* workspace,
-                   const Context& context) {
+void run_modulated(const ModulatedNormBackward& args, const Plan& plan,
+                   const ModulatedLayout& layout, void* workspace, const Context& context) {
   const bool scales_branch = args.gate || args.row_scale || args.seed;
   const Runner<A> runner(args, kModulatedRunRows, scales_branch ? &args : nullptr);
-  const ModulatedLayout layout = modulated_layout(args);
   const int64_t chunks = layout.chunks;
   const int64_t row_size = runner.sum_size();
   A* const partials = static_cast<A*>(workspace);
@@ -376,8 +375,9 @@ void run_norm_backward(const NormBackward& args, const Plan& plan, void* workspa
   }
 }
 
-Plan plan_modulated(const ModulatedNormBackward& args, const Machine& machine) {
-  const ModulatedLayout layout = modulated_layout(args);
+Plan plan_modulated(const ModulatedNormBackward& args, const Machine& machine,
+                    ModulatedLayout& layout) {
+  layout = modulated_layout(args);
   Plan plan = plan_norm_backward(args, machine);
   plan.splits = args.groups * layout.chunks;
   if (args.gate || args.row_scale || args.seed) plan.rows_per_tile = 1;
@@ -387,11 +387,12 @@ Plan plan_modulated(const ModulatedNormBackward& args, const Machine& machine) {
 }
 
 void run_modulated_norm_backward(const ModulatedNormBackward& args, const Plan& plan,
-                                 void* workspace, const Context& context) {
+                                 const ModulatedLayout& layout, void* workspace,
+                                 const Context& context) {
   if (args.x_dtype == DType::kFloat64) {
-    run_modulated<double>(args, plan, workspace, context);
+    run_modulated<double>(args, plan, layout, workspace, context);
   } else {
-    run_modulated<float>(args, plan, workspace, context);
+    run_modulated<float>(args, plan, layout, workspace, context);
   }
 }
 
@@ -399,7 +400,8 @@ void run_modulated_norm_backward(const ModulatedNormBackward& args, const Plan& 
 
 Operator<NormBackward> norm_backward() { return {plan_norm_backward, run_norm_backward}; }
 Operator<ModulatedNormBackward> modulated_norm_backward() {
-  return {plan_modulated, run_modulated_norm_backward};
+  return operator_of<ModulatedNormBackward, ModulatedLayout, plan_modulated,
+                     run_modulated_norm_backward>();
 }
 
 }  // namespace ONEPASS_ISA

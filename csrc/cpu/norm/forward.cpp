@@ -241,14 +241,22 @@ void run_rows(const NormForward& args, const ForwardPath<A>& path, const Shared<
   });
 }
 
+// Where a norm keeps its weight, widened, and what follows it.
+struct ForwardLayout {
+  int64_t bias;       // begin of the bias, widened
+  int64_t row_bytes;  // of cols accumulators
+  Slots slots;        // of a modulated norm: rows of kModulators, a thread's own
+};
+
 template <class A>
-void run(const NormForward& args, const Plan& plan, void* workspace, const Context& context) {
-  A* buffer = static_cast<A*>(workspace);
+void run(const NormForward& args, const Plan& plan, const ForwardLayout& layout, void* workspace,
+         const Context& context) {
+  A* const buffer = static_cast<A*>(workspace);
   const A* weight =
       widened<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, args.cols, buffer);
-  if (weight == buffer) buffer += padded_bytes(args.cols, sizeof(A)) / sizeof(A);
-  const A* bias =
-      args.bias ? widened<A>(args.bias, args.bias_dtype, 0.0, 0.0, args.cols, buffer) : nullptr;
+  const A* bias = args.bias ? widened<A>(args.bias, args.bias_dtype, 0.0, 0.0, args.cols,
+                                         buffer + layout.bias / sizeof(A))
+                            : nullptr;
   const ForwardPath<A> path = path_of<A>(args);
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
   const Shared<A> shared{weight, bias};
@@ -258,8 +266,8 @@ void run(const NormForward& args, const Plan& plan, void* workspace, const Conte
 }
 
 template <class A>
-void run_modulated(const ModulatedNormForward& args, const Plan& plan, void* workspace,
-                   const Context& context) {
+void run_modulated(const ModulatedNormForward& args, const Plan& plan, const ForwardLayout& layout,
+                   void* workspace, const Context& context) {
   ForwardPath<A> path = path_of<A>(args);
   path.add_branch_row = visit_accumulated<A>(args.input_dtype, [&]<class T>() {
     return visit_accumulated<A>(args.residual_dtype, [&]<class R>() {
@@ -270,11 +278,10 @@ void run_modulated(const ModulatedNormForward& args, const Plan& plan, void* wor
   });
   const bool scales_branch = args.gate || args.row_scale || args.seed;
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-  const int64_t row_bytes = padded_bytes(args.cols, sizeof(A));
-  const Slots slots{.begin = 0, .bytes = kModulators * row_bytes};
+  const int64_t row_size = layout.row_bytes / static_cast<int64_t>(sizeof(A));
   const int64_t share = ceil_div(args.rows, plan.threads);
   for_each_piece(context, plan.threads, args.rows, [&](int64_t begin, int64_t end) {
-    A* own = static_cast<A*>(slots.of(workspace, begin / share));
+    A* own = static_cast<A*>(layout.slots.of(workspace, begin / share));
     for (int64_t row = begin, last; row < end; row = last) {
       const int64_t group = row / args.tokens;
       last = std::min(end, (group + 1) * args.tokens);
@@ -284,11 +291,11 @@ void run_modulated(const ModulatedNormForward& args, const Plan& plan, void* wor
                                      args.scale_stride, args.cols, own);
       if (args.bias) {
         shared.bias = widened_row<A>(args.bias, args.bias_dtype, 0.0, 0.0, index, args.shift_stride,
-                                     args.cols, own + row_bytes / sizeof(A));
+                                     args.cols, own + row_size);
       }
       if (scales_branch) {
         shared.gate = widened_row<A>(args.gate, args.gate_dtype, 0.0, 1.0, index, args.gate_stride,
-                                     args.cols, own + 2 * row_bytes / sizeof(A));
+                                     args.cols, own + 2 * row_size);
         shared.row_scale = args.row_scale;
         shared.sample_rows = args.sample_rows;
       }
@@ -303,15 +310,17 @@ int64_t forward_row_bytes(const NormForward& args) {
   return element * args.cols;
 }
 
-Plan plan_norm_forward(const NormForward& args, const Machine& machine) {
+Plan plan_norm_forward(const NormForward& args, const Machine& machine, ForwardLayout& layout) {
   const int64_t accumulator_size = accumulator_size_of(args);
-  int64_t widened = 0;
-  if (!is_wide(args.weight, args.weight_dtype, args.weight_offset, accumulator_size)) ++widened;
-  if (args.bias && !is_wide(args.bias, args.bias_dtype, 0.0, accumulator_size)) ++widened;
+  layout.row_bytes = padded_bytes(args.cols, accumulator_size);
+  const bool widens_weight =
+      !is_wide(args.weight, args.weight_dtype, args.weight_offset, accumulator_size);
+  const bool widens_bias = args.bias && !is_wide(args.bias, args.bias_dtype, 0.0, accumulator_size);
+  layout.bias = widens_weight ? layout.row_bytes : 0;
   const int64_t rate = args.seed ? kRandomBytes : kBytes;
   const int64_t threads =
       threads_for(args.rows * forward_row_bytes(args) / rate, args.rows, machine);
-  return {.workspace_bytes = widened * padded_bytes(args.cols, accumulator_size),
+  return {.workspace_bytes = layout.bias + (widens_bias ? layout.row_bytes : 0),
           .kernel_name = "norm_forward_kernel",
           .rows_per_tile = rows_per_block_of(args),
           .splits = args.rows,
@@ -321,36 +330,41 @@ Plan plan_norm_forward(const NormForward& args, const Machine& machine) {
           .threads = threads};
 }
 
-void run_norm_forward(const NormForward& args, const Plan& plan, void* workspace,
-                      const Context& context) {
+void run_norm_forward(const NormForward& args, const Plan& plan, const ForwardLayout& layout,
+                      void* workspace, const Context& context) {
   if (args.input_dtype == DType::kFloat64) {
-    run<double>(args, plan, workspace, context);
+    run<double>(args, plan, layout, workspace, context);
   } else {
-    run<float>(args, plan, workspace, context);
+    run<float>(args, plan, layout, workspace, context);
   }
 }
 
-Plan plan_modulated(const ModulatedNormForward& args, const Machine& machine) {
-  Plan plan = plan_norm_forward(args, machine);
-  const int64_t accumulator_size = accumulator_size_of(args);
-  plan.workspace_bytes = plan.threads * kModulators * padded_bytes(args.cols, accumulator_size);
+Plan plan_modulated(const ModulatedNormForward& args, const Machine& machine,
+                    ForwardLayout& layout) {
+  Plan plan = plan_norm_forward(args, machine, layout);
+  layout.slots = {.begin = 0, .bytes = kModulators * layout.row_bytes};
+  plan.workspace_bytes = layout.slots.end(plan.threads);
   return plan;
 }
 
-void run_modulated_norm_forward(const ModulatedNormForward& args, const Plan& plan, void* workspace,
+void run_modulated_norm_forward(const ModulatedNormForward& args, const Plan& plan,
+                                const ForwardLayout& layout, void* workspace,
                                 const Context& context) {
   if (args.input_dtype == DType::kFloat64) {
-    run_modulated<double>(args, plan, workspace, context);
+    run_modulated<double>(args, plan, layout, workspace, context);
   } else {
-    run_modulated<float>(args, plan, workspace, context);
+    run_modulated<float>(args, plan, layout, workspace, context);
   }
 }
 
 }  // namespace
 
-Operator<NormForward> norm_forward() { return {plan_norm_forward, run_norm_forward}; }
+Operator<NormForward> norm_forward() {
+  return operator_of<NormForward, ForwardLayout, plan_norm_forward, run_norm_forward>();
+}
 Operator<ModulatedNormForward> modulated_norm_forward() {
-  return {plan_modulated, run_modulated_norm_forward};
+  return operator_of<ModulatedNormForward, ForwardLayout, plan_modulated,
+                     run_modulated_norm_forward>();
 }
 
 }  // namespace ONEPASS_ISA

@@ -161,10 +161,15 @@ int64_t for_each_launch(const FlatTensors& list, int64_t run, Body&& body) {
 // The ticket, in 16 bytes, and the partials.
 constexpr int64_t kTicketBytes = 16;
 
-Plan plan_norm(const GradientNorm& args, const Machine&) {
+// What the norm's plan decides.
+struct NormLayout {
+  int64_t run;  // pieces of a block
+};
+
+Plan plan_norm(const GradientNorm& args, const Machine&, NormLayout& layout) {
   const FlatTensors& list = args.gradients;
-  const int64_t blocks =
-      for_each_launch(list, run_of(list.pieces(), kMaxRun), [](int64_t, int64_t, int64_t) {});
+  layout.run = run_of(list.pieces(), kMaxRun);
+  const int64_t blocks = for_each_launch(list, layout.run, [](int64_t, int64_t, int64_t) {});
   return {.workspace_bytes = kTicketBytes + blocks * static_cast<int64_t>(sizeof(double)),
           .kernel_name = "gradient_norm_kernel",
           .rows_per_tile = kPieceElements,
@@ -172,12 +177,12 @@ Plan plan_norm(const GradientNorm& args, const Machine&) {
           .reason = launches_text(tables_of<NormTable>(list))};
 }
 
-void run_norm(const GradientNorm& args, const Plan& plan, void* workspace, const Context& context) {
+void run_norm(const GradientNorm& args, const Plan& plan, const NormLayout& layout, void* workspace,
+              const Context& context) {
   const FlatTensors& list = args.gradients;
-  const int64_t run = run_of(list.pieces(), kMaxRun);
   zero(workspace, kTicketBytes, context.stream);
   NormTable table;
-  for_each_launch(list, run, [&](int64_t first_tensor, int64_t before, int64_t blocks) {
+  for_each_launch(list, layout.run, [&](int64_t first_tensor, int64_t before, int64_t blocks) {
     fill(table, list, first_tensor, flat_entry);
     table.header = {
         .partials = reinterpret_cast<double*>(static_cast<char*>(workspace) + kTicketBytes),
@@ -185,7 +190,7 @@ void run_norm(const GradientNorm& args, const Plan& plan, void* workspace, const
         .total = args.total,
         .ticket = static_cast<uint32_t*>(workspace),
         .first_block = static_cast<uint32_t>(before),
-        .run = static_cast<uint32_t>(run),
+        .run = static_cast<uint32_t>(layout.run),
         .total_dtype = args.total_dtype,
         .is_last = before + blocks == plan.splits,
         .wide = args.wide};
@@ -263,7 +268,9 @@ void run_scale(const ScaleGradients& args, const Plan&, void*, const Context& co
 
 }  // namespace
 
-Operator<GradientNorm> gradient_norm() { return {plan_norm, run_norm}; }
+Operator<GradientNorm> gradient_norm() {
+  return operator_of<GradientNorm, NormLayout, plan_norm, run_norm>();
+}
 Operator<ScaleGradients> scale_gradients() { return {plan_scale, run_scale}; }
 
 }  // namespace onepass::cuda

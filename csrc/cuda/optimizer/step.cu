@@ -320,8 +320,13 @@ StepEntry step_entry(const StepTensor& tensor) {
   return entry;
 }
 
-Plan plan_step(const OptimizerStep& args, const Machine&) {
-  const int64_t tables = tables_of<StepTable>(args.list);
+// What a plan decides.
+struct StepLayout {
+  int64_t tables;
+};
+
+Plan plan_step(const OptimizerStep& args, const Machine&, StepLayout& layout) {
+  const int64_t tables = layout.tables = tables_of<StepTable>(args.list);
   return {.workspace_bytes = tables * static_cast<int64_t>(sizeof(uint32_t)),
           .kernel_name = "optimizer_step_kernel",
           .rows_per_tile = kPieceElements,
@@ -329,11 +334,11 @@ Plan plan_step(const OptimizerStep& args, const Machine&) {
           .reason = launches_text(tables)};
 }
 
-void run_step(const OptimizerStep& args, const Plan&, void* workspace, const Context& context) {
+void run_step(const OptimizerStep& args, const Plan&, const StepLayout& layout, void* workspace,
+              const Context& context) {
   if (args.list.count == 0) return;
-  const int64_t tables = tables_of<StepTable>(args.list);
   uint32_t* const tickets = static_cast<uint32_t*>(workspace);
-  zero(tickets, tables * sizeof(uint32_t), context.stream);
+  zero(tickets, layout.tables * sizeof(uint32_t), context.stream);
   StepTable table;
   table.header = {.hyper = args.hyper,
                   .norm = args.norm,
@@ -344,7 +349,7 @@ void run_step(const OptimizerStep& args, const Plan&, void* workspace, const Con
                   .ticket = nullptr,
                   .run = 1,
                   .zero_gradients = args.zero_gradients};
-  for (int64_t i = 0; i < tables; ++i) {
+  for (int64_t i = 0; i < layout.tables; ++i) {
     fill(table, args.list, i * StepTable::kCapacity, step_entry);
     const int64_t run = run_of(table.pieces, kMaxRun);
     table.header.ticket = tickets + i;
@@ -361,6 +366,8 @@ void run_step(const OptimizerStep& args, const Plan&, void* workspace, const Con
 
 }  // namespace
 
-Operator<OptimizerStep> optimizer_step() { return {plan_step, run_step}; }
+Operator<OptimizerStep> optimizer_step() {
+  return operator_of<OptimizerStep, StepLayout, plan_step, run_step>();
+}
 
 }  // namespace onepass::cuda

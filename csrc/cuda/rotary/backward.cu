@@ -173,12 +173,18 @@ NormedShape shape_of(const RotaryBackward& args) {
   const auto norm = [](const NormedHeads& norm) {
     return has_aligned_base(norm.x) && has_aligned_strides(norm.x_stride);
   };
-  return NormedShape(args, is_aligned(args) && norm(args.query_norm) && norm(args.key_norm));
+  return normed_shape(args, is_aligned(args) && norm(args.query_norm) && norm(args.key_norm));
 }
 
-Plan plan_backward(const RotaryBackward& args, const Machine&) {
-  const NormedShape shape = shape_of(args);
-  const Parts parts = parts_of(args, shape);
+// What a plan decides.
+struct BackwardLayout {
+  NormedShape shape;
+  Parts parts;
+};
+
+Plan plan_backward(const RotaryBackward& args, const Machine&, BackwardLayout& layout) {
+  const NormedShape& shape = layout.shape = shape_of(args);
+  const Parts& parts = layout.parts = parts_of(args, shape);
   const int64_t size = std::max<int64_t>(size_of(args.dtype), sizeof(float));
   return {.workspace_bytes = (parts.query + parts.key) * args.head_dim * size,
           .kernel_name = "rotary_backward_kernel",
@@ -187,10 +193,9 @@ Plan plan_backward(const RotaryBackward& args, const Machine&) {
           .reason = shape.aligned ? "16-byte accesses" : "unaligned: single elements"};
 }
 
-void run_backward(const RotaryBackward& args, const Plan& plan, void* workspace,
-                  const Context& context) {
-  const NormedShape shape = shape_of(args);
-  const Parts parts = parts_of(args, shape);
+void run_backward(const RotaryBackward& args, const Plan& plan, const BackwardLayout& layout,
+                  void* workspace, const Context& context) {
+  const auto& [shape, parts] = layout;
   visit_dtype(args.dtype, [&]<class T>() {
     using A = Accumulator<T>;
     A* const partials = static_cast<A*>(workspace);
@@ -214,6 +219,8 @@ void run_backward(const RotaryBackward& args, const Plan& plan, void* workspace,
 
 }  // namespace
 
-Operator<RotaryBackward> rotary_backward() { return {plan_backward, run_backward}; }
+Operator<RotaryBackward> rotary_backward() {
+  return operator_of<RotaryBackward, BackwardLayout, plan_backward, run_backward>();
+}
 
 }  // namespace onepass::cuda

@@ -151,7 +151,13 @@ const char* reason_of(bool aligned) {
   return aligned ? "16-byte accesses" : "unaligned: single elements";
 }
 
-bool has_weights(const RotaryForward& args) { return args.query.weight || args.key.weight; }
+// What a plan decides.
+struct ForwardLayout {
+  bool aligned;
+  bool has_norms;
+  NormedShape normed;  // with norms
+  int64_t of_row;      // threads of a token in a group of heads, without
+};
 
 Plan plan_normed(const RotaryForward& args, const NormedShape& shape) {
   return {.workspace_bytes = 0,
@@ -177,28 +183,31 @@ void run_normed(const RotaryForward& args, const NormedShape& shape, const Plan&
   });
 }
 
-Plan plan_forward(const RotaryForward& args, const Machine&) {
-  const bool aligned = is_aligned(args);
-  if (has_weights(args)) return plan_normed(args, NormedShape(args, aligned));
+Plan plan_forward(const RotaryForward& args, const Machine&, ForwardLayout& layout) {
+  layout.aligned = is_aligned(args);
+  layout.has_norms = args.query.weight || args.key.weight;
+  if (layout.has_norms) {
+    layout.normed = normed_shape(args, layout.aligned);
+    return plan_normed(args, layout.normed);
+  }
   const int64_t heads = args.query.heads + args.key.heads;
-  const int64_t of_row = (args.head_dim - args.rotary_dim / 2) / (aligned ? kPack : 1);
+  layout.of_row = (args.head_dim - args.rotary_dim / 2) / (layout.aligned ? kPack : 1);
   const auto groups = [&](int64_t each) { return (heads + each - 1) / each; };
-  const int64_t each = heads_of_thread(args.batch * args.tokens * of_row, groups);
+  const int64_t each = heads_of_thread(args.batch * args.tokens * layout.of_row, groups);
   return {.workspace_bytes = 0,
           .kernel_name = "rotary_forward_kernel",
           .rows_per_tile = each,
           .splits = groups(each),
-          .reason = reason_of(aligned)};
+          .reason = reason_of(layout.aligned)};
 }
 
-void run_forward(const RotaryForward& args, const Plan& plan, void*, const Context& context) {
-  const bool aligned = is_aligned(args);
-  if (has_weights(args)) return run_normed(args, NormedShape(args, aligned), plan, context);
-  visit_bool(aligned, [&]<bool kAligned>() {
-    const int64_t of_row = (args.head_dim - args.rotary_dim / 2) / kWidth<kAligned>;
-    const int64_t threads = plan.splits * args.batch * args.tokens * of_row;
-    const LaunchShape shape{.blocks = (threads + kRotaryThreads - 1) / kRotaryThreads,
-                            .threads = kRotaryThreads};
+void run_forward(const RotaryForward& args, const Plan& plan, const ForwardLayout& layout, void*,
+                 const Context& context) {
+  if (layout.has_norms) return run_normed(args, layout.normed, plan, context);
+  const int64_t threads = plan.splits * args.batch * args.tokens * layout.of_row;
+  const LaunchShape shape{.blocks = (threads + kRotaryThreads - 1) / kRotaryThreads,
+                          .threads = kRotaryThreads};
+  visit_bool(layout.aligned, [&]<bool kAligned>() {
     visit_dtype(args.dtype, [&]<class T>() {
       visit_bool(args.interleaved, [&]<bool kInterleaved>() {
         launch<rotary_forward_kernel<T, kInterleaved, kAligned>>(shape, context.stream, args,
@@ -210,6 +219,8 @@ void run_forward(const RotaryForward& args, const Plan& plan, void*, const Conte
 
 }  // namespace
 
-Operator<RotaryForward> rotary_forward() { return {plan_forward, run_forward}; }
+Operator<RotaryForward> rotary_forward() {
+  return operator_of<RotaryForward, ForwardLayout, plan_forward, run_forward>();
+}
 
 }  // namespace onepass::cuda

@@ -62,24 +62,26 @@ struct NormedShape {
   int64_t heads_each;    // that a group passes over
   int64_t token_blocks;  // of all sequences
 
-  NormedShape(const RotaryForward& args, bool is_aligned) : aligned(is_aligned) {
-    const int64_t wide = is_aligned ? kPack : 1;
-    const int64_t rest = (args.head_dim - args.rotary_dim) / wide;
-    const int64_t places = args.rotary_dim / 2 / wide + (rest + 1) / 2;
-    lanes = static_cast<int>(std::min<int64_t>(
-        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(places))), kLanes));
-    groups = kRotaryThreads / lanes;
-    const int64_t tokens = args.batch * args.tokens;
-    token_blocks = (tokens + groups - 1) / groups;
-    heads_each = heads_of_thread(tokens * lanes, [&](int64_t each) {
-      return (args.query.heads + each - 1) / each + (args.key.heads + each - 1) / each;
-    });
-  }
-
   ONEPASS_HOST_DEVICE int64_t head_groups(const RotatedHeads& heads) const {
     return (heads.heads + heads_each - 1) / heads_each;
   }
 };
+
+inline NormedShape normed_shape(const RotaryForward& args, bool aligned) {
+  NormedShape shape{.aligned = aligned};
+  const int64_t wide = aligned ? kPack : 1;
+  const int64_t rest = (args.head_dim - args.rotary_dim) / wide;
+  const int64_t places = args.rotary_dim / 2 / wide + (rest + 1) / 2;
+  shape.lanes = static_cast<int>(std::min<int64_t>(
+      static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(places))), kLanes));
+  shape.groups = kRotaryThreads / shape.lanes;
+  const int64_t tokens = args.batch * args.tokens;
+  shape.token_blocks = (tokens + shape.groups - 1) / shape.groups;
+  shape.heads_each = heads_of_thread(tokens * shape.lanes, [&](int64_t each) {
+    return (args.query.heads + each - 1) / each + (args.key.heads + each - 1) / each;
+  });
+  return shape;
+}
 
 // The token of a group of lanes; none, without columns, beyond the last one.
 template <bool kInterleaved, bool kAligned>
