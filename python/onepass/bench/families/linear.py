@@ -20,9 +20,13 @@ from onepass.bench.case import Case, Operator
 from onepass.reference import linear as reference
 
 # (rows, in_features, out_features)
-SHAPES = ((2048, 384, 1536), (2048, 1536, 384), (512, 768, 3072), (64, 384, 384), (509, 771, 1025))
+SHAPES = (
+    (2048, 384, 1536), (2048, 1536, 384), (512, 768, 3072), (64, 384, 384), (509, 771, 1025),
+    (4096, 1024, 4096), (512, 2048, 8192),  # the last is Llama 3.2 1B's
+)  # fmt: skip
 LARGE = (1024, 768, 50257)  # GPT-2's logits
 FEW_ROWS = ((1, 2048, 8192), (8, 2048, 8192))
+SMALL = ((4, 8, 8), (8, 384, 1536))  # in cache: what a call costs
 QUICK = (24, 96, 80)
 OF_MANY_ROWS = ("forward", "forward+gelu", "dinput", "dweight+dbias")
 OF_FEW_ROWS = ("forward", "forward, weight transposed", "dinput")
@@ -32,6 +36,15 @@ SLOW_IN_TORCH = 1 << 28  # multiply-adds that a product of torch's own loops tak
 
 def _onednn(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return (torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], ""),)
+
+
+def _onednn_dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (torch.ops.mkldnn._linear_pointwise(g, w.t(), None, "none", [], ""),)
+
+
+def _onednn_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    # Of the two orders the faster one.
+    return torch.ops.mkldnn._linear_pointwise(x.t(), g.t(), None, "none", [], "").t(), g.sum(0)
 
 
 def _own_dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -85,11 +98,17 @@ PHASES = {
         lambda m, k, n: ((m, k), (k, n), (n,)),
     ),
     "dinput": (
-        Operator(_own_dinput, _dinput, _dinput, _dinput),
+        Operator(_own_dinput, _dinput, _dinput, _dinput, optional={"onednn": _onednn_dinput}),
         lambda m, k, n: ((m, n), (n, k)),
     ),
     "dweight+dbias": (
-        Operator(_own_dweight, _torchs_dweight, _torchs_dweight, _torchs_dweight),
+        Operator(
+            ours=_own_dweight,
+            stock=_torchs_dweight,
+            formula=_torchs_dweight,
+            base=_torchs_dweight,
+            optional={"onednn": _onednn_dweight},
+        ),
         lambda m, k, n: ((m, n), (m, k)),
     ),
 }
@@ -111,7 +130,10 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
                 yield from (_case(shape, dtype, phase) for phase in OF_MANY_ROWS)
         for shape in FEW_ROWS:
             yield from (_case(shape, dtype, phase) for phase in OF_FEW_ROWS)
-    yield _case(LARGE, torch.float32, "forward")
+        for shape in SMALL:
+            yield from (_case(shape, dtype, phase) for phase in OF_MANY_ROWS)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield _case(LARGE, dtype, "forward")
 
 
 def _case(shape: tuple[int, int, int], dtype: torch.dtype, phase: str) -> Case:
@@ -126,6 +148,6 @@ def _case(shape: tuple[int, int, int], dtype: torch.dtype, phase: str) -> Case:
         tensors=None,
         cold=few,
         reads=in_features * out_features * dtype.itemsize if few else None,
-        flops=None if few else 2 * rows * in_features * out_features,
+        flops=None if few or shape in SMALL else 2 * rows * in_features * out_features,
         dots=dtype is torch.bfloat16,
     )
