@@ -140,7 +140,8 @@ RECIPES = {
     "A new norm": (
         r"\bkRms\b|NormKind\.RMS|\bNormKind\b.*RMS|\brms_norm\b|\bRMSNorm\b(?!Forward)",
         "",
-        {"csrc/cpu/parallel.h"}  # a measurement; a stock model, below
+        # a measurement; norms in front of a rotation; a stock model, below
+        {"csrc/cpu/parallel.h", "python/onepass/reference/rotary.py"}
         | {
             f"python/onepass/compare/{name}.py"
             for name in "attribution model report settings".split()

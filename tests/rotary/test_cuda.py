@@ -140,7 +140,8 @@ def test_no_order_of_blocks_shows(cuda, seed):
 
 def test_wider_rows_with_norms_are_refused(cuda):
     tensors = Case(head_dim=520, norms=BOTH).tensors()
-    with pytest.raises(RuntimeError, match="query must have a head_dim of at most 512 with a w"):
+    message = "query must have a head_dim of at most 512 with a weight on CUDA, got 520"
+    with pytest.raises(RuntimeError, match=message):
         functional.rotary_embedding(**tensors)
 
 
