@@ -397,7 +397,7 @@ def test_quantized_layers_are_left_alone():
 
 
 def test_layers_are_quantized_after_unswap():
-    """quantize_dynamic goes by the class itself: of swapped layers it finds none, as the note says."""
+    """quantize_dynamic goes by the class itself: of swapped layers it finds none."""
     stock, ours = model(), model()
     ours.load_state_dict(stock.state_dict())
     report = swap(ours)
