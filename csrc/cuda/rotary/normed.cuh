@@ -68,7 +68,8 @@ struct NormedShape {
 };
 
 inline NormedShape normed_shape(const RotaryForward& args, bool aligned) {
-  NormedShape shape{.aligned = aligned};
+  NormedShape shape{};
+  shape.aligned = aligned;
   const int64_t wide = aligned ? kPack : 1;
   const int64_t rest = (args.head_dim - args.rotary_dim) / wide;
   const int64_t places = args.rotary_dim / 2 / wide + (rest + 1) / 2;
