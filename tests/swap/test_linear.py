@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -380,32 +379,6 @@ def test_autocast_of_what_it_leaves_and_of_subclasses(dtype):
         behaves_as(stock, ours, x)
         swapped.weight = nn.Parameter(torch.randn(6, 8).as_subclass(Own), requires_grad=False)
         assert torch.equal(swapped(torch.randn(3, 8)), torch.full((3, 6), 7.0))
-
-
-def quantized(stock: nn.Module) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.ao.quantization.quantize_dynamic(stock, {nn.Linear}, dtype=torch.qint8)
-
-
-def test_quantized_layers_are_left_alone():
-    stock = quantized(model())
-    x = torch.randn(6, 24)
-    expected = stock(x)
-    report = onepass.swap(stock)
-    assert not report.swapped and torch.equal(stock(x), expected)
-
-
-def test_layers_are_quantized_after_unswap():
-    """quantize_dynamic goes by the class itself: of swapped layers it finds none."""
-    stock, ours = model(), model()
-    ours.load_state_dict(stock.state_dict())
-    report = swap(ours)
-    assert any("quantize_dynamic" in note for note in report.notes)
-    assert [type(module) for module in quantized(ours)] == [type(module) for module in ours]
-    onepass.unswap(ours)
-    x = torch.randn(6, 24)
-    assert torch.equal(quantized(ours)(x), quantized(stock)(x))
 
 
 REPLACED = {
