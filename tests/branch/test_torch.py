@@ -27,6 +27,7 @@ def call_of(case):
 @forms
 @scales
 @pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.grid
 def test_gradcheck(p, scale, form):
     function, leaves = call_of(make(form, (3, 2, 5), F64, scale, p=p))
     assert torch.autograd.gradcheck(function, leaves)
@@ -108,6 +109,7 @@ def test_opcheck(p, residual):
 
 @pytest.mark.parametrize("scale", ["rows", "both"])
 @pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.grid
 def test_opcheck_of_norms(affine, scale):
     case = make("layer", (3, 5, 8), BF16, scale, affine=affine)
     t = dict.fromkeys(("weight", "bias", "column_scale")) | case.tensors
@@ -129,6 +131,7 @@ def test_opcheck_of_norms(affine, scale):
     "backend, form", [("aot_eager", "layer"), ("aot_eager", "add"), ("inductor", "rms")]
 )
 @scales
+@pytest.mark.grid
 def test_compile_fullgraph_with_dynamic_shapes(scale, backend, form):
     torch._dynamo.reset()
     case = make(form, (3, 4, 16), scale=scale)

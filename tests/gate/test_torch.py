@@ -28,6 +28,7 @@ from tests.support.results import assert_same_bits
 
 @activations
 @forms
+@pytest.mark.grid
 def test_gradcheck(form, activation):
     case = make(3, 4, F64, activation, form)
     leaves = [t.requires_grad_() for t in case.factors]
@@ -73,6 +74,7 @@ def test_only_the_factors_are_kept():
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("form", ["two", "halves"])
+@pytest.mark.grid
 def test_opcheck(form, strided):
     case = make((3, 5), 8, F32, form=form)
     if strided:
@@ -87,6 +89,7 @@ def test_opcheck(form, strided):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", ["two", "halves"])
+@pytest.mark.grid
 def test_compile_fullgraph_with_dynamic_shapes(form, backend):
     compiled = torch.compile(functional.silu_mul, fullgraph=True, dynamic=True, backend=backend)
     for rows, cols in ((4, 16), (7, 33), (2, 50)):

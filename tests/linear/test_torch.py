@@ -186,6 +186,7 @@ def test_activation_checkpointing(use_reentrant):
 @BIAS
 @pytest.mark.parametrize("out_dtype", [None, BF16], ids=str)
 @pytest.mark.parametrize("rows", [(), (3, 2), (0,)], ids=str)
+@pytest.mark.grid
 def test_opcheck_forward(rows, out_dtype, bias):
     case = make(rows, 4, 5, bias=bias)
     arguments = (case.input, case.weight, case.bias, out_dtype)
@@ -200,6 +201,7 @@ def test_opcheck_forward_of_strided_tensors():
 
 @subsets
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.grid
 def test_opcheck_backward(transposed, wrt):
     case = make((3, 2), 4, 5)
     if transposed:

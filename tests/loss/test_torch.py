@@ -78,6 +78,7 @@ def test_opcheck(option):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("option", ["mean", "all"])
+@pytest.mark.grid
 def test_compile_fullgraph_with_dynamic_shapes(option, backend):
     def call(x, target, weight):
         return functional.cross_entropy(x, target, weight, **case.options)

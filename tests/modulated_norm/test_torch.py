@@ -39,6 +39,7 @@ def call_of(case):
 
 @kinds
 @pers
+@pytest.mark.grid
 def test_gradcheck(per, rms, form):
     function, leaves = call_of(make(rms, 2, 3, 5, F64, per, form))
     assert torch.autograd.gradcheck(function, leaves)

@@ -202,6 +202,7 @@ def test_add_modules(name):
 
 @kinds
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.grid
 def test_gradcheck_and_gradgradcheck(rms, residual, dropout_p):
     if dropout_p and not residual:
         pytest.skip("dropout stands before a residual add only")
@@ -300,6 +301,7 @@ def test_saved_for_backward(rms, residual):
 
 @kinds
 @pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.grid
 def test_opcheck_forward(rms, residual, grad):
     case = make(rms, (3, 2), 10, residual=residual)
     tensors = [getattr(case, name) for name in ("input", "residual", "weight", "bias")]

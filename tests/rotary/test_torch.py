@@ -16,6 +16,7 @@ pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", 
 @pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("key", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.grid
 def test_opcheck(tokens_first, key, transposed):
     case = Case(positions="batch" if key else "", tokens_first=tokens_first, key_heads=2 * key)
     t = {"key": None, "positions": None, **case.tensors()}
@@ -27,6 +28,7 @@ def test_opcheck(tokens_first, key, transposed):
 
 @pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("norms", [("query",), ("key",), BOTH], ids=str)
+@pytest.mark.grid
 def test_opcheck_of_norms(tokens_first, norms):
     case = Case(positions="batch", tokens_first=tokens_first, norms=norms)
     t = {"query_weight": None, "key_weight": None, **case.tensors()}
@@ -44,6 +46,7 @@ def test_opcheck_of_norms(tokens_first, norms):
 @pairings
 @pytest.mark.parametrize("norms", [("query",), BOTH], ids=str)
 @pytest.mark.parametrize("head_dim", [6, 9])
+@pytest.mark.grid
 def test_gradcheck_twice_of_norms(interleaved, head_dim, norms):
     case = Case(F64, batch=1, heads=2, key_heads=1, tokens=2, head_dim=head_dim, rotary_dim=6,
                 interleaved=interleaved, norms=norms, eps=0.1, weight_offset=0.5)  # fmt: skip
@@ -62,6 +65,7 @@ def test_gradcheck_twice_of_norms(interleaved, head_dim, norms):
 
 @pytest.mark.parametrize("norms", [("key",), BOTH], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.grid
 def test_second_derivatives_of_norms(dtype, norms):
     """Those of the formula, by the numerics rule."""
     case = Case(dtype, norms=norms, rotary_dim=16, positions="tokens")
@@ -209,6 +213,7 @@ def test_dtypes_under_autocast_are_the_compositions(dtype, norms):
 @pytest.mark.parametrize("seq_first", [False, True])
 @pytest.mark.parametrize("norms", [(), ("key",), BOTH], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.grid
 def test_compile_fullgraph(backend, norms, seq_first):
     torch._dynamo.reset()  # of all these the code is one
     norm = {"weight_offset": 1.0} if norms else {}  # eps is torch's own

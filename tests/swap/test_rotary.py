@@ -543,7 +543,7 @@ def test_modes_see_a_call_of_ours():
     assert "rotary_embedding" in names and "mul" not in names
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_in_one_graph(dynamic):
     model, tensors = Attention(), inputs()
     stock = copy.deepcopy(model)
