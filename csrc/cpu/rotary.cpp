@@ -8,8 +8,8 @@
 // of cos and sin. Done when it runs at the speed of a copy of query and key.
 //
 // With an RMS norm in front a row is read for its sum of squares first, and is in L1 when it is
-// rotated. The backward rotates the gradients of four rows into lines, and does with these what a
-// norm's backward does; rstd comes from x, which it reads anyway, so that nothing is saved but x.
+// rotated. The backward rotates the gradient of a row into a line, and does with it what a norm's
+// backward does; rstd comes from x, which it reads anyway, so that nothing is saved but x.
 // Traffic of the backward: one read of gradient and x, one write. Its threads take chunks of blocks
 // whose number the shape decides; sums for the weights go by runs and chunks as those of a norm.
 #include <algorithm>
@@ -193,9 +193,9 @@ void rotate_heads(const RotaryForward& args, const RotatedHeads& heads, const A*
 template <class A>
 struct Scratch {
   Lines<A> lines;
-  A* gradients;  // (kRowsPerBlock, sum_size) of rows before their rotation
-  A* run;        // (sum_size,) of the weight's gradient
-  A* unwanted;   // (head_dim,) for gradients of rows that nobody asks for
+  A* gradient;  // (sum_size,) of a row before its rotation
+  A* run;       // (sum_size,) of the weight's gradient
+  A* unwanted;  // (head_dim,) for gradients of rows that nobody asks for
 };
 
 // Accumulators of a row, a multiple of a vector.
@@ -216,7 +216,7 @@ void unrotate_heads(const RotaryBackward& args, const RotatedHeads& heads, const
   rows.weight = weight;
   rows.dweight = scratch.run;
   rows.cols = args.head_dim;
-  const auto set_row = [&](int r, int64_t row) {
+  const auto unrotate = [&](int64_t row) {
     const int64_t head = tokens_outside ? row % heads.heads : row / tokens;
     const int64_t token = begin + (tokens_outside ? row / heads.heads : row % tokens);
     const auto at = [&](const HeadStride& stride) {
@@ -227,7 +227,7 @@ void unrotate_heads(const RotaryBackward& args, const RotatedHeads& heads, const
     };
     const T* d = static_cast<const T*>(heads.input) + at(heads.input_stride);
     const T* x = static_cast<const T*>(norm.x) + at(norm.x_stride);
-    A* u = scratch.gradients + r * size;
+    A* u = scratch.gradient;
     const int64_t line = (token - begin) * args.rotary_dim;
     rotate_row<A, kInterleaved>(args, PlainRow<A, T>{d, d + ahead(heads.input_stride)},
                                 scratch.lines.own + line, scratch.lines.other + line, u);
@@ -240,21 +240,18 @@ void unrotate_heads(const RotaryBackward& args, const RotatedHeads& heads, const
           sum[0] = fma<A>(v, v, sum[0]);
           sum[1] = fma<A>(load<A>(u + j, lanes) * load<A>(weight + j, lanes), v, sum[1]);
         });
-    rows.rstd[r] = rstd_of<A>(squares, args.head_dim, args.eps);
-    rows.mean_gh[r] = products * rows.rstd[r] / static_cast<A>(args.head_dim);
-    rows.doutput[r] = u;
-    rows.x[r] = x;
-    rows.dx[r] = heads.output ? static_cast<T*>(heads.output) + at(heads.output_stride)
+    rows.rstd[0] = rstd_of<A>(squares, args.head_dim, args.eps);
+    rows.mean_gh[0] = products * rows.rstd[0] / static_cast<A>(args.head_dim);
+    rows.doutput[0] = u;
+    rows.x[0] = x;
+    rows.dx[0] = heads.output ? static_cast<T*>(heads.output) + at(heads.output_stride)
                               : static_cast<void*>(scratch.unwanted);
+    norm_backward_kernel<A, A, T, T, true, false, false, 1>(rows, 0, args.head_dim);
   };
-  for_each_run(
-      0, heads.heads * tokens, kRunRows, total, scratch.run, size, [&](int64_t row, int64_t last) {
-        for_each_row_block(row, last, kRowsPerBlock, [&](int64_t first, auto row_count) {
-          constexpr int kRows = decltype(row_count)::value;
-          for (int r = 0; r < kRows; ++r) set_row(r, first + r);
-          norm_backward_kernel<A, A, T, T, true, false, false, kRows>(rows, 0, args.head_dim);
-        });
-      });
+  for_each_run(0, heads.heads * tokens, kRunRows, total, scratch.run, size,
+               [&](int64_t row, int64_t last) {
+                 for (; row < last; ++row) unrotate(row);
+               });
 }
 
 int64_t bytes_of_lines(const RotaryForward& args) {  // of one token
@@ -373,7 +370,7 @@ struct BackwardLayout {
 };
 
 // Lines first, then the rows of a Scratch.
-constexpr int64_t kScratchRows = kRowsPerBlock + 2;
+constexpr int64_t kScratchRows = 3;
 
 Plan plan_backward(const RotaryBackward& args, const Machine& machine, BackwardLayout& layout) {
   const Blocks& blocks = layout.blocks = blocks_of(args);
@@ -439,7 +436,7 @@ void run_backward(const RotaryBackward& args, const Plan& plan, const BackwardLa
         Scratch<A> scratch;
         A* const lines = arena.take<A>(2 * blocks.tokens * args.rotary_dim);
         scratch.lines = {lines, lines + blocks.tokens * args.rotary_dim};
-        scratch.gradients = arena.take<A>(kRowsPerBlock * size);
+        scratch.gradient = arena.take<A>(size);
         scratch.run = arena.take<A>(size);
         scratch.unwanted = arena.take<A>(size);
         for (int64_t chunk = begin; chunk < end; ++chunk) {
