@@ -57,6 +57,21 @@ void branch_forward_kernel(const void* input_, const void* residual_, void* sum_
   }
 }
 
+template <class A>
+using AddBranchRow = void (*)(const void*, const void*, void*, int64_t, const BranchScale<A>&,
+                              int64_t);
+
+// The kernel above for these dtypes.
+template <class A>
+AddBranchRow<A> branch_row_of(DType input, DType residual, DType sum) {
+  return visit_numbers<A>(input, [&]<class T>() {
+    return visit_numbers<A>(residual, [&]<class R>() {
+      return visit_numbers<A>(
+          sum, [&]<class O>() -> AddBranchRow<A> { return branch_forward_kernel<A, T, R, O>; });
+    });
+  });
+}
+
 // What a tile of a row's gradient dx, of the sum, is for the branch:
 //   d = row_scale * dropout(dx); dinput = d * column_scale; dcolumn_scale += d * branch.
 // dinput is null if it is not wanted, branch where dcolumn_scale is not.

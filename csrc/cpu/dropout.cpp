@@ -126,27 +126,12 @@ const char* at(const void* base, int64_t offset) { return static_cast<const char
 char* at(void* base, int64_t offset) { return static_cast<char*>(base) + offset; }
 
 template <class A>
-using AddBranchRow = void (*)(const void*, const void*, void*, int64_t, const BranchScale<A>&,
-                              int64_t);
-
-template <class A>
-AddBranchRow<A> branch_row_of(const BranchForward& args) {
-  AddBranchRow<A> found = nullptr;
-  visit_numbers<A>(args.input_dtype, [&]<class T>() {
-    visit_numbers<A>(args.residual_dtype, [&]<class R>() {
-      visit_numbers<A>(args.output_dtype,
-                       [&]<class O>() { found = branch_forward_kernel<A, T, R, O>; });
-    });
-  });
-  return found;
-}
-
-template <class A>
 void run_branch(const BranchForward& args, const Plan& plan, void* workspace,
                 const Context& context) {
   const A* columns = widened_columns<A>(args, workspace);
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
-  const AddBranchRow<A> add_row = branch_row_of<A>(args);
+  const AddBranchRow<A> add_row =
+      branch_row_of<A>(args.input_dtype, args.residual_dtype, args.output_dtype);
   for_each_piece(context, plan.threads, args.rows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const RowIndex index = row_index(args.row_size, row);

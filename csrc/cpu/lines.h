@@ -9,11 +9,11 @@ inline namespace ONEPASS_ISA {
 
 // f<T>() with the type of a dtype that is computed in numbers A: float64 in double alone.
 template <class A, class F>
-ONEPASS_INLINE void visit_numbers(DType dtype, F&& f) {
+ONEPASS_INLINE decltype(auto) visit_numbers(DType dtype, F&& f) {
   if constexpr (sizeof(A) == 8) {
-    f.template operator()<double>();
+    return f.template operator()<double>();
   } else {
-    visit_dtype_up_to_float32(dtype, f);
+    return visit_dtype_up_to_float32(dtype, std::forward<F>(f));
   }
 }
 

@@ -15,17 +15,6 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// f.operator()<T>() for the dtypes that are accumulated in A: float64 in double, the others in
-// float.
-template <class A, class F>
-decltype(auto) visit_accumulated(DType dtype, F&& f) {
-  if constexpr (sizeof(A) == 8) {
-    return f.template operator()<double>();
-  } else {
-    return visit_dtype_up_to_float32(dtype, std::forward<F>(f));
-  }
-}
-
 // Rows taken together share each load of weight and bias (and, in the backward, of the weight
 // gradients). That wins where a row and those do not stay in L1 together, up to rows of which four
 // no longer stay in L2. Shorter rows are taken one at a time: each tensor is then one stream, which
@@ -87,7 +76,7 @@ const A* widened(const void* source, DType dtype, double offset, double missing,
     std::fill(buffer, buffer + cols, static_cast<A>(missing + offset));
     return buffer;
   }
-  visit_accumulated<A>(dtype, [&]<class T>() {
+  visit_numbers<A>(dtype, [&]<class T>() {
     for_each_vector<A>(0, cols, [&](int64_t j, auto count) {
       const Vec<A> v = load<A>(static_cast<const T*>(source) + j, count);
       store<A>(buffer + j, v + broadcast<A>(static_cast<A>(offset)), count);

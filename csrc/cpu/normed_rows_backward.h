@@ -1,5 +1,4 @@
-// What the backward of a norm does with rows, also where a rotation stands before it: the gradient
-// of a block of rows, and the sums over all rows, by chunks and runs.
+// The gradient of a block of rows of a norm, also where a rotation follows it.
 #pragma once
 
 #include "cpu/normed_rows.h"

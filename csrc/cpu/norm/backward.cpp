@@ -94,8 +94,8 @@ bool is_direct(const NormBackward& args) {
 
 template <class A>
 BackwardKernels<A> path_of(const NormBackward& args, bool direct) {
-  return visit_accumulated<A>(args.doutput_dtype, [&]<class D>() {
-    return visit_accumulated<A>(args.x_dtype, [&]<class X>() {
+  return visit_numbers<A>(args.doutput_dtype, [&]<class D>() {
+    return visit_numbers<A>(args.x_dtype, [&]<class X>() {
       return direct ? kernels_of<A, D, X, X>(args) : kernels_of<A, D, X, A>(args);
     });
   });
@@ -105,7 +105,7 @@ BackwardKernels<A> path_of(const NormBackward& args, bool direct) {
 template <class A>
 void emit(const A* dx, void* output, DType dtype, int64_t count, const Dropout* dropout,
           const KeepTile& keep) {
-  visit_accumulated<A>(dtype, [&]<class T>() {
+  visit_numbers<A>(dtype, [&]<class T>() {
     T* out = static_cast<T*>(output);
     for_each_vector<A>(0, count, [&](int64_t j, auto lanes) {
       Vec<A> v = load<A>(dx + j, lanes);

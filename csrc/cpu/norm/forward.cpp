@@ -149,9 +149,6 @@ ForwardKernels<A> kernels_of(const NormForward& args) {
 }
 
 using AddRow = void (*)(const void*, const void*, void*, int64_t, const Dropout&, int64_t);
-template <class A>
-using AddBranchRow = void (*)(const void*, const void*, void*, int64_t, const BranchScale<A>&,
-                              int64_t);
 
 template <class A>
 struct ForwardPath {
@@ -164,13 +161,13 @@ template <class A>
 ForwardPath<A> path_of(const NormForward& args) {
   ForwardPath<A> path;
   const DType x_dtype = args.residual ? args.residual_out_dtype : args.input_dtype;
-  path.kernels = visit_accumulated<A>(x_dtype, [&]<class X>() {
-    return visit_accumulated<A>(args.output_dtype,
-                                [&]<class Y>() { return kernels_of<A, X, Y>(args); });
+  path.kernels = visit_numbers<A>(x_dtype, [&]<class X>() {
+    return visit_numbers<A>(args.output_dtype,
+                            [&]<class Y>() { return kernels_of<A, X, Y>(args); });
   });
-  path.add_row = visit_accumulated<A>(args.input_dtype, [&]<class T>() {
-    return visit_accumulated<A>(args.residual_dtype, [&]<class R>() {
-      return visit_accumulated<A>(args.residual_out_dtype, [&]<class O>() -> AddRow {
+  path.add_row = visit_numbers<A>(args.input_dtype, [&]<class T>() {
+    return visit_numbers<A>(args.residual_dtype, [&]<class R>() {
+      return visit_numbers<A>(args.residual_out_dtype, [&]<class O>() -> AddRow {
         return args.seed ? add_row<A, T, R, O, true> : add_row<A, T, R, O, false>;
       });
     });
@@ -269,13 +266,8 @@ template <class A>
 void run_modulated(const ModulatedNormForward& args, const Plan& plan, const ForwardLayout& layout,
                    void* workspace, const Context& context) {
   ForwardPath<A> path = path_of<A>(args);
-  path.add_branch_row = visit_accumulated<A>(args.input_dtype, [&]<class T>() {
-    return visit_accumulated<A>(args.residual_dtype, [&]<class R>() {
-      return visit_accumulated<A>(args.residual_out_dtype, [&]<class O>() -> AddBranchRow<A> {
-        return branch_forward_kernel<A, T, R, O>;
-      });
-    });
-  });
+  path.add_branch_row =
+      branch_row_of<A>(args.input_dtype, args.residual_dtype, args.residual_out_dtype);
   const bool scales_branch = args.gate || args.row_scale || args.seed;
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
   const int64_t row_size = layout.row_bytes / static_cast<int64_t>(sizeof(A));
