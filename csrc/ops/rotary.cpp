@@ -167,6 +167,12 @@ CheckedRotary<Args> check_rotary(const Names& names, const Options& options, con
   require(key || !options.key_weight, op, ": key_weight must be given with ", names.key,
           " only, got one without");
   check_weight(op, "key_weight", options.key_weight, checked, args.head_dim, args.key);
+  if constexpr (!kHostReadsTensors) {
+    const bool has_norms = options.query_weight || options.key_weight;
+    require(!has_norms || args.head_dim <= kMostNormedColumns, op, ": ", names.query,
+            " must have a head_dim of at most ", kMostNormedColumns, " with a weight on CUDA, got ",
+            args.head_dim);
+  }
   args.interleaved = options.interleaved;
   args.weight_offset = options.weight_offset;
   return call;
@@ -263,15 +269,15 @@ class Inputs {
  public:
   // The last dimension that is not dense is copied, all else is read in place.
   template <class Args, class Options>
-  Inputs(const char* op, const Options& options, Args& args) : op_(op) {
+  Inputs([[maybe_unused]] const char* op, const Options& options, Args& args) {
     args.cos = table_of(keep(with_dense_columns(options.cos)));
     args.sin = table_of(keep(with_dense_columns(options.sin)));
     if (options.positions) {
       args.positions = options.positions->const_data_ptr();
       if constexpr (kHostReadsTensors) require_positions(op, args);
     }
-    weight(options.query_weight, args, args.query);
-    weight(options.key_weight, args, args.key);
+    weight(options.query_weight, args.query);
+    weight(options.key_weight, args.key);
   }
 
   const void* rows(const Tensor& tensor, HeadStride& stride) {
@@ -283,16 +289,11 @@ class Inputs {
  private:
   const Tensor& keep(OptionalTensor tensor) { return kept_.emplace_back(std::move(*tensor)); }
 
-  void weight(const OptionalTensor& tensor, const RotaryForward& args, RotatedHeads& heads) {
+  void weight(const OptionalTensor& tensor, RotatedHeads& heads) {
     if (!tensor) return;
     heads.weight = keep(dense(tensor)).const_data_ptr();
-    if constexpr (!kHostReadsTensors) {
-      require(args.head_dim <= kMostNormedColumns, op_, ": query must have a head_dim of at most ",
-              kMostNormedColumns, " with a weight on CUDA, got ", args.head_dim);
-    }
   }
 
-  const char* op_;
   std::list<Tensor> kept_;
 };
 

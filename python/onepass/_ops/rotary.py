@@ -47,8 +47,9 @@ def rotary(
         rotary_dim = cos.shape[-1] if cos.dim() else 0
     orders = is_bshd(query), key is not None and is_bshd(key)
     arguments = (query, key, cos, sin, positions, rotary_dim, interleaved, False, *orders)
-    if not (query_weight is key_weight is eps is None and weight_offset == 0.0):
-        if eps is None and not query_weight is key_weight is None:
+    has_norms = query_weight is not None or key_weight is not None
+    if has_norms or eps is not None or weight_offset != 0.0:
+        if has_norms and eps is None:
             eps = default_eps(query)
         if torch.compiler.is_compiling():
             eps = None if eps is None else constant(eps)
@@ -79,7 +80,7 @@ def _compute(
     norms = (query_weight, key_weight, eps, weight_offset)
     if not is_differentiated(query, key, cos, sin, query_weight, key_weight):
         return _forward(query, key, cos, sin, *plain, *norms)
-    if query_weight is key_weight is None:
+    if query_weight is None and key_weight is None:
         return _differentiable(query, key, cos, sin, *plain)
     constants = (rotary_dim, interleaved, query_bshd, key_bshd, eps, weight_offset)
     return _normed(query, key, query_weight, key_weight, cos, sin, positions, constants)
@@ -247,24 +248,10 @@ _traced = tracing.operator("rotary", _forward, _compute)
 
 
 @torch.library.register_fake("onepass::rotary_forward")
-def _(
-    query,
-    key,
-    cos,
-    sin,
-    positions,
-    rotary_dim,
-    interleaved,
-    transposed,
-    query_bshd,
-    key_bshd,
-    query_weight=None,
-    key_weight=None,
-    eps=None,
-    weight_offset=0.0,
-):
+def _(query, key, *options):
     offer(_forward)
-    fake_checks.check(_forward_check, **locals())  # the same arguments by the same names
+    fake_checks.check(_forward_check, query, key, *options)
+    query_bshd, key_bshd = options[6:8]
     return (
         empty_rows(query, query.shape, query.dtype, query_bshd),
         query.new_empty(0) if key is None else empty_rows(key, key.shape, key.dtype, key_bshd),
