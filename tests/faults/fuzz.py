@@ -16,6 +16,7 @@ import os
 import resource
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -92,6 +93,15 @@ class Border:
 # ---- right calls ---------------------------------------------------------------------------------
 
 
+def check_draws(make: Callable[[int], object], check: Callable, few: int, many: int) -> None:
+    """Checks cases together, of the draws 0, 1, ...: what is wrong stays wrong in more of them."""
+    cases = [make(draw) for draw in range(few)]
+    try:
+        check(*cases)
+    except AssertionError:
+        check(*cases, *map(make, range(few, many)))
+
+
 def norm(rng: Random) -> None:
     dtype = rng.choice(DTYPES)
     add = rng.random() < 0.5
@@ -110,21 +120,17 @@ def norm(rng: Random) -> None:
     rms = rng.random() < 0.5
     if rms and options["weight"]:
         options["weight_offset"] = rng.choice((0.0, 1.0))
-    cols, border, cases = rng.choice((8, 33, 64, 100, 257, 1000)), Border(rng), []
+    cols, border = rng.choice((8, 33, 64, 100, 257, 1000)), Border(rng)
     factor = rng.choice((1.0, 1.0, 1e-2, 30.0))
-    for count in (4, 20):  # what is wrong stays wrong in more draws
-        for draw in range(len(cases), count):
-            case = norm_cases.make(rms, rows, cols, dtype, seed=draw, **options)
-            for name, tensor in case.tensors().items():
-                wide = tensor * factor if name in ("input", "residual") else tensor
-                setattr(case, name, border.carve(f"{name} {draw}", wide))
-            cases.append(case)
-        try:
-            norm_cases.check(*cases)
-            break
-        except AssertionError:
-            if count == 20:
-                raise
+
+    def make(draw: int) -> norm_cases.Case:
+        case = norm_cases.make(rms, rows, cols, dtype, seed=draw, **options)
+        for name, tensor in case.tensors().items():
+            wide = tensor * factor if name in ("input", "residual") else tensor
+            setattr(case, name, border.carve(f"{name} {draw}", wide))
+        return case
+
+    check_draws(make, norm_cases.check, 4, 20)
     border.check()
 
 
@@ -221,13 +227,14 @@ def linear_loss(rng: Random) -> None:
     sizes = rng.choice((1, 7, 20, 300)), rng.choice((1, 8, 33)), rng.choice((2, 16, 33, 200))
     options = dict(loss_cases.OPTIONS[rng.choice(list(loss_cases.OPTIONS))])
     options["bias"] = rng.random() < 0.5
-    cases = []
-    for draw in range(6):
+
+    def make(draw: int) -> linear_loss_cases.Case:
         case = linear_loss_cases.make(*sizes, dtype, seed=draw, **options)
         for name, tensor in (case.operands | {"target": case.target}).items():
             setattr(case, name, border.carve(f"{name} {draw}", tensor))
-        cases.append(case)
-    linear_loss_cases.check(*cases)
+        return case
+
+    check_draws(make, linear_loss_cases.check, 6, 30)
     border.check()
 
 
@@ -271,21 +278,17 @@ def linear(rng: Random) -> None:
     sizes = [rng.choice((7, 16, 33, 100, 200)) for _ in range(2)]
     more = {f"{name}_dtype": rng.choice(narrow) for name in ("weight", "bias")}
     more["bias"] = rng.random() < 0.7
-    border, cases = Border(rng), []
-    for count in (8, 80):  # what is wrong stays wrong in more draws
-        for draw in range(len(cases), count):
-            # Of few rows or columns torch's product sums lane by lane.
-            case = linear_cases.make((8 + rows[0], *rows[1:]), *sizes, dtype, seed=draw, **more)
-            for name, tensor in case.tensors().items():
-                setattr(case, name, border.carve(f"{name} {draw}", tensor))
-            case.doutput = border.carve(f"doutput {draw}", case.doutput)
-            cases.append(case)
-        try:
-            linear_cases.check(*cases)
-            break
-        except AssertionError:
-            if count == 80:
-                raise
+    border = Border(rng)
+
+    def make(draw: int) -> linear_cases.Case:
+        # Of few rows or columns torch's product sums lane by lane.
+        case = linear_cases.make((8 + rows[0], *rows[1:]), *sizes, dtype, seed=draw, **more)
+        for name, tensor in case.tensors().items():
+            setattr(case, name, border.carve(f"{name} {draw}", tensor))
+        case.doutput = border.carve(f"doutput {draw}", case.doutput)
+        return case
+
+    check_draws(make, linear_cases.check, 8, 80)
     border.check()
 
 
