@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -234,7 +235,7 @@ def linear_loss(rng: Random) -> None:
             setattr(case, name, border.carve(f"{name} {draw}", tensor))
         return case
 
-    check_draws(make, linear_loss_cases.check, 6, 30)
+    check_draws(make, linear_loss_cases.check, 6, 100)
     border.check()
 
 
@@ -265,8 +266,12 @@ def rotary(rng: Random) -> None:
     )
     if not case.key_heads:
         case = replace(case, norms=tuple(name for name in case.norms if name == "query"))
-    tensors = {name: border.carve(name, tensor) for name, tensor in case.tensors().items()}
-    rotary_cases.check_tensors(case, tensors)
+
+    def make(draw: int) -> dict[str, torch.Tensor]:
+        tensors = replace(case, seed=case.seed + draw).tensors()
+        return {name: border.carve(f"{name} {draw}", t) for name, t in tensors.items()}
+
+    check_draws(make, partial(rotary_cases.check_tensors, case), 1, 20)
     border.check()
 
 
