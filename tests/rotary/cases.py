@@ -120,5 +120,5 @@ def check_tensors(case: Case, *draws: dict[str, Tensor]) -> None:
 def check(case: Case, **changes) -> None:
     """Of the few numbers that narrow weights have, one draw says little."""
     case = replace(case, **changes)
-    seeds = range(8 if case.norms and case.head_dim < 8 else 1)
+    seeds = range(1 + 64 // case.head_dim if case.norms else 1)
     check_tensors(case, *(replace(case, seed=seed).tensors() for seed in seeds))

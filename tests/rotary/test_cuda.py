@@ -124,8 +124,7 @@ def test_what_nobody_asks_for_is_not_computed(cuda, wanted):
 def test_parts_follow_from_the_shape(cuda, heads, tokens, parts):
     """Several steps each where there would be too many."""
     check(Case(F32, batch=1, heads=heads, key_heads=1, tokens=tokens, head_dim=64, norms=BOTH))
-    (call,) = cuda.of("rotary_backward")
-    assert call["splits"] == parts
+    assert {call["splits"] for call in cuda.of("rotary_backward")} == {parts}
 
 
 @pytest.mark.parametrize("seed", [1, 2])

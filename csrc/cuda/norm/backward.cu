@@ -322,13 +322,12 @@ inline constexpr int kBackwardPacks =
 // packs of bfloat16 have 60 loads of a thread under way, with the 128 of 512 about 20
 // (`cuobjdump -sass` for sm_90): those are for rows that need so many. Aligned packs would take up
 // to 152 as well, but theirs are a few loads of 16 bytes.
-template <int kPacks, bool kAligned, class F>
+template <class Args, int kPacks, bool kAligned, class F>
 void visit_threads(const Geometry& geometry, F&& f) {
-  constexpr int kFewThreads = 384;
   if constexpr (kPacks == 4 && !kAligned) {
     if (geometry.threads <= kFewThreads) return f.template operator()<kFewThreads>();
   }
-  f.template operator()<kMaxThreads>();
+  f.template operator()<kMostThreads<Args, kAligned>>();
 }
 
 template <class Args, class F>
@@ -363,7 +362,7 @@ Geometry backward_geometry(const Args& args) {
   }
   return visit_backward(args, [&]<class Types>() {
     const Geometry geometry =
-        geometry_of(args.cols, kBackwardPacks<Args, Types>, alignment.value());
+        geometry_of<Args>(args.cols, kBackwardPacks<Args, Types>, alignment.value());
     return geometry.packs > 0 ? shared_geometry(args, geometry) : geometry;
   });
 }
@@ -439,7 +438,7 @@ void run_backward(const Args& args, const Plan& plan, const Geometry& geometry, 
         if (kIsParked<kPacks>) {
           shape.shared_bytes += kPacks * geometry.threads * sizeof(typename Types::Kept);
         }
-        visit_threads<kPacks, kAligned>(geometry, [&]<int kThreads>() {
+        visit_threads<Args, kPacks, kAligned>(geometry, [&]<int kThreads>() {
           launch<norm_backward_kernel<Args, Types, kPacks, kAligned, kThreads>>(
               shape, context.stream, args, geometry.threads_per_row, partials);
         });

@@ -151,7 +151,7 @@ __device__ __forceinline__ void store_statistics(const NormForward& args, int64_
 
 // The row in registers: kPacks packs of each thread.
 template <class Args, class Types, int kPacks, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kMostThreads<Args, kAligned>, 1)
     norm_forward_kernel(const Args args, const int threads_per_row) {
   using A = typename Types::A;
   SharedMemory shared;
@@ -340,7 +340,8 @@ Geometry forward_geometry(const Args& args) {
   alignment.vector(args.output);
   alignment.vector(args.residual_out);
   return visit_forward(args, [&]<class Types>() {
-    return shared_geometry(args, geometry_of(args.cols, kForwardPacks<Types>, alignment.value()));
+    return shared_geometry(args,
+                           geometry_of<Args>(args.cols, kForwardPacks<Types>, alignment.value()));
   });
 }
 

@@ -26,7 +26,19 @@ struct Geometry {
   int row_elements() const { return threads_per_row * packs * kPack; }  // with the filler
 };
 
-inline Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
+// A modulated norm has a weight and a bias for each group of rows.
+template <class Args>
+inline constexpr bool kIsModulated =
+    std::is_same_v<Args, ModulatedNormForward> || std::is_same_v<Args, ModulatedNormBackward>;
+
+// The threads of a block that has a row. Single elements of a modulated norm, each of which has an
+// address of its own, need more than the 128 registers that each of 512 threads can have.
+inline constexpr int kFewThreads = 384;
+template <class Args, bool kAligned>
+inline constexpr int kMostThreads = kIsModulated<Args> && !kAligned ? kFewThreads : kMaxThreads;
+
+template <class Args>
+Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
   const int64_t lanes = kLanes * kPack;  // columns that a warp has with one pack per thread
   for (int packs = 1; packs <= max_packs; packs *= 2) {
     if (cols > lanes * packs) continue;
@@ -36,15 +48,11 @@ inline Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
     return {taken, kLanes, kLanes * kWarpsPerBlock, aligned};
   }
   const int64_t warps = (cols + lanes * max_packs - 1) / (lanes * max_packs);
-  if (warps * kLanes > kMaxThreads) return {0, kMaxThreads, kMaxThreads, aligned};
+  const int most_threads = aligned ? kMostThreads<Args, true> : kMostThreads<Args, false>;
+  if (warps * kLanes > most_threads) return {0, kMaxThreads, kMaxThreads, aligned};
   const int threads = static_cast<int>(warps) * kLanes;
   return {max_packs, threads, threads, aligned};
 }
-
-// A modulated norm has a weight and a bias for each group of rows.
-template <class Args>
-inline constexpr bool kIsModulated =
-    std::is_same_v<Args, ModulatedNormForward> || std::is_same_v<Args, ModulatedNormBackward>;
 
 // Rows share a block where they share all that belongs to their columns.
 template <class Args>

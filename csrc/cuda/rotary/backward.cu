@@ -4,8 +4,8 @@
 //
 // Lanes of one warp have a row of d and of x in registers, as in the forward, and sum x^2 and g * x
 // at once. A block has a part of the tokens and heads of query or of key; the sums for the weight
-// stay in registers over all of it, and are left in partials (parts, head_dim) that the last kernel
-// adds up. Parts follow from the shape alone: gradients are the same bits on every device.
+// stay in shared memory over all of it, and are left in partials (parts, head_dim) that the last
+// kernel adds up. Parts follow from the shape alone: gradients are the same bits on every device.
 // Traffic: d and x read once, dx written once; cos and sin once for each group of heads; the weight
 // once, and the partials written and read, for each part. Done when it runs at the speed of a copy
 // of as many bytes.
@@ -49,8 +49,13 @@ __global__ void __launch_bounds__(kRotaryThreads, kResidentBlocks<T, kAligned>)
                            Accumulator<T>* partials) {
   using A = Accumulator<T>;
   SharedMemory shared;
-  A* weights = shared.take<A>(kLaneColumns * shape.lanes);
-  A* sums = shared.take<A>(kWarps * kLaneColumns * shape.lanes);
+  A* weights = shared.take<A>(kRowSlots);
+  A* dweights = shared.take<A>(kWarps * kRowSlots);
+  const int thread = static_cast<int>(threadIdx.x);
+  // A thread's own sums of u * h, which would be 16 registers.
+  A* dweight = dweights + thread / kLanes * kRowSlots + thread % kLanes;
+  ONEPASS_UNROLL
+  for (int i = 0; i < kLaneColumns; ++i) dweight[i * kLanes] = 0;
   const bool of_query = static_cast<int>(blockIdx.x) < parts.query;
   const RotatedHeads& heads = of_query ? args.query : args.key;
   const NormedHeads& norm = of_query ? args.query_norm : args.key_norm;
@@ -60,7 +65,6 @@ __global__ void __launch_bounds__(kRotaryThreads, kResidentBlocks<T, kAligned>)
   __syncthreads();
 
   const int64_t steps = steps_of(shape, heads);
-  A dweight[2][kPack] = {};
   for (int64_t step = steps * part / of_parts; step < steps * (part + 1) / of_parts; ++step) {
     const int64_t first_head = step / shape.token_blocks * shape.heads_each;
     const int64_t end = first_head + shape.heads_each;
@@ -108,7 +112,8 @@ __global__ void __launch_bounds__(kRotaryThreads, kResidentBlocks<T, kAligned>)
           const A normalized = element<T>(raw_x[h], e) * rstd;
           const A g = u[h][e] * weights[columns.slot(h, e)];
           value[e] = multiply_add(-normalized, mean_gh, g) * rstd;
-          dweight[h][e] = multiply_add(u[h][e], normalized, dweight[h][e]);
+          A& sum_uh = dweight[(h * kPack + e) * kLanes];
+          sum_uh = multiply_add(u[h][e], normalized, sum_uh);
         }
         if (heads.output) store_pack(dx, columns, h, narrow<T>(value));
       }
@@ -116,34 +121,22 @@ __global__ void __launch_bounds__(kRotaryThreads, kResidentBlocks<T, kAligned>)
   }
 
   if (!norm.dweight) return;
-  // Over the groups of a warp, which have the same columns, then over warps, in order.
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int warp = static_cast<int>(threadIdx.x) / kLanes;
-  const NormedColumns<kInterleaved, kAligned> columns{
-      lane, shape.lanes, static_cast<int>(args.rotary_dim), static_cast<int>(args.head_dim)};
-  ONEPASS_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) {
-      ONEPASS_UNROLL
-      for (int step = kLanes / 2; step > 0; step /= 2) {
-        if (step < shape.lanes) continue;
-        dweight[h][e] += __shfl_xor_sync(kAllLanes, dweight[h][e], step);
-      }
-      if (lane >= shape.lanes) continue;
-      sums[warp * kLaneColumns * shape.lanes + columns.slot(h, e)] = dweight[h][e];
-    }
-  }
   __syncthreads();
-  if (warp > 0 || lane >= shape.lanes) return;
+  if (thread >= shape.lanes) return;
+  // Over warps, and in each over the groups of lanes that have a row, in order.
+  const NormedColumns<kInterleaved, kAligned> columns{
+      thread, shape.lanes, static_cast<int>(args.rotary_dim), static_cast<int>(args.head_dim)};
   A* const target = partials + static_cast<int64_t>(blockIdx.x) * args.head_dim;
   ONEPASS_UNROLL
   for (int h = 0; h < 2; ++h) {
     A total[kPack] = {};
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
-      for (int w = 0; w < kWarps; ++w) {
-        total[e] += sums[w * kLaneColumns * shape.lanes + columns.slot(h, e)];
+      for (int warp = 0; warp < kWarps; ++warp) {
+        const A* sums = dweights + warp * kRowSlots + columns.slot(h, e);
+        A of_warp = 0;
+        for (int lane = 0; lane < kLanes; lane += shape.lanes) of_warp += sums[lane];
+        total[e] += of_warp;
       }
     }
     store_pack(target, columns, h, narrow<A>(total));
@@ -204,7 +197,7 @@ void run_backward(const RotaryBackward& args, const Plan& plan, const BackwardLa
         launch<rotary_backward_kernel<T, kInterleaved, kAligned>>(
             {.blocks = plan.splits,
              .threads = kRotaryThreads,
-             .shared_bytes = (1 + kWarps) * kLaneColumns * shape.lanes * sizeof(A)},
+             .shared_bytes = (1 + kWarps) * kRowSlots * sizeof(A)},
             context.stream, args, shape, parts, partials);
       });
     });

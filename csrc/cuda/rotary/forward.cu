@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
     rotary_normed_forward_kernel(const RotaryForward args, const NormedShape shape) {
   using A = Accumulator<T>;
   SharedMemory shared;
-  A* weights = shared.take<A>(kLaneColumns * shape.lanes);
+  A* weights = shared.take<A>(kRowSlots);
   const int64_t group = blockIdx.x / shape.token_blocks;
   const int64_t query_groups = shape.head_groups(args.query);
   const bool of_query = group < query_groups;
@@ -172,10 +172,9 @@ void run_normed(const RotaryForward& args, const NormedShape& shape, const Plan&
   visit_bool(shape.aligned, [&]<bool kAligned>() {
     visit_dtype(args.dtype, [&]<class T>() {
       visit_bool(args.interleaved, [&]<bool kInterleaved>() {
-        const LaunchShape launched{
-            .blocks = plan.splits * shape.token_blocks,
-            .threads = kRotaryThreads,
-            .shared_bytes = kLaneColumns * shape.lanes * sizeof(Accumulator<T>)};
+        const LaunchShape launched{.blocks = plan.splits * shape.token_blocks,
+                                   .threads = kRotaryThreads,
+                                   .shared_bytes = kRowSlots * sizeof(Accumulator<T>)};
         launch<rotary_normed_forward_kernel<T, kInterleaved, kAligned>>(launched, context.stream,
                                                                         args, shape);
       });

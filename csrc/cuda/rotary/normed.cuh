@@ -7,6 +7,10 @@
 
 namespace onepass::cuda {
 
+inline constexpr int kLaneColumns = 2 * kPack;
+inline constexpr int kRowSlots = kLanes * kLaneColumns;  // of shared memory, for any row
+static_assert(kMostNormedColumns == kRowSlots);
+
 // The columns of a lane, which are two runs of eight, as columns of a pack (vec.cuh) for each: two
 // packs, else eight pairs of columns. The first lanes have those that are rotated.
 template <bool kInterleaved, bool kAligned_>
@@ -40,8 +44,11 @@ struct NormedColumns {
   __device__ __forceinline__ T* in(T* row, int h, int e) const {
     return row + of(h, e);
   }
-  // Where shared memory holds a value for each element, without conflicts between banks.
-  __device__ __forceinline__ int slot(int h, int e) const { return (h * kPack + e) * lanes + lane; }
+  // Where shared memory, (kLaneColumns, kLanes), holds a value for each element: without conflicts
+  // between banks, and at distances that are known, so that one register addresses all.
+  __device__ __forceinline__ int slot(int h, int e) const {
+    return (h * kPack + e) * kLanes + lane;
+  }
 
  private:
   __device__ __forceinline__ int half_of_rest() const {
@@ -49,9 +56,6 @@ struct NormedColumns {
     return ((head_dim - rotary_dim) / kWide + 1) / 2 * kWide;
   }
 };
-
-inline constexpr int kLaneColumns = 2 * kPack;
-static_assert(kMostNormedColumns == kLanes * kLaneColumns);
 
 // How rows are shared: lanes of a warp have one, groups of lanes the tokens of a block, and each
 // passes over some heads of query or of key.
@@ -152,7 +156,8 @@ struct NormedFactors {
   }
 };
 
-// The weight of a block's rows into shared memory, (kLaneColumns, lanes). A barrier must follow.
+// The weight of a block's rows into shared memory, (kLaneColumns, kLanes). A barrier must
+// follow.
 template <class A, bool kInterleaved, bool kAligned>
 __device__ __forceinline__ void stage_weight(const RotaryForward& args, const RotatedHeads& heads,
                                              const NormedShape& shape, A* staged) {
