@@ -142,6 +142,7 @@ RECIPES = {
         "",
         # a measurement; norms in front of a rotation; a stock model, below
         {"csrc/cpu/parallel.h", "python/onepass/reference/rotary.py"}
+        | {f"python/onepass/integrations/transformers/{n}.py" for n in ("__init__", "kernels")}
         | {
             f"python/onepass/compare/{name}.py"
             for name in "attribution model report settings".split()
@@ -151,7 +152,8 @@ RECIPES = {
         r"softcap\b",
         "",
         {"csrc/ops/loss.h", "csrc/ops/loss.cpp", "csrc/cpu/loss.cpp", "csrc/cuda/loss.cu"}
-        | {"python/onepass/_ops/linear_loss.py"}
+        | {"python/onepass/_ops/linear_loss.py", "python/onepass/functional/_internal.py"}
+        | {"python/onepass/integrations/transformers/lazy_logits.py"}
         | {f"python/onepass/{name}/loss.py" for name in ("_ops", "functional", "nn", "reference")},
     ),
     "A new optimizer": (

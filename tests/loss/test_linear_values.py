@@ -279,7 +279,7 @@ def test_large_and_small_logits(scale):
 @pytest.mark.parametrize("option", ["mean", "all"])
 def test_on_torchs_products(dtype, option, monkeypatch):
     """What a CUDA tensor gets, by tensors on the CPU."""
-    monkeypatch.setattr("onepass._ops.linear_loss._CHUNK_BYTES", 0)
+    monkeypatch.setattr("onepass._ops.linear_loss.CHUNK_BYTES", 0)
     case = make(600, 24, 70, dtype, **OPTIONS[option])
     expected = results(case.ours, case)
     monkeypatch.setattr("onepass._ops.linear_loss._op", on_torchs_products)

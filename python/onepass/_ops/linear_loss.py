@@ -316,7 +316,7 @@ def _(input, linear_weight, target, linear_bias, weight, *options):
 # ---- on CUDA, where products are torch's -------------------------------------------------------
 
 # Of a chunk of logits there.
-_CHUNK_BYTES = 1 << 28
+CHUNK_BYTES = 1 << 28
 _FEWEST_ROWS = 256
 
 
@@ -351,7 +351,7 @@ def on_torchs_products(
     losses = input.new_empty(targets.shape, dtype=accumulator)
     dinput, dweight = made(1, rows.shape), made(2, (classes, in_features))
     dbias = made(4, (classes,))
-    step = max(_CHUNK_BYTES // max(classes * input.dtype.itemsize, 1), _FEWEST_ROWS)
+    step = max(CHUNK_BYTES // max(classes * input.dtype.itemsize, 1), _FEWEST_ROWS)
     with torch.autocast(input.device.type, enabled=False):
         for begin in range(0, len(rows), step):
             chunk = slice(begin, begin + step)

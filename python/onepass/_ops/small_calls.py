@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from onepass._ops import dispatch_log, products, tracing
+from onepass._ops import dispatch_log, linear_loss, products, tracing
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 # Per thread, (in training, in inference): elements of a layer norm (Zen 3, AVX2; training in
@@ -53,6 +53,8 @@ LEAST_LINEAR_CALLS = {
 # Logits of a loss (Zen 4, AVX-512): of a call, and of a module that calls F.cross_entropy.
 LEAST_LOSS = dict.fromkeys(_FLOATS, (1 << 16, 1 << 15))
 LEAST_LOSS_CALLS = 1 << 20
+# Bytes of a word in a chunk of `linear_cross_entropy` on the CPU: kChunkBytes of csrc/ops/loss.cpp.
+CHUNK_OF_WORD = 1 << 10
 # Elements of a gated activation (Zen 4, AVX-512).
 LEAST_GATE = dict.fromkeys(_FLOATS, (1 << 18, 1 << 16))
 # Elements of query and key that are rotated, where pairs of neighbours come out half a head apart
@@ -257,6 +259,26 @@ def loss_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
         return False
     if dispatch_log.is_recording():
         _tell("cross_entropy", f"{rows} x {logits // rows}", tokens, f"fewer logits than {bound}")
+    return True
+
+
+def logits_are_few(input: Tensor, linear_weight: Tensor) -> bool:
+    """Whether whole logits take no more memory than `linear_cross_entropy`; the log says so.
+
+    Those of one chunk do not. The gradient of a 16-bit weight is summed up in float32, twice its
+    bytes, and then rounded, three times them; whole logits and their gradient are twice theirs.
+    """
+    words, width = linear_weight.shape
+    rows = input.numel() // max(width, 1)
+    bound = CHUNK_OF_WORD * words if input.is_cpu else linear_loss.CHUNK_BYTES
+    if linear_weight.requires_grad and linear_weight.itemsize == 2:
+        gradient = words * width * 2
+        bound = max(bound + 2 * gradient, 3 * gradient) // 2
+    if rows * words * input.itemsize > bound:
+        return False
+    if dispatch_log.is_recording():
+        arguments = f"{rows} x {width} by {words}"
+        _tell("linear_cross_entropy", arguments, input, f"no more bytes of logits than {bound}")
     return True
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from onepass._ops import device_attention, loss, products, small_calls
+from onepass._ops import device_attention, linear_loss, loss, products, small_calls
 from onepass._ops.attention import attention
 from onepass._ops.attention_options import given, score_options
 from onepass._ops.differentiation import are_transforms_active
 from onepass.functional.attention import _autocast
-from onepass.functional.linear import _composed, linear
+from onepass.functional.linear import _HAS_PAIR_PRODUCTS, _composed, linear
 
 
 def masked_attention(
@@ -110,6 +110,38 @@ def cross_entropy_in_float32(
         0.0,
         loss.REDUCTIONS[reduction],
         out_dtype=torch.float32,
+    )
+
+
+def linear_cross_entropy_in_float32(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    ignore_index: int,
+    softcap: float,
+    reduction: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`linear_cross_entropy` of products in dtype, as a number in float32."""
+    tensors = (input, linear_weight, target, linear_bias)
+    options = (ignore_index, softcap, reduction, dtype)
+    if not torch.compiler.is_compiling() and has_torch_function(tensors):
+        ours = linear_cross_entropy_in_float32
+        return handle_torch_function(ours, tensors, *tensors, *options)
+    # The CPU's products read a weight in any dtype; pairs of bfloat16 are twice as fast.
+    casts = dtype is torch.bfloat16 and _HAS_PAIR_PRODUCTS or not input.is_cpu
+    return linear_loss.linear_cross_entropy(
+        *tensors,
+        None,
+        ignore_index,
+        0.0,
+        softcap,
+        0.0,
+        loss.REDUCTIONS[reduction],
+        dtype,
+        dtype if casts else None,
+        torch.float32,
     )
 
 

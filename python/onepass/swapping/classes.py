@@ -30,7 +30,7 @@ from onepass.functional.linear import _has_products as has_products
 from onepass.reference import gate as reference
 from onepass.swapping import rotary
 from onepass.swapping.inputs import has_kernels, is_plain
-from onepass.swapping.specs import Call, GatedSpec, NormSpec, RotarySpec, Spec
+from onepass.swapping.specs import Call, GatedSpec, HeadSpec, NormSpec, RotarySpec, Spec
 
 
 class Swapped:
@@ -228,7 +228,8 @@ class Calls(Swapped):
 
     `make_class` is told which calls, of `REDIRECTED`, and adds the forward: it has the original's
     signature. Of "loss_function", the function that a model of transformers has for its loss, it
-    adds that property instead. Functions that rotate are named by their specs.
+    adds that property instead. Functions that rotate are named by their specs, and so is a head,
+    for which it adds a property of its name.
     """
 
     _onepass_spec: tuple[Call, ...]
@@ -240,6 +241,7 @@ REDIRECTED = {
     "linear": "onepass.functional.linear",
     "loss": "onepass.functional.cross_entropy",
     "loss_function": "onepass.functional.cross_entropy",
+    "loss_head": "onepass.functional.linear_cross_entropy",
     "rotary": "onepass.functional.rotary_embedding",
 }
 
@@ -250,6 +252,8 @@ def redirects(cls: type, kind: str) -> bool:
 
 
 def _name(call: Call) -> str:
+    if isinstance(call, HeadSpec):
+        return "loss_head"
     return "rotary" if isinstance(call, RotarySpec) else call
 
 
@@ -502,12 +506,18 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
     if forward is GatedForward:
         namespace["_onepass_to"] = {"mlp": f"onepass {spec}"}
     if forward is Calls:
-        named = map(_name, spec)
+        named = sorted(map(_name, spec))  # of a model's loss the head comes last, and is told
         namespace["_onepass_to"] = {name.partition("_")[0]: REDIRECTED[name] for name in named}
         rotations = [call for call in spec if isinstance(call, RotarySpec)]
         kinds = [call for call in spec if call in _ARE_SMALL]
         run = rotary.redirected(original.forward, rotations) if rotations else original.forward
         run = _redirected(run, kinds) if kinds else run
+        heads = [call.name for call in spec if isinstance(call, HeadSpec)]
+        if heads:
+            from onepass.integrations.transformers import lazy_logits
+
+            run = lazy_logits.forward_of(run)
+            namespace |= {name: lazy_logits.head_of(name) for name in heads}
         if run is not original.forward:
             namespace["forward"] = run
         if "loss_function" in spec:

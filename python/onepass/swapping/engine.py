@@ -53,6 +53,7 @@ def swap(
     dry_run: bool = False,
     strict: bool = False,
     probe: bool = True,
+    lazy_logits: bool = False,
 ) -> Report:
     """Makes a model run on onepass's operators, in place.
 
@@ -95,13 +96,17 @@ def swap(
             Linear layers that gain nothing count as matched.
         probe: prove norms, feed-forward blocks and functions that rotate, which are of unknown
             origin, numerically and swap those that pass. False skips all that are not forced.
+        lazy_logits: models of transformers compute the loss of a training step without their
+            logits, by `onepass.functional.linear_cross_entropy`. `output.logits` is then a tensor
+            that computes itself when it is read; once the weights have changed (after
+            `optimizer.step()`), reading it raises. With kind "loss".
 
     Returns:
         Report: not the model.
 
     Raises:
         TypeError: model is not a module, or a glob no string.
-        ValueError: kinds holds an unknown name.
+        ValueError: kinds holds an unknown name, or not "loss" with lazy_logits.
         RuntimeError: under strict; the message names each refused module. If anything raises, the
             model is as it was.
 
@@ -115,7 +120,7 @@ def swap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model must be a torch.nn.Module, got {type(model).__name__}")
-    flags = {"dry_run": dry_run, "strict": strict, "probe": probe}
+    flags = {"dry_run": dry_run, "strict": strict, "probe": probe, "lazy_logits": lazy_logits}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"swap: {name} must be True or False, got {type(flag).__name__}")
@@ -125,12 +130,14 @@ def swap(
     for kind in asked:
         if kind not in matchers.KINDS:
             raise ValueError(f"swap: kinds must be of {matchers.KINDS}, got {kind!r}")
+    if lazy_logits and asked and "loss" not in asked:
+        raise ValueError(f"swap: kinds must hold 'loss' for lazy_logits, got {asked!r}")
     choice = Choice(
         globs("include", include), globs("exclude", exclude), globs("force", force), filter_fn
     )
     _flops.register()
     kinds = matchers.KINDS if kinds is None else asked
-    plan = Plan(model, kinds, choice, probe, dry_run, list_as_fast="linear" in asked)
+    plan = Plan(model, kinds, choice, probe, dry_run, "linear" in asked, lazy_logits)
     report = plan.report
     if strict:
         _check_strict(asked, plan)

@@ -49,6 +49,16 @@ _LOSS_CALLS = (
     "{names}: calls of F.cross_entropy in their forwards are redirected, and each torch function "
     f"there takes about a microsecond longer: {small_calls.LOSS_CALLS_NOTE}"
 )
+_LAZY_LOGITS = (
+    "{names}: in steps with labels and gradients the logits are computed when they are read, which "
+    "raises once the weights have changed; their gradient, hooks on it, and dlogits by "
+    "torch.autograd.grad of the loss are not to be had; they are made at once under torch.compile "
+    "and in calls where they take no more memory"
+)
+_NO_LAZY_LOGITS = (
+    "lazy_logits changes nothing here: it is for models of transformers that hand the output of "
+    "their head to self.loss_function"
+)
 _UNPROVEN = "{names}: {reason}; it stays as it is"
 _PROBED = (
     "norms of other classes were accepted by a numeric probe on the CPU; in dtype combinations "
@@ -96,8 +106,16 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
             notes.append(_UNPROVEN.format(names=", ".join(grouped(names)), reason=reason))
     if "loss" in kinds:
         notes.append(small_calls.LOSS_NOTE)
+        waiting = [c.name for c in plan.classes if classes.redirects(c.cls, "loss_head")]
+        notes += _note(_LAZY_LOGITS, waiting)
         calling = [c.name for c in plan.classes if classes.redirects(c.cls, "loss")]
         notes += _note(_LOSS_CALLS, calling)
+    if (
+        plan.lazy_logits
+        and not any(classes.redirects(change.swapped, "loss_head") for change in report._changes)
+        and not any(classes.redirects(change.cls, "loss_head") for change in plan.classes)
+    ):
+        notes.append(_NO_LAZY_LOGITS)
     if not plan.list_as_fast:
         reasons = collections.Counter(plan.as_fast)
         notes += [

@@ -14,7 +14,14 @@ from onepass.swapping.changes import Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
 from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.report import Change, Report
-from onepass.swapping.specs import Call, GatedSpec, NormSpec, RotarySpec, Structure
+from onepass.swapping.specs import (
+    Call,
+    GatedSpec,
+    HeadSpec,
+    NormSpec,
+    RotarySpec,
+    Structure,
+)
 from onepass.swapping.walk import Choice, Found, walk
 
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
@@ -40,6 +47,7 @@ class Plan:
         unproven: (name of a module that is swapped, why a function that it calls stays).
         as_fast: the reasons of linear layers that would gain nothing.
         list_as_fast: whether the report lists these as skipped.
+        lazy_logits: whether heads of models of transformers are to return lazy logits.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class Plan:
         probe: bool,
         dry_run: bool,
         list_as_fast: bool,
+        lazy_logits: bool,
     ):
         self.report = Report(model, dry_run=dry_run)
         self.found = walk(model)
@@ -61,6 +70,7 @@ class Plan:
         self.as_fast: list[Because] = []
         self.list_as_fast = list_as_fast
         self._kinds, self._choice, self._probe = kinds, choice, probe
+        self.lazy_logits = lazy_logits
         self._verdicts: dict[tuple, NormSpec | GatedSpec | RotarySpec | Because] = {}
         # Names of modules whose calls stay, by id, for each kind that is redirected.
         self._kept: dict[str, dict[int, str]] = {kind: {} for kind in matchers.KINDS}
@@ -94,6 +104,9 @@ class Plan:
             before = [kind for kind in cls._onepass_to if kind in self._kinds]
             for kind in before:
                 self._list_earlier(item, kind, cls._onepass_original, cls._onepass_to[kind])
+            if self.lazy_logits and "loss_function" in getattr(cls, "_onepass_spec", ()):
+                if "loss" in before and not classes.redirects(cls, "loss_head"):
+                    self._refuse(item, Reason.LOGITS_BEFORE.because())
             if before:
                 change = Change(module, cls._onepass_original, cls, new=False)
                 self.report._changes.append(change)
@@ -183,6 +196,8 @@ class Plan:
             before = self.classes[-1] if self.classes else None
             before = before.cls._onepass_spec if before and before.module is module else ()
             spec = _sorted(*before, match.call or match.kind)
+            if self.lazy_logits and match.call == "loss_function" and not reason:
+                spec = _sorted(*spec, *self._head(module))
         if reason and forced and match.forceable:
             reason = matchers.obstacle_to(module, match.kind)
             self.forced.append(item.names[0])
@@ -211,6 +226,26 @@ class Plan:
             return make_class(type(module), forward, spec), None
         except TypeError as error:
             return None, Reason.NO_SUBCLASS.because(error)
+
+    def _head(self, model: nn.Module) -> list[HeadSpec]:
+        """Of a model of transformers, if its logits can wait; a head that has to make them at once
+        is listed."""
+        from onepass.integrations.transformers import lazy_logits
+
+        name = lazy_logits.head_name(model)
+        if name is None:
+            item = next(item for item in self.found if item.module is model)
+            self._refuse(item, Reason.NOT_A_CHILD.because())
+            return []
+        head = model._modules[name]
+        item = next(item for item in self.found if item.module is head)
+        if reason := self._choice.refusal(item):
+            self._skip(item, reason)
+            return []
+        reason = item.wrapped[0] if item.wrapped else lazy_logits.obstacle(head)
+        if reason:
+            self._refuse(item, reason)
+        return [] if reason else [HeadSpec(name)]
 
     def _verdict(self, module, structure: Structure, forced: bool) -> NormSpec | Because:
         if not self._probe and not forced:

@@ -34,6 +34,10 @@ class Reason(enum.Enum):
     FILTERED = "filter_fn returned False"
 
     # Its class, by its looks.
+    NO_HEAD = "its logits are made at once: it is a {}, not a torch.nn.Linear"
+    HOOKS_OF_HEAD = "its logits are made at once: it has hooks"
+    NOT_A_CHILD = "its logits are made at once: the layer that makes them is no child of the model"
+    LOGITS_BEFORE = "its logits are made at once since an earlier swap; unswap first"
     CHANGED = "its class was changed after a swap"
     BATCH_NORM = "normalises over the batch or positions, with statistics"
     GROUP_NORM = "normalises groups of channels over all positions"

@@ -159,7 +159,7 @@ def redirected(forward: types.FunctionType, specs: list[RotarySpec]) -> types.Fu
         # A pickle may come from another version of a package.
         if not any(cells) and spec.name in variables:
             names[spec.name] = f"_onepass_{spec.name}_{zlib.crc32(repr(spec).encode()):08x}"
-            variables[names[spec.name]] = _rotating(variables[spec.name], spec)
+            variables[names[spec.name]] = rotating(variables[spec.name], spec)
     copy = types.FunctionType(
         _renamed(forward.__code__, names),
         variables,
@@ -201,7 +201,7 @@ def _reads_alone(code: types.CodeType, name: str) -> bool:
     return used and all(_reads_alone(value, name) for value in inner)
 
 
-def _rotating(function: Callable, spec: RotarySpec) -> Callable:
+def rotating(function: Callable, spec: RotarySpec) -> Callable:
     """`function` by our operator, in the calls that were proven and gain: all but small ones that
     set columns apart (benchmarks/small_calls.py)."""
     layouts = dict(spec.layouts)

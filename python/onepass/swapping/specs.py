@@ -78,6 +78,12 @@ class RotarySpec(NamedTuple):
     autocast: bool  # calls no function that autocast changes
 
 
-# Of redirected calls: by kind, and functions that rotate.
-Call = str | RotarySpec
+class HeadSpec(NamedTuple):
+    """The head of a language model whose logits wait until somebody reads them."""
+
+    name: str  # of the model's child
+
+
+# Of redirected calls: by kind, functions that rotate, and heads.
+Call = str | RotarySpec | HeadSpec
 Spec = NormSpec | GatedSpec | tuple[Call, ...]

@@ -31,6 +31,8 @@ its own alone, and says so.
 
     attention.py  what the registry calls: the masks and the attention
     models.py     attach, detach, and what swap and unswap do with these models
+    losses.py     losses on onepass's cross entropy; lazy_logits.py those without their logits
+    kernels.py    layers for transformers' `set_use_kernels`
     trainer.py    the optimizer and the callback for transformers' Trainer
 """
 
@@ -54,6 +56,7 @@ if not hasattr(_transformers, "AttentionMaskInterface"):
     )
 
 from onepass.integrations.transformers.attention import NAME, register
+from onepass.integrations.transformers.kernels import register_kernels
 from onepass.integrations.transformers.models import Attachment, attach, detach
 
 if TYPE_CHECKING:
@@ -66,6 +69,7 @@ __all__ = [
     "attach",
     "detach",
     "register",
+    "register_kernels",
     "trainer_optimizer",
 ]
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from onepass.functional._internal import cross_entropy_gains, cross_entropy_in_float32
+from onepass.integrations.transformers import lazy_logits
 from onepass.swapping.classes import with_redirected_loss
 
 
@@ -57,11 +58,21 @@ def masked_lm_loss(
     **options: object,
 ) -> Tensor:
     """transformers' `ForMaskedLMLoss`, without its float32 copy of 16-bit logits."""
-    rows, target = logits.view(-1, vocab_size), labels.view(-1).to(logits.device)
+    target = labels.view(-1).to(logits.device)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    if logits.shape[-1] == vocab_size:
+        loss = lazy_logits.loss(logits, target, ignore_index, reduction)
+        if loss is not None:
+            return _of_items(loss, num_items_in_batch)
+    rows = logits.view(-1, vocab_size)
     if logits.dtype is torch.float64 or not cross_entropy_gains(rows, target, None):
         return ForMaskedLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index)
-    reduction = "mean" if num_items_in_batch is None else "sum"
     loss = cross_entropy_in_float32(rows, target, ignore_index, reduction)
+    return _of_items(loss, num_items_in_batch)
+
+
+def _of_items(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """The Trainer's: a sum, divided by the items of all batches that are accumulated."""
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch

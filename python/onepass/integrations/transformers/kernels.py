@@ -1,0 +1,220 @@
+"""`register_kernels`: onepass's layers by transformers' own switch, `model.set_use_kernels(True)`.
+
+Classes and functions in transformers' files carry names, "RMSNorm" or "rotary_pos_emb", by which
+the package kernels looks up a layer for a device and a mode, mostly to download it. What it finds
+is an object that loads a class, whose forward then runs on the module of the model. Ours load the
+classes below: nothing is downloaded, and nobody is asked for trust.
+
+A layer of that package has no constructor and no members, so what a name stands for is all that it
+knows. The forward of the module's own class runs wherever that is in doubt.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onepass import _library
+from onepass._ops.norm import NormKind, norm
+from onepass.swapping import rotary
+from onepass.swapping.inputs import has_kernels, is_plain
+from onepass.swapping.specs import Form, RotarySpec
+
+DEVICES = ("cpu", "cuda")
+
+
+class RMSNorm(nn.Module):
+    """Of Llama: its weight times the normalised input."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight, eps = getattr(self, "weight", None), getattr(self, "variance_epsilon", None)
+        if not _is_norm(hidden_states, weight, eps):
+            return type(self).forward(self, hidden_states)
+        return _rms_norm(hidden_states, weight, eps)
+
+
+class RMSNormZeroCentered(nn.Module):
+    """Of Qwen 3.5: one plus its weight times the normalised input."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight, eps = getattr(self, "weight", None), getattr(self, "eps", None)
+        if not _is_norm(hidden_states, weight, eps):
+            return type(self).forward(self, hidden_states)
+        return _rms_norm(hidden_states, weight, eps, weight_offset=1.0)
+
+
+class RotaryPosEmb(nn.Module):
+    """`apply_rotary_pos_emb` of a model's file, which the package kernels makes a module of."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+        own = functools.partial(type(self).forward, self)
+        halves = isinstance(q, Tensor) and cos.shape[-1] * 2 == q.shape[-1]  # gpt-oss's
+        return rotary.rotating(own, _OF_PAIRS if halves else _OF_COLUMNS)(
+            q, k, cos, sin, unsqueeze_dim
+        )
+
+
+def _is_norm(input: Tensor, weight, eps) -> bool:
+    """Whether these are what a norm of transformers has: in one dtype, since norms of the same name
+    round the output of two dtypes to either."""
+    return (
+        isinstance(weight, Tensor)
+        and isinstance(eps, float)
+        and is_plain(input)
+        and is_plain(weight)
+        and weight.dim() == 1
+        and input.dtype is weight.dtype is not torch.float64
+        and input.is_floating_point()
+        and input.shape[-1:] == weight.shape
+        and input.device == weight.device
+        and _runs_on(input.device, "norm")
+    )
+
+
+def _rms_norm(input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    return norm(
+        input,
+        None,
+        weight,
+        None,
+        weight.shape,
+        kind=NormKind.RMS,
+        eps=eps,
+        weight_offset=weight_offset,
+        out_dtype=input.dtype,
+    )[0]
+
+
+def _runs_on(device: torch.device, kind: str) -> bool:
+    if device.type != "cuda":
+        return has_kernels(device.type, kind)
+    return has_kernels("cuda", kind) and not _library.too_old(device)
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Heads first by unsqueeze_dim 1, tokens first by 2. In one dtype: functions of this name round the
+# output of two to either.
+_OF_COLUMNS = RotarySpec(
+    name="apply_rotary_pos_emb",
+    parameters=("q", "k", "cos", "sin", "unsqueeze_dim"),
+    tensors=2,
+    unsqueeze_dim=1,
+    form=Form(),
+    partial=False,
+    layouts=(((4, 3, 1), False), ((4, 3, 2), True)),
+    dtypes=tuple((dtype, dtype, dtype) for dtype in _DTYPES),
+    autocast=True,
+)
+_OF_PAIRS = _OF_COLUMNS._replace(form=Form(table="pairs"))
+
+
+class Layer(NamedTuple):
+    """What the package kernels calls a repository: something that loads a class."""
+
+    name: str
+    cls: type[nn.Module]
+    kind: str  # whose kernels it runs
+
+    def load(self) -> type[nn.Module]:
+        return self.cls
+
+    def __str__(self) -> str:
+        return f"onepass, layer `{self.name}`"
+
+
+LAYERS = (
+    Layer("RMSNorm", RMSNorm, "norm"),
+    Layer("RMSNormZeroCentered", RMSNormZeroCentered, "norm"),
+    Layer("rotary_pos_emb", RotaryPosEmb, "rotary"),
+)
+
+
+def register_kernels(devices: Sequence[str] = DEVICES) -> dict[str, list[str]]:
+    """Makes `model.set_use_kernels(True)`, and `use_kernels=True` of `from_pretrained`, take
+    onepass's layers.
+
+    They are entered in transformers' mapping of the package kernels, for training and inference,
+    with and without `torch.compile`, in the place of what is downloaded for the same names: RMS
+    norms of most language models, and the rotary embedding of query and key. Models that use
+    kernels already are to be switched once more. What a norm or a rotation gets in other dtypes
+    than one, or on other devices, the model's own code computes.
+
+    `onepass.swap(model)` does the same and more, with a report, a proof and a way back; this is for
+    those who have chosen transformers' switch. Use one of them.
+
+    Args:
+        devices: of "cpu" and "cuda": whose layers; those that this build has no kernels for are
+            left as they are.
+
+    Returns:
+        The devices for which each name was entered.
+
+    Raises:
+        ImportError: transformers does not find a version of the package kernels that it takes, is
+            of a version whose mapping cannot be extended, or was told to use none by
+            USE_HUB_KERNELS.
+        ValueError: devices holds another name.
+    """
+    for device in devices:
+        if device not in DEVICES:
+            raise ValueError(f"register_kernels: devices must be of {DEVICES}, got {device!r}")
+    _check_packages()
+    from kernels import Mode, register_kernel_mapping
+    from transformers.integrations import hub_kernels
+
+    mapping = {
+        layer.name: {
+            device: {
+                Mode.TRAINING | Mode.TORCH_COMPILE: layer,
+                Mode.INFERENCE | Mode.TORCH_COMPILE: layer,
+            }
+            for device in devices
+            if has_kernels(device, layer.kind)
+        }
+        for layer in LAYERS
+    }
+    # set_use_kernels registers transformers' mapping first: what is in it stays.
+    transformers = hub_kernels.get_kernel_mapping_transformers()
+    for name, entries in mapping.items():
+        transformers.setdefault(name, {}).update(entries)
+    register_kernel_mapping(mapping)
+    return {name: list(entries) for name, entries in mapping.items()}
+
+
+def _check_packages() -> None:
+    import transformers
+    from transformers.integrations import hub_kernels
+    from transformers.utils import import_utils
+
+    if not import_utils.is_kernels_available():
+        try:
+            found = importlib.metadata.version("kernels")
+        except importlib.metadata.PackageNotFoundError:
+            found = "none"
+        least = getattr(import_utils, "KERNELS_MIN_VERSION", None)
+        asked = f", from {least}" if least else ""
+        raise ImportError(
+            "register_kernels: the package kernels must be of a version that transformers "
+            f"{transformers.__version__} takes{asked}, got {found}"
+        )
+    if not hasattr(hub_kernels, "get_kernel_mapping_transformers"):
+        raise ImportError(
+            "register_kernels: transformers must have a mapping of kernels that can be extended, "
+            f"as 5.23 has, got {transformers.__version__}"
+        )
+    if not getattr(hub_kernels, "_kernels_enabled", True):
+        raise ImportError("register_kernels: USE_HUB_KERNELS must not turn kernels off")

@@ -1,0 +1,471 @@
+"""Logits that are computed when somebody reads them: `onepass.swap(model, lazy_logits=True)` has
+the head of a language model return such, so that its loss needs no logits.
+
+A model of transformers computes ``logits = self.lm_head(hidden)``, then
+``self.loss_function(logits=logits, labels=labels, ...)``, and returns both. In a step with labels
+and gradients the head of a swapped model returns `LazyLogits`: a tensor with shape, dtype and
+place in the graph, and no numbers. The loss of `losses.py` finds hidden states and weight in it and
+calls `linear_cross_entropy`, which makes logits chunk by chunk.
+
+Nobody who reads them gets wrong ones. Every operator of torch that is given lazy logits comes
+through `LazyLogits.__torch_dispatch__`, below autograd: it computes the numbers with the head's
+product, once, and runs on these; gradients take the way through `_Head`. A few operators that
+models apply to logits before the loss (a softcap, a factor, a wider dtype) stay lazy. The loss of
+logits that were read, or changed in place, is that of these numbers. Once the weight has changed
+(after `optimizer.step()`), the logits of the step before are gone, and reading them raises.
+
+The loss may do without logits only if its gradient would have gone through the head and the lazy
+operators alone. So it looks for `_Head` in the graph of what it is given, and reads logits that
+were detached, are a leaf of their own, or went through a function of the user's.
+
+The alternatives were None, which breaks who reads logits in training, and logits without a way to
+the gradient, which are wrong for a loss of the user's own. Nor is there a condition on
+`model.training`: who wants gradients of a model in eval mode has the same logits, and `verify` runs
+so. Without gradients (the Trainer's evaluation, `generate`), without labels, and under
+`torch.compile`, logits are made at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+from torch.nn.utils import parametrize
+
+from onepass._ops import small_calls
+from onepass._ops.differentiation import are_transforms_active
+from onepass.functional._internal import (
+    linear_cross_entropy_in_float32,
+    linear_where_it_gains,
+)
+from onepass.swapping import classes
+from onepass.swapping.inputs import has_kernels
+from onepass.swapping.reasons import Because, Reason
+
+_aten = torch.ops.aten
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_CHANGED = (
+    "lazy logits: must be read before the {} changes, got one that was changed since the forward: "
+    "the loss was computed without them (onepass.swap with lazy_logits=True); read them before "
+    "optimizer.step(), and before FSDP frees the weight, or swap without lazy_logits"
+)
+_NO_HOOK = (
+    "lazy logits: {} must not be asked of them, the loss was computed without them (onepass.swap "
+    "with lazy_logits=True); swap without lazy_logits"
+)
+_NO_SHAPE = (
+    "lazy logits: {} must not change them, their shape is fixed (onepass.swap with "
+    "lazy_logits=True); use the operator that returns a new tensor, or swap without lazy_logits"
+)
+# FSDP; ModuleTracker, which FlopCounterMode has.
+_HOOKS_ON_EACH_OUTPUT = ("torch.distributed.", "torch.utils.module_tracker")
+_SAMPLED = 64  # rows and columns of a weight, or up to twice as many
+
+
+# ---- the tensor ----------------------------------------------------------------------------------
+
+
+class _Source:
+    """How to compute some logits, and the numbers once they were. It has no place in the graph, so
+    that detached logits do not keep one.
+
+    Attributes:
+        hidden, weight, bias: of the head's product, detached.
+        dtype: in which it is computed, autocast's where that is on.
+        applied: operators that come after it, as (operator, further arguments).
+        value: the numbers; None while nobody has read them.
+    """
+
+    def __init__(self, hidden, weight, bias, dtype, product: Callable):
+        self.hidden, self.weight, self.bias = (
+            None if t is None else t.detach() for t in (hidden, weight, bias)
+        )
+        self.dtype = dtype
+        self.applied: tuple = ()
+        self.value: Tensor | None = None
+        self._product = product
+        self._versions = [None if t is None else t._version for t in self._tensors()]
+        # Optimizers that write to `weight.data` leave its version as it is. A gradient of logits
+        # has no zeros, so a step changes all rows of the weight: some of its numbers show it.
+        self._sample = _sample(self.weight)
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.hidden, self.weight, self.bias
+
+    def then(self, operator, *further) -> _Source:
+        """The source of logits to which one more operator is applied."""
+        source = object.__new__(_Source)
+        vars(source).update(vars(self), applied=(*self.applied, (operator, further)))
+        return source
+
+    def read(self) -> Tensor:
+        """The numbers, computed at the first call.
+
+        Raises:
+            RuntimeError: they are those of a weight that is gone.
+        """
+        if self.value is None:
+            self._check()
+            plainly = torch.autocast(self.hidden.device.type, enabled=False)
+            with torch.inference_mode(False), torch.no_grad(), plainly:
+                tensors = (None if t is None else t.to(self.dtype) for t in self._tensors())
+                value = self._product(*tensors)
+                for operator, further in self.applied:
+                    value = operator(value, *further)
+            self.value = value
+        return self.value
+
+    def _check(self) -> None:
+        names = ("hidden state", "weight of the head", "bias of the head")
+        for name, tensor, version in zip(names, self._tensors(), self._versions, strict=True):
+            if tensor is None:
+                continue
+            gone = tensor.untyped_storage().size() < tensor.numel() * tensor.itemsize
+            if gone or tensor._version != version:
+                raise RuntimeError(_CHANGED.format(name))
+        if not torch.equal(_sample(self.weight), self._sample):
+            raise RuntimeError(_CHANGED.format("weight of the head"))
+
+    def formula(self) -> tuple[float, float] | None:
+        """(scale, softcap) of the operators after the product; None if they are something else."""
+        before, after, capped = 1.0, 1.0, False
+        for operator, further in self.applied:
+            if operator is _aten.tanh.default:
+                if capped:
+                    return None
+                before, after, capped = after, 1.0, True
+            elif operator is _aten.mul.Tensor:
+                after *= further[0]
+            elif operator is _aten.div.Tensor:
+                after /= further[0]
+        if not capped:
+            return after, 0.0
+        if after <= 0.0:
+            return None
+        scale = before * after  # of c tanh(scale x / c), c being `after`
+        return 1.0 if abs(scale - 1.0) < 1e-12 else scale, after
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """The bits of some numbers, of rows and columns at even distances."""
+    some = weight[tuple(slice(None, None, max(size // _SAMPLED, 1)) for size in weight.shape)]
+    return some.clone().view(torch.int32 if some.itemsize == 4 else torch.int16)
+
+
+class LazyLogits(Tensor):
+    """Logits without numbers, until an operator reads them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    _source: _Source
+
+    @staticmethod
+    def __new__(cls, source: _Source, shape: torch.Size, dtype: torch.dtype) -> LazyLogits:
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=source.hidden.device)
+        made._source = source
+        # C++ code that reads memory without an operator gets an error instead of a null pointer.
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.Tag.inplace_view in func.tags and func is not _aten.detach_.default:
+            raise RuntimeError(_NO_SHAPE.format(func.overloadpacket))
+        lazily = _lazily(func, args, kwargs)
+        if lazily is not None:
+            return lazily
+        read = {}  # lazy logits by the ids of their numbers
+
+        def numbers(x):
+            if not isinstance(x, LazyLogits):
+                return x
+            value = x._source.read()
+            read[id(value)] = x
+            return value
+
+        result = func(*_mapped(numbers, args), **_mapped(numbers, kwargs))
+        # An operator that writes returns its argument, which stays the tensor that it is.
+        return _mapped(lambda x: read.get(id(x), x), result)
+
+    def numbers(self) -> Tensor:
+        """An ordinary tensor of the same numbers and in the same place of the graph."""
+        return self.view(self.shape)
+
+    def __repr__(self, **options) -> str:
+        return self.numbers().__repr__(**options)
+
+    def __reduce_ex__(self, protocol):
+        return self.numbers().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.numbers().__deepcopy__(memo)
+
+    # torch reads memory in these, and no operator.
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach().numbers()
+
+    def numpy(self, **options):
+        return self.numbers().numpy(**options)
+
+    def __array__(self, *args, **options):
+        return self.numbers().__array__(*args, **options)
+
+    def tolist(self) -> list:
+        return self.numbers().tolist()
+
+    def apply_(self, function: Callable) -> LazyLogits:
+        self.numbers().apply_(function)
+        return self
+
+    def data_ptr(self) -> int:
+        return self._source.read().data_ptr()
+
+    def untyped_storage(self):
+        return self._source.read().untyped_storage()
+
+    def storage(self):
+        return self._source.read().storage()
+
+    def __dlpack__(self, **options):
+        return self.numbers().__dlpack__(**options)
+
+    # The gradient of the loss does not pass here.
+
+    def retain_grad(self) -> None:
+        raise RuntimeError(_NO_HOOK.format("their gradient"))
+
+    def register_hook(self, hook: Callable):
+        if _module_of(hook).startswith(_HOOKS_ON_EACH_OUTPUT):
+            return super().register_hook(hook)  # the loss has it too
+        raise RuntimeError(_NO_HOOK.format("a hook on their gradient"))
+
+
+def _module_of(hook: Callable) -> str:
+    """Where a hook comes from that torch may have wrapped."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if getattr(hook, "__module__", None) == "torch.autograd.graph":  # register_multi_grad_hook
+        hook = inspect.getclosurevars(hook).nonlocals.get("fn", hook)
+    return getattr(hook, "__module__", None) or ""
+
+
+def _mapped(function: Callable, given):
+    """Of the arguments or the result of an operator, tensors and lists of them."""
+    if isinstance(given, dict):
+        return {name: _mapped(function, x) for name, x in given.items()}
+    if type(given) in (list, tuple):
+        return type(given)(_mapped(function, x) for x in given)
+    return function(given)
+
+
+def _lazily(func, args: tuple, kwargs: dict) -> LazyLogits | None:
+    """The result of an operator that needs no numbers yet; None if it does."""
+    x = args[0] if args else None
+    if not isinstance(x, LazyLogits):
+        return None
+    if func is _aten.detach.default:
+        return LazyLogits(x._source, x.shape, x.dtype)  # the same numbers, whoever reads them first
+    if x._source.value is not None:
+        return None
+    if func is _aten._to_copy.default and set(kwargs) == {"dtype"}:
+        dtype = kwargs["dtype"]
+        if dtype is torch.float32:
+            return LazyLogits(x._source.then(Tensor.to, dtype), x.shape, dtype)
+    elif func is _aten.tanh.default:
+        return LazyLogits(x._source.then(func), x.shape, x.dtype)
+    elif func in (_aten.mul.Tensor, _aten.div.Tensor) and not kwargs:
+        factor = args[1]
+        if type(factor) in (int, float) and factor > 0:
+            return LazyLogits(x._source.then(func, factor), x.shape, x.dtype)
+    return None
+
+
+class _Head(torch.autograd.Function):
+    """A head whose product waits."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, source: _Source) -> LazyLogits:
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.inputs, ctx.dtype = (hidden, weight, bias), source.dtype  # the loss needs them
+        return LazyLogits(source, (*hidden.shape[:-1], weight.shape[0]), source.dtype)
+
+    @staticmethod
+    def backward(ctx, dlogits):
+        hidden, weight, bias = ctx.saved_tensors
+        needs, found = ctx.needs_input_grad, [None] * 4
+        rows = dlogits.reshape(-1, dlogits.shape[-1])
+        if needs[0]:
+            found[0] = (dlogits @ weight.to(ctx.dtype)).to(hidden.dtype)
+        if needs[1]:
+            inputs = hidden.to(ctx.dtype).reshape(-1, hidden.shape[-1])
+            found[1] = (rows.t() @ inputs).to(weight.dtype)
+        if needs[2]:
+            found[2] = rows.sum(0).to(bias.dtype)
+        return tuple(found)
+
+
+def _head_of(logits: LazyLogits) -> _Head | None:
+    """The node of the head in the graph of logits, if there is nothing else between than the
+    operators that were applied."""
+    node = logits.grad_fn
+    for _ in logits._source.applied:
+        if not getattr(node, "next_functions", ()) or isinstance(node, BackwardCFunction):
+            return None  # a leaf; a function of the user's
+        node = node.next_functions[0][0]
+    return node if isinstance(node, _Head._backward_cls) else None
+
+
+def loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor | None:
+    """The cross entropy in float32 of lazy logits, which stay so; None of others, and where that is
+    not what they are for."""
+    if not isinstance(logits, LazyLogits) or logits._source.value is not None:
+        return None
+    source = logits._source
+    formula, head = source.formula(), _head_of(logits)
+    if formula is None or head is None:
+        return None
+    hidden, weight, bias = head.inputs
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if target.shape != rows.shape[:1] or target.dtype is not torch.int64:
+        return None
+    if are_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    scale, softcap = formula
+    if scale != 1.0:
+        rows, bias = rows * scale, None if bias is None else bias * scale
+    return linear_cross_entropy_in_float32(
+        rows, weight, target, bias, ignore_index, softcap, reduction, source.dtype
+    )
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+class _Running(threading.local):
+    """The model whose forward wants lazy logits, by thread."""
+
+    model: nn.Module | None = None
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def _in(model: nn.Module) -> Iterator[None]:
+    before = _running.model
+    _running.model = model
+    try:
+        yield
+    finally:
+        _running.model = before
+
+
+def forward_of(original: Callable) -> Callable:
+    """A model's forward, during which its head is lazy if there are labels and gradients."""
+    names = list(inspect.signature(original).parameters)
+    place = names.index("labels") - 1 if "labels" in names else None
+
+    @functools.wraps(original)
+    def forward(self, *args, **named):
+        labels = named.get("labels")
+        if labels is None and place is not None and place < len(args):
+            labels = args[place]
+        if torch.compiler.is_compiling() or labels is None or not torch.is_grad_enabled():
+            return original(self, *args, **named)
+        with _in(self):
+            return original(self, *args, **named)
+
+    return forward
+
+
+def head_of(name: str) -> property:
+    """A model's attribute `name`, the module of its head; while its forward wants lazy logits, one
+    with the same `__dict__` that returns them."""
+
+    def head(self) -> nn.Module | None:
+        if name not in self._modules:
+            raise AttributeError(name)  # in the words of nn.Module, which Python asks next
+        module = self._modules[name]
+        if torch.compiler.is_compiling() or _running.model is not self or obstacle(module):
+            return module
+        lazy = object.__new__(_lazy_class(type(module)))
+        lazy.__dict__ = module.__dict__
+        return lazy
+
+    return property(head)
+
+
+def obstacle(head: nn.Module | None) -> Because | None:
+    """Why a head makes its logits at once; None if nothing speaks against lazy ones."""
+    cls = type(head)
+    if cls not in (nn.Linear, classes.Linear):
+        return Reason.NO_HEAD.because(f"{cls.__module__}.{cls.__qualname__}")
+    if "forward" in vars(head):
+        return Reason.INSTANCE_FORWARD.because()
+    if any(vars(head)[hooks] for hooks in _HOOKS):
+        return Reason.HOOKS_OF_HEAD.because()
+    if parametrize.is_parametrized(head):
+        return Reason.PARAMETRIZED.because()
+    for name, parameter in head._parameters.items():
+        if parameter is not None and type(parameter) not in (nn.Parameter, Tensor):
+            return Reason.PARAMETER_CLASS.because(name, type(parameter).__name__)
+    return None
+
+
+def head_name(model: nn.Module) -> str | None:
+    """The name of the child that a model of transformers calls its output embeddings."""
+    head = model.get_output_embeddings()
+    return next((name for name, child in model._modules.items() if child is head), None)
+
+
+@functools.cache
+def _lazy_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Of nn.Linear, and of the class that swap gives it."""
+    product = linear_where_it_gains if cls is classes.Linear else F.linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if not _waits(input, weight, bias):
+            return cls.forward(self, input)
+        dtype = input.dtype
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+        source = _Source(input, weight, bias, dtype, product)
+        return _Head.apply(input, weight, bias, source)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def _waits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the logits of this call wait: gradients are wanted, `linear_cross_entropy` takes
+    these tensors, and it has more than one chunk of them."""
+    tensors = [t for t in (input, weight, bias) if t is not None]
+    return (
+        torch.is_grad_enabled()
+        and type(input) is Tensor
+        and not (input.is_nested or input.is_meta)
+        and has_kernels(input.device.type, "loss")
+        and any(t.requires_grad for t in tensors)
+        and all(t.dtype in _DTYPES and t.device == input.device for t in tensors)
+        and (torch.is_autocast_enabled(input.device.type) or len({t.dtype for t in tensors}) == 1)
+        and not torch.jit.is_tracing()
+        and not are_transforms_active()
+        and forward_ad._current_level < 0
+        and not small_calls.logits_are_few(input, weight)
+    )

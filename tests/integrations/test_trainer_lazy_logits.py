@@ -1,0 +1,131 @@
+"""swap(lazy_logits=True) under transformers' Trainer, which has readers of logits of its own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import onepass
+from onepass import numerics
+from onepass._ops import small_calls
+from tests.integrations.transformers_cases import transformers
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+
+from onepass.integrations.transformers import SwapCallback
+from onepass.integrations.transformers.lazy_logits import LazyLogits
+from tests.integrations.test_trainer import arguments, trainer_of
+
+
+@pytest.fixture(autouse=True)
+def few_logits_wait(monkeypatch):
+    monkeypatch.setattr(small_calls, "CHUNK_OF_WORD", 0)
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=600, **sizes))
+
+
+def watched(model) -> list[bool]:
+    """Whether the logits of each step waited."""
+    waited = []
+
+    def note(module, args, output):
+        logits = output.logits
+        waited.append(isinstance(logits, LazyLogits) and logits._source.value is None)
+
+    model.register_forward_hook(note)
+    return waited
+
+
+def losses(trainer) -> torch.Tensor:
+    trainer.train()
+    return torch.tensor([log["loss"] for log in trainer.state.log_history if "loss" in log])
+
+
+@pytest.mark.parametrize("options", [{}, dict(bf16=True, gradient_accumulation_steps=2)], ids=str)
+def test_training(options, tmp_path):
+    stock = llama()
+    model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    callback = None if options else SwapCallback(lazy_logits=True)
+    if options:  # under bf16=True the Trainer replaces the model's forward before it begins
+        onepass.swap(model, lazy_logits=True)
+    waited = watched(model)
+    found = losses(trainer_of(model, arguments(tmp_path, **options), callback=callback))
+    assert waited and all(waited)
+    base = losses(trainer_of(stock, arguments(tmp_path, **options)))
+    options.pop("bf16", None)
+    ref = losses(trainer_of(exact, arguments(tmp_path, **options)))
+    numerics.assert_close(found, ref.double(), base)
+
+
+def test_smoothed_labels_read_logits(tmp_path):
+    """The Trainer computes that loss itself, and hands the model no labels."""
+    stock = llama()
+    model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    onepass.swap(model, lazy_logits=True)
+    waited, args = watched(model), arguments(tmp_path, label_smoothing_factor=0.1)
+    found, ref, base = (losses(trainer_of(m, args)) for m in (model, exact, stock))
+    assert waited and not any(waited)
+    numerics.assert_close(found, ref.double(), base)
+
+
+def test_a_loss_of_the_trainers_own_and_metrics_in_training(tmp_path):
+    """Which read logits, though the model is given labels."""
+    stock = llama()
+    model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    onepass.swap(model, lazy_logits=True)
+    read = []
+
+    class Reading(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **options):
+            output = model(**inputs)
+            read.append(output.logits[:, :-1].argmax(-1))
+            entropy = output.logits.float().softmax(-1).square().sum(-1).mean()
+            loss = output.loss + 0.1 * entropy
+            return (loss, output) if return_outputs else loss
+
+    def run(m):
+        args = arguments(tmp_path)
+        dataset = trainer_of(m, args).train_dataset
+        trainer = Reading(model=m, args=args, train_dataset=dataset)
+        return losses(trainer)
+
+    found, ref, base = map(run, (model, exact, stock))
+    numerics.assert_close(found, ref.double(), base)
+    assert torch.equal(read[0], read[2 * len(found)])
+
+
+def test_metrics_of_an_evaluation(tmp_path):
+    stock = llama()
+    model = copy.deepcopy(stock)
+    onepass.swap(model, kinds="loss", lazy_logits=True)
+    seen = []
+
+    def metrics(prediction):
+        seen.append(torch.as_tensor(prediction.predictions))
+        return {}
+
+    for m in (model, stock):
+        trainer = trainer_of(m, arguments(tmp_path), compute_metrics=metrics)
+        trainer.evaluate(trainer.train_dataset)
+    assert torch.equal(*seen)
+
+
+def test_a_model_that_is_resized_and_saved(tmp_path):
+    model = llama()
+    onepass.swap(model, lazy_logits=True)
+    model.resize_token_embeddings(700)
+    ids = torch.randint(700, (2, 9))
+    output = model(input_ids=ids, labels=ids)
+    assert isinstance(output.logits, LazyLogits) and output.logits.shape == (2, 9, 700)
+    output.loss.backward()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    onepass.unswap(model)
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)

@@ -1,0 +1,109 @@
+"""Small models of transformers, as they are and by swap(lazy_logits=True), and comparisons."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onepass
+from onepass import numerics
+
+transformers = pytest.importorskip("transformers", reason="its models are swapped")
+
+from onepass.integrations.transformers.lazy_logits import LazyLogits  # noqa: E402
+
+VOCABULARY, WIDTH = 600, 16
+SIZES = dict(hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+GEMMA = dict(num_key_value_heads=1, head_dim=8, final_logit_softcapping=2.0)
+MODELS = {
+    "Llama": SIZES,
+    "GPT2": dict(n_embd=WIDTH, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    "Phi": SIZES,  # a bias
+    "Gemma2": {**SIZES, **GEMMA},
+    "Granite": {**SIZES, "logits_scaling": 3.0},
+    "Cohere": {**SIZES, "logit_scale": 0.25},
+    "ModernBert": {**SIZES, **dict.fromkeys(("bos_token_id", "eos_token_id"), 1)},
+}
+HEADS = {"GPT2": "LMHeadModel", "ModernBert": "ForMaskedLM"}  # the others': ForCausalLM
+
+
+def make(name: str = "Llama") -> nn.Module:
+    config = getattr(transformers, f"{name}Config")
+    config = config(vocab_size=VOCABULARY, pad_token_id=0, **MODELS[name])
+    torch.manual_seed(0)
+    model = getattr(transformers, name + HEADS.get(name, "ForCausalLM"))(config)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20.0)  # so that a softcap and a factor are felt
+    return model
+
+
+def pair(name: str = "Llama", **options) -> tuple[nn.Module, nn.Module]:
+    """(swapped, stock)"""
+    stock = make(name)
+    model = copy.deepcopy(stock)
+    onepass.swap(model, kinds="loss", lazy_logits=True, strict=True, **options)
+    return model, stock
+
+
+def labelled(rows: int = 3, length: int = 11) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, VOCABULARY, (rows, length))
+    labels = ids.clone()
+    labels[:, :2] = -100
+    return dict(input_ids=ids, labels=labels)
+
+
+def waits(logits: torch.Tensor) -> bool:
+    return isinstance(logits, LazyLogits) and logits._source.value is None
+
+
+class _Losses(TorchDispatchMode):
+    """Counts losses without logits."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.onepass.linear_loss.default
+        return func(*args, **(kwargs or {}))
+
+
+def count(run) -> int:
+    with _Losses() as losses:
+        run()
+    return losses.count
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, [*model.parameters()], allow_unused=True))
+
+
+def assert_same(model: nn.Module, stock: nn.Module, batch: dict, of=lambda out: out.loss) -> None:
+    """The number, over some batches, since one says little, and its gradients."""
+    exact = copy.deepcopy(stock).double()
+    batches = [batch]
+    for _ in range(7):
+        ids = torch.randint(1, VOCABULARY, batch["input_ids"].shape)
+        batches.append({**batch, "input_ids": ids})
+    runs = [[of(m(**given)) for given in batches] for m in (model, exact, stock)]
+    numerics.assert_close(*(torch.stack(run).detach() for run in runs))
+    found = zip((model, exact, stock), runs, strict=True)
+    for got, ref, base in zip(*(gradients(m, run[0]) for m, run in found), strict=True):
+        assert (got is None) == (base is None)
+        if base is not None:
+            assert got.dtype == base.dtype
+            numerics.assert_close(got, ref, base)
+
+
+def assert_same_steps(model: nn.Module, stock: nn.Module, step) -> None:
+    """The gradients that step(model) leaves in the parameters."""
+    models = (model, copy.deepcopy(stock).double(), stock)
+    for m in models:
+        step(m)
+    for parameters in zip(*(m.parameters() for m in models), strict=True):
+        got, ref, base = (p.grad for p in parameters)
+        assert (got is None) == (base is None)
+        if base is not None:
+            numerics.assert_close(got, ref, base)

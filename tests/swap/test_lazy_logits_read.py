@@ -1,0 +1,329 @@
+"""swap(lazy_logits=True): logits are right or refused, whoever reads them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from onepass import numerics
+from onepass._ops import small_calls
+from tests.swap.lazy_logits_cases import (
+    VOCABULARY,
+    assert_same,
+    assert_same_steps,
+    gradients,
+    labelled,
+    pair,
+    waits,
+)
+
+
+@pytest.fixture(autouse=True)
+def every_call_gains(swapped_run_ours, monkeypatch):
+    monkeypatch.setattr(small_calls, "LEAST_LOSS_CALLS", 0)
+    monkeypatch.setattr(small_calls, "CHUNK_OF_WORD", 0)
+
+
+# ---- reading logits ------------------------------------------------------------------------------
+
+READS = {
+    "argmax": lambda x: x.argmax(-1),
+    "a slice": lambda x: x[:, 1:-1, ::7],
+    "one number": lambda x: x[0, 0, 0].item(),
+    "a list": lambda x: x.tolist(),
+    "numpy": lambda x: x.detach().numpy(),
+    "numpy, by force": lambda x: x.numpy(force=True),
+    "text": lambda x: repr(x.detach()),
+    "data": lambda x: x.data + 0,
+    "data in place": lambda x: x.data.mul_(2.0),
+    "softmax": lambda x: x.float().softmax(-1),
+    "topk": lambda x: torch.topk(x, 3).values,
+    "cat": lambda x: torch.cat([x, x]),
+    "chunks": lambda x: torch.stack(x.chunk(2, -1)),
+    "a copy": lambda x: x.detach().clone(),
+    "double": lambda x: x.double(),
+    "capped": lambda x: torch.tanh(x / 30.0) * 30.0 + 0,
+    "cast to bfloat16": lambda x: x.to(torch.bfloat16).float(),
+    "the dtype": lambda x: x.float().dtype,
+    "dlpack": lambda x: torch.from_dlpack(x.detach()) + 0,
+    "isnan": lambda x: x.isnan().any().item(),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "in place": lambda x: x.mul_(3.0)[0],
+    "filled": lambda x: x.masked_fill_(x > 0, -1.0) + 0,
+    "out": lambda x: torch.exp(x.detach(), out=torch.empty(x.shape)),
+    "a copy of the object": lambda x: copy.copy(x) + 0,
+    "numpy's argmax": lambda x: np.argmax(x.detach(), -1),
+    "by each number": lambda x: x.detach().apply_(lambda number: 2.0 * number) + 0,
+    "in inference mode": lambda x: torch.inference_mode()(lambda: x + 1)() + 0,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reading_logits(name):
+    model, stock = pair()
+    batch = labelled()
+    read = READS[name]
+    found, expected = read(model(**batch).logits), read(stock(**batch).logits)
+    if isinstance(expected, torch.Tensor):
+        assert not waits(found) and found.grad_fn.__class__ is expected.grad_fn.__class__
+        assert torch.equal(found, expected)
+    else:
+        assert np.array_equal(found, expected)
+
+
+SHAPES = {
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "resize_": lambda x: x.resize_(2, 3),
+    "set_": lambda x: x.set_(torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_that_changes_in_place_is_refused(name):
+    model, stock = pair()
+    batch = labelled()
+    logits = model(**batch).logits.detach()
+    with pytest.raises(RuntimeError, match=f"lazy logits: aten.{name} must not change them"):
+        SHAPES[name](logits)
+    assert torch.equal(logits + 0, stock(**batch).logits)
+
+
+def test_memory_that_is_read_without_an_operator_is_refused():
+    model, _ = pair()
+    logits = model(**labelled()).logits.detach()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(logits)
+
+
+def test_what_is_written_stays():
+    model, stock = pair()
+    batch = labelled()
+
+    def read(m):
+        output = m(**batch)
+        logits, kept = output.logits, output.logits.detach()
+        lazily = logits / 2.0
+        logits[:, 0] = 0.0
+        logits[:, 1].add_(1.0)
+        logits *= 2.0
+        row = logits[0]
+        row.exp_()
+        return logits, kept, lazily, gradients(m, (logits * logits).sum())
+
+    for found, expected in zip(read(model), read(stock), strict=True):
+        if isinstance(found, list):
+            exact = read(copy.deepcopy(stock).double())[3]
+            for got, ref, base in zip(found, exact, expected, strict=True):
+                numerics.assert_close(got, ref, base)
+        else:
+            assert torch.equal(found + 0, expected)
+
+
+LOSSES = {
+    "a loss of one's own": lambda out: out.logits.float().logsumexp(-1).mean(),
+    "both": lambda out: out.loss + 0.1 * out.logits.square().mean(),
+    "of capped ones": lambda out: (torch.tanh(out.logits / 3.0) * 3.0).square().mean(),
+    "of a copy that is wider": lambda out: out.logits.double().sin().sum().float(),
+    "by a function of autograd": lambda out: _Squares.apply(out.logits),
+    "of the last token": lambda out: out.logits[:, -1].exp().mean(),
+}
+
+
+class _Squares(torch.autograd.Function):
+    """As those of Triton kernels: autograd sees its arguments, torch's functions do not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return 2.0 * upstream * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("of", ["Llama", "Phi", "Gemma2"])
+def test_gradients_of_logits(name, of):
+    model, stock = pair(of)
+    assert_same(model, stock, labelled(), of=LOSSES[name])
+
+
+class _Reversed(torch.autograd.Function):
+    """Numbers that might wait, and a gradient that is not theirs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach() * 1.5
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return -upstream
+
+
+def _without_gradients(x):
+    with torch.no_grad():
+        return x / 2.0
+
+
+GRAPHS = {
+    "detached": lambda x: x.detach(),
+    "a leaf": lambda x: x.detach().requires_grad_(),
+    "of a leaf": lambda x: x.detach().requires_grad_() / 2.0,
+    "detached in place": lambda x: x.detach_(),
+    "of a leaf in place": lambda x: x.detach_().requires_grad_() / 2.0,
+    "without gradients": _without_gradients,
+    "of a leaf without gradients": lambda x: _without_gradients(x).requires_grad_() * 3.0,
+    "of a function": _Reversed.apply,
+    "of a function of a factor": lambda x: _Reversed.apply(x / 2.0),
+    "of a factor": lambda x: x / 2.0,
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_models_loss_of_logits_with_another_graph(name):
+    """It is called by hand: gradients go where stock's go."""
+    model, stock = pair()
+    batch = labelled()
+    leaves = []
+
+    def step(m):
+        logits = GRAPHS[name](m(**batch).logits)
+        loss = m.loss_function(logits=logits, labels=batch["labels"], vocab_size=VOCABULARY)
+        leaves.append((loss.requires_grad, logits.is_leaf))
+        if loss.requires_grad:
+            loss.backward()
+
+    assert_same_steps(model, stock, step)
+    assert len(set(leaves)) == 1
+
+
+def test_detached_logits_keep_no_graph():
+    model, _ = pair()
+    output = model(**labelled(), output_hidden_states=True)
+    kept, embedded = output.logits.detach(), weakref.ref(output.hidden_states[0])
+    del output
+    assert embedded() is None and waits(kept)
+    assert kept.argmax(-1).shape == (3, 11)
+
+
+def test_second_derivatives_of_logits():
+    model, stock = pair()
+    batch = labelled()
+
+    def second(m):
+        loss = m(**batch).logits.sin().mean()
+        (first,) = torch.autograd.grad(loss, m.lm_head.weight, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), m.model.norm.weight)[0]
+
+    exact = second(copy.deepcopy(stock).double())
+    numerics.assert_close(second(model), exact, second(stock))
+
+
+def test_logits_of_a_file_and_of_a_pickle():
+    model, stock = pair()
+    batch = labelled()
+    logits, expected = model(**batch).logits, stock(**batch).logits
+    file = io.BytesIO()
+    torch.save({"logits": logits.detach()}, file)
+    file.seek(0)
+    loaded = torch.load(file)["logits"]
+    assert type(loaded) is torch.Tensor and torch.equal(loaded, expected)
+    assert torch.equal(pickle.loads(pickle.dumps(logits.detach())), expected)
+    assert torch.equal(copy.deepcopy(logits.detach()), expected)
+
+
+def test_what_compiled_code_reads():
+    model, stock = pair()
+    batch = labelled()
+    mean = torch.compile(lambda x: x.square().mean())
+    assert_same(model, stock, batch, of=lambda out: mean(out.logits))
+
+
+def test_after_the_backward_they_are_there_and_after_the_step_they_are_not():
+    model, stock = pair()
+    batch = labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = stock(**batch).logits
+    early, late = model(**batch), model(**batch)
+    early.loss.backward()
+    assert torch.equal(early.logits + 0, expected)
+    late.loss.backward()
+    optimizer.step()
+    assert torch.equal(early.logits + 0, expected)  # they were read
+    with pytest.raises(RuntimeError, match=r"before optimizer\.step"):
+        late.logits.argmax(-1)
+    with pytest.raises(RuntimeError, match="weight of the head"):
+        late.logits.tolist()
+
+
+def test_a_step_that_autograd_does_not_see():
+    model, _ = pair()
+    output = model(**labelled())
+    output.loss.backward()
+    for parameter in model.parameters():
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+    with pytest.raises(RuntimeError, match=r"before optimizer\.step"):
+        output.logits.argmax(-1)
+
+
+def test_hidden_states_that_were_changed():
+    model, _ = pair()
+    output = model(**labelled(), output_hidden_states=True)
+    with torch.no_grad():
+        output.hidden_states[-1].mul_(2.0)
+    with pytest.raises(RuntimeError, match="hidden state"):
+        output.logits.argmax(-1)
+
+
+def test_the_gradient_of_the_loss_by_logits_is_refused():
+    model, _ = pair()
+    output = model(**labelled())
+    with pytest.raises(RuntimeError, match="must not be asked"):
+        output.logits.retain_grad()
+    with pytest.raises(RuntimeError, match="must not be asked"):
+        output.logits.register_hook(print)
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(output.loss, output.logits)
+    with pytest.raises(RuntimeError, match="must not be asked"):
+        torch.autograd.graph.register_multi_grad_hook([output.logits], print)
+
+
+def test_hooks_of_torch_on_each_output():
+    """Those of ModuleTracker, by which torch counts operations."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, stock = pair()
+    batch = labelled()
+    counts = []
+    for m in (model, stock):
+        with FlopCounterMode(display=False) as counter:
+            m(**batch).loss.backward()
+        counts.append(counter.get_flop_counts()["Global"])
+    ours, base = (sum(count.values()) for count in counts)
+    assert ours == base
+
+
+def test_hooks_on_the_model():
+    model, stock = pair()
+    batch = labelled()
+    seen = []
+
+    def forward_hook(module, args, output):
+        seen.append(output[1].argmax(-1))
+
+    def backward_hook(module, dinput, doutput):
+        seen.append([gradient is None for gradient in doutput])
+
+    for m in (model, stock):
+        m.register_forward_hook(forward_hook)
+        m.register_full_backward_hook(backward_hook)
+        m(**batch, return_dict=False)[0].backward()
+    assert torch.equal(seen[0], seen[2]) and seen[1] == seen[3]
