@@ -32,6 +32,7 @@ from onepass import functional, numerics, reference
 from tests.attention import cases as attention_cases
 from tests.attention_decode import cases as attention_decode_cases
 from tests.branch import cases as branch_cases
+from tests.faults.border import BORDER, Border
 from tests.faults.input_classes import CLASSES, REAL
 from tests.faults.test_input_classes import INTERNAL, memory_of
 from tests.gate import cases as gate_cases
@@ -45,50 +46,11 @@ from tests.support import isolated
 from tests.support.calls import CALLS
 from tests.support.seeds import drawn_seed
 
-BORDER = 64  # elements on each side
 CHUNK = 50  # cases of a forked child
 SECONDS = 60  # for one of them
 MEMORY = 4 << 30  # that a case may take beyond what the process has
 F32, F64 = torch.float32, torch.float64
 DTYPES = (F32, torch.bfloat16, torch.float16, F64)
-
-
-class Border:
-    """Tensors carved from larger buffers, what lies around them, and what is in them."""
-
-    def __init__(self, rng: Random):
-        self.rng = rng
-        self.buffers: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def carve(self, name: str, tensor: Tensor) -> Tensor:
-        """The values in other strides, inside a buffer of random bits."""
-        rng = self.rng
-        order = list(range(tensor.dim()))
-        if rng.random() < 0.3:
-            rng.shuffle(order)
-        permuted = tensor.permute(order)
-        sizes, gaps = list(permuted.shape), [0] * permuted.dim()
-        if sizes:
-            gaps[-1] = rng.choice((0, 0, 0, 1, 3))
-        padded = [size + gap for size, gap in zip(sizes, gaps, strict=True)]
-        count = torch.Size(padded).numel()
-        offset = BORDER + rng.randrange(8)
-        buffer = torch.empty(count + offset + BORDER, dtype=tensor.dtype)
-        generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        size = (buffer.numel() * buffer.element_size(),)
-        noise = torch.randint(0, 2, size, dtype=torch.uint8, generator=generator)
-        buffer.view(torch.uint8).copy_(noise if tensor.dtype is torch.bool else 255 * noise)
-        view = buffer[offset : offset + count].view(padded)
-        for dim, size in enumerate(sizes):
-            view = view.narrow(dim, 0, size)
-        carved = view.copy_(permuted).permute([order.index(d) for d in range(tensor.dim())])
-        self.buffers[name] = buffer, buffer.clone()
-        return carved
-
-    def check(self) -> None:
-        for name, (buffer, before) in self.buffers.items():
-            same = torch.equal(buffer.view(torch.uint8), before.view(torch.uint8))
-            assert same, f"{name}, or what lies around it, was written"
 
 
 # ---- right calls ---------------------------------------------------------------------------------
