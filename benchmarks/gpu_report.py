@@ -52,6 +52,9 @@ TESTS = {
         "tests/gate/test_extremes.py",
         "tests/gate/test_layouts.py",
         "tests/gate/test_values.py",
+        "tests/group_norm/test_extremes.py",
+        "tests/group_norm/test_layouts.py",
+        "tests/group_norm/test_values.py",
         "tests/loss/test_extremes.py",
         "tests/loss/test_layouts.py",
         "tests/loss/test_values.py",
@@ -80,7 +83,10 @@ TESTS = {
 # What a step measures, and the seconds that it may take. Of attention's standard shapes, that is
 # the first part; `onepass bench attention --device cuda` by itself measures all.
 BENCHMARKS = {"decode": (("decode",), 75), "attention": (("attention",), 150)}
-BENCHMARKS |= {"norm": (("norm", "dropout", "gate", "loss"), 160), "rotary": (("rotary",), 60)}
+BENCHMARKS |= {
+    "norm": (("norm", "dropout", "gate", "group_norm", "loss"), 180),
+    "rotary": (("rotary",), 60),
+}
 BENCHMARKS |= {"optimizer": (("optimizer",), 60)}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")

@@ -31,7 +31,9 @@ def markdown(report: Mapping, measured: Sequence[Mapping], compared: Sequence[Ma
 
 def _figures(result: Mapping) -> list[str]:
     """Of one file of `onepass bench`."""
-    families = dict.fromkeys(("norm", "dropout", "gate", "loss", "rotary"), _norm_rows)
+    families = dict.fromkeys(
+        ("norm", "dropout", "gate", "group_norm", "loss", "rotary"), _norm_rows
+    )
     families |= {"optimizer": _optimizer_rows, "attention": _attention_rows, "decode": _decode_rows}
     ceilings, rows = result["ceilings"], result["rows"]
     line = f"Copy of a large tensor: {ceilings['copy_gbps']:.0f} GB/s"

@@ -118,6 +118,14 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
     ),
     (
         {
+            "group_norm": lambda new: F.group_norm(
+                new(2, 4, 8), 2, new(4), new(4), activation="silu"
+            )
+        },
+        "group_norm_forward",
+    ),
+    (
+        {
             "cross_entropy": lambda new: F.cross_entropy(
                 new(2, 16), torch.zeros(2, dtype=torch.int64)
             )

@@ -7,6 +7,7 @@
 #include "ops/attention_decode.h"
 #include "ops/dropout.h"
 #include "ops/gate.h"
+#include "ops/group_norm.h"
 #include "ops/linear.h"
 #include "ops/loss.h"
 #include "ops/norm.h"
@@ -18,6 +19,7 @@
   FAMILY(norm)                   \
   FAMILY(dropout)                \
   FAMILY(gate)                   \
+  FAMILY(group_norm)             \
   FAMILY(loss)                   \
   FAMILY(optimizer)              \
   FAMILY(attention)              \
@@ -38,6 +40,8 @@ namespace onepass {
   OPERATOR(branch_backward, BranchBackward)                \
   OPERATOR(gate_forward, GateForward)                      \
   OPERATOR(gate_backward, GateBackward)                    \
+  OPERATOR(group_norm_forward, GroupNormForward)           \
+  OPERATOR(group_norm_backward, GroupNormBackward)         \
   OPERATOR(loss_forward, LossForward)                      \
   OPERATOR(loss_backward, LossBackward)                    \
   OPERATOR(gradient_norm, GradientNorm)                    \

@@ -309,6 +309,15 @@ Tensor contiguous_copy(const Tensor& tensor) {
   return copy;
 }
 
+Tensor strided_copy(const Tensor& tensor, const int64_t* strides) {
+  const TensorInfo info = info_of(tensor);
+  Tensor copy = allocated(info.sizes, strides, info.dims, info.scalar_type, info.device);
+  torch::stable::copy_(copy, tensor);
+  return copy;
+}
+
+void set_to_zero(Tensor& tensor) { torch::stable::zero_(tensor); }
+
 Tensor zeros_like(const Tensor& like, DType dtype) {
   const TensorInfo info = info_of(like);
   Tensor zeros = empty(info.sizes, info.dims, dtype, info.device);

@@ -137,6 +137,8 @@ inline Tensor empty_1d(int64_t size, DType dtype, Device device) {
 Tensor zeros_like(const Tensor& like, DType dtype);
 
 Tensor contiguous_copy(const Tensor& tensor);
+Tensor strided_copy(const Tensor& tensor, const int64_t* strides);  // (dims,)
+void set_to_zero(Tensor& tensor);
 
 // The tensor itself if it is contiguous, else a contiguous copy.
 std::optional<Tensor> dense(const std::optional<Tensor>& tensor);

@@ -366,6 +366,7 @@ def _self_tests() -> Iterator[Line]:
         gated_activation=reference.gate.gated_activation,
         silu_mul=reference.gate.gated_activation,
         gelu_mul=functools.partial(reference.gate.gated_activation, activation="gelu"),
+        group_norm=reference.group_norm.group_norm,
         cross_entropy=reference.loss.cross_entropy,
         linear_cross_entropy=reference.loss.linear_cross_entropy,
         linear=reference.linear.linear,
@@ -400,6 +401,7 @@ def _self_tests() -> Iterator[Line]:
         gated_activation=lambda gate, up, activation: F.relu(gate) * up,
         silu_mul=lambda gate, up: F.silu(gate) * up,
         gelu_mul=lambda gate, up: F.gelu(gate) * up,
+        group_norm=lambda x, groups, w, b, activation: F.silu(F.group_norm(x, groups, w, b)),
         cross_entropy=F.cross_entropy,
         linear_cross_entropy=lambda x, w, target, linear_bias: F.cross_entropy(
             F.linear(x, w, linear_bias), target
@@ -441,6 +443,10 @@ def _self_tests() -> Iterator[Line]:
         ),
         "silu_mul": (lambda ops, gate, up: ops.silu_mul(gate, up), (x, residual)),
         "gelu_mul": (lambda ops, gate, up: ops.gelu_mul(gate, up), (x, residual)),
+        "group_norm": (
+            lambda ops, x, w, b: ops.group_norm(x, 8, w, b, activation="silu"),
+            (x, weight, bias),
+        ),
         "cross_entropy": (loss, (x,)),
         "linear_cross_entropy": (loss_of_layer, (x, matrix, bias)),
         "linear": (lambda ops, x, w, b: ops.linear(x, w, b), (x, matrix, bias)),

@@ -44,6 +44,9 @@ RIGHT = {
     "drop_path_scale": dict(input=X, drop_prob=0.5),
     "gated_activation": dict(gate=X, up=X, activation="gelu"),
     "silu_mul": dict(gate=X, up=X),
+    "group_norm": dict(
+        input=X, num_groups=2, weight=W[:4], bias=W[:4], eps=1e-5, activation="silu"
+    ),
     "gelu_mul": dict(gate=X, up=X, approximate="tanh"),
     "cross_entropy": dict(
         input=X.view(48, 8), target=torch.zeros(48, dtype=torch.int64), weight=W, ignore_index=-1,
@@ -272,6 +275,7 @@ def test_tensors_without_dimensions(name, argument):
         ("attention_with_kv_cache", "k_cache"),
         ("layer_norm", "weight"),
         ("silu_mul", "gate"),
+        ("group_norm", "input"),
         ("gated_activation", "up"),
         ("cross_entropy", "input"),
         ("cross_entropy", "target"),

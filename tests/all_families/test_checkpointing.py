@@ -20,7 +20,7 @@ from tests.emulator.executors import operators
 selective = functools.partial(create_selective_checkpoint_contexts, onepass.sac_ops())
 # Forwards that are bound by memory.
 RECOMPUTED = {"dropout_forward", "gate_forward", "modulated_norm_forward", "norm_forward"}
-RECOMPUTED |= {"branch_forward", "loss_forward", "rotary_forward"}
+RECOMPUTED |= {"branch_forward", "loss_forward", "rotary_forward", "group_norm_forward"}
 
 
 class Block(nn.Module):

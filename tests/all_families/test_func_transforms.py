@@ -70,6 +70,10 @@ FUNCTIONS = {
         lambda x: functional.silu_mul(x, x.sin()),
         lambda x: F.silu(x) * x.sin(),
     ),
+    "group_norm": (
+        lambda x: functional.group_norm(x.reshape(-1, 8), 2, weight(x)).reshape(x.shape),
+        lambda x: F.group_norm(x.reshape(-1, 8), 2, weight(x)).reshape(x.shape),
+    ),
     "cross_entropy": (
         lambda x: rows_of(functional.cross_entropy, x),
         lambda x: rows_of(F.cross_entropy, x),
@@ -175,6 +179,7 @@ def test_dropout_under_vmap():
         "linear",
         "attention",
         "rotary_embedding",
+        "group_norm",
         "cross_entropy",
         "linear_cross_entropy",
     ],

@@ -80,6 +80,17 @@ def gate_backward(rows):
     return lambda: OPS.gate_backward(x, x, x, 2, False, 3)
 
 
+def group_norm(pixels):
+    x = torch.randn(1, 16, pixels)
+    return lambda: OPS.group_norm_forward(x, None, None, 4, 1e-5, 2, False, None, False)
+
+
+def group_norm_backward(pixels):
+    x, saved = torch.randn(1, 16, pixels), torch.ones(1, 4)
+    rest = None, None, saved, saved, 4, 2, False, 7
+    return lambda: OPS.group_norm_backward(x, x, *rest)
+
+
 def loss(rows):
     x, target = torch.randn(rows, 64), torch.zeros(rows, dtype=torch.int64)
     return lambda: OPS.loss_forward(x, target, None, -100, 0.0, 0.0, 1, 0.0, None)
@@ -175,6 +186,7 @@ CALLS = [
     (branch, 16, 16384), (branch_backward, 64, 16384),
     (rotary, 16, 16384), (rotary_backward, 16, 16384),
     (gate, 16, 16384), (gate_backward, 16, 16384),
+    (group_norm, 16, 65536), (group_norm_backward, 16, 65536),
     (loss, 16, 16384), (loss_backward, 16, 16384), (linear_loss, 4, 4096),
     (linear, 4, 4096), (linear_backward, 4, 4096), (linear_epilogue_backward, 32, 65536),
     (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),

@@ -377,6 +377,13 @@ def test_decompositions(dtype):
     def gate(x, up, *, kind, gate_last=False):
         return ops.gate_forward.default, (x, up, kind, gate_last), {}
 
+    def group_norm(x, weight, bias, *, kind, last, wide=False):
+        x = x[:, :6, None, None].expand(-1, 6, 2, 3) * torch.arange(1.0, 7).view(2, 3).to(x.dtype)
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x
+        out_dtype = torch.promote_types(x.dtype, torch.float32) if wide else None
+        options = (3, 1e-5, kind, last, out_dtype, True)
+        return ops.group_norm_forward.default, (x, weight[0, :6], bias[0, :6], *options), {}
+
     def loss(x, weight, *, reduction, wide=False):
         target = torch.arange(len(x)) % x.shape[-1]
         accumulator = torch.promote_types(x.dtype, torch.float32)
@@ -411,6 +418,18 @@ def test_decompositions(dtype):
             (turned, turned[:, :1], x, weight[0], weight[0].cos()),
         ),
         *((lambda *t, kind=kind: gate(*t, kind=kind), (x, residual)) for kind in range(1, 8)),
+        *(
+            (
+                lambda *t, kind=kind, last=last: group_norm(*t, kind=kind, last=last, wide=last),
+                (
+                    x,
+                    weight,
+                    bias,
+                ),
+            )
+            for kind in (0, 2)
+            for last in (False, True)
+        ),
         (lambda x: gate(x, None, kind=3, gate_last=True), (x,)),
         (lambda x: loss(x, None, reduction=1), (x,)),
         (lambda x: loss(x, x[0].abs(), reduction=0, wide=True), (x,)),

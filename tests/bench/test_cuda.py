@@ -16,7 +16,7 @@ import onepass
 from onepass.bench import case as cases
 from onepass.bench import harness, machine, report
 from onepass.bench.ceilings import CudaCeilings
-from onepass.bench.families import dropout, gate, loss, norm, optimizer
+from onepass.bench.families import dropout, gate, group_norm, loss, norm, optimizer
 from onepass.bench.goals import Goal
 from tests.bench.test_harness import run
 
@@ -83,7 +83,8 @@ def test_facts_of_a_device(monkeypatch, tmp_path):
 
 
 def cuda_cases(quick: bool = False) -> list[cases.Case]:
-    return [case for module in (norm, dropout, gate, loss) for case in module.cases(quick, "cuda")]
+    modules = (norm, dropout, gate, group_norm, loss)
+    return [case for module in modules for case in module.cases(quick, "cuda")]
 
 
 def test_cuda_cases():
@@ -102,7 +103,7 @@ def test_cuda_cases():
     for case in [*found.values(), *cuda_cases(quick=True)]:
         assert case.device == "cuda" and not case.fresh
         assert case.cold <= (
-            "x1024" in case.name or case.name.startswith(("norm/", "gate/", "loss/"))
+            "x1024" in case.name or case.name.startswith(("norm/", "gate/", "group_norm/", "loss/"))
         )
     moved = {name: case.tensors for name, case in found.items() if "/65536x1024/" in name}
     for name, forward, backward in [

@@ -158,7 +158,7 @@ def test_plan(tmp_path):
     assert "cmake.define.ONEPASS_CUDA=ON" in words["build"]
     assert "cmake.define.ONEPASS_CUDA_ARCHS=90" in words["build"]
     assert "torch-2-11-0-cu130-sm90" in words["build"]
-    assert "bench norm dropout gate loss --device cuda" in words["bench norm"]
+    assert "bench norm dropout gate group_norm loss --device cuda" in words["bench norm"]
     assert "bench rotary --device cuda" in words["bench rotary"]
     assert words["bench attention"].endswith("--limit 55 --json bench-attention.json")
     assert "--limit 20" in " ".join(steps["bench decode"].command(60.0))

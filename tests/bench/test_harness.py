@@ -19,7 +19,7 @@ from onepass import bench
 from onepass.bench import case as cases
 from onepass.bench import harness, machine, report
 from onepass.bench.ceilings import Ceilings, ceilings
-from onepass.bench.families import dropout, gate, loss, norm, rotary
+from onepass.bench.families import dropout, gate, group_norm, loss, norm, rotary
 
 
 def run(*words: str) -> int:
@@ -257,6 +257,7 @@ def test_ceilings_that_were_not_measured_say_so():
 @pytest.mark.parametrize("quick", [False, True])
 def test_case_names_are_unique_and_carry_the_family(quick, device):
     modules = {"norm": norm, "dropout": dropout, "gate": gate, "loss": loss, "rotary": rotary}
+    modules |= {"group_norm": group_norm}
     for family, module in modules.items():
         names = [case.name for case in module.cases(quick, device)]
         assert len(set(names)) == len(names)
@@ -264,7 +265,7 @@ def test_case_names_are_unique_and_carry_the_family(quick, device):
 
 
 def test_operators_agree_with_the_reference():
-    for module in (norm, dropout, gate, loss, rotary):
+    for module in (norm, dropout, gate, group_norm, loss, rotary):
         for case in module.cases(quick=True):
             wrong, margin = cases._check(case)
             assert not wrong, f"{case.name}: {wrong}"

@@ -36,6 +36,7 @@ from tests.faults.border import BORDER, Border
 from tests.faults.input_classes import CLASSES, REAL
 from tests.faults.test_input_classes import INTERNAL, memory_of
 from tests.gate import cases as gate_cases
+from tests.group_norm import cases as group_norm_cases
 from tests.linear import cases as linear_cases
 from tests.loss import cases as loss_cases
 from tests.loss import linear_cases as linear_loss_cases
@@ -167,6 +168,22 @@ def gate(rng: Random) -> None:
         case.factors, case.doutput = carved[:-1], carved[-1]
         cases.append(case)
     gate_cases.check(*cases)
+    border.check()
+
+
+def group_norm(rng: Random) -> None:
+    dtype, border = rng.choice(DTYPES), Border(rng)
+    groups, size = rng.choice((1, 2, 5)), rng.choices((3, 7, 33), k=rng.randint(1, 3))
+    shape = (rng.choice((1, 3)), groups * rng.choice((2, 3, 16)), *size)
+    options = {key: rng.random() < 0.8 for key in ("last", "weight", "bias")}
+
+    def make(draw: int) -> group_norm_cases.Case:
+        case = group_norm_cases.make(shape, groups, dtype, seed=draw, **options)
+        case.tensors[0] = border.carve(f"input {draw}", case.input)
+        case.doutput = border.carve(f"doutput {draw}", case.doutput)
+        return case
+
+    check_draws(make, group_norm_cases.check, 6, 30)
     border.check()
 
 
@@ -477,12 +494,11 @@ def wrong(rng: Random) -> None:
 # ---- all of them ---------------------------------------------------------------------------------
 
 KINDS = {"norm": norm, "dropout": dropout, "attention": attention, "decode": decode}
-KINDS |= {"optimizer": optimizer, "wrong": wrong, "gate": gate, "linear": linear}
-KINDS |= {"modulated_norm": modulated_norm, "loss": loss, "rotary": rotary, "branch": branch}
-KINDS |= {"linear_loss": linear_loss}
-WEIGHTS = {"norm": 8, "dropout": 6, "attention": 5, "decode": 6, "optimizer": 5, "wrong": 58}
-WEIGHTS |= {"rotary": 6, "gate": 6, "linear": 6, "modulated_norm": 6, "loss": 6}
-WEIGHTS |= {"branch": 6, "linear_loss": 4}
+KINDS |= {"optimizer": optimizer, "wrong": wrong, "group_norm": group_norm, "rotary": rotary}
+KINDS |= {"gate": gate, "linear": linear, "modulated_norm": modulated_norm, "loss": loss}
+KINDS |= {"branch": branch, "linear_loss": linear_loss}
+WEIGHTS = dict.fromkeys(KINDS, 6) | {"norm": 8, "attention": 5, "optimizer": 5, "wrong": 52}
+WEIGHTS |= {"linear_loss": 4}
 
 
 def kind_of(rng: Random) -> str:

@@ -101,6 +101,21 @@ def gate_backward() -> tuple[Callable, dict]:
     return OPS.gate_backward, dict(doutput=torch.randn(4, 8), **arguments, grad_mask=3)
 
 
+def group_norm_forward() -> tuple[Callable, dict]:
+    return OPS.group_norm_forward, dict(
+        input=torch.randn(2, 8, 5), weight=torch.ones(8), bias=torch.ones(8), num_groups=2,
+        eps=1e-5, activation_kind=2, channels_last=False, out_dtype=None, save_statistics=True,
+    )  # fmt: skip
+
+
+def group_norm_backward() -> tuple[Callable, dict]:
+    return OPS.group_norm_backward, dict(
+        doutput=torch.randn(2, 8, 5), input=torch.randn(2, 8, 5), weight=torch.ones(8),
+        bias=torch.ones(8), mean=torch.zeros(2, 2), rstd=torch.ones(2, 2), num_groups=2,
+        activation_kind=2, channels_last=False, grad_mask=7,
+    )  # fmt: skip
+
+
 def loss_forward() -> tuple[Callable, dict]:
     return OPS.loss_forward, dict(
         input=torch.randn(4, 8), target=torch.arange(4), weight=torch.ones(8), ignore_index=-100,
@@ -302,6 +317,7 @@ def optimizer_step() -> tuple[Callable, dict]:
 CALLS = [
     norm_forward, norm_backward, modulated_norm_forward, modulated_norm_backward, dropout,
     branch_forward, branch_backward, gate_forward, gate_backward, rotary, rotary_backward,
+    group_norm_forward, group_norm_backward,
     loss_forward, loss_backward, loss_backward_inplace, linear_loss,
     linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,

@@ -243,6 +243,7 @@ TRACED = {
     "dropout",
     "branch",
     "gate",
+    "group_norm",
     "loss",
     "linear_cross_entropy",
     "attention",

@@ -5,6 +5,7 @@ from onepass.functional.attention import scaled_dot_product_attention, varlen_at
 from onepass.functional.attention_decode import attention_with_kv_cache, merge_attention_states
 from onepass.functional.dropout import add_dropout, drop_path_scale, dropout
 from onepass.functional.gate import gated_activation, gelu_mul, silu_mul
+from onepass.functional.group_norm import group_norm
 from onepass.functional.linear import linear
 from onepass.functional.loss import cross_entropy, linear_cross_entropy
 from onepass.functional.norm import (
@@ -27,6 +28,7 @@ __all__ = [
     "dropout",
     "gated_activation",
     "gelu_mul",
+    "group_norm",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

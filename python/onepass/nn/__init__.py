@@ -5,6 +5,7 @@ from onepass._compiling import refuse_script
 from onepass.nn.attention import MultiheadAttention
 from onepass.nn.dropout import Dropout, DropPath, LayerScale
 from onepass.nn.gate import GatedMLP
+from onepass.nn.group_norm import GroupNorm
 from onepass.nn.linear import Linear
 from onepass.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from onepass.nn.norm import (
@@ -24,6 +25,7 @@ __all__ = [
     "DropPath",
     "Dropout",
     "GatedMLP",
+    "GroupNorm",
     "LayerNorm",
     "LayerScale",
     "Linear",

@@ -63,6 +63,7 @@ def _modules():
 
     yield call("LayerNorm", lambda nn: nn.LayerNorm(16), one)
     yield call("RMSNorm", lambda nn: nn.RMSNorm(16), one)
+    yield call("GroupNorm", lambda nn: nn.GroupNorm(1, ROWS), one)
     yield call("AddLayerNorm", lambda nn: nn.AddLayerNorm(16, dropout_p=0.2), two, False)
     yield call("AddRMSNorm", lambda nn: nn.AddRMSNorm(16, dropout_p=0.2), two, False)
     yield call("ModulatedLayerNorm", lambda nn: nn.ModulatedLayerNorm(16), two, False)

@@ -220,6 +220,48 @@ def _dropouts():
         yield Call(f"ops.{op.__name__}", seeded, raw(op), optional=("residual",))
 
 
+# ---- group norm ----------------------------------------------------------------------------------
+
+
+def _group_norms():
+    def plain():
+        return {"input": randn(2, 8, 5, 6), "weight": randn(8), "bias": randn(8, seed=1)}
+
+    def run(input, weight, bias):
+        return [functional.group_norm(input, 2, weight, bias, activation="silu")]
+
+    def stock(input, weight, bias):
+        return [F.silu(F.group_norm(input, 2, weight, bias))]
+
+    of = {"optional": ("weight", "bias"), "differentiable": True}
+    yield Call("functional.group_norm", plain, run, stock, **of)
+
+    def forward(op):
+        def run(input, weight, bias):
+            return flat(op(input, weight, bias, 2, 1e-5, 2, False, torch.bfloat16, True))
+
+        return run
+
+    optional = ("weight", "bias")
+    for op in (RAW.group_norm_forward, RAW.group_norm_forward_check):
+        yield Call(f"ops.{op.__name__}", plain, forward(op), optional=optional)
+
+    def upstream():
+        own = plain()
+        grouped = own["input"].reshape(2, 2, -1)
+        own |= {"mean": grouped.mean(-1), "rstd": grouped.var(-1, False).add(1e-5).rsqrt()}
+        return {"doutput": randn(2, 8, 5, 6, seed=2)} | own
+
+    def backward(op):
+        def run(doutput, input, weight, bias, mean, rstd):
+            return flat(op(doutput, input, weight, bias, mean, rstd, 2, 2, False, 7))
+
+        return run
+
+    for op in (RAW.group_norm_backward, RAW.group_norm_backward_check):
+        yield Call(f"ops.{op.__name__}", upstream, backward(op), optional=optional)
+
+
 # ---- gated activations ---------------------------------------------------------------------------
 
 
@@ -343,5 +385,6 @@ def calls() -> Iterator[Call]:
     yield from _modulated_norms()
     yield from _branches()
     yield from _dropouts()
+    yield from _group_norms()
     yield from _gates()
     yield from _linear()

@@ -1,0 +1,312 @@
+// The backward of group norm, with or without silu after it: every gradient in two sweeps.
+//
+// With h = (x - mean) * rstd over a group, z = h * weight + bias and dz = dy * silu'(z):
+//   g = dz * weight, dx = rstd * (g - mean(g) - h * mean(g * h))
+//   dweight = sum over samples and pixels of dz * h, dbias = sum over samples and pixels of dz.
+// z is computed again in each sweep, so nothing is kept but x, mean and rstd. Bytes per element:
+// 2 dy + 2 x + dx, where the second reading comes from L2 as long as a unit of work fits there.
+// Done when it runs at the speed of memory for dy + x + dx.
+#include "cpu/group_norm/silu.h"
+#include "cpu/group_norm/units.h"
+#include "cpu/kernels.h"
+#include "cpu/sums.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+namespace {
+
+// {sum of dz, sum of dz * h} of a channel's part; dz goes to `kept` unless that is null.
+template <class A, class D, class X, bool kSilu>
+std::array<A, 2> run_gradients(const void* doutput_, const void* x_, int64_t count,
+                               const Channel<A>& channel, A* kept) {
+  const D* doutput = static_cast<const D*>(doutput_);
+  const X* x = static_cast<const X*>(x_);
+  const Vec<A> mean = broadcast<A>(channel.mean), rstd = broadcast<A>(channel.rstd);
+  const Vec<A> weight = broadcast<A>(channel.weight), bias = broadcast<A>(channel.bias);
+  return sum_columns<A, 2>(count, [&](Vec<A>* sum, int64_t j, auto lanes) {
+    if constexpr (decltype(lanes)::kWhole) {
+      prefetch_ahead(x + j);
+      prefetch_ahead(doutput + j);
+    }
+    const Vec<A> h = (load<A>(x + j, lanes) - mean) * rstd;
+    Vec<A> d = load<A>(doutput + j, lanes);
+    if constexpr (kSilu) {
+      d = times_silu_slope<A>(d, fma<A>(h, weight, bias));
+      if (kept) store<A>(kept + j, d, lanes);
+    }
+    sum[0] += d;
+    sum[1] = fma<A>(d, h, sum[1]);
+  });
+}
+
+// Of each channel, in `total`, two rows of it; `kept` (pixels, channels).
+template <class A, class D, class X, bool kSilu>
+void pixel_gradients(const void* doutput_, int64_t doutput_stride, const void* x_, int64_t x_stride,
+                     int64_t pixels, int64_t channels, const Channels<A>& of, A* total, A* run,
+                     int64_t size, A* kept) {
+  const D* doutput = static_cast<const D*>(doutput_);
+  const X* x = static_cast<const X*>(x_);
+  std::fill(total, total + 2 * size, A(0));
+  for_each_run(0, pixels, kRunRows, total, run, 2 * size, [&](int64_t begin, int64_t end) {
+    for_each_pixel_block(end - begin, [&](int64_t pixel, auto count) {
+      const D* d_rows = doutput + (begin + pixel) * doutput_stride;
+      const X* x_rows = x + (begin + pixel) * x_stride;
+      for_each_vector<A>(0, channels, [&](int64_t j, auto lanes) {
+        const Vec<A> mean = load<A>(of.mean + j, lanes), rstd = load<A>(of.rstd + j, lanes);
+        const Vec<A> weight = load<A>(of.weight + j, lanes), bias = load<A>(of.bias + j, lanes);
+        Vec<A> sum = load<A>(run + j, lanes), sum_h = load<A>(run + size + j, lanes);
+        for (int p = 0; p < count; ++p) {
+          prefetch_ahead(x_rows + p * x_stride + j);
+          prefetch_ahead(d_rows + p * doutput_stride + j);
+          const Vec<A> h = (load<A>(x_rows + p * x_stride + j, lanes) - mean) * rstd;
+          Vec<A> d = load<A>(d_rows + p * doutput_stride + j, lanes);
+          if constexpr (kSilu) {
+            d = times_silu_slope<A>(d, fma<A>(h, weight, bias));
+            if (kept) store<A>(kept + (begin + pixel + p) * channels + j, d, lanes);
+          }
+          sum += d;
+          sum_h = fma<A>(d, h, sum_h);
+        }
+        store<A>(run + j, sum, lanes);
+        store<A>(run + size + j, sum_h, lanes);
+      });
+    });
+  });
+}
+
+// scalar: h = (x[j] - mean) * rstd; dz = doutput[j] * silu'(h * weight + bias)
+//         dx[j] = (dz * weight - mean_g - h * mean_gh) * rstd
+template <class A, bool kSilu>
+ONEPASS_INLINE Vec<A> gradient_of(Vec<A> d, Vec<A> x, Vec<A> mean, Vec<A> rstd, Vec<A> weight,
+                                  Vec<A> bias, Vec<A> mean_g, Vec<A> mean_gh) {
+  const Vec<A> h = (x - mean) * rstd;
+  if constexpr (kSilu) {
+    d = times_silu_slope<A>(d, fma<A>(h, weight, bias));
+  }
+  return fma<A>(-h, mean_gh, fma<A>(d, weight, -mean_g)) * rstd;
+}
+
+template <class A, class D, class X, bool kSilu>
+void run_dinput(const void* doutput_, const void* x_, void* dx_, int64_t count,
+                const Channel<A>& channel) {
+  const D* doutput = static_cast<const D*>(doutput_);
+  const X* x = static_cast<const X*>(x_);
+  X* dx = static_cast<X*>(dx_);
+  const Vec<A> mean = broadcast<A>(channel.mean), rstd = broadcast<A>(channel.rstd);
+  const Vec<A> weight = broadcast<A>(channel.weight), bias = broadcast<A>(channel.bias);
+  const Vec<A> mean_g = broadcast<A>(channel.mean_g), mean_gh = broadcast<A>(channel.mean_gh);
+  for_each_vector<A>(0, count, [&](int64_t j, auto lanes) {
+    const Vec<A> gradient =
+        gradient_of<A, kSilu>(load<A>(doutput + j, lanes), load<A>(x + j, lanes), mean, rstd,
+                              weight, bias, mean_g, mean_gh);
+    store<A>(dx + j, gradient, lanes);
+  });
+}
+
+template <class A, class D, class X, bool kSilu>
+void pixel_dinput(const void* doutput_, int64_t doutput_stride, const void* x_, int64_t x_stride,
+                  void* dx_, int64_t pixels, int64_t channels, const Channels<A>& of) {
+  const D* doutput = static_cast<const D*>(doutput_);
+  const X* x = static_cast<const X*>(x_);
+  X* dx = static_cast<X*>(dx_);
+  for_each_pixel_block(pixels, [&](int64_t pixel, auto count) {
+    for_each_vector<A>(0, channels, [&](int64_t j, auto lanes) {
+      const Vec<A> mean = load<A>(of.mean + j, lanes), rstd = load<A>(of.rstd + j, lanes);
+      const Vec<A> weight = load<A>(of.weight + j, lanes), bias = load<A>(of.bias + j, lanes);
+      const Vec<A> mean_g = load<A>(of.mean_g + j, lanes);
+      const Vec<A> mean_gh = load<A>(of.mean_gh + j, lanes);
+      for (int p = 0; p < count; ++p) {
+        prefetch_ahead(x + (pixel + p) * x_stride + j);
+        prefetch_ahead(doutput + (pixel + p) * doutput_stride + j);
+        const Vec<A> gradient =
+            gradient_of<A, kSilu>(load<A>(doutput + (pixel + p) * doutput_stride + j, lanes),
+                                  load<A>(x + (pixel + p) * x_stride + j, lanes), mean, rstd,
+                                  weight, bias, mean_g, mean_gh);
+        store<A>(dx + (pixel + p) * channels + j, gradient, lanes);
+      }
+    });
+  });
+}
+
+// Kernels for a call's dtypes.
+template <class A>
+struct BackwardKernels {
+  decltype(&run_gradients<A, A, A, true>) run_gradients;
+  decltype(&pixel_gradients<A, A, A, true>) pixel_gradients;
+  decltype(&run_dinput<A, A, A, true>) run_dinput;
+  decltype(&pixel_dinput<A, A, A, true>) pixel_dinput;
+  // From dz instead of doutput.
+  decltype(run_dinput) run_dinput_of_kept;
+  decltype(pixel_dinput) pixel_dinput_of_kept;
+
+  explicit BackwardKernels(const GroupNormBackward& args) {
+    visit_numbers<A>(args.doutput_dtype, [&]<class D>() {
+      visit_numbers<A>(args.input_dtype, [&]<class X>() {
+        this->run_dinput_of_kept = cpu::run_dinput<A, A, X, false>;
+        this->pixel_dinput_of_kept = cpu::pixel_dinput<A, A, X, false>;
+        visit_bool(has_silu(args), [&]<bool kSilu>() {
+          this->run_gradients = cpu::run_gradients<A, D, X, kSilu>;
+          this->pixel_gradients = cpu::pixel_gradients<A, D, X, kSilu>;
+          this->run_dinput = cpu::run_dinput<A, D, X, kSilu>;
+          this->pixel_dinput = cpu::pixel_dinput<A, D, X, kSilu>;
+        });
+      });
+    });
+  }
+};
+
+Plan plan_backward(const GroupNormBackward& args, const Machine& machine, Layout& layout) {
+  return plan_of(args, machine, layout, true,
+                 2 * size_of(args.doutput_dtype) + 3 * size_of(args.input_dtype),
+                 has_silu(args) && args.dinput);
+}
+
+template <class A>
+void backward(const GroupNormBackward& args, const Plan& plan, const Layout& layout,
+              void* workspace, const Context& context) {
+  const Call<A> call(args, layout, workspace);
+  const BackwardKernels<A> kernels(args);
+  const Cut& cut = layout.cut;
+  const int64_t channels = call.per_group();
+  const int64_t row = layout.row;
+  A* const parts = call.template in<A>(layout.parts);
+  A* const sums = call.template in<A>(layout.sums);
+  A* const mean_g = call.template in<A>(layout.statistics);
+  A* const mean_gh = mean_g + args.batch * args.groups;
+  const A* const mean = static_cast<const A*>(args.mean);
+  const A* const rstd = static_cast<const A*>(args.rstd);
+  const auto input = [&](int64_t unit, const PartRange& part) {
+    return at(args.input, args.input_dtype, call.begin_of(unit, part, args.input_stride));
+  };
+  const auto doutput = [&](int64_t unit, const PartRange& part) {
+    return at(args.doutput, args.doutput_dtype, call.begin_of(unit, part, args.doutput_stride));
+  };
+  const auto dinput = [&](int64_t unit, const PartRange& part) {
+    return at(args.dinput, args.input_dtype, call.begin_of(unit, part));
+  };
+  // dz of a part, or null where it is not kept.
+  const auto kept = [&](int64_t unit, const PartRange& part, int64_t slot) -> A* {
+    if (!layout.keeps) return nullptr;
+    if (size_of(args.input_dtype) == sizeof(A)) return reinterpret_cast<A*>(dinput(unit, part));
+    if (!args.channels_last) return call.scratch(slot).row(0) + part.begin;
+    return call.scratch(slot).row(kScratchRows) + part.begin * args.channels;
+  };
+  // The means of g and of g * h over a group, from its channels' sums.
+  const auto finish = [&](int64_t sample, int64_t group) {
+    const A* sum = sums + 2 * sample * row;
+    double g = 0, gh = 0;
+    for (int64_t c = group * channels; c < (group + 1) * channels; ++c) {
+      g += static_cast<double>(call.weight()[c]) * sum[c];
+      gh += static_cast<double>(call.weight()[c]) * sum[row + c];
+    }
+    const double n = static_cast<double>(channels * args.pixels);
+    mean_g[sample * args.groups + group] = static_cast<A>(g / n);
+    mean_gh[sample * args.groups + group] = static_cast<A>(gh / n);
+  };
+  if (!args.channels_last) {
+    const auto channel_of = [&](int64_t unit, int64_t number, bool summed) {
+      const int64_t channel = unit % args.groups * channels + number / cut.parts_of_channel;
+      return Channel<A>{.mean = mean[unit],
+                        .rstd = rstd[unit],
+                        .weight = call.weight()[channel],
+                        .bias = call.bias()[channel],
+                        .mean_g = summed ? mean_g[unit] : A(0),
+                        .mean_gh = summed ? mean_gh[unit] : A(0)};
+    };
+    for_each_unit(
+        context, plan.threads, cut, layout.by_units,
+        [&](int64_t unit, int64_t number, int64_t slot) {
+          const PartRange part = cut.part(args, number);
+          const auto found =
+              kernels.run_gradients(doutput(unit, part), input(unit, part), part.end - part.begin,
+                                    channel_of(unit, number, false), kept(unit, part, slot));
+          std::copy(found.begin(), found.end(), parts + 2 * (unit * cut.parts + number));
+        },
+        [&](int64_t unit, int64_t) {
+          const int64_t sample = unit / args.groups, group = unit % args.groups;
+          const A* part = parts + 2 * unit * cut.parts;
+          for (int64_t c = group * channels; c < (group + 1) * channels; ++c) {
+            double sum = 0, sum_h = 0;
+            for (int64_t i = 0; i < cut.parts_of_channel; ++i, part += 2) {
+              sum += part[0];
+              sum_h += part[1];
+            }
+            sums[2 * sample * row + c] = static_cast<A>(sum);
+            sums[(2 * sample + 1) * row + c] = static_cast<A>(sum_h);
+          }
+          finish(sample, group);
+        },
+        [&](int64_t unit, int64_t number, int64_t slot) {
+          if (!args.dinput) return;
+          const PartRange part = cut.part(args, number);
+          const A* dz = kept(unit, part, slot);
+          (dz ? kernels.run_dinput_of_kept : kernels.run_dinput)(
+              dz ? dz : static_cast<const void*>(doutput(unit, part)), input(unit, part),
+              dinput(unit, part), part.end - part.begin, channel_of(unit, number, true));
+        });
+  } else {
+    const auto channels_of = [&](int64_t sample, int64_t slot, bool summed) {
+      const Scratch<A> scratch = call.scratch(slot);
+      return Channels<A>{
+          .mean = call.spread(mean, sample, scratch.row(0)),
+          .rstd = call.spread(rstd, sample, scratch.row(1)),
+          .weight = call.weight(),
+          .bias = call.bias(),
+          .mean_g = summed ? call.spread(mean_g, sample, scratch.row(2)) : nullptr,
+          .mean_gh = summed ? call.spread(mean_gh, sample, scratch.row(3)) : nullptr};
+    };
+    for_each_unit(
+        context, plan.threads, cut, layout.by_units,
+        [&](int64_t sample, int64_t number, int64_t slot) {
+          const PartRange part = cut.part(args, number);
+          kernels.pixel_gradients(
+              doutput(sample, part), args.doutput_stride.pixel, input(sample, part),
+              args.input_stride.pixel, part.end - part.begin, args.channels,
+              channels_of(sample, slot, false), parts + 2 * (sample * cut.parts + number) * row,
+              call.scratch(slot).row(4), row, kept(sample, part, slot));
+        },
+        [&](int64_t sample, int64_t) {
+          const A* of_parts = parts + 2 * sample * cut.parts * row;
+          A* sum = sums + 2 * sample * row;
+          if (sum != of_parts) {
+            reduce_partials<A>(of_parts, cut.parts, 2 * row, 0, 2 * row, sum,
+                               sizeof(A) == 8 ? DType::kFloat64 : DType::kFloat32);
+          }
+          for (int64_t group = 0; group < args.groups; ++group) finish(sample, group);
+        },
+        [&](int64_t sample, int64_t number, int64_t slot) {
+          if (!args.dinput) return;
+          const PartRange part = cut.part(args, number);
+          const A* dz = kept(sample, part, slot);
+          (dz ? kernels.pixel_dinput_of_kept : kernels.pixel_dinput)(
+              dz ? dz : static_cast<const void*>(doutput(sample, part)),
+              dz ? args.channels : args.doutput_stride.pixel, input(sample, part),
+              args.input_stride.pixel, dinput(sample, part), part.end - part.begin, args.channels,
+              channels_of(sample, slot, true));
+        });
+  }
+  const auto reduce = [&](const A* of, void* gradient, DType dtype) {
+    if (!gradient) return;
+    reduce_partials<A>(of, args.batch, 2 * row, 0, args.channels, gradient, dtype);
+  };
+  reduce(sums, args.dbias, args.dbias_dtype);
+  reduce(sums + row, args.dweight, args.dweight_dtype);
+}
+
+void run_backward(const GroupNormBackward& args, const Plan& plan, const Layout& layout,
+                  void* workspace, const Context& context) {
+  if (args.input_dtype == DType::kFloat64) {
+    backward<double>(args, plan, layout, workspace, context);
+  } else {
+    backward<float>(args, plan, layout, workspace, context);
+  }
+}
+
+}  // namespace
+
+Operator<GroupNormBackward> group_norm_backward() {
+  return operator_of<GroupNormBackward, Layout, plan_backward, run_backward>();
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

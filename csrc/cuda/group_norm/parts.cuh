@@ -1,0 +1,276 @@
+// How the kernels of group norm cut a call, and what they share.
+//
+// Groups are few and large, so pixels are cut into parts, by the shape alone, and a first kernel
+// leaves two sums of each channel's part. A second adds up those of a group, a warp each; a third,
+// cut as the first, reads input again, from L2 where it fits there, and writes the results.
+// With channels first a row is a part of a channel, and a warp or a block has one; with channels
+// last a block has a part of the pixels of a sample, and each thread eight channels of some of
+// them.
+#pragma once
+
+#include "cuda/activation.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/row_sums.cuh"
+#include "ops/group_norm.h"
+
+namespace onepass::cuda {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kWarps = kThreads / kLanes;
+inline constexpr int64_t kPartPixels = 1024;  // least of a part with channels first
+inline constexpr int64_t kLastPixels = 32;    // least of a part with channels last
+inline constexpr int64_t kMaxParts = 64;
+
+// How a call is cut, and whose work a thread has.
+struct Work {
+  int64_t parts;
+  int64_t step;         // pixels of a part, but for the last: a multiple of a pack
+  int threads_per_row;  // a row: a channel's part, or a pixel's channels
+  int64_t turns;        // of channels last: blocks that share a pixel
+  int64_t per_group;    // channels
+
+  ONEPASS_HOST_DEVICE int64_t end_of(int64_t part, int64_t pixels) const {
+    const int64_t end = (part + 1) * step;
+    return end < pixels ? end : pixels;
+  }
+};
+
+inline Work work_of(const GroupNorm& args) {
+  Work work{};
+  work.per_group = args.channels / args.groups;
+  const int64_t least = args.channels_last ? kLastPixels : kPartPixels;
+  int64_t parts = args.pixels / least;
+  parts = parts < 1 ? 1 : parts > kMaxParts ? kMaxParts : parts;
+  work.step = ((args.pixels + parts - 1) / parts + kPack - 1) / kPack * kPack;
+  work.parts = (args.pixels + work.step - 1) / work.step;
+  if (args.channels_last) {
+    const int64_t packs = (args.channels + kPack - 1) / kPack;
+    work.threads_per_row = 1;
+    while (work.threads_per_row < kThreads && work.threads_per_row < packs) {
+      work.threads_per_row *= 2;
+    }
+    work.turns = (packs + work.threads_per_row - 1) / work.threads_per_row;
+  } else {
+    work.threads_per_row = work.step <= kLanes * kPack ? kLanes : kThreads;
+    work.turns = 1;
+  }
+  return work;
+}
+
+inline int64_t blocks_of(const GroupNorm& args, const Work& work) {
+  if (args.channels_last) return args.batch * work.parts * work.turns;
+  const int64_t rows_per_block = kThreads / work.threads_per_row;
+  const int64_t rows = args.batch * args.channels * work.parts;
+  return (rows + rows_per_block - 1) / rows_per_block;
+}
+
+// What a channel needs.
+template <class A>
+struct Channel {
+  A mean;
+  A rstd;
+  A weight;
+  A bias;
+};
+
+template <class A>
+__device__ __forceinline__ A load_value(const void* base, DType dtype, int64_t index, A missing) {
+  if (!base) return missing;
+  if constexpr (sizeof(A) == 8) {
+    return load_global(static_cast<const double*>(base) + index);
+  } else {
+    A value{};
+    visit_dtype_up_to_float32(
+        dtype, [&]<class T>() { value = widen(load_global(static_cast<const T*>(base) + index)); });
+    return value;
+  }
+}
+
+// By one thread: of sample's channel, its group's statistics from `mean` and `rstd`.
+template <class A>
+__device__ __forceinline__ Channel<A> load_channel(const GroupNorm& args, const Work& work,
+                                                   const void* mean, const void* rstd,
+                                                   int64_t sample, int64_t channel) {
+  const int64_t group = sample * args.groups + channel / work.per_group;
+  return {load_global(static_cast<const A*>(mean) + group),
+          load_global(static_cast<const A*>(rstd) + group),
+          load_value(args.weight, args.weight_dtype, channel, A(1)),
+          load_value(args.bias, args.bias_dtype, channel, A(0))};
+}
+
+// The same for all lanes of a warp, read by one of them.
+template <class A>
+__device__ __forceinline__ Channel<A> share_channel(const GroupNorm& args, const Work& work,
+                                                    const void* mean, const void* rstd,
+                                                    int64_t sample, int64_t channel) {
+  Channel<A> of{};
+  if (threadIdx.x % kLanes == 0) of = load_channel<A>(args, work, mean, rstd, sample, channel);
+  return {broadcast(of.mean), broadcast(of.rstd), broadcast(of.weight), broadcast(of.bias)};
+}
+
+// ---- channels first: the place of a thread -----------------------------------------------------
+
+struct PartRow {
+  int64_t sample;
+  int64_t channel;
+  int64_t part;
+  int64_t begin;  // pixels
+  int64_t cols;
+  int thread;
+  bool is_there;
+
+  __device__ __forceinline__ PartRow(const GroupNorm& args, const Work& work) {
+    const int rows_per_block = kThreads / work.threads_per_row;
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block +
+                        static_cast<int>(threadIdx.x) / work.threads_per_row;
+    thread = static_cast<int>(threadIdx.x) % work.threads_per_row;
+    const int64_t of_channel = row / work.parts;
+    part = row - of_channel * work.parts;
+    sample = of_channel / args.channels;
+    channel = of_channel - sample * args.channels;
+    begin = part * work.step;
+    cols = work.end_of(part, args.pixels) - begin;
+    is_there = sample < args.batch;
+  }
+
+  __device__ __forceinline__ int64_t offset(const GroupNorm& args, int64_t batch_stride) const {
+    return sample * batch_stride + channel * args.pixels + begin;
+  }
+  // Where the first of the two sums of the part lies.
+  __device__ __forceinline__ int64_t sum(const GroupNorm& args, const Work& work) const {
+    return (sample * work.parts + part) * 2 * args.channels + channel;
+  }
+};
+
+// body(columns, pack) for the packs of a thread.
+template <bool kAligned, class Body>
+__device__ __forceinline__ void for_each_pack(const PartRow& row, const Work& work, Body&& body) {
+  const StridedColumns<kAligned> columns{work.threads_per_row, row.thread, row.cols};
+  for (int64_t pack = 0; columns.reaches(pack); ++pack) body(columns, pack);
+}
+
+// ---- channels last: the place of a thread ------------------------------------------------------
+
+struct Place {
+  int64_t sample;
+  int64_t part;
+  int64_t turn;
+  int64_t begin;  // pixels
+  int64_t end;
+  int rows;  // pixels that a block takes side by side
+  int row;
+  int thread;
+
+  __device__ __forceinline__ Place(const GroupNorm& args, const Work& work) {
+    const int64_t block = static_cast<int64_t>(blockIdx.x);
+    const int64_t of_part = block / work.turns;
+    turn = block - of_part * work.turns;
+    sample = of_part / work.parts;
+    part = of_part - sample * work.parts;
+    begin = part * work.step;
+    end = work.end_of(part, args.pixels);
+    rows = kThreads / work.threads_per_row;
+    row = static_cast<int>(threadIdx.x) / work.threads_per_row;
+    thread = static_cast<int>(threadIdx.x) % work.threads_per_row;
+  }
+
+  template <bool kAligned>
+  __device__ __forceinline__ StridedColumns<kAligned> columns(const GroupNorm& args,
+                                                              const Work& work) const {
+    return {work.threads_per_row, thread, args.channels};
+  }
+};
+
+// Of a thread's eight channels.
+template <class A>
+struct Channels {
+  Channel<A> of[kPack];
+};
+
+template <class A, class Columns>
+__device__ __forceinline__ Channels<A> load_channels(const GroupNorm& args, const Work& work,
+                                                     const void* mean, const void* rstd,
+                                                     const Place& place, const Columns& columns) {
+  Channels<A> channels{};
+  ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) {
+    if (!columns.has(place.turn, e)) continue;
+    channels.of[e] =
+        load_channel<A>(args, work, mean, rstd, place.sample, columns.of(place.turn, e));
+  }
+  return channels;
+}
+
+// ---- a warp for each group ---------------------------------------------------------------------
+
+// body(channel, part, where the first sum lies) for a lane's share of a group's sums; false where
+// there is no such group.
+template <class Body>
+__device__ __forceinline__ bool for_each_sum(const GroupNorm& args, const Work& work,
+                                             int64_t number, Body&& body) {
+  if (number >= args.batch * args.groups) return false;
+  const int64_t sample = number / args.groups;
+  const int64_t first = (number - sample * args.groups) * work.per_group;
+  for (int64_t i = threadIdx.x % kLanes; i < work.parts * work.per_group; i += kLanes) {
+    const int64_t part = i / work.per_group;
+    const int64_t channel = first + i - part * work.per_group;
+    body(channel, part, (sample * work.parts + part) * 2 * args.channels + channel);
+  }
+  return true;
+}
+
+__device__ __forceinline__ int64_t group_of_warp() {
+  return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
+}
+
+// ---- calls -------------------------------------------------------------------------------------
+
+// Whether packs of a tensor's rows, its channels or its pixels, begin at multiples of 16 bytes.
+inline bool has_packs(const GroupNorm& args, const void* base, DType dtype,
+                      const ImageStride& stride) {
+  const int64_t row = args.channels_last ? args.channels : args.pixels;
+  const int64_t size = size_of(dtype);
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && row % kPack == 0 &&
+         (args.batch == 1 || stride.batch * size % 16 == 0) &&
+         (!args.channels_last || args.pixels == 1 || stride.pixel * size % 16 == 0);
+}
+
+inline int64_t accumulator_size_of(const GroupNorm& args) {
+  return args.input_dtype == DType::kFloat64 ? 8 : 4;
+}
+
+// What a plan decides.
+struct Layout {
+  Work work;
+  bool aligned;
+  int64_t statistics;  // (2, batch, groups) accumulators begin here, behind the sums of parts
+};
+
+inline Plan plan_of(const GroupNorm& args, const char* kernel_name, bool aligned, Layout& layout) {
+  const Work& work = layout.work = work_of(args);
+  layout.aligned = aligned;
+  layout.statistics = 2 * args.batch * work.parts * args.channels;
+  const int64_t values = layout.statistics + 2 * args.batch * args.groups;
+  return {.workspace_bytes = values * accumulator_size_of(args),
+          .kernel_name = kernel_name,
+          .rows_per_tile = kThreads / work.threads_per_row,
+          .splits = blocks_of(args, work),
+          .reason = aligned ? "16-byte accesses" : "unaligned: single elements"};
+}
+
+// start<Types, kAligned>()
+template <class Args, class Start>
+void visit_types(const Args& args, bool same, bool aligned, Start&& start) {
+  visit_bool(aligned, [&]<bool kAligned>() {
+    if (!same) return start.template operator()<Mixed, kAligned>();
+    visit_dtype(args.input_dtype,
+                [&]<class T>() { start.template operator()<Same<T>, kAligned>(); });
+  });
+}
+
+inline LaunchShape shape_of_groups(const GroupNorm& args) {
+  const int64_t groups = args.batch * args.groups;
+  return {.blocks = (groups + kWarps - 1) / kWarps, .threads = kThreads};
+}
+
+}  // namespace onepass::cuda

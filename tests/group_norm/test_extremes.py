@@ -1,0 +1,155 @@
+"""Numbers that are not finite, large, small, far from zero: torch's results."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from onepass import reference
+from tests.emulator.executors import everywhere
+from tests.group_norm.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    activations,
+    check,
+    dtypes,
+    make,
+    orders,
+    results,
+)
+
+pytestmark = pytest.mark.isa
+INF, NAN = math.inf, math.nan
+
+
+@everywhere
+@orders
+@dtypes
+@pytest.mark.parametrize("number", [NAN, INF, -INF])
+def test_not_finite_elements_make_nan_of_their_group(number, dtype, last):
+    case = make((2, 8, 5, 7), 2, dtype, last=last)
+    expected = results(case.ours, case)
+    case.input[1, 5, 2, 3] = number
+    found = results(case.ours, case)
+    for name in ("output", "dinput"):
+        assert found[name][1, 4:].isnan().all()
+        assert torch.equal(found[name][0], expected[name][0])
+        assert torch.equal(found[name][1, :4], expected[name][1, :4])
+    for name in ("dweight", "dbias"):
+        # Without the activation dbias does not depend on input.
+        assert found[name][4:].isnan().all() and found[name][:4].isfinite().all()
+
+
+@everywhere
+@orders
+@pytest.mark.parametrize("number", [NAN, INF, -INF])
+@pytest.mark.parametrize("which", ["weight", "bias", "doutput"])
+def test_not_finite_weights_and_gradients(which, number, last):
+    case = make((2, 8, 5, 7), 2, last=last)
+    if which == "doutput":
+        case.doutput[1, 5, 2, 3] = number
+    else:
+        case.tensors[1 if which == "weight" else 2][5] = number
+
+    def plain(*tensors):  # torch's scales and shifts input, and finds Inf - Inf
+        return reference.group_norm.group_norm(
+            input=tensors[0], num_groups=2, weight=tensors[1], bias=tensors[2], activation="silu"
+        )
+
+    found, expected = results(case.ours, case), results(plain, case, double=True)
+    assert torch.equal(found["output"].isnan(), expected["output"].isnan())
+    assert torch.equal(found["output"].isinf(), expected["output"].isinf())
+    if which == "doutput":
+        for name, tensor in found.items():
+            assert torch.equal(tensor.isfinite(), expected[name].isfinite()), name
+
+
+@everywhere
+@orders
+@activations
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("offset", [30.0, -3e3])
+def test_means_far_from_zero(offset, dtype, activation, last):
+    check(*(make((2, 8, 9, 11), 2, dtype, activation, last=last, offset=offset) for _ in range(2)))
+
+
+@everywhere
+@orders
+def test_channels_of_a_group_far_from_one_another(last):
+    case = make((2, 8, 9, 11), 2, last=last)
+    case.tensors[0] = case.input * torch.logspace(-2, 2, 8)[:, None, None]
+    case.tensors[0] += torch.tensor([1e3, 0, -50, 2, 0, 0, 1e2, 0])[:, None, None]
+    check(case)
+
+
+@everywhere
+@orders
+def test_an_outlier_at_the_beginning(last):
+    """Where sums are taken around the first elements."""
+    case = make((2, 4, 17, 64), 2, last=last)
+    case.input[:, :, 0, 0] = 1e4
+    check(case)
+
+
+@everywhere
+@orders
+@pytest.mark.parametrize("magnitude", [1e-20, 1e-3, 1e3, 1e15])
+def test_magnitudes(magnitude, last):
+    case = make((2, 8, 9, 11), 2, last=last)
+    case.tensors[0] = case.input * magnitude
+    check(case)
+
+
+@everywhere
+@orders
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0])
+def test_eps(eps, last):
+    case = make((2, 8, 9, 11), 2, last=last)
+    case.eps = eps
+    check(case)
+
+
+@everywhere
+@orders
+@dtypes
+def test_constant_groups(dtype, last):
+    """Nothing to divide by but eps."""
+    case = make((2, 8, 9, 11), 2, dtype, last=last)
+    case.tensors[0] = torch.full_like(case.input, 3.0)
+    found = results(case.ours, case)
+    bias = case.tensors[2].double()
+    exact = (bias * bias.sigmoid())[None, :, None, None].expand(2, 8, 9, 11)
+    torch.testing.assert_close(found["output"].double(), exact, rtol=8e-3, atol=1e-5)
+    assert found["dinput"].isfinite().all()
+
+
+@everywhere
+@orders
+@pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
+@pytest.mark.parametrize("bias", [-1e3, -100.0, -95.0, -88.5, -80.0, -20.0, 20.0, 90.0, 1e3])
+def test_silu_of_every_size(bias, dtype, last):
+    """From numbers whose exponential is infinite to those that leave nothing."""
+    case = make((2, 8, 9, 11), 2, dtype, last=last)
+    case.tensors[2] = torch.full_like(case.tensors[2], bias)
+    found, exact = results(case.ours, case), results(case.torchs, case, double=True)
+    for name, tensor in found.items():
+        largest = exact[name].abs().max()
+        least = 1e-30 if dtype is not F64 else 1e-250
+        close = (tensor.double() - exact[name]).abs().max() <= (
+            1e-4 * largest if dtype is F32 else 1e-9 * largest if dtype is F64 else 0.02 * largest
+        )
+        assert tensor.isfinite().all() and (close or largest < least), name
+
+
+@everywhere
+@orders
+def test_beyond_float16_is_infinite(last):
+    case = make((2, 8, 5, 7), 2, F16, None, last=last)
+    case.tensors[1] = torch.full_like(case.tensors[1], 6e4)
+    found, torchs = results(case.ours, case), results(case.torchs, case)
+    assert found["output"].isinf().any()
+    assert torch.equal(found["output"].isinf(), torchs["output"].isinf())
