@@ -38,6 +38,25 @@ __device__ __forceinline__ void reduce_row(A (&value)[kCount], int threads_per_r
   }
 }
 
+// Of some numbers; of all of them, those of parts added up. Chan, Golub, LeVeque: Updating formulae
+// and a pairwise algorithm for sample variances, 1979.
+template <class A>
+struct Moments {
+  A count;
+  A mean;
+  A squares;  // sum of (x - mean)^2; for RMS of x^2, with a mean of 0
+
+  __device__ __forceinline__ void add(const Moments& other) {
+    const A both = count + other.count;
+    if (both == A(0)) return;
+    const A delta = other.mean - mean;
+    const A share = other.count / both;
+    mean += delta * share;
+    squares += other.squares + delta * delta * count * share;
+    count = both;
+  }
+};
+
 // What ends a norm's statistics.
 template <class A>
 __device__ __forceinline__ A inverse_root(A variance, double eps) {

@@ -85,14 +85,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   A sum[kPack] = {}, sum_h[kPack] = {};
   for (int64_t pixel = place.begin + place.row; pixel < place.end; pixel += place.rows) {
-    const auto x =
-        Types::load(args.input, args.input_dtype,
-                    place.sample * args.input_stride.batch + pixel * args.input_stride.pixel,
-                    columns, place.turn);
-    const auto d =
-        Types::load(args.doutput, args.doutput_dtype,
-                    place.sample * args.doutput_stride.batch + pixel * args.doutput_stride.pixel,
-                    columns, place.turn);
+    const auto x = Types::load(args.input, args.input_dtype, place.offset(args.input_stride, pixel),
+                               columns, place.turn);
+    const auto d = Types::load(args.doutput, args.doutput_dtype,
+                               place.offset(args.doutput_stride, pixel), columns, place.turn);
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       const Channel<A>& of = channels.of[e];
@@ -119,8 +115,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       all += sums[slot];
       all_h += sums[kPack * kThreads + slot];
     }
-    A* const to = partials + (place.sample * work.parts + place.part) * 2 * args.channels +
-                  columns.of(place.turn, e);
+    A* const to = partials + place.sum(args, work, columns.of(place.turn, e));
     store_global(to, all);
     store_global(to + args.channels, all_h);
   }
@@ -199,14 +194,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     gh[e] = load_global(mean_gh + group);
   }
   for (int64_t pixel = place.begin + place.row; pixel < place.end; pixel += place.rows) {
-    const auto x =
-        Types::load(args.input, args.input_dtype,
-                    place.sample * args.input_stride.batch + pixel * args.input_stride.pixel,
-                    columns, place.turn);
-    const auto d =
-        Types::load(args.doutput, args.doutput_dtype,
-                    place.sample * args.doutput_stride.batch + pixel * args.doutput_stride.pixel,
-                    columns, place.turn);
+    const auto x = Types::load(args.input, args.input_dtype, place.offset(args.input_stride, pixel),
+                               columns, place.turn);
+    const auto d = Types::load(args.doutput, args.doutput_dtype,
+                               place.offset(args.doutput_stride, pixel), columns, place.turn);
     A dx[kPack];
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {

@@ -8,24 +8,6 @@
 namespace onepass::cuda {
 namespace {
 
-// Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for sample variances, 1979.
-template <class A>
-struct Moments {
-  A count;
-  A mean;
-  A squares;  // sum of (x - mean)^2
-
-  __device__ __forceinline__ void add(const Moments& other) {
-    const A both = count + other.count;
-    if (both == A(0)) return;
-    const A delta = other.mean - mean;
-    const A share = other.count / both;
-    mean += delta * share;
-    squares += other.squares + delta * delta * count * share;
-    count = both;
-  }
-};
-
 template <class A>
 __device__ __forceinline__ Moments<A> add_lanes(Moments<A> own) {
   ONEPASS_UNROLL
@@ -103,8 +85,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   A mean[kPack] = {}, squares[kPack] = {};
   A count = 0;
   for (int64_t pixel = place.begin + place.row; pixel < place.end; pixel += place.rows) {
-    const T* x = static_cast<const T*>(args.input) + place.sample * args.input_stride.batch +
-                 pixel * args.input_stride.pixel;
+    const T* x = static_cast<const T*>(args.input) + place.offset(args.input_stride, pixel);
     const Raw<T> raw = load_pack(x, columns, place.turn);
     count += A(1);
     const A share = A(1) / count;
@@ -131,8 +112,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int64_t own = (pixels - row + place.rows - 1) / place.rows;
       all.add({static_cast<A>(own), means[slot], squares_of[slot]});
     }
-    A* const to = partials + (place.sample * work.parts + place.part) * 2 * args.channels +
-                  columns.of(place.turn, e);
+    A* const to = partials + place.sum(args, work, columns.of(place.turn, e));
     store_global(to, all.mean);
     store_global(to + args.channels, all.squares);
   }
@@ -185,10 +165,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto columns = place.columns<kAligned>(args, work);
   const Channels<A> channels = load_channels<A>(args, work, mean, rstd, place, columns);
   for (int64_t pixel = place.begin + place.row; pixel < place.end; pixel += place.rows) {
-    const auto x =
-        Types::load(args.input, args.input_dtype,
-                    place.sample * args.input_stride.batch + pixel * args.input_stride.pixel,
-                    columns, place.turn);
+    const auto x = Types::load(args.input, args.input_dtype, place.offset(args.input_stride, pixel),
+                               columns, place.turn);
     A y[kPack];
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) y[e] = output_of(args, Types::value(x, e), channels.of[e]);

@@ -174,6 +174,15 @@ struct Place {
     thread = static_cast<int>(threadIdx.x) % work.threads_per_row;
   }
 
+  __device__ __forceinline__ int64_t offset(const ImageStride& stride, int64_t pixel) const {
+    return sample * stride.batch + pixel * stride.pixel;
+  }
+  // Where the first of the two sums of a channel's part lies.
+  __device__ __forceinline__ int64_t sum(const GroupNorm& args, const Work& work,
+                                         int64_t channel) const {
+    return (sample * work.parts + part) * 2 * args.channels + channel;
+  }
+
   template <bool kAligned>
   __device__ __forceinline__ StridedColumns<kAligned> columns(const GroupNorm& args,
                                                               const Work& work) const {

@@ -16,25 +16,6 @@
 namespace onepass::cuda {
 namespace {
 
-template <class A>
-struct Moments {
-  A count;
-  A mean;
-  A squares;  // sum of (x - mean)^2; for rms of x^2
-};
-
-// Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for sample variances, 1979.
-template <class A>
-__device__ __forceinline__ void merge(Moments<A>& into, const Moments<A>& other) {
-  const A count = into.count + other.count;
-  if (count == A(0)) return;
-  const A delta = other.mean - into.mean;
-  const A share = other.count / count;
-  into.mean += delta * share;
-  into.squares += other.squares + delta * delta * into.count * share;
-  into.count = count;
-}
-
 // What belongs to the columns of some rows.
 struct Vectors {
   const void* weight;
@@ -286,14 +267,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
       const A d = columns.has(p, e) ? Types::value(x, e) - pack.mean : A(0);
       pack.squares = multiply_add(d, d, pack.squares);
     }
-    merge(moments, pack);
+    moments.add(pack);
   }
   of_threads[thread] = moments;
   for (int half = threads / 2; half > 0; half /= 2) {
     __syncthreads();
     if (thread < half) {
       Moments<A> mine = of_threads[thread];
-      merge(mine, of_threads[thread + half]);
+      mine.add(of_threads[thread + half]);
       of_threads[thread] = mine;
     }
   }
