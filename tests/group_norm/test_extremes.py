@@ -123,7 +123,10 @@ def test_constant_groups(dtype, last):
     found = results(case.ours, case)
     bias = case.tensors[2].double()
     exact = (bias * bias.sigmoid())[None, :, None, None].expand(2, 8, 9, 11)
-    torch.testing.assert_close(found["output"].double(), exact, rtol=8e-3, atol=1e-5)
+    few = (
+        4 * torch.finfo(dtype).eps if dtype in (F32, F64) else torch.finfo(dtype).eps
+    )  # one rounding
+    torch.testing.assert_close(found["output"].double(), exact, rtol=few, atol=few)
     assert found["dinput"].isfinite().all()
 
 
@@ -132,7 +135,8 @@ def test_constant_groups(dtype, last):
 @pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
 @pytest.mark.parametrize("bias", [-1e3, -100.0, -95.0, -88.5, -80.0, -20.0, 20.0, 90.0, 1e3])
 def test_silu_of_every_size(bias, dtype, last):
-    """From numbers whose exponential is infinite to those that leave nothing."""
+    """From numbers whose exponential is infinite to those that leave nothing. The relative
+    error of exp(x) is |x| times that of x: 95 * 6e-8 at -95 in float32."""
     case = make((2, 8, 9, 11), 2, dtype, last=last)
     case.tensors[2] = torch.full_like(case.tensors[2], bias)
     found, exact = results(case.ours, case), results(case.torchs, case, double=True)
@@ -140,7 +144,7 @@ def test_silu_of_every_size(bias, dtype, last):
         largest = exact[name].abs().max()
         least = 1e-30 if dtype is not F64 else 1e-250
         close = (tensor.double() - exact[name]).abs().max() <= (
-            1e-4 * largest if dtype is F32 else 1e-9 * largest if dtype is F64 else 0.02 * largest
+            1e-5 * largest if dtype is F32 else 1e-9 * largest if dtype is F64 else 0.02 * largest
         )
         assert tensor.isfinite().all() and (close or largest < least), name
 
