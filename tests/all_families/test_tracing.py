@@ -421,11 +421,7 @@ def test_decompositions(dtype):
         *(
             (
                 lambda *t, kind=kind, last=last: group_norm(*t, kind=kind, last=last, wide=last),
-                (
-                    x,
-                    weight,
-                    bias,
-                ),
+                (x, weight, bias),
             )
             for kind in (0, 2)
             for last in (False, True)
