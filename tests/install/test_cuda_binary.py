@@ -41,6 +41,9 @@ COMPILED += [(source, arch) for source in ATTENTION for arch in ATTENTION_ARCHIT
 # They have no register left.
 FULL = ("attention/backward.cu", "attention/plain_forward.cu")
 COMPILED += [(source, arch) for source in FULL for arch in ("sm_100", "sm_120")]
+# Those of the built library are looked at there.
+BUILT = re.findall(r"\d+(?!\d|-virtual)", _C.build_info()["cuda_archs"])
+COMPILED = [(source, arch) for source, arch in COMPILED if arch.removeprefix("sm_") not in BUILT]
 WITHOUT_KERNELS = ("attention/backend.cu",)
 OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
 PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")
