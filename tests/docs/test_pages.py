@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import functional, nn, optim
+from onepass import distributed, functional, nn, optim
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -30,7 +30,7 @@ MODULES = {"pytorch-lightning": "pytorch_lightning"}  # of packages that have an
 # (name, object) of what the package offers.
 PUBLIC = [
     (f"{module.__name__}.{name}", getattr(module, name))
-    for module in (onepass, functional, nn, optim)
+    for module in (onepass, distributed, functional, nn, optim)
     for name in module.__all__
     if not isinstance(getattr(module, name), ModuleType)
 ]

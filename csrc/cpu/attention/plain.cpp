@@ -33,7 +33,8 @@ void add(double* sum, double factor, const double* row, int64_t count) {
   for (int64_t i = 0; i < count; ++i) sum[i] += factor * row[i];
 }
 
-// What a row's scores are normalised by: P = exp(score - max) / sum. A row without a key has sum 0.
+// What a row's scores are normalised by in the forward: P = exp(score - max) / sum. A row without a
+// key has sum 0.
 struct Normalizer {
   double max = kMinusInfinity<double>;
   double sum = 0.0;
@@ -123,6 +124,7 @@ struct Head {
 // output (value_dim,) and lse of query i.
 void forward_row(const AttentionForward& args, const Head& head, int64_t i) {
   const Normalizer row = head.normalizer(i);
+  const double logarithm = std::log(row.sum);
   double output[kMaxHeadDim] = {};
   if (row.sum != 0.0) {
     head.for_each_key(i, [&](int64_t j) {
@@ -131,25 +133,32 @@ void forward_row(const AttentionForward& args, const Head& head, int64_t i) {
     });
   }
   std::copy(output, output + args.value_dim, head.query_row(args.output, i));
-  static_cast<double*>(args.lse)[head.statistic(i)] = row.max + std::log(row.sum);
-  static_cast<double*>(args.lse_rest)[head.statistic(i)] = 0.0;  // the backward needs none
+  static_cast<double*>(args.lse)[head.statistic(i)] = row.max + logarithm;
+  static_cast<double*>(args.lse_rest)[head.statistic(i)] =
+      row.sum == 0.0 ? 0.0 : lost_in_sum(row.max, logarithm);
 }
 
 // ---- backward -----------------------------------------------------------------------------------
 
-// What the backward knows of a row before it looks at single scores. P is normalised anew rather
-// than by lse, which has no digit left for the sum where scores are huge: a bias of finfo.min.
+// What the backward knows of a row before it looks at single scores. P is that of all keys of which
+// lse is, also where this call has only some of them.
 struct Row {
-  Normalizer normalizer;
+  double lse;  // -inf: no key
+  double lse_rest;
   double delta;   // doutput * output - dlse, summed
   double dslope;  // the row's share of the gradient of its slope
+
+  bool has_keys() const { return lse != kMinusInfinity<double>; }
+  double probability(double score) const { return std::exp((score - lse) - lse_rest); }
 };
 
 Row row_of(const AttentionBackward& args, const Head& head, int64_t i) {
   double delta =
       dot(head.query_row(args.doutput, i), head.query_row(args.output, i), args.value_dim);
-  if (args.dlse) delta -= static_cast<const double*>(args.dlse)[head.statistic(i)];
-  return {head.normalizer(i), delta, 0.0};
+  const int64_t at = head.statistic(i);
+  if (args.dlse) delta -= static_cast<const double*>(args.dlse)[at];
+  const double rest = args.lse_rest ? static_cast<const double*>(args.lse_rest)[at] : 0.0;
+  return {static_cast<const double*>(args.lse)[at], rest, delta, 0.0};
 }
 
 // What one score passes on.
@@ -163,9 +172,9 @@ struct ScoreGradient {
 ScoreGradient score_gradient(const AttentionBackward& args, const Head& head, int64_t i, int64_t j,
                              const Row* rows) {
   const Row& row = rows[head.statistic(i)];
-  if (row.normalizer.sum == 0.0) return {};
+  if (!row.has_keys()) return {};
   ScoreDerivative<double> derivative{};
-  const double p = row.normalizer.probability(head.score(i, j, &derivative));
+  const double p = row.probability(head.score(i, j, &derivative));
   const double keep = head.keep(i, j);
   const double dp =
       keep * dot(head.query_row(args.doutput, i), head.key_row(args.value, j), args.value_dim);
@@ -243,8 +252,8 @@ void backward_heads(const AttentionBackward& args, const Row* rows) {
     const Head head(args, batch, h);
     for (int64_t i = 0; i < head.sequence.queries; ++i) {
       const Row& row = rows[head.statistic(i)];
-      if (args.dsinks && row.normalizer.sum != 0.0) {
-        sums.sink -= row.normalizer.probability(sink_of<double>(args, h)) * row.delta;
+      if (args.dsinks && row.has_keys()) {
+        sums.sink -= row.probability(sink_of<double>(args, h)) * row.delta;
       }
       sums.slope += row.dslope;
     }

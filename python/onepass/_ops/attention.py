@@ -27,17 +27,17 @@ run_each(_backward)
 run_each(_backward_check)
 
 # Options that have gradients, in the order of attention_backward's dterms.
-_DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")
+DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")
 # Bits of its grad_mask, in the order of its results and of what is differentiated below.
-_BITS = tuple(1 << i for i in range(3 + len(_DIFFERENTIABLE)))
-_QUERY, _KEY, _VALUE, *_OF_TERMS = _BITS
+BITS = tuple(1 << i for i in range(3 + len(DIFFERENTIABLE)))
+_QUERY, _KEY, _VALUE, *_OF_TERMS = BITS
 # Its tensors beside query, key and value: first those that have gradients, in that order.
-_TENSORS = _DIFFERENTIABLE + tuple(
+_TENSORS = DIFFERENTIABLE + tuple(
     argument.name
     for argument in _backward._schema.arguments
     if argument.kwarg_only
     and "Tensor" in str(argument.type)
-    and argument.name not in (*_DIFFERENTIABLE, "block_table")
+    and argument.name not in (*DIFFERENTIABLE, "block_table")
 )
 # Options that are no part of the definition.
 _OF_BACK_ENDS = ("out_bshd", "allow_tf32")
@@ -57,7 +57,7 @@ def attention(
             options["dropout_p"] = constant(options["dropout_p"])
         if options["dropout_p"] > 0.0:
             options["seed"] = draw_seed(query.device)
-    differentiated = is_differentiated(query, key, value, *map(options.get, _DIFFERENTIABLE))
+    differentiated = is_differentiated(query, key, value, *map(options.get, DIFFERENTIABLE))
     if differentiated and "block_table" in options:
         if not torch.compiler.is_compiling():
             _forward_check(query, key, value, **options)
@@ -93,7 +93,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, doutput, dlse, _dlse_rest):
         needs = ctx.needs_input_grad
-        mask = sum(bit for bit, need in zip(_BITS, needs, strict=False) if need)
+        mask = sum(bit for bit, need in zip(BITS, needs, strict=False) if need)
         if doutput is None and dlse is None:
             return (None,) * len(needs)
         output, lse, lse_rest, *tensors = ctx.saved_tensors
@@ -103,13 +103,13 @@ class _Attention(torch.autograd.Function):
         else:
             gradients = _gradients(doutput, dlse, output, lse, lse_rest, *tensors, constants)
         wanted = [
-            gradient if mask & bit else None for gradient, bit in zip(gradients, _BITS, strict=True)
+            gradient if mask & bit else None for gradient, bit in zip(gradients, BITS, strict=True)
         ]
         return (*wanted, *(None,) * (len(needs) - len(wanted)))
 
 
 def _gradients(doutput, dlse, output, lse, lse_rest, query, key, value, *others):
-    """Of everything that has one, in the order of `_BITS`; what is not wanted has size 0."""
+    """Of everything that has one, in the order of `BITS`; what is not wanted has size 0."""
     *tensors, (options, mask, deterministic) = others
     dquery, dkey, dvalue, dterms = _backward(
         doutput, dlse, query, key, value, output, lse, lse_rest, **_given(tensors),
@@ -136,7 +136,7 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *second):
         doutput, dlse, *tensors = ctx.saved_tensors
-        others = tensors[len(_BITS) :]
+        others = tensors[len(BITS) :]
         options = {name: v for name, v in ctx.options if name not in _OF_BACK_ENDS}
 
         def formula(doutput, dlse, *leaves):
@@ -160,10 +160,10 @@ class _AttentionBackward(torch.autograd.Function):
 
         gradients = double_backward.vjp(
             formula,
-            (doutput, dlse, *tensors[: len(_BITS)]),
+            (doutput, dlse, *tensors[: len(BITS)]),
             [
                 gradient if ctx.mask & bit else None
-                for gradient, bit in zip(second, _BITS, strict=True)
+                for gradient, bit in zip(second, BITS, strict=True)
             ],
         )
         of_upstream, of_inputs = gradients[:2], gradients[2:]
@@ -175,7 +175,7 @@ _apply_backward = applied(_AttentionBackward)
 
 
 def _in_trace(query, key, value, *, deterministic=False, **given):
-    if not is_differentiated(query, key, value, *map(given.get, _DIFFERENTIABLE)):
+    if not is_differentiated(query, key, value, *map(given.get, DIFFERENTIABLE)):
         return _forward(query, key, value, **given)
     tensors = _taken(given)
     return _apply_attention(query, key, value, *tensors, (tuple(given.items()), deterministic))
@@ -271,7 +271,7 @@ def _(*tensors, grad_mask, **options):
         like(value, _VALUE, None, bshd),
         [
             like(options.get(name), bit, query.dtype)
-            for name, bit in zip(_DIFFERENTIABLE, _OF_TERMS, strict=True)
+            for name, bit in zip(DIFFERENTIABLE, _OF_TERMS, strict=True)
         ],
     )
 
@@ -282,7 +282,7 @@ def _(query, key, value, *, seed=None, **given):
     if seed is not None or any(given.get(name) is not None for name in lengths):
         return NotImplemented
     options = {name: option for name, option in given.items() if name not in _OF_BACK_ENDS}
-    for name in _DIFFERENTIABLE:
+    for name in DIFFERENTIABLE:
         if name in options:
             (options[name],) = wide(options[name])
     output, lse = reference(*wide(query, key, value), **options)
