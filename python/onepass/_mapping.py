@@ -1,6 +1,6 @@
-"""`torch.func.vmap` over operators that torch's own loop over samples does not take: those that
-write into their arguments are refused by name; those that only check, or return a list, run on
-every sample."""
+"""`torch.func.vmap` over operators that torch's own loop over samples does not take, or need not:
+those that write into their arguments are refused by name; those that only check, or return a list,
+run on every sample; a product has the samples' rows as more rows."""
 
 from __future__ import annotations
 
@@ -23,6 +23,45 @@ def refuse_mapped(op) -> None:
 def run_each(op) -> None:
     """Has an operator run on the samples one by one; results are stacked."""
     _register(op, functools.partial(_run_each, op))
+
+
+def run_as_rows(op, *rows: int, unless: tuple[int, ...] = ()) -> None:
+    """Has an operator run once on all samples where the arguments at `rows`, which lie row by row,
+    are the only ones mapped and those at `unless` are None; else on the samples one by one."""
+    name = op._schema.name
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "FuncTorchBatched"):
+        torch.library.register_vmap(name, functools.partial(_run_as_rows, op, rows, unless))
+
+
+def _run_as_rows(op, rows, unless, info, in_dims, *arguments):
+    mapped = [place for place, dim in enumerate(in_dims) if dim is not None]
+    if not set(mapped) <= set(rows) or any(arguments[place] is not None for place in unless):
+        return _one_by_one(op, info, in_dims, arguments)
+    together = list(arguments)
+    for place in rows:
+        tensor = arguments[place]
+        if place in mapped:
+            together[place] = tensor.movedim(in_dims[place], 0)
+        elif tensor is not None:
+            together[place] = tensor.expand(info.batch_size, *tensor.shape)
+    results = op(*together)
+    return results, tree_map(lambda tensor: None if _is_absent(tensor) else 0, results)
+
+
+def _is_absent(result: Tensor) -> bool:
+    """An output that was not asked for has size 0."""
+    return result.shape == (0,)
+
+
+def _one_by_one(op, info, in_dims, arguments):
+    results = []
+    for number in range(info.batch_size):
+        one = [
+            value if dim is None else value.select(dim, number)
+            for value, dim in zip(arguments, in_dims, strict=True)
+        ]
+        results.append(op(*one))
+    return tree_map(lambda *parts: torch.stack(parts), *results), tree_map(lambda _: 0, results[0])
 
 
 def _register(op, kernel: Callable) -> None:

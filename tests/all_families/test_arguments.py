@@ -402,3 +402,31 @@ def test_settings_of_optimizers(name):
 def test_lion_has_two_betas():
     with pytest.raises(ValueError, match="^Lion: betas must be two numbers, got "):
         onepass.optim.Lion([torch.zeros(4, requires_grad=True)], betas=(0.9,))
+
+
+def _attention(x, **options):
+    return functional.scaled_dot_product_attention(x, x, x[..., :3, :], **options)
+
+
+# Calls that an operator refuses, with dropout_p as a keyword.
+REFUSED = {
+    "dropout": lambda x, dropout_p: functional.dropout(x.int(), dropout_p),
+    "add_dropout": lambda x, dropout_p: functional.add_dropout(x, x[..., :3], dropout_p),
+    "add_dropout of a branch": lambda x, dropout_p: functional.add_dropout(
+        x, x, dropout_p, column_scale=torch.ones(3)
+    ),
+    "add_layer_norm": lambda x, **p: functional.add_layer_norm(x, x[..., :3], x.shape[-1:], **p),
+    "add_rms_norm of a branch": lambda x, **p: functional.add_rms_norm(
+        x, x, x.shape[-1:], column_scale=torch.ones(3), **p
+    ),
+    "linear": lambda x, **p: functional.linear(x, torch.ones(8, 3), **p),
+    "attention": _attention,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_call_draws_nothing(name):
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=r"^\w+: \w+ must "):
+        REFUSED[name](torch.ones(1, 2, 6, 8), dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), before)

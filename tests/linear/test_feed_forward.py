@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 
 import pytest
 import torch
@@ -66,21 +67,28 @@ OPTIONS = [
     {"activation": "gelu"},
     {"activation": F.silu, "norm_first": True},
     {"norm_first": True, "bias": False},
+    {"activation": nn.GELU()},
+    {"activation": nn.SiLU()},
 ]
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("options", OPTIONS, ids=["relu", "gelu", "silu", "relu-no-bias"])
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=["relu", "gelu", "silu", "relu-no-bias", "GELU", "SiLU"]
+)
 @pytest.mark.parametrize("decoder", [False, True])
 def test_two_calls_compute_what_the_parts_do(decoder, options, training):
     """With the same elements dropped: within rounding of the parts one by one."""
+    if decoder and isinstance(options.get("activation"), nn.Module):
+        pytest.skip("torch: a copy of such a decoder layer has ReLU")
     fused = layer(decoder, **options).train(training)
     inputs = [torch.randn(SHAPE) for _ in range(1 + decoder)]
     found, expected = step(fused, *inputs), step(observed(fused), *inputs)
     exact = step(observed(fused).double(), *(x.double() for x in inputs))
     for ours, base, ref in zip(found, expected, exact, strict=True):
         numerics.assert_close(ours, ref, base)
-    name = {"gelu": "gelu", F.silu: "silu"}.get(options.get("activation"), "relu")
+    activation = options.get("activation", "relu")
+    name = next(name for name in ("relu", "gelu", "silu") if name in repr(activation).lower())
     first, second = calls_of(fused, *inputs)[-2:]
     assert name in first and ("dropout" in first) is training
     assert ("residual" in second) is not decoder and ("dropout" in second) is training
@@ -126,13 +134,30 @@ def own_forward(module):
     module.linear1.forward = lambda input: 2 * nn.Linear.forward(module.linear1, input)
 
 
+class LoudGELU(nn.GELU):
+    pass
+
+
 def module_activation(module):
-    module.activation = nn.GELU()
+    module.activation = LoudGELU()
+
+
+def hooked_activation(module):
+    module.activation = nn.ReLU()
+    module.activation.register_forward_hook(lambda *_: None)
 
 
 @pytest.mark.parametrize(
     "change",
-    [own_linear, own_dropout, pre_hook, backward_hook, own_forward, module_activation],
+    [
+        own_linear,
+        own_dropout,
+        pre_hook,
+        backward_hook,
+        own_forward,
+        module_activation,
+        hooked_activation,
+    ],  # fmt: skip
     ids=lambda f: f.__name__,
 )
 def test_what_somebody_changed_is_called(change):
@@ -193,6 +218,21 @@ class Equal:
 
     def __call__(self, x):
         return x.relu()
+
+
+@pytest.mark.parametrize("approximate, name", [("none", "gelu"), ("tanh", "gelu_tanh")])
+def test_both_kinds_of_gelu(approximate, name):
+    first, _ = calls_of(layer(activation=nn.GELU(approximate)), torch.randn(SHAPE))[-2:]
+    assert re.search(r"gelu\w*", first)[0] == name
+
+
+@pytest.mark.parametrize("activation", [nn.Hardswish(), torch.tanh, lambda x: F.gelu(x) + 1])
+def test_the_products_beside_another_activation_are_ours(activation):
+    fused, x = layer(activation=activation), torch.randn(SHAPE)
+    assert "torch" not in calls_of(fused, x)
+    exact = step(observed(fused).double(), x.double())
+    for ours, base, ref in zip(step(fused, x), step(observed(fused), x), exact, strict=True):
+        numerics.assert_close(ours, ref, base)
 
 
 def test_an_activation_without_a_hash_is_called():

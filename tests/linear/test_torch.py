@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, numerics
@@ -100,84 +99,6 @@ def test_third_derivative():
         return torch.autograd.grad(h.pow(2).sum(), x)[0]
 
     torch.testing.assert_close(third(functional.linear), third(F.linear))
-
-
-# ---- transforms ----------------------------------------------------------------------------------
-
-
-def held(function, *tensors) -> None:
-    """function(linear, *tensors) by ours is as exact as by torch's."""
-    base = function(F.linear, *tensors)
-    ref = function(F.linear, *(t.double() for t in tensors))
-    numerics.assert_close(function(functional.linear, *tensors), ref, base)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_vmap():
-    x, w, b = torch.randn(6, 9, 20), torch.randn(6, 16, 20), torch.randn(6, 16)
-    vmap = torch.func.vmap
-    held(lambda f, x, w, b: vmap(f, (0, None, None))(x, w, b), x, w[0], b[0])
-    held(lambda f, x, w, b: vmap(f, (1, None, None), 1)(x, w, b), x, w[0], b[0])
-    held(lambda f, x, w, b: vmap(f)(x, w, b), x, w, b)  # an ensemble
-    held(lambda f, x, w, b: vmap(f, (None, 0, 0))(x, w, b), x[0], w, b)
-    held(lambda f, x, w, b: vmap(f, (None, None, 0))(x, w, b), x[0], w[0], b)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_gradients_per_sample():
-    x, w = torch.randn(6, 9, 20), torch.randn(16, 20)
-
-    def per_sample(linear, x, w):
-        gradient = torch.func.grad(lambda w, x: linear(x, w).pow(2).sum())
-        return torch.func.vmap(gradient, (None, 0))(w, x)
-
-    held(per_sample, x, w)
-    held(lambda f, x, w: torch.func.jacrev(f, 1)(x, w), x[0, :3], w)
-    held(lambda f, x, w: torch.func.vjp(f, x, w)[1](torch.ones(9, 16, dtype=x.dtype))[0], x[0], w)
-
-
-def test_functional_call():
-    module, x = onepass.nn.Linear(8, 5), torch.randn(4, 8)
-    other = {"weight": torch.randn(5, 8), "bias": torch.randn(5)}
-    found = torch.func.functional_call(module, other, (x,))
-    assert torch.equal(found, functional.linear(x, **other))
-
-    def loss(parameters):
-        return torch.func.functional_call(module, parameters, (x,)).pow(2).sum()
-
-    gradients = torch.func.grad(loss)(other)
-    expected = torch.func.grad(lambda p: F.linear(x, **p).pow(2).sum())(other)
-    torch.testing.assert_close(gradients, expected)
-
-
-def test_forward_mode_is_refused():
-    """As by any autograd.Function without a jvp: the tangent is not lost."""
-    x, w = torch.randn(4, 8), torch.randn(5, 8)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            functional.linear(dual, w)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    module, x = onepass.nn.Linear(20, 20), torch.randn(9, 20)
-    residual = torch.randn(9, 20)
-
-    def layer(t):
-        return functional.linear(
-            module(t), module.weight, activation="gelu", dropout_p=0.5, residual=residual
-        )
-
-    gradients = []
-    for function in (layer, lambda t: checkpoint(layer, t, use_reentrant=use_reentrant)):
-        torch.manual_seed(6)
-        leaf = x.clone().requires_grad_()
-        function(leaf).sum().backward()
-        gradients.append((leaf.grad, module.weight.grad, module.bias.grad))
-        module.zero_grad()
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
 
 
 # ---- opcheck, fakes, meta ------------------------------------------------------------------------

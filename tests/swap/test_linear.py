@@ -93,46 +93,6 @@ def test_gradients_are_those_of_the_numerics_rule():
         numerics.assert_close(got.grad, ref.grad, base.grad)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "facts", "text"),
-    [
-        (torch.float32, SLOW, None),
-        (torch.float32, SLOW._replace(mkl=False), "float32 products, by BLAS on AuthenticAMD"),
-        (torch.float32, FAST, "float32 products, by MKL on GenuineIntel"),
-        (torch.bfloat16, FAST._replace(bfloat16=False), None),
-        (torch.bfloat16, FAST, "bfloat16 products, by oneDNN"),
-        (torch.bfloat16, SLOW._replace(bfloat16=True), None),  # small calls gain on AMD
-        (torch.float16, SLOW._replace(float16=True), "float16 products, by oneDNN"),
-        (torch.float16, FAST._replace(float16=False), None),
-        (torch.float16, FAST, "float16 products, by oneDNN"),
-        (torch.float64, SLOW, "float64 products"),
-    ],
-    ids=str,
-)
-def test_the_rule(dtype, facts, text, monkeypatch):
-    set_facts(monkeypatch, facts)
-    report = swap(nn.Linear(8, 8, dtype=dtype))
-    if text is None:
-        assert len(report.swapped) == 1 and not report.skipped
-    else:
-        (entry,) = report.skipped
-        assert entry["reason"] == f"torch is as fast here in {text}"
-        assert entry["reason"].kind is Reason.AS_FAST and not report.swapped
-
-
-def test_facts_of_this_machine(monkeypatch):
-    monkeypatch.undo()
-    products.facts.cache_clear()
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    held = products.facts()
-    assert not held.bfloat16 and not held.float16
-    products.facts.cache_clear()
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
-    facts = products.facts()
-    assert facts.bfloat16 == torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert facts.vendor == "" or facts.vendor in open("/proc/cpuinfo").read()
-
-
 def test_an_exported_program_does_not_ask_for_them(monkeypatch):
     monkeypatch.undo()
     products.facts.cache_clear()

@@ -56,7 +56,8 @@ def attention(
         if torch.compiler.is_compiling():
             options["dropout_p"] = constant(options["dropout_p"])
         if options["dropout_p"] > 0.0:
-            options["seed"] = draw_seed(query.device)
+            others = {name: v for name, v in options.items() if name != "dropout_p"}
+            options["seed"] = draw_seed(query.device, _forward_check, query, key, value, **others)
     differentiated = is_differentiated(query, key, value, *map(options.get, DIFFERENTIABLE))
     if differentiated and "block_table" in options:
         if not torch.compiler.is_compiling():

@@ -25,6 +25,8 @@ _branch_backward_check = torch.ops.onepass.branch_backward_check.default
 for _check in (_forward_check, _branch_forward_check, _branch_backward_check):
     run_each(_check)
 
+_ANY_SEED = torch.zeros(2, dtype=torch.int64)  # the check of dropout alone asks for one
+
 # Bits of branch_backward's grad_mask.
 _INPUT, _COLUMN_SCALE = 1, 2
 
@@ -32,14 +34,17 @@ _INPUT, _COLUMN_SCALE = 1, 2
 @logged
 def dropout(input: Tensor, p: float, out_dtype: torch.dtype | None = None) -> Tensor:
     """dropout(input), p > 0, in out_dtype or input's."""
-    seed = draw_seed(input.device)
+    check = _forward_check if input.is_cpu else None
+    seed = draw_seed(input.device, check, input, None, _ANY_SEED, p, out_dtype)
     return _run(input, None, seed, p, out_dtype)
 
 
 @logged
 def add_dropout(input: Tensor, residual: Tensor, p: float) -> Tensor:
     """residual + dropout(input); p = 0 draws nothing."""
-    seed = draw_seed(input.device) if p > 0.0 else None
+    seed = None
+    if p > 0.0:
+        seed = draw_seed(input.device, _forward_check, input, residual, None, 0.0, None)
     return _run(input, residual, seed, p)
 
 
@@ -128,8 +133,10 @@ def add_scaled(
     """
     if row_scale is not None and row_scale.requires_grad:
         refuse_gradient("add_dropout", "row_scale")
-    seed = draw_seed(input.device) if p > 0.0 else None
-    arguments = (input, residual, column_scale, row_scale, seed, p, out_dtype)
+    tensors, seed = (input, residual, column_scale, row_scale), None
+    if p > 0.0:
+        seed = draw_seed(input.device, _branch_forward_check, *tensors, None, 0.0, out_dtype)
+    arguments = (*tensors, seed, p, out_dtype)
     return (_traced_branch if tracing.records() else _compute_branch)(*arguments)
 
 

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from onepass._mapping import run_each
+from onepass._mapping import run_as_rows, run_each
 from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated
@@ -29,6 +29,10 @@ _epilogue_backward_check = torch.ops.onepass.linear_epilogue_backward_check.defa
 
 for _check in (_forward_check, _backward_check, _epilogue_check, _epilogue_backward_check):
     run_each(_check)
+run_as_rows(_forward, 0)
+run_as_rows(_backward, 0, 1, unless=(4, 5))  # dtypes of gradients that are sums over rows
+run_as_rows(_epilogue, 0, 3, unless=(4,))  # the seed: of its own rows a sample drops the same
+run_as_rows(_epilogue_backward, 0, 1, unless=(2,))
 
 
 class Activation(enum.IntEnum):
@@ -74,7 +78,10 @@ def linear_epilogue(
     dropout_p: float,
 ) -> Tensor:
     """residual + dropout(activation(input weight^T + bias)), in residual's dtype or input's."""
-    seed = draw_seed(input.device) if dropout_p > 0.0 else None
+    seed = None
+    if dropout_p > 0.0:
+        operands = (input, weight, bias, residual)
+        seed = draw_seed(input.device, _epilogue_check, *operands, None, 0.0, activation, False)
     arguments = (input, weight, bias, residual, seed, dropout_p, activation, False)
     if tracing.records():
         return _traced_epilogue(*arguments)[0]

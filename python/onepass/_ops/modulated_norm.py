@@ -75,10 +75,14 @@ def scaled_add_norm(
     """
     if row_scale is not None and row_scale.requires_grad:
         refuse_gradient("add_rms_norm" if kind == NormKind.RMS else "add_layer_norm", "row_scale")
-    seed = draw_seed(input.device) if dropout_p > 0.0 else None
-    tensors = (input, weight, bias, residual, column_scale, row_scale, seed)
+    tensors, seed = (input, weight, bias, residual, column_scale, row_scale), None
+    if dropout_p > 0.0:
+        shape, eps, out_dtype = norm_options(input, normalized_shape, kind, eps)
+        constants, options = (shape, kind, eps, out_dtype), (weight_offset, 0.0, residual_dtype)
+        arguments = _arguments((*tensors, None), constants, False, (*options, True))
+        seed = draw_seed(input.device, _forward_check, *arguments)
     options = (weight_offset, dropout_p, residual_dtype, True)
-    return _run(tensors, normalized_shape, kind, eps, options)
+    return _run((*tensors, seed), normalized_shape, kind, eps, options)
 
 
 def _run(tensors, normalized_shape, kind, eps, options=_DEFAULTS[2:]):

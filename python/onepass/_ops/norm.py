@@ -97,7 +97,11 @@ def norm(
     normalized_shape, eps, out_dtype = norm_options(input, normalized_shape, kind, eps, out_dtype)
     if torch.compiler.is_compiling():
         weight_offset = constant(weight_offset)
-    seed = draw_seed(input.device) if dropout_p > 0.0 else None
+    seed = None
+    if dropout_p > 0.0:
+        tensors = (input, residual, weight, bias, None)
+        options = (normalized_shape, kind, eps, weight_offset, 0.0, out_dtype, residual_dtype)
+        seed = draw_seed(input.device, _forward_check, *tensors, *options, False)
     constants = (normalized_shape, kind, eps, weight_offset, dropout_p, out_dtype, residual_dtype)
     if tracing.records():
         output, residual_out, _, _ = _traced(input, residual, weight, bias, seed, *constants, False)

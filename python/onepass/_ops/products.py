@@ -40,21 +40,26 @@ _AMD = "AuthenticAMD"
 class Facts(NamedTuple):
     vendor: str  # as /proc/cpuinfo has it
     mkl: bool  # whether torch's float32 products are MKL's
-    bfloat16: bool  # whether oneDNN has instructions for bfloat16 products
+    bfloat16: bool  # whether oneDNN has instructions for bfloat16 products and may use them
     float16: bool
 
 
 @functools.cache
 def facts() -> Facts:
     """Of this machine and this torch."""
-    onednn = torch.backends.mkldnn.is_available() and not _held_to_avx2()
+    onednn = torch.backends.mkldnn.is_available()
+    vendor, flags = _of_cpuinfo()
     with _disable_current_modes():  # torch.export would record the questions
-        return Facts(
-            vendor=_vendor(),
-            mkl=torch.backends.mkl.is_available(),
-            bfloat16=onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-            float16=onednn and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-        )
+        # torch says yes of any AVX-512, where oneDNN imitates the instructions it lacks.
+        supported = onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        bfloat16 = supported and (not flags or not flags.isdisjoint(_BFLOAT16))
+        float16 = onednn and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return Facts(
+        vendor=vendor,
+        mkl=torch.backends.mkl.is_available(),
+        bfloat16=bfloat16 and not _is_held_below("BF16"),
+        float16=float16 and not _is_held_below("FP16"),
+    )
 
 
 def as_fast(dtype: torch.dtype, small: bool = False) -> str | None:
@@ -71,7 +76,8 @@ def as_fast(dtype: torch.dtype, small: bool = False) -> str | None:
         return f"float32 products, by {'MKL' if of.mkl else 'BLAS'} on {of.vendor or 'this CPU'}"
     name = str(dtype).removeprefix("torch.")
     if dtype in (torch.bfloat16, torch.float16):
-        if not getattr(of, name) or (small and dtype in FEW_ROWS and of.vendor == _AMD):
+        has_instructions = getattr(of, name) and torch._C._get_mkldnn_enabled()
+        if not has_instructions or (small and dtype in FEW_ROWS and of.vendor == _AMD):
             return None
         return f"{name} products, by oneDNN"
     return f"{name} products"
@@ -102,6 +108,7 @@ def is_small(rows: int, dtype: torch.dtype, weight: Tensor, training: bool) -> b
 def gains(input: Tensor, weight: Tensor) -> bool:
     """Whether a call gains, by the dtype of its products and its size; the log says why not."""
     if input.is_cuda:
+        leave(input.shape, input.dtype, "torch's products on CUDA")
         return False
     dtype = dtype_of(input)
     if torch.compiler.is_compiling():
@@ -114,15 +121,22 @@ def gains(input: Tensor, weight: Tensor) -> bool:
 def is_as_fast(dtype: torch.dtype, shape: Sequence[int], small: bool = False) -> bool:
     """Whether torch's product is; the log says so of a call with an input of this shape."""
     reason = as_fast(dtype, small)
-    if reason and dispatch_log.is_recording():
-        dispatch_log.leave(
-            op="linear",
-            arguments=f"{tuple(shape)}, {str(dtype)[6:]}",
-            kernel="torch.nn.functional.linear",
-            threads=torch.get_num_threads(),
-            reason=f"torch is as fast here in {reason}",
-        )
+    if reason:
+        leave(shape, dtype, f"torch is as fast here in {reason}")
     return reason is not None
+
+
+def leave(shape: Sequence[int], dtype: torch.dtype, reason: str) -> None:
+    """Has the log say why torch computes a product of this input."""
+    if torch.compiler.is_compiling() or not dispatch_log.is_recording():
+        return
+    dispatch_log.leave(
+        op="linear",
+        arguments=f"{tuple(shape)}, {str(dtype)[6:]}",
+        kernel="torch.nn.functional.linear",
+        threads=torch.get_num_threads(),
+        reason=reason,
+    )
 
 
 @constant_where_traced
@@ -135,19 +149,29 @@ def _float32_precision() -> str:
     return torch._C._get_fp32_precision_getter("mkldnn", "matmul")
 
 
-def _held_to_avx2() -> bool:
-    """Whether oneDNN was told so: what torch asks the processor does not know of it."""
+# Levels that oneDNN can be held to, those without instructions for 16-bit products first.
+_LEVELS = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+_BELOW = {"BF16": _LEVELS, "FP16": (*_LEVELS, "AVX512_CORE_BF16")}
+
+
+def _is_held_below(dtype: str) -> bool:
+    """Whether oneDNN was told to do without such instructions: what torch asks the processor does
+    not know of it."""
     told = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
-    return told.upper() in ("SSE41", "AVX", "AVX2")
+    return told.upper() in _BELOW[dtype]
 
 
-def _vendor() -> str:
+_BFLOAT16 = ("avx512_bf16", "amx_bf16")  # of an x86 processor
+
+
+def _of_cpuinfo() -> tuple[str, frozenset[str]]:
+    """(vendor, instructions) of an x86 processor; elsewhere, and if unknown, both are empty."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return ""
+        text = ""
+    said: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
-        if key.strip() == "vendor_id":
-            return value.strip()
-    return ""
+        said.setdefault(key.strip(), value.strip())
+    return said.get("vendor_id", ""), frozenset(said.get("flags", "").split())

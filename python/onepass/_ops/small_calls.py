@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from onepass._compiling import constant_where_traced
 from onepass._ops import dispatch_log, linear_loss, products, tracing
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
@@ -124,7 +125,11 @@ def norm_is_small(input: Tensor) -> bool:
 
 def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     """Whether torch's own product takes less time; the log says so."""
-    if not input.is_cpu or torch.compiler.is_compiling() or torch._C._is_tracing():
+    if not input.is_cpu:
+        return False
+    if torch.compiler.is_compiling():
+        return _is_small_as_compiled(input, weight)
+    if torch._C._is_tracing():
         return False
     # A call that is small takes a few microseconds, so this asks for little and calls little.
     dtype, training = products.dtype_of(input), torch.is_grad_enabled()
@@ -144,6 +149,16 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
         reason = "rows than 2" if single else f"multiply-adds than {bound}"
         _tell("linear", f"{rows} x {in_features} by {out_features}", input, f"fewer {reason}")
     return True
+
+
+def _is_small_as_compiled(input: Tensor, weight: Tensor) -> bool:
+    """Where the graph is for a single row; all larger numbers of rows may share one."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # not without the compiler
+
+    if not LEAST_LINEAR or not guard_or_false(input.shape[:-1].numel() == 1):
+        return False
+    transposed = weight.stride(1) != 1
+    return _is_fast_with_a_row(products.dtype_of(input), torch.is_grad_enabled(), transposed)
 
 
 def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
@@ -302,6 +317,7 @@ _LEAST_VOCABULARY = 512  # fewer logits of a token are nothing beside the model
 _VOCABULARIES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
+@constant_where_traced
 def _is_fast_with_a_row(dtype: torch.dtype, training: bool, transposed: bool = False) -> bool:
     """Whether torch's product of a single row takes less time, by a weight that lies transposed or
     as torch's."""

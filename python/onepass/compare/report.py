@@ -289,10 +289,12 @@ def _parts_table(speed: Speed) -> Table:
 
 
 def linear_text(speed: Speed) -> str:
-    """How fast linear layers multiply in stock and swapped; empty for a model without any."""
+    """How fast linear layers multiply in each variant whose parts were watched; empty for a model
+    without any."""
     products = speed.products
-    rates = {name: products.rate(speed.variants[name].parts) for name in ("stock", "swapped")}
-    if not products.operations or None in rates.values():
+    rates = {name: products.rate(variant.parts) for name, variant in speed.variants.items()}
+    rates = {name: rate for name, rate in rates.items() if rate is not None}
+    if not products.operations or not rates:
         return ""
     found = []
     for name, rate in rates.items():

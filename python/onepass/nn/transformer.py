@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,9 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer` of onepass's attention, norms, dropout and products.
 
     Where nobody looks at its parts (a hook, a class of the user's own), the feed-forward block is
-    two calls: an activation, dropout and the residual are computed with the products before them.
+    two calls: ReLU, GELU or SiLU, dropout and the residual are computed with the products before
+    them. Another activation is a call of its own. A part that somebody looks at has torch's
+    products, as all parts of its block do.
 
     In inference torch computes a whole layer in one call, past the modules in it; this one always
     calls them. Of the nested tensors that `torch.nn.TransformerEncoder` then makes of a padding
@@ -80,6 +83,18 @@ def _layer(layer: torch.nn.TransformerEncoderLayer, x: Tensor, attend) -> Tensor
 
 
 _ACTIVATIONS = ((F.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
+_MODULES = {torch.nn.ReLU: "relu", torch.nn.GELU: "gelu", torch.nn.SiLU: "silu"}
+
+
+def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """As an epilogue of a product, if it is one and nobody looks at it."""
+    if not isinstance(activation, torch.nn.Module):
+        return next((name for f, name in _ACTIVATIONS if f is activation), None)
+    name = _MODULES.get(type(activation))
+    if name is None or not _computes(activation, type(activation)):
+        return None
+    is_tanh = name == "gelu" and activation.approximate == "tanh"
+    return "gelu_tanh" if is_tanh else name
 
 
 def _with_feed_forward(layer: torch.nn.TransformerEncoderLayer, x: Tensor, to: Tensor) -> Tensor:
@@ -96,23 +111,25 @@ def _with_feed_forward(layer: torch.nn.TransformerEncoderLayer, x: Tensor, to: T
 def _feed_forward(
     layer: torch.nn.Module, x: Tensor, last: torch.nn.Module, residual: Tensor | None = None
 ) -> Tensor | None:
-    """last(linear2(dropout(activation(linear1(x))))) in two calls; None where the parts have to be
-    called themselves."""
+    """last(linear2(dropout(activation(linear1(x))))) in two calls, and those of an activation that
+    is no epilogue; None where the parts have to be called themselves."""
     first, dropout, second = layer.linear1, layer.dropout, layer.linear2
-    activation = next((name for f, name in _ACTIVATIONS if f is layer.activation), None)
     # Parts of a layer that swap changed are ours where swap made them so.
     swapped = "_onepass_original" in vars(type(layer))
     linear = (Linear,) if swapped else (Linear, torch.nn.Linear)
     if (
-        activation is None
-        or type(x) is not Tensor
+        type(x) is not Tensor
         or not all(_computes(part, *linear) for part in (first, second))
         or not all(_computes(part, Dropout) for part in (dropout, last))
     ):
         return None
-    x = linear_where_it_gains(
-        x, first.weight, first.bias, activation=activation, dropout_p=_p_of(dropout)
-    )
+    activation = _name_of(layer.activation)
+    if activation is None:
+        x = dropout(layer.activation(linear_where_it_gains(x, first.weight, first.bias)))
+    else:
+        x = linear_where_it_gains(
+            x, first.weight, first.bias, activation=activation, dropout_p=_p_of(dropout)
+        )
     return linear_where_it_gains(
         x, second.weight, second.bias, dropout_p=_p_of(last), residual=residual
     )
