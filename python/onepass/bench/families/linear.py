@@ -10,6 +10,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -131,19 +132,25 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         for shape in FEW_ROWS:
             yield from (_case(shape, dtype, phase) for phase in OF_FEW_ROWS)
     yield from (_case(SMALL, torch.float32, phase) for phase in OF_MANY_ROWS)
+    yield _case(SMALL, torch.float32, "forward", backward=True)
     for dtype in (torch.float32, torch.bfloat16):
         yield _case(LARGE, dtype, "forward")
 
 
-def _case(shape: tuple[int, int, int], dtype: torch.dtype, phase: str) -> Case:
+def _case(
+    shape: tuple[int, int, int], dtype: torch.dtype, phase: str, backward: bool = False
+) -> Case:
     rows, in_features, out_features = shape
     operator, sizes_of = PHASES[phase]
+    if backward:
+        operator = replace(operator, optional={})  # oneDNN's has no gradient
     few = shape in FEW_ROWS
     return Case(
-        f"linear/{str(dtype).removeprefix('torch.')}/{rows}x{in_features}x{out_features}/{phase}",
+        f"linear/{str(dtype).removeprefix('torch.')}/{rows}x{in_features}x{out_features}/{phase}"
+        f"{'+backward' if backward else ''}",
         operator,
-        lambda: [torch.randn(sizes).to(dtype) for sizes in sizes_of(*shape)],
-        backward=False,
+        lambda: [torch.randn(s).to(dtype).requires_grad_(backward) for s in sizes_of(*shape)],
+        backward=backward,
         tensors=None,
         cold=few,
         reads=in_features * out_features * dtype.itemsize if few else None,
