@@ -39,8 +39,8 @@ struct RotaryTable {
 // and transposed, which is the backward:
 //   output[a] = input[a] * cos[a] + input[b] * sin[b]
 //   output[b] = input[b] * cos[b] - input[a] * sin[a]
-// Columns from rotary_dim on are copied, in place they stay. Where there is a weight, what is rotated or copied is not
-// the row x but
+// Columns from rotary_dim on are copied, and in place they stay. Where there is a weight, what is
+// rotated or copied is not the row x but
 //   norm(x) = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps)
 struct RotaryForward {
   RotatedHeads query;

@@ -256,6 +256,10 @@ def test_each_instance(cuda, build):
                     dict(norms=BOTH, rotary_dim=30, half_width=True, tokens_first=True),
                     dict(norms=("key",), rotary_dim=48),
                 ):
-                    check(replace(ALIGNED, dtype=dtype, interleaved=interleaved, **changes))
+                    case = replace(ALIGNED, dtype=dtype, interleaved=interleaved, **changes)
+                    check(case)
+                    if dtype is F32:
+                        given = {"key": None, **case.tensors()}
+                        functional.rotary_embedding(**given, **case.options, inplace=True)
     rotaries = {name for name in all_instances() if "rotary_" in name}
     assert rotaries == cuda.instances or build == "thread"
