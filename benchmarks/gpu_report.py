@@ -48,6 +48,7 @@ TESTS = {
         "tests/dropout/test_values.py",
         "tests/rotary/test_values.py",
         "tests/rotary/test_layouts.py",
+        "tests/rotary/test_inplace.py",
         "tests/rotary/test_extremes.py",
         "tests/gate/test_extremes.py",
         "tests/gate/test_layouts.py",

@@ -191,11 +191,8 @@ def test_families_are_found():
     assert {"norm", "dropout", "linear"} <= set(families())
 
 
-# Of families that have no modules, or are no functions of a model's forward.
-INTERFACES = {
-    "optimizer": ("python/onepass/optim/__init__.py",),
-    "rotary": ("python/onepass/functional/rotary.py",),  # without weights: torch has no module
-}
+# Of families that are no functions of a model's forward.
+INTERFACES = {"optimizer": ("python/onepass/optim/__init__.py",)}
 
 
 @pytest.mark.parametrize("family", families())

@@ -137,6 +137,7 @@ ONEPASS_INLINE void rotate_row(const RotaryForward& args, const Row& row, const 
     });
   }
   if constexpr (Row::kPlain && __is_same(decltype(row.x), const Y*)) {
+    if (args.in_place) return;
     std::copy_n(row.x + args.rotary_dim, args.head_dim - args.rotary_dim, y + args.rotary_dim);
   } else {
     for_each_vector<A>(args.rotary_dim, args.head_dim,

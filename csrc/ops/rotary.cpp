@@ -7,27 +7,35 @@
 #include "ops/check.h"
 #include "ops/fields.h"
 #include "ops/library.h"
+#include "ops/places.h"
 #include "ops/rows.h"
 #include "ops/runtime.h"
 
 namespace onepass {
 namespace {
 
-// What rotary_forward takes beside its query.
+// What rotary_forward and rotary_forward_inplace take beside query and key.
+#define ONEPASS_ROTARY_TABLES(FIELD)   \
+  FIELD(Tensor, cos, "")               \
+  FIELD(Tensor, sin, "")               \
+  FIELD(OptionalTensor, positions, "") \
+  FIELD(int64_t, rotary_dim, "")       \
+  FIELD(bool, interleaved, "")
+#define ONEPASS_ROTARY_NORMS(FIELD)                                              \
+  FIELD(OptionalTensor, query_weight, "=None") /* of the RMS norm of its rows */ \
+  FIELD(OptionalTensor, key_weight, "=None")                                     \
+  FIELD(OptionalDouble, eps, "=None") /* given with a weight */                  \
+  FIELD(double, weight_offset, "=0.0")
 #define ONEPASS_ROTARY_OPTIONS(FIELD)                                                        \
   FIELD(OptionalTensor, key, "")                                                             \
-  FIELD(Tensor, cos, "")                                                                     \
-  FIELD(Tensor, sin, "")                                                                     \
-  FIELD(OptionalTensor, positions, "")                                                       \
-  FIELD(int64_t, rotary_dim, "")                                                             \
-  FIELD(bool, interleaved, "")                                                               \
+  ONEPASS_ROTARY_TABLES(FIELD)                                                               \
   FIELD(bool, transposed, "")                                                                \
   FIELD(bool, query_bshd, "") /* its output lies as (batch, tokens, heads, head_dim) does */ \
   FIELD(bool, key_bshd, "")                                                                  \
-  FIELD(OptionalTensor, query_weight, "=None") /* of the RMS norm of its rows */             \
-  FIELD(OptionalTensor, key_weight, "=None")                                                 \
-  FIELD(OptionalDouble, eps, "=None") /* given with a weight */                              \
-  FIELD(double, weight_offset, "=0.0")
+  ONEPASS_ROTARY_NORMS(FIELD)
+#define ONEPASS_ROTARY_INPLACE_OPTIONS(FIELD) \
+  ONEPASS_ROTARY_TABLES(FIELD)                \
+  ONEPASS_ROTARY_NORMS(FIELD)
 
 // What rotary_backward takes beside dquery_out. query and key are those of the forward, given with
 // their weights; the order in memory is that of their gradients.
@@ -49,6 +57,7 @@ namespace {
   FIELD(StaticInt, grad_mask, "")
 
 ONEPASS_DEFINE_OPTIONS(RotaryOptions, ONEPASS_ROTARY_OPTIONS);
+ONEPASS_DEFINE_OPTIONS(RotaryInplaceOptions, ONEPASS_ROTARY_INPLACE_OPTIONS);
 ONEPASS_DEFINE_OPTIONS(RotaryBackwardOptions, ONEPASS_ROTARY_BACKWARD_OPTIONS);
 
 // Bits of grad_mask.
@@ -178,19 +187,74 @@ CheckedRotary<Args> check_rotary(const Names& names, const Options& options, con
   return call;
 }
 
-CheckedRotary<RotaryForward> check_forward(const RotaryOptions& options, const Tensor& query) {
+template <class Options>
+CheckedRotary<RotaryForward> check_rows_and_norms(const Options& options, const Tensor& query,
+                                                  const OptionalTensor& key) {
   const char* const op = kForwardNames.op;
-  auto call = check_rotary<RotaryForward>(kForwardNames, options, query, options.key);
+  auto call = check_rotary<RotaryForward>(kForwardNames, options, query, key);
   const bool has_weight = options.query_weight || options.key_weight;
   require(has_weight || !options.eps, op, ": eps must be given with a weight only, got ",
           options.eps.value_or(0.0), " without");
   require(!has_weight || options.eps, op, ": eps must be given with a weight, got none");
   require(has_weight || options.weight_offset == 0.0, op,
           ": weight_offset must be 0 without a weight, got ", options.weight_offset);
-  require(!has_weight || !options.transposed, op,
-          ": transposed must be False with a weight, got True");
   call.args.eps = options.eps.value_or(0.0);
+  return call;
+}
+
+CheckedRotary<RotaryForward> check_forward(const RotaryOptions& options, const Tensor& query) {
+  auto call = check_rows_and_norms(options, query, options.key);
+  const bool has_weight = options.query_weight || options.key_weight;
+  require(!has_weight || !options.transposed, kForwardNames.op,
+          ": transposed must be False with a weight, got True");
   call.args.transposed = options.transposed;
+  return call;
+}
+
+// Rows that are rotated where they lie: no copy can stand in for them.
+void check_place(const char* name, const TensorInfo& info) {
+  const char* const op = kForwardNames.op;
+  const Shape strides{info.strides, info.dims};
+  require(info.sizes[3] <= 1 || info.strides[3] == 1, op, ": ", name,
+          " must be dense in its last dimension, it is rotated in place, got strides ", strides);
+  require(!has_shared_elements(info), op, ": ", name,
+          " must have a place for each element, it is rotated in place, got shape ", shape_of(info),
+          " with strides ", strides);
+}
+
+// `tensor` against what is written.
+void check_apart(const char* name, const Place& tensor, const char* written_name,
+                 const Place& written) {
+  require(!share_memory(tensor, written), kForwardNames.op, ": ", name, " must lie apart from ",
+          written_name, ", which is rotated in place, got shared memory");
+}
+
+CheckedRotary<RotaryForward> check_inplace(const RotaryInplaceOptions& options, const Tensor& query,
+                                           const OptionalTensor& key) {
+  auto call = check_rows_and_norms(options, query, key);
+  call.args.in_place = true;
+  check_place("query", call.query);
+  if (key) check_place("key", call.key);
+  // What shares its memory until it is written (torch's lazy clones) gets its own here.
+  const auto written = [&](const Tensor& tensor, const TensorInfo& info) {
+    return Place{mutable_data_of(tensor.get()), info, size_of(call.args.dtype)};
+  };
+  const Place of_query = written(query, call.query);
+  const Place of_key = key ? written(*key, call.key) : Place{};
+  if (key) check_apart("key", of_key, "query", of_query);
+  const auto read = [&](const char* name, const Tensor& tensor, int64_t bytes) {
+    const Place place{tensor.const_data_ptr(), info_of(tensor), bytes};
+    check_apart(name, place, "query", of_query);
+    if (key) check_apart(name, place, "key", of_key);
+  };
+  const auto read_numbers = [&](const char* name, const OptionalTensor& tensor) {
+    if (tensor) read(name, *tensor, size_of(*dtype_of(info_of(*tensor).scalar_type)));
+  };
+  read_numbers("cos", options.cos);
+  read_numbers("sin", options.sin);
+  if (options.positions) read("positions", *options.positions, call.args.wide_positions ? 8 : 4);
+  read_numbers("query_weight", options.query_weight);
+  read_numbers("key_weight", options.key_weight);
   return call;
 }
 
@@ -261,6 +325,7 @@ Dispatch describe(const char* op, const RotaryForward& args) {
          << ", ";
   }
   text << name_of(args.dtype) << ", cos " << name_of(args.table_dtype);
+  if (args.in_place) text << ", in place";
   return {.op = op, .arguments = text.str()};
 }
 
@@ -324,6 +389,24 @@ std::tuple<Tensor, Tensor> rotary_forward(const RotaryOptions& options, const Te
   return {query_out, key_out};
 }
 
+void rotary_forward_inplace(const RotaryInplaceOptions& options, const Tensor& query,
+                            const OptionalTensor& key) {
+  auto call = check_inplace(options, query, key);
+  RotaryForward& args = call.args;
+  if (is_empty(args)) return;
+  const bool has_norms = options.query_weight || options.key_weight;
+  if (args.rotary_dim == 0 && !has_norms) return;
+  Inputs inputs(kForwardNames.op, options, args);
+  const auto here = [](const Tensor& tensor, RotatedHeads& heads) {
+    heads.input = heads.output = mutable_data_of(tensor.get());
+    heads.input_stride = heads.output_stride = strides_of(tensor);
+  };
+  here(query, args.query);
+  if (key) here(*key, args.key);
+  run_operator(backend().rotary_forward, args, call.query.device,
+               [&] { return describe(kForwardNames.op, args); });
+}
+
 using BackwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 BackwardResults rotary_backward(const RotaryBackwardOptions& options, const Tensor& dquery_out) {
@@ -375,6 +458,10 @@ BackwardResults rotary_backward(const RotaryBackwardOptions& options, const Tens
 void rotary_forward_check(const RotaryOptions& options, const Tensor& query) {
   check_forward(options, query);
 }
+void rotary_forward_inplace_check(const RotaryInplaceOptions& options, const Tensor& query,
+                                  const OptionalTensor& key) {
+  check_inplace(options, query, key);
+}
 void rotary_backward_check(const RotaryBackwardOptions& options, const Tensor& dquery_out) {
   check_backward(options, dquery_out);
 }
@@ -382,6 +469,8 @@ void rotary_backward_check(const RotaryBackwardOptions& options, const Tensor& d
 }  // namespace
 
 #define ONEPASS_ROTARY_ARGUMENTS "(Tensor query" ONEPASS_SCHEMA(ONEPASS_ROTARY_OPTIONS) ")"
+#define ONEPASS_ROTARY_INPLACE_ARGUMENTS(query, key) \
+  "(" query " query, " key " key" ONEPASS_SCHEMA(ONEPASS_ROTARY_INPLACE_OPTIONS) ") -> ()"
 #define ONEPASS_ROTARY_BACKWARD_ARGUMENTS \
   "(Tensor dquery_out" ONEPASS_SCHEMA(ONEPASS_ROTARY_BACKWARD_OPTIONS) ")"
 
@@ -393,6 +482,12 @@ OperatorList rotary_operators() {
                                             " -> (Tensor query_out, Tensor key_out)"),
       entry<&Packed<&rotary_forward_check>::call>(
           "rotary_forward_check" ONEPASS_ROTARY_ARGUMENTS " -> ()", true),
+      // The same rows, written where they lie.
+      entry<&Packed<&rotary_forward_inplace>::call>(
+          "rotary_forward_inplace" ONEPASS_ROTARY_INPLACE_ARGUMENTS("Tensor(a!)", "Tensor(b!)?")),
+      entry<&Packed<&rotary_forward_inplace_check>::call>(
+          "rotary_forward_inplace_check" ONEPASS_ROTARY_INPLACE_ARGUMENTS("Tensor", "Tensor?"),
+          true),
       // With weights. grad_mask: 1 dquery, 2 dkey, 4 dquery_weight, 8 dkey_weight.
       entry<&Packed<&rotary_backward>::call>(
           "rotary_backward" ONEPASS_ROTARY_BACKWARD_ARGUMENTS

@@ -39,8 +39,8 @@ struct RotaryTable {
 // and transposed, which is the backward:
 //   output[a] = input[a] * cos[a] + input[b] * sin[b]
 //   output[b] = input[b] * cos[b] - input[a] * sin[a]
-// Columns from rotary_dim on are copied. Where there is a weight, what is rotated or copied is not
-// the row x but
+// Columns from rotary_dim on are copied, and in place they stay. Where there is a weight, what is
+// rotated or copied is not the row x but
 //   norm(x) = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps)
 struct RotaryForward {
   RotatedHeads query;
@@ -63,6 +63,7 @@ struct RotaryForward {
   bool half_width;      // a column of the tables for each pair, else for each column
   bool interleaved;     // pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2)
   bool transposed;
+  bool in_place;  // outputs are the inputs
 };
 
 // Of a tensor with a weight: what the backward takes beside the gradient, and the weight's own.

@@ -72,6 +72,39 @@ def refuse_second_derivative(op: str, option: str) -> None:
     raise RuntimeError(f"{op}: {option} must be False with create_graph=True, got True")
 
 
+def refuse_inplace(op: str, where: str) -> None:
+    """Of a call that may not write into its arguments.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(f"{op}: inplace must be False {where}, got True")
+
+
+def require_writable(op: str, name: str, tensor: Tensor) -> None:
+    """What torch's own operators ask of a tensor that requires a gradient before they write into
+    it. An autograd.Function asks when it has written.
+
+    Raises:
+        RuntimeError: it is a leaf, a view of one, or a view that may not be modified.
+    """
+    autograd = torch._C._autograd
+    if tensor.is_leaf:
+        got = "a leaf"
+    elif not tensor._is_view():
+        return
+    elif tensor._base.is_leaf and tensor._base.requires_grad:
+        got = "a view of a leaf"
+    elif autograd._get_creation_meta(tensor) != autograd.CreationMeta.DEFAULT:
+        got = "a view that torch lets nobody modify, such as one of several by chunk or unbind"
+    else:
+        return
+    raise RuntimeError(
+        f"{op}: {name} must be the result of an operator to be written in place where a gradient "
+        f"is required, got {got}"
+    )
+
+
 def _is_union(hint: object) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 

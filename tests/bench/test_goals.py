@@ -45,6 +45,8 @@ def test_every_goal_is_of_a_case_and_its_variants(device, level):
     ("device", "level", "name", "goal"),
     [
         ("cpu", "avx2", "norm/rms_norm/float32/512x768/forward", Goal(3.0, 2.0, 0.55)),
+        ("cpu", "avx2", "gate/silu_mul/float32/2048x11008/forward+backward", Goal(2.5)),
+        ("cpu", "avx2", "gate/silu_mul, halves/float32/2048x11008/forward+backward", Goal()),
         ("cpu", "baseline", "attention/causal/float32/1x8x512x64/backward", Goal(2.2, share=0.75)),
         ("cpu", "avx512", "attention/full/bfloat16/1x4x2048x64/forward", Goal(share=0.8)),
         ("cpu", "avx512_bf16", "attention/full/bfloat16/1x4x2048x64/forward", Goal(2.8)),

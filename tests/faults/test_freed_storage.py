@@ -180,6 +180,13 @@ def rotary() -> tuple[Callable, dict]:
     )  # fmt: skip
 
 
+def rotary_inplace() -> tuple[Callable, dict]:
+    _, arguments = rotary()
+    for name in ("transposed", "query_bshd", "key_bshd"):
+        del arguments[name]
+    return OPS.rotary_forward_inplace, arguments
+
+
 def rotary_backward() -> tuple[Callable, dict]:
     arguments = rotary()[1]
     del arguments["transposed"]
@@ -316,8 +323,8 @@ def optimizer_step() -> tuple[Callable, dict]:
 
 CALLS = [
     norm_forward, norm_backward, modulated_norm_forward, modulated_norm_backward, dropout,
-    branch_forward, branch_backward, gate_forward, gate_backward, rotary, rotary_backward,
-    group_norm_forward, group_norm_backward,
+    branch_forward, branch_backward, gate_forward, gate_backward, rotary, rotary_inplace,
+    rotary_backward, group_norm_forward, group_norm_backward,
     loss_forward, loss_backward, loss_backward_inplace, linear_loss,
     linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,

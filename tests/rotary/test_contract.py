@@ -101,9 +101,11 @@ def test_messages(message, device):
     made = Case(head_dim=8, key_heads=3).tensors()
     right = {name: tensor.to(device) for name, tensor in made.items()}
     functional.rotary_embedding(**right)
-    with pytest.raises(RuntimeError) as error:
-        functional.rotary_embedding(**right | wrong)
-    assert str(error.value) == f"rotary_embedding: {message}"
+    trained = right | {"query": right["query"].clone().requires_grad_()}
+    for given in (right, trained):  # autograd's way there is another
+        with pytest.raises(RuntimeError) as error:
+            functional.rotary_embedding(**given | wrong)
+        assert str(error.value) == f"rotary_embedding: {message}"
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)

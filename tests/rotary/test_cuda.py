@@ -101,6 +101,21 @@ def test_one_pass_of_norms(cuda, interleaved, rotary_dim, head_dim, dtype, weigh
     assert backward["written"] == rows + sums + 2 * weight
 
 
+@pytest.mark.parametrize("rotary_dim", [32, 30])
+@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+def test_one_pass_in_place(cuda, norms, rotary_dim):
+    """To the byte: columns that are neither rotated nor normalised are not touched."""
+    case = Case(BF16, head_dim=48, rotary_dim=rotary_dim, heads=6, key_heads=3, norms=norms)
+    tensors = case.tensors()
+    functional.rotary_embedding(**tensors, **case.options, inplace=True)
+    (call,) = cuda.of("rotary_forward_inplace")
+    rows = sum(tensors[name][..., : 48 if norms else rotary_dim].numel() for name in BOTH) * 2
+    tables = case.batch * case.tokens * call["splits"] * 2 * rotary_dim * 2
+    weights = sum(launch.blocks for launch in call["launched"]) * 48 * 2 if norms else 0
+    assert call["written"] == rows
+    assert call["read"] == rows + tables + weights
+
+
 @pytest.mark.parametrize("wanted", LEAVES)
 def test_what_nobody_asks_for_is_not_computed(cuda, wanted):
     """Of a tensor of which nothing is wanted nothing is read, and gradients alone are written."""
@@ -241,6 +256,10 @@ def test_each_instance(cuda, build):
                     dict(norms=BOTH, rotary_dim=30, half_width=True, tokens_first=True),
                     dict(norms=("key",), rotary_dim=48),
                 ):
-                    check(replace(ALIGNED, dtype=dtype, interleaved=interleaved, **changes))
+                    case = replace(ALIGNED, dtype=dtype, interleaved=interleaved, **changes)
+                    check(case)
+                    if dtype is F32:
+                        given = {"key": None, **case.tensors()}
+                        functional.rotary_embedding(**given, **case.options, inplace=True)
     rotaries = {name for name in all_instances() if "rotary_" in name}
     assert rotaries == cuda.instances or build == "thread"

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
   using A = Accumulator<T>;
   constexpr int kWide = kWidth<kAligned>;
   const int64_t rotating = args.rotary_dim / 2 / kWide;  // threads of a row
-  const int64_t copying = (args.head_dim - args.rotary_dim) / kWide;
+  const int64_t copying = args.in_place ? 0 : (args.head_dim - args.rotary_dim) / kWide;
   const int64_t heads = args.query.heads + args.key.heads;
   int64_t index = static_cast<int64_t>(blockIdx.x) * kRotaryThreads + threadIdx.x;
   const auto part = [&](int64_t size) {
@@ -190,7 +190,8 @@ Plan plan_forward(const RotaryForward& args, const Machine&, ForwardLayout& layo
     return plan_normed(args, layout.normed);
   }
   const int64_t heads = args.query.heads + args.key.heads;
-  layout.of_row = (args.head_dim - args.rotary_dim / 2) / (layout.aligned ? kPack : 1);
+  const int64_t columns = args.in_place ? args.rotary_dim : args.head_dim;
+  layout.of_row = (columns - args.rotary_dim / 2) / (layout.aligned ? kPack : 1);
   const auto groups = [&](int64_t each) { return (heads + each - 1) / each; };
   const int64_t each = heads_of_thread(args.batch * args.tokens * layout.of_row, groups);
   return {.workspace_bytes = 0,

@@ -5,23 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._arguments import refuse_gradient
-from onepass._mapping import run_each
+from onepass._arguments import refuse_gradient, refuse_inplace, require_writable
+from onepass._compiling import require_fixed_offsets
+from onepass._mapping import refuse_mapped, run_each
+from onepass._negative import refuse_where_written
 from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.attention_layout import empty_rows, is_bshd
 from onepass._ops.decomposition import decomposes, offer, wide
-from onepass._ops.differentiation import applied, constant, is_differentiated
+from onepass._ops.differentiation import (
+    applied,
+    are_transforms_active,
+    constant,
+    is_differentiated,
+)
 from onepass._ops.dispatch_log import logged
 from onepass._ops.norm import default_eps
 from onepass.reference import rotary as reference
 
 _forward = torch.ops.onepass.rotary_forward.default
 _forward_check = torch.ops.onepass.rotary_forward_check.default
+_inplace = torch.ops.onepass.rotary_forward_inplace.default
+_inplace_check = torch.ops.onepass.rotary_forward_inplace_check.default
 _backward = torch.ops.onepass.rotary_backward.default
 _backward_check = torch.ops.onepass.rotary_backward_check.default
 
-run_each(_forward_check)
-run_each(_backward_check)
+for _check in (_forward_check, _inplace_check, _backward_check):
+    run_each(_check)
+refuse_mapped(_inplace)
+refuse_where_written(_inplace)
 
 # Bits of rotary_backward's grad_mask.
 _QUERY, _KEY, _QUERY_WEIGHT, _KEY_WEIGHT = 1, 2, 4, 8
@@ -43,21 +54,98 @@ def rotary(
 ) -> tuple[Tensor, Tensor | None]:
     """query and key, (batch, heads, tokens, head_dim), rotated, each in its order in memory; with a
     weight after the RMS norm of its rows."""
-    if rotary_dim is None:
-        rotary_dim = cos.shape[-1] if cos.dim() else 0
+    norms = _settled_norms(query, query_weight, key_weight, eps, weight_offset)
+    rotary_dim = _settled_dim(cos, rotary_dim)
     orders = is_bshd(query), key is not None and is_bshd(key)
-    arguments = (query, key, cos, sin, positions, rotary_dim, interleaved, False, *orders)
-    has_norms = query_weight is not None or key_weight is not None
-    if has_norms or eps is not None or weight_offset != 0.0:
-        if has_norms and eps is None:
-            eps = default_eps(query)
-        if torch.compiler.is_compiling():
-            eps = None if eps is None else constant(eps)
-            weight_offset = constant(weight_offset)
-        arguments += (query_weight, key_weight, eps, weight_offset)
+    arguments = (query, key, cos, sin, positions, rotary_dim, interleaved, False, *orders, *norms)
     compute = _traced if tracing.records() else _compute
     results = compute(*arguments)
     return results[0], None if key is None else results[1]
+
+
+@logged
+def rotary_inplace(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+) -> None:
+    """The same, of which query and key are the results."""
+    weights = (query_weight, key_weight)
+    norms = _settled_norms(query, *weights, eps, weight_offset)
+    tables = (cos, sin, positions, _settled_dim(cos, rotary_dim), interleaved)
+    differentiated = is_differentiated(query, key, cos, sin, *weights)
+    if differentiated:
+        if are_transforms_active():
+            refuse_inplace("rotary_embedding", "inside a transform of torch.func")
+        has_norms = query_weight is not None or key_weight is not None
+        if has_norms and torch.is_grad_enabled():
+            # The backward of a norm reads the rows that came in.
+            refuse_inplace("rotary_embedding", "with a weight where a gradient is required")
+    if tracing.records() or (differentiated and not _is_eager()):
+        # What records the call sees torch's own assignment.
+        rotated = rotary(query, key, *tables, *norms)
+        for x, output in zip((query, key), rotated, strict=True):
+            if x is not None:
+                x.copy_(output)
+        return
+    if not differentiated:
+        _inplace(query, key, *tables, *norms)
+        if not torch.compiler.is_compiling():  # which does it by itself
+            _count_change(query, key)
+        return
+    # Everything that can fail comes before anything is written.
+    _inplace_check(query, key, *tables, *norms)
+    wanted = [x is not None and x.requires_grad for x in (query, key)]
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.requires_grad:
+            refuse_gradient("rotary_embedding", name)
+    for name, x, is_wanted in zip(("query", "key"), (query, key), wanted, strict=True):
+        if is_wanted:
+            require_writable("rotary_embedding", name, x)
+    with torch.no_grad():
+        _inplace(query, key, *tables)
+    for x, is_wanted in zip((query, key), wanted, strict=True):
+        if is_wanted:
+            _mark_rotated(x, *tables)
+        else:
+            _count_change(x)
+
+
+def _settled_dim(cos: Tensor, rotary_dim: int | None) -> int:
+    if rotary_dim is not None:
+        return rotary_dim
+    return cos.shape[-1] if cos.dim() else 0
+
+
+def _settled_norms(query, query_weight, key_weight, eps, weight_offset) -> tuple:
+    """The last options of the operators; none where all are the defaults."""
+    has_norms = query_weight is not None or key_weight is not None
+    if not has_norms and eps is None and weight_offset == 0.0:
+        return ()
+    if has_norms and eps is None:
+        eps = default_eps(query)
+    if torch.compiler.is_compiling():
+        eps = None if eps is None else constant(eps)
+        weight_offset = constant(weight_offset)
+    return query_weight, key_weight, eps, weight_offset
+
+
+def _is_eager() -> bool:
+    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level < 0
+
+
+def _count_change(*tensors: Tensor | None) -> None:
+    for x in tensors:
+        if x is not None and not x.is_inference():  # those have no version
+            torch.autograd.graph.increment_version(x)
 
 
 def _compute(
@@ -80,7 +168,7 @@ def _compute(
     norms = (query_weight, key_weight, eps, weight_offset)
     if not is_differentiated(query, key, cos, sin, query_weight, key_weight):
         return _forward(query, key, cos, sin, *plain, *norms)
-    if query_weight is None and key_weight is None:
+    if query_weight is None and key_weight is None and eps is None and weight_offset == 0.0:
         return _differentiable(query, key, cos, sin, *plain)
     constants = (rotary_dim, interleaved, query_bshd, key_bshd, eps, weight_offset)
     return _normed(query, key, query_weight, key_weight, cos, sin, positions, constants)
@@ -127,6 +215,29 @@ class _Rotary(torch.autograd.Function):
                 for gradient, need in zip((dquery, dkey), needed, strict=True)
             ]
         return (*gradients, *(None,) * (len(ctx.needs_input_grad) - 2))
+
+
+class _RotaryInplace(torch.autograd.Function):
+    """Tells autograd of rows that were rotated in place: each tensor alone, because torch lets a
+    function that modifies a view have no second result."""
+
+    @staticmethod
+    def forward(x, cos, sin, positions, rotary_dim, interleaved):
+        return x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, cos, sin, positions, *ctx.options = inputs
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin, positions)
+
+    @staticmethod
+    def backward(ctx, dx):
+        # create_graph=True
+        compute = _differentiable if torch.is_grad_enabled() else _forward
+        options = (*ctx.options, True, is_bshd(dx), False)
+        cos, sin, positions = ctx.saved_tensors
+        return compute(dx, None, cos, sin, positions, *options)[0], *(None,) * 5
 
 
 class _NormedRotary(torch.autograd.Function):
@@ -240,6 +351,7 @@ class _NormedRotaryBackward(torch.autograd.Function):
 
 
 _differentiable = applied(_Rotary)
+_mark_rotated = applied(_RotaryInplace)
 _normed = applied(_NormedRotary)
 _differentiable_backward = applied(_NormedRotaryBackward)
 
@@ -256,6 +368,13 @@ def _(query, key, *options):
         empty_rows(query, query.shape, query.dtype, query_bshd),
         query.new_empty(0) if key is None else empty_rows(key, key.shape, key.dtype, key_bshd),
     )
+
+
+@torch.library.register_fake("onepass::rotary_forward_inplace")
+def _(query, key, *options):
+    fake_checks.check(_inplace_check, query, key, *options)
+    rows = {"query": query} if key is None else {"query": query, "key": key}
+    require_fixed_offsets("rotary_embedding", **rows)
 
 
 @torch.library.register_fake("onepass::rotary_backward")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from onepass._arguments import check_arguments
-from onepass._ops.rotary import rotary
+from onepass._ops.rotary import rotary, rotary_inplace
 
 
 def rotary_embedding(
@@ -22,6 +22,7 @@ def rotary_embedding(
     key_weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotates pairs of columns of query and key by angles that grow with the token's position.
 
@@ -62,16 +63,26 @@ def rotary_embedding(
             torch. Given with a weight only.
         weight_offset: added to both weights: 1.0 for Gemma, which stores the weight minus one. Must
             be 0 without a weight.
+        inplace: query and key are rotated where they lie, and nothing is allocated for them. Their
+            last dimension must be dense, each element has a place of its own, and they share no
+            memory with each other nor with another argument; heads of one projection may lie
+            between each other. With a weight this is for calls without gradients: the backward of a
+            norm reads the rows that came in.
 
     Returns:
         (query, key) rotated, in query's dtype, also under autocast; each lies in memory as the
-        tensor it was made of, heads or tokens first. The second is None without a key.
+        tensor it was made of, heads or tokens first, and with inplace is that tensor. The second is
+        None without a key.
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit, there is no row for a position, or eps
             or weight_offset is given without a weight; the message names the argument. cos or sin
-            requires a gradient. On CUDA the values of positions are not looked at, which would wait
-            for the device: a token whose position has no row becomes NaN.
+            requires a gradient. With inplace: the memory of query or key is not as said above,
+            torch's autograd lets nobody write there (a leaf that requires a gradient, a view of
+            one, or a view that may not be modified, such as one of `chunk`), or the call is inside
+            a transform of torch.func; nothing was written then. On CUDA the values of positions are
+            not looked at, which would wait for the device: a token whose position has no row
+            becomes NaN.
         TypeError: an argument is of a wrong type.
 
     Examples:
@@ -92,17 +103,32 @@ def rotary_embedding(
         ... )
         >>> query.shape, key.shape
         (torch.Size([1, 8, 16, 64]), torch.Size([1, 2, 16, 64]))
+
+        In place, the heads of query and key in one projection:
+
+        >>> projected = torch.randn(1, 16, 8 + 2 + 2, 64)
+        >>> query, key, value = projected.transpose(1, 2).split([8, 2, 2], dim=1)
+        >>> rotated, _ = onepass.functional.rotary_embedding(
+        ...     query, key, angles.cos(), angles.sin(), rotary_dim=64, inplace=True
+        ... )
+        >>> rotated is query
+        True
     """
     try:
-        if not type(interleaved) is type(seq_first) is bool:
+        if not type(interleaved) is type(seq_first) is type(inplace) is bool:
             raise TypeError  # which check_arguments names
+        given = query, key
         batched = query.dim() != 3
         if not batched:
             query, key = query.unsqueeze(0), None if key is None else key.unsqueeze(0)
         if seq_first:
             query, key = map(_transposed, (query, key))
-        norms = (query_weight, key_weight, eps, weight_offset)
-        outputs = rotary(query, key, cos, sin, positions, rotary_dim, interleaved, *norms)
+        arguments = (cos, sin, positions, rotary_dim, interleaved)
+        arguments += (query_weight, key_weight, eps, weight_offset)
+        if inplace:
+            rotary_inplace(query, key, *arguments)
+            return given
+        outputs = rotary(query, key, *arguments)
         if seq_first:
             outputs = map(_transposed, outputs)
         if not batched:

@@ -16,6 +16,7 @@ from onepass.nn.norm import (
     ModulatedRMSNorm,
     RMSNorm,
 )
+from onepass.nn.rotary import RotaryEmbedding
 from onepass.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "ModulatedRMSNorm",
     "MultiheadAttention",
     "RMSNorm",
+    "RotaryEmbedding",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
 ]

@@ -30,7 +30,15 @@ from onepass.functional.linear import _has_products as has_products
 from onepass.reference import gate as reference
 from onepass.swapping import rotary
 from onepass.swapping.inputs import has_kernels, is_plain
-from onepass.swapping.specs import Call, GatedSpec, HeadSpec, NormSpec, RotarySpec, Spec
+from onepass.swapping.specs import (
+    AdaptiveSpec,
+    Call,
+    GatedSpec,
+    HeadSpec,
+    NormSpec,
+    RotarySpec,
+    Spec,
+)
 
 
 class Swapped:
@@ -478,7 +486,8 @@ def make_class(original: type, forward: type[Swapped], spec: Spec | None = None)
     """The class of a swapped `original`: the same for the same arguments while anything has it.
 
     Args:
-        spec: of a `ForeignNormForward` the norm, of a `GatedForward` the block; of `Calls`, which
+        spec: of a `ForeignNormForward` the norm, of an `AdaptiveForward` its form, of a
+            `GatedForward` the block; of `Calls`, which
             of `REDIRECTED` and which functions that rotate, sorted by their text.
 
     Raises:
@@ -503,6 +512,8 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
     }
     if spec is not None:
         namespace["_onepass_spec"] = spec
+    if isinstance(spec, AdaptiveSpec):
+        namespace["_onepass_to"] = {"norm": f"onepass {spec}"}
     if forward is GatedForward:
         namespace["_onepass_to"] = {"mlp": f"onepass {spec}"}
     if forward is Calls:

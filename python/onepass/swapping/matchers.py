@@ -18,7 +18,7 @@ import onepass.nn
 from onepass import _library
 from onepass._imported import is_a
 from onepass._ops import products, small_calls
-from onepass.swapping import callsites, classes, gated, rotary
+from onepass.swapping import adaptive, callsites, classes, gated, rotary
 from onepass.swapping.inputs import has_kernels
 from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.specs import Structure
@@ -34,7 +34,7 @@ class Match(NamedTuple):
 
     kind: str
     forward: type[classes.Swapped] | None = None
-    structure: Structure | gated.Parts | rotary.Functions | None = None
+    structure: Structure | gated.Parts | adaptive.Adaptive | rotary.Functions | None = None
     reason: Because | None = None
     unknown: bool = False
     forceable: bool = False
@@ -117,6 +117,12 @@ def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
     for other, reason in _OTHER_NORMS:
         if isinstance(module, other):
             return Match("norm", reason=reason.because())
+    form = adaptive.form_of(module)
+    if isinstance(form, Because):
+        return Match("norm", unknown=form.kind is Reason.NO_NORM, reason=form)
+    if form is not None:
+        obstacle = adaptive.obstacle(module)
+        return Match("norm", adaptive.AdaptiveForward, adaptive.Adaptive(form), obstacle)
     if module._modules:
         if not _NORM_NAME_END.search(cls.__name__):
             return None

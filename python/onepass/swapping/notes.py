@@ -9,6 +9,7 @@ from torch import nn
 
 from onepass._ops import device_attention, small_calls
 from onepass.swapping import by_name, callsites, classes, matchers
+from onepass.swapping.adaptive import AdaptiveForward
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.plan import Plan
 from onepass.swapping.report import grouped
@@ -64,6 +65,11 @@ _PROBED = (
     "norms of other classes were accepted by a numeric probe on the CPU; in dtype combinations "
     "that it did not prove (float64 for most) they run their own forward"
 )
+_ADAPTIVE = (
+    "{names}: where scale and shift have a wider dtype than the tokens, tokens do not have 3 "
+    "dimensions, CUDA's autocast is on, or a norm of diffusers' own gets float64, norm, scale and "
+    "shift are torch's operators as in stock"
+)
 _FORCED = "{names}: forced; nothing but report.verify(batch) shows whether it computes the same"
 _FAST_PATH = (
     "{names}: in eval mode without gradients torch's fast path computes these layers in one call "
@@ -90,6 +96,8 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
     notes += by_name.notes(model, report)
     if any(issubclass(change.cls, ForeignNormForward) for change in plan.classes):
         notes.append(_PROBED)
+    adapting = [c.name for c in plan.classes if issubclass(c.cls, AdaptiveForward)]
+    notes += _note(_ADAPTIVE, adapting)
     if any(_is_layer_norm(change.cls) for change in plan.classes):
         notes.append(small_calls.NORM_NOTE)
     if "linear" in kinds:

@@ -8,18 +8,20 @@ from typing import NamedTuple
 
 from torch import nn
 
-from onepass.swapping import by_name, classes, gated, matchers, rotary, rotary_proof
+from onepass.swapping import adaptive, by_name, classes, gated, matchers, rotary, rotary_proof
 from onepass.swapping import probe as probing
 from onepass.swapping.changes import Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
 from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.report import Change, Report
 from onepass.swapping.specs import (
+    AdaptiveSpec,
     Call,
     GatedSpec,
     HeadSpec,
     NormSpec,
     RotarySpec,
+    Spec,
     Structure,
 )
 from onepass.swapping.walk import Choice, Found, walk
@@ -71,13 +73,14 @@ class Plan:
         self.list_as_fast = list_as_fast
         self._kinds, self._choice, self._probe = kinds, choice, probe
         self.lazy_logits = lazy_logits
-        self._verdicts: dict[tuple, NormSpec | GatedSpec | RotarySpec | Because] = {}
+        self._verdicts: dict[tuple, Spec | RotarySpec | Because] = {}
         # Names of modules whose calls stay, by id, for each kind that is redirected.
         self._kept: dict[str, dict[int, str]] = {kind: {} for kind in matchers.KINDS}
         self._wanted: list[tuple[Found, bool]] = []  # by name; whether forced
         self._unwanted: list[Found] = []  # by name
         self._listed: set[tuple[int, str]] = set()  # (id, kind) of modules in any list
         self._unknown: list[tuple[Found, str, Because]] = []
+        self._computed: set[int] = set()  # ids of norms that the forward of another one computes
         for item in self.found:
             self._consider(item)
         self._take_by_name(model)
@@ -137,6 +140,8 @@ class Plan:
                 if matchers.is_called_mlp(module):
                     self._unknown.append((item, match.kind, verdict))
                 return
+        if id(module) in self._computed and match.forward is None:
+            return
         self._listed.add((id(module), match.kind))
         forced = match.forceable and self._choice.forces(item)
         if match.unknown and not forced:
@@ -170,6 +175,8 @@ class Plan:
         if self.classes and self.classes[-1].module is module:
             self.classes.pop()  # the new one redirects its calls too
         self.classes.append(ClassChange(item.names[0], module, target))
+        if isinstance(match.structure, adaptive.Adaptive):
+            self._computed.add(id(module.norm))
 
     def _consider_named(self, item: Found, kind: str, reason: Because | None) -> None:
         if by_name.is_attached(item.module):
@@ -213,6 +220,10 @@ class Plan:
                 return None, refused[0] + _NOT_BY_FORCE * forced
             self.unproven += [(item.names[0], reason) for reason in refused]
             spec = _sorted(*before, *proven)
+        elif isinstance(match.structure, adaptive.Adaptive):
+            spec = self._adaptive(module, match.structure.form)
+            if isinstance(spec, str):
+                return None, spec + _NOT_BY_FORCE * forced
         elif match.structure is not None:
             spec = self._verdict(module, match.structure, forced=False)
             if isinstance(spec, str) and forced:
@@ -253,6 +264,15 @@ class Plan:
         key = (forced, *probing.configuration(module, structure))
         if key not in self._verdicts:
             found = probing.probe(module, structure, forced=forced)
+            self._verdicts[key] = Reason.PROBE.told(found) if isinstance(found, str) else found
+        return self._verdicts[key]
+
+    def _adaptive(self, module: nn.Module, form: str) -> AdaptiveSpec | Because:
+        if not self._probe:
+            return Reason.PROBE_OFF.because()
+        key = adaptive.configuration(module, form)
+        if key not in self._verdicts:
+            found = adaptive.prove(module, form)
             self._verdicts[key] = Reason.PROBE.told(found) if isinstance(found, str) else found
         return self._verdicts[key]
 

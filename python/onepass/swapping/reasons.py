@@ -51,6 +51,10 @@ class Reason(enum.Enum):
         "model.set_experts_implementation('eager') before the swap"
     )
     REDIRECTED = "its forward is redirected for other calls since an earlier swap; unswap first"
+    NO_NORM = "makes scale and shift for norms elsewhere, and normalises nothing itself"
+    NORM_HAS_WEIGHT = "its norm has a weight of its own in front of scale and shift"
+    ONE_MODULATION = "its scale and shift are one for all of a batch (chunk_dim 0)"
+    OTHER_NORM = "its norm is a {}, and onepass has no rule for that"
     HOLDS_MODULES = "holds other modules; these are looked at alone"
     DROPOUT_SUBCLASS = "a subclass of torch.nn.Dropout; only the class itself is"
     OTHER_DROPOUT = "no rule for this kind of dropout"

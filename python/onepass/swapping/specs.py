@@ -52,6 +52,16 @@ class GatedSpec(NamedTuple):
         return f"gated_activation, {self.activation}"
 
 
+class AdaptiveSpec(NamedTuple):
+    """A norm whose scale and shift come from a conditioning, as it was proven."""
+
+    form: str  # of onepass.swapping.adaptive.FORMS
+    kind: int  # onepass._ops.norm.NormKind
+
+    def __str__(self) -> str:
+        return "modulated_rms_norm" if self.kind == NormKind.RMS else "modulated_layer_norm"
+
+
 class Form(NamedTuple):
     """How a function rotates."""
 
@@ -86,4 +96,4 @@ class HeadSpec(NamedTuple):
 
 # Of redirected calls: by kind, functions that rotate, and heads.
 Call = str | RotarySpec | HeadSpec
-Spec = NormSpec | GatedSpec | tuple[Call, ...]
+Spec = NormSpec | GatedSpec | AdaptiveSpec | tuple[Call, ...]

@@ -61,6 +61,9 @@ def _modules():
     def three():
         return two() | {"third": randn(BATCH, ROWS, 16, seed=2)}
 
+    def heads():
+        return {"input": randn(BATCH, 3, ROWS, 16), "second": randn(BATCH, 2, ROWS, 16)}
+
     yield call("LayerNorm", lambda nn: nn.LayerNorm(16), one)
     yield call("RMSNorm", lambda nn: nn.RMSNorm(16), one)
     yield call("GroupNorm", lambda nn: nn.GroupNorm(1, ROWS), one)
@@ -79,6 +82,7 @@ def _modules():
     yield call("Dropout", lambda nn: nn.Dropout(0.3), one)
     yield call("DropPath", lambda nn: nn.DropPath(0.3), one, False)
     yield call("LayerScale", lambda nn: nn.LayerScale(16, 0.5), one, False)
+    yield call("RotaryEmbedding", lambda nn: nn.RotaryEmbedding(8), heads, False)
     yield call("GatedMLP", lambda nn: nn.GatedMLP(16, 24), one, False, composed=True)
     yield call("Linear", lambda nn: nn.Linear(16, 8), one, composed=True)
 

@@ -67,6 +67,25 @@ def calls() -> Iterator[Call]:
         yield Call(f"ops.{op.__name__} after norms", lambda: own() | weights(), raw_normed(op),
                    optional=("positions", *weights()))  # fmt: skip
 
+    def inplace(query, key, cos, sin, positions):
+        options = {"positions": positions, "inplace": True}
+        return flat(functional.rotary_embedding(query, key, cos, sin, **options))
+
+    written = ("query", "key")
+    yield Call(f"{name} in place", own, inplace, written=written, optional=optional)
+
+    def raw_inplace(op):
+        def run(query, key, cos, sin, positions, query_weight, key_weight):
+            options = (6, True, query_weight, key_weight, 1e-3, 1.0)
+            return flat(op(query, key, cos, sin, positions, *options))
+
+        return run
+
+    for op in (RAW.rotary_forward_inplace, RAW.rotary_forward_inplace_check):
+        yield Call(f"ops.{op.__name__}", lambda: own() | weights(), raw_inplace(op),
+                   written=written if op is RAW.rotary_forward_inplace else (),
+                   optional=("positions", *weights()))  # fmt: skip
+
     def upstream():
         return {"dquery_out": randn(2, 4, 5, 8, seed=6), "dkey_out": randn(2, 2, 5, 8, seed=7)}
 

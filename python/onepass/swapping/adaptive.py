@@ -1,0 +1,300 @@
+"""diffusers' adaptive norms: a norm without parameters, and scale and shift that a linear layer
+makes of a conditioning. Found by class and parts, proven with numbers.
+
+`FORMS` has the forward of each class once more, with one call in the place of
+``self.norm(x) * (1 + scale[:, None]) + shift[:, None]``. The proof runs the class's own forward
+beside it, on the CPU with the module's norm and small linear layers, and compares outputs and
+gradients: of a version of diffusers whose forward is another one nothing is swapped. Nothing here
+imports diffusers.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+
+import onepass.functional
+from onepass import numerics
+from onepass._imported import is_a
+from onepass._ops.norm import NormKind
+from onepass.reference import norm as reference
+from onepass.swapping import probe
+from onepass.swapping.classes import Swapped, _elsewhere
+from onepass.swapping.inputs import is_plain
+from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.specs import AdaptiveSpec
+
+_SOURCE = "diffusers.models.normalization"
+
+
+# ---- forwards ------------------------------------------------------------------------------------
+
+Modulate = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]  # (norm, x, scale, shift) -> y
+
+
+def _ada_layer_norm(self, modulate: Modulate, x, timestep=None, temb=None):
+    if self.emb is not None:
+        temb = self.emb(timestep)
+    shift, scale = self.linear(self.silu(temb)).chunk(2, dim=1)
+    return modulate(self.norm, x, scale, shift)
+
+
+def _ada_layer_norm_zero(
+    self, modulate: Modulate, x, timestep=None, class_labels=None, hidden_dtype=None, emb=None
+):
+    if self.emb is not None:
+        emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
+    shift, scale, *others = self.linear(self.silu(emb)).chunk(6, dim=1)
+    return modulate(self.norm, x, scale, shift), *others
+
+
+def _ada_layer_norm_zero_single(self, modulate: Modulate, x, emb=None):
+    shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
+    return modulate(self.norm, x, scale, shift), gate
+
+
+def _ada_layer_norm_continuous(self, modulate: Modulate, x, conditioning_embedding):
+    emb = self.linear(self.silu(conditioning_embedding).to(x.dtype))
+    scale, shift = emb.chunk(2, dim=1)
+    return modulate(self.norm, x, scale, shift)
+
+
+def _sd35_ada_layer_norm_zero_x(self, modulate: Modulate, hidden_states, emb=None):
+    shift, scale, gate, *of_mlp, shift2, scale2, gate2 = self.linear(self.silu(emb)).chunk(9, dim=1)
+    first = modulate(self.norm, hidden_states, scale, shift)
+    second = modulate(self.norm, hidden_states, scale2, shift2)
+    return first, gate, *of_mlp, second, gate2
+
+
+FORMS = {  # and the name of the argument from which scale and shift come, without an `emb`
+    "AdaLayerNorm": (_ada_layer_norm, "temb"),
+    "AdaLayerNormZero": (_ada_layer_norm_zero, "emb"),
+    "AdaLayerNormZeroSingle": (_ada_layer_norm_zero_single, "emb"),
+    "SD35AdaLayerNormZeroX": (_sd35_ada_layer_norm_zero_x, "emb"),
+    "AdaLayerNormContinuous": (_ada_layer_norm_continuous, "conditioning_embedding"),
+}
+
+
+def _composed(norm: nn.Module, x, scale, shift):
+    return norm(x) * (1 + scale[:, None]) + shift[:, None]
+
+
+def _fused(norm: nn.Module, x, scale, shift):
+    """In one pass, where the composition's result has the dtype and shape of x."""
+    kind = kind_of(norm)
+    if (
+        kind is None
+        or not (is_plain(x) and is_plain(scale) and is_plain(shift))
+        or x.dim() != 3
+        or scale.dim() != 2
+        or x.shape[0] != scale.shape[0]
+        or torch.promote_types(x.dtype, scale.dtype) != x.dtype
+        or (x.dtype is torch.float64 and not _is_torchs(norm))  # theirs is float32's inside
+        or (x.is_cuda and torch.is_autocast_enabled("cuda"))
+    ):
+        return _composed(norm, x, scale, shift)
+    modulated = onepass.functional.modulated_layer_norm
+    if kind == NormKind.RMS:
+        modulated = onepass.functional.modulated_rms_norm
+    return modulated(x, scale.shape[-1], scale, shift, norm.eps)
+
+
+class AdaptiveForward(Swapped):
+    """Forward of an adaptive norm that was proven to be the form that its spec names.
+
+    Conditionings go through the module's own parts, with their hooks and adapters. Its norm is
+    called as a module where it has hooks, and where the result would have another dtype.
+    """
+
+    _onepass_spec: AdaptiveSpec
+
+    def forward(self, *args, **named):
+        if args and isinstance(args[0], torch.fx.Proxy):
+            return _elsewhere(self, self._onepass_original.forward, *args, **named)
+        run, _ = FORMS[self._onepass_spec.form]
+        return run(self, _fused, *args, **named)
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+class Adaptive(NamedTuple):
+    """A module of a class that has a form."""
+
+    form: str  # of FORMS
+
+
+def kind_of(norm: nn.Module | None) -> NormKind | None:
+    """What a norm without parameters computes; None of one that has some, or hooks, or is of
+    another class."""
+    if norm is None or norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
+        return None
+    if any(parameter is not None for parameter in norm._parameters.values()):
+        return None
+    source = sys.modules.get(_SOURCE)
+    if _is_torchs(norm) or _forward_of(norm) is getattr(source, "FP32LayerNorm", _None).forward:
+        return NormKind.LAYER if len(norm.normalized_shape) == 1 else None
+    if _forward_of(norm) is getattr(source, "RMSNorm", _None).forward:
+        return NormKind.RMS if len(norm.dim) == 1 else None
+    return None
+
+
+class _None:
+    """In the place of a class that diffusers does not have."""
+
+    forward = None
+
+
+def _forward_of(norm: nn.Module):
+    return getattr(type(norm), "_onepass_original", type(norm)).forward
+
+
+def _is_torchs(norm: nn.Module) -> bool:
+    return _forward_of(norm) is nn.LayerNorm.forward
+
+
+def form_of(module: nn.Module) -> str | Because | None:
+    """The name of its form, or the reason why a class of diffusers has none; None of others."""
+    source = sys.modules.get(_SOURCE)
+    if source is None:
+        return None
+    if is_a(module, _SOURCE, "AdaLayerNormSingle"):
+        return Reason.NO_NORM.because()
+    for name in FORMS:
+        cls = getattr(source, name, None)
+        if cls is not None and isinstance(module, cls):
+            return name if type(module).forward is cls.forward else Reason.OWN_FORWARD.because()
+    return None
+
+
+def obstacle(module: nn.Module) -> Because | None:
+    """Why a module that has a form cannot be swapped; None if nothing does."""
+    if getattr(module, "chunk_dim", 1) != 1:
+        return Reason.ONE_MODULATION.because()
+    norm = module._modules.get("norm")
+    if kind_of(norm) is None:
+        parameters = norm is not None and any(True for _ in norm.parameters())
+        if parameters:
+            return Reason.NORM_HAS_WEIGHT.because()
+        if norm is not None and (norm._forward_hooks or norm._forward_pre_hooks):
+            return Reason.HOOKS.because("norm")
+        return Reason.OTHER_NORM.because(type(norm).__name__)
+    return None
+
+
+# ---- proof ---------------------------------------------------------------------------------------
+
+_BATCH, _TOKENS, _CONDITION = 2, 3, 5
+_DRAWS = 4  # judged together
+# A wrong formula is off by 1e-3 or more, and float32's own rounding by less than a thousandth.
+_MOST_ERROR = 1e-5
+
+
+class _Given(nn.Module):
+    """In the place of an embedding: gives what it holds, whatever it is asked."""
+
+    def __init__(self, value: Tensor):
+        super().__init__()
+        self.value = value
+
+    def forward(self, *_, **__) -> Tensor:
+        return self.value
+
+
+def configuration(module: nn.Module, form: str) -> tuple:
+    """Two modules with the same configuration get the same verdict. Valid while both are alive."""
+    norm = module._modules["norm"]
+    of_parts = tuple(
+        (type(part), tuple(sorted(probe.attributes(part).items())))
+        for part in (norm, module._modules["silu"])
+    )
+    embeds = module._modules.get("emb") is not None
+    cls = type(module)
+    return cls, cls.forward, form, embeds, of_parts, tuple(sorted(probe.attributes(module).items()))
+
+
+def prove(module: nn.Module, form: str) -> AdaptiveSpec | str:
+    """The spec of a module that computes its form, or the reason why it is not swapped.
+
+    The module is only read, as by `probe.probe`.
+    """
+    with probe.isolated():
+        try:
+            for dtype in (torch.float32, torch.bfloat16):
+                _judge(module, form, dtype)
+        except probe.Refused as refusal:
+            return str(refusal)
+    return AdaptiveSpec(form, int(kind_of(module._modules["norm"])))
+
+
+def _judge(module: nn.Module, form: str, dtype: torch.dtype) -> None:
+    run, _ = FORMS[form]
+    forward, where = type(module).forward, f"in {str(dtype).removeprefix('torch.')}"
+    columns = []
+    for seed in range(_DRAWS):
+        stock = _results(module, form, dtype, seed, forward)
+        ours = _results(module, form, dtype, seed, _with(run, _fused))
+        ref = _results(module, form, dtype, seed, _with(run, _exact))
+        if [x.dtype for x in ours] != [x.dtype for x in stock] or len(ours) != len(ref):
+            raise probe.Refused(f"returns other tensors than {form} does {where}")
+        columns.append(list(zip(ours, ref, stock, strict=True)))
+    for number, draws in enumerate(zip(*columns, strict=True)):
+        ours, ref, stock = (list(tensors) for tensors in zip(*draws, strict=True))
+        if dtype is torch.float32:
+            error = max(map(probe.distance, stock, ref))
+            if not error < _MOST_ERROR:
+                raise probe.Refused(f"is not {form}: result {number} is off by {error:.2g}")
+        verdict = numerics.compare(ours, ref, stock)
+        if not verdict.ok:
+            raise probe.Refused(f"onepass would be less accurate {where}: {verdict.text}")
+
+
+def _with(run, modulate: Modulate):
+    return lambda self, *args, **named: run(self, modulate, *args, **named)
+
+
+def _exact(norm: nn.Module, x, scale, shift):
+    """In float64, of what the other parts have rounded: their roundings are not at stake."""
+    x, scale, shift = x.double(), scale.double(), shift.double()
+    kind = kind_of(norm)
+    return reference.modulated(x, (scale.shape[-1],), scale, shift, norm.eps, kind=kind)
+
+
+def _results(module, form, dtype, seed, forward) -> list[Tensor]:
+    """Outputs of a forward on a twin with a small linear layer, and gradients of what goes in."""
+    random = torch.Generator().manual_seed(22 + seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(dtype)
+
+    twin = probe.twin(module)
+    twin._modules.update(dict.fromkeys(module._modules))
+    norm = twin._modules["norm"] = copy.deepcopy(module._modules["norm"])
+    twin._modules["silu"] = copy.deepcopy(module._modules["silu"])
+    width = (norm.normalized_shape if hasattr(norm, "normalized_shape") else norm.dim)[0]
+    parts = module._modules["linear"].out_features // width
+    linear = twin._modules["linear"] = nn.Linear(_CONDITION, parts * width, dtype=dtype)
+    for parameter in linear.parameters():
+        parameter.data = normal(*parameter.shape)
+    x = normal(_BATCH, _TOKENS, width).requires_grad_()
+    given = normal(_BATCH, _CONDITION)
+    _, argument = FORMS[form]
+    named = {argument: given}
+    if module._modules.get("emb") is not None:
+        twin._modules["emb"], named = _Given(given), {}
+    try:
+        outputs = forward(twin, x, **named)
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        upstream = [normal(*y.shape).to(y.dtype) for y in outputs]
+        leaves = [x, linear.bias]  # of which a number gets what one of scale or shift gets
+        return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
+    except Exception as error:  # anything may happen in foreign code; all of it is a reason
+        text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
+        raise probe.Refused(f"fails on small layers: {text}") from None

@@ -1,0 +1,495 @@
+"""Query and key that are rotated where they lie: values, layouts, autograd, compilers, errors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from onepass import functional
+from tests.emulator.executors import everywhere
+from tests.rotary.cases import BF16, BOTH, DTYPES, F32, F64, Case
+from tests.support.allocations import allocated
+
+RAW = torch.ops.onepass.rotary_forward_inplace
+
+
+def checked(case: Case, tensors: dict) -> None:
+    """To the bit what comes out of the call that makes new tensors, in the very tensors."""
+    expected = functional.rotary_embedding(**{"key": None, **tensors}, **case.options)
+    rows = {name: tensors[name] for name in BOTH if name in tensors}
+    places = {name: x.data_ptr() for name, x in rows.items()}
+    versions = {name: x._version for name, x in rows.items()}
+    given = {"key": None, **tensors}
+    found = functional.rotary_embedding(**given, **case.options, inplace=True)
+    assert found[0] is given["query"] and found[1] is given["key"]
+    for name, output in zip(BOTH, expected, strict=True):
+        if output is not None:
+            assert torch.equal(rows[name], output), name
+            assert rows[name].data_ptr() == places[name] and rows[name]._version > versions[name]
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.isa
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.grid(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotary_dim", [0, 2, 30, 64, 70])
+@pytest.mark.parametrize("norms", [(), ("key",), BOTH], ids=str)
+def test_values(dtype, rotary_dim, norms, interleaved):
+    """Vectors of every level, with and without a tail; other columns stay, or are normalised."""
+    for rest in (0, 3, 24):
+        case = Case(
+            dtype, tokens=7, head_dim=max(rotary_dim + rest, 2), rotary_dim=rotary_dim,
+            interleaved=interleaved, norms=norms, weight_offset=0.5 * bool(norms),
+        )  # fmt: skip
+        checked(case, case.tensors())
+
+
+@everywhere
+@pytest.mark.parametrize("positions", ["tokens", "batch"])
+@pytest.mark.parametrize("key_heads", [0, 3])
+def test_positions_and_missing_keys(positions, key_heads):
+    case = Case(BF16, table_dtype=F32, positions=positions, key_heads=key_heads, half_width=True)
+    checked(case, case.tensors())
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.isa
+@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+@pytest.mark.parametrize("seq_first", [False, True])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_heads_or_tokens_first(tokens_first, seq_first, norms):
+    case = Case(tokens_first=tokens_first, seq_first=seq_first, norms=norms)
+    checked(case, case.tensors())
+
+
+@everywhere
+@pytest.mark.isa
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_heads_of_one_projection(tokens_first):
+    """query, key and value in one tensor lie between each other; what is not theirs stays."""
+    case = Case(heads=4, key_heads=2)
+    for shape, place in (((2, 8, 5, 32), 1), ((2, 4, 5, 4 * 32 + 5), None)):
+        rows = torch.randn(shape)
+        if tokens_first and place:
+            rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
+        before = rows.clone()
+        if place:
+            query, key = rows[:, :4], rows[:, 4:6]
+        else:  # by columns
+            query, key = rows[..., :32], rows[:, 1:3, :, 35:67]
+        untouched = torch.ones_like(rows, dtype=torch.bool)
+        checked(case, case.tensors() | {"query": query, "key": key})
+        if place:
+            untouched[:, :6] = False
+        else:
+            untouched[..., :32] = False
+            untouched[:, 1:3, :, 35:67] = False
+        assert torch.equal(rows[untouched], before[untouched])
+
+
+@everywhere
+def test_packed_sequences():
+    """Three dimensions."""
+    query, key = torch.randn(12, 4, 16), torch.randn(12, 2, 16)
+    cos, sin = torch.randn(7, 16), torch.randn(7, 16)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])
+    expected = functional.rotary_embedding(
+        query, key, cos, sin, seq_first=True, positions=positions
+    )
+    found = functional.rotary_embedding(
+        query, key, cos, sin, seq_first=True, positions=positions, inplace=True
+    )
+    assert found[0] is query and found[1] is key
+    assert torch.equal(query, expected[0]) and torch.equal(key, expected[1])
+
+
+@pytest.mark.parametrize("empty", ["batch", "heads", "tokens", "head_dim"])
+def test_empty(empty):
+    case = Case(**{empty: 0}, positions="batch")
+    checked(case, case.tensors())
+
+
+def test_dimensions_in_any_order():
+    case = Case(batch=2, heads=3, key_heads=2, tokens=5, head_dim=4)
+    query = torch.randn(5, 3, 2, 4).permute(2, 1, 0, 3)
+    key = torch.randn(2, 5, 2, 4).permute(2, 0, 1, 3)
+    checked(case, case.tensors() | {"query": query, "key": key})
+
+
+def test_any_strides_are_judged_right():
+    """Against the list of all places, of tensors that share memory or not."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(most: int) -> list[int]:
+        return torch.randint(0, most, (3,), generator=generator).tolist()
+
+    memory, places = torch.zeros(4096), torch.arange(4096)
+    cos, sin, refused = torch.ones(2, 4), torch.zeros(2, 4), [0, 0]
+    for _ in range(400):
+        (a, b, _), (c, d, _), (begin, *_) = draw(160), draw(160), draw(600)
+        layouts = (((2, 3, 2, 4), (a, b, 4 * (a % 5), 1), 0),
+                   ((2, 2, 2, 4), (c, d, 4 * (d % 7), 1), begin))  # fmt: skip
+        seen = [places.as_strided(*layout).flatten().tolist() for layout in layouts]
+        wrong = [len(set(of)) < len(of) for of in seen]
+        meet = bool(set(seen[0]) & set(seen[1]))
+        message = (
+            "query must have a place" if wrong[0] else "key must have a place" if wrong[1]
+            else "key must lie apart from query" if meet else ""
+        )  # fmt: skip
+        query, key = (memory.as_strided(*layout) for layout in layouts)
+        refused[bool(message)] += 1
+        if not message:
+            functional.rotary_embedding(query, key, cos, sin, inplace=True)
+            continue
+        with pytest.raises(RuntimeError, match=f"^rotary_embedding: {message}"):
+            functional.rotary_embedding(query, key, cos, sin, inplace=True)
+    assert min(refused) > 20
+
+
+def test_nothing_is_allocated():
+    """But for the lines of cos and sin that a thread has."""
+    query, key, *tables = Case(batch=3, tokens=64, heads=8, head_dim=64).tensors().values()
+    assert allocated(RAW, query, key, *tables, None, 64, False) < query.nbytes / 4
+    tables = [table[:, :0] for table in tables]
+    assert allocated(RAW, query, key, *tables, None, 0, False) == 0
+
+
+# ---- contract ------------------------------------------------------------------------------------
+
+
+def wrong_calls() -> dict:
+    def expanded(*shape):
+        return torch.ones(*shape).expand(2, 4, 5, 8)
+
+    rows, both = torch.ones(2, 4, 5, 8), torch.randn(2, 4, 5, 16)
+    flat = torch.randn(400)
+    key_in_query = {"query": flat[:320].view(2, 4, 5, 8), "key": flat[80:].view(2, 4, 5, 8)}
+    weight = {"query_weight": rows[0, 0, 0]}
+    return {
+        "query must be dense in its last dimension, it is rotated in place, got strides "
+        "(320, 80, 16, 2)": {"query": both[..., ::2]},
+        "query must have a place for each element, it is rotated in place, got shape (2, 4, 5, 8) "
+        "with strides (0, 40, 8, 1)": {"query": expanded(1, 4, 5, 8)},
+        "key must have a place for each element, it is rotated in place, got shape (2, 4, 5, 8) "
+        "with strides (40, 0, 8, 1)": {"key": expanded(2, 1, 5, 8)},
+        "key must lie apart from query, which is rotated in place, got shared memory": (
+            {"query": rows, "key": rows}
+        ),
+        "key must lie apart from query, which is rotated in place, got shared memory ": (
+            key_in_query
+        ),
+        "cos must lie apart from query, which is rotated in place, got shared memory": (
+            {"query": rows, "cos": rows[0, 0]}
+        ),
+        "sin must lie apart from key, which is rotated in place, got shared memory": (
+            {"key": rows, "sin": rows[0, 0]}
+        ),
+        "query_weight must lie apart from query, which is rotated in place, got shared memory": (
+            {"query": rows} | weight
+        ),
+        "positions must lie between 0 and 8, the last row of cos, got 9": (
+            {"cos": torch.ones(9, 8), "sin": torch.ones(9, 8), "positions": torch.full((5,), 9)}
+        ),
+        "key must have shape (2, 4, 5, 8), got (2, 4, 5, 6)": {"key": torch.ones(2, 4, 5, 6)},
+        "weight_offset must be 0 without a weight, got 1": {"weight_offset": 1.0},
+    }
+
+
+@pytest.mark.parametrize("message", wrong_calls())
+def test_messages(message):
+    tensors = Case(head_dim=8, key_heads=4).tensors() | wrong_calls()[message]
+    before = {name: t.clone() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    for gradients in (False, True):
+        given = dict(tensors)
+        if gradients and "query" not in wrong_calls()[message] and "weight_offset" not in given:
+            given["query"] = tensors["query"].clone().requires_grad_().sin()
+        if gradients and "query_weight" in given:
+            continue
+        with pytest.raises(RuntimeError) as error:
+            functional.rotary_embedding(**given, inplace=True)
+        assert str(error.value) == f"rotary_embedding: {message.rstrip()}"
+    for name, tensor in before.items():
+        assert torch.equal(tensors[name], tensor), f"{name} was written"
+
+
+def test_a_wrong_type():
+    with pytest.raises(TypeError, match="^rotary_embedding: inplace must be True or False, got st"):
+        functional.rotary_embedding(**Case().tensors(), inplace="yes")
+
+
+def test_negative_views_are_refused():
+    tensors = Case().tensors()
+    tensors["key"] = torch._neg_view(tensors["key"])
+    with pytest.raises(RuntimeError, match="key must not be a negative view"):
+        functional.rotary_embedding(**tensors, inplace=True)
+
+
+def test_lazy_clones_get_memory_of_their_own():
+    tensors = Case(key_heads=4).tensors()
+    tensors["key"] = torch._lazy_clone(tensors["query"])
+    checked(Case(key_heads=4), tensors)
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+def _leaves(case: Case) -> tuple[dict, dict]:
+    tensors = case.tensors()
+    leaves = {n: tensors.pop(n).requires_grad_() for n in BOTH if n in tensors}
+    return leaves, tensors
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("as_views", [False, True])
+def test_gradients(as_views, dtype):
+    """Those of the call that makes new tensors, of results of operators and of views of them."""
+    case = Case(dtype, interleaved=True, rotary_dim=20)
+
+    def gradients(inplace: bool) -> list[torch.Tensor]:
+        leaves, tables = _leaves(case)
+        rows = {name: leaf.sin() for name, leaf in leaves.items()}
+        if as_views:
+            packed = torch.cat(list(rows.values()), 1)
+            rows = {"query": packed[:, :4], "key": packed.narrow(1, 4, 2)}
+        outputs = functional.rotary_embedding(**rows, **tables, **case.options, inplace=inplace)
+        if inplace:
+            outputs = list(rows.values())
+        loss = sum(x.sin().sum() for x in outputs)
+        return [*(x.detach().clone() for x in outputs),
+                *torch.autograd.grad(loss, list(leaves.values()))]  # fmt: skip
+
+    for ours, expected in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("wanted", BOTH)
+def test_a_gradient_of_one_alone(wanted):
+    case = Case()
+    leaves, tables = _leaves(case)
+    rows = {n: leaf.sin() if n == wanted else leaf.detach() for n, leaf in leaves.items()}
+    versions = {name: x._version for name, x in rows.items()}
+    functional.rotary_embedding(**rows, **tables, inplace=True)
+    assert all(x._version == versions[name] + 1 for name, x in rows.items())
+    assert {name: x.requires_grad for name, x in rows.items()} == {n: n == wanted for n in BOTH}
+    (found,) = torch.autograd.grad(rows[wanted].sum(), leaves[wanted])
+    outputs = functional.rotary_embedding(**{n: x.sin() for n, x in leaves.items()}, **tables)
+    (expected,) = torch.autograd.grad(outputs[BOTH.index(wanted)].sum(), leaves[wanted])
+    assert torch.equal(found, expected)
+
+
+def test_gradcheck_twice():
+    case = Case(F64, batch=1, heads=2, key_heads=1, tokens=2, head_dim=6)
+    leaves, tables = _leaves(case)
+
+    def function(query, key):
+        outputs = functional.rotary_embedding(query * 2, key * 3, **tables, inplace=True)
+        return tuple(x.sin() for x in outputs)
+
+    assert torch.autograd.gradcheck(function, tuple(leaves.values()))
+    assert torch.autograd.gradgradcheck(function, tuple(leaves.values()))
+
+
+def test_nothing_of_the_rows_is_saved():
+    leaves, tables = _leaves(Case(positions="tokens"))
+    rows, saved = {name: leaf * 2 for name, leaf in leaves.items()}, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        functional.rotary_embedding(**rows, **tables, inplace=True)
+    kept = [tables[name].data_ptr() for name in ("cos", "sin", "positions")]
+    assert [t.data_ptr() for t in saved] == kept * 2
+
+
+def test_what_others_had_saved_is_missed():
+    """As after any operator of torch's that writes in place."""
+    leaves, tables = _leaves(Case(key_heads=0))
+    query = leaves["query"].exp()  # which keeps its result
+    functional.rotary_embedding(query, None, **tables, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        query.sum().backward()
+
+
+def _views(leaf: torch.Tensor) -> dict[str, torch.Tensor]:
+    node = leaf * 2
+    return {
+        "a leaf": leaf,
+        "a view of a leaf": leaf[:],
+        "a view that torch lets nobody modify": node.chunk(1, dim=1)[0],
+        "a view that torch lets nobody modify ": node.unbind(0)[0][None].expand(1, -1, -1, -1),
+        "": node,
+        " ": node[:],
+        "  ": leaf.detach(),
+    }
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_refused_as_by_operators_of_torchs(number):
+    """Before anything is written, of query as well where it is the key that may not be."""
+    case = Case(batch=1, heads=2, key_heads=2)
+    _, tables = _leaves(case)
+    made = list(_views(torch.randn(1, 2, 5, 32, requires_grad=True)))[number]
+    for name in BOTH:
+        leaf = torch.randn(1, 2, 5, 32, requires_grad=True)
+        x = _views(leaf)[made]
+        other = torch.randn(1, 2, 5, 32, requires_grad=True).sin()
+        rows = {"query": x, "key": other} if name == "query" else {"query": other, "key": x}
+        before, history = {n: t.clone() for n, t in rows.items()}, other.grad_fn
+        if not made.strip():
+            functional.rotary_embedding(**rows, **tables, inplace=True)
+            _views(leaf)[made].mul_(2)
+            continue
+        with pytest.raises(RuntimeError, match=r"leaf|view"):
+            _views(leaf)[made].mul_(2)
+        message = f"{name} must be the result of an operator to be written in place where a gradie"
+        with pytest.raises(
+            RuntimeError, match=f"^rotary_embedding: {message}.* got {made.strip()}"
+        ):
+            functional.rotary_embedding(**rows, **tables, inplace=True)
+        assert all(torch.equal(t, before[n]) for n, t in rows.items())
+        assert other.grad_fn is history
+        with torch.no_grad():
+            functional.rotary_embedding(**rows, **tables, inplace=True)
+
+
+def test_norms_need_the_rows_for_their_backward():
+    for wanted in ("query", "key_weight"):
+        tensors = Case(norms=BOTH).tensors()
+        tensors[wanted].requires_grad_()
+        before = tensors["query"].detach().clone()
+        message = "inplace must be False with a weight where a gradient is required"
+        with pytest.raises(RuntimeError, match=f"^rotary_embedding: {message}"):
+            functional.rotary_embedding(**tensors, inplace=True)
+        assert torch.equal(tensors["query"], before)
+        with torch.no_grad():
+            functional.rotary_embedding(**tensors, inplace=True)
+        assert not torch.equal(tensors["query"], before)
+
+
+@pytest.mark.parametrize("name", ["cos", "sin"])
+def test_tables_get_no_gradient(name):
+    tensors = Case().tensors()
+    tensors[name].requires_grad_()
+    before = tensors["query"].clone()
+    with pytest.raises(RuntimeError, match=f"^rotary_embedding: {name} must not require a gradie"):
+        functional.rotary_embedding(**tensors, inplace=True)
+    assert torch.equal(tensors["query"], before)
+
+
+# ---- compilers and transforms --------------------------------------------------------------------
+
+
+def test_opcheck():
+    for norms in ((), BOTH):
+        case = Case(positions="batch", norms=norms)
+        t = {"query_weight": None, "key_weight": None, **case.tensors()}
+        arguments = (t["query"], t["key"], t["cos"], t["sin"], t["positions"], 32, True)
+        weights = (t["query_weight"], t["key_weight"], 1e-3 if norms else None, 0.0)
+        torch.library.opcheck(RAW.default, (*arguments, *weights))
+    torch.library.opcheck(
+        RAW.default, (t["query"], None, t["cos"], t["sin"], t["positions"], 32, False)
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_compile_fullgraph(backend, gradients):
+    torch._dynamo.reset()
+
+    def function(query, key, cos, sin):
+        query, key = query * 2, key * 3
+        found = functional.rotary_embedding(query, key, cos, sin, inplace=True)
+        assert found[0] is query
+        return query * 1.5, key
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    for batch, tokens in ((2, 5), (3, 9)):
+        tensors = Case(batch=batch, tokens=tokens, tokens_first=True).tensors()
+        leaves = [tensors[name].requires_grad_(gradients) for name in BOTH]
+        results = []
+        for call in (compiled, function):
+            outputs = call(**tensors)
+            results.append([*outputs])
+            if gradients:
+                results[-1] += torch.autograd.grad([x.sin().sum() for x in outputs], leaves)
+        for ours, eager in zip(*results, strict=True):
+            assert torch.equal(ours, eager)
+
+
+def test_compiled_code_writes_into_its_inputs():
+    torch._dynamo.reset()
+    compiled = torch.compile(functional.rotary_embedding, fullgraph=True, backend="aot_eager")
+    tensors = Case().tensors()
+    expected = functional.rotary_embedding(**tensors)
+    compiled(**tensors, inplace=True)
+    assert torch.equal(tensors["query"], expected[0]) and torch.equal(tensors["key"], expected[1])
+    with pytest.raises(RuntimeError, match="query must have a place for each element"):
+        compiled(**tensors | {"query": tensors["query"][:1].expand(2, -1, -1, -1)}, inplace=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_write_into_their_inputs(strict):
+    class Model(torch.nn.Module):
+        def forward(self, query, key, cos, sin):
+            functional.rotary_embedding(query, key, cos, sin, inplace=True)
+            return query.sin()
+
+    program = torch.export.export(Model(), (), Case().tensors(), strict=strict)
+    tensors = Case().tensors()
+    expected = functional.rotary_embedding(**tensors)
+    output = program.module()(**tensors)
+    assert torch.equal(output, expected[0].sin())
+    assert torch.equal(tensors["query"], expected[0]) and torch.equal(tensors["key"], expected[1])
+
+
+def test_traces_write_into_their_inputs():
+    tensors = Case().tensors()
+    given = tuple(tensors.values())
+
+    def function(query, key, cos, sin):
+        return functional.rotary_embedding(query, key, cos, sin, inplace=True)
+
+    traced = torch.jit.trace(function, tuple(t.clone() for t in given), check_trace=False)
+    expected = functional.rotary_embedding(*given)
+    traced(*given)
+    assert torch.equal(given[0], expected[0]) and torch.equal(given[1], expected[1])
+
+
+def test_transforms_are_refused_before_anything_is_written():
+    tensors = Case().tensors()
+    query, key = (torch.stack([tensors[name]] * 2) for name in BOTH)
+    cos, sin = tensors["cos"], tensors["sin"]
+    before = query.clone()
+
+    def of(query, key):
+        return functional.rotary_embedding(query, key, cos, sin, inplace=True)
+
+    message = "^rotary_embedding: inplace must be False inside a transform of torch.func, got True"
+    with pytest.raises(RuntimeError, match=message):
+        torch.vmap(of)(query, key)
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.grad(lambda q: of(q * 2, key[0])[0].sum())(query[0])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="must not be mapped over by vmap"):
+        torch.vmap(of)(query, key)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        of(torch.autograd.forward_ad.make_dual(query[0], query[0]), key[0])
+    assert torch.equal(query, before)
+
+
+@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
+def test_tensors_without_data(mode):
+    with mode:
+        query, key = torch.ones(2, 5, 4, 8).transpose(1, 2), torch.ones(2, 3, 5, 8)
+        cos = torch.ones(5, 8)
+        found = functional.rotary_embedding(query, key, cos, cos, inplace=True)
+        assert found[0] is query and found[1] is key
+        with pytest.raises(RuntimeError, match=re.escape("with strides (0, 40, 8, 1)")):
+            query = torch.ones(1, 4, 5, 8).expand(2, -1, -1, -1)
+            functional.rotary_embedding(query, None, cos, cos, inplace=True)
