@@ -112,15 +112,15 @@ def sharded_parameters(optimizer, placements):
     return params, mesh
 
 
-def body_of_shards(mode):
+def body_of_shards(name, shapes, mode, dimension=0):
     """The same gradients for parameters whole and in shards."""
-    reference = made("AdamW", SHARDED, BF16, **MODES[mode])
-    params, mesh = sharded_parameters(reference, [Shard(0)])
-    optimizer = onepass.optim.AdamW(params, **FLAGS["AdamW"], **MODES[mode])
+    reference = made(name, shapes, BF16, **MODES[mode])
+    params, mesh = sharded_parameters(reference, [Shard(dimension)])
+    optimizer = ours(name)(params, **FLAGS[name], **MODES[mode])
     for number in range(3):
         steps(reference, 1, first=number)
         for p, q in zip(params, members(reference), strict=True):
-            p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+            p.grad = distribute_tensor(q.grad, mesh, [Shard(dimension)])
         optimizer.step()
     found = {
         (index, key): whole(value)
@@ -133,7 +133,14 @@ def body_of_shards(mode):
 
 @pytest.mark.parametrize("mode", SHARDED_MODES)
 def test_shards_are_bitwise_parts_of_the_whole(mode):
-    run(2, body_of_shards, mode)
+    run(2, body_of_shards, "AdamW", SHARDED, mode)
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("mode", SHARDED_MODES)
+def test_shards_of_matrices_are_bitwise_parts_of_the_whole(mode, dimension):
+    """Muon's products are of whole matrices, and the same ones."""
+    run(2, body_of_shards, "Muon", ((5, 7), (7, 5), (1, 6), (5, 7)), mode, dimension)
 
 
 def body_of_replicas():

@@ -5,6 +5,7 @@ from onepass.optim.adam import Adam, AdamW
 from onepass.optim.clip import clip_grad_norm_
 from onepass.optim.fuse import fuse
 from onepass.optim.lion import Lion
+from onepass.optim.muon import Muon
 from onepass.optim.sgd import SGD
 
-__all__ = ["Adam", "AdamW", "Lion", "SGD", "clip_grad_norm_", "fuse"]
+__all__ = ["Adam", "AdamW", "Lion", "Muon", "SGD", "clip_grad_norm_", "fuse"]
