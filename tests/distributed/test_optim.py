@@ -102,6 +102,33 @@ def test_a_fully_sharded_run_is_the_run_of_one_process(name):
         numerics.assert_close(one, ref, base)
 
 
+def trained_by_muon(model, dtype, part):
+    """Muon for the matrices, AdamW for the biases, clipped together."""
+    groups = onepass.optim.muon_groups(model)
+    options = {"max_grad_norm": 0.1, "ns_dtype": None if dtype is F64 else "float32"}
+    optimizer = onepass.optim.MuonWithAdamW(groups, lr=1e-2, **options)
+    for number in range(5):
+        optimizer.zero_grad()
+        model(batch(number, dtype)[part]).square().mean().backward()
+        optimizer.step()
+    return [whole(p) for p in model.parameters()]
+
+
+def body_of_muon():
+    model, mesh = network(), mesh_of((2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return trained_by_muon(model, F32, slice(4 * rank(), 4 * rank() + 4))
+
+
+def test_a_fully_sharded_run_of_muon_is_that_of_one_process():
+    found, other = run(2, body_of_muon)
+    assert all(same(one, two) for one, two in zip(found, other, strict=True))
+    ref, base = (trained_by_muon(network(dtype), dtype, slice(None)) for dtype in (F64, F32))
+    for one, definition, stock_run in zip(found, ref, base, strict=True):
+        numerics.assert_close(one, definition, stock_run)
+
+
 def sharded_parameters(optimizer, placements):
     """The optimizer's parameters as distributed tensors."""
     mesh = mesh_of((2,))

@@ -113,6 +113,25 @@ def test_step_of_muon(options, taken):
     assert met == {0, 1}
 
 
+def test_step_of_muon_with_adamw():
+    """Both halves are made, or neither."""
+
+    def make():
+        params = [torch.nn.Parameter(torch.ones(4, 5, dtype=BF16) * k) for k in (1, 2)]
+        groups = [{"params": [p], "use_muon": k == 0} for k, p in enumerate(params)]
+        optimizer = onepass.optim.MuonWithAdamW(groups, master="fp32", zero_grads=True)
+        give_gradients(steps(optimizer, 2), 2)
+        return optimizer
+
+    met = check(
+        make,
+        lambda optimizer: optimizer.step(),
+        lambda optimizer: steps(optimizer, 2, first=3),
+        most=4 * MOST,
+    )
+    assert met == {0, 1}
+
+
 @names
 @pytest.mark.parametrize("what", ["infinite norm", "found_inf", "no gradients"])
 @pytest.mark.grid

@@ -55,29 +55,29 @@ class _Muon(torch.optim.Optimizer):
         ns_dtype: torch.dtype | str | None = None,
         matrices: Matrices = None,
     ) -> None:
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not 0.0 <= lr:
-            raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
-        if not 0.0 <= momentum:
-            raise ValueError(f"momentum should be >= 0 but is: {momentum}")
-        if not 0.0 <= weight_decay:
-            raise ValueError(f"weight decay should be >= 0 but is: {weight_decay}")
-        if adjust_lr_fn not in RULES:
-            raise ValueError(f"Adjust learning rate function {adjust_lr_fn} is not supported")
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-            "matrices": matrices,
-        }
-        torch.optim.Optimizer.__init__(self, params, defaults)
+        settings = {key: value for key, value in locals().items() if key not in ("self", "params")}
+        torch.optim.Optimizer.__init__(self, params, checked(settings))
+
+
+def checked(settings: dict) -> dict:
+    """The defaults of a Muon: `settings`, if torch's constructor would take them.
+
+    Raises:
+        ValueError: one out of range, in torch's words.
+    """
+    lr, momentum, weight_decay = (settings[key] for key in ("lr", "momentum", "weight_decay"))
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
+    if not momentum >= 0.0:
+        raise ValueError(f"momentum should be >= 0 but is: {momentum}")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"weight decay should be >= 0 but is: {weight_decay}")
+    rule = settings["adjust_lr_fn"]
+    if rule not in RULES:
+        raise ValueError(f"Adjust learning rate function {rule} is not supported")
+    return settings
 
 
 class _Kind(NamedTuple):
@@ -112,7 +112,7 @@ class Muon(FlatOptimizer, torch.optim.Muon):
     The orthogonalized update has the singular vectors of the update, and singular values near one:
     `ns_steps` Newton-Schulz iterations, all parameters of one shape in the same batched products.
     ``state_dict`` has torch's keys and two group settings more, and either loads the other's.
-    Embeddings, heads, biases and norms belong to AdamW.
+    Embeddings, heads, biases and norms belong to AdamW: `onepass.optim.MuonWithAdamW` is both.
 
     The products are nearly all of a step, so the momentum and the decay have no kernel of their
     own: all but the products was 2 % of a step of GPT-2 small's matrices (bfloat16 products, one
