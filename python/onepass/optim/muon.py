@@ -116,10 +116,9 @@ class Muon(FlatOptimizer, torch.optim.Muon):
 
     The products are nearly all of a step, so the momentum and the decay have no kernel of their
     own: all but the products was 2 % of a step of GPT-2 small's matrices (bfloat16 products, one
-    thread of a busy Zen 5). A step holds the
-    updates of all parameters at once, 4 bytes per element (2 with bfloat16 products). On several
-    processes each computes all products of a DTensor, which are gathered first. Momenta in 8 bits
-    are not available.
+    thread of a busy Zen 5). A step holds the updates of all parameters at once, 4 bytes per element
+    (2 with bfloat16 products). Of a DTensor, which is gathered first, each process computes all
+    products. Momenta in 8 bits are not available.
 
     Jordan et al.: Muon: an optimizer for hidden layers in neural networks, 2024. Liu et al.: Muon
     is scalable for LLM training, 2025 ("match_rms_adamw").
@@ -159,6 +158,7 @@ class Muon(FlatOptimizer, torch.optim.Muon):
     _algorithm = ALGORITHMS["SGD"]
     # torch.amp.GradScaler unscales before the step, which it skips where there are infinities.
     _step_supports_amp_scaling = False
+    _takes_codes = False  # moments in 8 bits, of parameters that AdamW steps
 
     __init__ = constructor(_Muon)
 
@@ -169,8 +169,6 @@ class Muon(FlatOptimizer, torch.optim.Muon):
                 f"{type(self).__name__}: state_dtype must be None, torch.float32 or "
                 "torch.bfloat16, got 'int8'"
             )
-
-    _takes_codes = False  # moments in 8 bits, of parameters that AdamW steps
 
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
         return ("momentum_buffer",)
