@@ -1,7 +1,7 @@
 """Trains a small GPT on the source of Python's standard library, byte by byte: AdamW against Muon
 with AdamW, each at several learning rates.
 
-    python benchmarks/muon.py [--steps 300] [--seeds 1] [--optimizers adamw muon]
+    python benchmarks/muon.py [--steps 300] [--seeds 1] [--rates 1e-3 2e-3] [--optimizers muon]
 
 Prints the loss on text that was held out, the mean of the last batches of the training loss, and
 the share of a step that the optimizer took. Losses hardly depend on the machine; times do.
@@ -21,7 +21,8 @@ from torch.nn import functional as F
 import onepass
 
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 4, 4, 128, 16
-RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (1e-3, 2e-3, 4e-3, 8e-3)}
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+OPTIMIZERS = ("adamw", "muon")
 
 
 class Block(nn.Module):
@@ -107,10 +108,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--optimizers", nargs="+", choices=RATES, default=list(RATES))
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES)
     arguments = parser.parse_args()
     for name in arguments.optimizers:
-        for lr in RATES[name]:
+        for lr in arguments.rates:
             for seed in range(arguments.seeds):
                 held_out, last, share = train(name, lr, seed, arguments.steps)
                 print(
