@@ -40,6 +40,20 @@ def _step(name: str) -> Call:
     return step
 
 
+def _step_of_muon(name: str) -> Call:
+    def step(new: Callable[..., torch.Tensor]) -> None:
+        parameters = [torch.nn.Parameter(new(8, 8).detach()) for _ in range(2)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        groups = [
+            {"params": [parameter], "use_muon": use_muon}
+            for parameter, use_muon in zip(parameters, (True, False), strict=True)
+        ]
+        getattr(onepass.optim, name)(groups, lr=1e-3).step()
+
+    return step
+
+
 def _clip(new: Callable[..., torch.Tensor]) -> None:
     parameter = torch.nn.Parameter(new(64).detach())
     parameter.grad = torch.ones_like(parameter)
@@ -142,6 +156,8 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
     ),
     ({"linear": lambda new: F.linear(new(2, 16), new(8, 16), new(8))}, "linear_product"),
     ({f"optim.{name}": _step(name) for name in ("AdamW", "Adam", "SGD", "Lion")}, "optimizer_step"),
+    # Their products are torch's.
+    ({f"optim.{name}": _step_of_muon(name) for name in ("Muon", "MuonWithAdamW")}, ""),
     ({"optim.clip_grad_norm_": _clip}, "gradient_norm"),
 )
 

@@ -102,6 +102,33 @@ def test_a_fully_sharded_run_is_the_run_of_one_process(name):
         numerics.assert_close(one, ref, base)
 
 
+def trained_by_muon(model, dtype, part):
+    """Muon for the matrices, AdamW for the biases, clipped together."""
+    groups = onepass.optim.muon_groups(model)
+    options = {"max_grad_norm": 0.1, "ns_dtype": None if dtype is F64 else "float32"}
+    optimizer = onepass.optim.MuonWithAdamW(groups, lr=1e-2, **options)
+    for number in range(5):
+        optimizer.zero_grad()
+        model(batch(number, dtype)[part]).square().mean().backward()
+        optimizer.step()
+    return [whole(p) for p in model.parameters()]
+
+
+def body_of_muon():
+    model, mesh = network(), mesh_of((2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return trained_by_muon(model, F32, slice(4 * rank(), 4 * rank() + 4))
+
+
+def test_a_fully_sharded_run_of_muon_is_that_of_one_process():
+    found, other = run(2, body_of_muon)
+    assert all(same(one, two) for one, two in zip(found, other, strict=True))
+    ref, base = (trained_by_muon(network(dtype), dtype, slice(None)) for dtype in (F64, F32))
+    for one, definition, stock_run in zip(found, ref, base, strict=True):
+        numerics.assert_close(one, definition, stock_run)
+
+
 def sharded_parameters(optimizer, placements):
     """The optimizer's parameters as distributed tensors."""
     mesh = mesh_of((2,))
@@ -112,15 +139,15 @@ def sharded_parameters(optimizer, placements):
     return params, mesh
 
 
-def body_of_shards(mode):
+def body_of_shards(name, shapes, mode, dimension=0):
     """The same gradients for parameters whole and in shards."""
-    reference = made("AdamW", SHARDED, BF16, **MODES[mode])
-    params, mesh = sharded_parameters(reference, [Shard(0)])
-    optimizer = onepass.optim.AdamW(params, **FLAGS["AdamW"], **MODES[mode])
+    reference = made(name, shapes, BF16, **MODES[mode])
+    params, mesh = sharded_parameters(reference, [Shard(dimension)])
+    optimizer = ours(name)(params, **FLAGS[name], **MODES[mode])
     for number in range(3):
         steps(reference, 1, first=number)
         for p, q in zip(params, members(reference), strict=True):
-            p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+            p.grad = distribute_tensor(q.grad, mesh, [Shard(dimension)])
         optimizer.step()
     found = {
         (index, key): whole(value)
@@ -133,7 +160,14 @@ def body_of_shards(mode):
 
 @pytest.mark.parametrize("mode", SHARDED_MODES)
 def test_shards_are_bitwise_parts_of_the_whole(mode):
-    run(2, body_of_shards, mode)
+    run(2, body_of_shards, "AdamW", SHARDED, mode)
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("mode", SHARDED_MODES)
+def test_shards_of_matrices_are_bitwise_parts_of_the_whole(mode, dimension):
+    """Muon's products are of whole matrices, and the same ones."""
+    run(2, body_of_shards, "Muon", ((5, 7), (7, 5), (1, 6), (5, 7)), mode, dimension)
 
 
 def body_of_replicas():

@@ -221,7 +221,10 @@ def test_the_table_of_operators_is_current():
         assert matrix.with_table(text) == text, "make docs writes it"
     rows = {name for calls, _ in matrix.ROWS for name in calls}
     assert set(functional.__all__) <= rows
-    assert {f"optim.{name}" for name in optim.__all__} - rows == {"optim.fuse"}
+    assert {f"optim.{name}" for name in optim.__all__} - rows == {
+        "optim.fuse",
+        "optim.muon_groups",
+    }
 
 
 def test_the_api_has_every_public_name():

@@ -94,6 +94,44 @@ def test_step(kind, taken, name):
     assert met == {0, 1}
 
 
+@pytest.mark.parametrize("taken", [0, 2], ids=["first", "third"])
+@pytest.mark.parametrize("options", [{}, {"master": "fp32", "max_grad_norm": 0.1}], ids=str)
+def test_step_of_muon(options, taken):
+    """Its momenta move after the operator, and its gradients are zeroed after those."""
+
+    def make():
+        optimizer = made("Muon", [(4, 6), (6, 4), (5, 5)], BF16, zero_grads=True, **options)
+        give_gradients(steps(optimizer, taken), taken)
+        return optimizer
+
+    met = check(
+        make,
+        lambda optimizer: optimizer.step(),
+        lambda optimizer: steps(optimizer, 2, first=taken + 1),
+        most=3 * MOST,
+    )
+    assert met == {0, 1}
+
+
+def test_step_of_muon_with_adamw():
+    """Both halves are made, or neither."""
+
+    def make():
+        params = [torch.nn.Parameter(torch.ones(4, 5, dtype=BF16) * k) for k in (1, 2)]
+        groups = [{"params": [p], "use_muon": k == 0} for k, p in enumerate(params)]
+        optimizer = onepass.optim.MuonWithAdamW(groups, master="fp32", zero_grads=True)
+        give_gradients(steps(optimizer, 2), 2)
+        return optimizer
+
+    met = check(
+        make,
+        lambda optimizer: optimizer.step(),
+        lambda optimizer: steps(optimizer, 2, first=3),
+        most=4 * MOST,
+    )
+    assert met == {0, 1}
+
+
 @names
 @pytest.mark.parametrize("what", ["infinite norm", "found_inf", "no gradients"])
 @pytest.mark.grid

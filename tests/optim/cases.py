@@ -46,6 +46,7 @@ FLAGS = {
     "Adam": {"lr": 1e-2, "weight_decay": 0.1},
     "SGD": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9},
     "Lion": {"lr": 1e-2, "weight_decay": 0.1},
+    "Muon": {"lr": 1e-2, "weight_decay": 0.1},
 }
 
 # What one group may ask for that the others do not.

@@ -19,6 +19,7 @@ from tests.optim.cases import (
     F32,
     F64,
     FLAGS,
+    MODES,
     SHAPES,
     assert_same,
     bits,
@@ -526,3 +527,15 @@ def test_masters_and_noise_repair_stalled_training(master, name):
         losses[kind] = (p.detach().float() - 1.25).square().mean().item()
     assert losses[None] == 0.0625
     assert losses[master] < 0.0625 / 50
+
+
+@names
+@pytest.mark.parametrize("mode", ["fp32", "remainder16"])
+def test_a_master_in_another_order_is_stepped(mode, name):
+    """It is laid like its parameter, and that is the one the state has."""
+    expected = steps(made(name, ((6, 4),), BF16, **MODES[mode]), 2)
+    optimizer = steps(made(name, ((6, 4),), BF16, **MODES[mode]), 1)
+    (p,) = members(optimizer)
+    key = "master" if mode == "fp32" else "remainder"
+    optimizer.state[p][key] = optimizer.state[p][key].T.contiguous().T
+    assert_same(snapshot(steps(optimizer, 1, first=1)), snapshot(expected))

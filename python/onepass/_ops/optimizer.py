@@ -109,6 +109,18 @@ def optimizer_step(
     return ran[-1]
 
 
+@logged
+def optimizer_steps(ran: list[bool], calls: list[tuple], hyper: Tensor) -> bool:
+    """Several steps as one: `calls` are (algorithm, table, gradients, options). False if a table of
+    them is stale, which whoever has several of them must know before."""
+    steps = [
+        functools.partial(_optimizer_step._op, algorithm, table.number, gradients, hyper, **options)
+        for algorithm, table, gradients, options in calls
+    ]
+    ran.extend(map(functools.partial.__call__, steps))
+    return all(ran[-len(calls) :])
+
+
 @torch.library.register_fake("onepass::clip_grad_norm")
 def _(gradients, max_norm, norm_type, error_if_nonfinite):
     require_one_device("clip_grad_norm_", gradients=gradients)

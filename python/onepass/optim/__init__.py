@@ -5,6 +5,19 @@ from onepass.optim.adam import Adam, AdamW
 from onepass.optim.clip import clip_grad_norm_
 from onepass.optim.fuse import fuse
 from onepass.optim.lion import Lion
+from onepass.optim.muon import Muon
+from onepass.optim.muon_adamw import MuonWithAdamW
+from onepass.optim.muon_groups import muon_groups
 from onepass.optim.sgd import SGD
 
-__all__ = ["Adam", "AdamW", "Lion", "SGD", "clip_grad_norm_", "fuse"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "Lion",
+    "Muon",
+    "MuonWithAdamW",
+    "SGD",
+    "clip_grad_norm_",
+    "fuse",
+    "muon_groups",
+]

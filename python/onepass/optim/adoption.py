@@ -88,9 +88,10 @@ class Adoption:
                 if scales is not None:
                     self._check_scales(number, param, key, scales)
                 entry[key] = state_like(param, value)
-        dtype = self._moment_dtype(param, [entry[k].dtype for k in keys if k + SCALE not in entry])
+        loaded = [entry[k].dtype for k in keys if k + SCALE not in entry]
+        dtype = self._moment_dtype(param, group, loaded)
         for key, value in entry.items():
-            if key == "step" and optimizer._shows_step(param):
+            if key == "step" and optimizer._shows_step(param, group):
                 steps = float(value)
                 self._request(result, param, key, torch.float32, lambda t, s=steps: t.fill_(s))
             elif key in keys:
@@ -111,7 +112,9 @@ class Adoption:
             raise TypeError(f"{name}: state of parameter {number} must be a dict, got {entry!r}")
         step = entry.get("step")
         if step is None:
-            if entry and self._optimizer._counts_steps:  # torch's word for it is "step" alone
+            if entry and self._optimizer._counts(
+                self._groups[param]
+            ):  # torch's word for it is "step" alone
                 raise KeyError(
                     f"{name}: state of parameter {number} must have a step, got {list(entry)}"
                 )
@@ -154,9 +157,11 @@ class Adoption:
                 f"{wanted} elements, got {found!r}"
             )
 
-    def _moment_dtype(self, param: Tensor, loaded: list[torch.dtype]) -> torch.dtype | str:
+    def _moment_dtype(
+        self, param: Tensor, group: dict, loaded: list[torch.dtype]
+    ) -> torch.dtype | str:
         """The dtype asked for; where none is, that of what is loaded if it is wider."""
-        dtype = self._optimizer._moment_dtype(param)
+        dtype = self._optimizer._moment_dtype(param, group)
         if self._optimizer.state_dtype is None and param.dtype is not torch.float64:
             if torch.float32 in loaded or torch.float64 in loaded or len(set(loaded)) > 1:
                 return torch.float32

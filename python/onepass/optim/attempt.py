@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onepass.optim.averages import Average
 from onepass.optim.states import StateOptimizer
 
 
@@ -23,6 +24,7 @@ class Attempt:
     params: Sequence[Tensor] = ()  # which the operator changes
     copied: Sequence[tuple[Tensor, Tensor]] = ()  # (parameter with gaps, its new values)
     zeroed: Sequence[Tensor] = ()  # gradients that the operator does not set to zeros
+    averages: Sequence[Average] = ()  # momenta that the operator does not move
     _states: tuple | None = None
     _is_settled = False
 
@@ -52,6 +54,8 @@ class Attempt:
         self._is_settled = True
 
     def _complete(self) -> None:
+        for average in self.averages:
+            average.move()
         for param, copy in self.copied:
             param.copy_(copy)
         for gradient in self.zeroed:

@@ -133,7 +133,7 @@ class CheckpointOptimizer(StateOptimizer):
             self.__dict__["defaults"] = state["defaults"]
         groups = state["param_groups"]
         if not fresh:
-            check_settings(type(self).__name__, [{**self.defaults, **group} for group in groups])
+            self._check_settings([{**self.defaults, **group} for group in groups])
         for group in groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -142,6 +142,10 @@ class CheckpointOptimizer(StateOptimizer):
         self._reset()
         self._places = places
         super().__setstate__({**state, "state": converted})
+
+    def _check_settings(self, groups: list[dict]) -> None:
+        """Raises for settings that were loaded and that a step would go wrong with."""
+        check_settings(type(self).__name__, groups)
 
     def _take_over(self, other: torch.optim.Optimizer) -> None:
         """Becomes `other`, on the same group dicts, with its states."""

@@ -20,7 +20,7 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
     its hooks go over. Called again with the same options, it returns the same optimizer.
 
     Args:
-        optimizer: a `torch.optim.AdamW`, `Adam` or `SGD`; not a subclass.
+        optimizer: a `torch.optim.AdamW`, `Adam`, `SGD` or `Muon`; not a subclass.
         master, state_dtype, max_grad_norm, zero_grads: as in `onepass.optim.AdamW`.
 
     Returns:
@@ -85,7 +85,7 @@ def _ours() -> dict[type, type[FlatOptimizer]]:
         for kind in kinds
         if kind.__module__.startswith("onepass.optim.")
         for base in kind.__bases__
-        if base.__module__.startswith("torch.optim.")
+        if base.__module__.startswith("torch.optim")
     }
 
 

@@ -100,8 +100,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
             pairs = zip(given, gradients, strict=True)
             attempt.zeroed = [local(g) for g, placed in pairs if g is not placed]
         try:
-            step_table = table.step_table(numbers, local_params)
-            if step_table is None or not self._call(attempt, step_table, local_gradients):
+            if not self._call(attempt, numbers, local_params, local_gradients):
                 self._call_anew(
                     attempt, all_params, numbers, gradients, local_params, local_gradients
                 )
@@ -130,9 +129,31 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
         # A parameter without values is refused where the table is made.
         return self._norm is None or is_fake(norm) or bool(norm.isfinite())
 
-    def _call(self, attempt: Attempt, table: _ops.StepTable, gradients: list[Tensor]) -> bool:
-        """False: the table is stale, and no step was made."""
-        hyper, device_hyper = self._hyper_tables(gradients[0].device)
+    def _call(
+        self, attempt: Attempt, numbers: Numbers, params: list[Tensor], gradients: list[Tensor]
+    ) -> bool:
+        """A step of the parameters of these numbers, of which `params` are this rank's parts.
+
+        False: the table is stale, and no step was made.
+        """
+        table = self._step_table(attempt, numbers, params)
+        if table is None:
+            return False
+        hyper, options = self._settings(gradients[0].device)
+        return _ops.optimizer_step(attempt.ran, self._algorithm, table, gradients, hyper, **options)
+
+    def _step_table(
+        self, attempt: Attempt, numbers: Numbers, params: list[Tensor]
+    ) -> _ops.StepTable | None:
+        """The operator's arguments for these of the parameters; None if one has gaps."""
+        table = self._table
+        if attempt.copied:
+            return _ops.StepTable(params, table.buffers, table.layout[list(numbers)])
+        return table.step_table(numbers, params)
+
+    def _settings(self, device: torch.device) -> tuple[Tensor, dict]:
+        """The operator's settings of all groups, and its options."""
+        hyper, device_hyper = self._hyper_tables(device)
         # Only what is not as the operator has it anyway: every keyword costs dispatch time.
         options = {}
         if self._needs_noise():
@@ -149,7 +170,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
             options["found_inf"] = self._found_inf
         if device_hyper is not None:
             options["device_hyper"] = device_hyper
-        return _ops.optimizer_step(attempt.ran, self._algorithm, table, gradients, hyper, **options)
+        return hyper, options
 
     def _refuse(self, params: list[Tensor], gradients: list[Tensor]) -> None:
         """Raises for tensors that no step can be made with."""
@@ -190,11 +211,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
             pairs = zip(local_gradients, laid, strict=True)
             copied = [gradient for gradient, copy in pairs if copy is not gradient]
             attempt.zeroed = [*attempt.zeroed, *copied]
-        if attempt.copied:
-            step_table = _ops.StepTable(params, table.buffers, table.layout[list(numbers)])
-        else:
-            step_table = table.step_table(numbers, params)
-        if not self._call(attempt, step_table, laid):
+        if not self._call(attempt, numbers, params, laid):
             raise RuntimeError(
                 f"{type(self).__name__}: params must stay where they are during a step, got others"
             )

@@ -44,9 +44,13 @@ class StateOptimizer(torch.optim.Optimizer):
         """The settings of `group`."""
         raise NotImplementedError
 
-    def _shows_step(self, param: Tensor) -> bool:
+    def _counts(self, group: dict) -> bool:
+        """Whether steps of the parameters of `group` count."""
+        return self._counts_steps
+
+    def _shows_step(self, param: Tensor, group: dict) -> bool:
         """Whether state[param] has a "step"; the noise needs it in checkpoints, too."""
-        return self._counts_steps or (self._needs_noise() and param.dtype.itemsize == 2)
+        return self._counts(group) or (self._needs_noise() and param.dtype.itemsize == 2)
 
     def _needs_noise(self) -> bool:
         """Whether anything is rounded stochastically."""
@@ -152,7 +156,7 @@ class StateOptimizer(torch.optim.Optimizer):
 
     # ---- states ----------------------------------------------------------------------------------
 
-    def _moment_dtype(self, param: Tensor) -> torch.dtype | str:
+    def _moment_dtype(self, param: Tensor, group: dict) -> torch.dtype | str:
         """Of a new moment."""
         if param.dtype is torch.float64:
             return param.dtype
@@ -166,9 +170,9 @@ class StateOptimizer(torch.optim.Optimizer):
     def _expected(self, param: Tensor, group: dict) -> dict[str, torch.dtype]:
         """Keys and dtypes of a new state."""
         expected: dict[str, torch.dtype] = {}
-        if self._shows_step(param):
+        if self._shows_step(param, group):
             expected["step"] = torch.float32
-        dtype = self._moment_dtype(param)
+        dtype = self._moment_dtype(param, group)
         for key in self._moment_keys(group):
             if dtype == "int8":
                 expected[key] = torch.uint8
@@ -199,7 +203,7 @@ class StateOptimizer(torch.optim.Optimizer):
                     to_encode.append((entry, key, entry.pop(key)))
             missing = [key for key in expected if entry.get(key) is None]
             requests += [Request(param, key, expected[key]) for key in missing]
-            if not self._shows_step(param) and (
+            if not self._shows_step(param, group) and (
                 param not in self._hidden_steps
                 or ("momentum_buffer" in expected and not has_momentum)
             ):
@@ -207,8 +211,10 @@ class StateOptimizer(torch.optim.Optimizer):
                 if not has_momentum:
                     fresh.add(param)
         made = self._places.make(requests)
+        group_of = dict(zip(params, groups, strict=True))
         for request, tensor in zip(requests, made, strict=True):
-            if request.key == "step" and not self._shows_step(request.param):
+            shows_step = self._shows_step(request.param, group_of[request.param])
+            if request.key == "step" and not shows_step:
                 self._hidden_steps[request.param] = tensor
                 if request.param not in fresh:
                     tensor.fill_(1.0)  # a loaded buffer: its first step has been made

@@ -72,14 +72,15 @@ class TableOptimizer(StateOptimizer):
         with_master: list[tuple[Tensor, dict]] = []
         for number, (param, group) in enumerate(zip(params, groups, strict=True)):
             entry = self.state.get(param) or {}
-            step = entry.get("step") if self._shows_step(param) else self._hidden_steps.get(param)
+            shows_step = self._shows_step(param, group)
+            step = entry.get("step") if shows_step else self._hidden_steps.get(param)
             keys = self._moment_keys(group)
             has_state.append(step is not None and all(entry.get(k) is not None for k in keys))
+            if number in with_grad or has_state[-1]:
+                self._check_entry(number, param, entry, keys)
             master = entry.get("master", entry.get("remainder"))
             if param.dtype.itemsize != 2:
                 master = None
-            if number in with_grad or has_state[-1]:
-                self._check_entry(number, param, entry, keys)
             writer.add(
                 noise_number(number, param),
                 group_numbers[number],

@@ -83,3 +83,52 @@ def lion(
     update = torch.sign(betas[0] * exp_avg + (1 - betas[0]) * gradient)
     param = param * (1 - lr * weight_decay) - lr * update
     return param, betas[1] * exp_avg + (1 - betas[1]) * gradient
+
+
+def newton_schulz(
+    matrix: Tensor,
+    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+    steps: int = 5,
+    eps: float = 1e-7,
+) -> Tensor:
+    """About U V^T of a matrix U S V^T: its singular values come near one.
+
+    Jordan et al.: Muon: an optimizer for hidden layers in neural networks, 2024.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.mT if is_tall else matrix
+    x = x / torch.linalg.matrix_norm(x).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if is_tall else x
+
+
+def muon(
+    param: Tensor,
+    gradient: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    lr: float = 1e-3,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+    eps: float = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(param, momentum_buffer) of a matrix, in torch's form.
+
+    Jordan et al.: Muon: an optimizer for hidden layers in neural networks, 2024; Liu et al.: Muon
+    is scalable for LLM training, 2025 ("match_rms_adamw").
+    """
+    momentum_buffer = momentum * momentum_buffer + (1 - momentum) * gradient
+    update = momentum * momentum_buffer + (1 - momentum) * gradient
+    update = newton_schulz(update if nesterov else momentum_buffer, ns_coefficients, ns_steps, eps)
+    rows, columns = param.shape
+    scale = max(1.0, rows / columns) ** 0.5
+    if adjust_lr_fn == "match_rms_adamw":
+        scale = 0.2 * max(rows, columns) ** 0.5
+    return param * (1 - lr * weight_decay) - lr * scale * update, momentum_buffer

@@ -1,0 +1,549 @@
+"""Muon on the CPU: values, torch's form of it, stacked matrices, options, settings."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import onepass
+from onepass import numerics
+from onepass._ops import products
+from onepass.optim import newton_schulz
+from onepass.optim.muon import scale_of
+from onepass.reference import optimizer as reference
+from tests.optim.cases import BF16, F16, F32, F64, assert_same, everything, same, snapshot, steps
+
+Muon = onepass.optim.Muon
+# Wide, tall and square; one with strips; two of a shape; single rows and columns.
+SHAPES = ((24, 40), (40, 24), (33, 33), (24, 40), (1, 9), (9, 1), (260, 270))
+SETTINGS = {
+    "defaults": {},
+    "plain momentum": {"nesterov": False, "momentum": 0.8},
+    "no momentum": {"momentum": 0.0},
+    "match_rms_adamw": {"adjust_lr_fn": "match_rms_adamw", "lr": 1e-2},
+    "original": {"adjust_lr_fn": "original", "weight_decay": 0.0},
+    "other iterations": {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "eps": 1e-3},
+    "no iterations": {"ns_steps": 0},
+    "tensor lr": {"lr": torch.tensor(0.02)},
+}
+OPTIONS = {
+    "plain": {},
+    "float32 state": {"state_dtype": F32},
+    "fp32": {"master": "fp32"},
+    "remainder16": {"master": "remainder16"},
+    "stochastic": {"master": "stochastic"},
+    "clipped": {"max_grad_norm": 0.5, "zero_grads": True},
+}
+
+
+def drawn(shapes=SHAPES, dtype=F32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def made(shapes=SHAPES, dtype=F32, cls=Muon, **settings):
+    params = [p.requires_grad_() for p in drawn(shapes, dtype)]
+    if cls is Muon:  # the same products on every CPU
+        settings.setdefault("ns_dtype", None if dtype is F64 else F32)
+    return cls(params, **{"lr": 0.02, **settings})
+
+
+def by_reference(dtype, count, shapes=SHAPES, start=F32, **settings):
+    """[(param, momentum_buffer)] after `count` steps with the gradients of `steps`."""
+    settings = {"lr": 0.02, **settings}
+    settings["lr"] = float(settings["lr"])
+    params = [p.to(dtype) for p in drawn(shapes, start)]
+    buffers = [torch.zeros_like(p) for p in params]
+    for number in range(count):
+        for i, p in enumerate(params):
+            generator = torch.Generator().manual_seed(1000 * number + i)
+            gradient = torch.randn(p.shape, generator=generator).to(start).to(dtype)
+            params[i], buffers[i] = reference.muon(p, gradient, buffers[i], **settings)
+    return params, buffers
+
+
+def results(optimizer):
+    params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    return params, [optimizer.state[p]["momentum_buffer"] for p in optimizer.state]
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_float32(name, count):
+    settings = SETTINGS[name]
+    found = results(steps(made(**settings), count))
+    ref = by_reference(F64, count, **settings)
+    base = by_reference(F32, count, **settings)
+    for which, key in enumerate(("param", "momentum_buffer")):
+        for i, shape in enumerate(SHAPES):
+            triple = (found[which][i], ref[which][i], base[which][i])
+            numerics.assert_close(*triple, case=f"{name}, {key} of {shape}")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_float64(name):
+    settings = SETTINGS[name]
+    found = results(steps(made(dtype=F64, **settings), 3))
+    ref = by_reference(F64, 3, start=F64, **settings)
+    for mine, expected in zip(sum(found, []), sum(ref, []), strict=True):
+        numerics.assert_close(mine, expected, expected, case=name)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_bfloat16_products_are_as_exact_as_torchs(name):
+    """Updates alone: of the parameters those are a small part."""
+    settings = {**SETTINGS[name], "weight_decay": 0.0}
+    shapes = ((64, 96), (96, 64), (80, 80))
+    start = drawn(shapes)
+    (mine,), (theirs,) = (
+        [results(steps(made(shapes, cls=cls, **settings, **extras), 2))[0]]
+        for cls, extras in ((Muon, {"ns_dtype": "bfloat16"}), (torch.optim.Muon, {}))
+    )
+    ref, _ = by_reference(F64, 2, shapes, **settings)
+    moved = [[p - s for p, s in zip(params, start, strict=True)] for params in (mine, ref, theirs)]
+    numerics.assert_close(*moved, case=name)
+    exact = results(steps(made(shapes, **settings), 2))[0]
+    assert not any(same(one, other) for one, other in zip(mine, exact, strict=True))
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_products_are_bfloat16_where_the_cpu_has_them(has_instructions, monkeypatch):
+    facts = products.facts()._replace(bfloat16=has_instructions)
+    monkeypatch.setattr(products, "facts", lambda: facts)
+    found = results(steps(made(ns_dtype=None), 1))
+    expected = results(steps(made(ns_dtype="bfloat16" if has_instructions else "float32"), 1))
+    assert all(same(one, two) for one, two in zip(found[0], expected[0], strict=True))
+
+
+def test_singular_values_come_near_one():
+    x = torch.randn(3, 50, 80)
+    x /= torch.linalg.matrix_norm(x)[:, None, None]
+    found = torch.linalg.svdvals(newton_schulz.orthogonalized(x, (3.4445, -4.775, 2.0315), 5, 1.0))
+    assert 0.6 < found.min() and found.max() < 1.3
+
+
+@pytest.mark.parametrize("rows", [256, 257, 300, 515])
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_strips_are_the_whole_product(rows, dtype):
+    x = torch.randn(2, rows, rows + 20, dtype=dtype) / rows
+    gram = newton_schulz._symmetric(None, x, x.mT, 0.0, 1.0)
+    wide = x.double()
+    numerics.assert_close(gram, wide @ wide.mT, x @ x.mT)
+    polynomial = newton_schulz._symmetric(gram, gram, gram, -4.75, 2.0)
+    wide = gram.double()
+    numerics.assert_close(
+        polynomial, -4.75 * wide + 2 * wide @ wide, -4.75 * gram + 2 * gram @ gram
+    )
+
+
+def test_a_batch_is_cut_where_it_grows(monkeypatch):
+    shapes = [(6, 8)] * 7 + [(8, 6)] * 3
+    whole = snapshot(steps(made(shapes, adjust_lr_fn="match_rms_adamw"), 2))
+    monkeypatch.setattr("onepass.optim.muon.MAX_BATCH", 2 * 48)
+    cut = snapshot(steps(made(shapes, adjust_lr_fn="match_rms_adamw"), 2))
+    for key, value in whole.items():
+        torch.testing.assert_close(cut[key], value)
+
+
+# ---- as torch's ----------------------------------------------------------------------------------
+
+
+def through_a_file(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def test_the_signature_begins_with_torchs():
+    import inspect
+
+    theirs = list(inspect.signature(torch.optim.Muon).parameters.values())
+    mine = list(inspect.signature(Muon).parameters.values())[: len(theirs)]
+    assert [(p.name, p.default, p.kind) for p in mine] == [
+        (p.name, p.default, p.kind) for p in theirs
+    ]
+    assert issubclass(Muon, torch.optim.Muon)
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_checkpoints_go_both_ways(taken):
+    mine = steps(made(momentum=0.9), taken)
+    theirs = made(cls=torch.optim.Muon)
+    theirs.load_state_dict(through_a_file(mine.state_dict()))
+    assert theirs.param_groups[0]["momentum"] == 0.9
+    states = mine.state_dict()["state"]
+    assert all(list(entry) == ["momentum_buffer"] for entry in states.values())
+    other = made()
+    other.load_state_dict(through_a_file(theirs.state_dict()))
+    assert_same(
+        {k: v for k, v in snapshot(other).items() if k[1] == "momentum_buffer"},
+        {k: v for k, v in snapshot(mine).items() if k[1] == "momentum_buffer"},
+    )
+    for one, two in zip(results(mine)[0], results(other)[0], strict=True):
+        two.copy_(one)
+    moved = snapshot(steps(mine, 2, first=taken))
+    assert_same(snapshot(steps(other, 2, first=taken)), moved)
+    # torch's own keys suffice: those that only we have come from the constructor.
+    plain = theirs.state_dict()
+    for group in plain["param_groups"]:
+        del group["ns_dtype"], group["matrices"]
+    other = made(ns_dtype="bfloat16")
+    other.load_state_dict(plain)
+    assert other.param_groups[0]["ns_dtype"] == "bfloat16"
+    steps(theirs, 1, first=taken)
+
+
+def test_fuse():
+    old = steps(made(cls=torch.optim.Muon), 2)
+    buffers = [old.state[p]["momentum_buffer"].clone() for p in old.param_groups[0]["params"]]
+    new = onepass.optim.fuse(old, max_grad_norm=1.0)
+    assert type(new) is Muon and new.param_groups[0] is old.param_groups[0]
+    assert all(same(one, two) for one, two in zip(results(new)[1], buffers, strict=True))
+    steps(new, 1)
+    with pytest.raises(RuntimeError, match="handed to onepass.optim.fuse"):
+        old.step()
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_copies_go_on_by_themselves(options, how):
+    optimizer = steps(made(dtype=BF16, **OPTIONS[options]), 2)
+    twin = how(optimizer)
+    moved = snapshot(steps(twin, 2, first=2))
+    assert_same(snapshot(steps(optimizer, 2, first=2)), moved)
+
+
+ERRORS = [
+    ({"lr": -0.5}, "Learning rate should be >= 0 but is: -0.5"),
+    ({"lr": torch.tensor([0.1, 0.2])}, "Tensor lr must be 1-element"),
+    ({"momentum": -1.0}, "momentum should be >= 0 but is: -1.0"),
+    ({"weight_decay": -0.5}, "weight decay should be >= 0 but is: -0.5"),
+    ({"adjust_lr_fn": "arbitrary"}, "Adjust learning rate function arbitrary is not supported"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), ERRORS, ids=lambda v: str(v)[:20])
+def test_errors_of_torch(settings, message):
+    for cls in (torch.optim.Muon, Muon):
+        with pytest.raises(ValueError, match=message):
+            cls([torch.zeros(3, 4, requires_grad=True)], **settings)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)])
+def test_parameters_that_are_no_matrices(shape):
+    for cls in (torch.optim.Muon, Muon):
+        with pytest.raises(ValueError, match="Muon only supports 2D parameters whereas we found"):
+            cls([torch.zeros(shape, requires_grad=True)])
+    optimizer = made()
+    with pytest.raises(ValueError, match="only supports 2D"):
+        optimizer.add_param_group({"params": [torch.zeros(shape, requires_grad=True)]})
+    assert len(optimizer.param_groups) == 1
+
+
+OWN_ERRORS = [
+    ({"ns_steps": 100}, "ns_steps must be a whole number from 0 to 99, got 100"),
+    ({"ns_steps": 2.0}, "ns_steps must be a whole number from 0 to 99, got 2.0"),
+    ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients must be three numbers, got \(1.0, 2.0\)"),
+    ({"ns_coefficients": "abc"}, "ns_coefficients must be three numbers, got 'abc'"),
+    ({"ns_dtype": torch.float16}, "ns_dtype must be None, torch.float32 or torch.bfloat16, got"),
+    ({"state_dtype": "int8"}, "state_dtype must be None, torch.float32 or torch.bfloat16, got"),
+    ({"matrices": 5}, "matrices must divide a parameter's 12 rows, got 5"),
+    ({"matrices": (5, 6)}, r"matrices must be sizes that add up to a parameter's 12 rows, got"),
+    ({"matrices": True}, r"matrices must be sizes that add up to a parameter's 12 rows, got"),
+    ({"matrices": "experts"}, "matrices must be None, a number, sizes, 'stacked' or 'flattened'"),
+    ({"matrices": "stacked"}, "params must have 3 dimensions or more with matrices='stacked'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), OWN_ERRORS, ids=lambda v: str(v)[:20])
+def test_errors(settings, message):
+    with pytest.raises(ValueError, match=f"^Muon: {message}"):
+        Muon([torch.zeros(12, 4, requires_grad=True)], **settings)
+    group = {key: value for key, value in settings.items() if key != "state_dtype"}
+    if group:  # as someone sets it between two steps, or loads it
+        optimizer = made(((12, 4),))
+        optimizer.param_groups[0].update(group)
+        before = everything(optimizer)
+        with pytest.raises(ValueError, match=f"^Muon: {message}"):
+            steps(optimizer, 1)
+        after = everything(optimizer)
+        assert {**before, "grads": 0, "versions": 0} == {**after, "grads": 0, "versions": 0}
+        if "matrices" not in group:
+            with pytest.raises(ValueError, match=f"^Muon: {message}"):
+                made(((12, 4),)).load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="params must have 2 dimensions with matrices=2, got"):
+        Muon([torch.zeros(12, requires_grad=True)], matrices=2)
+    with pytest.raises(ValueError, match="params must have 2 dimensions or more with matrices='fl"):
+        Muon([torch.zeros(12, requires_grad=True)], matrices="flattened")
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def test_closures_schedulers_and_missing_gradients():
+    optimizer = made()
+    params = optimizer.param_groups[0]["params"]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    before = [p.detach().clone() for p in params]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = params[0].square().sum() + params[2].sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure).detach()) != 0.0
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    moved = [not same(p.detach(), b) for p, b in zip(params, before, strict=True)]
+    assert moved == [True, False, True, False, False, False, False]
+    assert params[1] not in optimizer.state
+    assert made().step() is None  # no gradients at all
+
+
+def test_groups_have_their_own_settings():
+    first, second = drawn(((6, 5), (6, 5)))
+    gradient = torch.randn(6, 5)
+    groups = [{"params": [first.clone().requires_grad_()], "lr": 0.1, "ns_steps": 2}]
+    groups += [{"params": [second.clone().requires_grad_()], "momentum": 0.5}]
+    optimizer = Muon(groups, lr=0.02, ns_dtype="float32")
+    for group in optimizer.param_groups:
+        group["params"][0].grad = gradient.clone()
+    optimizer.step()
+    for group, start in zip(groups, (first, second), strict=True):
+        settings = {k: v for k, v in group.items() if k in ("lr", "momentum", "ns_steps")}
+        expected, _ = reference.muon(start, gradient, torch.zeros(6, 5), **{"lr": 0.02, **settings})
+        torch.testing.assert_close(group["params"][0].detach(), expected)
+
+
+@pytest.mark.parametrize("master", [None, "fp32", "remainder16"])
+def test_layouts(master):
+    """As the same values in a row: what lies elsewhere goes through the same products."""
+    layouts = {
+        "contiguous": lambda values: values.clone(),
+        "transposed": lambda values: values.mT.contiguous().mT,
+        "gaps": lambda values: torch.stack([values, values], -1).flatten(1)[:, ::2],
+        "negative": lambda values: torch._neg_view(-values),
+    }
+    start, gradient = drawn(((24, 40), (24, 40)), BF16)
+    found = {}
+    for of_param in ("contiguous", "transposed", "gaps"):
+        for of_gradient in layouts:
+            p = torch.nn.Parameter(layouts[of_param](start))
+            strides = p.stride()
+            optimizer = Muon([p], lr=0.02, master=master, ns_dtype="float32")
+            for _ in range(2):
+                p.grad = layouts[of_gradient](gradient)
+                optimizer.step()
+            assert p.stride() == strides
+            found[of_param, of_gradient] = snapshot(optimizer)
+    for pair, one in found.items():
+        assert_same(
+            {key: value for key, value in one.items() if key[1] != "grad"},
+            {k: v for k, v in found["contiguous", "contiguous"].items() if k[1] != "grad"},
+            str(pair),
+        )
+
+
+def test_empty_and_still_parameters():
+    optimizer = steps(made(((0, 5), (5, 0), (1, 1), (3, 4))), 2)
+    assert all(p.isfinite().all() for p in optimizer.param_groups[0]["params"])
+    p = torch.full((3, 4), 2.0, requires_grad=True)
+    p.grad = torch.zeros(3, 4)
+    Muon([p], weight_decay=0.0).step()
+    assert (p == 2.0).all()
+
+
+@pytest.mark.parametrize("adjust_lr_fn", [None, "match_rms_adamw"])
+def test_scales_are_torchs(adjust_lr_fn):
+    from torch.optim._muon import _adjust_lr
+
+    for shape in ((3, 4), (4, 3), (5, 5), (1, 100)):
+        assert scale_of(adjust_lr_fn, *shape) == _adjust_lr(1.0, adjust_lr_fn, torch.Size(shape))
+
+
+def test_sparse_gradients_and_shared_memory_are_refused():
+    p = torch.zeros(4, 4, requires_grad=True)
+    optimizer = Muon([p])
+    for _ in range(2):  # before and after there is a table
+        p.grad = torch.ones(4, 4).to_sparse()
+        with pytest.raises(RuntimeError, match="^Muon does not support sparse gradients"):
+            optimizer.step()
+        p.grad = torch.ones(4, 4)
+        optimizer.step()
+    memory = torch.zeros(6, 4)
+    pair = [torch.nn.Parameter(memory[:4]), torch.nn.Parameter(memory[2:])]
+    for one in pair:
+        one.grad = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match="params must not share memory"):
+        Muon(pair).step()
+    with pytest.raises(RuntimeError, match="params must be floating point tensors"):
+        Muon([torch.zeros(3, 3, dtype=torch.complex64, requires_grad=True)])
+
+
+def test_autocast_has_no_part_in_a_step():
+    plain = snapshot(steps(made(), 1))
+    with torch.autocast("cpu", dtype=BF16):
+        assert_same(snapshot(steps(made(), 1)), plain)
+
+
+def test_a_grad_scaler_unscales_and_skips():
+    plain = steps(made(), 1)
+    optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number, p in enumerate(optimizer.param_groups[0]["params"]):
+        generator = torch.Generator().manual_seed(number)
+        p.grad = torch.randn(p.shape, generator=generator)
+    scaler.scale(torch.ones(()))
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad *= 1024.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same(
+        {k: v for k, v in snapshot(optimizer).items() if k[1] != "grad"},
+        {k: v for k, v in snapshot(plain).items() if k[1] != "grad"},
+    )
+    before = snapshot(optimizer)
+    optimizer.param_groups[0]["params"][0].grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    after = snapshot(optimizer)
+    assert_same(*({k: v for k, v in s.items() if k[1] != "grad"} for s in (after, before)))
+
+
+# ---- masters, states, clipping -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+def test_masters_are_a_float32_run(master):
+    """A bfloat16 parameter with a master is its float32 twin, rounded."""
+    optimizer = steps(made(dtype=BF16, master=master), 5)
+    shown = optimizer.state_dict()["state"]
+    twin = made(dtype=BF16, state_dtype=F32)
+    params = [p.detach().float().requires_grad_() for p in twin.param_groups[0]["params"]]
+    twin = Muon(params, lr=0.02, ns_dtype="float32")
+    for number in range(5):
+        for i, p in enumerate(params):
+            generator = torch.Generator().manual_seed(1000 * number + i)
+            p.grad = torch.randn(p.shape, generator=generator).to(BF16).float()
+        twin.step()
+    for i, p in enumerate(params):
+        assert same(shown[i]["master"], p.detach()) and shown[i]["momentum_buffer"].dtype is F32
+
+
+def test_stochastic_rounding_is_right_on_average():
+    p = torch.nn.Parameter(torch.full((400, 400), 1.0, dtype=BF16))
+    optimizer = Muon([p], lr=1e-4, weight_decay=1.0, master="stochastic")
+    for _ in range(20):  # rounded to nearest it would stay
+        p.grad = torch.zeros(400, 400, dtype=BF16)
+        optimizer.step()
+    assert abs(float(p.detach().double().mean()) - (1 - 1e-4) ** 20) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_sixteen_bits(dtype):
+    """As exact as torch's, which rounds more often."""
+    shapes = ((64, 96), (96, 64))
+    ref, _ = by_reference(F64, 2, shapes, start=dtype)
+    mine, theirs = (
+        results(steps(made(shapes, dtype, cls), 2))[0] for cls in (Muon, torch.optim.Muon)
+    )
+    numerics.assert_close(mine, ref, theirs)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_clipping_is_that_of_clip_grad_norm(scale):
+    mine, other = made(max_grad_norm=0.5, zero_grads=True), made()
+    for number in range(3):
+        for optimizer in (mine, other):
+            for i, p in enumerate(optimizer.param_groups[0]["params"]):
+                generator = torch.Generator().manual_seed(1000 * number + i)
+                p.grad = torch.randn(p.shape, generator=generator) * scale * (number + 1)
+        norm = torch.nn.utils.clip_grad_norm_(other.param_groups[0]["params"], 0.5)
+        mine.step()
+        other.step()
+        torch.testing.assert_close(mine.grad_norm, norm)
+        assert not any(p.grad.any() for p in mine.param_groups[0]["params"])
+    for one, two in zip(sum(results(mine), []), sum(results(other), []), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_a_norm_that_is_not_finite_skips_the_step():
+    optimizer = steps(made(max_grad_norm=1.0, zero_grads=True), 1)
+    before = snapshot(optimizer)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.full(p.shape, torch.nan)
+    optimizer.step()
+    after = snapshot(optimizer)
+    assert_same(*({k: v for k, v in s.items() if k[1] != "grad"} for s in (after, before)))
+    assert not any(p.grad.any() for p in optimizer.param_groups[0]["params"])
+
+
+# ---- stacked matrices ----------------------------------------------------------------------------
+
+
+def as_one_and_as_many(shape, matrices, split, join, **settings):
+    """A parameter of several matrices, and parameters of one each."""
+    start, gradient = drawn((shape, shape), F64)
+    whole = Muon([start.clone().requires_grad_()], lr=0.02, matrices=matrices, **settings)
+    parts = [p.contiguous().requires_grad_() for p in split(start.clone())]
+    many = Muon(parts, lr=0.02, **settings)
+    for number in range(3):
+        whole.param_groups[0]["params"][0].grad = gradient * (number + 1) - start
+        for p, part in zip(parts, split(gradient * (number + 1) - start), strict=True):
+            p.grad = part.contiguous()
+        whole.step()
+        many.step()
+    expected = join([p.detach() for p in parts])
+    return whole.param_groups[0]["params"][0].detach(), expected
+
+
+STACKS = {
+    "heads": ((24, 10), 4, lambda t: t.chunk(4), torch.cat),
+    "query, key, value": ((20, 12), [12, 4, 4], lambda t: t.split([12, 4, 4]), torch.cat),
+    "experts": ((5, 6, 8), "stacked", lambda t: t.unbind(), torch.stack),
+    "two dimensions of them": (
+        (2, 3, 6, 4),
+        "stacked",
+        lambda t: t.flatten(0, 1).unbind(),
+        lambda ts: torch.stack(ts).view(2, 3, 6, 4),
+    ),
+    "filters": (
+        (6, 4, 3, 2),
+        "flattened",
+        lambda t: [t.flatten(1)],
+        lambda ts: ts[0].view(6, 4, 3, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("name", STACKS)
+def test_stacked_matrices_are_matrices_by_themselves(name, adjust_lr_fn):
+    found, expected = as_one_and_as_many(*STACKS[name], adjust_lr_fn=adjust_lr_fn)
+    numerics.assert_close(found, expected, expected, case=name)
+
+
+def test_stacked_matrices_may_be_none():
+    empty = Muon([torch.zeros(0, 3, 4, requires_grad=True)], matrices="stacked")
+    assert steps(empty, 2).param_groups[0]["params"][0].shape == (0, 3, 4)
+
+
+def test_filters_in_channels_last():
+    start = torch.randn(6, 4, 3, 2)
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        p = start.clone(memory_format=layout).requires_grad_()
+        optimizer = steps(Muon([p], lr=0.02, matrices="flattened"), 2)
+        found.append(p.detach().contiguous())
+        assert optimizer.state[p]["momentum_buffer"].stride() == p.stride()
+    assert same(*found)

@@ -1,0 +1,307 @@
+"""Muon and AdamW as one optimizer: the same steps as apart, and the groups of a model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+import onepass
+from onepass.optim import MuonWithAdamW, muon_groups
+from tests.optim.cases import BF16, F32, F64, assert_same, members, same, snapshot, through_a_file
+
+SHAPES = ((24, 40), (40, 24), (24, 40), (24,), (64, 64), (), (5, 4, 3))
+BY_MUON = 3  # so many of them are
+OPTIONS = {
+    "plain": {},
+    "fp32": {"master": "fp32"},
+    "remainder16": {"master": "remainder16", "state_dtype": "bfloat16"},
+    "stochastic": {"master": "stochastic"},
+    "int8": {"master": "fp32", "state_dtype": "int8"},
+    "zeroing": {"zero_grads": True},
+}
+
+
+def drawn(dtype=F32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def groups_of(params):
+    return [
+        {"params": params[:2], "use_muon": True},
+        {"params": params[BY_MUON:], "use_muon": False, "lr": 3e-3},
+        {"params": params[2:BY_MUON], "use_muon": True, "momentum": 0.8},
+    ]
+
+
+def made(dtype=F32, **settings):
+    params = [p.requires_grad_() for p in drawn(dtype)]
+    return MuonWithAdamW(groups_of(params), **{"lr": 1e-2, **settings}), params
+
+
+def apart(dtype=F32, **settings):
+    """Muon's and AdamW's own classes over the same."""
+    params = [p.requires_grad_() for p in drawn(dtype)]
+    muon, adamw, second = ({**g} for g in groups_of(params))
+    for group in (muon, adamw, second):
+        del group["use_muon"]
+    settings = {"lr": 1e-2, "weight_decay": 0.1, **settings}
+    of_muon = {**settings}
+    if settings.get("state_dtype") == "int8":
+        of_muon["state_dtype"] = F32
+    return [
+        onepass.optim.Muon([muon, second], adjust_lr_fn="match_rms_adamw", **of_muon),
+        onepass.optim.AdamW([adamw], betas=(0.9, 0.95), **settings),
+    ], params
+
+
+def give(params, number, missing=()):
+    for i, (p, gradient) in enumerate(zip(params, drawn(F64, seed=100 + number), strict=True)):
+        p.grad = None if i in missing else gradient.to(p.dtype)
+
+
+def give_members(optimizer, number):
+    for i, p in enumerate(members(optimizer)):
+        generator = torch.Generator().manual_seed(100 * number + i)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def values(params, optimizers):
+    found = {(i, "param"): p.detach().clone() for i, p in enumerate(params)}
+    for optimizer in optimizers:
+        entries = optimizer.state_dict()["state"]
+        numbers = {id(p): i for i, p in enumerate(params)}
+        for k, p in enumerate(members(optimizer)):
+            for key, value in entries.get(k, {}).items():
+                found[numbers[id(p)], key] = value.clone()
+    return found
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+@pytest.mark.parametrize("name", ["plain", "fp32", "remainder16", "int8", "zeroing"])
+def test_steps_are_those_of_both(name, dtype):
+    """Bit for bit, with other parameters without gradients in each step."""
+    options = OPTIONS[name]
+    whole, params = made(dtype, **options)
+    halves, others = apart(dtype, **options)
+    for number, missing in enumerate(((), (0, 4), (0, 1, 2), (3, 4, 5, 6), range(7), ())):
+        for some in (params, others):
+            give(some, number, missing)
+        whole.step()
+        for half in halves:
+            half.step()
+        if options.get("zero_grads"):
+            assert not any(p.grad.any() for p in params if p.grad is not None)
+    found, expected = values(params, [whole]), values(others, halves)
+    if name == "remainder16":  # AdamW rounds second moments at random, by the parameter's number
+        found, expected = ({k: v for k, v in one.items() if k[0] < 3} for one in (found, expected))
+        found = {k: v for k, v in found.items() if k[1] != "step"}
+        expected = {k: v for k, v in expected.items() if k[1] != "step"}
+    if name == "int8":
+        found, expected = ({k: v for k, v in one.items() if k[0] != 4} for one in (found, expected))
+        found = {k: v for k, v in found.items() if k[0] > 2 or k[1] != "step"}
+        expected = {k: v for k, v in expected.items() if k[0] > 2 or k[1] != "step"}
+    assert_same(found, expected, name)
+
+
+def test_one_norm_clips_both():
+    whole, params = made(max_grad_norm=0.5)
+    halves, others = apart()
+    for number in range(3):
+        give(params, number)
+        give(others, number)
+        norm = torch.nn.utils.clip_grad_norm_(others, 0.5)
+        whole.step()
+        for half in halves:
+            half.step()
+        torch.testing.assert_close(whole.grad_norm, norm)
+    for p, other in zip(params, others, strict=True):
+        torch.testing.assert_close(p, other)
+    before = values(params, [whole])
+    give(params, 4)
+    params[5].grad.fill_(torch.inf)
+    whole.step()
+    assert_same(values(params, [whole]), before)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_checkpoints_and_copies_go_on(dtype, name):
+    optimizer, params = made(dtype, **OPTIONS[name])
+    for number in range(2):
+        give(params, number)
+        optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    pickled = pickle.loads(pickle.dumps(optimizer))
+    loaded, _ = made(dtype, **{**OPTIONS[name], "lr": 0.5})
+    for p, other in zip(members(optimizer), members(loaded), strict=True):
+        other.detach().copy_(p.detach())
+    loaded.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert loaded.param_groups[0]["lr"] == 1e-2
+    ends = []
+    for one in (optimizer, twin, pickled, loaded):
+        for number in range(2, 4):
+            give_members(one, number)
+            one.step()
+        ends.append(snapshot(one))
+    others = ends[1:] if name != "int8" else ends[1:3]  # loaded codes are rounded once more
+    for end in others:
+        assert_same(end, ends[0], name)
+
+
+@pytest.mark.parametrize("zero_grads", [False, True])
+def test_layouts(zero_grads):
+    """Gradients in another order and parameters with gaps, of both kinds."""
+    results = []
+    for lay in (
+        lambda t: t,
+        lambda t: t.mT.contiguous().mT,
+        lambda t: torch.stack([t, t], -1).flatten(1)[:, ::2],
+    ):
+        params = [torch.nn.Parameter(lay(torch.ones(6, 4) * k)) for k in (1.0, 2.0)]
+        groups = [{"params": [p], "use_muon": k == 0} for k, p in enumerate(params)]
+        optimizer = MuonWithAdamW(groups, lr=0.1, zero_grads=zero_grads, ns_dtype="float32")
+        for order in (lay, lambda t: t.mT.contiguous().mT, lambda t: t):
+            for p in params:
+                p.grad = order(torch.arange(24.0).view(6, 4).sin())
+            optimizer.step()
+            assert all(p.grad.any() != zero_grads for p in params)
+        results.append([p.detach().contiguous() for p in params])
+    for found in results[1:]:
+        assert all(same(one, two) for one, two in zip(found, results[0], strict=True))
+
+
+def test_a_scheduler_drives_both():
+    optimizer, params = made()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    give(params, 0)
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-3, 1.5e-3, 5e-3]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in params)
+
+
+def test_groups_of_jordans_optimizer_are_taken():
+    """KellerJordan/Muon: MuonWithAuxAdam."""
+    matrix, vector = torch.zeros(4, 4, requires_grad=True), torch.zeros(4, requires_grad=True)
+    groups = [
+        dict(params=[matrix], use_muon=True, lr=0.02, momentum=0.95, weight_decay=0.01),
+        dict(params=[vector], use_muon=False, lr=3e-4, betas=(0.9, 0.95), eps=1e-10),
+    ]
+    optimizer = MuonWithAdamW(groups)
+    assert [group["eps"] for group in optimizer.param_groups] == [1e-7, 1e-10]
+    assert isinstance(optimizer, torch.optim.Muon)
+
+
+def test_the_signature_begins_with_muons():
+    names = [list(inspect.signature(cls).parameters) for cls in (torch.optim.Muon, MuonWithAdamW)]
+    assert names[1][: len(names[0])] == names[0]
+
+
+def test_errors():
+    matrix, vector = torch.zeros(4, 4, requires_grad=True), torch.zeros(4, requires_grad=True)
+    for params in ([matrix], [{"params": [matrix]}], [{"params": [matrix], "use_muon": 1}]):
+        with pytest.raises(
+            ValueError, match="^MuonWithAdamW: use_muon of parameter group 0 must be True or False"
+        ):
+            MuonWithAdamW(params)
+    with pytest.raises(ValueError, match="^MuonWithAdamW only supports 2D parameters"):
+        MuonWithAdamW([{"params": [vector], "use_muon": True}])
+    with pytest.raises(ValueError, match="^Invalid beta parameter at index 1: 1.0"):
+        MuonWithAdamW([{"params": [vector], "use_muon": False}], betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="^MuonWithAdamW: ns_steps must be a whole number"):
+        MuonWithAdamW([{"params": [matrix], "use_muon": True}], ns_steps=-1)
+    optimizer, params = made()
+    plain = onepass.optim.Muon([{"params": [p]} for p in params[:3]])
+    checkpoint = plain.state_dict()
+    for group, other in zip(checkpoint["param_groups"], optimizer.param_groups, strict=True):
+        group["params"] = list(range(len(other["params"])))
+    with pytest.raises(ValueError, match="use_muon of parameter group 0 must be True or False"):
+        optimizer.load_state_dict(checkpoint)
+
+
+# ---- the groups of a model -----------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.up = torch.nn.Linear(width, 4 * width)
+        self.down = torch.nn.Linear(4 * width, width)
+        self.norm = torch.nn.LayerNorm(width)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, tied=False, head="lm_head"):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(50, 8)
+        self.positions = torch.nn.Embedding(32, 8)  # of the shape of `up`
+        self.pos_embed = torch.nn.Parameter(torch.zeros(7, 8))
+        self.experts = torch.nn.Parameter(torch.zeros(3, 8, 8))
+        self.blocks = torch.nn.ModuleList([Block(8), Block(8)])
+        setattr(self, head, torch.nn.Linear(8, 50, bias=False))
+        if tied:
+            getattr(self, head).weight = self.tokens.weight
+
+
+def named(groups):
+    return [(group["use_muon"], {name for name, _ in group["params"]}) for group in groups]
+
+
+MATRICES = {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("qkv", "up", "down")}
+
+
+@pytest.mark.parametrize("head", ["lm_head", "classifier", "fc", "words"])  # the last by its shape
+@pytest.mark.parametrize("tied", [False, True])
+def test_hidden_matrices_are_muons(tied, head):
+    model = Model(tied, head)
+    all_names = {name for name, _ in model.named_parameters()}
+    assert named(muon_groups(model)) == [(True, MATRICES), (False, all_names - MATRICES)]
+
+
+def test_a_small_head_by_its_place_in_the_model():
+    model = torch.nn.ModuleDict({"fc": torch.nn.Linear(8, 3), "mlp": Block(8)})
+    muon, adamw = named(muon_groups(model))
+    assert muon[1] == {"mlp.qkv.weight", "mlp.up.weight", "mlp.down.weight"}
+    assert "fc.weight" in adamw[1]
+
+
+def test_patterns_outweigh_the_rule():
+    model = Model()
+    model.blocks[1].up.weight.requires_grad_(False)
+    groups = muon_groups(
+        model, others=["*.down.*"], matrices={"*.qkv.weight": 3, "experts": "stacked"}
+    )
+    muon, qkv, experts, adamw = named(groups)
+    assert muon == (True, {"blocks.0.up.weight"})
+    assert qkv == (True, {"blocks.0.qkv.weight", "blocks.1.qkv.weight"})
+    assert experts == (True, {"experts"}) and groups[2]["matrices"] == "stacked"
+    assert "blocks.0.down.weight" in adamw[1] and "blocks.1.up.weight" not in adamw[1]
+    optimizer = MuonWithAdamW(groups)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"^muon_groups: others and matrices must name .*\['x\.\*"):
+        muon_groups(model, others=["x.*"])
+
+
+def test_nothing_for_one_of_both():
+    assert named(muon_groups(torch.nn.LayerNorm(4))) == [(False, {"weight", "bias"})]
+    assert named(muon_groups(torch.nn.Linear(4, 4, bias=False))) == [(True, {"weight"})]
+
+
+def test_a_model_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64)
+    config = transformers.LlamaConfig(num_attention_heads=2, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    muon, adamw = named(muon_groups(model))
+    assert len(muon[1]) == 7 and all(name.endswith("_proj.weight") for name in muon[1])
+    assert "lm_head.weight" in adamw[1] and "model.embed_tokens.weight" in adamw[1]
