@@ -3,6 +3,7 @@
 // them counts as the calling thread's own access.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -232,6 +233,7 @@ void begin_copy(void* shared, const void* global, bool valid) {
   }
   emulator::Copy copy = {shared, global, kBytes, valid, {}};
   if (valid) {
+    emulator::count_read(global, kBytes);
     check_alignment(static_cast<const Bytes*>(global), "cp.async");
     const Bytes source = *static_cast<const Bytes*>(global);
     check_inside(static_cast<const Bytes*>(global), source, "cp.async");
@@ -248,7 +250,6 @@ void end_copy(const emulator::Copy& copy) {
   using Bytes = CopiedBytes<kBytes>;
   Bytes data{};
   if (copy.valid) {
-    emulator::count_read(kBytes);
     data = *static_cast<const Bytes*>(copy.global);
     if (std::memcmp(copy.source, &data, kBytes) != 0) {
       emulator::fail("the source of a cp.async changes while it is in flight");
@@ -274,6 +275,7 @@ inline void cp_async_commit() { emulator::copies_in_flight().emplace_back(); }
 template <int kPending>
 void cp_async_wait() {
   auto& groups = emulator::copies_in_flight();
+  const emulator::Uncounted seen_at_issue;
   while (groups.size() > kPending + 1) {
     for (const emulator::Copy& copy : groups.front()) {
       if (copy.bytes == 16) detail::end_copy<16>(copy);
@@ -287,8 +289,8 @@ void cp_async_wait() {
 // ---- ordered access to global memory ------------------------------------------------------------
 
 inline uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {
-  emulator::count_read(4);
-  emulator::count_written(4);
+  emulator::count_read(address, 4);
+  emulator::count_written(address, 4);
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
 }
 
@@ -297,13 +299,13 @@ inline uint32_t load_acquire(const uint32_t* address) {
 }
 
 inline void store_release(uint32_t* address, uint32_t value) {
-  emulator::count_written(4);
+  emulator::count_written(address, 4);
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
 
-inline void add_global(float* address, float value) {
-  detail::check_alignment(address, "red");
-  emulator::count_written(4);
+namespace detail {
+
+inline void add_atomically(float* address, float value) {
   float old, sum;
   __atomic_load(address, &old, __ATOMIC_RELAXED);
   do {
@@ -312,13 +314,26 @@ inline void add_global(float* address, float value) {
       !__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
 }
 
+}  // namespace detail
+
+inline void add_global(float* address, float value) {
+  detail::check_alignment(address, "red");
+  emulator::count_written(address, 4);
+  detail::add_atomically(address, value);
+}
+
 inline bool adds_four() { return emulator::capability() >= 90; }
 inline void add_global_4(float* address, const float (&value)[4]) {
   struct alignas(16) Four {
     float of[4];
   };
-  if (adds_four()) detail::check_alignment(reinterpret_cast<const Four*>(address), "red.v4");
-  for (int i = 0; i < 4; ++i) add_global(address + i, value[i]);
+  if (!adds_four()) {
+    for (int i = 0; i < 4; ++i) add_global(address + i, value[i]);
+    return;
+  }
+  detail::check_alignment(reinterpret_cast<const Four*>(address), "red.v4");
+  emulator::count_written(address, sizeof(value));
+  for (int i = 0; i < 4; ++i) detail::add_atomically(address + i, value[i]);
 }
 
 inline void spin() { emulator::spin(); }
@@ -328,7 +343,7 @@ inline void spin() { emulator::spin(); }
 template <class T>
 T load_global(const T* address) {
   detail::check_alignment(address, "a load");
-  emulator::count_read(sizeof(T));
+  emulator::count_read(address, sizeof(T));
   const T value = *address;
   detail::check_inside(address, value, "a load");
   return value;
@@ -337,7 +352,7 @@ T load_global(const T* address) {
 template <class T>
 void store_global(T* address, const T& value) {
   detail::check_alignment(address, "a store");
-  emulator::count_written(sizeof(T));
+  emulator::count_written(address, sizeof(T));
   *address = value;
 }
 

@@ -2,9 +2,10 @@
 // files see instead of the CUDA toolkit when they are compiled with ONEPASS_EMULATE.
 //
 // A CUDA thread is a fiber, and all fibers run in turn on one OS thread, in an order drawn from a
-// seed. A barrier or a warp collective yields until everybody it waits for has arrived. Built three
+// seed. A barrier or a warp collective yields until everybody it waits for has arrived. Built four
 // times: plain (which counts bytes of global memory), with the address and undefined-behaviour
-// sanitizers, and with the thread sanitizer, for which every CUDA thread is a thread of its own.
+// sanitizers, with the thread sanitizer, for which every CUDA thread is a thread of its own, and
+// with what that one calls at each access counting bank conflicts and sectors (accesses.h).
 //
 // Ordering follows the PTX memory model, so that real races stay visible to the thread sanitizer:
 // only __syncthreads, __syncwarp and acquire/release atomics order memory. Shuffles, ballots, mma
@@ -113,8 +114,14 @@ struct Counters {
 };
 const Counters& counters();
 void forget_counted();  // and what was launched
-void count_read(size_t bytes);
-void count_written(size_t bytes);
+void count_read(const void* address, size_t bytes);
+void count_written(const void* address, size_t bytes);
+// While there is one, what the thread writes to shared memory is nothing that its kernel does.
+class Uncounted {
+ public:
+  Uncounted();
+  ~Uncounted();
+};
 
 // One cp.async in flight, and the running thread's groups of them: oldest first, the last one open.
 struct Copy {
