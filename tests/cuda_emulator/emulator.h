@@ -38,13 +38,15 @@ namespace emulator {
 inline constexpr int kWarpSize = 32;
 // What may be set, by the environment of a program or here, which comes first: seed, of the order
 // of blocks and threads; resident, the blocks that run at the same time at least; shared, the bytes
-// of a block; l2, in bytes; multiprocessors; capability, 86 for 8.6. What is not set is that of an
-// H100.
+// of a block; l2, in bytes; multiprocessors; capability, 86 for 8.6; truncates, how many products
+// of 16-bit matrices tensor cores add up at once, cutting off: 16 (an H100), 8 (an A100), 0 for
+// sums that are rounded. What is not set is that of an H100.
 std::map<std::string, int64_t>& settings();
 size_t max_shared_bytes();
 size_t l2_bytes();
 int64_t multiprocessors();
 int64_t capability();
+int64_t truncates();
 inline constexpr uint8_t kPoison = 0xff;  // a NaN in every float type
 
 // The fiber that is running.

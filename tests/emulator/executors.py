@@ -46,6 +46,7 @@ SETTINGS = dict(
     l2=50 << 20,
     multiprocessors=132,
     capability=90,  # 86 for 8.6: below 9.0 a reduction adds one number at a time
+    truncates=16,  # products of 16-bit matrices at once, as an H100; 8: an A100; 0: rounded
     shift=0,  # bytes that tensors begin beyond where they lie
     misaligned=-1,  # the one that does, in the order of an argument struct; -1: all of them
     far=0,  # the dimension, from 1, of arguments of four that 32 bits do not reach; 0: none
