@@ -51,10 +51,36 @@ void launch(const LaunchShape& shape, void* /*stream*/, const Args&... args) {
 
 #else
 
-inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("onepass: ") + what + ": " + cudaGetErrorString(error));
+// Errors that kernels run into. Any call may return them later, one that has started nothing too.
+inline bool is_of_running_kernels(cudaError_t error) {
+  switch (error) {
+    case cudaErrorECCUncorrectable:
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+      return true;
+    default:
+      return false;
   }
+}
+
+// Throws what is wrong. `before`: what was so before the call.
+inline void check(cudaError_t error, const char* what, cudaError_t before = cudaSuccess) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // it has been told: whoever asks the runtime next shall not tell it again
+  std::string text = std::string("onepass: ") + what + ": " + cudaGetErrorString(error);
+  if (before != cudaSuccess) {
+    text += std::string("; an error was pending before this call: ") + cudaGetErrorString(before);
+  } else if (is_of_running_kernels(error)) {
+    text += "; a kernel that was started earlier ran into it (CUDA_LAUNCH_BLOCKING=1 shows which)";
+  }
+  throw std::runtime_error(text);
 }
 
 // Ordered with the kernels on the stream; part of a graph that captures it.
@@ -87,12 +113,13 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
     throw std::runtime_error("onepass: a grid has at most 2147483647 blocks, and this call needs " +
                              std::to_string(shape.blocks));
   }
+  const cudaError_t before = cudaPeekAtLastError();  // somebody else's
   constexpr size_t kWithoutAsking = 48 * 1024;
   if (shape.shared_bytes > kWithoutAsking) {
     // All that there is: the limit is the kernel's, and another thread may start it with more.
     check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(max_shared_bytes())),
-          "asking for shared memory");
+          "asking for shared memory", before);
   }
   cudaLaunchConfig_t config{};
   config.gridDim = static_cast<unsigned>(shape.blocks);
@@ -107,7 +134,7 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
     config.attrs = &together;
     config.numAttrs = 1;
   }
-  check(cudaLaunchKernelEx(&config, kKernel, args...), "starting a kernel");
+  check(cudaLaunchKernelEx(&config, kKernel, args...), "starting a kernel", before);
 }
 
 #endif

@@ -3,6 +3,7 @@
 // them counts as the calling thread's own access.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -50,51 +51,9 @@ struct Fragments {
   uint32_t a[4];
   uint32_t b[2];
 };
-
-// Register r of a holds rows g (+ 8 for odd r), columns 2t, 2t + 1 (+ 8 for r >= 2); register r of
-// b rows 2t, 2t + 1 (+ 8 for r = 1), column g; d[r] row g (+ 8 for r >= 2), column 2t + r % 2.
-template <class T>
-void multiply_16x8x16(emulator::Exchange& all) {
-  using Row = float __attribute__((vector_size(32)));
-  float a[16][16];
-  Row b[16];
-  for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
-    Fragments of_lane;
-    all.get(lane, &of_lane);
-    const int g = lane / 4, t = lane % 4;
-    for (int which = 0; which < 2; ++which) {
-      for (int r = 0; r < 4; ++r) {
-        a[g + r % 2 * 8][2 * t + which + r / 2 * 8] = detail::element<T>(of_lane.a[r], which);
-      }
-      for (int r = 0; r < 2; ++r) {
-        b[2 * t + which + r * 8][g] = detail::element<T>(of_lane.b[r], which);
-      }
-    }
-  }
-  Row product[16];
-  for (int i = 0; i < 16; ++i) {
-    Row sum{};
-    for (int k = 0; k < 16; ++k) sum += a[i][k] * b[k];
-    product[i] = sum;
-  }
-  for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
-    const int g = lane / 4, t = lane % 4;
-    const float of_lane[4] = {product[g][2 * t], product[g][2 * t + 1], product[g + 8][2 * t],
-                              product[g + 8][2 * t + 1]};
-    all.put(lane, of_lane);
-  }
-}
-
-template <class T>
-void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  constexpr const char* kName =
-      __is_same(T, BFloat16) ? "mma.m16n8k16 of bf16" : "mma.m16n8k16 of f16";
-  const Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-  const emulator::Exchange all(detail::kAllLanes, kName, &mine, sizeof(mine), multiply_16x8x16<T>);
-  float product[4];
-  all.get(emulator::self().lane, &product);
-  for (int r = 0; r < 4; ++r) d[r] += product[r];
-}
+struct AddedFragments : Fragments {
+  float d[4];
+};
 
 namespace detail {
 
@@ -106,7 +65,147 @@ inline float truncated(double sum) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(nearest) - 1);
 }
 
+// Of eight columns.
+using Floats = float __attribute__((vector_size(32)));
+using Doubles = double __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(32)));
+using Unsigned = uint32_t __attribute__((vector_size(32)));
+using Bits = uint64_t __attribute__((vector_size(64)));
+
+// Factors of sixteen products, and their exponents.
+struct Left {
+  alignas(Floats) float value[16];
+  alignas(Ints) int32_t exponent[16];
+};
+struct Right {
+  Floats value[16];
+  Ints exponent[16];
+};
+
+// Of factors; a zero has none. `most` becomes the largest if that is more.
+inline void find_exponents(const Floats& factors, Ints& exponents, Ints& most) {
+  constexpr int kNone = -1000;
+  exponents = (reinterpret_cast<Ints>(factors) >> 23 & 0xff) - 127;
+  most = exponents > most ? exponents : most;
+  exponents = factors == Floats{} ? kNone - Ints{} : exponents;
+}
+
+// d + a[k] * b[k], products one after the other, to nearest.
+inline void add_rounded(Floats& d, const Left& a, const Right& b) {
+  Floats sum{};
+  for (int k = 0; k < 16; ++k) sum += a.value[k] * b.value[k];
+  d += sum;
+}
+
+// Of kDepth products from `first`, as tensor cores add them up: products are exact, their exponent
+// is the sum of those of their factors; every addend is cut off, towards zero, kExtra bits below
+// the last that float32 has beside the largest exponent; what is left is added up exactly, and cut
+// off to float32. That is what M. Fasi, N. Higham, M. Mikaitis and S. Pranesh found (Numerical
+// behavior of NVIDIA tensor cores, 2021): eight products at once and one bit on the A100. For the
+// H100 later work has sixteen and two. Beside nothing above 2 ** kLeast the cut is where it is
+// there. `holds` loses the columns whose sums may overflow or are no numbers: theirs are not right.
+constexpr int kLeast = -100, kMost = 126;
+template <int kDepth, int kExtra>
+void add_truncated(Floats& d, const Left& a, const Right& b, int first, Ints& holds) {
+  Ints largest = (reinterpret_cast<Ints>(d) >> 23 & 0xff) - 127;
+  largest = largest > kLeast ? largest : kLeast - Ints{};
+  for (int k = first; k < first + kDepth; ++k) {
+    const Ints of_product = b.exponent[k] + a.exponent[k];
+    largest = of_product > largest ? of_product : largest;
+  }
+  holds &= largest <= kMost;
+  largest = largest <= kMost ? largest : kMost - Ints{};
+  const Ints unit = largest - 23 - kExtra;
+  const auto scale = reinterpret_cast<Floats>((127 - unit) << 23);
+  const Ints of_d = __builtin_convertvector(d * scale, Ints);  // towards zero, as below
+  Doubles sum = __builtin_convertvector(of_d, Doubles);
+  constexpr int kChain = 8;  // that 32 bits have room for: a product is less than 2 ** 27 units
+  for (int begin = first; begin < first + kDepth; begin += kChain) {
+    Unsigned units{};  // which go around where there is no number
+    for (int k = begin; k < begin + kChain; ++k) {
+      const Ints of_product = __builtin_convertvector(a.value[k] * b.value[k] * scale, Ints);
+      units += reinterpret_cast<Unsigned>(of_product);
+    }
+    sum += __builtin_convertvector(reinterpret_cast<Ints>(units), Doubles);
+  }
+  constexpr uint64_t kBitsOfFloat = ~((uint64_t{1} << (52 - 23)) - 1);
+  const auto cut = reinterpret_cast<Doubles>(reinterpret_cast<Bits>(sum) & kBitsOfFloat);
+  d = __builtin_convertvector(cut, Floats) * reinterpret_cast<Floats>((127 + unit) << 23);
+}
+
 }  // namespace detail
+
+// Register r of a holds rows g (+ 8 for odd r), columns 2t, 2t + 1 (+ 8 for r >= 2); register r of
+// b rows 2t, 2t + 1 (+ 8 for r = 1), column g; d[r] row g (+ 8 for r >= 2), column 2t + r % 2.
+template <class T>
+void multiply_16x8x16(emulator::Exchange& all) {
+  detail::Left a[16];
+  detail::Right b;
+  detail::Floats d[16];
+  for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
+    AddedFragments of_lane;
+    all.get(lane, &of_lane);
+    const int g = lane / 4, t = lane % 4;
+    for (int which = 0; which < 2; ++which) {
+      for (int r = 0; r < 4; ++r) {
+        a[g + r % 2 * 8].value[2 * t + which + r / 2 * 8] = detail::element<T>(of_lane.a[r], which);
+      }
+      for (int r = 0; r < 2; ++r) {
+        b.value[2 * t + which + r * 8][g] = detail::element<T>(of_lane.b[r], which);
+        d[g + r * 8][2 * t + which] = of_lane.d[2 * r + which];
+      }
+    }
+  }
+  const int64_t at_once = emulator::truncates();
+  bool are_finite = true;  // the factors
+  if (at_once > 0) {
+    detail::Ints most{};
+    for (int k = 0; k < 16; ++k) detail::find_exponents(b.value[k], b.exponent[k], most);
+    for (detail::Left& row : a) {
+      for (int k = 0; k < 16; k += 8) {
+        detail::find_exponents(*reinterpret_cast<detail::Floats*>(row.value + k),
+                               *reinterpret_cast<detail::Ints*>(row.exponent + k), most);
+      }
+    }
+    for (int j = 0; j < 8; ++j) are_finite &= most[j] < 128;
+  }
+  for (int i = 0; i < 16; ++i) {
+    detail::Floats sum = d[i];
+    detail::Ints holds = detail::Ints{} == 0;
+    if (at_once == 16) {
+      detail::add_truncated<16, 2>(sum, a[i], b, 0, holds);
+    } else if (at_once == 8) {
+      detail::add_truncated<8, 1>(sum, a[i], b, 0, holds);
+      detail::add_truncated<8, 1>(sum, a[i], b, 8, holds);
+    } else {
+      holds = detail::Ints{};
+    }
+    bool all_hold = are_finite;
+    for (int j = 0; j < 8; ++j) all_hold &= holds[j] != 0;
+    if (!all_hold) {
+      detail::Floats rounded = d[i];
+      detail::add_rounded(rounded, a[i], b);
+      for (int j = 0; j < 8; ++j) {
+        if (holds[j] == 0 || !std::isfinite(rounded[j])) sum[j] = rounded[j];
+      }
+    }
+    d[i] = sum;
+  }
+  for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    const float of_lane[4] = {d[g][2 * t], d[g][2 * t + 1], d[g + 8][2 * t], d[g + 8][2 * t + 1]};
+    all.put(lane, of_lane);
+  }
+}
+
+template <class T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  constexpr const char* kName =
+      __is_same(T, BFloat16) ? "mma.m16n8k16 of bf16" : "mma.m16n8k16 of f16";
+  const AddedFragments mine = {{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, {d[0], d[1], d[2], d[3]}};
+  const emulator::Exchange all(detail::kAllLanes, kName, &mine, sizeof(mine), multiply_16x8x16<T>);
+  all.get(emulator::self().lane, &d);
+}
 
 // Register r of a holds row g (+ 8 for odd r), column t (+ 4 for r >= 2); register r of b row t (+
 // 4 for r = 1), column g; d[r] as above. Of each lane its sums of columns 0 to 3 and 4 to 7.
@@ -232,6 +331,7 @@ void begin_copy(void* shared, const void* global, bool valid) {
   }
   emulator::Copy copy = {shared, global, kBytes, valid, {}};
   if (valid) {
+    emulator::count_read(global, kBytes);
     check_alignment(static_cast<const Bytes*>(global), "cp.async");
     const Bytes source = *static_cast<const Bytes*>(global);
     check_inside(static_cast<const Bytes*>(global), source, "cp.async");
@@ -248,7 +348,6 @@ void end_copy(const emulator::Copy& copy) {
   using Bytes = CopiedBytes<kBytes>;
   Bytes data{};
   if (copy.valid) {
-    emulator::count_read(kBytes);
     data = *static_cast<const Bytes*>(copy.global);
     if (std::memcmp(copy.source, &data, kBytes) != 0) {
       emulator::fail("the source of a cp.async changes while it is in flight");
@@ -274,6 +373,7 @@ inline void cp_async_commit() { emulator::copies_in_flight().emplace_back(); }
 template <int kPending>
 void cp_async_wait() {
   auto& groups = emulator::copies_in_flight();
+  const emulator::Uncounted seen_at_issue;
   while (groups.size() > kPending + 1) {
     for (const emulator::Copy& copy : groups.front()) {
       if (copy.bytes == 16) detail::end_copy<16>(copy);
@@ -287,8 +387,8 @@ void cp_async_wait() {
 // ---- ordered access to global memory ------------------------------------------------------------
 
 inline uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {
-  emulator::count_read(4);
-  emulator::count_written(4);
+  emulator::count_read(address, 4);
+  emulator::count_written(address, 4);
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
 }
 
@@ -297,13 +397,13 @@ inline uint32_t load_acquire(const uint32_t* address) {
 }
 
 inline void store_release(uint32_t* address, uint32_t value) {
-  emulator::count_written(4);
+  emulator::count_written(address, 4);
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
 
-inline void add_global(float* address, float value) {
-  detail::check_alignment(address, "red");
-  emulator::count_written(4);
+namespace detail {
+
+inline void add_atomically(float* address, float value) {
   float old, sum;
   __atomic_load(address, &old, __ATOMIC_RELAXED);
   do {
@@ -312,13 +412,26 @@ inline void add_global(float* address, float value) {
       !__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
 }
 
+}  // namespace detail
+
+inline void add_global(float* address, float value) {
+  detail::check_alignment(address, "red");
+  emulator::count_written(address, 4);
+  detail::add_atomically(address, value);
+}
+
 inline bool adds_four() { return emulator::capability() >= 90; }
 inline void add_global_4(float* address, const float (&value)[4]) {
   struct alignas(16) Four {
     float of[4];
   };
-  if (adds_four()) detail::check_alignment(reinterpret_cast<const Four*>(address), "red.v4");
-  for (int i = 0; i < 4; ++i) add_global(address + i, value[i]);
+  if (!adds_four()) {
+    for (int i = 0; i < 4; ++i) add_global(address + i, value[i]);
+    return;
+  }
+  detail::check_alignment(reinterpret_cast<const Four*>(address), "red.v4");
+  emulator::count_written(address, sizeof(value));
+  for (int i = 0; i < 4; ++i) detail::add_atomically(address + i, value[i]);
 }
 
 inline void spin() { emulator::spin(); }
@@ -328,7 +441,7 @@ inline void spin() { emulator::spin(); }
 template <class T>
 T load_global(const T* address) {
   detail::check_alignment(address, "a load");
-  emulator::count_read(sizeof(T));
+  emulator::count_read(address, sizeof(T));
   const T value = *address;
   detail::check_inside(address, value, "a load");
   return value;
@@ -337,7 +450,7 @@ T load_global(const T* address) {
 template <class T>
 void store_global(T* address, const T& value) {
   detail::check_alignment(address, "a store");
-  emulator::count_written(sizeof(T));
+  emulator::count_written(address, sizeof(T));
   *address = value;
 }
 

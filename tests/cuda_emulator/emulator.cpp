@@ -4,8 +4,6 @@
 #include "emulator.h"
 
 #include <algorithm>
-#include <cctype>
-#include <cstdlib>
 #include <deque>
 #include <exception>
 #include <map>
@@ -15,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "accesses.h"
 #include "context.h"
 
 #if defined(EMULATOR_ADDRESS)
@@ -32,6 +31,12 @@ void __tsan_release(void* tag);
 
 namespace emulator {
 namespace {
+
+#if defined(EMULATOR_ACCESSES)
+constexpr bool kSeesAccesses = true;
+#else
+constexpr bool kSeesAccesses = false;
+#endif
 
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kGapBytes = 64;
@@ -83,6 +88,8 @@ constexpr size_t kMaxMasks = 64;
 
 struct Warp {
   std::vector<std::unique_ptr<Meeting>> meetings;
+  unsigned lanes = 0;  // of the mask of all
+  WarpAccesses accesses;
   Warp() { meetings.reserve(kMaxMasks); }
 };
 
@@ -99,12 +106,15 @@ struct Thread : Fiber {
   Meeting* meeting = nullptr;
   uint64_t waits_beyond = 0;  // generation of the barrier or meeting
   std::vector<std::vector<Copy>> copies;
+  Callers callers;
+  bool counts = true;
 };
 
 struct Block {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::unique_ptr<char[]> arena;
+  size_t arena_bytes = 0;
   size_t shared_bytes = 0;
   int live = 0;
   int at_barrier = 0;
@@ -173,8 +183,15 @@ Fiber& next_of_round() {
   return next;
 }
 
+// Lanes have met: what they did before belongs together, and nothing after it does.
+void end_accesses(Warp& warp) {
+  if (!kSeesAccesses) return;
+  warp.accesses.end(machine().launched.back().kernel);
+}
+
 void open_barrier_if_all_are_there(Block& block) {
   if (block.live > 0 && block.at_barrier == block.live) {
+    for (Warp& warp : block.warps) end_accesses(warp);
     block.at_barrier = 0;
     ++block.generation;
   }
@@ -250,6 +267,7 @@ std::unique_ptr<Block> make_block(const Launch& launch, dim3 index) {
   block->live = count;
   block->shared_bytes = launch.shared_bytes;
   const size_t arena_bytes = launch.shared_bytes + (kMaxPieces + 1) * kGapBytes + 16;
+  block->arena_bytes = arena_bytes;
   block->arena.reset(new char[arena_bytes]);
   std::fill_n(block->arena.get(), arena_bytes, static_cast<char>(kPoison));
 #if defined(EMULATOR_ADDRESS)
@@ -265,6 +283,7 @@ std::unique_ptr<Block> make_block(const Launch& launch, dim3 index) {
                    .lane = i % kWarpSize};
     thread.block = block.get();
     thread.warp = i / kWarpSize;
+    block->warps[thread.warp].lanes |= 1u << thread.self.lane;
     thread.memory = take_stack();
     thread.fiber = thread.memory->fiber;
     char* stack = thread.memory->memory.get();
@@ -280,10 +299,10 @@ std::unique_ptr<Block> make_block(const Launch& launch, dim3 index) {
 }
 
 void end_block(std::unique_ptr<Block> block) {
+  for (Warp& warp : block->warps) end_accesses(warp);
   for (Thread& thread : block->threads) machine().free_stacks.push_back(thread.memory);
 #if defined(EMULATOR_ADDRESS)
-  __asan_unpoison_memory_region(block->arena.get(),
-                                block->shared_bytes + (kMaxPieces + 1) * kGapBytes + 16);
+  __asan_unpoison_memory_region(block->arena.get(), block->arena_bytes);
 #endif
 #if defined(EMULATOR_THREAD)
   machine().ended.push_back(std::move(block));
@@ -331,26 +350,6 @@ void add_ready(std::vector<Thread*>& ready, Block& block, int first = 0, int cou
 
 }  // namespace
 
-std::map<std::string, int64_t>& settings() {
-  static auto* const all = [] {
-    auto* values = new std::map<std::string, int64_t>{
-        {"seed", 0},      {"resident", 1},          {"shared", 227 * 1024},
-        {"l2", 50 << 20}, {"multiprocessors", 132}, {"capability", 90}};
-    for (auto& [name, value] : *values) {
-      std::string variable = "EMULATOR_" + name;
-      for (char& letter : variable) letter = static_cast<char>(std::toupper(letter));
-      if (const char* const text = std::getenv(variable.c_str())) value = std::atoll(text);
-    }
-    return values;
-  }();
-  return *all;
-}
-
-size_t max_shared_bytes() { return static_cast<size_t>(settings().at("shared")); }
-size_t l2_bytes() { return static_cast<size_t>(settings().at("l2")); }
-int64_t multiprocessors() { return settings().at("multiprocessors"); }
-int64_t capability() { return settings().at("capability"); }
-
 const Self* detail::running = nullptr;
 
 void fail(const std::string& what) { throw std::runtime_error("emulator: " + what); }
@@ -377,8 +376,35 @@ void forget_counted() {
 }
 std::vector<std::string>& kernels() { return machine().kernels; }
 const std::vector<Launch>& launched() { return machine().launched; }
-void count_read(size_t bytes) { machine().counters.global_read += bytes; }
-void count_written(size_t bytes) { machine().counters.global_written += bytes; }
+
+static void see(Access access, const void* address, size_t bytes, const void* code) {
+  const Thread& thread = *running;
+  WarpAccesses& warp = thread.block->warps[thread.warp].accesses;
+  warp.add(access, thread.self.lane, reinterpret_cast<uintptr_t>(address), bytes,
+           thread.callers.site(code));
+}
+
+void count_read(const void* address, size_t bytes) {
+  machine().counters.global_read += bytes;
+  if (kSeesAccesses) see(Access::kGlobalRead, address, bytes, __builtin_return_address(0));
+}
+void count_written(const void* address, size_t bytes) {
+  machine().counters.global_written += bytes;
+  if (kSeesAccesses) see(Access::kGlobalWrite, address, bytes, __builtin_return_address(0));
+}
+
+Callers* callers() { return running ? &running->callers : nullptr; }
+
+void see_access(const void* address, size_t bytes, bool writes, const void* code) {
+  if (!running || !running->counts) return;
+  const Block& block = *running->block;
+  const auto* const begin = static_cast<const char*>(address);
+  if (begin < block.arena.get() || begin >= block.arena.get() + block.arena_bytes) return;
+  see(writes ? Access::kSharedWrite : Access::kSharedRead, address, bytes, code);
+}
+
+Uncounted::Uncounted() { running->counts = false; }
+Uncounted::~Uncounted() { running->counts = true; }
 
 std::vector<std::vector<Copy>>& copies_in_flight() {
   auto& groups = running->copies;
@@ -445,6 +471,7 @@ static int meet(unsigned mask, const char* what, const void* deposit, size_t byt
   thread.waits_beyond = meeting.generation;
   meeting.arrived |= 1u << lane;
   if (meeting.arrived == mask) {
+    if (Warp& warp = thread.block->warps[thread.warp]; mask == warp.lanes) end_accesses(warp);
     Exchange all(meeting.deposits[parity]);
     if (finish) finish(all);
     meeting.arrived = 0;

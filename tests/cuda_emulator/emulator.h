@@ -2,9 +2,10 @@
 // files see instead of the CUDA toolkit when they are compiled with ONEPASS_EMULATE.
 //
 // A CUDA thread is a fiber, and all fibers run in turn on one OS thread, in an order drawn from a
-// seed. A barrier or a warp collective yields until everybody it waits for has arrived. Built three
+// seed. A barrier or a warp collective yields until everybody it waits for has arrived. Built four
 // times: plain (which counts bytes of global memory), with the address and undefined-behaviour
-// sanitizers, and with the thread sanitizer, for which every CUDA thread is a thread of its own.
+// sanitizers, with the thread sanitizer, for which every CUDA thread is a thread of its own, and
+// with what that one calls at each access counting bank conflicts and sectors (accesses.h).
 //
 // Ordering follows the PTX memory model, so that real races stay visible to the thread sanitizer:
 // only __syncthreads, __syncwarp and acquire/release atomics order memory. Shuffles, ballots, mma
@@ -37,13 +38,15 @@ namespace emulator {
 inline constexpr int kWarpSize = 32;
 // What may be set, by the environment of a program or here, which comes first: seed, of the order
 // of blocks and threads; resident, the blocks that run at the same time at least; shared, the bytes
-// of a block; l2, in bytes; multiprocessors; capability, 86 for 8.6. What is not set is that of an
-// H100.
+// of a block; l2, in bytes; multiprocessors; capability, 86 for 8.6; truncates, how many products
+// of 16-bit matrices tensor cores add up at once, cutting off: 16 (an H100), 8 (an A100), 0 for
+// sums that are rounded. What is not set is that of an H100.
 std::map<std::string, int64_t>& settings();
 size_t max_shared_bytes();
 size_t l2_bytes();
 int64_t multiprocessors();
 int64_t capability();
+int64_t truncates();
 inline constexpr uint8_t kPoison = 0xff;  // a NaN in every float type
 
 // The fiber that is running.
@@ -113,8 +116,14 @@ struct Counters {
 };
 const Counters& counters();
 void forget_counted();  // and what was launched
-void count_read(size_t bytes);
-void count_written(size_t bytes);
+void count_read(const void* address, size_t bytes);
+void count_written(const void* address, size_t bytes);
+// While there is one, what the thread writes to shared memory is nothing that its kernel does.
+class Uncounted {
+ public:
+  Uncounted();
+  ~Uncounted();
+};
 
 // One cp.async in flight, and the running thread's groups of them: oldest first, the last one open.
 struct Copy {

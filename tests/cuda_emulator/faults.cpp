@@ -1,6 +1,8 @@
 // Kernels with one planted fault each, beside the same kernel without it: what the emulator must
 // catch, and what it must be silent on. `faults NAME` runs the faulty one, `faults NAME right` the
 // right one; the process ends with 0 if the results are right and no sanitizer spoke.
+#include "faults.h"
+
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -9,41 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "cuda/launch.cuh"
 #include "image.h"
 
 using namespace onepass;
 using namespace onepass::cuda;
 
 namespace {
-
-constexpr int kThreads = 64;
-
-// Exact allocations: the address sanitizer's red zones lie right behind them.
-struct Buffers {
-  std::unique_ptr<float[]> input{new float[kThreads]};
-  std::unique_ptr<float[]> output{new float[kThreads]};
-  Buffers() {
-    for (int i = 0; i < kThreads; ++i) {
-      input[i] = static_cast<float>(i);
-      output[i] = -1.0f;
-    }
-  }
-  // output[i] == expected(i)
-  template <class Expected>
-  bool holds(Expected expected) const {
-    for (int i = 0; i < kThreads; ++i) {
-      if (!(output[i] == expected(i))) {
-        std::fprintf(stderr, "wrong value: output[%d] is %g, not %g\n", i, output[i],
-                     static_cast<double>(expected(i)));
-        return false;
-      }
-    }
-    return true;
-  }
-};
-
-int thread() { return static_cast<int>(threadIdx.x); }
 
 // ---- barriers -----------------------------------------------------------------------------------
 
@@ -100,10 +73,6 @@ void shared_out_of_bounds(const float* input, float* output) {
   const int neighbour = kFault ? thread() + 1 : (thread() + 1) % kThreads;
   store_global(output + thread(), values[neighbour]);
 }
-
-struct alignas(16) Four {
-  float value[4];
-};
 
 template <bool kFault>
 void misaligned(const float* input, float* output) {
@@ -447,14 +416,6 @@ void read_beside_a_tensor(const float* input, float* output) {
 // ---- running ------------------------------------------------------------------------------------
 
 template <auto kKernel>
-bool run(int shift) {
-  Buffers buffers;
-  launch<kKernel>({.blocks = 1, .threads = kThreads, .shared_bytes = 2048}, nullptr,
-                  static_cast<const float*>(buffers.input.get()), buffers.output.get());
-  return buffers.holds([&](int i) { return static_cast<float>((i + shift) % kThreads); });
-}
-
-template <auto kKernel>
 bool run_tight(int shift) {  // exactly the shared memory that the right kernel takes
   Buffers buffers;
   launch<kKernel>({.blocks = 1, .threads = kThreads, .shared_bytes = kThreads * sizeof(float)},
@@ -517,14 +478,6 @@ bool run_counted(int) {
   return right && read == kThreads * sizeof(float) && written == kThreads * sizeof(float);
 }
 
-struct Pair {
-  bool (*faulty)(int);
-  bool (*right)(int);
-  int shift = 0;
-};
-
-#define PAIR(runner, kernel) runner<kernel<true>>, runner<kernel<false>>
-
 const std::map<std::string, Pair> kPairs = {
     {"read_after_write", {PAIR(run, read_after_write), 1}},
     {"write_after_read", {PAIR(run, write_after_read), 2}},
@@ -564,13 +517,4 @@ const std::map<std::string, Pair> kPairs = {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  if (argc < 2) {
-    for (const auto& [name, pair] : kPairs) std::puts(name.c_str());
-    return 0;
-  }
-  const Pair& pair = kPairs.at(argv[1]);
-  const bool faulty = argc == 2;
-  emulator::reseed();
-  return (faulty ? pair.faulty : pair.right)(pair.shift) ? 0 : 1;
-}
+int main(int argc, char** argv) { return run_fault(kPairs, argc, argv); }

@@ -117,6 +117,66 @@ void add_truncated(int* wrong) {
   }
 }
 
+// d + `count` products of 2 ** exponent, of either sign: of the same sign's 1 that is `units` units
+// in the last place.
+struct Sum {
+  int count;
+  int exponent;
+  int units;
+};
+
+// Half of the exponent in either factor: a float16 has few.
+template <class T>
+void add_16_bits(int* wrong, Sum sum) {
+  const int lane = static_cast<int>(threadIdx.x), in_group = lane % 4;
+  const auto power = [](int exponent) {
+    const float value = std::ldexp(1.0f, exponent);
+    return __is_same(T, BFloat16) ? narrow_to_bfloat16(value).bits : narrow_to_float16(value).bits;
+  };
+  const uint32_t half = power(sum.exponent / 2);
+  const uint32_t a[4] = {half | half << 16, half | half << 16, half | half << 16,
+                         half | half << 16};
+  for (const float sign : {1.0f, -1.0f}) {
+    uint32_t b[2] = {};
+    for (int i = 0; i < 4; ++i) {
+      if (b_m16n8k16(0, in_group, i).row >= sum.count) continue;
+      const uint32_t other = power(sum.exponent - sum.exponent / 2) | (sign < 0.0f ? 0x8000u : 0u);
+      b[i / 2] |= other << (i % 2 * 16);
+    }
+    float d[4] = {sign, sign, sign, sign};
+    if (lane == 0) d[0] = INFINITY;  // beside which others stay what they are
+    mma_m16n8k16<T>(d, a, b);
+    if (lane == 0 && std::isinf(d[0])) d[0] = d[1];
+    const float expected = sign * (1.0f + static_cast<float>(sum.units) * 0x1p-23f);
+    for (const float found : d) {
+      if (found != expected) __atomic_fetch_add(wrong, 1, __ATOMIC_RELAXED);
+    }
+  }
+}
+
+// What lies below the last bits that an addend keeps is dropped of each, and of the sum what
+// float32 has no bits for.
+template <class T>
+bool drops(int64_t at_once, std::initializer_list<Sum> sums) {
+  emulator::settings().at("truncates") = at_once;
+  bool right = true;
+  for (const Sum& sum : sums) {
+    auto wrong = std::make_unique<int>(0);
+    launch<add_16_bits<T>>({.blocks = 1, .threads = 32}, nullptr, wrong.get(), sum);
+    if (*wrong == 0) continue;
+    std::printf("mma.m16n8k16, %d at once: %d x 2^%d beside 1: %d wrong\n",
+                static_cast<int>(at_once), sum.count, sum.exponent, *wrong);
+    right = false;
+  }
+  return right;
+}
+
+template <class T>
+bool adds_16_bits_right() {
+  const bool h100 = drops<T>(16, {{16, -26, 0}, {16, -25, 4}, {3, -25, 0}, {16, -24, 8}});
+  return drops<T>(8, {{16, -25, 0}, {16, -24, 8}, {1, -24, 0}, {9, -24, 4}}) && h100;
+}
+
 bool is_product(const Result& result, int depth, const char* what) {
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 8; ++column) {
@@ -202,6 +262,7 @@ int main() {
   right &= loads_right<1, false>() && loads_right<1, true>();
   right &= loads_right<2, false>() && loads_right<2, true>();
   right &= loads_right<4, false>() && loads_right<4, true>();
+  right &= adds_16_bits_right<BFloat16>() && adds_16_bits_right<Float16>();
   auto wrong = std::make_unique<int>(0);
   launch<add_truncated>({.blocks = 1, .threads = 32}, nullptr, wrong.get());
   if (*wrong) std::printf("mma.m16n8k8 tf32: %d lanes have rounded sums\n", *wrong);

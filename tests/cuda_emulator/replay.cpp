@@ -6,6 +6,7 @@
 #include <fstream>
 #include <string>
 
+#include "accesses.h"
 #include "cuda/backend.h"
 #include "image.h"
 #include "kept.h"
@@ -69,4 +70,5 @@ int main(int argc, char** argv) {
     return 3;
   }
   std::printf("%d\n", argc - 1);
+  emulator::print_accesses();
 }

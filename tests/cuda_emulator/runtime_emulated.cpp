@@ -120,7 +120,9 @@ std::vector<int64_t> emulated_strides(const int64_t* sizes, const int64_t* strid
 EmulatedRun::EmulatedRun(const void* args, size_t bytes)
     : image_(
           args, bytes, [](uintptr_t address) { return state().memories.find(address); },
-          state().shift, state().misaligned) {}
+          state().shift, state().misaligned) {
+  emulator::settings().at("current") = 0;  // until there is a DeviceGuard
+}
 
 void EmulatedRun::run(const void* op, const Plan& plan,
                       const std::function<Plan(const void*)>& planned,
@@ -153,7 +155,7 @@ const Backend& backend() { return emulator::cuda_backend(state().plain); }
 Machine machine() { return {.threads = 1}; }
 Context context(const Device&) { return {.stream = nullptr, .parallel_for = nullptr}; }
 int32_t capability_of(const Device&) { return static_cast<int32_t>(emulator::capability()); }
-DeviceGuard::DeviceGuard(const Device&) {}
+DeviceGuard::DeviceGuard(const Device&) { emulator::settings().at("current") = 1; }
 DeviceGuard::~DeviceGuard() = default;
 
 }  // namespace onepass

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,15 @@ SANITIZED = {
         [*BAD_ADDRESSES, "-DEMULATOR_ADDRESS"],
         ["-fsanitize=address", "-DEMULATOR_ADDRESS"],
     ),
-    "thread": (["-fsanitize=thread", "-DEMULATOR_THREAD"], ["-DEMULATOR_THREAD"]),
+    "thread": (
+        ["-fsanitize=thread", "-fno-tree-sra", "-DEMULATOR_THREAD"],
+        ["-DEMULATOR_THREAD"],
+    ),
 }
 BUILDS = tuple(SANITIZED)
+# Not one of the sanitizer's functions is linked to what is compiled for it: the emulator has its
+# own, which count (accesses.h). A struct that is loaded at once has to stay one load.
+SANITIZED["accesses"] = (SANITIZED["thread"][0], ["-DEMULATOR_ACCESSES"])
 # For the instances of attention, which take minutes under a sanitizer.
 SLOW_UNDER_SANITIZERS = [
     build if build == "plain" else pytest.param(build, marks=pytest.mark.slow) for build in BUILDS
@@ -57,7 +64,8 @@ def library() -> Path:
     for_torch += ["-isystem", str(torch_folder / "include"), "-DONEPASS_NAMESPACE=onepass_emulated"]
     for_torch += ["-DONEPASS_DEFINES_SCHEMAS", "-DONEPASS_CUDA"]
     kernels = [file for file in (ROOT / "csrc" / "cuda").rglob("*.cu") if file.name != "facts.cu"]
-    sources = [(file, FAST) for file in (FOLDER / "emulator.cpp", FOLDER / "image.cpp", *kernels)]
+    of_emulator = [FOLDER / f"{name}.cpp" for name in ("accesses", "emulator", "image", "settings")]
+    sources = [(file, FAST) for file in (*of_emulator, *kernels)]
     operators = [*(ROOT / "csrc" / "ops").glob("*.cpp"), FOLDER / "runtime_emulated.cpp"]
     sources += [(file, for_torch) for file in operators]
     linking = ["-shared", f"-L{torch_folder / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"]
@@ -72,11 +80,13 @@ def program(name: str, build: str, *kernels: str) -> Path:
     for_kernels, for_scheduler = SANITIZED[build]
     sources = [(FOLDER / "emulator.cpp", for_scheduler), (FOLDER / f"{name}.cpp", for_kernels)]
     sources.append((FOLDER / "image.cpp", for_kernels))
+    sources += [(FOLDER / f"{name}.cpp", for_scheduler) for name in ("accesses", "settings")]
     if name == "replay":
         kernels += ("kernels.cu",)
     sources += [(ROOT / "csrc" / "cuda" / kernel, for_kernels) for kernel in kernels]
     stems = [name, *("_".join(Path(kernel).with_suffix("").parts) for kernel in kernels)]
-    return _linked(f"{'+'.join(stems)}-{build}", build, sources, for_kernels)
+    linking = ["-no-pie"] if build == "accesses" else for_kernels
+    return _linked(f"{'+'.join(stems)}-{build}", build, sources, linking)
 
 
 def _linked(name: str, build: str, sources: list[tuple[Path, list[str]]], flags: list[str]) -> Path:
@@ -86,9 +96,20 @@ def _linked(name: str, build: str, sources: list[tuple[Path, list[str]]], flags:
 
 
 def _object(source: Path, build: str, flags: list[str]) -> compiled.Recipe:
+    if build == "accesses" and flags == SANITIZED["thread"][0]:
+        build = "thread"  # the same object
     name = "_".join(source.relative_to(ROOT).with_suffix("").parts)
     command = (COMPILER, *FLAGS, *flags, "-x", "c++", "-c", source)
     return compiled.Recipe(f"{name}-{build}", command, (source,), ".o")
+
+
+def lines_of(executable: Path, addresses: Sequence[str]) -> str:
+    """The lines of kernels before these addresses, innermost first."""
+    before = [hex(max(int(address, 16) - 1, 0)) for address in addresses]
+    command = ["addr2line", "-i", "-e", str(executable), *before]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    lines = [line.partition(" (")[0].partition(f"{ROOT}/csrc/cuda/")[2] for line in lines]
+    return " < ".join([line for line in lines if line][:4])
 
 
 def run(

@@ -22,10 +22,12 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -44,6 +46,7 @@ SETTINGS = dict(
     l2=50 << 20,
     multiprocessors=132,
     capability=90,  # 86 for 8.6: below 9.0 a reduction adds one number at a time
+    truncates=16,  # products of 16-bit matrices at once, as an H100; 8: an A100; 0: rounded
     shift=0,  # bytes that tensors begin beyond where they lie
     misaligned=-1,  # the one that does, in the order of an argument struct; -1: all of them
     far=0,  # the dimension, from 1, of arguments of four that 32 bits do not reach; 0: none
@@ -61,6 +64,41 @@ class Launch:
     kernel: str  # the instance
 
 
+class Cost(NamedTuple):
+    """Of accesses: wavefronts of shared memory or sectors of global memory (accesses.h)."""
+
+    taken: int
+    least: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.taken + other.taken, self.least + other.least)
+
+    @property
+    def ratio(self) -> float:
+        """1.0 where there are none."""
+        return round(self.taken / self.least, 2) if self.least else 1.0
+
+
+@dataclass
+class Accesses:
+    """Of all instances of a kernel that ran, and by line where more than the least is taken."""
+
+    costs: list[Cost] = field(default_factory=lambda: [Cost(0, 0)] * 4)
+    places: list[tuple[Callable[[], str], list[Cost]]] = field(default_factory=list)
+
+    def add(self, costs: list[Cost]) -> None:
+        self.costs = [a + b for a, b in zip(self.costs, costs, strict=True)]
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Of reads and writes of shared memory, then of global memory."""
+        return tuple(cost.ratio for cost in self.costs)
+
+    def __str__(self) -> str:
+        lines = [f"  {at()}: {[tuple(cost) for cost in costs]}" for at, costs in self.places]
+        return "\n".join([f"{self.ratios}, {[tuple(cost) for cost in self.costs]}", *lines])
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     path = emulated.library()
@@ -76,6 +114,11 @@ def _library() -> ctypes.CDLL:
 def all_instances() -> set[str]:
     """Every instance of a kernel that an operator could launch."""
     return set(_library().emulated_kernels().decode().splitlines())
+
+
+def kernel_of(instance: str) -> str:
+    """Without its arguments."""
+    return re.search(r"kKernel = .*?(\w+_kernel)\b", instance)[1]
 
 
 @dataclass
@@ -109,10 +152,36 @@ class Emulated:
         if build == "plain":
             yield
             return
+        with self._run_again(build, *kernels):
+            yield
+
+    @contextlib.contextmanager
+    def seen(self, *kernels: str) -> Iterator[dict[str, Accesses]]:
+        """The calls within run once more, in a program with these kernels that sees accesses.
+
+        What it yields holds, behind the calls, those of each kernel: its name, without arguments.
+        """
+        found: dict[str, Accesses] = {}
+        with self._run_again("accesses", *kernels) as told:
+            yield found
+        program = emulated.program("replay", "accesses", *kernels)
+        for kind, name, *rest in (line.split("\t") for line in told[1:]):
+            costs = [Cost(*map(int, rest[i : i + 2])) for i in range(len(rest) - 8, len(rest), 2)]
+            kernel = kernel_of(name)
+            if kind == "kernel":
+                found.setdefault(kernel, Accesses()).add(costs)
+            else:
+                lines = functools.partial(emulated.lines_of, program, rest[0].split())
+                found[kernel].places.append((lines, costs))
+
+    @contextlib.contextmanager
+    def _run_again(self, build: str, *kernels: str) -> Iterator[list[str]]:
+        """What it yields holds, behind the calls, the lines that the program has printed."""
+        told: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
             _library().emulated_keep(folder.encode())
             try:
-                yield
+                yield told
             finally:
                 _library().emulated_keep(b"")
             files = sorted(Path(folder).iterdir(), key=lambda file: int(file.name))
@@ -121,7 +190,8 @@ class Emulated:
             result = emulated.run(program, *files)
             said = f"{result.returncode}: {result.stderr[-3000:]}"
             assert result.returncode == 0 and not result.stderr, said
-            assert int(result.stdout) == len(files)
+            told += result.stdout.splitlines()
+            assert int(told[0]) == len(files)
 
     @contextlib.contextmanager
     def under_the_package(self) -> Iterator[None]:

@@ -43,6 +43,13 @@ CAUGHT_BY = {
     "beside_a_tensor": ("plain", "wrote beside a tensor of 256 bytes"),
     "read_beside_a_tensor": ("plain", "a load of 4 bytes beside a tensor"),
 }
+# What the four numbers of a kernel or of a place in it are told to be, taken and least.
+COUNTED = {
+    "without_a_swizzle": "\t16\t4\t",
+    "strided_loads": "\t16\t8\t16\t8\n",
+    "strided_additions": "\t32\t8\n",
+    "copies_to_one_bank": "\t16\t2\t16\t2\t",
+}
 SEEDS = 3
 
 
@@ -64,6 +71,17 @@ def test_right_kernels_pass_in_silence(build):
         for seed in range(1 if build == "thread" else SEEDS):  # it takes its time
             result = emulated.run(executable, name, "right", seed=seed)
             assert result.returncode == 0 and not result.stderr, f"{name}: {result.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_accesses_that_take_more_than_they_must_are_told(name):
+    executable = emulated.program("access_faults", "accesses")
+    assert set(emulated.run(executable).stdout.split()) == set(COUNTED)
+    for seed in range(SEEDS):
+        result = emulated.run(executable, name, seed=seed)
+        assert result.returncode == 1 and COUNTED[name] in result.stdout, result.stdout
+        result = emulated.run(executable, name, "right", seed=seed)
+        assert result.returncode == 0 and not result.stderr, result.stdout
 
 
 @pytest.mark.parametrize("build", emulated.BUILDS)

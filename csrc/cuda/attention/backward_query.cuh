@@ -51,6 +51,21 @@ __device__ __forceinline__ void add_to_half(float* first, const float (&value)[4
   }
 }
 
+// What they have come to.
+__device__ __forceinline__ void load_half(const float* first, float (&value)[4]) {
+  struct alignas(16) Four {
+    float of[4];
+  };
+  if (adds_four()) {
+    const Four four = load_global(reinterpret_cast<const Four*>(first));
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4; ++i) value[i] = four.of[i];
+  } else {
+    ONEPASS_UNROLL
+    for (int i = 0; i < 4; ++i) value[i] = load_global(first + i * step_in_half());
+  }
+}
+
 // Rows and columns of dQ that a warp has of a turn.
 inline constexpr int kQueryRows = 32;
 
@@ -103,14 +118,11 @@ __global__ void __launch_bounds__(kDqueryThreads)
   for (int slab = 0; slab < slabs; ++slab, values += kUnit) {
     std::array<uint32_t, 4> word;  // columns 8 n + 2 t and the next
     ONEPASS_UNROLL
-    for (int n = 0; n < 4; ++n) {
-      float pair[2];
-      ONEPASS_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        pair[e] =
-            load_global(values + n / 2 * kHalfUnit + (n % 2 * 2 + e) * step_in_half()) * scale;
-      }
-      word[n] = narrow_pair<T>(pair[0], pair[1]);
+    for (int half = 0; half < 2; ++half) {
+      float value[4];
+      load_half(values + half * kHalfUnit, value);
+      word[2 * half] = narrow_pair<T>(value[0] * scale, value[1] * scale);
+      word[2 * half + 1] = narrow_pair<T>(value[2] * scale, value[3] * scale);
     }
     transpose_in_quad(word);
     const int col = slab * kSlab + lane_index() % 4 * kChunk;

@@ -311,7 +311,7 @@ class DecodeBlock {
       Values values{};
       ONEPASS_UNROLL
       for (int w = 0; w < Tile::kWarps; ++w) {
-        const Values& of_warp =
+        const Values of_warp =  // by one load: its elements, one by one, share banks
             reinterpret_cast<const Values*>(queue_)[(w * Tile::kRows + row) * kRowValues + col];
         ONEPASS_UNROLL
         for (int e = 0; e < 4; ++e) {

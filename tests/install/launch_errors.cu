@@ -1,0 +1,57 @@
+// A launch on a runtime that fails as it is told: `launch_errors PENDING FAILING` prints what the
+// launch throws where one error is pending and the launch returns another (0: none), and then
+// what is pending.
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+#include "cuda/launch.cuh"
+
+namespace {
+
+cudaError_t pending = cudaSuccess, failing = cudaSuccess;
+
+}  // namespace
+
+#ifndef __CUDA_ARCH__  // where the toolkit has bodies of its own
+
+// The runtime's functions that a launch calls.
+extern "C" {
+
+cudaError_t CUDARTAPI cudaPeekAtLastError() { return pending; }
+cudaError_t CUDARTAPI cudaGetLastError() { return std::exchange(pending, cudaSuccess); }
+const char* CUDARTAPI cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorIllegalAddress ? "an illegal address" : "another error";
+}
+cudaError_t CUDARTAPI cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
+  if (failing != cudaSuccess) pending = failing;
+  return failing;
+}
+cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaGetDevice(int*) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return cudaSuccess; }
+
+// Of a program that nvcc has made.
+void** __cudaRegisterFatBinary(void*) { return nullptr; }
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+char __cudaInitModule(void**) { return 0; }
+}
+
+#endif
+
+void nothing(int) {}  // no kernel, which would need more of the runtime
+
+int main(int, char** words) {
+  pending = static_cast<cudaError_t>(std::atoi(words[1]));
+  failing = static_cast<cudaError_t>(std::atoi(words[2]));
+  try {
+    onepass::cuda::launch<nothing>({.blocks = 1, .threads = 32}, nullptr, 1);
+  } catch (const std::exception& error) {
+    std::printf("%s\n", error.what());
+  }
+  std::printf("pending: %d\n", static_cast<int>(pending));
+}

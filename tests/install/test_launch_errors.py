@@ -1,0 +1,47 @@
+"""A launch that fails says whether the error may be another's, and leaves none behind."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.install import nvcc
+from tests.support import compiled
+
+SOURCE = Path(__file__).with_name("launch_errors.cu")
+INVALID_CONFIGURATION, ILLEGAL_ADDRESS = 9, 700
+FAILS = "onepass: starting a kernel: "
+EARLIER = "an illegal address; a kernel that was started earlier ran into it"
+
+
+@pytest.mark.parametrize(
+    "pending, failing, message",
+    [
+        (0, INVALID_CONFIGURATION, FAILS + "another error\n"),
+        (0, ILLEGAL_ADDRESS, FAILS + EARLIER + " (CUDA_LAUNCH_BLOCKING=1 shows which)\n"),
+        (
+            INVALID_CONFIGURATION,
+            ILLEGAL_ADDRESS,
+            FAILS + "an illegal address; an error was pending before this call: another error\n",
+        ),
+    ],
+)
+def test_a_launch_that_fails(pending, failing, message):
+    assert _said(pending, failing) == f"{message}pending: 0\n"
+
+
+def test_an_error_of_somebody_else_stays_theirs():
+    assert _said(INVALID_CONFIGURATION, 0) == f"pending: {INVALID_CONFIGURATION}\n"
+
+
+def _said(pending: int, failing: int) -> str:
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("there is no nvcc")
+    words = (compiler, "-std=c++20", f"-I{nvcc.ROOT / 'csrc'}", SOURCE, "-cudart", "none")
+    (program,) = compiled.made([compiled.Recipe("launch_errors", words, (SOURCE,))])
+    words = [str(program), str(pending), str(failing)]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
