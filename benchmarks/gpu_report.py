@@ -39,6 +39,7 @@ SITE = WORK / "site"  # where onepass is installed, for the steps alone
 # One process each: where a kernel has accessed memory that is not its own, no other runs any more.
 TESTS = {
     "device tests": (
+        "tests/device/test_first_call.py",
         "tests/device/test_operators.py",
         "tests/device/test_operators_torch.py",
         "tests/device/test_optim.py",

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import json
 import math
 import sys
 import time
@@ -43,6 +44,7 @@ from torch import Tensor
 
 import onepass
 from onepass import numerics
+from onepass._output_file import OutputFile, write_or_say
 from onepass.bench.harness import machine_facts, measure_pairs
 from onepass.compare.data import Text, held_out_batch, load_text
 from onepass.compare.errors import BadInput
@@ -202,14 +204,21 @@ class Comparison:
             print(f"{name:7} {as_text(tokens[sequence])!r}")
         print()
 
-    def measure(self, table: Table, **effort: float) -> None:
-        """Times both ways in turn, prefill and decode apart; adds rows to the table."""
+    def measure(self, table: Table, **effort: float) -> dict[str, dict]:
+        """Times both ways in turn, prefill and decode apart; adds rows to the table.
+
+        Returns each phase's milliseconds, and how many times as fast ours is.
+        """
+        found = {}
         seq, steps = self.prompt.shape[1], self.count - 1  # prefill writes the first byte
         first = self.written["stock"][:, :1]
         prefill = {n: partial(w.prefill, self.prompt) for n, w in self.writers.items()}
         decode = {n: partial(w.decode, first, seq, steps) for n, w in self.writers.items()}
         for phase, rows, functions in (("prefill", seq, prefill), ("decode", steps, decode)):
             timing = measure_pairs(functions, **effort)
+            found[phase] = {"sequences": self.batch, "rows": rows}
+            found[phase] |= {f"{name}_ms": 1e3 * timing.median(name) for name in functions}
+            found[phase]["times_as_fast"] = timing.ratio("onepass", "stock").to_dict()
             for name, writer in self.writers.items():
                 median, low, high = (1e3 * timing.percentile(name, p) for p in (50, 10, 90))
                 table.add_row(
@@ -222,6 +231,7 @@ class Comparison:
                     f"{writer.cache_bytes():,}",
                     end_section=name == "onepass",
                 )
+        return found
 
 
 def as_text(tokens: Tensor) -> str:
@@ -269,6 +279,11 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     small, large = (QUICK_SAMENESS, QUICK_SPEED) if args.quick else (SAMENESS, SPEED)
     try:
+        file = args.json and OutputFile(args.json)
+    except OSError as error:
+        print(f"generate: --json cannot be written: {error.strerror}: {args.json}", file=sys.stderr)
+        return 2
+    try:
         text = load_text()
         prompts = read_prompt(args, small, text), held_out_prompt(args, large, text)
     except BadInput as error:
@@ -305,10 +320,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     table = new_table()
     effort = dict(rounds=3, seconds=0.0) if args.quick else dict(rounds=7, seconds=2.0)
+    found = {}
     with Progress() as progress:
         for comparison in comparisons:
             progress.phase(f"Timing the {comparison.name} GPT")
-            comparison.measure(table, **effort)
+            found[comparison.name] = comparison.measure(table, **effort)
     # A pipe has no width and a terminal may be narrow: lines rather wrap than get cut short.
     console = Console(width=max(Console().width, TABLE_WIDTH))
     console.print(table)
@@ -319,7 +335,10 @@ def main(arguments: list[str] | None = None) -> int:
     if args.quick:
         print("--quick: tiny sizes, a trial. These figures measure nothing.")
     print(" | ".join(f"{name} {value}" for name, value in machine_facts().items()))
-    return 0
+    options = {name: v for name, v in vars(args).items() if name not in ("json", "prompt")}
+    result = {"options": options, "machine": machine_facts(), "models": found}
+    data = json.dumps(result, indent=1).encode() + b"\n"
+    return 0 if write_or_say("generate", "--json", file, data) else 2
 
 
 def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -336,6 +355,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="of weights and caches (default float32); training is in float32",
     )
     add("--threads", type=int, metavar="N", help="torch's own number by default")
+    add("--json", metavar="FILE", help="keep the figures")
     add("--quick", action="store_true", help="tiny sizes: a trial, not a measurement")
     args = parser.parse_args(arguments)
     if args.tokens is None:

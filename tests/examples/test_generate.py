@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -44,8 +45,16 @@ def test_as_a_command():
     assert len(re.findall(f"large .* {caches:,} *$", run.stdout, re.M)) == 4
 
 
-def test_a_prompt_of_ones_own(generate, capsys):
+def test_a_prompt_of_ones_own(generate, capsys, tmp_path):
     flags = ["--quick", "--prompt", "def f():\n", "--tokens", "2", "--batch", "2"]
+    assert generate.main([*flags, "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    decode = found["models"]["large"]["decode"]
+    assert decode["rows"] == 1 and decode["stock_ms"] > 0 and decode["onepass_ms"] > 0
+    assert decode["times_as_fast"]["low"] <= decode["times_as_fast"]["median"]
+    assert found["options"]["dtype"] == "float32" and found["machine"]["threads"] == 1
+    assert generate.main([*flags, "--json", str(tmp_path)]) == 2
+    assert "generate: --json cannot be written" in capsys.readouterr().err
     assert generate.main(flags) == 0
     output = capsys.readouterr().out
     assert "after   'def f():\\n'\n" in output

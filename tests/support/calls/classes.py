@@ -176,7 +176,9 @@ def _optimizers():
         def run_by(namespace, name, settings):
             def run(param, grad):
                 param = param.detach().requires_grad_()
-                optimizer = getattr(namespace, name)([param], lr=0.1, **settings)
+                group = {"params": [param], "use_muon": True}
+                params = [group] if name == "MuonWithAdamW" else [param]
+                optimizer = getattr(namespace, name)(params, lr=0.1, **settings)
                 param.grad = grad
                 # One where gradients are zeroed: a skipped step does that too, and a second one
                 # may be refused.
@@ -186,12 +188,13 @@ def _optimizers():
 
             return run
 
-        # Lion, which torch lacks, takes what SGD takes.
-        stock = run_by(torch.optim, name if hasattr(torch.optim, name) else "SGD", {})
+        # Those that torch lacks take what its own take.
+        kin = {"Lion": "SGD", "MuonWithAdamW": "Muon"}.get(name, name)
+        stock = run_by(torch.optim, kin, {})
         run, text = run_by(onepass.optim, name, settings), " ".join(settings)
         return Call(f"optim.{name} {text}".strip(), tensors, run, stock, written=("param", "grad"))
 
-    for name in ("AdamW", "Adam", "SGD", "Lion"):
+    for name in ("AdamW", "Adam", "SGD", "Lion", "Muon", "MuonWithAdamW"):
         yield of_class(name)
         yield of_class(name, max_grad_norm=0.1, zero_grads=True)
 
