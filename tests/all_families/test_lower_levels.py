@@ -18,7 +18,7 @@ FILES = sorted(
     if "mark.isa" in file.read_text() and file.name != Path(__file__).name
 )
 LEVELS = ("baseline", "avx2", "avx512")
-EVERY = 10  # of the tests, among the quick ones
+EVERY = 20  # of the tests, among the quick ones
 PARTS = 2  # of the files
 
 

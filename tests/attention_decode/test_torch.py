@@ -312,14 +312,15 @@ def compiled_anew():
         yield
 
 
-def uncopied() -> list[tuple[str, str]]:
+def uncopied() -> list:
     """Ways, and how they may be run, in which torch itself keeps caches where they are."""
     copied = {"eager": (), "inductor": (COPIED,), "inductor, dynamic": LOST}
-    return [(name, how) for how, names in copied.items() for name in ways() if name not in names]
+    pairs = [(name, how) for how, names in copied.items() for name in ways() if name not in names]
+    return [pytest.param(*pair, marks=() if i % 3 == 0 else pytest.mark.slow)
+            for i, pair in enumerate(pairs)]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, how", uncopied())
-@pytest.mark.grid
 def test_an_append_copies_no_cache(name, how, compiled_anew):
     """Not under functionalisation either, which knows no other way to write into an input."""
     step, caches = ways()[name]

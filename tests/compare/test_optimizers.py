@@ -170,6 +170,7 @@ def test_every_optimizer_steps_its_own_parameters(monkeypatch):
     assert outcome.timing.rounds == settings.pairs
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_off_by_little_is_different(monkeypatch, text):
     settings = settings_of("--steps", "20")
     workload = GptWorkload(settings, text, TINY, dropout=0.0)

@@ -549,6 +549,7 @@ def test_verdict_on_the_optimizer(optimizer, sentence, same):
     assert outcome.same, "that of the models is a matter of its own"
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_off_by_little_is_different(monkeypatch, text):
     class Off(nn.LayerNorm):
         def forward(self, x):

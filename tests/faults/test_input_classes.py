@@ -83,7 +83,9 @@ def is_refusal(call: Call, cls: InputClass, error: Exception) -> bool:
     told = isinstance(error, (IndexError, RuntimeError, TypeError, ValueError))
     if not told or INTERNAL.search(text):
         return False
-    if OURS.match(text) or (call.name.startswith(("ops.", "nn.", "optim.")) and TORCHS.search(text)):
+    if OURS.match(text) or (
+        call.name.startswith(("ops.", "nn.", "optim.")) and TORCHS.search(text)
+    ):
         return True
     return cls.kind == FOREIGN and not (cls.name == "meta" and call.name.startswith("ops."))
 

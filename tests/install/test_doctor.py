@@ -123,6 +123,7 @@ def test_freed_memory(faults, obstacle, expected, monkeypatch):
     assert re.search(expected, line.value)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(_malloc.obstacle()), reason=_malloc.obstacle())
 def test_page_faults_are_measured():
     """In a new process, whose heap has no free block of that size."""

@@ -252,7 +252,8 @@ def test_checkpoint_wrappers_around_layers_that_fill_a_cache(name, layer):
         close(ours, stock)
 
 
-@pytest.mark.parametrize("padding", ["none", pytest.param("right", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", ["none", "right"])
 def test_compile_fullgraph(padding):
     torch._dynamo.reset()
     model = build("llama", num_hidden_layers=1)

@@ -64,6 +64,7 @@ def shown(name: str, holds: Callable[..., bool], **variables: str) -> None:
 
 
 @on_glibc
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["public", "bench"])
 def test_page_faults_of_large_outputs_end_and_come_back(name):
     shown(
