@@ -96,7 +96,7 @@ def ring_attention(
             raise RuntimeError(
                 f"{op}: key must have query's {heads} heads without enable_gqa, got {kv_heads}"
             )
-        _, size = place(group)
+        _, size = place(op, group)
         for name, tensor in (("query", query), ("key", key)):
             check_layout(op, name, layout, tensor.shape[2], size)
         query, key, value = _autocast(query, key, value)

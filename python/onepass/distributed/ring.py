@@ -8,7 +8,7 @@ more, and their gradients with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,10 +22,9 @@ from onepass._ops.random import draw_seed
 from onepass.distributed.sequence import Chunk, chunks, place
 
 _forward = torch.ops.onepass.attention_forward.default
+_check = torch.ops.onepass.attention_forward_check.default
 _backward = torch.ops.onepass.attention_backward.default
 
-# Whose gradients are those of this process's queries.
-_TERMS = ("sinks", "alibi_slopes")
 # Tags of messages, for a back end that tells them apart.
 _KEYS, _GRADIENTS = 0, 1
 
@@ -35,11 +34,7 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
-        self.rank, self.size = place(group)
-
-    def start(self, tensors: list[Tensor], tag: int) -> Exchange:
-        """Sends these to the next process while those of the one before are received."""
-        return Exchange(self, tensors, tag)
+        self.rank, self.size = place("ring_attention", group)
 
     def peer(self, steps: int) -> int:
         """The global rank of the process so many places further."""
@@ -54,7 +49,7 @@ class Ring:
 
 
 class Exchange:
-    """Tensors on their way: `wait` returns those received."""
+    """Tensors on their way to the next process, while those of the one before are received."""
 
     def __init__(self, ring: Ring, sent: list[Tensor], tag: int):
         self._sent = [tensor.contiguous() for tensor in sent]  # alive until they have gone
@@ -84,17 +79,18 @@ class Call(NamedTuple):
     options: Options  # of each part, but for what depends on the part
     deterministic: bool
 
-    def given(self, terms: Sequence[Tensor | None]) -> Call:
-        """With those of `_TERMS` that there are, which autograd keeps."""
-        there_are = {n: term for n, term in zip(_TERMS, terms, strict=True) if term is not None}
-        return self._replace(options=self.options | there_are)
+    def given(self, alibi_slopes: Tensor | None) -> Call:
+        """With the slopes, which autograd keeps, if there are any."""
+        if alibi_slopes is None:
+            return self
+        return self._replace(options=self.options | {"alibi_slopes": alibi_slopes})
 
     def shards(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(whose, key, value) of each process, from this one's on; the next is on its way."""
         ring = self.ring
         for step in range(ring.size):
             last = step == ring.size - 1
-            exchange = None if last else ring.start([key, value], _KEYS)
+            exchange = None if last else Exchange(ring, [key, value], _KEYS)
             yield (ring.rank - step) % ring.size, key, value
             if exchange is not None:
                 key, value = exchange.wait()
@@ -109,19 +105,14 @@ class Call(NamedTuple):
     def parts(self, queries: int, keys: int, owner: int) -> Iterator[tuple[Chunk, Chunk, Options]]:
         """The pairs of chunks of which some query sees some key, with the options of each."""
         left, right = (self.options.get(f"window_{side}", -1) for side in ("left", "right"))
-        own = owner == self.ring.rank
-        for i, query in enumerate(self.chunks(self.ring.rank, queries)):
-            for j, key in enumerate(self.chunks(owner, keys)):
+        for query in self.chunks(self.ring.rank, queries):
+            for key in self.chunks(owner, keys):
                 nearest = query.position - (key.position + key.end - key.begin - 1)
                 farthest = query.position + query.end - query.begin - 1 - key.position
                 if 0 <= left < nearest or 0 <= right < -farthest:
                     continue
                 offsets = {"query_offset": query.position, "key_offset": key.position}
                 options = self.options | {name: at for name, at in offsets.items() if at}
-                if not (own and i == j):
-                    options.pop(
-                        "sinks", None
-                    )  # a sink is in one part alone, which a row always has
                 yield query, key, options
 
 
@@ -137,18 +128,22 @@ def attention(
     """(output, lse) of this process's queries. `options` are the raw operator's, as of `attention`;
     they are the call's own, and change."""
     ring = Ring(group)
+    # Before anything is sent or drawn; the seed is not there yet.
+    _check(query, key, value, **{n: v for n, v in options.items() if n != "dropout_p"})
     if "dropout_p" in options:
         options["seed"] = ring.same(draw_seed(query.device))
-    terms = [options.pop(name, None) for name in _TERMS]
+    # A sink is in one part alone, and which part a row has, goes by its position: so they are none
+    # of the operator's here.
+    sinks, alibi_slopes = (options.pop(name, None) for name in ("sinks", "alibi_slopes"))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     call = Call(ring, layout, options, deterministic)
-    return _RingAttention.apply(query, key, value, *terms, call)
+    return _RingAttention.apply(query, key, value, sinks, alibi_slopes, call)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, alibi_slopes, call):
-        output, lse, lse_rest = _attend(query, key, value, call.given((sinks, alibi_slopes)))
+        output, lse, lse_rest = _attend(query, key, value, sinks, call.given(alibi_slopes))
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, sinks, alibi_slopes, output, lse, lse_rest)
@@ -161,35 +156,25 @@ class _RingAttention(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if doutput is None and dlse is None:
             return (None,) * len(needs)
-        bits = dict(zip(("query", "key", "value", *DIFFERENTIABLE), BITS, strict=True))
-        names = ("query", "key", "value", *_TERMS)
-        mask = sum(bits[name] for name, need in zip(names, needs, strict=False) if need)
-        gradients = _gradients(ctx, doutput, dlse, mask)
-        wanted = (g if need else None for g, need in zip(gradients, needs, strict=False))
-        return (*wanted, None)
+        gradients = _gradients(ctx, doutput, dlse)
+        return (*(g if need else None for g, need in zip(gradients, needs, strict=False)), None)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call
+) -> tuple[Tensor, ...]:
     """(output, lse, lse_rest) of all keys: lse + lse_rest has twice the digits of lse."""
     accumulator = _accumulator(query)
     rows = query.shape[:3]
     bshd = bool(call.options.get("out_bshd"))
-    output = empty_rows(query, (*rows, value.shape[-1]), accumulator, bshd)
+    output = empty_rows(query, (*rows, value.shape[-1]), accumulator, bshd).zero_()
     total = query.new_full(rows, -torch.inf, dtype=torch.float64)
-    begun = set()
+    if sinks is not None:  # a part without a value
+        total.copy_(sinks[:, None])
     for owner, keys, values in call.shards(key, value):
         for at, of, options in call.parts(rows[2], keys.shape[2], owner):
             part, lse, rest = _forward(at.of(query), of.of(keys), of.of(values), **options)
-            lse = lse.double() + rest
-            if at in begun:
-                _merge(at.of(output), at.of(total), part, lse)
-            else:
-                begun.add(at)
-                at.of(output).copy_(part)
-                at.of(total).copy_(lse)
-    for at in call.chunks(call.ring.rank, rows[2]):
-        if at not in begun:
-            at.of(output).zero_()
+            _merge(at.of(output), at.of(total), part, lse.double() + rest)
     lse = total.to(accumulator)
     rest = (total - lse.double()).masked_fill_(lse == -torch.inf, 0.0).to(accumulator)
     return output.to(query.dtype), lse, rest
@@ -207,46 +192,64 @@ def _merge(output: Tensor, total: Tensor, part: Tensor, lse: Tensor) -> None:
     total.copy_(both)
 
 
-def _gradients(ctx, doutput: Tensor | None, dlse: Tensor | None, mask: int) -> list[Tensor | None]:
-    """Of query, key, value and `_TERMS`, summed up in float32 (float64 of float64)."""
-    query, key, value, *terms, output, lse, lse_rest = ctx.saved_tensors
-    call, accumulator = ctx.call.given(terms), _accumulator(query)
+def _gradients(ctx, doutput: Tensor | None, dlse: Tensor | None) -> list[Tensor | None]:
+    """Of all that has one, summed up in float32 (float64 of float64)."""
+    query, key, value, sinks, alibi_slopes, output, lse, lse_rest = ctx.saved_tensors
+    call, accumulator = ctx.call.given(alibi_slopes), _accumulator(query)
+    names = ("query", "key", "value", *DIFFERENTIABLE)
+    wanted = ("query", "key", "value") + ("alibi_slopes",) * ctx.needs_input_grad[4]
+    mask = sum(bit for name, bit in zip(names, BITS, strict=True) if name in wanted)
 
     def zeros(like: Tensor | None) -> Tensor | None:
         return None if like is None else torch.zeros_like(like, dtype=accumulator)
 
-    dquery, dterms = zeros(query), [zeros(term) for term in terms]
+    dquery, dslopes = zeros(query), zeros(alibi_slopes)
     arriving = None  # gradients of the shard that is looked at, by the processes before
     for step, (owner, keys, values) in enumerate(call.shards(key, value)):
         dkey, dvalue = zeros(keys), zeros(values)
         for at, of, options in call.parts(query.shape[2], keys.shape[2], owner):
             upstream = (None if d is None else at.of(d) for d in (doutput, dlse))
-            dq, dk, dv, others = _backward(
+            dq, dk, dv, terms = _backward(
                 *upstream, at.of(query), of.of(keys), of.of(values), at.of(output),
-                at.of(lse), at.of(lse_rest), **options, grad_mask=_present(mask, options),
+                at.of(lse), at.of(lse_rest), **options, grad_mask=mask,
                 deterministic=call.deterministic,
             )  # fmt: skip
-            found = dict(zip(DIFFERENTIABLE, others, strict=True))
-            sums = [(at.of(dquery), dq), (of.of(dkey), dk), (of.of(dvalue), dv)]
-            sums += [(s, found[name]) for s, name in zip(dterms, _TERMS, strict=True)]
-            for into, gradient in sums:
-                if into is not None and gradient.numel():
-                    into += gradient
+            for into, gradient in ((at.of(dquery), dq), (of.of(dkey), dk), (of.of(dvalue), dv)):
+                into += gradient
+            if "alibi_slopes" in wanted:
+                dslopes += terms[DIFFERENTIABLE.index("alibi_slopes")]
         if step:
             for into, gradient in zip((dkey, dvalue), arriving.wait(), strict=True):
                 into += gradient
         if call.ring.size > 1:
-            arriving = call.ring.start([dkey, dvalue], _GRADIENTS)
+            arriving = Exchange(call.ring, [dkey, dvalue], _GRADIENTS)
     if arriving is not None:
         dkey, dvalue = arriving.wait()
-    gradients = zip((dquery, dkey, dvalue, *dterms), (query, key, value, *terms), strict=True)
-    return [None if like is None else gradient.to(like.dtype) for gradient, like in gradients]
+    dsinks = None
+    if ctx.needs_input_grad[3]:
+        dsinks = _of_sinks(sinks, doutput, dlse, output, lse, lse_rest)
+    gradients = (dquery, dkey, dvalue, dsinks, dslopes)
+    of = (query, key, value, sinks, alibi_slopes)
+    return [None if g is None else g.to(t.dtype) for g, t in zip(gradients, of, strict=True)]
 
 
-def _present(mask: int, options: Options) -> int:
-    """Without the bits of terms that this part does not have."""
-    of_terms = zip(DIFFERENTIABLE, BITS[3:], strict=True)
-    return mask & ~sum(bit for name, bit in of_terms if name not in options)
+def _of_sinks(
+    sinks: Tensor,
+    doutput: Tensor | None,
+    dlse: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    lse_rest: Tensor,
+) -> Tensor:
+    """-sum(exp(sink - lse) * delta) with delta = sum(doutput * output) - dlse."""
+    delta = 0.0
+    if doutput is not None:
+        delta = (doutput.to(lse.dtype) * output).sum(-1, dtype=torch.float64)
+    if dlse is not None:
+        delta = delta - dlse.double()
+    probability = (sinks.double()[:, None] - lse.double() - lse_rest.double()).exp_()
+    # Without a key and with a sink of -inf there is no probability.
+    return -(probability.masked_fill_(lse == -torch.inf, 0.0) * delta).sum((0, 2))
 
 
 def _accumulator(tensor: Tensor) -> torch.dtype:

@@ -39,11 +39,14 @@ def chunks(rank: int, size: int, rows: int, layout: str) -> list[Chunk]:
     return [Chunk(rank * half, 0, half), Chunk((2 * size - 1 - rank) * half, half, rows)]
 
 
-def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def place(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """(rank, size); without a process group this process is alone."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(group), dist.get_world_size(group)
-    return 0, 1
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise RuntimeError(f"{op}: group must hold this process, got one that does not")
+    return rank, dist.get_world_size(group)
 
 
 def shard_sequence(
@@ -73,7 +76,7 @@ def shard_sequence(
         >>> positions = shard_sequence(torch.arange(8), 0)
     """
     op = "shard_sequence"
-    (rank, size), length = place(group), tensor.shape[dim]
+    (rank, size), length = place(op, group), tensor.shape[dim]
     rows, rest = divmod(length, size)
     if rest:
         raise RuntimeError(
@@ -113,7 +116,7 @@ def gather_sequence(
         True
     """
     op = "gather_sequence"
-    (_, size), rows = place(group), tensor.shape[dim]
+    (_, size), rows = place(op, group), tensor.shape[dim]
     check_layout(op, "tensor", layout, rows, size)
     mine = tensor.detach().contiguous()
     parts = [mine]
