@@ -54,6 +54,7 @@ def _is_absent(result: Tensor) -> bool:
 
 
 def _one_by_one(op, info, in_dims, arguments):
+    # As _run_each, under torch's rule, which nests, but takes no keywords.
     results = []
     for number in range(info.batch_size):
         one = [

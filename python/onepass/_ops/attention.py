@@ -14,7 +14,7 @@ from onepass._ops.attention_options import Options
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, constant, is_differentiated
 from onepass._ops.dispatch_log import logged
-from onepass._ops.random import draw_seed
+from onepass._ops.random import draw_seed, puts_back
 from onepass.reference.attention import attention as reference
 
 _forward = torch.ops.onepass.attention_forward.default
@@ -44,6 +44,7 @@ _OF_BACK_ENDS = ("out_bshd", "allow_tf32")
 
 
 @logged
+@puts_back
 def attention(
     query: Tensor, key: Tensor, value: Tensor, options: Options, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -56,8 +57,7 @@ def attention(
         if torch.compiler.is_compiling():
             options["dropout_p"] = constant(options["dropout_p"])
         if options["dropout_p"] > 0.0:
-            others = {name: v for name, v in options.items() if name != "dropout_p"}
-            options["seed"] = draw_seed(query.device, _forward_check, query, key, value, **others)
+            options["seed"] = draw_seed(query.device)
     differentiated = is_differentiated(query, key, value, *map(options.get, DIFFERENTIABLE))
     if differentiated and "block_table" in options:
         if not torch.compiler.is_compiling():

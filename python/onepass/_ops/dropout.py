@@ -11,7 +11,7 @@ from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
-from onepass._ops.random import draw_seed
+from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import dropout as reference
 
 _forward = torch.ops.onepass.dropout_forward.default
@@ -25,26 +25,23 @@ _branch_backward_check = torch.ops.onepass.branch_backward_check.default
 for _check in (_forward_check, _branch_forward_check, _branch_backward_check):
     run_each(_check)
 
-_ANY_SEED = torch.zeros(2, dtype=torch.int64)  # the check of dropout alone asks for one
-
 # Bits of branch_backward's grad_mask.
 _INPUT, _COLUMN_SCALE = 1, 2
 
 
 @logged
+@puts_back
 def dropout(input: Tensor, p: float, out_dtype: torch.dtype | None = None) -> Tensor:
     """dropout(input), p > 0, in out_dtype or input's."""
-    check = _forward_check if input.is_cpu else None
-    seed = draw_seed(input.device, check, input, None, _ANY_SEED, p, out_dtype)
+    seed = draw_seed(input.device)
     return _run(input, None, seed, p, out_dtype)
 
 
 @logged
+@puts_back
 def add_dropout(input: Tensor, residual: Tensor, p: float) -> Tensor:
     """residual + dropout(input); p = 0 draws nothing."""
-    seed = None
-    if p > 0.0:
-        seed = draw_seed(input.device, _forward_check, input, residual, None, 0.0, None)
+    seed = draw_seed(input.device) if p > 0.0 else None
     return _run(input, residual, seed, p)
 
 
@@ -119,6 +116,7 @@ def _(input, residual, seed, p, out_dtype):
 
 
 @logged
+@puts_back
 def add_scaled(
     input: Tensor,
     residual: Tensor | None,
@@ -133,10 +131,8 @@ def add_scaled(
     """
     if row_scale is not None and row_scale.requires_grad:
         refuse_gradient("add_dropout", "row_scale")
-    tensors, seed = (input, residual, column_scale, row_scale), None
-    if p > 0.0:
-        seed = draw_seed(input.device, _branch_forward_check, *tensors, None, 0.0, out_dtype)
-    arguments = (*tensors, seed, p, out_dtype)
+    seed = draw_seed(input.device) if p > 0.0 else None
+    arguments = (input, residual, column_scale, row_scale, seed, p, out_dtype)
     return (_traced_branch if tracing.records() else _compute_branch)(*arguments)
 
 

@@ -14,7 +14,7 @@ from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.dropout import differentiable_dropout
-from onepass._ops.random import draw_seed
+from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import linear as reference
 
 _forward = torch.ops.onepass.linear_forward.default
@@ -69,6 +69,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @logged
+@puts_back
 def linear_epilogue(
     input: Tensor,
     weight: Tensor,
@@ -78,10 +79,7 @@ def linear_epilogue(
     dropout_p: float,
 ) -> Tensor:
     """residual + dropout(activation(input weight^T + bias)), in residual's dtype or input's."""
-    seed = None
-    if dropout_p > 0.0:
-        operands = (input, weight, bias, residual)
-        seed = draw_seed(input.device, _epilogue_check, *operands, None, 0.0, activation, False)
+    seed = draw_seed(input.device) if dropout_p > 0.0 else None
     arguments = (input, weight, bias, residual, seed, dropout_p, activation, False)
     if tracing.records():
         return _traced_epilogue(*arguments)[0]

@@ -14,7 +14,7 @@ from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, constant, is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.norm import NormKind, norm_options, statistics
-from onepass._ops.random import draw_seed
+from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import norm as reference
 from onepass.reference.dropout import dropout as reference_dropout
 from onepass.reference.dropout import scaled
@@ -54,6 +54,7 @@ def modulated_norm(
 
 
 @logged
+@puts_back
 def scaled_add_norm(
     input: Tensor,
     residual: Tensor,
@@ -75,14 +76,10 @@ def scaled_add_norm(
     """
     if row_scale is not None and row_scale.requires_grad:
         refuse_gradient("add_rms_norm" if kind == NormKind.RMS else "add_layer_norm", "row_scale")
-    tensors, seed = (input, weight, bias, residual, column_scale, row_scale), None
-    if dropout_p > 0.0:
-        shape, eps, out_dtype = norm_options(input, normalized_shape, kind, eps)
-        constants, options = (shape, kind, eps, out_dtype), (weight_offset, 0.0, residual_dtype)
-        arguments = _arguments((*tensors, None), constants, False, (*options, True))
-        seed = draw_seed(input.device, _forward_check, *arguments)
+    seed = draw_seed(input.device) if dropout_p > 0.0 else None
+    tensors = (input, weight, bias, residual, column_scale, row_scale, seed)
     options = (weight_offset, dropout_p, residual_dtype, True)
-    return _run((*tensors, seed), normalized_shape, kind, eps, options)
+    return _run(tensors, normalized_shape, kind, eps, options)
 
 
 def _run(tensors, normalized_shape, kind, eps, options=_DEFAULTS[2:]):

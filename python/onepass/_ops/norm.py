@@ -13,7 +13,7 @@ from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, constant, is_differentiated
 from onepass._ops.dispatch_log import logged
-from onepass._ops.random import draw_seed
+from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import norm as reference
 from onepass.reference.dropout import dropout as reference_dropout
 
@@ -75,6 +75,7 @@ def norm_options(
 
 
 @logged
+@puts_back
 def norm(
     input: Tensor,
     residual: Tensor | None,
@@ -97,11 +98,7 @@ def norm(
     normalized_shape, eps, out_dtype = norm_options(input, normalized_shape, kind, eps, out_dtype)
     if torch.compiler.is_compiling():
         weight_offset = constant(weight_offset)
-    seed = None
-    if dropout_p > 0.0:
-        tensors = (input, residual, weight, bias, None)
-        options = (normalized_shape, kind, eps, weight_offset, 0.0, out_dtype, residual_dtype)
-        seed = draw_seed(input.device, _forward_check, *tensors, *options, False)
+    seed = draw_seed(input.device) if dropout_p > 0.0 else None
     constants = (normalized_shape, kind, eps, weight_offset, dropout_p, out_dtype, residual_dtype)
     if tracing.records():
         output, residual_out, _, _ = _traced(input, residual, weight, bias, seed, *constants, False)
