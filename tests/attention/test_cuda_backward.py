@@ -90,11 +90,12 @@ def test_any_order_is_right(cuda, name):
     """By the numerics rule, also where sums are atomic; what is no such sum is repeatable."""
     cuda.set(seed=7, resident=3)
     check(SHARED[name])
-    first, *others = in_orders(cuda, SHARED[name], ORDERS)
+    # Rounded to 16 bits a few elements of dQ differ, in some orders none.
+    first, *others = in_orders(cuda, SHARED[name], [*ORDERS, dict(seed=2, resident=3)])
     for other in others:
         for gradient in first.keys() - {"dquery"}:
             assert torch.equal(first[gradient], other[gradient]), gradient
-    if name in ("long", "wide"):  # else the test above would say nothing
+    if name in ("long", "causal", "wide"):  # else the test above would say nothing
         assert not all(torch.equal(first["dquery"], other["dquery"]) for other in others)
 
 

@@ -159,7 +159,7 @@ class Emulated:
     def seen(self, *kernels: str) -> Iterator[dict[str, Accesses]]:
         """The calls within run once more, in a program with these kernels that sees accesses.
 
-        What it yields holds, behind the calls, those of each kernel: its name, without arguments.
+        What it yields holds, after the calls, those of each kernel: its name, without arguments.
         """
         found: dict[str, Accesses] = {}
         with self._run_again("accesses", *kernels) as told:
@@ -176,7 +176,7 @@ class Emulated:
 
     @contextlib.contextmanager
     def _run_again(self, build: str, *kernels: str) -> Iterator[list[str]]:
-        """What it yields holds, behind the calls, the lines that the program has printed."""
+        """What it yields holds, after the calls, the lines that the program has printed."""
         told: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
             _library().emulated_keep(folder.encode())

@@ -209,7 +209,7 @@ LOOPS = {
         **best("group_norm_moments_kernel", "group_norm_sums_kernel"),
         **best("group_norm_forward_kernel", "group_norm_backward_kernel"),
     }),
-    # Before its pixels, a thread reads the weight and bias of its channels, and behind them writes
+    # Before its pixels, a thread reads the weight and bias of its channels, and after them writes
     # their sums, an element at a time of eight neighbours: 16 x 16 pixels are few beside that.
     "group norm, channels last": Loop(of_group_norm(True), GROUP_NORM, GROUP_NORM_BEST | {
         "group_norm_pixel_moments_kernel": reads(1.0, writes=8.0),
@@ -268,7 +268,7 @@ LOOPS = {
         "attention_dquery_plain_kernel": (1.0, 1.17, 1.0, 2.0),
     }),
     # The loop over keys is at its best; queries are read and put into shared memory by the element
-    # before it, and the warps' values behind it in the order of the products: for a chunk of 512
+    # before it, and the warps' values after it in the order of the products: for a chunk of 512
     # keys that is little where a warp has one query, and a third of everything where it has 16.
     "decode, bf16": Loop(
         of_decode(dtype=BF16, head_dim=128, kv_heads=4), DECODE_KERNELS, {

@@ -8,9 +8,9 @@ from torch import Tensor
 from onepass import _C
 from onepass._arguments import check_arguments
 from onepass._imported import is_a, is_fake
-from onepass._ops import dispatch_log
 from onepass._ops import dropout as _dropout
 from onepass._ops import linear as _linear
+from onepass._ops import products
 from onepass.functional.attention import _autocast, _cast
 from onepass.functional.dropout import _check_p
 from onepass.reference.linear import ACTIVATIONS
@@ -103,10 +103,8 @@ def _autocast_operands(
 
 
 def _torchs(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if dispatch_log.is_recording() and not torch.compiler.is_compiling():
-        arguments = f"{tuple(input.shape)} by {tuple(weight.shape)}, {input.dtype}"
-        reason = "torch's products on CUDA" if input.is_cuda else "a subclass of Tensor"
-        dispatch_log.leave("linear", arguments, "torch.nn.functional.linear", 1, reason)
+    reason = "torch's products on CUDA" if input.is_cuda else "a subclass of Tensor"
+    products.leave(input.shape, input.dtype, reason)
     return _F.linear(input, weight, bias)
 
 

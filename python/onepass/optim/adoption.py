@@ -112,9 +112,8 @@ class Adoption:
             raise TypeError(f"{name}: state of parameter {number} must be a dict, got {entry!r}")
         step = entry.get("step")
         if step is None:
-            if entry and self._optimizer._counts(
-                self._groups[param]
-            ):  # torch's word for it is "step" alone
+            # torch's word for it is "step" alone.
+            if entry and self._optimizer._counts(self._groups[param]):
                 raise KeyError(
                     f"{name}: state of parameter {number} must have a step, got {list(entry)}"
                 )

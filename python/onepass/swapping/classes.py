@@ -487,8 +487,8 @@ def make_class(original: type, forward: type[Swapped], spec: Spec | None = None)
 
     Args:
         spec: of a `ForeignNormForward` the norm, of an `AdaptiveForward` its form, of a
-            `GatedForward` the block; of `Calls`, which
-            of `REDIRECTED` and which functions that rotate, sorted by their text.
+            `GatedForward` the block; of `Calls`, which of `REDIRECTED` and which functions that
+            rotate, sorted by their text.
 
     Raises:
         TypeError: original cannot be subclassed.

@@ -21,11 +21,11 @@ from onepass.swapping.specs import (
     HeadSpec,
     NormSpec,
     RotarySpec,
-    Spec,
     Structure,
 )
 from onepass.swapping.walk import Choice, Found, walk
 
+Verdict = NormSpec | AdaptiveSpec | GatedSpec | RotarySpec
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
 _NOT_BY_FORCE = "; force does not change that"
 
@@ -73,7 +73,7 @@ class Plan:
         self.list_as_fast = list_as_fast
         self._kinds, self._choice, self._probe = kinds, choice, probe
         self.lazy_logits = lazy_logits
-        self._verdicts: dict[tuple, Spec | RotarySpec | Because] = {}
+        self._verdicts: dict[tuple, Verdict | Because] = {}
         # Names of modules whose calls stay, by id, for each kind that is redirected.
         self._kept: dict[str, dict[int, str]] = {kind: {} for kind in matchers.KINDS}
         self._wanted: list[tuple[Found, bool]] = []  # by name; whether forced
@@ -262,36 +262,33 @@ class Plan:
         if not self._probe and not forced:
             return Reason.PROBE_OFF.because()
         key = (forced, *probing.configuration(module, structure))
-        if key not in self._verdicts:
-            found = probing.probe(module, structure, forced=forced)
-            self._verdicts[key] = Reason.PROBE.told(found) if isinstance(found, str) else found
-        return self._verdicts[key]
+        return self._judged(
+            key, Reason.PROBE, lambda: probing.probe(module, structure, forced=forced)
+        )
 
     def _adaptive(self, module: nn.Module, form: str) -> AdaptiveSpec | Because:
         if not self._probe:
             return Reason.PROBE_OFF.because()
         key = adaptive.configuration(module, form)
-        if key not in self._verdicts:
-            found = adaptive.prove(module, form)
-            self._verdicts[key] = Reason.PROBE.told(found) if isinstance(found, str) else found
-        return self._verdicts[key]
+        return self._judged(key, Reason.PROBE, lambda: adaptive.prove(module, form))
 
     def _block(self, module: nn.Module, parts: gated.Parts) -> GatedSpec | Because:
         if not self._probe:
             return Reason.PROBE_OFF.because()
         key = gated.configuration(module, parts)
-        if key not in self._verdicts:
-            found = gated.prove(module, parts)
-            self._verdicts[key] = Reason.BLOCK.told(found) if isinstance(found, str) else found
-        return self._verdicts[key]
+        return self._judged(key, Reason.BLOCK, lambda: gated.prove(module, parts))
 
     def _rotation(self, called: rotary.Called, sizes: tuple[int, ...]) -> RotarySpec | Because:
         if not self._probe:
             return Reason.PROBE_OFF.because()
         key = (called.name, id(called.function), sizes)
+        return self._judged(key, Reason.ROTARY, lambda: rotary_proof.prove(called, sizes))
+
+    def _judged(self, key: tuple, reason: Reason, prove: Callable[[], Verdict | str]):
+        """The verdict on a configuration, proven once; a text is why there is none."""
         if key not in self._verdicts:
-            found = rotary_proof.prove(called, sizes)
-            self._verdicts[key] = Reason.ROTARY.told(found) if isinstance(found, str) else found
+            found = prove()
+            self._verdicts[key] = reason.told(found) if isinstance(found, str) else found
         return self._verdicts[key]
 
     def _take_by_name(self, model: nn.Module) -> None:
