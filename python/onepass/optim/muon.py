@@ -115,10 +115,10 @@ class Muon(FlatOptimizer, torch.optim.Muon):
     Embeddings, heads, biases and norms belong to AdamW: `onepass.optim.MuonWithAdamW` is both.
 
     The products are nearly all of a step, so the momentum and the decay have no kernel of their
-    own: all but the products was 2 % of a step of GPT-2 small's matrices (bfloat16 products, one
-    thread of a busy Zen 5). A step holds the updates of all parameters at once, 4 bytes per element
-    (2 with bfloat16 products). Of a DTensor, which is gathered first, each process computes all
-    products. Momenta in 8 bits are not available.
+    own: five iterations with 768 rows are about ten thousand multiply-adds for each element. A step
+    holds the updates of all parameters at once, 4 bytes per element (2 with bfloat16 products). Of
+    a DTensor, which is gathered first, each process computes all products. Momenta in 8 bits are
+    not available.
 
     Jordan et al.: Muon: an optimizer for hidden layers in neural networks, 2024. Liu et al.: Muon
     is scalable for LLM training, 2025 ("match_rms_adamw").

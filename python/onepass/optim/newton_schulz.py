@@ -5,7 +5,7 @@ the other side, X = a X + X (b A + c A^2) with A = X^T X, so nothing is transpos
 a shape go through three batched products per iteration.
 
 A and A^2 are symmetric: on the CPU, in float32 and float64, strips of rows are computed up to the
-diagonal and mirrored. On one thread of a busy Zen 5 that was, by the least of 12 runs against whole
+diagonal and mirrored. On one thread of a busy Zen 4 that was, by the least of 12 runs against whole
 products, 1.21 times as fast for 8 of 256x256, 1.14 for 4 of 512x512, 1.20 for 768x3072 and 1.33 for
 1536x1536; in bfloat16 0.71 to 1.16, and once 1.67, so those stay whole. The package's own float32
 products, one at a time, were 0.6 to 1.1 times as fast as MKL's batched ones, which are taken.
