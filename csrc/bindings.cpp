@@ -80,7 +80,7 @@ py::list take() {
   return records;
 }
 
-// What Python has to know of ops/optimizer.h.
+// The constants of ops/optimizer.h that Python uses.
 py::dict optimizer_contract() {
   py::dict algorithms;
   for (int64_t i = 0; i < onepass::kAlgorithms; ++i) algorithms[onepass::kAlgorithmNames[i]] = i;
@@ -108,7 +108,7 @@ double ceiling(double (*measure)(double), double seconds) {
 // ---- objects, compared by identity --------------------------------------------------------------
 
 // ([getattr(o, name) for o in objects], how many of them are None). Reading an attribute may run
-// any Python code: what is read from is held, and looked for where it is now.
+// any Python code: the objects are held, and looked up in the list again each time.
 py::tuple attributes(const py::list& objects, const py::str& name) {
   py::list values;
   Py_ssize_t missing = 0;
@@ -125,8 +125,8 @@ py::tuple attributes(const py::list& objects, const py::str& name) {
   return py::make_tuple(std::move(values), missing);
 }
 
-// Whether lists and tuples hold the same objects as lists, each as the one in its place. What is
-// neither is not looked into: to read an iterator is to empty it.
+// Whether lists and tuples hold the same objects as lists, each as the one in its place. Other
+// objects are not read: to read an iterator is to empty it.
 bool hold_same(const py::list& sequences, const py::list& lists) {
   if (sequences.size() != lists.size()) return false;
   for (size_t i = 0; i < lists.size(); ++i) {

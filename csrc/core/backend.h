@@ -1,5 +1,5 @@
-// What every operator family asks of a back end: a plan made from the arguments alone, and a run
-// that follows it. Back ends never allocate: ops/ allocates what the plan asks for.
+// The interface of a back end to every operator family: a plan made from the arguments alone, and a
+// run that follows it. Back ends never allocate: ops/ allocates the memory that the plan asks for.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace onepass {
 
-// What a plan may depend on besides the arguments. Results never depend on it, only speed does.
+// The facts a plan may use besides the arguments. Results never depend on them, only speed does.
 struct Machine {
   int32_t threads;
 };

@@ -1,6 +1,6 @@
 // Optimizer moments in 8 bits: a code per element, a float32 scale per block (its largest
 // magnitude). The code's exponent is dynamic: the leading zeros of its b bits (b = 8 for the second
-// moment, 7 beside a sign for the first) count octaves of 8, what follows the leading one is a
+// moment, 7 beside a sign for the first) count octaves of 8, the bits after the leading one are a
 // linear fraction, so that large values keep 7 bits and small ones reach down to 8^-(b-1) (the idea
 // is Dettmers': 8-bit optimizers via block-wise quantization, ICLR 2022). His codes are looked up
 // in a table of 256; here, within an octave,
@@ -55,8 +55,8 @@ ONEPASS_HOST_DEVICE constexpr CodeLine code_line(int octave) {
   return {levels * unit * (8.0f / 7.0f), levels * (6.0f / 7.0f) - 1.0f};
 }
 
-// What encode8 adds before it truncates. The slack is in it: what lies a rounding error below a
-// code counts as the code.
+// The term that encode8 adds before it truncates. It includes a slack: a value that lies a rounding
+// error below a code counts as the code.
 inline constexpr float kCodeSlack = 0x1p-14f;
 inline constexpr float kNearestCode = 0.5f + kCodeSlack;
 

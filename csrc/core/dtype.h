@@ -34,7 +34,7 @@ constexpr const char* name_of(DType dtype) {
   return names[static_cast<int>(dtype)];
 }
 
-// What sums over elements of a type are kept in.
+// The type in which elements of a type are summed.
 template <class T>
 struct AccumulatorOf {
   using type = float;

@@ -1,6 +1,6 @@
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011):
 // four random words from a 128-bit counter and a 64-bit key, with no state to carry, so a backward
-// regenerates what a forward drew. The layout of counters and keys is frozen: every back end and
+// draws the forward's numbers again. The layout of counters and keys is frozen: every back end and
 // every CPU level must agree bit for bit.
 #pragma once
 

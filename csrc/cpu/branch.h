@@ -1,4 +1,4 @@
-// What stands between a branch and the residual stream: dropout, a scale for each column and a
+// The operations between a branch and the residual stream: dropout, a scale for each column and a
 // factor for each row. One row, or a tile of one, at a time.
 #pragma once
 
@@ -72,7 +72,7 @@ AddBranchRow<A> branch_row_of(DType input, DType residual, DType sum) {
   });
 }
 
-// What a tile of a row's gradient dx, of the sum, is for the branch:
+// The branch's gradients from a tile of a row's dx, the gradient of the sum:
 //   d = row_scale * dropout(dx); dinput = d * column_scale; dcolumn_scale += d * branch.
 // dinput is null if it is not wanted, branch where dcolumn_scale is not.
 template <class A>

@@ -1,5 +1,5 @@
-// The arithmetic ceilings of one thread of this CPU level, measured: what a kernel's rate is held
-// against. Memory ceilings are measured from Python, with torch's own copy.
+// The arithmetic ceilings of one thread of this CPU level, measured: kernels are compared with
+// them. Memory ceilings are measured from Python, with torch's own copy.
 #pragma once
 
 namespace onepass::cpu {

@@ -37,8 +37,8 @@ ONEPASS_INLINE Vec<float> exp_tail(Vec<float> r) {
   return fma<float>(p, r, broadcast<float>(0x1.fffffcp-2f));
 }
 
-// exp(x) for x <= 88. Below -87 float32 has no normal numbers left: 0, or what is left by the
-// levels that scale into subnormals. NaN stays NaN.
+// exp(x) for x <= 88. Below -87 float32 has no normal numbers left: the result is 0, or a subnormal
+// at the levels that scale into subnormals. NaN stays NaN.
 ONEPASS_INLINE Vec<float> exp(Vec<float> x) {
   // exp(-104) rounds to 0.
   const Vec<float> least = broadcast<float>(kScalesToSubnormals ? -104.0f : -87.0f);

@@ -1,5 +1,4 @@
-// The gradient of what comes after a linear layer's sums: doutput through dropout and the
-// activation.
+// The gradient of a linear layer's epilogue: doutput through dropout and the activation.
 //
 // A pass of its own is the cheaper way: while doutput is packed, the derivative would be computed
 // again in each piece of 512 columns of both products, some 30 cycles of gelu beside the 512

@@ -1,8 +1,8 @@
 // Cross entropy: the loss of rows of logits, and its gradient.
 //
 // A thread has whole rows. The forward takes a row tile by tile: the tile's maximum, which brings
-// it into L1, then the exponentials of what it has, above a maximum that only grows; meanwhile the
-// next tile is asked for. The backward computes the exponentials again.
+// it into L1, then the exponentials of its logits, above a maximum that only grows; meanwhile the
+// next tile is prefetched. The backward computes the exponentials again.
 // Bytes per element: input; backward input + dinput. Both are bound by the exponential where the
 // logits have 16 bits, and by memory in float32: done when they run at the speed of a read, and of
 // a copy.
@@ -22,7 +22,7 @@ namespace {
 // Elements of a row that the forward has in L1 at a time.
 constexpr int64_t kTile = 2048;
 
-// What the exponential leaves of kBytes.
+// Takes the place of kBytes where exponentials are computed.
 constexpr int64_t kExponentialBytes = 4;
 
 template <class A>
@@ -40,7 +40,7 @@ ONEPASS_INLINE Vec<double> hyperbolic_tangent(Vec<double> x) {
   return x;
 }
 
-// A logit as the loss takes it, and its derivative by what lies in memory.
+// A logit as the loss takes it, and its derivative by the stored logit.
 template <class A, bool kSoftcap>
 class Logit {
  public:

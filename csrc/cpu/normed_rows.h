@@ -1,5 +1,5 @@
-// What norms of rows share, also where a rotation follows them: the statistic of an RMS norm,
-// blocks of rows, and the weight in the accumulator's type.
+// Shared by norms of rows, also where a rotation follows them: the statistic of an RMS norm, blocks
+// of rows, and the weight in the accumulator's type.
 #pragma once
 
 #include <algorithm>
@@ -18,13 +18,13 @@ inline namespace ONEPASS_ISA {
 // Rows taken together share each load of weight and bias (and, in the backward, of the weight
 // gradients). That wins where a row and those do not stay in L1 together, up to rows of which four
 // no longer stay in L2. Shorter rows are taken one at a time: each tensor is then one stream, which
-// the hardware reads ahead. (Four at a time, with lines asked for in software, lost there: layer
+// the hardware reads ahead. (Four at a time, with lines prefetched in software, lost there: layer
 // norm of 2048x384 in float32, not in cache, was half as fast on Zen 4.)
 inline constexpr int kRowsPerBlock = 4;
 inline constexpr int64_t kL1Bytes = int64_t{32} << 10;
 inline constexpr int64_t kMaxBlockedBytes = int64_t{512} << 10;
 
-// `column_bytes`: what a row reads and writes for each column, weight and bias included.
+// `column_bytes`: the bytes that a row reads and writes for each column, weight and bias included.
 inline int rows_per_block(int64_t cols, int64_t column_bytes) {
   const int64_t bytes = cols * column_bytes;
   return bytes >= kL1Bytes && bytes <= kMaxBlockedBytes ? kRowsPerBlock : 1;

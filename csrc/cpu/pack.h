@@ -1,6 +1,6 @@
 // How operands get into the layouts that products want: a panel has vectors along columns and k
 // down its rows, a row tile is rows as they lie in memory. In both, a cell is M::kPerCell elements
-// of k, and what is beyond an odd end is zero.
+// of k, and the cells beyond an odd end are zero.
 #pragma once
 
 #include <type_traits>

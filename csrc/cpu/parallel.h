@@ -21,8 +21,8 @@ inline namespace ONEPASS_ISA {
 // 256 KiB on.
 inline constexpr int64_t kLeastNanoseconds = 4000;
 
-// What a thread does in a nanosecond, about: AVX2, in cache. A level or a memory that is slower has
-// its threads wake for what takes longer, which is as well.
+// The work of a thread in a nanosecond, about: AVX2, in cache. At a slower level, or from memory,
+// threads are woken for pieces that take longer, which does no harm.
 inline constexpr int64_t kBytes = 32;             // of traffic: norms, adds, steps, gradients
 inline constexpr int64_t kRandomBytes = 8;        // of traffic beside a random number per element
 inline constexpr int64_t kMultiplyAdds = 16;      // in tiles of attention

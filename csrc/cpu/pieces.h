@@ -14,7 +14,7 @@ inline namespace ONEPASS_ISA {
 
 inline int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-// Hands out 64-byte aligned pieces of a workspace; over null it only adds up what it would take.
+// Hands out 64-byte aligned pieces of a workspace; over null it only adds up their sizes.
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
@@ -57,10 +57,10 @@ void for_each_piece_in_order(const Context& context, int64_t slots, int64_t coun
   });
 }
 
-// Likewise, but threads take runs of neighbouring pieces, each half a thread's share of what is
-// left (guided self-scheduling, Polychronopoulos and Kuck 1987) and at most `most(its first piece)`
+// Likewise, but threads take runs of neighbouring pieces, each half a thread's share of the rest
+// (guided self-scheduling, Polychronopoulos and Kuck 1987) and at most `most(its first piece)`
 // long: for pieces that follow each other in memory, where a thread that goes on with the next one
-// has asked for it already.
+// has prefetched it already.
 template <class Most, class Body>
 void for_each_run_of_pieces(const Context& context, int64_t slots, int64_t count, Most&& most,
                             Body&& body) {

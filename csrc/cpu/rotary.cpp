@@ -8,8 +8,8 @@
 // of cos and sin. Done when it runs at the speed of a copy of query and key.
 //
 // With an RMS norm in front a row is read for its sum of squares first, and is in L1 when it is
-// rotated. The backward rotates the gradient of a row into a line, and does with it what a norm's
-// backward does; rstd comes from x, which it reads anyway, so that nothing is saved but x.
+// rotated. The backward rotates the gradient of a row into a line, then computes a norm's backward
+// of that line; rstd comes from x, which it reads anyway, so that nothing is saved but x.
 // Traffic of the backward: one read of gradient and x, one write. Its threads take chunks of blocks
 // whose number the shape decides; sums for the weights go by runs and chunks as those of a norm.
 #include <algorithm>
@@ -85,7 +85,7 @@ void fill(const RotaryForward& args, int64_t batch, int64_t begin, int64_t end, 
   }
 }
 
-// A row as it is; `ahead` is the one that is asked for meanwhile.
+// A row as it is; `ahead` is the one that is prefetched meanwhile.
 template <class A, class T>
 struct PlainRow {
   static constexpr bool kPlain = true;
@@ -147,7 +147,7 @@ ONEPASS_INLINE void rotate_row(const RotaryForward& args, const Row& row, const 
 
 bool has_tokens_outside(const HeadStride& stride) { return stride.token > stride.head; }
 
-// Elements to the row that is asked for while one of a head is read.
+// Elements to the row that is prefetched while one of a head is read.
 template <class T>
 int64_t distance_ahead(const HeadStride& stride, int64_t head, int64_t heads) {
   if (has_tokens_outside(stride)) return kPrefetchBytes / sizeof(T);
@@ -196,7 +196,7 @@ struct Scratch {
   Lines<A> lines;
   A* gradient;  // (sum_size,) of a row before its rotation
   A* run;       // (sum_size,) of the weight's gradient
-  A* unwanted;  // (head_dim,) for gradients of rows that nobody asks for
+  A* unwanted;  // (head_dim,) for gradients of rows that no caller wants
 };
 
 // Accumulators of a row, a multiple of a vector.
@@ -324,7 +324,7 @@ void rotary_forward_kernel(const RotaryForward& args, const Weights<Accumulator<
   });
 }
 
-// What a forward's plan decides.
+// A forward's plan.
 struct ForwardLayout {
   Blocks blocks;
   Slots slots;  // lines of each thread
@@ -362,7 +362,7 @@ void run_forward(const RotaryForward& args, const Plan& plan, const ForwardLayou
   });
 }
 
-// What a backward's plan decides.
+// A backward's plan.
 struct BackwardLayout {
   Blocks blocks;
   int64_t count;     // of blocks, of all sequences

@@ -27,7 +27,7 @@ inline int64_t chunks_of(int64_t rows, int64_t cols) {
 
 // body(begin, end) over [first, last), a run of run_rows rows at a time, whose sums it adds to
 // those in `run`, (size,). They are added to `total`, where run does not lie there itself. A size
-// is a multiple of a vector, and what lies beyond a row's columns is zero.
+// is a multiple of a vector, and the numbers beyond a row's columns are zero.
 template <class A, class Body>
 void for_each_run(int64_t first, int64_t last, int64_t run_rows, A* total, A* run, int64_t size,
                   Body&& body) {

@@ -1,9 +1,9 @@
 // The thin SIMD layer. This folder is compiled once per CPU level, so a vector is as wide as the
 // level's registers and code above this header never names an instruction set.
 //
-// Arithmetic is the compiler's own on vector types (+, -, *, comparisons); this header adds what
-// that lacks: conversion while loading and storing, partial vectors for row tails, fused
-// multiply-add, reductions. The build sets -ffp-contract=off: a multiply-add is fused exactly where
+// Arithmetic is the compiler's own on vector types (+, -, *, comparisons); this header adds
+// conversion while loading and storing, partial vectors for row tails, fused multiply-add, and
+// reductions. The build sets -ffp-contract=off: a multiply-add is fused exactly where
 // fma() is written, so a row comes out the same bit for bit in a block of rows and alone.
 #pragma once
 
@@ -232,7 +232,7 @@ inline constexpr int kParts = kVectorBytes / 16;
 // sum_of_lanes of 4 * kParts vectors at once, bit for bit: part p of the result has those of v[p].
 ONEPASS_INLINE Vec<float> sums_of_lanes(const Vec<float> (&v)[kParts][4]) {
 #if defined(__AVX2__)
-  Vec<float> folded[4];  // part p has what is left of v[p][i] in four lanes
+  Vec<float> folded[4];  // part p has the sums of v[p][i] in four lanes
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
 #if defined(__AVX512F__)
@@ -408,7 +408,7 @@ inline uint32_t bits_of_bytes(const uint8_t* bytes, int64_t count) {
   return bits;
 }
 
-// How far ahead of a first pass over memory its lines are asked for: the hardware's prefetchers
+// How far ahead of a first pass over memory its lines are prefetched: the hardware's prefetchers
 // stop at the end of a page. A layer norm forward that finds nothing in the cache runs at 77 % of
 // the speed of a copy with it and at 44 % without (`onepass bench norm --case "*/cold"`, AVX-512);
 // one that finds everything there loses 4 % (512x768).

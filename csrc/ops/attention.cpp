@@ -28,7 +28,7 @@ void attach_lengths(const AttentionChecks& checks, const Options& options, Atten
   checks.lengths(args);
 }
 
-// The arguments of both directions, complete but for what one of them adds.
+// The arguments that both directions have; each adds its own.
 Attention attach(const AttentionChecks& checks, const Tensor& query, const Tensor& key,
                  const Tensor& value, const Options& options, Copies& copies) {
   Attention args = checks.args();
@@ -97,8 +97,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Options& options, con
   return {output, lse, lse_rest};
 }
 
-// The errors alone: on the meta device, where the fake gives the shapes, and ahead of what gathers
-// pages by itself.
+// The errors alone: on the meta device, where the fake gives the shapes, and before pages are
+// gathered.
 void attention_forward_check(const Options& options, const Tensor& query, const Tensor& key,
                              const Tensor& value) {
   const AttentionChecks checks("attention", query, key, value, options);
@@ -217,7 +217,7 @@ void attention_backward_check(const Options& options, const OptionalTensor& dout
 
 OperatorList attention_operators() {
   return {
-      // lse_rest is what rounding took from lse; the backward wants it back.
+      // lse_rest is the rounding error of lse; the backward takes it.
       entry<&Packed<&attention_forward>::call>("attention_forward" ONEPASS_ATTENTION_ARGUMENTS
                                                " -> (Tensor output, Tensor lse, Tensor lse_rest)"),
       entry<&Packed<&attention_forward_check>::call>(

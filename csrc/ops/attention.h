@@ -86,14 +86,14 @@ struct Attention {
 struct AttentionForward : Attention {
   Strided output;  // (batch, heads, seq_q, value_dim) or packed
   void* lse;  // (batch, heads, seq_q) or (heads, total_q) contiguous, in the accumulator's dtype
-  void* lse_rest;  // likewise: what rounding took from the LSE. Of a row that averages huge scores,
+  void* lse_rest;  // likewise: the rounding error of the LSE. Of a row that averages huge scores,
                    // as a bias of finfo.min makes them, that is the whole logarithm of the count.
 };
 
 // With delta = sum(doutput * output) - dlse and dP = drop(doutput value^T):
 //   ds = P * (dP - delta)              of the score, after softcap
 //   dvalue = drop(P)^T doutput         dsinks = -sum(exp(sink - lse) * delta)
-//   dbias = ds, summed over what is broadcast;   dslopes = -sum(ds * |position - key|)
+//   dbias = ds, summed over broadcast dimensions;   dslopes = -sum(ds * |position - key|)
 //   dquery = scale * (ds * softcap') key         dkey = scale * (ds * softcap')^T query
 struct AttentionBackward : Attention {
   Strided doutput;       // (batch, heads, seq_q, value_dim) or packed

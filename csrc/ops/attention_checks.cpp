@@ -156,10 +156,10 @@ void AttentionChecks::positions() {
   args_.bottom_right = options_.bottom_right;
 }
 
-// What the lengths and page numbers in `args` must be. They are read where that costs nothing.
+// The rules for the lengths and page numbers in `args`. They are read where that costs nothing.
 void AttentionChecks::lengths(const Attention& args) const {
   if (query_.device.type != aoti_torch_device_type_cpu()) {
-    // What can be said without reading them: results are not left without a kernel.
+    // The rules that need no reading: without a kernel the results would not be written.
     if (packed_ && args.total_q > 0) {
       require(args.batch > 0, op_, ": cu_seq_q must have an end for each sequence, got none");
       require(args.seq_q > 0, op_, ": max_q must be at least the longest sequence, got ",

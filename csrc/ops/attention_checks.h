@@ -28,11 +28,11 @@ class AttentionChecks {
   AttentionChecks(const AttentionChecks&) = delete;
   AttentionChecks& operator=(const AttentionChecks&) = delete;
 
-  // What the lengths and page numbers that `args` points to must be. They are read where that costs
-  // nothing: on the CPU.
+  // The rules for the lengths and page numbers that `args` points to. They are read where that
+  // costs nothing: on the CPU.
   void lengths(const Attention& args) const;
   // Lowers seq_q and seq_k of packed sequences, upper bounds that a caller may set as high as he
-  // likes, to what there is: the longest sequence where lengths are read, else all rows. But not
+  // likes, to the longest sequence where lengths are read, else to all rows. But not
   // below the size of a dbias, which has to be written whole.
   void tighten(Attention& args, const Strided& dbias) const;
 

@@ -25,7 +25,7 @@ AttentionOptions of_attention(const DecodeOptions& options) {
   return all;
 }
 
-// What an append has besides.
+// The further arguments of an append.
 struct Append {
   const Tensor& key;
   const Tensor& value;
@@ -108,10 +108,10 @@ class DecodeCall {
     return op;
   }
 
-  // Also what is left of kv[0] and kv[1] where a compiler has lost their offsets (pytorch issue
-  // 198068).
+  // Also for kv[0] and kv[1] where a compiler has lost their offsets (pytorch issue 198068).
   void apart(const Tensor& k_cache, const Tensor& v_cache) const {
-    // To be written: what shares its memory until then (torch's lazy clones) gets its own here.
+    // About to be written: a lazy clone of torch's, which shares its memory until then, gets its
+    // own here.
     const void* const begin = k_cache.mutable_data_ptr();
     require(begin == nullptr || begin != v_cache.mutable_data_ptr(), op_,
             ": v_cache must not lie where k_cache does, both are written in place, got one place");
@@ -207,14 +207,14 @@ class DecodeCall {
         require(rotary_rows_ >= needed, op_, ": rotary_cos must have a row for every position, ",
                 needed, ", got ", rotary_rows_);
       }
-      if (args_.block_table) {  // pages before what is read or written may be anything
+      if (args_.block_table) {  // pages before those read or written may be anything
         const int64_t seen = args_.seq_q > 0 ? cached_keys_of(args_, keys, 0).first : keys.last;
         checks_.pages(args_, b, std::min(seen, keys.old), keys.last);
       }
     }
   }
 
-  // What the threads that have other sequences may not write, or read, at the same time.
+  // The threads of other sequences may not write, or read, the same memory at the same time.
   void written_once() const {
     if (args_.block_table != nullptr) return written_rows_once();
     if (args_.cache_batch_idx == nullptr) return;
@@ -271,7 +271,7 @@ class DecodeCall {
     }
   }
 
-  // The longest sequence where lengths can be read, else what a cache has room for.
+  // The longest sequence where lengths can be read, else the room of a cache.
   int64_t longest() const {
     if (!reads_lengths()) return args_.seq_k;
     int64_t last = 0;

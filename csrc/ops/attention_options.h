@@ -1,7 +1,7 @@
-// The options of the attention family, each stated once: ops/fields.h makes of a table a struct, a
-// part of the schemas, and what the dispatcher hands over. An option of scores has its check, its
-// way into a kernel's arguments, its gradient and its description in attention_options.cpp; what it
-// means is said in ops/attention.h.
+// The options of the attention family, each stated once: from a table ops/fields.h makes a struct,
+// a part of the schemas, and the types that the dispatcher passes. attention_options.cpp has the
+// check of each option of scores, its way into a kernel's arguments, its gradient and its
+// description; ops/attention.h says what it means.
 #pragma once
 
 #include <ostream>
@@ -56,11 +56,11 @@ ONEPASS_EXTEND_OPTIONS(AppendOptions, DecodeOptions, ONEPASS_ROTARY_OPTIONS);
 
 class CheckedAgainst;
 
-// What a call copied of its inputs, alive until it returns.
+// The copies that a call made of its inputs, alive until it returns.
 using Copies = std::vector<Tensor>;
 
-// Throws unless the options of scores fit `args`, which has sizes and dtype; then it has what of
-// them can be known without reading a tensor.
+// Throws unless the options of scores fit `args`, which has sizes and dtype; then sets the fields
+// that are known without reading a tensor.
 void check_score_options(const char* op, const CheckedAgainst& checked,
                          const AttentionOptions& options, Attention& args);
 // The options' tensors, for `args`.
@@ -79,7 +79,7 @@ std::vector<Tensor> empty_score_gradients(const AttentionOptions& options, const
 void attach_score_gradients(int64_t grad_mask, const std::vector<Tensor>& dterms,
                             AttentionBackward& args, Copies& copies);
 
-// For the record of plans: what the operators of the family have before and after their lengths.
+// For the record of plans: the text of the family's operators before and after their lengths.
 void describe_heads(std::ostream& text, const Attention& args);
 void describe_terms(std::ostream& text, const Attention& args);
 

@@ -1,6 +1,6 @@
 // Every family and every operator, listed once. A back end has a function of its name for each
-// operator, which gives its plan and its run; a table of them per back end and CPU level is what
-// ops/ calls.
+// operator, which gives its plan and its run; ops/ calls through a table of them per back end and
+// CPU level.
 #pragma once
 
 #include "ops/attention.h"

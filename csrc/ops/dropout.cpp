@@ -15,7 +15,7 @@
 namespace onepass {
 namespace {
 
-// What dropout_forward takes beside its input.
+// The arguments of dropout_forward besides its input.
 #define ONEPASS_DROPOUT_OPTIONS(FIELD) \
   FIELD(OptionalTensor, residual, "")  \
   FIELD(OptionalTensor, seed, "")      \
@@ -83,7 +83,7 @@ void dropout_forward_check(const DropoutOptions& options, const Tensor& input) {
 
 // ---- scaled branches ----------------------------------------------------------------------------
 
-// What branch_forward takes beside its input.
+// The arguments of branch_forward besides its input.
 #define ONEPASS_BRANCH_OPTIONS(FIELD)     \
   FIELD(OptionalTensor, residual, "")     \
   FIELD(OptionalTensor, column_scale, "") \
@@ -92,7 +92,7 @@ void dropout_forward_check(const DropoutOptions& options, const Tensor& input) {
   FIELD(double, p, "")                    \
   FIELD(OptionalScalarType, out_dtype, "")
 
-// What branch_backward takes beside doutput.
+// The arguments of branch_backward besides doutput.
 #define ONEPASS_BRANCH_BACKWARD_OPTIONS(FIELD) \
   FIELD(OptionalTensor, branch, "")            \
   FIELD(OptionalTensor, column_scale, "")      \
@@ -109,8 +109,8 @@ ONEPASS_DEFINE_OPTIONS(BranchBackwardOptions, ONEPASS_BRANCH_BACKWARD_OPTIONS);
 constexpr int64_t kWantInput = 1;
 constexpr int64_t kWantColumnScale = 2;
 
-// Sets what both directions have, and gives the dimensions of a row: the last one where columns
-// have a scale, else as many as are dense in `rows`.
+// Sets the fields that both directions have, and gives the dimensions of a row: the last one where
+// columns have a scale, else as many as are dense in `rows`.
 template <class Args>
 int64_t check_scales(const char* op, const CheckedAgainst& checked, const TensorInfo& shape,
                      const OptionalTensor& column_scale, const OptionalTensor& row_scale,

@@ -12,14 +12,14 @@
 namespace onepass {
 namespace {
 
-// What gate_forward takes beside gate. Without up, gate holds both, one after the other in the
-// last dimension: the gate first, or last if gate_last.
+// The arguments of gate_forward besides gate. Without up, gate holds both, one after the other in
+// the last dimension: the gate first, or last if gate_last.
 #define ONEPASS_GATE_OPTIONS(FIELD)                      \
   FIELD(OptionalTensor, up, "")                          \
   FIELD(StaticInt, activation_kind, "") /* Activation */ \
   FIELD(bool, gate_last, "")
 
-// What gate_backward takes beside doutput.
+// The arguments of gate_backward besides doutput.
 #define ONEPASS_GATE_BACKWARD_OPTIONS(FIELD)             \
   FIELD(Tensor, gate, "")                                \
   FIELD(OptionalTensor, up, "")                          \

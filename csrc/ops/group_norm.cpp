@@ -12,8 +12,8 @@
 namespace onepass {
 namespace {
 
-// What group_norm_forward takes beside input. channels_last: the order of the output's memory;
-// input is read as it lies where it has the same, else copied.
+// The arguments of group_norm_forward besides input. channels_last: the order of the output's
+// memory; input is read as it lies where it has the same, else copied.
 #define ONEPASS_GROUP_NORM_OPTIONS(FIELD)                            \
   FIELD(OptionalTensor, weight, "")                                  \
   FIELD(OptionalTensor, bias, "")                                    \
@@ -24,7 +24,7 @@ namespace {
   FIELD(OptionalScalarType, out_dtype, "")                           \
   FIELD(bool, save_statistics, "")
 
-// What group_norm_backward takes beside doutput.
+// The arguments of group_norm_backward besides doutput.
 #define ONEPASS_GROUP_NORM_BACKWARD_OPTIONS(FIELD) \
   FIELD(Tensor, input, "")                         \
   FIELD(OptionalTensor, weight, "")                \
@@ -100,7 +100,7 @@ Tensor empty_images(bool wanted, const TensorInfo& shape, bool channels_last, DT
                        shape.device);
 }
 
-// Sets what forward and backward share but for the tensors' memory.
+// Sets the fields that forward and backward share, except for the tensors' memory.
 template <class Options>
 void check_shared(const char* op, const TensorInfo& shape, const CheckedAgainst& checked,
                   const Options& options, GroupNorm& args) {

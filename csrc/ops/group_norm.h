@@ -18,7 +18,7 @@ struct ImageStride {
   int64_t pixel;  // of channels last; else 1
 };
 
-// What forward and backward share: h = (input - mean) * rstd over each group of a sample,
+// Shared by forward and backward: h = (input - mean) * rstd over each group of a sample,
 // z = h * weight + bias, output = activation(z).
 struct GroupNorm {
   const void* input;   // (batch, channels, pixels)

@@ -1,4 +1,4 @@
-// What an op library shows to onepass._C: which code runs here, and the plans of the calls it made.
+// The interface of an op library to onepass._C: which code runs here, and the plans of its calls.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,7 @@
 // each back end: ONEPASS_NAMESPACE is where its operators are, ONEPASS_DISPATCH_KEY whose tensors
 // they take, and ONEPASS_DEFINES_SCHEMAS says that it is the first one there. (The CUDA library
 // adds kernels to schemas that the CPU library has defined.) ONEPASS_CUDA is about the back end
-// itself: the host may not read what lies in its tensors.
+// itself: the host may not read the memory of its tensors.
 #include "ops/library.h"
 
 #include <string>

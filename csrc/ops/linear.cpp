@@ -18,14 +18,14 @@ OperatorList linear_operators() { return {}; }
 #else
 namespace {
 
-// What linear_forward takes beside its input.
+// The arguments of linear_forward besides its input.
 #define ONEPASS_LINEAR_OPTIONS(FIELD) \
   FIELD(Tensor, weight, "")           \
   FIELD(OptionalTensor, bias, "")     \
   FIELD(OptionalScalarType, out_dtype, "")
 
-// What linear_epilogue_forward takes beside its input: linear_forward, and what comes after it,
-// output = residual + dropout(activation(preactivation)), in residual's dtype.
+// The arguments of linear_epilogue_forward besides its input: those of linear_forward, and the
+// epilogue's, output = residual + dropout(activation(preactivation)), in residual's dtype.
 #define ONEPASS_EPILOGUE_OPTIONS(FIELD)                  \
   FIELD(Tensor, weight, "")                              \
   FIELD(OptionalTensor, bias, "")                        \
@@ -35,7 +35,7 @@ namespace {
   FIELD(StaticInt, activation_kind, "") /* Activation */ \
   FIELD(bool, save_preactivation, "")
 
-// What linear_epilogue_backward takes beside doutput.
+// The arguments of linear_epilogue_backward besides doutput.
 #define ONEPASS_EPILOGUE_BACKWARD_OPTIONS(FIELD)         \
   FIELD(OptionalTensor, preactivation, "")               \
   FIELD(OptionalTensor, seed, "")                        \
@@ -43,8 +43,8 @@ namespace {
   FIELD(StaticInt, activation_kind, "") /* Activation */ \
   FIELD(OptionalScalarType, out_dtype, "")
 
-// What linear_backward takes beside doutput. A dtype asks for its gradient: input's takes the
-// weight, and weight's the input.
+// The arguments of linear_backward besides doutput. A dtype asks for its gradient: input's takes
+// the weight, and weight's the input.
 #define ONEPASS_LINEAR_BACKWARD_OPTIONS(FIELD) \
   FIELD(OptionalTensor, input, "")             \
   FIELD(OptionalTensor, weight, "")            \
@@ -69,8 +69,8 @@ bool lies_transposed(const OptionalTensor& weight) {
   return info.strides[0] == 1 && info.strides[1] != 1;
 }
 
-// What a weight is multiplied with: a copy of few rows is nothing beside the weight, which dense
-// ones let a kernel read in place.
+// The left factor. Few rows are copied where they are not dense: the copy is small beside the
+// weight, which dense rows let a kernel read in place.
 Matrix left_of(const Tensor& tensor, int64_t rows) {
   constexpr int64_t kFewRows = 16;
   return Matrix(tensor, rows <= kFewRows);

@@ -17,7 +17,7 @@ enum class LinearKind { kForward, kInput, kWeight };
 // onepass._ops.linear.Activation.
 inline constexpr int kLinearActivations = 5;
 
-// What becomes of a sum of the forward:
+// From a sum of the forward to the output:
 // output = residual + dropout(activation(preactivation)), and preactivation = sum.
 struct LinearEpilogue {
   const void* residual;  // (rows, cols) contiguous, of output's dtype; or null

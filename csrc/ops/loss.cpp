@@ -120,7 +120,7 @@ void require_targets(const char* op, const LossCall& args) {
   }
 }
 
-// The addresses of what is read; holds what had to be copied.
+// The addresses of the tensors that are read; holds their copies where one was needed.
 class Operands {
  public:
   Operands(const char* op, const Tensor& input, const LossOptions& options, CheckedLoss& call)
@@ -353,7 +353,7 @@ void linear_loss_check(const LinearLossOptions& options, const Tensor& input) {
 // Of a column of a chunk of logits: 256 rows in float32, 512 in 16 bits.
 constexpr int64_t kChunkBytes = 1024;
 
-// What the chunks of a call have in common.
+// The state that the chunks of a call share.
 class LinearLoss {
  public:
   LinearLoss(const LinearLossOptions& options, const Tensor& input, const CheckedLinearLoss& call)

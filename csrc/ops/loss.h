@@ -23,7 +23,7 @@ constexpr const char* name_of(Reduction reduction) {
   return names[static_cast<int>(reduction)];
 }
 
-// What both operators know. Statistics and weights are float32, float64 for logits of float64.
+// Shared by both operators. Statistics and weights are float32, float64 for logits of float64.
 struct LossCall {
   const void* input;      // (rows, cols), rows input_stride apart
   const int64_t* target;  // (rows,), target_stride apart
@@ -61,7 +61,7 @@ struct LossBackward : LossCall {
   DType dloss_dtype;
 };
 
-// What the forward has added up over a row.
+// The sums of the forward over a row.
 template <class A>
 struct LossSums {
   A maximum;
@@ -103,7 +103,7 @@ ONEPASS_HOST_DEVICE LossOfRow<A> loss_of(const LossForward& args, const LossSums
   return {loss, mass / sums.exponentials};
 }
 
-// What the gradient of a row is made of.
+// The numbers that a row's gradient is computed from.
 template <class A>
 struct LossScales {
   A of_softmax;  // of exp(x_c - maximum)

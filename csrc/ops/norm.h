@@ -55,7 +55,7 @@ struct NormForward {
 struct NormBackward {
   const void* doutput;        // (rows, cols)
   const void* dresidual_out;  // (rows, cols) or null, which is 0; in x's dtype
-  const void* x;              // (rows, cols) what was normalised: input or residual_out
+  const void* x;              // (rows, cols) the normalised tensor: input or residual_out
   const void* weight;         // (cols,) or null
   const void* mean;           // (rows,) contiguous; null for kRms
   const void* rstd;           // (rows,) contiguous

@@ -1,4 +1,4 @@
-// What the operators of the norm family share in front of a back end: options, checks, allocation.
+// Shared by the operators of the norm family, before the back end: options, checks, allocation.
 #pragma once
 
 #include <tuple>
@@ -9,7 +9,7 @@
 
 namespace onepass {
 
-// What norm_forward takes beside its input.
+// The arguments of norm_forward besides its input.
 #define ONEPASS_NORM_OPTIONS(FIELD)             \
   FIELD(OptionalTensor, residual, "")           \
   FIELD(OptionalTensor, weight, "")             \
@@ -24,7 +24,7 @@ namespace onepass {
   FIELD(OptionalScalarType, residual_dtype, "") \
   FIELD(bool, save_statistics, "")
 
-// What norm_backward takes beside doutput.
+// The arguments of norm_backward besides doutput.
 #define ONEPASS_NORM_BACKWARD_OPTIONS(FIELD)    \
   FIELD(OptionalTensor, dresidual_out, "")      \
   FIELD(Tensor, x, "")                          \
@@ -71,7 +71,7 @@ CheckedNorm check_forward(const char* op, const NormOptions& options, const Tens
 
 using NormResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Allocates what a forward returns, and points its arguments there and to its rows.
+// Allocates the results of a forward, and points its arguments to them and to its rows.
 NormResults allocate(CheckedNorm& call, const NormOptions& options);
 
 struct CheckedNormBackward {
@@ -88,7 +88,7 @@ CheckedNormBackward check_backward(const char* op, const NormBackwardOptions& op
 Tensor gradient_of(bool wanted, const int64_t* sizes, int64_t dims, DType dtype, Device device,
                    void*& target);
 
-// The gradients of rows, to which the arguments point, and what else they point to.
+// The gradients of rows and the other tensors to which the arguments point.
 struct NormBackwardRows {
   Tensor dinput;
   Tensor dresidual;

@@ -5,8 +5,8 @@
 namespace onepass {
 namespace {
 
-// What modulated_norm_forward takes beside its input. `shared`: scale, shift and gate are those of
-// all rows, a norm's weight and bias and the branch's column_scale.
+// The arguments of modulated_norm_forward besides its input. `shared`: scale, shift and gate are
+// those of all rows, a norm's weight and bias and the branch's column_scale.
 #define ONEPASS_MODULATED_NORM_OPTIONS(FIELD)        \
   FIELD(OptionalTensor, scale, "")                   \
   FIELD(OptionalTensor, shift, "")                   \
@@ -24,7 +24,7 @@ namespace {
   FIELD(OptionalScalarType, residual_dtype, "=None") \
   FIELD(bool, shared, "=False")
 
-// What modulated_norm_backward takes beside doutput.
+// The arguments of modulated_norm_backward besides doutput.
 #define ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS(FIELD) \
   FIELD(OptionalTensor, dresidual_out, "")             \
   FIELD(Tensor, x, "")                                 \
@@ -118,7 +118,7 @@ CheckedModulated check_modulated(const ModulatedNormOptions& options, const Tens
   return {plain, std::move(norm), std::move(scales)};
 }
 
-// What forward and backward have beside a norm's arguments.
+// The arguments of forward and backward besides a norm's.
 template <class Args, class Options>
 void put_scales(Args& args, Scales& scales, const OptionalTensor& row_scale, int64_t samples,
                 const Options& options) {

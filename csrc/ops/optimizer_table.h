@@ -109,8 +109,8 @@ int64_t optimizer_table(const std::vector<Tensor>& params, const std::vector<Ten
                         const Tensor& layout);
 void optimizer_table_release(const Tensor& state, int64_t table);  // any state of it
 
-// What optimizer_step takes beside its table, gradients and settings. Tensors of one number lie on
-// the parameters' device.
+// The arguments of optimizer_step besides its table, gradients and settings. Tensors of one number
+// lie on the parameters' device.
 #define ONEPASS_STEP_OPTIONS(FIELD)                                                       \
   FIELD(int64_t, seed, "=0")                                                              \
   FIELD(bool, stochastic_params, "=False")  /* those without a master */                  \

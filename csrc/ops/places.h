@@ -36,9 +36,9 @@ class Reach {
     steps_[at] = {bytes, least, most};
   }
 
-  // Whether some sum is `distance`. Long steps first: where tensors are rows of dense columns what
-  // is left allows two numbers of each kind at most. Layouts of which that is not so are given up
-  // after kMostTries, with true.
+  // Whether some sum is `distance`. Long steps first: where tensors are rows of dense columns, the
+  // rest allows two numbers of each kind at most. Other layouts are given up after kMostTries, with
+  // true.
   bool comes_to(int64_t distance) {
     tries_ = 0;
     return search(0, distance);

@@ -14,7 +14,7 @@
 namespace onepass {
 namespace {
 
-// What rotary_forward and rotary_forward_inplace take beside query and key.
+// The arguments of rotary_forward and rotary_forward_inplace besides query and key.
 #define ONEPASS_ROTARY_TABLES(FIELD)   \
   FIELD(Tensor, cos, "")               \
   FIELD(Tensor, sin, "")               \
@@ -37,8 +37,8 @@ namespace {
   ONEPASS_ROTARY_TABLES(FIELD)                \
   ONEPASS_ROTARY_NORMS(FIELD)
 
-// What rotary_backward takes beside dquery_out. query and key are those of the forward, given with
-// their weights; the order in memory is that of their gradients.
+// The arguments of rotary_backward besides dquery_out. query and key are those of the forward,
+// given with their weights; the order in memory is that of their gradients.
 #define ONEPASS_ROTARY_BACKWARD_OPTIONS(FIELD) \
   FIELD(OptionalTensor, dkey_out, "")          \
   FIELD(OptionalTensor, query, "")             \
@@ -66,7 +66,7 @@ constexpr int64_t kWantKey = 2;
 constexpr int64_t kWantQueryWeight = 4;
 constexpr int64_t kWantKeyWeight = 8;
 
-// The operator, and what it calls the tensors that it rotates.
+// The operator, and its names of the tensors that it rotates.
 struct Names {
   const char* op;
   const char* query;
@@ -222,7 +222,7 @@ void check_place(const char* name, const TensorInfo& info) {
           " with strides ", strides);
 }
 
-// `tensor` against what is written.
+// `tensor` against the tensor that is written.
 void check_apart(const char* name, const Place& tensor, const char* written_name,
                  const Place& written) {
   require(!share_memory(tensor, written), kForwardNames.op, ": ", name, " must lie apart from ",
@@ -235,7 +235,7 @@ CheckedRotary<RotaryForward> check_inplace(const RotaryInplaceOptions& options, 
   call.args.in_place = true;
   check_place("query", call.query);
   if (key) check_place("key", call.key);
-  // What shares its memory until it is written (torch's lazy clones) gets its own here.
+  // A lazy clone of torch's, which shares its memory until it is written, gets its own here.
   const auto written = [&](const Tensor& tensor, const TensorInfo& info) {
     return Place{mutable_data_of(tensor.get()), info, size_of(call.args.dtype)};
   };
@@ -329,7 +329,7 @@ Dispatch describe(const char* op, const RotaryForward& args) {
   return {.op = op, .arguments = text.str()};
 }
 
-// What a call reads, copied where it has to be.
+// The tensors that a call reads, copied where they have to be.
 class Inputs {
  public:
   // The last dimension that is not dense is copied, all else is read in place.
@@ -433,7 +433,7 @@ BackwardResults rotary_backward(const RotaryBackwardOptions& options, const Tens
       heads.output_stride = strides_of(rows);
     }
     if (!d || (!wants_rows && !norm.dweight)) {
-      heads = {};  // nobody asks for anything
+      heads = {};  // no gradient is wanted
       return std::pair{rows, dweight};
     }
     heads.input = inputs.rows(*d, heads.input_stride);

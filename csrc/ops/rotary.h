@@ -15,7 +15,7 @@ struct HeadStride {
   int64_t token;
 };
 
-// One tensor that is rotated, and what becomes of it.
+// One tensor that is rotated, and its result.
 struct RotatedHeads {
   const void* input;   // (batch, heads, tokens, head_dim), or null
   void* output;        // (batch, heads, tokens, head_dim)
@@ -39,8 +39,8 @@ struct RotaryTable {
 // and transposed, which is the backward:
 //   output[a] = input[a] * cos[a] + input[b] * sin[b]
 //   output[b] = input[b] * cos[b] - input[a] * sin[a]
-// Columns from rotary_dim on are copied, and in place they stay. Where there is a weight, what is
-// rotated or copied is not the row x but
+// Columns from rotary_dim on are copied, and in place they stay. Where there is a weight, the row x
+// is normalised before it is rotated or copied:
 //   norm(x) = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps)
 struct RotaryForward {
   RotatedHeads query;
@@ -66,9 +66,9 @@ struct RotaryForward {
   bool in_place;  // outputs are the inputs
 };
 
-// Of a tensor with a weight: what the backward takes beside the gradient, and the weight's own.
+// Of a tensor with a weight: the backward's arguments besides the gradient, and the weight's own.
 struct NormedHeads {
-  const void* x;  // (batch, heads, tokens, head_dim) what was normalised
+  const void* x;  // (batch, heads, tokens, head_dim) the normalised tensor
   HeadStride x_stride;
   void* dweight;  // (head_dim,) in the weight's dtype, or null if not wanted
 };

@@ -15,8 +15,8 @@
 
 namespace onepass {
 
-// Whether the host may look at what lies in the tensors of a call. On a device it would have to
-// wait for what was computed before.
+// Whether the host may read the memory of a call's tensors. On a device it would have to wait for
+// the work before it.
 #ifdef ONEPASS_CUDA
 inline constexpr bool kHostReadsTensors = false;
 #else
@@ -52,8 +52,8 @@ void set_recording(bool on);
 std::vector<Dispatch> take_recorded();
 
 #ifndef ONEPASS_EMULATE
-// What run_operator() plans and runs with. The emulated one (tests/cuda_emulator) moves the memory
-// that the arguments point to between guard bands, and can write all of it to a file.
+// Runs an operator for run_operator(). The emulated one (tests/cuda_emulator) moves the memory that
+// the arguments point to between guard bands, and can write all of it to a file.
 template <class Args>
 struct Execution {
   const Args& args;

@@ -1,4 +1,4 @@
-// What ops/ asks of a tensor, read once: each query through the stable ABI is a function call.
+// The facts of a tensor that ops/ uses, read once: each query through the stable ABI is a call.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -30,8 +30,8 @@ struct TensorInfo {
   Device device;
 };
 
-// A failing query means a tensor without strided storage, which no operator here takes. Of what a
-// caller hands over, input_of() in check.h.
+// A failing query means a tensor without strided storage, which no operator here takes. For a
+// caller's tensors there is input_of() in check.h.
 TensorInfo info_of(AtenTensorHandle tensor);
 inline TensorInfo info_of(const Tensor& tensor) { return info_of(tensor.get()); }
 
@@ -45,7 +45,7 @@ struct StorageBytes {
 };
 StorageBytes storage_bytes_of(AtenTensorHandle tensor, const TensorInfo& info);
 
-// What an operator on flat lists of tensors asks of each: less, because there are hundreds.
+// The facts that an operator on flat lists of tensors uses: fewer, because there are hundreds.
 struct FlatInfo {
   int64_t numel;
   int32_t scalar_type;

@@ -92,7 +92,7 @@ class Backward {
     }
   }
 
-  // Zero sums, and what a sink gets.
+  // Sets the head's sums to zero, and adds the sink's share.
   void begin_head(int64_t batch, int64_t head) {
     if (args_.dquery.data) {
       std::fill_n(sums_of_query(batch, head, 0), sequence_.queries * shape_.query_columns, 0.0f);

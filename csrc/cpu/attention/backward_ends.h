@@ -1,5 +1,5 @@
-// The two ends of a backward: delta of every query, before any block of keys can begin, and what is
-// left to add up when all of them are through.
+// The two ends of a backward: delta of every query, before any block of keys can begin, and the
+// sums that remain when all blocks are done.
 #pragma once
 
 #include "cpu/attention/backward_shape.h"
@@ -50,7 +50,7 @@ void write_delta(const AttentionBackward& args, const BackwardSums& sums, int64_
   }
 }
 
-// Adds up the splits' dquery, and rounds what was summed in the workspace.
+// Adds up the splits' dquery, and rounds the sums of the workspace.
 template <class T>
 void finish_dquery(const AttentionBackward& args, const BackwardShape& shape,
                    const BackwardSums& sums, int64_t batch, int64_t head, int64_t first) {

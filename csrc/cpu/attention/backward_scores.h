@@ -39,8 +39,8 @@ class ScoreGradients {
   // both become cells, and dS rows besides.
   void operator()(const BackwardTile& t) {
     const SeenKeys seen = seen_keys(args_, sequence_, t.q0 + t.first, t.q0 + t.last);
-    // An odd end of cells is not: what is computed after it is multiplied by zeros, and might be
-    // infinite.
+    // An odd end of cells is not: the scores computed beyond it are multiplied by zeros, and might
+    // be infinite.
     const bool whole =
         seen.all_first <= t.k0 && seen.all_last >= t.k0 + t.keys && t.keys % M::kPerCell == 0;
     if (dbias_) std::fill_n(dbias_row_, t.keys, 0.0f);
@@ -57,10 +57,10 @@ class ScoreGradients {
     Vec<float> ds;
   };
 
-  // What a row of the tile needs beside its scores.
+  // The numbers of a row of the tile, beside its scores.
   struct RowOf {
     float lse;
-    float lse_rest;  // what rounding took from it
+    float lse_rest;  // the rounding error of it
     float delta;
     float position;  // of the query, minus that of the tile's first key
     int32_t first;   // keys that it sees
@@ -190,7 +190,7 @@ class ScoreGradients {
   }
 
   void add_dbias(const BackwardTile& t, int64_t query, int64_t v, int64_t left, Vec<float> ds) {
-    // What is summed over queries is summed by tiles first: shorter chains lose fewer bits.
+    // Sums over queries are summed within tiles first: shorter chains lose fewer bits.
     float* dbias = (args_.dbias.row_stride != 0 ? dbias_at(t, query) : dbias_row_) + v * n;
     if (left >= n) {
       store<float>(dbias, load<float>(dbias) + ds);

@@ -20,7 +20,7 @@ struct BackwardShape {
   int64_t value_columns;
   bool all_batches;  // dbias is summed over batches, so a piece has them all
   bool all_heads;
-  int64_t units;  // (batch, kv head) or what stands for several
+  int64_t units;  // pairs of (batch, kv head), or groups of them
   int64_t splits;
   bool wide_bias;  // dbias is summed in float32 in the workspace
   Slots slots;
@@ -43,7 +43,7 @@ inline BackwardShape backward_shape_of(const AttentionBackward& args) {
   return shape;
 }
 
-// What all pieces of work share.
+// The memory that all pieces of work share.
 struct BackwardSums {
   int32_t* batches;  // (batch,) in the order in which they are taken
   float* delta;      // (batch, heads, seq_q) or (heads, total_q), as the LSE lies

@@ -1,12 +1,12 @@
-// Attention of a few queries against a KV cache. What binds is reading the keys and values, so each
-// is read once, by one thread, for all query heads that share it:
+// Attention of a few queries against a KV cache. Reading the keys and values binds, so each is read
+// once, by one thread, for all query heads that share it:
 //
 // A piece of work is a chunk of one kv head's keys. It first writes the new rows that fall into it,
 // then S = scale Q K^T, P = exp(S - max) and P V as they lie in the cache, and leaves (max, sum,
 // P V) per query row. Whoever finishes the last chunk of a kv head joins them, in the order of the
-// keys: one parallel region, no waiting, and no bit depends on who does what when.
+// keys: one parallel region, no waiting, and no bit depends on the threads or their order.
 //
-// Many queries are bound by arithmetic instead, and what chunks leave would outgrow the cache:
+// Many queries are bound by arithmetic instead, and the chunks' states would outgrow the cache:
 // there a piece is a block of query rows that goes through the chunks itself, after a region that
 // writes the new rows.
 //
@@ -32,8 +32,8 @@ constexpr int64_t kLeastChunk = 256;
 constexpr int64_t kMostChunk = kScoreStride;
 constexpr int64_t kChunks = 16;   // that a sequence is cut into, between those limits
 constexpr int64_t kSumKeys = 32;  // values that are summed in one chain
-// How far ahead rows are asked for. Twice what a plain pass over memory takes: between scores and
-// sums no row is read at all.
+// The distance at which rows are prefetched. Twice that of a plain pass over memory: between scores
+// and sums no row is read at all.
 constexpr int64_t kAheadBytes = 2 * kPrefetchBytes;
 constexpr int64_t kMostAhead = 64;  // in rows
 constexpr int64_t kRowBlock = 64;   // query rows that have their scores at a time
@@ -132,7 +132,7 @@ void join(const State& to, int64_t count, int64_t apart) {
   *to.sum = sum;
 }
 
-// What threads share where chunks are the pieces.
+// The memory that threads share where chunks are the pieces.
 struct Partials {
   int64_t* first_piece;        // (batch + 1,) of each sequence, and the end
   std::atomic<int32_t>* left;  // (batch, kv_heads) pieces that are not done
@@ -319,13 +319,13 @@ class Decode {
     const KeyRows<T> keys = rows_in(args_.key);
     keys.list(begin, count, s_.rows);
     rows_in(args_.value).list(begin, count, s_.rows + count);
-    // What comes next: the next chunk's keys, since threads take runs of them.
+    // Prefetched next: the next chunk's keys, since threads take runs of chunks.
     const int64_t after = std::clamp<int64_t>(keys_.last - end, 0, ahead_);
     keys.list(end, after, s_.rows + 2 * count);
     std::fill_n(s_.rows + 2 * count + after, ahead_ - after, s_.rows[2 * count - 1]);
-    ask_for_pages(args_.key, s_.rows, count);
-    ask_for_pages(args_.value, s_.rows + count, count);
-    ask_for_pages(args_.key, s_.rows + 2 * count, ahead_);
+    prefetch_pages(args_.key, s_.rows, count);
+    prefetch_pages(args_.value, s_.rows + count, count);
+    prefetch_pages(args_.key, s_.rows + 2 * count, ahead_);
     pack_queries(first, last);
     const int64_t columns = query_columns<M>(args_);
     const float scale = static_cast<float>(args_.scale);
@@ -346,8 +346,8 @@ class Decode {
   // is new to the processor holds up all after it until the page is found: a plain pass over
   // memory has the next page's loads under way by then, the arithmetic between the loads here is
   // too long. Always inline: g++ takes a function that only prefetches for one without effect.
-  ONEPASS_INLINE void ask_for_pages(const Strided& tensor, const T* const* rows,
-                                    int64_t count) const {
+  ONEPASS_INLINE void prefetch_pages(const Strided& tensor, const T* const* rows,
+                                     int64_t count) const {
     const int64_t row_bytes = std::abs(tensor.row_stride) * int64_t{sizeof(T)};
     int64_t step = std::max<int64_t>(kPageBytes / std::max<int64_t>(row_bytes, 1), 1);
     if (args_.block_table) step = std::min(step, args_.page_size);

@@ -10,7 +10,7 @@
 //
 // Rounding: each tile's sums start at zero and join the running ones afterwards, so that errors
 // grow with the number of tiles, not of keys. A query's result depends on its own group of lanes
-// and on the grid of tiles: not on the block it is in, on threads, or on what else is in the batch.
+// and on the grid of tiles: not on its block, on threads, or on the rest of the batch.
 #include <cmath>
 
 #include "cpu/attention/attention.h"
@@ -328,7 +328,7 @@ class Forward {
     }
   }
 
-  // What may happen to a score besides its scale.
+  // The terms that may change a score besides its scale.
   enum Kind {
     kPlain,    // nothing
     kRange,    // the diagonal or the window crosses the tile
@@ -449,7 +449,7 @@ class Forward {
     }
   }
 
-  // Zeroes what dropout drops; what is kept is scaled at the end. A draw has the fates of eight
+  // Sets dropped probabilities to zero; kept ones are scaled at the end. One draw decides eight
   // keys for a vector of queries.
   template <int kVectors>
   void drop(const Group& group, int64_t k0, int64_t lane, int64_t first, int64_t last) {

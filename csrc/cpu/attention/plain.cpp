@@ -33,8 +33,8 @@ void add(double* sum, double factor, const double* row, int64_t count) {
   for (int64_t i = 0; i < count; ++i) sum[i] += factor * row[i];
 }
 
-// What a row's scores are normalised by in the forward: P = exp(score - max) / sum. A row without a
-// key has sum 0.
+// The maximum and sum that normalise a row's scores in the forward: P = exp(score - max) / sum. A
+// row without a key has sum 0.
 struct Normalizer {
   double max = kMinusInfinity<double>;
   double sum = 0.0;
@@ -101,7 +101,7 @@ struct Head {
     return row;
   }
 
-  // What dropout multiplies a probability by.
+  // The factor of dropout: 0, or 1 / (1 - p).
   double keep(int64_t i, int64_t j) const {
     if (!dropout) return 1.0;
     const int64_t key = args.key_offset + j;
@@ -140,8 +140,8 @@ void forward_row(const AttentionForward& args, const Head& head, int64_t i) {
 
 // ---- backward -----------------------------------------------------------------------------------
 
-// What the backward knows of a row before it looks at single scores. P is that of all keys of which
-// lse is, also where this call has only some of them.
+// A row's numbers, known before the backward looks at single scores. P is normalised over all keys
+// that lse covers, also where this call has only some of them.
 struct Row {
   double lse;  // -inf: no key
   double lse_rest;
@@ -161,7 +161,7 @@ Row row_of(const AttentionBackward& args, const Head& head, int64_t i) {
   return {static_cast<const double*>(args.lse)[at], rest, delta, 0.0};
 }
 
-// What one score passes on.
+// The gradients that one score contributes.
 struct ScoreGradient {
   double dropped;   // drop(P)
   double ds;        // of the score
@@ -221,7 +221,7 @@ void backward_key(const AttentionBackward& args, int64_t batch, int64_t kv_head,
 
 // An element of dbias, from all scores that the element of bias was added to.
 void backward_bias(const AttentionBackward& args, int64_t index, const Row* rows) {
-  struct Range {  // of what one size of bias stands for
+  struct Range {  // the indices of a dimension that share an element of bias
     Range(int64_t stride, int64_t size, int64_t& rest)
         : first(stride == 0 ? 0 : rest % size), last(stride == 0 ? size : first + 1) {
       if (stride != 0) rest /= size;
@@ -246,7 +246,7 @@ void backward_bias(const AttentionBackward& args, int64_t index, const Row* rows
   static_cast<double*>(args.dbias.data)[index] = sum;
 }
 
-// dsinks and dslopes: what is left to add up of the rows.
+// dsinks and dslopes: sums over the rows.
 void backward_heads(const AttentionBackward& args, const Row* rows) {
   write_head_gradients(args, [&](int64_t batch, int64_t h, HeadGradients& sums) {
     const Head head(args, batch, h);

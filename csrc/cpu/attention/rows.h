@@ -1,5 +1,5 @@
 // Products of a few rows with many rows that stay where they are: each is read once, through a
-// pointer of its own, and converted in registers. What decoding is made of: the many are keys and
+// pointer of its own, and converted in registers. Decoding consists of these: the many are keys and
 // values in a cache, the few are the queries that share them.
 #pragma once
 
@@ -8,7 +8,7 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// body.template operator()<kRows>(row) for rows in blocks of kMost and what is left.
+// body.template operator()<kRows>(row) for rows in blocks of kMost, and for the rest.
 template <int kMost, class Body>
 ONEPASS_INLINE void for_each_row_block(int64_t rows, Body&& body) {
   static_assert(kMost <= 6);
@@ -65,7 +65,7 @@ ONEPASS_INLINE typename M::Cells partial_cells(const T* row, int64_t count) {
 
 // scalar: scores[r][j] = scale * sum over d of queries[r][d] * keys[j][d]
 // queries: rows `query_stride` apart with zeros from `size` up to a whole vector.
-// kFirst: the keys come from memory, the lines of `coming` are asked for along the way, and all is
+// kFirst: the keys come from memory, the lines of `next` are prefetched along the way, and all is
 // read in the order in which it lies: keys side by side would keep the hardware from prefetching.
 // Only where arithmetic takes as long as reading, since elements are converted, do two of them
 // share the loads of a query: on AVX2 that took a tenth off bfloat16 and added as much to float32
@@ -73,7 +73,7 @@ ONEPASS_INLINE typename M::Cells partial_cells(const T* row, int64_t count) {
 // the keys in L1, and load them once for all rows.
 template <class M, int kRows, int kKeys, bool kFirst, class T>
 ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query_stride,
-                               const T* const* keys, const T* const* coming, int64_t size,
+                               const T* const* keys, const T* const* next, int64_t size,
                                float scale, float* scores) {
   constexpr int64_t kElements = kLanes<float> * M::kPerCell;
   constexpr bool kConverted = !std::is_same_v<T, typename M::Element>;
@@ -89,7 +89,7 @@ ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query
       for (int j = 0; j < kAbreast; ++j) key[j] = load_key(keys[first + j] + d);
       if constexpr (kFirst) {
 #pragma GCC unroll 8
-        for (int j = 0; j < kAbreast; ++j) __builtin_prefetch(coming[first + j] + d);
+        for (int j = 0; j < kAbreast; ++j) __builtin_prefetch(next[first + j] + d);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
@@ -138,16 +138,16 @@ ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query
   }
 }
 
-// All rows of queries with `count` keys; asks for the rows in `coming`, one for each key,
+// All rows of queries with `count` keys; prefetches the rows in `next`, one for each key,
 // meanwhile.
 template <class M, class T>
 [[gnu::noinline]] void score_rows(const typename M::Element* queries, int64_t query_stride,
-                                  int64_t rows, const T* const* keys, const T* const* coming,
+                                  int64_t rows, const T* const* keys, const T* const* next,
                                   int64_t count, int64_t size, float scale, float* scores) {
   const auto score = [&]<int kKeys>(int64_t j) {
     const auto tile = [&]<int kRows, bool kFirst>(int64_t row) {
       score_tile<M, kRows, kKeys, kFirst>(queries + row * query_stride, query_stride, keys + j,
-                                          coming + j, size, scale, scores + row * kScoreStride + j);
+                                          next + j, size, scale, scores + row * kScoreStride + j);
     };
     int64_t first = 0;
     if (rows >= kFirstRows) {
@@ -167,15 +167,15 @@ template <class M, class T>
 
 // ---- weighted sums: lanes along the value's dimensions ------------------------------------------
 
-// Rows to be asked for, line by line in the order in which they lie. By value, for registers.
+// Rows to be prefetched, line by line in the order in which they lie. By value, for registers.
 template <class T>
-struct Coming {
+struct Prefetch {
   const T* const* rows;
   int64_t size;  // of each
   int64_t at;
 
   template <int64_t kElements>
-  ONEPASS_INLINE void ask() {
+  ONEPASS_INLINE void lines() {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
     const T* line = *rows + at;
 #pragma GCC unroll 8
@@ -188,10 +188,10 @@ struct Coming {
 };
 
 // scalar: output[r][d] += sum over j of weights[r][j] * values[j][d], from d = column on
-template <int kRows, int kVectors, bool kAsk, class T, class Count>
-ONEPASS_INLINE Coming<T> add_tile(const float* weights, const T* const* values, int64_t count,
-                                  int64_t column, Count lanes, float* output, int64_t output_stride,
-                                  Coming<T> coming) {
+template <int kRows, int kVectors, bool kPrefetch, class T, class Count>
+ONEPASS_INLINE Prefetch<T> add_tile(const float* weights, const T* const* values, int64_t count,
+                                    int64_t column, Count lanes, float* output,
+                                    int64_t output_stride, Prefetch<T> prefetch) {
   Vec<float> sum[kRows][kVectors] = {};
   const auto step = [&](int64_t j) {
     const T* from = as_one_address(values[j] + column);
@@ -209,17 +209,17 @@ ONEPASS_INLINE Coming<T> add_tile(const float* weights, const T* const* values, 
       for (int v = 0; v < kVectors; ++v) sum[r][v] = fma<float>(weight, value[v], sum[r][v]);
     }
   };
-  // Whole lines are asked for.
+  // Whole lines are prefetched.
   constexpr int64_t kElements = kVectors * kLanes<float>;
   constexpr int64_t kSteps = std::max<int64_t>(64 / (kElements * int64_t{sizeof(T)}), 1);
   int64_t j = 0;
   for (; j + kSteps <= count; j += kSteps) {
-    if constexpr (kAsk) coming.template ask<kSteps * kElements>();
+    if constexpr (kPrefetch) prefetch.template lines<kSteps * kElements>();
 #pragma GCC unroll 8
     for (int64_t i = 0; i < kSteps; ++i) step(j + i);
   }
   for (; j < count; ++j) {
-    if constexpr (kAsk) coming.template ask<kElements>();
+    if constexpr (kPrefetch) prefetch.template lines<kElements>();
     step(j);
   }
 #pragma GCC unroll 8
@@ -230,23 +230,23 @@ ONEPASS_INLINE Coming<T> add_tile(const float* weights, const T* const* values, 
       store<float>(to, load<float>(to) + sum[r][v]);
     }
   }
-  return coming;
+  return prefetch;
 }
 
 // All rows of weights with `count` values; likewise. Output rows have room for whole vectors.
 template <class T>
 [[gnu::noinline]] void add_rows(const float* weights, int64_t rows, const T* const* values,
-                                const T* const* coming, int64_t count, int64_t size, float* output,
+                                const T* const* next, int64_t count, int64_t size, float* output,
                                 int64_t output_stride) {
   constexpr int64_t n = kLanes<float>;
-  // Values are read a strip of columns at a time; what is asked for is not.
-  Coming<T> to_come{coming, size, 0};
+  // Values are read a strip of columns at a time; whole rows are prefetched.
+  Prefetch<T> prefetch{next, size, 0};
   for_each_row_block<kTileRows>(rows, [&]<int kRows>(int64_t row) {
     const auto add = [&]<int kVectors>(int64_t column, auto lanes) {
-      const auto tile = [&]<bool kAsk>() {
-        to_come = add_tile<kRows, kVectors, kAsk>(weights + row * kScoreStride, values, count,
-                                                  column, lanes, output + row * output_stride,
-                                                  output_stride, to_come);
+      const auto tile = [&]<bool kPrefetch>() {
+        prefetch = add_tile<kRows, kVectors, kPrefetch>(weights + row * kScoreStride, values, count,
+                                                        column, lanes, output + row * output_stride,
+                                                        output_stride, prefetch);
       };
       row == 0 ? tile.template operator()<true>() : tile.template operator()<false>();
     };

@@ -56,7 +56,7 @@ inline bool changes_scores(const Attention& args) {
   return args.softcap != 0 || args.alibi_slopes || args.bias.data || args.mask.data;
 }
 
-// What gradients need of a score: of the terms in ScoreTerms.
+// The derivatives of a score by the terms in ScoreTerms.
 template <class V>
 struct ScoreDerivative {
   V softcap;   // of the softcapped score by the scaled one
@@ -79,14 +79,14 @@ class ScoreTerms {
         has_bias_(args.bias.data != nullptr) {}
 
   // The score of scaled products. ahead: the query's position minus the key's, or the reverse;
-  // bias(): what the bias adds, asked for where there is one.
+  // bias(): the bias of this score, called where there is one.
   template <class Bias>
   ONEPASS_INLINE V operator()(V score, V ahead, Bias bias,
                               ScoreDerivative<V>* derivative = nullptr) const {
     if (softcap_ != A{}) {
-      const V bent = tanh(score / softcap_);
-      if (derivative) derivative->softcap = one_minus_square(bent);
-      score = softcap_ * bent;
+      const V capped = tanh(score / softcap_);
+      if (derivative) derivative->softcap = one_minus_square(capped);
+      score = softcap_ * capped;
     }
     if (has_slope_) {
       const V distance = absolute(ahead);
@@ -234,8 +234,8 @@ KeySet read_mask(const Attention& args, const Sequence& sequence, int64_t batch,
   return seen & key_interval(all.first - key, all.last - key);
 }
 
-// The same; panel: (kTileWords, kQueries) what the mask allows each query, key j as bit j % 32 of
-// word j / 32.
+// The same; panel: (kTileWords, kQueries) the keys that the mask allows each query, key j as bit
+// j % 32 of word j / 32.
 template <int kQueries>
 KeySet mask_panel(const Attention& args, const Sequence& sequence, int64_t batch, int64_t head,
                   int64_t query, int64_t queries, int64_t key, int64_t count, uint32_t* panel) {
@@ -251,9 +251,9 @@ KeySet mask_panel(const Attention& args, const Sequence& sequence, int64_t batch
 
 // ---- keys that nobody sees ----------------------------------------------------------------------
 
-// A key that a query does not see has the weight 0, and 0 times what is not finite is NaN. So where
-// a product sums over keys, rows of those that none of its queries sees are taken as zeros, if they
-// are not finite; others come to 0 by themselves.
+// A key that a query does not see has the weight 0, and 0 times infinity or NaN is NaN. So where a
+// product sums over keys, the row of a key that none of its queries sees is read as zeros if it is
+// not finite; a finite row comes to 0 by itself.
 
 template <class Body>
 ONEPASS_INLINE void for_each_key(const KeySet& keys, Body&& body) {
@@ -375,7 +375,7 @@ class ScoreDropout {
                                       broadcast_word(dropout_.offset)}});
   }
 
-  // What a probability is multiplied by, of its 16 bits: 0 or `scale`.
+  // A probability's factor, of its 16 drawn bits: 0 or `scale`.
   ONEPASS_INLINE double factor(uint32_t drawn, double scale) const {
     return drawn < dropout_.threshold ? 0.0 : scale;
   }
@@ -420,7 +420,7 @@ A sink_of(const Attention& args, int64_t head) {
 }
 
 // A sink joins `maximum` and the `sum` of exp(score - maximum), as a key without a value. Returns
-// what the sum of values is to be multiplied by.
+// the factor for the sum of values.
 inline float join_sink(float sink, float& maximum, float& sum) {
   if (sink == kMinusInfinity<float>) return 1.0f;
   const float larger = std::max(maximum, sink);
@@ -430,14 +430,15 @@ inline float join_sink(float sink, float& maximum, float& sum) {
   return scale;
 }
 
-// ---- gradients of what each head has ------------------------------------------------------------
+// ---- gradients of numbers that each head has: slopes and sinks
+// ------------------------------------
 
 struct HeadGradients {
   double slope;
   double sink;
 };
 
-// add(batch, head, sums) adds those of a (batch, head) to what they join.
+// add(batch, head, sums) adds those of a (batch, head) to their total.
 template <class Add>
 void write_head_gradients(const AttentionBackward& args, Add&& add) {
   for (int64_t head = 0; head < args.heads; ++head) {

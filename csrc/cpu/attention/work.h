@@ -12,8 +12,8 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// order: (batch,) the batches, those with the most scores first where lengths differ: what is taken
-// last should be short.
+// order: (batch,) the batches, those with the most scores first where lengths differ: the piece
+// taken last should be short.
 inline void order_by_work(const Attention& args, int32_t* order) {
   for (int64_t b = 0; b < args.batch; ++b) order[b] = static_cast<int32_t>(b);
   if (!args.cu_seq_q && !args.cu_seq_k && !args.seqused_k) return;
@@ -29,7 +29,7 @@ inline void order_by_work(const Attention& args, int32_t* order) {
 }
 
 // Nanoseconds of a pass over the scores of a call, if every query sees as many keys as there can
-// be: `products` multiply-adds per score, and what its softmax comes to.
+// be: `products` multiply-adds per score, and its softmax.
 inline int64_t score_nanoseconds(const Attention& args, int64_t products) {
   constexpr int64_t kSoftmax = 16;  // in multiply-adds
   const int64_t seen =
@@ -43,7 +43,7 @@ inline int64_t score_nanoseconds(const Attention& args, int64_t products) {
       std::min(scores * static_cast<double>(products + kSoftmax) / kMultiplyAdds, most));
 }
 
-// For plans: what a multiplier does with elements of a dtype.
+// For plans: how fast a multiplier is with elements of a dtype.
 template <class T>
 constexpr const char* multiplier_text() {
   return MultiplierOf<T>::kPerCell == 2 ? "bfloat16 dot products"
@@ -51,7 +51,7 @@ constexpr const char* multiplier_text() {
                                         : "float32 multiply-adds, converted while packing";
 }
 
-// What rounding takes from a + b (Knuth's two-sum). Of infinities and NaN: 0.
+// The rounding error of a + b (Knuth's two-sum). Of infinities and NaN: 0.
 template <class A>
 A lost_in_sum(A a, A b) {
   const A sum = a + b;

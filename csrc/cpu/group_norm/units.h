@@ -24,14 +24,14 @@ inline constexpr int64_t kPart = 4096;
 // Least pixels of a part with channels last, and most parts of a sample.
 inline constexpr int64_t kPartPixels = 256;
 inline constexpr int64_t kMaxParts = 64;
-// Pixels that share each load of what belongs to a channel.
+// Pixels that share each load of a channel's numbers.
 inline constexpr int kPixelsPerBlock = 4;
 
 // Most of a unit's dz, in accumulators, that the backward keeps between its sweeps: with x and
 // doutput it must fit into L2.
 inline constexpr int64_t kMostKept = int64_t{384} << 10;
 
-// What silu leaves of kBytes, as in gated activations.
+// Takes the place of kBytes where silu is computed, as in gated activations.
 inline constexpr int64_t kActivationBytes = 16;
 
 inline const char* at(const void* base, DType dtype, int64_t element) {
@@ -47,7 +47,7 @@ inline int64_t accumulator_size_of(const GroupNorm& args) {
 
 inline bool has_silu(const GroupNorm& args) { return args.activation != Activation::kNone; }
 
-// What of a unit is [begin, end): elements of the run of a group, or pixels of a sample.
+// The part [begin, end) of a unit: elements of the run of a group, or pixels of a sample.
 struct PartRange {
   int64_t begin;
   int64_t end;
@@ -109,7 +109,7 @@ void for_each_unit(const Context& context, int64_t threads, const Cut& cut, bool
          [&](int64_t i, int64_t slot) { apply(i / cut.parts, i % cut.parts, slot); });
 }
 
-// What the results of a channel need: one number each, or rows of channels.
+// The numbers of a channel that its results need: one number each, or rows of channels.
 template <class A>
 struct Channel {
   A mean;
@@ -148,7 +148,7 @@ struct Scratch {
 };
 inline constexpr int64_t kScratchRows = 6;
 
-// Of what the forward keeps of a part and, with channels last, of a group.
+// Bytes that the forward keeps of a part and, with channels last, of a group.
 inline constexpr int64_t kMomentsBytes = 32;
 
 // Where things lie in the workspace, in bytes.
@@ -211,7 +211,7 @@ inline Plan plan_of(const GroupNorm& args, const Machine& machine, Layout& layou
           .threads = threads};
 }
 
-// What of a call both directions need.
+// The facts of a call that both directions need.
 template <class A>
 class Call {
  public:

@@ -1,5 +1,5 @@
 // The product of a few rows with a right matrix that is read once: to pack panels of it costs more
-// than to multiply with them. It is read in blocks, each of which is asked for while the block
+// than to multiply with them. It is read in blocks, each of which is prefetched while the block
 // before it is computed; the left rows and the sums stay in L1 and L2. Done when it runs at the
 // speed of a read. The sums are those of linear_kernel, added in the same order.
 //
@@ -148,8 +148,8 @@ struct FewRows {
   int64_t left_row;
   A* sums;  // (rows, sums_row)
   int64_t sums_row;
-  const A* bias;  // (columns,) what the first chain is added to; or null
-  bool add;       // to what is there
+  const A* bias;  // (columns,) the first chain is added to it; or null
+  bool add;       // to the output's own values
   int64_t rows;
 
   // The sums of a chain join those of the chains before, in vector `v` of columns.

@@ -22,8 +22,8 @@ template <class M>
 inline constexpr int64_t kStrip =
     (kStripRows + M::kLanes - 1) / M::kLanes * M::kLanes;  // rows, padded
 
-// Asks for a rectangle of memory while tiles are computed, a few lines at a time: what is packed
-// next lies in too many short rows for the hardware's prefetchers.
+// Prefetches a rectangle of memory while tiles are computed, a few lines at a time: the operand
+// that is packed next lies in too many short rows for the hardware's prefetchers.
 class Ahead {
  public:
   Ahead(const void* first, int64_t rows, int64_t row_bytes, int64_t stride_bytes)
@@ -71,7 +71,7 @@ void pack_left(const LinearProduct& args, int64_t row, int64_t rows, int64_t k, 
   }
 }
 
-// With a few lines of what comes next for every square that is transposed.
+// With a few prefetched lines for every square that is transposed.
 template <class M, class T>
 void pack_right(const LinearProduct& args, int64_t col, int64_t cols, int64_t k, int64_t count,
                 typename M::Element* panel, Ahead& ahead, int64_t lines) {

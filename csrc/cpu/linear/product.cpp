@@ -5,7 +5,7 @@
 // The output is cut into pieces of rows x columns, which threads take one at a time. Of a piece,
 // kCells cells of k are packed at a time: the right matrix as panels of kPanel columns, which stay
 // in L2 for all rows, and then the left one as strips of kStripRows rows, each of which stays in L1
-// for all panels. Packing converts, and puts what a tile reads next to each other: its cost is
+// for all panels. Packing converts, and puts the operands of a tile next to each other: its cost is
 // 1 / rows and 1 / columns of the products. Few rows are not worth it: few_rows.h.
 //
 // A sum runs over kChain cells in a register; these chains are added one after the other. Neither
@@ -359,7 +359,7 @@ class Linear {
     });
   }
 
-  // What right panels of `cols` columns are packed from.
+  // The memory that right panels of `cols` columns are packed from.
   Ahead right_at(const void* right, int64_t col, int64_t cols, int64_t k) const {
     const int64_t count = std::min(kElements, args_.depth - k);
     const int64_t size = size_of(args_.right_dtype);
@@ -370,7 +370,7 @@ class Linear {
     return {first, count, cols * size, args_.right_step * size};
   }
 
-  // What is added to a strip when its sums are complete.
+  // The residual that is added to a strip when its sums are complete.
   Ahead residual_at(int64_t row, int64_t rows, int64_t col, int64_t cols) const {
     const int64_t size = size_of(args_.output_dtype);
     if (args_.epilogue.residual == nullptr) return {nullptr, 0, 0, 0};
@@ -379,7 +379,7 @@ class Linear {
     return {first, rows, cols * size, args_.cols * size};
   }
 
-  // What the strip after this one is packed from.
+  // The memory that the next strip is packed from.
   Ahead left_after(int64_t row, int64_t rows, int64_t strip, int64_t k) const {
     const int64_t strips = strips_of(rows);
     if (layout_.left_once || strip + 1 == strips) return {nullptr, 0, 0, 0};
@@ -393,7 +393,7 @@ class Linear {
     return {first, count, height * size, args_.left_step * size};
   }
 
-  // What comes after the sums, while they are in a cache near by.
+  // The epilogue, while the sums are in a near cache.
   void finish(const A* sums, int64_t sums_row, int64_t row, int64_t rows, int64_t col,
               int64_t cols) const {
     const LinearEpilogue& epilogue = args_.epilogue;

@@ -13,7 +13,7 @@
 // memory for those bytes.
 //
 // A modulated norm has a weight for each group of rows, and sums of its own for each: its chunks
-// are parts of a group. What a single chunk has summed is the gradient.
+// are parts of a group. The sum of a single chunk is the gradient.
 #include "cpu/branch.h"
 #include "cpu/kernels.h"
 #include "cpu/lines.h"
@@ -119,7 +119,7 @@ void emit(const A* dx, void* output, DType dtype, int64_t count, const Dropout* 
 template <class A>
 class Runner {
  public:
-  // What scales the branch is `scaled`'s, if any.
+  // `scaled`, if there is one, has the scales of the branch.
   Runner(const NormBackward& args, int64_t run_rows, const ModulatedNormBackward* scaled)
       : args_(args),
         run_rows_(run_rows),

@@ -2,7 +2,7 @@
 //
 // Two passes over a row: statistics, then scaling, which finds the row in L1. With a residual,
 // x = residual + dropout(input) is rounded to residual_out's dtype first, in a pass of its own, and
-// the norm is that of the rounded x, which is what the backward will see. (Summing in the pass for
+// the norm is that of the rounded x, which the backward will read. (Summing in the pass for
 // the statistics lost in bfloat16 and won nothing in float32.) Bytes per element: input + output
 // (+ residual + residual_out). Done when it runs at the speed of a copy of that size.
 //
@@ -175,7 +175,7 @@ ForwardPath<A> path_of(const NormForward& args) {
   return path;
 }
 
-// What rows share, as accumulators.
+// The weight and bias that rows share, as accumulators.
 template <class A>
 struct Shared {
   const A* weight;          // (cols,)
@@ -238,7 +238,7 @@ void run_rows(const NormForward& args, const ForwardPath<A>& path, const Shared<
   });
 }
 
-// Where a norm keeps its weight, widened, and what follows it.
+// The workspace: the widened weight, and the arrays that follow it.
 struct ForwardLayout {
   int64_t bias;       // begin of the bias, widened
   int64_t row_bytes;  // of cols accumulators
