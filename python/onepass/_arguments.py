@@ -37,7 +37,7 @@ def check_arguments(function: Callable, given: Mapping[str, object]) -> None:
         RuntimeError: one is a nested tensor, of which most things cannot be asked.
     """
     op = function.__name__
-    # Of None the operators know neither what it should be nor the caller's name for it.
+    # For None the operators would know neither the expected type nor the argument's name.
     if re.match(r"\w+: \w+ must (?!be given, got none$)", str(sys.exc_info()[1])):
         return
     for name, hint in typing.get_type_hints(function).items():

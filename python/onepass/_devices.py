@@ -45,7 +45,7 @@ def refuse_meta(op: str, **given) -> None:
 
 
 def refuse_fakes(op: str, name: str) -> None:
-    """Raises RuntimeError, where a fake operator cannot say what the real one would."""
+    """Raises RuntimeError, where a fake operator cannot know the real one's result."""
     raise RuntimeError(f"{op}: {name} must have values, got fake tensors") from None
 
 

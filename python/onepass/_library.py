@@ -1,4 +1,4 @@
-"""Finds and loads the op libraries, and says what is wrong where it cannot.
+"""Finds and loads the op libraries, or keeps the reason why it cannot.
 
 Two shared libraries hold the operators: libonepass_cpu.so (schemas and CPU kernels) always,
 libonepass_cuda.so where this torch has CUDA. They are loaded by torch, not by Python's importer;
@@ -26,7 +26,7 @@ failure: ImportError | None = None
 
 
 def load() -> None:
-    """Loads what belongs to this host, or notes in `failure` why it cannot."""
+    """Loads the libraries for this host, or notes in `failure` why it cannot."""
     global failure
     try:
         _load()
@@ -35,7 +35,7 @@ def load() -> None:
 
 
 def require() -> None:
-    """Raises what kept the libraries from being loaded, if something did."""
+    """Raises the error that kept the libraries from being loaded, if there was one."""
     if failure is not None:
         raise failure
 

@@ -1,4 +1,4 @@
-"""glibc's malloc: whether it serves this process, and what it does with memory that is freed.
+"""glibc's malloc: whether it serves this process, and whether it keeps freed memory.
 
 By default it maps large blocks apart from its heap and unmaps them when they are freed, so that
 every large output costs a page fault per 4 KiB, whoever computes it: beyond the cache these faults
@@ -67,7 +67,7 @@ def map_apart() -> bool:
 
 
 def restore() -> bool:
-    """Sets what the environment says, else malloc's own defaults; frees what it can.
+    """Sets the environment's values, else malloc's own defaults; frees the memory that it can.
 
     glibc goes on serving large blocks from holes of its heap, and the top of a heap stays if
     something was mapped after it.
@@ -80,7 +80,7 @@ def restore() -> bool:
 
 
 def trim() -> None:
-    """Gives what the process has freed back to the system, so that new tensors get new pages."""
+    """Gives freed memory back to the system, so that new tensors get new pages."""
     if hasattr(process := _process(), "malloc_trim"):
         process.malloc_trim(0)
 

@@ -67,7 +67,7 @@ def _one_by_one(op, info, in_dims, arguments):
 
 def _register(op, kernel: Callable) -> None:
     name = op._schema.name
-    # Imported once more in this process: what the first import registered stays.
+    # Imported once more in this process: the registration of the first import stays.
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "FuncTorchBatched"):
         _library.impl(name.removeprefix("onepass::"), kernel, "FuncTorchBatched")
 

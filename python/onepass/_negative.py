@@ -61,7 +61,7 @@ def refuse_where_written(op, answer: object = None) -> None:
         answer: what it returns in place of an error, if it can say that it did nothing.
     """
     name = op._schema.name
-    # Imported once more in this process: what the first import registered stays.
+    # Imported once more in this process: the registration of the first import stays.
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Negative"):
         short = name.removeprefix("onepass::")
         _library.impl(short, functools.partial(_kernel, op, answer), "Negative")

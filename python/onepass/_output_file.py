@@ -14,7 +14,7 @@ _TRIAL_BYTES = 1 << 20
 
 
 class OutputFile:
-    """A file that is replaced as a whole: what was there stays until all of the new one is written.
+    """A file that is replaced as a whole: the old one stays until all of the new one is written.
 
     A target that is no regular file (a device, a pipe, /dev/stdout) is written as it is.
 
@@ -40,7 +40,7 @@ class OutputFile:
             self._overwrite(b"\n")
 
     def write(self, data: bytes) -> None:
-        """Puts data in the place of what the file holds.
+        """Replaces the file's content by data.
 
         Raises:
             OSError: it could not be written, and the file holds what it held before.

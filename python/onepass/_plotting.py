@@ -1,4 +1,4 @@
-"""What the pictures of the commands share. Imports matplotlib, of onepass[tools]."""
+"""Shared by the pictures of the commands. Imports matplotlib, of onepass[tools]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 STOCK, OURS = "#5b6573", "#e4572e"
-SMALL = "#6b7280"  # of what stands below a picture
+SMALL = "#6b7280"  # of the text below a picture
 STYLE = {
     "font.size": 10,
     "axes.spines.top": False,

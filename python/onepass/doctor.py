@@ -1,4 +1,4 @@
-"""`onepass doctor`: is this installation in order, and if not, what to do.
+"""`onepass doctor`: is this installation in order, and if not, how to mend it.
 
 Standard library only, and nothing here assumes that the op libraries load: a broken installation is
 what it is for. Every failed line carries the command or step that mends it; the exit code is 1 if

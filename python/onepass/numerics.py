@@ -50,7 +50,7 @@ EXCEPTIONS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rule applied to one result: errors, what they were held to, and the verdict."""
+    """The rule applied to one result: errors, their bounds, and the verdict."""
 
     max_error: float
     bound: float

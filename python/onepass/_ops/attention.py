@@ -28,7 +28,7 @@ run_each(_backward_check)
 
 # Options that have gradients, in the order of attention_backward's dterms.
 DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")
-# Bits of its grad_mask, in the order of its results and of what is differentiated below.
+# Bits of its grad_mask, in the order of its results and of the formulas below.
 BITS = tuple(1 << i for i in range(3 + len(DIFFERENTIABLE)))
 _QUERY, _KEY, _VALUE, *_OF_TERMS = BITS
 # Its tensors beside query, key and value: first those that have gradients, in that order.
@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients(doutput, dlse, output, lse, lse_rest, query, key, value, *others):
-    """Of everything that has one, in the order of `BITS`; what is not wanted has size 0."""
+    """All gradients, in the order of `BITS`; one that is not wanted has size 0."""
     *tensors, (options, mask, deterministic) = others
     dquery, dkey, dvalue, dterms = _backward(
         doutput, dlse, query, key, value, output, lse, lse_rest, **_given(tensors),

@@ -19,7 +19,7 @@ FORMULAS: dict[torch._ops.OpOverload, Callable] = {}
 
 
 def decomposes(op) -> Callable:
-    """Decorates what computes `op` in torch's operators; NotImplemented keeps the operator."""
+    """Decorates a function that computes `op` in torch's operators; NotImplemented keeps the op."""
 
     def register(formula: Callable) -> Callable:
         FORMULAS[op] = formula

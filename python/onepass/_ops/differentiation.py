@@ -21,7 +21,7 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
-        # Inside vmap a tensor does not say whether what it wraps requires a gradient.
+        # Inside vmap a tensor does not know whether the wrapped one requires a gradient.
         if are_transforms_active():
             return True
     return forward_ad._current_level >= 0

@@ -76,7 +76,7 @@ def _compute(input, linear_weight, target, linear_bias, weight, *options):
     operands = (input, linear_weight, linear_bias)
     if not is_differentiated(*operands, weight):
         return _forward(*operands, target, weight, options, 0)[0]
-    everything = are_transforms_active()  # inside vmap a tensor does not say what it requires
+    everything = are_transforms_active()  # inside vmap requires_grad is not known
     mask = sum(
         1 << place
         for place, tensor in enumerate(operands)
@@ -377,10 +377,10 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return left @ right
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)  # what torch has on CUDA alone
+    return left.to(dtype) @ right.to(dtype)  # torch has out_dtype on CUDA alone
 
 
-# Imported once more in this process: what the first import registered stays.
+# Imported once more in this process: the registration of the first import stays.
 if not torch._C._dispatch_has_kernel_for_dispatch_key("onepass::linear_loss", "CUDA"):
     _library = torch.library.Library("onepass", "FRAGMENT")
     _library.impl("linear_loss", on_torchs_products, "CUDA")

@@ -101,7 +101,7 @@ class _Loss(torch.autograd.Function):
             dinput = _apply_backward(z_loss, *arguments)
         elif ctx.inplace:
             _backward_inplace(*arguments)
-            # What else was saved of the logits, this call's too, is not taken for them any more.
+            # Other saved views of the logits, this call's too, no longer count as them.
             torch.autograd.graph.increment_version(input)
             dinput = input.detach()
         else:

@@ -229,7 +229,7 @@ _apply_backward = applied(_ModulatedNormBackward)
 
 
 def _in_trace(*arguments):
-    # A program leaves out what is a default, from the end on.
+    # A program leaves out default arguments, from the end on.
     row_scale, seed, *options = (*arguments[10:], *_DEFAULTS[len(arguments) - 10 :])
     tensors, constants = (*arguments[:5], row_scale, seed), arguments[5:9]
     if is_differentiated(*tensors[:5]):

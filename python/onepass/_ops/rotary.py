@@ -90,7 +90,7 @@ def rotary_inplace(
             # The backward of a norm reads the rows that came in.
             refuse_inplace("rotary_embedding", "with a weight where a gradient is required")
     if tracing.records() or (differentiated and not _is_eager()):
-        # What records the call sees torch's own assignment.
+        # Modes that record calls see torch's own assignment.
         rotated = rotary(query, key, *tables, *norms)
         for x, output in zip((query, key), rotated, strict=True):
             if x is not None:
@@ -159,7 +159,7 @@ def _compute(
     transposed,
     query_bshd,
     key_bshd,
-    query_weight=None,  # torch leaves out what is the default
+    query_weight=None,  # torch leaves out default arguments
     key_weight=None,
     eps=None,
     weight_offset=0.0,

@@ -38,7 +38,7 @@ def operator(name: str, raw, function: Callable, *more: str) -> Callable:
         RuntimeError: when called, if it is the TorchScript exporter to ONNX that traces.
     """
     arguments, _, results = str(getattr(raw, "_schema", raw)).partition("(")[2].rpartition(") -> ")
-    # Imported once more in this process: what the first import registered stays.
+    # Imported once more in this process: the registration of the first import stays.
     if not torch._C._jit_get_schemas_for_operator(f"onepass::{name}"):
         _library.define(f"{name}({', '.join([arguments, *more])}) -> {results}")
         _library.impl(name, function, "CompositeImplicitAutograd")

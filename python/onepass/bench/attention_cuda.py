@@ -49,7 +49,7 @@ WINDOW = 1024
 PACKED = (len(FILL), 16, 4096, 128)  # of FILL's shares of 4,096: 16,384 tokens
 FLOAT32 = (16, 16, 1024, 128)
 QUICK = (1, 2, 64, 32)
-LARGE = 1 << 22  # elements of a query: what is smaller is for a smoke run, and need not be cold
+LARGE = 1 << 22  # elements of a query: smaller ones are for a smoke run, and need not be cold
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

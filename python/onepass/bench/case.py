@@ -126,12 +126,12 @@ class Row:
 
     case: Case
     timing: Timing
-    check: str  # empty if all results are right, else what is wrong
-    margin: float  # the worst error as a share of what the numerics rule allows
+    check: str  # empty if all results are right, else the error
+    margin: float  # the worst error as a share of the numerics rule's bound
     compile_error: str
     moved_bytes: int = 0  # that must cross memory in a call; 0 where memory is no limit
     arithmetic_gflops: float | None = None  # the ceiling of a case with flops
-    unavailable: Mapping[str, str] = field(default_factory=dict)  # optional variants: what they say
+    unavailable: Mapping[str, str] = field(default_factory=dict)  # optional variants: the reasons
     goal: Goal = Goal()
 
     @property
@@ -293,7 +293,7 @@ def measure(
 
 
 def _available(case: Case, compiled: bool) -> tuple[dict[str, Function], dict[str, str]]:
-    """(the optional variants that run here, what the others say)."""
+    """(the optional variants that run here, the reasons of the others)."""
     found, unavailable = {}, {}
     variants = {
         name: function
@@ -405,7 +405,7 @@ def _replayed(function: Function, inputs: _Ring) -> Callable[[], None]:
     for tensors, _ in inputs.sets:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # what is done once, as compiling, is not captured
+        with torch.cuda.stream(aside):  # one-time work, as compiling, is not captured
             function(*tensors)
         torch.cuda.current_stream().wait_stream(aside)
         graph = graphs[id(tensors)] = torch.cuda.CUDAGraph()
@@ -415,7 +415,7 @@ def _replayed(function: Function, inputs: _Ring) -> Callable[[], None]:
 
 
 def _check(case: Case) -> tuple[str, float]:
-    """(what is wrong, worst error over bound): outputs and gradients by the numerics rule."""
+    """(the error's text, worst error over bound): outputs and gradients by the numerics rule."""
     tensors, upstream = _tensors(case, case.make_checked)
     operator = case.operator
 

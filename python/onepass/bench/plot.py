@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from onepass._plotting import OURS, SMALL, STOCK, drawn, wrapped
 
-# What binds a case, by the field of its row.
+# The bound of a case, by the field of its row.
 CEILINGS = {
     "share_of_copy": ("a copy", "#33658a"),
     "share_of_update": ("an update in place", "#7a9e7e"),

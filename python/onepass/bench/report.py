@@ -1,4 +1,4 @@
-"""The tables of `onepass bench` and what stands under them."""
+"""The tables of `onepass bench` and the lines under them."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _faults(row: Row, name: str) -> float:
 
 
 def _right(row: Row) -> str:
-    """The worst error, of what the numerics rule allows."""
+    """The worst error, as a share of the numerics rule's bound."""
     return "NO" if row.check else f"{row.margin:.2f}"
 
 

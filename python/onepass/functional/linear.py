@@ -1,4 +1,4 @@
-"""The linear layer, with what comes after it."""
+"""The linear layer and its epilogues: activation, dropout, residual."""
 
 from __future__ import annotations
 

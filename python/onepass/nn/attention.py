@@ -125,7 +125,7 @@ def _dense(module, query, key, value, key_padding_mask, attn_mask, is_causal: bo
         dropout_p=module.dropout if module.training else 0.0,
         is_causal=is_causal,
     )
-    # Row by row as the caller's own layout has them, so that what is returned is contiguous.
+    # Row by row as the caller's own layout has them, so that the result is contiguous.
     if not is_batched:
         output = output.squeeze(0).transpose(0, 1)
     else:

@@ -1,4 +1,4 @@
-"""`swap` puts onepass's operators into a model that exists, says what it did, and undoes it.
+"""`swap` puts onepass's operators into a model that exists, reports the changes, and undoes them.
 
 A module is swapped by setting its `__class__` to a subclass whose forward calls the fused operator:
 parameters, hooks, state_dict keys and everything else of the instance stay the very same objects.

@@ -198,7 +198,7 @@ _MOST_ERROR = 1e-5
 
 
 class _Given(nn.Module):
-    """In the place of an embedding: gives what it holds, whatever it is asked."""
+    """In the place of an embedding: returns the same tensor for every input."""
 
     def __init__(self, value: Tensor):
         super().__init__()
@@ -261,7 +261,7 @@ def _with(run, modulate: Modulate):
 
 
 def _exact(norm: nn.Module, x, scale, shift):
-    """In float64, of what the other parts have rounded: their roundings are not at stake."""
+    """In float64, of the rounded results of the other parts: their rounding is not tested."""
     x, scale, shift = x.double(), scale.double(), shift.double()
     kind = kind_of(norm)
     return reference.modulated(x, (scale.shape[-1],), scale, shift, norm.eps, kind=kind)
@@ -293,7 +293,7 @@ def _results(module, form, dtype, seed, forward) -> list[Tensor]:
         outputs = forward(twin, x, **named)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         upstream = [normal(*y.shape).to(y.dtype) for y in outputs]
-        leaves = [x, linear.bias]  # of which a number gets what one of scale or shift gets
+        leaves = [x, linear.bias]  # a bias has the gradient of one number of scale or shift
         return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
     except Exception as error:  # anything may happen in foreign code; all of it is a reason
         text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")

@@ -27,7 +27,7 @@ _CHECKPOINT_FUNCTIONS = (
     torch.utils.checkpoint.checkpoint,
     torch.utils.checkpoint.checkpoint_sequential,
 )
-# By kind, what is recognised by its value alone: submodules have these names too.
+# By kind, functions recognised by their value alone: submodules have these names too.
 _FUNCTIONS = {"linear": (F.linear,), "loss": (F.cross_entropy, nn.CrossEntropyLoss)}
 _FORWARDS = {"linear": nn.Linear.forward, "loss": nn.CrossEntropyLoss.forward}  # by super()
 _NAMES = {function.__name__ for functions in _FUNCTIONS.values() for function in functions}

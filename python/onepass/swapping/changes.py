@@ -46,7 +46,7 @@ class Edit(NamedTuple):
 
 
 class Journal:
-    """The edits of one call, and what they replaced."""
+    """The edits of one call, and the values they replaced."""
 
     def __init__(self):
         self._noted: list[tuple[Edit, object]] = []

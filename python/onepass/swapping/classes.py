@@ -45,7 +45,7 @@ class Swapped:
     """Base of all swapped classes. `_onepass_original` is in the `__dict__` of each of them."""
 
     _onepass_original: type
-    _onepass_to: dict[str, str]  # what computes now, by kind, for the report
+    _onepass_to: dict[str, str]  # the operator that computes now, by kind, for the report
 
     __prepare_scriptable__ = refuse_script
 

@@ -26,7 +26,7 @@ _MOST_ERROR = 1e-12  # relative to the largest number; float64 rounds at 1e-16
 
 
 class Parts(NamedTuple):
-    """The submodules of what may be a block."""
+    """The submodules of a module that may be a block."""
 
     linears: tuple[str, ...]
     activation: str | None  # None: forward calls a function

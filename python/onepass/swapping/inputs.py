@@ -33,6 +33,6 @@ def is_plain(input: Tensor) -> bool:
         return False
     if type(input) is Tensor:
         return not input.is_nested
-    if not isinstance(input, Tensor):  # of torch.fx, or what the original refuses
+    if not isinstance(input, Tensor):  # of torch.fx, or an input that the original refuses
         return False
     return not (input.is_nested or hasattr(input, "device_mesh"))

@@ -1,4 +1,4 @@
-"""Why a module keeps its class: what `Report.skipped` and `Report.unknown` say."""
+"""Why a module keeps its class: the texts of `Report.skipped` and `Report.unknown`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Because(str):
-    """The text of a reason, with what stands in it; code asks for its `kind`."""
+    """The text of a reason, with its details; code compares its `kind`."""
 
     kind: Reason
 
@@ -23,7 +23,7 @@ class Because(str):
 
 
 class Reason(enum.Enum):
-    """Texts, with places for what they are about."""
+    """Texts, with places for their details."""
 
     # Options, and what wraps a model.
     SHARDED = "is sharded (FSDP); swap before sharding"

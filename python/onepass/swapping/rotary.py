@@ -265,7 +265,7 @@ def rotate(
     width = cos.shape[-1]
     if form.table == "half":
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-    if form.apart:  # cheaper before than after: what is copied then lies densely
+    if form.apart:  # cheaper before than after: the copy is dense then
         inputs = [torch.cat((x[..., ::2], x[..., 1::2]), -1) for x in inputs]
     options = {
         "interleaved": form.interleaved and not form.apart,

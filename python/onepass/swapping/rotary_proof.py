@@ -48,7 +48,7 @@ _CAST = {
 
 
 class _Layout(NamedTuple):
-    """Where heads and tokens lie, and what is unsqueezed."""
+    """The dimensions of heads and tokens, and the dimension that is unsqueezed."""
 
     dims: int  # of query and key
     cos_dims: int
@@ -241,7 +241,7 @@ class _Proof:
         return not names & _CAST
 
     def _theirs(self, layout: _Layout, draw: _Draw) -> list[Tensor]:
-        """Their results, and the gradients of what is rotated."""
+        """Their results, and the gradients of the rotated tensors."""
         try:
             return _with_gradients(lambda inputs: self._call(layout, draw, inputs), draw.inputs)
         except Refused:

@@ -1,4 +1,4 @@
-"""What is known of a module of someone else, by its looks and by proof: plain values alone, which
+"""The facts known of another library's module, by its code and by proof: plain values alone, which
 travel in the pickles of swapped modules."""
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 
 class _Kept:
-    """One module: its class, its attributes, and what its containers hold, one level deep."""
+    """One module: its class, its attributes, and its containers' items, one level deep."""
 
     def __init__(self, module: nn.Module):
         self.module, self.cls, self.attributes = module, type(module), dict(vars(module))
@@ -97,6 +97,6 @@ class State:
 
 
 def _configs(model: nn.Module) -> list[tuple]:
-    """(config, the attention that it names) of transformers' models; what verify sets there."""
+    """(config, the attention that it names) of transformers' models, which verify sets."""
     integration = sys.modules.get("onepass.integrations.transformers.models")
     return [] if integration is None else integration.implementations(model)

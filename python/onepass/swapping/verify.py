@@ -344,7 +344,7 @@ def _run(model, batch, loss_fn, moved: dict[str, Tensor] | None = None, hide=Fal
 
 
 def _fresh(batch: tuple) -> tuple:
-    """A copy: a model may write into what it is given, or append to a cache in it."""
+    """A copy: a model may write into its arguments, or append to a cache in them."""
     try:
         return copy.deepcopy(batch)
     except Exception:  # of foreign objects, and of tensors with a history
@@ -472,7 +472,7 @@ def _in_double(model: nn.Module, modules) -> nn.Module | None:
         double = copy.deepcopy(model).double()
         for module, twin in zip(model.modules(), double.modules(), strict=True):
             cls = swapped.get(id(module))
-            # A forced norm is judged by the original's forward: its formula is what is asked.
+            # A forced norm is judged by the original's forward: its formula is in question.
             foreign = cls is not None and issubclass(cls, ForeignNormForward)
             if foreign and not cls._onepass_spec.forced:
                 twin.forward = _formula(twin, cls._onepass_spec)

@@ -195,7 +195,7 @@ def _read(shape: Shape, expanded: bool = False) -> Operator:
 
 
 def _read_on_cuda(shape: Shape) -> Operator:
-    """Beside torch's choice each of what it chooses among, and the heads repeated, which all of
+    """Besides torch's choice each back end it chooses among, and the heads repeated, which all of
     them take."""
     read = _read(shape, expanded=shape[1] != shape[2])
 

@@ -27,7 +27,7 @@ SHAPES = (
 )  # fmt: skip
 LARGE = (1024, 768, 50257)  # GPT-2's logits
 FEW_ROWS = ((1, 2048, 8192), (8, 2048, 8192), (8, 384, 1536))
-SMALL = (4, 8, 8)  # what a call costs
+SMALL = (4, 8, 8)  # the overhead of a call
 QUICK = (24, 96, 80)
 OF_MANY_ROWS = ("forward", "forward+gelu", "dinput", "dweight+dbias")
 OF_FEW_ROWS = ("forward", "forward, weight transposed", "dinput")
