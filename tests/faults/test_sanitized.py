@@ -19,6 +19,8 @@ from tests.support.packages import FIND_BY_PATH
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitized"
 CASES = 400  # of each level
+# Not at avx512 where the machine has avx512_bf16, which differs in products of bfloat16 alone.
+LEVELS = [name for name in _C.cpu_levels() if name != "avx512" or name == _C.cpu_levels()[-1]]
 START = """
 import onepass
 assert onepass.__file__.startswith({package!r}), onepass.__file__
@@ -37,7 +39,7 @@ def build_tools() -> tuple[str, str]:
 def package(tmp_path_factory) -> Path:
     """A folder for PYTHONPATH: the package's sources, with the sanitized libraries."""
     cmake, pybind11 = build_tools()
-    levels = ";".join(_C.cpu_levels())
+    levels = ";".join(LEVELS)
     configure = [
         cmake, "-S", ROOT, "-B", BUILD, "-G", "Ninja", "-DONEPASS_SANITIZE=ON",
         "-DONEPASS_CUDA=OFF", f"-DONEPASS_CPU_LEVELS={levels}", f"-Dpybind11_DIR={pybind11}",
@@ -94,7 +96,7 @@ print(onepass._C.cpu_level(), flush=True)
 onepass.functional.layer_norm(claimed[{count}], ({length},))
 print("read")
 """
-    level = _C.cpu_levels()[0]
+    level = LEVELS[0]
     right = run(package, level, code.format(count=":16", length=16))
     assert right.returncode == 0 and right.stdout == f"{level}\nread\n", right.stderr[-2000:]
     wrong = run(package, level, code.format(count=":", length=32))
@@ -102,7 +104,7 @@ print("read")
     assert "heap-buffer-overflow" in wrong.stderr
 
 
-@pytest.mark.parametrize("level", _C.cpu_levels())
+@pytest.mark.parametrize("level", LEVELS)
 def test_random_calls(package, level):
     seed = _C.cpu_levels().index(level) + 1
     code = f"""
