@@ -56,7 +56,7 @@ ONEPASS_INLINE Gate<float> normal(Vec<float> x) {
 
 // scalar: in float64, lane by lane.
 ONEPASS_INLINE Gate<double> sigmoid(Vec<double> x) {
-  Gate<double> gate;
+  Gate<double> gate{};
   for (int i = 0; i < kLanes<double>; ++i) {
     const double e = std::exp(-std::abs(x[i]));
     gate.value[i] = (x[i] < 0 ? e : 1.0) / (1.0 + e);
@@ -66,7 +66,7 @@ ONEPASS_INLINE Gate<double> sigmoid(Vec<double> x) {
 }
 
 ONEPASS_INLINE Gate<double> normal(Vec<double> x) {
-  Gate<double> gate;
+  Gate<double> gate{};
   for (int i = 0; i < kLanes<double>; ++i) {
     gate.value[i] = 0.5 * std::erfc(x[i] * -0.70710678118654752440);
     gate.slope[i] = 0.39894228040143267794 * std::exp(-0.5 * x[i] * x[i]);

@@ -21,6 +21,8 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define ONEPASS_INLINE inline __attribute__((always_inline))
@@ -28,7 +30,7 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
 inline constexpr int kVectorRegisters = 32;
 #else
 inline constexpr int kVectorRegisters = 16;
@@ -77,6 +79,12 @@ ONEPASS_INLINE Vec<A> fma(Vec<A> a, Vec<A> b, Vec<A> c) {
     return (Vec<A>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
   } else {
     return (Vec<A>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+  }
+#elif defined(__aarch64__)
+  if constexpr (sizeof(A) == 4) {
+    return (Vec<A>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+  } else {
+    return (Vec<A>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
   }
 #else
   return a * b + c;
@@ -270,7 +278,7 @@ ONEPASS_INLINE Vec<float> sums_of_lanes(const Vec<float> (&v)[kParts][4]) {
                                    (__m256)_mm256_unpackhi_pd(low, high));
 #endif
 #else
-  Vec<float> sums;
+  Vec<float> sums{};
   for (int i = 0; i < kLanes<float>; ++i) sums[i] = sum_of_lanes<float>(v[i / 4][i % 4]);
   return sums;
 #endif
@@ -343,6 +351,8 @@ ONEPASS_INLINE Vec<float> widen_float16(HalfBits bits) {
   return (Vec<float>)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__F16C__)
   return (Vec<float>)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(__aarch64__)
+  return (Vec<float>)vcvt_f32_f16((float16x4_t)bits);
 #else
   Vec<float> v;
   for (int i = 0; i < kLanes<float>; ++i) v[i] = widen(Float16{bits[i]});
@@ -355,6 +365,8 @@ ONEPASS_INLINE HalfBits narrow_float16(Vec<float> v) {
   return (HalfBits)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__F16C__)
   return (HalfBits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+  return (HalfBits)vcvt_f16_f32((float32x4_t)v);
 #else
   HalfBits bits;
   for (int i = 0; i < kLanes<float>; ++i) bits[i] = narrow_to_float16(v[i]).bits;
