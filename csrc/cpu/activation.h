@@ -56,22 +56,24 @@ ONEPASS_INLINE Gate<float> normal(Vec<float> x) {
 
 // scalar: in float64, lane by lane.
 ONEPASS_INLINE Gate<double> sigmoid(Vec<double> x) {
-  Gate<double> gate{};
+  Vec<double> value{};
+  Vec<double> slope{};
   for (int i = 0; i < kLanes<double>; ++i) {
     const double e = std::exp(-std::abs(x[i]));
-    gate.value[i] = (x[i] < 0 ? e : 1.0) / (1.0 + e);
-    gate.slope[i] = e / ((1.0 + e) * (1.0 + e));
+    value[i] = (x[i] < 0 ? e : 1.0) / (1.0 + e);
+    slope[i] = e / ((1.0 + e) * (1.0 + e));
   }
-  return gate;
+  return {value, slope};
 }
 
 ONEPASS_INLINE Gate<double> normal(Vec<double> x) {
-  Gate<double> gate{};
+  Vec<double> value{};
+  Vec<double> slope{};
   for (int i = 0; i < kLanes<double>; ++i) {
-    gate.value[i] = 0.5 * std::erfc(x[i] * -0.70710678118654752440);
-    gate.slope[i] = 0.39894228040143267794 * std::exp(-0.5 * x[i] * x[i]);
+    value[i] = 0.5 * std::erfc(x[i] * -0.70710678118654752440);
+    slope[i] = 0.39894228040143267794 * std::exp(-0.5 * x[i] * x[i]);
   }
-  return gate;
+  return {value, slope};
 }
 
 template <Activation kActivation, class A>
