@@ -205,6 +205,7 @@ def test_the_bounds_of_linear(monkeypatch):
     module = nn.Linear(256, 512)
     report = onepass.swap(module, kinds=("linear",))
     assert small_calls.LINEAR_NOTE in report.notes
+    monkeypatch.setattr(small_calls, "LEAST_ROWS", 1)  # of a machine with AVX-512
 
     def ours(rows: int, dtype=torch.float32) -> bool:
         kernel = kernel_of(module.to(dtype), torch.randn(1, rows, module.in_features, dtype=dtype))
@@ -237,6 +238,9 @@ def test_the_bounds_of_linear(monkeypatch):
     onepass.swap(module)
     with torch.no_grad():
         assert ours(2) and not ours(1)  # of which the weight may lie in a cache
+    monkeypatch.setattr(small_calls, "LEAST_ROWS", 256)  # of a machine without AVX-512
+    assert ours(2) and ours(12) and not ours(13) and not ours(255) and ours(256)
+    assert ours(13, torch.bfloat16)
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {torch.float32: (1, 1)})
     assert ours(2) and not ours(1)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from onepass import _C
 from onepass._compiling import constant_where_traced
 from onepass._ops import dispatch_log, linear_loss, products, tracing
 
@@ -44,6 +45,9 @@ LEAST_LINEAR = {
 # fast while the weight lies in a cache.
 LEAST_IN_PLACE = 1 << 20
 ROWS_IN_PLACE = range(2, 13)
+# Rows in float32 where both have AVX2 alone: of 64x384x384 torch takes 0.88 of the time, of 512 rows
+# and more at most as long (Zen 4 held to AVX2, linear-avx2.json).
+LEAST_ROWS = 1 if _C.cpu_level().startswith("avx512") else 256
 # Multiply-adds of the largest weight of a module that calls F.linear (Zen 4, as above): each torch
 # function of a redirected forward takes longer too.
 LEAST_LINEAR_CALLS = {
@@ -103,11 +107,11 @@ LOSS_CALLS_NOTE = (
 LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
     "autocast in its own), and in calls that are too small to gain: of fewer multiply-adds per "
-    f"thread than {1 << 22} (with 2 to 12 rows {LEAST_IN_PLACE}, 16-bit {1 << 16}), or of a single "
-    "row where torch has a fast product with a vector. In bfloat16 beside oneDNN, on AMD, they "
-    "gain in small calls alone. explain(model, batch) counts both. What looks for the class "
-    "nn.Linear itself, such as quantize_dynamic, does not find them: quantize before, or after "
-    "unswap"
+    f"thread than {1 << 22} (with 2 to 12 rows {LEAST_IN_PLACE}, 16-bit {1 << 16}), of 13 to 255 rows "
+    "in float32 without AVX-512, or of a single row where torch has a fast product with a vector. "
+    "In bfloat16 beside oneDNN, on AMD, they gain in small calls alone. explain(model, batch) "
+    "counts both. What looks for the class nn.Linear itself, such as quantize_dynamic, does not "
+    "find them: quantize before, or after unswap"
 )
 
 
@@ -142,11 +146,13 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
         bound = min(bound, LEAST_IN_PLACE)
     bound *= threads
     single = rows == 1 and _is_fast_with_a_row(dtype, training, weight.stride(1) != 1)
-    if not single and rows * size >= bound:
+    few = single or _are_few_rows(dtype, rows)
+    if not few and rows * size >= bound:
         return False
     if dispatch_log.is_recording():
         out_features, in_features = weight.shape
-        reason = "rows than 2" if single else f"multiply-adds than {bound}"
+        least = 2 if single else LEAST_ROWS
+        reason = f"rows than {least}" if few else f"multiply-adds than {bound}"
         _tell("linear", f"{rows} x {in_features} by {out_features}", input, f"fewer {reason}")
     return True
 
@@ -191,13 +197,18 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
     if input.is_cpu and products.is_as_fast(dtype, (rows, columns)):
         return True
     bound = _least(LEAST_LINEAR_CALLS, input, training, dtype)
-    single = rows == 1 and _is_fast_with_a_row(dtype, training)
-    if not bound or (rows * size >= bound and not single):
+    few = _are_few_rows(dtype, rows) or (rows == 1 and _is_fast_with_a_row(dtype, training))
+    if not bound or (rows * size >= bound and not few):
         return False
     if dispatch_log.is_recording():
         arguments = f"{rows} x {columns} by {size // columns}"
         _tell("linear", arguments, weight, f"fewer multiply-adds than {bound}, or rows")
     return True
+
+
+def _are_few_rows(dtype: torch.dtype, rows: int) -> bool:
+    """Too many to read the weight in place, and too few for ours to be as fast as torch's."""
+    return dtype is torch.float32 and ROWS_IN_PLACE[-1] < rows < LEAST_ROWS
 
 
 _HOLDERS = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
