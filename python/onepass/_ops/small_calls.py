@@ -45,8 +45,8 @@ LEAST_LINEAR = {
 # fast while the weight lies in a cache.
 LEAST_IN_PLACE = 1 << 20
 ROWS_IN_PLACE = range(2, 13)
-# Rows in float32 where both have AVX2 alone: of 64x384x384 torch takes 0.88 of the time, of 512 rows
-# and more at most as long (Zen 4 held to AVX2, linear-avx2.json).
+# Rows in float32 where both have AVX2 alone: of 64x384x384 torch takes 0.88 of our time, of 512
+# rows and more about as long (Zen 4 held to AVX2, linear-avx2.json).
 LEAST_ROWS = 1 if _C.cpu_level().startswith("avx512") else 256
 # Multiply-adds of the largest weight of a module that calls F.linear (Zen 4, as above): each torch
 # function of a redirected forward takes longer too.
@@ -107,8 +107,9 @@ LOSS_CALLS_NOTE = (
 LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
     "autocast in its own), and in calls that are too small to gain: of fewer multiply-adds per "
-    f"thread than {1 << 22} (with 2 to 12 rows {LEAST_IN_PLACE}, 16-bit {1 << 16}), of 13 to 255 rows "
-    "in float32 without AVX-512, or of a single row where torch has a fast product with a vector. "
+    f"thread than {1 << 22} (with 2 to 12 rows {LEAST_IN_PLACE}, 16-bit {1 << 16}), of 13 to 255 "
+    "rows in float32 without AVX-512, or of a single row where torch has a fast product with a "
+    "vector. "
     "In bfloat16 beside oneDNN, on AMD, they gain in small calls alone. explain(model, batch) "
     "counts both. What looks for the class nn.Linear itself, such as quantize_dynamic, does not "
     "find them: quantize before, or after unswap"
