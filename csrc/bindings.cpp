@@ -91,6 +91,7 @@ py::dict optimizer_contract() {
   layout["moments"] = static_cast<int64_t>(onepass::kMomentColumn);
   layout["scales"] = static_cast<int64_t>(onepass::kScaleColumn);
   layout["master"] = static_cast<int64_t>(onepass::kMasterColumn);
+  layout["average"] = static_cast<int64_t>(onepass::kAverageColumn);
   layout["columns"] = static_cast<int64_t>(onepass::kLayoutColumns);
   py::dict contract;
   contract["algorithms"] = algorithms;

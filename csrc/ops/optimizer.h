@@ -113,9 +113,11 @@ struct StepTensor {
   void* moments[kMoments];
   float* scales[kMoments];  // (numel / kCodeBlock,) beside codes
   void* master;             // float32 or int16
+  void* average;            // of the parameter over the steps, or null
   int64_t numel;
   DType param_dtype;
   DType gradient_dtype;
+  DType average_dtype;  // float32 or the parameter's; 16 bits are rounded stochastically
   MomentType moment_type;
   Master master_kind;
   int32_t index;    // of the parameter in its optimizer: keys the noise
@@ -134,12 +136,14 @@ enum LayoutColumn : int64_t {
   kMomentColumn = kStepColumn + 2,
   kScaleColumn = kMomentColumn + 2 * kMoments,
   kMasterColumn = kScaleColumn + 2 * kMoments,
-  kLayoutColumns = kMasterColumn + 2,
+  kAverageColumn = kMasterColumn + 2,
+  kLayoutColumns = kAverageColumn + 2,
 };
 
 // The settings of a parameter group, as torch names them: a row of `hyper`, (groups, kHyperColumns)
 // float64, is a Hyper. Python takes the names from onepass._C; flags are not zero where they hold.
-// decoupled: weight decay acts on the parameter, not on the gradient.
+// decoupled: weight decay acts on the parameter, not on the gradient. ema_decay: what the average
+// of the parameter keeps of itself.
 #define ONEPASS_HYPER(FIELD) \
   FIELD(lr)                  \
   FIELD(beta1)               \
@@ -151,7 +155,8 @@ enum LayoutColumn : int64_t {
   FIELD(decoupled)           \
   FIELD(amsgrad)             \
   FIELD(nesterov)            \
-  FIELD(maximize)
+  FIELD(maximize)            \
+  FIELD(ema_decay)
 
 #define ONEPASS_FIELD(name) double name;
 struct Hyper {
@@ -200,6 +205,7 @@ struct StepScalars {
   double eps;
   double momentum;       // SGD keeps a buffer if it is not zero
   double momentum_gain;  // 1 - dampening
+  double ema_weight;     // 1 - ema_decay: average = average + ema_weight (param - average)
 };
 
 ONEPASS_HOST_DEVICE inline StepScalars step_scalars(Algorithm algorithm, const Hyper& hyper,
@@ -221,7 +227,8 @@ ONEPASS_HOST_DEVICE inline StepScalars step_scalars(Algorithm algorithm, const H
           .inverse_root = 1.0 / std::sqrt(correction2),
           .eps = hyper.eps,
           .momentum = hyper.momentum,
-          .momentum_gain = 1.0 - hyper.dampening};
+          .momentum_gain = 1.0 - hyper.dampening,
+          .ema_weight = 1.0 - hyper.ema_decay};
 }
 
 // The factor that brings a norm to at most max_norm, as torch computes it.

@@ -97,6 +97,19 @@ void add_master(StepTensor& tensor, const std::vector<StateBuffer>& buffers, con
   tensor.master_kind = remainder ? Master::kRemainder : Master::kFloat32;
 }
 
+void add_average(StepTensor& tensor, const std::vector<StateBuffer>& buffers, const int64_t* row) {
+  const StateSlice average = slice(buffers, row + kAverageColumn, tensor.numel);
+  if (!average.data) return;
+  const std::optional<DType> dtype = dtype_of(average.scalar_type);
+  require(dtype && (dtype == tensor.param_dtype ||
+                    (dtype == DType::kFloat32 && tensor.param_dtype != DType::kFloat64)),
+          kTableOp, ": states must hold averages in the parameter's dtype, or in float32 unless ",
+          "that is float64, got ", TypeName{average.scalar_type}, " for ",
+          name_of(tensor.param_dtype));
+  tensor.average = average.data;
+  tensor.average_dtype = *dtype;
+}
+
 // Never destroyed: at the end of the process torch may be gone before its tensors here.
 struct Tables {
   std::mutex mutex;
@@ -176,6 +189,7 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
     tensor.step = static_cast<float*>(step.data);
     add_moments(tensor, buffers, row);
     add_master(tensor, buffers, row);
+    add_average(tensor, buffers, row);
     groups = std::max(groups, static_cast<int64_t>(tensor.group) + 1);
     numel += tensor.numel;
     infos.push_back(info);

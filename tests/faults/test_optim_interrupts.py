@@ -51,7 +51,11 @@ def gapped(name):
     return optimizer
 
 
-MAKERS = {maker.__name__: maker for maker in (plain, rounding, limited, gapped)}
+def averaging(name):
+    return made(name, SHAPES, BF16, ema_decay=0.9, ema_dtype="param")
+
+
+MAKERS = {maker.__name__: maker for maker in (plain, rounding, limited, gapped, averaging)}
 
 
 def stepped(kind, name, taken):

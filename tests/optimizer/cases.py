@@ -27,7 +27,8 @@ PIECE = 4096
 KERNELS = ("optimizer/step.cu", "optimizer/gradients.cu")
 
 SETTINGS = Hyper(
-    lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, momentum=0.9, decoupled=True
+    lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, momentum=0.9, decoupled=True,
+    ema_decay=0.9,
 )  # fmt: skip
 
 # Beside the defaults, what a group may ask for; amsgrad has a moment more.
@@ -58,6 +59,7 @@ class Tensors:
     step: Tensor
     index: int = 0
     group: int = 0
+    average: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensors:
         """A copy there, each operand as far from a multiple of 16 bytes as here."""
@@ -71,11 +73,11 @@ class Tensors:
 
         states = [list(map(moved, kind)) for kind in (self.moments, self.scales)]
         tensors = (*map(moved, (self.param, self.gradient)), *states, moved(self.master))
-        return Tensors(*tensors, moved(self.step), self.index, self.group)
+        return Tensors(*tensors, moved(self.step), self.index, self.group, moved(self.average))
 
     def all(self) -> list[Tensor]:
-        master = [] if self.master is None else [self.master]
-        return [self.param, self.gradient, *self.moments, *self.scales, *master, self.step]
+        others = [kept for kept in (self.master, self.average) if kept is not None]
+        return [self.param, self.gradient, *self.moments, *self.scales, *others, self.step]
 
 
 @dataclass
@@ -107,7 +109,7 @@ def shifted(tensor: Tensor) -> Tensor:
 def make(
     numel: int, param: torch.dtype = F32, gradient: torch.dtype | None = None,
     moment: torch.dtype | None = None, master: torch.dtype | None = None, *, moments: int = 2,
-    step: int = 3, index: int = 0, group: int = 0,
+    step: int = 3, index: int = 0, group: int = 0, average: torch.dtype | None = None,
 ) -> Tensors:  # fmt: skip
     """Random ones, in float32's range of magnitudes that a training has, and some zeros."""
     value = torch.randn(numel, dtype=F64)
@@ -127,11 +129,12 @@ def make(
             states.append(codes)
             scales.append(torch.rand(-(-held // BLOCK)) * 1e-2)
             continue
-        average = torch.randn(held, dtype=F64) * 1e-2
-        states.append((average if which == 0 else average.abs()).to(moment or param))
+        drawn_moment = torch.randn(held, dtype=F64) * 1e-2
+        states.append((drawn_moment if which == 0 else drawn_moment.abs()).to(moment or param))
     return Tensors(
         value.to(param), drawn.to(gradient or param), states, scales, kept,
         torch.tensor(float(step)), index, group,
+        None if average is None else torch.randn(held).to(average),
     )  # fmt: skip
 
 
@@ -148,10 +151,12 @@ MIXES = [
 
 
 def make_mixes(sizes: dict, moments: int, **options) -> list[Tensors]:
-    """A tensor of each mix. sizes: elements of those with codes, and of the others."""
+    """A tensor of each mix, every third one without an average. sizes: elements of those with
+    codes, and of the others."""
+    averages = [(None, F64 if mix[0] is F64 else F32, mix[0])[i % 3] for i, mix in enumerate(MIXES)]
     return [
-        make(sizes[mix[2] is INT8], *mix, moments=moments, index=i, **options)
-        for i, mix in enumerate(MIXES)
+        make(sizes[mix[2] is INT8], *mix, moments=moments, index=i, average=average, **options)
+        for i, (mix, average) in enumerate(zip(MIXES, averages, strict=True))
     ]
 
 
@@ -176,7 +181,7 @@ def make_step(call: Step, device: torch.device) -> None:
         for kind in (t.moments, t.scales):
             for which in range(3):
                 row += place(kind[which] if which < len(kind) else None)
-        rows.append(row + place(t.master))
+        rows.append(row + place(t.master) + place(t.average))
 
     def scalar(value: float | None, dtype: torch.dtype = F32) -> Tensor | None:
         return None if value is None else torch.tensor(value, dtype=dtype, device=device)

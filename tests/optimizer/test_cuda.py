@@ -66,7 +66,7 @@ def check(emulator: Emulated | None, call: Step, steps: int = 1) -> None:
 
 
 OF_MOMENTS = ("first moment", "second moment", "third moment")
-OPERANDS = ("param", "gradient", *OF_MOMENTS, "master")
+OPERANDS = ("param", "gradient", *OF_MOMENTS, "master", "average")
 
 
 def shift(tensors: list[cases.Tensors], operands) -> None:
@@ -81,6 +81,8 @@ def shift(tensors: list[cases.Tensors], operands) -> None:
                 t.moments[which] = shifted(t.moments[which])
         if "master" in operands and t.master is not None:
             t.master = shifted(t.master)
+        if "average" in operands and t.average is not None:
+            t.average = shifted(t.average)
 
 
 def make_groups(algorithm: int, sizes=SIZES, **dtypes) -> tuple[list, torch.Tensor]:
@@ -136,6 +138,30 @@ def test_amsgrad_in_codes_and_noise_beyond_the_first_piece(counts, algorithm):
         ),
         steps=2,
     )  # fmt: skip
+
+
+@algorithms
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.999, 1.0])
+def test_averages(counts, algorithm, decay):
+    """Of the step's result before it is rounded; those of 16 bits are rounded at random."""
+    kinds = [
+        (F32, None, F32), (BF16, None, F32), (BF16, None, BF16), (BF16, F32, BF16), (F16, F32, F16),
+        (BF16, torch.int16, F32), (F64, None, F64),
+    ]  # fmt: skip
+    tensors = [
+        make(size, param, master=master, moments=MOMENTS[algorithm], index=i, average=average)
+        for i, (param, master, average) in enumerate(kinds)
+        for size in (257, PIECE + 300)
+    ]
+    call = Step(algorithm, tensors, hyper({"ema_decay": decay}), stochastic_params=True)
+    before = [t.average.clone() for t in tensors]
+    check(counts, call, steps=2)
+    on_cuda(call, counts)
+    for t, was in zip(tensors, before, strict=True):
+        if decay == 1.0:
+            assert torch.equal(t.average, was)
+        elif decay == 0.0 and t.average.dtype is t.param.dtype is not BF16 is not F16:
+            assert torch.equal(t.average, t.param)
 
 
 @algorithms
@@ -270,9 +296,9 @@ def test_more_tensors_than_the_parameters_hold(emulator, algorithm):
     check(emulator, call)
     (counted,) = emulator.done
     assert counted["launches"] == 3
-    call.tensors = tensors[:300]
+    call.tensors = tensors[:290]
     assert on_cuda(call, emulator)["launches"] == 1
-    assert [t.step.item() for t in tensors[:300]] == [i + 1 for i in range(300)]
+    assert [t.step.item() for t in tensors[:290]] == [i + 1 for i in range(290)]
 
 
 @pytest.mark.parametrize("build", ["plain", pytest.param("thread", marks=pytest.mark.slow)])
@@ -329,8 +355,22 @@ ONE_PASS = {
     "bf16, codes": (BF16, BF16, INT8, None, 6, 4),
 }
 TOTALS = [28, 20, 22, 14, 28, 30, 26, 18, 10]
-BLOCK_READ, BLOCK_WRITTEN = 88 + 4 + 4, 4  # settings, step and ticket; ticket
+BLOCK_READ, BLOCK_WRITTEN = 96 + 4 + 4, 4  # settings, step and ticket; ticket
 COUNT = 4  # a tensor's step, read and written by the last block
+
+
+@pytest.mark.parametrize("average", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["f32", "bf16, f32 master", "bf16, remainder", "bf16, codes"])
+def test_averages_are_part_of_the_pass(emulator, name, average):
+    """8 bytes more for each element, or 4."""
+    *dtypes, read, written = ONE_PASS[name]
+    if dtypes[0] is F32:
+        average = F32
+    elements, size = 2 * PIECE, average.itemsize
+    counted = on_cuda(Step(ADAM, [make(elements, *dtypes, average=average)], hyper({})), emulator)
+    scales = 2 * 4 * elements // cases.BLOCK if dtypes[2] is INT8 else 0
+    assert counted["read"] == (read + size) * elements + scales + 2 * BLOCK_READ + COUNT
+    assert counted["written"] == (written + size) * elements + scales + 2 * BLOCK_WRITTEN + COUNT
 
 
 @pytest.mark.parametrize("name", ONE_PASS)
@@ -486,6 +526,8 @@ def test_each_instance(emulator, build):
             for some, operands in ((tensors, ()), (tensors[::4], ("param", "first moment"))):
                 shift(some, operands)
                 every_branch(emulator, algorithm, some, settings)
+                plain = [t for t in some if t.average is None]
+                every_branch(emulator, algorithm, plain, settings)
         gradients = [g for d in (F32, BF16, F16, F64) for g in drawn(0, PIECE + 1, dtype=d)]
         every_branch_of_norms(emulator, gradients)
         every_branch_of_norms(emulator, [shifted(gradient) for gradient in gradients])

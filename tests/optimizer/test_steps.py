@@ -18,7 +18,7 @@ PIECE = 4096  # elements that a thread takes together
 step_op = torch.ops.onepass.optimizer_step.default
 make_table = torch.ops.onepass.optimizer_table.default
 release_table = torch.ops.onepass.optimizer_table_release.default
-STEP, MOMENTS, MASTER = (LAYOUT[name] for name in ("step", "moments", "master"))
+STEP, MOMENTS, MASTER, AVERAGE = (LAYOUT[name] for name in ("step", "moments", "master", "average"))
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, decoupled=True)
 
 
@@ -123,6 +123,17 @@ def test_opcheck_of_the_step():
             {"more": [torch.zeros(5).short()], "row": {MASTER: 3, MASTER + 1: 0}},
             "got int16 for float16",
         ),
+        (
+            torch.ones(5),
+            {"more": [torch.zeros(5).half()], "row": {AVERAGE: 3, AVERAGE + 1: 0}},
+            "states must hold averages in the parameter's dtype, or in float32 unless that is "
+            "float64, got float16 for float32",
+        ),
+        (
+            torch.ones(5).double(),
+            {"more": [torch.zeros(5)], "row": {AVERAGE: 3, AVERAGE + 1: 0}},
+            "got float32 for float64",
+        ),
     ],
 )
 def test_messages_of_the_table(param, changes, message):
@@ -134,7 +145,7 @@ def test_messages_of_the_layout():
     params, states, layout = adam_table(torch.ones(5))
     for wrong in (layout.int(), layout[:, 1:], layout.repeat(2, 1), layout.t()):
         with pytest.raises(
-            RuntimeError, match=r"layout must be a contiguous int64 tensor of shape \(1, 18\), got"
+            RuntimeError, match=r"layout must be a contiguous int64 tensor of shape \(1, 20\), got"
         ):
             make_table(params, states, wrong)
 
@@ -145,7 +156,7 @@ def test_messages_of_a_step():
     params, states, layout = adam_table(param)
     table = make_table(params, states, layout)
     good = torch.ones(4, 5)
-    tables = r"hyper must be a contiguous float64 tensor of shape \(1, 11\), got"
+    tables = r"hyper must be a contiguous float64 tensor of shape \(1, 12\), got"
     amsgrad = HYPER._replace(amsgrad=True)
     for message, gradients, options in (
         (

@@ -15,14 +15,18 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-// What a thread works in: 5 tiles of 2 KB, the noise, and what codes mean.
+// What a thread works in: 6 tiles of 2 KB, the noise, and what codes mean.
 struct Tiles {
   Tile<float> param;
   Tile<float> gradient;
   Tile<float> moments[kMoments];
+  Tile<float> average;
   NoiseTile noise;
   MomentCodes codes;
 };
+
+// Of 16 bits, which are rounded stochastically.
+bool has_narrow_average(const StepTensor& t) { return t.average && size_of(t.average_dtype) == 2; }
 
 float* open_param(const StepTensor& t, int64_t at, int64_t count, Tile<float>& tile) {
   if (t.master_kind == Master::kFloat32) return static_cast<float*>(t.master) + at;
@@ -67,6 +71,26 @@ const float* open_gradient(const StepTensor& t, int64_t at, int64_t count, Tile<
     widen_block(static_cast<const T*>(t.gradient) + at, tile.values, count);
   });
   return tile.values;
+}
+
+float* open_average(const StepTensor& t, int64_t at, int64_t count, Tile<float>& tile) {
+  if (!t.average) return nullptr;
+  if (t.average_dtype == DType::kFloat32) return static_cast<float*>(t.average) + at;
+  visit_dtype_up_to_float32(t.average_dtype, [&]<class T>() {
+    widen_block(static_cast<const T*>(t.average) + at, tile.values, count);
+  });
+  return tile.values;
+}
+
+void close_average(const StepTensor& t, int64_t at, int64_t count, const float* values,
+                   const NoiseTile& noise) {
+  if (!has_narrow_average(t)) return;
+  visit_dtype_up_to_float32(t.average_dtype, [&]<class T>() {
+    if constexpr (sizeof(T) == 2) {
+      round_block(values, static_cast<T*>(t.average) + at, count,
+                  Stochastic<NoiseHalf::kLow>{noise});
+    }
+  });
 }
 
 // The number of the second moment, which is never negative.
@@ -139,12 +163,13 @@ void step_wide_piece(const OptimizerStep& args, const StepTensor& t, int64_t fir
   for (int which = 0; which < kMoments; ++which) {
     if (t.moments[which]) on.moments[which] = static_cast<double*>(t.moments[which]) + first;
   }
-  update_block(args.algorithm, on, count, args.scalars[t.scalars], args.gradient_factor);
+  double* const average = t.average ? static_cast<double*>(t.average) + first : nullptr;
+  update_block(args.algorithm, on, average, count, args.scalars[t.scalars], args.gradient_factor);
 }
 
 bool is_in_place(const StepTensor& t) {
   return t.param_dtype == DType::kFloat32 && t.gradient_dtype == DType::kFloat32 &&
-         t.moment_type == MomentType::kFloat32;
+         t.moment_type == MomentType::kFloat32 && !has_narrow_average(t);
 }
 
 Noise noise_of(const OptimizerStep& args, const StepTensor& t, int64_t first) {
@@ -162,7 +187,7 @@ bool is_usual_adam(const OptimizerStep& args, const StepScalars& scalars) {
 bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t first,
                       int64_t count) {
   const StepScalars& scalars = args.scalars[t.scalars];
-  if (!is_usual_adam(args, scalars)) return false;
+  if (!is_usual_adam(args, scalars) || has_narrow_average(t)) return false;
   return visit_fused(t, [&]<Master kMaster, bool kWideGradient, MomentType kMomentType>() {
     const int64_t moment_size = kMomentType == MomentType::kFloat32 ? 4 : 2;
     const int64_t master_size = kMaster == Master::kFloat32 ? 4 : 2;
@@ -178,6 +203,12 @@ bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t fi
     on.noise_start = noise_lanes(noise, 0);
     on.noise_stride = noise.stride;
     const float factor = static_cast<float>(args.gradient_factor * scalars.gradient_sign);
+    if (t.average) {
+      const Averaged<float, decltype(on)> averaged{on, static_cast<float*>(t.average) + first,
+                                                   Average<float>(scalars.ema_weight)};
+      adam_block<float, false, false, true>(averaged, 0, count, scalars, factor);
+      return;
+    }
     int64_t done = 0;
     if constexpr (!kWideGradient && kMaster != Master::kFloat32 &&
                   kMomentType != MomentType::kFloat32) {
@@ -187,10 +218,10 @@ bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t fi
   });
 }
 
-// The update of a tile whose moments are codes.
+// The update of a tile whose moments are codes. average: of the parameter, or null.
 void step_codes(const StepTensor& t, int64_t at, int64_t count, const Operands<float>& on,
-                const StepScalars& s, float gradient_factor, StochasticCode rounding,
-                Tiles& tiles) {
+                float* average, const StepScalars& s, float gradient_factor,
+                StochasticCode rounding, Tiles& tiles) {
   uint8_t* const codes[] = {static_cast<uint8_t*>(t.moments[0]) + at,
                             static_cast<uint8_t*>(t.moments[1]) + at};
   NearestCode nearest;
@@ -204,8 +235,12 @@ void step_codes(const StepTensor& t, int64_t at, int64_t count, const Operands<f
                               {broadcast<float>(*scales[0]), broadcast<float>(*scales[1])},
                               tiles.codes,
                               {}};
-    const CodedOperands done =
-        adam_block<float, false, false, true>(coded, 0, kCodeBlock, s, gradient_factor);
+    const auto update = [&](const auto& operands) -> CodedOperands {
+      return adam_block<float, false, false, true>(operands, 0, kCodeBlock, s, gradient_factor);
+    };
+    const CodedOperands done = average ? update(Averaged<float, CodedOperands>{
+                                             coded, average + block, Average<float>(s.ema_weight)})
+                                       : update(coded);
     *scales[0] = done.largest[0].value();
     *scales[1] = done.largest[1].value();
     encode_block<true>(tiles.codes, first, codes[0] + block, *scales[0], nearest);
@@ -219,7 +254,7 @@ void step_piece(const OptimizerStep& args, const StepTensor& t, int64_t first, i
   const bool codes = t.moment_type == MomentType::kInt8;
   const bool coded_adam = codes && is_usual_adam(args, scalars);
   const bool fills_noise =
-      t.master_kind == Master::kStochastic ||
+      t.master_kind == Master::kStochastic || has_narrow_average(t) ||
       (t.moments[kSecondMoment] && t.moment_type == MomentType::kBFloat16Stochastic);
   const Noise noise = fills_noise || codes ? noise_of(args, t, first) : Noise{};
   // Where nothing passes through tiles, there is no need to stop at their ends: a float32 step is
@@ -231,17 +266,19 @@ void step_piece(const OptimizerStep& args, const StepTensor& t, int64_t first, i
     const uint32_t element = static_cast<uint32_t>(done);
     Operands<float> on{
         open_param(t, at, n, tiles.param), open_gradient(t, at, n, tiles.gradient), {}};
+    float* const average = open_average(t, at, n, tiles.average);
     if (coded_adam) {
       const float factor = static_cast<float>(args.gradient_factor * scalars.gradient_sign);
-      step_codes(t, at, n, on, scalars, factor, StochasticCode(noise, element), tiles);
+      step_codes(t, at, n, on, average, scalars, factor, StochasticCode(noise, element), tiles);
     } else {
       for (int which = 0; which < kMoments; ++which) {
         if (t.moments[which]) on.moments[which] = open_moment(t, which, at, n, tiles);
       }
-      update_block(args.algorithm, on, n, scalars, args.gradient_factor);
+      update_block(args.algorithm, on, average, n, scalars, args.gradient_factor);
     }
     if (fills_noise) tiles.noise.fill(noise, element, n);
     close_param(t, at, n, on.param, tiles.noise);
+    close_average(t, at, n, tiles.average.values, tiles.noise);
     for (int which = 0; which < kMoments; ++which) {
       if (on.moments[which]) {
         close_moment(t, which, at, n, on.moments[which], noise, element, tiles);

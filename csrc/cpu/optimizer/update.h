@@ -57,6 +57,20 @@ struct Average {
   }
 };
 
+// Operands that move an average of the parameter along with it, in the same pass: from the result
+// before it is rounded, so that a 16-bit parameter's average has what the parameter lacks.
+template <class A, class On>
+struct Averaged : On {
+  A* average;
+  Average<A> move;
+
+  template <class Count>
+  ONEPASS_INLINE void store_param(int64_t i, Vec<A> v, Count lanes) const {
+    On::store_param(i, v, lanes);
+    store<A>(average + i, move(load<A>(average + i, lanes), v), lanes);
+  }
+};
+
 inline bool is_near(const StepScalars& s) { return s.one_minus_beta1 < 0.5; }
 
 // Kingma, Ba: Adam, ICLR 2015; Loshchilov, Hutter: Decoupled weight decay regularization, ICLR
@@ -168,9 +182,9 @@ void lion_block(const On on, int64_t count, const StepScalars& s, A gradient_fac
   });
 }
 
-template <class A>
-void update_block(Algorithm algorithm, const Operands<A>& on, int64_t count, const StepScalars& s,
-                  double gradient_factor) {
+template <class A, class On>
+void update_operands(Algorithm algorithm, const On& on, int64_t count, const StepScalars& s,
+                     double gradient_factor) {
   const A factor = static_cast<A>(gradient_factor * s.gradient_sign);
   visit_bool(s.gradient_decay != 0.0, [&]<bool kGradientDecay>() {
     switch (algorithm) {
@@ -192,6 +206,18 @@ void update_block(Algorithm algorithm, const Operands<A>& on, int64_t count, con
         lion_block<A>(on, count, s, factor);
     }
   });
+}
+
+// average: of the parameter, or null.
+template <class A>
+void update_block(Algorithm algorithm, const Operands<A>& on, A* average, int64_t count,
+                  const StepScalars& s, double gradient_factor) {
+  if (average) {
+    const Averaged<A, Operands<A>> averaged{on, average, Average<A>(s.ema_weight)};
+    update_operands<A>(algorithm, averaged, count, s, gradient_factor);
+  } else {
+    update_operands<A>(algorithm, on, count, s, gradient_factor);
+  }
 }
 
 }  // namespace ONEPASS_ISA

@@ -1,4 +1,4 @@
-// One step of an optimizer for all parameters of a model on CUDA, in one launch for every 300 or so
+// One step of an optimizer for all parameters of a model on CUDA, in one launch for every 290 or so
 // tensors, of any sizes and dtypes.
 //
 // A block takes up to kMaxRun pieces of 4,096 elements in a row, a warp 256 elements at a time: it
@@ -6,7 +6,7 @@
 // registers and stores them back, so every byte crosses the memory bus once each way whatever the
 // dtypes. AdamW in float32 moves 28 bytes per parameter; with bfloat16 parameters, gradients and
 // states and a 16-bit remainder 18. Beside that a block reads, for each tensor that it comes to, a
-// row of settings and the step count (92 bytes), the norm, the scale and the flag where they are
+// row of settings and the step count (100 bytes), the norm, the scale and the flag where they are
 // given (16), and takes a ticket (8); the last block of a launch counts the step, 8 bytes per
 // tensor. Done when it runs at the speed of a copy of as many bytes.
 #include "core/visit.h"
@@ -154,7 +154,8 @@ __device__ __forceinline__ bool has_moment(const StepEntry& t, const Scalars<A>&
   return i < scalars.moments && t.moments[i];
 }
 
-template <Algorithm kAlgorithm>
+// kAverages: some parameter of the launch has one; without, registers stay free for more blocks.
+template <Algorithm kAlgorithm, bool kAverages>
 __device__ __forceinline__ void step_row(const StepEntry& t, const Scalars<float>& scalars,
                                          const Noise& noise, bool zero_gradients,
                                          const Row<kPack>& row) {
@@ -167,7 +168,9 @@ __device__ __forceinline__ void step_row(const StepEntry& t, const Scalars<float
   const bool reads_moments = kAlgorithm != Algorithm::kSgd || !scalars.is_first;
 
   Bits param, remainder{}, gradient, moment[kCount] = {};
+  Bits average{};
   float scale[kCount] = {};
+  const int average_bytes = static_cast<int>(size_of(t.average_dtype));
   load_bits(has_master ? t.master : t.param, param_bytes, row, param);
   if (t.master_kind == Master::kRemainder) load_bits(t.master, 2, row, remainder);
   load_bits(t.gradient, gradient_bytes, row, gradient);
@@ -179,6 +182,8 @@ __device__ __forceinline__ void step_row(const StepEntry& t, const Scalars<float
       scale[i] = load_scale(t.scales[i] + row.first / kCodeBlock);
     }
   }
+
+  if (kAverages && t.average) load_bits(t.average, average_bytes, row, average);
 
   float p[kPack], g[kPack], m[kCount][kPack];
   if (t.master_kind == Master::kRemainder) {
@@ -201,6 +206,16 @@ __device__ __forceinline__ void step_row(const StepEntry& t, const Scalars<float
     return noise_bits(noise, in_stretch + static_cast<uint32_t>(row.of(e)));
   };
   store_param(t, row, p, noise_of);
+  if (kAverages && t.average) {
+    float mean[kPack];
+    widen_bits(average, t.average_dtype, mean);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) mean[e] = scalars.ema(mean[e], p[e]);
+    store_bits(t.average, average_bytes, row,
+               average_bytes == 4 ? narrow_bits(mean, DType::kFloat32)
+                                  : round_bits(mean, t.average_dtype,
+                                               [&](int e) { return noise_of(e) & 0xffffu; }));
+  }
   if (has_moment(t, scalars, 0)) store_moment<0>(t, row, m[0], noise_of);
   if constexpr (kCount > 1) {
     if (has_moment(t, scalars, 1)) store_moment<1>(t, row, m[1], noise_of);
@@ -212,7 +227,7 @@ __device__ __forceinline__ void step_row(const StepEntry& t, const Scalars<float
 }
 
 // All of a float64 parameter is float64, and nothing of it is rounded.
-template <Algorithm kAlgorithm>
+template <Algorithm kAlgorithm, bool kAverages>
 __device__ __forceinline__ void step_wide_row(const StepEntry& t, const Scalars<double>& scalars,
                                               bool zero_gradients, const Row<kWidePack>& row) {
   constexpr int kCount = kMomentsOf<kAlgorithm>;
@@ -226,6 +241,13 @@ __device__ __forceinline__ void step_wide_row(const StepEntry& t, const Scalars<
   }
   update<kAlgorithm>(scalars, p, g, m);
   store_wide(t.param, row, p);
+  if (kAverages && t.average) {
+    double mean[kWidePack];
+    load_wide(t.average, row, mean);
+    ONEPASS_UNROLL
+    for (int e = 0; e < kWidePack; ++e) mean[e] = scalars.ema(mean[e], p[e]);
+    store_wide(t.average, row, mean);
+  }
   ONEPASS_UNROLL
   for (int i = 0; i < kCount; ++i) {
     if (has_moment(t, scalars, i)) store_wide(t.moments[i], row, m[i]);
@@ -233,21 +255,21 @@ __device__ __forceinline__ void step_wide_row(const StepEntry& t, const Scalars<
   if (zero_gradients) store_wide(t.gradient, row, {0.0, 0.0});
 }
 
-template <Algorithm kAlgorithm>
+template <Algorithm kAlgorithm, bool kAverages>
 __device__ __forceinline__ void step_piece(const StepTable& table, const StepEntry& t,
                                            const BlockScalars& block, uint32_t piece) {
   const bool zero = table.header.zero_gradients;
   const int64_t first = static_cast<int64_t>(piece - t.first_piece) * kPieceElements;
   if (t.param_dtype == DType::kFloat64) {
     for_each_row<kWidePack>(first, t.numel, t.aligned, kStepWarps, [&](const auto& row) {
-      step_wide_row<kAlgorithm>(t, block.wide, zero, row);
+      step_wide_row<kAlgorithm, kAverages>(t, block.wide, zero, row);
     });
   } else {
     static_assert(kPieceElements == kNoiseStretch);
     const Noise noise = make_noise(table.header.seed, block.step, static_cast<uint32_t>(t.index),
                                    first / kNoiseStretch);
     for_each_row<kPack>(first, t.numel, t.aligned, kStepWarps, [&](const auto& row) {
-      step_row<kAlgorithm>(t, block.narrow, noise, zero, row);
+      step_row<kAlgorithm, kAverages>(t, block.narrow, noise, zero, row);
     });
   }
 }
@@ -265,7 +287,7 @@ __device__ __forceinline__ void zero_piece(const StepEntry& t, uint32_t piece) {
   }
 }
 
-template <Algorithm kAlgorithm>
+template <Algorithm kAlgorithm, bool kAverages>
 __global__ void __launch_bounds__(kStepThreads, 4)
     optimizer_step_kernel(const StepTable __grid_constant__ table) {
   SharedMemory shared;
@@ -281,7 +303,7 @@ __global__ void __launch_bounds__(kStepThreads, 4)
     const uint32_t last = min_of(end, last_piece(table, t));
     for (; piece < last; ++piece) {
       if (block->is_made) {
-        step_piece<kAlgorithm>(table, tensor, *block, piece);
+        step_piece<kAlgorithm, kAverages>(table, tensor, *block, piece);
       } else {
         zero_piece(tensor, piece);
       }
@@ -302,19 +324,21 @@ StepEntry step_entry(const StepTensor& tensor) {
   entry.param = tensor.param;
   entry.gradient = tensor.gradient;
   entry.master = tensor.master;
+  entry.average = tensor.average;
   entry.step = tensor.step;
   entry.numel = tensor.numel;
   entry.index = tensor.index;
   entry.group = tensor.group;
   entry.param_dtype = tensor.param_dtype;
   entry.gradient_dtype = tensor.gradient_dtype;
+  entry.average_dtype = tensor.average_dtype;
   entry.moment_type = tensor.moment_type;
   entry.master_kind = tensor.master_kind;
   std::copy(tensor.moments, tensor.moments + kMoments, entry.moments);
   std::copy(tensor.scales, tensor.scales + kMoments, entry.scales);
   entry.aligned = true;
   for (const void* base : {tensor.param, tensor.gradient, tensor.moments[0], tensor.moments[1],
-                           tensor.moments[2], tensor.master}) {
+                           tensor.moments[2], tensor.master, tensor.average}) {
     entry.aligned = entry.aligned && is_aligned(base);
   }
   return entry;
@@ -358,8 +382,12 @@ void run_step(const OptimizerStep& args, const Plan&, const StepLayout& layout, 
     const LaunchShape shape{.blocks = blocks_of(table.pieces, run),
                             .threads = kStepThreads,
                             .shared_bytes = sizeof(BlockScalars)};
+    const bool averages = std::any_of(table.tensors, table.tensors + table.count,
+                                      [](const StepEntry& entry) { return entry.average; });
     visit_algorithm(args.algorithm, [&]<Algorithm kAlgorithm>() {
-      launch<optimizer_step_kernel<kAlgorithm>>(shape, context.stream, table);
+      visit_bool(averages, [&]<bool kAverages>() {
+        launch<optimizer_step_kernel<kAlgorithm, kAverages>>(shape, context.stream, table);
+      });
     });
   }
 }

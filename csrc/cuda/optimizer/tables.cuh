@@ -30,6 +30,7 @@ struct StepEntry {
   void* moments[kMoments];
   float* scales[kMoments];
   void* master;
+  void* average;
   float* step;
   int64_t numel;
   uint32_t first_piece;
@@ -37,11 +38,12 @@ struct StepEntry {
   int32_t group;
   DType param_dtype : 4;
   DType gradient_dtype : 4;
-  MomentType moment_type : 8;
-  Master master_kind : 8;
+  DType average_dtype : 4;
+  MomentType moment_type : 4;
+  Master master_kind : 4;
   bool aligned : 1;
 };
-static_assert(sizeof(FlatEntry) == 24 && sizeof(StepEntry) == 104);
+static_assert(sizeof(FlatEntry) == 24 && sizeof(StepEntry) == 112);
 
 // Header: what a kernel gets beside the tensors.
 template <class Entry_, class Header>

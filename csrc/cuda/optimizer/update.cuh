@@ -38,6 +38,7 @@ struct Scalars {
   A momentum_gain;
   Average<A> average1;  // by 1 - beta1
   Average<A> average2;  // by 1 - beta2
+  Average<A> ema;       // of the parameter
   int moments;          // that the settings ask for; others may be there and stay as they are
   bool has_gradient_decay;
   bool nesterov;
@@ -57,6 +58,7 @@ struct Scalars {
             .momentum_gain = static_cast<A>(s.momentum_gain),
             .average1 = Average<A>::of(s.one_minus_beta1),
             .average2 = Average<A>::of(s.one_minus_beta2),
+            .ema = Average<A>::of(s.ema_weight),
             .moments = moments_of(algorithm, s.amsgrad, s.momentum != 0.0),
             .has_gradient_decay = s.gradient_decay != 0.0,
             .nesterov = s.nesterov,

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from onepass._ops.dispatch_log import say
 from onepass.optim import codes, masters, settings
 from onepass.optim.distributed import state_like
-from onepass.optim.flat_state import SCALE, Places, Request, is_signed, local
+from onepass.optim.flat_state import EMA, SCALE, Places, Request, is_signed, local
 from onepass.optim.states import StateOptimizer
 
 MAX_STEPS = 2**32  # the kernels count in 32 bits
@@ -82,7 +83,7 @@ class Adoption:
         result: dict = {}
         keys = [k for k in optimizer._moment_keys(group) if entry.get(k) is not None]
         for key, value in entry.items():
-            if key in keys or key in ("master", "remainder"):
+            if key in keys or key in ("master", "remainder", EMA):
                 self._check_tensor(number, param, key, value)
                 scales = entry.get(f"{key}{SCALE}")
                 if scales is not None:
@@ -96,6 +97,14 @@ class Adoption:
                 self._request(result, param, key, torch.float32, lambda t, s=steps: t.fill_(s))
             elif key in keys:
                 self._moment(result, param, key, value, entry.get(key + SCALE), dtype)
+            elif key == EMA:
+                if optimizer.ema_decay is None:
+                    say(f"{type(optimizer).__name__}: averages are dropped, for want of ema_decay")
+                    continue
+                average = local(entry[key])
+                self._request(
+                    result, param, EMA, optimizer._ema_dtype(param), lambda t, a=average: t.copy_(a)
+                )
             elif key in ("master", "remainder") or (
                 isinstance(key, str) and key.endswith(SCALE) and key[: -len(SCALE)] in keys
             ):
@@ -138,7 +147,7 @@ class Adoption:
             )
         if key == "remainder" and value.dtype is not torch.int16:
             dtype = "int16"
-        elif key == "master" and not value.is_floating_point():
+        elif key in ("master", EMA) and not value.is_floating_point():
             dtype = "float32"
         elif value.is_complex():
             dtype = "float32, bfloat16 or float16"

@@ -24,6 +24,7 @@ class Attempt:
     params: Sequence[Tensor] = ()  # which the operator changes
     copied: Sequence[tuple[Tensor, Tensor]] = ()  # (parameter with gaps, its new values)
     zeroed: Sequence[Tensor] = ()  # gradients that the operator does not set to zeros
+    counted: Sequence[tuple[dict, str, int]] = ()  # (group, setting, its value after the step)
     averages: Sequence[Average] = ()  # momenta that the operator does not move
     _states: tuple | None = None
     _is_settled = False
@@ -56,6 +57,8 @@ class Attempt:
     def _complete(self) -> None:
         for average in self.averages:
             average.move()
+        for group, setting, value in self.counted:
+            group[setting] = value
         for param, copy in self.copied:
             param.copy_(copy)
         for gradient in self.zeroed:

@@ -129,7 +129,7 @@ class CheckpointOptimizer(StateOptimizer):
         fresh = "_places" not in self.__dict__  # unpickled or copied, not loaded
         if fresh:
             for key in Options._fields:
-                self.__dict__[key] = state[key]
+                self.__dict__[key] = state.get(key, Options._field_defaults[key])
             self.__dict__["defaults"] = state["defaults"]
         groups = state["param_groups"]
         if not fresh:

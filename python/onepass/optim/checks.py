@@ -12,7 +12,7 @@ from torch import Tensor
 from onepass._devices import refuse_fakes
 from onepass._imported import are_dtensors, is_dtensor, is_fake
 from onepass._library import no_cuda
-from onepass.optim.flat_state import is_dense, local
+from onepass.optim.flat_state import EMA, is_dense, local
 
 
 def check_device(name: str, params: Sequence[Tensor]) -> None:
@@ -76,6 +76,9 @@ def check_dtype(
         fits, rule = dtype is torch.int16, "int16"
     elif key == "master":
         fits, rule = dtype is torch.float32, "float32"
+    elif key == EMA:
+        kinds = {torch.float32, param.dtype} if param.dtype.itemsize < 8 else {param.dtype}
+        fits, rule = dtype in kinds, "float32, or the parameter's"
     elif coded:
         fits, rule = dtype is torch.uint8, "uint8 beside its scales"
     elif param.dtype is torch.float64:

@@ -32,6 +32,8 @@ ALIGNMENT = 64
 # Different sets of parameters with gradients that are remembered: experts that take turns.
 MAX_STEP_TABLES = 16
 
+EMA = "ema"  # the key of the average of a parameter
+EMA_STEPS = "ema_steps"  # of a group: steps that its averages are of
 SCALE = "_scale"  # the key of a moment in codes, with this after it, holds its scales
 
 # Of the parameters with gradients: a range if all have one, the same as a key and quicker.
@@ -258,7 +260,7 @@ class Table:
     contents: list[object] | None  # of optimizer.state; None: not all dicts, cannot be compared
     has_state: list[bool]  # per parameter
     all_have_state: bool
-    kinds: list[tuple[str, ...]]  # the moments of each group
+    kinds: list[tuple[str, ...]]  # the moments of each group, and its averages
     layout: Tensor  # (parameters, columns) int64
     buffers: list[Tensor]
     layouts: list[tuple]  # of params
@@ -292,7 +294,7 @@ class TableWriter:
         self.rows: list[list[int]] = []
         self._numbers: dict[int, int] = {}
 
-    def add(self, number: int, group: int, step, moments, scales, master) -> None:
+    def add(self, number: int, group: int, step, moments, scales, master, average) -> None:
         """A row; every entry may be None."""
         row = [number, group, *[-1] * (LAYOUT["columns"] - 2)]
         self._put(row, LAYOUT["step"], step)
@@ -301,6 +303,7 @@ class TableWriter:
         for i, scale in enumerate(scales):
             self._put(row, LAYOUT["scales"] + 2 * i, scale)
         self._put(row, LAYOUT["master"], master)
+        self._put(row, LAYOUT["average"], average)
         self.rows.append(row)
 
     def layout(self) -> Tensor:

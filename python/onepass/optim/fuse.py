@@ -21,7 +21,8 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
 
     Args:
         optimizer: a `torch.optim.AdamW`, `Adam`, `SGD` or `Muon`; not a subclass.
-        master, state_dtype, max_grad_norm, zero_grads: as in `onepass.optim.AdamW`.
+        master, state_dtype, max_grad_norm, zero_grads, ema_decay, ema_dtype: as in
+            `onepass.optim.AdamW`.
 
     Returns:
         The optimizer to go on with.

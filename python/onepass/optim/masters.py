@@ -87,6 +87,14 @@ def begin(param: Tensor, entry: dict) -> None:
     master.copy_(here if remainder is None else join(here, local(remainder)))
 
 
+def value(param: Tensor, entry: dict) -> Tensor:
+    """This rank's part of a parameter, as exactly as it is known."""
+    here, master, remainder = local(param).detach(), entry.get("master"), entry.get("remainder")
+    if master is not None:
+        return local(master)
+    return here if remainder is None else join(here, local(remainder))
+
+
 def reseed(param: Tensor, entry: dict) -> None:
     """Makes a parameter its own master.
 

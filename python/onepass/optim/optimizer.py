@@ -16,12 +16,21 @@ from onepass.optim.attempt import Attempt
 from onepass.optim.checkpoints import CheckpointOptimizer
 from onepass.optim.checks import refuse_freed, refuse_shared_memory, refuse_sparse
 from onepass.optim.distributed import agreed, local_norm, parts_like, total_norm
-from onepass.optim.flat_state import Numbers, are_same, is_dense, laid_like, layouts_of, local
+from onepass.optim.ema import AveragingOptimizer
+from onepass.optim.flat_state import (
+    EMA_STEPS,
+    Numbers,
+    are_same,
+    is_dense,
+    laid_like,
+    layouts_of,
+    local,
+)
 from onepass.optim.scaling import StepUnscales
 from onepass.optim.tables import TableOptimizer
 
 
-class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
+class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
     """Base of the optimizers: see `onepass.optim.AdamW` for what they have in common."""
 
     _step_supports_amp_scaling = StepUnscales()
@@ -52,6 +61,10 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
         settled(lambda: self._make_step(attempt), attempt.settle)
 
     def _make_step(self, attempt: Attempt) -> None:
+        if self._is_swapped:
+            raise RuntimeError(
+                f"{type(self).__name__}: step must not be called inside swap_ema, got a call"
+            )
         lists = [group["params"] for group in self.param_groups]
         table = self._table
         is_known = table is not None and objects.hold_same(lists, table.grouped)
@@ -96,6 +109,12 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer):
                 table = self._table = self._make_table(attempt, all_params, numbers, gradients)
             masters.reseed_moved(table)
         attempt.params = params
+        if self.ema_decay is not None:
+            counts = [group.get(EMA_STEPS, 0) + 1 for group in self.param_groups]
+            attempt.counted = [
+                (group, EMA_STEPS, count)
+                for group, count in zip(self.param_groups, counts, strict=True)
+            ]
         if are_sharded and self.zero_grads:
             pairs = zip(given, gradients, strict=True)
             attempt.zeroed = [local(g) for g, placed in pairs if g is not placed]

@@ -49,6 +49,15 @@ OPTIONS_DOC = """
             stay unwritten; ``grad_norm`` is the norm before. A step whose norm is not finite
             changes no parameter and no state. ``float("inf")`` only checks.
         zero_grads: sets gradients to zeros in the same pass, also where the step is not made.
+        ema_decay: keeps an average of each parameter, ``state[p]["ema"]``, moved in the same pass:
+            ema = ema_decay ema + (1 - ema_decay) param, where param is the step's result before it
+            is rounded. The first step of a group makes it the parameter, as
+            `torch.optim.swa_utils.AveragedModel` does. A number from 0 to 1, or a function of the
+            step's number that returns one; the first average is number 1
+            (``param_groups[i]["ema_steps"]`` counts them). See ``swap_ema``.
+        ema_dtype: of the averages. None, torch.float32 or "float32": float32, of float64 parameters
+            float64. "param": the parameter's; 16 bits are rounded stochastically, since what an
+            average changes by is mostly below half a unit in the last place.
 """
 
 
@@ -59,6 +68,8 @@ class Options(NamedTuple):
     state_dtype: torch.dtype | str | None = None
     max_grad_norm: float | None = None
     zero_grads: bool = False
+    ema_decay: float | Callable[[int], float] | None = None
+    ema_dtype: torch.dtype | str | None = None
 
     def checked(self, name: str) -> Options:
         """As an optimizer keeps them.
@@ -83,6 +94,8 @@ class Options(NamedTuple):
             state_dtype_of(name, self.state_dtype),
             None if limit is None else float(limit),
             self.zero_grads,
+            self.ema_decay if callable(self.ema_decay) else decay_of(name, self.ema_decay),
+            ema_dtype_of(name, self.ema_dtype, self.ema_decay),
         )
 
 
@@ -114,7 +127,7 @@ def constructor(base: type[torch.optim.Optimizer]) -> Callable[..., None]:
         options = {name: settings.pop(name) for name in Options._fields if name in settings}
         self._accept(Options(**options), settings)
         base.__init__(self, *args, **settings)
-        self._draw_seed()
+        self._complete_groups()
 
     return with_options(__init__, after=base.__init__)
 
@@ -127,3 +140,31 @@ def state_dtype_of(name: str, state_dtype: torch.dtype | str | None) -> torch.dt
             f"got {state_dtype!r}"
         )
     return STATE_DTYPES[state_dtype]
+
+
+def decay_of(name: str, decay: object) -> float | None:
+    """What an average keeps of itself, as a float; None: there are no averages.
+
+    Raises:
+        TypeError: no number.
+        ValueError: one out of range.
+    """
+    if decay is None:
+        return None
+    if not isinstance(decay, (numbers.Real, torch.Tensor)) or isinstance(decay, bool):
+        kind = type(decay).__name__
+        raise TypeError(
+            f"{name}: ema_decay must be a number, a function of the step or None, got {kind}"
+        )
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"{name}: ema_decay must be from 0 to 1, got {decay}")
+    return float(decay)
+
+
+def ema_dtype_of(name: str, dtype: torch.dtype | str | None, decay: object) -> str | None:
+    """The option as it is kept: "param", or None for float32."""
+    if dtype not in (None, torch.float32, "float32", "param"):
+        raise ValueError(f"{name}: ema_dtype must be None, torch.float32 or 'param', got {dtype!r}")
+    if dtype is not None and decay is None:
+        raise ValueError(f"{name}: ema_dtype must be None without ema_decay, got {dtype!r}")
+    return "param" if dtype == "param" else None

@@ -45,6 +45,9 @@ def check_settings(name: str, groups: Sequence[dict]) -> None:
         for key in _FLAGS:
             if key in group and not isinstance(group[key], bool | int):
                 raise TypeError(f"{name}: {key} {what} must be a bool, got {group[key]!r}")
+        count = group.get("ema_steps", 0)
+        if not isinstance(count, int) or count < 0:
+            raise TypeError(f"{name}: ema_steps {what} must be a whole number, got {count!r}")
         seed = group.get("seed", 0)
         if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
             raise TypeError(f"{name}: seed {what} must be an integer of 64 bits, got {seed!r}")

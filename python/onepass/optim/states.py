@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from onepass.optim import codes, masters
 from onepass.optim.atomic import settled
 from onepass.optim.checks import check_shape
 from onepass.optim.distributed import broadcast_int
-from onepass.optim.flat_state import SCALE, Places, Request, Table, is_signed, local
+from onepass.optim.flat_state import EMA, EMA_STEPS, SCALE, Places, Request, Table, is_signed, local
 from onepass.optim.options import DEFAULT_STATE_DTYPES, Options
 
 
@@ -29,6 +29,8 @@ class StateOptimizer(torch.optim.Optimizer):
     state_dtype: torch.dtype | str | None
     max_grad_norm: float | None
     zero_grads: bool
+    ema_decay: float | Callable[[int], float] | None
+    ema_dtype: str | None
 
     grad_norm: Tensor | None
     """0-dim tensor, the gradients' global norm in the last step, unscaled and before clipping;
@@ -55,7 +57,8 @@ class StateOptimizer(torch.optim.Optimizer):
     def _needs_noise(self) -> bool:
         """Whether anything is rounded stochastically."""
         moments = self._has_second_moment and self.state_dtype in (torch.bfloat16, "int8")
-        return self.master == "stochastic" or moments
+        averages = self.ema_decay is not None and self.ema_dtype == "param"
+        return self.master == "stochastic" or moments or averages
 
     def _rounds_moments(self) -> bool:
         """Whether second moments in bfloat16 are rounded stochastically."""
@@ -94,12 +97,17 @@ class StateOptimizer(torch.optim.Optimizer):
         self._grad_scale: Tensor | None = None
         self._found_inf: Tensor | None = None
 
-    def _draw_seed(self) -> None:
-        """Keys the noise of stochastic rounding, where there is any, in the group dicts.
+    def _complete_groups(self) -> None:
+        """Puts the count of averages, and the key of the noise of stochastic rounding, into the
+        group dicts, where there are any.
 
         Derived from `torch.initial_seed()`, so that it follows `manual_seed` and takes nothing from
         the random stream of the user's model.
         """
+        if self.ema_decay is not None:
+            self.defaults[EMA_STEPS] = 0
+            for group in self.param_groups:
+                group.setdefault(EMA_STEPS, 0)
         if not self._needs_noise():
             return
         generator = torch.Generator().manual_seed(torch.initial_seed())
@@ -182,7 +190,14 @@ class StateOptimizer(torch.optim.Optimizer):
         if param.dtype.itemsize == 2 and self.master in masters.KEYS:
             key, dtype = masters.KEYS[self.master]
             expected[key] = dtype
+        if self.ema_decay is not None:
+            expected[EMA] = self._ema_dtype(param)
         return expected
+
+    def _ema_dtype(self, param: Tensor) -> torch.dtype:
+        """Of a new average."""
+        narrow = param.dtype.itemsize == 2 and self.ema_dtype != "param"
+        return torch.float32 if narrow else param.dtype
 
     def _complete_states(self, params: Sequence[Tensor], groups: Sequence[dict]) -> None:
         """Makes what the states of these parameters lack, in as few buffers as possible."""
@@ -222,5 +237,9 @@ class StateOptimizer(torch.optim.Optimizer):
             self.state[request.param][request.key] = tensor
             if request.key == "master":
                 masters.begin(request.param, self.state[request.param])
+        for request in requests:
+            if request.key == EMA:  # averages begin with what is averaged
+                entry = self.state[request.param]
+                local(entry[EMA]).copy_(masters.value(request.param, entry))
         for entry, key, value in to_encode:
             codes.encode(local(value), local(entry[key]), entry[key + SCALE], is_signed(key))

@@ -22,6 +22,8 @@ from onepass.optim.checks import (
 )
 from onepass.optim.distributed import state_like
 from onepass.optim.flat_state import (
+    EMA,
+    EMA_STEPS,
     SCALE,
     Numbers,
     Request,
@@ -33,6 +35,7 @@ from onepass.optim.flat_state import (
     on_device,
     strides_of,
 )
+from onepass.optim.options import decay_of
 from onepass.optim.states import StateOptimizer
 
 LR = Hyper._fields.index("lr")
@@ -49,8 +52,13 @@ class TableOptimizer(StateOptimizer):
             and isinstance(self.state, dict)
             and objects.holds(self.state, table.contents)
             and (table.all_have_state or all(map(table.has_state.__getitem__, numbers)))
-            and table.kinds == [self._moment_keys(group) for group in self.param_groups]
+            and table.kinds == self._kinds()
         )
+
+    def _kinds(self) -> list[tuple[str, ...]]:
+        """What each group has for each element, but for masters."""
+        averages = () if self.ema_decay is None else (EMA,)
+        return [(*self._moment_keys(group), *averages) for group in self.param_groups]
 
     def _make_table(
         self, attempt: Attempt, params: list[Tensor], numbers: Numbers, gradients: list[Tensor]
@@ -66,6 +74,7 @@ class TableOptimizer(StateOptimizer):
         attempt.may_change_states()
         self._complete_states([params[i] for i in numbers], [groups[i] for i in numbers])
         writer = TableWriter(self._places)
+        kinds, moments = self._kinds(), [self._moment_keys(group) for group in self.param_groups]
         group_numbers = [n for n, g in enumerate(self.param_groups) for _ in g["params"]]
         with_grad = set(numbers)
         has_state: list[bool] = []
@@ -74,7 +83,7 @@ class TableOptimizer(StateOptimizer):
             entry = self.state.get(param) or {}
             shows_step = self._shows_step(param, group)
             step = entry.get("step") if shows_step else self._hidden_steps.get(param)
-            keys = self._moment_keys(group)
+            keys = kinds[group_numbers[number]]
             has_state.append(step is not None and all(entry.get(k) is not None for k in keys))
             if number in with_grad or has_state[-1]:
                 self._check_entry(number, param, entry, keys)
@@ -85,9 +94,10 @@ class TableOptimizer(StateOptimizer):
                 noise_number(number, param),
                 group_numbers[number],
                 step,
-                [entry.get(k) for k in keys],
-                [entry.get(k + SCALE) for k in keys],
+                [entry.get(k) for k in moments[group_numbers[number]]],
+                [entry.get(k + SCALE) for k in moments[group_numbers[number]]],
                 master,
+                entry.get(EMA) if EMA in keys else None,
             )
             if master is not None:
                 with_master.append((param, entry))
@@ -103,7 +113,7 @@ class TableOptimizer(StateOptimizer):
             contents=objects.contents(self.state) if are_dicts else None,
             has_state=has_state,
             all_have_state=all(has_state),
-            kinds=[self._moment_keys(group) for group in self.param_groups],
+            kinds=kinds,
             layout=writer.layout(),
             buffers=writer.buffers,
             layouts=layouts_of(params),
@@ -131,9 +141,20 @@ class TableOptimizer(StateOptimizer):
                 local(made).copy_(tensor)
                 entry[key] = made
 
+    def _decay(self, group: dict) -> float:
+        """Of this step's averages; the first one is the parameter."""
+        before = group.get(EMA_STEPS, 0)
+        if before == 0:
+            return 0.0
+        decay = self.ema_decay
+        return decay_of(type(self).__name__, decay(before + 1) if callable(decay) else decay)
+
     def _hyper_tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """(settings of all groups, the same on `device` if that is not the CPU)."""
         rows = tuple([self._hyper(group) for group in self.param_groups])
+        if self.ema_decay is not None:
+            pairs = zip(rows, self.param_groups, strict=True)
+            rows = tuple([row._replace(ema_decay=self._decay(group)) for row, group in pairs])
         known, table, device_table = self._hyper_tables_held
         if rows != known or (device_table is None) != (device.type == "cpu"):
             # Should an interrupt arrive from here on, the next step writes them anew.

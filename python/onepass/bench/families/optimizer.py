@@ -32,6 +32,7 @@ QUICK = (5, 512)
 CUDA_HUGE = (64, 1 << 24)
 CUDA_LARGE = (16, 1 << 24)
 CUDA_SMALL = (300, 768)
+EMA_WEIGHT = 1e-3
 MAX_NORM = {"within": 1e6, "clipped": 0.5}
 CHECKED_SHAPES = ((768,), (5000,), (3, 7), (8192,))
 
@@ -127,6 +128,24 @@ def _chain(params: list[Tensor]) -> Callable[[], object]:
         torch._foreach_copy_(params, masters)
 
     return step
+
+
+def _then_averaged(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer],
+) -> Callable[[list[Tensor]], Callable[[], object]]:
+    """An optimizer's step, and float32 averages of its parameters in a pass of their own."""
+
+    def made(params: list[Tensor]) -> Callable[[], object]:
+        optimizer = make(params)
+        averages = [param.float().clone() for param in params]
+
+        def step() -> None:
+            optimizer.step()
+            torch._foreach_lerp_(averages, [param.float() for param in params], EMA_WEIGHT)
+
+        return step
+
+    return made
 
 
 def _formula(*tensors: Tensor, max_norm: float = math.inf) -> tuple[Tensor, ...]:
@@ -235,6 +254,33 @@ def _steps(quick: bool, device: str) -> Iterator[Case]:
             32,
             formula=partial(_formula, max_norm=1.0),
         )
+    averages = {"ema_decay": 1.0 - EMA_WEIGHT}
+    sizes = [(large_name, large, 36), (small_name, small, None)]
+    if not quick:
+        sizes.append(("gpt2-small", gpt2_small(), 36))
+    for name, shapes, bytes_each in sizes:
+        yield case(
+            f"adamw+ema/float32/{name}",
+            shapes,
+            float32,
+            ours(**averages),
+            _Steps(_then_averaged(partial(torch.optim.AdamW, fused=True))),
+            bytes_each,
+            others={"without": ours(), "apart": _Steps(_then_averaged(optim.AdamW))},
+        )
+    remainder = {"master": "remainder16", "state_dtype": bfloat16}
+    yield case(
+        f"adamw+ema/bfloat16/{large_name}/remainder16-26B",
+        large,
+        bfloat16,
+        ours(**remainder, **averages),
+        _Steps(_then_averaged(partial(torch.optim.AdamW, fused=True))),
+        26,
+        others={
+            "without": ours(**remainder),
+            "apart": _Steps(_then_averaged(partial(optim.AdamW, **remainder))),
+        },
+    )
     full = {"master": "fp32", "state_dtype": float32}
     yield case(
         f"adamw/bfloat16/{large_name}/master-28B",

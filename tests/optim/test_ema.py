@@ -1,0 +1,513 @@
+"""Averages of the parameters that a step moves along: `ema_decay`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import onepass
+from onepass import numerics
+from tests.optim.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FLAGS,
+    assert_same,
+    give_gradients,
+    made,
+    members,
+    names,
+    ours,
+    resumed,
+    same,
+    snapshot,
+    steps,
+    stock,
+    through_a_file,
+    through_pickle,
+    torch_names,
+)
+from tests.support.injection import interruptions
+
+SIZES = ((5,), (4352,), (4, 5), ())
+DECAY = 0.9
+all_names = pytest.mark.parametrize("name", [*FLAGS])
+
+
+def build(name, **options):
+    """An optimizer of this name; Muon's parameters are matrices."""
+    if name == "Muon":
+        return made(name, ((6, 8), (64, 68)), **options)
+    return made(name, SIZES, **options)
+
+
+def averages(optimizer):
+    return [optimizer.state[p]["ema"] for p in members(optimizer)]
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@all_names
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_averages_are_those_of_torch(dtype, name):
+    """As torch's AveragedModel by get_ema_multi_avg_fn, over the parameters of the same run."""
+    decay = 0.7
+    optimizer = build(name, dtype=dtype, ema_decay=decay)
+    ref, base = ([] for _ in range(2))
+    for number in range(30):
+        give_gradients(optimizer, number)
+        optimizer.step()
+        for kept, kind in ((ref, F64), (base, dtype)):
+            now = [p.detach().to(kind) for p in members(optimizer)]
+            if number == 0:
+                kept[:] = [value.clone() for value in now]
+            else:
+                torch._foreach_lerp_(kept, now, 1 - decay)
+    for found, wanted, plain in zip(averages(optimizer), ref, base, strict=True):
+        assert found.dtype == dtype
+        numerics.assert_close(found, wanted, plain, case=f"{name} {dtype}")
+
+
+@pytest.mark.isa
+@all_names
+def test_a_step_is_the_same_with_averages(name):
+    for options in ({}, {"master": "fp32"}, {"master": "remainder16"}, {"state_dtype": BF16}):
+        dtype = BF16 if "master" in options else F32
+        plain, averaging = (
+            steps(build(name, dtype=dtype, **options, **more), 5)
+            for more in ({}, {"ema_decay": DECAY})
+        )
+        for p, q in zip(members(plain), members(averaging), strict=True):
+            assert same(p, q), (name, options)
+
+
+@pytest.mark.isa
+@names
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+def test_averages_of_masters(master, name):
+    """They are of the float32 results, and so are what a float32 run's are."""
+    optimizer = made(name, SIZES, BF16, master=master, ema_decay=DECAY)
+    wide = made(name, SIZES, BF16, ema_decay=DECAY, state_dtype=F32)
+    params = [p.detach().float().requires_grad_() for p in members(wide)]
+    wide = ours(name)(params, **FLAGS[name], ema_decay=DECAY)
+    for number in range(10):
+        give_gradients(optimizer, number)
+        for p, q in zip(members(optimizer), members(wide), strict=True):
+            q.grad = p.grad.float()
+        optimizer.step()
+        wide.step()
+    for found, wanted in zip(averages(optimizer), averages(wide), strict=True):
+        assert found.dtype is F32 and torch.equal(found, wanted)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("master", [None, "fp32", "stochastic"])
+def test_averages_of_16_bits_do_not_stall(master, dtype):
+    """Towards a parameter that stands still: each step is far below half a unit in the last place,
+    so that an average that were rounded to nearest would not move at all."""
+    count, decay, elements = 300, 0.999 if dtype is BF16 else 0.9999, 1 << 14
+    p = torch.full((elements,), 1.0, dtype=dtype).requires_grad_()
+    optimizer = onepass.optim.SGD([p], lr=0.0, master=master, ema_decay=decay, ema_dtype="param")
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    with torch.no_grad():
+        p.fill_(1.5)
+    for _ in range(count):
+        optimizer.step()
+    average = optimizer.state[p]["ema"]
+    assert average.dtype is dtype
+    expected = 1.5 - 0.5 * decay**count
+    spread = average.double().std() / elements**0.5
+    assert abs(average.double().mean() - expected) < 6 * spread
+    nearest = torch.ones(1, dtype=dtype).lerp_(torch.full((1,), 1.5, dtype=dtype), 1 - decay)
+    assert nearest == 1.0  # what is tested is there
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_decays_at_their_ends(decay):
+    optimizer = made("AdamW", SIZES, ema_decay=decay)
+    steps(optimizer, 1)
+    first = [p.detach().clone() for p in members(optimizer)]
+    steps(optimizer, 4, first=1)
+    wanted = first if decay == 1.0 else members(optimizer)
+    for average, value in zip(averages(optimizer), wanted, strict=True):
+        assert torch.equal(average, value)
+
+
+@all_names
+def test_a_decay_that_is_a_function_of_the_step(name):
+    asked = []
+
+    def decay(step):
+        asked.append(step)
+        return min(0.9, step / (step + 9))
+
+    optimizer = steps(build(name, ema_decay=decay), 4)
+    by_hand = build(name, ema_decay=0.5)
+    for number in range(4):
+        by_hand.ema_decay = (None, 2 / 11, 3 / 12, 4 / 13)[number] or 0.0
+        steps(by_hand, 1, first=number)
+    assert asked == [2, 3, 4]  # the first average is the parameter, whatever the decay
+    assert_same(snapshot(optimizer), snapshot(by_hand))
+
+
+def test_parameters_without_a_gradient_keep_their_average():
+    """And one that gets its first gradient later begins with what it was until then."""
+    optimizer = made("AdamW", ((3,), (4,)), ema_decay=DECAY)
+    late = members(optimizer)[1]
+    start = late.detach().clone()
+    for number in range(5):
+        give_gradients(optimizer, number)
+        if number != 3:
+            late.grad = None
+        optimizer.step()
+    assert torch.allclose(optimizer.state[late]["ema"], DECAY * start + (1 - DECAY) * late)
+    assert optimizer.param_groups[0]["ema_steps"] == 5
+
+
+def test_a_step_that_is_not_made_moves_no_average():
+    optimizer = steps(made("AdamW", SIZES, ema_decay=DECAY, max_grad_norm=1.0), 2)
+    before = [average.clone() for average in averages(optimizer)]
+    members(optimizer)[0].grad[0] = float("inf")
+    optimizer.step()
+    assert all(map(torch.equal, before, averages(optimizer)))
+    assert optimizer.param_groups[0]["ema_steps"] == 2
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_averages_do_not_depend_on_the_number_of_threads(threads):
+    found = []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        optimizer = made("AdamW", ((9001,), (5,)), BF16, ema_decay=DECAY, ema_dtype="param", seed=3)
+        optimizer.param_groups[0]["seed"] = 7
+        found.append(snapshot(steps(optimizer, 3)))
+    assert_same(*found)
+
+
+# ---- swap_ema ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("master", [None, "fp32", "remainder16", "stochastic"])
+def test_swap_ema(master):
+    optimizer = steps(made("AdamW", SIZES, BF16, master=master, ema_decay=DECAY), 5)
+    before = snapshot(optimizer)
+    with optimizer.swap_ema():
+        for p, average in zip(members(optimizer), averages(optimizer), strict=True):
+            assert same(p.detach(), average.to(BF16))
+    assert_same(before, snapshot(optimizer))
+    plain = steps(made("AdamW", SIZES, BF16, master=master, ema_decay=DECAY), 5)
+    assert_same(snapshot(steps(plain, 5, first=5)), snapshot(steps(optimizer, 5, first=5)))
+
+
+def test_swap_ema_undoes_what_was_written_inside_and_lets_exceptions_through():
+    optimizer = steps(made("AdamW", SIZES, BF16, master="fp32", ema_decay=DECAY), 3)
+    before = snapshot(optimizer)
+    with pytest.raises(KeyError), optimizer.swap_ema():
+        with torch.no_grad():
+            members(optimizer)[0].fill_(3.0)
+        raise KeyError
+    assert_same(before, snapshot(optimizer))
+
+
+def test_a_parameter_changed_before_swap_ema_is_still_its_own_master():
+    optimizer = steps(made("AdamW", SIZES, BF16, master="fp32", ema_decay=DECAY), 3)
+    p = members(optimizer)[1]
+    with torch.no_grad():
+        p.fill_(3.0)
+    with optimizer.swap_ema():
+        pass
+    optimizer.param_groups[0]["lr"] = 0.0
+    steps(optimizer, 1, first=3)
+    assert (optimizer.state[p]["master"] == 3.0).all()
+
+
+def test_steps_and_swaps_inside_swap_ema_are_refused():
+    optimizer = steps(made("AdamW", SIZES, ema_decay=DECAY), 2)
+    before = snapshot(optimizer)
+    with optimizer.swap_ema():
+        with pytest.raises(RuntimeError, match="step must not be called inside swap_ema"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="swap_ema must not be called inside swap_ema"):
+            optimizer.swap_ema().__enter__()
+    assert_same(before, snapshot(optimizer))
+    steps(optimizer, 1)
+
+
+def test_a_backward_through_swapped_parameters_is_noticed():
+    linear = torch.nn.Linear(4, 4)
+    optimizer = onepass.optim.SGD(linear.parameters(), lr=0.1, ema_decay=DECAY)
+    x = torch.ones(2, 4, requires_grad=True)
+    linear(x).sum().backward()
+    optimizer.step()
+    loss = linear(x).sum()
+    with optimizer.swap_ema(), pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()
+
+
+def test_swap_ema_is_whole_wherever_it_is_interrupted():
+    def make():
+        return steps(made("AdamW", SIZES, BF16, master="fp32", ema_decay=DECAY), 3)
+
+    def call(optimizer):
+        with optimizer.swap_ema():
+            pass
+
+    before = snapshot(make())
+    after = snapshot(steps(make(), 1, first=3))
+    for at, optimizer in interruptions(make, call, most=120):
+        assert_same(before, snapshot(optimizer), f"bytecode {at}")
+        assert_same(after, snapshot(steps(optimizer, 1, first=3)), f"bytecode {at}")
+
+
+# ---- AveragedModel -------------------------------------------------------------------------------
+
+
+def small_model(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4)
+    )
+
+
+def train(model, optimizer, count, averaged=None, first=0):
+    for number in range(first, first + count):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().sum().backward()
+        optimizer.step()
+        if averaged is not None:
+            averaged.update_parameters(model)
+
+
+def ema_model(model):
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+
+
+def test_to_an_averaged_model():
+    """That goes on as if it had averaged all along."""
+    model = small_model()
+    optimizer = onepass.optim.AdamW(model.parameters(), lr=1e-2, ema_decay=DECAY)
+    kept = ema_model(model)
+    train(model, optimizer, 5, kept)
+    moved = ema_model(model)
+    optimizer.ema_to(moved, model)
+    assert moved.n_averaged == 5
+    train(model, optimizer, 5, kept, first=5)
+    again = ema_model(model)
+    optimizer.ema_to(again, model)
+    for name, value in kept.state_dict().items():
+        assert torch.allclose(again.state_dict()[name], value, rtol=1e-6, atol=1e-7), name
+
+
+def test_from_an_averaged_model():
+    """At the start, in mid-training, and into what already has averages."""
+    for trained in (False, True):
+        model = small_model()
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        kept = ema_model(model)
+        train(model, plain, 5, kept)
+        optimizer = onepass.optim.AdamW(model.parameters(), lr=1e-2, ema_decay=DECAY)
+        if trained:
+            optimizer.load_state_dict(plain.state_dict())
+        optimizer.ema_from(kept, model)
+        checkpoint = through_a_file(optimizer.state_dict())
+        optimizer.load_state_dict(checkpoint)
+        train(model, optimizer, 5, kept, first=5)
+        for p, value in zip(model.parameters(), kept.module.parameters(), strict=True):
+            assert torch.allclose(optimizer.state[p]["ema"], value, rtol=1e-6, atol=1e-7)
+        assert optimizer.param_groups[0]["ema_steps"] == 10
+
+
+def test_another_averaged_model_is_refused():
+    model = small_model()
+    optimizer = onepass.optim.AdamW(model.parameters(), ema_decay=DECAY)
+    other = AveragedModel(torch.nn.Linear(3, 3))
+    for call in (optimizer.ema_to, optimizer.ema_from):
+        with pytest.raises(ValueError, match="must be given an AveragedModel of the model"):
+            call(other, model)
+    assert not optimizer.state
+
+
+# ---- state_dict ----------------------------------------------------------------------------------
+
+
+@all_names
+@pytest.mark.parametrize("ema_dtype", [None, "param"])
+def test_a_run_goes_on_from_a_checkpoint(ema_dtype, name):
+    how = {"dtype": BF16, "ema_decay": DECAY, "ema_dtype": ema_dtype}
+    optimizer = steps(build(name, **how), 4)
+    new = resumed(name, optimizer, ema_decay=DECAY, ema_dtype=ema_dtype)
+    assert new.param_groups[0]["ema_steps"] == 4
+    for one in (optimizer, new):
+        steps(one, 4, first=4)
+    assert_same(snapshot(optimizer), snapshot(new))
+
+
+@names
+def test_checkpoints_without_averages_load(name):
+    """They begin with the next step, as at the start."""
+    optimizer = steps(made(name, SIZES), 3)
+    new = resumed(name, optimizer, ema_decay=DECAY)
+    steps(new, 1, first=3)
+    assert all(map(torch.equal, averages(new), members(new)))
+
+
+@names
+def test_averages_are_dropped_where_nobody_keeps_them(name):
+    optimizer = steps(made(name, SIZES, ema_decay=DECAY), 3)
+    new = resumed(name, optimizer)
+    assert not any("ema" in entry for entry in new.state.values())
+    steps(new, 1, first=3)
+
+
+@torch_names
+def test_torch_loads_averages_and_brings_them_back(name):
+    optimizer = steps(made(name, SIZES, ema_decay=DECAY), 3)
+    theirs = resumed(name, optimizer, cls=stock(name))
+    steps(theirs, 1, first=3)
+    back = resumed(name, theirs, ema_decay=DECAY)
+    assert all(map(torch.equal, averages(back), averages(optimizer)))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_copies_go_on(copied):
+    optimizer = steps(made("AdamW", SIZES, ema_decay=DECAY), 3)
+    new = copied(optimizer)
+    for one in (optimizer, new):
+        steps(one, 3, first=3)
+    assert_same(snapshot(optimizer), snapshot(new))
+
+
+def test_pickles_from_before_the_option_load():
+    optimizer = steps(made("AdamW", SIZES), 3)
+    held = optimizer.__getstate__()
+    del held["ema_decay"], held["ema_dtype"]
+    new = object.__new__(type(optimizer))
+    new.__setstate__(held)
+    assert new.ema_decay is None
+    steps(new, 1)
+
+
+def test_a_count_that_is_no_number_is_refused():
+    optimizer = steps(made("AdamW", SIZES, ema_decay=DECAY), 3)
+    checkpoint = optimizer.state_dict()
+    checkpoint["param_groups"][0]["ema_steps"] = -1
+    before = snapshot(optimizer)
+    with pytest.raises(TypeError, match="ema_steps of parameter group 0 must be a whole number"):
+        optimizer.load_state_dict(checkpoint)
+    assert_same(before, snapshot(optimizer))
+
+
+def test_an_average_of_another_shape_is_refused():
+    optimizer = steps(made("AdamW", SIZES, ema_decay=DECAY), 3)
+    checkpoint = optimizer.state_dict()
+    checkpoint["state"][0]["ema"] = torch.ones(6)
+    with pytest.raises(ValueError, match="ema of parameter 0 must have shape"):
+        optimizer.load_state_dict(checkpoint)
+
+
+# ---- contract ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ema_decay": 1.5}, ValueError, "ema_decay must be from 0 to 1, got 1.5"),
+        ({"ema_decay": float("nan")}, ValueError, "ema_decay must be from 0 to 1, got nan"),
+        ({"ema_decay": "0.9"}, TypeError, "ema_decay must be a number, a function of the step or"),
+        ({"ema_decay": True}, TypeError, "got bool"),
+        (
+            {"ema_decay": 0.9, "ema_dtype": BF16},
+            ValueError,
+            "ema_dtype must be None, torch.float32",
+        ),
+        ({"ema_dtype": "param"}, ValueError, "ema_dtype must be None without ema_decay"),
+    ],
+)
+def test_messages_of_the_options(options, error, message):
+    with pytest.raises(error, match=message):
+        made("AdamW", SIZES, **options)
+
+
+def test_a_function_that_returns_no_decay_changes_nothing():
+    optimizer = steps(made("AdamW", SIZES, ema_decay=lambda step: 0.9 if step < 4 else 2.0), 3)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="ema_decay must be from 0 to 1, got 2.0"):
+        optimizer.step()
+    assert_same(before, snapshot(optimizer))
+    assert optimizer.param_groups[0]["ema_steps"] == 3
+
+
+def test_calls_without_averages_are_refused():
+    optimizer = made("AdamW", SIZES)
+    for call in (lambda: optimizer.swap_ema().__enter__(), lambda: optimizer.ema_to(None, None)):
+        with pytest.raises(RuntimeError, match="must be called with ema_decay, got None"):
+            call()
+
+
+def test_averages_begin_where_the_attribute_is_set():
+    optimizer = steps(made("AdamW", SIZES), 3)
+    optimizer.ema_decay = 0.5
+    steps(optimizer, 1, first=3)
+    assert all(map(torch.equal, averages(optimizer), members(optimizer)))
+    assert optimizer.param_groups[0]["ema_steps"] == 1
+    optimizer.ema_decay = None
+    kept = [average.clone() for average in averages(optimizer)]
+    steps(optimizer, 1, first=4)
+    assert all(map(torch.equal, averages(optimizer), kept))
+
+
+@pytest.mark.parametrize("layout", ["gaps", "channels_last", "gradient"])
+def test_layouts(layout):
+    """An average lies like its parameter; one with gaps is stepped by a copy."""
+    start = torch.randn(4, 6, 3, 5)
+    gradients = [torch.randn(4, 6, 3, 5) for _ in range(3)]
+    found = []
+    for other in (False, True):
+        p = start.clone()
+        if other and layout == "gaps":
+            p = torch.zeros(4, 6, 3, 10)[..., ::2].copy_(start)
+        if other and layout == "channels_last":
+            p = p.to(memory_format=torch.channels_last)
+        p.requires_grad_()
+        optimizer = onepass.optim.AdamW([p], lr=1e-2, ema_decay=DECAY)
+        for gradient in gradients:
+            p.grad = gradient.clone()
+            if other and layout == "gradient":
+                p.grad = gradient.to(memory_format=torch.channels_last)
+            optimizer.step()
+        found.append((p.detach(), optimizer.state[p]["ema"]))
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_fuse_keeps_averages():
+    p = torch.randn(5).requires_grad_()
+    theirs = torch.optim.AdamW([p], lr=1e-2)
+    optimizer = onepass.optim.fuse(theirs, ema_decay=DECAY)
+    p.grad = torch.ones(5)
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["ema"], p)
+
+
+def test_muon_with_adamw():
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 6), torch.nn.Linear(6, 6))
+    groups = onepass.optim.muon_groups(model)
+    optimizer = onepass.optim.MuonWithAdamW(groups, lr=1e-2, ema_decay=DECAY)
+    kept = ema_model(model)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.arange(9)).square().sum().backward()
+        optimizer.step()
+        kept.update_parameters(model)
+    for p, value in zip(model.parameters(), kept.module.parameters(), strict=True):
+        assert torch.allclose(optimizer.state[p]["ema"], value, rtol=1e-6, atol=1e-7)
