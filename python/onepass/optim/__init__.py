@@ -1,9 +1,11 @@
 """torch.optim's optimizers in one pass over memory, and clipping."""
 
 import onepass._ops  # noqa: F401, first: says what is wrong with a broken installation
+from onepass.optim.adafactor import Adafactor
 from onepass.optim.adam import Adam, AdamW
 from onepass.optim.clip import clip_grad_norm_
 from onepass.optim.fuse import fuse
+from onepass.optim.lamb import LAMB
 from onepass.optim.lion import Lion
 from onepass.optim.muon import Muon
 from onepass.optim.muon_adamw import MuonWithAdamW
@@ -11,8 +13,10 @@ from onepass.optim.muon_groups import muon_groups
 from onepass.optim.sgd import SGD
 
 __all__ = [
+    "Adafactor",
     "Adam",
     "AdamW",
+    "LAMB",
     "Lion",
     "Muon",
     "MuonWithAdamW",

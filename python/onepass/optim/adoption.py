@@ -81,6 +81,7 @@ class Adoption:
         if not entry:
             return {}
         result: dict = {}
+        shapes = optimizer._shapes(param)
         keys = [k for k in optimizer._moment_keys(group) if entry.get(k) is not None]
         for key, value in entry.items():
             if key in keys or key in ("master", "remainder", EMA):
@@ -97,6 +98,10 @@ class Adoption:
                 self._request(result, param, key, torch.float32, lambda t, s=steps: t.fill_(s))
             elif key in keys:
                 self._moment(result, param, key, value, entry.get(key + SCALE), dtype)
+            elif key in shapes:
+                self._check_tensor(number, param, key, value, shapes[key])
+                dtype_here = torch.promote_types(torch.float32, param.dtype)
+                result[key] = value.detach().to(local(param).device, dtype_here, copy=True)
             elif key == EMA:
                 if optimizer.ema_decay is None:
                     say(f"{type(optimizer).__name__}: averages are dropped, for want of ema_decay")
@@ -136,13 +141,21 @@ class Adoption:
                 f"{MAX_STEPS - 1}, got {steps}"
             )
 
-    def _check_tensor(self, number: int, param: Tensor, key: str, value: Tensor) -> None:
+    def _check_tensor(
+        self,
+        number: int,
+        param: Tensor,
+        key: str,
+        value: Tensor,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        shape = tuple(param.shape) if shape is None else shape
         name, dtype = type(self._optimizer).__name__, None
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: {key} of parameter {number} must be a tensor, got {value!r}")
-        if value.shape != param.shape:
+        if tuple(value.shape) != shape:
             raise ValueError(
-                f"{name}: {key} of parameter {number} must have shape {tuple(param.shape)}, got "
+                f"{name}: {key} of parameter {number} must have shape {shape}, got "
                 f"{tuple(value.shape)}"
             )
         if key == "remainder" and value.dtype is not torch.int16:

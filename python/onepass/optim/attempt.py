@@ -25,6 +25,7 @@ class Attempt:
     copied: Sequence[tuple[Tensor, Tensor]] = ()  # (parameter with gaps, its new values)
     zeroed: Sequence[Tensor] = ()  # gradients that the operator does not set to zeros
     counted: Sequence[tuple[dict, str, int]] = ()  # (group, setting, its value after the step)
+    written: Sequence[tuple[Tensor, Tensor]] = ()  # (state, its values after the step)
     averages: Sequence[Average] = ()  # momenta that the operator does not move
     _states: tuple | None = None
     _is_settled = False
@@ -59,8 +60,8 @@ class Attempt:
             average.move()
         for group, setting, value in self.counted:
             group[setting] = value
-        for param, copy in self.copied:
-            param.copy_(copy)
+        for target, value in (*self.copied, *self.written):
+            target.copy_(value)
         for gradient in self.zeroed:
             gradient.zero_()
         if not self.params:

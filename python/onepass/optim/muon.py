@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from onepass._imported import is_dtensor
-from onepass._ops import optimizer as _ops
 from onepass._ops import products
-from onepass._ops.optimizer import ALGORITHMS, Hyper
+from onepass._ops.optimizer import Hyper
 from onepass.optim.attempt import Attempt
 from onepass.optim.averages import Average, Factor, mix
-from onepass.optim.checks import refuse_freed
-from onepass.optim.flat_state import Numbers, local, strides_of
+from onepass.optim.flat_state import local
 from onepass.optim.matrices import Matrices, check_matrices, joined, matrices_of
 from onepass.optim.newton_schulz import orthogonalized
-from onepass.optim.optimizer import FlatOptimizer, number_of
+from onepass.optim.optimizer import number_of
 from onepass.optim.options import OPTIONS_DOC, constructor
+from onepass.optim.updates import UpdateOptimizer, laid_as
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 RULES = (None, "original", "match_rms_adamw")
@@ -102,7 +101,7 @@ class _Source(NamedTuple):
     place: tuple[int, int]  # (parameter, matrix in it)
 
 
-class Muon(FlatOptimizer, torch.optim.Muon):
+class Muon(UpdateOptimizer, torch.optim.Muon):
     __doc__ = f"""`torch.optim.Muon` with batched products, masters and stacked matrices.
 
         momentum_buffer = momentum momentum_buffer + (1 - momentum) grad
@@ -154,21 +153,7 @@ class Muon(FlatOptimizer, torch.optim.Muon):
         ['momentum_buffer']
     """
 
-    # The last part of a step: param - lr (update + weight_decay param).
-    _algorithm = ALGORITHMS["SGD"]
-    # torch.amp.GradScaler unscales before the step, which it skips where there are infinities.
-    _step_supports_amp_scaling = False
-    _takes_codes = False  # moments in 8 bits, of parameters that AdamW steps
-
     __init__ = constructor(_Muon)
-
-    def _accept(self, options, settings: dict) -> None:
-        super()._accept(options, settings)
-        if self.state_dtype == "int8" and not self._takes_codes:
-            raise ValueError(
-                f"{type(self).__name__}: state_dtype must be None, torch.float32 or "
-                "torch.bfloat16, got 'int8'"
-            )
 
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
         return ("momentum_buffer",)
@@ -187,76 +172,23 @@ class Muon(FlatOptimizer, torch.optim.Muon):
         for group in groups:
             check_iteration(type(self).__name__, group)
 
-    def _measure_norm(self, params, gradients, are_sharded: bool) -> bool:
-        makes = super()._measure_norm(params, gradients, are_sharded)
-        if makes and self._norm is not None and self._norm.device.type != "cpu":
-            return bool(self._norm.isfinite())  # the momentum has no kernel that could decide it
-        return makes
-
     # ---- a step ----------------------------------------------------------------------------------
 
-    def _call(
-        self, attempt: Attempt, numbers: Numbers, params: list[Tensor], gradients: list[Tensor]
-    ) -> bool:
-        table = self._step_table(attempt, numbers, params)
-        if table is None:
-            return False
-        groups = self._groups_of(numbers)
-        updates = self._moved(attempt, attempt.params, groups, gradients)
-        hyper, options = self._settings(gradients[0].device)
-        options = self._options_of_updates(options)
-        return _ops.optimizer_step(attempt.ran, self._algorithm, table, updates, hyper, **options)
-
-    def _groups_of(self, numbers: Numbers) -> list[dict]:
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        return [groups[i] for i in numbers]
-
-    @staticmethod
-    def _options_of_updates(options: dict) -> dict:
-        """Without what is about gradients."""
-        theirs = ("max_norm", "norm", "zero_gradients")
-        return {key: value for key, value in options.items() if key not in theirs}
-
-    def _moved(
+    def _updates(
         self,
         attempt: Attempt,
         params: Sequence[Tensor],
         groups: Sequence[dict],
         gradients: Sequence[Tensor],
     ) -> list[Tensor]:
-        """The updates, laid like the parameters; the attempt learns how the momenta move."""
-        self._refuse_unlike(params, gradients)
         momenta = [local(self.state[param]["momentum_buffer"]) for param in params]
         factor = self._factor()
-        with torch.autocast(gradients[0].device.type, enabled=False):
-            updates = _updates(type(self).__name__, params, groups, momenta, gradients, factor)
+        updates = _updates(type(self).__name__, params, groups, momenta, gradients, factor)
         attempt.averages = [
             Average(momentum, momentum._version, gradient, 1.0 - group["momentum"], factor)
             for momentum, gradient, group in zip(momenta, gradients, groups, strict=True)
         ]
-        if self.zero_grads:
-            attempt.zeroed = [*attempt.zeroed, *gradients]
         return updates
-
-    def _refuse_unlike(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        name = type(self).__name__
-        for param, gradient in zip(params, gradients, strict=True):
-            if gradient.shape != local(param).shape:
-                raise RuntimeError(
-                    f"{name}: gradients must have their parameter's shape, "
-                    f"{tuple(local(param).shape)}, got {tuple(gradient.shape)}"
-                )
-        refuse_freed(name, "gradients", gradients)
-        refuse_freed(name, "params", params)
-
-    def _factor(self) -> Factor:
-        """What gradients are multiplied by to clip them; None: they are within the limit."""
-        if self._norm is None:
-            return None
-        factor = (self.max_grad_norm / (self._norm + 1e-6)).clamp(max=1.0)
-        if factor.device.type != "cpu":
-            return factor
-        return None if factor == 1.0 else float(factor)
 
 
 def _updates(
@@ -351,13 +283,7 @@ def _laid(param: Tensor, update: Tensor) -> Tensor:
         update = torch.distributed.tensor.distribute_tensor(
             update, param.device_mesh, param.placements, src_data_rank=None
         )
-    here, update = local(param), local(update)
-    strides = strides_of(here)
-    if update.stride() == strides:
-        return update
-    return torch.empty_strided(here.shape, strides, dtype=update.dtype, device=update.device).copy_(
-        update
-    )
+    return laid_as(local(param), local(update))
 
 
 def _gathered(param: Tensor, part: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ class MuonWithAdamW(Muon):
                 return False
             if use_muon:
                 of_all = [attempt.params[i] for i in which]
-                updates = self._moved(attempt, of_all, [groups[i] for i in which], given)
+                updates = self._updates_of(attempt, of_all, [groups[i] for i in which], given)
                 call = (ALGORITHMS["SGD"], table, updates, self._options_of_updates(options))
             else:
                 # Both steps are made or none: no table may be found stale after the other step.

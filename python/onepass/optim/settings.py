@@ -32,7 +32,11 @@ def check_settings(name: str, groups: Sequence[dict]) -> None:
         what = f"of parameter group {index}"
         for key in _NOT_NEGATIVE:
             if key in group:
-                _check(name, f"{key} {what}", group[key], "at least 0", 0.0, math.inf)
+                value = group[key]
+                if key == "eps" and isinstance(value, tuple | list):  # Adafactor's two
+                    value = [one for one in value if one is not None]
+                for one in value if isinstance(value, list) else [value]:
+                    _check(name, f"{key} {what}", one, "at least 0", 0.0, math.inf)
         if "dampening" in group:
             _check(name, f"dampening {what}", group["dampening"], "finite", -1e308, 1e308)
         if "betas" in group:

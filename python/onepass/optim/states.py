@@ -42,6 +42,10 @@ class StateOptimizer(torch.optim.Optimizer):
         """The states that a parameter of `group` has, in the order of csrc/ops/optimizer.h."""
         raise NotImplementedError
 
+    def _shapes(self, param: Tensor) -> dict[str, tuple[int, ...]]:
+        """The states that a parameter has beside those, which the operator does not know."""
+        return {}
+
     def _hyper(self, group: dict) -> _ops.Hyper:
         """The settings of `group`."""
         raise NotImplementedError

@@ -132,3 +132,70 @@ def muon(
     if adjust_lr_fn == "match_rms_adamw":
         scale = 0.2 * max(rows, columns) ** 0.5
     return param * (1 - lr * weight_decay) - lr * scale * update, momentum_buffer
+
+
+def adafactor(
+    param: Tensor,
+    gradient: Tensor,
+    states: dict[str, Tensor],
+    step: int,
+    *,
+    lr: float = 1e-2,
+    beta2_decay: float = -0.8,
+    eps: tuple[float, float] = (2**-23, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(param, states) after step number `step`, counted from 1, in torch's form.
+
+    states: "row_var" (..., rows, 1) and "col_var" (..., 1, columns), or "variance" of a vector.
+
+    Shazeer, Stern: Adafactor: adaptive learning rates with sublinear memory cost, ICML 2018.
+    """
+    beta2 = 1 - step**beta2_decay
+    size = max(eps[1], _root_mean_square(param)) * min(lr, step**-0.5)
+
+    def averaged(key: str, square: Tensor) -> Tensor:
+        return beta2 * states[key] + (1 - beta2) * square
+
+    if gradient.dim() > 1:
+        row = averaged("row_var", gradient.square().mean(-1, keepdim=True))
+        column = averaged("col_var", gradient.square().mean(-2, keepdim=True))
+        square = row @ column / row.mean(-2, keepdim=True).clamp(min=eps[0])
+        states = {"row_var": row, "col_var": column}
+    else:
+        square = averaged("variance", gradient.square())
+        states = {"variance": square}
+    update = gradient / square.clamp(min=eps[0] ** 2).sqrt()
+    update = update / max(1.0, _root_mean_square(update) / d)
+    return param * (1 - lr * weight_decay) - size * update, states
+
+
+def lamb(
+    param: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: int,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 1e-2,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(param, exp_avg, exp_avg_sq) after step number `step`, counted from 1.
+
+    You et al.: Large batch optimization for deep learning: training BERT in 76 minutes, ICLR 2020,
+    with the identity for phi; the ratio is one where a norm is zero.
+    """
+    exp_avg = betas[0] * exp_avg + (1 - betas[0]) * gradient
+    exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1]) * gradient**2
+    mean = exp_avg / (1 - betas[0] ** step)
+    update = mean / ((exp_avg_sq / (1 - betas[1] ** step)).sqrt() + eps) + weight_decay * param
+    norm, length = param.norm(), update.norm()
+    ratio = norm / length if norm > 0 and length > 0 else 1.0
+    return param - lr * ratio * update, exp_avg, exp_avg_sq
+
+
+def _root_mean_square(tensor: Tensor) -> float:
+    return float(tensor.norm()) / tensor.numel() ** 0.5
