@@ -1,6 +1,7 @@
 """torch.optim's optimizers in one pass over memory, and clipping."""
 
 import onepass._ops  # noqa: F401, first: says what is wrong with a broken installation
+from onepass.optim.accumulate import fused_accumulate
 from onepass.optim.adafactor import Adafactor
 from onepass.optim.adam import Adam, AdamW
 from onepass.optim.clip import clip_grad_norm_
@@ -23,5 +24,6 @@ __all__ = [
     "SGD",
     "clip_grad_norm_",
     "fuse",
+    "fused_accumulate",
     "muon_groups",
 ]

@@ -24,6 +24,7 @@ class Attempt:
     params: Sequence[Tensor] = ()  # which the operator changes
     copied: Sequence[tuple[Tensor, Tensor]] = ()  # (parameter with gaps, its new values)
     zeroed: Sequence[Tensor] = ()  # gradients that the operator does not set to zeros
+    accumulation: object = None  # a FusedAccumulate whose sums are the gradients
     counted: Sequence[tuple[dict, str, int]] = ()  # (group, setting, its value after the step)
     written: Sequence[tuple[Tensor, Tensor]] = ()  # (state, its values after the step)
     averages: Sequence[Average] = ()  # momenta that the operator does not move
@@ -58,6 +59,8 @@ class Attempt:
     def _complete(self) -> None:
         for average in self.averages:
             average.move()
+        if self.accumulation is not None and not self.accumulation.is_in_hook():
+            self.accumulation.end_round()
         for group, setting, value in self.counted:
             group[setting] = value
         for target, value in (*self.copied, *self.written):

@@ -29,7 +29,8 @@ CHUNK_ELEMENTS = 1 << 26
 # Entries begin at multiples of 64 bytes in every dtype.
 ALIGNMENT = 64
 
-# Different sets of parameters with gradients that are remembered: experts that take turns.
+# Sets of parameters with gradients that are remembered, as many as hold all of them so often:
+# experts that take turns, or one by one in backward.
 MAX_STEP_TABLES = 16
 
 EMA = "ema"  # the key of the average of a parameter
@@ -278,7 +279,8 @@ class Table:
         """The operator's arguments for these of the parameters; None if one has gaps."""
         table = self.step_tables.get(numbers)
         if table is None and all(map(is_dense, params)):
-            if len(self.step_tables) >= MAX_STEP_TABLES:
+            held = sum(map(len, self.step_tables)) + len(numbers)
+            if held > MAX_STEP_TABLES * len(self.params):
                 self.step_tables.clear()
             layout = self.layout[list(numbers)]
             table = self.step_tables[numbers] = StepTable(params, self.buffers, layout)

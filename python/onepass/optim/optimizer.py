@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
     """Base of the optimizers: see `onepass.optim.AdamW` for what they have in common."""
 
     _step_supports_amp_scaling = StepUnscales()
+    _accumulation: FusedAccumulate | None = None  # which takes the gradients, if anybody does
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -77,6 +79,14 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         all_params = table.params if is_known else [p for params in lists for p in params]
         params = all_params
         gradients, missing = objects.attributes(params, "grad")
+        if self._accumulation is not None:
+            gradients = self._accumulation.gradients(params, gradients)
+            missing = any(gradient is None for gradient in gradients)
+            attempt.accumulation = self._accumulation
+        if self.ema_decay is not None and not self._is_partial():
+            attempt.counted = [
+                (group, EMA_STEPS, group.get(EMA_STEPS, 0) + 1) for group in self.param_groups
+            ]
         numbers: Numbers = range(len(params))
         if missing:
             numbers = tuple([i for i, g in enumerate(gradients) if g is not None])
@@ -95,6 +105,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         if not self._measure_norm(params, gradients, are_sharded):
             if self.zero_grads:
                 attempt.zeroed = [local(g) for g in given]
+            attempt.counted = ()
             attempt.ran.append(True)
             return
         if not is_known or not self._is_current(table, numbers, gradients[0].device):
@@ -109,12 +120,6 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
                 table = self._table = self._make_table(attempt, all_params, numbers, gradients)
             masters.reseed_moved(table)
         attempt.params = params
-        if self.ema_decay is not None:
-            counts = [group.get(EMA_STEPS, 0) + 1 for group in self.param_groups]
-            attempt.counted = [
-                (group, EMA_STEPS, count)
-                for group, count in zip(self.param_groups, counts, strict=True)
-            ]
         if are_sharded and self.zero_grads:
             pairs = zip(given, gradients, strict=True)
             attempt.zeroed = [local(g) for g, placed in pairs if g is not placed]
@@ -126,6 +131,16 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         except RuntimeError:
             self._refuse(local_params, local_gradients)  # in words that name the parameter
             raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; sums of `fused_accumulate` too."""
+        super().zero_grad(set_to_none)
+        if self._accumulation is not None:
+            self._accumulation.clear()
+
+    def _is_partial(self) -> bool:
+        """Whether this is the step of one parameter within backward."""
+        return self._accumulation is not None and self._accumulation.is_in_hook()
 
     def _measure_norm(
         self, params: list[Tensor], gradients: list[Tensor], are_sharded: bool
@@ -245,6 +260,17 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         for param, entry in self.state.items():
             if isinstance(entry, dict) and ("master" in entry or "remainder" in entry):
                 masters.reseed(param, entry)
+
+
+class FusedAccumulate(Protocol):
+    """See `onepass.optim.accumulate`."""
+
+    def gradients(
+        self, params: list[Tensor], gradients: list[Tensor | None]
+    ) -> list[Tensor | None]: ...
+    def is_in_hook(self) -> bool: ...
+    def end_round(self) -> None: ...
+    def clear(self) -> None: ...
 
 
 def number_of(setting: float | Tensor) -> float:

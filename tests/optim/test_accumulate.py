@@ -1,0 +1,332 @@
+"""Gradients that are taken as backward makes them: `fused_accumulate`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass.optim import fused_accumulate
+from tests.optim.cases import BF16, F16, F32, assert_same, snapshot
+
+OPTIMIZERS = {
+    "AdamW": {"master": "fp32"},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Lion": {"master": "remainder16"},
+    "MuonWithAdamW": {},
+    "Adafactor": {"master": "fp32"},
+    "LAMB": {"master": "remainder16"},
+}
+optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+class Model(nn.Module):
+    """A weight used twice, one in float32, one that is left out of a backward at times."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8, dtype=dtype)
+        self.norm = nn.LayerNorm(8)
+        self.rare = nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, x, rare=True):
+        x = self.first(self.first(x).tanh())
+        x = self.norm(x.float()).to(x.dtype)
+        return (self.rare(x) if rare else x).float().square().mean()
+
+
+def build(name, dtype=BF16, **options):
+    model = Model(dtype)
+    options = {**OPTIMIZERS[name], **options}
+    params = onepass.optim.muon_groups(model) if name == "MuonWithAdamW" else model.parameters()
+    return model, getattr(onepass.optim, name)(params, **options)
+
+
+def batch(number, dtype=BF16):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+
+def gradients_of(model, number, rare=True):
+    """Of one backward alone, by name."""
+    model.zero_grad()
+    model(batch(number, model.first.weight.dtype), rare).backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def by_hand(model, optimizer, number, count, clip=None):
+    """A step with float32 sums of the gradients of `count` backwards: what the loop does."""
+    sums: dict = {}
+    for k in range(count):
+        for name, gradient in gradients_of(model, 10 * number + k, rare=k > 0).items():
+            sums[name] = sums[name] + gradient.float() if name in sums else gradient.float()
+    for name, p in model.named_parameters():
+        p.grad_dtype = None
+        p.grad = sums.get(name)
+        if clip and p.grad is not None:
+            p.grad.clamp_(-clip, clip)
+    optimizer.step()
+    model.zero_grad()
+    for p in model.parameters():
+        p.grad_dtype = p.dtype
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@optimizers
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_a_step_with_sums_is_that_of_the_loop(dtype, name):
+    if dtype is F16 and OPTIMIZERS[name].get("master") == "remainder16":
+        pytest.skip("remainders are bfloat16's")
+    (model, optimizer), (plain, reference) = build(name, dtype), build(name, dtype)
+    sums = fused_accumulate(optimizer)
+    for number in range(4):
+        for k in range(3):
+            model(batch(10 * number + k, dtype), rare=k > 0).backward()
+            assert all(p.grad is None for p in model.parameters() if p.dtype is dtype)
+        assert sums.sum_of(model.first.weight).dtype is F32
+        optimizer.step()
+        model.norm.zero_grad()
+        assert sums.sum_of(model.first.weight) is None
+        by_hand(plain, reference, number, 3)
+    assert_same(snapshot(optimizer), snapshot(reference))
+
+
+def test_small_gradients_are_not_lost():
+    """256 additions of one: a bfloat16 sum stands still at 256."""
+    p = torch.zeros(5, dtype=BF16, requires_grad=True)
+    optimizer = onepass.optim.SGD([p], lr=1.0, master="fp32")
+    sums = fused_accumulate(optimizer)
+    for _ in range(300):
+        p.sum().backward()
+    assert (sums.sum_of(p) == 300).all()
+    optimizer.step()
+    assert (optimizer.state[p]["master"] == -300).all()
+
+
+def test_max_grad_norm_is_of_the_sums():
+    (model, optimizer), (plain, reference) = (build("AdamW", max_grad_norm=0.01) for _ in range(2))
+    fused_accumulate(optimizer)
+    for k in range(3):
+        model(batch(k), rare=k > 0).backward()
+    optimizer.step()
+    by_hand(plain, reference, 0, 3)
+    assert optimizer.grad_norm > 0.01 and optimizer.grad_norm == reference.grad_norm
+    model.norm.zero_grad()
+    assert_same(snapshot(optimizer), snapshot(reference))
+
+
+def test_sums_that_are_not_finite_make_no_step_and_go():
+    model, optimizer = build("AdamW", max_grad_norm=1.0)
+    sums = fused_accumulate(optimizer)
+    model(batch(0)).backward()
+    before = snapshot(optimizer)
+    (model.first.weight.sum() * float("inf")).backward()
+    optimizer.step()
+    after = snapshot(optimizer)
+    assert all(torch.equal(before[key], after[key]) for key in before if key[1] == "param")
+    assert sums.sum_of(model.first.weight) is None
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "zero_grads"])
+def test_sums_are_emptied(how):
+    model, optimizer = build("AdamW", zero_grads=how == "zero_grads")
+    sums = fused_accumulate(optimizer)
+    model(batch(0)).backward()
+    if how == "zero_grad":
+        optimizer.zero_grad()
+    else:
+        optimizer.step()
+    assert sums.sum_of(model.first.weight) is None
+    model(batch(1)).backward()
+    wanted = gradients_of_sums(model, 1)
+    assert torch.equal(sums.sum_of(model.first.weight), wanted)
+
+
+def gradients_of_sums(model, number):
+    other = Model(BF16)
+    other.load_state_dict(model.state_dict())
+    return gradients_of(other, number)["first.weight"].float()
+
+
+def test_a_gradient_in_another_order():
+    p = torch.randn(4, 6).to(BF16).requires_grad_()
+    optimizer = onepass.optim.SGD([p], lr=1.0)
+    sums = fused_accumulate(optimizer)
+    x = torch.randn(3, 4).to(BF16)
+    for _ in range(3):
+        (p.t() @ x.t()).sum().backward()
+    wanted = 3 * x.sum(0).float()[:, None].expand(4, 6)
+    assert torch.allclose(sums.sum_of(p), wanted, rtol=2e-2)
+
+
+def test_a_failed_step_keeps_the_sums():
+    model, optimizer = build("AdamW")
+    sums = fused_accumulate(optimizer)
+    model(batch(0)).backward()
+    before = sums.sum_of(model.first.weight).clone()
+    optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises((TypeError, ValueError)):
+        optimizer.step()
+    assert torch.equal(sums.sum_of(model.first.weight), before)
+    optimizer.param_groups[0]["lr"] = 1e-3
+    optimizer.step()
+
+
+# ---- in backward ---------------------------------------------------------------------------------
+
+
+@pytest.mark.isa
+@optimizers
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+def test_steps_in_backward_are_those_of_the_loop(ema_decay, name):
+    extras = {"ema_decay": ema_decay}
+    (model, optimizer), (plain, reference) = build(name, **extras), build(name, **extras)
+    fused_accumulate(optimizer, in_backward=True)
+    for number in range(5):
+        model(batch(number), rare=number != 1).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        plain(batch(number), rare=number != 1).backward()
+        reference.step()
+        reference.zero_grad()
+    assert_same(snapshot(optimizer), snapshot(reference))
+
+
+def test_one_gradient_at_a_time():
+    model, optimizer = build("AdamW")
+    held = []
+    step = optimizer._step
+
+    def counting():
+        held.append(sum(p.grad is not None for p in model.parameters()))
+        step()
+
+    optimizer._step = counting
+    fused_accumulate(optimizer, in_backward=True)
+    for number in range(3):
+        model(batch(number)).backward()
+    assert held == [1] * 3 * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_accumulating_and_then_a_step_in_backward(name):
+    (model, optimizer), (plain, reference) = build(name), build(name)
+    handle = fused_accumulate(optimizer, in_backward=True)
+    for number in range(3):
+        with handle.accumulating():
+            model(batch(10 * number), rare=False).backward()
+            model(batch(10 * number + 1)).backward()
+        model(batch(10 * number + 2)).backward()
+        optimizer.step()
+        by_hand(plain, reference, number, 3)
+    assert_same(snapshot(optimizer), snapshot(reference))
+
+
+def test_clip_value_is_torchs():
+    (model, optimizer), (plain, reference) = build("AdamW"), build("AdamW")
+    fused_accumulate(optimizer, in_backward=True, clip_value=1e-3)
+    for number in range(3):
+        model(batch(number)).backward()
+        plain(batch(number)).backward()
+        assert max(p.grad.abs().max() for p in plain.parameters()) > 1e-3
+        torch.nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+        reference.step()
+        reference.zero_grad()
+    assert_same(snapshot(optimizer), snapshot(reference))
+
+
+def test_clip_norm_goes_by_a_running_norm():
+    """By hand, for parameters whose gradients come in a known order."""
+    params = [torch.zeros(3, requires_grad=True) for _ in range(3)]
+    optimizer = onepass.optim.SGD(params, lr=1.0)
+    handle = fused_accumulate(optimizer, in_backward=True, clip_norm=1.0)
+    running = None
+    for number in range(4):
+        lengths, square = [3.0 + number, 4.0, 0.1], 0.0
+        for p, length in zip(params, lengths, strict=True):
+            before = p.detach().clone()
+            (p[0] * length).backward()
+            square += length**2
+            norm = max(math.sqrt(square), running or 0.0)
+            moved = before[0] - p.detach()[0]
+            assert float(moved) == pytest.approx(length * min(1.0, 1.0 / norm), rel=1e-5)
+        optimizer.step()
+        total = math.sqrt(square)
+        running = total if running is None else running + 0.1 * (total - running)
+        assert handle.running_norm == pytest.approx(running)
+    before = [p.detach().clone() for p in params]
+    (params[0] * float("nan")).sum().backward()
+    optimizer.step()
+    assert all(map(torch.equal, before, params)) and handle.running_norm == pytest.approx(running)
+
+
+def test_schedulers_and_what_has_no_hook():
+    model, optimizer = build("AdamW")
+    fused_accumulate(optimizer, in_backward=True)
+    late = nn.Parameter(torch.ones(4))
+    optimizer.add_param_group({"params": [late]})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (n + 1))
+    model(batch(0)).backward()
+    late.sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert (late != 1).all()
+
+
+# ---- contract ------------------------------------------------------------------------------------
+
+
+def test_remove():
+    model, optimizer = build("AdamW")
+    handle = fused_accumulate(optimizer)
+    with pytest.raises(RuntimeError, match="optimizer must have no such hooks"):
+        fused_accumulate(optimizer)
+    model(batch(0)).backward()
+    handle.remove()
+    assert handle.sum_of(model.first.weight) is None
+    model(batch(0)).backward()
+    assert model.first.weight.grad is not None
+    optimizer.step()
+    fused_accumulate(optimizer, in_backward=True).remove()
+
+
+def test_sparse_gradients_are_refused():
+    table = nn.Embedding(5, 3, sparse=True, dtype=BF16)
+    optimizer = onepass.optim.SGD(table.parameters(), lr=0.1)
+    fused_accumulate(optimizer)
+    with pytest.raises(RuntimeError, match="fused_accumulate does not support sparse gradients"):
+        table(torch.tensor([1])).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"clip_value": 1.0}, ValueError, "clip_value must be None without in_backward, got 1.0"),
+        ({"clip_norm": 1.0}, ValueError, "clip_norm must be None without in_backward, got 1.0"),
+        ({"clip_value": 0.0, "in_backward": True}, ValueError, "clip_value must be positive"),
+        ({"clip_norm": -1.0, "in_backward": True}, ValueError, "clip_norm must be positive"),
+    ],
+)
+def test_messages(options, error, message):
+    model, optimizer = build("AdamW")
+    with pytest.raises(error, match=message):
+        fused_accumulate(optimizer, **options)
+
+
+def test_the_global_norm_is_refused_in_backward():
+    _, optimizer = build("AdamW", max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="in_backward must be False with max_grad_norm"):
+        fused_accumulate(optimizer, in_backward=True)
+
+
+def test_other_optimizers_are_refused():
+    with pytest.raises(TypeError, match="optimizer must be one of onepass.optim, got AdamW"):
+        fused_accumulate(torch.optim.AdamW([torch.ones(1, requires_grad=True)]))
