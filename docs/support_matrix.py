@@ -156,8 +156,9 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
     ),
     ({"linear": lambda new: F.linear(new(2, 16), new(8, 16), new(8))}, "linear_product"),
     ({f"optim.{name}": _step(name) for name in ("AdamW", "Adam", "SGD", "Lion")}, "optimizer_step"),
-    # Their products are torch's.
+    # Their products, or formulas, are torch's.
     ({f"optim.{name}": _step_of_muon(name) for name in ("Muon", "MuonWithAdamW")}, ""),
+    ({f"optim.{name}": _step(name) for name in ("Adafactor", "LAMB")}, ""),
     ({"optim.clip_grad_norm_": _clip}, "gradient_norm"),
 )
 

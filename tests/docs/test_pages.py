@@ -163,7 +163,13 @@ RECIPES = {
         {
             "python/onepass/integrations/transformers/trainer.py",
             "python/onepass/estimate/optimizers.py",
+            "python/onepass/integrations/timm.py",
         },
+    ),
+    "A new optimizer of whole tensors": (
+        r"LAMB\b|\blamb\b",
+        "lamb",
+        {"python/onepass/integrations/timm.py"},
     ),
 }
 

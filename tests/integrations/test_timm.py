@@ -17,16 +17,20 @@ factory = pytest.importorskip(
 timm = pytest.importorskip("timm", reason="timm is not installed")
 
 CLASSES = {
-    "onepassadamw": onepass.optim.AdamW,
+    "onepassadafactor": onepass.optim.Adafactor,
     "onepassadam": onepass.optim.Adam,
-    "onepasssgd": onepass.optim.SGD,
+    "onepassadamw": onepass.optim.AdamW,
+    "onepasslamb": onepass.optim.LAMB,
     "onepasslion": onepass.optim.Lion,
+    "onepasssgd": onepass.optim.SGD,
 }
+# timm's own with these settings. Its Adafactor and its LAMB have others.
+ALIKE = [name for name in CLASSES if name not in ("onepassadafactor", "onepasslamb")]
 
 
 @pytest.fixture(autouse=True)
 def registered():
-    assert register() == register() == list(CLASSES)
+    assert register() == register() == [*CLASSES, "onepassmuon"]
 
 
 def vit(seed: int = 0):
@@ -56,7 +60,41 @@ def test_groups_and_settings_are_those_of_timms_own(name, layer_decay):
     assert type(ours) is CLASSES[name]
     assert named_groups(model, ours) == named_groups(stock, theirs)
     for key in ("lr", "betas", "eps", "momentum", "nesterov", "dampening"):
-        assert ours.param_groups[0].get(key) == theirs.param_groups[0].get(key), key
+        if name in ALIKE:
+            assert ours.param_groups[0].get(key) == theirs.param_groups[0].get(key), key
+
+
+@pytest.mark.parametrize("fallback", [(), ("head.*",)])
+def test_muon_has_what_timms_has(fallback):
+    """By its own rule, with timm's groups as they are; a step of it is one."""
+    from timm.optim.muon import _is_suitable_for_muon
+
+    model = torch.nn.Sequential()
+    model.add_module("conv", torch.nn.Conv2d(3, 8, 3))
+    model.add_module("depthwise", torch.nn.Conv2d(8, 8, 3, groups=8))
+    model.add_module("pool", torch.nn.Flatten())
+    model.add_module("wide", torch.nn.Linear(8 * 4 * 4, 2))
+    model.add_module("hidden", torch.nn.Linear(2, 9))
+    model.add_module("mixer", torch.nn.Linear(9, 9))
+    model.add_module("head", torch.nn.Linear(9, 5))
+    settings = dict(lr=1e-2, weight_decay=0.1, fallback_list=fallback, eps=1e-5)
+    optimizer = factory.create_optimizer_v2(model, opt="onepassmuon", ema_decay=0.9, **settings)
+    assert type(optimizer) is onepass.optim.MuonWithAdamW
+    which = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        wanted = _is_suitable_for_muon(p) and not (fallback and name.startswith("head."))
+        assert which[p]["use_muon"] == wanted, name
+        assert which[p]["weight_decay"] == (0.1 if p.ndim > 1 else 0.0)
+        assert wanted or which[p]["eps"] == 1e-5
+        assert which[p]["momentum"] == 0.9
+    assert sum(group["use_muon"] for group in optimizer.param_groups) == 2  # filters, matrices
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+    loose = [torch.nn.Parameter(torch.randn(8, 8))]
+    assert factory.create_optimizer_v2(loose, opt="onepassmuon").param_groups[0]["use_muon"]
 
 
 def test_options_are_keywords():

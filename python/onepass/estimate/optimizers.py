@@ -14,6 +14,18 @@ from onepass.optim.states import StateOptimizer
 
 Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
+
+def _muon_and_adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Muon for what has two dimensions. Embeddings and heads, which `muon_groups` tells by modules,
+    would be AdamW's and keep a moment more."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if (p.ndim == 2) is use_muon], "use_muon": use_muon}
+        for use_muon in (True, False)
+    ]
+    return onepass.optim.MuonWithAdamW([group for group in groups if group["params"]])
+
+
 ADAMW = "torch AdamW"
 ADAMW_FUSED = "torch AdamW, fused"
 _PLAIN: dict[str, Make] = {
@@ -26,6 +38,7 @@ _PLAIN: dict[str, Make] = {
     "AdamW, int8 moments": functools.partial(onepass.optim.AdamW, state_dtype="int8"),
     "SGD, momentum": functools.partial(onepass.optim.SGD, momentum=0.9),
     "Lion": onepass.optim.Lion,
+    "Muon and AdamW": _muon_and_adamw,
 }
 # Without effect on float32 parameters.
 _WITH_MASTER: dict[str, Make] = {

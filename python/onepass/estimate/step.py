@@ -38,6 +38,7 @@ from onepass.estimate.timeline import (
     Timeline,
     tensors_of,
 )
+from onepass.optim.attempt import Attempt
 from onepass.optim.states import StateOptimizer
 
 
@@ -213,8 +214,12 @@ def _update(timeline: Timeline, make: optimizers.Make, trained, is_fake: bool) -
     """The second step of an optimizer: the first makes its states."""
     optimizer = make(trained)
     if isinstance(optimizer, StateOptimizer) and is_fake:
-        # Its states lie in memory of its own; a step makes no tensors.
-        return Update(optimizers.state_bytes(optimizer), 0)
+        # Its states lie in memory of its own; but for updates that stand in for gradients, a step
+        # makes no tensors.
+        temporary = 0
+        if isinstance(optimizer, onepass.optim.Muon):
+            temporary = _updates_of(timeline, optimizer)
+        return Update(optimizers.state_bytes(optimizer), temporary)
     before = timeline.total
     timeline.enter(UPDATE)
     optimizer.step()
@@ -222,6 +227,23 @@ def _update(timeline: Timeline, make: optimizers.Make, trained, is_fake: bool) -
     timeline.enter(UPDATE)
     optimizer.step()
     return Update(state, timeline.peaks[UPDATE].total - timeline.total)
+
+
+@torch.no_grad()
+def _updates_of(timeline: Timeline, optimizer: onepass.optim.Muon) -> int:
+    """The most that a step makes and lets go of: by making its updates."""
+    groups = [g for g in optimizer.param_groups if g.get("use_muon", True)]
+    pairs = [(p, g) for g in groups for p in g["params"] if p.grad is not None]
+    if not pairs:
+        return 0
+    for param, group in pairs:
+        dtype = optimizer._moment_dtype(param, group)
+        optimizer.state[param]["momentum_buffer"] = torch.empty_like(param, dtype=dtype)
+    before = timeline.total
+    timeline.enter(UPDATE)
+    params, of_each = zip(*pairs, strict=True)
+    optimizer._updates(Attempt(optimizer), params, of_each, [p.grad for p in params])
+    return timeline.peaks[UPDATE].total - before
 
 
 @contextlib.contextmanager

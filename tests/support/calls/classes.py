@@ -189,12 +189,12 @@ def _optimizers():
             return run
 
         # Those that torch lacks take what its own take.
-        kin = {"Lion": "SGD", "MuonWithAdamW": "Muon"}.get(name, name)
+        kin = {"Lion": "SGD", "LAMB": "Adam", "MuonWithAdamW": "Muon"}.get(name, name)
         stock = run_by(torch.optim, kin, {})
         run, text = run_by(onepass.optim, name, settings), " ".join(settings)
         return Call(f"optim.{name} {text}".strip(), tensors, run, stock, written=("param", "grad"))
 
-    for name in ("AdamW", "Adam", "SGD", "Lion", "Muon", "MuonWithAdamW"):
+    for name in ("AdamW", "Adam", "SGD", "Lion", "Muon", "MuonWithAdamW", "Adafactor", "LAMB"):
         yield of_class(name)
         yield of_class(name, max_grad_norm=0.1, zero_grads=True)
 

@@ -319,6 +319,50 @@ def _steps(quick: bool, device: str) -> Iterator[Case]:
     )
 
 
+# ---- Muon ----------------------------------------------------------------------------------------
+
+MATRICES = {
+    "200x64x64": 200 * [(64, 64)],
+    "48x128x128": 48 * [(128, 128)],
+    "gpt2-2-layers": 2 * [(2304, 768), (768, 768), (3072, 768), (768, 3072)],
+}
+CHECKED_MATRICES = ((24, 40), (40, 24), (16, 16), (16, 16))
+
+
+def _formula_of_muon(*tensors: Tensor) -> tuple[Tensor, ...]:
+    half = len(tensors) // 2
+    return tuple(
+        reference.muon(param, gradient, torch.zeros_like(param))[0]
+        for param, gradient in zip(tensors[:half], tensors[half:], strict=True)
+    )
+
+
+def _muon_cases(quick: bool, device: str) -> Iterator[Case]:
+    """torch's products are always bfloat16; ours are here, as they are without ns_dtype, what the
+    device is quick with, and both by name beside. Arithmetic binds, so no bytes are counted."""
+    shapes = {"4x64x64": 4 * [(64, 64)]} if quick else MATRICES
+    for name, matrices in shapes.items():
+        yield Case(
+            f"optimizer/muon/float32/{name}",
+            Operator(
+                _optimizer(optim.Muon),
+                _optimizer(torch.optim.Muon),
+                _formula_of_muon,
+                base=_optimizer(torch.optim.Muon),
+                others={
+                    f"ours, {dtype}": _optimizer(optim.Muon, ns_dtype=dtype)
+                    for dtype in ("float32", "bfloat16")
+                },
+            ),
+            partial(_make, matrices, torch.float32, device),
+            False,
+            None,
+            compiles=False,
+            make_checked=partial(_make, CHECKED_MATRICES, torch.float32, device),
+            device=device,
+        )
+
+
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
     """All cases of a device; `quick` keeps small shapes."""
     on_cuda = device == "cuda"
@@ -336,3 +380,4 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
                 device=device,
             )
     yield from _steps(quick, device)
+    yield from _muon_cases(quick, device)
