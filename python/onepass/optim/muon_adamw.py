@@ -118,6 +118,9 @@ class MuonWithAdamW(Muon):
         dtype = super()._moment_dtype(param, group)
         return torch.float32 if dtype == "int8" and group["use_muon"] else dtype
 
+    def _rounds_second_moment_to_nearest(self, group: dict) -> bool:
+        return super()._rounds_second_moment_to_nearest(group) and not group["use_muon"]
+
     def _counts(self, group: dict) -> bool:
         return not group["use_muon"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -121,6 +122,27 @@ class StateOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("seed", seed)
 
+    def _warn_of_stalls(self, params: Sequence[Tensor], group: dict) -> None:
+        """Says of what is rounded to nearest that it is known to stand still; as Python's warnings
+        do, once."""
+        narrow = {p.dtype for p in params if p.is_floating_point() and p.dtype.itemsize == 2}
+        if self.master is not None or not narrow:
+            return
+        dtype = str(narrow.pop()).removeprefix("torch.")
+        what, settings = "parameters", "master=None"
+        if self._rounds_second_moment_to_nearest(group):
+            what, settings = "parameters and second moments", "master=None and state_dtype=None"
+        warnings.warn(
+            f"{type(self).__name__}: {dtype} parameters with {settings} are known to stall, as "
+            f"torch's do: {what} are rounded to nearest, and changes below half a unit in the last "
+            "place are lost. master='fp32', 'remainder16' or 'stochastic' keeps them",
+            stacklevel=2,
+        )
+
+    def _rounds_second_moment_to_nearest(self, group: dict) -> bool:
+        """Of 16-bit parameters without a master."""
+        return self._has_second_moment and self.state_dtype is None
+
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict) -> None:
         """As torch's, with what the options ask of parameters."""
@@ -135,10 +157,11 @@ class StateOptimizer(torch.optim.Optimizer):
             elif not isinstance(params, set):  # which torch refuses
                 params = param_group["params"] = list(params)
             group = {**self.defaults, **param_group}
-            for item in params:
-                param = item[1] if isinstance(item, tuple) else item
-                if isinstance(param, Tensor):
-                    self._check_param(param, group)
+            items = [item[1] if isinstance(item, tuple) else item for item in params]
+            tensors = [item for item in items if isinstance(item, Tensor)]
+            for param in tensors:
+                self._check_param(param, group)
+            self._warn_of_stalls(tensors, group)
             add(param_group)
 
         def settle() -> None:

@@ -1,0 +1,61 @@
+"""Combinations that are known to stall are warned of by name."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import onepass
+from tests.optim.cases import BF16, F16, F32, SHAPES, made, names, ours
+
+BOTH = "parameters and second moments are rounded to nearest"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("AdamW", {}, f"^AdamW: .* with master=None and state_dtype=None are .*: {BOTH}"),
+        ("Adam", {}, f"^Adam: .* with master=None and state_dtype=None are .*: {BOTH}"),
+        ("AdamW", {"state_dtype": BF16}, "^AdamW: .* with master=None are .*: parameters are"),
+        ("AdamW", {"state_dtype": "int8"}, "^AdamW: .* with master=None are .*: parameters are"),
+        ("SGD", {"momentum": 0.9}, "^SGD: .* with master=None are .*: parameters are"),
+        ("Lion", {}, "^Lion: .* with master=None are .*: parameters are"),
+        ("Muon", {}, "^Muon: .* with master=None are .*: parameters are"),
+        ("LAMB", {}, "^LAMB: .* with master=None are .*: parameters are"),
+        ("Adafactor", {}, "^Adafactor: .* with master=None are .*: parameters are"),
+    ],
+)
+def test_what_is_known_to_stall_is_warned_of_by_name(name, options, message, dtype):
+    params = [torch.ones(4, 4, dtype=dtype).requires_grad_()]
+    word = str(dtype).removeprefix("torch.")
+    with pytest.warns(UserWarning, match=message) as caught:
+        ours(name)(params, **options)
+    assert len(caught) == 1 and f"{word} parameters" in str(caught[0].message)
+
+
+def test_of_muon_and_adamw_each_group_is_warned_of():
+    params = [torch.ones(4, 4, dtype=BF16).requires_grad_() for _ in range(2)]
+    groups = [{"params": [p], "use_muon": k == 0} for k, p in enumerate(params)]
+    with pytest.warns(UserWarning) as caught:
+        onepass.optim.MuonWithAdamW(groups)
+    muon, adamw = (str(warning.message) for warning in caught)
+    assert "second moments" not in muon and "second moments" in adamw
+
+
+@names
+@pytest.mark.parametrize("master", [None, "fp32", "remainder16", "stochastic"])
+def test_nothing_else_is_warned_of(master, name, recwarn):
+    made(name, SHAPES, BF16 if master else F32, master=master)
+    assert not recwarn.list
+
+
+def test_a_warning_is_given_once():
+    """By Python's own rule, where nobody set another."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            onepass.optim.AdamW([torch.ones(4, dtype=BF16, requires_grad=True)])
+    assert len(caught) == 1
