@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -164,6 +165,7 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
 
 
 def main() -> int:
+    warnings.filterwarnings("ignore", message=".*are known to stall")  # nothing is trained
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail if one differs")
     check = parser.parse_args().check

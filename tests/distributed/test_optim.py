@@ -30,7 +30,8 @@ from tests.optim.cases import (
 pytestmark = distributed
 
 SHARDED = ((5, 7), (3, 4), (1, 6), (9,))  # rows that two ranks do not share evenly
-SHARDED_MODES = ("own state", "fp32", "remainder16")
+SHARDED_MODES = {mode: MODES[mode] for mode in ("own state", "fp32", "remainder16")}
+SHARDED_MODES["averages"] = {"master": "fp32", "ema_decay": 0.9}
 
 
 def rank():
@@ -141,9 +142,9 @@ def sharded_parameters(optimizer, placements):
 
 def body_of_shards(name, shapes, mode, dimension=0):
     """The same gradients for parameters whole and in shards."""
-    reference = made(name, shapes, BF16, **MODES[mode])
+    reference = made(name, shapes, BF16, **SHARDED_MODES[mode])
     params, mesh = sharded_parameters(reference, [Shard(dimension)])
-    optimizer = ours(name)(params, **FLAGS[name], **MODES[mode])
+    optimizer = ours(name)(params, **FLAGS[name], **SHARDED_MODES[mode])
     for number in range(3):
         steps(reference, 1, first=number)
         for p, q in zip(params, members(reference), strict=True):
@@ -156,6 +157,13 @@ def body_of_shards(name, shapes, mode, dimension=0):
     }
     found.update({(index, "param"): whole(p) for index, p in enumerate(params)})
     assert_same(found, {k: v for k, v in snapshot(reference).items() if k[1] != "grad"})
+    if mode != "averages":
+        return
+    with optimizer.swap_ema(), reference.swap_ema():
+        for p, q in zip(params, members(reference), strict=True):
+            assert same(whole(p), q.detach())
+    for index, p in enumerate(params):
+        assert same(whole(p), found[index, "param"])
 
 
 @pytest.mark.parametrize("mode", SHARDED_MODES)

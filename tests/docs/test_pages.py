@@ -229,6 +229,7 @@ def test_the_table_of_operators_is_current():
     assert set(functional.__all__) <= rows
     assert {f"optim.{name}" for name in optim.__all__} - rows == {
         "optim.fuse",
+        "optim.fused_accumulate",
         "optim.muon_groups",
     }
 

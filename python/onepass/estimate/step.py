@@ -7,6 +7,7 @@ import functools
 import linecache
 import re
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -212,7 +213,9 @@ def _kept(timeline: Timeline, loss: Tensor, model: nn.Module) -> tuple[list[Kept
 
 def _update(timeline: Timeline, make: optimizers.Make, trained, is_fake: bool) -> Update:
     """The second step of an optimizer: the first makes its states."""
-    optimizer = make(trained)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*are known to stall")  # nothing is trained
+        optimizer = make(trained)
     if isinstance(optimizer, StateOptimizer) and is_fake:
         # Its states lie in memory of its own; but for updates that stand in for gradients, a step
         # makes no tensors.

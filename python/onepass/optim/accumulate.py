@@ -113,6 +113,7 @@ class FusedAccumulate:
         self._sums: dict[Tensor, Tensor] = {}
         self._tables: dict[Tensor, StepTable] = {}
         self._full: set[Tensor] = set()  # whose sums hold something
+        self._numbers: dict[Tensor, int] = {}  # in the optimizer, as of the last step
         self._stepped: tuple[Tensor, Tensor] | None = None  # (parameter, gradient) in a hook
         self._square = 0.0  # of the norm of this backward's gradients so far
         self.running_norm: float | None = None
@@ -154,15 +155,21 @@ class FusedAccumulate:
         self, params: list[Tensor], gradients: list[Tensor | None]
     ) -> list[Tensor | None]:
         """The gradients to step with: sums where there are some."""
-        if self._stepped is not None:
-            one, gradient = self._stepped
-            return [gradient if p is one else None for p in params]
         if self._steps:  # what came later has no hook
             pairs = zip(params, gradients, strict=True)
             return [None if p in self._hooked else g for p, g in pairs]
         return [
             self.sum_of(p) if p in self._full else g for p, g in zip(params, gradients, strict=True)
         ]
+
+    def only(self, params: list[Tensor]) -> tuple[int, Tensor]:
+        """(number, gradient) of the one parameter that is stepped in a hook."""
+        param, gradient = self._stepped
+        number = self._numbers.get(param, len(params))
+        if number >= len(params) or params[number] is not param:
+            self._numbers = {p: i for i, p in enumerate(params)}
+            number = self._numbers[param]
+        return number, gradient
 
     def is_in_hook(self) -> bool:
         return self._stepped is not None

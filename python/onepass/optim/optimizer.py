@@ -77,21 +77,11 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
                         f"{type(self).__name__}: params must be a list, got {type(params).__name__}"
                     )
         all_params = table.params if is_known else [p for params in lists for p in params]
-        params = all_params
-        gradients, missing = objects.attributes(params, "grad")
-        if self._accumulation is not None:
-            gradients = self._accumulation.gradients(params, gradients)
-            missing = any(gradient is None for gradient in gradients)
-            attempt.accumulation = self._accumulation
+        numbers, params, gradients = self._gradients(attempt, all_params)
         if self.ema_decay is not None and not self._is_partial():
             attempt.counted = [
                 (group, EMA_STEPS, group.get(EMA_STEPS, 0) + 1) for group in self.param_groups
             ]
-        numbers: Numbers = range(len(params))
-        if missing:
-            numbers = tuple([i for i, g in enumerate(gradients) if g is not None])
-            params = [params[i] for i in numbers]
-            gradients = [gradients[i] for i in numbers]
         if not gradients:
             self.grad_norm = None if self.max_grad_norm is None else torch.zeros(())
             attempt.ran.append(True)
@@ -131,6 +121,23 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         except RuntimeError:
             self._refuse(local_params, local_gradients)  # in words that name the parameter
             raise
+
+    def _gradients(
+        self, attempt: Attempt, params: list[Tensor]
+    ) -> tuple[Numbers, list[Tensor], list[Tensor]]:
+        """(numbers, parameters, gradients) of those to be stepped."""
+        taken = attempt.accumulation = self._accumulation
+        if taken is not None and taken.is_in_hook():
+            number, gradient = taken.only(params)
+            return (number,), [params[number]], [gradient]
+        gradients, missing = objects.attributes(params, "grad")
+        if taken is not None:
+            gradients = taken.gradients(params, gradients)
+            missing = any(gradient is None for gradient in gradients)
+        if not missing:
+            return range(len(params)), params, gradients
+        numbers = tuple([i for i, g in enumerate(gradients) if g is not None])
+        return numbers, [params[i] for i in numbers], [gradients[i] for i in numbers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; sums of `fused_accumulate` too."""
@@ -268,6 +275,7 @@ class FusedAccumulate(Protocol):
     def gradients(
         self, params: list[Tensor], gradients: list[Tensor | None]
     ) -> list[Tensor | None]: ...
+    def only(self, params: list[Tensor]) -> tuple[int, Tensor]: ...
     def is_in_hook(self) -> bool: ...
     def end_round(self) -> None: ...
     def clear(self) -> None: ...

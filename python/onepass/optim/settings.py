@@ -32,11 +32,11 @@ def check_settings(name: str, groups: Sequence[dict]) -> None:
         what = f"of parameter group {index}"
         for key in _NOT_NEGATIVE:
             if key in group:
-                value = group[key]
-                if key == "eps" and isinstance(value, tuple | list):  # Adafactor's two
-                    value = [one for one in value if one is not None]
-                for one in value if isinstance(value, list) else [value]:
-                    _check(name, f"{key} {what}", one, "at least 0", 0.0, math.inf)
+                values = [group[key]]
+                if key == "eps" and "beta2_decay" in group:  # Adafactor's two
+                    values = _two(name, f"{key} {what}", group[key])
+                for value in values:
+                    _check(name, f"{key} {what}", value, "at least 0", 0.0, math.inf)
         if "dampening" in group:
             _check(name, f"dampening {what}", group["dampening"], "finite", -1e308, 1e308)
         if "betas" in group:
@@ -55,6 +55,13 @@ def check_settings(name: str, groups: Sequence[dict]) -> None:
         seed = group.get("seed", 0)
         if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
             raise TypeError(f"{name}: seed {what} must be an integer of 64 bits, got {seed!r}")
+
+
+def _two(name: str, what: str, values: object) -> list:
+    """Those of two settings that are not None."""
+    if not isinstance(values, tuple | list) or len(values) != 2:
+        raise TypeError(f"{name}: {what} must be two numbers, got {values!r}")
+    return [value for value in values if value is not None]
 
 
 def _check(name: str, what: str, value: object, rule: str, low: float, high: float) -> None:

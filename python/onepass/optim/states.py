@@ -128,6 +128,7 @@ class StateOptimizer(torch.optim.Optimizer):
         narrow = {p.dtype for p in params if p.is_floating_point() and p.dtype.itemsize == 2}
         if self.master is not None or not narrow:
             return
+        kept = "'fp32'" + (", 'remainder16'" if narrow == {torch.bfloat16} else "")
         dtype = str(narrow.pop()).removeprefix("torch.")
         what, settings = "parameters", "master=None"
         if self._rounds_second_moment_to_nearest(group):
@@ -135,7 +136,7 @@ class StateOptimizer(torch.optim.Optimizer):
         warnings.warn(
             f"{type(self).__name__}: {dtype} parameters with {settings} are known to stall, as "
             f"torch's do: {what} are rounded to nearest, and changes below half a unit in the last "
-            "place are lost. master='fp32', 'remainder16' or 'stochastic' keeps them",
+            f"place are lost. master={kept} or 'stochastic' keeps them",
             stacklevel=2,
         )
 
