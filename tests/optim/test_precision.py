@@ -322,6 +322,19 @@ def test_wide_moments_of_a_checkpoint_stay_with_stochastic(name):
         assert same(loaded[index][key], entry[key])
 
 
+def test_momenta_of_a_checkpoint_without_steps_go_on():
+    """torch's SGD counts no steps, and the noise of ours is keyed by them."""
+    p = torch.ones(4, dtype=BF16, requires_grad=True)
+    before = torch.optim.SGD([p], lr=0.0, momentum=0.5)
+    p.grad = torch.full((4,), 4.0, dtype=BF16)
+    before.step()
+    after = onepass.optim.SGD([p], lr=0.0, momentum=0.5, master="stochastic")
+    after.load_state_dict(before.state_dict())
+    p.grad = torch.ones(4, dtype=BF16)
+    after.step()
+    assert (after.state[p]["momentum_buffer"] == 3.0).all()
+
+
 @pytest.mark.isa
 @names
 def test_first_moments_in_16_bits_are_the_nearest(name):

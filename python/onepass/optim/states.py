@@ -251,17 +251,17 @@ class StateOptimizer(torch.optim.Optimizer):
                 or ("momentum_buffer" in expected and not has_momentum)
             ):
                 requests.append(Request(param, "step", torch.float32))
-                if not has_momentum:
-                    fresh.add(param)
+            if not has_momentum:
+                fresh.add(param)
         made = self._places.make(requests)
         group_of = dict(zip(params, groups, strict=True))
         for request, tensor in zip(requests, made, strict=True):
-            shows_step = self._shows_step(request.param, group_of[request.param])
-            if request.key == "step" and not shows_step:
-                self._hidden_steps[request.param] = tensor
+            if request.key == "step":
                 if request.param not in fresh:
                     tensor.fill_(1.0)  # a loaded buffer: its first step has been made
-                continue
+                if not self._shows_step(request.param, group_of[request.param]):
+                    self._hidden_steps[request.param] = tensor
+                    continue
             self.state[request.param][request.key] = tensor
             if request.key == "master":
                 masters.begin(request.param, self.state[request.param])
