@@ -1,4 +1,4 @@
-"""The command line: doctor, compare, bench, explain, estimate.
+"""The command line: doctor, compare, profile-swap, bench, explain, estimate.
 
 Each subcommand is a module with `add_arguments(parser)` and `main(args) -> exit code`, imported
 only when it is the one asked for. Bad input ends in one line on stderr and exit code 2.
@@ -16,6 +16,7 @@ from onepass import _library
 COMMANDS = {
     "doctor": "check this installation: versions, libraries, CPU levels, a self-test per operator",
     "compare": "train a model on real text, stock against swapped, torch's AdamW against ours",
+    "profile-swap": "time each kind of swap alone on a model, and say what to leave out",
     "bench": "time the operators against torch's and the machine's ceilings",
     "explain": "say which kernels a model's forward runs, and why",
     "estimate": "say what memory a training step will take, before it is run",
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             if name != "doctor" and _library.failure is not None:
                 print(_library.failure, file=sys.stderr)
                 return 1
-            module = importlib.import_module(f"onepass.{name}")
+            module = importlib.import_module(f"onepass.{name.replace('-', '_')}")
             module.add_arguments(subparser)
             subparser.set_defaults(main=module.main)
     args = parser.parse_args(argv)

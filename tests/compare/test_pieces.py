@@ -408,7 +408,7 @@ def test_what_comes_before_a_step_is_not_timed(monkeypatch):
         clock.now += seconds
 
     steps = {"a": lambda number: take(1.0), "b": lambda number: take(2.0)}
-    timing = time_rounds(steps, 2, 0.0, 2, lambda: None, before=lambda _: take(50.0))
+    timing = time_rounds(steps, 2, 0.0, 2, lambda: None, before=lambda *_: take(50.0))
     assert timing.times == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
     assert clock.now == 2 * (1.0 + 2.0) + 4 * 50.0
 

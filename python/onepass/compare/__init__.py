@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs the comparison that args ask for; returns the exit code: 2 for bad input, 1 if a file
     could not be written, else 0."""
     try:
-        _require_tools(args)
+        require_tools(args)
         settings = read_settings(args)
         files = files_of(args)
         result = run(settings)
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
     return _write(result, args, files)
 
 
-def _require_tools(args: argparse.Namespace) -> None:
+def require_tools(args: argparse.Namespace) -> None:
     for name in ("rich", "numpy") + (("matplotlib",) if args.plot else ()):
         try:
             __import__(name)

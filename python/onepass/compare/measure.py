@@ -99,7 +99,7 @@ def compare_speed(
         trainer.step(batches[number])
         trainer.synchronize()
 
-    batches = _Lazy(workload.batch)
+    batches = Lazy(workload.batch)
     steps = {name: functools.partial(step, trainer) for name, trainer in trainers.items()}
     seconds = 0.0 if settings.quick else SECONDS
     with contextlib.ExitStack() as ending:
@@ -109,7 +109,7 @@ def compare_speed(
             saved |= others.saved
             advance()
         timing = time_rounds(
-            steps, settings.pairs, seconds, MAX_ROUNDS, advance, before=batches.__getitem__
+            steps, settings.pairs, seconds, MAX_ROUNDS, advance, lambda _, number: batches[number]
         )
     parts = _parts(trainers, workload, timing)
     del trainers, steps, made
@@ -139,7 +139,7 @@ def _parts(
     }
 
 
-class _Lazy(dict):
+class Lazy(dict):
     """Batches made once per round, by whichever variant comes first, and shared by the others."""
 
     def __init__(self, make: Callable[[int], object]):

@@ -270,7 +270,7 @@ def _measure(
         optimizer.step()
         trainer.synchronize()
 
-    def before(_: int) -> None:
+    def before(_name: str, _number: int) -> None:
         torch.autograd.grad(trainer.loss(batch), stock)  # leaves .grad alone
         trainer.synchronize()
 

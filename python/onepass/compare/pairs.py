@@ -19,14 +19,14 @@ def time_rounds(
     seconds: float,
     max_rounds: int,
     advance: Callable[[], None],
-    before: Callable[[int], object] = lambda number: None,
+    before: Callable[[str, int], object] = lambda name, number: None,
 ) -> Timing:
     """Runs every step once per round, in turn forwards and backwards.
 
     At least `rounds` rounds; more, up to max_rounds, while they have taken less than `seconds`.
     A step gets the round's number and returns when its work is done; one that another process makes
-    returns the seconds and page faults that it took there. What `before`, which gets the number as
-    well, does ahead of each step is not timed.
+    returns the seconds and page faults that it took there. What `before`, which gets the step's
+    name and the number, does ahead of each step is not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     faults = dict.fromkeys(steps, 0)
@@ -34,7 +34,7 @@ def time_rounds(
     taken = 0
     while taken < rounds or (taken < max_rounds and time.perf_counter() - begin < seconds):
         for name in list(steps)[:: 1 if taken % 2 == 0 else -1]:
-            before(taken)
+            before(name, taken)
             faults_before, start = page_faults(), time.perf_counter()
             elsewhere = steps[name](taken)
             here = time.perf_counter() - start, page_faults() - faults_before

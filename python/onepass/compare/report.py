@@ -385,19 +385,23 @@ def _mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f}"
 
 
+def subject(settings: Settings, parameters: int, sameness: str, data: str) -> str:
+    """Which model was trained, by which optimizer, on what."""
+    layout = "RMSNorm" if settings.rmsnorm else "LayerNorm"
+    model = settings.model or f"GPT of {settings.speed}, {layout}, tied head"
+    dtype = str(settings.dtype).removeprefix("torch.")
+    return f"{model}{sameness}; {parameters:,} parameters, {dtype}, torch's fused AdamW; {data}"
+
+
 def footer(result: Result) -> list[str]:
     """Where, with what and how; the last line repeats the run."""
     settings, machine = result.settings, result.machine
     lines = []
     if settings.quick:
         lines.append("--quick: tiny sizes, a trial of the tool. These figures measure nothing.")
-    model = settings.model or (
-        f"GPT of {settings.speed}, {'RMSNorm' if settings.rmsnorm else 'LayerNorm'}, tied head; "
-        f"sameness with {settings.sameness}"
-    )
-    dtype = str(settings.dtype).removeprefix("torch.")
+    sameness = "" if settings.model else f"; sameness with {settings.sameness}"
     lines += [
-        f"{model}; {result.parameters:,} parameters, {dtype}, torch's fused AdamW; {result.data}",
+        subject(settings, result.parameters, sameness, result.data),
         f"same: the gap is at most {BAND_FACTOR:g} x the largest difference between "
         f"{len(result.sameness[0].stock)} stock runs",
         " | ".join(f"{name} {value}" for name, value in machine.items()),

@@ -88,17 +88,9 @@ _TUPLES = ("dropouts", "text", "kinds", "optimizers", "masters", "state_dtypes")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `onepass compare` to parser."""
+    add_shared_arguments(parser)
     add = parser.add_argument
-    add("--text", nargs="+", metavar="FILE", help="train on these files, not the standard library")
-    add("--rmsnorm", action="store_true", help="Llama layout: nn.RMSNorm and no bias")
-    for name in SIZE_FLAGS:
-        default = getattr(SPEED, name)
-        add(f"--{name}", type=int, metavar="N", help=f"speed phase (default {default})")
-    add("--dropout", type=float, nargs="+", metavar="P", help="one or more (default 0.1 0)")
     add("--steps", type=int, metavar="N", help="steps of the sameness phase (default 200)")
-    add("--pairs", type=int, metavar="N", help="timed pairs of steps, at least (default 8)")
-    add("--kinds", nargs="+", metavar="KIND", help="what the swap takes, of "
-        f"{', '.join(KINDS)} (default: all that pay)")  # fmt: skip
     add("--compile", action="store_true", help="add compiled stock and compiled swapped")
     add("--keep-memory", action="store_true", help="add stock and swapped in a process that keeps "
         "the memory it has freed (onepass.keep_freed_memory)")  # fmt: skip
@@ -109,21 +101,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "stochastic")  # fmt: skip
     add("--state-dtype", nargs="+", metavar="DTYPE", help="moments of onepass's AdamW, with every "
         "--master or alone: one or more of float32, bfloat16, int8")  # fmt: skip
-    add("--model", metavar="PACKAGE.MODULE:FUNCTION", help="compare a model of your own: the "
+    add("--plot", nargs="?", const="onepass-compare.png", metavar="FILE",
+        help="write a picture (default onepass-compare.png)")  # fmt: skip
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say what is trained, on what, and how often a step is timed; sets those
+    of `add_arguments` that are not among them to their defaults."""
+    parser.set_defaults(
+        steps=None, compile=False, keep_memory=False, optimizers=None, master=None,
+        state_dtype=None, plot=None,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--model", metavar="PACKAGE.MODULE:FUNCTION", help="a model of your own, not the GPT: the "
         "function returns (model, batch) or (model, batch_function of the step)")  # fmt: skip
+    add("--text", nargs="+", metavar="FILE", help="train on these files, not the standard library")
+    add("--rmsnorm", action="store_true", help="Llama layout: nn.RMSNorm and no bias")
+    for name in SIZE_FLAGS:
+        default = getattr(SPEED, name)
+        add(
+            f"--{name}", type=int, metavar="N", help=f"of the GPT that is timed (default {default})"
+        )
+    add("--dropout", type=float, nargs="+", metavar="P", help="one or more (default 0.1 0)")
+    add("--pairs", type=int, metavar="N", help="timed pairs of steps, at least (default 8)")
+    add("--kinds", nargs="+", metavar="KIND", help="what the swap takes, of "
+        f"{', '.join(KINDS)} (default: all that pay)")  # fmt: skip
     add("--device", default="cpu", metavar="DEVICE", help="default cpu")
     add("--dtype", default="auto", metavar="auto|float32|bfloat16",
         help="bfloat16 is autocast; auto: bfloat16 on CUDA, float32 on CPU")  # fmt: skip
     add("--json", nargs="?", const=STDOUT, metavar="FILE", help="JSON to FILE, or to stdout alone")
-    add("--plot", nargs="?", const="onepass-compare.png", metavar="FILE",
-        help="write a picture (default onepass-compare.png)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="weights, batches, dropout (default 0)")
     add("--threads", type=int, metavar="N", help="torch's threads (default: as torch chooses)")
     add("--quick", action="store_true", help="tiny sizes: a trial of the tool, not a measurement")
 
 
-def read_settings(args: argparse.Namespace) -> Settings:
-    """Settings from parsed flags; raises BadInput with one line on what cannot be used."""
+def read_settings(
+    args: argparse.Namespace,
+    command: str = "compare",
+    flags: Callable[[argparse.ArgumentParser], None] = add_arguments,
+) -> Settings:
+    """Settings from parsed flags; raises BadInput with one line on what cannot be used.
+
+    Args:
+        command, flags: which command of onepass they belong to, and what adds them to its parser.
+    """
     default = QUICK_SPEED if args.quick else SPEED
     sizes = {name: getattr(args, name) for name in SIZE_FLAGS}
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -171,7 +192,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         seed=args.seed,
         threads=args.threads or torch.get_num_threads(),
         quick=args.quick,
-        command=command_line("compare", add_arguments, args),
+        command=command_line(command, flags, args),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ STOCK, SWAPPED = "stock", "swapped"
 COMPILED = "compiled "
 KEPT = ", kept memory"
 MEDIUM = "stock, medium precision"
+_ONLY = ": "
 
 
 def names(settings: Settings) -> list[str]:
@@ -37,11 +38,24 @@ def baseline_of(variant: str) -> str:
     return variant.replace(SWAPPED, STOCK)
 
 
+def of_kinds(kinds: Sequence[str]) -> str:
+    """The variant in which nothing but these kinds is swapped."""
+    return f"{SWAPPED}{_ONLY}{', '.join(kinds)}"
+
+
+def kinds_of(variant: str, settings: Settings) -> tuple[str, ...]:
+    """What the swap of a variant takes; empty: its default."""
+    named = variant.partition(_ONLY)[2]
+    return tuple(named.split(", ")) if named else settings.kinds
+
+
 def trainer_of(
     variant: str, model: nn.Module, settings: Settings
 ) -> tuple[Trainer, onepass.Report | None]:
     """Makes a stock model into the variant; returns the report where it is swapped."""
-    report = settings.swap(model) if SWAPPED in variant else None
+    report = None
+    if SWAPPED in variant:
+        report = onepass.swap(model, kinds=kinds_of(variant, settings) or None)
     around = medium_precision if variant == MEDIUM else contextlib.nullcontext
     return Trainer(model, settings, variant.startswith(COMPILED), around=around), report
 

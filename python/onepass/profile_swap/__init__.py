@@ -1,0 +1,108 @@
+"""`onepass profile-swap`: each kind of swap alone, on one model: the time and memory it buys.
+
+The steps are those of `onepass compare`, and so are the model, the text and ``--model``. One model
+takes turns: before each step, untimed, its modules get the classes of the next variant, so that all
+variants have the same weights at the same addresses. What is slower than stock alone is left out of
+one more variant, and that is timed against stock and the whole swap: what a kind costs alone need
+not be what leaving it out gains. See :mod:`onepass.profile_swap.measure`.
+
+``--json`` writes one object; keys are added in later versions, never changed:
+
+- ``schema_version`` 1; ``command``: what repeats the run; ``seconds``: how long it took
+- ``machine``: facts of the machine and the software, text per key; ``data``: what was trained on;
+  ``parameters``: of the model
+- ``settings``: the flags as they were used; ``speed`` in it are the GPT's sizes
+- ``profiles``: per dropout probability (null for ``--model``) ``{dropout, items_per_batch,
+  variants, absent, advice}``
+- ``variants`` by name (stock; swapped: all kinds; swapped: KIND, each alone): ``kinds`` (null: what
+  is not swapped), ``modules`` that changed, ``step_ms {median, p10, p90, rounds}``,
+  ``times_stock`` and ``ms_bought {median, low, high}`` (95 % intervals of differences within
+  rounds), ``saved_bytes`` (kept by the forward for the backward), ``peak_bytes`` (of a step),
+  ``pays`` (true, false: slower, null: no difference measured)
+- ``absent``: by kind, why nothing of it was swapped
+- ``advice``: ``{leave_out, keep, where_memory_is_short, ratio_to_all, sentence, call}``:
+  where_memory_is_short lists kinds that cost time and save memory; ratio_to_all is how many times
+  faster the swap of ``keep`` was than that of all kinds, in rounds of their own, null where nothing
+  was left out; call is the line of Python to use, null where no swap pays
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from onepass._output_file import OutputFile, write_or_say
+from onepass.compare import files_of, require_tools
+from onepass.compare.errors import BadInput
+from onepass.compare.settings import STDOUT, add_shared_arguments, read_settings
+
+__all__ = ["add_arguments", "main"]
+
+add_arguments = add_shared_arguments
+COMMAND = "profile-swap"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs what args ask for; returns the exit code: 2 for bad input, 1 if a file could not be
+    written, else 0."""
+    try:
+        require_tools(args)
+        settings = read_settings(args, COMMAND, add_arguments)
+        files = files_of(args)
+        result = run(settings)
+    except BadInput as error:
+        print(f"{COMMAND}: {error}", file=sys.stderr)
+        return 2
+    return _write(result, args, files)
+
+
+def run(settings):
+    """Profiles the model at every dropout probability; returns a `report.Result`."""
+    import torch
+
+    from onepass.bench.machine import machine_facts
+    from onepass.compare.data import load_text
+    from onepass.compare.progress import Progress
+    from onepass.compare.report import label
+    from onepass.compare.settings import make_current
+    from onepass.compare.workload import workload_of
+    from onepass.profile_swap.measure import profile
+    from onepass.profile_swap.report import Result
+
+    start = time.perf_counter()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    make_current(settings.device)
+    try:
+        machine = machine_facts()
+        text, data = None, f"batches of {settings.model}"
+        if not settings.model:
+            text = load_text(settings.text)
+            text.check(settings.speed.block)
+            data = text.describe()
+        profiles = []
+        with Progress() as progress:
+            for dropout in settings.dropouts or (None,):
+                workload = workload_of(settings, text, dropout)
+                advance = progress.phase(f"Kinds alone, dropout {label(dropout)}")
+                profiles.append(profile(workload, settings, advance))
+        parameters = sum(p.numel() for p in workload.build().parameters())
+    finally:
+        torch.set_num_threads(threads)
+    seconds = time.perf_counter() - start
+    return Result(settings, machine, data, parameters, profiles, seconds)
+
+
+def _write(result, args: argparse.Namespace, files: dict[str, OutputFile]) -> int:
+    from rich.console import Console
+
+    from onepass.profile_swap.report import WIDTH, print_result
+
+    as_json = json.dumps(result.to_dict(), indent=2)
+    if args.json == STDOUT:
+        print(as_json)
+    else:
+        print_result(result, Console(width=max(Console().width, WIDTH)))
+    return 0 if write_or_say(COMMAND, "--json", files.get("--json"), as_json.encode()) else 1

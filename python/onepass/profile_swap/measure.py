@@ -1,0 +1,194 @@
+"""Steps of one model in turn: stock, all kinds swapped, each kind alone; and what to leave out.
+
+Rounds and ratios are those of `onepass.compare.measure`. There every variant is a model of its own;
+here the classes of one model's modules change from step to step, which takes no more memory than a
+single model however many kinds there are. The weights move on by every step, whichever variant made
+it: for the time that a step takes they need not be the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import onepass
+from onepass.bench.harness import Interval, Timing
+from onepass.compare import memory
+from onepass.compare.errors import BadInput
+from onepass.compare.measure import Lazy, saved_bytes
+from onepass.compare.pairs import time_rounds
+from onepass.compare.settings import Settings
+from onepass.compare.train import Trainer
+from onepass.compare.variants import STOCK, SWAPPED, kinds_of, of_kinds
+from onepass.swapping.engine import begin
+from onepass.swapping.matchers import KINDS
+
+SECONDS = 60.0  # rounds go on this long when the asked-for number takes less
+PROOF_SECONDS = 30.0  # and those of what is left out
+MAX_ROUNDS = 40
+WORTH = 0.01  # share of stock's peak from which memory counts as saved
+NONE_OF_IT = "the model has nothing of this kind"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the swaps that were tried; `kinds` is None for stock."""
+
+    kinds: tuple[str, ...] | None
+    modules: int  # that changed
+    saved_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to swap; see `advise`."""
+
+    keep: tuple[str, ...]
+    leave_out: tuple[str, ...]
+    memory: tuple[str, ...]  # kept, slower than stock alone, and save memory
+    ratio: Interval | None = None  # of the swap of what is kept against that of all
+
+    @property
+    def proven(self) -> bool:
+        return self.ratio is None or self.ratio.low > 1.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The variants at one dropout probability; None is what --model brings."""
+
+    dropout: float | None
+    items_per_batch: int
+    timing: Timing
+    variants: dict[str, Variant]
+    absent: dict[str, str]  # by kind, why nothing was swapped
+    advice: Advice
+
+    def times_stock(self, name: str) -> Interval:
+        return self.timing.ratio(name, STOCK)
+
+    def milliseconds_bought(self, name: str) -> Interval:
+        found = self.timing.difference(STOCK, name)
+        return Interval(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
+
+
+def verdict(times_stock: Interval) -> bool | None:
+    """Whether a swap pays; None: no difference was measured."""
+    return True if times_stock.low > 1.0 else False if times_stock.high < 1.0 else None
+
+
+class Turns:
+    """A model and its optimizer, whose modules have the classes of one variant at a time.
+
+    Context manager: at its end the model is stock.
+    """
+
+    def __init__(self, workload, settings: Settings):
+        self._settings = settings
+        self.trainer = Trainer(workload.build(), settings)
+        self.reports: dict[str, onepass.Report] = {}
+        self._end: Callable[[], None] | None = None
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._become_stock()
+
+    def _become_stock(self) -> None:
+        if self._end is not None:
+            end, self._end = self._end, None
+            end()
+
+    def become(self, variant: str) -> None:
+        """Gives the modules the classes of a variant."""
+        self._become_stock()
+        if variant != STOCK:
+            kinds = kinds_of(variant, self._settings) or None
+            self.reports[variant], self._end = begin(self.trainer.model, kinds=kinds)
+
+    def time(
+        self, variants: Sequence[str], workload, seconds: float, advance: Callable[[], None]
+    ) -> Timing:
+        """Rounds of a step of each variant."""
+        settings, batches = self._settings, Lazy(workload.batch)
+
+        def before(variant: str, number: int) -> None:
+            self.become(variant)
+            batches[number]
+
+        def step(number: int) -> None:
+            self.trainer.step(batches[number])
+            self.trainer.synchronize()
+
+        seconds = 0.0 if settings.quick else seconds
+        steps = dict.fromkeys(variants, step)
+        return time_rounds(steps, settings.pairs, seconds, MAX_ROUNDS, advance, before)
+
+
+def profile(workload, settings: Settings, advance: Callable[[], None]) -> Profile:
+    """Measures every kind alone on a workload.
+
+    Raises:
+        BadInput: the swap takes nothing of the model.
+    """
+    peaks = functools.partial(memory.peaks_of_steps, dropout=workload.dropout, settings=settings)
+    torch.manual_seed(settings.seed)
+    with Turns(workload, settings) as turns:
+        present, absent = _kinds(turns.trainer.model, settings)
+        if not present:
+            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in absent.items())
+            raise BadInput(f"the model must have something to swap, got none ({reasons})")
+        # With one kind alone the whole swap is that kind's.
+        alone = [of_kinds((kind,)) for kind in present]
+        names = [STOCK, *([SWAPPED] if len(present) > 1 else []), *alone]
+        saved = {}
+        for name in names:  # the warm-up as well
+            turns.become(name)
+            saved[name] = saved_bytes(turns.trainer, workload.batch(0))
+            advance()
+        timing = turns.time(names, workload, SECONDS, advance)
+        peak_bytes = peaks(names)
+        advice = advise(present, timing, peak_bytes)
+        if advice.leave_out and advice.keep:
+            rest = of_kinds(advice.keep)
+            proof = turns.time([STOCK, SWAPPED, rest], workload, PROOF_SECONDS, advance)
+            advice = Advice(
+                advice.keep, advice.leave_out, advice.memory, proof.ratio(rest, SWAPPED)
+            )
+        changed = {name: len(report.swapped) for name, report in turns.reports.items()}
+    kinds = {STOCK: None, SWAPPED: present} | {of_kinds((kind,)): (kind,) for kind in present}
+    variants = {
+        name: Variant(kinds[name], changed.get(name, 0), saved[name], peak_bytes[name])
+        for name in names
+    }
+    return Profile(workload.dropout, workload.items_per_batch, timing, variants, absent, advice)
+
+
+def _kinds(model: torch.nn.Module, settings: Settings) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Kinds of which something would be swapped, and the others with the reason."""
+    present, absent = [], {}
+    for kind in settings.kinds or KINDS:
+        report = onepass.swap(model, kinds=kind, dry_run=True)
+        if report.swapped:
+            present.append(kind)
+        else:
+            reasons = dict.fromkeys(entry["reason"] for entry in report.skipped)
+            absent[kind] = "; ".join(reasons) or NONE_OF_IT
+    return tuple(present), absent
+
+
+def advise(kinds: Sequence[str], timing: Timing, peak_bytes: dict[str, int]) -> Advice:
+    """What to leave out: the kinds that are slower than stock alone, by the whole interval.
+
+    One that lowers the peak by WORTH of stock's is kept all the same, and named.
+    """
+    slower = [k for k in kinds if verdict(timing.ratio(of_kinds((k,)), STOCK)) is False]
+    least = (1 - WORTH) * peak_bytes[STOCK]
+    saving = tuple(kind for kind in slower if peak_bytes[of_kinds((kind,))] <= least)
+    leave_out = tuple(kind for kind in slower if kind not in saving)
+    return Advice(tuple(kind for kind in kinds if kind not in leave_out), leave_out, saving)

@@ -1,0 +1,196 @@
+"""The outcome of `onepass profile-swap`: one dictionary for machines, tables for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from onepass.bench.harness import Interval
+from onepass.compare.report import label, number, subject
+from onepass.compare.settings import Settings
+from onepass.compare.variants import STOCK, SWAPPED
+from onepass.profile_swap.measure import Profile, verdict
+
+SCHEMA_VERSION = 1
+WIDTH = 120
+MEBIBYTE = 2**20
+# Settings of `onepass compare` that this command does not have.
+OTHERS = ("sameness", "steps", "compile", "keep_memory", "optimizers", "masters", "state_dtypes")
+_WORDS = {True: "pays", False: "slower", None: "no difference"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything that a run of `onepass profile-swap` found out."""
+
+    settings: Settings
+    machine: dict
+    data: str
+    parameters: int
+    profiles: list[Profile]
+    seconds: float
+
+    def to_dict(self) -> dict:
+        """The JSON of `onepass.profile_swap`, whose docstring is its schema."""
+        settings = self.settings.to_dict()
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "command": self.settings.command,
+            "machine": self.machine,
+            "settings": {name: settings[name] for name in settings if name not in OTHERS},
+            "data": self.data,
+            "parameters": self.parameters,
+            "profiles": [_profile_dict(profile) for profile in self.profiles],
+            "seconds": self.seconds,
+        }
+
+
+def _profile_dict(profile: Profile) -> dict:
+    timing, advice = profile.timing, profile.advice
+    variants = {}
+    for name, variant in profile.variants.items():
+        rounds = [1e3 * seconds for seconds in timing.times[name]]
+        median, p10, p90 = (1e3 * timing.percentile(name, percent) for percent in (50, 10, 90))
+        times_stock = profile.times_stock(name)
+        variants[name] = {
+            "kinds": variant.kinds and list(variant.kinds),
+            "modules": variant.modules,
+            "step_ms": {"median": median, "p10": p10, "p90": p90, "rounds": rounds},
+            "times_stock": times_stock.to_dict(),
+            "ms_bought": profile.milliseconds_bought(name).to_dict(),
+            "saved_bytes": variant.saved_bytes,
+            "peak_bytes": variant.peak_bytes,
+            "pays": verdict(times_stock),
+        }
+    return {
+        "dropout": profile.dropout,
+        "items_per_batch": profile.items_per_batch,
+        "variants": variants,
+        "absent": profile.absent,
+        "advice": {
+            "leave_out": list(advice.leave_out),
+            "keep": list(advice.keep),
+            "where_memory_is_short": list(advice.memory),
+            "ratio_to_all": advice.ratio and advice.ratio.to_dict(),
+            "sentence": sentence(profile),
+            "call": call(profile),
+        },
+    }
+
+
+def call(profile: Profile) -> str | None:
+    """The line of Python that swaps what the advice keeps; None: nothing pays."""
+    advice = profile.advice
+    if not _gains(profile):
+        return None
+    if not (advice.leave_out and advice.proven):
+        return "onepass.swap(model)"
+    return f"onepass.swap(model, kinds={advice.keep!r})"
+
+
+def _gains(profile: Profile) -> bool:
+    """Whether any of the variants is faster than stock, or kept for its memory."""
+    swaps = (name for name in profile.variants if name != STOCK)
+    faster = any(verdict(profile.times_stock(name)) for name in swaps)
+    return bool(profile.advice.keep) and (faster or bool(profile.advice.memory))
+
+
+def sentence(profile: Profile) -> str:
+    """What to leave out, and how sure that is."""
+    advice = profile.advice
+    out = _listed(advice.leave_out)
+    if not _gains(profile):
+        found = "No gain measured: do not swap this model for speed."
+    elif not advice.leave_out:
+        found = "Nothing to leave out: no kind is slower alone."
+        if advice.memory:
+            found = "Nothing to leave out."
+    elif advice.proven:
+        found = f"Leave out {out}: the swap without is {_interval(advice.ratio)} as fast as all."
+    else:
+        found = (
+            f"Slower alone: {out}; but the swap without is {_interval(advice.ratio)} as fast as "
+            "all, so leaving out gains nothing measured."
+        )
+    if advice.memory:
+        found += (
+            f" {_listed(advice.memory)}: costs time and saves memory; leave out where memory is "
+            "not short."
+        )
+    return found
+
+
+def _listed(kinds: tuple[str, ...]) -> str:
+    return " and ".join(kinds) if len(kinds) < 3 else ", ".join(kinds)
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.median:.3f}x [{found.low:.3f}-{found.high:.3f}]"
+
+
+def print_result(result: Result, console: Console) -> None:
+    """Prints a table for each dropout probability, the advice, and the footer."""
+    for profile in result.profiles:
+        console.print(_table(profile))
+        for kind, reason in profile.absent.items():
+            console.print(f"  {kind}: {reason}", highlight=False, markup=False)
+        console.print()
+        console.print(sentence(profile), style="bold", highlight=False, markup=False)
+        if text := call(profile):
+            console.print(f"  {text}", highlight=False, markup=False)
+        console.print()
+    for line in footer(result):
+        console.print(line, style="dim", highlight=False, markup=False)
+
+
+def _table(profile: Profile) -> Table:
+    tail = "" if profile.dropout is None else f", dropout {label(profile.dropout)}"
+    table = Table(
+        title=f"Each kind alone, one training step{tail}; bought: stock's less this one's",
+        title_justify="left", box=box.SIMPLE_HEAD, title_style="bold",
+    )  # fmt: skip
+    columns = (
+        "swapped", "modules", "ms [p10-p90]", "times stock [95 %]", "ms bought", "peak MiB bought",
+        "",
+    )  # fmt: skip
+    for index, column in enumerate(columns):
+        justify = "right" if 0 < index < len(columns) - 1 else "left"
+        table.add_column(escape(column), justify=justify, no_wrap=True)
+    stock = profile.variants[STOCK]
+    for name, variant in profile.variants.items():
+        median, low, high = (1e3 * profile.timing.percentile(name, p) for p in (50, 10, 90))
+        times = f"{number(median)} [{number(low)}-{number(high)}]"
+        if name == STOCK:
+            table.add_row(name, "", times, "1", "", f"of {variant.peak_bytes / MEBIBYTE:,.1f}", "")
+            continue
+        ratio = profile.times_stock(name)
+        table.add_row(
+            "all" if name == SWAPPED else _listed(variant.kinds),
+            str(variant.modules),
+            times,
+            str(ratio),
+            number(profile.milliseconds_bought(name).median),
+            f"{(stock.peak_bytes - variant.peak_bytes) / MEBIBYTE:,.1f}",
+            _WORDS[verdict(ratio)],
+            end_section=name == SWAPPED,
+        )
+    return table
+
+
+def footer(result: Result) -> list[str]:
+    """Where, with what and how; the last line repeats the run."""
+    settings = result.settings
+    lines = []
+    if settings.quick:
+        lines.append("--quick: tiny sizes, a trial of the tool. These figures measure nothing.")
+    return [
+        *lines,
+        subject(settings, result.parameters, "", result.data),
+        "peak: of a step in a process of its own; gains alone need not add up to that of all",
+        " | ".join(f"{name} {value}" for name, value in result.machine.items()),
+        f"{settings.command}   ({result.seconds:.0f} s)",
+    ]

@@ -1,0 +1,329 @@
+"""`onepass profile-swap`: what it measures, what it advises, the command."""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from onepass import cli, profile_swap
+from onepass.bench.harness import Timing
+from onepass.compare import memory
+from onepass.compare.errors import BadInput
+from onepass.compare.settings import read_settings
+from onepass.compare.variants import STOCK, SWAPPED, of_kinds
+from onepass.compare.workload import workload_of
+from onepass.profile_swap import measure, report
+from onepass.swapping import classes
+
+pytestmark = pytest.mark.xdist_group("compare")
+QUICK = ("--quick", "--threads", "1", "--pairs", "3")
+MIB = 1 << 20
+
+
+class Net(nn.Module):
+    """A norm, and dropout whose factors stock keeps: 4 MiB of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop, self.head = nn.LayerNorm(256), nn.Dropout(0.5), nn.Linear(256, 4)
+
+    def forward(self, x):
+        return self.head(self.drop(self.norm(x)))
+
+
+def make():
+    return Net(), torch.randn(4096, 256)
+
+
+def make_nothing():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.randn(4, 8)
+
+
+MODEL = ("--model", f"{__name__}:make")
+
+
+def settings_of(*flags):
+    parser = argparse.ArgumentParser()
+    profile_swap.add_arguments(parser)
+    args = parser.parse_args([*QUICK, *flags])
+    return read_settings(args, profile_swap.COMMAND, profile_swap.add_arguments)
+
+
+def profiled(*flags):
+    settings = settings_of(*flags)
+    return measure.profile(workload_of(settings, None, None), settings, lambda: None)
+
+
+def slowed(monkeypatch, cls, seconds):
+    forward = cls.forward
+
+    def slow(self, *args, **kwargs):
+        time.sleep(seconds)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", slow)
+
+
+@pytest.fixture
+def peaks_of_one_byte(monkeypatch):
+    monkeypatch.setattr(memory, "peaks_of_steps", lambda names, **_: dict.fromkeys(names, 1))
+
+
+# What is measured
+
+
+def test_a_kind_that_is_slow_is_left_out_and_that_is_proven(monkeypatch, peaks_of_one_byte):
+    slowed(monkeypatch, classes.LayerNormForward, 0.2)
+    found = profiled(*MODEL, "--kinds", "norm", "dropout")
+    assert list(found.variants) == [STOCK, SWAPPED, "swapped: norm", "swapped: dropout"]
+    assert [variant.modules for variant in found.variants.values()] == [0, 2, 1, 1]
+    assert measure.verdict(found.times_stock("swapped: norm")) is False
+    assert found.milliseconds_bought("swapped: norm").median < -100
+    assert found.milliseconds_bought("swapped: dropout").median > -100
+    assert found.advice.leave_out == ("norm",) and found.advice.keep == ("dropout",)
+    assert found.advice.ratio.low > 1.0 and found.advice.proven
+    assert report.sentence(found).startswith(("Leave out norm: the swap without is", "No gain"))
+
+
+def test_the_steps_run_on_what_their_variant_says_and_the_model_ends_as_it_was(
+    monkeypatch, peaks_of_one_byte
+):
+    """The classes of the modules while a step runs; its order is that of the rounds."""
+    seen = []
+    step = measure.Trainer.step
+
+    def watched(self, batch):
+        model = self.model
+        seen.append(tuple(isinstance(m, classes.Swapped) for m in (model.norm, model.drop)))
+        seen_models.add(model)
+        return step(self, batch)
+
+    seen_models = set()
+    monkeypatch.setattr(measure.Trainer, "step", watched)
+    profiled(*MODEL, "--kinds", "norm", "dropout")
+    stock, both, norm, drop = (False, False), (True, True), (True, False), (False, True)
+    first = [stock, both, norm, drop]
+    assert seen[:12] == [*first, *first[::-1], *first]
+    (model,) = seen_models
+    assert type(model.norm) is nn.LayerNorm and type(model.drop) is nn.Dropout
+
+
+def test_a_failing_step_leaves_the_model_stock(monkeypatch):
+    settings = settings_of(*MODEL)
+    turns = measure.Turns(workload_of(settings, None, None), settings)
+    with pytest.raises(KeyboardInterrupt), turns:
+        turns.become(SWAPPED)
+        assert isinstance(turns.trainer.model.norm, classes.Swapped)
+        raise KeyboardInterrupt
+    assert type(turns.trainer.model.norm) is nn.LayerNorm
+
+
+def test_memory_is_that_of_each_kind_alone():
+    """Dropout keeps none of its factors; peaks are of real processes."""
+    variants = profiled(*MODEL, "--kinds", "norm", "dropout").variants
+    factors = 4096 * 256 * 4
+    stock, dropout = variants[STOCK], variants["swapped: dropout"]
+    assert stock.saved_bytes - dropout.saved_bytes == pytest.approx(factors, rel=0.01)
+    assert stock.peak_bytes - dropout.peak_bytes >= 0.5 * factors
+    assert all(variant.peak_bytes > 8 * MIB for variant in variants.values())
+
+
+def test_kinds_of_which_there_is_nothing_have_a_reason(peaks_of_one_byte):
+    found = profiled(*MODEL)
+    assert {"attention", "mlp", "rotary"} <= set(found.absent)
+    assert found.absent["attention"] == measure.NONE_OF_IT
+    assert not {"norm", "dropout"} & set(found.absent)
+
+
+def test_one_kind_alone_is_measured_once(peaks_of_one_byte):
+    assert list(profiled(*MODEL, "--kinds", "norm").variants) == [STOCK, "swapped: norm"]
+
+
+def test_a_model_with_nothing_to_swap():
+    with pytest.raises(
+        BadInput, match="must have something to swap, got none .*norm: normalises over the batch"
+    ):
+        profiled("--model", f"{__name__}:make_nothing", "--kinds", "norm")
+
+
+# What is advised
+
+
+def timing_of(**milliseconds):
+    """Steps that take one millisecond more in every second round."""
+    times = {STOCK: [100.0, 101.0] * 4}
+    for name, ms in milliseconds.items():
+        variant = SWAPPED if name == "all" else of_kinds((name,))
+        times[variant] = [float(ms), ms + 1.0] * 4
+    ones = dict.fromkeys(times, 1)
+    return Timing({n: [ms / 1e3 for ms in taken] for n, taken in times.items()}, ones, ones)
+
+
+def profile_of(timing, peaks, ratio=None):
+    kinds = tuple(name.partition(": ")[2] for name in timing.times if ": " in name)
+    variants = {n: measure.Variant(None, 0, 0, peak) for n, peak in peaks.items()}
+    found = measure.advise(kinds, timing, peaks)
+    advice = measure.Advice(found.keep, found.leave_out, found.memory, ratio)
+    return measure.Profile(None, 1, timing, variants, {}, advice)
+
+
+def peaks_of(timing, **bytes_of_kinds):
+    peaks = dict.fromkeys(timing.times, 1000)
+    return peaks | {of_kinds((kind,)): count for kind, count in bytes_of_kinds.items()}
+
+
+def test_what_is_slower_is_left_out():
+    timing = timing_of(all=80, norm=90, mlp=120, loss=100)
+    found = profile_of(timing, peaks_of(timing), report.Interval(1.2, 1.1, 1.3))
+    assert found.advice.leave_out == ("mlp",) and found.advice.keep == ("norm", "loss")
+    assert report.sentence(found) == (
+        "Leave out mlp: the swap without is 1.200x [1.100-1.300] as fast as all."
+    )
+    assert report.call(found) == "onepass.swap(model, kinds=('norm', 'loss'))"
+
+
+def test_what_is_not_proven_stays():
+    timing = timing_of(all=80, norm=90, mlp=120)
+    found = profile_of(timing, peaks_of(timing), report.Interval(1.01, 0.99, 1.03))
+    assert report.sentence(found).startswith("Slower alone: mlp; but the swap without is 1.010x")
+    assert report.call(found) == "onepass.swap(model)"
+
+
+def test_what_saves_memory_is_kept_and_named():
+    timing = timing_of(all=80, norm=90, mlp=120)
+    for peak, memory_of in ((990, ("mlp",)), (991, ())):  # a hundredth is worth it
+        found = profile_of(timing, peaks_of(timing, mlp=peak))
+        assert found.advice.memory == memory_of
+        assert found.advice.leave_out == (() if memory_of else ("mlp",))
+        if memory_of:
+            assert "mlp: costs time and saves memory" in report.sentence(found)
+            assert report.call(found) == "onepass.swap(model)"
+
+
+def test_a_model_that_gains_nothing_is_not_swapped():
+    for milliseconds in (100, 120):
+        timing = timing_of(all=milliseconds, norm=milliseconds, mlp=120)
+        found = profile_of(timing, peaks_of(timing), report.Interval(1.2, 1.1, 1.3))
+        assert report.sentence(found) == "No gain measured: do not swap this model for speed."
+        assert report.call(found) is None
+
+
+def test_everything_pays():
+    timing = timing_of(all=80, norm=90)
+    found = profile_of(timing, peaks_of(timing))
+    assert report.sentence(found) == "Nothing to leave out: no kind is slower alone."
+    assert report.call(found) == "onepass.swap(model)"
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """The GPT of compare, as a shell would start it: the process and its JSON."""
+    folder = tmp_path_factory.mktemp("profile")
+    process = subprocess.run(
+        [sys.executable, "-m", "onepass", "profile-swap", *QUICK, "--json", "out.json"],
+        cwd=folder, capture_output=True, text=True,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    return process, json.loads((folder / "out.json").read_text())
+
+
+def test_the_table_fits_and_says_what_the_json_says(outcome):
+    process, found = outcome
+    assert process.stderr == "" and "\x1b" not in process.stdout and "…" not in process.stdout
+    for words in ("Each kind alone, one training step, dropout 0.1", "times stock [95 %]",
+                  "peak MiB bought", "rotary: the model has nothing of this kind",
+                  "--quick: tiny sizes"):  # fmt: skip
+        assert words in process.stdout, words
+    flat = " ".join(process.stdout.split())
+    for profile in found["profiles"]:
+        assert profile["advice"]["sentence"] in flat
+    tables = [line for line in process.stdout.splitlines() if line.startswith("  ")]
+    assert max(map(len, tables)) <= report.WIDTH
+
+
+def test_json_schema(outcome):
+    found = outcome[1]
+    assert list(found) == [
+        "schema_version", "command", "machine", "settings", "data", "parameters", "profiles",
+        "seconds",
+    ]  # fmt: skip
+    assert [profile["dropout"] for profile in found["profiles"]] == [0.1, 0.0]
+    for profile in found["profiles"]:
+        assert list(profile) == ["dropout", "items_per_batch", "variants", "absent", "advice"]
+        names = list(profile["variants"])
+        assert names[:2] == [STOCK, SWAPPED]
+        kinds = [name.removeprefix("swapped: ") for name in names[2:]]
+        assert {"norm", "attention"} <= set(kinds) and "dropout" in {*kinds, *profile["absent"]}
+        assert not set(kinds) & set(profile["absent"])
+        assert profile["variants"][STOCK]["kinds"] is None
+        assert profile["variants"][SWAPPED]["kinds"] == kinds
+        for variant in profile["variants"].values():
+            assert list(variant) == [
+                "kinds", "modules", "step_ms", "times_stock", "ms_bought", "saved_bytes",
+                "peak_bytes", "pays",
+            ]  # fmt: skip
+            assert len(variant["step_ms"]["rounds"]) == 3
+            ratio, bought = variant["times_stock"], variant["ms_bought"]
+            assert ratio["low"] <= ratio["median"] <= ratio["high"]
+            assert bought["low"] <= bought["median"] <= bought["high"]
+            assert variant["peak_bytes"] > 0
+        assert list(profile["advice"]) == [
+            "leave_out", "keep", "where_memory_is_short", "ratio_to_all", "sentence", "call",
+        ]  # fmt: skip
+
+
+def test_the_command_repeats_the_run(outcome):
+    found = outcome[1]
+    words = shlex.split(found["command"])
+    assert words[:2] == ["onepass", "profile-swap"]
+    parser = argparse.ArgumentParser()
+    profile_swap.add_arguments(parser)
+    again = read_settings(parser.parse_args(words[2:]), "profile-swap", profile_swap.add_arguments)
+    assert again.to_dict().items() >= found["settings"].items()
+
+
+def test_json_to_stdout_is_nothing_but_json(capsys, peaks_of_one_byte):
+    assert cli.main(["profile-swap", *QUICK, *MODEL, "--kinds", "norm", "--json"]) == 0
+    output, errors = capsys.readouterr()
+    assert errors == ""
+    (profile,) = json.loads(output)["profiles"]
+    assert profile["dropout"] is None and profile["items_per_batch"] == 4096
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--model", "nowhere"], "--model must be package.module:function, got 'nowhere'"),
+        ([*MODEL, "--dropout", "0"], "--model brings its own sizes, dropout and data"),
+        ([*MODEL, "--kinds", "nrom"], "--kinds must be of norm, attention"),
+        (["--model", f"{__name__}:make_nothing"], "the model must have something to swap"),
+        ([*MODEL, "--json", "/no/such/folder/x.json"], "--json must name a file to write"),
+        ([*MODEL, "--pairs", "0"], "--pairs must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, flags, message):
+    assert cli.main(["profile-swap", "--quick", *flags]) == 2
+    output, errors = capsys.readouterr()
+    assert output == "" and errors.count("\n") == 1
+    assert errors.startswith(f"profile-swap: {message}")
+
+
+def test_an_option_of_compare_is_none_of_this(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["profile-swap", "--compile"])
+    assert "unrecognized arguments: --compile" in capsys.readouterr().err
+
+
+def test_the_command_is_listed(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert "profile-swap" in capsys.readouterr().out
