@@ -85,7 +85,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Byte-level GPT; called with (tokens, targets), int64 (batch, seq), it returns the mean loss.
 
-    The loss is the cross entropy in nats per byte, float32.
+    The loss is the cross entropy in nats per byte, float32. A part of each sequence comes with its
+    positions, int64 (seq,).
     """
 
     def __init__(self, sizes: Sizes, dropout: float = 0.0, rmsnorm: bool = False):
@@ -108,8 +109,9 @@ class GPT(nn.Module):
                 adds = 2 * sizes.layers if name.endswith(("out.weight", "contract.weight")) else 1
                 nn.init.normal_(parameter, std=0.02 / adds**0.5)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.drop(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
