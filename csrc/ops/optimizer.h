@@ -208,12 +208,37 @@ struct StepScalars {
   double ema_weight;     // 1 - ema_decay: average = average + ema_weight (param - average)
 };
 
+// beta1^step and beta2^step.
+struct BetaPowers {
+  double beta1 = 1.0;
+  double beta2 = 1.0;
+};
+
+// By squares, both at once: on CUDA a thread of each block computes them while the others wait, and
+// two calls of pow are some 480 instructions there, most of which wait for the one before
+// (`cuobjdump -sass`); these are 13 for each bit of the step. Products round the same everywhere,
+// which nobody promises of pow. 1 - beta^step is off by 1.9e-14 of itself at most where beta is
+// 0.999, with pow by 1.4e-14.
+ONEPASS_HOST_DEVICE inline BetaPowers beta_powers(const Hyper& hyper, uint32_t step) {
+  BetaPowers power;
+  double square1 = hyper.beta1, square2 = hyper.beta2;
+  for (; step != 0; step >>= 1) {
+    if (step & 1) {
+      power.beta1 *= square1;
+      power.beta2 *= square2;
+    }
+    square1 *= square1;
+    square2 *= square2;
+  }
+  return power;
+}
+
 ONEPASS_HOST_DEVICE inline StepScalars step_scalars(Algorithm algorithm, const Hyper& hyper,
                                                     uint32_t step) {
   const bool adam = algorithm == Algorithm::kAdam;
   const bool decoupled = hyper.decoupled != 0.0;
-  const double correction1 = adam ? 1.0 - std::pow(hyper.beta1, step) : 1.0;
-  const double correction2 = adam ? 1.0 - std::pow(hyper.beta2, step) : 1.0;
+  const BetaPowers power = adam ? beta_powers(hyper, step) : BetaPowers{0.0, 0.0};
+  const double correction1 = 1.0 - power.beta1, correction2 = 1.0 - power.beta2;
   return {.step = step,
           .amsgrad = hyper.amsgrad != 0.0,
           .nesterov = hyper.nesterov != 0.0,
