@@ -16,6 +16,7 @@ from torch import Tensor
 
 import onepass
 from onepass import functional
+from onepass._ops.optimizer import LAYOUT
 from tests.optimizer.cases import hyper
 
 OPS = torch.ops.onepass
@@ -287,13 +288,14 @@ def clip_grad_norm() -> tuple[Callable, dict]:
 
 def table_of() -> dict:
     """Two parameters of 256 elements, with a step, two moments and a master each, in buffers."""
-    layout = torch.full((2, 18), -1)
+    layout = torch.full((2, LAYOUT["columns"]), -1)
+    master = LAYOUT["master"]
     for number, row in enumerate(layout):
         row[0], row[1] = number, 0
         row[2:4] = torch.tensor([0, number])
         row[4:6] = torch.tensor([1, 256 * number])
         row[6:8] = torch.tensor([2, 256 * number])
-        row[16:18] = torch.tensor([3, 256 * number])
+        row[master : master + 2] = torch.tensor([3, 256 * number])
     return dict(
         params=[torch.randn(256).bfloat16() for _ in range(2)],
         states=[torch.zeros(2), torch.zeros(512), torch.zeros(512), torch.zeros(512)],

@@ -174,7 +174,7 @@ def test_messages_of_a_step():
         ("gradients must have dtype float32, bfloat16, float16 or float64", [good.int()], {}),
         ("float32, bfloat16 or float16 beside their parameter, got float64", [good.double()], {}),
         ("states must hold 3 moments for these settings, got fewer", [good], {"hyper": [amsgrad]}),
-        (tables, [good], {"hyper": torch.ones(1, 11)}),
+        (tables, [good], {"hyper": torch.ones(1, 12)}),
         (tables, [good], {"hyper": torch.ones(1, 9).double()}),
         ("found_inf must have one element, got 2", [good], {"found_inf": torch.ones(2)}),
         ("grad_scale must have dtype float32", [good], {"grad_scale": torch.ones(1).int()}),

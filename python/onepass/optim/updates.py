@@ -189,13 +189,14 @@ class FormulaOptimizer(UpdateOptimizer):
         updates, written = [], []
         for param, group, gradient in zip(params, groups, gradients, strict=True):
             entry, dtype = self.state[param], _arithmetic(param)
-            gradient = gradient.to(dtype)
+            # Sums go by the order of elements in memory: let that be one.
+            gradient = gradient.to(dtype).contiguous()
             if factor is not None:
                 gradient = gradient * factor
             states = {key: entry[key] for key in self._shapes(param)}
             update, after = self._update(
                 Values(
-                    masters.value(param, entry).to(dtype),
+                    masters.value(param, entry).to(dtype).contiguous(),
                     -gradient if group["maximize"] else gradient,
                     states,
                     int(entry["step"]) + 1,

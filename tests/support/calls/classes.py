@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 
 import onepass
+from onepass._ops.optimizer import LAYOUT, Hyper
 from tests.support.calls.call import RAW, Call, flat, randn, sixteenths
 
 BATCH, ROWS = 2, 5
-LAYOUT_COLUMNS = 18  # of csrc/ops/optimizer_table.h
-STEP_COLUMN, MOMENT_COLUMN = 2, 4
+LAYOUT_COLUMNS, STEP_COLUMN, MOMENT_COLUMN = (LAYOUT[k] for k in ("columns", "step", "moments"))
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -138,7 +138,8 @@ def _optimizers():
         return []
 
     def step_tensors():
-        hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-8, 0.1, 0, 0, 1, 0, 0, 0]], dtype=torch.float64)
+        settings = Hyper(0.1, 0.9, 0.99, 1e-8, 0.1, decoupled=1)
+        hyper = torch.tensor([settings], dtype=torch.float64)
         numbers = {"norm": torch.tensor(0.5, dtype=torch.float64)}
         numbers |= {"grad_scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0)}
         own = table_tensors()
