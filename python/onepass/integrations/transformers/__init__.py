@@ -31,6 +31,7 @@ its own alone, and says so.
 
     attention.py  what the registry calls: the masks and the attention
     models.py     attach, detach, and what swap and unswap do with these models
+    ring.py       ring attention: register_ring
     losses.py     losses on onepass's cross entropy; lazy_logits.py those without their logits
     kernels.py    layers for transformers' `set_use_kernels`
     trainer.py    the optimizer and the callback for transformers' Trainer
@@ -58,6 +59,7 @@ if not hasattr(_transformers, "AttentionMaskInterface"):
 from onepass.integrations.transformers.attention import NAME, register
 from onepass.integrations.transformers.kernels import register_kernels
 from onepass.integrations.transformers.models import Attachment, attach, detach
+from onepass.integrations.transformers.ring import register_ring
 
 if TYPE_CHECKING:
     from onepass.integrations.transformers.trainer import SwapCallback, trainer_optimizer
@@ -70,6 +72,7 @@ __all__ = [
     "detach",
     "register",
     "register_kernels",
+    "register_ring",
     "trainer_optimizer",
 ]
 
