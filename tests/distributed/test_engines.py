@@ -1,0 +1,262 @@
+"""Swapped models and our optimizers inside the other engines of torch.distributed."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import onepass
+from onepass.swapping import classes
+from tests.distributed.dtensors import mesh_of, whole
+from tests.distributed.ranks import distributed, run
+from tests.distributed.test_training import STEPS, check, in_one_process, network, trained
+from tests.optim.cases import FLAGS
+
+pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+ADAMW = FLAGS["AdamW"]
+PAIR = (onepass.optim.AdamW, torch.optim.AdamW)
+
+
+def made(optimizer_class):
+    """A network, swapped where the optimizer is ours."""
+    model = network()
+    if optimizer_class is onepass.optim.AdamW:
+        assert {entry["kind"] for entry in onepass.swap(model).swapped} >= {"norm"}
+    return model
+
+
+def same(losses, parameters, other_losses, other_parameters):
+    """Bit for bit."""
+    pairs = zip(parameters, other_parameters, strict=True)
+    return torch.equal(losses, other_losses) and all(torch.equal(one, two) for one, two in pairs)
+
+
+def compared(parallel, steps, optimizer=None):
+    """Trains both in the same engine; rows of the batch are shared out."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
+    results = []
+    for cls in PAIR:
+        model = parallel(made(cls))
+        stepped = (optimizer or cls)(
+            model.parameters(), **ADAMW, **({"of": cls} if optimizer else {})
+        )
+        results.append(trained(model, stepped, steps, rows, average=True))
+        runs = any(isinstance(m, classes.Swapped) for m in model.modules())
+        assert runs == (cls is PAIR[0])
+    check(*results, in_one_process("AdamW", steps))
+
+
+# ---- ZeRO: each rank holds the state of a part of the parameters ---------------------------------
+
+
+def redundant_nowhere(parameters, of, **settings):
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=of, **settings)
+
+
+def body_of_zero(steps):
+    compared(DistributedDataParallel, steps, redundant_nowhere)
+
+
+@STEPS
+def test_zero_redundancy_optimizer(steps):
+    run(2, body_of_zero, steps)
+
+
+def body_of_consolidation():
+    """Every rank has the same batch."""
+    model = DistributedDataParallel(made(onepass.optim.AdamW))
+    optimizer = redundant_nowhere(model.parameters(), of=onepass.optim.AdamW, **ADAMW)
+    trained(model, optimizer, 3)
+    optimizer.consolidate_state_dict(to=0)
+    weights = [whole(p) for p in model.parameters()]
+    return weights, optimizer.state_dict() if torch.distributed.get_rank() == 0 else None
+
+
+def body_of_going_on(weights, state):
+    model, resumed = made(onepass.optim.AdamW), made(onepass.optim.AdamW)
+    optimizer = onepass.optim.AdamW(model.parameters(), **ADAMW)
+    trained(model, optimizer, 3)
+    with torch.no_grad():
+        for parameter, weight in zip(resumed.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    other = onepass.optim.AdamW(resumed.parameters(), **ADAMW)
+    other.load_state_dict(state)
+    return same(*trained(model, optimizer, 3), *trained(resumed, other, 3))
+
+
+def test_a_consolidated_state_is_that_of_one_process():
+    """And is gone on with by one, bit for bit."""
+    weights, state = run(2, body_of_consolidation)[0]
+    assert run(1, body_of_going_on, weights, state) == [True]
+
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------
+
+
+def sharded(model, **options):
+    for part in (*model.blocks, model):
+        fully_shard(part, **{"mesh": mesh_of((2,)), **options})
+    return model
+
+
+def hybrid(model):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return sharded(model, mesh=mesh)
+
+
+def body_of_hybrid_shards(steps):
+    compared(hybrid, steps)
+
+
+@STEPS
+def test_hybrid_sharding_on_four_processes(steps):
+    run(4, body_of_hybrid_shards, steps)
+
+
+def body_of_replicas_of_shards():
+    """Processes that hold the same shard have the same bits, and the two shards make the whole."""
+    model = hybrid(made(onepass.optim.AdamW))
+    optimizer = onepass.optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    rank = torch.distributed.get_rank()
+    trained(model, optimizer, 8, slice(rank, rank + 1))
+    return [p.to_local().detach().clone() for p in model.parameters()], optimizer.grad_norm
+
+
+def test_replicas_of_shards_are_the_same():
+    (a, norm), (b, _), (c, other), (d, _) = run(4, body_of_replicas_of_shards)
+    norms = torch.as_tensor(norm), torch.as_tensor(other)
+    assert same(norms[0], a, norms[1], c) and same(norms[0], b, norms[0], d)
+    assert not same(norms[0], a, norms[0], b)
+
+
+def checkpointed(model):
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT)
+    return sharded(model)
+
+
+def body_of_checkpointed_shards(steps):
+    compared(checkpointed, steps)
+
+
+@STEPS
+def test_activation_checkpointing_of_shards(steps):
+    run(2, body_of_checkpointed_shards, steps)
+
+
+def body_of_offloaded_shards(steps):
+    compared(lambda model: sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False)), steps)
+
+
+@STEPS
+def test_shards_that_are_offloaded_to_the_cpu(steps):
+    run(2, body_of_offloaded_shards, steps)
+
+
+def body_of_low_precision(steps):
+    """bfloat16 inside, losses as close to float64's as stock's are."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    compared(lambda model: sharded(model, mp_policy=policy), steps)
+
+
+@STEPS
+def test_mixed_precision_of_swapped_shards(steps):
+    run(2, body_of_low_precision, steps)
+
+
+# ---- tensor parallelism of a swapped model -------------------------------------------------------
+
+
+def in_columns_and_rows(model):
+    plan = {}
+    for number in range(2):
+        plan[f"blocks.{number}.up"] = ColwiseParallel()
+        plan[f"blocks.{number}.down"] = RowwiseParallel()
+    return parallelize_module(model, mesh_of((2,)), plan)
+
+
+def body_of_columns_and_rows(steps):
+    results = []
+    for cls in PAIR:
+        model = in_columns_and_rows(made(cls))
+        results.append(trained(model, cls(model.parameters(), **ADAMW), steps))
+    check(*results, in_one_process("AdamW", steps))
+
+
+@STEPS
+def test_columns_and_rows_of_a_swapped_model(steps):
+    run(2, body_of_columns_and_rows, steps)
+
+
+# ---- replicas stay equal -------------------------------------------------------------------------
+
+
+def digest(model):
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(whole(parameter).flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.drop, self.norm = nn.Linear(64, 256), nn.Dropout(0.3), nn.LayerNorm(256)
+        self.head = nn.Linear(256, 64)
+
+    def forward(self, x):
+        return self.head(self.norm(self.drop(self.body(x))))
+
+
+def body_of_a_hundred_steps(options):
+    """Seeds and batches of each rank's own; the digests of the parameters after each ten steps,
+    and what dropout kept last."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(3)
+    model = Dropping().bfloat16()
+    assert len(onepass.swap(model, kinds=("norm", "dropout")).swapped) == 2
+    torch.manual_seed(100 + rank)
+    parallel = DistributedDataParallel(model)
+    optimizer = onepass.optim.AdamW(parallel.parameters(), lr=1e-3, **options)
+    digests = []
+    for step in range(100):
+        x = torch.randn(8, 64).bfloat16()
+        (parallel(x).float() - x.float()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 9:
+            digests.append(digest(model))
+    return digests, model.drop(torch.ones(64)).tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"master": "stochastic"},
+        {"master": "stochastic", "state_dtype": "int8", "max_grad_norm": 0.5},
+        {"master": "remainder16"},
+    ],
+    ids=str,
+)
+def test_replicas_are_equal_for_a_hundred_steps(options):
+    (digests, kept), (others, other_kept) = run(2, body_of_a_hundred_steps, options)
+    assert digests == others and len(set(digests)) == 10
+    assert kept != other_kept  # each process dropped by a seed of its own
