@@ -1,8 +1,8 @@
 // Runs a package of AOTInductor, made from a swapped model, without Python: argv holds onepass' CPU
 // library, the package, a file of the input's floats, and the file for the output's.
 #include <dlfcn.h>
-#include <torch/torch.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/torch.h>
 
 #include <cstdlib>
 #include <fstream>
