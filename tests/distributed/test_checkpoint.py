@@ -105,7 +105,7 @@ def on(size, body, *args):
     return run(size, body, size, *args)[0] if size > 1 else body(1, *args)
 
 
-SIZES = [(2, 1), (2, 4), (1, 2), (2, 2)]
+SIZES = [(2, 1), (2, 4), (1, 2), (2, 2), (4, 2), (4, 1)]
 PARTS = range(4)  # in which master, dtype and sizes meet, each two of them once
 
 
