@@ -135,6 +135,11 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// A hint: the line of 128 bytes that an address lies in comes into the L2.
+__device__ __forceinline__ void prefetch_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- ordered access to global memory ------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {

@@ -434,6 +434,9 @@ inline void add_global_4(float* address, const float (&value)[4]) {
   for (int i = 0; i < 4; ++i) detail::add_atomically(address + i, value[i]);
 }
 
+// A hint, which moves nothing that a kernel could see.
+inline void prefetch_to_l2(const void*) {}
+
 inline void spin() { emulator::spin(); }
 
 // ---- plain access to global memory --------------------------------------------------------------

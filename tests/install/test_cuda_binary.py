@@ -48,6 +48,8 @@ WITHOUT_KERNELS = ("attention/backend.cu",)
 OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
 PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")
 OF_WHOLE_ROWS = r"attention_forward_kernel\S*Li(\d+)ELNS\S*ForwardKindE[01]E"  # 16 bytes alone
+# Kernels that ask for the next row while they are at one.
+AHEAD = r"norm_backward_kernel(?!\S*4SameIdE)"
 # Kernels that ask for pairs of a bias in front of the product that these are added to, by bucket.
 WITH_BIAS = r"attention_(backward_kernel\S*Li(\d+)ELb1E|dbias_kernel\S*Li(\d+)E)"
 # Instructions of the main loop, of any way through it. A warp issues about half of them a turn, of
@@ -76,8 +78,10 @@ def _checked(binary: Path) -> list[str]:
         assert used["STACK"] == used["LOCAL"] == 0, f"{kernel} spills: {used}"
         fits = used["REG"] * threads.get(kernel, 1024) <= REGISTERS
         assert fits, f"{kernel} cannot start: {used}"
-    is_looked_at = any(re.search(f"{WITH_BIAS}|{TENSOR_CORES}", name) for _, name in kernels)
+    looked_at = f"{WITH_BIAS}|{TENSOR_CORES}|{AHEAD}"
+    is_looked_at = any(re.search(looked_at, name) for _, name in kernels)
     for (_, name), code in nvcc.machine_code(binary).items() if is_looked_at else ():
+        assert "CCTL.E.PF2" in code or not re.search(AHEAD, name), f"{name} asks for no row"
         if match := re.search(WITH_BIAS, name):
             bucket, products = int(match[2] or match[3]), nvcc.products_on_the_way(code)
             queries = 16 if bucket == 256 or match[3] else 32  # of a strip, see table.h

@@ -77,6 +77,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   A dweight[kPacks][kPack] = {}, dbias[kPacks][kPack] = {}, dgate[kPacks][kPack] = {};
   for (int r = group; r < constants->rows; r += rows_per_block) {
+    if constexpr (sizeof(A) < 8) {  // which has no register left on sm_100
+      ask_for_row(args, *constants, r + rows_per_block, threads_per_row);
+    }
     const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
     const int64_t row = constants->first_row + r;
     const RowIndex index = row_index_by_inverse(args.row_size, constants->per_size, row);
@@ -149,10 +152,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // The sums of a block's warps, if it has one per row, are added up in order.
   const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
+  uint32_t threads = blockDim.x;
+  forget(threads);  // else sm_120 keeps rows_per_block through the loop, on the stack
+  const int groups = threads_per_row > kLanes ? 1 : static_cast<int>(threads) / kLanes;
   constexpr int kWarpRow = kLanes * kPacks * kPack;
   A* sums = weights;  // of dweight, and kWarpRow further each of dbias and dgate
-  if (rows_per_block > 1) {
-    for (int warp = 0; warp < rows_per_block; ++warp) {
+  if (groups > 1) {
+    for (int warp = 0; warp < groups; ++warp) {
       __syncthreads();
       if (group != warp) continue;
       ONEPASS_UNROLL
@@ -169,8 +175,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   A* const target = partials + static_cast<int64_t>(blockIdx.x) * kSums<Args> * args.cols;
   ONEPASS_UNROLL
   for (int p = 0; p < kPacks; ++p) {
-    if (!has_turn(p, group, rows_per_block)) continue;
-    if (rows_per_block > 1) {
+    if (!has_turn(p, group, groups)) continue;
+    if (groups > 1) {
       staged_pack(sums, columns, p, dweight[p]);
       staged_pack(sums + kWarpRow, columns, p, dbias[p]);
       if constexpr (kIsModulated<Args>) {

@@ -107,6 +107,36 @@ struct RowOffsets {
         dense(row * args.cols) {}
 };
 
+// Asks for what the gradient of a block's row r reads, line by line. A block has one row at a time,
+// whose sums all its threads wait for: without, nothing comes from memory while it is used, and
+// where rows are few a multiprocessor has no second block. Of rows at one stride, as almost all
+// are: there are few registers.
+template <class Args>
+__device__ __forceinline__ void ask_for_row(const Args& args, const BlockConstants& constants,
+                                            int r, int threads_per_row) {
+  constexpr int kLine = 128;
+  if (r >= constants.rows || args.row_size[0] != 1 || args.row_size[1] != 1) return;
+  const int thread = threads_per_row > kLanes ? thread_index() : thread_index() % kLanes;
+  const auto ask = [&](const void* base, DType dtype, const RowStride& stride) {
+    if (!base) return;
+    auto size = static_cast<uint32_t>(size_of(dtype));
+    forget(size);  // else what follows from it is kept in registers through the loop over rows
+    const char* const first = static_cast<const char*>(base) +
+                              (constants.first_row + r) * stride.stride[kRowDims - 1] * size;
+    const auto bytes = static_cast<int>(static_cast<uint32_t>(args.cols) * size);
+    ONEPASS_ROLL
+    for (int at = thread * kLine; at < bytes; at += threads_per_row * kLine) {
+      prefetch_to_l2(first + at);
+    }
+  };
+  ask(args.doutput, args.doutput_dtype, args.doutput_stride);
+  ask(args.x, args.x_dtype, args.x_stride);
+  ask(args.dresidual_out, args.x_dtype, args.dresidual_out_stride);
+  if constexpr (kIsModulated<Args>) {
+    if (args.gate) ask(args.branch, args.branch_dtype, args.branch_stride);
+  }
+}
+
 // dx of one pack, and what it adds to the sums; load_gate is called where there is a gate, and
 // `factor` is the branch's.
 template <class Types, class Args, class Columns>
