@@ -10,6 +10,8 @@ from torch import Tensor
 
 import onepass
 from onepass import numerics
+from onepass._ops.optimizer import Hyper
+from onepass.optim import tables
 from onepass.reference import optimizer as reference
 from tests.optim.cases import (
     BF16,
@@ -229,6 +231,32 @@ def test_groups_and_tensor_lr(name):
         for optimizer in (ours, one, two):
             optimizer.step()
     assert all(map(same, params, others))
+
+
+class OnDevice(Tensor):
+    """Says that it lies on a device."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+@names
+def test_a_tensor_lr_on_a_device(name, monkeypatch):
+    """The settings that a kernel reads are those of a number; Adafactor's updates have lr already,
+    and its weight decay has it too."""
+    monkeypatch.setattr(tables, "on_device", lambda settings, *_: settings.clone())
+    found = []
+    for lr in (torch.tensor(0.25).as_subclass(OnDevice), 0.25):
+        optimizer = made(name, lr=lr, weight_decay=0.5)
+        for now in (0.25, 0.125):
+            if isinstance(lr, Tensor):
+                lr.fill_(now)
+            else:
+                optimizer.param_groups[0]["lr"] = now
+            device_settings = optimizer._hyper_tables(torch.device("cuda"))[1]
+            found.append(dict(zip(Hyper._fields, device_settings[0].tolist(), strict=True)))
+    assert found[:2] == found[2:]
+    if name == "Adafactor":
+        assert [(row["lr"], row["weight_decay"]) for row in found[:2]] == [(1, 0.125), (1, 0.0625)]
 
 
 @names

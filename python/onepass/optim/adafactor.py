@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from onepass._ops.optimizer import Hyper
-from onepass.optim.optimizer import number_of
 from onepass.optim.options import OPTIONS_DOC, constructor
 from onepass.optim.updates import FormulaOptimizer, Values
 
@@ -39,6 +38,8 @@ class Adafactor(FormulaOptimizer, torch.optim.Adafactor):
         {{'step': (), 'row_var': (32, 1), 'col_var': (1, 64)}}
     """
 
+    _lr_is_in_updates = True
+
     __init__ = constructor(torch.optim.Adafactor)
 
     def _shapes(self, param: Tensor) -> dict[str, tuple[int, ...]]:
@@ -48,7 +49,7 @@ class Adafactor(FormulaOptimizer, torch.optim.Adafactor):
         return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
     def _hyper(self, group: dict) -> Hyper:
-        return Hyper(1.0, weight_decay=number_of(group["lr"]) * group["weight_decay"])
+        return Hyper(1.0, weight_decay=float(group["lr"]) * group["weight_decay"])
 
     def _update(self, values: Values) -> tuple[Tensor, dict[str, Tensor]]:
         param, g, states, step, group, dtype = values

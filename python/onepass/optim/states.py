@@ -24,6 +24,7 @@ class StateOptimizer(torch.optim.Optimizer):
     _algorithm: int  # of onepass._ops.optimizer.ALGORITHMS
     _is_linear = False  # in parameters and gradients, so that parts of a sum can be stepped
     _counts_steps = False  # what a step does depends on their number, so a checkpoint must have it
+    _lr_is_in_updates = False  # and so no setting of the operator
     _has_second_moment = False  # which has no sign, and is rounded stochastically
 
     master: str | None

@@ -162,7 +162,7 @@ class TableOptimizer(StateOptimizer):
             table = torch.tensor(rows, dtype=torch.float64)
             device_table = on_device(table, device, device_table)
             self._hyper_tables_held = rows, table, device_table
-        if device_table is not None:
+        if device_table is not None and not self._lr_is_in_updates:
             for number, group in enumerate(self.param_groups):
                 if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu":
                     # Without a word to the host.
