@@ -242,6 +242,32 @@ def test_steps_and_swaps_inside_swap_ema_are_refused():
     steps(optimizer, 1)
 
 
+@pytest.mark.parametrize("master", [None, "fp32", "remainder16", "stochastic"])
+def test_a_state_dict_inside_swap_ema_is_the_one_from_outside(master):
+    optimizer = steps(made("AdamW", SIZES, BF16, master=master, ema_decay=DECAY), 5)
+    outside = optimizer.state_dict()
+    with optimizer.swap_ema():
+        with torch.no_grad():
+            members(optimizer)[0].fill_(3.0)
+        inside = copy.deepcopy(optimizer.state_dict())
+    assert inside["param_groups"] == outside["param_groups"]
+    for number, entry in outside["state"].items():
+        assert inside["state"][number].keys() == entry.keys()
+        for key, value in entry.items():
+            assert same(inside["state"][number][key], value), (number, key)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, through_pickle])
+def test_copies_inside_swap_ema_are_refused(copied):
+    optimizer = steps(made("AdamW", SIZES, ema_decay=DECAY), 2)
+    before = snapshot(optimizer)
+    message = "AdamW: copy and pickle must not be called inside swap_ema, got a call"
+    with optimizer.swap_ema(), pytest.raises(RuntimeError, match=message):
+        copied(optimizer)
+    assert_same(before, snapshot(optimizer))
+    copied(optimizer)
+
+
 def test_a_backward_through_swapped_parameters_is_noticed():
     linear = torch.nn.Linear(4, 4)
     optimizer = onepass.optim.SGD(linear.parameters(), lr=0.1, ema_decay=DECAY)

@@ -59,7 +59,8 @@ class CheckpointOptimizer(StateOptimizer):
         if remainder is None:
             return entry
         shown = dict(entry)
-        shown["master"] = like(param, masters.join(local(param).detach(), local(remainder)))
+        here = self._kept.get(param, local(param).detach())
+        shown["master"] = like(param, masters.join(here, local(remainder)))
         del shown["remainder"]
         return shown
 
@@ -105,6 +106,11 @@ class CheckpointOptimizer(StateOptimizer):
             led.param_groups = self.param_groups
 
     def __getstate__(self) -> dict:
+        if self._is_swapped:
+            raise RuntimeError(
+                f"{type(self).__name__}: copy and pickle must not be called inside swap_ema, got a "
+                "call: the parameters are averages there"
+            )
         options = {key: self.__dict__[key] for key in Options._fields}
         return {**super().__getstate__(), **options}
 

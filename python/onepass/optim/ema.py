@@ -17,16 +17,15 @@ from onepass.optim.states import StateOptimizer
 class AveragingOptimizer(StateOptimizer):
     """What can be done with the averages that steps keep (`ema_decay`)."""
 
-    _is_swapped = False
-
     @contextlib.contextmanager
     def swap_ema(self) -> Iterator[None]:
         """The averages in place of the parameters, rounded to their dtype, within a ``with``.
 
         For evaluating and saving a model. Afterwards the parameters are what they were, whatever
-        was written to them inside; steps inside are refused. Parameters without an average, which
-        no step has changed yet, stay as they are; so do buffers, such as a batch norm's. Holds a
-        copy of the parameters.
+        was written to them inside. The optimizer's ``state_dict`` is the one from outside, and its
+        steps, copies and pickles are refused. Parameters without an average, which no step has
+        changed yet, stay as they are; so do buffers, such as a batch norm's. Holds a copy of the
+        parameters.
 
         Raises:
             RuntimeError: no ema_decay, or a ``with`` of this kind inside another.
@@ -69,12 +68,12 @@ class AveragingOptimizer(StateOptimizer):
             _write(kept)
             if table is not None and table.masters:
                 table.versions = [p._version for p in table.master_params]
-            self._is_swapped = False
+            self._is_swapped, self._kept = False, StateOptimizer._kept
             done.append(True)
 
         try:
             try:
-                self._is_swapped = True
+                self._is_swapped, self._kept = True, kept
                 _write(averages)
                 yield
             finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ class StateOptimizer(torch.optim.Optimizer):
     zero_grads: bool
     ema_decay: float | Callable[[int], float] | None
     ema_dtype: str | None
+
+    _is_swapped = False  # within swap_ema
+    _kept: Mapping[Tensor, Tensor] = MappingProxyType({})  # parts of parameters, as outside of it
 
     grad_norm: Tensor | None
     """0-dim tensor, the gradients' global norm in the last step, unscaled and before clipping;
