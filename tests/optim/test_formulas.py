@@ -142,6 +142,28 @@ def test_the_reference_of_adafactor_is_torchs():
             assert torch.allclose(value, theirs.state[p][key], rtol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_the_smallest_gradients_of_adafactor(dtype):
+    """Without a number they are the float32 run's where results are kept to float32, be it on
+    average; without a master those of the parameter's dtype, as torch's."""
+    scale = 2.0**-12  # below both dtypes' eps
+    for master in (None, "fp32", "stochastic"):
+        optimizer = made("Adafactor", dtype, master=master, lr=0.5)
+        eps = torch.finfo(dtype if master is None else F32).eps
+        wide = made("Adafactor", eps=(eps, 1e-3), lr=0.5)
+        with torch.no_grad():
+            for p, q in zip(members(wide), members(optimizer), strict=True):
+                p.copy_(q)
+        give(members(optimizer), 0, scale)
+        for p, q in zip(members(wide), members(optimizer), strict=True):
+            p.grad = q.grad.float()
+        optimizer.step()
+        wide.step()
+        for p, q in zip(members(wide), members(optimizer), strict=True):
+            unit = torch.finfo(dtype).eps * p.detach().abs().max()
+            assert (q.detach() - p.detach()).abs().max() <= unit, (master, p.shape)
+
+
 def test_the_length_of_a_step_of_lamb():
     """lr times the tensor's norm, whatever the gradient's size; not of one that is zero."""
     for scale in (1e-3, 1.0, 1e3):
@@ -163,7 +185,7 @@ def test_the_length_of_a_step_of_lamb():
 @names
 def test_masters(name):
     """A bfloat16 run with masters is the float32 run of the same gradients, rounded."""
-    wide = made(name, **({"eps": (torch.finfo(BF16).eps, 1e-3)} if name == "Adafactor" else {}))
+    wide = made(name)
     with torch.no_grad():
         for p in members(wide):
             p.copy_(p.bfloat16())

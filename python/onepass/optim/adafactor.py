@@ -23,7 +23,11 @@ class Adafactor(FormulaOptimizer, torch.optim.Adafactor):
     torch's form.
 
     Args:
-        params, lr, beta2_decay, eps, d, weight_decay, maximize: as torch's.
+        params, lr, beta2_decay, d, weight_decay, maximize: as torch's.
+        eps: as torch's: what the gradients' root mean squares and the parameter's are at least.
+            None for the first: the parameter dtype's own, 2^-7 of bfloat16, so that smaller
+            gradients make smaller steps; with a master, "stochastic" too, float32's, 2^-23, as in a
+            float32 run.
         foreach: accepted; it chooses between torch's implementations.{OPTIONS_DOC}
     Raises:
         ValueError: a setting out of range, a `state_dtype` other than float32.

@@ -127,7 +127,9 @@ class Values(NamedTuple):
     states: Mapping[str, Tensor]
     step: int  # this one's number, from 1
     group: dict
-    dtype: torch.dtype  # of the parameter as the model has it
+    dtype: (
+        torch.dtype
+    )  # whose precision results are kept in: with a master that is the arithmetic's
 
 
 class FormulaOptimizer(UpdateOptimizer):
@@ -201,7 +203,7 @@ class FormulaOptimizer(UpdateOptimizer):
                     states,
                     int(entry["step"]) + 1,
                     group,
-                    param.dtype,
+                    param.dtype if self.master is None else dtype,
                 )
             )
             updates.append(laid_as(param, update))
