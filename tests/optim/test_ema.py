@@ -395,6 +395,40 @@ def test_averages_are_dropped_where_nobody_keeps_them(name):
     steps(new, 1, first=3)
 
 
+@names
+def test_averages_that_were_dropped_begin_anew(name):
+    """With the count of their steps, which the decay is a function of."""
+    asked: list[int] = []
+
+    def decay(step):
+        asked.append(step)
+        return 0.5
+
+    optimizer = steps(made(name, SIZES, ema_decay=DECAY), 3)
+    between = steps(resumed(name, optimizer), 1, first=3)
+    assert all("ema_steps" not in group for group in between.state_dict()["param_groups"])
+    new = resumed(name, between, ema_decay=decay)
+    assert new.param_groups[0]["ema_steps"] == 0
+    steps(new, 1, first=4)
+    assert all(map(torch.equal, averages(new), members(new))) and not asked
+    steps(new, 1, first=5)
+    assert asked == [2] and new.param_groups[0]["ema_steps"] == 2
+
+
+@names
+def test_a_count_without_averages_is_none(name):
+    """Checkpoints had one from before, after steps of an optimizer that keeps no averages."""
+    optimizer = steps(made(name, SIZES), 3)
+    checkpoint = optimizer.state_dict()
+    checkpoint["param_groups"][0]["ema_steps"] = 50
+    params = [p.detach().clone().requires_grad_() for p in members(optimizer)]
+    new = ours(name)(params, **FLAGS[name], ema_decay=DECAY)
+    new.load_state_dict(checkpoint)
+    steps(new, 1, first=3)
+    assert all(map(torch.equal, averages(new), members(new)))
+    assert new.param_groups[0]["ema_steps"] == 1
+
+
 @torch_names
 def test_torch_loads_averages_and_brings_them_back(name):
     optimizer = steps(made(name, SIZES, ema_decay=DECAY), 3)
@@ -523,6 +557,18 @@ def test_fuse_keeps_averages():
     p.grad = torch.ones(5)
     optimizer.step()
     assert torch.equal(optimizer.state[p]["ema"], p)
+
+
+@pytest.mark.parametrize("decay", [None, DECAY])
+def test_fuse_begins_averages_that_are_not_there(decay):
+    p = torch.randn(5).requires_grad_()
+    theirs = torch.optim.AdamW([p], lr=1e-2)
+    theirs.param_groups[0]["ema_steps"] = 50
+    optimizer = onepass.optim.fuse(theirs, ema_decay=decay)
+    p.grad = torch.ones(5)
+    optimizer.step()
+    assert optimizer.param_groups[0].get("ema_steps") == (1 if decay else None)
+    assert decay is None or torch.equal(optimizer.state[p]["ema"], p)
 
 
 def test_muon_with_adamw():

@@ -10,7 +10,7 @@ from torch import Tensor
 from onepass.optim import codes, masters
 from onepass.optim.adoption import Adoption, like, wrap
 from onepass.optim.atomic import as_before, settled
-from onepass.optim.flat_state import SCALE, Places, is_signed, local
+from onepass.optim.flat_state import EMA, EMA_STEPS, SCALE, Places, is_signed, local
 from onepass.optim.options import Options
 from onepass.optim.settings import check_settings
 from onepass.optim.states import StateOptimizer
@@ -145,6 +145,7 @@ class CheckpointOptimizer(StateOptimizer):
                 group.setdefault(key, value)
         places = Places()
         converted = Adoption(self, places, groups).adopt(state["state"])
+        self._begin_averages(groups, converted)
         self._reset()
         self._places = places
         super().__setstate__({**state, "state": converted})
@@ -163,9 +164,20 @@ class CheckpointOptimizer(StateOptimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+        self._begin_averages(self.param_groups, state)
         self._reset()
         self._places = places
         self.state = state
+
+    def _begin_averages(self, groups: list[dict], state: dict) -> None:
+        """Counts of steps go with the averages: where there are none, the next are the first."""
+        if any(isinstance(e, dict) and e.get(EMA) is not None for e in state.values()):
+            return
+        for group in groups:
+            if self.ema_decay is None:
+                group.pop(EMA_STEPS, None)
+            else:
+                group[EMA_STEPS] = 0
 
 
 def _with_host_step(group: dict, entry: dict) -> dict:
