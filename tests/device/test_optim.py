@@ -114,6 +114,24 @@ def test_no_step_waits_for_the_device(mode):
         onepass.optim.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "Adafactor", "LAMB"])
+def test_a_tensor_lr_on_the_device(name):
+    """Is the number; the weight decay is multiplied by it too."""
+    found = []
+    for lr in (torch.tensor(0.25, device=DEVICE), 0.25):
+        p = torch.nn.Parameter(torch.ones(33, 7, device=DEVICE))
+        optimizer = getattr(onepass.optim, name)([p], lr=lr, weight_decay=0.5)
+        for now in (0.25, 0.125):
+            if isinstance(lr, torch.Tensor):
+                lr.fill_(now)
+            else:
+                optimizer.param_groups[0]["lr"] = now
+            p.grad = torch.full_like(p, 0.5)
+            optimizer.step()
+        found.append(p.detach())
+    assert torch.equal(*found)
+
+
 @pytest.mark.skipif(not ON_CUDA or torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_device_that_is_not_the_current_one(mode):

@@ -54,7 +54,10 @@ OPTIONS_DOC = """
             is rounded. The first step of a group makes it the parameter, as
             `torch.optim.swa_utils.AveragedModel` does. A number from 0 to 1, or a function of the
             step's number that returns one; the first average is number 1
-            (``param_groups[i]["ema_steps"]`` counts them). See ``swap_ema``.
+            (``param_groups[i]["ema_steps"]`` counts them). On CUDA, where the host does not wait to
+            know it, a step that is not made counts as well: if the first is not, the average begins
+            with the parameter as it was. An optimizer with a lambda cannot be pickled. See
+            ``swap_ema``.
         ema_dtype: of the averages. None, torch.float32 or "float32": float32, of float64 parameters
             float64. "param": the parameter's; 16 bits are rounded stochastically, since what an
             average changes by is mostly below half a unit in the last place.
