@@ -298,6 +298,36 @@ def test_remove():
     fused_accumulate(optimizer, in_backward=True).remove()
 
 
+@pytest.mark.parametrize("is_mixed", [True, False])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("name", ["AdamW", "MuonWithAdamW", "Adafactor"])
+def test_scaled_gradients_are_refused(name, unscales, is_mixed):
+    """A scaler finds the gradients in float32 alone: it would divide those and not the sums."""
+    model, optimizer = build(name, F16)
+    if not is_mixed:
+        model.norm.requires_grad_(False)
+    handle = fused_accumulate(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(batch(0, F16))).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match="must not be that of a GradScaler"):
+        scaler.step(optimizer)
+    assert_same(snapshot(optimizer), before)
+    handle.remove()
+
+
+def test_the_step_of_a_scaler_that_is_off():
+    model, optimizer = build("AdamW", F16)
+    fused_accumulate(optimizer)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    before = model.first.weight.detach().clone()
+    scaler.scale(model(batch(0, F16))).backward()
+    scaler.step(optimizer)
+    assert not torch.equal(model.first.weight, before)
+
+
 def test_sparse_gradients_are_refused():
     table = nn.Embedding(5, 3, sparse=True, dtype=BF16)
     optimizer = onepass.optim.SGD(table.parameters(), lr=0.1)

@@ -33,7 +33,8 @@ def fused_accumulate(
     be a 16-bit sum. ``optimizer.step()`` steps with the sums and empties them, so that it does what
     a loop does that adds float32 copies of the gradients; so does ``optimizer.zero_grad()``.
     Gradients in float32 stay where torch adds them. Not for models in DistributedDataParallel,
-    which averages gradients after these hooks; DTensors are refused.
+    which averages gradients after these hooks; DTensors are refused. So is the step of a
+    `torch.amp.GradScaler`, which finds none of these gradients.
 
     With `in_backward` each parameter is stepped as soon as its gradient is there, and the gradient
     is freed: no two gradients are held at a time. The results are those of a loop that steps after

@@ -67,6 +67,8 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
             raise RuntimeError(
                 f"{type(self).__name__}: step must not be called inside swap_ema, got a call"
             )
+        if self._accumulation is not None:
+            self._refuse_scaler()
         lists = [group["params"] for group in self.param_groups]
         table = self._table
         is_known = table is not None and objects.hold_same(lists, table.grouped)
@@ -212,6 +214,15 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         if device_hyper is not None:
             options["device_hyper"] = device_hyper
         return hyper, options
+
+    def _refuse_scaler(self) -> None:
+        """A scaler divides ``.grad`` and looks for infinities there: it does not find the sums."""
+        for name in ("grad_scale", "found_inf"):
+            if getattr(self, name, None) is not None:
+                raise RuntimeError(
+                    f"{type(self).__name__}: step must not be that of a GradScaler with "
+                    f"fused_accumulate, got {name}: a scaler does not find the sums"
+                )
 
     def _refuse(self, params: list[Tensor], gradients: list[Tensor]) -> None:
         """Raises for tensors that no step can be made with."""

@@ -19,13 +19,24 @@ class StepUnscales:
     Accelerate puts a function of its own in the place of ``step`` while the scaler steps, and takes
     a step for skipped, so that schedulers wait, if that was not called. The scaler is told no then,
     and calls it for finite gradients alone.
+
+    Gradients that `fused_accumulate` takes are where no scaler finds them. The scaler is told yes
+    then by every optimizer: what it hands over is what the step can refuse.
     """
+
+    def __init__(self, divides: bool = True):
+        self._divides = divides  # the step, given a scale
 
     def __get__(self, optimizer: torch.optim.Optimizer | None, owner: type | None = None):
         if optimizer is None:
             return self
         asking = sys._getframe(1).f_locals.get("self")
-        if isinstance(asking, torch.amp.GradScaler):
+        is_scaler = isinstance(asking, torch.amp.GradScaler)
+        if is_scaler and optimizer._accumulation is not None:
+            return True
+        if not self._divides:
+            return False
+        if is_scaler:
             step = vars(optimizer).get("step")
             return getattr(step, "__module__", None) != "accelerate.optimizer"
         return bool(optimizer.defaults.get("fused"))

@@ -21,6 +21,7 @@ from onepass.optim.averages import Factor
 from onepass.optim.checks import refuse_freed
 from onepass.optim.flat_state import Numbers, local, strides_of
 from onepass.optim.optimizer import FlatOptimizer
+from onepass.optim.scaling import StepUnscales
 
 
 class UpdateOptimizer(FlatOptimizer):
@@ -29,7 +30,7 @@ class UpdateOptimizer(FlatOptimizer):
     # The last part of a step: param - lr (update + weight_decay param).
     _algorithm = ALGORITHMS["SGD"]
     # torch.amp.GradScaler unscales before the step, which it skips where there are infinities.
-    _step_supports_amp_scaling = False
+    _step_supports_amp_scaling = StepUnscales(divides=False)
     _takes_codes = False  # moments in 8 bits
 
     def _accept(self, options, settings: dict) -> None:
