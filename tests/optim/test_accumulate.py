@@ -99,6 +99,32 @@ def test_a_step_with_sums_is_that_of_the_loop(dtype, name):
     assert_same(snapshot(optimizer), snapshot(reference))
 
 
+def test_the_documented_loop_with_float32_parameters():
+    """Gradients of one half, in both dtypes: three rounds of two backwards move by 0.1 each."""
+    narrow, wide = (torch.ones(8, dtype=dtype, requires_grad=True) for dtype in (BF16, F32))
+    optimizer = onepass.optim.SGD([narrow, wide], lr=0.1, master="fp32")
+    sums = fused_accumulate(optimizer)
+    for _ in range(3):
+        for _ in range(2):
+            (0.5 * narrow.float() + 0.5 * wide).sum().backward()
+        optimizer.step()
+        assert sums.sum_of(narrow) is None and (wide.grad == 1).all()
+        optimizer.zero_grad()
+    assert torch.equal(optimizer.state[narrow]["master"], wide)
+
+
+def test_who_empties_what():
+    """`optimizer.zero_grad` sums and `.grad`; the model, which knows of no sums, `.grad`."""
+    model, optimizer = build("AdamW")
+    sums = fused_accumulate(optimizer)
+    for empty, is_kept in ((model.zero_grad, True), (optimizer.zero_grad, False)):
+        optimizer.zero_grad()
+        model(batch(0)).backward()
+        empty()
+        assert (sums.sum_of(model.first.weight) is not None) is is_kept
+        assert model.norm.weight.grad is None
+
+
 def test_small_gradients_are_not_lost():
     """256 additions of one: a bfloat16 sum stands still at 256."""
     p = torch.zeros(5, dtype=BF16, requires_grad=True)

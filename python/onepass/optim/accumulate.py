@@ -30,9 +30,10 @@ def fused_accumulate(
     """Takes each gradient as backward has made it, and frees it.
 
     16-bit gradients are added to float32 sums, one pass each: the parameter's own ``.grad`` would
-    be a 16-bit sum. ``optimizer.step()`` steps with the sums and empties them, so that it does what
-    a loop does that adds float32 copies of the gradients; so does ``optimizer.zero_grad()``.
-    Gradients in float32 stay where torch adds them. Not for models in DistributedDataParallel,
+    be a 16-bit sum. ``optimizer.step()`` steps with the sums, so that it does what a loop does that
+    adds float32 copies of the gradients. Gradients in float32 stay where torch adds them: they need
+    ``optimizer.zero_grad()`` as ever, which empties the sums too. A step empties sums alone, and
+    ``model.zero_grad()`` ``.grad`` alone. Not for models in DistributedDataParallel,
     which averages gradients after these hooks; DTensors are refused. So is the step of a
     `torch.amp.GradScaler`, which finds none of these gradients.
 
@@ -72,6 +73,7 @@ def fused_accumulate(
         >>> model.weight.grad is None, sums.sum_of(model.weight).dtype
         (True, torch.float32)
         >>> optimizer.step()
+        >>> optimizer.zero_grad()
         >>> sums.remove()
     """
     if not isinstance(optimizer, FlatOptimizer):
@@ -138,7 +140,7 @@ class FusedAccumulate:
         return self._sums[param] if param in self._full else None
 
     def clear(self) -> None:
-        """Empties the sums."""
+        """Empties the sums; ``.grad`` stays."""
         self._full.clear()
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
     its hooks go over. Called again with the same options, it returns the same optimizer.
 
     Args:
-        optimizer: a `torch.optim.AdamW`, `Adam`, `SGD` or `Muon`; not a subclass.
+        optimizer: a `torch.optim.AdamW`, `Adam`, `SGD`, `Muon` or `Adafactor`; not a subclass.
         master, state_dtype, max_grad_norm, zero_grads, ema_decay, ema_dtype: as in
             `onepass.optim.AdamW`.
 
