@@ -226,6 +226,26 @@ def test_steps_in_backward_are_those_of_the_loop(ema_decay, name):
     assert_same(snapshot(optimizer), snapshot(reference))
 
 
+@pytest.mark.parametrize("options", [{}, {"master": "fp32", "ema_decay": 0.5}], ids=str)
+def test_two_rounds_look_at_each_parameter_a_few_times(options, monkeypatch):
+    """Not at all of them in every hook: backward would take the square of their number."""
+    params = [nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(40)]
+    optimizer = onepass.optim.AdamW(params, **options)
+    fused_accumulate(optimizer, in_backward=True)
+    tables, looks = [], []
+    make = optimizer._make_table
+    monkeypatch.setattr(optimizer, "_make_table", lambda *a: tables.append(make(*a)) or tables[-1])
+    look = onepass.optim.optimizer.layouts_of
+    monkeypatch.setattr(
+        "onepass.optim.optimizer.layouts_of", lambda ps: looks.extend(ps) or look(ps)
+    )
+    for _ in range(2):
+        sum(p.float().square().sum() for p in params).backward()
+        optimizer.step()
+    assert len(tables) == 1 and len(tables[0].buffers) < 8
+    assert len(looks) <= len(params)
+
+
 def test_one_gradient_at_a_time():
     model, optimizer = build("AdamW")
     held = []

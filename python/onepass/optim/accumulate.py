@@ -13,7 +13,7 @@ from onepass._imported import is_dtensor
 from onepass._ops import optimizer as _ops
 from onepass._ops.optimizer import ALGORITHMS, LAYOUT, Hyper, StepTable
 from onepass.optim.checks import refuse_sparse
-from onepass.optim.flat_state import Places, Request, laid_like
+from onepass.optim.flat_state import Numbers, Places, Request, laid_like
 from onepass.optim.optimizer import FlatOptimizer
 
 _ADD = torch.tensor([Hyper(-1.0)], dtype=torch.float64)  # sum - lr gradient
@@ -39,9 +39,10 @@ def fused_accumulate(
 
     With `in_backward` each parameter is stepped as soon as its gradient is there, and the gradient
     is freed: no two gradients are held at a time. The results are those of a loop that steps after
-    backward. ``optimizer.step()`` then ends the round: it counts averages (`ema_decay`) and the
-    running norm, and is what schedulers look for. Backwards whose gradients are only to be added up
-    are run in ``accumulating()``.
+    backward; the first step makes the states of all parameters that have a hook.
+    ``optimizer.step()`` then ends the round: it counts averages (`ema_decay`) and the running norm,
+    and is what schedulers look for. Backwards whose gradients are only to be added up are run in
+    ``accumulating()``.
 
     Args:
         optimizer: one of onepass's; its `max_grad_norm` clips sums, and is refused with
@@ -173,6 +174,12 @@ class FusedAccumulate:
             self._numbers = {p: i for i, p in enumerate(params)}
             number = self._numbers[param]
         return number, gradient
+
+    def to_come(self, params: list[Tensor]) -> Numbers:
+        """Of all parameters that hooks step, on the device of the one that is stepped now: tables
+        and states are made for all at once, not one more in each hook of the first backward."""
+        device = self._stepped[0].device
+        return tuple([i for i, p in enumerate(params) if p in self._hooked and p.device == device])
 
     def is_in_hook(self) -> bool:
         return self._stepped is not None

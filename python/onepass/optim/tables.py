@@ -66,9 +66,11 @@ class TableOptimizer(StateOptimizer):
         name = type(self).__name__
         groups = [group for group in self.param_groups for _ in group["params"]]
         refuse_sparse(name, gradients)  # before any state is made
+        refuse_mixed(name, [params[i] for i in numbers], gradients)
+        if attempt.accumulation is not None and attempt.accumulation.is_in_hook():
+            numbers = attempt.accumulation.to_come(params)
         check_device(name, [params[i] for i in numbers])
         refuse_shared_memory(name, "params", [params[i] for i in numbers])
-        refuse_mixed(name, [params[i] for i in numbers], gradients)
         if not self._is_linear:
             refuse_partial(name, [params[i] for i in numbers])
         attempt.may_change_states()
