@@ -119,6 +119,8 @@ class FusedAccumulate:
         self._full: set[Tensor] = set()  # whose sums hold something
         self._numbers: dict[Tensor, int] = {}  # in the optimizer, as of the last step
         self._stepped: tuple[Tensor, Tensor] | None = None  # (parameter, gradient) in a hook
+        # Of this round's averages, by the group's id: (ema_decay, steps before, what it gives).
+        self.decays: dict[int, tuple] = {}
         self._square = 0.0  # of the norm of this backward's gradients so far
         self.running_norm: float | None = None
         """The running average of the gradients' global norms; None before the first step."""
@@ -186,6 +188,7 @@ class FusedAccumulate:
 
     def end_round(self) -> None:
         """After optimizer.step()."""
+        self.decays.clear()
         if self._steps:
             norm = math.sqrt(self._square)
             if self._square and math.isfinite(norm):

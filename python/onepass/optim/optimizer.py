@@ -283,6 +283,8 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
 class FusedAccumulate(Protocol):
     """See `onepass.optim.accumulate`."""
 
+    decays: dict[int, tuple]
+
     def gradients(
         self, params: list[Tensor], gradients: list[Tensor | None]
     ) -> list[Tensor | None]: ...

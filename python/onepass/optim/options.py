@@ -164,6 +164,22 @@ def decay_of(name: str, decay: object) -> float | None:
     return float(decay)
 
 
+def decay_at(name: str, decay: object, step: int) -> float:
+    """What averages keep of themselves in a step.
+
+    Raises:
+        TypeError: a function that returns no number.
+        ValueError: one out of range.
+    """
+    value = decay(step) if callable(decay) else decay
+    checked = None if callable(value) else decay_of(name, value)
+    if checked is None:
+        raise TypeError(
+            f"{name}: ema_decay must return a number for step {step}, got {type(value).__name__}"
+        )
+    return checked
+
+
 def ema_dtype_of(name: str, dtype: torch.dtype | str | None, decay: object) -> str | None:
     """The option as it is kept: "param", or None for float32."""
     if dtype not in (None, torch.float32, "float32", "param"):

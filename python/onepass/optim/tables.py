@@ -35,7 +35,7 @@ from onepass.optim.flat_state import (
     on_device,
     strides_of,
 )
-from onepass.optim.options import decay_of
+from onepass.optim.options import decay_at
 from onepass.optim.states import StateOptimizer
 
 LR = Hyper._fields.index("lr")
@@ -148,8 +148,13 @@ class TableOptimizer(StateOptimizer):
         before = group.get(EMA_STEPS, 0)
         if before == 0:
             return 0.0
-        decay = self.ema_decay
-        return decay_of(type(self).__name__, decay(before + 1) if callable(decay) else decay)
+        name, decay = type(self).__name__, self.ema_decay
+        if self._accumulation is None:
+            return decay_at(name, decay, before + 1)
+        held, key = self._accumulation.decays, id(group)
+        if key not in held or held[key][:2] != (decay, before):
+            held[key] = decay, before, decay_at(name, decay, before + 1)
+        return held[key][2]
 
     def _hyper_tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """(settings of all groups, the same on `device` if that is not the CPU)."""
