@@ -346,6 +346,20 @@ def test_clip_norm_goes_by_a_running_norm():
     assert all(map(torch.equal, before, params)) and handle.running_norm == pytest.approx(running)
 
 
+@pytest.mark.parametrize("how", ["clear", "zero_grad"])
+def test_a_round_that_is_given_up_leaves_no_norm(how):
+    p = torch.zeros(3, requires_grad=True)
+    optimizer = onepass.optim.SGD([p], lr=1.0)
+    handle = fused_accumulate(optimizer, in_backward=True, clip_norm=1.0)
+    (p[0] * 1e6).backward()
+    handle.clear() if how == "clear" else optimizer.zero_grad()
+    before = p.detach().clone()
+    (p[0] * 0.5).backward()
+    assert float(before[0] - p[0]) == 0.5
+    optimizer.step()
+    assert handle.running_norm == pytest.approx(0.5)
+
+
 def test_schedulers_and_what_has_no_hook():
     model, optimizer = build("AdamW")
     fused_accumulate(optimizer, in_backward=True)

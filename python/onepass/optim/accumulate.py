@@ -143,8 +143,9 @@ class FusedAccumulate:
         return self._sums[param] if param in self._full else None
 
     def clear(self) -> None:
-        """Empties the sums; ``.grad`` stays."""
+        """Empties the sums, and forgets this round's norm; ``.grad`` stays."""
         self._full.clear()
+        self._square = 0.0
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
