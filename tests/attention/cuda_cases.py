@@ -71,19 +71,12 @@ def once_per_tile(case: Case, rows: int) -> tuple[int, int]:
 
 # ---- every instance, in every build --------------------------------------------------------------
 
-# By dtype and bucket, without and with terms of scores; rows that no 16 bytes divide among them,
-# and rows as long as the bucket, keys of which may be in pages.
+# By dtype and bucket, without and with terms of scores; rows that no 16 bytes divide among them.
 INSTANCES = [
     Case(dtype, head_dim, batch=1, heads=2, kv_heads=1, seq_q=70, seq_k=110, **CAUSAL, **terms)
     for dtype in TILED
     for terms in ({}, dict(bias="q", dropout_p=0.3, alibi="", sinks=F32))
     for head_dim in (61, 72, 160)
-]
-INSTANCES += [
-    replace(INSTANCES[0], dtype=dtype, head_dim=head_dim, **storage)
-    for dtype in TILED
-    for head_dim in (64, 128, 256)
-    for storage in ({}, dict(storage="paged", lengths=((70, 110),), page_size=7))
 ]
 INSTANCES += [
     Case(dtype, 40, batch=1, heads=2, kv_heads=1, seq_q=40, seq_k=70, bias="q", sinks=dtype,

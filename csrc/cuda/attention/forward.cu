@@ -25,29 +25,18 @@ namespace {
 // probabilities are at most 2^8 instead of 1, no less exact, and the sums need no new scale.
 constexpr float kSlack = 8.0f;
 
-// The running softmax of one row: of exp2(score * unit - base).
+// The running softmax of one row: of exp2(score * factor - base).
 struct RunningRow {
   float max = -INFINITY;
   float total = 0.0f;  // the lane's own share
 };
 
-// Up to here, in powers of two, max * unit is rounded by 2^-18 at most.
-constexpr float kFusedRange = 64.0f;
-
-// Whether a row's exponents are one multiply-add: see softmax().
-__device__ __forceinline__ bool is_fused(float max, float unit) {
-  return fabsf(max * unit) <= kFusedRange;  // nor a NaN
-}
-
 // scalar: p = exp2((score - max) * unit), with max the largest score of the row so far or one that
 //         is not much below; what was summed with an older max is shrunk by exp2((older - max) *
 //         unit)
 //
-// As one multiply-add, score * unit - max * unit, where that is in kFusedRange: the rounding of max
-// * unit scales P and the total alike, and P = 1 by less than a hundredth of what its 16 bits can
-// tell apart; unrounded() takes it back. Where scores are huge it would make the largest P
-// something else than what the total has of it: there max is subtracted first. Which of both is a
-// matter of the row alone.
+// Not as one multiply-add with max * unit, whose rounding makes the largest P something else than 1
+// where scores are huge: rounded to 16 bit, it would no longer be what the total has of it.
 template <int kTiles, int kDimTiles>
 __device__ __forceinline__ void softmax(float (&p)[kTiles][4], RunningRow (&rows)[2],
                                         float (&sum)[kDimTiles][4], float unit) {
@@ -62,9 +51,7 @@ __device__ __forceinline__ void softmax(float (&p)[kTiles][4], RunningRow (&rows
     now = fmaxf(now, __shfl_xor_sync(kAllLanes, now, 2));
     shrink[r] = 1.0f;
     if ((now - rows[r].max) * unit > kSlack) {  // also from the first key on, which is inf more
-      const bool both = is_fused(rows[r].max, unit) && is_fused(now, unit);
-      shrink[r] =
-          exp2_approximate(both ? rows[r].max * unit - now * unit : (rows[r].max - now) * unit);
+      shrink[r] = exp2_approximate((rows[r].max - now) * unit);
       rows[r].max = now;
       shrinks = true;
     }
@@ -77,38 +64,16 @@ __device__ __forceinline__ void softmax(float (&p)[kTiles][4], RunningRow (&rows
       for (int i = 0; i < 2 * kDimTiles; ++i) sum[i / 2][2 * r + i % 2] *= shrink[r];
     }
   }
-  float base[2];
-  bool is_huge[2];
   ONEPASS_UNROLL
   for (int r = 0; r < 2; ++r) {
-    base[r] = rows[r].max == -INFINITY ? 0.0f : rows[r].max;  // no key seen yet
-    is_huge[r] = !is_fused(base[r], unit);
-  }
-  if (__ballot_sync(kAllLanes, is_huge[0] || is_huge[1]) != 0) {
-    ONEPASS_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      const float first = is_huge[r] ? base[r] : 0.0f;
-      ONEPASS_UNROLL
-      for (int i = 0; i < 2 * kTiles; ++i) p[i / 2][2 * r + i % 2] -= first;
-      if (is_huge[r]) base[r] = 0.0f;
-    }
-  }
-  ONEPASS_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    const float low = -base[r] * unit;
+    const float base = rows[r].max == -INFINITY ? 0.0f : rows[r].max;  // no key seen yet
     ONEPASS_UNROLL
     for (int i = 0; i < 2 * kTiles; ++i) {
       float& score = p[i / 2][2 * r + i % 2];
-      score = exp2_approximate(multiply_add(score, unit, low));
+      score = exp2_approximate((score - base) * unit);
       rows[r].total += score;
     }
   }
-}
-
-// By what a row's sums are to be multiplied for the rounding of max * unit.
-__device__ __forceinline__ float unrounded(float max, float unit) {
-  constexpr float kLn2 = 0.693147180559945309f;
-  return is_fused(max, unit) ? 1.0f - kLn2 * multiply_add(max, unit, -(max * unit)) : 1.0f;
 }
 
 // Zeroes the probabilities that dropout takes; those it keeps are scaled at the end, with the sum.
@@ -128,153 +93,89 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], const Dropout& dropo
   }
 }
 
-// What all threads of a block know, kept in shared memory because registers are short.
-template <class T>
-struct BlockFacts {
-  Rows<const T> key;  // of page 0 where there are pages
-  Rows<const T> value;
-  Sequence sequence;
-  int batch;
-  int head;
-  int kv_head;
-  int first;  // query of the tile
-  int last;   // after the last one
-  int shift;  // of the first tile, in front of the first key
-  int begin;  // keys that any of the queries sees: begin .. end - 1
-  int end;
-  // Of tiles that begin here no row needs a mask; none, if it ends in front.
-  int all_begin;
-  int all_end;
-  // Without terms, row i of the tile sees low + i .. high + i - 1 of those.
-  int low;
-  int high;
-  int first_tile;
-  int last_tile;     // in front of the first one where no key is seen
-  uint32_t nothing;  // 0, of which the compiler does not know: see refresh()
-
-  __device__ __forceinline__ BlockFacts(const AttentionForward& args, const BlockOrder& order,
-                                        const AttentionTile& shape, bool terms) {
-    nothing = 0;
-    const BlockPlace place = order.place(blockIdx.x);
-    batch = place.batch, head = place.head, kv_head = place.kv_head;
-    // The last queries see the most keys under a diagonal.
-    first = (static_cast<int>(order.tiles) - 1 - place.turn) * shape.queries;
-    sequence = sequence_of(args, batch);
-    const int queries = static_cast<int>(sequence.queries);
-    last = queries - first < shape.queries ? queries : first + shape.queries;
-    shift = terms ? tile_shift(args) : 0;
-    const SeenKeys seen = seen_keys(args, sequence, first, last);
-    begin = static_cast<int>(seen.first < sequence.keys ? seen.first : sequence.keys);
-    end = static_cast<int>(seen.last > 0 ? seen.last : 0);
-    all_begin = static_cast<int>(seen.all_first < end ? seen.all_first : end);
-    all_end = static_cast<int>(seen.all_last > 0 ? seen.all_last : 0) - shape.keys;
-    const auto within = [&](int64_t key) {  // or as good: no row of the tile tells it apart
-      const int64_t least = key > -shape.queries ? key : -shape.queries;
-      return static_cast<int>(least < sequence.keys ? least : sequence.keys);
-    };
-    const int64_t position = first + sequence.alignment;
-    low = within(position - args.window_left);
-    high = within(position + args.window_right + 1);
-    first_tile = (begin + shift) / shape.keys;
-    last_tile = begin < end ? (end - 1 + shift) / shape.keys : first_tile - 1;
-    const int of = args.block_table ? 0 : batch;
-    key = rows_of<const T>(args.key, of, kv_head, sequence.first_k, args.head_dim);
-    value = rows_of<const T>(args.value, of, kv_head, sequence.first_k, args.value_dim);
-  }
-};
-
-template <class T, int kBucket, ForwardKind kKind, bool kNarrow>
-__global__ void __launch_bounds__(
-    forward_tile(kBucket, kKind == ForwardKind::kTerms, kNarrow).threads())
+// kTerms: there is more to a score than the product of query and key, or keys are in pages.
+template <class T, int kBucket, bool kTerms, bool kNarrow>
+__global__ void __launch_bounds__(forward_tile(kBucket, kTerms, kNarrow).threads())
     attention_forward_kernel(const AttentionForward args, const ScoreNumbers<float> numbers,
                              const BlockOrder order) {
-  constexpr bool kTerms = kKind == ForwardKind::kTerms;
-  constexpr bool kWhole = kKind == ForwardKind::kWhole || kKind == ForwardKind::kPaged;
-  constexpr bool kPages = kKind == ForwardKind::kPaged || kTerms;
   constexpr AttentionTile kTile = forward_tile(kBucket, kTerms, kNarrow);
   constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kThreads = kTile.threads();
   constexpr int kWarpTiles = kTile.rows_per_warp() / 16, kTiles = kKeys / 8;
   constexpr int kDimTiles = kBucket / 8, kSlabs = kBucket / kSlab;
   using RowTile = Tile<T, kBucket>;
-  using Facts = BlockFacts<T>;
   SharedMemory shared;
   const RowTile query = RowTile::take(shared, kQueries);
   const RowTile key = RowTile::take(shared, kKeys), value = RowTile::take(shared, kKeys);
-  Facts* const block = shared.take<Facts>(1);
-  PagePlace* const places = kPages ? shared.take<PagePlace>(2 * kKeys) : nullptr;
-  static_assert(sizeof(Facts) <= kForwardSmallBytes && sizeof(PagePlace) == kPagePlaceBytes);
 
-  if (threadIdx.x == 0) *block = Facts(args, order, kTile, kTerms);
-  __syncthreads();
-  if (block->first >= block->sequence.queries) return;
+  const auto [batch, kv_head, head, turn] = order.place(blockIdx.x);
+  // The last queries see the most keys under a diagonal.
+  const auto first_of = [&](int of_turn) {
+    return (static_cast<int>(order.tiles) - 1 - of_turn) * kQueries;
+  };
+  const int first = first_of(turn);
+  const Sequence sequence = sequence_of(args, batch);
+  if (first >= sequence.queries) return;
+  const int queries = static_cast<int>(sequence.queries);
+  const int last = queries - first < kQueries ? queries : first + kQueries;
+  const SeenKeys seen = seen_keys(args, sequence, first, last);
+  const int shift = kTerms ? tile_shift(args) : 0;
+  const auto begin = static_cast<int>(seen.first < sequence.keys ? seen.first : sequence.keys);
+  const auto end = static_cast<int>(seen.last > 0 ? seen.last : 0);
+  // Of tiles that begin here no row needs a mask; none, if it ends in front.
+  const auto all_begin = static_cast<int>(seen.all_first < end ? seen.all_first : end);
+  const auto all_end = static_cast<int>(seen.all_last > 0 ? seen.all_last : 0) - kKeys;
+  const int first_tile = (begin + shift) / kKeys;
+  const int last_tile = begin < end ? (end - 1 + shift) / kKeys : first_tile - 1;
 
-  const bool is_paged = kPages && (!kTerms || args.block_table);
-  // The place of a thread's key of a tile, if keys are in pages.
-  const auto find_place = [&](int tile) {
-    const int i = tile * kKeys - block->shift + thread_index();
-    const bool has = thread_index() < kKeys && i >= block->begin && i < block->end;
-    if (!is_paged || !has) return PagePlace{};
-    const auto size = static_cast<int>(args.page_size);
-    const int32_t* const pages = args.block_table + block->batch * args.block_table_stride;
-    return PagePlace{load_global(pages + i / size), i % size};
-  };
-  const auto put_place = [&](int tile, const PagePlace& place) {
-    if (is_paged && thread_index() < kKeys) places[(tile & 1) * kKeys + thread_index()] = place;
-  };
-  // A tile of keys or values.
-  const auto load_rows = [&](const RowTile& tile, const Rows<const T> rows, int64_t page_stride,
-                             int index) {
-    const int first_key = index * kKeys - block->shift;
-    if (is_paged) {
-      const PagedRows<const T> paged = {rows, page_stride, places + (index & 1) * kKeys, first_key};
-      load_tile<kKeys, kThreads, kWhole>(tile, paged, first_key, block->begin, block->end);
-    } else if constexpr (kKind != ForwardKind::kPaged) {
-      load_tile<kKeys, kThreads, kWhole>(tile, rows, first_key, block->begin, block->end);
+  const auto head_dim = static_cast<int>(args.head_dim);
+  const auto value_dim = static_cast<int>(args.value_dim);
+  const int head_slabs = slabs_of(head_dim), value_slabs = slabs_of(value_dim);
+  const auto query_rows = rows_of<const T>(args.query, batch, head, sequence.first_q, head_dim);
+  // A tile of keys or values, whose rows are looked up each time.
+  const auto load_rows = [&](const RowTile& tile, const Strided& tensor, int cols, int index) {
+    const int of_batch = opaque(batch), first_key = index * kKeys - shift;
+    const auto rows = rows_of<const T>(tensor, kTerms && args.block_table ? 0 : of_batch, kv_head,
+                                       sequence_of(args, of_batch).first_k, cols);
+    if (kTerms && args.block_table) {
+      const PagedRows<const T> paged = {rows, tensor.batch_stride,
+                                        args.block_table + of_batch * args.block_table_stride,
+                                        static_cast<int>(args.page_size)};
+      load_tile<kKeys, kThreads>(tile, paged, first_key, begin, end);
+    } else {
+      load_tile<kKeys, kThreads>(tile, rows, first_key, begin, end);
     }
     cp_async_commit();
   };
-  const auto load_keys = [&](int tile) { load_rows(key, block->key, args.key.batch_stride, tile); };
-  const auto load_values = [&](int tile) {
-    load_rows(value, block->value, args.value.batch_stride, tile);
-  };
-  if (block->first_tile <= block->last_tile) {
-    const auto query_rows = rows_of<const T>(args.query, block->batch, block->head,
-                                             block->sequence.first_q, args.head_dim);
-    load_tile<kQueries, kThreads, kWhole>(query, query_rows, block->first, block->first,
-                                          block->last);
-    if (is_paged) {
-      put_place(block->last_tile, find_place(block->last_tile));
-      __syncthreads();
-    }
-    load_keys(block->last_tile);
+  if (first_tile <= last_tile) {
+    load_tile<kQueries, kThreads>(query, query_rows, first, first, last);
+    load_rows(key, args.key, head_dim, last_tile);
   }
 
   const int warp_row = warp_index() * kTile.rows_per_warp();
-  const HeadTerms terms(args, block->sequence, block->batch, block->head);
+  const HeadTerms terms(args, sequence, batch, head);
   const Dropout dropout = kTerms ? dropout_of(args) : Dropout{{}, 0, 0, 1.0f};
   // With terms, scores are in natural units: a bias of finfo.min leaves no room for a factor.
   const float unit = kTerms ? kLog2e : numbers.unit;
-  FragmentLanes<kBucket> lanes, query_lanes = lanes.from_row(warp_row);
+  FragmentLanes<kBucket> lanes;
   RunningRow running[kWarpTiles][2];
   float sum[kWarpTiles][kDimTiles][4] = {};
-  ONEPASS_ROLL
-  for (int tile = block->last_tile; tile >= block->first_tile; --tile) {
+  for (int tile = last_tile; tile >= first_tile; --tile) {
+    const int first_key = tile * kKeys - shift;
     cp_async_wait<0>();
     __syncthreads();  // K (and Q) have come, V of the last turn has been used
-    load_values(tile);
-    const PagePlace place = tile > block->first_tile ? find_place(tile - 1) : PagePlace{};
+    load_rows(value, args.value, value_dim, tile);
 
-    lanes.refresh(block->nothing);
-    query_lanes.refresh(block->nothing);
+    lanes.refresh();
     float p[kWarpTiles][kTiles][4] = {};
     ONEPASS_UNROLL
     for (int slab = 0; slab < kSlabs; ++slab) {
-      if (!kWhole && slab >= slabs_of(args.head_dim)) continue;
+      if (slab >= head_slabs) continue;
       ONEPASS_UNROLL
       for (int k = slab * kSlab; k < (slab + 1) * kSlab; k += 16) {
         uint32_t a[kWarpTiles][4];
         ONEPASS_UNROLL
-        for (int m = 0; m < kWarpTiles; ++m) load_a<false>(a[m], query, query_lanes, 16 * m, k);
+        for (int m = 0; m < kWarpTiles; ++m)
+          load_a<false>(a[m], query, lanes, warp_row + 16 * m, k);
         ONEPASS_UNROLL
         for (int n = 0; n < kTiles; n += 2) {
           uint32_t b[4];
@@ -285,44 +186,37 @@ __global__ void __launch_bounds__(
       }
     }
 
-    const int first_key = tile * kKeys - (kTerms ? block->shift : 0);
     uint32_t unseen[kWarpTiles];
     ONEPASS_UNROLL
     for (int m = 0; m < kWarpTiles; ++m) {
       unseen[m] = 0;
+      LaneRow rows[2];
       if constexpr (kTerms) {
-        LaneRow rows[2];
-        lane_rows(args, block->sequence, block->first + warp_row + 16 * m, rows);
+        lane_rows(args, sequence, first + warp_row + 16 * m, rows);
         add_terms(p[m], args, numbers, terms, rows, first_key);
         if (args.mask.data) unseen[m] = unseen_keys(p[m]);
-      } else if (first_key < block->all_begin || first_key > block->all_end) {
-        // Counted from the lane's first key. Rows beyond the queries are not looked at.
-        const int own = warp_row + 16 * m + lane_index() / 4 - key_of(first_key, 0, 0);
+      } else if (first_key < all_begin || first_key > all_end) {
+        lane_rows(args, sequence_of(args, opaque(batch)), first + warp_row + 16 * m, rows);
         ONEPASS_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          const int low = block->low + own + 8 * r, high = block->high + own + 8 * r;
-          const int end = block->end - key_of(first_key, 0, 0), all = high < end ? high : end;
-          ONEPASS_UNROLL
-          for (int i = 0; i < 2 * kTiles; ++i) {
-            const int j = 8 * (i / 2) + i % 2;
-            if (j < low || j >= all) p[m][i / 2][2 * r + i % 2] = -INFINITY;
-          }
+        for (int i = 0; i < 4 * kTiles; ++i) {
+          const int j = key_of(first_key, i / 4, i % 4);
+          const LaneRow& row = rows[i % 4 / 2];
+          if (j < row.first || j >= row.last) p[m][i / 4][i % 4] = -INFINITY;
         }
       }
     }
 
     cp_async_wait<0>();
-    if (tile > block->first_tile) put_place(tile - 1, place);
     __syncthreads();  // V has come, K has been used
-    if (tile > block->first_tile) load_keys(tile - 1);
+    if (tile > first_tile) load_rows(key, args.key, head_dim, tile - 1);
 
     uint32_t p_a[kWarpTiles][kKeys / 16][4];
     ONEPASS_UNROLL
     for (int m = 0; m < kWarpTiles; ++m) {
       softmax(p[m], running[m], sum[m], unit);
       if (kTerms && args.seed) {
-        drop(p[m], dropout, args, random_head(args, block->batch, block->head),
-             block->first + warp_row + 16 * m, first_key);
+        drop(p[m], dropout, args, random_head(args, batch, head), first + warp_row + 16 * m,
+             first_key);
       }
       ONEPASS_UNROLL
       for (int step = 0; step < kKeys / 16; ++step) as_a<T>(p_a[m][step], p[m], step);
@@ -332,7 +226,7 @@ __global__ void __launch_bounds__(
     for (int m = 1; m < kWarpTiles; ++m) unseen_by_all &= unseen[m];
     ONEPASS_UNROLL
     for (int slab = 0; slab < kSlabs; ++slab) {
-      if (!kWhole && slab >= slabs_of(args.value_dim)) continue;
+      if (slab >= value_slabs) continue;
       ONEPASS_UNROLL
       for (int step = 0; step < kKeys / 16; ++step) {
         ONEPASS_UNROLL
@@ -350,8 +244,11 @@ __global__ void __launch_bounds__(
   }
 
   // The output takes the place of the warp's own rows of Q, which nobody else has read.
-  const auto output_rows =
-      rows_of<T>(args.output, block->batch, block->head, block->sequence.first_q, args.value_dim);
+  // Where it goes is found out anew, instead of kept in registers through the loop.
+  const BlockPlace own = order.place(static_cast<unsigned>(opaque(static_cast<int>(blockIdx.x))));
+  const int top = first_of(own.turn);
+  const Sequence whole = sequence_of(args, own.batch);
+  const auto output_rows = rows_of<T>(args.output, own.batch, own.head, whole.first_q, value_dim);
   ONEPASS_UNROLL
   for (int m = 0; m < kWarpTiles; ++m) {
     ONEPASS_UNROLL
@@ -360,11 +257,9 @@ __global__ void __launch_bounds__(
       total += __shfl_xor_sync(kAllLanes, total, 1);
       total += __shfl_xor_sync(kAllLanes, total, 2);
       float max = kTerms ? running[m][r].max : running[m][r].max * numbers.scale;
-      const float correction = unrounded(running[m][r].max, unit);
-      total *= correction;
       float shrink = 1.0f;
       if (args.sinks) {
-        const float sink = load_as<float>(args.sinks, args.sinks_dtype, block->head);
+        const float sink = load_as<float>(args.sinks, args.sinks_dtype, own.head);
         const float with_sink = fmaxf(max, sink);
         if (sink != -INFINITY) {  // which is none, also for a row without keys
           shrink = max == -INFINITY ? 0.0f : exp2_approximate((max - with_sink) * kLog2e);
@@ -373,7 +268,7 @@ __global__ void __launch_bounds__(
         }
       }
       const bool none = total == 0.0f || shrink == 0.0f;
-      const float factor = shrink * correction * dropout.scale / total;
+      const float factor = shrink * dropout.scale / total;
       ONEPASS_UNROLL
       for (int n = 0; n < kDimTiles; ++n) {
         const float left = none ? 0.0f : sum[m][n][2 * r] * factor;
@@ -381,9 +276,9 @@ __global__ void __launch_bounds__(
         *query.pair(warp_row + 16 * m + lane_index() / 4 + 8 * r, 8 * n + lane_index() % 4 * 2) =
             narrow_pair<T>(left, right);
       }
-      const int i = block->first + warp_row + 16 * m + lane_index() / 4 + 8 * r;
-      if (lane_index() % 4 != 0 || i >= block->last) continue;
-      const int64_t at = lse_row(args, block->sequence, block->batch, block->head, i);
+      const int i = top + warp_row + 16 * m + lane_index() / 4 + 8 * r;
+      if (lane_index() % 4 != 0 || i >= last) continue;
+      const int64_t at = lse_row(args, whole, own.batch, own.head, i);
       const float log_total = logf(total);
       const float lse = total == 0.0f ? -INFINITY : max + log_total;
       const float rest = (max - lse) + log_total;
@@ -392,7 +287,7 @@ __global__ void __launch_bounds__(
     }
   }
   __syncwarp();
-  store_tile<kTile.rows_per_warp()>(query, output_rows, warp_row, block->first, block->last);
+  store_tile<kTile.rows_per_warp()>(query, output_rows, warp_row, top, last);
 }
 
 // ---- plan and run -------------------------------------------------------------------------------
@@ -416,55 +311,27 @@ BlockOrder order_of(const AttentionForward& args, int64_t blocks) {
                          {l2_bytes(), multiprocessors()});
 }
 
-template <class T, int kBucket, ForwardKind kKind, bool kNarrow>
+template <class T, int kBucket, bool kTerms, bool kNarrow>
 void launch_forward(const AttentionForward& args, int64_t blocks, void* stream) {
-  constexpr bool kTerms = kKind == ForwardKind::kTerms;
-  constexpr bool kPages = kKind == ForwardKind::kPaged || kTerms;
   constexpr AttentionTile kTile = forward_tile(kBucket, kTerms, kNarrow);
   static_assert(kTile.queries == forward_tile(kBucket, kTerms, false).queries);
-  launch<attention_forward_kernel<T, kBucket, kKind, kNarrow>>(
+  launch<attention_forward_kernel<T, kBucket, kTerms, kNarrow>>(
       {.blocks = blocks,
        .threads = kTile.threads(),
-       .shared_bytes = forward_shared_bytes(kBucket, kTile, kPages)},
+       .shared_bytes = forward_shared_bytes(kBucket, kTile)},
       stream, args, ScoreNumbers<float>(args), order_of(args, blocks));
-}
-
-ForwardKind kind_of(const AttentionForward& args) {
-  const int bucket = bucket_of(args);
-  const bool is_whole = has_whole_rows(bucket) && args.head_dim == bucket &&
-                        args.value_dim == bucket &&
-                        has_whole_pieces(args.query, args.dtype, bucket) &&
-                        has_whole_pieces(args.key, args.dtype, bucket) &&
-                        has_whole_pieces(args.value, args.dtype, bucket);
-  if (has_terms(args)) return ForwardKind::kTerms;
-  if (args.block_table) return is_whole ? ForwardKind::kPaged : ForwardKind::kTerms;
-  return is_whole ? ForwardKind::kWhole : ForwardKind::kPart;
-}
-
-// f<kKind>() of a call.
-template <int kBucket, class F>
-void visit_kind(ForwardKind kind, F&& f) {
-  if constexpr (has_whole_rows(kBucket)) {
-    if (kind == ForwardKind::kWhole) return f.template operator()<ForwardKind::kWhole>();
-    if (kind == ForwardKind::kPaged) return f.template operator()<ForwardKind::kPaged>();
-  }
-  if (kind == ForwardKind::kPart) return f.template operator()<ForwardKind::kPart>();
-  f.template operator()<ForwardKind::kTerms>();
 }
 
 void run_forward(const AttentionForward& args, const Plan& plan, void*, const Context& context) {
   if (plan.splits == 0) return;
   visit_bucket(args, [&]<class T, int kBucket>() {
-    visit_kind<kBucket>(kind_of(args), [&]<ForwardKind kKind>() {
-      constexpr bool kTerms = kKind == ForwardKind::kTerms;
+    visit_bool(has_terms(args), [&]<bool kTerms>() {
       if constexpr (has_narrow_tile(kBucket, kTerms)) {
-        if (!has_wide_tile(kBucket, kKind) || is_narrow(kBucket, kTerms, max_shared_bytes())) {
-          return launch_forward<T, kBucket, kKind, true>(args, plan.splits, context.stream);
+        if (is_narrow(kBucket, kTerms, max_shared_bytes())) {
+          return launch_forward<T, kBucket, kTerms, true>(args, plan.splits, context.stream);
         }
       }
-      if constexpr (has_wide_tile(kBucket, kKind)) {
-        launch_forward<T, kBucket, kKind, false>(args, plan.splits, context.stream);
-      }
+      launch_forward<T, kBucket, kTerms, false>(args, plan.splits, context.stream);
     });
   });
 }

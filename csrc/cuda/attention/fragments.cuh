@@ -35,9 +35,10 @@ __device__ __forceinline__ int key_of(int first_key, int n, int e) {
 }
 
 // Whether a call takes the instances with terms: there is more to a score than the product, scaled
-// by a positive factor.
+// by a positive factor, or keys are in pages.
 inline bool has_terms(const Attention& args) {
-  return changes_scores(args) || args.mask.data || args.seed || !(args.scale > 0.0);
+  return changes_scores(args) || args.mask.data || args.seed || args.block_table ||
+         !(args.scale > 0.0);
 }
 
 // What the terms of a head's scores depend on, beside the call.

@@ -45,14 +45,6 @@ void visit_bucket(const Attention& args, F&& f) {
   });
 }
 
-// Instances of the forward, which a call takes the first of that knows all it has.
-enum class ForwardKind {
-  kWhole,  // rows as long as the bucket, in pieces of 16 bytes
-  kPaged,  // the same, with keys in pages
-  kPart,   // rows of any length, in pieces of any size
-  kTerms,  // there is more to a score than the product of query and key, or all of the above
-};
-
 // Forward. With 32 rows a warp reads each fragment of K and V once for two products; at 256 columns
 // the sums alone are 128 registers for 16 rows. Terms of scores want registers for their addresses.
 // `narrow`: see is_narrow().
@@ -63,14 +55,9 @@ constexpr AttentionTile forward_tile(int bucket, bool terms, bool narrow) {
   return {.queries = 64, .keys = 64, .warps = 4};
 }
 
-// Q, then K, then V; the output takes the place of Q. Then what all threads know, and the places in
-// pages of two tiles of keys.
-constexpr int kForwardSmallBytes = 160;
-constexpr int kPagePlaceBytes = 8;
-
-constexpr int forward_shared_bytes(int bucket, const AttentionTile& tile, bool pages) {
-  return (tile.queries + 2 * tile.keys) * bucket * 2 + kForwardSmallBytes +
-         (pages ? 2 * tile.keys * kPagePlaceBytes : 0);
+// Q, then K, then V; the output takes the place of Q.
+constexpr int forward_shared_bytes(int bucket, const AttentionTile& tile) {
+  return (tile.queries + 2 * tile.keys) * bucket * 2;
 }
 
 // Whether two blocks of so many bytes each are on a multiprocessor at a time, one of which
@@ -87,20 +74,11 @@ constexpr bool two_fit(size_t bytes, size_t shared) { return 2 * (bytes + 1024) 
 // from one kind of device to another. On any one they depend on nothing but the row.
 constexpr bool has_narrow_tile(int bucket, bool terms) { return bucket == 128 && !terms; }
 
-// Whether rows as long as the bucket have instances of their own. At 256 columns products want so
-// much of shared memory that the others' few more instructions are no matter.
-constexpr bool has_whole_rows(int bucket) { return bucket <= 128; }
-
-// The other tile: at 128 columns the places of keys in pages are more than registers have room for.
-constexpr bool has_wide_tile(int bucket, ForwardKind kind) {
-  return bucket != 128 || kind != ForwardKind::kPaged;
-}
-
 constexpr bool is_narrow(int bucket, bool terms, size_t shared) {
-  const int bytes = forward_shared_bytes(bucket, forward_tile(bucket, terms, false), true);
+  const int bytes = forward_shared_bytes(bucket, forward_tile(bucket, terms, false));
   return has_narrow_tile(bucket, terms) && !two_fit(static_cast<size_t>(bytes), shared);
 }
-static_assert(two_fit(forward_shared_bytes(128, forward_tile(128, false, true), true), 99 * 1024));
+static_assert(two_fit(forward_shared_bytes(128, forward_tile(128, false, true)), 99 * 1024));
 static_assert(is_narrow(128, false, 99 * 1024) && !is_narrow(128, false, 163 * 1024));
 
 // ---- backward -----------------------------------------------------------------------------------

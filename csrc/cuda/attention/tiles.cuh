@@ -63,33 +63,20 @@ __device__ __forceinline__ Rows<T> rows_of(const Strided& tensor, int64_t batch,
   return {base, tensor.row_stride, static_cast<int>(cols), piece};
 }
 
-// Where a key is whose rows are in pages.
-struct PagePlace {
-  int32_t page;
-  int32_t row;  // of the page
-};
-
-// Rows in pages, by the places of those from `first` on.
+// Those of a sequence whose keys are in pages: row i of the sequence.
 template <class T>
 struct PagedRows {
   Rows<T> page0;  // of page 0
   int64_t page_stride;
-  const PagePlace* places;
-  int first;
+  const int32_t* table;  // of the sequence
+  int page_size;
 
   __device__ __forceinline__ T* row(int i) const {
-    const PagePlace place = places[i - first];
-    return page0.row(place.row) + place.page * page_stride;
+    const int page = i / page_size;
+    return page0.row(i - page * page_size) +
+           static_cast<int64_t>(load_global(table + page)) * page_stride;
   }
 };
-
-// Whether the rows of a tensor all begin and end at multiples of 16 bytes.
-inline bool has_whole_pieces(const Strided& rows, DType dtype, int64_t cols) {
-  const int64_t elements = 16 / size_of(dtype);
-  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.batch_stride % elements == 0 &&
-         rows.head_stride % elements == 0 && rows.row_stride % elements == 0 &&
-         cols % elements == 0;
-}
 
 // ---- tiles --------------------------------------------------------------------------------------
 
@@ -153,25 +140,21 @@ __device__ __forceinline__ void load_chunk(const Tile<T, kCols>& tile, int row, 
 
 // Starts copying rows first .. first + kRows - 1 with kThreads threads; those outside [begin, end)
 // are zero and not read. Complete after the thread's next cp_async_wait and a barrier.
-//
-// kWhole: rows are as long as the tile's, in pieces of 16 bytes. Else that is found out here, in
-// code that costs a loop registers and instructions even where it is not taken.
-template <int kRows, int kThreads, bool kWhole = false, class T, int kCols>
+template <int kRows, int kThreads, class T, int kCols>
 __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows<const T>& rows,
                                           int first, int begin, int end) {
   constexpr int kChunks = Tile<T, kCols>::kChunks, kStep = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0 && kRows % kStep == 0 && (kStep & (kStep - 1)) == 0);
   const int col = static_cast<int>(threadIdx.x % kChunks) * kChunk;
-  if (!kWhole && col / kSlab * kSlab >= rows.cols) return;
+  if (col / kSlab * kSlab >= rows.cols) return;
   const int top = static_cast<int>(threadIdx.x / kChunks);
   // From row to row by one addition: products with the stride would each be kept in registers.
   const T* from = rows.row(first + top);
-  if (kWhole || rows.piece == 16) {
+  if (rows.piece == 16) {
     // Likewise where a chunk goes: `top` and a multiple of kStep have no bit in common.
     T* const to = tile.data + top * kCols;
     const int own = (col / kChunk ^ top % 8) * kChunk;
-    const int skipped = begin - first - top;
-    const int there = kWhole || col < rows.cols ? end - first - top : 0;
+    const int skipped = begin - first - top, there = col < rows.cols ? end - first - top : 0;
     ONEPASS_UNROLL
     for (int row = 0; row < kRows; row += kStep) {
       cp_async_16(to + row * kCols + (own ^ row % 8 * kChunk), from + col,
@@ -189,40 +172,21 @@ __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows
 }
 
 // The same of rows in pages.
-template <int kRows, int kThreads, bool kWhole = false, class T, int kCols>
+template <int kRows, int kThreads, class T, int kCols>
 __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile,
                                           const PagedRows<const T>& rows, int first, int begin,
                                           int end) {
   constexpr int kChunks = Tile<T, kCols>::kChunks, kStep = kThreads / kChunks;
   const int cols = rows.page0.cols;
   const int col = static_cast<int>(threadIdx.x % kChunks) * kChunk;
-  if (!kWhole && col / kSlab * kSlab >= cols) return;
+  if (col / kSlab * kSlab >= cols) return;
   const int top = static_cast<int>(threadIdx.x / kChunks);
-  const auto has = [&](int row) {
-    return begin <= first + row && first + row < end && (kWhole || col < cols);
-  };
-  if constexpr (kWhole) {
-    // Some addresses before the first copy: between copies, places are not read ahead.
-    constexpr int kAtOnce = kRows / kStep % 4 == 0 ? 4 : 2;
-    static_assert(kRows / kStep % kAtOnce == 0);
-    ONEPASS_UNROLL
-    for (int group = 0; group < kRows; group += kAtOnce * kStep) {
-      const T* from[kAtOnce];
-      ONEPASS_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) from[i] = rows.row(first + group + i * kStep + top) + col;
-      ONEPASS_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int row = group + i * kStep + top;
-        cp_async_16(tile.chunk(row, col / kChunk), from[i], has(row));
-      }
-    }
-  } else {
-    const int piece = common_piece(static_cast<uint64_t>(rows.page0.piece),
-                                   static_cast<uint64_t>(rows.page_stride) * sizeof(T));
-    ONEPASS_ROLL
-    for (int row = top; row < top + kRows; row += kStep) {
-      load_chunk(tile, row, col, rows.row(first + row), cols, piece, has(row));
-    }
+  const int piece = common_piece(static_cast<uint64_t>(rows.page0.piece),
+                                 static_cast<uint64_t>(rows.page_stride) * sizeof(T));
+  ONEPASS_ROLL
+  for (int row = top; row < top + kRows; row += kStep) {
+    const bool has = begin <= first + row && first + row < end && col < cols;
+    load_chunk(tile, row, col, has ? rows.row(first + row) : rows.page0.base, cols, piece, has);
   }
 }
 
@@ -274,17 +238,10 @@ struct FragmentLanes {
     straight = bytes(8 * second + within, fourth ^ within);
     crossed = bytes(8 * fourth + within, second ^ within);
   }
-  // For rows that are counted from `row`, a multiple of 8.
-  __device__ __forceinline__ FragmentLanes from_row(int row) const {
-    FragmentLanes lanes = *this;
-    lanes.straight += static_cast<uint32_t>(row * kCols * 2);
-    return lanes;
-  }
   // In front of a loop's turn: else a compiler keeps the address of every fragment in a register.
-  // `nothing` is 0 and comes from memory: through an empty asm ptxas sees.
-  __device__ __forceinline__ void refresh(uint32_t nothing) {
-    straight ^= nothing;
-    crossed ^= nothing;
+  __device__ __forceinline__ void refresh() {
+    forget(straight);
+    forget(crossed);
   }
 };
 
