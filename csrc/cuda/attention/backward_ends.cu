@@ -1,7 +1,6 @@
 // The two ends of attention's backward: see backward_ends.cuh. Both read what they need once;
 // doutput and output are the most of it.
 #include "cuda/attention/backward_ends.cuh"
-#include "cuda/attention/tiles.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vec.cuh"
 
@@ -9,20 +8,14 @@ namespace onepass::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMostRowLanes = 8;  // that share a row
-constexpr int kLeastRowLanes = 2;
-constexpr int kBlockRows = kThreads / kLeastRowLanes;
-
-// As many as its chains, so that no lane is idle, up to a power of two.
-template <class A>
-int row_lanes(int64_t cols) {
-  int lanes = kLeastRowLanes;
-  while (lanes < kMostRowLanes && lanes * kDeltaChain<A> < cols) lanes *= 2;
-  return lanes;
-}
+constexpr int kRowLanes = 8;  // that share a row
+constexpr int kRowsAtOnce = kThreads / kRowLanes;
+constexpr int kBlockRows = 4 * kRowsAtOnce;
 
 bool has_aligned_rows(const Strided& rows, DType dtype, int64_t cols) {
-  return has_whole_pieces(rows, dtype, cols) && cols % kPack == 0;
+  const int64_t elements = 16 / size_of(dtype);
+  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.batch_stride % elements == 0 &&
+         rows.head_stride % elements == 0 && rows.row_stride % elements == 0 && cols % kPack == 0;
 }
 
 int64_t row_parts(const Attention& args) { return (args.seq_q + kBlockRows - 1) / kBlockRows; }
@@ -60,11 +53,11 @@ __device__ __forceinline__ typename Types::A chain_of(const AttentionBackward& a
   return chain;
 }
 
-// One block per kBlockRows rows of a (batch, head). row_lanes: a power of two.
+// One block per kBlockRows rows of a (batch, head).
 template <class Types>
 __global__ void __launch_bounds__(kThreads)
     attention_delta_kernel(const AttentionBackward args, const BackwardEnds ends,
-                           const bool aligned, const int row_lanes) {
+                           const bool aligned) {
   using A = typename Types::A;
   SharedMemory shared;
   double* scratch = shared.take<double>(kReduceScratch<1>);
@@ -73,18 +66,18 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t head = blockIdx.x / ends.sink_parts % args.heads;
   const Sequence sequence = sequence_of(args, batch);
   const A sink = ends.dsinks ? load_as<A>(args.sinks, args.sinks_dtype, head) : A(0);
-  const int lane = static_cast<int>(threadIdx.x) & (row_lanes - 1);  // of a row
-  const int row = static_cast<int>(threadIdx.x) / row_lanes, rows_at_once = kThreads / row_lanes;
+  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;  // of a row
   const int first_lane = static_cast<int>(threadIdx.x) % kLanes - lane;
   double dsink = 0.0;  // of numbers that may cancel, and there are few additions
-  for (int first = row; first < kBlockRows; first += rows_at_once) {
-    const int64_t query = part * kBlockRows + first;
+  for (int turn = 0; turn < kBlockRows / kRowsAtOnce; ++turn) {
+    const int64_t query =
+        part * kBlockRows + turn * kRowsAtOnce + static_cast<int>(threadIdx.x) / kRowLanes;
     const auto offset = [&](const Strided& rows) {
       return batch * rows.batch_stride + head * rows.head_stride +
              (sequence.first_q + query) * rows.row_stride;
     };
     A sum = 0;
-    for (int col = 0; col < args.value_dim; col += row_lanes * kDeltaChain<A>) {
+    for (int col = 0; col < args.value_dim; col += kRowLanes * kDeltaChain<A>) {
       A chain = 0;
       if (query < sequence.queries) {
         visit_bool(aligned, [&]<bool kAligned>() {
@@ -93,16 +86,13 @@ __global__ void __launch_bounds__(kThreads)
         });
       }
       ONEPASS_UNROLL
-      for (int i = 0; i < kMostRowLanes; ++i) {
-        const A next = __shfl_sync(kAllLanes, chain, first_lane + (i & (row_lanes - 1)));
-        if (i < row_lanes) sum += next;
-      }
+      for (int i = 0; i < kRowLanes; ++i) sum += __shfl_sync(kAllLanes, chain, first_lane + i);
     }
     if (query >= sequence.queries || lane != 0) continue;
-    const int64_t at = lse_row(args, sequence, batch, head, query);
-    if (args.dlse) sum -= load_global(static_cast<const A*>(args.dlse) + at);
-    store_global(static_cast<A*>(ends.delta) + at, sum);
-    if (ends.dsinks) dsink += load_lse<A>(args, at).probability(sink) * sum;
+    const int64_t row = lse_row(args, sequence, batch, head, query);
+    if (args.dlse) sum -= load_global(static_cast<const A*>(args.dlse) + row);
+    store_global(static_cast<A*>(ends.delta) + row, sum);
+    if (ends.dsinks) dsink += load_lse<A>(args, row).probability(sink) * sum;
   }
   if (ends.dsinks) store_partial(dsink, ends.dsinks, blockIdx.x, scratch);
 }
@@ -184,8 +174,7 @@ void begin_backward(const AttentionBackward& args, const BackwardEnds& ends, voi
     launch<attention_delta_kernel<Types>>({.blocks = args.batch * args.heads * ends.sink_parts,
                                            .threads = kThreads,
                                            .shared_bytes = kReduceScratch<1> * sizeof(double)},
-                                          stream, args, ends, aligned,
-                                          row_lanes<typename Types::A>(args.value_dim));
+                                          stream, args, ends, aligned);
   });
 }
 

@@ -14,11 +14,6 @@
 //   - More: blocks take runs. The states are a sixteenth of that, and a sequence that is longer
 //     than the others of its batch is still spread over several blocks.
 //   - More than fill any device: a block takes a whole sequence, and leaves no state.
-// Nor does the grid follow the number of multiprocessors. A block with several chunks drains its
-// queues between them (the values of its warps take their place), as blocks one after the other do;
-// and 1,024 chunks of 32k keys on 8 heads are three for some of 396 places (132 times three blocks)
-// either way. It would pay if a block loaded its next chunk while it finishes one.
-//
 // So the workspace has at most kFewTiles * (kMostChunks + 2) or kManyTiles * kMostRuns tiles of
 // states, however many sequences, queries and keys there are; or, where whole sequences have
 // several runs, one tile for each of the output's.
