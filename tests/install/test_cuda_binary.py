@@ -48,7 +48,7 @@ WITHOUT_KERNELS = ("attention/backend.cu",)
 OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
 PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")
 # Kernels that ask for the next row while they are at one.
-AHEAD = r"norm_backward_kernel(?!\S*4SameIdE)"
+AHEAD = r"\dnorm_backward_kernel(?!\S*4SameIdE)"
 # Kernels that ask for pairs of a bias in front of the product that these are added to, by bucket.
 WITH_BIAS = r"attention_(backward_kernel\S*Li(\d+)ELb1E|dbias_kernel\S*Li(\d+)E)"
 # Instructions of the main loop, of any way through it. A warp issues about half of them a turn, of
