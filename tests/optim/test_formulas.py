@@ -391,8 +391,8 @@ def test_small_states_are_refused(state_dtype, name):
         ({"lr": -1.0}, "Invalid learning rate: -1.0"),
         ({"betas": (0.9, 1.0)}, "Invalid beta parameter at index 1: 1.0"),
         ({"betas": (0.9,)}, "betas must be two numbers"),
-        ({"eps": -1.0}, "Invalid epsilon: -1.0"),
-        ({"weight_decay": -1.0}, "Invalid weight_decay: -1.0"),
+        ({"eps": -1.0}, "Invalid epsilon value: -1.0"),
+        ({"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
         ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
     ],
 )

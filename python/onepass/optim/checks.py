@@ -157,3 +157,19 @@ def refuse_sparse(name: str, gradients: Sequence[Tensor]) -> None:
     """In torch's own words."""
     if any(gradient.is_sparse for gradient in gradients):
         raise RuntimeError(f"{name} does not support sparse gradients")
+
+
+def check_like_torch(name: str, lr: float | Tensor, betas: tuple[float, float], **others) -> None:
+    """ValueError as torch's constructors raise it; `others` by the names of their messages."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if len(betas) != 2:
+        raise ValueError(f"{name}: betas must be two numbers, got {betas}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+    for what, value in others.items():
+        if not value >= 0.0:
+            raise ValueError(f"Invalid {what} value: {value}")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass._ops.optimizer import Hyper
+from onepass.optim.checks import check_like_torch
 from onepass.optim.optimizer import number_of
 from onepass.optim.options import OPTIONS_DOC, constructor
 from onepass.optim.updates import FormulaOptimizer, Values
@@ -24,17 +25,7 @@ class _LAMB(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        limits = (("learning rate", lr), ("epsilon", eps), ("weight_decay", weight_decay))
-        for what, value in limits:
-            if not value >= 0.0:
-                raise ValueError(f"Invalid {what}: {value}")
-        if len(betas) != 2:
-            raise ValueError(f"LAMB: betas must be two numbers, got {betas}")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        check_like_torch("LAMB", lr, betas, epsilon=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "betas": betas,

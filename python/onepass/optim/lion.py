@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass._ops.optimizer import ALGORITHMS, Hyper
+from onepass.optim.checks import check_like_torch
 from onepass.optim.optimizer import FlatOptimizer, number_of
 from onepass.optim.options import OPTIONS_DOC, constructor
 
@@ -25,17 +26,7 @@ class _Lion(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if len(betas) != 2:
-            raise ValueError(f"Lion: betas must be two numbers, got {betas}")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        check_like_torch("Lion", lr, betas, weight_decay=weight_decay)
         if foreach and fused:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         defaults = {

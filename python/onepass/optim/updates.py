@@ -128,9 +128,7 @@ class Values(NamedTuple):
     states: Mapping[str, Tensor]
     step: int  # this one's number, from 1
     group: dict
-    dtype: (
-        torch.dtype
-    )  # whose precision results are kept in: with a master that is the arithmetic's
+    dtype: torch.dtype  # of the results' precision: with a master, of the arithmetic
 
 
 class FormulaOptimizer(UpdateOptimizer):

@@ -37,10 +37,7 @@ def adamw(
 
     Loshchilov, Hutter: Decoupled weight decay regularization, ICLR 2019.
     """
-    exp_avg = betas[0] * exp_avg + (1 - betas[0]) * gradient
-    exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1]) * gradient**2
-    mean = exp_avg / (1 - betas[0] ** step)
-    root = (exp_avg_sq / (1 - betas[1] ** step)).sqrt()
+    exp_avg, exp_avg_sq, mean, root = _moments(gradient, exp_avg, exp_avg_sq, step, betas)
     param = param * (1 - lr * weight_decay) - lr * mean / (root + eps)
     return param, exp_avg, exp_avg_sq
 
@@ -188,13 +185,21 @@ def lamb(
     You et al.: Large batch optimization for deep learning: training BERT in 76 minutes, ICLR 2020,
     with the identity for phi; the ratio is one where a norm is zero.
     """
-    exp_avg = betas[0] * exp_avg + (1 - betas[0]) * gradient
-    exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1]) * gradient**2
-    mean = exp_avg / (1 - betas[0] ** step)
-    update = mean / ((exp_avg_sq / (1 - betas[1] ** step)).sqrt() + eps) + weight_decay * param
+    exp_avg, exp_avg_sq, mean, root = _moments(gradient, exp_avg, exp_avg_sq, step, betas)
+    update = mean / (root + eps) + weight_decay * param
     norm, length = param.norm(), update.norm()
     ratio = norm / length if norm > 0 and length > 0 else 1.0
     return param - lr * ratio * update, exp_avg, exp_avg_sq
+
+
+def _moments(
+    gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, betas: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(exp_avg, exp_avg_sq) after the step, and Adam's mean and root of them, bias corrected."""
+    exp_avg = betas[0] * exp_avg + (1 - betas[0]) * gradient
+    exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1]) * gradient**2
+    mean = exp_avg / (1 - betas[0] ** step)
+    return exp_avg, exp_avg_sq, mean, (exp_avg_sq / (1 - betas[1] ** step)).sqrt()
 
 
 def _root_mean_square(tensor: Tensor) -> float:
