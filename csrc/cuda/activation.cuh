@@ -1,5 +1,5 @@
-// Activations and their derivatives, of one number; cpu/activation.h has the same for vectors, and
-// says where the formulas come from.
+// Activations and their derivatives, for one number. cpu/activation.h has the same for vectors and
+// names the sources of the formulas.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,8 @@ struct Gate {
 
 // 1 / x for x from 1 to 2.
 __device__ __forceinline__ float inverse(float x) { return reciprocal_approximate(x); }
-// Two steps of Newton's: a division would be a call, which values in registers do not survive.
+// Two Newton steps instead of a division, which is a function call: values in registers would be
+// spilled around it.
 __device__ __forceinline__ double inverse(double x) {
   double estimate = reciprocal_approximate(static_cast<float>(x));
   ONEPASS_UNROLL

@@ -1,8 +1,8 @@
 // Dropout on CUDA, alone or with a residual add: output = input * (0 or scale) + residual.
 //
-// One pass: each input is read once and the output written once, a pack of eight elements per
-// thread and turn, whose fates are one Philox block. The backward is the same kernel on the
-// gradient. Done when it runs at the speed of a copy of as many bytes.
+// One pass: each input is read once and the output is written once. In each iteration a thread
+// takes a pack of eight elements; one Philox block decides which of them are kept. The backward is
+// the same kernel on the gradient. Done when it runs at the speed of a copy of as many bytes.
 #include <algorithm>
 
 #include "cuda/backend.h"
@@ -21,7 +21,7 @@ constexpr int64_t kMaxBlocks = 1 << 20;
 template <class Types, bool kAligned>
 __device__ __forceinline__ void drop_pack(const DropoutForward& args, const Dropout& dropout,
                                           int64_t pack) {
-  // The tensor as one row that one thread has.
+  // The tensor as one row, indexed as by a single thread.
   const StridedColumns<kAligned> columns{1, 0, args.numel};
   const auto input = Types::load(args.input, args.input_dtype, 0, columns, pack);
   typename Types::A value[kPack];
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) dropout_forward_kernel(const Dropout
   const int64_t packs = (args.numel + kPack - 1) / kPack;
   for (int64_t pack = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; pack < packs;
        pack += threads) {
-    // The last pack may be cut, where elements are taken one by one.
+    // The last pack may be incomplete; its elements are taken one by one.
     if (kAligned && (pack + 1) * kPack <= args.numel) {
       drop_pack<Types, true>(args, dropout, pack);
     } else {
@@ -58,7 +58,7 @@ bool is_aligned(const DropoutForward& args) {
   return aligned(args.input) && aligned(args.residual) && aligned(args.output);
 }
 
-// What a plan decides.
+// The decisions of a plan.
 struct DropoutLayout {
   bool aligned;
 };
@@ -90,13 +90,15 @@ void run_forward(const DropoutForward& args, const Plan& plan, const DropoutLayo
 
 // ---- scaled branches ----------------------------------------------------------------------------
 //
-// A block has a tile of columns, a pack of each thread, and some of the rows, a part: their scale
-// is read once, and dcolumn_scale's sum stays in registers. A row whose factor is 0 is not read.
+// A block has a tile of columns, one pack for each thread, and a part of the rows. The column scale
+// is read once, and the sum for dcolumn_scale stays in registers. A row whose factor is 0 is not
+// read.
 
 constexpr int kBranchThreads = 256;
 constexpr int64_t kForwardRows = 4;  // of a block
 constexpr int64_t kManyBlocks = 4096;
-// Of the backward, by the shape alone: as few partial sums as keep a device busy.
+// Rows of a part in the backward. Parts depend on the shape alone, and are as few as keep a device
+// busy.
 constexpr int64_t kRowsPerPart = 32;
 constexpr int64_t kFewParts = 128;
 constexpr int64_t kMaxParts = 512;
@@ -115,7 +117,7 @@ BranchGeometry branch_geometry(int64_t cols) {
   return {static_cast<int>(threads), (packs + threads - 1) / threads, 1, cols % kPack == 0};
 }
 
-// Whose factor a row has; 0 where none is read.
+// The sample whose factor applies to a row; 0 where no factor is read.
 template <class Args>
 __device__ __forceinline__ int64_t sample_of(const Args& args, int64_t row) {
   return args.row_scale ? row / args.sample_rows : 0;
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(kBranchThreads)
   }
 }
 
-// Adds up the parts: a block has kReduceColumns columns.
+// Adds up the partial sums of the parts. A block has kReduceColumns columns.
 template <class A>
 __global__ void __launch_bounds__(kReduceThreads, 1)
     branch_backward_reduce_kernel(const BranchBackward args, const A* partials, const int parts) {
@@ -230,7 +232,7 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   }
 }
 
-// f.operator()<Types>() where all the dtypes given are the same, else with Mixed.
+// Calls f.operator()<Types>(): with Same<T> if all dtypes are equal, else with Mixed.
 template <class F>
 void visit_branch(std::initializer_list<DType> dtypes, F&& f) {
   const DType first = *dtypes.begin();

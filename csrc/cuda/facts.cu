@@ -1,5 +1,5 @@
-// What `onepass doctor` asks about CUDA: the toolkit this library was built with, and the device
-// that the driver shows. Plain C functions, read through ctypes.
+// CUDA facts for `onepass doctor`: the toolkit that built this library, and the devices that the
+// driver shows. Plain C functions, called through ctypes.
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -9,14 +9,14 @@
 // The CUDA toolkit of the build, as 1000 * major + 10 * minor.
 ONEPASS_EXPORT int onepass_cuda_toolkit() { return CUDART_VERSION; }
 
-// Devices seen, or minus the cudaError where the driver cannot be used.
+// The number of visible devices, or minus the cudaError if the driver cannot be used.
 ONEPASS_EXPORT int onepass_cuda_device_count() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   return error == cudaSuccess ? count : -static_cast<int>(error);
 }
 
-// What an error code means.
+// The text of an error code.
 ONEPASS_EXPORT const char* onepass_cuda_error(int code) {
   return cudaGetErrorString(static_cast<cudaError_t>(code));
 }

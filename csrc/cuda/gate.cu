@@ -1,8 +1,8 @@
-// Gated activations on CUDA: output = activation(gate) * up, and their backward, which computes the
-// activation again from gate instead of keeping it.
+// Gated activations on CUDA: output = activation(gate) * up, and their backward, which recomputes
+// the activation from gate instead of keeping it.
 //
-// One pass: what is read is read once, packs of eight elements, and what is written is written
-// once. Several short rows share a block, and a long one has several blocks. Bytes per element:
+// One pass: each input is read once and each output written once, in packs of eight elements.
+// Several short rows share a block, and a long row has several blocks. Bytes per element:
 // gate + up + output; backward doutput + gate + up + dgate + dup. Done when it runs at the speed of
 // a copy of as many bytes.
 #include "cuda/activation.cuh"
@@ -17,11 +17,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kTurnsPerBlock = 4;
 
-// Elements of a pack that are computed side by side. All eight would take every register there is.
+// Elements of a pack that are computed at the same time. All eight would need too many registers.
 template <class A>
 constexpr int kSide = 16 / sizeof(A);
 
-// Of a pack that is worked on from its front: what was computed there goes to its end.
+// Rotates a pack: the next kSide elements come to the front, and the results at the front go to
+// the end.
 template <class A>
 __device__ __forceinline__ void turn_round(A (&pack)[kPack], const A (&computed)[kSide<A>]) {
   ONEPASS_UNROLL
@@ -30,7 +31,8 @@ __device__ __forceinline__ void turn_round(A (&pack)[kPack], const A (&computed)
   for (int e = 0; e < kSide<A>; ++e) pack[kPack - kSide<A> + e] = computed[e];
 }
 
-// Whose rows and columns a thread has: in every turn, a pack after those of the threads before it.
+// The rows and columns of a thread: one pack in each iteration, neighbouring threads beside each
+// other.
 struct Work {
   int threads_per_row;
   int64_t turns;           // of a row
@@ -45,8 +47,8 @@ Work work_of(int64_t cols) {
   return {threads, turns, (turns + kTurnsPerBlock - 1) / kTurnsPerBlock};
 }
 
-// body(row, its place, columns, pack) for the packs of a thread. Packs go by 16 bytes where
-// kAligned, but for one that the row's end cuts, whose elements are taken one by one.
+// Calls body(row, its place, columns, pack) for each pack of a thread. With kAligned a pack is
+// accessed in 16-byte pieces; an incomplete pack at a row's end is taken element by element.
 template <bool kAligned, class Args, class Body>
 __device__ __forceinline__ void for_each_pack(const Args& args, const Work& work, Body&& body) {
   const int rows_per_block = kThreads / work.threads_per_row;
@@ -79,7 +81,8 @@ __device__ __forceinline__ void load_pack_of(const void* base, DType dtype, int6
   for (int e = 0; e < kPack; ++e) value[e] = Types::value(kept, e);
 }
 
-// With one block given as the least, no register is spilled so that two or three may have room.
+// The least number of resident blocks is stated as 1: with 2 or 3 the compiler would spill
+// registers to make room.
 template <class Types, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_forward_kernel(const GateForward args, const Work work) {
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       });
 }
 
-// Whether the rows of a tensor begin at multiples of 16 bytes.
+// Whether all rows of a tensor begin at multiples of 16 bytes.
 template <class Args>
 bool is_aligned(const Args& args, const void* base, DType dtype, const RowStride& stride) {
   bool aligned = reinterpret_cast<uintptr_t>(base) % 16 == 0;
@@ -160,7 +163,7 @@ bool is_aligned(const Args& args, const void* base, DType dtype, const RowStride
   return aligned;
 }
 
-// Of tensors whose rows lie one after the other.
+// The same for a tensor with one stride between its rows.
 template <class Args>
 bool is_aligned(const Args& args, const void* base, DType dtype, int64_t stride) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 &&
@@ -181,7 +184,7 @@ bool is_aligned(const GateBackward& args) {
          is_aligned(args, args.dup, args.up_dtype, args.gradient_stride);
 }
 
-// What a plan decides.
+// The decisions of a plan.
 struct GateLayout {
   Work work;
   bool aligned;
@@ -207,7 +210,7 @@ Plan plan_backward(const GateBackward& args, const Machine&, GateLayout& layout)
   return plan_of(args, "gate_backward_kernel", layout);
 }
 
-// start<Types, kAligned>()
+// Calls start<Types, kAligned>().
 template <class Args, class Start>
 void visit_types(const Args& args, bool aligned, bool same, Start&& start) {
   visit_bool(aligned, [&]<bool kAligned>() {

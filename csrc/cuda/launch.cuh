@@ -20,7 +20,7 @@ struct LaunchShape {
   int resident = 1;  // blocks that must run at the same time for the kernel to end
 };
 
-// Of a kernel. More than 4,096 need the toolkit of CUDA 12.1 and a driver of its time (530).
+// Bytes of a kernel's parameters. More than 4,096 need CUDA 12.1 and driver 530.
 #if defined(CUDART_VERSION) && CUDART_VERSION < 12010
 inline constexpr size_t kMaxParameterBytes = 4096;
 #else
@@ -51,7 +51,7 @@ void launch(const LaunchShape& shape, void* /*stream*/, const Args&... args) {
 
 #else
 
-// Errors that kernels run into. Any call may return them later, one that has started nothing too.
+// Errors of a running kernel. Any later call may return them, even one that starts nothing.
 inline bool is_of_running_kernels(cudaError_t error) {
   switch (error) {
     case cudaErrorECCUncorrectable:
@@ -70,10 +70,10 @@ inline bool is_of_running_kernels(cudaError_t error) {
   }
 }
 
-// Throws what is wrong. `before`: what was so before the call.
+// Throws if a call failed. `before`: the error that was pending before the call.
 inline void check(cudaError_t error, const char* what, cudaError_t before = cudaSuccess) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // it has been told: whoever asks the runtime next shall not tell it again
+  cudaGetLastError();  // clears the error: it is reported here, and must not be reported again
   std::string text = std::string("onepass: ") + what + ": " + cudaGetErrorString(error);
   if (before != cudaSuccess) {
     text += std::string("; an error was pending before this call: ") + cudaGetErrorString(before);
@@ -113,10 +113,10 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
     throw std::runtime_error("onepass: a grid has at most 2147483647 blocks, and this call needs " +
                              std::to_string(shape.blocks));
   }
-  const cudaError_t before = cudaPeekAtLastError();  // somebody else's
+  const cudaError_t before = cudaPeekAtLastError();  // of an earlier call, not ours
   constexpr size_t kWithoutAsking = 48 * 1024;
   if (shape.shared_bytes > kWithoutAsking) {
-    // All that there is: the limit is the kernel's, and another thread may start it with more.
+    // The maximum: the limit belongs to the kernel, and another thread may start it with more.
     check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(max_shared_bytes())),
           "asking for shared memory", before);
@@ -126,7 +126,7 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
   config.blockDim = shape.threads;
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  // Without it, blocks that wait for others may keep them from ever being started.
+  // A cooperative launch. Without it, blocks that wait for others could keep those from starting.
   cudaLaunchAttribute together{};
   together.id = cudaLaunchAttributeCooperative;
   together.val.cooperative = 1;

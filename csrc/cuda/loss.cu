@@ -1,12 +1,13 @@
 // Cross entropy on CUDA: the loss of rows of logits, and its gradient.
 //
-// Up to 1,024 columns a warp has a row, more have a block. The forward reads a row once: each
-// thread keeps a maximum that only grows and the exponentials below it, which are then merged. The
-// backward reads the row and writes the gradient, and may write it over the row. Rows of an odd
-// number of columns begin anywhere: packs of eight are those of memory, by 16 bytes, but for the
-// two that the row's ends cut. So which thread adds what goes by where a row begins.
-// Bytes per element: input; backward input + dinput; with weights and label smoothing, those of the
-// weights as well. Done when they run at the speed of a read, and of a copy.
+// A row of up to 1,024 columns has a warp, a longer one has a block. The forward reads a row once:
+// each thread keeps a running maximum and the sum of exponentials relative to it, and these are
+// then merged. The backward reads the row and writes the gradient, possibly over the row. Rows with
+// an odd number of columns begin at any address. So packs of eight are aligned to 16 bytes of
+// memory, and the first and last pack of a row may be incomplete: which elements a thread adds
+// depends on the address of the row. Bytes per element: input; backward input + dinput; with class
+// weights and label smoothing, the weights as well. Done when the forward runs at the speed of a
+// read, the backward at that of a copy.
 #include <algorithm>
 
 #include "cuda/backend.h"
@@ -70,7 +71,7 @@ struct Place {
         row(static_cast<int64_t>(blockIdx.x) * (blockDim.x / threads_per_row) + group) {}
 };
 
-// Neighbouring elements of a row, of which its ends may cut some: for load_pack and store_pack.
+// Columns for load_pack and store_pack: neighbouring elements, some of them outside the row.
 struct CutColumns {
   static constexpr bool kAligned = false;
   int64_t first;
@@ -86,9 +87,9 @@ struct CutColumns {
   }
 };
 
-// A row as packs. With kAligned they begin at multiples of 16 bytes of memory, so that the first
-// one may lack elements at its front; any other tensor that is given has rows that begin at as many
-// bytes beyond such a multiple.
+// A row as packs. With kAligned they begin at multiples of 16 bytes of memory, so the first one may
+// lack elements at its front. Rows of a second tensor must then begin at the same distance from
+// such a multiple.
 template <class T, bool kAligned>
 class Packs {
  public:
@@ -122,7 +123,7 @@ class Packs {
   int lacking_ = 0;
 };
 
-// A logit as the loss takes it, and its derivative by what lies in memory.
+// A logit after softcap, and its derivative by the logit in memory.
 template <class A>
 struct Logit {
   A value;
@@ -136,7 +137,7 @@ __device__ __forceinline__ Logit<A> logit_of(A x, A softcap) {
   return {softcap * tangent, multiply_add(-tangent, tangent, A(1))};
 }
 
-// The share of sums below `maximum` that is left below a larger one.
+// The factor that rescales sums relative to `maximum` to a larger maximum.
 template <class A>
 __device__ __forceinline__ A shrunk(A maximum, A larger) {
   return maximum == larger ? A(1) : exponential(maximum - larger);
@@ -169,7 +170,7 @@ __device__ __forceinline__ void add_pack(const LossForward& args, const Packs<T,
   sums.exponentials *= shrunk(sums.maximum, larger);
   sums.logits = logits_below(sums, larger);
   sums.maximum = larger;
-  // Where there is nothing but -Inf yet, it adds 0.
+  // If all logits so far are -Inf, 0 is added.
   const A above = larger == lowest<A>() ? A(0) : larger;
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
@@ -182,7 +183,7 @@ __device__ __forceinline__ void add_pack(const LossForward& args, const Packs<T,
   }
 }
 
-// Of the thread 0 of a row.
+// For thread 0 of a row: writes the loss and the statistics of the row.
 template <class T>
 __device__ __forceinline__ void finish_row(const LossForward& args, int64_t row, int64_t target,
                                            const LossSums<Accumulator<T>>& sums, void* workspace) {
@@ -194,7 +195,7 @@ __device__ __forceinline__ void finish_row(const LossForward& args, int64_t row,
     of_row = {kNan, kNan};
     weight = kNan;
   } else if (target != args.ignore_index) {
-    // Its logit is read once more.
+    // The logit of the target is read a second time.
     const T* x = static_cast<const T*>(args.input) + row * args.input_stride + target;
     const Raw<T> raw = load_pack(x, CutColumns{0, 1}, 0);
     const A of_target = logit_of(element<T>(raw, 0), static_cast<A>(args.softcap)).value;
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (target != args.ignore_index) {
     const T* row = static_cast<const T*>(args.input) + at.row * args.input_stride;
     const Packs<T, true> packs(row, args.cols);
-    // A pack is asked for before the one ahead of it is worked on.
+    // The next pack is loaded before the current one is used.
     Raw<T> next = packs.load(row, at.thread);
     for (int64_t pack = at.thread; packs.reaches(pack); pack += threads_per_row) {
       const Raw<T> raw = next;
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (at.thread == 0) finish_row<T>(args, at.row, target, sums, workspace);
 }
 
-// The rows' losses as they are, or added up by one block.
+// Writes the losses of the rows, or their sum or mean, by one block.
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     loss_reduce_kernel(const LossForward args, const void* workspace) {
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (args.total_weight) store_global(static_cast<A*>(args.total_weight), static_cast<A>(sums[1]));
 }
 
-// What all threads of a row know.
+// The numbers that all threads of a row need.
 template <class A>
 struct RowHead {
   int64_t target;  // -1: the row is ignored
@@ -395,7 +396,7 @@ void run_forward(const LossForward& args, const Plan& plan, const Geometry& geom
   });
 }
 
-// Whether rows of both tensors begin at as many bytes beyond multiples of 16.
+// Whether the rows of both tensors begin at the same distance from multiples of 16 bytes.
 bool is_aligned(const LossBackward& args) {
   const int64_t size = size_of(args.dtype);
   const uintptr_t apart =
@@ -404,7 +405,7 @@ bool is_aligned(const LossBackward& args) {
          (args.rows == 1 || (args.input_stride - args.dinput_stride) * size % 16 == 0);
 }
 
-// What a backward's plan decides.
+// The decisions of the backward's plan.
 struct BackwardLayout {
   Geometry geometry;
   bool aligned;

@@ -1,5 +1,5 @@
-// Every instruction that plain CUDA C++ has no word for, one thin wrapper each. Under the emulator
-// the same names come from tests/cuda_emulator/device.h, so a kernel never says asm.
+// A thin wrapper for each instruction that plain CUDA C++ does not offer. Under the emulator the
+// same names come from tests/cuda_emulator/device.h, so kernels contain no asm.
 //
 // Fragments are those of the PTX ISA's figures for mma.m16n8k16 and mma.m16n8k8; g is lane / 4 and
 // t is lane % 4 throughout.
@@ -19,7 +19,7 @@
 
 // Before a loop over an array that must stay in registers.
 #define ONEPASS_UNROLL _Pragma("unroll")
-// Before a loop whose turns must not share registers.
+// Before a loop that must not be unrolled: its iterations side by side need too many registers.
 #define ONEPASS_ROLL _Pragma("unroll 1")
 
 namespace onepass::cuda {
@@ -128,14 +128,14 @@ __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Until at most kPending of the thread's own groups are in flight; other threads' data needs a
-// barrier after it.
+// Waits until at most kPending of the thread's own groups are in flight; data that other threads
+// copied needs a barrier after it.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A hint: the line of 128 bytes that an address lies in comes into the L2.
+// A hint: loads the 128-byte line of an address into L2.
 __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -161,12 +161,12 @@ __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value)
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// *address += value, in whatever order blocks come; nothing else is ordered by it.
+// *address += value, in any order of the blocks; it orders no other access.
 __device__ __forceinline__ void add_global(float* address, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
 
-// The same of four neighbours, 16-byte aligned: one instruction where adds_four().
+// The same for four neighbours, 16-byte aligned: one instruction if adds_four().
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && \
     __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201
 __device__ __forceinline__ constexpr bool adds_four() { return true; }
@@ -199,8 +199,8 @@ __device__ __forceinline__ void store_global(T* address, const T& value) {
 
 // ---- arithmetic ---------------------------------------------------------------------------------
 
-// a * b + c, rounded once. Nowhere else: the build says --fmad=false, so that what the emulator
-// computes is what a device computes, bit for bit.
+// a * b + c, rounded once. Only here: --fmad=false forbids the compiler to fuse elsewhere, so that
+// the emulator computes the same bits as a device.
 __device__ __forceinline__ float multiply_add(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 }
@@ -240,11 +240,11 @@ __device__ __forceinline__ float widen_half(uint16_t bits) {
   return value;
 }
 
-// The same bits, of which the compiler knows nothing: what it computed from them before is not kept
-// in registers for later, but computed again.
+// Hides the value from the compiler: earlier results that depend on it are recomputed instead of
+// being kept in registers.
 __device__ __forceinline__ void forget(uint32_t& bits) { asm volatile("" : "+r"(bits)); }
 
-// threadIdx.x, read again each time instead of being kept.
+// threadIdx.x, read again at each call instead of being kept in a register.
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -271,8 +271,8 @@ namespace onepass::cuda {
 inline constexpr int kLanes = 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
-// A block's shared memory, taken piece by piece in the same order by all of its threads. All of it
-// is dynamic: the launch says how much, and nothing is lost to what another kernel declared.
+// The shared memory of a block. All threads take the same pieces in the same order. All of it is
+// dynamic: the launch states the size.
 class SharedMemory {
  public:
   template <class T>

@@ -38,8 +38,8 @@ __device__ __forceinline__ void reduce_row(A (&value)[kCount], int threads_per_r
   }
 }
 
-// Of some numbers; of all of them, those of parts added up. Chan, Golub, LeVeque: Updating formulae
-// and a pairwise algorithm for sample variances, 1979.
+// Count, mean and squared deviations of some numbers; add() merges those of two parts. Chan, Golub,
+// LeVeque: Updating formulae and a pairwise algorithm for sample variances, 1979.
 template <class A>
 struct Moments {
   A count;
@@ -57,7 +57,7 @@ struct Moments {
   }
 };
 
-// What ends a norm's statistics.
+// rstd of a norm. Rounding may have made the variance slightly negative.
 template <class A>
 __device__ __forceinline__ A inverse_root(A variance, double eps) {
   return A(1) / sqrt((variance < A(0) ? A(0) : variance) + static_cast<A>(eps));

@@ -1,6 +1,5 @@
-// Sums over rows, a number for each column: a block has some of the rows, a part, and leaves a
-// partial sum of each column; the partials are added in an order that depends on their number
-// alone.
+// Sums over rows, one for each column. A block has a part of the rows and writes a partial sum for
+// each column; the partials are added in an order that depends on their number alone.
 #pragma once
 
 #include "cuda/reduce.cuh"
@@ -24,7 +23,7 @@ __device__ __forceinline__ A broadcast(A value) {
   return __shfl_sync(kAllLanes, value, 0);
 }
 
-// n / d without the division, which is a function that needs many registers; for 0 <= n < 2^52,
+// n / d without a division, which is a function call that needs many registers. For 0 <= n < 2^52,
 // where n * per_d is off by less than one.
 __device__ __forceinline__ int64_t quotient(int64_t n, int64_t d, double per_d) {
   const int64_t about = static_cast<int64_t>(static_cast<double>(n) * per_d);
@@ -32,14 +31,14 @@ __device__ __forceinline__ int64_t quotient(int64_t n, int64_t d, double per_d) 
   return rest < 0 ? about - 1 : rest >= d ? about + 1 : about;
 }
 
-// The factor of a row, of those that `sample_rows` rows share each, for all lanes of a warp.
+// The factor of a sample, for all lanes of a warp.
 template <class A>
 __device__ __forceinline__ A row_factor(const void* row_scale, int64_t sample) {
   if (!row_scale) return A(1);
   return broadcast(read_once(static_cast<const A*>(row_scale) + sample));
 }
 
-// One pack of a gradient that a part has all of.
+// Stores one pack of a gradient whose sum is complete.
 template <class A, class Columns>
 __device__ __forceinline__ void store_values(void* base, DType dtype, int64_t offset,
                                              const Columns& columns, auto pack,
@@ -71,13 +70,13 @@ __device__ __forceinline__ void store_gradient(void* base, DType dtype, int64_t 
   }
 }
 
-// Columns and threads of a block that adds up parts.
+// Columns and threads of a block that adds up partial sums.
 inline constexpr int kReduceColumns = kLanes;
 inline constexpr int kReduceThreads = kMaxWarps * kLanes;
 
-// Adds up one column's parts, `stride` elements apart: a warp has every kMaxWarps-th of them, in
-// four running sums; the warps' sums are added in order. The total is that of the first warp's
-// lanes, which have a column each; sums: (kMaxWarps, kLanes) in shared memory.
+// Adds up the partial sums of a column, `stride` elements apart. Warp w takes every kMaxWarps-th
+// from number w on, in four running sums; the sums of the warps are added in order. Each lane has a
+// column, and the total is valid in the first warp. sums: (kMaxWarps, kLanes) in shared memory.
 template <class A>
 __device__ __forceinline__ A sum_of_parts(const A* partials, int parts, int64_t stride,
                                           bool has_column, A* sums) {

@@ -1,5 +1,5 @@
-// Eight elements at a time: how every kernel of rows reads and writes global memory. A pack of a
-// 16-bit type is one 16-byte access, of float32 two, of float64 four.
+// Packs of eight elements, by which every kernel on rows reads and writes global memory. A pack of
+// a 16-bit type is one 16-byte access, of float32 two, of float64 four.
 #pragma once
 
 #include "core/philox.h"
@@ -14,14 +14,14 @@ struct alignas(16) Words {
   uint32_t word[4];
 };
 
-// The bits of kPack elements of T as they lie in memory: half the registers of their float32 values
-// where T has 16 bits, so this is what a kernel keeps between two passes.
+// The bits of kPack elements of T, as in memory. For 16-bit types they take half the registers of
+// the float32 values, so kernels keep them between two passes.
 template <class T>
 struct Raw {
   Words words[kPack * sizeof(T) / 16];
 };
 
-// Between two passes over a pack that is kept: without, its values are kept as well, widened.
+// Called between two passes over a pack. Without it the compiler keeps the widened values as well.
 template <class T>
 __device__ __forceinline__ void forget(Raw<T>& raw) {
   ONEPASS_UNROLL
@@ -49,7 +49,7 @@ __device__ __forceinline__ Accumulator<T> element(const Raw<T>& raw, int e) {
   }
 }
 
-// In a pack of zeros.
+// Sets an element of a pack of zeros.
 template <class T>
 __device__ __forceinline__ void set_element(Raw<T>& raw, int e, const T& element) {
   if constexpr (sizeof(T) == 8) {
@@ -78,9 +78,9 @@ __device__ __forceinline__ Raw<T> narrow(const Accumulator<T> (&value)[kPack]) {
   return raw;
 }
 
-// Which columns of a row a thread has: packs if kAligned, whose cols are a multiple of kPack, else
-// single elements. Neighbouring threads of a row touch neighbouring memory. Here a row's packs go
-// around its threads.
+// The columns of a row that a thread has: packs if kAligned, where cols is a multiple of kPack,
+// else single elements. Neighbouring threads of a row touch neighbouring memory. Consecutive packs
+// of a row belong to consecutive threads.
 template <bool kAligned_>
 struct StridedColumns {
   static constexpr bool kAligned = kAligned_;
@@ -103,8 +103,8 @@ struct StridedColumns {
   }
 };
 
-// Here each warp has kPacks packs per thread side by side: what a thread has lies at constant
-// distances from its first element.
+// The same interface; here the elements of a warp are contiguous, with kPacks packs for each
+// thread. A thread's elements lie at constant distances from its first one.
 template <bool kAligned_, int kPacks>
 struct WarpColumns {
   static constexpr bool kAligned = kAligned_;
@@ -112,12 +112,12 @@ struct WarpColumns {
   int lane;
   int cols;  // few enough to be kept in registers
 
-  // Reads the thread's index again: objects made before a loop, in each iteration and after it
-  // share no register.
+  // The thread's index is read again, so that objects made before, inside and after a loop keep no
+  // common register alive.
   __device__ __forceinline__ WarpColumns(int threads_per_row, int64_t columns)
       : cols(static_cast<int>(columns)) {
     uint32_t index = thread_index();
-    forget(index);  // that it is not negative: with that the backward spills on sm_80
+    forget(index);  // hides that it is not negative: with that the backward spills on sm_80
     const int thread = static_cast<int>(index);
     warp = threads_per_row > kLanes ? thread / kLanes : 0;
     lane = thread % kLanes;
@@ -140,7 +140,7 @@ struct WarpColumns {
     forget(column);  // else a loop over rows keeps address + distance of every tensor
     return row + column;
   }
-  // Where shared memory holds a value for each element, without conflicts between banks.
+  // The index of an element in shared memory, without bank conflicts.
   __device__ __forceinline__ int slot(int pack, int e) const {
     return warp * kWarpElements + lane + (pack * kPack + e) * kLanes;
   }
@@ -148,7 +148,7 @@ struct WarpColumns {
  private:
   static constexpr int kWarpElements = kPacks * kPack * kLanes;
 
-  // Unsigned, whose upper half in an address needs no register.
+  // Unsigned: the upper half of an address then needs no register.
   __device__ __forceinline__ uint32_t first() const {
     return static_cast<uint32_t>(warp * kWarpElements + (kAligned ? lane * kPack : lane));
   }
@@ -157,7 +157,7 @@ struct WarpColumns {
   }
 };
 
-// Elements that are not there are zero.
+// Loads a pack; missing elements are zero.
 template <class T, class Columns>
 __device__ __forceinline__ Raw<T> load_pack(const T* row, const Columns& columns, auto pack) {
   Raw<T> raw{};
@@ -223,7 +223,7 @@ struct Same {
   }
 };
 
-// Any mix of float32 and the 16-bit types, decided by a branch that is the same for all threads.
+// Any mix of float32 and 16-bit types. The dtype is a branch that all threads take alike.
 struct Mixed {
   using A = float;
   struct Kept {
@@ -262,7 +262,7 @@ struct Mixed {
   }
 };
 
-// A pack of a tensor of any dtype that is accumulated in A, as values; for weight and bias.
+// Loads a pack of weight or bias as values of type A, from any dtype that is accumulated in A.
 template <class A, class Columns>
 __device__ __forceinline__ void load_values(const void* base, DType dtype, const A& missing,
                                             const Columns& columns, auto pack, A (&value)[kPack]) {
@@ -286,7 +286,7 @@ __device__ __forceinline__ Dropout load_dropout(const int64_t* seed, double p) {
   return make_dropout(drawn, p);
 }
 
-// Which elements of a pack dropout keeps, a bit each; the row begins at `first_element`.
+// The elements of a pack that dropout keeps, as bits; the row begins at `first_element`.
 template <class Columns>
 __device__ __forceinline__ uint32_t keep_bits(const Dropout& dropout, int64_t first_element,
                                               const Columns& columns, auto pack) {
@@ -300,13 +300,13 @@ __device__ __forceinline__ uint32_t keep_bits(const Dropout& dropout, int64_t fi
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) kept |= is_kept(words[e / 2], e % 2) << e;
   } else {
-    // One at a time: eight generators side by side would need all registers there are.
+    // One after the other: eight generators side by side would need all registers.
     ONEPASS_ROLL
     for (int e = 0; e < kPack; ++e) {
       const uint64_t index = static_cast<uint64_t>(first_element + columns.of(pack, e));
       const auto words = dropout_block(dropout, index / 8);
       const int lane = static_cast<int>(index % 8);
-      // Selected: an array with a computed index would leave the registers.
+      // Selected by conditions: an array with a computed index would not stay in registers.
       const uint32_t low = lane & 2 ? words[1] : words[0], high = lane & 2 ? words[3] : words[2];
       kept |= is_kept(lane & 4 ? high : low, lane % 2) << e;
     }

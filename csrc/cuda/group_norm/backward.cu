@@ -1,16 +1,16 @@
-// The backward of group norm on CUDA, which computes silu again, in four kernels (parts.cuh): the
-// sums of dz and of dz * h over each channel's part, the means of a group, dinput, and dweight and
+// The backward of group norm on CUDA; silu is recomputed. It has four kernels (parts.cuh): the sums
+// of dz and of dz * h over each part of a channel, the means of each group, dinput, and dweight and
 // dbias from the channels' sums over samples and parts.
 // Bytes per element: 2 doutput + 2 input + dinput. Done when a call whose tensors fit into L2 runs
-// at the speed of a copy of what is new.
+// at the speed of a copy of the bytes that are not in L2.
 #include "cuda/backend.h"
 #include "cuda/group_norm/parts.cuh"
 
 namespace onepass::cuda {
 namespace {
 
-// The derivative of silu: s (1 + z (1 - s)) with s = sigmoid(z), where neither s nor 1 - s is a
-// difference. One step of Newton's on the reciprocal: its last bits show in the largest gradients.
+// The derivative of silu: s (1 + z (1 - s)) with s = sigmoid(z). Neither s nor 1 - s is computed as
+// a difference. The reciprocal gets one Newton step: its last bits show in the largest gradients.
 template <class A>
 __device__ __forceinline__ A silu_slope(A z) {
   const A e = std::exp(-std::abs(z));
@@ -23,14 +23,14 @@ __device__ __forceinline__ A silu_slope(A z) {
   return s * multiply_add(z, rest, A(1));
 }
 
-// dz of an element, where h is normalised already.
+// dz of an element; h is the normalised input.
 template <class A>
 __device__ __forceinline__ A dz_of(const GroupNorm& args, A doutput, A h, A weight, A bias) {
   if (args.activation == Activation::kNone) return doutput;
   return doutput * silu_slope(multiply_add(h, weight, bias));
 }
 
-// sums of dz and of dz * h
+// Channels first: the sums of dz and of dz * h.
 template <class Types, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1)
     group_norm_sums_kernel(const GroupNormBackward args, const Work work,
@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Place place(args, work);
   const auto columns = place.columns<kAligned>(args, work);
   const Channels<A> channels = load_channels<A>(args, work, args.mean, args.rstd, place, columns);
-  // In float64 weight and bias wait where the thread's sums will be: registers would not hold them.
+  // float64 has too few registers for weight and bias: they stay in shared memory, where the
+  // thread's sums go later.
   const int own = static_cast<int>(threadIdx.x);
   if constexpr (sizeof(A) == 8) {
     ONEPASS_UNROLL

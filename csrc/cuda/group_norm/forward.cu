@@ -1,5 +1,5 @@
-// Group norm on CUDA, with or without silu after it, in three kernels (parts.cuh): the mean of each
-// channel's part and the squares around it, those of each group, the results.
+// Group norm on CUDA, with or without silu, in three kernels (parts.cuh): mean and sum of squared
+// deviations of each part of a channel, then of each group, then the results.
 // Bytes per element: 2 input + output. Done when a call whose tensors fit into L2 runs at the speed
 // of a copy.
 #include "cuda/backend.h"
@@ -25,7 +25,7 @@ __device__ __forceinline__ A output_of(const GroupNorm& args, A x, const Channel
   return args.activation == Activation::kNone ? z : Activated<Activation::kSilu, A>(z).value();
 }
 
-// mean and squares
+// Channels first: mean and sum of squared deviations of a part.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1)
     group_norm_moments_kernel(const GroupNormForward args, const Work work,
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Raw<T> x =
           load_pack(static_cast<const T*>(args.input) + row.offset(args, args.input_stride.batch),
                     columns, pack);
-      // Of the pack first: in registers a second pass costs nothing.
+      // The moments of the pack alone: it is in registers, so two passes cost no memory traffic.
       Moments<A> of{};
       ONEPASS_UNROLL
       for (int e = 0; e < kPack; ++e) {
@@ -122,7 +122,7 @@ template <class A>
 __global__ void __launch_bounds__(kThreads, 1)
     group_norm_statistics_kernel(const GroupNormForward args, const Work work, const A* partials,
                                  A* mean, A* rstd) {
-  // In float64: few numbers, whose roundings would show in every element.
+  // In float64: these are few numbers, and their rounding errors would show in every element.
   Moments<double> own{};
   const int64_t group = group_of_warp();
   const bool is_there = for_each_sum(args, work, group, [&](int64_t, int64_t part, int64_t first) {

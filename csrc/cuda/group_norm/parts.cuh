@@ -1,11 +1,12 @@
-// How the kernels of group norm cut a call, and what they share.
+// How the kernels of group norm divide the work of a call, and the code that they share.
 //
-// Groups are few and large, so pixels are cut into parts, by the shape alone, and a first kernel
-// leaves two sums of each channel's part. A second adds up those of a group, a warp each; a third,
-// cut as the first, reads input again, from L2 where it fits there, and writes the results.
-// With channels first a row is a part of a channel, and a warp or a block has one; with channels
-// last a block has a part of the pixels of a sample, and each thread eight channels of some of
-// them.
+// Groups are few and large. So pixels are divided into parts, by the shape alone, and the first
+// kernel writes two sums for each part of a channel. In the second, one warp adds up the sums of a
+// group. The third has the parts of the first: it reads the input again, from L2 if it fits, and
+// writes the results.
+// With channels first, a row is a part of a channel, and a warp or a block has one row. With
+// channels last, a block has a part of the pixels of a sample, and each thread has eight channels
+// of some of these pixels.
 #pragma once
 
 #include "cuda/activation.cuh"
@@ -21,7 +22,7 @@ inline constexpr int64_t kPartPixels = 1024;  // least of a part with channels f
 inline constexpr int64_t kLastPixels = 32;    // least of a part with channels last
 inline constexpr int64_t kMaxParts = 64;
 
-// How a call is cut, and whose work a thread has.
+// How the work of a call is divided among blocks and threads.
 struct Work {
   int64_t parts;
   int64_t step;         // pixels of a part, but for the last: a multiple of a pack
@@ -64,7 +65,7 @@ inline int64_t blocks_of(const GroupNorm& args, const Work& work) {
   return (rows + rows_per_block - 1) / rows_per_block;
 }
 
-// What a channel needs.
+// The numbers that one channel needs.
 template <class A>
 struct Channel {
   A mean;
@@ -86,7 +87,7 @@ __device__ __forceinline__ A load_value(const void* base, DType dtype, int64_t i
   }
 }
 
-// By one thread: of sample's channel, its group's statistics from `mean` and `rstd`.
+// Loads the numbers of a sample's channel, in one thread; mean and rstd are those of its group.
 template <class A>
 __device__ __forceinline__ Channel<A> load_channel(const GroupNorm& args, const Work& work,
                                                    const void* mean, const void* rstd,
@@ -98,7 +99,7 @@ __device__ __forceinline__ Channel<A> load_channel(const GroupNorm& args, const 
           load_value(args.bias, args.bias_dtype, channel, A(0))};
 }
 
-// The same for all lanes of a warp, read by one of them.
+// The same for all lanes of a warp: one lane loads, the others receive.
 template <class A>
 __device__ __forceinline__ Channel<A> share_channel(const GroupNorm& args, const Work& work,
                                                     const void* mean, const void* rstd,
@@ -136,13 +137,13 @@ struct PartRow {
   __device__ __forceinline__ int64_t offset(const GroupNorm& args, int64_t batch_stride) const {
     return sample * batch_stride + channel * args.pixels + begin;
   }
-  // Where the first of the two sums of the part lies.
+  // The index of the first of the part's two sums.
   __device__ __forceinline__ int64_t sum(const GroupNorm& args, const Work& work) const {
     return (sample * work.parts + part) * 2 * args.channels + channel;
   }
 };
 
-// body(columns, pack) for the packs of a thread.
+// Calls body(columns, pack) for each pack of a thread.
 template <bool kAligned, class Body>
 __device__ __forceinline__ void for_each_pack(const PartRow& row, const Work& work, Body&& body) {
   const StridedColumns<kAligned> columns{work.threads_per_row, row.thread, row.cols};
@@ -177,7 +178,7 @@ struct Place {
   __device__ __forceinline__ int64_t offset(const ImageStride& stride, int64_t pixel) const {
     return sample * stride.batch + pixel * stride.pixel;
   }
-  // Where the first of the two sums of a channel's part lies.
+  // The index of the first of the two sums of a channel's part.
   __device__ __forceinline__ int64_t sum(const GroupNorm& args, const Work& work,
                                          int64_t channel) const {
     return (sample * work.parts + part) * 2 * args.channels + channel;
@@ -190,7 +191,7 @@ struct Place {
   }
 };
 
-// Of a thread's eight channels.
+// The numbers of a thread's eight channels.
 template <class A>
 struct Channels {
   Channel<A> of[kPack];
@@ -212,8 +213,8 @@ __device__ __forceinline__ Channels<A> load_channels(const GroupNorm& args, cons
 
 // ---- a warp for each group ---------------------------------------------------------------------
 
-// body(channel, part, where the first sum lies) for a lane's share of a group's sums; false where
-// there is no such group.
+// Calls body(channel, part, index of the first sum) for a lane's share of a group's sums; returns
+// false if there is no such group.
 template <class Body>
 __device__ __forceinline__ bool for_each_sum(const GroupNorm& args, const Work& work,
                                              int64_t number, Body&& body) {
@@ -234,7 +235,7 @@ __device__ __forceinline__ int64_t group_of_warp() {
 
 // ---- calls -------------------------------------------------------------------------------------
 
-// Whether packs of a tensor's rows, its channels or its pixels, begin at multiples of 16 bytes.
+// Whether all packs of a tensor begin at multiples of 16 bytes.
 inline bool has_packs(const GroupNorm& args, const void* base, DType dtype,
                       const ImageStride& stride) {
   const int64_t row = args.channels_last ? args.channels : args.pixels;
@@ -248,11 +249,11 @@ inline int64_t accumulator_size_of(const GroupNorm& args) {
   return args.input_dtype == DType::kFloat64 ? 8 : 4;
 }
 
-// What a plan decides.
+// The decisions of a plan.
 struct Layout {
   Work work;
   bool aligned;
-  int64_t statistics;  // (2, batch, groups) accumulators begin here, behind the sums of parts
+  int64_t statistics;  // (2, batch, groups) accumulators begin here, after the sums of parts
 };
 
 inline Plan plan_of(const GroupNorm& args, const char* kernel_name, bool aligned, Layout& layout) {
@@ -267,7 +268,7 @@ inline Plan plan_of(const GroupNorm& args, const char* kernel_name, bool aligned
           .reason = aligned ? "16-byte accesses" : "unaligned: single elements"};
 }
 
-// start<Types, kAligned>()
+// Calls start<Types, kAligned>().
 template <class Args, class Start>
 void visit_types(const Args& args, bool same, bool aligned, Start&& start) {
   visit_bool(aligned, [&]<bool kAligned>() {

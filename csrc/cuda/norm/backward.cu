@@ -8,11 +8,11 @@
 // and partials, which the last kernel reads once. Done when it runs at the speed of a copy of as
 // many bytes.
 //
-// A modulated norm has a weight for each group of rows, scale, and sums of its own for each: a part
-// is one of a group's rows. Where it is all of them, its sums are the gradients. With a gate,
-// dx * gate is what is written of dx, and dx * branch is summed as well; a factor of the row and
-// dropout stand before both, and a branch whose factor is 0 is not read. A norm whose branch is
-// scaled is one of a single group.
+// A modulated norm has a weight, named scale, for each group of rows, and separate sums for each
+// group: a part has rows of one group. If a part has all of them, its sums are the gradients. With
+// a gate, dx * gate is written instead of dx, and dx * branch is summed as well; the row's factor
+// and dropout are applied before both, and a branch whose factor is 0 is not read. A norm with a
+// scaled branch is the case of a single group.
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/norm/backward_rows.cuh"
@@ -20,12 +20,12 @@
 namespace onepass::cuda {
 namespace {
 
-// Whether doutput waits in shared memory for the sums of its row.
+// Whether doutput is kept in shared memory until the sums of its row are known.
 template <int kPacks>
 inline constexpr bool kIsParked = kPacks == 4;
 
-// Rows in registers. A block has a run of rows, in parts that follow from the shape, and leaves
-// its sums in partials (parts, kSums, cols). It has kThreads threads at most.
+// Rows in registers. A block has a part, which is a run of rows that follows from the shape, and
+// writes its sums to partials (parts, kSums, cols). It has at most kThreads threads.
 template <class Args, class Types, int kPacks, bool kAligned, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
     norm_backward_kernel(const Args args, const int threads_per_row, typename Types::A* partials) {
@@ -36,15 +36,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int row_elements = threads_per_row * kPacks * kPack;
   SharedMemory shared;
   A* scratch = shared.take<A>(2 * kReduceScratch<2>);  // of even and of odd rows
-  // Later a sum over rows in each.
+  // After the loop over rows, the same memory holds the sums of the warps.
   A* weights = shared.take<A>(rows_per_block > 1 ? kSums<Args> * row_elements : row_elements);
-  // Between its two uses, where the sums of many columns leave no registers for it.
+  // doutput between its two uses, if the sums of many columns leave no registers for it.
   typename Types::Kept* parked =
       kIsParked<kPacks> ? shared.take<typename Types::Kept>(kPacks * blockDim.x) : nullptr;
   BlockConstants* constants = shared.take<BlockConstants>(1);
-  // Of a row that the whole block has: mean and rstd (and factor) of even and of odd ones, read one
-  // row ahead by one thread. The barrier that sums the row's means stands between that and their
-  // use.
+  // If the whole block has a row: mean and rstd (and factor) of even and of odd rows. One thread
+  // loads them one row ahead; the barrier of the row's reduction comes before their use.
   A* statistics = shared.take<A>(kStatistics<Args>);
   A* gates = nullptr;
   if constexpr (kIsModulated<Args>) {
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t row = constants->first_row + r;
     const RowIndex index = row_index_by_inverse(args.row_size, constants->per_size, row);
     const RowOffsets offsets(args, row, index);
-    // First, while few registers are taken: the generator needs many.
+    // First, while few registers are in use: the generator needs many.
     uint32_t kept = 0;
     if (args.seed) {
       static_assert(kPacks * kPack <= 32);
@@ -98,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       doutput[p] = Types::load(args.doutput, args.doutput_dtype, offsets.doutput, columns, p);
       x[p] = Types::load(args.x, args.x_dtype, offsets.x, columns, p);
     };
-    // All loads of the row before anything waits for one of them, if there are registers for that.
+    // All loads of the row are issued before the first result is used, if registers suffice.
     if constexpr (!kIsParked<kPacks>) {
       ONEPASS_UNROLL
       for (int p = 0; p < kPacks; ++p) load_packs(p);
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 
-  // The sums of a block's warps, if it has one per row, are added up in order.
+  // If each warp has a row of its own, the sums of the block's warps are added in order.
   const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
   uint32_t threads = blockDim.x;
   forget(threads);  // else sm_120 keeps rows_per_block through the loop, on the stack
@@ -282,8 +281,8 @@ __global__ void __launch_bounds__(kColumnsThreads<Args, typename Types::A>, 1)
              dbias, dgate);
 }
 
-// Adds up the parts: a block has kReduceColumns columns of one of the sums. `parts`: of a group,
-// which are as many blocks apart as there are columns to a group.
+// Adds up the partial sums of the parts. A block has kReduceColumns columns of one of the sums;
+// `parts` is the number of parts of a group.
 template <class Args, class A>
 __global__ void __launch_bounds__(kReduceThreads, 1)
     norm_backward_reduce_kernel(const Args args, const A* partials, const int parts) {
@@ -314,8 +313,8 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   store_gradient<A>(target, dtype, first_element + column, total);
 }
 
-// Packs that a thread keeps of x and of doutput, beside the sums of their columns, of which a
-// modulated norm has one more.
+// The number of packs of x and of doutput that a thread keeps, beside the sums of their columns. A
+// modulated norm has one sum more.
 template <class Args, class Types>
 inline constexpr int kBackwardPacks =
     (sizeof(typename Types::A) == 8       ? 1
@@ -323,11 +322,11 @@ inline constexpr int kBackwardPacks =
                                           : 2) /
     (kIsModulated<Args> && sizeof(typename Types::A) == 4 ? 2 : 1);
 
-// f.operator()<kThreads>() for what geometry_of can give. The fewer threads a block has at most,
-// the more of 65,536 registers each can have. With the 168 of 384 threads single elements of four
-// packs of bfloat16 have 60 loads of a thread under way, with the 128 of 512 about 20
-// (`cuobjdump -sass` for sm_90): those are for rows that need so many. Aligned packs would take up
-// to 152 as well, but theirs are a few loads of 16 bytes.
+// Calls f.operator()<kThreads>() with the least limit of threads that the geometry allows. With a
+// lower limit each thread can have more of the 65,536 registers: 168 with 384 threads, 128 with
+// 512. For unaligned rows of four packs of bfloat16 that makes 60 loads of a thread in flight
+// instead of about 20 (`cuobjdump -sass` for sm_90); 512 threads are for rows that need them.
+// Aligned packs would take up to 152 registers as well, but they are only a few loads of 16 bytes.
 template <class Args, int kPacks, bool kAligned, class F>
 void visit_threads(const Geometry& geometry, F&& f) {
   if constexpr (kPacks == 4 && !kAligned) {
@@ -373,10 +372,10 @@ Geometry backward_geometry(const Args& args) {
   });
 }
 
-// Parts of the rows whose sums are kept apart: a function of the shape, so that the order of the
-// additions is the same on every device. A part of kRowsPerPart rows leaves partials of a twelfth
-// of the bytes that it moves (bfloat16: 16 bytes for each 6 * kRowsPerPart); fewer rows share a
-// part only where there would be too few blocks to keep a device busy.
+// The number of parts depends on the shape alone, so that the order of the additions is the same on
+// every device. The partials of a part of kRowsPerPart rows are a twelfth of the bytes that it
+// moves (bfloat16: 16 bytes for each 6 * kRowsPerPart). Parts have fewer rows only where there
+// would otherwise be too few blocks to keep a device busy.
 constexpr int64_t kRowsPerPart = 32;
 constexpr int64_t kMaxParts = 512;
 constexpr int64_t kFewParts = 128;
@@ -384,7 +383,7 @@ constexpr int64_t kFewParts = 128;
 template <class Args>
 int64_t parts_of(const Args& args, const Geometry& geometry) {
   const int64_t groups = geometry.packs > 0 ? geometry.rows_per_block() : 1;
-  // Blocks of four warps: two of them for one of a whole row.
+  // Blocks with a row for each warp have four warps: twice as many of them.
   const int64_t few = groups > 1 ? 2 * kFewParts : kFewParts;
   const auto parts_of = [&](int64_t rows, int64_t few, int64_t most) {
     const int64_t busy = std::min(rows / (2 * groups), few);
@@ -402,7 +401,7 @@ int64_t accumulator_size_of(const NormBackward& args) {
   return args.x_dtype == DType::kFloat64 ? 8 : 4;
 }
 
-// Whether the sums of parts are not the gradients already.
+// Whether the sums of the parts must still be added up to gradients.
 template <class Args>
 bool has_partials(const Args& args, int64_t parts) {
   if constexpr (kIsModulated<Args>) return parts > args.groups;

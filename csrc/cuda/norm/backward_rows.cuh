@@ -1,5 +1,5 @@
-// What the kernels of the norm family's backward do with rows: which ones a block has, the gradient
-// of a pack of one, and the sums over them.
+// Rows in the kernels of the norm family's backward: the rows of a block, the gradient of one pack,
+// and the sums over rows.
 #pragma once
 
 #include "cuda/norm/geometry.cuh"
@@ -14,7 +14,7 @@ struct RowMeans {
   A gh;  // of g * h
 };
 
-// What every thread of a block would hold, kept in shared memory because registers are short.
+// Constants of a block. They are in shared memory because registers are scarce.
 struct alignas(16) BlockConstants {
   int64_t first_row;
   int rows;
@@ -23,8 +23,7 @@ struct alignas(16) BlockConstants {
   double per_column;          // 1 / cols
   double per_sample_row = 1;  // 1 / the rows that share a factor
 
-  // A part of rows, which are those from `first` on: a function of the shape and of the number of
-  // parts.
+  // The rows of a part: part `part` of `parts` of the `of_rows` rows from `first` on.
   __device__ __forceinline__ BlockConstants(const NormBackward& args, int64_t part, int64_t parts,
                                             int64_t of_rows, int64_t first = 0)
       : first_row(first + of_rows * part / parts),
@@ -39,7 +38,7 @@ __device__ __forceinline__ BlockConstants constants_of(const NormBackward& args,
   return BlockConstants(args, part, parts, args.rows);
 }
 
-// Here `parts` are those of all groups.
+// `parts` is the number of parts of all groups together.
 __device__ __forceinline__ BlockConstants constants_of(const ModulatedNormBackward& args,
                                                        int64_t part, int64_t parts) {
   const int64_t each = parts / args.groups;
@@ -49,19 +48,19 @@ __device__ __forceinline__ BlockConstants constants_of(const ModulatedNormBackwa
   return constants;
 }
 
-// What belongs to the columns of a part's rows.
+// The vectors that the rows of a part share.
 struct Vectors {
   const void* weight;
   const void* gate;
 };
 
-// The call's own.
+// A plain norm has one weight for all rows.
 __device__ __forceinline__ const NormBackward& vectors_of(const NormBackward& args, int64_t,
                                                           int64_t) {
   return args;
 }
 
-// Those of the part's group.
+// A modulated norm has vectors for each group.
 __device__ __forceinline__ Vectors vectors_of(const ModulatedNormBackward& args, int64_t part,
                                               int64_t parts) {
   const int64_t group = part / (parts / args.groups);
@@ -69,7 +68,7 @@ __device__ __forceinline__ Vectors vectors_of(const ModulatedNormBackward& args,
           of_group(args, group, args.gate, args.gate_dtype, args.gate_stride)};
 }
 
-// Numbers of two rows that are read ahead, in pieces of 16 bytes.
+// Statistics of two rows that are prefetched, rounded up to pieces of 16 bytes.
 template <class Args>
 inline constexpr int kStatistics = kIsModulated<Args> ? 8 : 4;
 
@@ -86,7 +85,7 @@ __device__ __forceinline__ RowIndex row_index_by_inverse(const int64_t (&size)[k
   return {{outermost, outer - outermost * size[1], row - outer * size[2]}};
 }
 
-// Whose factor a row has; 0 where none is read.
+// The sample whose factor applies to a row; 0 where no factor is read.
 __device__ __forceinline__ int64_t sample_of(const ModulatedNormBackward& args,
                                              const BlockConstants& constants, int64_t row) {
   return args.row_scale ? quotient(row, args.sample_rows, constants.per_sample_row) : 0;
@@ -97,7 +96,7 @@ struct RowOffsets {
   int64_t doutput;
   int64_t x;
   int64_t dresidual_out;
-  int64_t dense;  // in what is contiguous
+  int64_t dense;  // in contiguous tensors
 
   __device__ __forceinline__ RowOffsets(const NormBackward& args, int64_t row,
                                         const RowIndex& index)
@@ -107,10 +106,10 @@ struct RowOffsets {
         dense(row * args.cols) {}
 };
 
-// Asks for what the gradient of a block's row r reads, line by line. A block has one row at a time,
-// whose sums all its threads wait for: without, nothing comes from memory while it is used, and
-// where rows are few a multiprocessor has no second block. Of rows at one stride, as almost all
-// are: there are few registers.
+// Prefetches into L2 the operands of a block's row r, line by line. A block works on one row at a
+// time, and all its threads wait for the sums of the row. Without the prefetch nothing would come
+// from memory while a row is in use, and where rows are few a multiprocessor has no second block.
+// Only for rows with a single stride, as almost all tensors have: registers are scarce.
 template <class Args>
 __device__ __forceinline__ void ask_for_row(const Args& args, const BlockConstants& constants,
                                             int r, int threads_per_row) {
@@ -120,7 +119,7 @@ __device__ __forceinline__ void ask_for_row(const Args& args, const BlockConstan
   const auto ask = [&](const void* base, DType dtype, const RowStride& stride) {
     if (!base) return;
     auto size = static_cast<uint32_t>(size_of(dtype));
-    forget(size);  // else what follows from it is kept in registers through the loop over rows
+    forget(size);  // else values derived from it are kept in registers during the loop over rows
     const char* const first = static_cast<const char*>(base) +
                               (constants.first_row + r) * stride.stride[kRowDims - 1] * size;
     const auto bytes = static_cast<int>(static_cast<uint32_t>(args.cols) * size);
@@ -137,8 +136,8 @@ __device__ __forceinline__ void ask_for_row(const Args& args, const BlockConstan
   }
 }
 
-// dx of one pack, and what it adds to the sums; load_gate is called where there is a gate, and
-// `factor` is the branch's.
+// Writes dx of one pack, and adds the pack's terms to the sums. load_gate is called if there is a
+// gate; `factor` is the row's factor of the branch.
 template <class Types, class Args, class Columns>
 __device__ __forceinline__ void apply_pack(
     const Args& args, const Dropout& dropout, uint32_t kept, const RowOffsets& row,

@@ -1,13 +1,14 @@
 // Layer norm and RMS norm on CUDA, forward.
 //
-// A row is read once and stays in registers between the sums and the scaling, in the dtype it came
-// in: up to 1,024 columns a warp has a row (four rows per block), up to 16,384 a block has; in
-// float64 a quarter of each. Longer rows are read a second time.
+// A row is read once and stays in registers between the sums and the scaling, in its own dtype. A
+// row of up to 1,024 columns has a warp (four rows per block), one of up to 16,384 a block; in
+// float64 a quarter of each. Longer rows are read twice.
 // Bytes per element: input + output (+ residual + residual_out); per block and column weight and
 // bias; per row the statistics. Done when it runs at the speed of a copy of as many bytes.
 //
-// A modulated norm reads those of its rows' group, scale and shift, and gate in front of the add. A
-// norm whose branch is scaled is one of a single group; a branch whose factor is 0 is not read.
+// In a modulated norm weight and bias are the scale and shift of the row's group, and a gate may
+// multiply the branch before the add. A norm with a scaled branch is the case of a single group; a
+// branch whose factor is 0 is not read.
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/norm/geometry.cuh"
@@ -16,19 +17,19 @@
 namespace onepass::cuda {
 namespace {
 
-// What belongs to the columns of some rows.
+// The vectors that some rows share.
 struct Vectors {
   const void* weight;
   const void* bias;
   const void* gate;
 };
 
-// The call's own.
+// A plain norm has one weight and bias for all rows.
 __device__ __forceinline__ const NormForward& vectors_of(const NormForward& args, int64_t) {
   return args;
 }
 
-// Those of the row's group.
+// A modulated norm has vectors for each group.
 __device__ __forceinline__ Vectors vectors_of(const ModulatedNormForward& args, int64_t row) {
   const int64_t group = row / args.tokens;
   return {of_group(args, group, args.weight, args.weight_dtype, args.scale_stride),
@@ -52,7 +53,7 @@ __device__ __forceinline__ typename Types::Kept load_residual(const NormForward&
                      columns, pack);
 }
 
-// The branch's factor of a row; 1 in a plain norm.
+// The factor of a row's branch; 1 in a plain norm.
 template <class A>
 __device__ __forceinline__ A factor_of(const NormForward&, int64_t) {
   return A(1);
@@ -75,7 +76,7 @@ __device__ __forceinline__ typename Types::Kept add_pack(const Args& args, const
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) sum[e] = Types::value(input, e);
   if constexpr (kIsModulated<Args>) {
-    // Before the gate: the generator needs many registers.
+    // Dropout comes before the gate is loaded: the generator needs many registers.
     if (args.seed) drop(dropout, keep_bits(dropout, row * args.cols, columns, pack), sum);
     typename Types::A gate[kPack] = {};
     if (factor != typename Types::A(0)) {
@@ -145,10 +146,10 @@ __global__ void __launch_bounds__(kMostThreads<Args, kAligned>, 1)
   const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
   const bool has_row = row < args.rows;
   const RowIndex index = row_index(args.row_size, has_row ? row : 0);
-  // Of a block's first row, which shares them with all others.
+  // Those of the block's first row: all rows of a block share them.
   const auto& vectors = vectors_of(args, static_cast<int64_t>(blockIdx.x) * rows_per_block);
 
-  // All loads of the row before anything waits for one of them.
+  // All loads of the row are issued before the first result is used.
   typename Types::Kept x[kPacks] = {};
   typename Types::Kept residual[kPacks];
   const A factor = has_row ? factor_of<A>(args, row) : A(0);
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(kMostThreads<Args, kAligned>, 1)
   A mean = 0;
   A variance = sum[0] / n;
   if (args.kind != NormKind::kRms) {
-    // Around the mean as it was rounded, whose error the deviations then correct.
+    // Deviations from the rounded mean; their sum corrects its error.
     mean = sum[0] / n;
     A sums[2] = {};  // deviations, squares
     ONEPASS_UNROLL
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(kMostThreads<Args, kAligned>, 1)
   }
 }
 
-// A row that is too long for that: a block reads it twice.
+// Rows too long for registers: a block reads its row twice.
 template <class Args, class Types, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const Args args) {
   using A = typename Types::A;
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
       x = add_pack<Types>(args, vectors, dropout, factor, row, columns, p, x,
                           load_residual<Types>(args, index, columns, p));
     }
-    // Around the first element, so that equal ones have deviations of exactly zero.
+    // Deviations from the first element: in a row of equal elements they are exactly zero.
     const A first = args.kind == NormKind::kRms ? A(0) : Types::value(x, 0);
     Moments<A> pack{};
     ONEPASS_UNROLL
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
   moments = of_threads[0];
   const A rstd = inverse_root(moments.squares / static_cast<A>(args.cols), args.eps);
   if (thread == 0) store_statistics(args, row, moments.mean, rstd);
-  // Each thread reads back what it wrote itself.
+  // Each thread reads back only elements that it wrote itself.
   const bool summed = args.residual != nullptr;
   for (int64_t p = 0; columns.reaches(p); ++p) {
     const auto x = summed ? Types::load(args.residual_out, args.residual_out_dtype, row * args.cols,
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_forward_long_kernel(const
   }
 }
 
-// Packs that a thread keeps of a row without running out of registers at kMaxThreads threads.
+// Packs of a row that fit into the registers of a thread, with kMaxThreads threads in a block.
 template <class Types>
 inline constexpr int kForwardPacks = sizeof(typename Types::A) == 8 ? 1 : 4;
 

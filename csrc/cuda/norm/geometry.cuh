@@ -1,5 +1,4 @@
-// How the kernels of the norm family share rows among threads, and which of their instances a call
-// takes.
+// How the kernels of the norm family divide rows among threads, and which instance a call takes.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +22,7 @@ struct Geometry {
   bool aligned;
 
   int rows_per_block() const { return threads / threads_per_row; }
-  int row_elements() const { return threads_per_row * packs * kPack; }  // with the filler
+  int row_elements() const { return threads_per_row * packs * kPack; }  // padding included
 };
 
 // A modulated norm has a weight and a bias for each group of rows.
@@ -31,8 +30,8 @@ template <class Args>
 inline constexpr bool kIsModulated =
     std::is_same_v<Args, ModulatedNormForward> || std::is_same_v<Args, ModulatedNormBackward>;
 
-// The threads of a block that has a row. Single elements of a modulated norm, each of which has an
-// address of its own, need more than the 128 registers that each of 512 threads can have.
+// Threads of a block that has one row. Unaligned rows of a modulated norm need an address for each
+// element, and so more than the 128 registers that each of 512 threads can have.
 inline constexpr int kFewThreads = 384;
 template <class Args, bool kAligned>
 inline constexpr int kMostThreads = kIsModulated<Args> && !kAligned ? kFewThreads : kMaxThreads;
@@ -42,8 +41,8 @@ Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
   const int64_t lanes = kLanes * kPack;  // columns that a warp has with one pack per thread
   for (int packs = 1; packs <= max_packs; packs *= 2) {
     if (cols > lanes * packs) continue;
-    // Single elements know one pack and the most: each has an address of its own, and that of
-    // another instance is seldom worth its compilation.
+    // Unaligned rows have two instances only, one pack and the maximum: more are seldom worth their
+    // compilation.
     const int taken = aligned || packs == 1 ? packs : max_packs;
     return {taken, kLanes, kLanes * kWarpsPerBlock, aligned};
   }
@@ -54,7 +53,7 @@ Geometry geometry_of(int64_t cols, int max_packs, bool aligned) {
   return {max_packs, threads, threads, aligned};
 }
 
-// Rows share a block where they share all that belongs to their columns.
+// Rows share a block only if they share weight and bias.
 template <class Args>
 Geometry shared_geometry(const Args& args, Geometry geometry) {
   if constexpr (kIsModulated<Args>) {
@@ -63,7 +62,7 @@ Geometry shared_geometry(const Args& args, Geometry geometry) {
   return geometry;
 }
 
-// Of the group that a row is of, the row of a tensor that has one for each.
+// A group's row in a tensor that has one row for each group.
 template <class Args>
 __device__ __forceinline__ const void* of_group(const Args& args, int64_t group, const void* base,
                                                 DType dtype, const RowStride& stride) {
@@ -92,7 +91,7 @@ class Alignment {
   bool aligned_;
 };
 
-// f.operator()<Types>() where all the dtypes given are the same, else with Mixed.
+// Calls f.operator()<Types>(): with Same<T> if all dtypes are equal, else with Mixed.
 template <class F>
 decltype(auto) visit_types(std::initializer_list<DType> dtypes, F&& f) {
   const DType first = *dtypes.begin();
@@ -102,7 +101,7 @@ decltype(auto) visit_types(std::initializer_list<DType> dtypes, F&& f) {
   return visit_dtype(first, [&]<class T>() { return f.template operator()<Same<T>>(); });
 }
 
-// f.operator()<kPacks, kAligned>() for what geometry_of can give.
+// Calls f.operator()<kPacks, kAligned>() for any result of geometry_of.
 template <int kMaxPacks, class F>
 void visit_geometry(const Geometry& geometry, F&& f) {
   visit_bool(geometry.aligned, [&]<bool kAligned>() {
@@ -116,14 +115,13 @@ void visit_geometry(const Geometry& geometry, F&& f) {
   });
 }
 
-// Whether a group, of those that share a block, does what is done once per pack.
+// Whether a group of a block does the work that is done once for each pack.
 __device__ __forceinline__ bool has_turn(int pack, int group, int groups) {
   return groups == 1 || pack == group;
 }
 
-// Rows that share a block would each read weight and bias again: their warps read them together,
-// pack by pack, into shared memory, as value plus offset. A
-// barrier must follow.
+// The warps of a block read weight and bias together into shared memory, pack by pack, as value
+// plus offset, instead of once for each row. A barrier must follow.
 template <int kPacks, class A, class Columns>
 __device__ __forceinline__ void stage_values(const void* base, DType dtype, A missing, A offset,
                                              const Columns& columns, int group, int groups,
@@ -149,7 +147,7 @@ __device__ __forceinline__ void staged_pack(const A* staged, const Columns& colu
   }
 }
 
-// staged = value, or staged + value if it `has` something.
+// staged = value, or staged + value if `has`.
 template <class A, class Columns>
 __device__ __forceinline__ void add_staged(const A (&value)[kPack], const Columns& columns,
                                            int pack, bool has, A* staged) {

@@ -1,5 +1,6 @@
-// What a warp takes together of a piece, and how it gets into float32 and back. The bits are loaded
-// first, all operands of a row before anything waits for one of them, and become values later.
+// The elements of a piece that a warp takes together, and their conversion to float32 and back. The
+// bits of all operands of a row are loaded first; they are converted later, so that no load waits
+// for another.
 #pragma once
 
 #include "core/code8.h"
@@ -9,9 +10,9 @@
 
 namespace onepass::cuda {
 
-// kElements per lane: side by side in whole rows, which are loaded 16 bytes at a time, else one
-// after the other around the warp, so that neighbouring lanes always touch neighbouring memory.
-// Which of both is a branch of the whole warp around loads and stores alone.
+// kElements per lane. In whole rows they are neighbours and are loaded 16 bytes at a time; else
+// they lie one warp apart. In both cases neighbouring lanes touch neighbouring memory. The choice
+// is a branch of the whole warp, around loads and stores only.
 template <int kElements>
 struct Row {
   static constexpr int kLength = kLanes * kElements;
@@ -27,12 +28,12 @@ struct Row {
   __device__ __forceinline__ bool has(int e) const { return of(e) < count; }
 };
 
-// A row of codes is one of their blocks.
+// A row of 8-bit codes is one block with a common scale.
 inline constexpr int kRowElements = kLanes * kPack;
 static_assert(kRowElements == kCodeBlock && kPieceElements % kRowElements == 0);
 
-// body(row) for the rows of a piece that this warp has; the last one may not be whole, and none is
-// in tensors that are not aligned.
+// Calls body(row) for the warp's rows of a piece. The last one may be incomplete; in unaligned
+// tensors none counts as whole.
 template <int kElements, class Body>
 __device__ __forceinline__ void for_each_row(int64_t first, int64_t numel, bool aligned, int warps,
                                              Body&& body) {
@@ -165,7 +166,7 @@ __device__ __forceinline__ Bits narrow_bits(const float (&value)[kPack], DType d
 
 inline constexpr uint32_t kTiesAway = 0x8000u;
 
-// Infinities stay what they are; a NaN would wrap, so it is made the quiet one.
+// Infinities are kept; a NaN could wrap around, so it becomes the quiet NaN.
 __device__ __forceinline__ uint32_t round_by(float v, uint32_t share, BFloat16) {
   const uint32_t word = std::bit_cast<uint32_t>(v);
   return v != v ? word >> 16 | 0x40u : (word + share) >> 16;
@@ -187,7 +188,7 @@ __device__ __forceinline__ uint32_t round_by(float v, uint32_t share, Float16) {
   return narrow_pair<Float16>(exact, 0.0f) & 0xffffu;
 }
 
-// share_of(e): of an element.
+// share_of(e): the share of element e.
 template <class ShareOf>
 __device__ __forceinline__ Bits round_bits(const float (&value)[kPack], DType dtype,
                                            ShareOf&& share_of) {
@@ -206,7 +207,7 @@ __device__ __forceinline__ Bits round_bits(const float (&value)[kPack], DType dt
   return bits;
 }
 
-// ---- a float32 as a bfloat16 and the 16 bits that it leaves -------------------------------------
+// ---- a float32 as a bfloat16 and a 16-bit remainder ---------------------------------------------
 
 // float32 bits = parameter's bits * 65536 + remainder, which is signed.
 __device__ __forceinline__ void join(const Bits& param, const Bits& remainder,
@@ -218,8 +219,8 @@ __device__ __forceinline__ void join(const Bits& param, const Bits& remainder,
   }
 }
 
-// The parameter is rounded to nearest, ties away; the remainder is negative where it went up. A NaN
-// leaves none, so that it is the same NaN again.
+// The parameter is rounded to nearest, ties away; the remainder is negative where it was rounded
+// up. A NaN has remainder 0, so that join() gives the same NaN.
 __device__ __forceinline__ void split(const float (&value)[kPack], Bits& param, Bits& remainder) {
   param = remainder = {};
   ONEPASS_UNROLL
@@ -248,14 +249,14 @@ __device__ __forceinline__ void decode(const Bits& bits, float scale, float (&va
   }
 }
 
-// What is no number has code 0, on the CPU as well: encode8 leaves the range then.
+// NaN has code 0, as on the CPU, because encode8 leaves the range for it.
 template <int kBits>
 __device__ __forceinline__ uint32_t encode_or_nan(float x, float rounding) {
   return x != x ? 0u : encode8<kBits>(x, rounding);
 }
 
-// The whole warp's row. A NaN or an infinity becomes the scale, and nothing of the block stays
-// finite.
+// Encodes the row of a whole warp. A NaN or an infinity becomes the scale, so no decoded value of
+// the block is finite.
 template <bool kSigned, class RoundingOf>
 __device__ __forceinline__ Bits encode(const float (&value)[kPack], float& scale,
                                        RoundingOf&& rounding_of) {

@@ -1,11 +1,12 @@
 // Operators on all gradients of a model on CUDA: their norm, and their scaling.
 //
-// The norm reads every element once. A block takes up to kMaxRun pieces in a row, which follows
-// from the list alone; a thread sums up its part of a piece in float32, pieces and threads in
-// float64, and a block leaves one partial. The last block adds the partials up in an order that
-// depends on their number alone: the same bits on every device, without atomics on the sums. Bytes
-// beside the elements: 16 per block for its partial, 8 for its ticket. Scaling reads and writes
-// every element once, and nothing where the factor is 1. Done when both run at the speed of memory.
+// The norm reads every element once. A block takes a run of up to kMaxRun pieces, whose length
+// depends on the list alone. A thread sums its part of a piece in float32; the sums of pieces and
+// threads are added in float64, and a block writes one partial. The last block adds the partials in
+// an order that depends on their number alone: the same bits on every device, without atomics on
+// the sums. Bytes beside the elements: 16 per block for its partial, 8 for its ticket. Scaling
+// reads and writes every element once, and nothing if the factor is 1. Done when both run at the
+// speed of memory.
 #include "core/visit.h"
 #include "cuda/backend.h"
 #include "cuda/optimizer/elements.cuh"
@@ -45,7 +46,7 @@ __device__ __forceinline__ A with_element(A sum, A value) {
   } else {
     const A magnitude = value < A(0) ? -value : value;
     if constexpr (kOrder == Order::kOne) return sum + magnitude;
-    return magnitude <= sum || sum != sum ? sum : magnitude;  // a NaN comes in and stays
+    return magnitude <= sum || sum != sum ? sum : magnitude;  // a NaN enters and stays
   }
 }
 
@@ -55,7 +56,7 @@ __device__ __forceinline__ double combined(double one, double other) {
   return one + other;
 }
 
-// Of this thread's part of a piece, which is not float64, in float32 or float64.
+// The sum of this thread's part of a piece in float32 or 16 bits, computed in float32 or float64.
 template <Order kOrder, class A>
 __device__ __forceinline__ A sum_of_piece(const FlatEntry& t, int64_t first) {
   A sum = 0;
@@ -88,14 +89,14 @@ __device__ __forceinline__ double part_of_piece(const NormTable& table, const Fl
   if (t.dtype == DType::kFloat64) return sum_of_wide_piece<kOrder>(t, first);
   if (table.header.wide) return sum_of_piece<kOrder, double>(t, first);
   const float sum = sum_of_piece<kOrder, float>(t, first);
-  // Where float32 overflows, once more in float64; what is no number stays that.
+  // If float32 overflows, the sum is computed again in float64; NaN stays NaN.
   if (kOrder != Order::kInfinity && sum - sum != 0.0f)
     return sum_of_piece<kOrder, double>(t, first);
   return sum;
 }
 
-// Of the threads' values, in order; for the first thread. Scratch may be used again after the next
-// barrier.
+// The sum of all threads' values, in order; valid in the first thread. Scratch may be reused after
+// the next barrier.
 template <Order kOrder>
 __device__ __forceinline__ double combine_threads(double value, double* scratch) {
   ONEPASS_UNROLL
@@ -144,8 +145,8 @@ __global__ void __launch_bounds__(kNormThreads, 4)
   if (header.total) store_number(header.total, header.total_dtype, norm);
 }
 
-// Calls body(index of the first tensor, blocks before it, blocks) for each launch; returns all
-// blocks.
+// Calls body(index of the first tensor, blocks before it, blocks) for each launch; returns the
+// number of all blocks.
 template <class Body>
 int64_t for_each_launch(const FlatTensors& list, int64_t run, Body&& body) {
   int64_t before = 0;
@@ -161,7 +162,7 @@ int64_t for_each_launch(const FlatTensors& list, int64_t run, Body&& body) {
 // The ticket, in 16 bytes, and the partials.
 constexpr int64_t kTicketBytes = 16;
 
-// What the norm's plan decides.
+// The decisions of the norm's plan.
 struct NormLayout {
   int64_t run;  // pieces of a block
 };

@@ -1,14 +1,14 @@
 // One step of an optimizer for all parameters of a model on CUDA, in one launch for every 290 or so
 // tensors, of any sizes and dtypes.
 //
-// A block takes up to kMaxRun pieces of 4,096 elements in a row, a warp 256 elements at a time: it
-// loads parameter, gradient and states 16 bytes at a time (codes: 8), updates them in float32 in
-// registers and stores them back, so every byte crosses the memory bus once each way whatever the
+// A block takes a run of up to kMaxRun pieces of 4,096 elements, and a warp 256 elements at a time:
+// it loads parameter, gradient and states 16 bytes at a time (codes: 8), updates them in float32 in
+// registers and stores them. So every byte crosses the memory bus once in each direction, in all
 // dtypes. AdamW in float32 moves 28 bytes per parameter; with bfloat16 parameters, gradients and
-// states and a 16-bit remainder 18. Beside that a block reads, for each tensor that it comes to, a
-// row of settings and the step count (100 bytes), the norm, the scale and the flag where they are
-// given (16), and takes a ticket (8); the last block of a launch counts the step, 8 bytes per
-// tensor. Done when it runs at the speed of a copy of as many bytes.
+// states and a 16-bit remainder 18. In addition a block reads, for each of its tensors, a row of
+// settings and the step count (100 bytes), the norm, the scale and the flag if they are given (16),
+// and takes a ticket (8); the last block of a launch counts the step, 8 bytes per tensor. Done when
+// it runs at the speed of a copy of as many bytes.
 #include "core/visit.h"
 #include "cuda/backend.h"
 #include "cuda/optimizer/elements.cuh"
@@ -36,7 +36,7 @@ constexpr int64_t kMaxRun = 4;
 
 constexpr int kSecondMoment = 1;  // never negative
 
-// What all elements of a block have in common.
+// Numbers that all elements of a block share.
 struct alignas(16) BlockScalars {
   Scalars<float> narrow;
   Scalars<double> wide;
@@ -70,7 +70,7 @@ __device__ __forceinline__ int bytes_of(MomentType type) {
   return type == MomentType::kInt8 ? 1 : type == MomentType::kFloat32 ? 4 : 2;
 }
 
-// Of all lanes, in one access.
+// The scale for all lanes, in one access.
 __device__ __forceinline__ float load_scale(const float* scale) {
   return threadIdx.x % kLanes == 0 ? load_global(scale) : 0.0f;
 }
@@ -148,13 +148,14 @@ __device__ __forceinline__ void store_param(const StepEntry& t, const Row<kPack>
   }
 }
 
-// A moment that the settings ask for.
+// Whether the settings use a moment.
 template <class A>
 __device__ __forceinline__ bool has_moment(const StepEntry& t, const Scalars<A>& scalars, int i) {
   return i < scalars.moments && t.moments[i];
 }
 
-// kAverages: some parameter of the launch has one; without, registers stay free for more blocks.
+// kAverages: whether a parameter of the launch has an average. Without one, fewer registers are
+// needed, and more blocks fit.
 template <Algorithm kAlgorithm, bool kAverages>
 __device__ __forceinline__ void step_row(const StepEntry& t, const Scalars<float>& scalars,
                                          const Noise& noise, bool zero_gradients,
@@ -226,7 +227,7 @@ __device__ __forceinline__ void step_row(const StepEntry& t, const Scalars<float
   if (zero_gradients) store_bits(t.gradient, gradient_bytes, row, Bits{});
 }
 
-// All of a float64 parameter is float64, and nothing of it is rounded.
+// A float64 parameter has a float64 gradient and float64 states; nothing is rounded.
 template <Algorithm kAlgorithm, bool kAverages>
 __device__ __forceinline__ void step_wide_row(const StepEntry& t, const Scalars<double>& scalars,
                                               bool zero_gradients, const Row<kWidePack>& row) {
@@ -274,7 +275,7 @@ __device__ __forceinline__ void step_piece(const StepTable& table, const StepEnt
   }
 }
 
-// Of a step that is not made.
+// Zeroes a piece's gradients in a step that is not made.
 __device__ __forceinline__ void zero_piece(const StepEntry& t, uint32_t piece) {
   const int64_t first = static_cast<int64_t>(piece - t.first_piece) * kPieceElements;
   if (t.gradient_dtype == DType::kFloat64) {
@@ -311,7 +312,7 @@ __global__ void __launch_bounds__(kStepThreads, 4)
     t = next_tensor(table, t, piece);
     __syncthreads();
   } while (piece < end);
-  if (!block->is_made) return;  // nor has any other block made it
+  if (!block->is_made) return;  // all blocks agree on that
   if (!is_last_block(table.header.ticket, &block->ticket)) return;
   for (uint32_t i = threadIdx.x; i < table.count; i += kStepThreads) {
     float* const step = table.tensors[i].step;
@@ -344,7 +345,7 @@ StepEntry step_entry(const StepTensor& tensor) {
   return entry;
 }
 
-// What a plan decides.
+// The decisions of a plan.
 struct StepLayout {
   int64_t tables;
 };

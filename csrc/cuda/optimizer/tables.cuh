@@ -1,7 +1,7 @@
-// Lists of tensors as kernels get them: in their parameters, which a launch copies, so that nothing
-// has to be moved to the device first and a CUDA graph holds all that it replays. What does not fit
-// goes into a second launch: that costs the host less than a copy of the table would, and unlike
-// one from pageable memory it may be captured.
+// Lists of tensors, passed as kernel parameters. A launch copies its parameters, so nothing has to
+// be copied to the device first, and a CUDA graph holds everything that it replays. Tensors that do
+// not fit go into another launch: that takes less host time than copying a table, and it can be
+// captured, as a copy from pageable memory cannot.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace onepass::cuda {
 inline constexpr int kStepThreads = 128;  // of a block
 inline constexpr int kStepWarps = kStepThreads / kLanes;
 
-// Both kinds of entries begin with a piece, counted from the first one of the launch. A tensor
-// without elements has the number of the next one.
+// Both kinds of entries begin with the number of the tensor's first piece, counted within the
+// launch. A tensor without elements has the number of the next tensor.
 struct FlatEntry {
   void* data;
   int64_t numel;
@@ -45,7 +45,7 @@ struct StepEntry {
 };
 static_assert(sizeof(FlatEntry) == 24 && sizeof(StepEntry) == 112);
 
-// Header: what a kernel gets beside the tensors.
+// Header: the other parameters of a kernel.
 template <class Entry_, class Header>
 struct Table {
   using Entry = Entry_;
@@ -73,14 +73,14 @@ __device__ __forceinline__ int tensor_of(const Table& table, uint32_t piece) {
   return begin;
 }
 
-// Behind the last piece of a tensor.
+// The number after the last piece of a tensor.
 template <class Table>
 __device__ __forceinline__ uint32_t last_piece(const Table& table, int tensor) {
   const bool is_last = tensor + 1 == static_cast<int>(table.count);
   return is_last ? table.pieces : table.tensors[tensor + 1].first_piece;
 }
 
-// The tensor that a piece belongs to, which is `tensor` or a later one.
+// The tensor that a piece belongs to, searched from `tensor` on.
 template <class Table>
 __device__ __forceinline__ int next_tensor(const Table& table, int tensor, uint32_t piece) {
   while (piece < table.pieces && last_piece(table, tensor) <= piece) ++tensor;
@@ -89,8 +89,8 @@ __device__ __forceinline__ int next_tensor(const Table& table, int tensor, uint3
 
 __device__ __forceinline__ uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// Pieces that a block takes in a row: more than one where that leaves enough blocks to keep a
-// device busy. It follows from the list alone, so that sums come out the same on every device.
+// The length of a block's run of pieces: more than one if enough blocks remain to keep a device
+// busy. It depends on the list alone, so that sums are the same on every device.
 inline int64_t run_of(int64_t pieces, int64_t most) {
   constexpr int64_t kEnoughBlocks = 1024;
   return std::clamp<int64_t>(pieces / kEnoughBlocks, 1, most);
@@ -105,13 +105,13 @@ int64_t tables_of(const FlatList<Item>& list) {
   return std::max<int64_t>(1, (list.count + Table::kCapacity - 1) / Table::kCapacity);
 }
 
-// Why a plan is what it is.
+// The reason in a plan.
 inline const char* launches_text(int64_t tables) {
   return tables == 1 ? "one launch" : "more tensors than the parameters of one launch hold";
 }
 
-// Fills `table` with the tensors that follow the first `begin` ones, as many as there is room for;
-// entry_of(tensor) leaves first_piece open.
+// Fills `table` with tensors from number `begin` on, as many as fit; entry_of(tensor) does not set
+// first_piece.
 template <class Table, class Item, class EntryOf>
 void fill(Table& table, const FlatList<Item>& list, int64_t begin, EntryOf&& entry_of) {
   const int64_t end = std::min<int64_t>(list.count, begin + Table::kCapacity);
@@ -135,9 +135,9 @@ inline FlatEntry flat_entry(const FlatTensor& tensor) {
   return entry;
 }
 
-// Of the blocks of a launch, the last one to come here; for all of its threads, which see what the
-// others wrote before their block's last barrier, and first threads before they came here. The
-// ticket begins at zero.
+// True for all threads of the block that arrives last. They see what other blocks wrote before
+// their last barrier, and what the first threads of those wrote before they arrived. The ticket
+// must begin at zero.
 __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t* shared) {
   if (threadIdx.x == 0) *shared = atomic_add_acq_rel(ticket, 1);
   __syncthreads();

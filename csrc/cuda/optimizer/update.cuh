@@ -1,6 +1,6 @@
-// The arithmetic of the optimizers on one lane's elements in float32 (float64 for float64
-// parameters): the same operations in the same order as cpu/optimizer/update.h, where the formulas
-// and their sources are, so that both back ends agree bit for bit.
+// The arithmetic of the optimizers on the elements of one lane, in float32 (float64 for float64
+// parameters): the same operations in the same order as in cpu/optimizer/update.h, so that both
+// back ends agree bit for bit. The formulas and their sources are there.
 #pragma once
 
 #include "cuda/ptx.cuh"
@@ -8,7 +8,7 @@
 
 namespace onepass::cuda {
 
-// average + weight (value - average), from whichever end is nearer, so that weights of 0 and 1 are
+// average + weight (value - average), computed from the nearer end, so that weights 0 and 1 are
 // exact.
 template <class A>
 struct Average {
@@ -39,7 +39,7 @@ struct Scalars {
   Average<A> average1;  // by 1 - beta1
   Average<A> average2;  // by 1 - beta2
   Average<A> ema;       // of the parameter
-  int moments;          // that the settings ask for; others may be there and stay as they are
+  int moments;          // used by the settings; there may be others, which stay as they are
   bool has_gradient_decay;
   bool nesterov;
   bool is_first;
@@ -66,7 +66,7 @@ struct Scalars {
   }
 };
 
-// Moments that an algorithm has at most.
+// The most moments that an algorithm has.
 template <Algorithm kAlgorithm>
 inline constexpr int kMomentsOf = moments_of(kAlgorithm, true, true);
 

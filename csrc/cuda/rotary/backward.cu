@@ -1,11 +1,12 @@
-// The backward of rotary embedding with RMS norms in front, on CUDA. With u the transposed rotation
-// of the gradient d, h = x * rstd and g = u * weight per row,
+// The backward of RMS norm followed by rotary embedding, on CUDA. With u the transposed rotation of
+// the gradient d, h = x * rstd and g = u * weight per row,
 //   dx = rstd * (g - h * mean(g * h)), dweight = sum over rows of u * h.
 //
-// Lanes of one warp have a row of d and of x in registers, as in the forward, and sum x^2 and g * x
-// at once. A block has a part of the tokens and heads of query or of key; the sums for the weight
-// stay in shared memory over all of it, and are left in partials (parts, head_dim) that the last
-// kernel adds up. Parts follow from the shape alone: gradients are the same bits on every device.
+// As in the forward, lanes of one warp hold a row of d and of x in registers; x^2 and g * x are
+// summed in the same pass. A block has a part of the tokens and heads of query or of key. Its sums
+// for the weight stay in shared memory during the whole part, and are written to partials
+// (parts, head_dim), which the last kernel adds up. Parts depend on the shape alone: gradients are
+// the same bits on every device.
 // Traffic: d and x read once, dx written once; cos and sin once for each group of heads; the weight
 // once, and the partials written and read, for each part. Done when it runs at the speed of a copy
 // of as many bytes.
@@ -19,7 +20,7 @@ namespace {
 constexpr int64_t kMaxParts = 512;  // of a tensor
 constexpr int kWarps = kRotaryThreads / kLanes;
 
-// Steps of a tensor's blocks: a group of heads at a block of tokens each.
+// The steps of a tensor; a step is one group of heads at one block of tokens.
 ONEPASS_HOST_DEVICE int64_t steps_of(const NormedShape& shape, const RotatedHeads& heads) {
   return shape.head_groups(heads) * shape.token_blocks;
 }
@@ -29,8 +30,8 @@ struct Parts {
   int key;
 };
 
-// As many parts as steps, if they are not too many: of 2 * 8 rows of bfloat16 for each group of
-// lanes, the partials are a hundredth of the traffic.
+// A part for each step, up to kMaxParts. With 2 * 8 rows of bfloat16 for each group of lanes, the
+// partials are a hundredth of the traffic.
 Parts parts_of(const RotaryForward& args, const NormedShape& shape) {
   const auto parts = [&](const RotatedHeads& heads) {
     return static_cast<int>(std::min(steps_of(shape, heads), kMaxParts));
@@ -38,8 +39,8 @@ Parts parts_of(const RotaryForward& args, const NormedShape& shape) {
   return {parts(args.query), parts(args.key)};
 }
 
-// With 128 registers of a thread two blocks run at a time. float64 and single elements, each of
-// which has an address of its own, need more.
+// With 128 registers per thread two blocks are resident. float64 and unaligned rows, which need an
+// address for each element, take more.
 template <class T, bool kAligned>
 inline constexpr int kResidentBlocks = kAligned && sizeof(Accumulator<T>) == 4 ? 2 : 1;
 
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kResidentBlocks<T, kAligned>)
   A* weights = shared.take<A>(kRowSlots);
   A* dweights = shared.take<A>(kWarps * kRowSlots);
   const int thread = static_cast<int>(threadIdx.x);
-  // A thread's own sums of u * h, which would be 16 registers.
+  // The thread's own sums of u * h; in registers they would take 16.
   A* dweight = dweights + thread / kLanes * kRowSlots + thread % kLanes;
   ONEPASS_UNROLL
   for (int i = 0; i < kLaneColumns; ++i) dweight[i * kLanes] = 0;
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kResidentBlocks<T, kAligned>)
   if (!norm.dweight) return;
   __syncthreads();
   if (thread >= shape.lanes) return;
-  // Over warps, and in each over the groups of lanes that have a row, in order.
+  // Added in order: over the warps, and in each warp over its groups of lanes.
   const NormedColumns<kInterleaved, kAligned> columns{
       thread, shape.lanes, static_cast<int>(args.rotary_dim), static_cast<int>(args.head_dim)};
   A* const target = partials + static_cast<int64_t>(blockIdx.x) * args.head_dim;
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kResidentBlocks<T, kAligned>)
   }
 }
 
-// A block adds up the parts of kReduceColumns columns of query's weight or of key's.
+// A block adds up the partials of kReduceColumns columns, of query's weight or of key's.
 template <class A>
 __global__ void __launch_bounds__(kReduceThreads, 1)
     rotary_backward_reduce_kernel(const RotaryBackward args, const Parts parts, const A* partials) {
@@ -169,7 +170,7 @@ NormedShape shape_of(const RotaryBackward& args) {
   return normed_shape(args, is_aligned(args) && norm(args.query_norm) && norm(args.key_norm));
 }
 
-// What a plan decides.
+// The decisions of a plan.
 struct BackwardLayout {
   NormedShape shape;
   Parts parts;

@@ -1,5 +1,5 @@
-// What the kernels of the rotary family share: which columns a thread has, and the factors that cos
-// and sin are of a token's columns.
+// Shared by the kernels of the rotary family: the columns of a thread, and the factors from cos and
+// sin for a token's columns.
 #pragma once
 
 #include <bit>
@@ -11,10 +11,10 @@
 namespace onepass::cuda {
 
 inline constexpr int kRotaryThreads = 256;
-inline constexpr int64_t kMostHeads = 8;         // that a thread passes over
-inline constexpr int64_t kFewThreads = 1 << 17;  // with fewer, a thread passes over fewer heads
+inline constexpr int64_t kMostHeads = 8;         // of a thread
+inline constexpr int64_t kFewThreads = 1 << 17;  // below this number a thread has fewer heads
 
-// Heads that a thread passes over, where groups(heads) groups of them have threads_of_group each.
+// The heads of a thread; groups(heads) is the number of groups of that many heads.
 template <class Groups>
 int64_t heads_of_thread(int64_t threads_of_group, Groups&& groups) {
   int64_t each = kMostHeads;
@@ -22,7 +22,7 @@ int64_t heads_of_thread(int64_t threads_of_group, Groups&& groups) {
   return each;
 }
 
-// A thread has two runs of so many neighbouring columns: two packs, else a pair.
+// A thread has two runs of kWidth neighbouring columns: two packs if kAligned, else one pair.
 template <bool kAligned>
 inline constexpr int kWidth = kAligned ? kPack : 1;
 
@@ -50,13 +50,13 @@ struct Few {
   }
 };
 
-// The numbers of a pack's four pairs, as they lie in a table that has one for each pair.
+// Numbers of a pack's four pairs, as stored in a table with one number for each pair.
 template <class T>
 struct alignas(sizeof(T) == 2 ? 8 : 16) Pairs {
   T number[kPack / 2];
 };
 
-// cos or sin of a thread's columns, `first` and `second` being where they begin.
+// Loads cos or sin of a thread's columns, whose two runs begin at `first` and `second`.
 template <class A, bool kInterleaved, bool kAligned>
 __device__ __forceinline__ void load_table(const RotaryForward& args, const RotaryTable& table,
                                            int64_t row, int64_t first, int64_t second,
@@ -96,7 +96,7 @@ __device__ __forceinline__ void load_table(const RotaryForward& args, const Rota
   }
 }
 
-// The row of the tables that a token has; a negative one is none.
+// A token's row of the tables, or -1 if its position has no row.
 __device__ __forceinline__ int64_t row_of(const RotaryForward& args, int64_t batch, int64_t token) {
   if (!args.positions) return token;
   const int64_t at = batch * args.positions_batch_stride + token * args.positions_stride;
@@ -106,12 +106,12 @@ __device__ __forceinline__ int64_t row_of(const RotaryForward& args, int64_t bat
   return row < args.rows ? row : -1;
 }
 
-// Whether a pack has both columns of its pairs.
+// Whether both columns of a pair are in the same pack.
 template <bool kInterleaved, bool kAligned>
 inline constexpr bool kInPack = kInterleaved && kAligned;
 
-// Where a thread's two runs of columns that are rotated begin. Neighbouring packs are of
-// neighbouring threads.
+// The first columns of a thread's two runs of rotated columns. Neighbouring threads have
+// neighbouring packs.
 struct Halves {
   int64_t first;
   int64_t second;
@@ -122,13 +122,13 @@ __device__ __forceinline__ Halves halves_of(const RotaryForward& args, int64_t p
   return {kWidth<kAligned> * place, args.rotary_dim / 2 + kWidth<kAligned> * place};
 }
 
-// Of the columns of a thread: y[h][e] = x[h][e] * own[h][e] + partner * other[h][e].
+// Factors for the columns of a thread: y[h][e] = x[h][e] * own[h][e] + partner * other[h][e].
 template <class A, bool kInterleaved, bool kAligned>
 struct Factors {
   static constexpr int kWide = kWidth<kAligned>;
   A own[2][kWide], other[2][kWide];
 
-  // A row of the tables that is negative gives NaN.
+  // A negative row of the tables gives NaN.
   __device__ __forceinline__ Factors(const RotaryForward& args, int64_t batch, int64_t row,
                                      const Halves& halves) {
     A sine[2][kWide];
@@ -146,7 +146,7 @@ struct Factors {
     };
     table(args.cos, own);
     table(args.sin, sine);
-    // Of pair (a, b): other[a] = -sin[a] and other[b] = sin[b]; transposed sin[b] and -sin[a].
+    // For a pair (a, b): other[a] = -sin[a] and other[b] = sin[b]; transposed: sin[b] and -sin[a].
     constexpr bool kNeighbours = kInPack<kInterleaved, kAligned>;
     ONEPASS_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -161,7 +161,7 @@ struct Factors {
   }
 };
 
-// Whether packs lie at multiples of 16 bytes everywhere.
+// Whether all packs of all tensors begin at multiples of 16 bytes.
 inline bool has_aligned_base(const void* data) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }

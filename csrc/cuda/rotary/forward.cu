@@ -1,15 +1,15 @@
 // Rotary embedding of query and key on CUDA: output[a] = input[a] * cos[a] - input[b] * sin[a] and
-// output[b] = input[b] * cos[b] + input[a] * sin[b] of pairs (a, b) of columns, or transposed.
+// output[b] = input[b] * cos[b] + input[a] * sin[b] for pairs (a, b) of columns, or the transpose.
 //
-// A thread has eight pairs of columns of one token, as two packs, and passes over some of the heads
-// of query and key: cos and sin are read once for all of them and stay in registers, as a factor
-// for each of the 16 columns and one for its partner. Other threads copy the columns that are not
-// rotated. Traffic: one read and one write of query and key, and cos and sin once for each group of
-// heads. Done when it runs at the speed of a copy of query and key.
+// A thread has eight pairs of columns of one token, as two packs, for several heads of query and
+// key. cos and sin are read once for all these heads and stay in registers: one factor for each of
+// the 16 columns and one for its partner. Other threads copy the columns that are not rotated.
+// Traffic: one read and one write of query and key, and cos and sin once for each group of heads.
+// Done when it runs at the speed of a copy of query and key.
 //
-// Where an RMS norm stands in front, lanes of one warp have a row's pairs of columns, and those
-// that are not rotated, between them: the row stays in registers while its squares are summed. The
-// weight is in the factors. Traffic: as above, and the weight once for each block.
+// With an RMS norm before the rotation, lanes of one warp share all columns of a row: it stays in
+// registers while its squares are summed. The weight is multiplied into the factors. Traffic: as
+// above, and the weight once for each block.
 #include <algorithm>
 
 #include "cuda/backend.h"
@@ -19,7 +19,7 @@
 namespace onepass::cuda {
 namespace {
 
-// body(input, output) of a thread's heads.
+// Calls body(input, output) for each head of a thread.
 template <class T, class Body>
 __device__ __forceinline__ void for_each_head(const RotaryForward& args, int64_t batch,
                                               int64_t token, int64_t first, int64_t last,
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
   });
 }
 
-// A block has the heads of one group, blockIdx.x / token_blocks.
+// With norms. A block has the heads of one group, blockIdx.x / token_blocks.
 template <class T, bool kInterleaved, bool kAligned>
 __global__ void __launch_bounds__(kRotaryThreads)
     rotary_normed_forward_kernel(const RotaryForward args, const NormedShape shape) {
@@ -151,11 +151,11 @@ const char* reason_of(bool aligned) {
   return aligned ? "16-byte accesses" : "unaligned: single elements";
 }
 
-// What a plan decides.
+// The decisions of a plan.
 struct ForwardLayout {
   bool aligned;
   bool has_norms;
-  NormedShape normed;  // with norms
+  NormedShape normed;  // used with norms
   int64_t of_row;      // threads of a token in a group of heads, without
 };
 

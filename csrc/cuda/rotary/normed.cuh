@@ -1,4 +1,4 @@
-// Rows that an RMS norm stands in front of: a group of a warp's lanes has one, in registers.
+// RMS norm before the rotation: a group of a warp's lanes holds a row in registers.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,9 @@ inline constexpr int kLaneColumns = 2 * kPack;
 inline constexpr int kRowSlots = kLanes * kLaneColumns;  // of shared memory, for any row
 static_assert(kMostNormedColumns == kRowSlots);
 
-// The columns of a lane, which are two runs of eight, as columns of a pack (vec.cuh) for each: two
-// packs, else eight pairs of columns. The first lanes have those that are rotated.
+// The columns of a lane: two runs of eight, each with the interface of StridedColumns (vec.cuh).
+// They are two packs if kAligned, else eight pairs of columns. The first lanes have the rotated
+// columns.
 template <bool kInterleaved, bool kAligned_>
 struct NormedColumns {
   static constexpr bool kAligned = kAligned_;
@@ -44,8 +45,8 @@ struct NormedColumns {
   __device__ __forceinline__ T* in(T* row, int h, int e) const {
     return row + of(h, e);
   }
-  // Where shared memory, (kLaneColumns, kLanes), holds a value for each element: without conflicts
-  // between banks, and at distances that are known, so that one register addresses all.
+  // The index of an element in shared memory, (kLaneColumns, kLanes): without bank conflicts, and
+  // at constant distances, so that one register addresses all.
   __device__ __forceinline__ int slot(int h, int e) const {
     return (h * kPack + e) * kLanes + lane;
   }
@@ -57,8 +58,8 @@ struct NormedColumns {
   }
 };
 
-// How rows are shared: lanes of a warp have one, groups of lanes the tokens of a block, and each
-// passes over some heads of query or of key.
+// How rows are divided: a group of lanes of a warp holds one row; the groups of a block have
+// different tokens, and each takes several heads of query or of key.
 struct NormedShape {
   bool aligned;
   int lanes;
@@ -88,7 +89,7 @@ inline NormedShape normed_shape(const RotaryForward& args, bool aligned) {
   return shape;
 }
 
-// The token of a group of lanes; none, without columns, beyond the last one.
+// The token of a group of lanes. After the last token there is none, and no columns.
 template <bool kInterleaved, bool kAligned>
 struct NormedToken {
   int64_t batch;
@@ -112,7 +113,7 @@ struct NormedToken {
   }
 };
 
-// Factors of a lane's columns, 1 and 0 where they are not rotated.
+// Factors for a lane's columns; 1 and 0 for columns that are not rotated.
 template <class A, bool kInterleaved, bool kAligned>
 struct NormedFactors {
   A own[2][kPack], other[2][kPack];
@@ -156,7 +157,7 @@ struct NormedFactors {
   }
 };
 
-// The weight of a block's rows into shared memory, (kLaneColumns, kLanes). A barrier must
+// Loads the weight of a block's rows into shared memory, (kLaneColumns, kLanes). A barrier must
 // follow.
 template <class A, bool kInterleaved, bool kAligned>
 __device__ __forceinline__ void stage_weight(const RotaryForward& args, const RotatedHeads& heads,
