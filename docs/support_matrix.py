@@ -2,8 +2,9 @@
 
     python docs/support_matrix.py [--check]
 
-Each public function is called in each dtype on the CPU, forward and backward, and what it takes is
-what the table says. What CUDA computes by kernels of its own is read off the list of operators.
+docs/operators.md has a line for each function, README.md one for each group of functions. Each
+public function is called in each dtype on the CPU, forward and backward; the table shows which
+calls succeed. The list of operators says which have CUDA kernels.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import argparse
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,10 +23,22 @@ import onepass
 from onepass import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "operators.md")
+README, OPERATORS = ROOT / "README.md", ROOT / "docs" / "operators.md"
 BEGIN, END = "<!-- operators: begin (make docs) -->\n", "<!-- operators: end -->\n"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-Call = Callable[[Callable[..., torch.Tensor]], object]  # with what makes an input of a shape
+HEADER = (
+    f"| Operator | {' | '.join(str(dtype)[6:] for dtype in DTYPES)} | CPU | CUDA |",
+    "| --- |" + " --- |" * (len(DTYPES) + 2),
+)
+
+
+class Row(NamedTuple):
+    functions: tuple[str, ...]
+    group: str
+    cells: tuple[str, ...]  # of each dtype, CPU, CUDA
+
+
+Call = Callable[[Callable[..., torch.Tensor]], object]  # its argument makes an input of a shape
 
 
 def _decode(new: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -61,9 +75,15 @@ def _clip(new: Callable[..., torch.Tensor]) -> None:
     onepass.optim.clip_grad_norm_([parameter], 1.0)
 
 
-# Functions that take the same, a call of each, and the operator that computes them ("" where torch
-# does). A call returns what its gradients come from, if anything.
-ROWS: tuple[tuple[dict[str, Call], str], ...] = (
+_NORMS = "Norms (layer, RMS, group, modulated), residual adds, dropout"
+_ELEMENTWISE = "Rotary embedding, gated activations, cross entropy"
+_LINEAR = "Linear layers, alone or with their cross entropy"
+_ONE_PASS, _WHOLE_TENSORS = "AdamW, Adam, SGD, Lion, clipping", "Muon, Adafactor, LAMB"
+
+# Functions that take the same dtypes, with a call of each; the operator that computes them (""
+# where torch does); their group in the README ("" for helpers, which it leaves out). A call returns
+# the tensor that is differentiated, if there is one.
+ROWS: tuple[tuple[dict[str, Call], str, str], ...] = (
     (
         {
             "scaled_dot_product_attention": lambda new: F.scaled_dot_product_attention(
@@ -77,14 +97,16 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
             ),
         },
         "attention_forward",
+        "Attention, dense and packed",
     ),
-    ({"attention_with_kv_cache": _decode}, "attention_decode"),
+    ({"attention_with_kv_cache": _decode}, "attention_decode", "Decoding with a KV cache"),
     (
         {
             "merge_attention_states": lambda new: F.merge_attention_states(
                 [new(1, 2, 4, 16) for _ in range(2)], [torch.zeros(1, 2, 4) for _ in range(2)]
             )[0]
         },
+        "",
         "",
     ),
     (
@@ -95,6 +117,7 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
             "add_rms_norm": lambda new: F.add_rms_norm(new(2, 16), new(2, 16), (16,))[0],
         },
         "norm_forward",
+        _NORMS,
     ),
     (
         {
@@ -106,6 +129,7 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
             ),
         },
         "modulated_norm_forward",
+        _NORMS,
     ),
     (
         {
@@ -113,8 +137,9 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
             "add_dropout": lambda new: F.add_dropout(new(2, 16), new(2, 16), 0.1),
         },
         "dropout_forward",
+        _NORMS,
     ),
-    ({"drop_path_scale": lambda new: F.drop_path_scale(new(2, 16), 0.1)}, "dropout_forward"),
+    ({"drop_path_scale": lambda new: F.drop_path_scale(new(2, 16), 0.1)}, "dropout_forward", ""),
     (
         {
             "rotary_embedding": lambda new: F.rotary_embedding(
@@ -122,6 +147,7 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
             )[0]
         },
         "rotary_forward",
+        _ELEMENTWISE,
     ),
     (
         {
@@ -130,6 +156,7 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
             "gelu_mul": lambda new: F.gelu_mul(new(2, 16), new(2, 16)),
         },
         "gate_forward",
+        _ELEMENTWISE,
     ),
     (
         {
@@ -138,6 +165,7 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
             )
         },
         "group_norm_forward",
+        _NORMS,
     ),
     (
         {
@@ -146,6 +174,7 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
             )
         },
         "loss_forward",
+        _ELEMENTWISE,
     ),
     (
         {
@@ -154,13 +183,26 @@ ROWS: tuple[tuple[dict[str, Call], str], ...] = (
             )
         },
         "linear_product",
+        _LINEAR,
     ),
-    ({"linear": lambda new: F.linear(new(2, 16), new(8, 16), new(8))}, "linear_product"),
-    ({f"optim.{name}": _step(name) for name in ("AdamW", "Adam", "SGD", "Lion")}, "optimizer_step"),
+    (
+        {"linear": lambda new: F.linear(new(2, 16), new(8, 16), new(8))},
+        "linear_product",
+        _LINEAR,
+    ),
+    (
+        {f"optim.{name}": _step(name) for name in ("AdamW", "Adam", "SGD", "Lion")},
+        "optimizer_step",
+        _ONE_PASS,
+    ),
     # Their products, or formulas, are torch's.
-    ({f"optim.{name}": _step_of_muon(name) for name in ("Muon", "MuonWithAdamW")}, ""),
-    ({f"optim.{name}": _step(name) for name in ("Adafactor", "LAMB")}, ""),
-    ({"optim.clip_grad_norm_": _clip}, "gradient_norm"),
+    (
+        {f"optim.{name}": _step_of_muon(name) for name in ("Muon", "MuonWithAdamW")},
+        "",
+        _WHOLE_TENSORS,
+    ),
+    ({f"optim.{name}": _step(name) for name in ("Adafactor", "LAMB")}, "", _WHOLE_TENSORS),
+    ({"optim.clip_grad_norm_": _clip}, "gradient_norm", _ONE_PASS),
 )
 
 
@@ -170,9 +212,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, fail if one differs")
     check = parser.parse_args().check
     stale = 0
-    for page in PAGES:
+    for page, lines in tables().items():
         old = page.read_text(encoding="utf-8")
-        new = with_table(old)
+        new = with_table(old, lines)
         if new != old:
             stale += 1
             print(f"{page.relative_to(ROOT)} {'is stale: make docs' if check else 'written'}")
@@ -181,34 +223,52 @@ def main() -> int:
     return 1 if check and stale else 0
 
 
-def with_table(page: str) -> str:
+def tables() -> dict[Path, list[str]]:
+    """The table of each page, without its header."""
+    found = list(rows())
+    return {OPERATORS: list(by_function(found)), README: list(by_group(found))}
+
+
+def with_table(page: str, lines: list[str]) -> str:
     """The page with the table between its two marks."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise SystemExit(f"the page has no line {BEGIN.strip()!r} and {END.strip()!r}")
-    return before + BEGIN + "\n".join(table()) + "\n" + END + after
+    return before + BEGIN + "\n".join((*HEADER, *lines)) + "\n" + END + after
 
 
-def table() -> Iterator[str]:
-    yield f"| Operator | {' | '.join(str(dtype)[6:] for dtype in DTYPES)} | CPU | CUDA |"
-    yield "| --- |" + " --- |" * (len(DTYPES) + 2)
+def rows() -> Iterator[Row]:
     on_cuda = cuda_operators()
-    for calls, operator in ROWS:
+    for calls, operator, group in ROWS:
         found = [tuple(takes(call, dtype) for call in calls.values()) for dtype in DTYPES]
-        cells = []
-        for of_dtype in found:
-            if len(set(of_dtype)) != 1:
-                raise SystemExit(f"{', '.join(calls)} differ in what they take: give each a row")
-            cells.append(of_dtype[0])
-        names = ", ".join(f"`{name}`" for name in calls)
+        if any(len(set(of_dtype)) != 1 for of_dtype in found):
+            raise SystemExit(f"{', '.join(calls)} differ in what they take: give each a row")
         cpu = "kernels" if operator else "torch's"
         cuda = "kernels, emulated only" if operator in on_cuda else "torch's"
-        yield f"| {names} | {' | '.join(cells)} | {cpu} | {cuda} |"
+        yield Row(tuple(calls), group, (*(of_dtype[0] for of_dtype in found), cpu, cuda))
+
+
+def by_function(rows: Iterable[Row]) -> Iterator[str]:
+    for row in rows:
+        yield line(", ".join(f"`{name}`" for name in row.functions), row.cells)
+
+
+def by_group(rows: Iterable[Row]) -> Iterator[str]:
+    """All rows of a group must have the same cells."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for functions, group, cells in rows:
+        if group and groups.setdefault(group, cells) != cells:
+            raise SystemExit(f"{', '.join(functions)} must have a group other than {group!r}")
+    return (line(group, cells) for group, cells in groups.items())
+
+
+def line(name: str, cells: tuple[str, ...]) -> str:
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def takes(call: Call, dtype: torch.dtype) -> str:
-    """What the function does with inputs of a dtype on the CPU."""
+    """The cell of a dtype: "yes", "forward" or "no", by a call on the CPU."""
 
     def new(*shape: int) -> torch.Tensor:
         return torch.full(shape, 0.5, dtype=dtype, requires_grad=True)
@@ -228,7 +288,7 @@ def takes(call: Call, dtype: torch.dtype) -> str:
 
 
 def cuda_operators() -> set[str]:
-    """Those that have kernels for CUDA."""
+    """Operators that have CUDA kernels."""
     text = (ROOT / "csrc" / "ops" / "backend.h").read_text(encoding="utf-8")
     listed = text.partition("ONEPASS_OPERATORS(OPERATOR)")[2].partition("ONEPASS_CPU_OPERATORS")[0]
     return set(re.findall(r"OPERATOR\((\w+),", listed))

@@ -222,16 +222,38 @@ def test_llms_txt_is_current():
 
 def test_the_table_of_operators_is_current():
     matrix = load(DOCS / "support_matrix.py")
-    for page in matrix.PAGES:
+    tables = matrix.tables()
+    assert set(tables) == {README, DOCS / "operators.md"}
+    for page, lines in tables.items():
         text = page.read_text(encoding="utf-8")
-        assert matrix.with_table(text) == text, "make docs writes it"
-    rows = {name for calls, _ in matrix.ROWS for name in calls}
+        assert matrix.with_table(text, lines) == text, "make docs writes it"
+    assert len(tables[README]) <= 10, "the README has groups of operators"
+    rows = {name for calls, *_ in matrix.ROWS for name in calls}
     assert set(functional.__all__) <= rows
     assert {f"optim.{name}" for name in optim.__all__} - rows == {
         "optim.fuse",
         "optim.fused_accumulate",
         "optim.muon_groups",
     }
+
+
+def test_a_line_of_the_readme_is_true_of_its_whole_group():
+    matrix = load(DOCS / "support_matrix.py")
+    first, second = (matrix.Row((name,), "group", ("yes",)) for name in ("first", "second"))
+    assert list(matrix.by_group([first, second])) == ["| group | yes |"]
+    with pytest.raises(SystemExit, match="second must have a group other than 'group'"):
+        list(matrix.by_group([first, second._replace(cells=("no",))]))
+
+
+def test_the_readme_is_short():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 85
+    plain = re.sub(r"^```.*?^```|^\|.*?$", "", text, flags=re.S | re.M)
+    for paragraph in plain.split("\n\n"):
+        assert paragraph.startswith("- ") or paragraph.count("\n") < 3, paragraph
+        for row in paragraph.splitlines():
+            shown = re.sub(r"\]\([^)]+\)", "]", row)  # the targets of links are not read
+            assert len(shown) <= 160, row
 
 
 def test_the_api_has_every_public_name():
