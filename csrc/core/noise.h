@@ -49,9 +49,8 @@ ONEPASS_HOST_DEVICE constexpr Word mix_bits(Word word) {
   return word;
 }
 
-// element: its number within the stretch. The low half rounds the parameter and its average,
-// which is an average of what the parameter was before it was rounded; the high half rounds the
-// second moment.
+// element: its number within the stretch. The low half rounds the parameter and its average (an
+// average of unrounded parameters); the high half rounds the second moment.
 ONEPASS_HOST_DEVICE constexpr uint32_t noise_bits(const Noise& noise, uint32_t element) {
   return mix_bits(noise.start + element * noise.stride);
 }

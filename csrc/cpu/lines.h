@@ -28,7 +28,7 @@ void widen_line(const void* tensor, DType dtype, int64_t first, int64_t count, A
   });
 }
 
-// tensor[first + i] = line[i]; line may lie there.
+// tensor[first + i] = line[i]; line may be that memory itself.
 template <class A>
 void round_line(const A* line, int64_t count, void* tensor, DType dtype, int64_t first) {
   visit_numbers<A>(dtype, [&]<class T>() {

@@ -1,6 +1,6 @@
-// How operands get into the layouts that products want: a panel has vectors along columns and k
-// down its rows, a row tile is rows as they lie in memory. In both, a cell is M::kPerCell elements
-// of k, and the cells beyond an odd end are zero.
+// Packing operands into the layouts of the products: a panel has vectors along columns and k down
+// its rows, a row tile has rows in the order of memory. In both, a cell is M::kPerCell elements of
+// k, and cells are padded with zeros at an odd end.
 #pragma once
 
 #include <type_traits>

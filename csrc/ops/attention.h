@@ -1,17 +1,18 @@
 // The contract of the attention family between ops/ and a back end.
 //
-//   score = softcap(scale * query key^T) - slope |position - key| + bias, where the mask, the
-//   window
-//           and the diagonal allow it, with softcap(s) = softcap * tanh(s / softcap);
-//   P = softmax(score), with one more logit per row where there are sinks;
-//   output = drop(P) value, lse = log(sum(exp(score))), the sink included.
+//   score = softcap(scale * query key^T) - slope |position - key| + bias
+//   P = softmax(score), with one more logit per row if there are sinks
+//   output = drop(P) value, lse = log(sum(exp(score))), the sink included
+//
+// with softcap(s) = softcap * tanh(s / softcap). Keys outside the mask, the window or the diagonal
+// have no score.
 //
 // Dense tensors are (batch, heads, seq, head_dim) by strides. Packed ones are (total, heads,
-// head_dim), one sequence after another: their batch_stride is 0 and cu_seq_* says where each
-// sequence begins. Paged keys are (pages, page_size, kv_heads, head_dim) with batch_stride the
-// stride of a page, and block_table says which pages are a sequence's.
+// head_dim), one sequence after another: their batch_stride is 0, and cu_seq_* holds the first row
+// of each sequence. Paged keys are (pages, page_size, kv_heads, head_dim), batch_stride is the
+// stride of a page, and block_table lists the pages of each sequence.
 //
-// Gradients of rows beyond seqused_k are filled by ops/: a kernel has nothing to do with them.
+// ops/ fills the gradients of rows beyond seqused_k; kernels do not write them.
 // There is at least one query.
 #pragma once
 

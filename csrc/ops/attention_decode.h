@@ -1,24 +1,25 @@
-// The contract of attention against a KV cache: few queries per sequence, keys and values where
-// earlier calls left them, and this call's own rows written after them before they are read.
+// The contract of attention against a KV cache: few queries per sequence, keys and values of
+// earlier calls in the cache, and the new rows of this call, which are appended before they are
+// read.
 //
 // Score, softmax and LSE are those of ops/attention.h, aligned at the bottom right: with
-// total = cache_seqlens + new_rows, query row i is at position total - seq_q + i and the row j of a
-// cache at j. Rows before cache_leftpad are no keys.
+// total = cache_seqlens + new_rows, query row i is at position total - seq_q + i, and row j of a
+// cache at position j. Rows before cache_leftpad are not keys.
 //
 // Rotation of a row at a position, in float32 and rounded once, with c and s a row of rotary_cos
 // and rotary_sin:
-//   (x1, x2) -> (x1 c - x2 s, x1 s + x2 c)   for (x1, x2) the elements (2i, 2i + 1), or, not
-//   interleaved, (i, i + rotary_dim / 2)
+//   (x1, x2) -> (x1 c - x2 s, x1 s + x2 c)
+// where (x1, x2) are the elements (2i, 2i + 1) if interleaved, else (i, i + rotary_dim / 2).
 #pragma once
 
 #include "ops/attention.h"
 
 namespace onepass {
 
-// Of the fields of Attention these have a meaning of their own here:
-//   key, value    the caches: (caches, kv_heads, max_seq, dim), or pages; written where rows are
-//   new seqused_k     (batch,) rows in use before the call, or null: all of seq_k seq_k rows that a
-//   cache has room for
+// These fields of Attention have another meaning here:
+// - key, value: the caches, (caches, kv_heads, max_seq, dim) or pages; new rows are written to them
+// - seqused_k: (batch,) rows in use before the call, or null: all seq_k rows
+// - seq_k: rows that a cache has room for
 struct AttentionDecode : Attention {
   const int32_t* cache_batch_idx;  // (batch,) which cache is a sequence's; or null: its own number
   const int32_t* cache_leftpad;    // (batch,) or null: 0
@@ -47,7 +48,7 @@ ONEPASS_HOST_DEVICE inline CachedKeys cached_keys(const AttentionDecode& args, i
   return {args.cache_leftpad ? args.cache_leftpad[batch] : 0, old, old + args.new_rows};
 }
 
-// Those that query row i sees.
+// The keys that query row i sees.
 ONEPASS_HOST_DEVICE inline KeyRange cached_keys_of(const AttentionDecode& args,
                                                    const CachedKeys& keys, int64_t query) {
   const int64_t position = keys.last - args.seq_q + query;

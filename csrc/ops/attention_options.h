@@ -1,7 +1,7 @@
 // The options of the attention family, each stated once: from a table ops/fields.h makes a struct,
 // a part of the schemas, and the types that the dispatcher passes. attention_options.cpp has the
-// check of each option of scores, its way into a kernel's arguments, its gradient and its
-// description; ops/attention.h says what it means.
+// check of each option of scores, its field in a kernel's arguments, its gradient and its
+// description; its meaning is in ops/attention.h.
 #pragma once
 
 #include <ostream>

@@ -13,8 +13,8 @@
 
 namespace onepass {
 
-// require(condition, op, ": ", argument, " must ...", ", got ", value). The parts are evaluated on
-// every call and written out only by a failing one: hand over values that are cheap to make.
+// require(condition, op, ": ", argument, " must ...", ", got ", value). The parts are evaluated at
+// every call and printed only if it fails: pass values that are cheap to make.
 template <class... Parts>
 void require(bool condition, const Parts&... parts) {
   if (!condition) [[unlikely]] {
@@ -46,10 +46,10 @@ void require_memory(const char* op, const char* name, AtenTensorHandle tensor, c
           " of its storage, got one of ", bytes.held, " bytes");
 }
 
-// Of a tensor that a caller hands over: every one goes through here, or through flat_input_of().
+// The checks of a tensor argument: each one passes through here, or through flat_input_of().
 inline TensorInfo input_of(const char* op, const char* name, AtenTensorHandle tensor) {
   set_operator(op);
-  // For `None` torch hands over one that is not defined.
+  // torch passes `None` as an undefined tensor.
   require(is_defined(tensor), op, ": ", name, " must be given, got none");
   const TensorInfo info = info_of(tensor);
   require_memory(op, name, tensor, info);

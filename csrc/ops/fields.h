@@ -1,6 +1,6 @@
-// An operator's options, stated once. A table is a macro that says FIELD(type, name, default) of
-// each; from it come the struct that C++ hands around, its part of the schema, and the types in
-// which the dispatcher hands over one option after the other:
+// An operator's options, stated once. A table is a macro with FIELD(type, name, default) for each
+// option. From it come the struct that C++ code passes around, a part of the schema, and the types
+// in which the dispatcher passes the options, one after the other:
 //
 //   #define ONEPASS_X_OPTIONS(FIELD) FIELD(OptionalTensor, mask, "=None") FIELD(double, scale, "")
 //   ONEPASS_DEFINE_OPTIONS(XOptions, ONEPASS_X_OPTIONS);

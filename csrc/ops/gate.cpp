@@ -37,7 +37,7 @@ constexpr int64_t kWantUp = 2;
 // The rule of torch's own products.
 DType promoted(DType one, DType other) { return one == other ? one : DType::kFloat32; }
 
-// The factors as they lie, and the shape of their product.
+// The factors, read in place, and the shape of their product.
 struct Factors {
   RowTensor gate;  // both, where up is none
   RowTensor up{};

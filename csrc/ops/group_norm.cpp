@@ -13,7 +13,7 @@ namespace onepass {
 namespace {
 
 // The arguments of group_norm_forward besides input. channels_last: the order of the output's
-// memory; input is read as it lies where it has the same, else copied.
+// memory; an input in this order is read in place, another is copied.
 #define ONEPASS_GROUP_NORM_OPTIONS(FIELD)                            \
   FIELD(OptionalTensor, weight, "")                                  \
   FIELD(OptionalTensor, bias, "")                                    \
@@ -67,7 +67,7 @@ std::vector<int64_t> dense_strides(const TensorInfo& info, bool channels_last) {
   return strides;
 }
 
-// Whether a tensor can be read as it lies, and how.
+// Whether a tensor can be read in place; if so, its strides.
 bool has_images(const TensorInfo& info, bool channels_last, ImageStride& stride) {
   int64_t sample = 1;
   for (int64_t d = 1; d < info.dims; ++d) sample *= info.sizes[d];

@@ -1,5 +1,5 @@
-// The operators of a library, each stated once: its schema and the function behind it. A family
-// lists its own; library.cpp registers them all.
+// The operators of a library, each stated once: its schema and its function. A family lists its
+// own; library.cpp registers them all.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -1,5 +1,5 @@
-// The products of a linear layer, for the operators that are made of them: matrices as they lie in
-// memory, and the call of the back end. On CUDA torch's products are taken.
+// The products of a linear layer, for the operators that are made of them: the strides of the
+// matrices, and the call of the back end. On CUDA torch's products are used.
 #pragma once
 
 #include "ops/linear.h"

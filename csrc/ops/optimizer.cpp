@@ -12,7 +12,7 @@
 namespace onepass {
 namespace {
 
-// A flat list, and what it lies in.
+// A flat list of tensors, with the memory that holds it.
 class CheckedTensors {
  public:
   CheckedTensors(const char* op, const char* name, const TensorList& tensors) {
@@ -110,7 +110,7 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type,
   const TensorList gradients(list);
   const CheckedTensors checked(kClip, "gradients", gradients);
   const DType dtype = checked.common_dtype();
-  Tensor rounded = empty(nullptr, 0, dtype, checked.device());  // what may fail, before the scaling
+  Tensor rounded = empty(nullptr, 0, dtype, checked.device());  // may fail: before the scaling
   const Tensor total = norm_of(kClip, checked, norm_type);
   const double norm = *static_cast<const double*>(total.const_data_ptr());
   if (error_if_nonfinite && !std::isfinite(norm)) {

@@ -85,11 +85,11 @@ void visit_algorithm(Algorithm algorithm, F&& f) {
   }
 }
 
-// What the parameter's own dtype leaves of the float32 result.
+// How a 16-bit parameter keeps the float32 result of a step.
 enum class Master : int32_t {
   kNone,        // rounded to nearest even
   kFloat32,     // kept beside it; the parameter is the master rounded to nearest, ties away
-  kRemainder,   // bfloat16 only: kept as the 16 bits that the same rounding leaves
+  kRemainder,   // bfloat16 only: kept as the 16 bits that this rounding drops
   kStochastic,  // rounded up or down at random, right on average
 };
 
@@ -105,8 +105,8 @@ enum class MomentType : int32_t {
 inline constexpr int64_t kCodeBlock = 256;
 inline constexpr int kMoments = 3;
 
-// A parameter and what belongs to it, everything (numel,) in the same order of elements.
-// moments: as moments_of counts them; null where the group's settings ask for none.
+// A parameter with its gradient and states, all (numel,) in the same order of elements.
+// moments: numbered as in moments_of; null if the group's settings need none.
 struct StepTensor {
   void* param;
   void* gradient;
@@ -142,8 +142,8 @@ enum LayoutColumn : int64_t {
 
 // The settings of a parameter group, as torch names them: a row of `hyper`, (groups, kHyperColumns)
 // float64, is a Hyper. Python takes the names from onepass._C; flags are not zero where they hold.
-// decoupled: weight decay acts on the parameter, not on the gradient. ema_decay: what the average
-// of the parameter keeps of itself.
+// decoupled: weight decay acts on the parameter, not on the gradient. ema_decay: the factor of the
+// old average in the new one.
 #define ONEPASS_HYPER(FIELD) \
   FIELD(lr)                  \
   FIELD(beta1)               \
@@ -189,7 +189,7 @@ ONEPASS_HOST_DEVICE constexpr int moments_of(Algorithm algorithm, bool amsgrad, 
   }
 }
 
-// What the loop over elements needs of them, for one count of steps.
+// The numbers that the loop over elements needs, for one step.
 struct StepScalars {
   uint32_t step;  // this one's number, from 1
   bool amsgrad;
@@ -214,11 +214,11 @@ struct BetaPowers {
   double beta2 = 1.0;
 };
 
-// By squares, both at once: on CUDA a thread of each block computes them while the others wait, and
-// two calls of pow are some 480 instructions there, most of which wait for the one before
-// (`cuobjdump -sass`); these are 13 for each bit of the step. Products round the same everywhere,
-// which nobody promises of pow. 1 - beta^step is off by 1.9e-14 of itself at most where beta is
-// 0.999, with pow by 1.4e-14.
+// Both powers by repeated squaring. On CUDA one thread of each block computes them while the others
+// wait: two calls of pow are some 480 instructions there, most of which wait for the one before
+// (`cuobjdump -sass`); this takes 13 for each bit of the step. Products round the same everywhere,
+// which pow does not promise. The relative error of 1 - beta^step is at most 1.9e-14 for beta =
+// 0.999, with pow 1.4e-14.
 ONEPASS_HOST_DEVICE inline BetaPowers beta_powers(const Hyper& hyper, uint32_t step) {
   BetaPowers power;
   double square1 = hyper.beta1, square2 = hyper.beta2;

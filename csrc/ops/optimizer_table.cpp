@@ -1,4 +1,4 @@
-// What a step works on: the table of an optimizer's parameters, and one step's gradients.
+// The operands of a step: the table of an optimizer's parameters, and the gradients of one step.
 #include "ops/optimizer_table.h"
 
 #include <mutex>

@@ -19,7 +19,7 @@ namespace onepass {
 inline bool is_dense(const TensorInfo& info) {
   int64_t longer = 0;
   for (int64_t d = 0; d < info.dims; ++d) longer += info.sizes[d] > 1;
-  // From the innermost dimension outwards: each one's stride is what lies within it.
+  // From the innermost dimension outwards: each stride must be the product of the inner sizes.
   for (int64_t within = 1; longer > 0; --longer) {
     int64_t d = 0;
     while (d < info.dims && (info.sizes[d] == 1 || info.strides[d] != within)) ++d;
@@ -34,7 +34,7 @@ inline void require_dense(const char* op, const char* name, const TensorInfo& in
           shape_of(info), " with strides ", Shape{info.strides, info.dims});
 }
 
-// Of a tensor that a caller hands over, whose elements lie in whatever order without gaps.
+// The checks of a tensor argument whose elements may have any order, but no gaps.
 inline FlatInfo flat_input_of(const char* op, const char* name, AtenTensorHandle tensor) {
   set_operator(op);
   const FlatInfo info = flat_info_of(tensor);
@@ -85,7 +85,7 @@ void require_apart(const char* op, const char* name, const std::vector<Item>& it
 }
 
 struct StepTable {
-  // Keeps the tensors; the StepTensors lack what may change from step to step.
+  // Keeps the tensors; the StepTensors lack the fields that may change from step to step.
   StepTable(const std::vector<Tensor>& params, const std::vector<Tensor>& states,
             const Tensor& layout);
 
@@ -131,8 +131,8 @@ class CheckedStep {
               const Tensor& hyper, const StepOptions& options);
 
   OptimizerStep args() const;
-  // Whether parameters or gradients do not lie as the table has them: the caller has to make
-  // another table, or to hand over copies.
+  // Whether the memory layout of parameters or gradients differs from the table's: then the caller
+  // must make another table, or pass copies.
   bool is_stale() const { return is_stale_; }
   const Device& device() const { return table_->device; }
   void count(const OptimizerStep& step) const;  // where the host knows that it was made

@@ -5,7 +5,7 @@
 // Queries lie in vector lanes: with a tile of keys K, the panel Q^T of a group of queries and the
 // running output O^T,
 //   S^T = K Q^T;  m' = max(m, S);  P^T = exp(S^T - m');  O^T = O^T exp(m - m') + V^T P^T
-// every maximum, sum and rescaling is vertical, and K and V are broadcast as they lie in memory.
+// every maximum, sum and rescaling is vertical, and K and V are broadcast directly from memory.
 // Only Q and O are transposed, once per block.
 //
 // Rounding: each tile's sums start at zero and join the running ones afterwards, so that errors
@@ -225,8 +225,8 @@ class Forward {
 
   // ---- of a tile -------------------------------------------------------------------------------
 
-  // Keys [begin, end) from k0 on; those before `begin` are left out, nobody sees them. In place if
-  // rows follow one another: others share cache sets, and a copy pays.
+  // Keys [begin, end) from k0 on; no query sees those before `begin`. Contiguous rows are read in
+  // place; rows with a stride may share cache sets, and a copy pays.
   void load_keys(Tile<M>& tile, const KeyRows<const T>& keys, int64_t k0, int64_t begin,
                  int64_t end) {
     if (std::is_same_v<T, typename M::Element> && keys.stride() == args_.head_dim &&

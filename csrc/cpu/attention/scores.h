@@ -160,7 +160,7 @@ struct KeySet {
     return any == 0;
   }
   bool has(int64_t key) const { return (words[key / 64] >> (key % 64) & 1u) != 0; }
-  // From `key` on, a multiple of what the word has.
+  // The bits from `key` on, which must be a multiple of the word's bits.
   template <class Word>
   Word from(int64_t key) const {
     return static_cast<Word>(words[key / 64] >> (key % 64));
@@ -249,7 +249,7 @@ KeySet mask_panel(const Attention& args, const Sequence& sequence, int64_t batch
   return seen;
 }
 
-// ---- keys that nobody sees ----------------------------------------------------------------------
+// ---- keys that no query sees --------------------------------------------------------------------
 
 // A key that a query does not see has the weight 0, and 0 times infinity or NaN is NaN. So where a
 // product sums over keys, the row of a key that none of its queries sees is read as zeros if it is

@@ -87,7 +87,7 @@ double largest_magnitude(const T* g, int64_t count) {
   return result;
 }
 
-// What the pieces' results come to; in order, so that threads make no difference.
+// The combined result of all pieces, in order, so that it does not depend on threads.
 double combined(const double* partials, int64_t pieces, double order) {
   double total = 0.0;
   for (int64_t p = 0; p < pieces; ++p) {

@@ -1,5 +1,5 @@
 // Flat lists of tensors as pieces of kPieceElements, spread over threads in one parallel region, so
-// that hundreds of small tensors cost what one large one does.
+// that hundreds of small tensors take no more time than one large tensor.
 #pragma once
 
 #include <algorithm>

@@ -15,7 +15,7 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-// What a thread works in: 6 tiles of 2 KB, the noise, and what codes mean.
+// The working memory of a thread: 6 tiles of 2 KB, the noise, and the tables of codes.
 struct Tiles {
   Tile<float> param;
   Tile<float> gradient;

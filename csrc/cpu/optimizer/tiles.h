@@ -73,8 +73,8 @@ struct Stochastic {
 
 // ---- rounding to 16 bits after adding `bits` / 65536 of a unit in the last place ----------------
 
-// Infinities stay what they are; to a NaN, which could wrap, nothing is added: arithmetic has left
-// a bit in the half of it that is kept.
+// Infinities are kept. A NaN could wrap around, so nothing is added to it: NaNs that come from
+// arithmetic have a bit in the half that is kept.
 ONEPASS_INLINE WordBits round_bits(Vec<float> v, WordBits bits) {
   return (WordBits)v + (bits & (WordBits)(v == v));
 }
@@ -200,8 +200,8 @@ class Codes {
     return fma<float>(number, value_slope_[exponent], value_intercept_[exponent]);
   }
 
-  // As encode8 (where fma() is fused), but for its limits: what is too large is not cut here, and a
-  // NaN becomes the least of all words.
+  // As encode8 (where fma() is fused), but without its limits: values that are too large are not
+  // clamped here, and a NaN becomes the least of all words.
   ONEPASS_INLINE SignedWords encode(Vec<float> x, Vec<float> rounding) const {
     const SignedWords third = (SignedWords)third_of_rest<126>((WordBits)x >> 23);
     const WordBits octave = (WordBits)(third > kLast ? SignedWords{} + kLast : third);

@@ -57,8 +57,8 @@ struct Average {
   }
 };
 
-// Operands that move an average of the parameter along with it, in the same pass: from the result
-// before it is rounded, so that a 16-bit parameter's average has what the parameter lacks.
+// Operands that update an average of the parameter in the same pass, from the result before it is
+// rounded: so the average of a 16-bit parameter has the bits that the parameter lacks.
 template <class A, class On>
 struct Averaged : On {
   A* average;
@@ -117,7 +117,7 @@ class AdamStep {
       step_;
 };
 
-// The operands may keep something of what they stored, and are returned.
+// The operands may accumulate over the elements that they store, so they are returned.
 template <class A, bool kGradientDecay, bool kAmsgrad, bool kNear, class On>
 On adam_block(On on, int64_t begin, int64_t end, const StepScalars& s, A gradient_factor) {
   const AdamStep<A, kGradientDecay, kAmsgrad, kNear> step(s, gradient_factor);
