@@ -30,11 +30,10 @@ def same_start():
 
 @pytest.fixture(autouse=True)
 def swapped_run_ours(nothing_left_behind, monkeypatch):
-    """Swapped modules run ours at every size: small calls, as tests make, run torch's else.
+    """Swapped modules run ours at every size; otherwise the small calls of tests would run torch's.
 
-    And attention on a GPU of any age. Linear layers keep torch's products, as on an Intel CPU,
-    where a test does not say that torch is slow at them: what is swapped must not depend on the
-    machine.
+    Attention runs ours on a GPU of any age. Linear layers keep torch's products, as on an Intel
+    CPU, unless a test says that torch is slow at them: the swap must not depend on the machine.
     """
     from onepass._ops import device_attention, products, small_calls
 
@@ -52,9 +51,9 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def few_draws(nothing_left_behind, monkeypatch):
-    """Verdicts on norms of someone else take few draws, but where tests are about them.
+    """Probes of other libraries' norms take few draws, except in tests of the probe.
 
-    Those of few columns, as tests have, take 16 times as many, half a second a norm.
+    For few columns, as in tests, they would take 16 times as many, half a second a norm.
     """
     from onepass.swapping import probe
 
@@ -63,7 +62,7 @@ def few_draws(nothing_left_behind, monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_older():
-    """A collection of garbage looks at what a file's tests have made, and at nothing older.
+    """Garbage collections look only at objects that this file's tests have made.
 
     Ten thousand tests, torch's compiler and transformers take up to a second each time, and some
     tests make dozens of collections.
@@ -73,13 +72,13 @@ def nothing_older():
 
 
 def _process_state() -> dict:
-    """What a test could leave changed for all tests after it in this process."""
+    """Settings that a test could leave changed for later tests in this process."""
     return {
         "address space": resource.getrlimit(resource.RLIMIT_AS),
         "file size": resource.getrlimit(resource.RLIMIT_FSIZE),
         "SIGINT": signal.getsignal(signal.SIGINT),
         "SIGALRM": signal.getsignal(signal.SIGALRM),
-        # Others' variables change when torch's compiler or transformers are imported.
+        # Other variables change when torch's compiler or transformers are imported.
         "variables": {name: v for name, v in os.environ.items() if name.startswith("ONEPASS_")},
         "folder": os.getcwd(),
         "default dtype": torch.get_default_dtype(),
@@ -90,7 +89,7 @@ def _process_state() -> dict:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """No test leaves a limit, a variable or a mode of the process behind: its kin would fail."""
+    """No test leaves a limit, a variable or a mode of the process changed."""
     before = _process_state()
     yield
     after = _process_state()
@@ -114,8 +113,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for marks
 def pytest_collection_modifyitems(items: list) -> None:
-    """ONEPASS_TEST_EVERY=10 keeps every tenth test: what test_lower_levels runs while you wait."""
-    for item in items:  # workers give up where their names differ
+    """ONEPASS_TEST_EVERY=10 keeps every tenth test, for the quick runs of test_lower_levels."""
+    for item in items:  # workers of xdist must collect the same names
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"a test's name must hold no address, got {item.nodeid}")
     grids.mark(items)

@@ -21,7 +21,7 @@ PACKED, CU = torch.randn(12, 4, 8), torch.tensor([0, 5, 12], dtype=torch.int32)
 USED = torch.tensor([3, 2], dtype=torch.int32)
 LSE = torch.zeros(2, 4, 6)
 
-# Right arguments of every function by name, all that take a tensor or a number among them.
+# Right arguments of every function by name, with every one that takes a tensor or a number.
 RIGHT = {
     "layer_norm": dict(input=X, normalized_shape=(8,), weight=W, bias=W, eps=1e-5),
     "rms_norm": dict(input=X, normalized_shape=(8,), weight=W, eps=1e-5, weight_offset=1.0),
@@ -99,7 +99,7 @@ NOT_DTYPES = {"str": "float32", "tensor": X, "float": 6.0}
 
 
 def not_for(value) -> dict:
-    """What is no value for an argument whose right value is this."""
+    """Values of the wrong type for an argument, given a right value."""
     if isinstance(value, (torch.Tensor, list)):
         return NOT_TENSORS
     if isinstance(value, (float, int)):
@@ -108,7 +108,7 @@ def not_for(value) -> dict:
 
 
 def wrong_types():
-    """(function, argument, value) for what no annotation of that argument allows."""
+    """(function, argument, value) for values that the argument's annotation does not allow."""
     for name, right in RIGHT.items():
         hints = inspect.get_annotations(getattr(functional, name))
         for argument, value in right.items():
@@ -143,14 +143,14 @@ FLAGS = [
     (name, flag)
     for name in RIGHT
     for flag, hint in inspect.get_annotations(getattr(functional, name)).items()
-    if hint == "bool" and flag != "inplace"  # which torch's own takes as it comes
+    if hint == "bool" and flag != "inplace"  # torch's own takes any value
 ]
 
 
 @pytest.mark.parametrize("kind", NO_FLAGS)
 @pytest.mark.parametrize("name, flag", FLAGS)
 def test_flags_are_true_or_false(name, flag, kind):
-    """As torch's: it takes neither numbers nor tensors for them."""
+    """As in torch, which takes neither numbers nor tensors for them."""
     bad = {flag: NO_FLAGS[kind]}
     of_torch = {
         "is_causal": lambda: F.scaled_dot_product_attention(X, X, X, **bad),

@@ -1,4 +1,4 @@
-"""`onepass.sac_ops` with torch's selective checkpointing: what is kept does not run twice."""
+"""`onepass.sac_ops` with torch's selective checkpointing: kept operators do not run twice."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def gradients(call, x, parameters) -> tuple[list[torch.Tensor], Counter]:
-    """And how often each operator ran."""
+    """Gradients, and how often each operator ran."""
     torch.manual_seed(1)
     with dispatch_log.record() as calls:
         loss = call(x).square().sum()

@@ -50,7 +50,7 @@ def data(rows=48):
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """(the model, the file), any batch and any length."""
+    """(model, file of its package), for any batch and length."""
     model, sizes = swapped().eval(), (torch.export.Dim("batch"), torch.export.Dim("seq"))
     with torch.no_grad():
         program = torch.export.export(
@@ -68,7 +68,7 @@ def test_a_package_runs_in_python(package):
     loaded = torch._inductor.aoti_load_package(str(file))
     for rows in (48, 17):
         with torch.no_grad():
-            # Products and what is between operators are inductor's, which adds up in its order.
+            # inductor computes products and the code between operators, and sums in its own order.
             assert (loaded(data(rows)) - model(data(rows))).abs().max() < 1e-5
             with torch.profiler.profile() as profile:
                 loaded(data(rows))
@@ -100,7 +100,7 @@ def test_a_package_runs_in_a_program_without_python(package, tmp_path):
     found = torch.from_numpy(numpy.fromfile(taken, dtype=numpy.float32)).view(2, 33, 64)
     with torch.no_grad():
         assert (found - model(data(33))).abs().max() < 1e-5
-    # Without our library nobody knows the operators.
+    # Without our library the operators do not exist.
     other = next(libraries.glob("libc10.so*"))
     done = subprocess.run(
         [program, other, file, given, taken, "33"], capture_output=True, text=True
@@ -112,7 +112,7 @@ def test_a_package_runs_in_a_program_without_python(package, tmp_path):
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
 def test_compiled_autograd(backend):
-    """A backward that is compiled as it comes: dropout drops what the forward dropped."""
+    """The backward, compiled when it runs, drops the same elements as the forward."""
     model, x = swapped(0.2), data()
 
     def gradients(backward):

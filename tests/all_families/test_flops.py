@@ -1,4 +1,4 @@
-"""What torch's counter of operations counts of onepass's."""
+"""Operations that torch's flop counter counts for onepass's operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _flops.register()  # this process may have imported the counter last
 
 
 def counted(run, backward: bool = True) -> tuple[int, int]:
-    """Of the forward, and of the backward."""
+    """Operations of the forward, and of the backward."""
     counts = []
     with flop_counter.FlopCounterMode(display=False) as counter:
         y = run()

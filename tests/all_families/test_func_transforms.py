@@ -93,7 +93,7 @@ FUNCTIONS = {
         lambda x: F.scaled_dot_product_attention(x, x, x.cos(), is_causal=True),
     ),
 }
-SHAPE = (3, 2, 2, 4, 8)  # the first is what vmap takes
+SHAPE = (3, 2, 2, 4, 8)  # vmap maps over the first dimension
 
 
 @pytest.fixture(params=FUNCTIONS)
@@ -102,7 +102,7 @@ def functions(request):
 
 
 def both(transform, functions, x):
-    """Ours is as exact as torch's function is, transformed likewise."""
+    """Ours, transformed, is as exact as torch's function under the same transform."""
     ours, stock = functions
     base, ref = (transform(stock)(given).detach() for given in (x, x.detach().double()))
     numerics.assert_close(transform(ours)(x).detach(), ref, base)
@@ -117,7 +117,7 @@ def test_vmap(functions, enabled):
 
 
 def test_a_backward_through_vmap(functions):
-    """Inside, a tensor does not say that it requires a gradient: none may be lost."""
+    """Inside vmap a tensor does not show that it requires a gradient; none may be lost."""
 
     def gradient(function):
         def of(x):

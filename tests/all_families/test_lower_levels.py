@@ -1,4 +1,4 @@
-"""The tests marked isa again, in processes that use a lower level of this machine."""
+"""The tests marked isa, run again in processes at a lower CPU level."""
 
 from __future__ import annotations
 

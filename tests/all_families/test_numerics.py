@@ -1,4 +1,4 @@
-"""The numerics rule itself: what it accepts, and that it refuses."""
+"""The numerics rule itself: results that it accepts, and results that it refuses."""
 
 from __future__ import annotations
 

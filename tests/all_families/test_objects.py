@@ -18,7 +18,7 @@ class Holder:
 
 
 class Same:
-    """Equal to everything: comparisons must not ask it."""
+    """Equal to everything: comparisons must not call it."""
 
     def __eq__(self, other):
         raise AssertionError("compared by value")
@@ -226,7 +226,7 @@ def test_a_change_is_seen(change):
 
 
 def test_what_was_found_is_kept():
-    """So no other object can come to lie where one of them lay."""
+    """So that no other object can get the address of one of them."""
     of = entries()
     found, value = contents(of), weakref.ref(of[1]["x"])
     of.clear()

@@ -1,4 +1,4 @@
-"""torch.jit.trace and script, torch.export and the exporters to ONNX, of what runs on onepass."""
+"""torch.jit.trace and script, torch.export and the ONNX exporters, on programs that use onepass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class AddNorms(nn.Module):
-    """onepass's own modules and functions, which no swap makes."""
+    """onepass's own modules and functions, not made by a swap."""
 
     def __init__(self, width: int = 16):
         super().__init__()
@@ -174,7 +174,7 @@ def test_traced_as_called(name, trained, training):
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("name", MODULES)
 def test_exported_programs_train(name, strict, tmp_path):
-    """As the module does, read from a file too; run_decompositions leaves raw operators."""
+    """With the module's gradients, from a file too; run_decompositions leaves raw operators."""
     model = build(name)
     rows = torch.export.Dim("rows", min=2, max=64)
     given = torch.randn(4, 5, 16)
@@ -304,7 +304,7 @@ def test_exporter_to_onnx(everything, exported, gradients):
 
 
 def test_another_process_exports_a_saved_program_to_onnx(everything, tmp_path):
-    """Where no fake has run that could have told torch of the decompositions."""
+    """In a process where no fake has run, which would have registered the decompositions."""
     pytest.importorskip("onnxscript", reason="needs onnxscript")
     model, x, y = everything
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
@@ -325,7 +325,7 @@ def test_another_process_exports_a_saved_program_to_onnx(everything, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_decompositions(dtype):
-    """As exact as the operators, every output of them, in the same dtypes and shapes."""
+    """Every output is as exact as the operator's, in the same dtype and shape."""
     ops = torch.ops.onepass
     x, residual, weight, bias = (torch.randn(6, 16, dtype=torch.float64) for _ in range(4))
     query = torch.randn(2, 4, 5, 8, dtype=torch.float64)
@@ -449,7 +449,7 @@ def test_decompositions(dtype):
             assert a.dtype is b.dtype and a.shape == b.shape, (op, index)
             if (
                 index < 2 or op is not ops.attention_forward.default
-            ):  # the third is what rounding took
+            ):  # the third is the rounding error
                 numerics.assert_close(b, ref, a, f"{op} {index}")
 
 

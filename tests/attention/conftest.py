@@ -1,4 +1,4 @@
-"""Attention on CUDA: the CPU's tests ask for results bit by bit, so sums are in order."""
+"""Attention on CUDA: tests shared with the CPU compare bits, so sums are deterministic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.attention.cuda_cases import judge_one_draw_first
 
 @pytest.fixture
 def one_draw_first(cuda, monkeypatch):
-    """Emulated CUDA in the place of every operator, and no more of a case than it takes."""
+    """Emulated CUDA for every operator; further draws of a case only if the first one fails."""
     judge_one_draw_first(monkeypatch)
 
 

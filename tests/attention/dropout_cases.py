@@ -1,4 +1,4 @@
-"""Which scores dropout takes, as seen from outside; for the tests of CPU and of CUDA kernels."""
+"""Which scores dropout drops, found from outputs and gradients; for CPU and CUDA tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.attention.cases import BF16, F16, F32, F64, Case, backward, forward
 
 
 def kept(case: Case, seed: Tensor) -> Tensor:
-    """(batch, heads, seq_q, seq_k) by the definition."""
+    """The kept scores by the definition, (batch, heads, seq_q, seq_k)."""
     shape = (case.batch, case.heads, case.seq_q, case.seq_k)
     first = (0, case.query_offset, case.key_offset)
     return keep_scale(seed, shape, case.dropout_p, F32, first) != 0
@@ -33,7 +33,7 @@ def forward_mask(case: Case, seed: Tensor) -> Tensor:
 
 
 def backward_masks(case: Case, seed: Tensor) -> dict[str, Tensor]:
-    """What the backward drops in P, seen by dvalue, and in dP, seen by dbias.
+    """The scores that the backward drops in P, found from dvalue, and in dP, found from dbias.
 
     With output and lse 0, delta is 0 and P is exp(score), here 1.
     """
@@ -58,7 +58,7 @@ SEED = torch.tensor([-0x0123456789ABCDEF, 2**40 + 5])
 
 
 def with_threshold(case: Case) -> Case:
-    """dropout_p is so that the threshold is just what one of the kept scores has drawn."""
+    """Sets dropout_p so that the threshold equals the number drawn for one of the kept scores."""
     row = replace(case, dropout_p=0.5)
     candidates = [n for n in range(8000, 30000) if n]
     low, high = candidates[0], candidates[-1]

@@ -1,5 +1,5 @@
-"""In which order attention's tiles come on CUDA (csrc/cuda/attention/order.h): by brute force, and
-by a model of a device, where every block goes to the place that is free first.
+"""The order of attention's tiles on CUDA (csrc/cuda/attention/order.h), checked by brute force and
+by a model of a device, where every block goes to the slot that is free first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def orders(calls: list[Call]) -> list[tuple[int, list[Place]]]:
-    """Of each call, how many pairs take turns, and its blocks in order."""
+    """For each call, how many pairs take turns, and its blocks in order."""
     text = "\n".join(" ".join(map(str, call)) for call in calls)
     result = subprocess.run(
         [emulated.program("block_order", "plain")],
@@ -73,7 +73,7 @@ def found():
 
 
 def groups(call: Call, size: int) -> list[range]:
-    """Of pairs that take turns; the first ones may be fewer."""
+    """Groups of pairs that take turns; the first group may be smaller."""
     ends = range(call.pairs, 0, -size)
     return [range(max(end - size, 0), end) for end in reversed(ends)]
 
@@ -93,7 +93,7 @@ def test_every_tile_comes_once_and_the_longest_of_a_group_first(found):
 
 
 def test_how_many_take_turns(found):
-    """As many as have room in half the cache, and as fill the device, or up to twice as many."""
+    """As many as fit into half the cache and fill the device, or up to twice as many."""
     for call, (size, _) in zip(CALLS, found, strict=True):
         fit = call.l2_bytes // 2 // max(call.pair_bytes, 1)
         at_once = -(-2 * call.multiprocessors // (call.heads * call.tiles))
@@ -115,7 +115,7 @@ def causal(length: int, l2_bytes: int) -> Call:
 
 
 def busy(places: list[Place], length: int, slots: int) -> float:
-    """The share of the time that `slots` places have a block."""
+    """The share of the time in which `slots` slots have a block."""
     tiles = length // QUERIES
     free = [0] * slots
     total = 0

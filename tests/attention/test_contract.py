@@ -1,4 +1,4 @@
-"""Attention's promises beside its values: threads, batches, memory, and what it refuses."""
+"""Attention's promises beside its values: threads, batches, memory, and errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_bitwise_equal_for_any_number_of_threads(name):
 @pytest.mark.parametrize("terms", [{}, dict(bias="bh", mask="b", alibi="b")], ids=["", "terms"])
 @pytest.mark.parametrize("seq_q, seq_k", [(1, 300), (7, 129), (130, 150), (200, 70)])
 def test_a_row_does_not_depend_on_its_batch(executor, seq_q, seq_k, terms, kind):
-    """Nor on other heads of its own, nor on how many other rows there are; with more threads."""
+    """Nor on other heads, nor on the number of other rows; with more threads."""
     case = Case(head_dim=40, batch=3, heads=4, kv_heads=2, seq_q=seq_q, seq_k=seq_k,
                 window_right=0, bottom_right=True, **terms, **of_kind(kind))  # fmt: skip
     t = case.tensors()
@@ -161,7 +161,7 @@ def test_saved_for_backward():
     assert sum(x.numel() for x in extra) <= 2 * (2 * 4 * 100) + 2
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------------
 
 X = torch.randn(2, 4, 6, 8)
 KV = torch.randn(2, 2, 5, 8)
@@ -174,7 +174,7 @@ PAGED = dict(query=torch.randn(6, 4, 8), key=POOL, value=POOL, cu_seq_q=CU_Q, ma
              block_table=int32([[0, 1], [2, 0]]), seqused_k=int32([7, 3]), scale=1.0)  # fmt: skip
 SEED = torch.zeros(2, dtype=torch.int64)
 
-# Changes of a right call, and the whole message after `attention: `.
+# Changes that make a right call wrong, and the whole message after `attention: `.
 WRONG = [
     # shapes
     (RIGHT, dict(query=X[0]), "query must have 4 dimensions, got (4, 6, 8)"),
@@ -338,7 +338,7 @@ PAGES = [number for number, (right, *_) in enumerate(WRONG) if right is PAGED]
 @pytest.mark.parametrize("trained", ["query", "key", "value"])
 @pytest.mark.parametrize("number", PAGES, ids=named)
 def test_messages_of_pages_with_gradients(number, trained):
-    """The same, ahead of what gathers the pages: page numbers and lengths among them."""
+    """The same messages, page numbers and lengths too, raised before pages are gathered."""
     right, changes, message = WRONG[number]
     arguments = {name: v for name, v in (right | changes).items() if v is not None}
     arguments[trained] = arguments[trained].clone().requires_grad_()

@@ -1,5 +1,5 @@
-"""Attention in float32 on CUDA where torch allows TF32, under the emulator: who takes it, and what
-becomes of numbers. Values of every option are in the tests of the kernels, as a kind of theirs.
+"""Attention in float32 on CUDA where torch allows TF32, under the emulator: which calls take it,
+and their errors. Values of every option are in the kernels' tests, where TF32 is one of the kinds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("cuda")
 
 
 def relative_errors(found: dict, case: Case, t: dict) -> dict[str, float]:
-    """The largest of each result, as a share of its largest element."""
+    """The largest error of each result, relative to its largest element."""
     exact = definition(case, t, F64)
     return {
         name: float((result.double() - exact[name]).abs().max() / exact[name].abs().max())
@@ -25,8 +25,8 @@ def relative_errors(found: dict, case: Case, t: dict) -> dict[str, float]:
     }
 
 
-# Half a unit in tf32's last place is 2^-11 of a factor. Sums of many products have less of it, and
-# differences more.
+# Half a unit in tf32's last place is 2^-11 of a factor. Sums of many products have a smaller
+# relative error, and differences a larger one.
 TF32_ERRORS = (2.0**-15, 2.0**-8)
 
 
@@ -59,7 +59,7 @@ def test_factors_are_rounded_to_nearest():
 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_numbers_that_tf32_has_no_room_for(tf32):
-    """The largest of float32 rounds to infinity there, and parts of the smallest to 0."""
+    """float32's largest number rounds to infinity in tf32, and parts of the smallest to 0."""
     case = Case(F32, 16, batch=1, heads=1, seq_q=20, seq_k=30, tf32=tf32)
     t = case.tensors()
     largest = torch.finfo(F32).max
@@ -109,7 +109,7 @@ def test_not_finite_inputs_spread_too(cuda, name, value):
 
 
 def test_reads_as_much_as_multiply_adds(cuda):
-    """But for numbers of a row, by half as many threads in each tile that two kernels come by."""
+    """Except for numbers of a row, which half as many threads read in each tile of two kernels."""
     case = Case(F32, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL)
     reads = {"attention_forward": [], "attention_backward": []}
     for tf32 in (False, True):
@@ -125,7 +125,7 @@ def test_reads_as_much_as_multiply_adds(cuda):
 
 
 def test_a_bias_gradient_has_a_bound():
-    """Its scores are not the forward's, which with large ones may differ by many units."""
+    """It recomputes scores otherwise than the forward; large ones may differ by many units."""
     case = Case(F32, 64, batch=1, heads=1, seq_q=66, seq_k=130, bias="q", tf32=True)
     t = case.tensors()
     t["query"] *= 3000

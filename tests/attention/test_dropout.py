@@ -1,7 +1,7 @@
 """Attention's dropout: which scores are dropped, in the forward, in the backward and in shards.
 
-The fate of a score depends on (seed, batch, head, query, key) alone; reference.attention.keep_scale
-says how.
+Whether a score is dropped depends on (seed, batch, head, query, key) alone:
+reference.attention.keep_scale has the formula.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def test_the_seed_is_drawn_from_torchs_generator():
 
 @everywhere
 def test_packed_sequences_count_positions_within_themselves():
-    """Whatever lies before a sequence, and whatever its alignment, its scores have one fate."""
+    """Dropped scores do not depend on a sequence's place in memory or on its alignment."""
     case = Case(F32, 32, storage="packed", lengths=((20, 33), (7, 50), (41, 41)), dropout_p=0.5,
                 window_right=0, bottom_right=True)  # fmt: skip
     t = case.tensors()

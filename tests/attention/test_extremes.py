@@ -187,7 +187,7 @@ smallest_cases = pytest.mark.parametrize(
 @smallest_cases
 @pytest.mark.parametrize("whole", [False, True], ids=["some rows", "all rows"])
 def test_rows_of_the_smallest_number_average_as_in_torch(case, whole):
-    """finfo.min is no mask where a row has nothing else."""
+    """finfo.min is not a mask if a row has nothing else."""
     for options in ({}, dict(window_right=0)):
         of = replace(case, **options)
         t = of.tensors()
@@ -195,7 +195,7 @@ def test_rows_of_the_smallest_number_average_as_in_torch(case, whole):
         found, ref, stocks = forward(of, t), definition(of, t, F64), base(of, t)
         for name in ("output", "lse"):
             numerics.assert_close(found[name], ref[name], stocks[name], name)
-    if case.bias_dtype is F32 or case.dtype is not F16:  # -65504 has room for scores
+    if case.bias_dtype is F32 or case.dtype is not F16:  # in float16 scores still fit beside -65504
         # Measured by torch's attention, as value.mean() adds in pairs, more exactly than either.
         found, fused = (of["output"][:, :, 3:9] for of in (forward(case, t), stock(case, t)))
         mean = t["value"].double().mean(2, keepdim=True).expand_as(found)
@@ -245,7 +245,7 @@ def test_scores_beyond_the_exponential(dtype):
 @everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_keys_that_are_all_alike(dtype):
-    """dquery is 0 but for what cancels, which is no question of float64's relative bound."""
+    """dquery is 0 up to cancellation, to which float64's relative bound does not apply."""
     case = Case(dtype, 32, seq_q=70, seq_k=129)
     check_changed(case, lambda t: dict(key=t["key"][:, :, :1].expand_as(t["key"]).contiguous()))
 
@@ -361,7 +361,7 @@ def unseen_keys(case: Case, t: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("seq_k", [77, 130, 129])
 @pytest.mark.grid(4)
 def test_unseen_keys_never_spread_what_they_hold(seq_k, name, dtype):
-    """To output, LSE and gradients, in rows that follow one another or not; their own are 0."""
+    """Not to output, LSE or gradients, with contiguous rows or not; their own gradients are 0."""
     terms = dict(UNSEEN_AMONG_SEEN[name])
     if "sinks" in terms and dtype is F64:
         terms["sinks"] = F64
@@ -407,7 +407,7 @@ def test_what_is_not_finite_does_not_depend_on_threads(dtype):
 @pytest.mark.parametrize("keys", [4, 5, 129])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_at_a_low_lse_are_finite(dtype, keys):
-    """Behind an odd number of keys, where tiles are filled up, exp(0 - lse) is infinite."""
+    """After an odd number of keys tiles are padded, and there exp(0 - lse) is infinite."""
     query = torch.full((1, 1, 4, 8), 5.0, dtype=dtype)
     key = -query[:, :, :1].expand(-1, -1, keys, -1).contiguous()
     value = torch.randn(1, 1, keys, 8).to(dtype)
@@ -436,7 +436,7 @@ def test_a_sink_of_minus_infinity_is_no_sink(dtype):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_what_another_call_left_in_memory_is_not_read(dtype, softcap):
-    """Where a window leaves parts of a tile out, scores are what the workspace held before."""
+    """Where a window skips parts of a tile, the workspace still holds older numbers as scores."""
     case = Case(dtype, 64, seq_q=128, seq_k=128, window_right=59, softcap=softcap)
     t = case.tensors()
     clean = ours(case, t)

@@ -121,7 +121,7 @@ def test_masks(size, kind):
     for causal in (False, True):
         mine, theirs = (mask.clone().requires_grad_(kind == "trained") for _ in range(2))
         both = theirs
-        if causal:  # torch takes both at once, and its backends differ in what they make of it
+        if causal:  # torch takes both at once, and its backends differ in the result
             allowed = torch.ones(5, 6, dtype=torch.bool).tril()
             both = allowed & theirs if kind == "bool" else theirs.masked_fill(~allowed, -math.inf)
         with sdpa_kernel(SDPBackend.MATH):
@@ -284,7 +284,7 @@ def test_lse_is_the_logarithm_of_the_sum():
 def test_autocast_as_torch_does_it(dtype, autocast_dtype):
     tensors = [random(2, 3, 9, 8, dtype=dtype).requires_grad_() for _ in range(3)]
     mask = random(9, 9, dtype=F64 if dtype is F64 else F32)
-    # torch rounds the mask to autocast's dtype, too; ours and what it is measured by do not.
+    # torch also rounds the mask to autocast's dtype; ours and the reference do not.
     cast = [t.detach() if dtype is F64 else t.detach().to(autocast_dtype) for t in tensors]
     ref = F.scaled_dot_product_attention(*(t.double() for t in cast), mask.double())
     base = F.scaled_dot_product_attention(*cast, mask)
@@ -300,7 +300,7 @@ def test_autocast_as_torch_does_it(dtype, autocast_dtype):
 
 
 def test_a_case_of_rows_at_an_offset():
-    """What is left to the raw op: a shard of the queries."""
+    """A case that only the raw op can compute: a shard of the queries."""
     case = Case(F32, 16, seq_q=90, seq_k=90, window_right=0)
     t = case.tensors()
     whole = forward(case, t)["output"]

@@ -1,4 +1,4 @@
-"""Attention: tensors of any strides, broadcast and offset; where the results lie."""
+"""Attention: tensors of any strides, broadcast and offset; the layout of the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def named(**changes) -> list:
     return [pytest.param(replace(case, **changes), id=str(case.dtype)) for case in CASES]
 
 
-# On CUDA rows are copied by 16 bytes, by 8, by 4 or by elements: smaller cases have all of it.
+# On CUDA rows are copied by 16 bytes, by 8, by 4 or by elements: smaller cases cover all four.
 laid_out = each("case", cpu=named(), cuda=named(heads=2, kv_heads=1, seq_q=33, seq_k=70))
 NAMES = ["query", "key", "value", "bias", "mask", "doutput"]
 
@@ -100,7 +100,7 @@ def test_expanded_inputs_and_gradients(executor, case, dims):
 @everywhere
 @cases
 def test_broadcast_of_bias_and_mask_by_stride_or_size(case):
-    """The forward is the same; the gradient has the shape of what was given."""
+    """The forward is the same; the gradient has the shape of the argument."""
     t = case.tensors()
     shape = (2, case.heads, case.seq_q, case.seq_k)
     narrow = ours(case, t)
@@ -198,7 +198,7 @@ def test_offsets_beyond_32_bits():
     assert_same(ours(case, t | far), expected)
 
 
-# ---- where results lie --------------------------------------------------------------------------
+# ---- the layout of results ----------------------------------------------------------------------
 
 
 @everywhere
@@ -222,7 +222,7 @@ def test_output_follows_the_layout_of_the_query():
     attend = functional.scaled_dot_product_attention
     assert attend(bshd, bhsd, bhsd).transpose(1, 2).is_contiguous()
     assert attend(bhsd, bshd, bshd).is_contiguous()
-    # Strides of what has one element, or is expanded, say nothing.
+    # Strides of dimensions with one element, or of expanded ones, mean nothing.
     for size in ((2, 1, 3, 8), (2, 10, 1, 8), (1, 1, 1, 8)):
         q = torch.randn(size).transpose(1, 2)
         assert attend(q, bhsd[: size[0], : size[2]], bhsd[: size[0], : size[2]]).is_contiguous()

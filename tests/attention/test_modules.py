@@ -34,7 +34,7 @@ def pair(cls_name: str, *args, **options) -> tuple[nn.Module, nn.Module]:
 
 
 def run(module, tensors, gradient=None, **arguments):
-    """(output, gradients of the distinct inputs and of all parameters; None for what has none)."""
+    """(output, gradients of the distinct inputs and of all parameters, None if there is none)."""
     leaves = {id(x): x.detach().clone().requires_grad_() for x in tensors}
     output = module(*(leaves[id(x)] for x in tensors), **arguments)
     output = output[0] if isinstance(output, tuple) else output
@@ -62,8 +62,8 @@ def assert_close(runs) -> None:
 
 # ---------------------------------------------------------------- values and gradients
 
-# Every way in which the inputs may come, with every way in which they may be projected; masks have
-# a test of their own, whose columns for extra keys are what the two have in common.
+# Every form of the inputs with every form of the projections. Masks have a test of their own; both
+# have cases with columns for extra keys.
 INPUTS = ("self", "key is value", "all different")
 OPTIONS = [
     dict(zip(("bias", "add_bias_kv", "add_zero_attn", "batch_first"), flags, strict=True))
@@ -308,7 +308,7 @@ def test_constructor_errors_are_torchs(arguments):
         onepass.nn.MultiheadAttention(*arguments)
 
 
-# ---------------------------------------------------------------- what an instance is
+# ---------------------------------------------------------------- class and state of an instance
 
 
 @pytest.mark.parametrize(
@@ -583,7 +583,7 @@ def test_double_backward():
 
 
 def test_nothing_is_copied_on_the_way_in():
-    """Projections are read where they lie, and the output comes back in the wanted order."""
+    """Projections are read in place, and the output has the wanted order."""
     attention = onepass.nn.MultiheadAttention(16, 2, bias=False, batch_first=True)
     x = torch.randn(2, 7, 16)
     with torch.autograd.profiler.profile() as profile, torch.no_grad():

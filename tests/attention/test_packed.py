@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
 CAUSAL = dict(window_right=0, bottom_right=True)
 
-# Sequences of nothing, of one row, of a tile and one more; more keys than queries and fewer.
+# Sequences of no row, of one row, of a tile and one more; more keys than queries and fewer.
 LENGTHS = {
     "mixed": ((1, 1), (129, 64), (0, 7), (64, 200), (7, 0), (0, 0), (33, 33)),
     "one": ((70, 90),),
@@ -80,7 +80,7 @@ def test_page_sizes(page_size, dtype):
 
 @everywhere
 def test_pages_may_be_shared():
-    """A prefix that several sequences have in common."""
+    """A prefix that several sequences share."""
     case = Case(F32, 32, storage="paged", lengths=((5, 40), (9, 24)), page_size=8)
     t = case.tensors()
     t["block_table"][1, :2] = t["block_table"][0, :2]
@@ -117,7 +117,7 @@ def test_bounds_may_be_larger_than_the_longest():
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("storage", ["packed", "packed used", "used", "paged"])
 def test_a_sequence_does_not_depend_on_the_others(storage, dtype):
-    """Bit for bit, wherever it begins."""
+    """Bit for bit, wherever the sequence begins in memory."""
     sequences = ((1, 200), (130, 64), (64, 130), (70, 70))
     case = Case(dtype, 40, heads=4, kv_heads=2, storage=storage, lengths=sequences, alibi="",
                 **CAUSAL)  # fmt: skip
@@ -241,7 +241,7 @@ def test_torchs_arguments_come_first_and_mean_the_same():
 
 @pytest.mark.parametrize("trained", [(), ("query",), ("key", "value"), ("query", "key", "value")])
 def test_pages_in_training(trained):
-    """The pages are gathered first: their gradient arrives where each row came from."""
+    """Pages are gathered first, and gradients are scattered back to the rows' places."""
     case = Case(F64, 16, heads=4, kv_heads=2, storage="paged", page_size=8,
                 lengths=((5, 40), (9, 24), (3, 3)), **CAUSAL)  # fmt: skip
     t = case.tensors()

@@ -1,6 +1,6 @@
-"""Attention: random combinations of everything, which the grids leave to chance.
+"""Attention: random combinations of all options.
 
-The grids hold pairs; here three and more things meet, with sizes, windows and layouts of any kind.
+The grids hold pairs of options; here three and more meet, with any sizes, windows and layouts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def cases(draw, dense: bool = False) -> Case:
         batch=draw(st.integers(1, 3)),
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
-        # Of few, see attention_cases.pool; they are in the grids.
+        # Few keys need pooled draws, see attention_cases.pool; they are in the grids.
         seq_q=draw(st.integers(16, 200)),
         seq_k=draw(st.integers(16, 200)),
         window_left=draw(st.one_of(st.just(-1), st.integers(0, 220))),

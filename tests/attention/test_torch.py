@@ -59,14 +59,14 @@ def differentiable(case: Case, names: list[str], t, lse: bool):
             causal_alignment="bottom_right" if case.bottom_right else "top_left",
             alibi_slopes=of.get("alibi_slopes"), sinks=of.get("sinks"), return_lse=True,
         )  # fmt: skip
-        # Rows without keys have an lse of -inf, which no difference quotient likes.
+        # Rows without keys have an lse of -inf, of which no difference quotient can be taken.
         return (output, lse_.clamp(min=-50)) if lse else output
 
     return function
 
 
 def exact(t):
-    """Slopes are float32, in which no difference quotient can be taken: they are a constant."""
+    """Slopes stay constant: they are float32, too coarse for a difference quotient."""
     return [name for name in GRADIENTS if name in t and t[name].dtype is F64]
 
 
@@ -149,14 +149,14 @@ def test_second_derivatives_of_each_dtype(tensors, dtype):
     """Against torch's unfused function, of three tensors, and of one that is all three."""
 
     def second(of, drawn):
-        """Linear in the first gradient: of its square, few numbers would be the measure of all."""
+        """Linear in the first gradient: in its square a few elements would dominate the bound."""
         leaves = [t.clone().requires_grad_() for t in drawn[:tensors]]
         loss = of(*leaves * (3 // tensors), is_causal=True).pow(2).sum()
         first = torch.autograd.grad(loss, leaves, create_graph=True)
         return torch.autograd.grad(first, leaves, list(drawn[3 : 3 + tensors]))
 
     runs = []
-    for _ in range(32):  # with fewer, the bias of 16 bits is a question of chance
+    for _ in range(32):  # with fewer, the bias of 16 bits is random
         drawn = torch.randn(6, 2, 3, 9, 16).to(dtype)
         with sdpa_kernel(SDPBackend.MATH):
             ref, base = (second(F.scaled_dot_product_attention, x) for x in (drawn.double(), drawn))
@@ -499,7 +499,7 @@ def asked(monkeypatch) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tf32_is_allowed_where_torch_allows_it(asked, torch_precision, way):
-    """Of float32 on CUDA."""
+    """For float32 on CUDA."""
     with FakeTensorMode():
         for on in (False, True, False):
             WAYS[way](on)
@@ -514,7 +514,7 @@ def test_tf32_is_allowed_where_torch_allows_it(asked, torch_precision, way):
 
 
 def test_a_backward_keeps_to_what_its_forward_was_allowed(monkeypatch, asked):
-    """Also where torch's permission has changed since; the CPU's kernels do not look at it."""
+    """Also if torch's permission has changed since; the CPU's kernels ignore it."""
     allowed = True
     monkeypatch.setattr(op, "_takes_tf32", lambda query: allowed)
     x = torch.randn(1, 2, 8, 16, requires_grad=True)

@@ -61,7 +61,7 @@ def test_lengths(executor, lengths, kind):
     seq_q, seq_k = lengths
     case = Case(seq_q=seq_q, seq_k=seq_k, **one_head(executor), **of_kind(kind))
     for window in ({}, dict(window_right=0), CAUSAL, dict(window_left=40, **CAUSAL)):
-        # Of one key all gradients of scores are what cancels, see attention_cases.pool.
+        # With one key all gradients of scores are cancellation, see attention_cases.pool.
         if seq_k > 1 or (case.dtype is not F32 and not window):
             check(replace(case, **window))
 
@@ -87,7 +87,7 @@ def test_head_dims(executor, head_dim, kind):
 @pytest.mark.grid(2)
 @pytest.mark.emulator_grid
 def test_positions_of_a_shard(terms, dtype):
-    """As ring attention has them: before, on and after the diagonal, far beyond 32 bits, and
+    """Shards of ring attention: before, on and after the diagonal, far beyond 32 bits, and
     beginning within the eight keys that share random numbers."""
     case = Case(dtype, 40, batch=1, heads=2, kv_heads=1, seq_q=70, seq_k=130, dlse=True, **terms)
     for query, key in ((0, 3), (40, 50), (13, 117), (2**33 + 205, 2**33 + 77)):
@@ -106,7 +106,7 @@ def test_value_dims(head_dim, value_dim, dtype):
 @everywhere
 @pytest.mark.parametrize("dtype", [BF16, F16, F64], ids=str)
 def test_many_queries_of_one_key(dtype):
-    """In float32 its gradients, all of them what cancels, would say nothing."""
+    """Not in float32, where its gradients would be nothing but cancellation."""
     check(Case(dtype, 32, seq_q=385, seq_k=1))
     check(Case(dtype, 32, seq_q=385, seq_k=1, window_right=0, bottom_right=True))
 
@@ -189,8 +189,8 @@ def test_options(executor, options, kind):
 # ---- everything with everything -----------------------------------------------------------------
 
 # Any two values of any two options occur together at least once, also of lengths, head dims and
-# dtypes: what goes wrong in a kernel goes wrong where two things meet. Three at a time is left to
-# chance (each row has many) and to test_random.py. Every third row is quick.
+# dtypes: kernels fail mostly where two options meet. Combinations of three are left to chance (each
+# row has many) and to test_random.py. Every third row is quick.
 AXES = dict(
     head_dim=HEAD_DIMS,
     length=[(1, 7), (7, 113), (113, 203), (127, 127), (128, 128), (129, 128), (203, 113),
@@ -225,9 +225,9 @@ def test_pairs_of_options(row):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lse_rest_is_what_rounding_took_from_the_lse(executor, dtype):
-    """What the backward gets of a row beside the lse; without it the lse is taken as it is.
+    """The backward adds lse_rest to the lse of each row; without it, it uses the lse alone.
 
-    In float32 every gradient is then less exact; 16 bits hide what is lost.
+    In float32 every gradient is then less exact; in 16 bits rounding hides the difference.
     """
     case = Case(dtype, 32, seq_q=70, seq_k=90, bias="", window_right=0)
     t = case.tensors()
@@ -303,7 +303,7 @@ def test_a_call_without_gradients_of_outputs_gives_zeros(dtype):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("options", [{}, dict(window_right=0), dict(kv_heads=1)], ids=str)
 def test_16_bit_gradients_are_accumulated_in_float32(executor, options, dtype):
-    """torch's unfused function does; its fused one, elsewhere the measure, does not."""
+    """As in torch's unfused function; its fused one, the base of other tests, does not."""
     heads, seq = (2, 400) if executor.name == "emulated" else (4, 512)
     case = Case(dtype, 64, batch=1, heads=heads, seq_q=seq, seq_k=seq, **options)
     t = case.tensors()

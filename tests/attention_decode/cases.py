@@ -32,7 +32,7 @@ from tests.attention.cases import (
 __all__ = ["BF16", "F16", "F32", "F64", "NAN", "assert_same", "equal", "int32", "pairwise"]
 
 DTYPES = (F32, BF16, F16)
-GUARD = 64  # elements around a cache that nobody may write
+GUARD = 64  # elements around a cache that must not be written
 LOCATED = ("cache_seqlens", "block_table", "cache_batch_idx", "cache_leftpad")
 SCORED = ("alibi_slopes", "sinks")
 ROTARY = ("rotary_cos", "rotary_sin")
@@ -43,7 +43,7 @@ class Case:
     """One step of sequences that have `lengths` keys in their caches.
 
     What is drawn depends on sizes alone: storing the same keys in another way (`page_size`, `pads`,
-    `scattered`, `room`) gives the same query, keys and values. Whatever is no key is NaN.
+    `scattered`, `room`) gives the same query, keys and values. Rows that are not keys are NaN.
     """
 
     dtype: torch.dtype = F32
@@ -56,7 +56,7 @@ class Case:
     new_rows: int = -1  # appended; -1: attention_decode, which appends none
     page_size: int = 0  # 0: dense caches
     pads: tuple[int, ...] = ()  # rows before the keys, by turns; (): no cache_leftpad
-    scattered: bool = False  # dense: sequences in caches of any order, some of which are nobody's
+    scattered: bool = False  # dense: caches in any order, some of them unused
     room: int = 3  # dense: rows after those of the longest sequence
     window_left: int = -1
     window_right: int = -1
@@ -237,7 +237,7 @@ def appended(case: Case, t: dict[str, Tensor], name: str) -> list[Tensor]:
 
 
 def ours(case: Case, t: dict[str, Tensor] | None = None, **changes) -> dict[str, Tensor]:
-    """Output, lse and what was appended; asserts that nothing else has changed."""
+    """Output, lse and the appended rows; asserts that nothing else has changed."""
     t = case.tensors() if t is None else t
     before = {name: x.clone() for name, x in t.items() if name not in ("k_cache", "v_cache")}
     after = with_copied_caches(t)
@@ -248,7 +248,7 @@ def ours(case: Case, t: dict[str, Tensor] | None = None, **changes) -> dict[str,
     for name in ("k_cache", "v_cache"):
         if "key" in t:
             new = appended(case, after, name)
-            # Storages are compared as they were but for the rows that were to be written.
+            # Storages must be unchanged, except for the rows that were to be written.
             for b, used in enumerate(case.used):
                 old = read(t, name, b, used, used + case.appends)
                 write(after, name, b, used, old)
@@ -312,7 +312,7 @@ def rotated_query(case: Case, t: dict[str, Tensor]) -> Tensor:
 
 
 def stock(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What torch's fused function gives of each sequence's gathered keys, or nothing."""
+    """torch's fused function on each sequence's gathered keys; nothing if it refuses the call."""
     if case.softcap or "sinks" in t or case.batch == 0:
         return {}
     outputs = []
@@ -346,21 +346,20 @@ def stock(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def draws(case: Case) -> int:
-    """How many draws are pooled at first: one says little of a small attention."""
+    """How many draws are pooled at first: a small attention needs several."""
     scores = case.heads * case.seq_q * (sum(case.lengths) + case.batch * case.appends)
     return max(2, min(10, 20_000 // max(scores, 1)))
 
 
 def stages(case: Case) -> tuple[tuple[int, float], ...]:
-    """As attention's."""
+    """As attention_cases.stages."""
     return attention_cases.stages(case, draws)
 
 
 def compute(
     case: Case, change: Callable[[dict], dict] = lambda t: {}
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """(ours, the definition in float64, what that is measured by) of one draw, whose tensors
-    `change` has changed."""
+    """(ours, the definition in float64, the base) of one draw, its tensors changed by `change`."""
     t = case.tensors()
     t |= change(t)
     found = ours(case, t)
@@ -376,7 +375,7 @@ def check_changed(case: Case, change: Callable[[dict], dict]) -> None:
 
 
 def check(case: Case, compute: Callable = compute) -> None:
-    """Every result by the numerics rule; attention_cases.check says why by more draws at last."""
+    """Every result by the numerics rule, with more draws if few fail: see attention_cases.check."""
     results = []
     for count, share in stages(case):
         results += [compute(replace(case, draw=draw)) for draw in range(len(results), count)]
@@ -392,7 +391,7 @@ def check(case: Case, compute: Callable = compute) -> None:
 
 # ---- batches ----------------------------------------------------------------------------------
 
-# For CUDA, by ways to cut the work.
+# For CUDA: batches for each way of dividing the work.
 BATCHES = {
     "chunks": Case(BF16, 64, lengths=(700, 130, 0, 300), new_rows=1),
     "rows": Case(F32, 40, 24, lengths=(500, 130, 0), seq_q=7, new_rows=7, window_right=0),

@@ -1,6 +1,6 @@
-"""Decoding's promises beside its values: bit for bit the same, whatever is no concern of a result.
+"""Decoding's promises beside its values: results keep their bits when unrelated things change.
 
-What is refused, and that a refused call writes nothing, is in test_messages.py.
+Errors, and that a refused call writes nothing, are in test_messages.py.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_bitwise_equal_for_any_number_of_threads(name):
 
 
 def alone(case: Case, t: dict, which: slice, heads: slice | None = None) -> dict:
-    """The same call of some of its sequences, and of some heads of the caches."""
+    """The same call for some of its sequences, and some heads of the caches."""
     part = dict(t)
     own = [name for name in ("query", "key", "value", *LOCATED) if name in t]
     if "block_table" not in t and "cache_batch_idx" not in t:
@@ -174,7 +174,7 @@ def test_a_sequence_does_not_depend_on_its_batch_nor_on_the_order_of_the_output(
 @pytest.mark.parametrize("page_size", [0, 1, 7, 64])
 @pytest.mark.parametrize("options", [{}, dict(window_right=0), dict(window_left=300, sinks=F32)])
 def test_append_and_then_read_is_one_call(options, page_size):
-    """The same query against the same rows, whoever wrote them."""
+    """The same query against the same rows gives the same bits, whichever call wrote them."""
     for dtype in DTYPES:
         case = Case(dtype, 40, seq_q=3, new_rows=4, page_size=page_size, pads=(0, 2),
                     lengths=(700, 0, 257, 12), **options)  # fmt: skip
@@ -184,7 +184,7 @@ def test_append_and_then_read_is_one_call(options, page_size):
         again["cache_seqlens"] = t["cache_seqlens"] + 4
         found = call(replace(case, new_rows=-1), again)
         assert same_bits(found[0], output) and same_bits(found[1], lse)
-        # To append nothing is to read.
+        # An append of no rows only reads.
         none = {name: t[name][:, :, :0] for name in ("key", "value")}
         found = call(replace(case, new_rows=0), again | none)
         assert same_bits(found[0], output) and same_bits(found[1], lse)
@@ -227,7 +227,7 @@ def test_what_is_appended_does_not_depend_on_threads_or_batch():
 @everywhere
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_inputs_may_lie_in_a_cache_that_is_written(name):
-    """As where rows are moved on by one: they are what they were before the call."""
+    """As when rows move on by one: inputs have their values from before the call."""
     case = Case(F32, 16, lengths=(20, 20), new_rows=5, seq_q=5, kv_heads=4, window_right=0)
     t = case.tensors()
     for cache in ("k_cache", "v_cache"):
@@ -261,7 +261,7 @@ def test_many_queries_take_little_memory():
 
 @everywhere
 def test_new_rows_may_fall_into_the_padding():
-    """They are written, and are no keys until the padding ends before them."""
+    """They are written, but are not keys until the padding ends before them."""
     for page_size in (0, 4):
         case = Case(F32, 16, lengths=(2, 2), new_rows=6, seq_q=2, page_size=page_size)
         t = case.tensors()

@@ -1,4 +1,4 @@
-"""Decoding's CUDA kernels under the emulator: ways to cut the work, traffic, races.
+"""Decoding's CUDA kernels under the emulator: ways to divide the work, traffic, races.
 
 Values, appends and pages are those of the family's other tests. Chunks of a sequence have 128 keys
 at least (csrc/cuda/attention/decode.h), runs 16 chunks, and a sequence 128 chunks at most: 200,
@@ -57,7 +57,7 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.grid
 def test_long_and_many_sequences(cuda, name, dtype):
-    """Each way to cut the work: by chunks, by runs of chunks, by sequences."""
+    """Each way to divide the work: by chunks, by runs of chunks, by sequences."""
     check(replace(LONG[name], dtype=dtype))
     blocks = cuda.done[-1]["splits"]
     assert blocks == 1024 if name == "whole sequences" else blocks > 1
@@ -135,7 +135,7 @@ def test_tensors_that_are_not_aligned(cuda, head_dim, dtype):
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("used, pad", [(400, 0), (-3, 0), (20, -7), (400, -7)])
 def test_lengths_that_do_not_fit_the_cache_lead_nowhere_else(used, pad, page_size):
-    """Nobody looks at them on a device before the kernel does."""
+    """On a device nothing checks them before the kernel reads them."""
     for new_rows in (-1, 1):
         case = Case(BF16, 64, lengths=(20,), page_size=page_size, pads=(0,), new_rows=new_rows)
         t = case.tensors()
@@ -160,7 +160,7 @@ ONCE = {
 
 
 def keys_and_values(case: Case, tile_rows: int) -> int:
-    """Bytes, where each tile of (query, head) rows of a kv head reads what any row sees once."""
+    """Bytes, if each tile of (query, head) rows of a kv head reads each key that it sees once."""
     group, count = case.heads // case.kv_heads, 0
     for length in case.lengths:
         seen = case.seen(length + case.appends).repeat_interleave(group, 0)
@@ -171,7 +171,7 @@ def keys_and_values(case: Case, tile_rows: int) -> int:
 
 @pytest.mark.parametrize("name", ONCE)
 def test_keys_and_values_are_read_once_per_tile(cuda, name):
-    """Beside them the query by each block, and what chunks leave behind, written and read once."""
+    """In addition each block reads the query, and states of chunks are written and read once."""
     case = ONCE[name]
     call(case, case.tensors())
     (done,) = cuda.done

@@ -42,7 +42,7 @@ INF = math.inf
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("new_rows", [-1, 0, 2])
 def test_nothing(new_rows, page_size, dtype):
-    """No sequences, no queries, no keys, none of two of these."""
+    """No sequences, no queries, no keys, and pairs of these."""
     for options in ({}, dict(window_right=0, window_left=3, alibi="b", pads=(2,), softcap=1.0)):
         case = Case(dtype, 16, new_rows=new_rows, page_size=page_size, **options)
         for sizes in (dict(lengths=()), dict(seq_q=0), dict(lengths=(), seq_q=0)):
@@ -266,7 +266,7 @@ def test_unseen_rows_of_a_cache_never_spread_what_they_hold(seq_q, new_rows, pag
 @everywhere
 @dtypes
 def test_not_finite_new_rows(dtype):
-    """They are written as they are, and spread in their own sequence alone."""
+    """They are written unchanged, and affect only their own sequence."""
     case = Case(dtype, 32, seq_q=2, new_rows=2, lengths=(9, 9), window_right=0)
     t = case.tensors()
     clean = ours(case, t)
@@ -293,7 +293,7 @@ def test_what_another_call_left_in_memory_is_not_read(dtype):
 
 @everywhere
 def test_a_cache_that_grows_beyond_everything_used():
-    """A sequence of the whole cache, to its last row."""
+    """A sequence that fills the cache to its last row."""
     for page_size in (0, 5):
         case = Case(F32, 16, lengths=(18, 3), new_rows=2, room=0, page_size=page_size)
         t = case.tensors()

@@ -1,4 +1,4 @@
-"""attention_with_kv_cache: what it adds to the ops, and what it refuses before them."""
+"""attention_with_kv_cache: its additions to the ops, and its own errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ attend = functional.attention_with_kv_cache
 
 
 def through(case: Case, t: dict, **changes):
-    """The function for what `call` asks of the op."""
+    """The public function with the arguments of a raw `call`."""
     options = dict(
         cache_seqlens=t["cache_seqlens"], scale=case.scale, softcap=case.softcap, return_lse=True,
         window_size=(case.window_left, case.window_right),
@@ -99,7 +99,7 @@ def test_is_causal_is_nothing_on_the_right_of_a_window():
 
 
 def test_is_causal_decides_where_queries_are_rotated():
-    """Each at its own row, as where there is a window; else all at the first new one."""
+    """Each at its own row, as with a window; else all at the first new row."""
     case = Case(F32, 32, seq_q=3, new_rows=3, rotary="halves", window_right=0)
     t = case.tensors()
     causal = through(case, with_copied_caches(t), is_causal=True, window_size=(-1, -1))
@@ -143,7 +143,7 @@ def test_output_follows_the_layout_of_the_query():
     assert found.transpose(1, 2).is_contiguous()
     expected = attend(bshd.contiguous(), *caches, cache_seqlens=4)
     assert expected.is_contiguous() and same_bits(found, expected)
-    one = torch.randn(2, 1, 3, 8).transpose(1, 2)  # whose strides say nothing
+    one = torch.randn(2, 1, 3, 8).transpose(1, 2)  # its strides mean nothing
     assert attend(one, *caches, cache_seqlens=4).is_contiguous()
 
 
@@ -153,7 +153,7 @@ def test_output_follows_the_layout_of_the_query():
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_autocast_casts_to_the_caches_dtype(dtype, cache_dtype):
-    """A cache is what it is, so that a step in float32 and one in autocast write the same."""
+    """A cache keeps its dtype, so a step in float32 and one under autocast write the same."""
     case = Case(cache_dtype, 32, new_rows=2, seq_q=2, window_right=0, rotary="halves",
                 rotary_dtype=F32)  # fmt: skip
     t = case.tensors()
@@ -176,7 +176,7 @@ def test_autocast_casts_to_the_caches_dtype(dtype, cache_dtype):
             through(case, with_copied_caches(t) | other)
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------------
 
 Q, C, NEW = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 1, 8)
 COS = torch.ones(10, 4)

@@ -1,4 +1,4 @@
-"""merge_attention_states: attention to parts of the keys, put together, is attention to all."""
+"""merge_attention_states: merged attention to parts of the keys equals attention to all keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INF = math.inf
 DTYPES = (F32, BF16, F16, F64)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-# Where the keys are cut: in one, in even and odd parts, in parts of one key and of none.
+# Divisions of the keys: one part, even and odd parts, parts of one key and of none.
 CUTS = {
     "one": (),
     "two": (64,),
@@ -28,7 +28,7 @@ CUTS = {
 
 
 def formula(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """As the definition says it, in the accumulator's dtype; without care for -inf."""
+    """The definition in the accumulator's dtype, without a special case for -inf."""
     lses = torch.stack(lses)
     lse = lses.logsumexp(0)
     weights = (lses - lse).exp()[..., None].nan_to_num(0.0)
@@ -69,7 +69,7 @@ def test_parts_merged_are_the_whole(cut, dtype):
     parts = split(defined, q.float(), k.float(), v.float(), CUTS[cut])
     if dtype is F64:
         base = ref
-    else:  # parts that are as right as can be, rounded
+    else:  # parts by the definition in float32, rounded
         base = formula([output.to(dtype) for output in parts[0]], parts[1])
     for one, exact, stock in zip(found, ref, base, strict=True):
         numerics.assert_close(one, exact, stock)
@@ -133,7 +133,7 @@ def test_a_stacked_tensor_is_as_good_as_a_list(dtype):
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (2, 1, 3, 4, 2), (0,), (2, 0, 3)], ids=str)
 def test_any_leading_dimensions(shape):
-    """Each is a row of its own."""
+    """Every index of them is an independent row."""
     outputs, lses = torch.randn(3, *shape, 8), torch.randn(3, *shape)
     output, lse = merge(outputs, lses)
     flat = merge(outputs.reshape(3, -1, 8), lses.reshape(3, -1))
@@ -146,7 +146,7 @@ def test_any_leading_dimensions(shape):
 
 @dtypes
 def test_rows_without_keys(dtype):
-    """In one part they leave it out, in all they give 0 and -inf; nothing is NaN."""
+    """A part without keys is ignored; a row without keys in any part gives 0 and -inf, not NaN."""
     outputs = torch.randn(3, 2, 7, 8).to(dtype)
     lses = torch.randn(3, 2, 7, dtype=F64 if dtype is F64 else F32)
     lses[1, 0, 2] = lses[0, 1, 3] = lses[2, 1, 3] = -INF
@@ -196,7 +196,7 @@ def test_one_part_that_outweighs_the_others():
     assert torch.equal(output, outputs[1]) and not lse.any()
 
 
-# ---- what decoding gives -------------------------------------------------------------------------
+# ---- results of decoding -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -239,7 +239,7 @@ def test_a_prefix_that_sequences_share(dtype):
         numerics.assert_close(one, exact, stock)
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 ONE, LSE = torch.randn(2, 3, 8), torch.randn(2, 3)
 WRONG = [

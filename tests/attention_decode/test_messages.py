@@ -1,4 +1,4 @@
-"""What decoding refuses, by which words, and that a refused call writes nothing."""
+"""Decoding's errors, with their messages; a refused call writes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tests.attention_decode.cases import int32, same_bits, with_copied_caches
 
-# ---- right calls, and what is wrong with others --------------------------------------------------
+# ---- right calls, and wrong ones -----------------------------------------------------------------
 
 Q = torch.randn(2, 4, 3, 8)
 K = torch.randn(2, 2, 9, 8)
@@ -29,7 +29,7 @@ ROTARY = APPEND | dict(rotary_cos=COS, rotary_sin=COS)
 RIGHT = [READ, PAGED, SCATTERED, APPEND, APPEND_PAGED, APPEND_SCATTERED, ROTARY,
          READ | dict(cache_leftpad=USED), APPEND | dict(cache_leftpad=int32([9, 0]))]  # fmt: skip
 
-# Of both ops: changes of a right call, and the whole message after the op's name.
+# For both ops: changes that make a right call wrong, and the whole message after the op's name.
 WRONG = [
     # shapes
     (READ, dict(query=Q[0]), "query must have 4 dimensions, got (4, 3, 8)"),
@@ -197,7 +197,7 @@ WRONG_APPEND = [
 
 
 def call(arguments: dict, check: bool = False) -> tuple[str, object]:
-    """The op's name, and what it gives or raises."""
+    """The op's name, and its result or error."""
     name = "attention_decode" + ("_append" if "key" in arguments else "")
     op = getattr(torch.ops.onepass, name + ("_check" if check else ""))
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -208,7 +208,7 @@ def call(arguments: dict, check: bool = False) -> tuple[str, object]:
 
 
 def refused(right: dict, changes: dict, message: str) -> None:
-    """By these words, before anything was written."""
+    """The call raises this message, and nothing was written."""
     arguments = right | changes
     if arguments["k_cache"].device.type == arguments["v_cache"].device.type == "cpu":
         arguments = with_copied_caches(arguments)
@@ -233,7 +233,7 @@ def test_messages(number):
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=named(WRONG))
 def test_messages_of_an_append(number):
-    """The same, but that rows in use are those after the append."""
+    """The same messages; the rows in use are those after the append."""
     right, changes, message = WRONG[number]
     message = message.replace("rows in use, 3", "rows in use, 5")
     if "rows in use, 7" in message:

@@ -35,7 +35,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @dtypes
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64, 256])
 def test_lengths_around_a_page(page_size, dtype):
-    """Nothing, a key, a page less one, a page, a page and one, several."""
+    """No key, one key, one less than a page, a page, one more, several pages."""
     lengths = sorted({0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size, 300})
     case = Case(dtype, 40, 24, lengths=tuple(lengths), page_size=page_size)
     for new_rows in (-1, 1, 20):
@@ -114,7 +114,7 @@ def test_a_page_that_is_read_may_not_be_another_sequences():
 
 @everywhere
 def test_pages_that_nothing_reads_or_writes_may_be_gone():
-    """Before a window or the padding; their numbers are nobody's business."""
+    """Pages before a window or in the padding; their numbers are not read."""
     for options in (dict(window_left=4), dict(pads=(17,))):
         for new_rows in (-1, 2):
             case = Case(F32, 16, lengths=(24, 30), page_size=8, new_rows=new_rows, **options)
@@ -179,7 +179,7 @@ def test_no_pages():
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("garbage", [NAN, torch.inf, -torch.inf, 1e4])
 def test_rows_that_are_no_keys_are_not_read(garbage, page_size, dtype):
-    """Behind cache_seqlens, in the padding, in pages and caches of nobody."""
+    """Rows after cache_seqlens, in the padding, in unused pages and caches."""
     case = Case(dtype, 40, lengths=(37, 0, 130), page_size=page_size, pads=(3, 0, 70), seq_q=2,
                 scattered=True, alibi="", new_rows=1)  # fmt: skip
     t = case.tensors()
@@ -196,7 +196,7 @@ def test_rows_that_are_no_keys_are_not_read(garbage, page_size, dtype):
 @dtypes
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_keys_that_no_query_sees_are_not_read(page_size, dtype):
-    """Before a window and behind it, whatever tile they share with others."""
+    """Keys before and after a window, also in tiles with keys that are seen."""
     for seq_q, left, right in ((1, 20, 0), (3, 100, 0), (9, 5, -1), (20, -1, 0), (9, 40, 2)):
         case = Case(dtype, 40, lengths=(300,), page_size=page_size, seq_q=seq_q, window_left=left,
                     window_right=right)  # fmt: skip
@@ -216,7 +216,7 @@ def test_keys_that_no_query_sees_are_not_read(page_size, dtype):
 @everywhere
 @dtypes
 def test_a_key_counts_for_the_queries_that_see_it_alone(dtype):
-    """What is not finite is no score of a query that does not see it."""
+    """Values that are not finite do not affect queries that do not see them."""
     case = Case(dtype, 40, lengths=(200,), seq_q=5, window_left=50, window_right=0)
     t = case.tensors()
     clean = ours(case, t)
@@ -245,7 +245,7 @@ def test_each_tensor_in_each_layout(layout, name):
     t = case.tensors()
     expected = ours(case, t)
     names = ["query", "key", "value"]
-    if "column" not in layout:  # what is written is dense in its last dimension
+    if "column" not in layout:  # tensors that are written are dense in their last dimension
         names += ["k_cache", "v_cache"]
     for one in names:
         assert_same(ours(case, t | {one: strided(t[one], layout)}), expected, one)
@@ -306,7 +306,7 @@ def test_expanded_tensors_are_read(dims):
 
 @everywhere
 def test_a_dimension_of_one_element_has_any_stride():
-    """Also of a cache that is written: nothing is expanded or apart there."""
+    """Also in a cache that is written: such a dimension neither overlaps nor has gaps."""
     case = Case(F32, 1, lengths=(9,), heads=2, kv_heads=1, new_rows=2)
     t = case.tensors()
     expected = ours(case, t)

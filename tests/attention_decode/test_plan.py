@@ -1,7 +1,7 @@
-"""How decoding on CUDA is cut into pieces (csrc/cuda/attention/decode.h), held against brute force.
+"""How decoding on CUDA is divided into pieces (csrc/cuda/attention/decode.h), by brute force.
 
-A plan may not read lengths, so that what it makes room for must be enough for every sequence that
-fits the cache; and where chunks begin may depend on a sequence's own length and window alone.
+A plan may not read lengths, so its workspace must suffice for every sequence that fits the cache;
+and where chunks begin may depend on a sequence's own length and window alone.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def shapes():
 
 
 def test_chunks_cover_what_a_tile_sees(shapes):
-    """And no more than that in front and behind."""
+    """And no keys before or after them."""
     for call, shape in zip(CALLS, shapes, strict=True):
         for number, tile in enumerate(shape.of_tiles):
             first = number * shape.tile_rows
@@ -144,7 +144,7 @@ def test_pieces_are_the_chunks_in_order_cut_where_runs_end(shapes):
 
 
 def test_what_a_plan_makes_room_for_is_enough(shapes):
-    """Blocks for some pieces each, states for all of them; and no more than decode.h promises."""
+    """Blocks for several pieces each, states for all, and no more than decode.h promises."""
     for call, shape in zip(CALLS, shapes, strict=True):
         group = call.heads // call.kv_heads
         assert (shape.group, shape.rows) == (group, group * call.seq_q)
@@ -176,7 +176,7 @@ def test_chunks_are_as_few_keys_as_their_number_allows():
         found = keys(length)
         assert found % UNIT == 0 and found >= LEAST and found * CHUNKS >= length
         assert found == LEAST or (found - UNIT) * CHUNKS < length
-        for window in (1, 500, 20_000, 40_000):  # as if there were no more than a query sees
+        for window in (1, 500, 20_000, 40_000):  # as if the cache held only seen keys
             assert keys(length, window_left=window - 1, window_right=0) == keys(min(length, window))
 
 

@@ -43,7 +43,7 @@ checked = pytest.mark.parametrize("name", CHECKED)
 
 
 def checked_arguments(case: Case):
-    """opcheck compares what was written, in which a NaN is nothing like another."""
+    """Without NaN: opcheck compares written tensors, and NaN never equals NaN."""
     t = {n: x.nan_to_num(1.0) if x.is_floating_point() else x for n, x in case.tensors().items()}
     names = ("query", "k_cache", "v_cache", "key", "value")
     positional = tuple(t[name] for name in names if name in t)
@@ -159,7 +159,7 @@ def test_compile_fullgraph_with_dynamic_shapes(backend):
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(decode, fullgraph=True, dynamic=True, backend=counter)
     frames = []
-    # No two sizes alike at first, or torch takes them for one.
+    # No two sizes are equal at first, or torch would unify them.
     for seq, batch, used in ((5, 3, [0, 3, 40]), (2, 2, [5, 8]), (17, 6, [7, 0, 40, 1, 2, 9])):
         caches = [torch.randn(batch, 2, 64, 8) for _ in range(2)]
         copies = [cache.clone() for cache in caches]
@@ -173,7 +173,7 @@ def test_compile_fullgraph_with_dynamic_shapes(backend):
 
 
 def test_compile_counts_no_tokens():
-    """Lengths that grow step by step, as tensors or as a number, compile nothing anew."""
+    """Lengths that grow step by step, as tensors or as a number, cause no recompilation."""
     for as_tensor in (True, False):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
@@ -215,7 +215,7 @@ def test_compile_with_pages_and_rotation():
 
 
 class Layer(torch.nn.Module):
-    """One that has its caches as buffers, in one tensor or in two."""
+    """A layer with its caches as buffers, in one tensor or in two."""
 
     def __init__(self, together: bool, max_seq: int = 4096):
         super().__init__()
@@ -245,7 +245,7 @@ def beside(query, kv, key, value, used):
 
 
 def twice(query, kv, key, value, used):
-    """Two steps in one graph, the second of which reads what the first has written."""
+    """Two steps in one graph; the second reads rows that the first has written."""
     first = decode(query, kv[0], kv[1], key, value, used)[0]
     return first, decode(query, kv[0], kv[1], key, value, used + key.shape[2])[0]
 
@@ -292,7 +292,7 @@ def run_both(step, held, how: str):
     more = () if isinstance(step, Layer) else (int32([5, 3]),)
     given = [t["query"], *held, t["key"], t["value"], *more]
     found = run(*given)
-    if not isinstance(step, Layer):  # whose buffers are what they were no more
+    if not isinstance(step, Layer):  # its buffers have changed
         expected = step(t["query"], *own, t["key"], t["value"], *more)
         for one, other in zip((*found, *held), (*expected, *own), strict=True):
             assert same_bits(one, other)
@@ -301,7 +301,7 @@ def run_both(step, held, how: str):
 
 @pytest.fixture
 def compiled_anew():
-    """Nothing is known from other tests, or from other runs of this one."""
+    """Compiled without state from other tests, or from other runs of this one."""
     torch._dynamo.reset()
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
@@ -322,7 +322,7 @@ def uncopied() -> list:
 
 @pytest.mark.parametrize("name, how", uncopied())
 def test_an_append_copies_no_cache(name, how, compiled_anew):
-    """Not under functionalisation either, which knows no other way to write into an input."""
+    """Not under functionalisation either, although that rewrites writes into inputs as copies."""
     step, caches = ways()[name]
     run, arguments = run_both(step, caches(), how)
     assert allocated(run, *arguments) < CACHES / 8
@@ -330,7 +330,7 @@ def test_an_append_copies_no_cache(name, how, compiled_anew):
 
 @pytest.mark.parametrize("name", LOST)
 def test_parts_of_a_larger_cache_are_written_where_they_are(name, compiled_anew):
-    """Or refused: what torch would write elsewhere is not written."""
+    """Or refused: nothing is written to a copy that torch would make."""
     step, caches = ways()[name]
     try:
         run_both(step, caches(), "inductor, dynamic")
@@ -385,7 +385,7 @@ def test_export_with_caches_that_are_buffers():
 
 
 def test_a_written_cache_is_another_version():
-    """As torch's functions that write in place: what autograd has saved is known to be stale."""
+    """As with torch's functions in place: autograd knows that saved values are stale."""
     t = step_tensors(1)
     caches = [torch.zeros(2, 2, 9, 8) for _ in range(2)]
     weight = torch.ones(8, requires_grad=True)

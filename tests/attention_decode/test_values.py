@@ -1,8 +1,8 @@
 """Attention against a KV cache: values of every option and of their combinations.
 
 Every result, and every row that was appended, is held to the reference in float64 by the numerics
-rule; `base` is torch's function on each sequence's gathered keys where it has one. What is no key
-is NaN, and what was not to be written is compared bit for bit.
+rule; `base` is torch's function on each sequence's gathered keys where it has one. Rows that
+are not keys are NaN, and memory that must not be written is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tests.emulator.executors import everywhere
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-# Nothing, one key, a page of 16 and one less and more, likewise tiles and chunks (256 on CPU, 128
-# on CUDA).
+# No key, one key, a page of 16 and one less and more, likewise tiles and chunks (256 on CPU, 128 on
+# CUDA).
 LENGTHS = (0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 511, 513, 1000)
 GROUPS = [(1, 1), (4, 1), (8, 2), (6, 6), (12, 4), (24, 1)]  # heads, kv_heads
 HEAD_DIMS = (1, 8, 40, 59, 64, 96, 111, 128, 160, 256, 264, 512)
@@ -46,7 +46,7 @@ WINDOWS = [(-1, -1), (-1, 0), (60, 0), (33, 17), (3, 130), (0, 0), (2000, 0), (-
 @pytest.mark.parametrize("new_rows", [-1, 1, 3])
 @pytest.mark.grid(2)
 def test_lengths(executor, new_rows, page_size, dtype):
-    # As many are emulated as take long enough.
+    # The emulator runs fewer cases, because it is slow.
     lengths = (*LENGTHS[:8], 400) if executor.name == "emulated" else LENGTHS
     case = Case(dtype, lengths=lengths, new_rows=new_rows, page_size=page_size)
     check(case)
@@ -250,7 +250,7 @@ def test_rotary_leaves_the_other_dimensions(dtype):
 @pytest.mark.parametrize("page_size", [0, 1, 7, 16])
 @pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
 def test_replay_position_by_position(rotary, page_size, dtype):
-    """Token by token, and by several at once, as the dense causal operator of the whole."""
+    """Token by token, and several at once: the results of dense causal attention to all tokens."""
     batch, heads, kv_heads, seq, dim = 2, 4, 2, 70, 40
     q, k, v = (torch.randn(batch, h, seq, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
     angle = torch.arange(seq)[:, None] * 100.0 ** (-torch.arange(12) / 12)

@@ -1,4 +1,4 @@
-"""`onepass bench attention`: useful operations, ceilings, goals, what each variant is given."""
+"""`onepass bench attention`: useful operations, ceilings, goals, the arguments of each variant."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_case_names_are_unique_and_carry_the_family(quick):
 
 
 def test_long_cases_are_checked_on_less():
-    """The reference keeps the square: of every case it has to be small enough."""
+    """The reference keeps all scores: they must be small enough in every case."""
     for case in with_flops():
         kind, dtype, (batch, heads, seq, head_dim), phase = parts(case)
         if case.make_checked is None:
@@ -131,7 +131,7 @@ def test_long_cases_are_checked_on_less():
 
 
 def test_torch_has_the_packed_batch_padded(monkeypatch):
-    """Ours is never called with padding, torch's never without, and both get all gradients."""
+    """Ours is always called without padding, torch's always with it; both compute all gradients."""
     case = next(
         case
         for case in with_flops(quick=True)
@@ -156,7 +156,7 @@ def test_torch_has_the_packed_batch_padded(monkeypatch):
     assert seen["ours"] == {(batch * seq // 2, heads, head_dim)}
 
 
-# Of every variant the case that has all of it; the others repeat its parts.
+# For every variant the case that has all of its parts.
 @pytest.mark.parametrize("glob", ["*/forward+backward", pytest.param("*", marks=pytest.mark.slow)])
 def test_quick_runs_every_case(capsys, glob):
     """On one thread, since threads that wait for a busy core would take most of the time."""

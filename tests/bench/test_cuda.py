@@ -118,7 +118,7 @@ def test_cuda_cases():
 
 
 def on_cpu(case: cases.Case, monkeypatch) -> cases.Case:
-    """A CUDA case whose tensors are made on the CPU, to try it here."""
+    """A CUDA case whose tensors are made on the CPU, so that it runs here."""
     drawn, filled = torch.randn, torch.full
     monkeypatch.setattr(torch, "randn", lambda *size, device=None: drawn(*size))
     monkeypatch.setattr(torch, "full", lambda *a, device=None, **rest: filled(*a, **rest))
@@ -162,7 +162,7 @@ def test_optimizer_cases(monkeypatch):
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, onepass.optim.AdamW])
 def test_an_optimizer_goes_with_the_tensors_it_was_made_for(cls):
-    """Those of all cases together would have no room on a device."""
+    """The tensors of all cases together would not fit on a device."""
     step = optimizer._optimizer(cls)
     tensors = optimizer._make([(64,), (5,)], torch.float32)
     params = [weakref.ref(param) for param in step(*tensors)]
@@ -176,7 +176,7 @@ def test_an_optimizer_goes_with_the_tensors_it_was_made_for(cls):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_backward_alone_is_the_same_gradient_each_time(monkeypatch, backend):
-    """Forwards run before any clock does; also where the graph is a compiled one."""
+    """Forwards run before the timing; also in compiled graphs."""
     forwards = []
     good = norm.OPERATORS["layer_norm"]
 

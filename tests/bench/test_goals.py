@@ -1,4 +1,4 @@
-"""`onepass bench --goals`: the project's own goals, other files, and what the table says."""
+"""`onepass bench --goals`: the project's own goals, other files, and the table."""
 
 from __future__ import annotations
 

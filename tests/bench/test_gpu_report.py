@@ -48,7 +48,7 @@ def results_of(records) -> list[str]:
     return [record["result"] for record in records]
 
 
-# ---- what is here --------------------------------------------------------------------------------
+# ---- the machine ---------------------------------------------------------------------------------
 
 
 def test_without_a_device_it_says_so_and_exits_2():

@@ -80,7 +80,7 @@ def test_pooled_timings_keep_rounds_in_pairs_and_places_in_groups():
 
 
 def test_ratio_is_taken_within_rounds():
-    """The machine became ten times slower on the way: the ratio does not move."""
+    """The machine becomes ten times slower during the run: the ratio does not change."""
     slow = [1.0] * 10 + [10.0] * 10
     timing = harness.Timing({"ours": [t / 2 for t in slow], "eager": slow}, {}, {})
     assert timing.ratio("ours", "eager") == harness.Interval(2.0, 2.0, 2.0)
@@ -135,7 +135,7 @@ def test_garbage_collection_is_back_on_even_after_an_error():
 
 
 class FakeClock:
-    """Says what each call takes, whatever it does."""
+    """A clock that gives each call a set time."""
 
     def __init__(self, **seconds: float):
         self.seconds_of, self.batches = seconds, []
@@ -212,7 +212,7 @@ def test_without_holes_outputs_come_from_one_address():
 
 
 def test_other_load_is_what_others_use():
-    """Own work does not count; what a process that is no child of this one burns does."""
+    """Own work does not count; the CPU time of processes that are not children does."""
     load = machine.OtherLoad()
     end = time.perf_counter() + 0.3
     while time.perf_counter() < end:
@@ -221,7 +221,7 @@ def test_other_load_is_what_others_use():
     if alone is None:
         pytest.skip("this system does not tell")
     assert 0 <= alone <= (os.cpu_count() or 1)
-    load._start = (load._start[0] - 1.0, *load._start[1:])  # a second more of someone else
+    load._start = (load._start[0] - 1.0, *load._start[1:])  # another second of other processes
     assert load.cores() > alone
 
 

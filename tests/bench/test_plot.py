@@ -1,4 +1,4 @@
-"""The picture of `onepass bench`: drawn of what --json writes, of every kept result too."""
+"""The picture of `onepass bench`: drawn from the output of --json, and from every kept result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def results() -> dict[str, dict]:
-    """Those that have rows of cases, by file."""
+    """Kept results with rows of cases, by file."""
     found = {path: json.loads(path.read_text("utf-8")) for path in sorted(KEPT.rglob("*.json"))}
     return {str(path.relative_to(KEPT)): of for path, of in found.items() if "rows" in of}
 

@@ -16,7 +16,7 @@ from tests.support.seeds import drawn_seed
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = (F32, BF16, F16, F64)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-# What comes after the sum: a norm, nothing; "alone" has no residual either.
+# After the sum comes a norm or nothing; "alone" has no residual either.
 FORMS = ("layer", "rms", "add", "alone")
 forms = pytest.mark.parametrize("form", FORMS)
 # Which scales there are: of columns, of rows.

@@ -50,7 +50,7 @@ def shares_of(cols: int) -> tuple[int, int]:
     "dtype, cols", [*itertools.product((F32, BF16), (64, 1000, 4096))], ids=str
 )
 def test_one_pass(cuda, dtype, cols, scale, form):
-    """To the byte: rows once, without those that are dropped; the scale once per block."""
+    """To the byte: each row once, dropped rows never; the scale once per block."""
     batch, tokens = 3, 6
     case = make(form, (batch, tokens, cols), dtype, scale)
     results(case.ours, case)
@@ -104,7 +104,7 @@ def test_a_norm_reads_no_more_than_its_branch(cuda, dtype, cols, scale):
 
 
 def test_parts_are_few(cuda):
-    """At least 32 rows to each, or no more than keep a device busy."""
+    """Each has at least 32 rows, or there are no more than keep a device busy."""
     for rows in (1, 3, 40, 2000, 20000):
         results((case := make("add", (rows, 8), BF16)).ours, case)
         parts = cuda.done[-1]["splits"]

@@ -85,7 +85,7 @@ def kept_by(form: str, scale: str, p: float) -> list[int]:
 
 
 def test_what_is_kept():
-    """The branch where its scale is trained, the sum of a norm, factors and seed: no mask."""
+    """The branch if its scale is trained, the sum if a norm follows, factors and seed: no mask."""
     assert kept_by("add", "rows", 0.0) == [2]
     assert kept_by("add", "both", 0.1) == [2, 2, 40, 2400]
     assert kept_by("layer", "rows", 0.0) == [2, 40, 40, 60, 60, 2400]

@@ -97,7 +97,7 @@ def test_without_weight_or_with_an_offset(executor):
 @pytest.mark.parametrize("form", ["layer", "rms"])
 @pytest.mark.parametrize("cols", [65, 2056])
 def test_scales_of_one_are_the_plain_call(executor, cols, form, p):
-    """To the bit where rows are summed in the same order: what is added is the same."""
+    """To the bit where rows are summed in the same order: the same terms are added."""
     case = make(form, (2, 9, cols), p=p)
     case.tensors["column_scale"].fill_(1.0)
     case.row_scale = torch.ones(2)
@@ -153,7 +153,7 @@ def test_samples_do_not_depend_on_the_batch(form):
 @pytest.mark.parametrize("form", ["add", "alone"])
 @pytest.mark.parametrize("shape", [(3, 5, 72), (3, 2, 257), (4, 8)], ids=str)
 def test_bitwise_the_cpus(executor, shape, dtype, form):
-    """From one seed: what is added, and the gradient of the branch."""
+    """From one seed: the sum, and the gradient of the branch."""
     case = make(form, shape, dtype, p=0.3)
     t, scales = case.tensors, (case.tensors["column_scale"], case.row_scale)
     seed = torch.tensor([3, 4])
@@ -168,7 +168,7 @@ RAW_FORWARD = torch.ops.onepass.branch_forward.default  # the CPU's, whatever th
 RAW_BACKWARD = torch.ops.onepass.branch_backward.default
 
 
-# ---- what is dropped -----------------------------------------------------------------------------
+# ---- dropped samples -----------------------------------------------------------------------------
 
 
 @everywhere
@@ -205,7 +205,7 @@ def test_nothing_is_drawn_in_evaluation():
 @forms
 @dtypes
 def test_dropped_samples_are_not_read(dtype, form):
-    """NaN in them does not show: the stream passes, their gradient is 0, gamma's has none of it."""
+    """NaN in them has no effect: the stream passes, their gradient is 0, gamma's has no NaN."""
     case = make(form, (4, 5, 72), dtype, p=0.2)
     dropped = case.row_scale == 0
     expected = results(case.ours, case)
@@ -244,7 +244,7 @@ class Block(torch.nn.Module):
 @dtypes
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_a_block_of_a_vision_transformer(p, dtype):
-    """Modules in place, and all in one call: from one seed the same samples are dropped."""
+    """Separate modules, and one call: the same seed drops the same samples."""
     ours = Block(64, onepass.nn.LayerScale(64, 0.1), onepass.nn.DropPath(p)).to(dtype)
     branch, x = torch.randn(6, 9, 64).to(dtype), torch.randn(6, 9, 64).to(dtype)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Settings of tests that look at pieces of a run."""
+"""Settings for tests of single pieces of a run."""
 
 from __future__ import annotations
 

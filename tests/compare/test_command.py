@@ -15,7 +15,7 @@ import onepass
 from onepass import _library, _malloc, cli
 from onepass.compare import attribution, kept, measure, settings, train, variants
 
-pytestmark = pytest.mark.xdist_group("compare")  # most look at one run
+pytestmark = pytest.mark.xdist_group("compare")  # most tests read one run
 QUICK = ("--quick", "--threads", "1", "--steps", "4", "--pairs", "2")
 MEDIUM = (variants.MEDIUM,) if variants.medium_has_effect() else ()
 KEPT = ("stock, kept memory", "swapped, kept memory")
@@ -413,8 +413,8 @@ def test_compile_adds_two_variants(capsys, user_models, peaks_of_one_byte, monke
 
 @pytest.mark.skipif(bool(_malloc.obstacle()), reason=_malloc.obstacle())
 def test_kept_memory_is_kept_in_a_process_of_its_own(user_models):
-    """The step takes 64 MiB, which malloc gives back by itself; what the model prints is no
-    answer."""
+    """The step takes 64 MiB, which malloc returns to the system by default; text that the model
+    prints is not taken for a result."""
     read = settings.read_settings(parsed(*QUICK, "--keep-memory", "--model", "user_models:large"))
     with kept.steps(None, read) as others:
         assert list(others.saved) == list(KEPT) and min(others.saved.values()) >= 64 << 20
@@ -504,7 +504,7 @@ def test_cuda_without_cuda(capsys):
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """As if torch saw one CUDA device."""
+    """Makes torch see one CUDA device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

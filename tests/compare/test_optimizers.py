@@ -1,4 +1,4 @@
-"""The optimizer axis of `onepass compare`: what is chosen, measured, trained and judged."""
+"""The optimizer axis of `onepass compare`: choice, measurement, training, verdict."""
 
 import copy
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def names(choices):
 
 
 def workload_of(model, batch, *flags):
-    """A workload and settings as --model gives them, of a model at hand."""
+    """A workload and settings, as --model makes them, for a given model."""
     settings = settings_of("--model", "here:model", "--steps", "3", *flags)
     return SimpleNamespace(
         dropout=None,

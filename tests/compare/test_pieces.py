@@ -175,7 +175,7 @@ def test_cast_changes_floating_point_tensors_alone():
 
 
 class FakeClock:
-    """Seconds that pass only where a test lets them, and `tick` at every reading."""
+    """A clock that advances only where a test says so, and by `tick` at every reading."""
 
     def __init__(self, tick=0.0):
         self.now, self.tick, self.readings = 0.0, tick, 0
@@ -187,7 +187,7 @@ class FakeClock:
 
 
 class Slow(torch.autograd.Function):
-    """The identity, which takes some seconds of a clock forward and others backward."""
+    """The identity, which takes seconds of a clock in the forward and in the backward."""
 
     @staticmethod
     def forward(ctx, x, clock, forward_seconds, backward_seconds):
@@ -211,7 +211,7 @@ class SlowDropout(nn.Dropout):
 
 
 class SlowRmsNorm(nn.Module):
-    """Somebody's own norm, composed of several operations."""
+    """A user's own norm, composed of several operations."""
 
     def __init__(self, width, clock):
         super().__init__()
@@ -233,7 +233,7 @@ def test_parts_sum_to_the_step(monkeypatch):
     monkeypatch.setattr(attribution, "clock", clock)
     data = tokens()
     spent = watch(GPT(TINY, dropout=0.1), data[:, :-1], data[:, 1:])
-    # Every interval between two readings counts once, but for the one in which hooks are set.
+    # Every interval between two readings counts once, except the one in which hooks are set.
     assert sum(by_part(spent).values()) == 1e3 * (clock.readings - 2)
     assert sum(by_part(attribution.scaled(spent, 123.0)).values()) == pytest.approx(123.0)
     for part in PARTS[:6]:
@@ -252,7 +252,7 @@ def test_slow_dropout_and_slow_norm_show_up_where_they_are(monkeypatch):
 
 
 def test_cuda_stamps_are_events_of_the_stream(monkeypatch):
-    """With events of a stream that takes a second from each to the next."""
+    """With events of a stream that takes a second between each two."""
     recorded = []
 
     class Event:

@@ -1,4 +1,4 @@
-"""Linear layers in `onepass compare`: which time is theirs, how many operations, how fast."""
+"""Linear layers in `onepass compare`: their time, operations and speed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_swapped_linear_layers_are_linear(monkeypatch):
 
 
 def test_operations_of_linear_layers():
-    """Forward, and twice as many backward but for what needs no gradient; projections of
+    """Forward, and twice as many backward except where no gradient is needed; projections of
     MultiheadAttention count as attention."""
 
     class Model(nn.Module):

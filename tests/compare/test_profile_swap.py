@@ -1,4 +1,4 @@
-"""`onepass profile-swap`: what it measures, what it advises, the command."""
+"""`onepass profile-swap`: measurements, advice, the command."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 class Net(nn.Module):
-    """A norm, and dropout whose factors stock keeps: 4 MiB of them."""
+    """A norm, and dropout, of which stock keeps 4 MiB of factors."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def peaks_of_one_byte(monkeypatch):
     monkeypatch.setattr(memory, "peaks_of_steps", lambda names, **_: dict.fromkeys(names, 1))
 
 
-# What is measured
+# Measurements
 
 
 def test_a_kind_that_is_slow_is_left_out_and_that_is_proven(monkeypatch, peaks_of_one_byte):
@@ -94,7 +94,7 @@ def test_a_kind_that_is_slow_is_left_out_and_that_is_proven(monkeypatch, peaks_o
 def test_the_steps_run_on_what_their_variant_says_and_the_model_ends_as_it_was(
     monkeypatch, peaks_of_one_byte
 ):
-    """The classes of the modules while a step runs; its order is that of the rounds."""
+    """Checks the classes of the modules while a step runs; the order is that of the rounds."""
     seen = []
     step = measure.Trainer.step
 
@@ -152,11 +152,11 @@ def test_a_model_with_nothing_to_swap():
         profiled("--model", f"{__name__}:make_nothing", "--kinds", "norm")
 
 
-# What is advised
+# Advice
 
 
 def timing_of(**milliseconds):
-    """Steps that take one millisecond more in every second round."""
+    """Steps that take a millisecond longer in every second round."""
     times = {STOCK: [100.0, 101.0] * 4}
     for name, ms in milliseconds.items():
         variant = SWAPPED if name == "all" else of_kinds((name,))
@@ -197,7 +197,7 @@ def test_what_is_not_proven_stays():
 
 def test_what_saves_memory_is_kept_and_named():
     timing = timing_of(all=80, norm=90, mlp=120)
-    for peak, memory_of in ((990, ("mlp",)), (991, ())):  # a hundredth is worth it
+    for peak, memory_of in ((990, ("mlp",)), (991, ())):  # a saving of 1 % counts
         found = profile_of(timing, peaks_of(timing, mlp=peak))
         assert found.advice.memory == memory_of
         assert found.advice.leave_out == (() if memory_of else ("mlp",))

@@ -1,4 +1,4 @@
-"""What `onepass compare` sets beside stock and swapped: medium precision, kept memory."""
+"""Further variants of `onepass compare`: medium precision, kept memory."""
 
 import contextlib
 import functools

@@ -1,7 +1,7 @@
-"""What the device tests share.
+"""Helpers of the device tests.
 
 ONEPASS_TEST_DEVICE=cpu runs their bodies on the CPU, to try them where there is no CUDA device;
-what needs streams, graphs or a second device is left out there.
+tests that need streams, graphs or a second device are left out there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def to_device(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def nothing_waits() -> Iterator[None]:
-    """Where the host asks torch for what the device has not computed yet, it raises."""
+    """Raises if the host asks torch for a value that the device has not computed yet."""
     if not ON_CUDA:
         yield
         return
@@ -63,7 +63,7 @@ def nothing_waits() -> Iterator[None]:
 
 
 def late(tensors: list[torch.Tensor], run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    """What `run` gives on a stream of its own, on which the values of `tensors`, NaN until then,
+    """The result of `run` on a separate stream, on which the values of `tensors`, NaN until then,
     arrive late: a kernel on any other stream would miss them."""
     values = [tensor.detach().clone() for tensor in tensors]
     with torch.no_grad():
@@ -82,7 +82,7 @@ def late(tensors: list[torch.Tensor], run: Callable[[], list[torch.Tensor]]) -> 
 
 
 def captured(run: Callable):
-    """(the graph of a call, what it writes)."""
+    """(the graph of a call, the tensors that it writes)."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

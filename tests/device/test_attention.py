@@ -1,7 +1,7 @@
-"""Attention on a CUDA device: every variant on tensors that live there, and what repeats.
+"""Attention on a CUDA device: every variant on tensors that live there, and repeatability.
 
 Options, layouts and extremes are tested by the executor "device". The definition in float64, and
-torch's function, by which its error is measured, run on the CPU.
+torch's function as the base of the numerics rule, run on the CPU.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_realistic_sizes(name):
     check(REALISTIC[name])
 
 
-# By the error of the formula whose products are of TF32; on the CPU there is none.
+# The base is the formula with TF32 products; the CPU has none.
 TF32 = {
     "causal": Case(F32, 64, heads=4, kv_heads=2, seq_q=200, seq_k=300, window_right=0, tf32=True),
     "bias": Case(F32, 40, seq_q=130, seq_k=200, bias="hq", tf32=True),
@@ -220,7 +220,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_for_sanitizers(name):
-    """Each kernel once on little data, and next to nothing of torch's own."""
+    """Each kernel once on little data, with few kernels of torch's own."""
     for dtype in (BF16, F32):
         case = Case(dtype, **SMALL[name])
         t = to_device(case.tensors())

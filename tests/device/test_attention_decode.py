@@ -1,7 +1,7 @@
 """Attention against a KV cache on a CUDA device: caches that live there, graphs, compile.
 
-What decoding promises of tensors that are brought there is tested by the executor "device". What is
-no key is NaN, and what was not to be written is compared bit for bit.
+Decoding on copies of CPU tensors is tested by the executor "device". Rows that are not keys are
+NaN, and memory that must not be written is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def on_device(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The caches with what lies around them."""
+    """The caches with the memory around them."""
     moved = {name: tensor.to(DEVICE) for name, tensor in t.items()}
     for name in ("k_cache", "v_cache"):
         cache = t[name]
@@ -260,7 +260,7 @@ def test_nothing_waits_for_the_device():
 
 @on_cuda_only
 def test_a_recorded_call_does_not_wait_either():
-    """explain says what a cache has room for: how much is in use is known on the device alone."""
+    """explain prints the room of a cache: the rows in use are known on the device alone."""
     layer, step = Layer(BF16, False).to(DEVICE), step_tensors(BF16)
 
     def run():

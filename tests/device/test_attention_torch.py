@@ -139,7 +139,7 @@ def exact(case: Case, t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @on_cuda_only
 def test_cuda_graph_through_autograd_with_dropout():
-    """Each replay draws anew, forward and backward alike."""
+    """Each replay draws new numbers, the same in forward and backward."""
     q, k, v = (randn(2, 4, 128, 64, dtype=BF16, requires_grad=True) for _ in range(3))
     with torch.no_grad():
         v.copy_(torch.eye(128, 64))
@@ -159,8 +159,8 @@ def test_cuda_graph_through_autograd_with_dropout():
 
 
 def test_nothing_waits_for_the_device():
-    """Neither forward nor backward, whatever is asked for; the second derivative of a dense call
-    does not either."""
+    """Neither forward nor backward, with any outputs and gradients, nor the second derivative of a
+    dense call."""
     for case in KERNELS.values():
         _, run = step(case)
         with nothing_waits():
@@ -252,7 +252,7 @@ def test_second_derivatives():
     bias = randn(2, 5, 5, dtype=F64, requires_grad=True)
 
     def function(q, k, v, bias):
-        torch.manual_seed(3)  # the same fate of every score in each evaluation
+        torch.manual_seed(3)  # each evaluation drops the same scores
         return attend(q, k, v, bias, is_causal=True, dropout_p=0.3, return_lse=True)
 
     assert torch.autograd.gradcheck(function, (q, k, v, bias))
@@ -424,7 +424,7 @@ def test_swap_and_verify(dtype):
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_encoder_with_nested_batches(dtype):
-    """What torch makes of a padding mask in inference is computed as one packed batch."""
+    """torch's nested tensors for a padding mask in inference are computed as one packed batch."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2).to(DEVICE, dtype).eval()
     x, padding = randn(3, 20, 64, dtype=dtype), torch.zeros(3, 20, dtype=torch.bool, device=DEVICE)

@@ -1,7 +1,7 @@
 """The first call of a process, on a CUDA device, while a graph is captured.
 
-Until then nothing of onepass has been loaded there: kernels load as they are first started, and
-what a kernel may have of shared memory is asked for then. Both have to be legal in a capture.
+Before it, nothing of onepass is loaded there: a kernel is loaded at its first launch, and its limit
+of shared memory is set then. Both must be legal in a capture.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operators on tensors of a CUDA device, through the public functions.
 
-All values, layouts and extremes of the operators on tensors that are brought there are tested by
-the executor "device" (tests/emulator/executors.py).
+Values, layouts and extremes on copies of CPU tensors are tested by the executor "device"
+(tests/emulator/executors.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_second_derivatives(residual):
     weight = randn(5, dtype=F64, requires_grad=True)
 
     def function(x, *rest):
-        torch.manual_seed(3)  # the same fate of every element in each evaluation
+        torch.manual_seed(3)  # each evaluation drops the same elements
         if residual:
             return functional.add_layer_norm(x, rest[0], 5, rest[1], dropout_p=0.4)
         return functional.rms_norm(x, 5, rest[0])
@@ -128,7 +128,7 @@ def test_checkpointing_restores_the_dropout(use_reentrant):
 
 @dtypes
 def test_linear_and_what_comes_after_it(dtype):
-    """On CUDA the products are torch's own, and what comes after them is as on the CPU."""
+    """On CUDA the products are torch's own; activation, dropout and residual are as on the CPU."""
     tensors = [
         randn(*size, dtype=dtype, requires_grad=True) for size in ((33, 40), (64, 40), (64,))
     ]
@@ -193,7 +193,7 @@ def test_explain_names_the_device_kernels():
 
 @pytest.mark.parametrize("cols", [72, 33, 1000, 2056, 16395])
 def test_small_for_sanitizers(cols):
-    """Each kernel once on little data, and next to nothing of torch's own."""
+    """Each kernel once on little data, with few kernels of torch's own."""
     for (rms, residual), dtype in itertools.product(KINDS, (F32, BF16)):
         case = make(rms, 9 if cols < 2000 else 3, cols, dtype, residual=residual)
         case.dropout_p = 0.25 if residual and rms else 0.0

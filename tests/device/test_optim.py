@@ -116,7 +116,7 @@ def test_no_step_waits_for_the_device(mode):
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "Adafactor", "LAMB"])
 def test_a_tensor_lr_on_the_device(name):
-    """Is the number; the weight decay is multiplied by it too."""
+    """It works like the number; the weight decay is multiplied by it too."""
     found = []
     for lr in (torch.tensor(0.25, device=DEVICE), 0.25):
         p = torch.nn.Parameter(torch.ones(33, 7, device=DEVICE))
@@ -191,7 +191,7 @@ def test_checkpoints_for_torch():
 
 @on_cuda_only
 def test_messages():
-    """What the operator asks beside what it asks on the CPU."""
+    """Checks of the operator that exist on CUDA alone."""
     p = torch.nn.Parameter(torch.ones(5, device=DEVICE))
     p.grad = torch.ones(5, device=DEVICE)
     optimizer = onepass.optim.SGD([p], lr=1.0)

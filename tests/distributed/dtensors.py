@@ -16,8 +16,8 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-# A square one, whose shards by rows and by columns have one shape; shards of unequal sizes, and
-# empty ones; one whose halves and quarters are kept in 8 bits where that is asked for.
+# A square tensor, whose shards by rows and by columns have the same shape; shards of unequal sizes,
+# and empty ones; one whose halves and quarters are large enough for 8-bit states.
 SHAPES = ((4, 4), (5, 3), (1, 6), (256, 64))
 OF_PARAMETERS = (Replicate(), Shard(0), Shard(1))
 OF_GRADIENTS = (*OF_PARAMETERS, Partial())
@@ -40,10 +40,10 @@ def pairs(dimensions: int) -> list[tuple[tuple[Placement, ...], tuple[Placement,
 
 
 def spread(value: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
-    """A tensor of which every rank has the whole, without communication.
+    """Distributes a tensor of which every rank has the whole, without communication.
 
-    Where it is partial, every rank holds another part of the sum; all parts are multiples of 1/16,
-    so that sums in any order are exact.
+    If it is partial, every rank holds another part of the sum; all parts are multiples of 1/16, so
+    that sums in any order are exact.
     """
     parts, coordinate = value, mesh.get_coordinate()
     for dimension, placement in enumerate(placements):

@@ -1,6 +1,6 @@
-"""Functions of the tests, run on several processes that share a gloo process group.
+"""Runs functions of the tests on several processes that share a gloo process group.
 
-The processes of one size are started once and run every function handed to them, so that a test
+The processes of a group are started once and run every function passed to them, so that a test
 costs its collectives and not two imports of torch. They are forked from one process that has
 imported torch and onepass.
 """
@@ -31,8 +31,8 @@ from tests.support import costs
 TIMEOUT = 60  # seconds for one function
 GRACE = 3  # seconds for the other ranks after the first failure
 
-# What a module of such tests is marked with. All run in one of pytest-xdist's workers, so that the
-# processes are started once.
+# Marks of the modules of such tests. All run in one worker of pytest-xdist, so that the processes
+# are started once.
 distributed = [
     pytest.mark.distributed,
     pytest.mark.xdist_group("distributed"),
@@ -44,7 +44,7 @@ distributed = [
 
 
 class RankError(AssertionError):
-    """What went wrong on which rank."""
+    """The errors of the ranks."""
 
 
 def run(size: int, body: Callable, *args, timeout: float = TIMEOUT) -> list:
@@ -150,7 +150,7 @@ class _Group:
 
 
 def _serve(rank: int, size: int, folder: str, calls: Connection) -> None:
-    """What a process does until its connection is closed."""
+    """The loop of a process, until its connection is closed."""
     stack = open(f"{folder}/{rank}.stack", "w")
     faulthandler.enable(file=stack)  # of a rank that a signal ends
     faulthandler.register(signal.SIGUSR1, file=stack)

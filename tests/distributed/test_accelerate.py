@@ -44,8 +44,8 @@ def alone() -> dict[str, torch.Tensor]:
 
 
 def prepared(sharded: bool) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The class of the parameters that are stepped, and the weights after training: prepared, and
-    alone in the same process."""
+    """The class of the stepped parameters, and the weights after training: by Accelerate, and
+    without it in the same process."""
     import accelerate
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType
@@ -58,7 +58,7 @@ def prepared(sharded: bool) -> tuple[str, dict[str, torch.Tensor], dict[str, tor
         AcceleratorState._reset_state(True)
         made = accelerate.Accelerator(cpu=True)
         try:
-            if sharded:  # which it would not do on a CPU by itself
+            if sharded:  # Accelerate does not do that on a CPU by itself
                 made.state.distributed_type = DistributedType.FSDP
                 made.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
                     fsdp_version=2, cpu_ram_efficient_loading=False

@@ -24,7 +24,7 @@ OPTIONS = {
     f"{master}, {state_dtype}": {"master": master, "state_dtype": state_dtype}
     for master, state_dtype in itertools.product(MASTERS, STATE_DTYPES)
 }
-# Nothing rounds at random, and no elements that shards part share a scale.
+# Nothing rounds at random, and no elements of different shards share a scale.
 EXACT = [
     key
     for key, options in OPTIONS.items()
@@ -74,7 +74,7 @@ def made(size, key, seed=6):
 
 
 def saved(size, folder, keys):
-    """What was saved after three steps, and what the same run has after six."""
+    """The state saved after three steps, and the state of the same run after six."""
     results = {}
     for key in keys:
         model, optimizer = made(size, key)
@@ -87,7 +87,7 @@ def saved(size, folder, keys):
 
 
 def loaded(size, folder, keys):
-    """What was loaded, and what the run has after three more steps."""
+    """The loaded state, and the state after three more steps."""
     results = {}
     for key in keys:
         model, optimizer = made(size, key, seed=7)
@@ -106,7 +106,7 @@ def on(size, body, *args):
 
 
 SIZES = [(2, 1), (2, 4), (1, 2), (2, 2), (4, 2), (4, 1)]
-PARTS = range(4)  # in which master, dtype and sizes meet, each two of them once
+PARTS = range(4)  # any two of master, dtype and sizes meet once
 
 
 def part_of(master, state_dtype, sizes) -> int:
@@ -166,7 +166,7 @@ def test_a_gathered_state_continues_bitwise(key):
 
 
 def test_masters_of_either_form_load_the_others(tmp_path):
-    """The keys are the same, so that torch.distributed.checkpoint finds what it looks for."""
+    """The keys are the same, so that torch.distributed.checkpoint finds them."""
     pair = ["fp32, None", "remainder16, None"]
     written = on(2, saved, str(tmp_path), pair)
     (tmp_path / pair[0]).rename(tmp_path / "moved")

@@ -103,7 +103,7 @@ def body_of_going_on(weights, state):
 
 
 def test_a_consolidated_state_is_that_of_one_process():
-    """And is gone on with by one, bit for bit."""
+    """One process continues from it, bit for bit."""
     weights, state = run(2, body_of_consolidation)[0]
     assert run(1, body_of_going_on, weights, state) == [True]
 
@@ -132,7 +132,7 @@ def test_hybrid_sharding_on_four_processes(steps):
 
 
 def body_of_replicas_of_shards():
-    """Processes that hold the same shard have the same bits, and the two shards make the whole."""
+    """Processes with the same shard have the same bits, and the two shards form the whole."""
     model = hybrid(made(onepass.optim.AdamW))
     optimizer = onepass.optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
     rank = torch.distributed.get_rank()
@@ -227,8 +227,8 @@ class Dropping(nn.Module):
 
 
 def body_of_a_hundred_steps(options):
-    """Seeds and batches of each rank's own; the digests of the parameters after each ten steps,
-    and what dropout kept last."""
+    """Each rank has its own seed and batches. Returns digests of the parameters after each ten
+    steps, and the elements that dropout kept last."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(3)
     model = Dropping().bfloat16()

@@ -1,4 +1,4 @@
-"""What else a gradient on several processes may be: late, mixed, scaled, not finite, refused."""
+"""Special gradients on several processes: late, mixed, scaled, not finite, refused."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_grad_scaler_scales_gradients_in_any_placement():
 
 
 def body_of_late():
-    """Collectives that are waited for by whoever reads them first."""
+    """Gradients whose collectives are still running when they are read first."""
     mesh, group = mesh_of((2,)), mesh_of((2,)).get_group()
     results = []
     for late in (True, False):
@@ -175,7 +175,7 @@ def test_gradients_of_collectives_are_waited_for():
 
 
 def body_of_refusals(name):
-    """As torch refuses them, before anything changes."""
+    """They are refused as by torch, before anything changes."""
     mesh = mesh_of((2,))
     sharded, plain = parameters(mesh, [(Shard(0),)])[0], torch.nn.Parameter(drawn((5, 4), 3))
     given = spread(drawn((5, 4), 4), mesh, [Shard(0)])

@@ -29,7 +29,7 @@ from tests.optim.cases import (
 
 pytestmark = distributed
 
-SHARDED = ((5, 7), (3, 4), (1, 6), (9,))  # rows that two ranks do not share evenly
+SHARDED = ((5, 7), (3, 4), (1, 6), (9,))  # numbers of rows that two ranks do not divide evenly
 SHARDED_MODES = {mode: MODES[mode] for mode in ("own state", "fp32", "remainder16")}
 SHARDED_MODES["averages"] = {"master": "fp32", "ema_decay": 0.9}
 
@@ -47,7 +47,7 @@ def body_of_noise():
 
 
 def test_replicas_round_alike():
-    """Those of processes with seeds of their own."""
+    """On processes with different seeds."""
     (one, seed), (two, other) = run(2, body_of_noise)
     assert seed == other
     assert_same(one, two)
@@ -179,7 +179,7 @@ def test_shards_of_matrices_are_bitwise_parts_of_the_whole(mode, dimension):
 
 
 def body_of_replicas():
-    """Parameters of which some are on both ranks."""
+    """Parameters, some of them on both ranks."""
     reference = steps(made("SGD", SHARDED), 1)
     params, mesh = sharded_parameters(reference, [Replicate()])
     halves, _ = sharded_parameters(reference, [Shard(0)])

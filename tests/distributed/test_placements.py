@@ -1,4 +1,4 @@
-"""Steps on gradients placed otherwise than their parameters, in all pairs of placements."""
+"""Steps on gradients whose placements differ from their parameters', in all pairs."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_pairs_of_placements_step_as_whole_parameters(mesh, name, mode):
     run(size, body_of_pairs, mesh, name, dtype, EXACT[mode])
 
 
-SHARED_BY_ALL = ((4, 4), (9, 5))  # torch refuses some steps where a rank has nothing of a parameter
+SHARED_BY_ALL = ((4, 4), (9, 5))  # torch refuses some steps if a rank has an empty shard
 
 
 def body_against_torch(mesh_shape, name):

@@ -1,4 +1,4 @@
-"""onepass.distributed: a sequence on several processes, against the whole of it in one."""
+"""onepass.distributed: a sequence on several processes, against the whole sequence on one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CAUSAL = {"is_causal": True}
 SIZES = pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 EACH_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
 
-# Keywords of the call; "alibi" and "sinks" ask for tensors.
+# Keywords of the call; "alibi" and "sinks" stand for tensors.
 CASES = {
     "full": {},
     "causal": CAUSAL,
@@ -71,7 +71,7 @@ def in_one_process(dtype, options, sizes, attend=scaled_dot_product_attention):
 
 
 def by_torch(*tensors, return_lse, enable_gqa, is_causal=False, window_size=(-1, -1), **options):
-    """The formula, every score in memory, whose error is torch's."""
+    """torch's result by the formula, with all scores in memory: the base of the numerics rule."""
     left, right = window_size
     if options.get("dropout_p"):
         options["seed"] = torch.randint(-(2**63), 2**63 - 1, (2,))
@@ -134,7 +134,7 @@ def test_shapes(sizes):
 
 @EACH_LAYOUT
 def test_a_row_without_a_key_has_its_sink(layout):
-    """Of queries that lie before all keys of their own process."""
+    """Also for queries that precede all keys of their own process."""
     run(2, body, CAUSAL | {"sinks": True, "window_size": (6, -1)}, dict(rows=16, keys=80), layout)
     run(2, body, CAUSAL | {"sinks": True, "window_size": (6, -1)}, dict(rows=80, keys=16), layout)
 
@@ -247,7 +247,7 @@ def test_memory_falls_with_the_number_of_processes():
 
 
 def body_of_half():
-    """Attention that no later process sees is not computed: work of the last, in scores."""
+    """Scores that causality masks are not computed: counts the scores of the last process."""
     calls = []
     forward = torch.ops.onepass.attention_forward.default
 

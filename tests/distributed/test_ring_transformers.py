@@ -63,7 +63,7 @@ def trained(model, tokens, targets, **named):
 
 
 def in_one_process(name, dtype):
-    """The loss as a mean of the halves' means, which rounds as often as that of two processes."""
+    """The loss as the mean of two means, which rounds as often as on two processes."""
     model = build(name).to(dtype)
     tokens, targets = data()
     logits, loss, gradients = trained(model, tokens, targets)
@@ -184,7 +184,7 @@ def test_an_unknown_layout_is_refused():
 
 
 def body_of_contexts():
-    """torch shards as "zigzag" does; what it does to F.scaled_dot_product_attention is beside."""
+    """torch shards as "zigzag" does; its own F.scaled_dot_product_attention is unused."""
     from torch.distributed.tensor.experimental import context_parallel
 
     from onepass.integrations.transformers import register_ring

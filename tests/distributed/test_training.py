@@ -23,7 +23,7 @@ from tests.optim.cases import FLAGS, TORCH_NAMES, ours, stock
 
 pytestmark = distributed
 
-# A step that is wrong differs in eight of them too; twenty leave rounding time to grow.
+# A wrong step differs within eight steps too; in twenty, rounding errors can grow.
 STEPS = pytest.mark.parametrize("steps", [8, pytest.param(20, marks=pytest.mark.slow)])
 WIDTH, VOCABULARY, LENGTH = 16, 11, 8
 

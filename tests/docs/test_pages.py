@@ -1,5 +1,4 @@
-"""README.md and docs/: their code runs, their links lead somewhere, and what is generated is
-current."""
+"""README.md and docs/: their code runs, their links work, and generated parts are current."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 README = ROOT / "README.md"
 OF_THE_CODE = [page for page in PAGES if page.stem in ("design", "recipes", "distributed")]
-MODULES = {"pytorch-lightning": "pytorch_lightning"}  # of packages that have another name
-# (name, object) of what the package offers.
+MODULES = {"pytorch-lightning": "pytorch_lightning"}  # whose names differ from their packages'
+# (name, object) of every public name.
 PUBLIC = [
     (f"{module.__name__}.{name}", getattr(module, name))
     for module in (onepass, distributed, functional, nn, optim)
@@ -44,19 +43,19 @@ def load(path: Path) -> ModuleType:
 
 
 def blocks(page: Path) -> list[str]:
-    """Its visible code in Python."""
+    """The visible Python code of a page."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
 
 
 def packages_of(page: Path) -> dict[str, str]:
-    """The packages that a page is about, and their versions."""
+    """The packages in a page's line "Tested with", and their versions."""
     line = re.search(r"^Tested with (.*)\.$", page.read_text(encoding="utf-8"), re.M)
     return dict(re.findall(r"([\w-]+) (\d[\d.]*\d)", line[1])) if line else {}
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page):
-    """From top to bottom, in one namespace, with what stands there invisibly before."""
+    """From top to bottom, in one namespace, invisible blocks included."""
     markdown = pytest.importorskip(
         "sybil.parsers.markdown", reason="sybil, of the test extra, finds the code in a page"
     )
@@ -114,7 +113,7 @@ def words_of_the_code() -> set[str]:
 
 @pytest.mark.parametrize("page", OF_THE_CODE, ids=lambda page: page.stem)
 def test_a_page_on_the_code_names_what_is_there(page):
-    """Files and folders, and names of the code: whatever stands between backticks."""
+    """Files, folders and names of the code, wherever they are between backticks."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.S | re.M)
     named = re.findall(r"`([\w./<>*:]+)`", text)
     paths = [name for name in named if "/" in name and not name.startswith("torch/")]
@@ -128,8 +127,8 @@ def test_a_page_on_the_code_names_what_is_there(page):
 
 
 SWAPPING = ("classes", "gated", "matchers", "specs")
-# By the title of a recipe: how its newest example is known in a file, the stem of the example's own
-# files, and the files that name it for other reasons.
+# By the title of a recipe: a pattern that finds its newest example, the stem of the example's own
+# files, and files that match for other reasons.
 RECIPES = {
     "A new family": (
         r"\bgate_forward|GatedMLP|gated_activation",
@@ -176,7 +175,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("title", RECIPES)
 def test_a_recipe_names_the_files_of_its_example(title):
-    """Every file of the product that names it is in the recipe; tables hold no other."""
+    """Every file of the product that names the example is in the recipe; tables hold no others."""
     known, example, others = RECIPES[title]
     page = (DOCS / "recipes.md").read_text("utf-8").partition(f"\n## {title}\n")[2]
     section = re.sub(r"<\w+>", example, page.partition("\n## ")[0])
@@ -185,7 +184,7 @@ def test_a_recipe_names_the_files_of_its_example(title):
     code = (".py", ".h", ".cpp", ".cuh", ".cu")
     found = set()
     for file in (file for file in product if file.suffix in code):
-        # Examples in docstrings take whatever is at hand.
+        # Examples in docstrings may use any function.
         examples = r'^ *>>>.*?(?=^\s*$|""")'  # with what they print
         text = re.sub(examples, "", file.read_text("utf-8"), flags=re.M | re.S)
         if file.stem == example or re.search(known, text):
@@ -263,7 +262,7 @@ def test_the_api_has_every_public_name():
 
 @pytest.mark.parametrize("of", [one for _, one in PUBLIC], ids=[name for name, _ in PUBLIC])
 def test_the_example_of_a_docstring_runs(of):
-    """A call that a user would make, in three to six statements and lines of results."""
+    """A typical call, in three to six statements and lines of results."""
     text = inspect.getdoc(of).partition("\nExamples:\n")[2]
     example = doctest.DocTestParser().get_doctest(
         textwrap.dedent(text), {"torch": torch, "onepass": onepass}, of.__qualname__, None, 0
@@ -286,7 +285,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     for served in sources:
         assert (tmp_path / served).read_text("utf-8") == (DOCS / served).read_text("utf-8")
     api = (tmp_path / "api/index.html").read_text("utf-8")
-    for name in ("swapping.engine.swap", "optim.adam.AdamW"):  # whose docstring is put together
+    for name in ("swapping.engine.swap", "optim.adam.AdamW"):  # whose docstrings are composed
         section = api.partition(f'id="onepass.{name}"')[2].partition('<div class="doc doc-object')[
             0
         ]
@@ -314,5 +313,5 @@ def test_the_picture_is_drawn(tmp_path):
         steps = [of["variants"][name]["step_ms"]["median"] for of in measured["speed"]]
         assert any(abs(sum(parts) - step) < 1e-6 * step for step in steps)
     figures.draw_compare(measured, tmp_path / "compare.svg")
-    assert dict(matplotlib.rcParams) == settings  # as other pictures of this process find them
+    assert dict(matplotlib.rcParams) == settings  # unchanged, for other pictures of this process
     assert "linear layers" in (tmp_path / "compare.svg").read_text(encoding="utf-8")

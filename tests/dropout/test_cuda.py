@@ -35,7 +35,7 @@ def test_each_instance(cuda, build):
     with cuda.sanitized(build, "dropout.cu"):
         # Races do not depend on the dtypes, and the thread sanitizer takes its time.
         for dtype in (*DTYPES, None)[:: 4 if build == "thread" else 1]:
-            # All of them aligned, or all but the input, the residual or the output.
+            # All tensors aligned, or all except the input, the residual or the output.
             for size, misaligned in ((1000, -1), (1001, -1), (1001, 0), (1000, 1), (1000, 3)):
                 cuda.set(shift=0 if misaligned < 0 else 8, misaligned=misaligned)
                 x, residual = torch.randn(size), torch.randn(size).to(dtype)

@@ -29,7 +29,7 @@ def test_16_bit_results_are_rounded_once(dtype, p):
     assert torch.equal(functional.add_dropout(x, residual, p), x.float() * factor)
 
 
-# Both functions under one test: what passes for torch's is what ours must do.
+# Ours must pass the same test as torch's.
 
 
 @functions

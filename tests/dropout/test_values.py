@@ -1,4 +1,4 @@
-"""Dropout and add_dropout: the stream, gradients, randomness as torch's users know it."""
+"""Dropout and add_dropout: the stream, gradients, and randomness as in torch."""
 
 from __future__ import annotations
 

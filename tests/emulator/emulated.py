@@ -23,16 +23,16 @@ FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-g1", "-O1", "-fno-omit-f
 FLAGS += ["-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off"]
 FLAGS += ["-DONEPASS_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
 
-# What of undefined behaviour is looked for beside bad addresses: all of it doubles the compiling.
-# So does -O1, or quadruples it, and the kernels of tests run in less time than that takes.
+# Checks for undefined behaviour in the address build: all of them would double the compile time.
+# -O1 would double or quadruple it, which is more than the kernels of tests run.
 UNDEFINED = "alignment,signed-integer-overflow,shift,integer-divide-by-zero"
 BAD_ADDRESSES = ["-O0", f"-fsanitize=address,{UNDEFINED}", "-fno-sanitize-recover=all"]
-# Kernels without a sanitizer run for minutes, in which this saves a fifth.
+# Kernels without a sanitizer run for minutes; this saves a fifth.
 FAST = ["-O2"]
 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
     FAST.append("-march=x86-64-v3")  # std::fma is an instruction
-# What each build adds, for the kernels and for the scheduler. The thread sanitizer must not see the
-# scheduler.
+# The flags of each build, for the kernels and for the scheduler. The thread sanitizer must not see
+# the scheduler.
 SANITIZED = {
     "plain": (FAST, FAST),
     "address": (
@@ -45,8 +45,8 @@ SANITIZED = {
     ),
 }
 BUILDS = tuple(SANITIZED)
-# Not one of the sanitizer's functions is linked to what is compiled for it: the emulator has its
-# own, which count (accesses.h). A struct that is loaded at once has to stay one load.
+# Compiled for the sanitizer, but linked without its library: the emulator defines the functions
+# itself, and they count (accesses.h). A struct that is loaded at once must stay one load.
 SANITIZED["accesses"] = (SANITIZED["thread"][0], ["-DEMULATOR_ACCESSES"])
 # For the instances of attention, which take minutes under a sanitizer.
 SLOW_UNDER_SANITIZERS = [
@@ -129,9 +129,9 @@ def run(
     }
     command = [str(executable), *map(str, arguments)]
     if executable.name.split("-")[1] == "thread" and shutil.which("setarch"):
-        command = ["setarch", "-R", *command]  # its shadow memory has a fixed place
+        command = ["setarch", "-R", *command]  # its shadow memory has a fixed address
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    # Said at the first switch between fibers, of which the emulator does tell it.
+    # A warning at the first switch between fibers, although the emulator announces it.
     hint = r"==\d+==WARNING: ASan doesn't fully support makecontext.*\n"
     result.stderr = re.sub(hint, "", result.stderr)
     return result

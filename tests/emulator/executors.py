@@ -1,15 +1,14 @@
-"""What runs the operators of a test: the CPU, the CUDA kernels under the emulator, a CUDA device.
+"""The executors, which run a test's operators: the CPU, emulated CUDA kernels, a CUDA device.
 
 A test with the fixture `executor` (or marked `everywhere`) runs once on each. Its tensors are on
-the CPU whichever it is: where it is not the CPU's own, the operators under the public functions are
-replaced, and nothing else.
+the CPU in each case; for the other two, only the operators under the public functions are replaced.
 
 The tests' library (tests/cuda_emulator/runtime_emulated.cpp) is csrc/ops and csrc/cuda as they
 ship, registered as `onepass_emulated::*` for tensors on the CPU. It runs every call on a copy of
 its memory between guard bands, new memory is poison, and it counts what kernels read and write.
 Checks that fail in a kernel are exceptions here.
 
-On a device every call gets copies of its tensors as they lie, with what lies around them.
+On a device every call gets copies of its tensors, with the memory around them.
 ONEPASS_TEST_DEVICE=cpu makes the copies on the CPU, to try that where there is no device.
 """
 
@@ -65,7 +64,7 @@ class Launch:
 
 
 class Cost(NamedTuple):
-    """Of accesses: wavefronts of shared memory or sectors of global memory (accesses.h)."""
+    """Counted accesses: wavefronts of shared memory or sectors of global memory (accesses.h)."""
 
     taken: int
     least: int
@@ -81,7 +80,7 @@ class Cost(NamedTuple):
 
 @dataclass
 class Accesses:
-    """Of all instances of a kernel that ran, and by line where more than the least is taken."""
+    """Accesses of all instances of a kernel that ran, and by line where above the minimum."""
 
     costs: list[Cost] = field(default_factory=lambda: [Cost(0, 0)] * 4)
     places: list[tuple[Callable[[], str], list[Cost]]] = field(default_factory=list)
@@ -91,7 +90,7 @@ class Accesses:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Of reads and writes of shared memory, then of global memory."""
+        """The ratios of reads and writes of shared memory, then of global memory."""
         return tuple(cost.ratio for cost in self.costs)
 
     def __str__(self) -> str:
@@ -125,7 +124,7 @@ def kernel_of(instance: str) -> str:
 class Emulated:
     """The calls of one test: plan, launches and counted bytes, by operator.
 
-    `keywords` are those of every call whose operator has them, whatever the caller says.
+    `keywords` are added to every call whose operator has them, and override the caller's.
     """
 
     done: list[dict] = field(default_factory=list)
@@ -136,7 +135,7 @@ class Emulated:
         return [call for call in self.done if call["op"] == op]
 
     def set(self, **settings: int) -> None:
-        """From here on; what is not named stays."""
+        """Changes settings for the following calls; others stay."""
         assert settings.keys() <= SETTINGS.keys()
         for name, value in settings.items():
             _library().emulated_set(name.encode(), value)
@@ -145,8 +144,8 @@ class Emulated:
     def sanitized(self, build: str, *kernels: str, **settings: int) -> Iterator[None]:
         """The calls within run once more, in a program with these kernels under a sanitizer.
 
-        There they must come to the same, to the bit. Nothing more happens for "plain". The settings
-        are those of the calls from here on.
+        The results must be the same bits. For "plain" nothing more happens. The settings hold for
+        the following calls.
         """
         self.set(**settings)
         if build == "plain":
@@ -159,7 +158,7 @@ class Emulated:
     def seen(self, *kernels: str) -> Iterator[dict[str, Accesses]]:
         """The calls within run once more, in a program with these kernels that sees accesses.
 
-        What it yields holds, after the calls, those of each kernel: its name, without arguments.
+        Yields a dict, filled after the calls: the accesses by kernel name, without arguments.
         """
         found: dict[str, Accesses] = {}
         with self._run_again("accesses", *kernels) as told:
@@ -176,7 +175,7 @@ class Emulated:
 
     @contextlib.contextmanager
     def _run_again(self, build: str, *kernels: str) -> Iterator[list[str]]:
-        """What it yields holds, after the calls, the lines that the program has printed."""
+        """Yields a list, filled after the calls with the lines that the program has printed."""
         told: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
             _library().emulated_keep(folder.encode())
@@ -195,12 +194,12 @@ class Emulated:
 
     @contextlib.contextmanager
     def under_the_package(self) -> Iterator[None]:
-        """Within, every operator is the emulated one, for tensors on the CPU."""
+        """Inside, every operator is the emulated one, for tensors on the CPU."""
         with _replaced(lambda op: _emulated(op) and functools.partial(self.run, _emulated(op))):
             yield
 
     def run(self, op, *arguments, **keywords):
-        """A call of an operator; tensors that its schema lends it to read stay what they were."""
+        """A call of an operator; tensors that its schema only reads must not change."""
         library = _library()
         library.emulated_begin()
         names = {argument.name for argument in op._schema.arguments}
@@ -235,7 +234,7 @@ def _spread(value):
 
 
 def _read_only(op, arguments: tuple, keywords: dict) -> Iterator[tuple[str, Tensor]]:
-    """The bytes of storages that the operator is handed and may not write."""
+    """The bytes of storages that the operator may not write."""
     schema = op._schema.arguments
     given = [*zip(schema, arguments, strict=False)]
     given += [(a, keywords[a.name]) for a in schema if a.name in keywords]
@@ -299,7 +298,7 @@ def _emulated(op) -> object | None:
 
 @functools.cache
 def _places() -> list[tuple[object, str, object]]:
-    """Where the package, or a test, finds an operator; and which."""
+    """(object, attribute, operator) wherever the package, or a test, looks up an operator."""
     ops = operators("onepass")
     places = [(torch.ops.onepass, name, op) for name, op in ops.items()]
     for found in pkgutil.iter_modules(_ops.__path__, "onepass._ops."):
@@ -312,7 +311,7 @@ def _places() -> list[tuple[object, str, object]]:
 
 @contextlib.contextmanager
 def _replaced(by: Callable) -> Iterator[None]:
-    """Within, operators are what `by` makes of them, where that is something."""
+    """Inside, operators are replaced by the results of `by`, unless it returns None."""
     with pytest.MonkeyPatch.context() as patch:
         for place, name, op in _places():
             if (other := by(op)) is not None:
@@ -351,14 +350,14 @@ class Executor:
 
     @property
     def draws(self) -> int:
-        """Of a case that are pooled: by one, torch may be exact where it is lucky. The emulator
-        takes its time."""
+        """How many draws of a case are pooled: in a single one torch may be exact by luck. The
+        emulator, which is slow, takes one."""
         return {"cpu": 2, "emulated": 1, "device": 4}[self.name]
 
 
 @pytest.fixture(params=["cpu", *CUDA])
 def executor(request) -> Iterator[Executor]:
-    """What runs the operators."""
+    """The executor of the test's operators."""
     if request.param == "emulated":
         yield Executor("emulated", request.getfixturevalue("cuda"))
     elif request.param == "device":
@@ -370,7 +369,7 @@ def executor(request) -> Iterator[Executor]:
 
 
 def of_this_level(items: list[pytest.Item]) -> list[pytest.Item]:
-    """At a chosen level of the CPU, nothing else is run."""
+    """At a chosen CPU level, only the CPU executor runs."""
     if "ONEPASS_CPU_ISA" not in os.environ:
         return items
     names = (getattr(item, "callspec", None) for item in items)
@@ -380,7 +379,7 @@ def of_this_level(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.fixture
 def emulator() -> Iterator[Emulated]:
-    """Emulated CUDA, where a test says."""
+    """Emulated CUDA, which a test puts under the package itself."""
     calls = Emulated()
     yield calls
     calls.set(**SETTINGS)

@@ -1,4 +1,4 @@
-"""The emulator's own tests: planted faults are caught, and right kernels pass in silence."""
+"""The emulator's own tests: planted faults are found, and correct kernels pass silently."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from tests.emulator import emulated
 
-# Which build catches a fault, and with what words. A fault that shows in the plain build as well
-# (as poison in the results, say) is named where it is caught for certain, whatever the order.
+# The build that finds each fault, and its message. A fault that may show in the plain build as well
+# (as poison in the results, say) is listed for the build that finds it in any order.
 CAUGHT_BY = {
     "read_after_write": ("thread", "data race"),
     "write_after_read": ("thread", "data race"),
@@ -43,7 +43,7 @@ CAUGHT_BY = {
     "beside_a_tensor": ("plain", "wrote beside a tensor of 256 bytes"),
     "read_beside_a_tensor": ("plain", "a load of 4 bytes beside a tensor"),
 }
-# What the four numbers of a kernel or of a place in it are told to be, taken and least.
+# The four numbers that must be reported for a kernel or for a line in it: measured and minimal.
 COUNTED = {
     "without_a_swizzle": "\t16\t4\t",
     "strided_loads": "\t16\t8\t16\t8\n",

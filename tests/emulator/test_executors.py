@@ -1,4 +1,4 @@
-"""The executors' own tests: what goes wrong in the tests' library is said, not lived with."""
+"""The executors' own tests: errors in the tests' library are reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_what_runs_elsewhere_is_the_cpus_again(emulator):
 
 
 def test_bytes_between_the_members_of_a_struct_are_zero(cuda, tmp_path):
-    """What lay there before looked like an address at times, and was moved as one."""
+    """Old bytes there could look like an address, and were relocated as one."""
     sizes = [1237 + i for i in range(20)]
     _library().emulated_keep(str(tmp_path).encode())
     torch.ops.onepass.gradient_norm([torch.randn(n) for n in sizes], 2.0)
@@ -49,7 +49,7 @@ def test_a_call_that_comes_to_something_else_is_told(cuda, tmp_path):
     result = emulated.run(program, file)
     assert result.returncode == 0 and not result.stderr, result.stderr
     kept = bytearray(file.read_bytes())
-    kept[kept.rfind(y.numpy().tobytes()) + 17] ^= 1  # of what lay there after the call
+    kept[kept.rfind(y.numpy().tobytes()) + 17] ^= 1  # a byte of the result
     file.write_bytes(kept)
     result = emulated.run(program, file)
     assert result.returncode == 3 and "comes to something else" in result.stderr

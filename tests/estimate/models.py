@@ -1,5 +1,4 @@
-"""Models of the kinds that people train, each tiny or at its real size, with a batch that has a
-loss."""
+"""Models of common kinds, each tiny or at its real size, with a batch that gives a loss."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def bert(tiny: bool):
 
 
 def vit(tiny: bool):
-    # The scratch of its convolution is seen in a smaller model.
+    # In a smaller model the scratch memory of its convolution would matter.
     transformers = _transformers()
     sizes = {
         "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,

@@ -1,4 +1,4 @@
-"""`onepass estimate` as a command: tables, JSON, picture, flags, bad input; what fits."""
+"""`onepass estimate` as a command: tables, JSON, picture, flags, bad input, the largest batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onepass.compare.errors import BadInput
 from onepass.estimate import command, configs, report
 from onepass.estimate.survey import largest
 
-pytestmark = pytest.mark.xdist_group("estimate")  # most look at one run
+pytestmark = pytest.mark.xdist_group("estimate")  # most tests read one run
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -35,7 +35,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory):
-    """(what is printed at 80 columns, the JSON, the picture's file)"""
+    """(output at 80 columns, the JSON, the picture's file)"""
     folder = tmp_path_factory.mktemp("estimate")
     flags = ["--memory", "64MB", "--json", "e.json", "--plot", "e.svg"]
     done = subprocess.run(
@@ -173,7 +173,7 @@ def test_sizes(text, expected):
 
 
 def bent(rows: int) -> int:
-    """Three phases: the step of the optimizer, which knows no rows, and two that grow."""
+    """Three phases: the optimizer's step, which does not depend on rows, and two that grow."""
     return max(1100, 1000 + 10 * rows, 30 * rows)
 
 

@@ -1,4 +1,4 @@
-"""`onepass.estimate`: against what a real step takes from the allocator, and piece by piece."""
+"""`onepass.estimate`: against the allocator in a real step, and piece by piece."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODES = {
 
 
 def measured(make, optimizer_state, *, swap=False, dtype=None, autocast=False, checkpointing=False):
-    """The peak of a real second step: the allocator's, and what is there before."""
+    """The peak of a real second step: the allocator's, and the memory in use before it."""
     torch.manual_seed(0)
     model, batch = make()
     model.train()
@@ -301,7 +301,7 @@ def test_states_are_those_that_each_optimizer_makes(dtype):
         assert state <= kept <= state + 4096, f"{name}: {state:,} of {kept:,}"
         temporary = found.updates[name].temporary
         taken = allocations.peak(optimizer.step)
-        # Batched products of parts of matrices take copies of their own, which nobody sees.
+        # Batched products of parts of matrices make internal copies, which estimate does not see.
         more = temporary // 4 if "Muon" in name else 4096
         assert temporary <= taken <= temporary + more, f"{name}: {temporary:,} of {taken:,}"
         assert temporary > 0 or "Muon" not in name

@@ -1,4 +1,4 @@
-"""examples/generate.py: both ways write the same text, and a difference does not go unseen."""
+"""examples/generate.py: stock and onepass write the same text, and a difference is noticed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generate():
 
 
 def texts(output: str) -> list[list[str]]:
-    """What stock wrote after each prompt, and what onepass wrote."""
+    """The texts that stock and onepass wrote after each prompt."""
     return [
         [ast.literal_eval(text) for text in re.findall(rf"^{name} +(['\"].*)$", output, re.M)]
         for name in ("stock", "onepass")
@@ -75,7 +75,7 @@ def test_different_texts_fail(generate, capsys, monkeypatch):
 
 
 def test_bfloat16(generate, capsys, monkeypatch):
-    """Logits are compared, not bytes, which rounding may choose."""
+    """Logits are compared, not bytes: rounding may change a byte."""
     flags = ["--quick", "--dtype", "bfloat16", "--seconds", "0.2"]
     assert generate.main(flags) == 0
     output = capsys.readouterr().out

@@ -1,5 +1,4 @@
-"""The notebooks, every cell of them, with sizes that take a second; `make test-slow` runs them as
-they stand."""
+"""All cells of the notebooks, at sizes that take a second; `make test-slow` runs them unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-# By notebook: what a cell says, and what it says here.
+# By notebook: text of a cell, and its replacement in this test.
 SMALLER = {
     "01_norms_swap_and_compare": {
         "hidden_size=512, intermediate_size=1024, num_hidden_layers=4": (

@@ -1,4 +1,4 @@
-"""examples/train_distributed.py: on any number of processes, in any way, it is the same run."""
+"""examples/train_distributed.py: the same run on any number of processes, with any --parallel."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_another_runs_checkpoint_is_refused(capsys, tmp_path):
 
 
 def body_of_averages():
-    """Each process's gradients are its rank; parameters without a gradient have none."""
+    """The gradients of each process equal its rank; some parameters have no gradient."""
     module, rank = example(), torch.distributed.get_rank()
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     for number, parameter in enumerate(model.parameters()):

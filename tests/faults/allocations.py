@@ -27,8 +27,8 @@ MOST = 3000  # allocations of a case
 
 @dataclass(frozen=True)
 class Case:
-    """`make()` is what `run` works on, `state(made)` {what: bytes} of all that a failure of `run`
-    may not change, and that two runs agree in."""
+    """`run` works on `make()`. `state(made)` is {name: bytes} of everything that a failure of `run`
+    may not change, and in which two runs must agree."""
 
     make: Callable[[], object]
     run: Callable[[object], object]
@@ -110,7 +110,7 @@ def fusing(name: str) -> Case:
 
 
 class ForeignNorm(nn.Module):
-    """swap computes with it to see what it is."""
+    """A norm that swap probes."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -160,7 +160,7 @@ def attach(module: nn.Module) -> None:
     transformers.attach(module)
 
 
-# Raise by themselves; returns its table after the step, which may fail by itself.
+# These raise their own errors, or return a table after the step, which may fail separately.
 LEFT_OUT = ("ops.attention_forward scaled", "ops.attention_forward_check scaled")
 LEFT_OUT += ("ops.optimizer_step",)
 CASES: dict[str, Callable[[], Case]] = {}
@@ -171,7 +171,7 @@ for _name, _call in CALLS.items():
         if _call.differentiable:
             CASES[f"{_name} backward"] = lambda call=_call: of_call(call, True)
 for _name in FLAGS:
-    if _name == "Muon":  # torch's products end the process where they get no memory
+    if _name == "Muon":  # torch's products abort the process without memory
         continue
     for _mode in MODES:
         if _name == "SGD" and MODES[_mode].get("state_dtype") == "int8":
@@ -201,7 +201,7 @@ class Allocations:
             raise RuntimeError("none of onepass's libraries is loaded")
 
     def run(self, function: Callable, argument, at: int):
-        """(what it returned, the exception, how many allocations, whether one failed)."""
+        """(result, exception, number of allocations, whether one failed)."""
         failed, result, raised = ctypes.c_long(0), None, None
         self._library.failing_allocations_begin(at)
         try:
@@ -227,7 +227,7 @@ def judge(name: str) -> dict:
     torch.set_num_threads(1)
     allocations, case, complaints = Allocations(), CASES[name](), []
     made = case.make()
-    case.run(made)  # what is made once per process
+    case.run(made)  # makes the objects that exist once per process
     made = case.make()
     result, error, count, _ = allocations.run(case.run, made, 0)
     if error is not None:
@@ -260,8 +260,8 @@ TORCHS = re.compile(r"DefaultCPUAllocator: can't allocate memory: you tried to a
 
 
 def is_told(error: Exception) -> bool:
-    """The operator and the bytes; of torch's own tensors the bytes; of a list of ours the operator
-    alone, as std::bad_alloc knows no bytes."""
+    """Whether an error names the operator and the bytes; for torch's own tensors the bytes; for our
+    lists the operator alone, as std::bad_alloc knows no bytes."""
     text = str(error)
     if isinstance(error, MemoryError):
         return bool(OUR_LISTS.match(text))

@@ -1,4 +1,4 @@
-"""Inputs inside larger buffers, whose borders nobody may write."""
+"""Inputs inside larger buffers, whose borders must not be written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BORDER = 64  # elements on each side
 
 
 class Border:
-    """Tensors carved from larger buffers, what lies around them, and what is in them."""
+    """Tensors carved from larger buffers, with copies of the borders and of the values."""
 
     def __init__(self, rng: Random):
         self.rng = rng

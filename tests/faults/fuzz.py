@@ -2,8 +2,8 @@
 
 A right call has to agree with the definition in float64 by the rule of onepass.numerics, read its
 inputs from inside larger buffers and leave their borders, and the inputs, as they were. A wrong one
-(an argument of another shape, dtype, class or value) has to give a result or raise an error, in
-time, and may not change what it was given either.
+(an argument of another shape, dtype, class or value) must give a result or raise an error, in time,
+and may not change its arguments either.
 
     python -m tests.faults.fuzz --seed 0 --cases 2000
     python -m tests.faults.fuzz --seed 0 --only 17      # one of them, in this process
@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 
 import torch
-import torch._dynamo  # optimizers need it: imported here, it is not by each child
+import torch._dynamo  # optimizers need it: imported here once, not in each child
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,7 +58,7 @@ DTYPES = (F32, torch.bfloat16, torch.float16, F64)
 
 
 def check_draws(make: Callable[[int], object], check: Callable, few: int, many: int) -> None:
-    """Checks cases together, of the draws 0, 1, ...: what is wrong stays wrong in more of them."""
+    """Checks cases of the draws 0, 1, ... together: real errors remain with more draws."""
     cases = [make(draw) for draw in range(few)]
     try:
         check(*cases)
@@ -294,7 +294,7 @@ def attention(rng: Random) -> None:
         kv_heads=kv_heads,
         seq_q=rng.randint(16, 70),
         seq_k=rng.randint(16, 70),
-        # A row of one key says little: its gradients are what rounding leaves.
+        # A row of one key has little meaning: its gradients are rounding errors.
         window_left=rng.choice((-1, -1, 5, 9, 40)),
         window_right=rng.choice((-1, 0, 0, 7)),
         bottom_right=rng.random() < 0.5,
@@ -397,7 +397,7 @@ def optimizer(rng: Random) -> None:
 
 NUMBERS = (-(2**63), -(2**31), -2, -1, 0, 1, 3, 1000, 2**31, 2**40, 2**62, 2**63 - 1)
 FLOATS = (0.0, 1.0, -1.0, 1e300, -1e300, 1e-300, float("inf"), -float("inf"), float("nan"))
-# What a call may raise that was given what it does not take.
+# Errors that a call with wrong arguments may raise.
 OTHERS = (RuntimeError, TypeError, ValueError, IndexError, MemoryError, OverflowError)
 
 
@@ -433,7 +433,7 @@ class OtherNumbers(TorchDispatchMode):
 
 
 def altered(rng: Random, tensor: Tensor, written: bool) -> object:
-    """A tensor that an operator may not expect, of any class that has memory."""
+    """An unexpected tensor, of any class that has memory."""
     how = rng.randrange(6)
     if how == 0:
         classes = [c for c in CLASSES if c.kind == REAL and (c.written or not written)]
@@ -506,7 +506,7 @@ def kind_of(rng: Random) -> str:
 
 
 def run(seed: int, index: int) -> None:
-    """Raises what is wrong with a case."""
+    """Raises if a case goes wrong."""
     rng = Random(f"{seed}/{index}")
     torch.default_generator.manual_seed(rng.randrange(2**31))
     KINDS[kind_of(rng)](rng)
@@ -532,7 +532,7 @@ def prepare() -> None:
 
 
 def fuzz(seed: int, first: int, last: int) -> dict[int, str]:
-    """{case: what is wrong} of the cases [first, last); each runs in a forked child."""
+    """{case: error} for the cases [first, last); each runs in a forked child."""
     found = {}
     for begin in range(first, last, CHUNK):
         numbers = [str(n) for n in range(begin, min(last, begin + CHUNK))]

@@ -1,4 +1,4 @@
-"""Every kind of tensor that a caller may hand over, made from a plain one."""
+"""Every kind of tensor that a caller may pass, made from a plain one."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ REAL = "real"  # has memory, and values that a plain tensor may have
 BROKEN = "broken"  # has to be refused
 FOREIGN = "foreign"  # belongs to another part of torch, which computes or refuses
 FAKE = "fake"  # under a mode without values, all tensors of the call: results have the right shapes
-MAPPED = "mapped"  # what torch.func.vmap hands to the function it maps
-DIFFERENTIATED = "differentiated"  # what torch.func.grad and vjp hand to the function
+MAPPED = "mapped"  # as torch.func.vmap passes to the function it maps
+DIFFERENTIATED = "differentiated"  # as torch.func.grad and vjp pass to the function
 
 
 @dataclass(frozen=True)
 class InputClass:
     """`make(plain)` is a tensor of the class, or None where no such tensor exists of plain's
     shape and dtype. Of a real one `plain_of` gives an ordinary copy. Of a fake one it is the real
-    tensor, of a mapped one the samples in a stack, of a differentiated one what is wrapped."""
+    tensor, of a mapped one the samples in a stack, of a differentiated one the wrapped tensor."""
 
     name: str
     kind: str
     make: Callable[[Tensor], object]
     written: bool = True  # whether an operator may be asked to write into one
-    accepted: bool = False  # whether a tensor that is only read has to be taken
+    accepted: bool = False  # whether operators must take it where they only read it
 
 
 class Plain(Tensor):

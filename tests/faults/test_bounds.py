@@ -1,6 +1,6 @@
 """Lengths, windows and offsets near the ends of int64: an answer, or an error that names them.
 
-Never a wait without end, and never other numbers.
+Never an endless wait, and never wrong numbers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_the_public_function(causal):
 
 @pytest.mark.parametrize("rows", [1, 6])
 def test_a_bias_is_as_large_as_its_bounds_and_so_is_its_gradient(rows):
-    """What lies beyond the longest sequence is written as well."""
+    """Elements beyond the longest sequence are written as well."""
     call = packed() | dict(bias=torch.randn(1, 4, rows, 7), max_q=6, max_k=7)
     output, lse, rest = OPS.attention_forward(**call)
     grads = dict(output=output, lse=lse, lse_rest=rest, grad_mask=15)
@@ -148,7 +148,7 @@ def test_values_of_lengths_and_pages():
 
 
 def test_sizes_whose_product_overflows():
-    """Of expanded tensors no memory says how large they may be."""
+    """Expanded tensors have sizes that no memory limits."""
     pages = torch.randn(1, 1, 1, 8).expand(1, 2**40, 1, 8)
     table = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**40)
     query = torch.randn(1, 1, 1, 8)
@@ -162,7 +162,7 @@ def test_sizes_whose_product_overflows():
 
 
 def test_no_memory():
-    """Said by the operator, with the bytes, in the words that torch has and others look for."""
+    """The operator's error has the bytes, in torch's words, which other code looks for."""
     wide = torch.randn(1, 8).expand(2**50, 8)
     heads = wide[None, None]
     few = heads[..., :2, :]

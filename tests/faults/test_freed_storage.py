@@ -370,7 +370,7 @@ def refuse(make: Callable, place: str, bytes_left: Callable[[int], int]) -> None
 @pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__name__)
 def test_each_argument_must_have_memory(make):
     call, arguments = make()
-    call(**arguments)  # right as it stands
+    call(**arguments)  # right unchanged
     for place in tensors_of(arguments):
         refuse(make, place, lambda _: 0)
         refuse(make, place, lambda held: held - 1)
@@ -389,7 +389,7 @@ def test_every_tensor_argument_of_every_operator_is_tried():
         if name == schema.name or name.endswith(("_check", "_release")):
             continue
         if not torch._C._dispatch_has_kernel_for_dispatch_key(schema.name, "CPU"):
-            continue  # made of the others
+            continue  # made from the other cases
         wanted = {a.name for a in schema.arguments if "Tensor" in str(a.type)}
         wanted -= {"block_table"} if name == "attention_backward" else {"device_hyper"}
         assert wanted <= by_name[name], name
@@ -434,7 +434,7 @@ def test_steps_must_be_numbers_of_steps(step):
 
 
 def test_a_failed_step_does_not_forget_that_parameters_moved():
-    """Two that have come to share memory are found by the next step."""
+    """The next step notices two parameters that now share memory."""
     _, arguments = optimizer_step()
     kept = table_of()
     kept["states"] = kept["states"][:3]

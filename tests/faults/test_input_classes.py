@@ -28,7 +28,7 @@ from tests.support import isolated
 from tests.support.calls import CALLS, Call
 
 OURS = re.compile(r"^[\w. ]+: .+ must .+", re.DOTALL)
-# What torch says before an operator sees a tensor.
+# Messages of torch, before an operator sees a tensor.
 TORCHS = re.compile(
     r"Expected a value of type '.*' for argument '\w+' but instead found type"
     "|fallback doesn't currently support mutable TensorLists"
@@ -36,10 +36,10 @@ TORCHS = re.compile(
     "|is not an instance of torch.Tensor"
     "|only supports 2D parameters"
 )
-# Of fakes: what only values tell, and operators that need values.
+# Fakes: errors that depend on values, and operators that need values.
 OF_VALUES = re.compile("cu_seq_. must end with the number of rows")
 NO_VALUES = re.compile("^[A-Za-z_]+: params must have values, got fake tensors")
-# What nobody should read who has made a mistake, or none.
+# Messages that no user should see.
 INTERNAL = re.compile("internal (assert|error)|torch_call_dispatcher|file an issue", re.IGNORECASE)
 
 
@@ -52,7 +52,7 @@ def attempt(run: Callable, tensors: dict) -> tuple[list[Tensor] | None, Exceptio
 
 
 def memory_of(tensor) -> bytes | None:
-    """What lies in the memory of a tensor."""
+    """The memory of a tensor, as bytes."""
     inner = getattr(tensor, "held", getattr(tensor, "_local_tensor", tensor))
     if not isinstance(inner, Tensor) or inner.layout is not torch.strided or inner.is_meta:
         return None
@@ -76,7 +76,7 @@ def same(one: Tensor, other: Tensor, exact: bool) -> bool:
 
 
 def is_refusal(call: Call, cls: InputClass, error: Exception) -> bool:
-    """In our words; or in torch's, where it is torch that sees the tensor first."""
+    """In our words, or in torch's if torch sees the tensor first."""
     text = str(error)
     if call.composed:
         return True
@@ -98,7 +98,7 @@ def error_of_torch(call: Call, argument: str, cls: InputClass) -> Exception | No
 
 
 def judge(call: Call, argument: str, cls: InputClass) -> str | None:
-    """What is wrong with the call, if anything is."""
+    """The error of the call, or None."""
     if cls.kind == FAKE:
         return judge_fake(call, argument, cls)
     if cls.kind in (MAPPED, DIFFERENTIATED):
@@ -109,7 +109,7 @@ def judge(call: Call, argument: str, cls: InputClass) -> str | None:
     if (special is None) != of_none or (of_none and argument in call.optional):
         return None
     if cls.name == "freed" and call.composed:
-        return None  # some of torch's own products end the process
+        return None  # some of torch's own products abort the process
     written = argument in call.written
     if written and not cls.written:
         return None
@@ -239,7 +239,7 @@ def by_autograd(call: Call, run: Callable, tensors: dict, argument: str) -> list
     return [*results, *torch.autograd.grad(differentiated, leaf, upstream)]
 
 
-# Made for tracing and export, which reach them through the public functions.
+# Operators for tracing and export, which are reached through the public functions.
 TRACED = {
     "norm",
     "modulated_norm",
@@ -268,7 +268,7 @@ KINDS = {cls.name: cls for cls in CLASSES}
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """What the forked children would import each by itself."""
+    """Imports that each forked child would otherwise repeat."""
     single_process()
     for name in ("wrapper subclass", "DTensor", "nested", "nested jagged"):
         judge(CALLS["functional.layer_norm"], "input", KINDS[name])
@@ -277,8 +277,8 @@ def imported():
 
 
 def cases() -> list:
-    """Slow ones: modules, whose parameters are many and mostly torch's own to take, and variants
-    of calls that are tried in any case."""
+    """Slow cases are modules, whose many parameters mostly go to torch's code, and variants of
+    calls that are tested anyway."""
     found, seen = [], set()
     for call in CALLS.values():
         kind = call.name.split()[0].removesuffix("_check")
@@ -306,8 +306,8 @@ def test_the_call_is_right_with_ordinary_tensors(call):
 
 
 def required_tensors(schema) -> list[str]:
-    """Those for which torch hands None over as a tensor that is not defined. Where there is one
-    alone, torch finds no operator without it; in a list it refuses None itself."""
+    """Tensors for which torch passes None as an undefined tensor. If a call has one tensor alone,
+    torch finds no operator without it; in a list it refuses None itself."""
     names = [argument.name for argument in schema.arguments if str(argument.type) == "Tensor"]
     return names if len([a for a in schema.arguments if "Tensor" in str(a.type)]) > 1 else []
 
@@ -337,14 +337,14 @@ def test_every_tensor_argument_of_a_raw_operator_is_tried():
         tried = {
             a for call in CALLS.values() if call.name.split()[0] == name for a in call.tensors()
         }
-        if name.startswith("ops.attention_backward"):  # which it refuses, whatever it is
+        if name.startswith("ops.attention_backward"):  # refused in any case
             wanted -= {"block_table"}
         wanted -= {"device_hyper"}  # CUDA's
         assert wanted <= tried, (name, wanted - tried)
 
 
 def test_a_step_of_tensors_on_meta_alone_is_refused():
-    """The fake would do nothing, and nobody would know that no step was made."""
+    """The fake would do nothing, and the missing step would go unnoticed."""
     on_meta, hyper = torch.empty(4, device="meta"), torch.empty(1, 11, device="meta")
     layout = torch.zeros(1, 18, dtype=torch.int64, device="meta")
     for run in (

@@ -1,4 +1,4 @@
-"""Ctrl-C at any bytecode of an optimizer's calls: each was made, or it was not."""
+"""Ctrl-C at any bytecode of an optimizer's calls: each call is done completely or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOLDERS = (
     os.path.join(os.path.dirname(torch.__file__), "_ops.py"),
     os.path.join(os.path.dirname(torch.__file__), "optim", "optimizer.py"),
 )
-MOST = 60  # bytecodes at which a call is interrupted: all, where there are not more
+MOST = 60  # bytecodes at which a call is interrupted: all, if there are no more
 
 
 def plain(name):
@@ -65,7 +65,7 @@ def stepped(kind, name, taken):
 
 
 def check(make, call, again, most=MOST, seed=0):
-    """After each interrupt everything is as before, or as after the call; then `again` goes on."""
+    """After each interrupt the state is that before or after the call; then `again` continues."""
     before, after = make(), make()
     call(after)
     states = [everything(one, False) for one in (before, after)]
@@ -118,7 +118,7 @@ def test_step_of_muon(options, taken):
 
 
 def test_step_of_muon_with_adamw():
-    """Both halves are made, or neither."""
+    """Both halves are done, or neither."""
 
     def make():
         params = [torch.nn.Parameter(torch.ones(4, 5, dtype=BF16) * k) for k in (1, 2)]
@@ -161,7 +161,7 @@ def test_a_step_that_is_not_made(what, name):
 
 @names
 def test_a_step_after_a_change_from_outside(name):
-    """The masters that a step makes anew are no half of it: those who go on see the same run."""
+    """Reseeded masters are not half a step: the continued run is the same."""
 
     def make():
         optimizer = stepped("limited", name, 2)
@@ -230,8 +230,8 @@ def go_on(optimizer):
 
 @torch_names
 def test_fuse(name):
-    """The old optimizer is as it was, and so is its scheduler. At the very return, which is as an
-    interrupt that arrives after it, the same call again returns the new one."""
+    """The old optimizer is unchanged, and so is its scheduler. After an interrupt at the return,
+    the same call returns the new optimizer."""
     options = {"master": "stochastic", "max_grad_norm": 1.0}
 
     def make():

@@ -43,7 +43,7 @@ def refused(optimizer, call, error, match=None):
 
 
 def check_next_steps(optimizer, name):
-    """They are those of an optimizer to which nothing was done."""
+    """They equal those of an optimizer that was left alone."""
     twin = trained(name)
     assert_same(snapshot(steps(optimizer, 2, first=3)), snapshot(steps(twin, 2, first=3)))
 
@@ -209,7 +209,7 @@ def test_a_hook_that_raises_in_a_load(when, first, name):
 @names
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_a_hook_that_raises_in_a_step(when, name):
-    """Before the step: nothing has happened. After it: the step was made, all of it."""
+    """A hook before the step: nothing has changed. A hook after it: the whole step was made."""
     optimizer, twin = trained(name), trained(name)
     getattr(optimizer, f"register_step_{when}_hook")(stop)
     with pytest.raises(Stop, match="a hook"):
@@ -272,7 +272,7 @@ def test_setstate_alone_is_checked_too(name):
 
 @names
 def test_a_copy_of_a_broken_state_leaves_the_first_alone(name):
-    """An entry that somebody broke: the copy is refused, what it was made of stays."""
+    """A broken entry: the copy is refused, and the original is unchanged."""
     optimizer = trained(name)
     entry = optimizer.state[members(optimizer)[1]]
     good, entry[first_moment(name)] = entry[first_moment(name)], "abc"
@@ -285,7 +285,7 @@ def test_a_copy_of_a_broken_state_leaves_the_first_alone(name):
     assert FLAGS[name]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-# ---- gradients that torch hands out or takes away ------------------------------------------------
+# ---- gradients that torch makes or frees ---------------------------------------------------------
 
 
 @names
@@ -316,7 +316,7 @@ def freed(shape, transposed=False):
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_freed_gradients(limit, transposed, name):
-    """Refused, where torch's own operators would read memory that is not there."""
+    """Refused; torch's own operators would read freed memory."""
     optimizer = steps(made(name, [(4, 5), (3,)], max_grad_norm=limit), 1)
     twin = steps(made(name, [(4, 5), (3,)], max_grad_norm=limit), 1)
     good = [p.grad for p in members(optimizer)]

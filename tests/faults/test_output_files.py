@@ -115,7 +115,7 @@ def test_a_disk_that_fills_up_is_no_success(name, monkeypatch, tmp_path, capsys,
     (tmp_path / path).write_text("good")
     assert cli.main(WORDS[name]) == 1
     output, errors = capsys.readouterr()
-    assert "table" in output  # what was measured is not lost
+    assert "table" in output  # the measurement is not lost
     assert errors.startswith(f"{command}: {flag} could not be written: ") and path in errors
     assert (tmp_path / path).read_text() == "good" and len(list(tmp_path.iterdir())) == 1
 

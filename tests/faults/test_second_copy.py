@@ -1,4 +1,4 @@
-"""A package that is imported twice in one process: from one place it works, from two it says so."""
+"""A package imported twice in one process: from one place it works, from two it raises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AGAIN = {
     "reloaded": "importlib.reload(onepass)",
     "popped": "sys.modules.pop('onepass')",
 }
-# Runs programs in children of a process that has imported torch; what each says is in its file.
+# Runs programs in children of a process that has imported torch; each writes its output to a file.
 PROGRAMS = f"""{FIND_BY_PATH}
 import importlib, json, os, torch, traceback
 for name, program in json.loads(sys.argv[1]).items():
@@ -60,7 +60,7 @@ def copies(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def said(copies, tmp_path_factory) -> dict[str, str]:
-    """What each program said."""
+    """The output of each program."""
     one, other = map(str, copies)
     first, second = f"sys.path.insert(0, {one!r})", f"sys.path.insert(0, {other!r})"
     by_hand = f"torch.ops.load_library({one + '/onepass/_lib/libonepass_cpu.so'!r})"

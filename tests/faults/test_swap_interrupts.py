@@ -1,8 +1,8 @@
 """A swap that is cut short, by Ctrl-C at any bytecode or by an error at the n-th module, leaves the
 model as it was. So do unswap, the context manager, attach and detach.
 
-The last bytecode, the return of the outermost call, comes after the deed: no signal is delivered
-there, though the injection can.
+The last bytecode, the return of the outermost call, comes after the change: no signal is delivered
+there, though the injection can do it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ByName(transformers.PreTrainedModel):
 
 
 def model() -> nn.Module:
-    """Every way in which a module is swapped, but for norms that need the probe."""
+    """Every way in which a module is swapped, except norms that need the probe."""
     torch.manual_seed(0)
     parts = {
         "norm": nn.LayerNorm(4),
@@ -77,7 +77,7 @@ def model() -> nn.Module:
 
 
 def state(whole: nn.Module) -> list:
-    """Everything that a swap may touch, per module; what is not plain data by identity."""
+    """Everything that a swap may touch, per module; objects other than plain data by identity."""
     found = []
     for name, module in whole.named_modules():
         own = getattr(module, "config", None)
@@ -130,7 +130,7 @@ def interrupts_while_edits_are_made(
     made = []
     make_edit = changes.Edit.make
     monkeypatch.setattr(changes.Edit, "make", lambda edit: (made.append(edit), make_edit(edit)))
-    call(make())  # imports and registers what it needs
+    call(make())  # imports and registers everything first
     whole = make()
     _, last = injection.run_interrupted(lambda: call(whole), None)
     points = list(range(max(last - END, 1) + seed, last, STRIDE))

@@ -72,7 +72,7 @@ def make(
 
 
 def results(function, case: Case, *, double: bool = False) -> dict[str, Tensor]:
-    """{"output", "dgate" and, of two factors, "dup"}."""
+    """{"output", "dgate" and, with two factors, "dup"}."""
     leaves = [t.double() if double else t.detach() for t in case.factors]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     output = function(*leaves)

@@ -40,8 +40,8 @@ def torchs_quick_gelu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 @activations
 @dtypes
 def test_not_finite_elements(dtype, activation):
-    """What is not finite stands where it stands in torch's in float64, whichever tensor it comes
-    from. (In float32 torch's gelu, which is oneDNN's, makes NaN of Inf.)"""
+    """Results are not finite exactly where torch's are in float64, whichever tensor causes it.
+    (In float32 torch's gelu, which is oneDNN's, makes NaN of Inf.)"""
     gates, ups, doutputs = torch.meshgrid(
         *[torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1.5, -1.5])] * 3, indexing="ij"
     )
@@ -57,7 +57,7 @@ def test_not_finite_elements(dtype, activation):
 @activations
 @dtypes
 def test_gates_of_every_size(dtype, activation):
-    """From those that float32's exp has no room for to those that leave nothing."""
+    """From gates that overflow float32's exp to gates whose activation is 0."""
     sizes = torch.cat([torch.linspace(0, 100, 801), torch.logspace(-8, 4, 97)])
     gate = torch.cat([sizes, -sizes]).to(dtype)
     check(Case([gate, torch.ones_like(gate)], torch.ones_like(gate), activation))
@@ -66,12 +66,12 @@ def test_gates_of_every_size(dtype, activation):
 @everywhere
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid"])
 def test_digits_of_large_negative_gates(activation):
-    """Near its tail an activation keeps its relative precision, which a bound by the largest
-    value does not see."""
+    """In its tail an activation keeps its relative precision, which a bound by the largest value
+    does not test."""
     gate = -torch.linspace(0.5, 9.0, 200)
     case = Case([gate, torch.ones(200)], torch.ones(200), activation)
     found, x = results(case.ours, case)["output"].double(), gate.double()
-    exact = {  # torch's own of the second and third cancel, in float64 too
+    exact = {  # torch's second and third cancel, in float64 too
         "silu": x * x.sigmoid(),
         "gelu": x * torch.special.erfc(-x / math.sqrt(2)) / 2,
         "gelu_tanh": x * (math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)).sigmoid(),

@@ -35,7 +35,7 @@ def test_strides(which, layout, form, dtype):
 @dtypes
 @pytest.mark.parametrize("cols", [64, 37])
 def test_views_of_one_projection(cols, dtype):
-    """As they lie: gate and up side by side, and gradients that are as dense as outputs."""
+    """Gate and up side by side are read in place; gradients are as dense as outputs."""
     case = make((3, 7), cols, dtype)
     expected = results(case.ours, case)
     case.factors = list(torch.cat(case.factors, -1).split(cols, -1))
@@ -47,7 +47,7 @@ def test_views_of_one_projection(cols, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", [0, 1])
 def test_views_are_not_copied(which, layout):
-    """But for those whose columns are not dense: nothing is allocated beside the output."""
+    """Except views whose columns are not dense: nothing but the output is allocated."""
     case = make((24, 3), 32)
     case.factors[which] = strided(case.factors[which], layout)
     is_copied = case.factors[which].stride(-1) != 1
@@ -87,7 +87,7 @@ def test_expanded_tensors(dtype):
 @forms
 @pytest.mark.parametrize("rows, cols", [(1, 1), (5, 1), (2, 7), (7, 15), (3, 17), (1, 2049)])
 def test_odd_sizes(executor, rows, cols, form, dtype):
-    """Single elements say little: the fewer there are, the more draws."""
+    """Few elements need more draws."""
     draws = 1 + 40 * executor.draws // (rows * cols)
     check(*(make(rows, cols, dtype, form=form, seed=seed) for seed in range(draws)))
 

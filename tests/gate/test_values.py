@@ -49,7 +49,7 @@ def test_mixed_dtypes_promote_as_torchs(dtype, up, doutput):
     assert case.doutput.dtype is F32
     if doutput is None:
         return check(case)
-    # An upstream gradient of another dtype, which autograd never hands over.
+    # An upstream gradient of another dtype, which autograd never passes.
     gate, up = case.factors
     doutput = case.doutput.to(doutput)
     found = torch.ops.onepass.gate_backward(doutput, gate, up, 3, False, 3)
@@ -81,7 +81,7 @@ def test_a_backward_for_one_factor(dtype):
 
 @activations
 def test_halves_are_the_two_factors(activation):
-    """The same bits, and one gradient of both."""
+    """Halves of one tensor give the same bits as two factors, and one gradient for both."""
     two = make(7, 96, BF16, activation)
     expected = results(two.ours, two)
     for order in (1, -1):

@@ -21,7 +21,7 @@ SOURCES = ("group_norm/forward.cu", "group_norm/backward.cu")
 
 
 def cut(shape, last: bool) -> tuple[int, int, int]:
-    """(parts, threads of a row, turns), as the kernels cut it."""
+    """(parts, threads of a row, turns), as the kernels divide the work."""
     channels, pixels = shape[1], shape[2] * shape[3]
     last = last or pixels == 1
     parts = min(max(pixels // (32 if last else 1024), 1), 64)
@@ -38,10 +38,10 @@ def cut(shape, last: bool) -> tuple[int, int, int]:
 def moved(shape, groups: int, dtype, last: bool) -> tuple[int, int, int, int]:
     """Bytes: read and written by the forward, then by the backward.
 
-    Forward: input twice, output, two sums of each channel's part there and back, statistics; and
-    what a channel needs, by every warp of a row, or by every thread that has the channel. Backward:
-    doutput and input twice, dinput, the sums there and twice back, once more with the weight; two
-    means of a group beside what a channel needs.
+    Forward: input twice, output, two sums of each channel's part written and read, statistics;
+    and the numbers of a channel, by every warp of a row, or by every thread that has the channel.
+    Backward: doutput and input twice, dinput, the sums written once and read twice, once with the
+    weight; two means of a group beside the numbers of a channel.
     """
     batch, channels = shape[:2]
     size, wide = dtype.itemsize, 8 if dtype is F64 else 4

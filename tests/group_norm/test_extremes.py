@@ -89,7 +89,7 @@ def test_channels_of_a_group_far_from_one_another(last):
 @everywhere
 @orders
 def test_an_outlier_at_the_beginning(last):
-    """Where sums are taken around the first elements."""
+    """An outlier among the first elements, around which sums are taken."""
     case = make((2, 4, 17, 64), 2, last=last)
     case.input[:, :, 0, 0] = 1e4
     check(case)
@@ -134,7 +134,7 @@ def test_constant_groups(dtype, last):
 @pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
 @pytest.mark.parametrize("bias", [-1e3, -100.0, -95.0, -88.5, -80.0, -20.0, 20.0, 90.0, 1e3])
 def test_silu_of_every_size(bias, dtype, last):
-    """From numbers whose exponential is infinite to those that leave nothing.
+    """From numbers whose exponential is infinite to numbers whose silu is 0.
 
     The relative error of exp(x) is |x| times that of x: 95 * 6e-8 at -95 in float32.
     """

@@ -24,7 +24,7 @@ from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa
 
-# Views of the same values that are no order of channels.
+# Views of the same values in other layouts than channels first and last.
 COPIED = {
     "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
     "every other column": lambda t: t.repeat_interleave(2, -1)[..., ::2],
@@ -134,7 +134,7 @@ def test_expanded_gradients(dim, dtype):
     ids=str,
 )
 def test_odd_sizes(executor, shape, groups, last, dtype):
-    """Few elements say little: the fewer there are, the more draws."""
+    """Few elements need more draws."""
     draws = 1 + 100 * executor.draws // (shape[0] * shape[1] * shape[2] * shape[3])
     check(*(make(shape, groups, dtype, last=last, seed=seed) for seed in range(draws)))
 
@@ -142,7 +142,7 @@ def test_odd_sizes(executor, shape, groups, last, dtype):
 @everywhere
 @dtypes
 def test_groups_of_one_element(dtype):
-    """torch refuses one sample of them: nothing is left of the input but the bias."""
+    """torch refuses a single sample of them: the output depends on the bias alone."""
     case = make((1, 6), 6, dtype)
     found = results(case.ours, case)
     bias = case.tensors[2]

@@ -118,7 +118,7 @@ def test_one_graph_for_all_sizes():
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(functional.group_norm, fullgraph=True, dynamic=True, backend=counter)
     compiled(torch.randn(2, 8, 5, 6), 4)
-    graphs = counter.frame_count  # torch begins once more where it finds eps a number
+    graphs = counter.frame_count  # torch compiles once more when it treats eps as a number
     for shape in ((3, 12, 7, 4), (4, 8, 9, 9)):
         compiled(torch.randn(shape), 4)
     assert counter.frame_count == graphs

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.isa
 @activations
 @orders
 def test_values_and_gradients(executor, last, activation, dtype):
-    # Channels that no vector ends with, a tail of pixels, and draws for pooled errors.
+    # Channels that are no multiple of a vector, a tail of pixels, and draws for pooled errors.
     draws = range(executor.draws)
     check(*(make((2, 12, 5, 13), 3, dtype, activation, last=last, offset=2, seed=s) for s in draws))
 
@@ -171,7 +171,7 @@ def test_module(activation, options):
 
 @orders
 def test_resnet_block_of_diffusers(last):
-    """norm, silu, convolution: what the two in front are replaced by."""
+    """norm, silu, convolution, with the first two replaced by one module."""
     resnet = pytest.importorskip(
         "diffusers.models.resnet", reason="compares with its ResnetBlock2D"
     )

@@ -1,4 +1,4 @@
-"""Compiles CUDA sources as the build does, and asks cuobjdump what came out.
+"""Compiles CUDA sources as the build does, and reads the result by cuobjdump.
 
 cuobjdump and nvdisasm, which it calls, come with the tests (nvidia-cuda-*): nvcc alone lacks them.
 """
@@ -38,7 +38,7 @@ def cubin(source: Path, *archs: str) -> Path:
 
 
 def cuobjdump(*words: str | Path) -> str:
-    """What it prints; skips where there is none."""
+    """The output of cuobjdump; skips if it is missing."""
     try:
         files = metadata.files("nvidia-cuda-cuobjdump") or []
     except metadata.PackageNotFoundError:
@@ -55,7 +55,7 @@ Kernel = tuple[str, str]
 
 
 def by_architecture(text: str) -> list[tuple[str, str]]:
-    """What cuobjdump prints of each; it does not name the one of a file that has no other."""
+    """cuobjdump's output for each; for a file of one architecture it does not name it."""
     first, *rest = re.split(r"^arch = (\S+)\n", text, flags=re.MULTILINE)
     return [("", first), *zip(rest[::2], rest[1::2], strict=True)]
 
@@ -70,7 +70,7 @@ def resources(binary: Path) -> dict[Kernel, dict[str, int]]:
 
 
 def max_threads(binary: Path) -> dict[Kernel, int]:
-    """By kernel: those of a block, as its launch bounds say."""
+    """By kernel: the most threads of a block, from its launch bounds."""
     bound = re.compile(r"EIATTR_MAX_THREADS\s+Format:.*\s+Value:\s*0x(\w+)")
     return {
         (arch, section.partition("\n")[0]): int(threads[1], 16)
@@ -96,7 +96,7 @@ def instructions(code: str) -> list[tuple[int, str]]:
 
 
 def loops(code: str) -> list[str]:
-    """Of a kernel's machine code: the instructions from where a branch goes back to up to it."""
+    """The loops of machine code: instructions from the target of a backward branch to the branch."""
     code = instructions(code)
     back = [
         (int(target[1], 16), address)
@@ -110,8 +110,8 @@ def loops(code: str) -> list[str]:
 
 
 def products_on_the_way(code: str) -> list[int]:
-    """For each matrix that movmatrix transposes: how many products stand between the load of its
-    elements and that."""
+    """For each matrix that movmatrix transposes: the number of products between the load of its
+    elements and the movmatrix."""
     texts = [text for _, text in instructions(code)]
     found = []
     for i, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Audit of the built libraries: what they need, what they show, which instructions they hold.
+"""Audit of the built libraries: their dependencies, symbols and instructions.
 
 Reads the installed binaries, and the merged object of each CPU level in the build folder, with
 binutils, as a packager would.
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(
     shutil.which("objdump") is None, reason="binutils (nm, objdump, readelf) are not installed"
 )
 
-# What may stay undefined: torch's stable ABI, and versioned symbols of libc, libm, libstdc++ and
-# libgcc.
+# Symbols that may be undefined: torch's stable ABI, and versioned symbols of libc, libm, libstdc++
+# and libgcc.
 STABLE_ABI = re.compile(r"^(aoti_torch_|torch_)\w+$")
 RUNTIME = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_[\w.]+$")
 WEAK_BY_CONVENTION = {"_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__"}
@@ -108,8 +108,8 @@ def test_the_cpu_library_binds_to_torch_and_exports_one_symbol():
     assert strong == ["onepass_cpu_backend"]
 
 
-# Marks of an instruction set in the disassembly: what a level must not hold, and, so that this test
-# can fail, what it must.
+# Marks of an instruction set in the disassembly: those that a level must not contain, and, so that
+# this test can fail, those that it must contain.
 YMM, ZMM, MASK = r"%ymm", r"%zmm", r"%k[1-7]"
 VEX = r"\tv[a-z0-9]+ .*%xmm"
 FMA = r"vfmadd\d+ps"

@@ -1,4 +1,4 @@
-"""Which architectures a build takes: those asked for, those of the devices, or all."""
+"""The architectures of a build: the requested ones, those of the devices, or all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL = "80-real;90-real;100;120-real"
 OLD = "compute_80 compute_90"
 NEW = f"{OLD} compute_100 compute_120"
 
-# That of the environment, which pip brought for the build, or the system's.
+# cmake of the environment, which pip installed for the build, or the system's.
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 CMAKE = shutil.which("cmake", path=PATH)
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(CMAKE is None, reason="there is no cmake")
 
 
 def configured(folder: Path, asked: str, nvcc: str, smi: str | None) -> subprocess.CompletedProcess:
-    """cmake's run with an nvcc that knows these architectures and an nvidia-smi that says this."""
+    """A run of cmake with an nvcc for these architectures and an nvidia-smi with this output."""
     programs = {"nvcc": f"echo {nvcc}", "nvidia-smi": "exit 9" if smi is None else f"echo '{smi}'"}
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")

@@ -1,4 +1,4 @@
-"""CUDA devices that are too old for the kernels are refused, in words, wherever one shows up."""
+"""CUDA devices that are too old for the kernels are refused by name, wherever one is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.emulator import emulated
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The way of every operator to its kernel, on devices whose number is their capability.
+# The call path of every operator, on devices whose number is their capability.
 CALLS = r"""
 #include <iostream>
 
@@ -57,7 +57,7 @@ def test_an_operator_names_the_device(tmp_path):
     headers = Path(torch.__file__).parent / "include"
     words = [emulated.COMPILER, "-std=c++20", f"-I{ROOT / 'csrc'}", "-isystem", headers]
     words += ["-DTORCH_TARGET_VERSION=0x020a000000000000", source, "-o", program, "-no-pie"]
-    words += ["-Wl,--unresolved-symbols=ignore-all,-z,lazy"]  # what a refused call does not reach
+    words += ["-Wl,--unresolved-symbols=ignore-all,-z,lazy"]  # unused symbols
     subprocess.run(list(map(str, words)), check=True, capture_output=True)
     printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
     message = "attention: tensors must be on a CUDA device of compute capability 8.0 or newer, got "
@@ -68,7 +68,7 @@ def test_an_operator_names_the_device(tmp_path):
 
 @pytest.fixture
 def turing(monkeypatch):
-    """As if torch's CUDA device had capability 7.5, and this build kernels for newer ones."""
+    """Pretends that torch's CUDA device has capability 7.5, and this build has newer kernels."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))

@@ -85,8 +85,8 @@ def test_slow_products_are_named_and_what_does_them(as_fast, monkeypatch):
 
 
 def test_slow_products_are_measured_once(monkeypatch):
-    """The others a few times. The first call may compile a kernel, and is not counted; threads of a
-    busy machine wait for each other, so there is one."""
+    """Fast products are timed a few times. The first call may compile a kernel, and is not counted.
+    One thread, since threads of a busy machine wait for each other."""
     now, calls, linear = 0.0, [], torch.nn.functional.linear
 
     def timed(x, weight):

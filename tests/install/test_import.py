@@ -1,4 +1,4 @@
-"""What `import onepass` costs and leaves: asked in processes of their own."""
+"""The cost and side effects of `import onepass`, measured in separate processes."""
 
 from __future__ import annotations
 

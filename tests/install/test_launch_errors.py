@@ -1,4 +1,4 @@
-"""A launch that fails says whether the error may be another's, and leaves none behind."""
+"""A failed launch says whether the error may come from an earlier call, and clears it."""
 
 from __future__ import annotations
 

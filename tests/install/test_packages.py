@@ -52,7 +52,7 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-# Each in a child of a process that has imported torch, where it can be: that takes a second.
+# Each in a child of a process that has imported torch, if possible: the import takes a second.
 USES = """
 import contextlib, os, signal, sys, traceback
 with contextlib.suppress(Exception):
@@ -97,8 +97,8 @@ def process(site: Path, **pipes) -> subprocess.Popen:
 
 
 def import_error(site: Path, users: subprocess.Popen | None = None) -> str:
-    """What every use of a broken installation says; to import the package alone is none."""
-    if users is None:  # torch is what is broken
+    """The error of every use of a broken installation; a bare import of the package succeeds."""
+    if users is None:  # torch is broken
         with process(site, stdin=PIPE, stdout=PIPE) as users:
             return import_error(site, users)
     said = site / "said"

@@ -24,7 +24,7 @@ def reset() -> None:
 
 @pytest.fixture
 def accelerator():
-    """Makes one; the next replaces it, and with it what the package keeps for a process."""
+    """Makes an Accelerator, and resets the state that the package keeps for the process."""
 
     def make(**options) -> accelerate.Accelerator:
         reset()
@@ -46,7 +46,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def train(made, model, optimizer, steps=range(STEPS)) -> list[torch.Tensor]:
-    """A loop as Accelerate's documentation has it."""
+    """A loop as in Accelerate's documentation."""
     losses = []
     for step in steps:
         with made.accumulate(model):

@@ -27,7 +27,7 @@ def ids(*values):
 
 
 LABELS = {"timestep": ids(3, 1), "class_labels": ids(0, 2)}
-# name -> (module, what its norm becomes, arguments beside x)
+# name -> (module, class that its norm gets, arguments beside x)
 TAKEN = {
     "AdaLayerNorm": lambda n: (
         n.AdaLayerNorm(CONDITION, output_dim=2 * WIDTH, chunk_dim=1), {"temb": None}
@@ -128,10 +128,10 @@ def test_copies_and_pickles(name):
 
 
 def composes(module, named) -> None:
-    """What it returns is stock's own, to the bit, and no modulated norm ran."""
+    """The result is stock's, to the bit, and no modulated norm ran."""
     stock = copy.deepcopy(module)
     report = onepass.swap(module, kinds=("norm",))
-    onepass.unswap(module.norm)  # which may take other roundings
+    onepass.unswap(module.norm)  # the swapped one may round differently
     assert any("norm, scale and shift are torch's operators" in note for note in report.notes)
     assert not norms(lambda: module(**named))
     for ours, theirs in zip(module(**named), stock(**named), strict=True):
@@ -203,7 +203,7 @@ def test_reasons():
 
 @pytest.mark.parametrize("error", ["order", "factor", "results", "argument"])
 def test_another_forward_is_found_out(error, monkeypatch):
-    """Such as one of another version of diffusers."""
+    """A forward that another version of diffusers has changed is noticed."""
     right = normalization.AdaLayerNormZeroSingle.forward
 
     def forward(self, x, emb=None):
@@ -232,7 +232,7 @@ def test_the_module_is_only_read():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
     assert all(map(torch.equal, module(**named), expected))
-    assert probe.attributes(module)  # which the proof copies
+    assert probe.attributes(module)  # the probe copies it
 
 
 def test_a_whole_model():

@@ -94,8 +94,8 @@ def with_gradients(function, tensors, upstream) -> list[Tensor]:
 
 
 def check(function, stock, *shapes: tuple[int, ...]) -> None:
-    """`function` against its definition, in float64, where nothing but a wrong meaning is off; the
-    last shape is that of the output. How exact other dtypes are, test_attention asks."""
+    """`function` against its definition, in float64, so that only a wrong meaning shows; the last
+    shape is that of the output. The precision of other dtypes is tested with attention."""
     *tensors, upstream = drawn(F64, *shapes)
     results = with_gradients(function, tensors, upstream)
     expected = with_gradients(stock, tensors, upstream)

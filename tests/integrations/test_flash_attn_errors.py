@@ -1,4 +1,4 @@
-"""flash_attn's names refuse what flash_attn refuses, in its words: its names, its layouts."""
+"""flash_attn's names refuse the same calls as flash_attn, with its argument names and layouts."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from onepass.integrations.flash_attn.layers import rotary
 F64 = torch.float64
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
 
-# ---- names: what published files import, and what they pass by position --------------------------
+# ---- names that published files import, and arguments that they pass by position -----------------
 
 SIGNATURES = {
     "bert_padding.index_first_axis": "input, indices",

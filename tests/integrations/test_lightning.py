@@ -80,7 +80,7 @@ def fit(module: Module, folder, precision: str, **options) -> None:
 
 
 def replayed(module: Module, start: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """What torch's optimizer, or the definition, makes of the recorded gradients."""
+    """The weights from the recorded gradients, by torch's optimizer or the definition."""
     params = [torch.nn.Parameter(p.to(dtype)) for p in start]
     optimizer = stock(module.name)(params, **FLAGS[module.name])
     for gradients in module.gradients:
@@ -107,7 +107,7 @@ def test_trains_as_with_torchs(precision, clip, name, tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_fused_is_left_to_unscale_as_torchs_is(precision, tmp_path):
-    """Without clipping, the step is handed the scaled gradients; with it, Lightning refuses."""
+    """Without clipping, the step gets the scaled gradients; with it, Lightning refuses."""
     module = Module("AdamW", fused=True)
     fit(module, tmp_path, precision)
     assert len(module.gradients) >= 4

@@ -23,7 +23,7 @@ STAGES = ("fit", "validate", "test", "predict")
 
 
 class Module(pl.LightningModule):
-    """A model that is made where Lightning wants it."""
+    """A model that is made in `configure_model`, as Lightning recommends."""
 
     def __init__(self, seed: int = 0, raises: bool = False, **options):
         super().__init__()

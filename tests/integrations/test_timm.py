@@ -66,7 +66,7 @@ def test_groups_and_settings_are_those_of_timms_own(name, layer_decay):
 
 @pytest.mark.parametrize("fallback", [(), ("head.*",)])
 def test_muon_has_what_timms_has(fallback):
-    """By its own rule, with timm's groups as they are; a step of it is one."""
+    """The same parameters by timm's rule, in timm's groups; a step works."""
     from timm.optim.muon import _is_suitable_for_muon
 
     model = torch.nn.Sequential()

@@ -117,7 +117,7 @@ def test_what_the_trainer_decides_is_refused(settings, kind, message):
 
 
 class Odd(nn.Module):
-    """Norms of ours under names that say nothing."""
+    """Norms of ours, under names that do not show it."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ def decayed(model, folder, **more) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_norms_and_biases_stay_without_decay(name, tmp_path):
-    """Of an optimizer that is made after the swap too."""
+    """Also in an optimizer that is made after the swap."""
     stock, model = build(name), build(name)
     onepass.swap(model)
     expected = decayed(stock, tmp_path)
@@ -198,7 +198,7 @@ def test_compiled_models_run_it_too(tmp_path):
 
 
 class Watch(transformers.TrainerCallback):
-    """Notes what the model is in the midst of training, and raises there if it shall."""
+    """Records the model's classes during training, and raises there if told to."""
 
     def __init__(self, raises: bool = False):
         self.raises, self.kinds, self.norms = raises, [], []
@@ -298,7 +298,7 @@ def test_what_comes_too_late_or_is_no_option(tmp_path):
 
 
 def test_one_of_the_two_clips(tmp_path):
-    """The Trainer where the optimizer does not; the optimizer where the Trainer is told not to."""
+    """The Trainer clips if the optimizer does not; the optimizer clips if the Trainer must not."""
     runs = []
     for limits in (dict(args=LOUD), dict(args=0.0, own=LOUD), dict(args=LOUD, own=LOUD)):
         model, watch = build("llama"), Watch()

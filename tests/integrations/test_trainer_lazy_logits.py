@@ -1,4 +1,4 @@
-"""swap(lazy_logits=True) under transformers' Trainer, which has readers of logits of its own."""
+"""swap(lazy_logits=True) under transformers' Trainer, parts of which read logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def llama():
 
 
 def watched(model) -> list[bool]:
-    """Whether the logits of each step waited."""
+    """Whether the logits of each step were not computed."""
     waited = []
 
     def note(module, args, output):
@@ -64,7 +64,7 @@ def test_training(options, tmp_path):
 
 
 def test_smoothed_labels_read_logits(tmp_path):
-    """The Trainer computes that loss itself, and hands the model no labels."""
+    """The Trainer computes that loss itself, and passes no labels to the model."""
     stock = llama()
     model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
     onepass.swap(model, lazy_logits=True)

@@ -26,7 +26,7 @@ from tests.integrations.transformers_cases import (
     transformers,
 )
 
-# Of gradients: one says little about a model this small, eight little about a scale of one number.
+# Draws of gradients: one is too few for so small a model, eight too few for a scale of one number.
 DRAWS = (8, 40)
 
 
@@ -89,7 +89,7 @@ def test_values_and_gradients(name, padding):
             draws.append(gradients([(model, ours), (ref, truth), (stock, base)], weights))
         pooled = [torch.stack(parameter, 1) for parameter in zip(*draws, strict=True)]
         sizes = [of_ref.abs().max() for _, of_ref, _ in pooled]
-        # In shares of the largest of each parameter; but for those that are zero up to rounding.
+        # Relative to the largest of each parameter, except gradients that are zero up to rounding.
         shares = [p / s for p, s in zip(pooled, sizes, strict=True) if s > 1e-3 * max(sizes)]
         assert len(shares) > 8
         found = [torch.cat([share[n].flatten() for share in shares]) for n in range(3)]
@@ -122,7 +122,7 @@ def test_every_model_known_to_compute_the_same_is_tested():
 
 
 def test_softcap_sinks_and_windows_make_a_difference():
-    """Else the comparisons above would say nothing."""
+    """Otherwise the comparisons above could not fail."""
     changes = {
         "gemma2": dict(attn_logit_softcapping=None),
         "mistral": dict(sliding_window=None),
@@ -164,7 +164,7 @@ def qkv(batch=2, heads=4, kv_heads=4, seq_q=5, seq_k=5, dim=8, value_dim=8, dtyp
 
 
 def both(module, tensors, mask=None, *, leaves=(), **named):
-    """Ours against transformers' "sdpa" by the rule, gradients too where there are leaves."""
+    """Ours against transformers' "sdpa" by the rule, with gradients if there are leaves."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
     def double(value):
@@ -266,7 +266,7 @@ def test_sinks_of_another_dtype(dtype):
 
 
 def test_packed_sequences_without_a_mask():
-    """What flash attention gets from a collator that flattens: "sdpa" would mix the sequences."""
+    """Inputs of a flattening collator, made for flash attention: "sdpa" would mix the sequences."""
     tensors = [tensor.requires_grad_() for tensor in qkv(1, kv_heads=2, seq_q=9, seq_k=9)]
     lengths = torch.tensor([0, 4, 9])
     mask = torch.zeros(9, 9, dtype=torch.bool)
@@ -279,7 +279,7 @@ def test_packed_sequences_without_a_mask():
         assert y.is_contiguous()
         torch.testing.assert_close(y, expected)
         y, _ = attention.attention_forward(Caller(2), *tensors, whole[None, None], **named)
-        assert torch.equal(y, expected)  # the mask has it
+        assert torch.equal(y, expected)  # the mask has the effect
     few = [tensor.detach()[:, :, :6] for tensor in tensors]
     named = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 4, 6]))
     y, _ = attention.attention_forward(Caller(2, False), *few, None, **named)
@@ -358,7 +358,7 @@ def test_attention_weights_are_none_and_a_warning_says_so(caplog):
     assert "output_attentions=True gives None" in caplog.text
 
 
-# What transformers' models pass to the function by name, and what becomes of it here.
+# Keywords that transformers' models pass to the function, and their treatment here.
 KEYWORDS = {
     "attention_mask": "used", "dropout": "used", "scaling": "used", "is_causal": "used",
     "position_bias": "used", "softcap": "used", "s_aux": "used", "indices": "used",
@@ -368,7 +368,7 @@ KEYWORDS = {
     "sliding_window": "the mask has it", "position_ids": "the mask has it",
     "sinks": "refused", "block_indices": "refused",
 }  # fmt: skip
-# Where models ask for a name other than ours: what they do for all others must fit.
+# Where models compare the name with other names than ours: their default must fit.
 NAME_BRANCHES = {
     'if self.config._attn_implementation in ("eager", "sdpa"):': "else passes indices: used",
     'if self.config._attn_implementation == "sdpa":': "else a float mask (glm5_next)",
@@ -410,7 +410,7 @@ def test_every_model_that_passes_what_is_refused_is_refused():
         name: {path.parent.name for path in files() if f" {name}=" in path.read_text()}
         for name in ("block_indices", "sinks")
     }
-    # inkling2 runs on eager attention alone, and attach does not know it.
+    # inkling2 runs on eager attention alone, and attach does not support it.
     assert passing == {"block_indices": {"minimax_m3_vl"}, "sinks": {"inkling2"}}
     assert {name.removesuffix("_text") for name in models._SPARSE} == passing["block_indices"]
     assert "inkling2" not in "".join(models._PROVEN)

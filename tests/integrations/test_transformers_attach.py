@@ -1,4 +1,4 @@
-"""attach and detach: which models, copies, checkpoints; what swap, verify and explain say."""
+"""attach and detach: models, copies, checkpoints; swap, verify and explain of attached models."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_strict_leaves_the_model_as_it_was():
         integration.attach(model, strict=True)
     assert implementations(model) == before
     assert integration.attach(model[0], strict=True).attached
-    with pytest.raises(RuntimeError):  # what was attached before stays so
+    with pytest.raises(RuntimeError):  # models attached before stay attached
         integration.attach(model, strict=True)
     assert implementations(model[0]) == ["onepass"]
     assert integration.detach(model) and implementations(model) == before

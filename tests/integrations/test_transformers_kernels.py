@@ -1,7 +1,7 @@
-"""`register_kernels`: the layers that transformers takes by `set_use_kernels`.
+"""`register_kernels`: the layers that transformers uses after `set_use_kernels`.
 
-With a version of the package kernels that this transformers does not take, 0.17, it is told that it
-is one: it exports the same names.
+This transformers refuses version 0.17 of the package kernels. The tests make it believe that it is
+newer: it exports the same names.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_norms(name, dtype):
 
 
 def kernels_reference(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """In float64, where transformers' own rounds to float32."""
+    """The reference in float64; transformers' own rounds to float32."""
     weight = norm.weight.detach().double() + hasattr(norm, "eps")
     eps = getattr(norm, "eps", None) or norm.variance_epsilon
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
@@ -99,7 +99,7 @@ def test_what_no_norm_of_that_name_says_is_the_models_own():
 
 
 def function_of(family: str) -> nn.Module:
-    """As the package kernels makes a module of it."""
+    """A module of the function, as the package kernels makes it."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     function = module.apply_rotary_pos_emb
 

@@ -126,7 +126,7 @@ def test_inference_mode_decodes():
 
 
 def masks():
-    """(mask of one query, whether it leaves each cache's rows in one piece)."""
+    """(mask of one query, whether the visible rows of each cache are contiguous)."""
     mask = torch.zeros(3, 1, 1, 9, dtype=torch.bool)
     mask[0, ..., 2:] = mask[1, ..., :4] = mask[2, ..., 3:7] = True
     yield mask, True
@@ -176,7 +176,7 @@ def test_a_mask_that_changes_in_place_is_looked_at_again(whose):
         close(y, expected)
 
 
-# ---------------------------------------------------------------- names that models ask for
+# ---------------------------------------------------------------- names that models compare with
 
 
 def gemma4():

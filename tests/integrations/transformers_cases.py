@@ -43,7 +43,7 @@ _WINDOWED = dict(_GROUPED, head_dim=8, sliding_window=5)
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16, experts_implementation="eager")
 _COMPRESSED = ["compressed_sparse_attention", "heavily_compressed_attention"]
 
-# name: (class of the model, class of its config, settings); what transformers runs on "sdpa"
+# name: (class of the model, class of its config, settings); models that run on "sdpa"
 MODELS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
     "gpt2": (
@@ -79,7 +79,7 @@ MODELS = {
     ),
     "siglip": ("SiglipModel", "SiglipConfig", dict(text_config=_SMALL, vision_config=_VISION)),
 }
-# what transformers runs on "eager" alone
+# models that transformers runs on "eager" alone
 EAGER = {
     "gemma2": (
         "Gemma2ForCausalLM",
@@ -152,7 +152,7 @@ def build(name: str, **more):
     config = getattr(transformers, config)(**{**settings, **more})
     torch.manual_seed(0)
     model = getattr(transformers, cls)(config).eval()
-    with torch.no_grad():  # weights of attention far from uniform, and biases that count
+    with torch.no_grad():  # attention weights far from uniform, and biases with an effect
         for parameter in model.parameters():
             random = torch.randn(parameter.shape)
             if parameter.dim() > 1:
@@ -183,7 +183,7 @@ def doubled(batch: dict) -> dict:
 
 
 def output(name: str, model, batch: dict) -> torch.Tensor:
-    """What is compared, without rows of padding."""
+    """The compared output, without rows of padding."""
     result = model(**batch)
     if name == "vit":
         return result.last_hidden_state
@@ -198,19 +198,19 @@ def output(name: str, model, batch: dict) -> torch.Tensor:
 
 
 def run(function, *args, **kwargs):
-    """(what it returns, the attention operators that it ran)."""
+    """(its result, the attention operators that it ran)."""
     with dispatch_log.record() as calls:
         result = function(*args, **kwargs)
     return result, [call["op"] for call in calls if call["op"].startswith("attention")]
 
 
 def close(a, b) -> None:
-    """The same by another path; how far from the truth, test_values_and_gradients asks."""
+    """The same up to rounding on another path; test_values_and_gradients tests the error."""
     torch.testing.assert_close(a, b)
 
 
 def implementations(model) -> list[str]:
-    """Of all configs in it, the sub-configs included."""
+    """The attention implementations in all configs, sub-configs included."""
     found = {}
     for module in model.modules():
         pending = [module.config] if isinstance(module, transformers.PreTrainedModel) else []
