@@ -96,7 +96,7 @@ def instructions(code: str) -> list[tuple[int, str]]:
 
 
 def loops(code: str) -> list[str]:
-    """The loops of machine code: instructions from the target of a backward branch to the branch."""
+    """Loops of machine code: instructions from the target of a backward branch to the branch."""
     code = instructions(code)
     back = [
         (int(target[1], 16), address)

@@ -1,4 +1,4 @@
-"""What holds whatever the numbers are: bits, memory, what is kept, and the words of each error."""
+"""Promises for any numbers: equal bits, memory, tensors kept for the backward, and errors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ FEW_ROWS_FEATURES = [
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("in_features, out_features", FEW_ROWS_FEATURES)
 def test_few_rows_are_those_of_many(in_features, out_features, threads, dtypes):
-    """Whichever kernel computes them."""
+    """The same bits, although other kernels compute them."""
     of_input, of_weight = dtypes
     torch.set_num_threads(threads)
     case = make(64, in_features, out_features, of_input, weight_dtype=of_weight)
@@ -154,7 +154,7 @@ def every_result(case) -> dict[str, torch.Tensor]:
 @pytest.mark.isa
 @dtypes
 def test_nothing_beyond_a_tensor_is_touched(dtype):
-    """Each tensor ends, or begins, at a page that nobody may touch."""
+    """Each tensor ends, or begins, at a page that must not be accessed."""
 
     def run(name):
         shape, end = SHAPES[int(name.split()[0])], name.endswith("end")
@@ -183,7 +183,7 @@ def test_a_guard_ends_the_process():
 
 @contextlib.contextmanager
 def poisoned_memory():
-    """What malloc hands out is filled with 0x7f; glibc calls the switch M_PERTURB."""
+    """malloc fills new memory with 0x7f: glibc's M_PERTURB."""
     mallopt, perturb = ctypes.CDLL(None).mallopt, -6
     mallopt(perturb, 0x80)
     try:
@@ -209,7 +209,7 @@ def test_every_element_is_written(shape, dtype):
 @pytest.mark.isa
 @dtypes
 def test_borders_of_strided_tensors(dtype):
-    """Tensors lie in buffers of NaN: neither read nor, not a bit of them, written."""
+    """Tensors lie in buffers of NaN, which must neither be read nor written."""
     shapes = {"input": (13, 37), "weight": (21, 37), "bias": (1, 21), "doutput": (13, 21)}
     case, buffers = make(13, 37, 21, dtype), {}
     expected = every_result(case)
@@ -231,7 +231,7 @@ def test_results_share_no_memory():
     assert len(set(pointers)) == len(pointers)
 
 
-# ---- what is kept for the backward ---------------------------------------------------------------
+# ---- tensors kept for the backward ---------------------------------------------------------------
 
 
 @subsets
@@ -473,7 +473,7 @@ def test_messages_of_the_residual(device, options):
 
 
 def test_scratch_does_not_grow_with_the_rows():
-    """A weight of few rows is summed over all tokens: their copy would be as large as they are."""
+    """The gradient of a weight of few rows sums over all tokens: no copy of all of them is made."""
     from onepass._ops import dispatch_log
 
     torch.set_num_threads(1)

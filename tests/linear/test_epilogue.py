@@ -1,5 +1,5 @@
-"""What comes after the products: activation, dropout and residual, against the same steps of torch
-after F.linear, by the numerics rule."""
+"""Epilogues: activation, dropout and residual, against the same steps of torch after F.linear, by
+the numerics rule."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(function, given: dict[str, Tensor], doutput: Tensor, wrt=NAMES, double=F
 
 
 def composed(activation, p=0.0, seed=None):
-    """The same by torch: a step after the other, with the dropped elements of ours."""
+    """The same by torch, step by step, with the elements dropped that ours drops."""
 
     def function(input, weight, bias=None, residual=None):
         output = stock(input, weight, bias)
@@ -148,10 +148,10 @@ def test_everything_is_dropped(activation):
 GRID = torch.cat([torch.logspace(-30, 1.47, 4000, dtype=F64), torch.linspace(0, 14, 4000).double()])
 GRID = torch.cat([GRID, -GRID]).float()
 EPS = torch.finfo(F32).eps
-# Errors of values and derivatives, relative to each, in float32's epsilon. The exponent itself is
-# rounded, to 44 times epsilon where exp(-44) is what a float32 still holds of gelu; torch's has no
-# digit left below -5.5.
-# Without fused multiply-adds what is left of an exponent is rounded too.
+# Relative errors of values and derivatives, in float32's epsilon. The rounding of the exponent
+# alone gives 44 times epsilon at exp(-44), the end of float32's range for gelu; torch's gelu has no
+# correct digit below -5.5.
+# Without fused multiply-adds the reduced exponent is rounded too.
 MORE = 64 if _C.cpu_level() == "baseline" else 0
 MOST = {"relu": (0, 0), "silu": (4, 6), "gelu": (48, 48), "gelu_tanh": (128, 128)}
 
@@ -162,7 +162,7 @@ def slope(activation, x: Tensor) -> Tensor:
 
 
 def exact(activation, x: Tensor) -> tuple[Tensor, Tensor]:
-    """In float64, without the digits that 1 + erf(x) and 1 + tanh(x) lose where they cancel."""
+    """In float64, without the cancellation in 1 + erf(x) and 1 + tanh(x)."""
     x = x.double()
     if activation == "gelu":
         gate = 0.5 * torch.erfc(-x * 0.5**0.5)
@@ -176,7 +176,7 @@ def exact(activation, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @some
 def test_activation_over_its_range(activation):
-    """As a layer whose only weight is 1: relative to the value itself, far out too."""
+    """By a layer whose only weight is 1: relative to the value itself, in the tails too."""
     one, kind = torch.ones(1, 1), Activation[activation.upper()]
     value, derivative = exact(activation, GRID)
     found = functional.linear(GRID[:, None], one, activation=activation)[:, 0]
@@ -196,8 +196,8 @@ SPECIAL = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 100.0, -100
 @some
 @dtypes
 def test_special_values(dtype, activation):
-    """As torch's: where a value or a derivative is NaN or infinite, and zero. But of infinity gelu
-    is infinity, of which torch's vectors make NaN, and its numbers one by one do not."""
+    """NaN, infinities and zeros in values and derivatives are torch's. But gelu of infinity is
+    infinity, where torch's vector code gives NaN, and its scalar code does not."""
     special = SPECIAL[1:] if activation == "gelu" else SPECIAL
     x = special.to(dtype)[:, None].requires_grad_()
     one = torch.ones(1, 1, dtype=dtype)
@@ -230,7 +230,7 @@ def test_relu_of_nothing_hides_what_comes_back():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_sums_are_those_without_an_epilogue(dtype):
-    """The saved preactivation is linear's output, and relu and a residual of zeros leave it."""
+    """The saved preactivation is linear's output; relu and a residual of zeros do not change it."""
     case = make(50, 300, 530, dtype)
     given = list(case.tensors().values())
     plain = functional.linear(*given)

@@ -1,5 +1,5 @@
 """Epilogues of linear under torch: opcheck, second derivatives, checkpoints, transforms, autocast,
-and what a call refuses."""
+errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gradcheck_of_epilogues(activation):
 
 
 def test_what_an_epilogue_saves():
-    """Without gradients nothing; of a frozen layer nothing that it does not need."""
+    """Without gradients nothing; for a frozen layer only the tensors that it needs."""
     case = make(6, 8, 10)
     x, w, b = case.tensors().values()
     residual = torch.randn(6, 10)

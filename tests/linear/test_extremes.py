@@ -11,7 +11,7 @@ from tests.linear.cases import DTYPES, FLOATS, check, dtypes, make, results, sto
 
 pytestmark = pytest.mark.isa
 VALUES = pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-# Where the value stands: of the first and the last row and column, and in between.
+# Places of the value: the first and the last row and column, and in between.
 PLACES = pytest.mark.parametrize("row, column", [(0, 0), (3, 17), (-1, -1)])
 
 
@@ -26,8 +26,8 @@ def kinds(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [9, 26])
 @pytest.mark.parametrize("name", ["input", "weight", "bias", "doutput"])
 def test_not_finite_elements(name, rows, row, column, value, dtype):
-    """They stand in a result where torch's float64 has them (its bfloat16, where oneDNN imitates
-    it, has NaN for some infinities); all else has the bits it had."""
+    """They are where torch's float64 has them (its bfloat16, where oneDNN imitates it, has NaN for
+    some infinities); all other elements keep their bits."""
     case = make(rows, 37, 21, dtype)
     clean = results(functional.linear, case)
     getattr(case, name)[column if name == "bias" else (row, column)] = value
@@ -45,7 +45,7 @@ def test_not_finite_elements(name, rows, row, column, value, dtype):
         (magnitude, dtype)
         for magnitude in (1e-30, 1e-6, 1e6, 1e15)
         for dtype in FLOATS
-        if magnitude == 1e-6 or dtype is not torch.float16  # which has none of the others
+        if magnitude == 1e-6 or dtype is not torch.float16  # float16 has none of the others
     ],
     ids=str,
 )
@@ -69,7 +69,7 @@ def test_sums_that_cancel(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_sums_are_float32(dtype):
-    """Of 5,000 ones a 16-bit sum would stop at 256 or 2,048, and of 60,000s overflow."""
+    """A 16-bit sum of 5,000 ones would stop at 256 or 2,048, and one of 60,000s would overflow."""
     x, w = torch.ones(3, 5000, dtype=dtype), torch.ones(4, 5000, dtype=dtype)
     x[:, ::2] = 60000
     w[:, 2::4] = -1

@@ -1,4 +1,4 @@
-"""The feed-forward blocks of the transformer layers: two calls compute what their parts do."""
+"""The feed-forward blocks of the transformer layers: two calls have the results of the parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = (3, 14, WIDTH)
 
 @pytest.fixture(autouse=True)
 def slow_products(monkeypatch):
-    """Torch's, as on a CPU where the layers take ours, in calls of any size."""
+    """Makes torch's products slow, as on a CPU where layers take ours, in calls of any size."""
     monkeypatch.setattr(products, "facts", lambda: SLOW)
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {})
 
@@ -48,7 +48,7 @@ def calls_of(module, *inputs) -> list[str]:
 
 
 def observed(module: nn.Module) -> nn.Module:
-    """A copy whose parts are called one by one, because something looks at each."""
+    """A copy whose parts are called one by one, because each is observed."""
     module = copy.deepcopy(module)
     for part in (module.linear1, module.linear2):
         part.register_forward_hook(lambda *_: None)
@@ -270,7 +270,7 @@ def test_a_global_hook_sees_every_part():
 
 @pytest.mark.parametrize("kinds, fused", [(None, True), (("attention", "norm", "dropout"), False)])
 def test_swapped_layers(kinds, fused):
-    """Two calls where swap took all the parts; the linear layers of torch where it left them."""
+    """Two calls if swap took all the parts; torch's linear layers if it left them."""
     torch.manual_seed(1)
     stock = nn.TransformerEncoderLayer(WIDTH, 4, HIDDEN, batch_first=True, dropout=0.2)
     onepass.swap(stock) if kinds is None else onepass.swap(stock, kinds=kinds)

@@ -161,7 +161,7 @@ def test_shapes_and_dtypes_without_data(dtypes, rows, bias):
 
 
 def test_fakes_record_the_operator():
-    """What traces with fakes, as export does, sees onepass's operator and not torch's."""
+    """Tracing with fakes, as in export, records onepass's operator and not torch's."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     tensors = list(make(3, 4, 5).tensors().values())
@@ -363,7 +363,7 @@ def test_torchs_layer_turned_into_ours():
 
 
 def test_modules_wrapped_by_torchs_own_tools():
-    """Weight norm and pruning replace `weight` by what they compute."""
+    """Weight norm and pruning replace `weight` by a computed tensor."""
     x = torch.randn(3, 8)
     for wrap in (
         parametrizations.weight_norm,
@@ -397,7 +397,7 @@ def test_hooks_run():
 
 
 class Noting(torch.Tensor):
-    """Notes which functions of torch's it meets."""
+    """Records the torch functions that are called on it."""
 
     met: list = []
 
@@ -443,7 +443,7 @@ def test_explain_says_what_ran():
 
 
 def test_few_rows_of_any_layout_leave_the_weight_in_place():
-    """They are copied, which costs nothing beside it."""
+    """The rows are copied, which costs little beside reading the weight."""
     case = make(4, 96, 64)
     for rows in (case.input.t().contiguous().t(), case.input[:, :1].expand(4, 96)):
         for weight in (case.weight, case.weight.t().contiguous().t()):
@@ -457,7 +457,7 @@ def test_few_rows_of_any_layout_leave_the_weight_in_place():
 
 
 def test_sums_over_many_rows_pack_a_part_of_them():
-    """Few features are not few rows: a gradient's depth is the rows, and grows."""
+    """Few features are not few rows: the depth of a gradient's product is the number of rows."""
     case = make(5000, 40, 8)
     doutput = case.doutput.t().contiguous().t()
     (call,) = onepass.explain(

@@ -13,7 +13,7 @@ from onepass._ops import dispatch_log
 
 
 def held(function, *tensors) -> None:
-    """function(linear, *tensors) by ours is as exact as by torch's."""
+    """function(linear, *tensors) is as exact with ours as with torch's."""
     base = function(F.linear, *tensors)
     ref = function(F.linear, *(t.double() for t in tensors))
     numerics.assert_close(function(functional.linear, *tensors), ref, base)
@@ -30,7 +30,7 @@ def test_vmap():
 
 
 def test_samples_are_rows_of_one_product():
-    """Where the weight is shared; the same bits. Else each sample is a call."""
+    """If the weight is shared, with the same bits. Otherwise each sample is a call."""
     x, w, b = torch.randn(6, 9, 20, requires_grad=True), torch.randn(16, 20), torch.randn(16)
     residual = torch.randn(9, 6, 16)
     epilogue = {"activation": "silu"}

@@ -26,7 +26,7 @@ from tests.linear.cases import (
 from tests.support.results import assert_same_bits
 from tests.support.seeds import drawn_seed
 
-# Around every width of a vector and where a sum over features is cut, and none of either.
+# Around every vector width and around the cuts of sums over features, and far from both.
 FEATURES = (
     1,
     2,
@@ -116,7 +116,7 @@ def test_mixed_dtypes(dtypes):
 
 @pytest.mark.parametrize("dtypes", list(itertools.product(FLOATS, FLOATS, FLOATS)), ids=str)
 def test_mixed_dtypes_of_the_operators(dtypes):
-    """What the results are rounded to depends on nothing else."""
+    """The dtype of a result does not depend on the other dtypes."""
     of_left, of_right, of_result = dtypes
     case = make(30, 70, 50, of_left, weight_dtype=of_right)
     wide = {name: tensor.float() for name, tensor in case.tensors().items()}
@@ -137,7 +137,7 @@ def test_mixed_dtypes_of_the_operators(dtypes):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [(), (9,), (3, 4), (2, 1, 3, 2)], ids=str)
 def test_dimensions(rows, bias):
-    # A vector alone and torch's product of it: 40 features, whose sums have few terms.
+    # A single row, which torch multiplies as a vector: 40 features, so that sums have few terms.
     draws = 1 if len(rows) else 40
     cases = [make(rows, 8 if not rows else 40, 21, bias=bias, seed=s) for s in range(draws)]
     check(*cases)
@@ -165,14 +165,14 @@ def test_an_output_that_needs_no_gradient():
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("features", [64, 96, 192, 200, 768])
 def test_a_row_or_a_column_alone(features, dtype):
-    """Products of a matrix and a vector, which torch sums lane by lane: no long chains of ours."""
+    """Products of a matrix and a vector, which torch sums lane by lane: ours has no long chains."""
     rows = [make(1, features, 64, dtype, seed=seed) for seed in range(60)]
     check(*rows, wrt=())
     columns = [make(64, 1, features, dtype, seed=seed) for seed in range(60)]
     check(*columns, wrt=("input",))
 
 
-# ---- what comes after the products ---------------------------------------------------------------
+# ---- epilogues -----------------------------------------------------------------------------------
 
 ACTIVATIONS = {
     None: lambda x: x,

@@ -54,7 +54,7 @@ class Case:
         return functional.cross_entropy(input, self.target, weight, **self.options)
 
     def inplace(self, input: Tensor, weight: Tensor | None) -> Tensor:
-        """Into a copy: results() hands the logits of the case to all."""
+        """Into a copy, since results() passes the same logits to all."""
         options = self.options | {"inplace_backward": True}
         return functional.cross_entropy(input.clone(), self.target, weight, **options)
 
@@ -87,7 +87,7 @@ def make(
     shape = (rows,) if options.get("reduction") == "none" else ()
     dloss = torch.randn(shape, generator=generator)
     if dtype is F16:
-        dloss *= 1024  # as scalers do: elsewhere gradients are too small for its normal numbers
+        dloss *= 1024  # as scalers do: otherwise gradients would be subnormal
     return Case(input, target, dloss.to(dtype), weight, options)
 
 

@@ -1,4 +1,4 @@
-"""Every message, with data and without; and what a gradient in place promises."""
+"""Every message, with data and without; and the promises of a gradient in place."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_targets_that_are_no_class(row, wrong):
 
 
 def test_targets_that_are_no_class_on_cuda(cuda):
-    """The host does not look: their loss and gradient are NaN, and nothing beside is read."""
+    """The host does not check them: loss and gradient are NaN, and no other memory is read."""
     case = make(4, 6, reduction="none")
     case.target[1], case.target[2] = 6, -7
     found = results(case.ours, case)
@@ -246,7 +246,7 @@ def test_a_second_backward_raises():
 
 @pytest.mark.parametrize("other_inplace", [False, True])
 def test_two_losses_of_the_same_logits(other_inplace):
-    """The gradient that comes second would be of what the first has left."""
+    """The second gradient would be computed from overwritten logits, so it raises."""
     _, logits, target = backwards()
     second = ce(logits, target, inplace_backward=other_inplace)
     first = ce(logits, target, inplace_backward=True)  # autograd begins with the newest
@@ -256,7 +256,7 @@ def test_two_losses_of_the_same_logits(other_inplace):
 
 @pytest.mark.parametrize("function", [torch.exp, torch.square, F.log_softmax, torch.sum])
 def test_other_uses_of_the_logits(function):
-    """Right numbers or an error, whichever gradient comes first."""
+    """Right numbers or an error, in either order of the gradients."""
     expected = None
     for inplace in (False, True):
         layer, logits, target = backwards()
@@ -292,7 +292,7 @@ def test_second_derivatives_in_place_are_refused():
 
 
 def test_memory_of_a_gradient_in_place():
-    """The logits and next to nothing: all that a step takes from the allocator is added up."""
+    """The logits and little more: all allocations of a step are added up."""
     share = {}
     for dtype in (F32, BF16):
         for inplace in (True, False):

@@ -37,7 +37,7 @@ def kinds(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("cols", [5, 2500])
 def test_not_finite_logits(cols, label_smoothing, dtype):
-    """What is not finite stands where it stands in torch's, of the target and beside it."""
+    """Results are not finite where torch's are, at the target and elsewhere."""
     options = {"reduction": "none", "label_smoothing": label_smoothing}
     case = make(9, cols, dtype, ignored=False, **options)
     case.target[:] = torch.tensor([0, 3] * 4 + [0])
@@ -84,7 +84,7 @@ def test_nothing_but_ignored_rows(dtype):
 @pytest.mark.parametrize("offset", [-3e4, 300.0, 3e4])
 @pytest.mark.parametrize("option", ["mean", "smoothed", "weighted, smoothed"])
 def test_large_logits(executor, dtype, offset, option):
-    """All is added up of differences; what is added to all of a row changes little."""
+    """Sums are of differences, so adding a number to a whole row changes little."""
     draws = range(2 * executor.draws)
     cases = [make(6, 1500, dtype, seed=seed, **OPTIONS[option]) for seed in draws]
     for case in cases:
@@ -95,7 +95,7 @@ def test_large_logits(executor, dtype, offset, option):
 @everywhere
 @dtypes
 def test_certain_rows(executor, dtype):
-    """The loss nears 0 and so does the gradient: neither may be lost in a larger number."""
+    """Loss and gradient are near 0: neither may be lost beside a larger number."""
     cases = [make(8, 1200, dtype, seed=seed) for seed in range(4 * executor.draws)]
     for case in cases:
         case.input[torch.arange(8), case.target.clamp(min=0)] = 14.0

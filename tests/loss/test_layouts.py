@@ -24,7 +24,7 @@ pytestmark = pytest.mark.isa
 
 
 def assert_same(executor, case, expected, function=None):
-    """On CUDA a row's sums go by where it begins: the bits do too, and the error does not."""
+    """On CUDA the order of a row's sums depends on its address, so bits may differ; errors stay."""
     found = results(function or case.ours, case)
     if not executor.is_cuda:
         return assert_same_bits(found, expected)
@@ -63,7 +63,7 @@ def test_strides_of_vectors(name, dtype):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("cols", [1027, 1028, 1029, 1030, 1031, 1032])
 def test_rows_that_begin_anywhere(executor, cols, dtype):
-    """Rows of an odd number of columns, and parts of wider ones: nothing beside them is touched."""
+    """Rows of an odd number of columns, and parts of wider ones: nothing around them changes."""
     case = make(3, cols, dtype)
     expected = results(case.ours, case)
     for left in (0, 1, 5):
@@ -76,7 +76,7 @@ def test_rows_that_begin_anywhere(executor, cols, dtype):
 @everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_gradients_in_place_of_views(dtype):
-    """Over the rows of the view, and over nothing beside them."""
+    """Only the rows of the view are overwritten."""
     case = make(4, 1031, dtype)
     buffer = torch.full((4, 1040), 7.0, dtype=dtype)
     view = buffer[:, 3:1034].copy_(case.input)
@@ -107,8 +107,7 @@ def make_with(case, input):
 @dtypes
 @pytest.mark.parametrize("rows, cols", [(1, 1), (5, 1), (2, 7), (7, 15), (3, 17), (1, 2049)])
 def test_odd_sizes(executor, rows, cols, dtype):
-    """Single rows say little, whose elements share the errors of one sum: the fewer there are, the
-    more draws."""
+    """Elements of a row share the error of one sum, so few rows need more draws."""
     draws = 1 + 40 * executor.draws // rows
     check(*(make(rows, cols, dtype, seed=seed) for seed in range(draws)))
 
@@ -134,7 +133,7 @@ def test_no_classes():
 
 
 def test_logits_are_not_copied():
-    """Whatever of them is dense; the operators see them as they lie."""
+    """If their columns are dense, the operators get the original tensors."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):

@@ -225,7 +225,7 @@ def test_copies_of_the_module():
 
 
 def test_tensors_with_products_of_their_own():
-    """Whose logits are whole."""
+    """Their logits are made whole."""
 
     class Own(torch.Tensor):
         pass

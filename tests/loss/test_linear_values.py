@@ -94,7 +94,7 @@ def test_any_number_of_threads(dtype, option):
 
 
 def test_small_probabilities_in_float16():
-    """Gradients that float16 cannot hold before the scaler's factor is in them."""
+    """Gradients that float16 cannot hold without the scaler's factor."""
     case = make(64, 16, 5000, F16, ignored=False)
     case.dloss = torch.tensor(32768.0)
     check(case)
@@ -110,7 +110,7 @@ def test_large_gradients_in_float16(factor, z_loss, reduction):
     if not factor:
         case.weight[1:] = 1
     case.weight[case.target[0]] = NAN if z_loss else INF
-    case.target[case.target == case.target[0]] = IGNORED  # a class that no row has
+    case.target[case.target == case.target[0]] = IGNORED  # a class without rows
     case.input, case.dloss = case.input * 8, torch.tensor(0.25)
     check(case)
     found = results(case.ours, case)
@@ -237,7 +237,7 @@ def test_nothing_but_ignored_rows(dtype):
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_ignored_rows_reach_no_loss(value):
-    """Nor a gradient but the weight's, whose sums have 0 times the row, as torch's have."""
+    """And no gradient except the weight's, whose sums have 0 times the row, as torch's."""
     case = make(10, 8, 30, reduction="none")
     expected = results(case.ours, case)
     case.input[case.target == IGNORED] = value
@@ -272,13 +272,13 @@ def test_large_and_small_logits(scale):
     check(case)
 
 
-# ---- torch's products, which are CUDA's ----------------------------------------------------------
+# ---- torch's products, as on CUDA ----------------------------------------------------------------
 
 
 @dtypes
 @pytest.mark.parametrize("option", ["mean", "all"])
 def test_on_torchs_products(dtype, option, monkeypatch):
-    """What a CUDA tensor gets, by tensors on the CPU."""
+    """The code for CUDA tensors, run on CPU tensors."""
     monkeypatch.setattr("onepass._ops.linear_loss.CHUNK_BYTES", 0)
     case = make(600, 24, 70, dtype, **OPTIONS[option])
     expected = results(case.ours, case)
@@ -291,7 +291,7 @@ def test_on_torchs_products(dtype, option, monkeypatch):
 
 
 def test_sums_beyond_float16_on_torchs_products(monkeypatch):
-    """Of the gradients of many rows of one class, each with its factor."""
+    """Sums of the scaled gradients of many rows of one class."""
     monkeypatch.setattr("onepass._ops.linear_loss._op", on_torchs_products)
     case = make(600, 8, 30, F16, ignored=False)
     case.input, case.target[:] = case.input.abs(), 3
@@ -317,7 +317,7 @@ def step(function, case):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_logits_are_never_whole(dtype):
-    """A chunk of them, what products pack, and gradients, which are float32 until the backward."""
+    """Memory: a chunk of logits, packed operands, and gradients in float32 until the backward."""
     case = make(2048, 32, 4096, dtype, bias=False)
     logits, chunk = 2048 * 4096 * dtype.itemsize, 4096 * 1024
     gradients = sum(t.numel() * 4 for t in case.operands.values())

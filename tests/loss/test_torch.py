@@ -207,7 +207,7 @@ def test_activation_checkpointing(inplace, use_reentrant):
 
 
 def test_saved_tensors_elsewhere():
-    """Hooks hand the backward a copy: that is what it writes over."""
+    """Hooks give the backward a copy, and it overwrites that copy."""
     case = make(4, 20)
     leaf = leaves(case)
     with torch.autograd.graph.save_on_cpu():

@@ -31,10 +31,10 @@ pytestmark = pytest.mark.isa
 @options
 @dtypes
 def test_values_and_gradients(executor, dtype, option):
-    """Of rows that a warp has, and of more columns than a tile of the CPU's.
+    """Rows of one warp, and more columns than a tile of the CPU's.
 
-    The sums of 16-bit gradients are their targets' alone, too few to tell a bias: fewer elements
-    than make it a question.
+    Only the targets' gradients are large in 16 bits, too few to measure a bias: so cases have fewer
+    elements than the bias rule needs.
     """
     check(*(make(4, 190, dtype, **OPTIONS[option], seed=seed) for seed in range(5)))
     draws = range(1 if dtype.itemsize == 2 else 8 * executor.draws)
@@ -89,7 +89,7 @@ def test_losses_of_another_dtype():
 
 @everywhere
 def test_an_upstream_gradient_of_another_dtype():
-    """Which autograd never hands over."""
+    """A dtype that autograd never passes."""
     case = make(6, 700, BF16, reduction="none")
     arguments = (case.input, case.target, None, -100, 0.0, 0.0, 0)
     _, *saved = RAW.loss_forward(*arguments, 0.0, None)

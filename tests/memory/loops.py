@@ -5,7 +5,7 @@ fork of its own, whose heap is as imports left it.
 
 Blocks are of 64 MiB, which malloc's defaults never keep: a fault per page, or (huge pages) per
 2 MiB. A heap that keeps them first grows a few times (up to nine were seen): a free block is too
-small for an aligned one of its size.
+small for an aligned block of the same size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def block(mebibytes: int = 64) -> torch.Tensor:
 
 
 def beyond_holes() -> torch.Tensor:
-    """A block that fits no hole of the heap; as much of it is written to as of others."""
+    """A block that fits into no hole of the heap; as many bytes are written as in other blocks."""
     return torch.empty(12 * (64 << 18))[: 64 << 18].zero_()
 
 
@@ -125,8 +125,8 @@ def apart():
 
 
 def limited(limit: int):
-    """By malloc itself: beside an aligned block it caches what it cut off, and that may be the top
-    of the heap."""
+    """malloc itself limits this: it caches the rest that it cuts off an aligned block, which may be
+    the top of the heap."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     obeyed = onepass.keep_freed_memory(limit)

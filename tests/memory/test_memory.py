@@ -1,7 +1,7 @@
-"""`onepass.keep_freed_memory`: page faults, resident memory, what it reaches and what it leaves.
+"""`onepass.keep_freed_memory`: page faults, resident memory, its effects and its limits.
 
-In processes of their own (loops.py), of which one has to show what is claimed: where the loader put
-things after the heap, and what was allocated before, decides whether blocks go back.
+In separate processes (loops.py), one of which must show the claim: whether blocks go back depends
+on what the loader put after the heap, and on earlier allocations.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def shown(name: str, holds: Callable[..., bool], **variables: str) -> None:
     pytest.fail(f"in {TRIES} processes: {figures}")
 
 
-# ---- what it does --------------------------------------------------------------------------------
+# ---- effects -------------------------------------------------------------------------------------
 
 
 @on_glibc
@@ -77,7 +77,7 @@ def test_page_faults_of_large_outputs_end_and_come_back(name):
 
 @on_glibc
 def test_a_backward_on_the_cpu_is_covered():
-    """It runs in the thread that calls it, and so takes from the same heap."""
+    """It runs in the calling thread, and so uses the same heap."""
     shown(
         "backward",
         lambda fresh, kept, same: same and fresh >= FRESH and kept < fresh / 4,
@@ -108,7 +108,7 @@ def test_the_top_of_the_heap_goes_back_beyond_the_limit():
     shown("beyond_the_limit", lambda obeyed, held, left: obeyed and held >= 60 and left < 8)
 
 
-# ---- what it reaches -----------------------------------------------------------------------------
+# ---- forks and threads ---------------------------------------------------------------------------
 
 
 @on_glibc
@@ -164,7 +164,7 @@ def test_what_the_environment_says(variables, expected, monkeypatch):
     assert _malloc.told() == expected
 
 
-# ---- what it cannot do ---------------------------------------------------------------------------
+# ---- limits --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [None, 0, 1 << 20])

@@ -18,12 +18,12 @@ DTYPES = (F32, BF16, F16, F64)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 KINDS = list(itertools.product((False, True), ("plain", "gated")))
 kinds = pytest.mark.parametrize("rms, form", KINDS)
-# What one scale is of: a sample, with and without ones in its shape, or a row.
+# A scale belongs to a sample, with and without ones in its shape, or to a row.
 PER = ("sample", "ones", "row")
 pers = pytest.mark.parametrize("per", PER)
 RAW = torch.ops.onepass
 INPUTS = ("input", "scale", "shift", "residual", "gate")
-# Rows that are too long for CUDA's registers, as many as 16 bytes divide and one more.
+# Rows that are too long for CUDA's registers: a multiple of 16 bytes, and one column more.
 LONG = {F32: 4104, BF16: 8200, F16: 8200, F64: 4104}
 
 
@@ -131,7 +131,7 @@ def results(function, case: Case, *, double: bool = False, wrt=INPUTS) -> dict[s
     outputs = function(**leaves)
     asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     pairs = zip(outputs, case.gradients, strict=True)
-    pairs = [(o, g.to(o.dtype)) for o, g in pairs if o.requires_grad]  # h does not of scale alone
+    pairs = [(o, g.to(o.dtype)) for o, g in pairs if o.requires_grad]  # not h, for a scale alone
     differentiated, upstream = zip(*pairs, strict=True)
     gradients = torch.autograd.grad(differentiated, list(asked.values()), upstream)
     named = dict(zip(("y", "h"), (output.detach() for output in outputs), strict=False))
@@ -156,7 +156,7 @@ def check_draws(*arguments, draws: int, **keywords) -> None:
 
 
 def raw_forward(input: Tensor, scale: Tensor, **arguments):
-    """The operator itself; what is not given is left out, the row is the last dimension."""
+    """The raw operator; tensors that are not given are left out, the row is the last dimension."""
     defaults = dict.fromkeys(("shift", "residual", "gate", "out_dtype"))
     defaults |= dict(normalized_shape=list(input.shape[-1:]), kind=0, eps=1e-5)
     defaults |= dict(save_statistics=True)

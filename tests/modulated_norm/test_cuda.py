@@ -76,7 +76,7 @@ def test_one_pass(cuda, batch, tokens, dtype, cols, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_scale_for_each_row_is_read_with_it(cuda, form):
-    """And its gradient is written with the row's: no sums."""
+    """Its gradient is written with the row's: there are no sums."""
     rows, cols = 12, 1000
     case = make(False, 3, 4, cols, BF16, "row", form, scale_dtype=F32)
     results(case.ours, case)
@@ -90,7 +90,7 @@ def test_a_scale_for_each_row_is_read_with_it(cuda, form):
 
 
 def test_parts_are_few(cuda):
-    """At least 32 rows to each, or no more than keep a device busy."""
+    """Each has at least 32 rows, or there are no more than keep a device busy."""
     for batch, tokens in ((1, 2000), (4, 500), (300, 40), (2, 3)):
         case = make(False, batch, tokens, 8, BF16)
         results(case.ours, case)

@@ -48,7 +48,7 @@ def test_strides(executor, name, layout):
 @dtypes
 @pytest.mark.parametrize("per", ["sample", "ones", "row"])
 def test_chunks_of_one_projection(dtype, per):
-    """As models have them: six rows side by side in one tensor; in place."""
+    """As in models: six rows side by side in one tensor, read in place."""
     case = make(False, 3, 7, 64, dtype, per, "gated")
     expected = results(case.ours, case)
     names = ("scale", "shift", "gate")
@@ -134,7 +134,7 @@ def test_borders_stay_untouched(dtype):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", INPUTS)
 def test_not_finite_elements_stay_in_their_sample(name, value):
-    """Where torch's are not finite, and nowhere else."""
+    """Results are not finite exactly where torch's are not."""
     case = make(False, 3, 4, 40, form="gated")
     case.tensors[name][1].view(-1)[7] = value
     found, expected = results(case.ours, case), results(case.torchs, case, double=True)

@@ -89,7 +89,7 @@ def test_what_requires_a_gradient(name):
 
 
 def test_what_is_kept():
-    """The sum, the branch, scale, shift and gate, and the statistics: no normalised rows."""
+    """The sum, the branch, scale, shift, gate and statistics are kept, but no normalised rows."""
     saved = []
     function, leaves = call_of(make(False, 2, 30, 40, form="gated"))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -133,7 +133,7 @@ def test_one_graph_for_all_sizes():
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
     for batch, tokens in ((2, 4), (3, 7), (5, 2)):
         compiled(torch.randn(batch, tokens, 16), torch.randn(batch, 16), torch.randn(batch, 16))
-        first = first or counter.frame_count  # Dynamo begins again once it knows eps as a constant
+        first = first or counter.frame_count  # Dynamo compiles again when eps becomes a constant
     assert counter.frame_count == first > 0
 
 

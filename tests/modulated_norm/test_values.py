@@ -37,7 +37,7 @@ rms_or_layer = pytest.mark.parametrize("rms", [False, True])
 @pers
 @dtypes
 def test_values_and_gradients(executor, dtype, per, rms, form):
-    # A block of four rows and one alone; warps that fill and others; a tail.
+    # A block of four rows and a single row; full and partly filled warps; a tail.
     for cols in (72, 1001) if executor.is_cuda else (7, 100):
         draws = 8 if cols < 16 else executor.draws
         check_draws(rms, 2, 5, cols, dtype, per, form, draws=draws)
@@ -47,7 +47,7 @@ def test_values_and_gradients(executor, dtype, per, rms, form):
 @kinds
 @dtypes
 def test_long_rows(executor, dtype, rms, form):
-    """On CUDA beyond what registers hold."""
+    """On CUDA too long for registers."""
     for cols in (LONG[dtype], LONG[dtype] + 3):
         check(make(rms, 2, 2, cols, dtype, "ones", form))
 
@@ -56,7 +56,7 @@ def test_long_rows(executor, dtype, rms, form):
 @pytest.mark.parametrize("form", ["plain", "gated"])
 @pytest.mark.parametrize("batch, tokens", [(1, 300), (3, 128), (2, 64), (5, 1), (1, 1)])
 def test_rows(batch, tokens, form):
-    """Gradients of a sample are one chunk's on the CPU, of several, of several runs in each."""
+    """On the CPU a sample's gradients sum one chunk, several, or several runs in each."""
     check(*(make(False, batch, tokens, 264, form=form, seed=seed) for seed in range(2)))
 
 
@@ -131,7 +131,7 @@ def test_gradients_through_one_output(through):
 
 @everywhere
 def test_a_backward_of_the_operator():
-    """What a mask leaves out has size 0; an upstream gradient may have another dtype."""
+    """Gradients outside the mask have size 0; an upstream gradient may have another dtype."""
     case = make(False, 2, 5, 64, BF16, form="gated", scale_dtype=F32)
     t, (doutput, dh) = case.tensors, case.gradients
     _, h, mean, rstd = raw_forward(**t)
@@ -164,7 +164,7 @@ def test_any_number_of_threads(batch, tokens, per, threads):
 
 @pytest.mark.parametrize("cols", [96, 1000])
 def test_samples_do_not_depend_on_the_batch(cols):
-    """Outputs and gradients of a sample, bit for bit: nothing of the others, nor of its place."""
+    """Outputs and gradients of a sample do not depend on others or on its place, bit for bit."""
     case = make(False, 4, 150, cols, BF16, "ones", "gated", scale_dtype=F32)
     expected = results(case.ours, case)
     one = make(False, 1, 150, cols)
@@ -199,7 +199,7 @@ def three_ways(ours, theirs, *tensors, dtype):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_diffusers_ada_layer_norm_zero(dtype):
-    """DiT's, and the gated residual behind it as diffusers' BasicTransformerBlock writes it."""
+    """DiT's, and the gated residual after it as in diffusers' BasicTransformerBlock."""
     normalization = pytest.importorskip("diffusers.models.normalization")
     module = normalization.AdaLayerNormZero(48)
     x, branch, embedding = torch.randn(3, 20, 48), torch.randn(3, 20, 48), torch.randn(3, 48)
