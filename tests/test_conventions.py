@@ -1,6 +1,6 @@
-"""The rules of the house as tests: who may include whom, and what an operator family consists of.
+"""The rules of the house as tests: who may include whom, and the files of an operator family.
 
-A failure names what was forgotten.
+A failure names the missing part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_LINES = 600
 
 
 def project_files() -> list[Path]:
-    """What git tracks or would track; everything outside build folders where there is no git."""
+    """Files that git tracks or would track; without git everything outside build folders."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
@@ -43,7 +43,7 @@ def declaring() -> list[Path]:
 
 
 def families() -> list[str]:
-    """Their stems, but for parts of a family: <family>_<part>."""
+    """Their stems, without parts of a family: <family>_<part>."""
     stems = [file.stem for file in declaring()]
     return [stem for stem in stems if not any(stem.startswith(f"{other}_") for other in stems)]
 
@@ -56,13 +56,13 @@ def relative(file: Path) -> str:
 
 
 def includes(file: Path) -> list[tuple[str, bool]]:
-    """(header, whether in quotes), as the file writes them."""
+    """(header, whether in quotes) of each include in the file."""
     found = re.findall(r'^\s*#\s*include\s+(?:<([^>]+)>|"([^"]+)")', file.read_text(), re.MULTILINE)
     return [(angle or quoted, bool(quoted)) for angle, quoted in found]
 
 
 def reached(file: Path) -> dict[str, list[str]]:
-    """Every header outside the project that `file` reaches, with the way there."""
+    """Every header outside the project that `file` includes indirectly, with the path to it."""
     outside, seen, todo = {}, set(), [(file, [relative(file)])]
     while todo:
         here, way = todo.pop()
@@ -184,14 +184,14 @@ def test_checks_live_in_ops_alone():
         assert not raised, f"{relative(file)}:{raised[0]} raises: checks belong into csrc/ops"
 
 
-# ---- what a family consists of ------------------------------------------------------------------
+# ---- the files of a family ----------------------------------------------------------------------
 
 
 def test_families_are_found():
     assert {"norm", "dropout", "linear"} <= set(families())
 
 
-# Of families that are no functions of a model's forward.
+# Families that are not functions of a model's forward.
 INTERFACES = {"optimizer": ("python/onepass/optim/__init__.py",)}
 
 
@@ -215,7 +215,7 @@ def test_a_family_is_complete(family):
 
 
 def declared_ops() -> list[str]:
-    """But for those that traces call, which are made of them."""
+    """All declared operators, except those for traces, which are made of them."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("onepass::")]
     return sorted(name for name in names if not has(name, "CompositeImplicitAutograd"))
@@ -275,7 +275,7 @@ def calls(text: str, name: str) -> list[str]:
 
 
 def phrases(arguments: str) -> list[str]:
-    """The words that a message is made of, without what it has in common with every other."""
+    """The words of a message, without those that all messages share."""
     joined = re.sub(r'"\s*"', "", arguments)
     literals = [literal.strip(" :,") for literal in re.findall(r'"((?:[^"\\]|\\.)*)"', joined)]
     literals = [re.sub(r",? got$", "", literal).strip(" :,") for literal in literals]
@@ -308,7 +308,7 @@ def test_messages_follow_the_grammar():
 
 
 def test_every_checked_argument_has_a_message_tested_by_name():
-    """A rule that several arguments share is tested for each of them."""
+    """A rule for several arguments is tested for each of them."""
     tests = "".join(
         file.read_text() for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__)
     )
@@ -379,7 +379,7 @@ def test_a_tests_path_says_what_it_is_of():
 
 
 def test_files_named_in_comments_and_pages_exist():
-    """Of the tests: those that a reader is sent to."""
+    """Among tests only those that comments and pages mention."""
     named = re.compile(r"\btests/[\w/]+\.(?:py|cpp|h)\b")
     for file in project_files():
         if file.suffix in (*CODE, ".md", ".toml", ".yaml") and file != Path(__file__):
@@ -399,7 +399,7 @@ def test_files_are_short():
 
 def test_no_paths_of_a_machine_and_no_hosts_of_registries():
     folders = "root|work|home|Users|mnt|farm|opt"
-    # An index is known by how it is named or reached, whichever host it has.
+    # A package index is recognised by its name or its address, on any host.
     hosts = r"--(?:extra-)?index-url|https?://[\w.:-]+/(?:simple|packages|debian)\b"
     pattern = re.compile(rf"(?<![\w.}})/])/(?:{folders})/\w|{hosts}")
     for file in project_files():

@@ -1,5 +1,5 @@
-"""The norm family among other code: several in one compiled graph, many rows, aliased and edited
-tensors, dtype mixes as torch has them. What one call alone on a small input does not show."""
+"""The norm family among other code: several norms in one compiled graph, many rows, aliased and
+edited tensors, torch's dtype mixes. A single call on a small input does not show these."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_editing_what_the_backward_needs_raises(name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [5, 1000, 5000])  # within a vector; one pass; more than one block
 def test_rows_follow_a_permutation_of_the_batch(rms, dtype, cols):
-    """Outputs and gradients of a row, bit for bit: nothing of its neighbours or its place."""
+    """Outputs and gradients of a row do not depend on its neighbours or its place, bit for bit."""
     stream = torch.float32 if dtype != torch.float64 else dtype
     case = make(rms, 9, cols, dtype, residual=True, residual_in=stream)
     case.gradients = (torch.randn(9, cols).to(dtype), torch.randn(9, cols).to(stream))
@@ -128,7 +128,7 @@ def test_rows_follow_a_permutation_of_the_batch(rms, dtype, cols):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, cols", [(7, 33), (5, 8), (3, 1000)])
 def test_borders_of_strided_tensors(rms, dtype, rows, cols):
-    """Inputs and upstream gradients lie in buffers of NaN: not read, not a bit of them written."""
+    """Inputs and upstream gradients lie in buffers of NaN, which must not be read or written."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     buffers = [torch.full((2 * rows + 2, cols + 9), float("nan"), dtype=dtype) for _ in range(4)]
     views = [buffer[1 : 1 + 2 * rows : 2, 4 : 4 + cols] for buffer in buffers]
@@ -145,7 +145,7 @@ def test_borders_of_strided_tensors(rms, dtype, rows, cols):
 
 
 def test_messages_of_the_backward_name_its_own_arguments():
-    """What autograd never gets wrong, a direct call can: each argument by its name there."""
+    """Errors that only a direct call can make; each message uses the backward's argument names."""
     x, w = torch.randn(4, 6), torch.ones(6)
     call = dict(
         doutput=x, x=x, weight=w, bias=w, mean=torch.zeros(4), rstd=torch.ones(4), grad_mask=15
@@ -224,7 +224,7 @@ def test_output_dtypes_are_torchs_for_every_mix(name, autocast):
 
 
 class Block(torch.nn.Module):
-    """A pre-norm transformer block's skeleton: two norms and two dropouts in one graph."""
+    """The skeleton of a pre-norm transformer block: two norms and two dropouts in one graph."""
 
     def __init__(self, norm, width: int, **keywords):
         super().__init__()

@@ -127,7 +127,7 @@ def test_one_pass(cuda, dtype, residual, forward, backward, cols):
     ],
 )
 def test_one_pass_over_rows_off_16_bytes(cuda, apart, dtype, forward, backward, cols):
-    """Of lengths that 16-byte accesses could take."""
+    """Rows whose length allows 16-byte accesses, but whose address does not."""
     case = make(False, 16, cols, dtype)
     if apart == "stride":
         case.input = torch.randn(16, cols + 1).to(dtype)[:, :cols]
@@ -168,7 +168,7 @@ def test_long_rows_are_read_twice_at_most(cuda, dtype, residual):
 
 @pytest.mark.parametrize("cols", [8, 2056])
 def test_partials_are_few(cuda, cols):
-    """At least 32 rows to each, or no more than keep a device busy."""
+    """Each has at least 32 rows, or there are no more than keep a device busy."""
     for rows in (1, 64, 1000, 20_000 if cols == 8 else 2000):
         case = make(False, rows, cols, BF16)
         outputs_and_gradients(case.ours, case)

@@ -14,7 +14,7 @@ names = pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 
 
 def both(name, x, weight, **options):
-    """Ours without a residual, and what it is by definition."""
+    """Ours without a residual, and the definition."""
     ours = getattr(functional, f"add_{name}")(x, None, (x.shape[-1],), weight, **options)
     torch.manual_seed(3)
     p, training = options.pop("dropout_p", 0.0), options.pop("training", True)

@@ -99,7 +99,7 @@ def check_messages(device, rms, devices=True):
 
 
 def test_raw_op_messages():
-    """What only a direct call of the raw ops can get wrong."""
+    """Errors that only a direct call of the raw ops can make."""
     x, w, seed = torch.randn(4, 6), torch.ones(6), torch.zeros(2, dtype=torch.int64)
     statistics = torch.zeros(4)
     right = dict(doutput=x, x=x, weight=w, mean=statistics, rstd=statistics)
@@ -211,7 +211,7 @@ def test_gradcheck_and_gradgradcheck(rms, residual, dropout_p):
     keywords = {"dropout_p": dropout_p} if residual else {}
 
     def function(*tensors):
-        torch.manual_seed(3)  # the same fate of every element in each evaluation
+        torch.manual_seed(3)  # each evaluation drops the same elements
         t = dict(zip(names, tensors, strict=True))
         first = (t["input"], t["residual"]) if residual else (t["input"],)
         rest = (t["weight"],) if rms else (t["weight"], t["bias"])
@@ -284,7 +284,7 @@ def test_functional_call():
 
 @kinds
 def test_saved_for_backward(rms, residual):
-    """One tensor of rows, the weight, a statistic or two per row, a seed: no mask, no other sum."""
+    """One tensor of rows, the weight, one or two statistics per row and a seed: no mask."""
     saved = []
     case = make(rms, 100, 64, residual=residual)
     tensors = {name: tensor.requires_grad_() for name, tensor in case.tensors().items()}

@@ -1,7 +1,7 @@
 """Layer norm and RMS norm, plain and after a residual add: values, gradients, layouts, extremes.
 
 Every result is held to the reference in float64 by the numerics rule; `base` is torch's function.
-On every executor, but for what is said of threads and sizes.
+On every executor, except tests of threads and sizes.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ def test_columns(executor, rms, residual, dtype):
 @kinds
 @dtypes
 def test_longest_rows(executor, rms, residual, dtype):
-    """On CUDA beyond what registers hold."""
+    """On CUDA too long for registers."""
     for cols in (LONG[dtype], LONG[dtype] + 3) if executor.is_cuda else (262_144,):
         check(make(rms, 3, cols, dtype, residual=residual))
 
 
 @kinds
 def test_rows(executor, rms, residual):
-    # Many rows are cut into several chunks for the weight gradients, 33 are one chunk and a bit.
+    # Many rows are several chunks for the weight gradients, 33 are one chunk and one row.
     for rows in (1, 2, 3, 4, 33, 300 if executor.name == "emulated" else 5000):
         check_draws(rms, rows, 96, residual=residual, draws=executor.draws)
-    if not executor.is_cuda:  # which takes four such rows at a time
+    if not executor.is_cuda:  # CUDA takes four such rows at a time
         check_draws(rms, 7, 4100, residual=residual, draws=executor.draws)
 
 
@@ -129,7 +129,7 @@ def test_many_dimensions_in_normalized_shape(rms, residual):
 
 @kinds
 def test_gradients_for_some_arguments_only(executor, rms, residual):
-    # Kinds differ in nothing that the kernels of longer rows do with this.
+    # The kernels of longer rows treat both kinds alike here.
     for cols in (65, 72, 2056, LONG[F32]) if executor.is_cuda and residual > rms else (65,):
         for wrt in (["input"], ["weight"], ["bias"], ["residual"], ["input", "weight"]):
             case = make(rms, 21 if cols < 100 else 5, cols, residual=residual)
@@ -171,7 +171,7 @@ def test_one_dimension(rms, residual):
 
 
 def check_laid_out(executor: Executor, change, *arguments, **keywords) -> None:
-    """A case whose tensors `change` lays out otherwise. On the CPU the results are bitwise those of
+    """A case whose tensors get other layouts by `change`. On the CPU results are bitwise those of
     dense tensors; on CUDA rows that 16 bytes do not divide are summed in another order."""
     draws = [make(*arguments, seed=seed, **keywords) for seed in range(executor.draws)]
     cases = [dataclasses.replace(dense) for dense in draws]
@@ -220,7 +220,7 @@ def test_layouts(executor, rms, residual, layout, dtype):
 
 @kinds
 def test_rows_in_three_dimensions(executor, rms, residual):
-    """Every tensor with strides of its own, and columns for each way a row is divided out."""
+    """Every tensor with its own strides, and columns for each way of computing a row's offset."""
 
     def change(case):
         case.input = torch.nn.functional.pad(case.input.transpose(0, 1), (0, 8))
@@ -394,7 +394,7 @@ def test_constant_rows(cols):
 @everywhere
 @pytest.mark.parametrize("cols", [100, 768, 5000])
 def test_rows_that_begin_unlike_the_rest(cols):
-    """The sums are taken around the mean of the first elements, where that is near the row's."""
+    """Sums are taken around the mean of the first elements, if that is near the row's mean."""
     cases = [make(False, 33, cols, seed=seed) for seed in range(4)]
     for case, height in zip(cases, (3.0, 1e2, 1e4, 1e6), strict=True):
         case.input[:, :70] += height  # more than four vectors of any level
@@ -431,7 +431,7 @@ def test_gradients_of_a_not_finite_row_stay_in_it(rms, residual, value):
     for name in ("input", "residual") if residual else ("input",):
         assert torch.equal(spoilt[name][others], clean[name][others]), name
         assert torch.equal(spoilt[name][3].isnan(), stock[name][3].isnan()), name
-    # A column sum over all rows holds what the row gives it, the bias's does not see the input.
+    # A column sum over all rows contains the row's NaN; the bias's does not depend on the input.
     assert torch.equal(spoilt["weight"].isnan(), stock["weight"].isnan())
     if not rms:
         assert torch.equal(spoilt["bias"], clean["bias"])

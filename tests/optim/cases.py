@@ -1,4 +1,4 @@
-"""What the tests of the optimizers share: ours and torch's under one name, runs, comparisons."""
+"""Helpers of the optimizers' tests: ours and torch's under one name, runs, comparisons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALES = (1e-4, 1e-2, 1.0, 1e2)  # of the gradients, a quarter of the elements e
 QUARTER = 1280
 # Together four quarters; odd ones, whole vectors, one more than a piece.
 SIZES = (1, 7, 16, 17, 255, 257, 470, 4097)
-SHAPES = ((5,), (4352,), (4, 5), ())  # the second one is kept in 8 bits where that is asked for
+SHAPES = ((5,), (4352,), (4, 5), ())  # the second is large enough for 8-bit states
 MODES = {
     "float32 state": {"state_dtype": F32},
     "own state": {},
@@ -49,14 +49,14 @@ FLAGS = {
     "Muon": {"lr": 1e-2, "weight_decay": 0.1},
 }
 
-# What one group may ask for that the others do not.
+# Settings of one group that the others do not have.
 OF_A_GROUP = {
     "AdamW": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": True, "maximize": True},
     "Adam": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": True, "maximize": True},
     "SGD": {"momentum": 0.5, "dampening": 0.3, "maximize": True},
     "Lion": {"betas": (0.7, 0.9), "maximize": True},
 }
-# Options that states are loaded under.
+# Options under which states are loaded.
 EXTRAS = {
     "AdamW": {"master": "remainder16", "state_dtype": F32, "max_grad_norm": 0.5},
     "Adam": {"state_dtype": "int8", "zero_grads": True},
@@ -134,9 +134,9 @@ def snapshot(optimizer):
 
 
 def everything(optimizer, identities=True):
-    """What an optimizer has and what it steps, to be compared with == before and after a fault.
+    """An optimizer's state and its parameters, to be compared with == before and after a fault.
 
-    With identities: of the same optimizer; without, of one made alike.
+    With identities: for the same optimizer; without them: for another one made alike.
     """
     params = members(optimizer)
     hidden = getattr(optimizer, "_hidden_steps", {})
@@ -177,7 +177,7 @@ def made(name, sizes, dtype=F32, seed=0, **extras):
 
 
 def give_gradients(optimizer, number, scale=1.0):
-    """Gradients that depend on `number` and the parameter's place alone."""
+    """Gradients that depend on `number` and the parameter's index alone."""
     for index, p in enumerate(members(optimizer)):
         generator = torch.Generator().manual_seed(1000 * number + index)
         p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
@@ -191,7 +191,7 @@ def steps(optimizer, count, first=0):
 
 
 def drawn(dtype=F32, elements=4 * QUARTER, count=STEPS):
-    """(start, gradients): parameters off zero, gradients of four scales that keep a direction."""
+    """(start, gradients): parameters off zero, gradients of four scales with a fixed direction."""
     start = torch.randn(elements).sign() * (0.1 + torch.rand(elements))
     scale = torch.tensor(SCALES).repeat_interleave(elements // len(SCALES))
     direction = torch.randn(elements)
@@ -234,7 +234,7 @@ def check_run(found, ref, base, keys, keep=None, case=""):
 
 def check_against_stock(name, keys, **flags):
     """Ours over several tensors; torch in float64 and, as base, torch's float32 run of as many
-    steps over the same elements: what rounding adds up to is its measure."""
+    steps over the same elements, so that accumulated rounding errors are comparable."""
     start, gradients = drawn()
     found = run(ours(name), start, gradients, sizes=SIZES, **flags)
     ref = run(stock(name), start, gradients, F64, **flags)
@@ -269,7 +269,7 @@ def over_copies(name, optimizer, cls=None, dtype=None, **extras):
 
 
 def resumed(name, optimizer, checkpoint=None, **how):
-    """The same in a new process: copies of the parameters, the checkpoint from a file."""
+    """The optimizer as in a new process: copies of the parameters, the checkpoint from a file."""
     new = over_copies(name, optimizer, **how)
     new.load_state_dict(checkpoint or through_a_file(optimizer.state_dict()))
     return new

@@ -1,4 +1,4 @@
-"""Gradients that are taken as backward makes them: `fused_accumulate`."""
+"""`fused_accumulate`: gradients are taken while backward computes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 class Model(nn.Module):
-    """A weight used twice, one in float32, one that is left out of a backward at times."""
+    """A weight used twice, one in float32, and one that some backwards leave out."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -51,7 +51,7 @@ def batch(number, dtype=BF16):
 
 
 def gradients_of(model, number, rare=True):
-    """Of one backward alone, by name."""
+    """Gradients of a single backward, by name."""
     model.zero_grad()
     model(batch(number, model.first.weight.dtype), rare).backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -60,7 +60,7 @@ def gradients_of(model, number, rare=True):
 
 
 def by_hand(model, optimizer, number, count, clip=None):
-    """A step with float32 sums of the gradients of `count` backwards: what the loop does."""
+    """A step with float32 sums of the gradients of `count` backwards, as in the loop."""
     sums: dict = {}
     for k in range(count):
         for name, gradient in gradients_of(model, 10 * number + k, rare=k > 0).items():
@@ -114,7 +114,7 @@ def test_the_documented_loop_with_float32_parameters():
 
 
 def test_who_empties_what():
-    """`optimizer.zero_grad` sums and `.grad`; the model, which knows of no sums, `.grad`."""
+    """`optimizer.zero_grad` clears sums and `.grad`, `model.zero_grad` only `.grad`."""
     model, optimizer = build("AdamW")
     sums = fused_accumulate(optimizer)
     for empty, is_kept in ((model.zero_grad, True), (optimizer.zero_grad, False)):
@@ -228,7 +228,7 @@ def test_steps_in_backward_are_those_of_the_loop(ema_decay, name):
 
 @pytest.mark.parametrize("options", [{}, {"master": "fp32", "ema_decay": 0.5}], ids=str)
 def test_two_rounds_look_at_each_parameter_a_few_times(options, monkeypatch):
-    """Not at all of them in every hook: backward would take the square of their number."""
+    """Hooks must not look at all parameters each time: that would be quadratic in their number."""
     params = [nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(40)]
     optimizer = onepass.optim.AdamW(params, **options)
     fused_accumulate(optimizer, in_backward=True)
@@ -394,7 +394,7 @@ def test_remove():
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("name", ["AdamW", "MuonWithAdamW", "Adafactor"])
 def test_scaled_gradients_are_refused(name, unscales, is_mixed):
-    """A scaler finds the gradients in float32 alone: it would divide those and not the sums."""
+    """A scaler finds only `.grad` in float32: it would divide those and not the sums."""
     model, optimizer = build(name, F16)
     if not is_mixed:
         model.norm.requires_grad_(False)

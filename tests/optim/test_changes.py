@@ -33,7 +33,7 @@ def parameters(*shapes, dtype=F32):
 @names
 @pytest.mark.parametrize("other", [(128,), (32,), (8, 8), (64, 1)])
 def test_another_shape_is_refused(name, other):
-    """As in torch, where the states do not fit any more; others' states stay untouched."""
+    """As in torch, since the states no longer fit; states of other parameters stay untouched."""
     a, b = parameters(64, 64)
     optimizer = ours(name)([a, b], **FLAGS[name])
     optimizer.step()
@@ -50,7 +50,7 @@ def test_another_shape_is_refused(name, other):
 
 @pytest.mark.parametrize("name", TORCH_NAMES)
 def test_channels_last_in_mid_training(name):
-    """The states are laid like the weights again."""
+    """The states get the memory order of the weights again."""
     results = []
     for cls in (ours(name), getattr(torch.optim, name)):
         torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_a_setting_that_asks_for_another_moment():
 @pytest.mark.parametrize("master", ["fp32", "remainder16"])
 @names
 def test_a_parameter_that_moves_is_as_one_that_is_written(name, master, grows):
-    """Whichever parameters have gradients in the steps that follow, and where there are more."""
+    """With any parameters having gradients in the next steps, and with further parameters."""
     results = []
     for moved in (True, False):
         torch.manual_seed(1)
@@ -147,7 +147,7 @@ def test_a_new_master_is_logged(monkeypatch, caplog):
 
 
 def test_one_gradient_of_other_strides_leaves_the_table_alone():
-    """Copied, and the next step finds what it knows."""
+    """The gradient is copied, and the next step finds the table unchanged."""
     params = parameters((30, 20), (7,))
     optimizer = onepass.optim.AdamW(params)
     optimizer.step()
@@ -188,7 +188,7 @@ def test_replaced_parameters_are_let_go():
 
 
 def stepped(name, change, *, steps=6, shapes=(40, (5, 8), 7)):
-    """The parameters after steps with a change among them: as ever, and with nothing kept."""
+    """The parameters after steps with a change among them: normally, and without kept tables."""
     results = []
     for fresh in (False, True):
         torch.manual_seed(0)
@@ -200,7 +200,7 @@ def stepped(name, change, *, steps=6, shapes=(40, (5, 8), 7)):
             if step == steps // 2:
                 change(optimizer, params)
             if fresh:
-                optimizer._table = None  # looks at everything anew
+                optimizer._table = None  # makes the next step inspect everything
             for p in params:
                 if p.grad is not None:
                     p.grad = torch.randn_like(p)
@@ -210,7 +210,7 @@ def stepped(name, change, *, steps=6, shapes=(40, (5, 8), 7)):
 
 
 def move_between_groups(optimizer, params):
-    """The parameters of all groups, one after the other, stay what they were."""
+    """The list of all parameters, group after group, stays the same."""
     first, second = optimizer.param_groups
     second["params"].insert(0, first["params"].pop())
 
@@ -294,7 +294,7 @@ HARMLESS = (swap_within_a_group, make_a_tuple, add_a_group)
     ],
 )
 def test_a_change_is_noticed(name, change):
-    """What is kept from step to step gives the steps that looking at everything anew gives."""
+    """Steps with a kept table equal steps that inspect everything."""
     kept, anew = stepped(name, change)
     assert all(torch.equal(one, other) for one, other in zip(kept, anew, strict=True))
     if change not in HARMLESS:
@@ -304,7 +304,7 @@ def test_a_change_is_noticed(name, change):
 
 @names
 def test_entries_that_change_places_are_noticed(name):
-    """Of parameters of one shape."""
+    """Entries of parameters of the same shape."""
 
     def swap(optimizer, params):
         one, other = (optimizer.state.pop(p) for p in params[:2])
@@ -321,7 +321,7 @@ def test_entries_that_change_places_are_noticed(name):
 @names
 @pytest.mark.parametrize("what", ["entries", "state"])
 def test_mappings_that_are_no_dicts(name, what):
-    """What is put into them later is stepped as well."""
+    """States that are put into them later are stepped as well."""
     params = parameters(40, 7)
     optimizer = ours(name)(params, **FLAGS[name])
     optimizer.step()
@@ -349,7 +349,7 @@ def test_an_iterator_of_parameters_is_no_step_in_silence(name):
 
 @names
 def test_every_state_put_there_is_the_one_that_is_stepped(name):
-    """Also one with the same values: whoever put it there looks at it later."""
+    """Also a state with the same values: code that put it there may read it later."""
     params = parameters(30, 20)
     optimizer = ours(name)(params, **FLAGS[name])
     for _ in range(2):
@@ -389,7 +389,7 @@ def test_gradients_are_let_go(which):
 
 
 def test_gradients_that_nobody_else_holds():
-    """An operator gives back what it was lent, whoever owns it."""
+    """An operator releases its arguments, even if it holds the last reference."""
     gradients = [torch.randn(9) for _ in range(3)]
     before = [sys.getrefcount(g) for g in gradients]
     for _ in range(3):
@@ -406,7 +406,7 @@ def test_gradients_that_nobody_else_holds():
 
 @names
 def test_zeroed_gradients_of_a_step_that_is_not_made(name):
-    """A loop that leaves zeroing to the optimizer goes on after one bad step."""
+    """A loop that leaves zeroing to the optimizer recovers after one bad step."""
     p = torch.nn.Parameter(torch.ones(50))
     p.grad = torch.zeros(50)
     optimizer = ours(name)([p], **FLAGS[name], max_grad_norm=1.0, zero_grads=True)
@@ -535,7 +535,7 @@ def test_a_remainder_is_exact_in_any_order_of_loading(target, first):
 
 
 def test_settings_on_a_device_stay_in_their_memory():
-    """Captured steps read them there. On the meta device, which is one that is not the CPU."""
+    """Captured steps read them there. Tested on the meta device, as one that is not the CPU."""
     meta, settings = torch.device("meta"), torch.rand(2, 11, dtype=torch.float64)
     assert flat_state.on_device(settings, torch.device("cpu"), None) is None
     first = flat_state.on_device(settings, meta, None)

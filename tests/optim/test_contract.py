@@ -39,7 +39,7 @@ from tests.optim.cases import (
 
 
 def gapped(values):
-    """(the same values with other elements between them, what lies between)."""
+    """(the same values with other elements between them, those elements)."""
     whole = torch.full((*values.shape[:-1], 2 * values.shape[-1]), 7.0).to(values.dtype)
     whole[..., ::2] = values
     return whole[..., ::2], whole[..., 1::2]
@@ -64,7 +64,7 @@ LAYOUTS = {
 @names
 @pytest.mark.parametrize("mode", DETERMINISTIC)
 def test_layouts(mode, name):
-    """Bitwise what the same values give laid out in a row, for every pair of layouts."""
+    """Bitwise the steps of contiguous tensors, for every pair of layouts."""
     for shape in ((6, 5), (2, 3, 4, 5), (4, 1, 40), (70, 130)):
         starts = torch.randn(shape).bfloat16()
         gradients = [torch.randn(shape).bfloat16() for _ in range(2)]
@@ -102,7 +102,7 @@ def test_what_lies_around_and_between_stays(mode, name):
 @names
 @pytest.mark.parametrize("mode", DETERMINISTIC)
 def test_sizes(mode, name):
-    """Every size gives, bit for bit, the elements of a long tensor that it has."""
+    """A tensor of any size is stepped, bit for bit, as the first elements of a long tensor."""
     sizes = [*range(1, 35), 255, 256, 257, 511, 513, 4095, 4096, 4097, 8191, 8192, 8193]
     start = torch.randn(8193).bfloat16()
     gradients = [torch.randn(8193).bfloat16() for _ in range(2)]
@@ -228,7 +228,7 @@ def test_bitwise_equal_for_any_number_of_threads(mode, name):
 
 
 def refused(build, error, match, **extras):
-    """The step raises and no parameter, gradient or state is another afterwards."""
+    """The step raises, and no parameter, gradient or state has changed."""
     optimizer = build(**extras)
     before = snapshot(optimizer)
     with pytest.raises(error, match=match):
@@ -346,7 +346,7 @@ def test_constructor_errors(name):
 @names
 @pytest.mark.parametrize("word", ["float32", "bfloat16"])
 def test_state_dtype_by_its_name(word, name):
-    """The same as the dtype, from the constructor on, through copies and in fuse."""
+    """A name is the same as the dtype: in the constructor, in copies and in fuse."""
     dtype = getattr(torch, word)
     by_name, by_dtype = (made(name, SHAPES, BF16, state_dtype=given) for given in (word, dtype))
     for one in (by_name, copy.deepcopy(by_name), by_dtype):
@@ -394,7 +394,7 @@ def test_flags_that_choose_torchs_implementation_are_logged(flag, name, monkeypa
 
 @names
 def test_a_step_marks_its_parameters_as_changed(name):
-    """So that autograd refuses a backward pass through values that are gone."""
+    """So autograd refuses a backward through values that were overwritten."""
     p = torch.ones(5, requires_grad=True)
     loss = (p * p).sum()
     loss.backward(retain_graph=True)
@@ -423,7 +423,7 @@ def test_gradients_are_read_only(name):
 @torch_names
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_not_finite_and_far_out_as_torch(dtype, name):
-    """Infinities and NaNs stand where torch has them; the rest by the rule, per magnitude."""
+    """Infinities and NaNs are where torch has them; the rest by the rule, per magnitude."""
     special = [math.inf, -math.inf, math.nan, 3e38, -3e38, 1e20, 1e-20, 1e-38, 1e-42, 0.0, -0.0]
     gradient = torch.tensor(special).repeat(20)[:211].to(dtype)
     for number in (1, 2):
@@ -469,7 +469,7 @@ def test_settings_at_their_ends_as_torch(name):
 @names
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "all"])  # which skips the step
 def test_one_bad_element_spoils_no_other(mode, name):
-    """Blocks of codes share a scale, so that there it is the others' blocks that stay."""
+    """Codes of a block share a scale: there only other blocks stay correct."""
     good = made(name, (100, 4352), BF16, **MODES[mode])
     bad = made(name, (100, 4352), BF16, **MODES[mode])
     steps(good, 2)

@@ -1,4 +1,4 @@
-"""Averages of the parameters that a step moves along: `ema_decay`."""
+"""`ema_decay`: averages of the parameters, updated in the step."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_step_is_the_same_with_averages(name):
 @names
 @pytest.mark.parametrize("master", ["fp32", "remainder16"])
 def test_averages_of_masters(master, name):
-    """They are of the float32 results, and so are what a float32 run's are."""
+    """Averages are of the float32 results, and so equal those of a float32 run."""
     optimizer = made(name, SIZES, BF16, master=master, ema_decay=DECAY)
     wide = made(name, SIZES, BF16, ema_decay=DECAY, state_dtype=F32)
     params = [p.detach().float().requires_grad_() for p in members(wide)]
@@ -110,8 +110,8 @@ def test_averages_of_masters(master, name):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("master", [None, "fp32", "stochastic"])
 def test_averages_of_16_bits_do_not_stall(master, dtype):
-    """Towards a parameter that stands still: each step is far below half a unit in the last place,
-    so that an average that were rounded to nearest would not move at all."""
+    """The parameter is constant, and each step of the average is far below half a unit in the last
+    place: rounded to nearest, it would not move at all."""
     count, decay, elements = 300, 0.999 if dtype is BF16 else 0.9999, 1 << 14
     p = torch.full((elements,), 1.0, dtype=dtype).requires_grad_()
     optimizer = onepass.optim.SGD([p], lr=0.0, master=master, ema_decay=decay, ema_dtype="param")
@@ -127,7 +127,7 @@ def test_averages_of_16_bits_do_not_stall(master, dtype):
     spread = average.double().std() / elements**0.5
     assert abs(average.double().mean() - expected) < 6 * spread
     nearest = torch.ones(1, dtype=dtype).lerp_(torch.full((1,), 1.5, dtype=dtype), 1 - decay)
-    assert nearest == 1.0  # what is tested is there
+    assert nearest == 1.0  # rounding to nearest stalls, as assumed
 
 
 @pytest.mark.isa
@@ -160,7 +160,7 @@ def test_a_decay_that_is_a_function_of_the_step(name):
 
 
 def test_parameters_without_a_gradient_keep_their_average():
-    """And one that gets its first gradient later begins with what it was until then."""
+    """A parameter that gets its first gradient later starts with its value until then."""
     optimizer = made("AdamW", ((3,), (4,)), ema_decay=DECAY)
     late = members(optimizer)[1]
     start = late.detach().clone()
@@ -319,7 +319,7 @@ def ema_model(model):
 
 
 def test_to_an_averaged_model():
-    """That goes on as if it had averaged all along."""
+    """The AveragedModel continues as if it had averaged from the start."""
     model = small_model()
     optimizer = onepass.optim.AdamW(model.parameters(), lr=1e-2, ema_decay=DECAY)
     kept = ema_model(model)
@@ -335,7 +335,7 @@ def test_to_an_averaged_model():
 
 
 def test_from_an_averaged_model():
-    """At the start, in mid-training, and into what already has averages."""
+    """At the start, in mid-training, and over existing averages."""
     for trained in (False, True):
         model = small_model()
         plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -380,7 +380,7 @@ def test_a_run_goes_on_from_a_checkpoint(ema_dtype, name):
 
 @names
 def test_checkpoints_without_averages_load(name):
-    """They begin with the next step, as at the start."""
+    """Averages begin with the next step, as at the start."""
     optimizer = steps(made(name, SIZES), 3)
     new = resumed(name, optimizer, ema_decay=DECAY)
     steps(new, 1, first=3)
@@ -397,7 +397,7 @@ def test_averages_are_dropped_where_nobody_keeps_them(name):
 
 @names
 def test_averages_that_were_dropped_begin_anew(name):
-    """With the count of their steps, which the decay is a function of."""
+    """Their count of steps restarts too, since the decay may depend on it."""
     asked: list[int] = []
 
     def decay(step):
@@ -417,7 +417,7 @@ def test_averages_that_were_dropped_begin_anew(name):
 
 @names
 def test_a_count_without_averages_is_none(name):
-    """Checkpoints had one from before, after steps of an optimizer that keeps no averages."""
+    """Checkpoints could hold an old count after steps of an optimizer without averages."""
     optimizer = steps(made(name, SIZES), 3)
     checkpoint = optimizer.state_dict()
     checkpoint["param_groups"][0]["ema_steps"] = 50
@@ -528,7 +528,7 @@ def test_averages_begin_where_the_attribute_is_set():
 
 @pytest.mark.parametrize("layout", ["gaps", "channels_last", "gradient"])
 def test_layouts(layout):
-    """An average lies like its parameter; one with gaps is stepped by a copy."""
+    """An average has its parameter's memory order; one with gaps is stepped through a copy."""
     start = torch.randn(4, 6, 3, 5)
     gradients = [torch.randn(4, 6, 3, 5) for _ in range(3)]
     found = []

@@ -1,4 +1,4 @@
-"""Adafactor and LAMB: optimizers that are a formula of a whole tensor, in the frame of updates."""
+"""Adafactor and LAMB: optimizers whose formula depends on a whole tensor (`FormulaOptimizer`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SETTINGS = {
 
 
 class ReferenceLAMB(torch.optim.Optimizer):
-    """By the reference."""
+    """An optimizer class of the reference."""
 
     def __init__(self, params, maximize=False, **settings):
         super().__init__(params, {"lr": 1e-3, "maximize": maximize, "settings": settings})
@@ -144,8 +144,8 @@ def test_the_reference_of_adafactor_is_torchs():
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 def test_the_smallest_gradients_of_adafactor(dtype):
-    """Without a number they are the float32 run's where results are kept to float32, be it on
-    average; without a master those of the parameter's dtype, as torch's."""
+    """Without a number eps is float32's if results are kept to float32, exactly or on average;
+    without a master it is that of the parameter's dtype, as torch's."""
     scale = 2.0**-12  # below both dtypes' eps
     for master in (None, "fp32", "stochastic"):
         optimizer = made("Adafactor", dtype, master=master, lr=0.5)
@@ -165,7 +165,7 @@ def test_the_smallest_gradients_of_adafactor(dtype):
 
 
 def test_the_length_of_a_step_of_lamb():
-    """lr times the tensor's norm, whatever the gradient's size; not of one that is zero."""
+    """lr times the tensor's norm, for any size of the gradient; not for a tensor of zeros."""
     for scale in (1e-3, 1.0, 1e3):
         optimizer = made("LAMB", lr=0.01, weight_decay=0.0, eps=0.0)
         with torch.no_grad():
@@ -179,7 +179,7 @@ def test_the_length_of_a_step_of_lamb():
             assert float(moved) == pytest.approx(0.01 * expected, rel=1e-4), (scale, number)
 
 
-# ---- what the frame gives ------------------------------------------------------------------------
+# ---- masters, averages, clipping -----------------------------------------------------------------
 
 
 @names
@@ -256,15 +256,15 @@ def test_groups_and_tensor_lr(name):
 
 
 class OnDevice(Tensor):
-    """Says that it lies on a device."""
+    """A tensor that claims to be on a device."""
 
     device = property(lambda self: torch.device("cuda"))
 
 
 @names
 def test_a_tensor_lr_on_a_device(name, monkeypatch):
-    """The settings that a kernel reads are those of a number; Adafactor's updates have lr already,
-    and its weight decay has it too."""
+    """The kernel reads the same settings as with a number; Adafactor's updates contain lr already,
+    and its weight decay does too."""
     monkeypatch.setattr(tables, "on_device", lambda settings, *_: settings.clone())
     found = []
     for lr in (torch.tensor(0.25).as_subclass(OnDevice), 0.25):
@@ -330,7 +330,7 @@ def test_a_run_goes_on_from_a_checkpoint(copied, name):
     for one in (optimizer, new):
         steps(one, 3, first=3)
     assert_same(snapshot(optimizer), snapshot(new))
-    if not copied:  # what was loaded is not what is stepped
+    if not copied:  # loaded tensors are not the stepped ones
         for number, entry in before["state"].items():
             assert all(torch.equal(held["state"][number][key], v) for key, v in entry.items())
 

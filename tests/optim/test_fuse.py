@@ -148,7 +148,7 @@ def test_a_scheduler_made_before_stays_with_the_new_one_through_a_checkpoint(nam
 
 @torch_names
 def test_fuse_takes_an_optimizer_once(name):
-    """A second one would begin without the states, which the first one has."""
+    """A second one would start without the states, which the first one has taken."""
     old = old_optimizer(name, 2)
     new = onepass.optim.fuse(old, max_grad_norm=1.0)
     before = snapshot(new)

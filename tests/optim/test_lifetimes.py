@@ -1,4 +1,4 @@
-"""Who keeps whom alive: an optimizer that is gone keeps nothing."""
+"""Lifetimes: a deleted optimizer keeps nothing alive."""
 
 from __future__ import annotations
 

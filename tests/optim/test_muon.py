@@ -99,7 +99,7 @@ def test_float64(name):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_bfloat16_products_are_as_exact_as_torchs(name):
-    """Updates alone: of the parameters those are a small part."""
+    """Compares updates alone: they are a small part of the parameters."""
     settings = {**SETTINGS[name], "weight_decay": 0.0}
     shapes = ((64, 96), (96, 64), (80, 80))
     start = drawn(shapes)
@@ -269,7 +269,7 @@ def test_errors(settings, message):
     with pytest.raises(ValueError, match=f"^Muon: {message}"):
         Muon([torch.zeros(12, 4, requires_grad=True)], **settings)
     group = {key: value for key, value in settings.items() if key != "state_dtype"}
-    if group:  # as someone sets it between two steps, or loads it
+    if group:  # as set by a user between two steps, or loaded
         optimizer = made(((12, 4),))
         optimizer.param_groups[0].update(group)
         before = everything(optimizer)
@@ -327,7 +327,7 @@ def test_groups_have_their_own_settings():
 
 @pytest.mark.parametrize("master", [None, "fp32", "remainder16"])
 def test_layouts(master):
-    """As the same values in a row: what lies elsewhere goes through the same products."""
+    """The same as contiguous values: other layouts go through the same products."""
     layouts = {
         "contiguous": lambda values: values.clone(),
         "transposed": lambda values: values.mT.contiguous().mT,

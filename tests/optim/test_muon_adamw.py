@@ -1,4 +1,4 @@
-"""Muon and AdamW as one optimizer: the same steps as apart, and the groups of a model."""
+"""Muon and AdamW as one optimizer: the same steps as two optimizers, and groups of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onepass.optim import MuonWithAdamW, muon_groups
 from tests.optim.cases import BF16, F32, F64, assert_same, members, same, snapshot, through_a_file
 
 SHAPES = ((24, 40), (40, 24), (24, 40), (24,), (64, 64), (), (5, 4, 3))
-BY_MUON = 3  # so many of them are
+BY_MUON = 3  # the number of them
 OPTIONS = {
     "plain": {},
     "fp32": {"master": "fp32"},
@@ -44,7 +44,7 @@ def made(dtype=F32, **settings):
 
 
 def apart(dtype=F32, **settings):
-    """Muon's and AdamW's own classes over the same."""
+    """Muon's and AdamW's own classes over the same parameters."""
     params = [p.requires_grad_() for p in drawn(dtype)]
     muon, adamw, second = ({**g} for g in groups_of(params))
     for group in (muon, adamw, second):

@@ -103,7 +103,7 @@ def test_the_norm_of_no_gradients_is_zero():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("limit", [1e9, math.inf])
 def test_steps_whose_norm_is_not_finite_are_skipped(limit, bad, mode, name):
-    """Nothing is another afterwards, and the run goes on as if the step had not been."""
+    """Nothing changes, and the run continues as if the step had not been called."""
     extras = {**MODES[mode], "max_grad_norm": limit, "zero_grads": False}
     expected = made(name, SHAPES, BF16, **extras)
     found = made(name, SHAPES, BF16, **extras)
@@ -167,7 +167,7 @@ def test_norms_beyond_the_range_of_squares():
 
 
 def scaled(optimizer, scaler, number=0):
-    """Gradients as a backward of a scaled loss leaves them."""
+    """Gradients as after the backward of a scaled loss."""
     scaler.scale(torch.ones(()))
     give_gradients(optimizer, number, scaler.get_scale())
     return [p.grad.clone() for p in members(optimizer)]
@@ -175,7 +175,7 @@ def scaled(optimizer, scaler, number=0):
 
 @names
 def test_only_a_scaler_is_told_that_steps_unscale(name):
-    """A trainer that clips unscales first if it hears no; with fused=True it hears torch's yes."""
+    """A clipping trainer unscales first if told no; with fused=True it is told yes, as by torch."""
     optimizer = made(name, SHAPES)
     assert optimizer._step_supports_amp_scaling is False
     fused = made(name, SHAPES, fused=True)
@@ -188,7 +188,7 @@ def test_only_a_scaler_is_told_that_steps_unscale(name):
             scaler.step(one)
         ran = {event.key: event.count for event in profile.key_averages()}
         assert ran["onepass::optimizer_step"] == 1, ran
-    optimizer._step_supports_amp_scaling = False  # a user's word goes
+    optimizer._step_supports_amp_scaling = False  # set by the user
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     before = scaled(optimizer, scaler)
     scaler.step(optimizer)

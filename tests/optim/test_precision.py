@@ -1,4 +1,4 @@
-"""What the optimizers keep of a step in 16 and 8 bits.
+"""The precision of the optimizers in 16 and 8 bits.
 
 Random rounding is held to normal deviates of at most Z: a right implementation fails one such
 check in 5e8 draws of seeds; there are about 300 of them, so the file fails by chance for one seed
@@ -91,7 +91,7 @@ def test_ties_go_away_from_zero(master):
 
 # ---- stochastic rounding -------------------------------------------------------------------------
 
-NEXT = {BF16: 2**-7, F16: 2**-10}  # from 1 to the number after it
+NEXT = {BF16: 2**-7, F16: 2**-10}  # from 1 to the next number
 
 
 def raised(fraction, dtype=BF16, seed=0, count=1, elements=ELEMENTS, sign=1.0, params=1):
@@ -165,7 +165,7 @@ def test_stochastic_rounding_is_reproducible():
 @pytest.mark.isa
 @pytest.mark.parametrize("fraction", [0.5, 1 / 16])
 def test_rounding_differs_by_step_parameter_element_and_seed(fraction):
-    """Pairs of decisions are both upward as often as if neither knew of the other."""
+    """Pairs of decisions are both upward as often as independent ones."""
     found = raised(fraction, count=6, params=4)
     pairs = {}
     for lag in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128, 256, 4096, 8192):
@@ -205,7 +205,7 @@ counts = pytest.mark.parametrize("count", [7, 200])
 @pytest.mark.parametrize("master", [None, "stochastic", "remainder16"])
 @pytest.mark.parametrize("name", ["lr", "grad_scale"])
 def test_rounding_keeps_any_nan(name, master, count):
-    """Also one of ones alone, as CUDA makes them, to which nothing may be added."""
+    """Also a NaN of ones alone, as CUDA makes it, to which nothing may be added."""
     number = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(F32)
     param = torch.nn.Parameter(torch.ones(count, dtype=BF16))
     optimizer = onepass.optim.AdamW([param], master=master, state_dtype=BF16)
@@ -229,7 +229,7 @@ def test_a_nan_stays_one_whatever_its_remainder(count):
     for _ in range(3):
         param.grad = torch.randn(count).to(BF16)
         optimizer.step()
-    param.data.fill_(math.nan)  # which its master does not see
+    param.data.fill_(math.nan)  # not noticed by its master
     optimizer.step()
     assert param.isnan().all()
 
@@ -268,7 +268,7 @@ def test_second_moments_in_16_bits_are_unbiased_where_the_nearest_would_stall(dt
 @pytest.mark.isa
 @pytest.mark.parametrize("master", ["fp32", "remainder16", "stochastic"])
 def test_no_default_stalls(master):
-    """What is not asked for is what lasts: the second moment follows gradients to its end."""
+    """With the defaults the second moment follows the gradients to the end."""
     count, gradient = 100, 1.1015625
     p = torch.ones(ELEMENTS, dtype=BF16).requires_grad_()
     optimizer = onepass.optim.AdamW([p], lr=0.0, master=master)
@@ -301,7 +301,7 @@ def test_dtypes_of_moments_that_nobody_asked_for(master, dtype, name):
 @names
 @pytest.mark.parametrize("master", ["fp32", "remainder16"])
 def test_narrow_moments_of_a_checkpoint_get_the_wider_default(master, name):
-    """As checkpoints had them that were written before float32 was the default."""
+    """As in checkpoints from before float32 was the default."""
     before = steps(made(name, SHAPES, BF16, master=master, state_dtype=BF16), 2).state_dict()
     resumed = made(name, SHAPES, BF16, master=master)
     resumed.load_state_dict(before)
@@ -396,7 +396,7 @@ def test_8_bit_first_moments_are_the_nearest_code(name):
     below, above = values[index - 1], values[index]
     nearest = torch.minimum(parts.abs() - below, above - parts.abs())
     error = (found - parts).abs()
-    slack = (above - below) * 2**-13 + 1e-6 * parts.abs()  # who is in the middle goes either way
+    slack = (above - below) * 2**-13 + 1e-6 * parts.abs()  # values in the middle may go either way
     assert (error <= nearest + slack).all()
     assert error.max() <= 7 / 1024 + 1e-6
     assert (found * parts >= 0).all() and (found[:, 7] == 0).all()
@@ -545,7 +545,7 @@ def test_masters_and_noise_repair_stalled_training(master, name):
 @names
 @pytest.mark.parametrize("mode", ["fp32", "remainder16"])
 def test_a_master_in_another_order_is_stepped(mode, name):
-    """It is laid like its parameter, and that is the one the state has."""
+    """The master gets its parameter's memory order, and the state holds that one."""
     expected = steps(made(name, ((6, 4),), BF16, **MODES[mode]), 2)
     optimizer = steps(made(name, ((6, 4),), BF16, **MODES[mode]), 1)
     (p,) = members(optimizer)

@@ -1,4 +1,4 @@
-"""The optimizers' state: checkpoints both ways with torch, and what others change in it."""
+"""The optimizers' state: checkpoints both ways with torch, and changes from outside."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.optim.cases import (
     torch_names,
 )
 
-SAVED_BYTES = 128  # what may differ between two saved tensors of one size
+SAVED_BYTES = 128  # allowed difference between two saved files of tensors of one size
 
 
 def saved_bytes(value):
@@ -46,7 +46,7 @@ def saved_bytes(value):
     return len(buffer.getvalue())
 
 
-# ---- what a checkpoint looks like ----------------------------------------------------------------
+# ---- the form of a checkpoint --------------------------------------------------------------------
 
 
 @torch_names
@@ -89,8 +89,8 @@ def test_lions_groups():
 @names
 @modes
 def test_what_belongs_to_the_optimizer_is_not_saved(mode, name):
-    """But for masters of 16-bit parameters and, where there is noise, its seed: of the parameters,
-    and of second moments, which Adam and AdamW have."""
+    """Except masters of 16-bit parameters and, with stochastic rounding, its seed: for parameters,
+    and for second moments in Adam and AdamW."""
     plain = made(name, SHAPES, BF16).state_dict()["param_groups"][0]
     torch.manual_seed(5)
     optimizer = steps(made(name, SHAPES, BF16, **MODES[mode]), 1)
@@ -174,7 +174,7 @@ def test_torch_and_ours_continue_each_other(name, ours_first):
 @names
 @pytest.mark.parametrize("mode", ["fp32", "remainder16", "stochastic"])
 def test_the_order_of_loading_does_not_matter(mode, name):
-    """A model loaded after its optimizer writes the parameters once more, as they are."""
+    """A model loaded after its optimizer writes the same parameters once more."""
     whole = steps(made(name, SHAPES, BF16, **MODES[mode]), 3)
     new = over_copies(name, made(name, SHAPES, BF16, seed=7), **MODES[mode])
     new.load_state_dict(through_a_file(whole.state_dict()))
@@ -187,7 +187,7 @@ def test_the_order_of_loading_does_not_matter(mode, name):
 @names
 @pytest.mark.parametrize("mode", ["own state", "fp32", "remainder16"])
 def test_a_checkpoint_of_parameters_laid_out_otherwise(mode, name):
-    """The states' elements belong to the parameter's by place, not by memory."""
+    """Elements of states and parameters correspond by index, not by memory order."""
     shape = (2, 30, 4, 20)
     whole = steps(made(name, (shape, (50, 90)), BF16, **MODES[mode]), 3)
     params = [
@@ -287,7 +287,7 @@ def test_a_checkpoint_of_other_groups_is_refused_as_by_torch(name):
 
 
 def test_steps_as_numbers_load():
-    """As torch wrote them before 1.12."""
+    """As torch saved them before 1.12."""
     whole = steps(made("AdamW", SHAPES), 3)
     checkpoint = copy.deepcopy(whole.state_dict())
     for entries in checkpoint["state"].values():
@@ -327,7 +327,7 @@ def test_hooks_of_saving_and_loading_run():
 @names
 @pytest.mark.parametrize("kinds", [("fp32", "remainder16"), ("remainder16", "fp32")], ids=str)
 def test_masters_are_converted(kinds, name):
-    """Both keep the same master, so that a run goes on, bit for bit, with the other."""
+    """Both forms hold the same master, so a run continues, bit for bit, with the other form."""
     whole = steps(made(name, SHAPES, BF16, master=kinds[0]), 3)
     new = resumed(name, whole, master=kinds[1])
     steps(new, 3, first=3), steps(whole, 3, first=3)
@@ -339,7 +339,7 @@ def test_masters_are_converted(kinds, name):
 @names
 @pytest.mark.parametrize("target", ["fp32", "remainder16"])
 def test_remainders_that_were_saved_are_loaded(target, name):
-    """Checkpoints had them as they are kept."""
+    """Older checkpoints held remainders."""
     whole = steps(made(name, SHAPES, BF16, master="remainder16"), 3)
     saved = whole.state_dict()
     for index, p in enumerate(members(whole)):
@@ -379,7 +379,7 @@ def test_masters_are_dropped(master, name):
 @torch_names
 @modes
 def test_torch_loads_ours(mode, name):
-    """Entries that it does not know stay beside the others."""
+    """Entries that torch does not know are kept."""
     whole = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
     new = resumed(name, whole, cls=stock(name))
     for index, p in enumerate(members(new)):
@@ -417,7 +417,7 @@ def test_8_bit_checkpoints_are_a_fixed_point(name):
 
 
 def changed_and_loaded(name, change, dtype=F32, **extras):
-    """change(optimizer) in mid-training, and the same run continued from a checkpoint after it."""
+    """A run with change(optimizer) in the middle, and one from a checkpoint after the change."""
     found = steps(made(name, SHAPES, dtype, **extras), 2)
     change(found)
     expected = resumed(name, found, **extras)
@@ -447,7 +447,7 @@ def test_replaced_entries_are_used(mode, name):
 
 @names
 def test_codes_of_8_bits_are_replaced_by_codes(name):
-    """A checkpoint shows float32; the state itself does not, and says so before it changes."""
+    """A checkpoint shows float32; the state holds codes, and others raise before it changes."""
     optimizer = steps(made(name, SHAPES, state_dtype="int8"), 2)
     second, third = members(optimizer)[1:3]
     optimizer.state[third][first_moment(name)] = torch.full(third.shape, 0.25)  # too small for them
@@ -483,7 +483,7 @@ def test_replaced_steps_are_used(name):
 @pytest.mark.parametrize("how", ["one", "clear", "new"])
 @pytest.mark.parametrize("mode", ["own state", "fp32", "remainder16", "bfloat16", "int8"])
 def test_dropped_state_starts_again(mode, how, name):
-    """As of an optimizer made now, bit for bit, the noise too; the others' state stays."""
+    """As with a new optimizer, bit for bit, the noise too; the state of others stays."""
     found = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
     fresh = over_copies(name, found, **MODES[mode])
     for group, old in zip(fresh.param_groups, found.param_groups, strict=True):
@@ -507,7 +507,7 @@ def test_dropped_state_starts_again(mode, how, name):
 @names
 @modes
 def test_parameters_changed_from_outside_are_used(mode, name):
-    """Whether written or given other memory; their masters begin there."""
+    """Whether overwritten or given other memory; masters restart from the new values."""
     extras = MODES[mode]
     results = []
     for how in ("written", "other memory", "loaded"):
@@ -552,7 +552,7 @@ def test_a_master_that_was_reseeded_is_the_parameter(master, name):
 @names
 @pytest.mark.parametrize("master", ["fp32", "remainder16"])
 def test_masters_of_parameters_without_gradients_are_reseeded_too(master, name):
-    """Changed before a step in which they have none, and before one in which they have again."""
+    """Changed before a step without gradients for them, and before one with gradients."""
     found = steps(made(name, SHAPES, BF16, master=master), 2)
     first = members(found)[1]
     with torch.no_grad():
@@ -572,7 +572,7 @@ def test_masters_of_parameters_without_gradients_are_reseeded_too(master, name):
 
 @names
 def test_gradients_written_into_the_same_memory(name):
-    """The other runs give new tensors for every step."""
+    """Other tests use new tensors in every step."""
     found, expected = made(name, SHAPES), made(name, SHAPES)
     give_gradients(found, 0)
     for number in range(3):

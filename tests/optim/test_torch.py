@@ -28,8 +28,8 @@ from tests.support import fresh
 
 # ---- torch's own inputs --------------------------------------------------------------------------
 
-# Read by another process, since importing torch's test helpers forbids every later change of
-# torch.backends' flags. They want expecttest, which torch does not bring, for a base class alone.
+# Read by another process, since importing torch's test helpers forbids later changes of
+# torch.backends' flags. They import expecttest, which torch does not install, for one base class.
 READ_INPUTS = """
 import pickle, sys, types, unittest
 try:

@@ -82,7 +82,7 @@ def test_sgd(momentum, dampening, nesterov, weight_decay, maximize, lr):
 @decays
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.5, 0.8)])
 def test_lion(betas, weight_decay, maximize, lr):
-    """Elements whose update comes within float32's error of zero are left out: its sign is open."""
+    """Elements whose update is within float32's error of zero are left out: its sign is open."""
     start, gradients = drawn()
     flags = {"betas": betas, "weight_decay": weight_decay, "maximize": maximize, "lr": lr}
     found = run(ours("Lion"), start, gradients, sizes=SIZES, **flags)
@@ -134,7 +134,7 @@ def spacing(values, dtype):
 
 
 def rounded_away(values, dtype):
-    """To the nearest number of `dtype`, of two as near to the larger one."""
+    """Rounds to the nearest number of `dtype`, ties away from zero."""
     exact = values.double()
     step = spacing(exact, dtype)
     return (torch.floor(exact.abs() / step + 0.5) * step * exact.sign()).to(dtype)
@@ -181,7 +181,7 @@ def test_a_step_rounds_once(dtype, state_dtype, name):
         if key != "param":
             assert found[key].dtype == keep
         if name != "Lion" and found[key].dtype == dtype:
-            # Beside the rounding, float32's own error in what may cancel.
+            # In addition to the rounding, float32's own error where terms cancel.
             largest = ref[key].abs().view(len(SCALES), QUARTER).amax(1).repeat_interleave(QUARTER)
             allowed = 0.5 * spacing(ref[key], dtype) + 2.0**-21 * largest
             assert ((found[key].double() - ref[key]).abs() <= allowed).all(), key
@@ -195,7 +195,7 @@ def test_a_step_rounds_once(dtype, state_dtype, name):
     "dtype, master", [(BF16, "fp32"), (F16, "fp32"), (BF16, "remainder16")], ids=str
 )
 def test_masters(dtype, master, name):
-    """The master is what a float32 run would have; the parameter is the master, rounded."""
+    """The master equals the parameter of a float32 run; the parameter is the master, rounded."""
     start, gradients = drawn(dtype)
     flags = {key: value for key, value in FLAGS[name].items() if key != "amsgrad"}
     extras = {"master": master, "state_dtype": F32}

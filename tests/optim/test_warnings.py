@@ -53,7 +53,7 @@ def test_nothing_else_is_warned_of(master, name, recwarn):
 
 
 def test_a_warning_is_given_once():
-    """By Python's own rule, where nobody set another."""
+    """By Python's default filter."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):

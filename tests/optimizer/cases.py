@@ -1,7 +1,7 @@
 """Lists of tensors for the optimizer ops, run by the CPU's op, emulated CUDA kernels or a device.
 
-A `Tensors` holds one parameter and all that belongs to it; `on_cpu` and `on_cuda` make a step of a
-list of them in place.
+A `Tensors` holds one parameter with its gradient and states; `on_cpu` and `on_cuda` make a step of
+a list of them in place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTINGS = Hyper(
     ema_decay=0.9,
 )  # fmt: skip
 
-# Beside the defaults, what a group may ask for; amsgrad has a moment more.
+# Settings of groups beside the defaults; amsgrad has a further moment.
 GROUPS = {
     ADAM: [
         {}, {"decoupled": False}, {"amsgrad": True}, {"maximize": True, "weight_decay": 0.0},
@@ -62,7 +62,7 @@ class Tensors:
     average: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensors:
-        """A copy there, each operand as far from a multiple of 16 bytes as here."""
+        """A copy on a device; each operand keeps its distance to a multiple of 16 bytes."""
 
         def moved(tensor: Tensor | None) -> Tensor | None:
             if tensor is None:
@@ -111,11 +111,11 @@ def make(
     moment: torch.dtype | None = None, master: torch.dtype | None = None, *, moments: int = 2,
     step: int = 3, index: int = 0, group: int = 0, average: torch.dtype | None = None,
 ) -> Tensors:  # fmt: skip
-    """Random ones, in float32's range of magnitudes that a training has, and some zeros."""
+    """Random tensors, with the magnitudes of real training, and some zeros."""
     value = torch.randn(numel, dtype=F64)
     scale = torch.tensor([0.0, 1e-5, 1e-2, 1.0], dtype=F64)
     drawn = torch.randn(numel, dtype=F64) * scale[torch.randint(4, (numel,))]
-    held = max(numel, 1)  # an empty tensor has no address, which stands for no state
+    held = max(numel, 1)  # an empty tensor has a null address, which would mean no state
     kept = None
     if master is F32:
         kept = torch.randn(held) if numel == 0 else value.to(F32)
@@ -165,8 +165,8 @@ def on_cpu(call: Step) -> None:
 
 
 def make_step(call: Step, device: torch.device) -> None:
-    """By the operators that torch.ops has, of tensors that are on this device; the settings are
-    given twice, for CUDA too."""
+    """A step by the registered operators on tensors of this device; settings are passed twice, for
+    CUDA too."""
     states: list[Tensor] = []
     rows = []
 
@@ -200,7 +200,7 @@ def make_step(call: Step, device: torch.device) -> None:
 
 
 def on_cuda(call: Step, emulator: Emulated | None) -> dict | None:
-    """Under the emulator, or on the device. What was counted; the tensors change in place."""
+    """Under the emulator, or on the device. Returns the counts; the tensors change in place."""
     if emulator is not None:
         with emulator.under_the_package():
             on_cpu(call)
@@ -221,7 +221,7 @@ def norm_on_cuda(gradients: list[Tensor], order: float, emulator: Emulated) -> T
 def clip_on_cuda(
     gradients: list[Tensor], max_norm: float, emulator: Emulated, order: float = 2.0
 ) -> tuple[Tensor, dict]:
-    """The norm, and what was counted as the gradients were scaled in place."""
+    """The norm, and the counts of scaling the gradients in place."""
     with emulator.under_the_package():
         norm = torch.ops.onepass.clip_grad_norm(gradients, max_norm, order, False)
     return norm, emulator.done[-1]

@@ -30,7 +30,7 @@ def parameters(*sizes, dtype=F32, scale=1.0):
 
 
 def shifted(parameter):
-    """Its gradient begins 8 bytes beyond a multiple of 16."""
+    """Makes its gradient begin 8 bytes after a multiple of 16."""
     gradient, ahead = parameter.grad, 8 // parameter.grad.itemsize
     memory = torch.empty(gradient.numel() + ahead, dtype=gradient.dtype)
     parameter.grad = memory[ahead:].view(gradient.shape).copy_(gradient)
@@ -45,7 +45,7 @@ def copies(of):
 
 
 def check(of, max_norm, order=2.0):
-    """The norm and every gradient by the numerics rule; what lies around them stays as it is."""
+    """The norm and every gradient by the numerics rule; the memory around them must not change."""
     gradients = [p.grad.clone() for p in of if p.grad is not None]
     norm, expected = reference.optimizer.clip_grad_norm(
         [g.double() for g in gradients], max_norm, order
@@ -124,7 +124,7 @@ def test_single_tensor_generator_and_missing_gradients():
 @everywhere
 @pytest.mark.parametrize("order", ORDERS)
 def test_layouts(order):
-    """Permuted gradients are taken as they lie; those with gaps go to torch's own function."""
+    """Permuted gradients are read in place; those with gaps go to torch's own function."""
     of = parameters((6, 5), (2, 3, 4, 5), (4, 1, 3), ())
     of[0].grad = torch.randn(5, 6).t()
     of[1].grad = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
@@ -174,7 +174,7 @@ def test_bitwise_equal_for_any_number_of_threads(threads):
 
 
 def test_all_tensors_are_one_list_of_pieces():
-    """What runs, from the plans: two tensors of one and three pieces."""
+    """The plans show it: two tensors of one and three pieces."""
     with dispatch_log.record() as calls:
         op([torch.ones(5), torch.ones(2 * PIECE + 1)], 1.0, 2.0, False)
     assert [(call["kernel"], call["splits"]) for call in calls] == [
@@ -217,7 +217,7 @@ def test_gradient_norm():
 @everywhere
 @pytest.mark.isa
 def test_no_magnitude_is_larger_than_nan():
-    """In whichever lane and piece it is."""
+    """In any lane and piece."""
     for where in (0, 1, 17, PIECE - 1, PIECE, 2 * PIECE + 5):
         gradient = torch.ones(3 * PIECE)
         gradient[where] = float("nan")
@@ -290,7 +290,7 @@ def test_limits_of_zero_and_below():
         check(parameters(5000), max_norm)
 
 
-# ---- what torch's own function is left with ------------------------------------------------------
+# ---- calls that are left to torch's function -----------------------------------------------------
 
 
 class Tagged(torch.Tensor):

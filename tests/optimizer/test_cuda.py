@@ -52,12 +52,12 @@ def assert_equal(ones, others, case="") -> None:
 
 @pytest.fixture(params=CUDA)
 def counts(request) -> Emulated | None:
-    """The emulator, which counts; on a device nothing is counted."""
+    """The emulator, for its counts; on a device nothing is counted."""
     return request.getfixturevalue("emulator") if request.param == "emulated" else None
 
 
 def check(emulator: Emulated | None, call: Step, steps: int = 1) -> None:
-    """Every operand of every tensor, and nothing but what a step may change, as on the CPU."""
+    """Every operand of every tensor is as on the CPU, and nothing else has changed."""
     cpu, cuda = call.copy(), call.copy()
     for number in range(steps):
         on_cpu(cpu)
@@ -70,7 +70,7 @@ OPERANDS = ("param", "gradient", *OF_MOMENTS, "master", "average")
 
 
 def shift(tensors: list[cases.Tensors], operands) -> None:
-    """Each of these operands begins 8 bytes beyond a multiple of 16."""
+    """Makes each of these operands begin 8 bytes after a multiple of 16."""
     for t in tensors:
         if "param" in operands:
             t.param = shifted(t.param)
@@ -123,7 +123,7 @@ def test_settings_of_groups_and_sizes(counts, algorithm, dtypes):
 
 @algorithms
 def test_amsgrad_in_codes_and_noise_beyond_the_first_piece(counts, algorithm):
-    """The noise goes on by pieces; the third moment is rounded to nearest."""
+    """The noise continues over pieces; the third moment is rounded to nearest."""
     settings = {"amsgrad": algorithm == ADAM}
     moments = MOMENTS[algorithm] + settings["amsgrad"]
     tensors = [
@@ -143,7 +143,7 @@ def test_amsgrad_in_codes_and_noise_beyond_the_first_piece(counts, algorithm):
 @algorithms
 @pytest.mark.parametrize("decay", [0.0, 0.3, 0.999, 1.0])
 def test_averages(counts, algorithm, decay):
-    """Of the step's result before it is rounded; those of 16 bits are rounded at random."""
+    """Averages of the step's unrounded result; 16-bit averages are rounded stochastically."""
     kinds = [
         (F32, None, F32), (BF16, None, F32), (BF16, None, BF16), (BF16, F32, BF16), (F16, F32, F16),
         (BF16, torch.int16, F32), (F64, None, F64),
@@ -190,7 +190,7 @@ def test_unscaling_clipping_and_zeroing(counts, algorithm, given):
 
 @pytest.mark.parametrize("dtype", [F32, BF16, INT8, F64], ids=str)
 def test_moments_that_the_settings_do_not_ask_for(counts, dtype):
-    """They are left as they are: neither read nor written."""
+    """They are neither read nor written."""
     wide = dtype is F64
     for algorithm, moments, settings in ((ADAM, 3, {}), (SGD, 1, {"momentum": 0.0})):
         for step in (0, 3):
@@ -203,7 +203,7 @@ def test_moments_that_the_settings_do_not_ask_for(counts, dtype):
 
 
 def test_maximize_and_signs_of_zero(counts):
-    """Also what a tensor of zeros becomes."""
+    """Also for a tensor of zeros."""
     for algorithm in ALGORITHMS.values():
         for maximize in (False, True):
             t = make(64, moments=MOMENTS[algorithm])
@@ -212,13 +212,13 @@ def test_maximize_and_signs_of_zero(counts):
             check(counts, Step(algorithm, [t], hyper({"maximize": maximize, "weight_decay": 0.0})))
 
 
-# ---- what is no number ---------------------------------------------------------------------------
+# ---- NaN and infinities --------------------------------------------------------------------------
 
 
 @algorithms
 @pytest.mark.parametrize("value", [INF, -INF, NAN, 1e38])
 def test_gradients_that_are_no_numbers(counts, algorithm, value):
-    """Without a norm they are let in, and reach what they reach on the CPU."""
+    """Without a norm they are used, and spread as on the CPU."""
     mixes = [
         (F32, F32, F32, None), (BF16, F32, BF16, None), (BF16, F32, F32, F32),
         (BF16, F32, F32, torch.int16), (F16, F32, F16, None), (BF16, F32, INT8, None),
@@ -244,7 +244,7 @@ def test_gradients_that_are_no_numbers(counts, algorithm, value):
 
 
 def values(t) -> list[torch.Tensor]:
-    """What the operands mean: a NaN has many bit patterns, and its codes mean nothing."""
+    """The operands as values: a NaN has many bit patterns, and its codes mean nothing."""
     moments = t.moments
     if t.scales:
         scales = [scale.repeat_interleave(cases.BLOCK) for scale in t.scales]
@@ -272,7 +272,7 @@ def values(t) -> list[torch.Tensor]:
 )
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_step_that_must_not_be_made_changes_nothing(counts, algorithm, given, zero):
-    """But gradients that are to be zeros: one with an infinity would stay in the way for ever."""
+    """Except gradients that are to be zeroed: else an infinity would block every later step."""
     tensors = make_mixes(MIXED_SIZES, MOMENTS[algorithm])[::5]
     call = Step(algorithm, tensors, hyper({}), zero_gradients=zero, **given)
     before = call.copy()
@@ -287,7 +287,7 @@ def test_a_step_that_must_not_be_made_changes_nothing(counts, algorithm, given, 
 
 @algorithms
 def test_more_tensors_than_the_parameters_hold(emulator, algorithm):
-    """A launch for each table, each of which counts its own steps."""
+    """There is a launch for each table, and each counts the steps of its tensors."""
     count = 700
     tensors = [
         make(5 if i % 3 else 0, moments=MOMENTS[algorithm], index=i, step=i) for i in range(count)
@@ -303,7 +303,7 @@ def test_more_tensors_than_the_parameters_hold(emulator, algorithm):
 
 @pytest.mark.parametrize("build", ["plain", pytest.param("thread", marks=pytest.mark.slow)])
 def test_many_pieces(emulator, build):
-    """A block takes several in a row, across tensors; blocks do not fall on their borders."""
+    """A block takes several in a row, across tensors; blocks do not end at tensors' ends."""
     sizes = (3, 2030 * PIECE - 100, 0, *[700] * 20, 2 * PIECE, 5)
     tensors = [make(size, BF16, moments=0, index=i, step=i) for i, size in enumerate(sizes)]
     settings = hyper({"momentum": 0.0, "decoupled": False})
@@ -396,7 +396,7 @@ def test_one_pass(emulator, name):
 
 
 def test_one_pass_of_single_elements(emulator):
-    """Of tails and of what is not aligned."""
+    """For tails and unaligned tensors."""
     for numel, operands in ((1001, ()), (1024, ("gradient",))):
         tensors = [make(numel, BF16, BF16, F32)]
         shift(tensors, operands)
@@ -462,7 +462,7 @@ def test_norm_reads_once(emulator):
 
 
 def test_norm_of_many_pieces(emulator):
-    """A block takes several in a row, across tensors; blocks do not fall on their borders."""
+    """A block takes several in a row, across tensors; blocks do not end at tensors' ends."""
     gradients = [torch.randn(2500 * PIECE - 100).bfloat16(), *drawn(*[700] * 600)]
     norm = norm_on_cuda(gradients, 2.0, emulator).item()
     (counted,) = emulator.done
@@ -537,7 +537,7 @@ def test_each_instance(emulator, build):
 
 
 def test_no_races(emulator):
-    """On fewer tensors than test_each_instance has, which takes the thread sanitizer minutes."""
+    """On fewer tensors than test_each_instance, which takes the thread sanitizer minutes."""
     with emulator.sanitized("thread", *KERNELS, seed=1):
         tensors = make_mixes(MIXED_SIZES, MOMENTS[ADAM])[::20]
         tensors += make_groups(ADAM, (1, PIECE + 1))[0][:2]

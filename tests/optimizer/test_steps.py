@@ -1,6 +1,6 @@
 """The optimizer family's operators: a step and its table, on the CPU.
 
-What the optimizers hand over never breaks these rules; tests/optim holds their results.
+The optimizers' own calls never break these rules; tests/optim checks their results.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def test_messages_of_a_step():
 
 
 def test_a_stale_table_is_told():
-    """What the caller can mend is no error: False, and nothing has changed."""
+    """A problem that the caller can solve is no error: the result is False, and nothing changes."""
     param = torch.ones(4, 5)
     params, states, layout = adam_table(param)
     table = make_table(params, states, layout)

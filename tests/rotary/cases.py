@@ -37,8 +37,8 @@ class Case:
     seed: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """query, key, cos, sin, positions and weights; but for the first, cos and sin where there
-        are any."""
+        """query, key, cos, sin, positions and weights; key, positions and weights only if there are
+        any."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def randn(*shape, dtype):
@@ -86,8 +86,8 @@ LEAVES = (*BOTH, "query_weight", "key_weight")  # in the order of their gradient
 
 
 def outputs_and_gradients(function, case: Case, tensors: dict[str, Tensor], wide=False) -> list:
-    """Of query and key, and gradients of the weights too, for upstream gradients that are the same
-    for every function."""
+    """Outputs and gradients of query and key, and gradients of the weights, with the same upstream
+    gradients for every function."""
     own = {n: t.double() if wide and t.is_floating_point() else t for n, t in tensors.items()}
     leaves = {n: own[n].detach().requires_grad_() for n in LEAVES if n in own}
     given = {"key": None, **own, **leaves}
@@ -118,7 +118,7 @@ def check_tensors(case: Case, *draws: dict[str, Tensor]) -> None:
 
 
 def check(case: Case, **changes) -> None:
-    """Of the few numbers that narrow weights have, one draw says little."""
+    """Narrow weights have few numbers, so several draws are pooled."""
     case = replace(case, **changes)
     seeds = range(1 + 64 // case.head_dim if case.norms else 1)
     check_tensors(case, *(replace(case, seed=seed).tensors() for seed in seeds))

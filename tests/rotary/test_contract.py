@@ -15,7 +15,7 @@ BACKWARD = torch.ops.onepass.rotary_backward
 
 
 def wrong_calls(device: str) -> dict:
-    """What is wrong with a call that is right but for these arguments."""
+    """Calls with one wrong argument each, and their messages."""
     other = "meta" if device == "cpu" else "cpu"
 
     def ones(*shape, dtype=torch.float32, device=device):
@@ -102,7 +102,7 @@ def test_messages(message, device):
     right = {name: tensor.to(device) for name, tensor in made.items()}
     functional.rotary_embedding(**right)
     trained = right | {"query": right["query"].clone().requires_grad_()}
-    for given in (right, trained):  # autograd's way there is another
+    for given in (right, trained):  # autograd takes another path
         with pytest.raises(RuntimeError) as error:
             functional.rotary_embedding(**given | wrong)
         assert str(error.value) == f"rotary_embedding: {message}"

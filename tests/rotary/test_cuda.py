@@ -31,7 +31,7 @@ ALIGNED = Case(head_dim=48, rotary_dim=32)
 
 
 def goes_by_packs(cuda, call: int = -1, name: str = "rotary_forward") -> bool:
-    """Which of its instances ran: the last argument of the template."""
+    """Whether the instance with packs ran: the last argument of the template."""
     launch = cuda.of(name)[call]["launched"][0]
     return "true>" in launch.kernel
 
@@ -72,8 +72,8 @@ def test_one_pass(cuda, interleaved, dtype, table_dtype, rotary_dim, half_width,
 @pytest.mark.parametrize("rotary_dim, head_dim", [(32, 48), (30, 52)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_one_pass_of_norms(cuda, interleaved, rotary_dim, head_dim, dtype, weight_dtype):
-    """To the byte: the forward as without norms, and the weights once for each block; the backward
-    reads gradients and rows once, and the sums that its parts leave."""
+    """To the byte: the forward as without norms, plus the weights once for each block; the backward
+    reads gradients and rows once, plus the partial sums of its parts."""
     case = Case(
         dtype, weight_dtype=weight_dtype, rotary_dim=rotary_dim, head_dim=head_dim, norms=BOTH,
         positions="tokens", interleaved=interleaved, heads=6, key_heads=3, tokens=70,
@@ -118,7 +118,7 @@ def test_one_pass_in_place(cuda, norms, rotary_dim):
 
 @pytest.mark.parametrize("wanted", LEAVES)
 def test_what_nobody_asks_for_is_not_computed(cuda, wanted):
-    """Of a tensor of which nothing is wanted nothing is read, and gradients alone are written."""
+    """A tensor without a wanted gradient is not read, and only gradients are written."""
     case = replace(ALIGNED, norms=BOTH)
     tensors = case.tensors()
     tensors[wanted].requires_grad_()
@@ -137,7 +137,7 @@ def test_what_nobody_asks_for_is_not_computed(cuda, wanted):
 
 @pytest.mark.parametrize("heads, tokens, parts", [(1, 1, 2), (9, 40, 10), (40, 1000, 528)], ids=str)
 def test_parts_follow_from_the_shape(cuda, heads, tokens, parts):
-    """Several steps each where there would be too many."""
+    """Parts have several steps each where there would be too many parts."""
     check(Case(F32, batch=1, heads=heads, key_heads=1, tokens=tokens, head_dim=64, norms=BOTH))
     assert {call["splits"] for call in cuda.of("rotary_backward")} == {parts}
 
@@ -163,14 +163,14 @@ def test_wider_rows_with_norms_are_refused(cuda):
     "head_dim, tokens, each", [(32, 8, 1), (16, 20_000, 2), (2, 65_536, 8)], ids=str
 )
 def test_heads_share_what_a_thread_has_read(cuda, head_dim, tokens, each):
-    """Where there are threads enough; a group of heads has some of query and some of key, and the
-    last one is not whole."""
+    """If there are enough threads; a group has heads of query and of key, and the last group is
+    incomplete."""
     check(Case(F32, batch=1, heads=11, key_heads=4, tokens=tokens, head_dim=head_dim))
     assert {call["rows_per_tile"] for call in cuda.of("rotary_forward")} == {each}
 
 
 def test_addresses(cuda):
-    """Packs where all is aligned, single elements where a tensor or a stride is not."""
+    """Packs if everything is aligned, single elements if a tensor or a stride is not."""
     case = replace(ALIGNED, tokens=3)
     packs = []
     for changes in (dict(), dict(head_dim=44), dict(rotary_dim=24), dict(rotary_dim=8)):
@@ -226,7 +226,7 @@ def test_dimensions_beyond_32_bits(cuda, far, norms):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [32, 30])
 def test_a_position_without_a_row_reads_nothing(cuda, rotary_dim, interleaved):
-    """Its token becomes NaN, but for what is not rotated."""
+    """Its token becomes NaN, except columns that are not rotated."""
     case = replace(ALIGNED, rotary_dim=rotary_dim, positions="batch", interleaved=interleaved)
     tensors = case.tensors()
     right = functional.rotary_embedding(**tensors, **case.options)

@@ -1,4 +1,4 @@
-"""Rotary embedding of infinities, NaN and what is near the ends of a dtype: as torch's."""
+"""Rotary embedding of infinities, NaN and numbers near the limits of a dtype: as torch's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_no_angle_changes_nothing(dtype):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("head_dim", [48, 45])
 def test_columns_that_are_not_rotated_are_the_same_bits(head_dim, dtype):
-    """Those of NaN too."""
+    """NaN's bits too."""
     case = Case(dtype, head_dim=head_dim, rotary_dim=16)
     bits = torch.randint(-(2**15), 2**15, (2, 4, 5, head_dim), dtype=torch.int16)
     query, _ = functional.rotary_embedding(**case.tensors() | {"query": bits.view(dtype)})
@@ -59,7 +59,7 @@ def test_columns_that_are_not_rotated_are_the_same_bits(head_dim, dtype):
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["query", "query_weight", "cos"])
 def test_what_is_not_finite_shows_as_in_torch_after_a_norm(name, special):
-    """In its own row alone; columns that are not rotated among them."""
+    """Only in its own row, in columns that are not rotated too."""
     case = Case(norms=BOTH, rotary_dim=16)
     for column in (3, 20):
         tensors = case.tensors()
@@ -85,7 +85,7 @@ def test_tiny_and_large_after_a_norm(dtype, scale):
 
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_rows_of_zeros(tokens_first):
-    """The norm leaves them zero; others beside them are as without."""
+    """They stay zero; other rows are not affected."""
     case = Case(F32, norms=BOTH, tokens_first=tokens_first)
     tensors = case.tensors()
     tensors["query"][:, :, 1] = 0

@@ -1,4 +1,4 @@
-"""Query and key that are rotated where they lie: values, layouts, autograd, compilers, errors."""
+"""Query and key rotated in place: values, layouts, autograd, compilers, errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RAW = torch.ops.onepass.rotary_forward_inplace
 
 
 def checked(case: Case, tensors: dict) -> None:
-    """To the bit what comes out of the call that makes new tensors, in the very tensors."""
+    """The results, to the bit those of the call that makes new tensors, in the same tensors."""
     expected = functional.rotary_embedding(**{"key": None, **tensors}, **case.options)
     rows = {name: tensors[name] for name in BOTH if name in tensors}
     places = {name: x.data_ptr() for name, x in rows.items()}
@@ -76,7 +76,7 @@ def test_heads_or_tokens_first(tokens_first, seq_first, norms):
 @pytest.mark.isa
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_heads_of_one_projection(tokens_first):
-    """query, key and value in one tensor lie between each other; what is not theirs stays."""
+    """query, key and value are interleaved in one tensor; other memory stays unchanged."""
     case = Case(heads=4, key_heads=2)
     for shape, place in (((2, 8, 5, 32), 1), ((2, 4, 5, 4 * 32 + 5), None)):
         rows = torch.randn(shape)
@@ -127,7 +127,7 @@ def test_dimensions_in_any_order():
 
 
 def test_any_strides_are_judged_right():
-    """Against the list of all places, of tensors that share memory or not."""
+    """Against a list of all addresses, for tensors that share memory or not."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(most: int) -> list[int]:
@@ -157,7 +157,7 @@ def test_any_strides_are_judged_right():
 
 
 def test_nothing_is_allocated():
-    """But for the lines of cos and sin that a thread has."""
+    """Except a thread's lines of cos and sin."""
     query, key, *tables = Case(batch=3, tokens=64, heads=8, head_dim=64).tensors().values()
     assert allocated(RAW, query, key, *tables, None, 64, False) < query.nbytes / 4
     tables = [table[:, :0] for table in tables]
@@ -252,7 +252,7 @@ def _leaves(case: Case) -> tuple[dict, dict]:
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 @pytest.mark.parametrize("as_views", [False, True])
 def test_gradients(as_views, dtype):
-    """Those of the call that makes new tensors, of results of operators and of views of them."""
+    """As in the call that makes new tensors, for results of operators and views of them."""
     case = Case(dtype, interleaved=True, rotary_dim=20)
 
     def gradients(inplace: bool) -> list[torch.Tensor]:
@@ -309,7 +309,7 @@ def test_nothing_of_the_rows_is_saved():
 
 
 def test_what_others_had_saved_is_missed():
-    """As after any operator of torch's that writes in place."""
+    """As after any torch operator in place: the backward raises."""
     leaves, tables = _leaves(Case(key_heads=0))
     query = leaves["query"].exp()  # which keeps its result
     functional.rotary_embedding(query, None, **tables, inplace=True)
@@ -332,7 +332,7 @@ def _views(leaf: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("number", range(7))
 def test_refused_as_by_operators_of_torchs(number):
-    """Before anything is written, of query as well where it is the key that may not be."""
+    """Before anything is written, in query too if only the key is refused."""
     case = Case(batch=1, heads=2, key_heads=2)
     _, tables = _leaves(case)
     made = list(_views(torch.randn(1, 2, 5, 32, requires_grad=True)))[number]

@@ -1,4 +1,4 @@
-"""Rotary embedding of tensors of any layout: read in place, and results lie as they do."""
+"""Rotary embedding of tensors of any layout: read in place, results in the same memory order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Against the compositions that models of transformers have, forward and backward.
 
-What they compute in their own dtype is `base` of the numerics rule, in float64 the reference.
+Their result in their own dtype is the base of the numerics rule, in float64 the reference.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def llama(name):
 
 
 def with_the_rest(q, k, rotary_dim, function):
-    """As Phi does around its function, which takes the rotated columns alone."""
+    """As in Phi, whose function takes the rotated columns alone."""
     turned = function(q[..., :rotary_dim], k[..., :rotary_dim])
     return [torch.cat((y, x[..., rotary_dim:]), -1) for y, x in zip(turned, (q, k), strict=True)]
 
@@ -87,7 +87,7 @@ def deepseek_v3():
 
 
 def deepseek_v2():
-    """Complex numbers, of float32 at most; of their tables one number for each pair."""
+    """Complex numbers, in float32 at most; their tables have one number for each pair."""
 
     def theirs(q, k, cos, sin):
         return of_model("deepseek_v2").apply_rotary_emb(q, k, torch.complex(cos, sin)[..., ::2])
@@ -135,7 +135,7 @@ def test_as_the_model_does(name, dtype, tokens_first):
         return [*outputs, *torch.autograd.grad(outputs, leaves, pairs)]
 
     definition = theirs
-    if name in ("cohere", "deepseek_v2", "gemma3"):  # some go by float32 whatever they are given
+    if name in ("cohere", "deepseek_v2", "gemma3"):  # some compute in float32 for any input
         definition = _formula(repeats)
     found = zip(results(ours), results(definition, wide=True), results(theirs), strict=True)
     for number, each in enumerate(found):
@@ -197,7 +197,7 @@ def test_norms_as_the_model_has_them(name, offset, dtype, tokens_first):
         pairs = [g.to(x.dtype) for g, x in zip(upstream, outputs, strict=True)]
         return [*outputs, *torch.autograd.grad(outputs, leaves, pairs)]
 
-    # The models' norms go by float32 whatever they are given: the exact one is the formula's.
+    # The models' norms compute in float32 for any input: the reference is the formula.
     exact = results(
         fused(importlib.import_module("onepass.reference.rotary").rotary_embedding), True
     )
@@ -209,7 +209,7 @@ def test_norms_as_the_model_has_them(name, offset, dtype, tokens_first):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_order_of_columns_changes_no_score(name):
-    """Attention sees the same: ours leaves columns where they were, some models move them."""
+    """Scores are the same: ours keeps the order of columns, some models change it."""
     (theirs, _), rotary_dim, repeats = MODELS[name]
     interleaved = repeats or name == "deepseek_v3"
     cos, sin = tables(rotary_dim, repeats, F32)
@@ -228,7 +228,7 @@ def test_the_order_of_columns_changes_no_score(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "gemma3"])
 def test_a_tiny_model_trains_alike(name, monkeypatch):
-    """The function in the place of the model's own: loss and gradients."""
+    """With our function in place of the model's: the same loss and gradients."""
     import transformers
 
     module = of_model(name)

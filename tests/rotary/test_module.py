@@ -1,4 +1,4 @@
-"""onepass.nn.RotaryEmbedding: its tables, what it calls, and where it goes with a model."""
+"""onepass.nn.RotaryEmbedding: its tables, its call, and its behaviour in a model."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_what_is_saved():
 
 
 def test_what_is_saved_with_norms():
-    """The rows, which are their producer's result, and nothing of their size beside them."""
+    """The input rows, and nothing else of that size."""
     saved = []
     tensors = Case(tokens=50, positions="batch", norms=("query",)).tensors()
     tensors["query"].requires_grad_()
@@ -186,7 +186,7 @@ def test_the_norm_is_that_of_rms_norm():
 
 @pytest.mark.parametrize("name", ["query", "key", "cos", "sin"])
 def test_views_are_not_copied(name):
-    """But for those whose columns are not dense."""
+    """Except views whose columns are not dense."""
     tensors = Case(batch=3, table_batch=3).tensors()
     arguments = None, 32, False, False, False, False
 
@@ -215,7 +215,7 @@ def test_dtypes_under_autocast_are_the_compositions(dtype, norms):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.grid
 def test_compile_fullgraph(backend, norms, seq_first):
-    torch._dynamo.reset()  # of all these the code is one
+    torch._dynamo.reset()  # all of these share one code object
     norm = {"weight_offset": 1.0} if norms else {}  # eps is torch's own
 
     def function(query, key, cos, sin, positions, **weights):

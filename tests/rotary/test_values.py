@@ -68,7 +68,7 @@ def test_any_number_of_heads(heads, key_heads):
 
 
 def test_many_tokens():
-    """Several blocks of them, the last not whole, which any number of threads takes."""
+    """Several blocks, the last incomplete, with any number of threads."""
     case = Case(batch=3, heads=5, key_heads=1, tokens=77, head_dim=64)
     check(case)
     tensors = case.tensors()
@@ -95,7 +95,7 @@ def test_the_backward_is_the_inverse_where_columns_of_a_pair_agree(interleaved):
 
 
 def test_packed_sequences():
-    """Tokens of all sequences one after the other, positions that begin anew."""
+    """Tokens of all sequences one after the other, with positions that restart."""
     query, key = torch.randn(12, 4, 16), torch.randn(12, 2, 16)
     cos, sin = torch.randn(7, 16), torch.randn(7, 16)
     positions = torch.cat([torch.arange(5), torch.arange(7)])
@@ -119,7 +119,7 @@ def test_results_do_not_depend_on_what_else_is_there():
     assert torch.equal(alone, whole[0][1:2, 3:4, 50:51])
 
 
-# ---- with norms in front -------------------------------------------------------------------------
+# ---- norms before the rotation -------------------------------------------------------------------
 
 
 @pairings
@@ -128,7 +128,7 @@ def test_results_do_not_depend_on_what_else_is_there():
 @pytest.mark.parametrize("rotary_dim", [0, 2, 6, 16, 30, 32, 64, 70, 128])
 @pytest.mark.parametrize("rest", [0, 3, 24])  # columns that are normalised and not rotated
 def test_norms(dtype, rotary_dim, rest, interleaved):
-    """Seven tokens of six heads: blocks of four rows and what is left of them."""
+    """Seven tokens of six heads: blocks of four rows and a remainder."""
     case = Case(dtype, tokens=7, head_dim=max(rotary_dim + rest, 3), interleaved=interleaved,
                 norms=BOTH)  # fmt: skip
     check(case, rotary_dim=rotary_dim)
@@ -172,8 +172,8 @@ def test_norms_of_narrow_and_wide_heads(head_dim):
 @pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_norms_of_many_rows(dtype, tokens_first):
-    """Several chunks of several blocks and runs, the last not whole, which any number of threads
-    takes: the sums for the weights are the same bits."""
+    """Several chunks of several blocks and runs, the last incomplete: the sums for the weights are
+    the same bits for any number of threads."""
     case = Case(dtype, batch=3, heads=9, key_heads=3, tokens=177, head_dim=64, norms=BOTH,
                 tokens_first=tokens_first)  # fmt: skip
     tensors = case.tensors()

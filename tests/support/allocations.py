@@ -1,4 +1,4 @@
-"""What a call takes from torch's allocator."""
+"""The memory that a call takes from torch's allocator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def allocated(function: Callable, *arguments, **options) -> int:
-    """The bytes that it asks for, whether it gives them back or not."""
+    """All bytes that it allocates, freed again or not."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         function(*arguments, **options)
     events = found.profiler.kineto_results.events()
@@ -17,7 +17,7 @@ def allocated(function: Callable, *arguments, **options) -> int:
 
 
 def peak(function: Callable, *arguments, **options) -> int:
-    """The most bytes that a call has of torch's allocator at once, beyond those before it."""
+    """The peak of a call's bytes in torch's allocator, beyond those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         function(*arguments, **options)
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -26,7 +26,7 @@ def peak(function: Callable, *arguments, **options) -> int:
 
 
 def retained(function: Callable, *arguments, **options) -> int:
-    """The bytes that it has taken and not given back when it returns."""
+    """The bytes that it has allocated and not freed when it returns."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         kept = function(*arguments, **options)
     events = found.profiler.kineto_results.events()

@@ -1,9 +1,9 @@
-"""Compiles what tests need besides the package, and keeps it for as long as its sources are the
-same; and what was found out about a file, for as long as the file is the same.
+"""Compiles programs of tests, and keeps them as long as their sources are the same; also keeps
+facts about a file as long as the file is the same.
 
 A file made here lies in build/tests under a digest of the command, the compiler's version, the
 sources and the headers of this project that they include. Processes of a parallel test run share
-the work: what one of them is compiling, the others leave to it while there is something else.
+the work: while one compiles a file, the others compile other files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ seconds = 0.0  # of CPU time that this process has spent on compiling, for costs
 class Recipe:
     """How a file is made: by `command`, whose first word is the compiler, and `-o FILE`.
 
-    `name` is the file's among those of other recipes; it may not hold what a change replaces.
+    `name` tells the file from those of other recipes; it may not contain anything that a change of
+    the sources changes.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Recipe:
 
 
 def made(recipes: Sequence[Recipe]) -> list[Path]:
-    """The files of the recipes, of which those that are not there yet are made now."""
+    """The files of the recipes; those that do not exist yet are made now."""
     global seconds
     BUILD.mkdir(parents=True, exist_ok=True)
     work = [(recipe, recipe.file()) for recipe in recipes]
@@ -68,7 +69,7 @@ def made(recipes: Sequence[Recipe]) -> list[Path]:
 
 
 def _make(recipe: Recipe, file: Path, wait: bool) -> bool:
-    """Makes the file in place of what other sources gave; False where another process does it."""
+    """Makes the file, and removes those of older sources; False if another process makes it."""
     with open(BUILD / f"{recipe.name}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -87,9 +88,9 @@ def _make(recipe: Recipe, file: Path, wait: bool) -> bool:
 
 
 def found(name: str, files: Sequence[Path], find: Callable[[], str]) -> str:
-    """What find() returns, which depends on the contents of these files alone.
+    """The result of find(), which depends on the contents of these files alone.
 
-    Nothing is kept of a find() that fails. `name` is as in a Recipe.
+    The result of a find() that fails is not kept. `name` is as in a Recipe.
     """
     digest = hashlib.sha256()
     for file in files:
@@ -124,7 +125,7 @@ def _version(compiler: str) -> str:
 
 @functools.cache
 def _included(source: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
-    """The source and the headers of this project that it includes, and those that they do."""
+    """The source and all headers of this project that it includes, directly or not."""
     found, left = set(), [source]
     while left:
         file = left.pop()

@@ -1,5 +1,5 @@
 """The CPU seconds that a run of the tests takes, by file: those of its processes and of their
-children, and of those that tell (tests/distributed/ranks.py).
+children, and of processes that report theirs (tests/distributed/ranks.py).
 
 A table at the end of each run names the files that take the most, with --durations=0 all of them.
 `make test` is what people run while they work: a file that takes more than its budget there is
@@ -71,7 +71,7 @@ OVER = 3
 SHOWN = 20
 STARTING = "(starting and collecting)"
 COMPILING = "(compiling)"
-# CPU seconds of processes that work for this one and are no children of it, as they tell.
+# CPU seconds reported by processes that work for this one and are not its children.
 elsewhere = 0.0
 
 

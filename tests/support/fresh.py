@@ -1,8 +1,8 @@
-"""Processes of their own for a few lines of Python, without the second that torch takes.
+"""Separate processes for a few lines of Python, without the second that importing torch takes.
 
-They are forked from one that has imported torch and nothing else, and are otherwise as those of
-`python -c`. What is about the import of torch, or about what glibc reads when a process starts,
-wants one that starts.
+They are forked from a process that has imported torch and nothing else, and otherwise behave as
+`python -c`. Tests of the import of torch, or of settings that glibc reads when a process starts,
+need a new process instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What fresh.py forks its processes from: a program of its own, which has imported torch."""
+"""The program from which fresh.py forks its processes: it has imported torch."""
 
 import gc
 import json
@@ -15,10 +15,10 @@ SECONDS = 120  # for one of them
 
 
 def run(code: str, arguments: list, environment: dict, folder: str, outputs: list) -> None:
-    """What a child does; it ends the process."""
+    """The work of a child; it ends the process."""
     status = 1
     signal.alarm(SECONDS)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # which has been the calls to come
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # it was the pipe of the next calls
     for stream, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY), stream)
     try:
@@ -37,11 +37,11 @@ def run(code: str, arguments: list, environment: dict, folder: str, outputs: lis
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        os._exit(status)  # to take torch down takes half a second
+        os._exit(status)  # the normal exit of torch takes half a second
 
 
 def serve() -> None:
-    """Answers each call with its exit code and CPU seconds; the first also bears those of torch."""
+    """Answers each call with its exit code and CPU seconds; the first includes torch's import."""
     told = 0.0
     for line in sys.stdin:
         if (child := os.fork()) == 0:
@@ -56,5 +56,5 @@ def serve() -> None:
 if __name__ == "__main__":
     sys.path[0] = ""  # as for -c
     gc.collect()
-    gc.freeze()  # what a collection looks at is copied
+    gc.freeze()  # garbage collections would copy these pages
     serve()

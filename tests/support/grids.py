@@ -1,11 +1,11 @@
 """Exhaustive grids: in `make test` every value of every parameter, in `make test-all` all of them.
 
 A test marked `grid` runs in `make test` with the cases on a diagonal of its parameters, one marked
-`grid(2)` with those on two; the others are slow. What two values decide together is worth another
-diagonal, or a test of its own. A module that is marked marks its tests that have parameters.
+`grid(2)` with those on two; the others are slow. Where two values together decide something, add
+another diagonal, or a test of its own. A marked module marks its tests that have parameters.
 
-Each executor has a grid of its own; the emulator, which takes its time, that of `emulator_grid`
-where a test is marked so.
+Each executor has a grid of its own; the emulator, which is slow, has that of `emulator_grid` if a
+test is marked so.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 
 
 def on_diagonals(indices: Sequence[dict[str, int]], count: int = 1) -> list[bool]:
-    """Which cases, told by their parameters' indices, lie on the first diagonals of the grid.
+    """The cases, as indices of their parameters, on the first diagonals of the grid.
 
-    Along one, the longest parameter goes through its values and the others go round meanwhile.
+    Along a diagonal the longest parameter goes through its values, and the others cycle.
     """
     sizes = {name: 1 + max(case[name] for case in indices) for name in indices[0]}
     longest = max(sizes, key=sizes.__getitem__)
@@ -32,7 +32,7 @@ def on_diagonals(indices: Sequence[dict[str, int]], count: int = 1) -> list[bool
 
 
 def mark(items: Sequence[pytest.Item]) -> None:
-    """Marks what is on no diagonal slow."""
+    """Marks cases outside the diagonals slow."""
     grids: dict[tuple, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if (grid := _grid(item)) is not None:
@@ -49,7 +49,7 @@ def _executor(item: pytest.Item) -> str | None:
 
 
 def _grid(item: pytest.Item) -> tuple | None:
-    """What the mark of a case says, if it has one."""
+    """The number of diagonals in the mark of a case, if it has one."""
     if next(item.iter_markers("parametrize"), None) is None:
         return None
     mark = item.get_closest_marker("grid")

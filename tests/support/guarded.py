@@ -16,10 +16,10 @@ _NOBODY = 0  # PROT_NONE
 
 
 def guarded(tensor: Tensor, *, end: bool = True) -> Tensor:
-    """The values, in memory of their own between two pages that nobody may touch.
+    """The values, in separate memory between two inaccessible pages.
 
     The last element ends at the second of these pages, or (end=False) the first one begins after
-    the first. A fault ends the process, so calls belong into a child (isolated.each); its end
+    the first. A fault ends the process, so make calls in a child (isolated.each); its end
     frees the memory.
     """
     size = tensor.numel() * tensor.element_size()

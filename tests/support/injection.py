@@ -1,8 +1,8 @@
 """Faults from inside: a KeyboardInterrupt at the n-th bytecode of a call.
 
 CPython delivers a signal between two bytecodes, so a state that survives this survives Ctrl-C. The
-trace counts bytecodes of the frames whose file lies in one of the given folders; what those frames
-call elsewhere (torch, the standard library) runs without being counted.
+trace counts bytecodes of the frames whose file is in one of the given folders; code that they call
+elsewhere (torch, the standard library) is not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls that may crash: each in a forked child, whose end is told by name."""
+"""Calls that may crash: each in a forked child, whose exit is reported by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def each(
     seconds: int = 60,
     prepare: Callable[[], object] | None = None,
 ) -> dict:
-    """{name: what run(name) returned, JSON-able; or how the process ended that ran it}.
+    """{name: the JSON-able result of run(name), or how its process ended}.
 
     One child runs all names in turn. Where it dies, another one goes on with the next name.
     prepare() is called in each child first: limits and settings that this process must not keep.

@@ -35,6 +35,6 @@ def assert_same_bits(found: Results, expected: Results, text: str = "") -> None:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Of each element, as an integer."""
+    """The bits of each element, as an integer."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.detach().contiguous().view(integers)

@@ -1,7 +1,7 @@
-"""How the workers of `make test` share its tests: file by file, and what takes longest first.
+"""How the workers of `make test` share its tests: file by file, and the longest files first.
 
-What a file makes once, such as a process that has imported torch, is made in one worker, and the
-process that deals the tests out, which goes through all it has dealt at every test, has a hundred
+Things that a file makes once, such as a process that has imported torch, are made in one worker.
+And the scheduling process, which goes through all assigned shares at every test, has a hundred
 shares and not ten thousand. Tests of one `xdist_group` stay together across files.
 """
 
@@ -19,7 +19,7 @@ class FileByFile(LoadGroupScheduling):
         return nodeid.partition("::")[0] if scope == nodeid else scope
 
     def _assign_work_unit(self, node) -> None:
-        """A long one that came last would leave the other workers idle."""
+        """Long files first: a long one at the end would leave the other workers idle."""
         self.workqueue.move_to_end(max(self.workqueue, key=self._budget), last=False)
         super()._assign_work_unit(node)
 
@@ -29,6 +29,6 @@ class FileByFile(LoadGroupScheduling):
 
 
 def scheduler(config: pytest.Config, log) -> FileByFile | None:
-    """None, for xdist's own, where single tests take minutes: slow ones of a file are shared."""
+    """None, for xdist's own, if single tests take minutes: slow tests of a file are shared."""
     grouped = config.getoption("dist") == "loadgroup"
     return FileByFile(config, log) if grouped and costs.is_quick(config) else None

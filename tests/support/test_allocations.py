@@ -1,4 +1,4 @@
-"""Bytes are counted, whoever asks for them."""
+"""Bytes are counted, whichever library allocates them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests compile is kept until a source changes, and several processes share the work."""
+"""Compiled files are kept until a source changes, and several processes share the work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import compiled
 
-# Writes its source into what it makes, and how often it was called into a file beside.
+# Writes its source into its output, and the number of its calls into a file beside.
 COMPILER = """
 echo called >> "$1.calls"
 cat "$1" > "$3"

@@ -1,4 +1,4 @@
-"""What a run costs is told by file, with what its child processes take, and budgets are kept."""
+"""A run reports its CPU seconds by file, child processes included, and keeps budgets."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_three_budgets_fail_a_run(tmp_path):
     done = run(tmp_path, 0.1, {}, "-m", costs.QUICK)
     assert "FAILED: test_busy.py" in done.stdout and done.returncode == 1
     done = run(tmp_path, 0.5, {"test_busy.py": 0.1})
-    assert done.returncode == 0 and "budget" not in done.stdout  # whoever runs slow tests too
+    assert done.returncode == 0 and "budget" not in done.stdout  # slow: no budgets
 
 
 def test_budgets_are_those_of_files_that_exist():

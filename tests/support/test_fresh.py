@@ -1,4 +1,4 @@
-"""Forked processes are as those of `python -c`, and have nothing of ours in them."""
+"""Forked processes behave as `python -c`, and hold nothing of ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ print(sys.argv, __name__, onepass.__name__)
 
 
 def test_a_process_has_torch_and_nothing_of_ours():
-    for word in ("one", "two"):  # which has nothing of the first
+    for word in ("one", "two"):  # it has nothing of the first
         done = fresh.run(LOADED, word, check=True)
         assert done.stdout == f"[]\n['-c', '{word}'] __main__ onepass\n" and done.stderr == ""
 
@@ -49,7 +49,7 @@ def test_it_may_end_itself(code, status, said):
 
 
 def test_it_has_nothing_to_read():
-    """The next call comes to the server, and not to what it has forked."""
+    """The next call goes to the server, and not to its forked child."""
     assert fresh.run("import sys; print([*sys.stdin])", check=True).stdout == "[]\n"
 
 

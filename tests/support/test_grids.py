@@ -1,4 +1,4 @@
-"""What make test runs of an exhaustive grid has every value of every parameter."""
+"""The quick cases of an exhaustive grid have every value of every parameter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 @pytest.mark.parametrize("letter", "xyz")
 @pytest.mark.parametrize("one, two", PAIRS)
 def test_a_grid(request, one, two, letter):
-    """The diagonal is what is not slow."""
+    """The cases on the diagonal are not slow."""
     slow = request.node.get_closest_marker("slow") is not None
     assert slow != on_the_diagonal(one, two, letter)
 

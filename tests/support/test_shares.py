@@ -1,4 +1,4 @@
-"""Workers of a parallel run share the tests by files and groups, the dearest first."""
+"""Workers of a parallel run share the tests by files and groups, the longest first."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(folder: Path) -> dict[str, list[str]]:
 
 
 def test_a_file_and_a_group_stay_in_one_worker_and_the_dearest_come_first(tmp_path):
-    """Else each worker makes what they share, and two families of processes run at once."""
+    """Otherwise each worker would make the shared things, and two sets of processes would run."""
     ran = run(tmp_path)
     found = defaultdict(set)
     for worker, files in ran.items():

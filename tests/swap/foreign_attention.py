@@ -1,4 +1,4 @@
-"""Modules that call F.scaled_dot_product_attention, in all the ways in which people write that."""
+"""Modules that call F.scaled_dot_product_attention, in all the ways that occur in practice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 
 class Base(nn.Module):
-    """Attention but for the call itself, which each of the classes below makes in its own way."""
+    """Attention without the call itself, which each class below makes in its own way."""
 
     def __init__(self, width: int = 16, heads: int = 2, p: float = 0.0):
         super().__init__()
@@ -150,7 +150,7 @@ class WithProcessor(Base):
 
 
 class Inherited(Plain):
-    """Leaves forward alone."""
+    """Inherits forward."""
 
 
 class CallsSuper(Plain):

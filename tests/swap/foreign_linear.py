@@ -1,4 +1,4 @@
-"""Modules that hold weights and call F.linear, in all the ways in which people write that."""
+"""Modules that hold weights and call F.linear, in all the ways that occur in practice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import linear as project
 
 
 class Base(nn.Module):
-    """A weight and a bias, but for the call, which each of the classes below makes its own way."""
+    """A weight and a bias without the call, which each class below makes in its own way."""
 
     def __init__(self, width: int = 16):
         super().__init__()
@@ -117,7 +117,7 @@ class ByKeyword(Base):
 
 
 class Inherited(Plain):
-    """Leaves forward alone."""
+    """Inherits forward."""
 
 
 class CallsSuper(Plain):
@@ -166,7 +166,7 @@ FOUND = [
 
 
 class NameAlone(Base):
-    """Calls a submodule of that name, and something else of F."""
+    """Calls a submodule of that name, and another function of F."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +177,7 @@ class NameAlone(Base):
 
 
 class NoWeight(nn.Module):
-    """Whose weight is somebody else's."""
+    """Its weight belongs to another module."""
 
     def __init__(self):
         super().__init__()
@@ -199,7 +199,7 @@ class CheckpointsInside(Base):
 
 
 class Experts(nn.Module):
-    """As those of mixture models: their weights lie in one tensor, tokens go to some of them."""
+    """As in mixtures of experts: all weights are in one tensor, tokens go to some experts."""
 
     def __init__(self, experts: int = 3, width: int = 16):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Norms as other people write them: RMS and layer norm, and what only looks so."""
+"""Norms of other libraries: RMS and layer norms, and modules that only look like one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Weighted(nn.Module):
-    """The shape of all that follow: one weight, an eps, a forward of one tensor."""
+    """The base of all classes below: one weight, an eps, a forward of one tensor."""
 
     def __init__(self, cols: int, eps: float = 1e-6):
         super().__init__()
@@ -79,7 +79,7 @@ class EpsAsFloor(Weighted):
 
 
 class OtherEps(Weighted):
-    """Has an eps, and uses another."""
+    """Has an eps, but uses another one."""
 
     def forward(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * self.weight
@@ -182,7 +182,7 @@ class Counting(Weighted):
 
 
 class HiddenState(Weighted):
-    """State where nobody looks: on the class."""
+    """State on the class, where it is easily missed."""
 
     calls = 0
 

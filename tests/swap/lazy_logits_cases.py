@@ -37,7 +37,7 @@ def make(name: str = "Llama") -> nn.Module:
     torch.manual_seed(0)
     model = getattr(transformers, name + HEADS.get(name, "ForCausalLM"))(config)
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(20.0)  # so that a softcap and a factor are felt
+        model.get_output_embeddings().weight.mul_(20.0)  # a softcap and a factor show
     return model
 
 
@@ -81,7 +81,7 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 def assert_same(model: nn.Module, stock: nn.Module, batch: dict, of=lambda out: out.loss) -> None:
-    """The number, over some batches, since one says little, and its gradients."""
+    """The same loss, over several batches, and the same gradients."""
     exact = copy.deepcopy(stock).double()
     batches = [batch]
     for _ in range(7):

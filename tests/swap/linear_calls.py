@@ -1,4 +1,4 @@
-"""What the tests of modules that call F.linear share."""
+"""Helpers of the tests of modules that call F.linear."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def types(model) -> list[type]:
 
 
 def count(run) -> int:
-    """How many calls of ours run makes in its forward."""
+    """The number of our calls in the forward of `run`."""
     with dispatch_log.record() as calls:
         run()
     return sum(call["kernel"] in ("linear_kernel", "linear_few_rows_kernel") for call in calls)
@@ -43,7 +43,7 @@ def attentions(run) -> int:
 
 
 class Block(nn.Module):
-    """Holds the module and calls F.linear nowhere itself."""
+    """Holds the module and never calls F.linear itself."""
 
     def __init__(self, inner):
         super().__init__()

@@ -11,7 +11,7 @@ from onepass import numerics
 
 
 def assert_computes_the_same(module: nn.Module, stock: nn.Module, input: Tensor) -> None:
-    """module(input) is right if it is at most as wrong as stock(input) may be; in eval mode."""
+    """module(input) by the numerics rule, with stock(input) as its base; in eval mode."""
     with torch.no_grad():
         ours, base = module(input), stock(input)
         with torch.autocast(input.device.type, enabled=False):
@@ -21,7 +21,7 @@ def assert_computes_the_same(module: nn.Module, stock: nn.Module, input: Tensor)
 
 
 def per_sample(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """Gradients of the parameters for each row of x by itself."""
+    """Gradients of the parameters for each row of x separately."""
 
     def loss(parameters, row):
         return torch.func.functional_call(module, parameters, (row,)).square().sum()

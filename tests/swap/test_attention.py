@@ -33,7 +33,7 @@ CALLS = "onepass.functional.scaled_dot_product_attention"
 
 
 class Block(nn.Module):
-    """Holds attention and calls none itself."""
+    """Holds attention and never calls it itself."""
 
     def __init__(self, cls=Plain, **options):
         super().__init__()
@@ -377,7 +377,7 @@ def test_transformer_computes_the_same_and_keeps_its_state():
 
 
 class QuietMultihead(nn.MultiheadAttention):
-    """A subclass that leaves forward alone."""
+    """A subclass that inherits forward."""
 
 
 def test_subclasses_that_leave_forward_alone():
@@ -452,7 +452,7 @@ def test_excluded_layers_are_named_as_bypassed():
 
 
 class Unflattened(Plain):
-    """As diffusers splits heads; Dynamo cannot follow the method below another mode."""
+    """Splits heads as diffusers does; Dynamo cannot trace the method under another mode."""
 
     def split(self, x):
         return self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()

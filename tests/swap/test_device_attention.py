@@ -1,4 +1,4 @@
-"""Attention that a swapped model leaves to torch on newer GPUs; tensors pretend to be there."""
+"""Attention that a swapped model leaves to torch on newer GPUs; tensors only claim to be there."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_switch(monkeypatch):
 
 @pytest.fixture
 def called(monkeypatch) -> list[str]:
-    """Whose attention was called, in order."""
+    """Whose attention was called: names in order."""
     found = []
 
     def stand_in(whose: str):

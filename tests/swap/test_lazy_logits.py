@@ -212,7 +212,7 @@ def test_labels_that_do_not_fit_raise_as_before():
 
 
 def test_accumulated_batches():
-    """As the Trainer does: sums over the items of all."""
+    """As in the Trainer: sums, divided by the items of all batches."""
     model, stock = pair()
     batches = [labelled(), labelled(2, 17)]
     items = sum((b["labels"][:, 1:] != -100).sum() for b in batches)
@@ -311,7 +311,7 @@ def test_without_labels_or_gradients():
 
 
 def test_without_numbers():
-    """On the meta device."""
+    """On the meta device, where tensors have no data."""
     model, _ = pair()
     batch = {name: x.to("meta") for name, x in labelled().items()}
     output = model.to("meta")(**batch)

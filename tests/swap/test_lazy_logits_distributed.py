@@ -38,7 +38,7 @@ def assert_same_gradients(found: list[torch.Tensor], stock: nn.Module, batch: di
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
 def test_replicated(options):
-    """With an option DDP copies what a forward returns, and so reads the logits."""
+    """With some options DDP copies the outputs of a forward, and so reads the logits."""
     model, stock = pair()
     batch = labelled()
     replicated = nn.parallel.DistributedDataParallel(model, **options)
@@ -54,7 +54,7 @@ def test_replicated(options):
 @pytest.mark.parametrize("resharded", [None, True], ids=["gathered", "resharded"])
 @pytest.mark.parametrize("of_its_own", [False, True], ids=["with the model", "of its own"])
 def test_sharded(of_its_own, resharded):
-    """By FSDP, which has a hook on each output, and may take the weight away after the forward."""
+    """By FSDP, which has a hook on each output, and may free the weight after the forward."""
     model, stock = pair()
     batch = labelled()
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))

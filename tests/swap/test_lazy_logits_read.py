@@ -1,4 +1,4 @@
-"""swap(lazy_logits=True): logits are right or refused, whoever reads them."""
+"""swap(lazy_logits=True): logits are right or refused, in every way of reading them."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ LOSSES = {
 
 
 class _Squares(torch.autograd.Function):
-    """As those of Triton kernels: autograd sees its arguments, torch's functions do not."""
+    """As for Triton kernels: autograd sees its arguments, torch's functions do not."""
 
     @staticmethod
     def forward(ctx, x):
@@ -157,7 +157,7 @@ def test_gradients_of_logits(name, of):
 
 
 class _Reversed(torch.autograd.Function):
-    """Numbers that might wait, and a gradient that is not theirs."""
+    """Values that could be delayed, with a gradient of another function."""
 
     @staticmethod
     def forward(ctx, x):
@@ -189,7 +189,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_models_loss_of_logits_with_another_graph(name):
-    """It is called by hand: gradients go where stock's go."""
+    """The loss function is called by hand: gradients go where stock's go."""
     model, stock = pair()
     batch = labelled()
     leaves = []
@@ -297,7 +297,7 @@ def test_the_gradient_of_the_loss_by_logits_is_refused():
 
 
 def test_hooks_of_torch_on_each_output():
-    """Those of ModuleTracker, by which torch counts operations."""
+    """Hooks of ModuleTracker, which torch's flop counter uses."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model, stock = pair()

@@ -1,4 +1,4 @@
-"""Linear layers: taken where they are asked for and torch's products are slow, and only there."""
+"""Linear layers: taken only where they are requested and torch's products are slow."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_small_products_gain_beside_onednn(monkeypatch):
 
 
 def test_a_trace_of_small_products_is_torchs(monkeypatch):
-    """It is used at other sizes, of which oneDNN is as fast."""
+    """A trace is used at other sizes, where oneDNN is as fast."""
     set_facts(monkeypatch, SLOW._replace(bfloat16=True))
     ours = model().bfloat16()
     swap(ours)
@@ -288,7 +288,7 @@ def test_autocast_decides_what_is_swapped(monkeypatch):
     assert not swap(model()).swapped
     with torch.autocast("cpu", torch.bfloat16):
         assert len(swap(model()).swapped) == 2
-        # Where only small calls gain, those whose weight it casts do not.
+        # Where only small calls gain, calls whose weight autocast casts do not.
         set_facts(monkeypatch, SLOW._replace(bfloat16=True))
         assert not swap(model()).swapped
         assert len(swap(model().bfloat16()).swapped) == 2
@@ -321,7 +321,7 @@ def test_weights_are_not_copied_under_autocast():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_autocast_of_what_it_leaves_and_of_subclasses(dtype):
     class Own(torch.Tensor):
-        """As of a quantised weight: F.linear is its own."""
+        """A tensor class with its own F.linear, as of a quantised weight."""
 
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -402,7 +402,7 @@ def test_per_sample_gradients_are_torchs():
 @pytest.mark.parametrize("transformed", ["grad", "vmap", "per sample"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_compiled_transforms_are_torchs(transformed, layers):
-    """Compiled, an autograd.Function under a transform would give no gradient, or raise."""
+    """When compiled, an autograd.Function under a transform would give no gradient, or raise."""
     func = torch.func
     stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))[:layers]
     ours = copy.deepcopy(stock)
@@ -491,7 +491,7 @@ def test_a_llama_is_verified_and_generates_the_same():
 
 
 def test_the_linear_layers_of_gpt2():
-    """transformers' Conv1D: the weight lies transposed, the forward is an addmm."""
+    """transformers' Conv1D: the weight is transposed, the forward is an addmm."""
     transformers = pytest.importorskip("transformers")
     settings = dict(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)
     ours = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings)).eval()
@@ -510,7 +510,7 @@ def test_the_linear_layers_of_gpt2():
 
 
 def test_projections_of_multihead_attention():
-    """Its parameters are no linear layers of their own, but for the last, whose weight it reads."""
+    """Its parameters are not linear layers, except the last, whose weight it reads directly."""
     stock = nn.MultiheadAttention(16, 2, batch_first=True)
     ours = copy.deepcopy(stock)
     onepass.swap(ours)
@@ -524,7 +524,7 @@ def test_projections_of_multihead_attention():
 
 @pytest.mark.parametrize("order", ["swap first", "wrap first"])
 def test_lora(order):
-    """The adapters' own layers and those that they wrap; merged, weights are stock's."""
+    """The adapters' layers and the layers that they wrap; merged weights are stock's."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     ids = torch.arange(20).reshape(2, 10) % 32

@@ -184,7 +184,7 @@ def test_the_dtype_at_the_call_decides(monkeypatch):
 
 
 def test_small_products_beside_onednn_gain_in_layers_alone(monkeypatch):
-    """In a redirected forward each torch function takes longer, by more than they gain."""
+    """In a redirected forward each torch function takes longer, by more than the products gain."""
     set_facts(monkeypatch, SLOW._replace(bfloat16=True))
     model = nn.Sequential(Plain(), nn.Linear(16, 16)).bfloat16()
     report = swap(model, strict=True)
@@ -292,7 +292,7 @@ def test_one_of_both_may_be_too_small(monkeypatch):
 
 
 class WeightsAsAttention(Plain):
-    """By its name attention, of which no rule knows."""
+    """Its name says attention, but no rule matches it."""
 
 
 def test_another_kind_that_has_no_rule_does_not_hide_it():

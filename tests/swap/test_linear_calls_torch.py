@@ -195,7 +195,7 @@ def test_experts_that_transformers_computes_otherwise():
 
 
 def test_adapters_that_multiply_themselves():
-    """peft's DeLoRA: F.linear with parameters that lie in lists."""
+    """peft's DeLoRA: F.linear with parameters that are in lists."""
     peft = pytest.importorskip("peft", reason="needs peft")
     config = peft.DeloraConfig(r=2, target_modules=["q_proj"], init_weights=False)
     model = peft.get_peft_model(mixtral("eager"), config).eval()

@@ -33,7 +33,7 @@ def test_quantized_layers_are_left_alone():
 
 
 def test_layers_are_quantized_after_unswap():
-    """quantize_dynamic goes by the class itself: of swapped layers it finds none."""
+    """quantize_dynamic looks for the class itself and finds no swapped layer."""
     stock, ours = model(), model()
     ours.load_state_dict(stock.state_dict())
     report = swap(ours)

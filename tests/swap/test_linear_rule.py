@@ -1,4 +1,4 @@
-"""Where swap takes linear layers: by dtype, CPU and what torch would call, and what says so."""
+"""Where swap takes linear layers, by dtype, CPU and torch's own path, and how it is reported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ AVX512 = "vendor_id\t: GenuineIntel\nflags\t\t: fpu avx2 avx512f avx512bw avx512
     "more, bfloat16", [("", False), (" avx512_bf16", True), (" amx_bf16", True)]
 )
 def test_oneDNN_imitates_bfloat16_where_avx512_has_none(more, bfloat16, monkeypatch):
-    """torch says yes there; it takes as long as in float32 and more."""
+    """torch reports support there; it takes as long as float32 or longer."""
     monkeypatch.undo()
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(products.Path, "read_text", lambda *_, **__: AVX512.format(more))
@@ -89,7 +89,7 @@ def test_explain_says_whose_products_run_on_cuda():
 
 
 def test_a_compiled_graph_of_a_single_row_has_torchs_product(monkeypatch):
-    """Where eager has it: in training in float32."""
+    """In the same cases as eager: in float32 training."""
     set_facts(monkeypatch, SLOW)
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {torch.float32: (0, 0)})
     module, graphs = nn.Linear(64, 64), []

@@ -37,7 +37,7 @@ def swap(model: nn.Module, **options) -> onepass.Report:
 
 
 def count(run) -> int:
-    """How many losses of ours run computes."""
+    """The number of losses that ours computes in `run`."""
     with dispatch_log.record() as calls:
         run()
     return sum(call["kernel"] == "loss_forward_kernel" for call in calls)
@@ -48,7 +48,7 @@ def tokens(rows: int = 3, length: int = 11) -> torch.Tensor:
 
 
 class LanguageModel(nn.Module):
-    """The embedding and the head of one; what is between does not matter here."""
+    """The embedding and the head of a language model, which is enough here."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ class ByAMethod(LanguageModel):
 
 
 class HeadOfTheEmbedding(LanguageModel):
-    """As of tied weights: no linear layer of that size, a weight of its own."""
+    """As with tied weights: no linear layer of that size, but a parameter."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ FOUND = (
 
 
 class FewClasses(LanguageModel):
-    """Of a sentence: the embedding's rows are no number of logits."""
+    """Classes of a sentence: the number of logits is not that of the embedding's rows."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class FewClasses(LanguageModel):
 
 
 class OfAChild(LanguageModel):
-    """The name is that of a module which is something else."""
+    """The name is that of another kind of module."""
 
     def __init__(self):
         super().__init__()
@@ -421,7 +421,7 @@ def test_a_model_of_transformers_compiled():
 
 
 def test_a_swapped_model_generates_and_is_saved_as_before(tmp_path):
-    """Its class is another one with the same name."""
+    """Its class is a new one with the same name."""
     transformers = pytest.importorskip("transformers", reason="its models are swapped")
     model, batch = of_transformers("LlamaForCausalLM"), labelled()
     stock = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""swap, kind "mlp": gated feed-forward blocks of other libraries, by their parts and a proof."""
+"""swap, kind "mlp": gated feed-forward blocks of other libraries, by their parts and a probe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def swap(model: nn.Module, **options) -> onepass.Report:
 
 
 def count(run) -> int:
-    """How many gated activations of ours run computes."""
+    """The number of gated activations that ours computes in `run`."""
     with dispatch_log.record() as calls:
         run()
     return sum(call["kernel"].startswith("gate") for call in calls)
@@ -44,7 +44,7 @@ class Llamas(nn.Module):
 
 
 class OtherOrder(nn.Module):
-    """Names and order of the parts say nothing; a function is the activation."""
+    """Unusual names and order of the parts; the activation is a function."""
 
     def __init__(self):
         super().__init__()
@@ -184,7 +184,7 @@ def test_a_swapped_block_keeps_a_tensor_less():
     model, x = Llamas(), torch.randn(64, WIDTH)
 
     def kept() -> int:
-        """Elements that are kept for the backward, without parameters."""
+        """The number of elements kept for the backward, without parameters."""
         storages, parameters = {}, {p.data_ptr() for p in model.parameters()}
 
         def pack(tensor):

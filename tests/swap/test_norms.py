@@ -1,4 +1,4 @@
-"""Which norms swap accepts: the probe's verdicts, and what an accepted norm then does."""
+"""Norms that swap accepts: the probe's verdicts, and the behaviour of accepted norms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RMS_1 = "onepass rms_norm, weight_offset 1"
 LAYER = "onepass layer_norm"
 LAYER_1 = "onepass layer_norm, weight_offset 1"
 
-# Real classes of transformers: module, class, and what it is swapped to.
+# Real classes of transformers: module, class, and its swapped class.
 ACCEPTED = [
     ("llama", "LlamaRMSNorm", RMS),
     ("mistral", "MistralRMSNorm", RMS),
@@ -153,7 +153,7 @@ def test_verdict_does_not_depend_on_the_width(cols):
     (entry,) = onepass.swap(foreign_norms.RMS(cols)).swapped
     assert entry["to"] == RMS
     assert onepass.swap(foreign_norms.Unbiased(cols)).skipped
-    if cols > 2:  # with two columns layer norm is the sign of a difference: a draw says little
+    if cols > 2:  # with two columns layer norm is only the sign of a difference
         (entry,) = onepass.swap(foreign_norms.GammaBeta(cols)).swapped
         assert entry["to"] == LAYER
 
@@ -263,7 +263,7 @@ def test_output_dtype_is_the_originals(module, name, autocast):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             try:
                 expected = stock.to(weight_dtype)(x)
-            except RuntimeError:  # what stock refuses, the swapped one hands to stock
+            except RuntimeError:  # for inputs that stock refuses, the swapped one calls stock
                 with pytest.raises(RuntimeError):
                     norm.to(weight_dtype)(x)
                 continue

@@ -1,4 +1,4 @@
-"""What a swap keeps alive: nothing, once the model is gone or unswapped."""
+"""A swap keeps nothing alive once the model is deleted or unswapped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ module = Own()
 
 
 def make(kind: str) -> nn.Module:
-    """Of a class of its own, whose code nothing else has (as a constant of a function here)."""
+    """A module of a new class, whose code nothing else holds (as a constant of a function here)."""
     namespace = {"RMS": RMS, "nn": nn, "F": F, "__name__": "made"}
     exec(SOURCES[kind], namespace)
     return namespace["module"]

@@ -1,4 +1,4 @@
-"""swap, kind "rotary": functions with cos and sin that a forward calls, by a numeric proof."""
+"""swap, kind "rotary": functions with cos and sin that a forward calls, by a numeric test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def swap(model: nn.Module, **options) -> onepass.Report:
 
 
 def count(run) -> int:
-    """How many rotations of ours run computes."""
+    """The number of rotations that ours computes in `run`."""
     with dispatch_log.record() as calls:
         run()
     return sum(call["kernel"] == "rotary_forward_kernel" for call in calls)
@@ -39,7 +39,7 @@ def rotate_pairs(x):
     return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
 
 
-# ---- functions as models have them ---------------------------------------------------------------
+# ---- functions of models -------------------------------------------------------------------------
 
 
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
@@ -192,7 +192,7 @@ FOUND = (
 
 
 def inputs(rows: int = 2, table_rows: int | None = None, dtype=torch.float32):
-    """x, cos, sin; every column has an angle of its own, as nothing asks for less."""
+    """x, cos, sin; every column has its own angle, the most general case."""
     rows_of = rows if table_rows is None else table_rows
     angle = torch.randn(rows_of, TOKENS, HEAD_DIM)
     x = torch.randn(rows, TOKENS, 32)
@@ -232,14 +232,14 @@ def test_functions_are_found_and_redirected(cls):
     assert model.forward.__func__.__closure__ is None or cls in (Decorated, BySuper, InOneClosure)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin) is type(model) and torch.equal(twin(*tensors), model(*tensors))
-    # Another instance, and the function itself, are as they were.
+    # Another instance, and the function itself, have not changed.
     assert not count(lambda: cls()(*tensors)) and apply_rotary_pos_emb is before
     assert not swap(model, dry_run=True).skipped
     assert onepass.unswap(model) == [""] and type(model) is cls
     assert torch.equal(model(*tensors), stock(*tensors)) and not count(lambda: model(*tensors))
 
 
-# ---- what is no rotation -------------------------------------------------------------------------
+# ---- functions that are no rotation --------------------------------------------------------------
 
 
 def other_sign(q, k, cos, sin):
@@ -278,7 +278,7 @@ def counting(q, k, cos, sin, calls=[0]):  # noqa: B006
 
 
 def in_bfloat16(q, k, cos, sin):
-    """Of float32; of float64 as it should."""
+    """Rotates float32 in bfloat16, and float64 exactly."""
     if q.dtype is torch.float32:
         return tuple(x.bfloat16().float() for x in apply_rotary_pos_emb(q, k, cos, sin))
     return apply_rotary_pos_emb(q, k, cos, sin)
@@ -438,7 +438,7 @@ def test_calls_that_were_not_proven_are_theirs():
     swap(model)
     q, k, cos, sin = heads()
     for args in (
-        (q, k, cos.clone().requires_grad_(), sin),  # wants the table's gradient
+        (q, k, cos.clone().requires_grad_(), sin),  # needs the table's gradient
         (q, k[:, :, :1], cos, sin),  # other tokens, which torch expands
         (q, k, cos[:, :1], sin[:, :1]),
         (q, k, cos, sin[:1]),

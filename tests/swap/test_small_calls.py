@@ -12,7 +12,7 @@ import onepass
 from onepass._ops import dispatch_log, products, small_calls
 from tests.swap.foreign_norms import LayerNormOverridden
 
-LEAST = dict(small_calls.LEAST_NORM)  # the fixture of all tests takes them away
+LEAST = dict(small_calls.LEAST_NORM)  # a fixture of all tests removes them
 LEAST_ATTENTION = dict(small_calls.LEAST_ATTENTION)
 LEAST_LINEAR = dict(small_calls.LEAST_LINEAR)
 TRAINING, INFERENCE = LEAST[torch.float32]
@@ -105,7 +105,7 @@ def test_the_record_tells_it():
     module(torch.randn(2, 8))
     with dispatch_log.record() as calls:
         pass
-    assert not calls  # nothing is kept while nobody records
+    assert not calls  # nothing is kept while recording is off
 
 
 def test_the_bound_of_attention():
@@ -168,7 +168,7 @@ def test_a_checkpoint_computes_the_same_again(reentrant):
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_traced_runs_ours_at_every_size():
-    """A trace is used at other sizes than it was made with."""
+    """A trace is used at other sizes than at its making."""
     module = Attention().eval()
     onepass.swap(module)
     x = torch.randn(1, 4, 64)
@@ -199,7 +199,7 @@ def test_one_row_by_a_transposed_weight_is_torchs(monkeypatch):
 
 
 def test_the_bounds_of_linear(monkeypatch):
-    """Rows in float32, and multiply-adds, of which 16 bits need few where torch is slow."""
+    """By rows in float32, and by multiply-adds, with low bounds in 16 bits where torch is slow."""
     slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
     monkeypatch.setattr(products, "facts", lambda: slow)
     module = nn.Linear(256, 512)

@@ -1,4 +1,4 @@
-"""swap, unswap, swapped: what changes in a model, what does not, and the options."""
+"""swap, unswap, swapped: changes in a model, unchanged parts, and the options."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.swap.same_model import assert_computes_the_same
 
 
 class NamedLayerNorm(nn.LayerNorm):
-    """A subclass that leaves forward alone."""
+    """A subclass that inherits forward."""
 
 
 class SpatialDropout(nn.Dropout):
-    """A subclass: what it means by dropout is unknown."""
+    """A subclass, whose kind of dropout is unknown."""
 
 
 class Block(nn.Module):
@@ -90,7 +90,7 @@ def test_dropout_drops_and_keeps_its_inplace_flag():
     assert model.eval()(x) is x
 
 
-# ---------------------------------------------------------------- what stays
+# ---------------------------------------------------------------- unchanged parts
 
 
 def test_instances_keep_everything_but_their_class():

@@ -241,7 +241,7 @@ class AllKinds(Block):
 
 
 def test_symbolic_traces_call_what_was_swapped():
-    """Feature extractors and quantizers trace with torch.fx."""
+    """torch.fx traces, as feature extractors and quantizers make them."""
     model, x = AllKinds().eval(), torch.randn(2, 5, 16)
     traced = torch.fx.symbolic_trace(model).graph  # of stock
     expected = model(x)

@@ -1,4 +1,4 @@
-"""`swap` of models of transformers: their attention by name, and what undoes it."""
+"""`swap` of models of transformers: attention by its name in the config, and undoing it."""
 
 from __future__ import annotations
 

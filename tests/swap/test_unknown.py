@@ -1,4 +1,4 @@
-"""What a swap lists as unknown: related modules without a rule, and no wrappers of listed ones."""
+"""Modules listed as unknown: related ones without a rule, but not wrappers of listed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Report.verify: it passes what is the same, finds what is not, and leaves no trace."""
+"""Report.verify passes equal models, finds differences, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_nan_is_a_difference_unless_stock_has_it_too(monkeypatch):
 
 
 class Bottleneck(Model):
-    """Everything in it is a multiple of one number, whose rounding is one draw for all of them."""
+    """All activations are multiples of one number, so one rounding error affects all of them."""
 
     def forward(self, ids):
         logits = super().forward(ids)

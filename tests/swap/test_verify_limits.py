@@ -1,4 +1,4 @@
-"""Report.verify: padding, lucky draws, caches, what the loss decides, and interrupts."""
+"""Report.verify: padding, lucky draws, caches, verdicts by the loss, and interrupts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEFT_PADDED[1, :5] = 0
 
 
 class Padded(Model):
-    """Swapped, it computes something else in rows of padding, as kernels may."""
+    """When swapped, it differs in rows of padding, as kernels may."""
 
     def forward(self, ids, attention_mask=None, labels=None):
         logits = super().forward(ids)
@@ -37,7 +37,7 @@ def padded(**more) -> dict:
 
 
 def labels(first: bool) -> torch.Tensor:
-    """-100 for padding, and, without `first`, for the token that the last row of it predicts."""
+    """-100 for padding, and, without `first`, for the token that the last padded row predicts."""
     ignored = LEFT_PADDED == 0
     if not first:
         ignored = ignored | ignored.roll(1, 1)
@@ -138,7 +138,7 @@ def test_a_gradient_that_is_lost_is_a_difference(monkeypatch):
     assert not result.ok and "gradient of" in result.worst
 
 
-# ---- what decides -------------------------------------------------------------------------------
+# ---- verdicts -----------------------------------------------------------------------------------
 
 
 class TwoHeads(Model):
@@ -180,7 +180,7 @@ def test_a_loss_is_a_scalar_tensor(loss):
         report.verify(IDS, loss_fn=lambda output: loss)
 
 
-# ---- what running changes -----------------------------------------------------------------------
+# ---- state that running changes -----------------------------------------------------------------
 
 
 class Cached(nn.Module):

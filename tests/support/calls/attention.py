@@ -45,7 +45,7 @@ def _paged():
 
 
 def _terms(dims=4):
-    """What is added to scores, and the mask."""
+    """The terms that are added to scores, and the mask."""
     return {
         "bias": randn(1, HEADS, ROWS, KEYS, seed=4),
         "mask": randn(BATCH, 1, ROWS, KEYS, seed=5) > -1,

@@ -164,7 +164,7 @@ def _optimizers():
 
     named = {"lists": ("params", "states")}
     yield Call("ops.optimizer_table", table_tensors, table, **named)
-    # Of a state the device counts alone, so that an empty one will do.
+    # Only the device of a state matters, so an empty one will do.
     yield Call("ops.optimizer_table_release", lambda: {"state": torch.zeros(0)}, release)
     written = ("params", "states", "steps", "gradients")
     optional = ("norm", "grad_scale", "found_inf", "device_hyper")
@@ -189,7 +189,7 @@ def _optimizers():
 
             return run
 
-        # Those that torch lacks take what its own take.
+        # Optimizers that torch lacks take the same arguments as torch's.
         kin = {"Lion": "SGD", "LAMB": "Adam", "MuonWithAdamW": "Muon"}.get(name, name)
         stock = run_by(torch.optim, kin, {})
         run, text = run_by(onepass.optim, name, settings), " ".join(settings)

@@ -308,7 +308,7 @@ def _gates():
 
 
 def _linear():
-    def tensors():  # sums of whole parts, exact in any order: torch computes those of subclasses
+    def tensors():  # sums of whole numbers, exact in any order: torch computes those of subclasses
         names = {"input": (6, 40), "weight": (24, 40), "bias": (24,)}
         return {name: sixteenths(*shape) for name, shape in names.items()}
 
@@ -322,7 +322,7 @@ def _linear():
         return [F.linear(input, weight, bias)]
 
     def options(input, weight, bias, residual):
-        # Torch's gelu ends the process where there is no memory, and silu is not alike in a stack.
+        # torch's gelu aborts the process without memory, and its silu has other bits in a stack.
         more = {"activation": "relu", "dropout_p": 0.3, "residual": residual}
         return [functional.linear(input, weight, bias, **more)]
 
