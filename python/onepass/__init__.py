@@ -34,8 +34,8 @@ __all__ = [
     "unswap",
 ]
 
-# A broken installation can be imported, so that `onepass doctor` can look at it; whatever else is
-# asked of it raises what `load` found, here or in `onepass._ops`.
+# A broken installation can be imported, so that `onepass doctor` can examine it; every other use
+# raises the error that `load` found, here or in `onepass._ops`.
 _library.load()
 if _library.failure is None:
     from onepass import _flops, functional, nn, optim

@@ -1,4 +1,4 @@
-"""Arguments of a wrong type, looked for where a call has failed: right calls pay nothing."""
+"""Arguments of a wrong type, checked only after a call has failed: correct calls pay nothing."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _ACCEPTED = {
 
 
 def check_arguments(function: Callable, given: Mapping[str, object]) -> None:
-    """Looks at the arguments of a call that failed: `function`'s parameters among `given`.
+    """Checks the types of a failed call's arguments: `function`'s parameters among `given`.
 
-    An error in onepass's own words, which is being handled, has been more exact.
+    Does nothing if the error being handled is onepass's own, which is more exact.
 
     Raises:
         TypeError: one is not of the type that its annotation names: the error that torch's own
             functions begin with.
-        RuntimeError: one is a nested tensor, of which most things cannot be asked.
+        RuntimeError: one is a nested tensor, which has no sizes to check.
     """
     op = function.__name__
     # For None the operators would know neither the expected type nor the argument's name.
@@ -55,7 +55,7 @@ def check_arguments(function: Callable, given: Mapping[str, object]) -> None:
 
 
 def refuse_gradient(op: str, name: str) -> None:
-    """Of an argument that requires a gradient and gets none.
+    """Refuses an argument that requires a gradient and would get none.
 
     Raises:
         RuntimeError: always.
@@ -64,7 +64,7 @@ def refuse_gradient(op: str, name: str) -> None:
 
 
 def refuse_second_derivative(op: str, option: str) -> None:
-    """Of a call whose option leaves nothing to differentiate twice.
+    """Refuses a second derivative of a call whose option overwrites the needed values.
 
     Raises:
         RuntimeError: always.
@@ -73,7 +73,7 @@ def refuse_second_derivative(op: str, option: str) -> None:
 
 
 def refuse_inplace(op: str, where: str) -> None:
-    """Of a call that may not write into its arguments.
+    """Refuses a call that may not write into its arguments.
 
     Raises:
         RuntimeError: always.
@@ -82,8 +82,8 @@ def refuse_inplace(op: str, where: str) -> None:
 
 
 def require_writable(op: str, name: str, tensor: Tensor) -> None:
-    """What torch's own operators ask of a tensor that requires a gradient before they write into
-    it. An autograd.Function asks when it has written.
+    """The checks that torch's operators make before they write into a tensor that requires a
+    gradient. An autograd.Function makes them only after the write.
 
     Raises:
         RuntimeError: it is a leaf, a view of one, or a view that may not be modified.

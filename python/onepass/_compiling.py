@@ -20,14 +20,14 @@ def constant_where_traced(function: Callable[Given, Result]) -> Callable[Given, 
 
 
 def require_fixed_offsets(op: str, **tensors: Tensor) -> None:
-    """Of fake tensors that are to be written: inductor has no code for where a view begins if that
-    depends on a dynamic size, and writes to the beginning of what it is a view of
+    """Checks fake tensors that will be written: if the offset of a view depends on a dynamic size,
+    inductor ignores it and writes to the beginning of the view's base
     (https://github.com/pytorch/pytorch/issues/198068).
 
     An input of the graph may begin anywhere, unless it shares its memory with another one.
 
     Raises:
-        RuntimeError: it would be lost. Without `fullgraph=True` torch then runs the call in eager.
+        RuntimeError: the write would be lost. Without `fullgraph=True` torch runs it in eager.
     """
     memories = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
     shared = len(memories) < len(tensors)
@@ -48,13 +48,13 @@ def require_fixed_offsets(op: str, **tensors: Tensor) -> None:
 def _keeps_offsets() -> bool:
     from torch._inductor.lowering import fallbacks, lowerings
 
-    # An operator without code is called as it is, and inductor notes it in both tables.
+    # Inductor calls an operator without code directly, and records it in both tables.
     offset_of = torch.ops.aten.sym_storage_offset.default
     return offset_of in lowerings and offset_of not in fallbacks
 
 
 def refuse_script(module: torch.nn.Module) -> None:
-    """The `__prepare_scriptable__` of modules: torch.jit.script calls it before all else.
+    """The `__prepare_scriptable__` of modules: torch.jit.script calls it first.
 
     Raises:
         RuntimeError: always.
@@ -69,7 +69,7 @@ def refuse_torchscript_exporter(op: str) -> None:
     """Called while `torch.jit.trace` runs, by each operator.
 
     Raises:
-        RuntimeError: it runs for `torch.onnx.export(dynamo=False)`, which knows no such operator.
+        RuntimeError: it traces for `torch.onnx.export(dynamo=False)`, which has no such operator.
     """
     onnx = sys.modules.get("torch.onnx")
     if onnx is not None and onnx.is_in_onnx_export():

@@ -1,7 +1,7 @@
-"""Devices of a call's tensors, compared where the operator that would compare them is not run.
+"""Checks of a call's devices, for calls in which the operator that would check them does not run.
 
-With any tensor on "meta" torch calls the fake, whatever the others are on. Here and not in
-csrc/ops, because the kernel, which looks at devices, is never reached.
+If any tensor is on "meta", torch calls the fake, whatever the devices of the others. The checks are
+here and not in csrc/ops, because the kernel, which compares devices, is never reached.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from torch import Tensor
 
 
 def require_one_device(op: str, **given) -> None:
-    """Refuses a tensor on "meta" beside one that has data: a result of the fake on the device of
-    the other is memory that nobody wrote.
+    """Refuses a tensor on "meta" beside one that has data: the fake's result on the device of the
+    other would be uninitialized memory.
 
-    Fake tensors are not looked at, nor others that dispatch by themselves: their devices are the
-    mode's to compare.
+    Fake tensors, and others that dispatch by themselves, are skipped: their mode compares devices.
 
     Args:
         op: the operator.
-        **given: its tensors and lists of tensors by name; anything else is passed over.
+        **given: its tensors and lists of tensors by name; other values are skipped.
 
     Raises:
         RuntimeError: one is on "meta", another is not.
@@ -34,7 +33,7 @@ def require_one_device(op: str, **given) -> None:
 
 
 def refuse_meta(op: str, **given) -> None:
-    """Refuses tensors on "meta" where a fake that did nothing would hide that nothing was done.
+    """Refuses tensors on "meta" for an operator whose effect the fake would silently omit.
 
     Raises:
         RuntimeError: one is.
@@ -45,12 +44,12 @@ def refuse_meta(op: str, **given) -> None:
 
 
 def refuse_fakes(op: str, name: str) -> None:
-    """Raises RuntimeError, where a fake operator cannot know the real one's result."""
+    """Raises RuntimeError if a fake operator cannot know the real one's result."""
     raise RuntimeError(f"{op}: {name} must have values, got fake tensors") from None
 
 
 def _tensors_of(given: dict) -> list[tuple[str, Tensor]]:
-    """Tensors and those in lists, by name, but for those that dispatch by themselves."""
+    """Tensors and those in lists, by name, except those that dispatch by themselves."""
     return [
         (name, tensor)
         for name, value in given.items()

@@ -1,7 +1,7 @@
 """Formulas of `torch.utils.flop_counter` for onepass's operators: as torch's at the same shapes.
 
-That module is not imported here (it may import triton); where somebody has imported it, the
-formulas are registered with it: when onepass is imported, and by every `swap`.
+That module is not imported here (it may import triton). If it has been imported, the formulas are
+registered with it, when onepass is imported and at every `swap`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from onepass._imported import is_fake
 
 
 def register() -> None:
-    """Once, and without effect while nobody has imported torch's counter."""
+    """Registers the formulas once; no effect until torch's counter has been imported."""
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
         return
@@ -29,7 +29,7 @@ def _attention_forward(query, key, value, *_, out_val=None, **options) -> int:
 
 
 def _attention_backward(doutput, dlse, query, key, value, *_, out_val=None, **options) -> int:
-    """Scores once more, those of dP, and three gradients."""
+    """Recomputed scores, dP, and three gradients."""
     columns = 3 * query.shape[-1] + 2 * value.shape[-1]
     return 2 * _scores(query, key, options) * columns
 
@@ -51,7 +51,7 @@ def _linear_loss(input, linear_weight, *options, out_val=None) -> int:
 
 
 def _scores(query, key, options: dict) -> int:
-    """How many there are: masked ones too, as torch counts."""
+    """The number of scores, masked ones included, as torch counts."""
     cu_seq_q = options.get("cu_seq_q")
     if cu_seq_q is None:
         return query.shape[:-1].numel() * key.shape[2]

@@ -1,4 +1,4 @@
-"""Classes of modules that are expensive to import: asked for only where somebody has them."""
+"""Classes of modules that are expensive to import, without importing them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 
 def is_a(value: object, module: str, name: str) -> bool:
-    """isinstance(value, module.name), without importing the module: what nobody imported has no
-    instances."""
+    """isinstance(value, module.name), without importing the module: a class of a module that is not
+    imported has no instances."""
     found = sys.modules.get(module)
     return found is not None and isinstance(value, getattr(found, name, ()))
 
@@ -22,7 +22,7 @@ def is_fake(value: object) -> bool:
 
 
 def are_dtensors(values: Iterable) -> list[bool]:
-    """The same of each, in a third of the time."""
+    """Whether each value is a DTensor, in a third of the time of `is_a`."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return [isinstance(value, kind) for value in values]
 

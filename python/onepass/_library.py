@@ -20,8 +20,8 @@ OLDEST_CAPABILITY = (8, 0)  # of CUDA devices; that of csrc/ops/runtime.h
 # Facts for `onepass doctor`: library name -> path once loaded, or -> the reason why it is not.
 loaded: dict[str, Path] = {}
 not_loaded: dict[str, str] = {}
-# Why nothing works here: torch is missing or too old, or a part of this package is missing or was
-# built for another Python; the message says what to do.
+# The reason why nothing works: torch is missing or too old, or a part of this package is missing or
+# was built for another Python; the message names the remedy.
 failure: ImportError | None = None
 
 
@@ -82,7 +82,7 @@ def too_old(device=None) -> str:
 def library_directory() -> Path:
     """The directory of the op libraries: beside the extension module.
 
-    In editable installs that is not where this file is, so the extension module is asked for.
+    In editable installs that is not where this file is, so the extension module is located.
     """
     spec = importlib.util.find_spec("onepass._C")
     if spec is None or spec.origin is None:

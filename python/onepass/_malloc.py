@@ -1,10 +1,10 @@
 """glibc's malloc: whether it serves this process, and whether it keeps freed memory.
 
-By default it maps large blocks apart from its heap and unmaps them when they are freed, so that
-every large output costs a page fault per 4 KiB, whoever computes it: beyond the cache these faults
-take longer than any kernel here. With M_MMAP_MAX=0 all blocks lie in the heap, and without
-M_TRIM_THRESHOLD its top stays: a loop reuses its blocks after a few iterations, as it does under
-jemalloc. Standard library only.
+By default it maps large blocks apart from its heap and unmaps them when they are freed. So every
+large output costs a page fault per 4 KiB, in any library: beyond the cache these faults take longer
+than any kernel here. With M_MMAP_MAX=0 all blocks are in the heap, and without M_TRIM_THRESHOLD
+its top stays: a loop reuses its blocks after a few iterations, as under jemalloc. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Symbol(ctypes.Structure):
 
 
 def obstacle() -> str:
-    """Why nothing can be told to the malloc that serves torch; empty where that is glibc's."""
+    """Why the malloc that serves torch cannot be configured; empty if it is glibc's."""
     process = _process()
     if not (hasattr(process, "mallopt") and hasattr(process, "gnu_get_libc_version")):
         return "this C library is not glibc"
@@ -48,9 +48,9 @@ def obstacle() -> str:
 
 
 def keep(limit: int | None) -> bool:
-    """From now on all blocks lie in the heap, and up to limit free bytes at its top stay there.
+    """From now on all blocks are in the heap, and up to limit free bytes at its top stay there.
 
-    None: all. Returns whether malloc takes that.
+    None: all. Returns whether malloc accepts that.
     """
     return not obstacle() and _set(
         {"mmap_max": 0, "trim_threshold": -1 if limit is None else limit}
@@ -58,10 +58,10 @@ def keep(limit: int | None) -> bool:
 
 
 def map_apart() -> bool:
-    """From now on blocks of 128 KiB and more are mapped and unmapped, each by itself, as when the
-    process began: resident memory is what is in use, for the heap has no large holes.
+    """From now on blocks of 128 KiB and more are mapped and unmapped separately, as when the
+    process began: only memory in use is resident, because the heap has no large holes.
 
-    Returns whether malloc takes that.
+    Returns whether malloc accepts that.
     """
     return not obstacle() and _set({"mmap_threshold": _DEFAULTS["mmap_threshold"]})
 
@@ -69,7 +69,7 @@ def map_apart() -> bool:
 def restore() -> bool:
     """Sets the environment's values, else malloc's own defaults; frees the memory that it can.
 
-    glibc goes on serving large blocks from holes of its heap, and the top of a heap stays if
+    glibc continues to serve large blocks from holes of its heap, and the top of a heap stays if
     something was mapped after it.
     """
     from_environment = told()

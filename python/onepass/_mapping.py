@@ -1,6 +1,6 @@
-"""`torch.func.vmap` over operators that torch's own loop over samples does not take, or need not:
-those that write into their arguments are refused by name; those that only check, or return a list,
-run on every sample; a product has the samples' rows as more rows."""
+"""`torch.func.vmap` over operators that torch's own loop over samples refuses, or that need none.
+Operators that write into their arguments are refused by name; those that only check, or return a
+list, run on every sample; a product takes the samples' rows as more rows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _library = torch.library.Library("onepass", "FRAGMENT")
 
 
 def refuse_mapped(op) -> None:
-    """Has an operator (`torch.ops.onepass.x.default`) refuse tensors that vmap maps over."""
+    """Makes an operator (`torch.ops.onepass.x.default`) refuse tensors that vmap maps over."""
     _register(op, functools.partial(_refuse, op))
 
 
 def run_each(op) -> None:
-    """Has an operator run on the samples one by one; results are stacked."""
+    """Makes an operator run on the samples one by one; results are stacked."""
     _register(op, functools.partial(_run_each, op))
 
 
 def run_as_rows(op, *rows: int, unless: tuple[int, ...] = ()) -> None:
-    """Has an operator run once on all samples where the arguments at `rows`, which lie row by row,
-    are the only ones mapped and those at `unless` are None; else on the samples one by one."""
+    """Makes an operator run once on all samples if only the arguments at `rows`, which consist of
+    rows, are mapped and those at `unless` are None; otherwise on the samples one by one."""
     name = op._schema.name
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "FuncTorchBatched"):
         torch.library.register_vmap(name, functools.partial(_run_as_rows, op, rows, unless))
@@ -49,7 +49,7 @@ def _run_as_rows(op, rows, unless, info, in_dims, *arguments):
 
 
 def _is_absent(result: Tensor) -> bool:
-    """An output that was not asked for has size 0."""
+    """Whether an output was not requested: such outputs have size 0."""
     return result.shape == (0,)
 
 
@@ -67,7 +67,7 @@ def _one_by_one(op, info, in_dims, arguments):
 
 def _register(op, kernel: Callable) -> None:
     name = op._schema.name
-    # Imported once more in this process: the registration of the first import stays.
+    # If imported again in this process: the registration of the first import stays.
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "FuncTorchBatched"):
         _library.impl(name.removeprefix("onepass::"), kernel, "FuncTorchBatched")
 

@@ -1,10 +1,10 @@
 """Tensors with the negative bit (`torch._neg_view`, `z.conj().imag`), where operators write.
 
-Of an operator that only reads, torch makes the negation before the kernel sees the tensor. Of one
-that writes, torch's fallback hands the kernel a clone and finds only afterwards that it does not
-know what came of it, when the other arguments have been written. So these operators have a kernel
-of their own for the negative bit: what is read is resolved, what is to be written is refused. Here
-and not in csrc/ops, because the stable ABI does not show the bit.
+For an operator that only reads, torch resolves the negation before the kernel gets the tensor. For
+one that writes, torch's fallback passes a clone to the kernel and fails only afterwards, when other
+arguments have already been written. So these operators have a separate kernel for the negative bit:
+tensors that are read are resolved, tensors that would be written are refused. This is here and not
+in csrc/ops, because the stable ABI does not show the bit.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def refuse_where_written(op, answer: object = None) -> None:
     """Gives an operator (`torch.ops.onepass.x.default`) its kernel for the negative bit.
 
     Args:
-        answer: what it returns in place of an error, if it can say that it did nothing.
+        answer: the result in place of an error, if the operator can report that it did nothing.
     """
     name = op._schema.name
-    # Imported once more in this process: the registration of the first import stays.
+    # If imported again in this process: the registration of the first import stays.
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Negative"):
         short = name.removeprefix("onepass::")
         _library.impl(short, functools.partial(_kernel, op, answer), "Negative")

@@ -1,5 +1,5 @@
-"""Files that a command writes at its end, tried at its beginning. Standard library only: what runs
-before onepass is built uses it as well (benchmarks/gpu_report.py)."""
+"""Files that a command writes at its end, tried at its beginning. Standard library only: it is also
+used before onepass is built (benchmarks/gpu_report.py)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TRIAL_BYTES = 1 << 20
 class OutputFile:
     """A file that is replaced as a whole: the old one stays until all of the new one is written.
 
-    A target that is no regular file (a device, a pipe, /dev/stdout) is written as it is.
+    A target that is no regular file (a device, a pipe, /dev/stdout) is written directly.
 
     Args:
         path: links in it are followed.
-        trial: False leaves it to the first write to find what is wrong.
+        trial: False leaves errors to the first write.
 
     Raises:
         OSError: nothing can be written there, or the disk is full.
@@ -43,7 +43,7 @@ class OutputFile:
         """Replaces the file's content by data.
 
         Raises:
-            OSError: it could not be written, and the file holds what it held before.
+            OSError: it could not be written, and the file has its old content.
         """
         if self._is_regular():
             self._with_part(data, keep=True)
@@ -58,7 +58,7 @@ class OutputFile:
             file.write(data)
 
     def _with_part(self, data: bytes, keep: bool) -> None:
-        """Writes a file beside the target, and gives it the target's name where it is kept."""
+        """Writes a file beside the target, and renames it to the target if it is kept."""
         part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
         try:
             with open(part, "wb") as file:

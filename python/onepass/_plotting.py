@@ -29,7 +29,7 @@ STYLE = {
 
 
 def format_of(path: str) -> str:
-    """The format that the suffix of a file's name asks for, png where it has none.
+    """The format of a file name's suffix, png if it has none.
 
     Raises:
         ValueError: matplotlib knows no such format.

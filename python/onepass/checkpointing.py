@@ -1,11 +1,11 @@
-"""Which operators a checkpointed region keeps the results of."""
+"""The operators whose results a checkpointed region should keep."""
 
 from __future__ import annotations
 
 import torch
 from torch._ops import OpOverload
 
-import onepass._ops  # noqa: F401, first: says what is wrong with a broken installation
+import onepass._ops  # noqa: F401, first: it reports a broken installation
 
 # Forwards that are bound by arithmetic. The others (norms, dropout, rotary embedding, gates) are
 # bound by memory: computing one again costs little more than reading a result that was kept.
@@ -13,15 +13,15 @@ _SAVED = ("attention_forward", "linear_forward", "linear_epilogue_forward", "lin
 
 
 def sac_ops() -> list[OpOverload]:
-    """Operators of onepass whose results are worth keeping where everything else is recomputed.
+    """Operators of onepass whose results are worth keeping when everything else is recomputed.
 
     For `torch.utils.checkpoint.create_selective_checkpoint_contexts`, alone or together with
     torch's own, and for trainers that take such a list.
 
-    These are attention's forward and the products of linear layers. What they keep is the output,
-    of attention also a number or two per query and head, and of a linear layer with an activation
-    its input too; of `linear_cross_entropy` the gradients that are made with the loss. An operator
-    that is not on such a list runs twice.
+    These are attention's forward and the products of linear layers. Kept are the output, for
+    attention also one or two numbers per query and head, for a linear layer with an activation the
+    activation's input too, and for `linear_cross_entropy` the gradients made with the loss. An
+    operator that is not on the list runs twice.
 
     Returns:
         A new list. Calls that onepass leaves to torch (small ones, linear layers where torch is as

@@ -1,7 +1,7 @@
 """The command line: doctor, compare, profile-swap, bench, explain, estimate.
 
 Each subcommand is a module with `add_arguments(parser)` and `main(args) -> exit code`, imported
-only when it is the one asked for. Bad input ends in one line on stderr and exit code 2.
+only when it is used. Bad input ends in one line on stderr and exit code 2.
 """
 
 from __future__ import annotations

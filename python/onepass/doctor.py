@@ -1,8 +1,8 @@
-"""`onepass doctor`: is this installation in order, and if not, how to mend it.
+"""`onepass doctor`: is this installation in order, and if not, how to repair it.
 
-Standard library only, and nothing here assumes that the op libraries load: a broken installation is
-what it is for. Every failed line carries the command or step that mends it; the exit code is 1 if
-any line failed.
+Standard library only, and nothing here assumes that the op libraries load: it is for broken
+installations. Every failed line has the command or step that repairs it; the exit code is 1 if any
+line failed.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ SWITCHES = {
     "ONEPASS_CUDA_ATTENTION": "always: swapped models run onepass's attention on every GPU",
     "ONEPASS_LOG": "dispatch: log which kernel ran and why, each line once",
 }
-# A dtype of which it is said that its products take so many times as long as float32's.
+# From this factor over float32's time on, slow products of a dtype are reported.
 WORTH_SAYING = 1.5
-# More than malloc keeps by itself.
+# More than malloc keeps by default.
 LARGE_BYTES = 64 << 20
 KEPT_BY = "; onepass.keep_freed_memory() keeps it"
 
 
 @dataclass
 class Line:
-    """One finding. `ok` is None for plain facts; `fix` is kept where it is needed only."""
+    """One finding. `ok` is None for plain facts; `fix` is kept only if it is needed."""
 
     name: str
     value: str
@@ -149,7 +149,7 @@ def _levels() -> Iterator[Line]:
 
 
 def _products() -> Iterator[Line]:
-    """16-bit dtypes that torch multiplies slowly here, which nobody expects of them."""
+    """16-bit dtypes that torch multiplies unexpectedly slowly here."""
     import torch
 
     from onepass._ops import products
@@ -167,7 +167,7 @@ def _products() -> Iterator[Line]:
 
 def _times_float32(dtype: torch.dtype) -> float:
     """How much longer the three products of a small linear layer's training step take than in
-    float32, on one thread: with more a busy machine decides. Found in a tenth of a second."""
+    float32. On one thread, since other load disturbs several; takes a tenth of a second."""
     import torch
     import torch.nn.functional as F
 
@@ -197,7 +197,7 @@ def _times_float32(dtype: torch.dtype) -> float:
 
 
 def _memory() -> Iterator[Line]:
-    """Whether freed memory is kept: malloc does not say it, page faults do."""
+    """Whether freed memory is kept, measured by page faults."""
     from onepass import _malloc
 
     faults, seconds = _of_new_tensor()
@@ -210,8 +210,8 @@ def _memory() -> Iterator[Line]:
 
 
 def _of_new_tensor() -> tuple[int, float]:
-    """Page faults of filling a tensor of LARGE_BYTES, after one of its size was freed, and the
-    seconds that these take; told by a sixteenth of it, in a twentieth of a second.
+    """Page faults of filling a tensor of LARGE_BYTES, after one of its size was freed, and their
+    seconds; estimated from a sixteenth of it, in a twentieth of a second.
 
     A heap that keeps such blocks first grows by a few of them.
     """
@@ -313,7 +313,7 @@ def _self_tests() -> Iterator[Line]:
     ends = torch.tensor([0, 70, 192], dtype=torch.int32)
     used = torch.tensor([191], dtype=torch.int32)
     matrix = torch.randn(40, 40, generator=generator)
-    dy = torch.randn(192, 40, generator=generator)  # of as many rows as an output has
+    dy = torch.randn(192, 40, generator=generator)  # enough rows for any output
 
     def dense(ops, *rows):
         batch = (t.transpose(0, 1)[None] for t in rows)
@@ -497,7 +497,7 @@ def _self_tests() -> Iterator[Line]:
         for name, case in cases.items():
             try:
                 ok, text = verdict(*case)
-            except Exception as error:  # whatever it is, the other lines are still wanted
+            except Exception as error:  # report it, and go on with the other lines
                 ok, text = False, f"{type(error).__name__}: {error}"
             fix = f"{_library.REINSTALL}; if that does not help, please report this line"
             yield Line(f"self-test {name}", text, ok, fix)

@@ -1,7 +1,7 @@
 """`onepass.explain`: which kernels a call runs and why, from the plans that the kernels followed.
 
-The call is made; what is printed is the record of the very plans it ran by, so it cannot drift from
-the truth. For a module, stock modules that onepass could have replaced are named too.
+The call is made, and the printed lines are the record of the very plans that ran, so they cannot
+be wrong. For a module, stock modules that onepass could have replaced are named too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Explanation:
 
 
 def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
-    """Runs ``fn_or_module(*args, **kwargs)`` and says which onepass kernels ran, and why those.
+    """Runs ``fn_or_module(*args, **kwargs)`` and lists the onepass kernels that ran, with reasons.
 
     A backward inside the function is recorded too. The result of the call is dropped; gradients and
     buffers change as the call changes them. A single dict for a module whose forward takes its keys
@@ -94,7 +94,7 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
 
 
 def _takes_keys(module, batch) -> bool:
-    """Whether forward has a parameter for each key; one that takes any may want the dict itself."""
+    """Whether forward has a parameter for each key; with **kwargs it may want the dict itself."""
     if not (isinstance(module, torch.nn.Module) and isinstance(batch, Mapping)):
         return False
     try:
@@ -121,7 +121,7 @@ def _level_reason() -> str:
 
 
 def _stock_modules(module: torch.nn.Module) -> list[dict]:
-    """The modules that a swap would replace, and that are not replaced yet."""
+    """The modules that a swap would replace and that are still stock."""
     from onepass.swapping import swap
 
     report = swap(module, dry_run=True)

@@ -1,4 +1,4 @@
-"""Attention of a sequence that lies on several processes: the public function."""
+"""Attention of a sequence that is divided among processes: the public function."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ def ring_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`scaled_dot_product_attention` of a sequence that lies on the processes of a group.
+    """`scaled_dot_product_attention` of a sequence that is divided among a group's processes.
 
     Each process holds a shard of query, key and value, and gets its queries' attention to the keys
     of all. Keys and values go round in a ring, and each shard is attended to while the next one
     arrives; the parts are merged by their log-sum-exps (Liu, Zaharia, Abbeel: Ring Attention with
     Blockwise Transformers for Near-Infinite Context, ICLR 2024). In the backward they go round once
     more, with their gradients. No process ever holds more than two shards of keys and values beside
-    its own. Shards that no query of a process sees, by the diagonal or the window, are handed on
+    its own. Shards that no query of a process sees, by the diagonal or the window, are passed on
     and not computed.
 
-    A process sends (size - 1) * (K + V) bytes in the forward, and in the backward as many and
+    A process sends (size - 1) * (K + V) bytes in the forward, and in the backward the same plus
     size * (dK + dV), where K is a shard's keys in bytes and dK its elements in float32 (float64).
 
     Every process of the group calls it, in the same order as its other collectives, with shards of
-    the same shapes and dtypes; that they are is not checked. Without a process group this process
-    is all of it, and the result is that of `scaled_dot_product_attention`.
+    the same shapes and dtypes, which is not checked. Without a process group this process holds the
+    whole sequence, and the result is that of `scaled_dot_product_attention`.
 
     Args:
         query: shape (batch, heads, seq_q, head_dim), this process's part of size * seq_q queries.
         key: shape (batch, kv_heads, seq_k, head_dim), its part of the keys.
         value: shape (batch, kv_heads, seq_k, value_dim).
         group: the processes; None is torch's default group.
-        layout: what each holds, see `shard_sequence`. With "zigzag", which is the same work for
-            all processes where attention is causal, seq_q and seq_k are even.
+        layout: the part of each process, see `shard_sequence`. With "zigzag", which gives all
+            processes equal work for causal attention, seq_q and seq_k must be even.
         dropout_p, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks, deterministic: as
-            in `scaled_dot_product_attention`. Dropout drops what it would drop in one process: the
-            seed is that of the group's first process, whose generator decides.
+            in `scaled_dot_product_attention`. Dropout drops the same weights as in one process: the
+            seed comes from the generator of the group's first process.
         is_causal: a query attends to no key after its position in the whole sequence.
         return_lse: also return the logarithm of the softmax' denominator.
 
@@ -70,7 +70,7 @@ def ring_attention(
     Raises:
         RuntimeError: a shape, dtype, device or number does not fit; the message names the argument.
             A second derivative is asked for.
-        ValueError: layout or window_size is none.
+        ValueError: layout is unknown, or window_size is malformed.
         TypeError: an argument is of a wrong type.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Attention of a sequence whose shards lie on the processes of a group.
+"""Attention of a sequence whose shards are on the processes of a group.
 
 Keys and values go round: each process attends with its queries to the shard that it holds, while
 the next one arrives (Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers, ICLR 2024).
@@ -25,7 +25,7 @@ _forward = torch.ops.onepass.attention_forward.default
 _check = torch.ops.onepass.attention_forward_check.default
 _backward = torch.ops.onepass.attention_backward.default
 
-# Tags of messages, for a back end that tells them apart.
+# Tags of messages, for back ends that use them.
 _KEYS, _GRADIENTS = 0, 1
 
 
@@ -37,12 +37,12 @@ class Ring:
         self.rank, self.size = place("ring_attention", group)
 
     def peer(self, steps: int) -> int:
-        """The global rank of the process so many places further."""
+        """The global rank of the process that many places further."""
         rank = (self.rank + steps) % self.size
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def same(self, tensor: Tensor) -> Tensor:
-        """The first process's, on all of them."""
+        """The first process's tensor, on all processes."""
         if self.size > 1:
             dist.broadcast(tensor, self.peer(-self.rank), self.group)
         return tensor
@@ -66,21 +66,21 @@ class Exchange:
     def wait(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
-        self._works.clear()  # which hold tensors too
+        self._works.clear()  # they hold tensors too
         self._sent.clear()
         return self._received
 
 
 class Call(NamedTuple):
-    """What a call has beside its tensors."""
+    """The settings of a call beside its tensors."""
 
     ring: Ring
     layout: str
-    options: Options  # of each part, but for what depends on the part
+    options: Options  # of each part, except those that depend on the part
     deterministic: bool
 
     def given(self, alibi_slopes: Tensor | None) -> Call:
-        """With the slopes, which autograd keeps, if there are any."""
+        """The options with the slopes, which autograd keeps, if there are any."""
         if alibi_slopes is None:
             return self
         return self._replace(options=self.options | {"alibi_slopes": alibi_slopes})
@@ -96,14 +96,14 @@ class Call(NamedTuple):
                 key, value = exchange.wait()
 
     def chunks(self, owner: int, rows: int) -> list[Chunk]:
-        """Whole shards where no position counts: fewer and larger calls."""
+        """A shard's chunks; the whole shard if positions do not matter: fewer, larger calls."""
         counts = ("window_left", "window_right", "alibi_slopes", "dropout_p")
         if not any(name in self.options for name in counts):
             return [Chunk(owner * rows, 0, rows)]
         return chunks(owner, self.ring.size, rows, self.layout)
 
     def parts(self, queries: int, keys: int, owner: int) -> Iterator[tuple[Chunk, Chunk, Options]]:
-        """The pairs of chunks of which some query sees some key, with the options of each."""
+        """The pairs of chunks in which some query sees some key, with their options."""
         left, right = (self.options.get(f"window_{side}", -1) for side in ("left", "right"))
         for query in self.chunks(self.ring.rank, queries):
             for key in self.chunks(owner, keys):
@@ -132,8 +132,8 @@ def attention(
     _check(query, key, value, **{n: v for n, v in options.items() if n != "dropout_p"})
     if "dropout_p" in options:
         options["seed"] = ring.same(draw_seed(query.device))
-    # A sink is in one part alone, and which part a row has, goes by its position: so they are none
-    # of the operator's here.
+    # A sink belongs to one part alone, and a row's parts depend on its position: so the operator
+    # does not get the sinks here.
     sinks, alibi_slopes = (options.pop(name, None) for name in ("sinks", "alibi_slopes"))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     call = Call(ring, layout, options, deterministic)
@@ -181,9 +181,9 @@ def _attend(
 
 
 def _merge(output: Tensor, total: Tensor, part: Tensor, lse: Tensor) -> None:
-    """`output` and its log-sum-exp `total` become those of what they stand for and of `part`."""
+    """Merges `part` into `output` and its log-sum-exp `total`, in place."""
     both = torch.logaddexp(total, lse)
-    nothing = both == -torch.inf  # where the difference would be no number
+    nothing = both == -torch.inf  # where the difference would be NaN
 
     def weight(of: Tensor) -> Tensor:
         return (of - both).masked_fill_(nothing, 0.0).exp_().to(output.dtype)[..., None]
@@ -193,7 +193,7 @@ def _merge(output: Tensor, total: Tensor, part: Tensor, lse: Tensor) -> None:
 
 
 def _gradients(ctx, doutput: Tensor | None, dlse: Tensor | None) -> list[Tensor | None]:
-    """Of all that has one, summed up in float32 (float64 of float64)."""
+    """All gradients, summed in float32 (float64 for float64)."""
     query, key, value, sinks, alibi_slopes, output, lse, lse_rest = ctx.saved_tensors
     call, accumulator = ctx.call.given(alibi_slopes), _accumulator(query)
     names = ("query", "key", "value", *DIFFERENTIABLE)

@@ -1,4 +1,4 @@
-"""Which positions of a sequence each process has, and the sequence cut up and put together."""
+"""The positions of a sequence on each process; sharding and gathering a sequence."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Chunk(NamedTuple):
         return slice(self.begin, self.end)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These rows of (batch, heads, rows, ...)."""
+        """The chunk's rows of (batch, heads, rows, ...)."""
         return tensor[:, :, self.rows]
 
 
 def chunks(rank: int, size: int, rows: int, layout: str) -> list[Chunk]:
-    """What the shard of a process holds of a sequence of size * rows.
+    """The chunks of a process's shard of a sequence of size * rows.
 
-    Of 2 * size pieces a zigzag shard has one from the front and one from the end, so that causal
-    attention is the same work for all.
+    Of 2 * size pieces a zigzag shard has one from the front and one from the end, so that all
+    processes have equal work for causal attention.
     """
     if layout == "contiguous" or size == 1:
         return [Chunk(rank * rows, 0, rows)]
@@ -56,7 +56,7 @@ def shard_sequence(
 
     Args:
         tensor: any tensor, the same on all processes.
-        dim: its dimension of positions, which the processes share evenly.
+        dim: its dimension of positions, which is divided evenly.
         group: the processes; None is torch's default group, or this process alone.
         layout: "contiguous": process r has the r-th of `size` pieces. "zigzag": of 2 * size pieces
             it has the r-th from the front and the r-th from the end, one after the other.
@@ -66,7 +66,7 @@ def shard_sequence(
 
     Raises:
         RuntimeError: the dimension's size does not divide; the message names the argument.
-        ValueError: layout is none.
+        ValueError: layout is unknown.
         IndexError: there is no such dimension.
 
     Examples:
@@ -99,14 +99,14 @@ def gather_sequence(
         tensor: this process's part, of the same shape and dtype on all.
         dim: its dimension of positions.
         group: the processes; None is torch's default group, or this process alone.
-        layout: what the parts are, as in `shard_sequence`.
+        layout: as in `shard_sequence`.
 
     Returns:
         A new tensor, without a gradient, as of `torch.distributed.all_gather`.
 
     Raises:
         RuntimeError: the dimension's size is odd with "zigzag"; the message names the argument.
-        ValueError: layout is none.
+        ValueError: layout is unknown.
         IndexError: there is no such dimension.
 
     Examples:
@@ -134,7 +134,7 @@ def gather_sequence(
 
 
 def check_layout(op: str, name: str, layout: str, rows: int, size: int) -> None:
-    """Of `rows` positions on each of `size` processes."""
+    """Checks the layout for `rows` positions on each of `size` processes."""
     if layout not in LAYOUTS:
         raise ValueError(f"{op}: layout must be 'zigzag' or 'contiguous', got {layout!r}")
     if layout == "zigzag" and rows % 2 and size > 1:

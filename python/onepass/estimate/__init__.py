@@ -1,7 +1,7 @@
 """`onepass.estimate`, `onepass estimate`: the memory of a training step, before it is run.
 
-The step is run on tensors without data, and every storage is followed from the operator that makes
-it to the moment at which nothing refers to it any more: :mod:`onepass.estimate.timeline`.
+The step is run on tensors without data, and every storage is tracked from the operator that makes
+it until nothing refers to it any more: :mod:`onepass.estimate.timeline`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ def estimate(
 ) -> Estimate:
     """The memory that a training step of a model will take on the CPU, at its peak and in parts.
 
-    A step (forward, loss, backward, the optimizer's step) is run without data: nothing is computed
-    but what depends on the batch alone, and a model of any size needs the memory of its Python
-    objects. Every storage counts from the operator that makes it until nothing refers to it, views
-    and tied weights once, so the order of events is that of a real step. The model stays as it is.
+    A step (forward, loss, backward, the optimizer's step) is run without data: only values that
+    depend on the batch alone are computed, and a model of any size needs only the memory of its
+    Python objects. Every storage counts from the operator that makes it until nothing refers to it,
+    views and tied weights once, so the order of events is that of a real step. The model is not
+    changed.
 
-    Not seen are the blocks that an operator takes and gives back within itself, what allocators
-    round up, and what is no tensor: Python, libraries, on a GPU its context.
+    Not seen are temporary blocks inside an operator, rounding in allocators, and memory that is not
+    in tensors: Python, libraries, on a GPU its context.
 
     Args:
         model: a module, or a function that returns (model, batch), which is called without the
-            memory of its parameters. A module may lie on "meta".
+            memory of its parameters. A module may be on "meta".
         batch: a tensor; a tuple or list of arguments; a dict of keywords. Where the model is a
             function, it may return a function of the step instead.
         optimizer: a class, or a function of the parameters, that makes it.
         swap, kinds: as `onepass.swap(model, kinds=kinds)` would change the model.
-        dtype: that parameters and floating-point batches are cast to; None: as they are.
+        dtype: parameters and floating-point batches are cast to it; None: unchanged.
         autocast: the forward runs under autocast to bfloat16.
-        checkpointing: each layer is computed again in the backward: by transformers' or diffusers'
-            own switch, else the elements of the outermost lists of modules.
+        checkpointing: each layer is recomputed in the backward: by transformers' or diffusers' own
+            switch, else the elements of the outermost lists of modules.
         inplace_loss: with swap, onepass's cross entropy writes its gradient over the logits.
         real: runs the step with its data, on a copy of the model: for models that read values.
 

@@ -1,4 +1,4 @@
-"""`onepass estimate`: the memory of a training step before it is run, and what it would fit in.
+"""`onepass estimate`: the memory of a training step before it is run, and the largest batch.
 
 ``--json`` writes one object, bytes throughout; keys are added in later versions, never changed:
 
@@ -97,7 +97,7 @@ def _survey(args: argparse.Namespace, settings):
     from onepass.estimate.survey import Surveyor
 
     subject = _subject(args)
-    gc.freeze()  # what is there now stays: looking through it again and again takes a third longer
+    gc.freeze()  # skips existing objects: collecting them repeatedly takes a third longer
     with warnings.catch_warnings(), Progress() as progress:
         warnings.simplefilter("ignore")
         return Surveyor(subject, settings, progress.phase("Steps")).run()
@@ -143,7 +143,7 @@ def size(text: str) -> int:
     """Bytes of "24GB" (10^9 each) or "22.5GiB" (2^30).
 
     Raises:
-        BadInput: it is no size.
+        BadInput: it is not a size.
     """
     number = text.strip().rstrip("bBkKmMgGtTiI").strip()
     unit = text.strip()[len(number) :].strip().lower()

@@ -12,7 +12,7 @@ from torch import nn
 
 from onepass.compare.errors import BadInput
 
-MOST_TOKENS = 2048  # where nobody says how many: what most are trained with
+MOST_TOKENS = 2048  # without --seq: the usual length in training
 
 # Endings of a class's name, whose labels are not the tokens themselves.
 _ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")

@@ -1,4 +1,4 @@
-"""The optimizers that are compared: how to make each, and the bytes of what it keeps."""
+"""The compared optimizers: how to make each, and the bytes of its states."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 
 def _muon_and_adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """Muon for what has two dimensions. Embeddings and heads, which `muon_groups` tells by modules,
-    would be AdamW's and keep a moment more."""
+    """Muon for all parameters of two dimensions. `muon_groups`, which looks at modules, would give
+    embeddings and heads to AdamW, with one moment more."""
     parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if (p.ndim == 2) is use_muon], "use_muon": use_muon}
@@ -61,15 +61,14 @@ def names(model: nn.Module) -> dict[str, Make]:
 
 
 def state_bytes(optimizer: StateOptimizer) -> int:
-    """Bytes of the states that one of onepass's optimizers makes in its first step.
-
-    What it would ask for; padded as it would be in its buffers.
+    """Bytes of the states that one of onepass's optimizers makes in its first step, padded as in
+    its buffers.
     """
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             expected = optimizer._expected(parameter, group)
-            if "step" not in expected:  # kept apart from what it shows
+            if "step" not in expected:  # stored separately
                 expected["step"] = torch.float32
             for key, dtype in expected.items():
                 total += padded(Request(parameter, key, dtype).numel()) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""The picture: what a step is made of, which modules keep most, and what each change buys."""
+"""The picture: the parts of a step, the modules that keep most, and the saving of each change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onepass.estimate.result import readable
 from onepass.estimate.step import estimate_of
 from onepass.estimate.survey import STOCK, SWAPPED, Survey
 
-# From what no lever reaches to what the swap is about, as compare's parts.
+# From parts that no change affects to those of the swap, in the order of compare's parts.
 COLORS = {
     "parameters": "#33658a",
     "gradients": "#7a9e7e",
@@ -43,7 +43,7 @@ def _figure(survey: Survey, command: str) -> Figure:
 
 
 def _plot_parts(axes: Axes, survey: Survey) -> None:
-    """At the peak: its phase decides which of the parts are there."""
+    """The parts at the peak, which depend on its phase."""
     names = list(survey.steps)
     widest = max(survey.peak(name) for name in names) / GIB
     for place, name in enumerate(names):

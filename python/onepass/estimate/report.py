@@ -31,7 +31,7 @@ def print_survey(survey: Survey, console: Console, command: str, seconds: float)
 
 
 def sentence(survey: Survey) -> str:
-    """The peaks, and which batch fits."""
+    """The peaks, and the batch that fits."""
     peaks = {variant: survey.peak(variant) for variant in survey.steps}
     phase = estimate_of(survey.base, survey.settings.optimizer).peak_phase
     text = f"Peak {readable(peaks[STOCK])}, in the {phase}; swapped {readable(peaks[SWAPPED])}"
@@ -58,7 +58,7 @@ def sentence(survey: Survey) -> str:
 
 
 def footer(command: str, seconds: float) -> list[str]:
-    """Which figures these are, and the line that repeats the run."""
+    """The meaning of the figures, and the line that repeats the run."""
     return [
         "Bytes of tensors that are alive at once (1 GiB = 2^30 bytes). Scratch of",
         "operators, rounding of the allocator and the process itself come on top.",
@@ -75,7 +75,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def title(survey: Survey) -> str:
-    """Whose figures these are."""
+    """The model of these figures."""
     rows = "" if survey.rows is None else f"batch {survey.rows}, "
     dtype, optimizer = survey.settings.dtype, survey.settings.optimizer
     parameters = f"{survey.base.parameter_count:,} parameters"

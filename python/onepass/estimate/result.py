@@ -1,4 +1,4 @@
-"""What `onepass.estimate` returns."""
+"""The result of `onepass.estimate`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ class Estimate:
 
     Attributes:
         parameter_count: elements of all parameters, a tied one once.
-        parameters, gradients, optimizer_state: as they are in every step but the first.
+        parameters, gradients, optimizer_state: as in every step after the first.
         others: buffers and the batch.
-        activations: what the forward keeps until the backward has been there.
-        loss: of these, those of the loss itself.
-        saved: of these and the batch, what autograd saved; the rest is held otherwise.
+        activations: tensors that the forward keeps for the backward.
+        loss: the loss's own share of them.
+        saved: the part of activations and batch that autograd saved; the rest is held otherwise.
         modules: dicts with name (* for numbers), type, count and bytes of the activations, the
             largest first.
         peaks: by phase (forward, backward, update) the most at once, everything included.
         peak, peak_phase: the largest of them.
-        peak_operator: the operator during which that is reached.
-        at_peak: what there is at that moment: parameters, gradients, "optimizer state", "buffers,
+        peak_operator: the operator in which it is reached.
+        at_peak: the parts at that moment: parameters, gradients, "optimizer state", "buffers,
             batch", activations, temporary.
-        temporary: of the peak, what is neither parameter, gradient, state nor kept activation.
+        temporary: the part of the peak that is no parameter, gradient, state or kept activation.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))

@@ -45,19 +45,19 @@ from onepass.optim.states import StateOptimizer
 
 @dataclass(frozen=True)
 class Options:
-    """What is done to the model as it came."""
+    """Changes of the given model."""
 
     kinds: tuple[str, ...] | None = ()  # of the swap; None: all that pay; (): stock
-    dtype: torch.dtype | None = None  # that parameters are cast to; None: as they came
+    dtype: torch.dtype | None = None  # parameters are cast to it; None: unchanged
     autocast: bool = False  # to bfloat16
     checkpointing: bool = False
     inplace_loss: bool = False
-    rows: int | None = None  # of the batch; None: as it came
+    rows: int | None = None  # of the batch; None: unchanged
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the forward of some modules keeps for the backward."""
+    """Activations that the forward of some modules keeps for the backward."""
 
     name: str  # with * for numbers
     type: str
@@ -67,7 +67,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer: what it keeps, and the most that its step makes and lets go of."""
+    """An optimizer: the bytes of its states, and the most temporary bytes of its step."""
 
     state_bytes: int
     temporary: int
@@ -75,7 +75,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Step:
-    """The memory of a step, in bytes. Peaks are of all tensors but the states of the optimizer."""
+    """The memory of a step, in bytes. Peaks include all tensors except the optimizer's states."""
 
     rows: int | None
     parameter_count: int
@@ -84,7 +84,7 @@ class Step:
     gradients: int
     kept: list[Kept]  # by modules, the largest first
     activations: int  # their sum
-    saved: int  # of these, and of the batch, what autograd saved
+    saved: int  # the part of activations and batch that autograd saved
     forward: Peak
     backward: Peak
     updates: dict[str, Update]
@@ -186,7 +186,7 @@ def _loss(model: nn.Module, batch, autocast: bool) -> Tensor:
 
 
 def _kept(timeline: Timeline, loss: Tensor, model: nn.Module) -> tuple[list[Kept], int]:
-    """What the forward made and did not let go of, by modules; what autograd saved."""
+    """Tensors that the forward made and kept, by modules; the bytes that autograd saved."""
     loss_key = loss.untyped_storage()._cdata
     types = {name: type(module) for name, module in model.named_modules()}
     sizes: Counter[str] = Counter()
@@ -217,8 +217,8 @@ def _update(timeline: Timeline, make: optimizers.Make, trained, is_fake: bool) -
         warnings.filterwarnings("ignore", message=".*are known to stall")  # nothing is trained
         optimizer = make(trained)
     if isinstance(optimizer, StateOptimizer) and is_fake:
-        # Its states lie in memory of its own; but for updates that stand in for gradients, a step
-        # makes no tensors.
+        # Its states are in its own memory; except updates that replace gradients, a step makes no
+        # tensors.
         temporary = 0
         if isinstance(optimizer, onepass.optim.Muon):
             temporary = _updates_of(timeline, optimizer)
@@ -234,7 +234,7 @@ def _update(timeline: Timeline, make: optimizers.Make, trained, is_fake: bool) -
 
 @torch.no_grad()
 def _updates_of(timeline: Timeline, optimizer: onepass.optim.Muon) -> int:
-    """The most that a step makes and lets go of: by making its updates."""
+    """The most temporary bytes of a step, measured by making its updates."""
     groups = [g for g in optimizer.param_groups if g.get("use_muon", True)]
     pairs = [(p, g) for g in groups for p in g["params"] if p.grad is not None]
     if not pairs:
@@ -251,7 +251,7 @@ def _updates_of(timeline: Timeline, optimizer: onepass.optim.Muon) -> int:
 
 @contextlib.contextmanager
 def _inplace_losses() -> Iterator[None]:
-    """onepass's cross entropy writes its gradient over the logits, as `inplace_backward` says."""
+    """Makes onepass's cross entropy write its gradient over the logits, by `inplace_backward`."""
     original = loss_ops.cross_entropy
 
     @functools.wraps(original)
@@ -266,8 +266,8 @@ def _inplace_losses() -> Iterator[None]:
 
 
 def checkpoint(model: nn.Module) -> None:
-    """Computes each layer again in the backward: as transformers and diffusers do it themselves,
-    else each element of the outermost lists of modules of one class.
+    """Recomputes each layer in the backward: by transformers' and diffusers' own switch, else each
+    element of the outermost lists of modules of one class.
 
     Raises:
         BadInput: there is no such list.
@@ -304,7 +304,7 @@ _LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, onepa
 
 @contextlib.contextmanager
 def _saying_what_is_read() -> Iterator[None]:
-    """Names the line that reads what was not computed."""
+    """Turns errors into ones that name the line which reads values that were not computed."""
     try:
         yield
     except (

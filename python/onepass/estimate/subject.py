@@ -1,4 +1,4 @@
-"""The model and batch that are looked at, without the memory that they would take."""
+"""The examined model and batch, without the memory that they would take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onepass.estimate.timeline import MOST_COMPUTED, Fakes, fake_mode, tensors_o
 class Subject:
     """A model whose tensors are on "meta", its batch, and the fake mode that both are run in.
 
-    The given model stays as it is; with real=True a copy of it is run with its data.
+    The given model is not changed; with real=True a copy of it is run with its data.
     """
 
     def __init__(self, model: nn.Module, batch, fake: FakeTensorMode | None = None, real=False):
@@ -27,8 +27,8 @@ class Subject:
         self._model = copy.deepcopy(model) if real else _on_meta(model)
 
     def model(self, dtype: torch.dtype | None) -> nn.Module:
-        """A copy in training mode, its parameters cast to dtype (None: as they are)."""
-        # Not a deep copy of what is on "meta": that would part tensors that share a storage.
+        """A copy in training mode, its parameters cast to dtype (None: unchanged)."""
+        # Not a deep copy of tensors on "meta": that would separate tensors that share a storage.
         model = (copy.deepcopy if self.real else _on_meta)(self._model).train()
         return model.to(dtype) if dtype else model
 
@@ -56,14 +56,14 @@ class Subject:
                 holder[name] = tensor
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        # One that shares its storage, so that tensors that share one go on doing so.
+        # Shares its storage, so that tensors with a common storage keep it.
         fake = FakeTensor(self.fake, tensor.detach(), torch.device("cpu"))
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake
 
     def floating(self) -> list[Tensor]:
-        """What a cast would change."""
+        """Whether a cast would change it."""
         tensors = (*self._model.parameters(), *self._model.buffers(), *tensors_of(self.batch))
         return [tensor for tensor in tensors if tensor.is_floating_point()]
 
@@ -96,7 +96,7 @@ class Subject:
 
 def made(make: Callable[[], tuple[nn.Module, object]], real: bool = False) -> Subject:
     """The subject of a function that returns (model, batch), called without the memory of its
-    parameters, or, where that fails, as it is."""
+    parameters, or, if that fails, normally."""
     if not real:
         fake = fake_mode()
         random = torch.get_rng_state()
@@ -104,7 +104,7 @@ def made(make: Callable[[], tuple[nn.Module, object]], real: bool = False) -> Su
             with Fakes(fake):
                 model, batch = make()
             return Subject(model, first_of(batch), fake)
-        except Exception:  # whatever it does with data; what is really wrong comes again below
+        except Exception:  # it may need data; real errors are raised again below
             torch.set_rng_state(random)
     model, batch = make()
     return Subject(model, first_of(batch), real=real)
@@ -127,7 +127,7 @@ def _held(model: nn.Module) -> Iterator[tuple[dict, str, Tensor]]:
 def _on_meta(model: nn.Module) -> nn.Module:
     """A deep copy whose parameters and floating-point buffers have no data.
 
-    Whole numbers stay: positions and masks decide which way a forward goes.
+    Integers keep their data: the path of a forward may depend on positions and masks.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     memo: dict[int, object] = {}

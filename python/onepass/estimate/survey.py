@@ -1,4 +1,4 @@
-"""What `onepass estimate` looks at: variants of a step, dtypes, optimizers, and what each buys."""
+"""The survey of `onepass estimate`: variants of a step, dtypes, optimizers, and each saving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onepass.swapping.matchers import KINDS
 STOCK, SWAPPED = "stock", "swapped"
 CHECKPOINTED = ", checkpointed"
 VARIANTS = (STOCK, SWAPPED, f"{STOCK}{CHECKPOINTED}", f"{SWAPPED}{CHECKPOINTED}")
-# (parameters, whether autocast is on) by name; None: as the model came.
+# (dtype of parameters, whether autocast is on) by name; None: unchanged.
 DTYPES: dict[str, tuple[torch.dtype | None, bool]] = {
     "as given": (None, False),
     "float32": (torch.float32, False),
@@ -29,7 +29,7 @@ MOST_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """What is looked at."""
+    """The choices of a survey."""
 
     dtype: str = "as given"  # of DTYPES
     optimizer: str = optimizers.ADAMW
@@ -49,7 +49,7 @@ class Lever:
 
 @dataclass(frozen=True)
 class Survey:
-    """All that was found."""
+    """The results of a survey."""
 
     settings: Settings
     rows: int | None
@@ -144,13 +144,13 @@ class Surveyor:
 
     def _step(self, dtype: str, options: Options) -> Step:
         cast, autocast = DTYPES[dtype]
-        if cast in self._given:  # it comes like that
+        if cast in self._given:  # it already has that dtype
             cast = None
         options = dataclasses.replace(options, dtype=cast, autocast=autocast)
         if options in self._steps:
             return self._steps[options]
         # Optimizers see parameters and gradients alone, which every variant has.
-        # In another dtype than that of the settings one is asked for.
+        # In a dtype other than that of the settings an optimizer is given.
         makes = {}
         if not self._updates:
             makes = optimizers.names(self.subject.model(cast))
@@ -201,7 +201,7 @@ class Surveyor:
         return levers
 
     def _smallest_optimizer(self, found: Step) -> str | None:
-        """Of onepass's AdamWs the one that keeps least, if that is less than is kept anyway."""
+        """The AdamW of onepass with the smallest states, if smaller than the present ones."""
         ours = {n: u.state_bytes for n, u in found.updates.items() if n.startswith("AdamW")}
         name = min(ours, key=ours.__getitem__)
         kept = found.updates[self.settings.optimizer].state_bytes
@@ -209,7 +209,7 @@ class Surveyor:
 
     def _largest(self, options: Options, rows: int, optimizer: str | None = None) -> int | None:
         def peak(rows: int) -> int:
-            # The batch as it came is the one that was looked at already.
+            # The given batch has been measured already.
             same = rows == (self.settings.rows or self.subject.rows)
             asked = options if same else dataclasses.replace(options, rows=rows)
             found = self._step(self.settings.dtype, asked)
@@ -222,11 +222,12 @@ class Surveyor:
 
 
 def largest(peak: Callable[[int], int], rows: int, memory: int) -> int:
-    """The most rows whose peak is at most memory; 0 if one row is too much already.
+    """The most rows whose peak is at most memory; 0 if a single row is too much.
 
-    A peak is the largest of sums that stay or grow in proportion to the rows. So the line through
-    two sizes that fit lies below the peak of a larger one: it bounds the answer from above. The
-    line from the largest that fits to the smallest that does not lies above: from below.
+    A peak is the largest of several sums that are constant or grow in proportion to the rows. So
+    the line through two sizes that fit is below the peak of a larger one, and bounds the answer
+    from above. The line from the largest that fits to the smallest that does not is above the peak,
+    and bounds it from below.
     """
     known: dict[int, int] = {}
 

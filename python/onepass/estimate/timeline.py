@@ -1,12 +1,12 @@
 """The memory of tensors over a step: every storage from its first tensor to its last.
 
-A dispatch mode sees the results of each operator, and a weak reference to a storage says when the
-last tensor, saved for the backward or not, lets go of it. Views share a storage, which counts once.
-What an operator allocates and frees within itself is not seen.
+A dispatch mode sees the results of each operator, and a weak reference to a storage tells when the
+last tensor, saved for the backward or not, releases it. Views share a storage, which counts once.
+Temporary memory inside an operator is not seen.
 
 With a fake mode nothing large is computed: a tensor is a shape, and a model of any size runs in the
-memory of its Python objects. What depends on nothing but the batch (positions, masks) is computed
-all the same while it is small, so that a model may read it.
+memory of its Python objects. Small results that depend
+on the batch alone (positions, masks) are computed all the same, so that a model may read them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Bytes up to which a result is computed where no fake goes into it; and of one that is made from
-# nothing, as parameters are.
+# The largest result, in bytes, that is computed if no input is a fake; and the largest one without
+# tensor inputs, as parameters are made.
 MOST_COMPUTED, MOST_MADE = 1 << 24, 1 << 20
 
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -67,13 +67,13 @@ def tensors_of(tree) -> list[Tensor]:
 
 
 class Fakes(TorchDispatchMode):
-    """Runs operators without computing where a fake goes in, or something large would come out."""
+    """Runs operators without computing if an input is a fake or a result would be large."""
 
     def __init__(self, fake: FakeTensorMode | None):
         """fake: None computes everything."""
         super().__init__()
         self.fake = fake
-        self.number_read: float | None = None  # what any number of a fake is; None: an error
+        self.number_read: float | None = None  # of any fake; None: an error
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return self.run(function, types, args, kwargs or {})
@@ -117,7 +117,7 @@ class Peak:
 
 
 class Timeline(Fakes):
-    """Counts the bytes that are alive, by the phase in which they came to be."""
+    """Counts the bytes that are alive, by the phase in which they were made."""
 
     def __init__(self, fake: FakeTensorMode | None, model: nn.Module):
         super().__init__(fake)
@@ -143,7 +143,7 @@ class Timeline(Fakes):
         return result
 
     def begin_with(self, tensors, weights=()) -> None:
-        """What is there before: it counts, and is nobody's activation."""
+        """Registers memory from before: it counts, but not as an activation."""
         for tensor in (*weights, *tensors):
             key = tensor.untyped_storage()._cdata
             if key not in self.blocks:
@@ -151,7 +151,7 @@ class Timeline(Fakes):
         self._weights = {tensor.untyped_storage()._cdata for tensor in weights}
 
     def enter(self, phase: str) -> None:
-        """From here on, new storages are of this phase, and its peak is looked for."""
+        """Starts a phase: new storages belong to it, and its peak is recorded."""
         self.phase = phase
         self.peaks[phase] = Peak(self.total, dict(self.live))
 
@@ -216,7 +216,7 @@ class Timeline(Fakes):
             after.remove()
 
     def saving(self) -> contextlib.AbstractContextManager:
-        """Inside, `saved` learns what autograd keeps."""
+        """Inside, storages that autograd saves are recorded in `saved`."""
 
         def pack(tensor: Tensor) -> Tensor:
             self.saved.add(tensor.untyped_storage()._cdata)

@@ -1,6 +1,6 @@
 """The operators as functions, with the signatures and semantics of `torch.nn.functional`."""
 
-import onepass._ops  # noqa: F401, first: says what is wrong with a broken installation
+import onepass._ops  # noqa: F401, first: it reports a broken installation
 from onepass.functional.attention import scaled_dot_product_attention, varlen_attention
 from onepass.functional.attention_decode import attention_with_kv_cache, merge_attention_states
 from onepass.functional.dropout import add_dropout, drop_path_scale, dropout

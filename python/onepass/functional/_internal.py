@@ -1,4 +1,4 @@
-"""For the modules and integrations of onepass alone: no part of the public interface."""
+"""For onepass's own modules and integrations: not part of the public interface."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def masked_attention(
 def linear_where_it_gains(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, **epilogue: object
 ) -> Tensor:
-    """`linear` with its options, or `F.linear` and a pass for each where that takes no
-    longer."""
+    """`linear` with its options, or `F.linear` and a pass for each option if that is as fast."""
     if linear_gains(input, weight, bias):
         return linear(input, weight, bias, **epilogue)
     output = F.linear(input, weight, bias)
@@ -62,8 +61,8 @@ def linear_where_it_gains(
 def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `linear` takes less time than `F.linear`: by dtype, CPU and size.
 
-    Not under torch.func, where torch maps a product by one product and ours goes by a loop, nor in
-    forward mode, which ours do not have.
+    Not under torch.func, where torch maps a product to one product and ours to a loop, nor in
+    forward mode, which ours does not support.
     """
     return (
         weight.dim() == 2
@@ -76,10 +75,10 @@ def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def cross_entropy_gains(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
-    """Whether `cross_entropy` computes what `F.cross_entropy` does of these, in less time.
+    """Whether `cross_entropy` computes the same as `F.cross_entropy` here, in less time.
 
-    Not of probabilities, nor of logits of more than two dimensions. Not under torch.func and in
-    forward mode, as of `linear`.
+    Not for probabilities, nor for logits of more than two dimensions. Not under torch.func and in
+    forward mode, as with `linear`.
     """
     return (
         input.dim() in (1, 2)
@@ -96,7 +95,7 @@ def cross_entropy_gains(input: Tensor, target: Tensor, weight: Tensor | None) ->
 def cross_entropy_in_float32(
     input: Tensor, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """`cross_entropy` of 16-bit or float32 logits, as a number in float32."""
+    """`cross_entropy` of 16-bit or float32 logits, as a float32 scalar."""
     if not torch.compiler.is_compiling() and has_torch_function((input, target)):
         arguments = (input, target, ignore_index, reduction)
         return handle_torch_function(cross_entropy_in_float32, (input, target), *arguments)
@@ -123,7 +122,7 @@ def linear_cross_entropy_in_float32(
     reduction: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`linear_cross_entropy` of products in dtype, as a number in float32."""
+    """`linear_cross_entropy` with products in dtype, as a float32 scalar."""
     tensors = (input, linear_weight, target, linear_bias)
     options = (ignore_index, softcap, reduction, dtype)
     if not torch.compiler.is_compiling() and has_torch_function(tensors):
@@ -146,8 +145,8 @@ def linear_cross_entropy_in_float32(
 
 
 def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether both take these: F.linear takes sparse tensors and a bias that broadcasts too, and
-    refuses some that onepass's would take."""
+    """Whether both functions take these: F.linear also takes sparse tensors and a bias that
+    broadcasts, and refuses some that onepass's would take."""
     dtype = weight.dtype
     return (
         input.layout is weight.layout is torch.strided

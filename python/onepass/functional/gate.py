@@ -13,9 +13,9 @@ def gated_activation(
 ) -> Tensor:
     """``activation(gate) * up`` in one pass over memory, and its backward in another.
 
-    The backward computes the activation again, so nothing is kept but gate and up. Both are read as
-    they lie where the last dimension is dense, such as views of one projection. Computed in float32
-    (float64 for float64) and rounded once.
+    The backward recomputes the activation, so only gate and up are kept. Both are read in place if
+    the last dimension is dense, such as views of one projection. Computed in float32 (float64 for
+    float64) and rounded once.
 
     Shazeer, GLU variants improve transformer, 2020.
 
@@ -91,7 +91,7 @@ def gelu_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") 
 
 
 def _kind_of(activation: str, op: str) -> int:
-    """The number that operators know it by.
+    """The number of an activation in the operators.
 
     Raises:
         ValueError: there is no such activation.

@@ -20,10 +20,10 @@ def group_norm(
     """`torch.nn.functional.group_norm`, and an activation of its result in the same pass.
 
     ``activation((x - mean) / sqrt(var + eps) * weight + bias)``, mean and variance of each group of
-    channels of a sample. The backward keeps nothing but input and the statistics, and computes the
-    activation again. Input is read as it lies where channels come first, dense, or last, and the
-    output has the same order; other layouts are copied once. Computed in float32 (float64 for
-    float64) and rounded once. Unlike torch's, it takes groups of a single element.
+    channels of a sample. Only input and the statistics are kept for the backward, which recomputes
+    the activation. Input is read in place if channels come first, dense, or last, and the output
+    has the same order; other layouts are copied once. Computed in float32 (float64 for float64) and
+    rounded once. Unlike torch's, it takes groups of a single element.
 
     Wu and He, Group normalization, 2018.
 
@@ -57,7 +57,7 @@ def group_norm(
 
 
 def _kind_of(activation: str | None, op: str) -> int:
-    """The number that operators know it by.
+    """The number of an activation in the operators.
 
     Raises:
         ValueError: there is no such activation.

@@ -27,10 +27,10 @@ def cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` with indices of classes, without a copy of the logits.
 
-    The forward keeps two numbers of each row; the backward computes the exponentials again. 16-bit
-    logits are computed in float32 as they are read, and all sums are added up in one order, so that
-    results do not depend on the number of threads. Rows that are ignored are not read: what they
-    hold, NaN too, reaches neither the loss nor a gradient, and theirs is 0.
+    The forward keeps two numbers for each row; the backward recomputes the exponentials. 16-bit
+    logits are converted to float32 as they are read, and all sums have one order, so that results
+    do not depend on the number of threads. Ignored rows are not read: their values, NaN too, reach
+    neither the loss nor a gradient, and their gradient is 0.
 
     Szegedy et al., Rethinking the Inception architecture, 2015 (label smoothing); Chowdhery et al.,
     PaLM, 2022 (z_loss).
@@ -49,9 +49,9 @@ def cross_entropy(
         reduction: "mean", over the sum of the weights of rows that are not ignored (NaN where all
             are), "sum" or "none".
         inplace_backward: the backward writes the gradient over the logits, so that it needs no
-            memory. They are destroyed: nobody may read them after it. What was saved of them for
-            another gradient, a second backward too, raises; second derivatives are refused. Without
-            effect under `torch.compile` and the transforms of `torch.func`.
+            memory. They are destroyed: do not read them afterwards. If they were saved for another
+            gradient, a second backward too, that raises; second derivatives are refused. No effect
+            under `torch.compile` and the transforms of `torch.func`.
 
     Returns:
         Tensor of shape (), or of target's with reduction "none"; in input's dtype (under autocast,
@@ -98,14 +98,14 @@ def linear_cross_entropy(
     """`cross_entropy` of ``input linear_weight^T + linear_bias``, whose logits are never whole in
     memory: `torch.nn.functional.linear_cross_entropy`.
 
-    Rows are computed in chunks. Of each chunk there are the logits, the loss and, where a gradient
-    is needed, their gradient in the same memory, and what it adds to the gradients of input,
-    linear_weight and linear_bias; so the backward has only to scale those. Chunks depend on sizes
-    and dtype alone, and sums have one order: on the CPU results do not depend on the number of
+    Rows are computed in chunks. For each chunk the logits and the loss are computed and, if a
+    gradient is needed, the gradient of the logits in the same memory, and its terms in the
+    gradients of input, linear_weight and linear_bias; so the backward only scales those. Chunks
+    depend on sizes and dtype alone, and sums have one order: on the CPU results do not depend on the number of
     threads. Gradients are summed up in float32 (float64 for float64) and rounded once: those of
     16-bit weights take that memory until the backward. On CUDA the products are torch's.
 
-    With reduction "none" the backward computes the logits again. Second derivatives are those of
+    With reduction "none" the backward recomputes the logits. Second derivatives are those of
     the formula, and have all logits at once. Under `torch.compile` the gradients are scaled into
     memory of their own.
 
@@ -166,7 +166,7 @@ def _check_reduction(op: str, reduction: str) -> None:
 
 
 def _dtypes_of_autocast(input: Tensor, linear_weight: Tensor) -> tuple[torch.dtype | None, ...]:
-    """Of input, of linear_weight and linear_bias, and of the loss; None: as they are."""
+    """Dtypes of input, of linear_weight and linear_bias, and of the loss; None: unchanged."""
     if not _is_autocast(input) or input.dtype is torch.float64 or not input.is_floating_point():
         return None, None, None
     dtype = torch.get_autocast_dtype(input.device.type)

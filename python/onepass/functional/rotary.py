@@ -1,4 +1,4 @@
-"""Rotary embedding of query and key in one pass, with the norms in front of it."""
+"""Rotary embedding of query and key in one pass, with the norms before it."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def rotary_embedding(
             number for each pair; then rotary_dim must be given. Any of float32, bfloat16 and
             float16, or float64 where query is float64.
         interleaved: pairs are columns (2i, 2i + 1), as in GPT-J and Cohere; else (i,
-            i + rotary_dim / 2), as in Llama and GPT-NeoX. Results lie as query and key do: where
-            DeepSeek-V3 moves its interleaved pairs apart, the products of query and key are the
-            same.
+            i + rotary_dim / 2), as in Llama and GPT-NeoX. Columns keep their places:
+            where DeepSeek-V3 moves its interleaved pairs apart, the products of query and key are
+            the same.
         positions: shape (tokens,) or (batch, tokens), where batch may be 1; int64 or int32: the row
             of cos and sin that a token has.
         rotary_dim: how many of the first columns are rotated, the others stay; None is the width.
         seq_first: query and key have shape (batch, tokens, heads, head_dim), or (tokens, heads,
-            head_dim), as packed sequences do, whose positions begin anew where a sequence does.
+            head_dim), as packed sequences do, whose positions restart with each sequence.
         query_weight, key_weight: shape (head_dim,), the weights of the norms of query and key, any
             of float32, bfloat16 and float16, or float64 where query is float64; None: no norm. On
             CUDA head_dim is at most 512 with one.
@@ -63,22 +63,22 @@ def rotary_embedding(
             torch. Given with a weight only.
         weight_offset: added to both weights: 1.0 for Gemma, which stores the weight minus one. Must
             be 0 without a weight.
-        inplace: query and key are rotated where they lie, and nothing is allocated for them. Their
-            last dimension must be dense, each element has a place of its own, and they share no
-            memory with each other nor with another argument; heads of one projection may lie
-            between each other. With a weight this is for calls without gradients: the backward of a
-            norm reads the rows that came in.
+        inplace: query and key are rotated in their own memory, and nothing is allocated for them.
+            Their last dimension must be dense, elements must not overlap, and they must share no
+            memory with each other or with another argument; heads of one projection may be
+            interleaved. With a weight this is for calls without gradients: the backward of a norm
+            reads the original rows.
 
     Returns:
-        (query, key) rotated, in query's dtype, also under autocast; each lies in memory as the
-        tensor it was made of, heads or tokens first, and with inplace is that tensor. The second is
-        None without a key.
+        (query, key) rotated, in query's dtype, also under autocast; each has the memory order of
+        its input, heads or tokens first, and with inplace is that tensor. The second is None
+        without a key.
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit, there is no row for a position, or eps
             or weight_offset is given without a weight; the message names the argument. cos or sin
             requires a gradient. With inplace: the memory of query or key is not as said above,
-            torch's autograd lets nobody write there (a leaf that requires a gradient, a view of
+            torch's autograd forbids to write there (a leaf that requires a gradient, a view of
             one, or a view that may not be modified, such as one of `chunk`), or the call is inside
             a transform of torch.func; nothing was written then. On CUDA the values of positions are
             not looked at, which would wait for the device: a token whose position has no row
@@ -140,5 +140,5 @@ def rotary_embedding(
 
 
 def _transposed(x: Tensor | None) -> Tensor | None:
-    """Heads first for tokens first, and back; of other dimensions than four errors tell later."""
+    """Heads first for tokens first, and back; other numbers of dimensions raise later."""
     return x if x is None or x.dim() != 4 else x.transpose(1, 2)

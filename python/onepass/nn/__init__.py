@@ -1,6 +1,6 @@
 """Drop-in modules: subclasses of torch's, with the same constructors and state_dict keys."""
 
-import onepass.functional  # noqa: F401, first: says what is wrong with a broken installation
+import onepass.functional  # noqa: F401, first: it reports a broken installation
 from onepass._compiling import refuse_script
 from onepass.nn.attention import MultiheadAttention
 from onepass.nn.dropout import Dropout, DropPath, LayerScale

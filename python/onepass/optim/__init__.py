@@ -1,6 +1,6 @@
 """torch.optim's optimizers in one pass over memory, and clipping."""
 
-import onepass._ops  # noqa: F401, first: says what is wrong with a broken installation
+import onepass._ops  # noqa: F401, first: it reports a broken installation
 from onepass.optim.accumulate import fused_accumulate
 from onepass.optim.adafactor import Adafactor
 from onepass.optim.adam import Adam, AdamW
