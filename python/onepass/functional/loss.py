@@ -101,9 +101,10 @@ def linear_cross_entropy(
     Rows are computed in chunks. For each chunk the logits and the loss are computed and, if a
     gradient is needed, the gradient of the logits in the same memory, and its terms in the
     gradients of input, linear_weight and linear_bias; so the backward only scales those. Chunks
-    depend on sizes and dtype alone, and sums have one order: on the CPU results do not depend on the number of
-    threads. Gradients are summed up in float32 (float64 for float64) and rounded once: those of
-    16-bit weights take that memory until the backward. On CUDA the products are torch's.
+    depend on sizes and dtype alone, and sums have one order: on the CPU results do not depend on
+    the number of threads. Gradients are summed up in float32 (float64 for float64) and rounded
+    once: those of 16-bit weights take that memory until the backward. On CUDA the products are
+    torch's.
 
     With reduction "none" the backward recomputes the logits. Second derivatives are those of
     the formula, and have all logits at once. Under `torch.compile` the gradients are scaled into

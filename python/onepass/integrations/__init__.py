@@ -1,3 +1,3 @@
 """onepass by other libraries' names and switches. `import onepass` imports none of it; `swap` does
-where the library is imported already.
+if the library has been imported.
 """

@@ -1,4 +1,4 @@
-"""A swap that lasts as long as a trainer's run, and what the log says of it."""
+"""A swap for the duration of a trainer's run, and its lines in the log."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Session:
     """
 
     def __init__(self, options: dict):
-        inspect.signature(swap).bind(None, **options)  # raises for what is no option
+        inspect.signature(swap).bind(None, **options)  # raises for unknown options
         self.report: Report | None = None
         self._options = options
         self._end: Callable[[], None] | None = None
 
     def begin(self, model: nn.Module, *, tell: bool) -> None:
-        """Swaps; whatever an interrupted run left swapped is restored before.
+        """Swaps; modules that an interrupted run left swapped are restored first.
 
         Args:
-            tell: write to the log: one process of a job does.
+            tell: whether to write to the log: one process of a job does.
         """
         self.end(tell=tell)
         self.report, self._end = begin(model, **self._options)
@@ -43,7 +43,7 @@ class Session:
                 say(f"onepass.swap: {note}")
 
     def end(self, *, tell: bool) -> None:
-        """Restores what `begin` changed; nothing where it was not called, or ended already."""
+        """Undoes the changes of `begin`; does nothing if there are none."""
         end, self._end = self._end, None
         if end is None:
             return
@@ -57,8 +57,8 @@ class Session:
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    """Writes a line to the logger "onepass.swap", or to stderr while nobody has configured logging,
-    which would drop it."""
+    """Writes a line to the logger "onepass.swap", or to stderr if logging is not configured and
+    would drop it."""
     if logger.hasHandlers():
         logger.log(level, text)
     elif level >= logger.level:
@@ -66,8 +66,8 @@ def say(text: str, level: int = logging.INFO) -> None:
 
 
 def own_limit(optimizer: object) -> float | None:
-    """The norm to which the steps of an optimizer of onepass clip; None if they do not, or if it is
-    another's. Wrappers are looked into."""
+    """The norm to which the steps of an optimizer of onepass clip; None if they do not clip, or for
+    other optimizers. Wrappers are unwrapped."""
     while not isinstance(optimizer, FlatOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
         if optimizer is None:

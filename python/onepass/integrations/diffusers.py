@@ -2,9 +2,9 @@
 
 That function hands each call to a backend: "native", the default, calls
 F.scaled_dot_product_attention, which `onepass.swap` redirects while the module's forward runs, as
-it does in modules that call it themselves. Nothing here imports diffusers, nor is anything of
-diffusers changed: its `set_attention_backend` and `attention_backend` work as before, and calls
-that they send elsewhere run there.
+it does in modules that call it themselves. Nothing here imports diffusers or changes it:
+its `set_attention_backend` and `attention_backend` work as before, and calls that they send
+elsewhere run there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NOTE = (
 
 
 def refusal(module: nn.Module) -> str:
-    """Why redirecting calls of F.scaled_dot_product_attention would do nothing for a module, or
-    harm; empty if it serves."""
+    """Why redirecting calls of F.scaled_dot_product_attention would have no effect, or harm, in a
+    module; empty if it works."""
     processors = list(_processors(module))
     if any(getattr(processor, "_parallel_config", None) is not None for processor in processors):
         return "runs diffusers' context parallelism, whose backward calls torch's attention"
@@ -36,14 +36,14 @@ def refusal(module: nn.Module) -> str:
 
 
 def _processors(module: nn.Module) -> Iterator[object]:
-    """Objects that dispatch for a module: itself, or what it holds."""
+    """Objects that dispatch for a module: itself, or its processors."""
     for value in (module, *vars(module).values(), *module._modules.values()):
         if hasattr(value, "_attention_backend"):
             yield value
 
 
 def _backend(processors: list) -> str:
-    """The backend of a module's calls by name: its own, or else the one that is active."""
+    """The name of the backend of a module's calls: its own, or else the active one."""
     chosen = next((p._attention_backend for p in processors if p._attention_backend), None)
     if chosen is None:
         dispatch = sys.modules["diffusers.models.attention_dispatch"]

@@ -3,7 +3,7 @@
     trainer = Trainer(callbacks=[onepass.integrations.lightning.Swap()])
 
 The optimizer is what `configure_optimizers` returns: one of `onepass.optim` needs nothing else.
-Lightning is imported when `Swap` is asked for.
+Lightning is imported when `Swap` is imported.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from onepass.integrations._session import Session, own_limit
 from onepass.swapping import Report
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-# Strategies that have cut the model up before a run starts.
+# Strategies that shard the model before a run starts.
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 class SwapHooks:
-    """What `Swap` does: `onepass.swap` as a run of Lightning's Trainer starts, undone at its end.
+    """The hooks of `Swap`: `onepass.swap` when a run of Lightning's Trainer starts, undone at its
+    end.
 
     A run is a `fit`, `validate`, `test` or `predict`. The whole LightningModule is swapped, with
     what it made in `setup` and `configure_model`; a checkpoint is loaded by then, and weights are
-    in the dtype of the precision. The logger "onepass.swap" has a line with what was swapped, what
-    was not, and why, and one for each note of the report. A run that raises restores the model too.
-    Checkpoints are those of the stock model.
+    in the dtype of the precision. The logger "onepass.swap" gets a line with the swapped modules,
+    the others and the reasons, and one for each note of the report. A run that raises restores the
+    model too. Checkpoints are those of the stock model.
 
     Args:
         options: of `onepass.swap`.
 
     Raises:
-        TypeError: what is no option of swap.
+        TypeError: an option that swap does not have.
     """
 
     def __init__(self, **options):
@@ -44,11 +45,11 @@ class SwapHooks:
 
     @property
     def report(self) -> Report | None:
-        """What the last run swapped; its `verify` needs a model that is swapped still."""
+        """The report of the last run; its `verify` needs a model that is still swapped."""
         return self._session.report
 
     def setup(self, trainer, pl_module: nn.Module, stage: str) -> None:
-        """Refuses what the callback comes too late for.
+        """Refuses models for which the callback is too late.
 
         Raises:
             ValueError: the strategy shards the model.

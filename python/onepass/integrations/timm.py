@@ -3,8 +3,8 @@
     onepass.integrations.timm.register()
     optimizer = timm.optim.create_optimizer_v2(model, opt="onepassadamw", lr=1e-3)
 
-The names have no underscore: timm takes what stands before one for a wrapper such as "lookahead",
-and would make torch's AdamW of "onepass_adamw". timm is imported by `register`.
+The names have no underscore: timm takes the part before one for a wrapper such as "lookahead", and
+would make torch's AdamW from "onepass_adamw". timm is imported by `register`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from onepass import optim
 from onepass.optim.optimizer import FlatOptimizer
 
 PREFIX = "onepass"
-# timm's own defaults for the like of it.
+# timm's defaults for the corresponding optimizers.
 _DEFAULTS = {"onepasssgd": {"nesterov": True}}
 _ADAMW_EPS = 1e-8
 
 
 def register() -> list[str]:
-    """Enters `onepass.optim`'s optimizers into timm's registry; calling it again changes nothing.
+    """Adds `onepass.optim`'s optimizers to timm's registry; calling it again changes nothing.
 
     timm makes parameter groups as for its own: biases and norms without weight decay, layer decay.
     Options such as `master` are keywords of `create_optimizer_v2`, and `--opt-kwargs` of timm's
@@ -33,8 +33,8 @@ def register() -> list[str]:
     "onepassmuon" is `onepass.optim.MuonWithAdamW` with timm's rule for its own "muon": Muon has the
     matrices and the filters of convolutions, "flattened", but for those with a size of one in one
     of the first two dimensions, fewer than 4 rows or columns, or 128 times as many of one as of the
-    other; AdamW has all others, and the parameters of timm's `fallback_list`. timm hands it a
-    momentum of 0.9 unless told otherwise, and `eps` is AdamW's.
+    other; AdamW has all others, and the parameters of timm's `fallback_list`. timm passes
+    a momentum of 0.9 unless told otherwise, and `eps` is AdamW's.
 
     Returns:
         The names: "onepassadafactor", "onepassadam", "onepassadamw", "onepasslamb", "onepasslion",
@@ -64,7 +64,7 @@ def register() -> list[str]:
 
 
 def _optimizers() -> dict[str, Callable]:
-    """By name; Muon alone takes no biases."""
+    """The optimizers by name; Muon without AdamW would take no biases."""
     classes = [getattr(optim, name) for name in optim.__all__]
     kinds = [c for c in classes if isinstance(c, type) and issubclass(c, FlatOptimizer)]
     plain = [c for c in kinds if not issubclass(c, optim.Muon)]
@@ -72,7 +72,7 @@ def _optimizers() -> dict[str, Callable]:
 
 
 def _facts(cls: type) -> dict[str, bool]:
-    """What timm has to know of the arguments of a class."""
+    """timm's facts on the arguments of a class."""
     arguments = inspect.signature(cls).parameters
     return {
         # A number: Adafactor has two.
@@ -110,7 +110,7 @@ _muon.__name__ = "MuonWithAdamW"
 
 
 def _kind(param: Tensor) -> str | None:
-    """How a parameter is Muon's, by timm's rule; None: it is not."""
+    """The setting of a parameter in Muon, by timm's rule; None: it belongs to AdamW."""
     shape = param.shape
     if len(shape) < 2 or 1 in shape[:2]:
         return None

@@ -9,12 +9,12 @@ A model that says ``from flash_attn import flash_attn_func`` runs here with the 
 The package itself is neither imported nor needed. Its layouts hold: (batch, seq, heads, head_dim),
 or (total, heads, head_dim) for sequences one after the other; key and value may have fewer heads
 than query; causal attention and windows are aligned at the bottom right. Beyond it: float32 (and,
-but for KV caches, float64), head dimensions to 512, values of a dimension of their own, any option
-beside any other, gradients of all that is added to the scores and of the log-sum-exp. Padding and
+except for KV caches, float64), head dimensions to 512, values of another head dimension, any
+combination of options, gradients of all terms of the scores and of the log-sum-exp. Padding and
 rotation are plain PyTorch.
 
-Where they differ: the log-sum-exp of a query without a key is -inf (there: inf), and it is always
-that of the scores as documented; the matrix of probabilities is never made; dropout follows
+Differences: the log-sum-exp of a query without a key is -inf (there: inf), and it is always that
+of the scores as documented; the matrix of probabilities is never made; dropout follows
 `torch.manual_seed` with other numbers.
 """
 

@@ -45,9 +45,9 @@ def unpad_input(
         unused_mask: shape (batch, seq), bool or int: 1 for rows that are kept besides.
 
     Returns:
-        (rows, indices, cu_seqlens, max_seqlen, used_seqlens): rows of shape (total, ...), where
-        they lie in the flattened batch, (total,) int64, where each sequence begins, (batch + 1,)
-        int32, the length of the longest, and the rows in use of each, (batch,) int32; as of
+        (rows, indices, cu_seqlens, max_seqlen, used_seqlens): rows of shape (total, ...), their
+        indices in the flattened batch, (total,) int64, the first row of each sequence, (batch + 1,)
+        int32, the length of the longest, and the rows in use of each, (batch,) int32; as in
         flash_attn 2.7.
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
@@ -82,7 +82,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Args:
         hidden_states: shape (total, ...).
-        indices: shape (total,): where the rows lie in the flattened batch.
+        indices: shape (total,): the indices of the rows in the flattened batch.
 
     Returns:
         Tensor of shape (batch, seqlen, ...).

@@ -47,9 +47,9 @@ _IN_QKV = {"query": "qkv", "key": "qkv", "value": "qkv"}
 
 
 def _in_its_words(**names: str) -> Callable:
-    """Errors of onepass's functions become those of the decorated one: its name, its arguments'
-    names (`names` where they are not _NAMES'), its layout. Those of this file begin with
-    "flash_attn" and have the layout."""
+    """Rewrites errors of onepass's functions for the decorated one: its name, its argument names
+    (`names` where they differ from _NAMES), its layout. Errors of this file begin with "flash_attn"
+    and have the layout already."""
     names = _NAMES | names
 
     def decorated(function: Callable) -> Callable:
@@ -71,7 +71,7 @@ def _in_its_words(**names: str) -> Callable:
 
 
 def _with_options_of(plain: Callable) -> Callable:
-    """Ends the signature of the decorated function as that of `plain` ends, from dropout_p on."""
+    """Gives the decorated function the parameters of `plain` from dropout_p on."""
     names = list(inspect.signature(plain).parameters)
     names = names[names.index("dropout_p") : names.index("return_attn_probs") + 1]
 
@@ -86,7 +86,7 @@ def _with_options_of(plain: Callable) -> Callable:
 
 
 def _translated(op: str, text: str, names: dict[str, str], given: dict[str, object]) -> str:
-    """An error in onepass's grammar in this function's words; empty for any other."""
+    """An error in onepass's form, rewritten for this function; empty for any other error."""
     match = re.match(r"\w+: ((\w+) .*)", text, re.DOTALL)
     if match is None:
         return ""
@@ -309,7 +309,7 @@ def flash_attn_with_kvcache(
     Raises:
         RuntimeError, TypeError, ValueError: as onepass's own function does; there are no gradients.
     """
-    if block_table is None:  # pages lie alike
+    if block_table is None:  # pages have the same layout
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     output, lse = attention_with_kv_cache(
         q.transpose(1, 2),
@@ -345,7 +345,7 @@ def _refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
 
 
 def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuses what scaled_dot_product_attention would broadcast, and flash_attn does not."""
+    """Refuses shapes that scaled_dot_product_attention would broadcast and flash_attn does not."""
     for name, tensor in (("query", q), ("key", k), ("value", v)):
         if tensor.dim() != 4:
             raise RuntimeError(
@@ -364,7 +364,7 @@ def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _parts(name: str, packed: Tensor, dims: int, count: int) -> tuple[Tensor, ...]:
-    """The tensors that one holds side by side, in front of the heads."""
+    """The tensors of a packed one, whose dimension is before the heads."""
     if packed.dim() != dims or packed.shape[dims - 3] != count:
         raise RuntimeError(
             f"flash_attn: {name} must have {dims} dimensions, the one before the heads of size "

@@ -1,4 +1,4 @@
-"""onepass's attention in models of transformers, by the switch that transformers has for it.
+"""onepass's attention in models of transformers, by transformers' own switch.
 
     model = AutoModelForCausalLM.from_pretrained(...)
     print(onepass.swap(model))                 # norms, dropouts and attention; unswap undoes it
@@ -6,31 +6,31 @@
     import onepass.integrations.transformers as onepass_transformers
 
     print(onepass_transformers.attach(model))  # attention alone
-    onepass_transformers.detach(model)         # what it had before: "sdpa", "eager", ...
+    onepass_transformers.detach(model)         # back to "sdpa", "eager", ...
 
     Trainer(..., optimizer_cls_and_kwargs=onepass_transformers.trainer_optimizer(args),
             callbacks=[onepass_transformers.SwapCallback()])
 
-transformers' models take attention from a registry, by the name in their config. `register`
-enters `"onepass"` there, which `from_pretrained(..., attn_implementation="onepass")` takes as well;
-`attach` does that and sets the name in a model that exists. Modules that attend by themselves
-(Falcon, GPT-J) are what `onepass.swap` is for.
+transformers' models take attention from a registry, by the name in their config. `register` adds
+`"onepass"` to it, for `from_pretrained(..., attn_implementation="onepass")` too; `attach` does that
+and sets the name in an existing model. For modules with their own attention code (Falcon, GPT-J)
+use `onepass.swap`.
 
-What runs is what transformers' own "sdpa" computes, and what that refuses: capped scores (Gemma 2),
-attention sinks (gpt-oss), keys that an indexer selects (DeepSeek 3.2), packed sequences by
-`cu_seq_lens_q` and `cu_seq_lens_k` without a mask. Heads that share keys and values are never
+It computes the same as transformers' own "sdpa", and calls that "sdpa" refuses: capped scores
+(Gemma 2), attention sinks (gpt-oss), keys that an indexer selects (DeepSeek 3.2), packed sequences
+by `cu_seq_lens_q` and `cu_seq_lens_k` without a mask. Heads that share keys and values are never
 expanded, a position bias (T5) is not merged with a mask, and a step of decoding reads the cache
-once, and padding never. Weights are dropped by onepass's random stream, which follows `manual_seed`
-and is not equal to torch's; a query whose keys are all masked has output 0. As with "sdpa",
+once, without its padding. Dropout uses onepass's random stream, which follows `manual_seed` and
+differs from torch's; a query whose keys are all masked has output 0. As with "sdpa",
 `output_attentions=True` gives None and a warning: there is no matrix of weights.
 
 `save_pretrained` does not write the name, so that a checkpoint loads where onepass is not
 installed. A model that is pickled whole needs onepass, and registers it as it is loaded.
-transformers allows its continuous batching, and the Trainer its context parallelism, for names of
-its own alone, and says so.
+transformers allows continuous batching, and the Trainer context parallelism, only for its own
+names, and its errors say so.
 
-    attention.py  what the registry calls: the masks and the attention
-    models.py     attach, detach, and what swap and unswap do with these models
+    attention.py  the registered functions: the masks and the attention
+    models.py     attach, detach, and the parts of swap and unswap for these models
     ring.py       ring attention: register_ring
     losses.py     losses on onepass's cross entropy; lazy_logits.py those without their logits
     kernels.py    layers for transformers' `set_use_kernels`
@@ -78,7 +78,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """The Trainer's part, when it is asked for: importing that of transformers takes seconds."""
+    """Imports the Trainer's part when it is used: importing transformers' Trainer takes seconds."""
     if name in ("SwapCallback", "trainer_optimizer"):
         from onepass.integrations.transformers import trainer
 

@@ -23,30 +23,30 @@ _FEW_QUERIES = 8
 # By model_type. These drop queries after the masks are made, unless the name is "sdpa": without a
 # mask they would lose the diagonal.
 _DROP_QUERIES = ("gemma4",)
-# These continue a mask as what is added to the scores, which a boolean one is not.
+# These models use the mask as a term added to the scores, so it cannot be boolean.
 _ADD_MASKS = ("deepseek_v4",)
 
 # One mask serves all layers of a forward. On those made here: (version, what _interval found then).
-# Of others nothing is remembered: memory that numpy shares changes without a version.
+# Masks made elsewhere are not cached: memory shared with numpy changes without a version.
 _FILLED = "_onepass_filled"
 
 logger = logging.get_logger(__name__)
 
 
 def register() -> None:
-    """Enters "onepass" in transformers' registries of attention and of masks; again is no harm.
+    """Adds "onepass" to transformers' registries of attention and of masks. Idempotent.
 
     Enough for `from_pretrained(..., attn_implementation="onepass")` and `set_attn_implementation`.
-    transformers asks no model class whether it supports the name: `attach` does.
+    transformers does not check whether a model class supports the name: `attach` does.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
 def attention_mask(*args, allow_is_causal_skip: bool = True, config=None, **named) -> Tensor | None:
-    """The mask of "sdpa": boolean, or None where `is_causal` says it all.
+    """The mask of "sdpa": boolean, or None if `is_causal` is enough.
 
-    Where a model's code needs that of "eager" it gets that: of floats, or at least not None.
+    A model whose code needs the mask of "eager" gets that one: of floats, or at least not None.
     """
     model_type = "" if config is None else str(config.model_type)
     if model_type.startswith(_ADD_MASKS):
@@ -80,7 +80,7 @@ def attention_forward(
     """Attention as transformers' models call it.
 
     Args:
-        module: the caller; its `is_causal` counts where the argument is None, and without one it is
+        module: the caller; its `is_causal` counts if the argument is None, and without that it is
             causal, as with "sdpa". `num_key_value_groups` allows fewer heads of key and value.
         query: shape (batch, heads, seq_q, head_dim).
         key: shape (batch, kv_heads, seq_k, head_dim).
@@ -94,10 +94,10 @@ def attention_forward(
         softcap: c turns a score s into c * tanh(s / c).
         s_aux: shape (heads,): sinks, one more score per row, without a value; has a gradient.
         indices: shape (batch, seq_q, selected): the only keys that a query may attend to.
-        cu_seq_lens_q, cu_seq_lens_k: shape (sequences + 1,), int32: where the sequences packed in a
-            batch of one begin. With a mask that is not looked at: the mask has it.
+        cu_seq_lens_q, cu_seq_lens_k: shape (sequences + 1,), int32: the first rows of sequences
+            packed in a batch of one. Ignored with a mask, which contains them.
         deterministic: as in `onepass.functional.scaled_dot_product_attention`.
-        others: ignored: sliding_window and position_ids, which the mask has, max_length_q and
+        others: ignored: sliding_window and position_ids, which the mask contains, max_length_q and
             max_length_k, and what models pass through (use_cache, labels, ...).
 
     Returns:
@@ -148,7 +148,7 @@ def attention_forward(
         batch, heads, kv_heads = query.shape[0], query.shape[1], key.shape[1]
         shared = attention_mask is None or attention_mask.shape[1:-1] == (1, 1)
         if grouped and seq_q == 1 and s_aux is None and shared:
-            # The heads that share keys as rows: a tile of them costs what one of them costs.
+            # Heads that share keys become rows: a tile of them costs as much as a single row.
             query = query.reshape(batch, kv_heads, heads // kv_heads, query.shape[3])
         output = attend_visibly(
             query, key, value, attention_mask, dropout, is_causal, scaling, grouped, **options
@@ -235,7 +235,7 @@ def _packed(query, key, value, cu_seq_q, cu_seq_k, others: dict, options: dict) 
 
 
 def _is_for_cache(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
-    """Whether a call without diagonal and dropout is for the operator of KV caches, by its shapes,
+    """Whether a call without diagonal and dropout goes to the operator of KV caches, by shapes,
     dtypes and gradients."""
     return (
         query.shape[2] <= _FEW_QUERIES
@@ -249,10 +249,10 @@ def _is_for_cache(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | Non
 
 
 def _filled(mask: Tensor | None, batch: int, seq_q: int, seq_k: int) -> dict[str, Tensor] | None:
-    """The mask as the rows of each cache that are in use; None where it is no such mask.
+    """The mask as a range of rows of each cache; None if it is no such mask.
 
-    That is what padding on the left, a static cache and a window leave to a single query. A mask on
-    a device is not looked at, which would wait for the device, nor one that is being traced.
+    Padding on the left, a static cache and a window give a single query such masks. A mask on a
+    device is not read, since that would wait for the device, nor one that is being traced.
     """
     if mask is None:
         return {}
@@ -270,7 +270,7 @@ def _filled(mask: Tensor | None, batch: int, seq_q: int, seq_k: int) -> dict[str
 
 
 def _can_be_looked_at(tensor: Tensor) -> bool:
-    """Whether it has numbers, and those of one call: it is not traced, faked or vmapped."""
+    """Whether its values can be read: it is not traced, faked or vmapped."""
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -280,7 +280,7 @@ def _can_be_looked_at(tensor: Tensor) -> bool:
 
 
 def _interval(mask: Tensor) -> dict[str, Tensor] | None:
-    """Where the True of each row of (batch, seq_k) begin and end, None if they have gaps."""
+    """The first and last True of each row of (batch, seq_k); None if there are gaps."""
     seq_k = mask.shape[1]
     if not seq_k:
         return None

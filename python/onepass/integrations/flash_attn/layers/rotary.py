@@ -58,7 +58,7 @@ def apply_rotary_emb(
     Args:
         x: shape (batch, seq, heads, head_dim), or (total, heads, head_dim) with cu_seqlens.
         cos, sin: shape (positions, rotary_dim / 2).
-        interleaved: which dimensions are a pair, see above.
+        interleaved: the dimensions of a pair, see above.
         inplace: writes the result into x.
         seqlen_offsets: the position of a sequence's first row; one number, or an integer tensor of
             shape (batch,).
@@ -93,7 +93,7 @@ def apply_rotary_emb_qkv_(
         qkv: shape (batch, seq, 3, heads, head_dim), or (batch, seq, heads, head_dim) of the heads
             of query, key and value one after the other, of which num_heads_q are query's.
         cos, sin, interleaved, seqlen_offsets: as in `apply_rotary_emb`.
-        cos_k, sin_k: for the key, where they are others.
+        cos_k, sin_k: for the key, if they differ.
 
     Raises:
         RuntimeError: a shape does not fit.
@@ -234,7 +234,7 @@ class RotaryEmbedding(torch.nn.Module):
         return self.base ** (-self._dimensions(device) / self.dim)
 
     def _update_cos_sin_cache(self, seqlen: int, device=None, dtype=None) -> None:
-        """Tables for so many positions, unless those there are do: which subclasses call."""
+        """Makes tables for that many positions unless they exist; called by subclasses."""
         held = self._cos_cached
         if (
             held is not None
@@ -296,7 +296,7 @@ def _rotated(
 
 
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Of each row: (batch, seq), or (total,) with cu_seqlens."""
+    """The position of each row: (batch, seq), or (total,) with cu_seqlens."""
     if cu_seqlens is None:
         return torch.arange(x.shape[1], device=x.device) + offsets[:, None]
     row = torch.arange(x.shape[0], device=x.device)
