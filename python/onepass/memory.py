@@ -1,4 +1,4 @@
-"""Memory that is freed and kept: page faults that a training loop need not pay in every step."""
+"""Keeping freed memory, so that a training loop does not pay page faults in every step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ def keep_freed_memory(limit: int | None = None) -> bool:
 
     glibc hands a freed block of more than 32 MiB back to the system. The next tensor of that size
     gets fresh pages, and each costs a page fault when it is first written: one per 4 KiB, in every
-    step, whoever computes it. From this call on, blocks stay in the heap and are used again after a
-    few steps. How much that saves depends on the machine: `onepass doctor` says what a new tensor
-    costs there, ``onepass compare --keep-memory`` what a training step gains.
+    step, in any library. From this call on, blocks stay in the heap and are reused after a few
+    steps. The saving depends on the machine: `onepass doctor` measures the cost of a new tensor,
+    ``onepass compare --keep-memory`` the gain of a training step.
 
-    It costs resident memory. What the process has needed at its peak, it keeps, and the heap grows
-    beyond that before a loop finds all its blocks again (a block may need up to nine places).
+    It costs resident memory. The process keeps its peak, and the heap grows beyond that before a
+    loop finds all its blocks again (a block may need up to nine places).
 
-    - It holds for the process and its forks (workers of a DataLoader that are forked), not for
-      processes that are started anew.
+    - It holds for the process and its forks (forked workers of a DataLoader), not for newly started
+      processes.
     - The backward of a model on the CPU runs in the thread that calls it. Other threads than the
       main one have heaps of their own, of at most 64 MiB each: there larger blocks go back as
       before. With MALLOC_ARENA_MAX=1 in the environment all threads share the main one.

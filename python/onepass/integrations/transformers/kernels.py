@@ -1,12 +1,12 @@
 """`register_kernels`: onepass's layers by transformers' own switch, `model.set_use_kernels(True)`.
 
 Classes and functions in transformers' files carry names, "RMSNorm" or "rotary_pos_emb", by which
-the package kernels looks up a layer for a device and a mode, mostly to download it. What it finds
-is an object that loads a class, whose forward then runs on the module of the model. Ours load the
-classes below: nothing is downloaded, and nobody is asked for trust.
+the package kernels looks up a layer for a device and a mode, mostly to download it. It finds an
+object that loads a class, whose forward then runs on the module of the model. Ours load the classes
+below: nothing is downloaded, and no remote code has to be trusted.
 
-A layer of that package has no constructor and no members, so what a name stands for is all that it
-knows. The forward of the module's own class runs wherever that is in doubt.
+A layer of that package has no constructor and no members, so it knows only the name. Where the name
+is not enough, the forward of the module's own class runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class RMSNorm(nn.Module):
-    """Of Llama: its weight times the normalised input."""
+    """Llama's norm: its weight times the normalised input."""
 
     can_torch_compile = True
     has_backward = True
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
 
 
 class RMSNormZeroCentered(nn.Module):
-    """Of Qwen 3.5: one plus its weight times the normalised input."""
+    """Qwen 3.5's norm: one plus its weight times the normalised input."""
 
     can_torch_compile = True
     has_backward = True
@@ -55,7 +55,7 @@ class RMSNormZeroCentered(nn.Module):
 
 
 class RotaryPosEmb(nn.Module):
-    """`apply_rotary_pos_emb` of a model's file, which the package kernels makes a module of."""
+    """`apply_rotary_pos_emb` of a model's file, turned into a module by the package kernels."""
 
     can_torch_compile = True
     has_backward = True
@@ -69,8 +69,8 @@ class RotaryPosEmb(nn.Module):
 
 
 def _is_norm(input: Tensor, weight, eps) -> bool:
-    """Whether these are what a norm of transformers has: in one dtype, since norms of the same name
-    round the output of two dtypes to either."""
+    """Whether these are as in a norm of transformers: in one dtype, since norms of the same name
+    differ in the output dtype for two."""
     return (
         isinstance(weight, Tensor)
         and isinstance(eps, float)
@@ -123,7 +123,7 @@ _OF_PAIRS = _OF_COLUMNS._replace(form=Form(table="pairs"))
 
 
 class Layer(NamedTuple):
-    """What the package kernels calls a repository: something that loads a class."""
+    """A repository in the sense of the package kernels: an object that loads a class."""
 
     name: str
     cls: type[nn.Module]
@@ -144,24 +144,24 @@ LAYERS = (
 
 
 def register_kernels(devices: Sequence[str] = DEVICES) -> dict[str, list[str]]:
-    """Makes `model.set_use_kernels(True)`, and `use_kernels=True` of `from_pretrained`, take
+    """Makes `model.set_use_kernels(True)`, and `use_kernels=True` of `from_pretrained`, use
     onepass's layers.
 
-    They are entered in transformers' mapping of the package kernels, for training and inference,
+    They are added to transformers' mapping of the package kernels, for training and inference,
     with and without `torch.compile`, in the place of what is downloaded for the same names: RMS
-    norms of most language models, and the rotary embedding of query and key. Models that use
-    kernels already are to be switched once more. What a norm or a rotation gets in other dtypes
-    than one, or on other devices, the model's own code computes.
+    norms of most language models, and the rotary embedding of query and key. Models that already
+    use kernels must be switched once more. The model's own code computes norms and rotations of
+    several dtypes, or on other devices.
 
-    `onepass.swap(model)` does the same and more, with a report, a proof and a way back; this is for
+    `onepass.swap(model)` does the same and more, with a report, a check and a way back; this is for
     those who have chosen transformers' switch. Use one of them.
 
     Args:
-        devices: of "cpu" and "cuda": whose layers; those that this build has no kernels for are
-            left as they are.
+        devices: of "cpu" and "cuda": for which to add layers; devices without kernels in this build
+            are left alone.
 
     Returns:
-        The devices for which each name was entered.
+        The devices for which each name was added.
 
     Raises:
         ImportError: transformers does not find a version of the package kernels that it takes, is
@@ -187,7 +187,7 @@ def register_kernels(devices: Sequence[str] = DEVICES) -> dict[str, list[str]]:
         }
         for layer in LAYERS
     }
-    # set_use_kernels registers transformers' mapping first: what is in it stays.
+    # set_use_kernels registers transformers' mapping first: its entries are kept.
     transformers = hub_kernels.get_kernel_mapping_transformers()
     for name, entries in mapping.items():
         transformers.setdefault(name, {}).update(entries)

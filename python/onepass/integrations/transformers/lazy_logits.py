@@ -1,5 +1,5 @@
-"""Logits that are computed when somebody reads them: `onepass.swap(model, lazy_logits=True)` has
-the head of a language model return such, so that its loss needs no logits.
+"""Logits that are computed when they are read: `onepass.swap(model, lazy_logits=True)` makes the
+head of a language model return them, so that its loss needs no logits.
 
 A model of transformers computes ``logits = self.lm_head(hidden)``, then
 ``self.loss_function(logits=logits, labels=labels, ...)``, and returns both. In a step with labels
@@ -7,22 +7,22 @@ and gradients the head of a swapped model returns `LazyLogits`: a tensor with sh
 place in the graph, and no numbers. The loss of `losses.py` finds hidden states and weight in it and
 calls `linear_cross_entropy`, which makes logits chunk by chunk.
 
-Nobody who reads them gets wrong ones. Every operator of torch that is given lazy logits comes
-through `LazyLogits.__torch_dispatch__`, below autograd: it computes the numbers with the head's
-product, once, and runs on these; gradients take the way through `_Head`. A few operators that
+Readers never get wrong numbers. Every torch operator on lazy logits passes through
+`LazyLogits.__torch_dispatch__`, below autograd, which computes the numbers with the head's product,
+once, and runs the operator on them; gradients flow through `_Head`. A few operators that
 models apply to logits before the loss (a softcap, a factor, a wider dtype) stay lazy. The loss of
 logits that were read, or changed in place, is that of these numbers. Once the weight has changed
-(after `optimizer.step()`), the logits of the step before are gone, and reading them raises.
+(after `optimizer.step()`), the logits of the previous step are lost, and reading them raises.
 
 The loss may do without logits only if its gradient would have gone through the head and the lazy
-operators alone. So it looks for `_Head` in the graph of what it is given, and reads logits that
-were detached, are a leaf of their own, or went through a function of the user's.
+operators alone. So it looks for `_Head` in the graph of its logits, and reads them if they were
+detached, are a leaf, or passed through a function of the user's.
 
-The alternatives were None, which breaks who reads logits in training, and logits without a way to
-the gradient, which are wrong for a loss of the user's own. Nor is there a condition on
-`model.training`: who wants gradients of a model in eval mode has the same logits, and `verify` runs
-so. Without gradients (the Trainer's evaluation, `generate`), without labels, and under
-`torch.compile`, logits are made at once.
+The alternatives were None, which breaks code that reads logits in training, and logits without a
+graph, which are wrong for a loss of the user's own. There is no condition on `model.training`:
+gradients of a model in eval mode have the same logits, and `verify` runs that way. Without
+gradients (the Trainer's evaluation, `generate`), without labels, and under `torch.compile`, logits
+are made at once.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ _SAMPLED = 64  # rows and columns of a weight, or up to twice as many
 
 
 class _Source:
-    """How to compute some logits, and the numbers once they were. It has no place in the graph, so
-    that detached logits do not keep one.
+    """How to compute some logits, and the numbers once they are computed. It is not part of the
+    graph, so that detached logits do not keep one alive.
 
     Attributes:
         hidden, weight, bias: of the head's product, detached.
         dtype: in which it is computed, autocast's where that is on.
-        applied: operators that come after it, as (operator, further arguments).
-        value: the numbers; None while nobody has read them.
+        applied: operators after it, as (operator, further arguments).
+        value: the numbers; None until they are read.
     """
 
     def __init__(self, hidden, weight, bias, dtype, product: Callable):
@@ -99,15 +99,15 @@ class _Source:
         self.value: Tensor | None = None
         self._product = product
         self._versions = [None if t is None else t._version for t in self._tensors()]
-        # Optimizers that write to `weight.data` leave its version as it is. A gradient of logits
-        # has no zeros, so a step changes all rows of the weight: some of its numbers show it.
+        # Optimizers that write to `weight.data` do not change its version. But a gradient of logits
+        # has no zeros, so a step changes all rows of the weight: a sample of numbers shows it.
         self._sample = _sample(self.weight)
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.hidden, self.weight, self.bias
 
     def then(self, operator, *further) -> _Source:
-        """The source of logits to which one more operator is applied."""
+        """The source of logits with one more operator applied."""
         source = object.__new__(_Source)
         vars(source).update(vars(self), applied=(*self.applied, (operator, further)))
         return source
@@ -116,7 +116,7 @@ class _Source:
         """The numbers, computed at the first call.
 
         Raises:
-            RuntimeError: they are those of a weight that is gone.
+            RuntimeError: the weight has changed since.
         """
         if self.value is None:
             self._check()
@@ -161,7 +161,7 @@ class _Source:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """The bits of some numbers, of rows and columns at even distances."""
+    """The bits of some numbers, in evenly spaced rows and columns."""
     some = weight[tuple(slice(None, None, max(size // _SAMPLED, 1)) for size in weight.shape)]
     return some.clone().view(torch.int32 if some.itemsize == 4 else torch.int16)
 
@@ -202,7 +202,7 @@ class LazyLogits(Tensor):
         return _mapped(lambda x: read.get(id(x), x), result)
 
     def numbers(self) -> Tensor:
-        """An ordinary tensor of the same numbers and in the same place of the graph."""
+        """An ordinary tensor with the same numbers and the same place in the graph."""
         return self.view(self.shape)
 
     def __repr__(self, **options) -> str:
@@ -214,7 +214,7 @@ class LazyLogits(Tensor):
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.numbers().__deepcopy__(memo)
 
-    # torch reads memory in these, and no operator.
+    # torch reads memory in these without an operator.
 
     @property
     def data(self) -> Tensor:
@@ -257,7 +257,7 @@ class LazyLogits(Tensor):
 
 
 def _module_of(hook: Callable) -> str:
-    """Where a hook comes from that torch may have wrapped."""
+    """The module of a hook, also if torch has wrapped it."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     if getattr(hook, "__module__", None) == "torch.autograd.graph":  # register_multi_grad_hook
@@ -266,7 +266,7 @@ def _module_of(hook: Callable) -> str:
 
 
 def _mapped(function: Callable, given):
-    """Of the arguments or the result of an operator, tensors and lists of them."""
+    """Applies a function to tensors, and lists of them, in an operator's arguments or result."""
     if isinstance(given, dict):
         return {name: _mapped(function, x) for name, x in given.items()}
     if type(given) in (list, tuple):
@@ -275,12 +275,12 @@ def _mapped(function: Callable, given):
 
 
 def _lazily(func, args: tuple, kwargs: dict) -> LazyLogits | None:
-    """The result of an operator that needs no numbers yet; None if it does."""
+    """The result of an operator that needs no numbers yet; None if it needs them."""
     x = args[0] if args else None
     if not isinstance(x, LazyLogits):
         return None
     if func is _aten.detach.default:
-        return LazyLogits(x._source, x.shape, x.dtype)  # the same numbers, whoever reads them first
+        return LazyLogits(x._source, x.shape, x.dtype)  # of the same source
     if x._source.value is not None:
         return None
     if func is _aten._to_copy.default and set(kwargs) == {"dtype"}:
@@ -297,7 +297,7 @@ def _lazily(func, args: tuple, kwargs: dict) -> LazyLogits | None:
 
 
 class _Head(torch.autograd.Function):
-    """A head whose product waits."""
+    """A head whose product is not computed yet."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, source: _Source) -> LazyLogits:
@@ -321,8 +321,7 @@ class _Head(torch.autograd.Function):
 
 
 def _head_of(logits: LazyLogits) -> _Head | None:
-    """The node of the head in the graph of logits, if there is nothing else between than the
-    operators that were applied."""
+    """The node of the head in the graph of logits, if only the applied operators are between."""
     node = logits.grad_fn
     for _ in logits._source.applied:
         if not getattr(node, "next_functions", ()) or isinstance(node, BackwardCFunction):
@@ -332,8 +331,8 @@ def _head_of(logits: LazyLogits) -> _Head | None:
 
 
 def loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor | None:
-    """The cross entropy in float32 of lazy logits, which stay so; None of others, and where that is
-    not what they are for."""
+    """The float32 cross entropy of lazy logits, which are not read; None for other logits, and for
+    arguments that need them."""
     if not isinstance(logits, LazyLogits) or logits._source.value is not None:
         return None
     source = logits._source
@@ -358,7 +357,7 @@ def loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> T
 
 
 class _Running(threading.local):
-    """The model whose forward wants lazy logits, by thread."""
+    """The model whose forward uses lazy logits, by thread."""
 
     model: nn.Module | None = None
 
@@ -395,8 +394,8 @@ def forward_of(original: Callable) -> Callable:
 
 
 def head_of(name: str) -> property:
-    """A model's attribute `name`, the module of its head; while its forward wants lazy logits, one
-    with the same `__dict__` that returns them."""
+    """A model's attribute `name`, the module of its head; while its forward uses lazy logits, a
+    module with the same `__dict__` that returns them."""
 
     def head(self) -> nn.Module | None:
         if name not in self._modules:
@@ -412,7 +411,7 @@ def head_of(name: str) -> property:
 
 
 def obstacle(head: nn.Module | None) -> Because | None:
-    """Why a head makes its logits at once; None if nothing speaks against lazy ones."""
+    """Why a head makes its logits at once; None if they can be lazy."""
     cls = type(head)
     if cls not in (nn.Linear, classes.Linear):
         return Reason.NO_HEAD.because(f"{cls.__module__}.{cls.__qualname__}")
@@ -436,7 +435,7 @@ def head_name(model: nn.Module) -> str | None:
 
 @functools.cache
 def _lazy_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Of nn.Linear, and of the class that swap gives it."""
+    """The lazy class for nn.Linear, and for the class that swap gives it."""
     product = linear_where_it_gains if cls is classes.Linear else F.linear
 
     def forward(self, input: Tensor) -> Tensor:
@@ -453,7 +452,7 @@ def _lazy_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _waits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the logits of this call wait: gradients are wanted, `linear_cross_entropy` takes
+    """Whether the logits of this call are lazy: gradients are needed, `linear_cross_entropy` takes
     these tensors, and it has more than one chunk of them."""
     tensors = [t for t in (input, weight, bias) if t is not None]
     return (

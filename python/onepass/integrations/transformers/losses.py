@@ -1,5 +1,5 @@
-"""The losses of transformers' models on onepass's cross entropy: what `onepass.swap` puts in the
-place of `loss_function`."""
+"""The losses of transformers' models on onepass's cross entropy, which `onepass.swap` puts in place
+of `loss_function`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onepass.swapping.classes import with_redirected_loss
 
 
 def redirected(original: property) -> property:
-    """A model's `loss_function` that returns `ours` of what the original returns."""
+    """A model's `loss_function` that applies `ours` to the original's result."""
 
     def loss_function(self) -> Callable:
         return ours(original.fget(self))

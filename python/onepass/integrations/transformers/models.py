@@ -1,5 +1,5 @@
-"""`attach` and `detach`: which models of transformers run on onepass's attention; and the same for
-`onepass.swap` and `unswap`."""
+"""`attach` and `detach` for models of transformers; and the same steps for `onepass.swap` and
+`unswap`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from onepass.swapping import matchers
 from onepass.swapping.changes import ABSENT, Edit, Journal, in_force
 from onepass.swapping.report import listed, rows, table
 
-# Models that transformers runs on eager attention alone, though it takes attention from outside, by
-# model_type: a test holds that onepass computes the same. What others do with their masks or leave
-# to their eager function nobody has looked at.
+# Models, by model_type, that transformers runs on eager attention alone although they take
+# attention from the registry: a test checks that onepass computes the same. Others have not been
+# examined.
 _PROVEN = (
     "deepseek_v4", "flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4",
     "mimo_v2_flash", "openai_privacy_filter", "t5_gemma_module", "t5gemma", "vaultgemma",
@@ -47,7 +47,7 @@ class Attachment:
         attached: modules that run on onepass's attention; dicts with name, type, before (the name
             of the implementation they had).
         skipped: models and modules that do not; dicts with name, type, reason.
-        notes: what else there is to know, as sentences.
+        notes: further facts, as sentences.
     """
 
     def __init__(self, model: nn.Module):
@@ -68,9 +68,9 @@ class Attachment:
         }
 
     def verify(self, *batch, loss_fn: Callable | None = None):
-        """Runs the model with the attention it had and with onepass's, and compares.
+        """Runs the model with its former attention and with onepass's, and compares.
 
-        As `onepass.swapping.Report.verify`; what `onepass.swap` changed stays swapped in both
+        As `onepass.swapping.Report.verify`; modules changed by `onepass.swap` stay swapped in both
         runs. Its report's `verify` undoes both.
 
         Raises:
@@ -102,13 +102,13 @@ class Attachment:
         return "<pre>" + html.escape(str(self)) + "</pre>"
 
     def __getstate__(self) -> dict:
-        """A copy reads like it, and has no model to verify."""
+        """A copy prints the same, but has no model to verify."""
         return {**vars(self), "_model": None}
 
 
 class _Before:
     """(config, the implementation that it named before, "attach" or "swap"), for each config that
-    changed: what swap changed unswap changes back, and not what attach did.
+    changed: unswap undoes the changes of swap, but not those of attach.
 
     On the models themselves, so that copies and pickles carry their own; a pickle registers the
     name wherever it is loaded.
@@ -130,15 +130,15 @@ def _restored(entries: list[tuple]) -> _Before:
 def attach(model: nn.Module, *, strict: bool = False) -> Attachment:
     """Makes the models of transformers in `model` run on onepass's attention, in place.
 
-    `onepass.swap` does this too, with norms and dropouts; this is for those who want attention
-    alone. What is attached stays so when the model is unswapped.
+    `onepass.swap` does this too, with norms and dropouts; this is for attention alone. Attached
+    models stay attached when the model is unswapped.
 
     Every `PreTrainedModel` in it is looked at, `model` itself or within wrappers (peft,
     `DistributedDataParallel`, your own modules): its config, and its sub-configs, name "onepass"
     afterwards if transformers runs the class on "sdpa" (`_supports_sdpa`), or if it is one that
     runs on eager attention alone and onepass is known to compute the same (Gemma 2, gpt-oss, ...).
     Nothing else changes: no class, no parameter; models that share a config object change together
-    (which of them was attached knows what it named before; detach that one).
+    (only the attached one knows the former name: detach that one).
     Works before and after `onepass.swap`, and on compiled models, which compile again.
 
     Args:
@@ -146,8 +146,8 @@ def attach(model: nn.Module, *, strict: bool = False) -> Attachment:
         strict: raise if anything is skipped, or nothing attached.
 
     Returns:
-        Attachment: which modules run on onepass now, which do not, and why; `verify(*batch)`
-        compares with what ran before.
+        Attachment: the modules that run on onepass now, the others, and the reasons;
+        `verify(*batch)` compares with the former attention.
 
     Raises:
         TypeError: model is not and does not hold a `PreTrainedModel`.
@@ -184,11 +184,11 @@ def _attach(model: nn.Module, strict: bool, journal: Journal) -> Attachment:
 
 
 def detach(model: nn.Module) -> list[str]:
-    """Gives every config in a model the implementation back that it named before `attach`,
-    or before `onepass.swap`.
+    """Gives every config in a model the implementation back that it named before `attach`, or
+    before `onepass.swap`.
 
-    A config that names another one by now is left alone; one that has named "onepass" ever since it
-    was loaded gets transformers' default.
+    A config that now names another one is left alone; one that has named "onepass" since it was
+    loaded gets transformers' default.
 
     Returns:
         The names of the `PreTrainedModel`s that changed.
@@ -224,9 +224,9 @@ def plan_swap(
     wanted: Sequence[tuple[nn.Module, bool]],
     kept: Sequence[tuple[nn.Module, str]],
 ) -> tuple[dict[int, str], list[Edit]]:
-    """The changes of a swap by which modules that take attention by name take onepass's.
+    """The changes of a swap that give onepass's attention to modules that take it by name.
 
-    A name is that of a config. So modules that share one change together, and with them the models
+    The name is in a config. So modules that share one change together, and with them the models
     that make masks for them.
 
     Args:
@@ -333,8 +333,8 @@ def _device_refusal(model: nn.Module) -> str:
 def _plan(
     holders: list[tuple[str, PreTrainedModel]], vouched: Set[int] = frozenset()
 ) -> tuple[dict[int, tuple], dict[int, tuple[str, str]]]:
-    """By their ids: (config, what it named before) of the configs that are to name "onepass", and
-    (name of the model, reason) of those that are not. The user vouches for some configs."""
+    """By id: (config, its former name) of the configs that shall name "onepass", and (name of the
+    model, reason) of the others. The user vouches for some configs."""
     register()
     known = _recorded(holders)
     own = {id(holder.config) for _, holder in holders}
@@ -377,7 +377,7 @@ def _by_config(wanted: Sequence[tuple[nn.Module, bool]]) -> Iterator[tuple[objec
 
 
 def _refusal(holder: PreTrainedModel, vouched: bool) -> str:
-    """Why a model's attention cannot be set; empty if nothing stands against it."""
+    """Why a model's attention cannot be set; empty if it can."""
     can_set = getattr(holder, "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
         return _BY_ITSELF
@@ -389,7 +389,7 @@ def _refusal(holder: PreTrainedModel, vouched: bool) -> str:
     proven = holder._supports_attention_backend and holder.config.model_type in _PROVEN
     if not (holder._supports_sdpa or proven or vouched):
         return "transformers vouches for its eager attention alone"
-    holder.get_correct_attn_implementation(NAME)  # raises what transformers has to say of it
+    holder.get_correct_attn_implementation(NAME)  # raises transformers' own error
     return ""
 
 
@@ -403,8 +403,8 @@ def _configs(config) -> Iterator:
 
 
 def _recorded(holders: list[tuple[str, PreTrainedModel]]) -> dict[int, tuple[str | None, str]]:
-    """(what a config named before, by whom it changed) by ids, as far as these models know: the
-    outer one counts, but what any of them knows to be attached is."""
+    """(the former name, "attach" or "swap") of configs by id, as recorded by these models: the
+    outermost record counts, but attached in any record means attached."""
     known: dict[int, tuple[str | None, str]] = {}
     for _, holder in reversed(holders):
         for config, named, by in getattr(vars(holder).get(_RECORD), "entries", ()):
@@ -414,7 +414,7 @@ def _recorded(holders: list[tuple[str, PreTrainedModel]]) -> dict[int, tuple[str
 
 
 def _before(holder: PreTrainedModel, config, known: dict[int, tuple]) -> str | None:
-    """The attention that a config names, or did before attach; transformers' default if it never
+    """The attention that a config names, or named before attach; transformers' default if it never
     named another."""
     named = config._attn_implementation
     if named != NAME:
@@ -436,8 +436,7 @@ def _attached(holders: list[tuple[str, PreTrainedModel]]) -> dict[int, tuple]:
 
 
 def _list_modules(report: Attachment, holders, changes: dict, refused: dict) -> None:
-    """Fills the lists: models that are refused, and what each module says of itself, by its code
-    and its config."""
+    """Fills the lists: refused models, and each module by its code and its config."""
     matches = {}
     for name, module in report._model.named_modules():
         match = matchers.match(module, _KINDS)

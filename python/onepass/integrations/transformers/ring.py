@@ -1,4 +1,4 @@
-"""Ring attention by transformers' registry: a model whose sequence lies on several processes."""
+"""Ring attention by transformers' registry: a model whose sequence is on several processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ABSENT = object()
 def register_ring(
     group: dist.ProcessGroup | None = None, *, layout: str = "zigzag", name: str = RING
 ) -> str:
-    """Enters `onepass.distributed.ring_attention` in transformers' registries, under a name.
+    """Adds `onepass.distributed.ring_attention` to transformers' registries, under a name.
 
     `model.set_attn_implementation("onepass_ring")` then makes a model attend to the whole sequence
     from each process's part of it. Every process calls the model with its part of `input_ids`, of
@@ -36,14 +36,14 @@ def register_ring(
 
     Args:
         group: the processes; None is torch's default group.
-        layout: what each holds, as in `shard_sequence`.
+        layout: the part of each process, as in `shard_sequence`.
         name: of the entry, for more than one group or layout.
 
     Returns:
         The name.
 
     Raises:
-        ValueError: layout is none; or, in a model's forward, it asks for what is refused, or its
+        ValueError: layout is unknown; or, in a model's forward, an option is refused, or its
             `position_ids` are not those of this process's part.
 
     Examples:
@@ -73,7 +73,7 @@ def ring_mask(
     layout: str = "zigzag",
     **_,
 ) -> None:
-    """No mask: positions say it all. Raises ValueError for one that says more."""
+    """No mask: positions are enough. Raises ValueError for a mask with more information."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError(f"{_OP}: attention_mask must mask nothing, got one with padding")
     if kv_length != q_length or q_offset != 0:
@@ -121,7 +121,7 @@ def ring_forward(
     layout: str = "zigzag",
     **others,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' models call it, of this process's queries to the keys of all.
+    """Attention as transformers' models call it: this process's queries, the keys of all processes.
 
     Arguments and result are those of `onepass.integrations.transformers.attention`'s.
     """
@@ -160,7 +160,7 @@ def ring_forward(
 def _check_positions(
     position_ids: Tensor, rows: int, group: dist.ProcessGroup | None, layout: str
 ) -> None:
-    """Once for all layers of a forward: on a device it waits."""
+    """Checks positions, once for all layers of a forward: on a device that waits."""
     rank, size = place(_OP, group)
     if getattr(position_ids, _CHECKED, None) == (rank, size, layout):
         return

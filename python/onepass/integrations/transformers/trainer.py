@@ -12,7 +12,7 @@ from onepass.integrations._session import Session, own_limit
 from onepass.optim.optimizer import FlatOptimizer
 from onepass.swapping import Report
 
-# What the Trainer decides, and by which words.
+# Settings that belong to the Trainer, and their names there.
 _TRAINERS = {
     "params": "is what the Trainer passes: the model's, in groups with and without weight decay",
     "weight_decay": "must be set as TrainingArguments.weight_decay, which the Trainer writes into "
@@ -24,8 +24,8 @@ _TRAINERS = {
 
 
 class _Settings(Mapping):
-    """Arguments of an optimizer; those that are the Trainer's too as they are when they are asked
-    for, since a search over hyperparameters changes them."""
+    """Arguments of an optimizer; the Trainer's own are read when they are used, since a search over
+    hyperparameters changes them."""
 
     def __init__(self, args: TrainingArguments, cls: type[FlatOptimizer], settings: dict):
         self._args, self._cls, self._settings = args, cls, settings
@@ -59,7 +59,7 @@ def trainer_optimizer(
     """An optimizer of onepass for `Trainer(optimizer_cls_and_kwargs=...)`.
 
     The Trainer makes it with its own parameter groups, so biases and norms have no weight decay. It
-    hands such an optimizer none of its arguments, so the learning rate is taken here.
+    passes none of its arguments to such an optimizer, so the learning rate is taken here.
 
     Args:
         args: the Trainer's. Learning rate, and for Adam and AdamW `adam_beta1`, `adam_beta2` and
@@ -103,16 +103,16 @@ def trainer_optimizer(
 class SwapCallback(TrainerCallback):
     """Runs a Trainer's training on onepass's operators, attention included.
 
-    `onepass.swap` at the beginning of `train()`, undone at its end. The logger "onepass.swap" has a
-    line with what was swapped, what was not, and why, and one for each note of the report. Where
-    `train()` raises, the model stays swapped until the next `train()`, or `restore()`. Checkpoints
-    are those of the stock model.
+    `onepass.swap` at the beginning of `train()`, undone at its end. The logger "onepass.swap" gets
+    a line with the swapped modules, the others and the reasons, and one for each note of the
+    report. If `train()` raises, the model stays swapped until the next `train()`, or `restore()`.
+    Checkpoints are those of the stock model.
 
     Args:
         options: of `onepass.swap`.
 
     Raises:
-        TypeError: what is no option of swap.
+        TypeError: an option that swap does not have.
     """
 
     def __init__(self, **options):
@@ -120,20 +120,20 @@ class SwapCallback(TrainerCallback):
 
     @property
     def report(self) -> Report | None:
-        """What the last training swapped; its `verify` needs a model that is swapped still."""
+        """The report of the last training; its `verify` needs a model that is still swapped."""
         return self._session.report
 
     def restore(self) -> None:
-        """Gives the model back what a training that raised left swapped."""
+        """Restores modules that a failed training left swapped."""
         self._session.end(tell=True)
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
     ) -> None:
-        """Refuses what the callback comes too late for.
+        """Refuses models for which the callback is too late.
 
         Raises:
-            ValueError: the Trainer is to shard the model.
+            ValueError: the Trainer would shard the model.
         """
         if args.fsdp:
             raise ValueError(
