@@ -11,7 +11,7 @@ hides a scaling error of 0.4 %, so a 16-bit result of 4,096 elements or more mus
 
     |mean((ours - ref) * sign(ref))| / mean|ref| <= 2 * (the same of base) + 0.02 * eps(dtype)
 
-Where one draw says little (a single column, say), pass lists of draws: they are pooled.
+If one draw has too few elements (a single column, say), pass lists of draws: they are pooled.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FLOAT64_RELATIVE = 1e-11
 BIAS_MIN_ELEMENTS = 4096
 BIAS_ULPS = 0.02
 
-# Where an operator's definition differs from torch's, so that `base` cannot be torch's function
-# alone: what, and why.
+# Operators whose definition differs from torch's, so that `base` cannot be torch's function alone,
+# with the reasons.
 EXCEPTIONS = {
     "dropout scaling": (
         "kept elements are scaled by 65536 / (65536 - round(65536 p)), the inverse of the "
@@ -54,7 +54,7 @@ class Comparison:
 
     max_error: float
     bound: float
-    bias: float  # 0 where too few elements, or too precise a dtype, make it no question
+    bias: float  # 0 if there are too few elements, or the dtype is too precise
     bias_bound: float
     ok: bool
     text: str
@@ -76,16 +76,16 @@ def compare(
     ref: Tensor | Sequence[Tensor],
     base: Tensor | Sequence[Tensor],
 ) -> Comparison:
-    """Holds `ours` against `ref` by the error of `base`.
+    """Compares `ours` with `ref`, by the error of `base`.
 
     Args:
         ours: the result, in its dtype; or several draws of it.
         ref: the same in float64.
-        base: the same by stock PyTorch; its dtype is not looked at.
+        base: the same by stock PyTorch; its dtype does not matter.
 
     Returns:
-        A Comparison. Infinities and NaNs must stand where the reference, rounded to ours' dtype,
-        has them.
+        A Comparison. Infinities and NaNs must be where the reference, rounded to ours' dtype, has
+        them.
     """
     ours, ref, base = (_draws(tensors) for tensors in (ours, ref, base))
     dtype = ours[0].dtype

@@ -1,4 +1,5 @@
-"""Nested tensors of strided layout, in which `torch.nn.TransformerEncoder` hands on its batches."""
+"""Nested tensors of strided layout, in which `torch.nn.TransformerEncoder` passes its batches
+on."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 
 def is_packed(x: Tensor) -> bool:
-    """Whether x is a nested tensor whose rows lie in memory one after the other."""
+    """Whether x is a nested tensor with contiguous rows."""
     return x.is_nested and x.layout == torch.strided and x.is_contiguous()
 
 
@@ -17,7 +18,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def like_packed(x: Tensor, rows: Tensor) -> Tensor:
-    """The nested tensor of the same shape as x with other rows, as a view of them."""
+    """A nested tensor of x's shape as a view of these rows."""
     return torch._nested_view_from_buffer(
         rows.reshape(-1),
         x._nested_tensor_size(),

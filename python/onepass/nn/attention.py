@@ -21,10 +21,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     side by side; dropout works on the weights as they are computed. torch's own forward serves
     need_weights=True (torch's default, which asks for that matrix), and whatever it would refuse.
 
-    The is_causal hint is taken at its word: with it attn_mask is not read, as in torch, and where a
-    padding mask comes on top of a square attn_mask not even then. Rows that may attend to nothing
-    are 0. A nested tensor of strided layout, which `torch.nn.TransformerEncoder` makes of a padding
-    mask, is computed as a packed batch.
+    The is_causal hint is trusted: with it attn_mask is not read, as in torch, nor a square
+    attn_mask beside a padding mask. Rows that may attend to nothing are 0. A nested tensor of
+    strided layout, which `torch.nn.TransformerEncoder` makes of a padding mask, is computed as a
+    packed batch.
 
     Examples:
         >>> attention = onepass.nn.MultiheadAttention(64, 4, batch_first=True)
@@ -66,7 +66,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 def _is_well_formed(module, query, key, value, key_padding_mask, attn_mask, is_causal) -> bool:
-    """Whether torch takes these shapes and dtypes too; if not, its own forward says why."""
+    """Whether torch takes these shapes and dtypes too; if not, its own forward raises."""
     dims = query.dim()
     if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
         return False
@@ -125,7 +125,7 @@ def _dense(module, query, key, value, key_padding_mask, attn_mask, is_causal: bo
         dropout_p=module.dropout if module.training else 0.0,
         is_causal=is_causal,
     )
-    # Row by row as the caller's own layout has them, so that the result is contiguous.
+    # In the order of the caller's layout, so that the result is contiguous.
     if not is_batched:
         output = output.squeeze(0).transpose(0, 1)
     else:
@@ -180,7 +180,8 @@ def _project(module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 
 def _with_extra_keys(module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """(batch, heads, seq, head_dim) both, with the learned and the zero key at the end."""
+    """Key and value, (batch, heads, seq, head_dim), with the learned and the zero key at the
+    end."""
 
     def extended(x: Tensor, learned: Tensor | None) -> Tensor:
         batch, heads, _, head_dim = x.shape
@@ -204,8 +205,8 @@ def _bias_and_mask(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(additive bias, boolean mask where True attends), 4-D: of torch's two masks one each.
 
-    Of two boolean ones the padding mask becomes the bias, which is as small as itself. Two float
-    ones are added up, the only case that makes something of the size of both.
+    With two boolean masks the padding mask becomes the bias, which keeps its size. Two float masks
+    are added, the only case that makes a tensor of the size of both.
     """
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask[:, None, None]

@@ -11,7 +11,7 @@ from onepass import functional
 class Dropout(torch.nn.Dropout):
     """`torch.nn.Dropout` that stores no mask; see `onepass.functional.dropout`.
 
-    Tensors in channels_last stay in it: there an element's index is its place in memory.
+    Tensors in channels_last keep that order: there an element's index is its place in memory.
 
     Examples:
         >>> dropout = onepass.nn.Dropout(0.5)
@@ -31,7 +31,7 @@ class DropPath(torch.nn.Module):
     """timm's DropPath: drops whole samples of a branch (stochastic depth).
 
     Its factors come from `onepass.functional.drop_path_scale`. `row_scale` gives them alone, for
-    the fused functions. Tensors in channels_last stay in it.
+    the fused functions. Tensors in channels_last keep that order.
 
     Args:
         drop_prob: probability of dropping a sample while training.
@@ -53,7 +53,7 @@ class DropPath(torch.nn.Module):
         self.scale_by_keep = scale_by_keep
 
     def row_scale(self, input: Tensor) -> Tensor | None:
-        """The factor of each sample, drawn anew in each call; None where nothing is dropped."""
+        """The factor of each sample, drawn in each call; None if nothing is dropped."""
         return functional.drop_path_scale(input, self.drop_prob, self.training, self.scale_by_keep)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class LayerScale(torch.nn.Module):
 
     Args:
         dim: size of the last dimension.
-        init_values: what each element of gamma begins with.
+        init_values: the initial value of gamma's elements.
         inplace: writes the result into input.
 
     Examples:
@@ -100,7 +100,7 @@ class LayerScale(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """gamma as it began."""
+        """Sets gamma to its initial value."""
         torch.nn.init.constant_(self.gamma, self.init_values)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -109,6 +109,6 @@ class LayerScale(torch.nn.Module):
 
 
 def _is_channels_last(input: Tensor) -> bool:
-    """Whether it lies so, and not in the usual order as well (one channel does)."""
+    """Whether it has that memory order, and not also the usual one (as with one channel)."""
     # Not by memory_format, which torch.vmap does not know.
     return not input.is_contiguous() and input.movedim(1, -1).is_contiguous()

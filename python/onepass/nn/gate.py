@@ -17,7 +17,7 @@ class GatedMLP(torch.nn.Module):
 
     Args:
         in_features: size of the input's last dimension, and of the output's.
-        hidden_features: that of the two projections.
+        hidden_features: size of the two projections' outputs.
         activation: as in `onepass.functional.gated_activation`.
         bias: whether the three linear layers have one.
 
@@ -40,7 +40,7 @@ class GatedMLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        _kind_of(activation, "GatedMLP")  # which says so where there is none
+        _kind_of(activation, "GatedMLP")  # which raises for unknown ones
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.activation = activation
         self.gate_proj = Linear(in_features, hidden_features, **options)

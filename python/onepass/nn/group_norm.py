@@ -26,7 +26,7 @@ class GroupNorm(torch.nn.GroupNorm):
     """
 
     def __init__(self, *args, activation: str | None = None, **kwargs):
-        _kind_of(activation, "GroupNorm")  # which says so where there is none
+        _kind_of(activation, "GroupNorm")  # which raises for unknown ones
         super().__init__(*args, **kwargs)
         self.activation = activation
 

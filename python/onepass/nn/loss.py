@@ -11,8 +11,8 @@ from onepass import functional
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` by `onepass.functional.cross_entropy`.
 
-    Probabilities as targets and logits of more than two dimensions are torch's, unless an option is
-    given that torch does not have.
+    torch computes probabilities as targets and logits of more than two dimensions, unless an option
+    is given that torch does not have.
 
     Args:
         softcap, z_loss, inplace_backward: as in `onepass.functional.cross_entropy`; the others as
@@ -24,7 +24,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         torch.Size([])
     """
 
-    # Of instances that `swap` made of torch's.
+    # For instances that `swap` made from torch's.
     softcap, z_loss, inplace_backward = 0.0, 0.0, False
 
     def __init__(

@@ -12,9 +12,9 @@ class RotaryEmbedding(torch.nn.Module):
     """Rotates query and key by angles ``position * base^(-2i / dim)`` for pair i of columns.
 
     Su, Lu, Pan, Murtadha, Wen, Liu: RoFormer, 2021. cos and sin of all positions are computed once,
-    in float32, and stay float32 where the module is cast: angles of late positions have no digit
-    left in 16 bits. One module serves all layers of a model. No buffer is part of the state_dict,
-    as in the models of transformers, whose name `inv_freq` has.
+    in float32, and stay float32 when the module is cast: in 16 bits the angles of late positions
+    would have no correct digit. One module serves all layers of a model. No buffer is part of the
+    state_dict, as in the models of transformers, whose name `inv_freq` has.
 
     Args:
         dim: how many of the first columns of a head are rotated; even. The others stay.
@@ -72,7 +72,7 @@ class RotaryEmbedding(torch.nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Computes the buffers, which a module that was made on "meta" needs after `to_empty`."""
+        """Computes the buffers; a module made on "meta" needs this after `to_empty`."""
         of = {"dtype": torch.float32, "device": self.inv_freq.device}
         if self._given is not None:
             self.inv_freq.copy_(self._given)

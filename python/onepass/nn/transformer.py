@@ -16,8 +16,8 @@ from onepass.nn.dropout import Dropout
 from onepass.nn.linear import Linear
 from onepass.nn.norm import LayerNorm
 
-# The parts stay modules: hooks, adapters and sharding of a part, and parts that somebody replaced,
-# work as in torch.
+# The parts stay modules: hooks, adapters and sharding of a part, and parts that were replaced, work
+# as in torch.
 _PARTS = {
     torch.nn.MultiheadAttention: MultiheadAttention,
     torch.nn.LayerNorm: LayerNorm,
@@ -28,14 +28,14 @@ _PARTS = {
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer` of onepass's attention, norms, dropout and products.
 
-    Where nobody looks at its parts (a hook, a class of the user's own), the feed-forward block is
-    two calls: ReLU, GELU or SiLU, dropout and the residual are computed with the products before
-    them. Another activation is a call of its own. A part that somebody looks at has torch's
-    products, as all parts of its block do.
+    If none of its parts is observed (by a hook, or a class of the user's own), the feed-forward
+    block is two calls: ReLU, GELU or SiLU, dropout and the residual are computed with the products
+    before them. Another activation is a separate call. If a part is observed, its whole block uses
+    torch's products.
 
-    In inference torch computes a whole layer in one call, past the modules in it; this one always
-    calls them. Of the nested tensors that `torch.nn.TransformerEncoder` then makes of a padding
-    mask, only the rows are computed, as one packed batch, and padding comes back as zeros.
+    In inference torch computes a whole layer in one call, without its modules; this one always
+    calls them. `torch.nn.TransformerEncoder` then makes nested tensors from a padding mask: only
+    their rows are computed, as one packed batch, and padding is returned as zeros.
 
     Examples:
         >>> layer = onepass.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
@@ -87,7 +87,7 @@ _MODULES = {torch.nn.ReLU: "relu", torch.nn.GELU: "gelu", torch.nn.SiLU: "silu"}
 
 
 def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """As an epilogue of a product, if it is one and nobody looks at it."""
+    """Its name as an epilogue of a product; None if it is no epilogue or is observed."""
     if not isinstance(activation, torch.nn.Module):
         return next((name for f, name in _ACTIVATIONS if f is activation), None)
     name = _MODULES.get(type(activation))
@@ -100,7 +100,7 @@ def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
 def _with_feed_forward(layer: torch.nn.TransformerEncoderLayer, x: Tensor, to: Tensor) -> Tensor:
     """to + layer._ff_block(x)"""
     if _is_method(layer._ff_block, torch.nn.TransformerEncoderLayer._ff_block):
-        # Where they differ, the sum is of neither's dtype or shape alone.
+        # If they differ, the sum has another dtype or shape.
         residual = to if to.dtype is x.dtype and to.shape == x.shape else None
         output = _feed_forward(layer, x, layer.dropout2, residual)
         if output is not None:
@@ -111,10 +111,10 @@ def _with_feed_forward(layer: torch.nn.TransformerEncoderLayer, x: Tensor, to: T
 def _feed_forward(
     layer: torch.nn.Module, x: Tensor, last: torch.nn.Module, residual: Tensor | None = None
 ) -> Tensor | None:
-    """last(linear2(dropout(activation(linear1(x))))) in two calls, and those of an activation that
-    is no epilogue; None where the parts have to be called themselves."""
+    """last(linear2(dropout(activation(linear1(x))))) in two calls, plus one for an activation that
+    is no epilogue; None if the parts must be called separately."""
     first, dropout, second = layer.linear1, layer.dropout, layer.linear2
-    # Parts of a layer that swap changed are ours where swap made them so.
+    # In a layer that swap changed, parts are ours if swap changed them too.
     swapped = "_onepass_original" in vars(type(layer))
     linear = (Linear,) if swapped else (Linear, torch.nn.Linear)
     if (
@@ -136,7 +136,7 @@ def _feed_forward(
 
 
 def _computes(part: torch.nn.Module, *classes: type) -> bool:
-    """Whether a part computes what one of the classes does, and calling it does nothing more."""
+    """Whether a part computes the same as one of the classes, and calling it does nothing else."""
     made_by_swap = "_onepass_original" in vars(type(part))
     return (
         (isinstance(part, classes) if made_by_swap else type(part) in classes)
@@ -149,8 +149,8 @@ def _computes(part: torch.nn.Module, *classes: type) -> bool:
 
 
 def _is_method(attribute: object, function: object) -> bool:
-    """Whether an attribute is the method of its class, not something set on the object. It is read
-    as torch reads it, so that compiled graphs are guarded alike."""
+    """Whether an attribute is the method of its class, not set on the object. It is read as torch
+    reads it, so that compiled graphs get the same guards."""
     return isinstance(attribute, types.MethodType) and attribute.__func__ is function
 
 
@@ -177,7 +177,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
 
 
 def _use_onepass(layer: torch.nn.Module) -> None:
-    """Makes onepass's modules of torch's, which the constructor has just made and initialized."""
+    """Replaces torch's modules, which the constructor has just initialized, by onepass's."""
     for part in layer.children():
         if type(part) in _PARTS:
             part.__class__ = _PARTS[type(part)]

@@ -1,4 +1,5 @@
-"""Gradients taken as backward makes them: summed in float32, or stepped with at once, and freed."""
+"""Gradients taken while backward computes them: summed in float32, or stepped at once, and
+freed."""
 
 from __future__ import annotations
 
@@ -27,28 +28,26 @@ def fused_accumulate(
     clip_value: float | None = None,
     clip_norm: float | None = None,
 ) -> FusedAccumulate:
-    """Takes each gradient as backward has made it, and frees it.
+    """Takes each gradient as soon as backward has computed it, and frees it.
 
     16-bit gradients are added to float32 sums, one pass each: the parameter's own ``.grad`` would
-    be a 16-bit sum. ``optimizer.step()`` steps with the sums, so that it does what a loop does that
-    adds float32 copies of the gradients. Gradients in float32 stay where torch adds them: they need
-    ``optimizer.zero_grad()`` as ever, which empties the sums too. A step empties sums alone, and
-    ``model.zero_grad()`` ``.grad`` alone. Not for models in DistributedDataParallel,
-    which averages gradients after these hooks; DTensors are refused. So is the step of a
+    be a 16-bit sum. ``optimizer.step()`` steps with the sums, as a loop would that adds float32
+    copies of the gradients. Gradients in float32 stay in ``.grad``, where torch adds them: they
+    still need ``optimizer.zero_grad()``, which clears the sums too. A step clears only the sums,
+    and ``model.zero_grad()`` only ``.grad``. Not for models in DistributedDataParallel, which
+    averages gradients after these hooks; DTensors are refused. So is the step of a
     `torch.amp.GradScaler`, which finds none of these gradients.
 
-    With `in_backward` each parameter is stepped as soon as its gradient is there, and the gradient
-    is freed: no two gradients are held at a time. The results are those of a loop that steps after
-    backward; the first step makes the states of all parameters that have a hook.
+    With `in_backward` each parameter is stepped as soon as its gradient is computed, and the
+    gradient is freed: no two gradients are held at a time. The results are those of a loop that
+    steps after backward; the first step makes the states of all parameters that have a hook.
     ``optimizer.step()`` then ends the round: it counts averages (`ema_decay`) and the running norm,
-    and is what schedulers look for. Backwards whose gradients are only to be added up are run in
-    ``accumulating()``.
+    and schedulers wait for it. Run backwards that only add to the sums in ``accumulating()``.
 
     Args:
         optimizer: one of onepass's; its `max_grad_norm` clips sums, and is refused with
-            `in_backward`, since the global norm is known after the last gradient only. So
-            is whoever else looks at ``.grad``, such as `torch.nn.utils.clip_grad_norm_`, too late:
-            it finds None.
+            `in_backward`, since the global norm is known only after the last gradient. Other
+            code that reads ``.grad``, such as `torch.nn.utils.clip_grad_norm_`, finds None.
         in_backward: step in backward.
         clip_value: gradients are limited to [-clip_value, clip_value], as by
             `torch.nn.utils.clip_grad_value_`; with `in_backward`.
@@ -58,7 +57,7 @@ def fused_accumulate(
             is not finite makes no step. The running average is not part of checkpoints.
 
     Returns:
-        What the hooks belong to: ``remove()`` takes them away, ``accumulating()`` is above.
+        The owner of the hooks: ``remove()`` removes them, ``accumulating()`` is above.
 
     Raises:
         TypeError: not one of onepass's optimizers.
@@ -129,7 +128,7 @@ class FusedAccumulate:
         optimizer._accumulation = self
 
     def remove(self) -> None:
-        """Takes the hooks away; sums that no step has taken are lost."""
+        """Removes the hooks; sums that no step has used are lost."""
         for handle in self._handles:
             handle.remove()
         self.clear()
@@ -139,29 +138,29 @@ class FusedAccumulate:
             self._optimizer._accumulation = None
 
     def sum_of(self, param: Tensor) -> Tensor | None:
-        """A 16-bit parameter's float32 sum of gradients; None: it holds nothing."""
+        """A 16-bit parameter's float32 sum of gradients; None if there is none."""
         return self._sums[param] if param in self._full else None
 
     def clear(self) -> None:
-        """Empties the sums, and forgets this round's norm; ``.grad`` stays."""
+        """Clears the sums, and forgets this round's norm; ``.grad`` stays."""
         self._full.clear()
         self._square = 0.0
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """With `in_backward`: backwards in here add gradients up and step with none."""
+        """With `in_backward`: backwards inside only add gradients, without steps."""
         before, self._is_adding = self._is_adding, True
         try:
             yield
         finally:
             self._is_adding = before
 
-    # ---- what the optimizer asks -----------------------------------------------------------------
+    # ---- for the optimizer -----------------------------------------------------------------------
 
     def gradients(
         self, params: list[Tensor], gradients: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """The gradients to step with: sums where there are some."""
+        """The gradients to step with: sums if there are any."""
         if self._steps:  # what came later has no hook
             pairs = zip(params, gradients, strict=True)
             return [None if p in self._hooked else g for p, g in pairs]
@@ -170,7 +169,7 @@ class FusedAccumulate:
         ]
 
     def only(self, params: list[Tensor]) -> tuple[int, Tensor]:
-        """(number, gradient) of the one parameter that is stepped in a hook."""
+        """(number, gradient) of the single parameter that is stepped in a hook."""
         param, gradient = self._stepped
         number = self._numbers.get(param, len(params))
         if number >= len(params) or params[number] is not param:
@@ -179,8 +178,8 @@ class FusedAccumulate:
         return number, gradient
 
     def to_come(self, params: list[Tensor]) -> Numbers:
-        """Of all parameters that hooks step, on the device of the one that is stepped now: tables
-        and states are made for all at once, not one more in each hook of the first backward."""
+        """All parameters that hooks step, on the device of the current one: tables and states are
+        made for all at once, instead of one in each hook of the first backward."""
         device = self._stepped[0].device
         return tuple([i for i, p in enumerate(params) if p in self._hooked and p.device == device])
 
@@ -262,7 +261,7 @@ def _is_narrow(param: Tensor) -> bool:
 
 
 def _table_of(total: Tensor) -> StepTable:
-    """A step of SGD without momentum of a sum."""
+    """The table of a sum, which a step of SGD without momentum updates."""
     row = [0, 0, *[-1] * (LAYOUT["columns"] - 2)]
     row[LAYOUT["step"]], row[LAYOUT["step"] + 1] = 0, 0
     return StepTable([total], [torch.zeros((), device=total.device)], torch.tensor([row]))

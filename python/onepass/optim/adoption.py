@@ -1,4 +1,4 @@
-"""States from elsewhere: other optimizers' checkpoints, other forms of master, copies."""
+"""Foreign states: other optimizers' checkpoints, other forms of master, copies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _unwrapped(value):
 
 
 class Adoption:
-    """States from elsewhere, in flat buffers and in the dtypes this optimizer keeps.
+    """Foreign states, moved to flat buffers and to the dtypes of this optimizer.
 
     Everything is checked and converted before the first of the optimizer's own states changes.
     """
@@ -126,7 +126,7 @@ class Adoption:
             raise TypeError(f"{name}: state of parameter {number} must be a dict, got {entry!r}")
         step = entry.get("step")
         if step is None:
-            # torch's word for it is "step" alone.
+            # torch's name for it is "step".
             if entry and self._optimizer._counts(self._groups[param]):
                 raise KeyError(
                     f"{name}: state of parameter {number} must have a step, got {list(entry)}"
@@ -181,7 +181,7 @@ class Adoption:
     def _moment_dtype(
         self, param: Tensor, group: dict, loaded: list[torch.dtype]
     ) -> torch.dtype | str:
-        """The dtype asked for; where none is, that of what is loaded if it is wider."""
+        """The requested dtype; without one, the loaded state's if it is wider."""
         dtype = self._optimizer._moment_dtype(param, group)
         if self._optimizer.state_dtype is None and param.dtype is not torch.float64:
             if torch.float32 in loaded or torch.float64 in loaded or len(set(loaded)) > 1:
@@ -240,7 +240,7 @@ class Adoption:
 
 
 def like(entry: Tensor, decoded: Tensor) -> Tensor:
-    """A local part as a DTensor where `entry` is one."""
+    """A local part as a DTensor if `entry` is one."""
     if local(entry) is entry:
         return decoded
     return type(entry).from_local(

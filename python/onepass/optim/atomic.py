@@ -1,4 +1,4 @@
-"""Calls that are made whole or not at all, wherever an exception or Ctrl-C comes from."""
+"""Calls that are done completely or not at all, at any exception or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Result = TypeVar("Result")
 
 
 def settled(work: Callable[[], Result], settle: Callable[[], None]) -> Result:
-    """`work()`, and after it, or after what left it, `settle()` to its end.
+    """Runs `work()` and then, also after an exception, `settle()` to its end.
 
-    Python delivers Ctrl-C between any two bytecodes, so also between those of a `finally`: `settle`
-    runs twice, and one interrupt leaves one of them whole. It finds out by itself what was done,
-    and may run twice without harm.
+    Python delivers Ctrl-C between any two bytecodes, so also inside a `finally`: `settle` runs
+    twice, so that one interrupt leaves one complete run. It detects itself how far `work` came, and
+    is idempotent.
     """
     try:
         try:
@@ -25,6 +25,6 @@ def settled(work: Callable[[], Result], settle: Callable[[], None]) -> Result:
 
 
 def as_before(thing: object, attributes: dict) -> None:
-    """Gives `thing` these attributes, and no others."""
+    """Gives `thing` exactly these attributes."""
     thing.__dict__.clear()
     thing.__dict__.update(attributes)

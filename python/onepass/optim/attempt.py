@@ -1,4 +1,4 @@
-"""A step as a whole: undone where its operator did not run, completed where it did."""
+"""A step as a whole: undone if its operator did not run, completed if it did."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from onepass.optim.states import StateOptimizer
 
 
 class Attempt:
-    """The changes of one step before its operator runs, and those that belong after it.
+    """The changes of one step before its operator runs, and those after it.
 
-    An interrupt may leave a step at any bytecode. `ran` is filled by the very call that runs the
-    operator, so it tells which of both is to be done.
+    An interrupt may leave a step at any bytecode. `ran` is filled by the same call that runs the
+    operator, so it tells whether to undo or to complete.
 
-    A master that was made anew, because its parameter was changed from outside, stays: the next
-    step would make the same.
+    A master that was reseeded, because its parameter was changed from outside, stays: the next step
+    would reseed it alike.
     """
 
-    params: Sequence[Tensor] = ()  # which the operator changes
+    params: Sequence[Tensor] = ()  # changed by the operator
     copied: Sequence[tuple[Tensor, Tensor]] = ()  # (parameter with gaps, its new values)
     zeroed: Sequence[Tensor] = ()  # gradients that the operator does not set to zeros
     accumulation: object = None  # a FusedAccumulate whose sums are the gradients
@@ -32,12 +32,12 @@ class Attempt:
     _is_settled = False
 
     def __init__(self, optimizer: StateOptimizer):
-        self.ran: list[bool] = []  # what each call of the operator said: whether it made the step
+        self.ran: list[bool] = []  # the results of the operator's calls: whether it made the step
         self._optimizer = optimizer
         self._before = optimizer._table, optimizer._norm, optimizer.grad_norm
 
     def may_change_states(self) -> None:
-        """Notes the states as they are; to be called before one is made, moved or dropped."""
+        """Records the present states; call it before one is made, moved or dropped."""
         if self._states is not None:
             return
         optimizer = self._optimizer
@@ -69,7 +69,7 @@ class Attempt:
             gradient.zero_()
         if not self.params:
             return
-        # Who saved a parameter for a backward must be told that it changed.
+        # Autograd, which may have saved a parameter for a backward, must know that it changed.
         torch.autograd.graph.increment_version(self.params)
         table = self._optimizer._table
         if table.masters:

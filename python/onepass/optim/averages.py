@@ -1,4 +1,4 @@
-"""Running averages of gradients outside the operator: momenta that products stand between."""
+"""Running averages of gradients outside the operator, for updates that need products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Factor = float | Tensor | None  # of gradients that are clipped
+Factor = float | Tensor | None  # that clips gradients
 
 
 def mix(
@@ -26,7 +26,7 @@ def mix(
 
 
 class Average(NamedTuple):
-    """A momentum that a step moves towards its gradient, once."""
+    """A momentum, moved towards its gradient once in a step."""
 
     momentum: Tensor
     version: int  # of momentum, as long as it has not moved
@@ -35,7 +35,7 @@ class Average(NamedTuple):
     factor: Factor
 
     def move(self) -> None:
-        """May be called again: torch counts in `_version` what was written."""
+        """Idempotent: torch counts writes in `_version`."""
         momentum, version, gradient, weight, factor = self
         if momentum._version != version:
             return

@@ -25,16 +25,16 @@ class CheckpointOptimizer(StateOptimizer):
     def state_dict(self) -> dict:
         """As torch's, with its keys and ``master`` for 16-bit parameters that have one.
 
-        The keys are the same however parameters are sharded, and so for every number of processes
-        of torch.distributed.checkpoint. What is kept in another form is shown in float32: moments
-        in 8 bits, and remainders as the masters that they are of, exactly. That takes 4 bytes per
+        The keys do not depend on sharding, and so not on the number of processes of
+        torch.distributed.checkpoint. States kept in another form are shown in float32: moments in
+        8 bits, and remainders as their exact masters. That takes 4 bytes per
         element for as long as the dict is kept.
         """
         result = super().state_dict()
         groups = [group for group in self.param_groups for _ in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for key, entry in result["state"].items():
-            if isinstance(entry, dict) and isinstance(key, int):  # as torch numbers parameters
+            if isinstance(entry, dict) and isinstance(key, int):  # torch numbers parameters
                 entry = self._decoded(entry)
                 entry = self._with_master(params[key], entry)
                 result["state"][key] = _with_host_step(groups[key], entry)
@@ -53,8 +53,8 @@ class CheckpointOptimizer(StateOptimizer):
         return shown
 
     def _with_master(self, param: Tensor, entry: dict) -> dict:
-        """Remainders are shown as masters, so that there is one layout for both forms and for every
-        sharding: collectives, which may gather a checkpoint, know no 16-bit integers."""
+        """Shows remainders as masters, so that there is one layout for both forms and for every
+        sharding: collectives, which may gather a checkpoint, do not support 16-bit integers."""
         remainder = entry.get("remainder")
         if remainder is None:
             return entry
@@ -100,7 +100,7 @@ class CheckpointOptimizer(StateOptimizer):
         settled(work, settle)
 
     def _lead(self) -> None:
-        """Gives the optimizer that this one was fused from the same groups, for its schedulers."""
+        """Gives the fused torch optimizer the same groups, for its schedulers."""
         led = self._led and self._led()
         if led is not None:
             led.param_groups = self.param_groups
@@ -151,11 +151,11 @@ class CheckpointOptimizer(StateOptimizer):
         super().__setstate__({**state, "state": converted})
 
     def _check_settings(self, groups: list[dict]) -> None:
-        """Raises for settings that were loaded and that a step would go wrong with."""
+        """Raises for loaded settings that a step cannot use."""
         check_settings(type(self).__name__, groups)
 
     def _take_over(self, other: torch.optim.Optimizer) -> None:
-        """Becomes `other`, on the same group dicts, with its states."""
+        """Takes the place of `other`, on the same group dicts, with its states."""
         places = Places()
         state = Adoption(self, places, other.param_groups).adopt(
             other.state
@@ -170,7 +170,7 @@ class CheckpointOptimizer(StateOptimizer):
         self.state = state
 
     def _begin_averages(self, groups: list[dict], state: dict) -> None:
-        """Counts of steps go with the averages: where there are none, the next are the first."""
+        """Resets counts of steps if there are no averages: the next averages are then the first."""
         if any(isinstance(e, dict) and e.get(EMA) is not None for e in state.values()):
             return
         for group in groups:
@@ -181,7 +181,7 @@ class CheckpointOptimizer(StateOptimizer):
 
 
 def _with_host_step(group: dict, entry: dict) -> dict:
-    """Steps lie on the device; torch expects them there if it is fused or capturable."""
+    """Steps are on the device; torch expects them there only if it is fused or capturable."""
     step = entry.get("step")
     if not isinstance(step, Tensor) or step.device.type == "cpu":
         return entry

@@ -16,7 +16,7 @@ from onepass.optim.flat_state import EMA, is_dense, local
 
 
 def check_device(name: str, params: Sequence[Tensor]) -> None:
-    """All parameters of a step lie on one device, for which there are kernels."""
+    """All parameters of a step must be on one device that has kernels."""
     if any(is_fake(local(param)) for param in params):
         refuse_fakes(name, "params")
     device = local(params[0]).device
@@ -34,7 +34,7 @@ def check_device(name: str, params: Sequence[Tensor]) -> None:
 
 
 def refuse_mixed(name: str, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[bool]:
-    """As torch does, before any collective begins; returns which are DTensors."""
+    """Refuses mixed lists as torch does, before any collective; returns which are DTensors."""
     distributed = are_dtensors(params)
     for i, is_one in enumerate(are_dtensors(gradients)):
         if is_one != distributed[i]:
@@ -47,7 +47,7 @@ def refuse_mixed(name: str, params: Sequence[Tensor], gradients: Sequence[Tensor
 
 
 def refuse_partial(name: str, params: Sequence[Tensor]) -> None:
-    """A step that is not linear cannot be made with parts of a sum."""
+    """Refuses partial gradients: a step that is not linear cannot use parts of a sum."""
     for param in filter(is_dtensor, params):
         if any(placement.is_partial() for placement in param.placements):
             raise RuntimeError(
@@ -71,7 +71,7 @@ def check_shape(
 def check_dtype(
     name: str, number: int, param: Tensor, key: str, dtype: torch.dtype, coded: bool
 ) -> None:
-    """Whether a state has a dtype that the operator takes; coded: it has scales beside it."""
+    """Whether the operator takes a state's dtype; coded: it has scales beside it."""
     if key == "remainder":
         fits, rule = dtype is torch.int16, "int16"
     elif key == "master":
@@ -93,7 +93,7 @@ def check_dtype(
 
 
 def refuse_shared_memory(name: str, what: str, tensors: Sequence[Tensor]) -> None:
-    """Pieces of all tensors are written at the same time, so none may lie in another."""
+    """Refuses overlapping tensors: pieces of all tensors are written at the same time."""
     spans = []
     for number, here in enumerate(map(local, tensors)):
         if any(s == 0 and n > 1 for s, n in zip(here.stride(), here.shape, strict=True)):
@@ -144,7 +144,7 @@ def _bytes(shape: tuple, strides: tuple, extent: int, size: int) -> Tensor:
 
 
 def refuse_freed(name: str, what: str, tensors: Sequence[Tensor]) -> None:
-    """Elements whose memory was taken away (`resize_(0)`, as FSDP does): torch reads there."""
+    """Refuses freed memory (`resize_(0)`, as in FSDP), which torch would read."""
     for here in map(local, tensors):
         if here.numel() > 0 and here.untyped_storage().nbytes() == 0:
             raise RuntimeError(
@@ -154,7 +154,7 @@ def refuse_freed(name: str, what: str, tensors: Sequence[Tensor]) -> None:
 
 
 def refuse_sparse(name: str, gradients: Sequence[Tensor]) -> None:
-    """In torch's own words."""
+    """Refuses sparse gradients with torch's own message."""
     if any(gradient.is_sparse for gradient in gradients):
         raise RuntimeError(f"{name} does not support sparse gradients")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onepass._ops.optimizer import CODE_BLOCK as BLOCK
 
-MIN_ELEMENTS = 4096  # smaller tensors are not worth it
+MIN_ELEMENTS = 4096  # smaller tensors save too little
 
 
 def fits(param: Tensor) -> bool:
@@ -19,7 +19,7 @@ def fits(param: Tensor) -> bool:
 
 @functools.cache
 def _magnitudes(bits: int) -> Tensor:
-    """(2^bits,) what the codes stand for, ascending from 0 to 1."""
+    """(2^bits,) the values of the codes, ascending from 0 to 1."""
     values = [0.0, 8.0 ** (1 - bits)]
     for leading in range(1, bits):  # position of the leading one
         octave = 8.0 ** (leading - bits + 1)
@@ -52,7 +52,7 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
     code = torch.bucketize(x.abs(), (table[1:] + table[:-1]) / 2)
     if signed:
         code += 128 * x.signbit()
-    else:  # what is not zero stays so, under the root of a denominator
+    else:  # nonzero values stay nonzero, since they are in a denominator
         code = torch.where((code == 0) & (x > 0), 1, code)
     _flat(codes).copy_(code.flatten())
 

@@ -36,8 +36,8 @@ def parts_like(
         NotImplementedError: they are on different meshes.
     """
     distributed = refuse_mixed(name, params, gradients)
-    # In comprehensions and by attributes that torch keeps to itself: this is all that a step of
-    # small shards costs above one of whole tensors.
+    # With comprehensions and private attributes of torch: this is the whole extra cost of a step of
+    # small shards over one of whole tensors.
     placed = [
         gradient
         if not is_one or _are_placed_alike(gradient._spec, param._spec)
@@ -59,18 +59,18 @@ def parts_like(
 
 
 def _are_placed_alike(one, other) -> bool:
-    """Of two DTensors' specs, which may differ in dtype and strides."""
+    """Whether two DTensors' specs have the same placement; dtype and strides may differ."""
     return one is other or (one.placements == other.placements and one.mesh == other.mesh)
 
 
 def state_like(param: Tensor, value: Tensor) -> Tensor:
-    """A state in its parameter's placement; of a whole one, each rank takes its part."""
+    """A state in its parameter's placement; each rank takes its part of a whole state."""
     if not is_dtensor(value) and not is_dtensor(param):
         return value
     if is_dtensor(value) and is_dtensor(param) and value.placements == param.placements:
         return value
     dtype = value.dtype
-    if dtype is torch.int16:  # which collectives do not know
+    if dtype is torch.int16:  # not supported by collectives
         value = value.int()
     if not is_dtensor(param):
         value = value.full_tensor()
@@ -84,7 +84,7 @@ def state_like(param: Tensor, value: Tensor) -> Tensor:
 
 
 def local_norm(name: str, gradients: list[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, of which none is a DTensor."""
+    """The 2-norm of all gradients together; none is a DTensor."""
     try:
         return _ops.gradient_norm(gradients)
     except RuntimeError:  # gaps between the elements, or no dense tensors at all
@@ -94,7 +94,7 @@ def local_norm(name: str, gradients: list[Tensor]) -> Tensor:
 
 
 def total_norm(name: str, gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, of which some are DTensors.
+    """The 2-norm of all gradients together; some are DTensors.
 
     Local norms are reduced over the mesh dimensions that a gradient is sharded on, one call for all
     gradients that share them; replicated ones count once.
@@ -127,7 +127,7 @@ def total_norm(name: str, gradients: Sequence[Tensor]) -> Tensor:
 def agreed(found_inf: Tensor, params: Iterable[Tensor]) -> Tensor:
     """The largest found_inf of all ranks that share parameters: they step together or not at all.
 
-    torch's GradScaler asks the ranks over which the first gradient is sharded.
+    torch's GradScaler reduces over the ranks among which the first gradient is sharded.
     """
     found_inf = found_inf.clone()
     for mesh in dict.fromkeys(p.device_mesh for p in params if is_dtensor(p)):
