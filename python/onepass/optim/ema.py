@@ -1,4 +1,5 @@
-"""Averages of the parameters: in their place for a while, and to and from torch's AveragedModel."""
+"""Averages of the parameters: swapping them in, and converting to and from torch's
+AveragedModel."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from onepass.optim.states import StateOptimizer
 
 
 class AveragingOptimizer(StateOptimizer):
-    """What can be done with the averages that steps keep (`ema_decay`)."""
+    """Uses of the averages that steps keep (`ema_decay`)."""
 
     @contextlib.contextmanager
     def swap_ema(self) -> Iterator[None]:
-        """The averages in place of the parameters, rounded to their dtype, within a ``with``.
+        """Puts the averages, rounded, in place of the parameters, within a ``with``.
 
-        For evaluating and saving a model. Afterwards the parameters are what they were, whatever
-        was written to them inside. The optimizer's ``state_dict`` is the one from outside, and its
-        steps, copies and pickles are refused. Parameters without an average, which no step has
-        changed yet, stay as they are; so do buffers, such as a batch norm's. Holds a copy of the
+        For evaluating and saving a model. Afterwards the parameters have their old values, whatever
+        was written to them inside. Inside, the optimizer's ``state_dict`` is the same as outside,
+        and its steps, copies and pickles are refused. Parameters without an average, which no step
+        has changed yet, stay unchanged; so do buffers, such as a batch norm's. Holds a copy of the
         parameters.
 
         Raises:
@@ -119,7 +120,7 @@ class AveragingOptimizer(StateOptimizer):
 
     @torch.no_grad()
     def ema_from(self, averaged: AveragedModel, model: torch.nn.Module) -> None:
-        """Goes on with the averages of a `torch.optim.swa_utils.AveragedModel`.
+        """Continues the averages of a `torch.optim.swa_utils.AveragedModel`.
 
         Args:
             averaged, model: as of ``ema_to``. Only parameters count.
@@ -141,7 +142,7 @@ class AveragingOptimizer(StateOptimizer):
         theirs = dict(self._pairs("ema_from", averaged, model))
         count = int(averaged.n_averaged)
         groups = {p: group for group in self.param_groups for p in group["params"] if p in theirs}
-        self._table = None  # made anew, with the states that come into being here
+        self._table = None  # remade with the states that are made here
         self._complete_states(list(groups), list(groups.values()))
 
         for param in groups:
@@ -168,9 +169,9 @@ class AveragingOptimizer(StateOptimizer):
         return list(zip(ours, theirs, strict=True))
 
 
-@torch.no_grad()  # which an interrupt of a `with` may leave switched on
+@torch.no_grad()  # an interrupt of a `with` could leave it switched on
 def _write(values: dict[Tensor, Tensor]) -> None:
-    """Makes these parameters these values, rounded."""
+    """Sets these parameters to these values, rounded."""
     for param, value in values.items():
         local(param).copy_(local(value))
     torch.autograd.graph.increment_version(list(values))

@@ -1,12 +1,12 @@
 """Optimizer states in a few large buffers, each parameter's entry a view into them.
 
-An operator call costs 0.1 us and more for every tensor handed to it (CONTRIBUTING.md, Gotchas), so
-parameters and buffers are handed over once, with a table that says where each parameter's states
-lie (csrc/ops/optimizer_table.h), and a step hands over the gradients alone. An entry is a tensor
-with a storage of its own size that happens to lie in a buffer, so `torch.save`, `deepcopy` and
-`state_dict` see one ordinary tensor per entry. Whoever replaces an entry gives it a buffer of its
-own. Who exchanges the memory under one (`share_memory_`, ``entry.data = ...``) must replace it:
-that is not seen until the next table.
+An operator call costs 0.1 us and more for every tensor argument (CONTRIBUTING.md, Gotchas). So
+parameters and buffers are passed once, with a table of the places of each parameter's states
+(csrc/ops/optimizer_table.h), and a step passes the gradients alone. An entry is a tensor with a
+storage of its own size that lies in a buffer, so `torch.save`, `deepcopy` and `state_dict` see one
+ordinary tensor per entry. Code that replaces an entry gives it a separate buffer. Code that
+exchanges the memory of one (`share_memory_`, ``entry.data = ...``) must replace it: the change is
+not noticed until the next table.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ CHUNK_ELEMENTS = 1 << 26
 # Entries begin at multiples of 64 bytes in every dtype.
 ALIGNMENT = 64
 
-# Sets of parameters with gradients that are remembered, as many as hold all of them so often:
-# experts that take turns, or one by one in backward.
+# Remembered sets of parameters with gradients: enough to hold all of them several times, for
+# experts that take turns, or for steps one by one in backward.
 MAX_STEP_TABLES = 16
 
 EMA = "ema"  # the key of the average of a parameter
 EMA_STEPS = "ema_steps"  # of a group: steps that its averages are of
-SCALE = "_scale"  # the key of a moment in codes, with this after it, holds its scales
+SCALE = "_scale"  # appended to the key of a moment in codes: the key of its scales
 
-# Of the parameters with gradients: a range if all have one, the same as a key and quicker.
+# The numbers of the parameters with gradients: a range if all have one, which is quicker as a key.
 Numbers = range | tuple[int, ...]
 
 
 def is_signed(moment: str) -> bool:
-    """Whether a moment has negative values: codes of 8 bits differ in that."""
+    """Whether a moment has negative values, since 8-bit codes depend on that."""
     return moment in ("exp_avg", "momentum_buffer")
 
 
@@ -54,17 +54,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def awaited(tensor: Tensor) -> Tensor:
-    """The tensor itself, or what a collective that may not have ended gives."""
+    """The tensor itself, or the result of a collective that may still be running."""
     return tensor.trigger_wait() if is_async(tensor) else tensor
 
 
 def parted(tensor: Tensor) -> tuple[int, ...]:
-    """The mesh dimensions along which a DTensor's ranks hold different elements."""
+    """The mesh dimensions along which ranks hold different elements of a DTensor."""
     return tuple(d for d, p in enumerate(tensor.placements) if not p.is_replicate())
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill consecutive places, in whatever order of the dimensions."""
+    """Whether the elements are consecutive in memory, in any order of the dimensions."""
     if tensor.is_contiguous():
         return True
     within = 1
@@ -77,14 +77,14 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def strides_of(param: Tensor) -> tuple[int, ...]:
-    """Those of a state: the parameter's, or row-major ones if the parameter has gaps."""
+    """The strides of a state: the parameter's, or row-major ones if the parameter has gaps."""
     if is_dense(param):
         return param.stride()
     return torch.empty(param.shape, device="meta").stride()
 
 
 def laid_like(param: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in its parameter's memory order, no negative view: itself, or a copy."""
+    """The gradient in its parameter's memory order, without the negative bit: itself, or a copy."""
     if gradient.shape != param.shape:
         return gradient
     if gradient.stride() == param.stride() and not gradient.is_neg():
@@ -93,7 +93,7 @@ def laid_like(param: Tensor, gradient: Tensor) -> Tensor:
 
 
 def layouts_of(params: Iterable[Tensor]) -> list[tuple]:
-    """The facts that the places of states depend on."""
+    """The facts that determine the layout of states."""
     return [
         (
             p.shape,
@@ -120,14 +120,14 @@ def noise_number(number: int, param: Tensor) -> int:
 
 
 def on_device(settings: Tensor, device: torch.device, before: Tensor | None) -> Tensor | None:
-    """Settings as a kernel reads them, None on the CPU; in the memory of those before, from which a
-    captured step goes on reading."""
+    """Settings as a kernel reads them, None on the CPU; in the memory of the previous ones, which a
+    captured step continues to read."""
     if device.type == "cpu":
         return None
     if before is None or before.shape != settings.shape or before.device != device:
         before = torch.empty_like(settings, device=device)
-    # The host does not wait for the device: the driver has taken the few numbers by the return. But
-    # in a capture, whose replays would read them anew: there torch says that it cannot be done.
+    # The host does not wait for the device: the driver has copied the few numbers when it returns.
+    # In a capture replays would read them again: there torch raises.
     waits = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return before.copy_(settings, non_blocking=not waits)
 
@@ -139,14 +139,15 @@ def are_same(ones: Collection, others: Collection) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an entry lies."""
+    """The place of an entry in a buffer."""
 
     entry: Tensor
     buffer: Tensor
     offset: int
 
     def is_there(self) -> bool:
-        """Whether nobody gave the entry other memory (`share_memory_`, `entry.data = ...`)."""
+        """Whether the entry still has its memory (not after `share_memory_`, `entry.data =
+        ...`)."""
         begin = self.buffer.data_ptr() + self.offset * self.buffer.element_size()
         return local(self.entry).numel() == 0 or local(self.entry).data_ptr() == begin
 
@@ -167,19 +168,19 @@ class Request:
 
 
 class Places:
-    """The entries that lie in buffers."""
+    """The entries in buffers."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Place] = {}
 
     def copy(self) -> Places:
-        """The same, to be changed apart."""
+        """An independent copy."""
         places = Places()
         places._by_id = dict(self._by_id)
         return places
 
     def of(self, entry: Tensor) -> Place:
-        """Where an entry lies: in a buffer, or, one that someone else made, in itself."""
+        """The place of an entry: in a buffer, or in itself if it was made elsewhere."""
         place = self._by_id.get(id(entry))
         if place is not None and place.entry is entry and place.is_there():
             return place
@@ -254,7 +255,7 @@ def _chunks(members: list[int], requests: Sequence[Request]) -> Iterable[list[in
 
 @dataclass
 class Table:
-    """The parts of the parameters' states that steps need, as long as nobody replaces one."""
+    """The parts of the parameters' states that steps need, valid until one is replaced."""
 
     params: list[Tensor]  # of all groups
     grouped: list[list[Tensor]]  # the same by group

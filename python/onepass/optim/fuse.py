@@ -1,4 +1,4 @@
-"""A torch optimizer in mid-training, exchanged for the one of this library."""
+"""Replacing a torch optimizer in mid-training."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onepass.optim.options import Options, with_options
 
 
 def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
-    """This library's optimizer in place of a torch one, on the same group dicts, with its state.
+    """Makes this library's optimizer from a torch one, on the same group dicts, with its state.
 
     A scheduler made for the old optimizer changes the settings of the new one, since both have the
     same groups. The old one's ``step`` raises from now on, its ``state_dict`` is the new one's, and
-    its hooks go over. Called again with the same options, it returns the same optimizer.
+    its hooks move to it. Called again with the same options, it returns the same optimizer.
 
     Args:
         optimizer: a `torch.optim.AdamW`, `Adam`, `SGD`, `Muon` or `Adafactor`; not a subclass.
@@ -25,7 +25,7 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
             `onepass.optim.AdamW`.
 
     Returns:
-        The optimizer to go on with.
+        The optimizer to continue with.
 
     Raises:
         TypeError: another optimizer.
@@ -77,7 +77,7 @@ fuse = with_options(fuse, after=fuse)
 
 
 def _ours() -> dict[type, type[FlatOptimizer]]:
-    """This library's optimizers, by those of torch that they are."""
+    """This library's optimizers, by torch's classes."""
     kinds: list[type] = [FlatOptimizer]
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -93,7 +93,7 @@ def _ours() -> dict[type, type[FlatOptimizer]]:
 def _made(ours: type, optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
     """One of ours with the settings of a torch optimizer, on copies of its groups."""
     names = ("params", "param_names")
-    taken = inspect.signature(ours).parameters  # AdamW fixes how weights decay
+    taken = inspect.signature(ours).parameters  # AdamW fixes the kind of weight decay
     defaults = {k: v for k, v in optimizer.defaults.items() if k in taken}
     groups = [
         {k: v if k not in names else list(v) for k, v in group.items()}
@@ -107,7 +107,7 @@ def _made(ours: type, optimizer: torch.optim.Optimizer, **options) -> FlatOptimi
 
 
 def _stepped(fused: FlatOptimizer, *_) -> None:
-    """A scheduler of the old optimizer sees there that steps are made."""
+    """Tells a scheduler of the old optimizer that steps are made."""
     led = fused._led and fused._led()
     if led is not None:
         led._opt_called = True

@@ -13,7 +13,7 @@ from onepass.optim.updates import FormulaOptimizer, Values
 
 
 class _LAMB(torch.optim.Optimizer):
-    """LAMB's settings, and what torch's constructors would say of them."""
+    """LAMB's settings, with checks as in torch's constructors."""
 
     def __init__(
         self,

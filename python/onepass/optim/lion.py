@@ -12,7 +12,7 @@ from onepass.optim.options import OPTIONS_DOC, constructor
 
 
 class _Lion(torch.optim.Optimizer):
-    """Lion's settings, and what torch's constructors would say of them."""
+    """Lion's settings, with checks as in torch's constructors."""
 
     def __init__(
         self,

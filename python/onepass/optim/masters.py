@@ -1,8 +1,8 @@
 """Float32 masters of 16-bit parameters, and their other form, the remainder.
 
-A master follows its parameter: whoever else changes the parameter, by an in-place operation, which
-torch counts in `_version`, or by giving it other memory, makes it its own master again. So does
-whoever only clamps it after each step; that is logged.
+A master follows its parameter: if other code changes the parameter, by an operation in place, which
+torch counts in `_version`, or by giving it other memory, the master is reseeded from it. A clamp
+after each step does that too; it is logged.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ KEYS = {"fp32": ("master", torch.float32), "remainder16": ("remainder", torch.in
 
 
 def follow(table: Table, before: Table | None) -> None:
-    """Notes what the parameters with a master are now.
+    """Records the parameters with a master.
 
-    Those that changed since the last table was in use, or were loaded and do not fit to their
-    master, are reseeded.
+    Masters of parameters that changed since the last table was in use, or that were loaded and do
+    not fit, are reseeded.
     """
     seen = {}
     if before is not None:
@@ -46,7 +46,7 @@ def follow(table: Table, before: Table | None) -> None:
 
 
 def reseed_changed(table: Table) -> None:
-    """A parameter that someone else changed becomes its own master."""
+    """Reseeds the masters of parameters that other code changed."""
     versions = [p._version for p in table.master_params]
     if versions == table.versions:
         return
@@ -56,9 +56,9 @@ def reseed_changed(table: Table) -> None:
 
 
 def reseed_moved(table: Table) -> None:
-    """Reseeds the masters of parameters whose memory is another.
+    """Reseeds the masters of parameters whose memory was replaced.
 
-    The tables of steps know where those lay: all of them go, whichever parameters they are of.
+    The tables of steps hold the old addresses, so all tables are dropped.
     """
     pointers = [local(p).data_ptr() for p in table.master_params]
     for (param, entry), was, pointer in zip(table.masters, table.pointers, pointers, strict=True):
@@ -81,14 +81,14 @@ def low(master: Tensor) -> Tensor:
 
 
 def begin(param: Tensor, entry: dict) -> None:
-    """Fills a new master: from a remainder that another optimizer kept, or from the parameter."""
+    """Fills a new master, from a loaded remainder or from the parameter."""
     here, master = local(param).detach(), local(entry["master"])
     remainder = entry.pop("remainder", None)
     master.copy_(here if remainder is None else join(here, local(remainder)))
 
 
 def value(param: Tensor, entry: dict) -> Tensor:
-    """This rank's part of a parameter, as exactly as it is known."""
+    """This rank's part of a parameter, in its full precision."""
     here, master, remainder = local(param).detach(), entry.get("master"), entry.get("remainder")
     if master is not None:
         return local(master)
@@ -96,10 +96,10 @@ def value(param: Tensor, entry: dict) -> Tensor:
 
 
 def reseed(param: Tensor, entry: dict) -> None:
-    """Makes a parameter its own master.
+    """Sets a master to its parameter.
 
-    All of it, also where a float32 master still rounds to the parameter: what a remainder belonged
-    to is not known any more, and the two forms give the same run.
+    In all elements, also where a float32 master still rounds to the parameter: with a remainder the
+    old value is lost, and both forms must give the same run.
     """
     say("a parameter was changed from outside: it becomes its own master")
     here = local(param).detach()
@@ -110,7 +110,7 @@ def reseed(param: Tensor, entry: dict) -> None:
 
 
 def fits(param: Tensor, master: Tensor) -> Tensor:
-    """Where the parameter is its master rounded to nearest, however ties went."""
+    """Elements in which the parameter is its master rounded to nearest, with any rule for ties."""
     nearest = master.to(param.dtype)
     off, least = ((rounded.double() - master.double()).abs() for rounded in (param, nearest))
     return (off <= least) | (param == nearest) | (param.isnan() & nearest.isnan())

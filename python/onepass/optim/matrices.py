@@ -13,10 +13,10 @@ STACKED, FLATTENED = "stacked", "flattened"
 
 
 def check_matrices(name: str, shape: torch.Size, matrices: Matrices) -> None:
-    """Raises where a parameter of this shape does not consist of such matrices.
+    """Raises if a parameter of this shape does not consist of such matrices.
 
     Raises:
-        ValueError: in torch's words where nothing was said of the matrices.
+        ValueError: with torch's message if the setting is not given.
     """
     shown = tuple(shape)
     if matrices is None:
@@ -60,7 +60,7 @@ def _is_whole(value: object) -> bool:
 
 
 def matrices_of(tensor: Tensor, matrices: Matrices) -> list[Tensor]:
-    """Views of a tensor's matrices; a copy where a "flattened" one does not lie in a row."""
+    """Views of a tensor's matrices; a copy if a "flattened" one is not contiguous."""
     if matrices is None:
         return [tensor]
     if matrices == STACKED:
@@ -76,7 +76,7 @@ def matrices_of(tensor: Tensor, matrices: Matrices) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], shape: torch.Size, matrices: Matrices) -> Tensor:
-    """The tensor of this shape that has these matrices."""
+    """The tensor of this shape with these matrices."""
     if matrices is None:
         return parts[0]
     if matrices == FLATTENED:

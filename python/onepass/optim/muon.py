@@ -24,7 +24,7 @@ from onepass.optim.updates import UpdateOptimizer, laid_as
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 RULES = (None, "original", "match_rms_adamw")
-# Of the products, as they are kept, by what is accepted for them.
+# dtypes of the products, by accepted argument.
 NS_DTYPES = {
     None: None,
     torch.float32: torch.float32,
@@ -80,7 +80,7 @@ def checked(settings: dict) -> dict:
 
 
 class _Kind(NamedTuple):
-    """What matrices have in common that are iterated together."""
+    """The common properties of matrices that are iterated together."""
 
     shape: tuple[int, int]
     dtype: torch.dtype  # of the momentum
@@ -253,7 +253,7 @@ def _kind(shape: torch.Size, dtype: torch.dtype, device: torch.device, group: di
 
 
 def scale_of(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """What a matrix's learning rate is multiplied by."""
+    """The factor of a matrix's learning rate."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns)) if columns else 1.0
@@ -263,7 +263,7 @@ def _iterated(kind: _Kind, sources: Sequence[_Source], factor: Factor) -> Tensor
     """The updates of these matrices, (count, rows, columns)."""
     x = torch.empty((len(sources), *kind.shape), dtype=kind.dtype, device=kind.device)
     for source, place in zip(sources, x, strict=True):
-        # What was gathered is clipped already.
+        # Gathered momenta are clipped already.
         scaled = None if source.momentum is source.gradient else factor
         mix(source.momentum, source.gradient, source.weight, scaled, kind.dtype, out=place)
     if x.numel():
@@ -277,8 +277,8 @@ def _iterated(kind: _Kind, sources: Sequence[_Source], factor: Factor) -> Tensor
 
 
 def _laid(param: Tensor, update: Tensor) -> Tensor:
-    """This rank's part of an update in its parameter's memory order, or in a row if that has gaps:
-    itself, or a copy."""
+    """This rank's part of an update in its parameter's memory order, or contiguous if that has
+    gaps: itself, or a copy."""
     if is_dtensor(param):
         update = torch.distributed.tensor.distribute_tensor(
             update, param.device_mesh, param.placements, src_data_rank=None
@@ -303,7 +303,7 @@ def _gathered(param: Tensor, part: Tensor) -> Tensor:
 
 
 def check_iteration(name: str, group: dict) -> None:
-    """Raises for settings of the products that a step would go wrong with.
+    """Raises for settings of the products that a step cannot use.
 
     Raises:
         TypeError, ValueError: a setting of another type, or out of range.

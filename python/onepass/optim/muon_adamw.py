@@ -153,7 +153,7 @@ class MuonWithAdamW(Muon):
                 updates = self._updates_of(attempt, of_all, [groups[i] for i in which], given)
                 call = (ALGORITHMS["SGD"], table, updates, self._options_of_updates(options))
             else:
-                # Both steps are made or none: no table may be found stale after the other step.
+                # Both steps are made or neither: no table may turn out stale after the other step.
                 laid = [laid_like(p, g) for p, g in zip(own, given, strict=True)]
                 if self.zero_grads:
                     copied = [g for g, copy in zip(given, laid, strict=True) if copy is not g]

@@ -1,4 +1,4 @@
-"""Which parameters of a model are Muon's, by rule."""
+"""The rule that gives parameters of a model to Muon or AdamW."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def muon_groups(
     """The parameter groups of a model for `onepass.optim.MuonWithAdamW`.
 
     Muon gets the parameters of two dimensions, AdamW all others. AdamW also gets embeddings and
-    what is tied to them (`torch.nn.Embedding`, names with "embed"), and heads: layers named head,
-    lm_head, classifier, score, embed_out, unembed or output_projection, at the top of the model fc
-    or output, what `get_output_embeddings` of a model of transformers returns, and a linear layer
-    whose weight has an embedding's shape, if no other has. Frozen parameters are left out. A name
-    pattern outweighs the rule.
+    parameters tied to them (`torch.nn.Embedding`, names with "embed"), and heads: layers named
+    head, lm_head, classifier, score, embed_out, unembed or output_projection, at the top of the
+    model fc or output, the result of `get_output_embeddings` of a model of transformers, and a
+    linear layer whose weight is the only one with an embedding's shape. Frozen parameters are left
+    out. Name patterns override the rule.
 
     Args:
         model: its parameters are named in the groups.
-        others: patterns of parameter names, as of `fnmatch`, that are AdamW's.
-        matrices: {pattern: setting} of parameters that are Muon's and consist of several
-            matrices, such as {"*.qkv.weight": 3} or {"*.experts.*": "stacked"}; see
+        others: patterns of parameter names, as in `fnmatch`, for AdamW.
+        matrices: {pattern: setting} for parameters of Muon that consist of several matrices,
+            such as {"*.qkv.weight": 3} or {"*.experts.*": "stacked"}; see
             `onepass.optim.Muon`. The first pattern that fits holds.
 
     Returns:

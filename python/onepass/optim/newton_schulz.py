@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 STRIPS = 4
-LEAST_ROWS = 256  # below that strips are too thin for products
+LEAST_ROWS = 256  # below it strips are too thin for products
 
 
 def orthogonalized(x: Tensor, coefficients: Sequence[float], steps: int, scale: float) -> Tensor:
-    """scale times the iterated matrices, (k, m, n), whose norms are at most 1."""
+    """scale times the iterated matrices; (k, m, n), their norms are at most 1."""
     a, b, c = coefficients
     if steps == 0:
         return x * scale
@@ -41,7 +41,7 @@ def orthogonalized(x: Tensor, coefficients: Sequence[float], steps: int, scale: 
 
 
 def _symmetric(addend: Tensor | None, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
-    """beta addend + alpha x y, where that is symmetric."""
+    """beta addend + alpha x y, which must be symmetric."""
     rows = x.shape[1]
     if x.device.type != "cpu" or x.dtype.itemsize < 4 or rows < LEAST_ROWS:
         return _product(addend, x, y, beta, alpha)

@@ -32,10 +32,10 @@ from onepass.optim.tables import TableOptimizer
 
 
 class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
-    """Base of the optimizers: see `onepass.optim.AdamW` for what they have in common."""
+    """Base of the optimizers: `onepass.optim.AdamW` documents their common options."""
 
     _step_supports_amp_scaling = StepUnscales()
-    _accumulation: FusedAccumulate | None = None  # which takes the gradients, if anybody does
+    _accumulation: FusedAccumulate | None = None  # takes the gradients, if set
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -45,7 +45,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
             closure: evaluates the model again and returns the loss, as in torch.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
             RuntimeError: sparse gradients, tensors that do not fit together; nothing has changed.
@@ -107,7 +107,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         if are_sharded and not are_same(local_params, table.local_params):
             table.step_tables.clear()
             table.local_params = local_params
-        if numbers not in table.step_tables:  # a new one takes the parameters as they are
+        if numbers not in table.step_tables:  # a new table has the present parameters
             if [table.layouts[i] for i in numbers] != layouts_of(params):
                 table = self._table = self._make_table(attempt, all_params, numbers, gradients)
             masters.reseed_moved(table)
@@ -121,7 +121,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
                     attempt, all_params, numbers, gradients, local_params, local_gradients
                 )
         except RuntimeError:
-            self._refuse(local_params, local_gradients)  # in words that name the parameter
+            self._refuse(local_params, local_gradients)  # with a message that names the parameter
             raise
 
     def _gradients(
@@ -142,7 +142,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         return numbers, [params[i] for i in numbers], [gradients[i] for i in numbers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; sums of `fused_accumulate` too."""
+        """As torch's; clears sums of `fused_accumulate` too."""
         super().zero_grad(set_to_none)
         if self._accumulation is not None:
             self._accumulation.clear()
@@ -154,7 +154,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
     def _measure_norm(
         self, params: list[Tensor], gradients: list[Tensor], are_sharded: bool
     ) -> bool:
-        """Sets grad_norm where that is asked for. False: the step must not be made."""
+        """Sets grad_norm if it is needed. False: the step must not be made."""
         self._norm = None
         self._grad_scale = grad_scale = getattr(self, "grad_scale", None)
         self._found_inf = getattr(self, "found_inf", None)
@@ -169,13 +169,13 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
             return True  # the kernel decides: the host does not wait for it
         if self._found_inf is not None and float(self._found_inf) != 0.0:
             return False
-        # A parameter without values is refused where the table is made.
+        # Parameters on "meta" are refused when the table is made.
         return self._norm is None or is_fake(norm) or bool(norm.isfinite())
 
     def _call(
         self, attempt: Attempt, numbers: Numbers, params: list[Tensor], gradients: list[Tensor]
     ) -> bool:
-        """A step of the parameters of these numbers, of which `params` are this rank's parts.
+        """A step of the parameters with these numbers; `params` are this rank's parts.
 
         False: the table is stale, and no step was made.
         """
@@ -197,7 +197,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
     def _settings(self, device: torch.device) -> tuple[Tensor, dict]:
         """The operator's settings of all groups, and its options."""
         hyper, device_hyper = self._hyper_tables(device)
-        # Only what is not as the operator has it anyway: every keyword costs dispatch time.
+        # Only values that differ from the defaults: every keyword costs dispatch time.
         options = {}
         if self._needs_noise():
             options["seed"] = self.param_groups[0].get("seed", 0)
@@ -216,7 +216,8 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         return hyper, options
 
     def _refuse_scaler(self) -> None:
-        """A scaler divides ``.grad`` and looks for infinities there: it does not find the sums."""
+        """Refuses a scaler: it divides ``.grad`` and looks for infinities there, not in the
+        sums."""
         for name in ("grad_scale", "found_inf"):
             if getattr(self, name, None) is not None:
                 raise RuntimeError(
@@ -225,7 +226,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
                 )
 
     def _refuse(self, params: list[Tensor], gradients: list[Tensor]) -> None:
-        """Raises for tensors that no step can be made with."""
+        """Raises for tensors that a step cannot use."""
         name = type(self).__name__
         refuse_sparse(name, gradients)
         refuse_freed(name, "gradients", gradients)
@@ -243,10 +244,10 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         local_params: list[Tensor],
         local_gradients: list[Tensor],
     ) -> None:
-        """Makes the step where the table is stale.
+        """Makes the step with a new table.
 
-        Parameters that changed their shape, dtype or memory need another table, and states that lie
-        like them; for parameters or gradients that lie in another order, or with gaps, it works on
+        Parameters that changed their shape, dtype or memory need a new table, and states in their
+        memory order. For parameters or gradients in another order, or with gaps, it works on
         copies.
         """
         table = self._table
@@ -270,7 +271,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Makes every parameter its own master again.
+        """Reseeds every master from its parameter.
 
         Needed only after writes through ``p.data``, which torch does not count; other changes are
         noticed.

@@ -1,4 +1,4 @@
-"""The options that torch's optimizers do not have: what they mean, and their rules."""
+"""The options that torch's optimizers do not have: meaning and rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple, get_type_hints
 import torch
 
 MASTERS = (None, "fp32", "remainder16", "stochastic")
-# As they are kept, by what is accepted for them.
+# Stored values, by accepted argument.
 STATE_DTYPES = {
     None: None,
     torch.float32: torch.float32,
@@ -20,8 +20,8 @@ STATE_DTYPES = {
     "int8": "int8",
 }
 
-# Of the moments of 16-bit parameters, where nothing is asked for: a float32 result whose second
-# moment is rounded to the nearest bfloat16 would come from a moment that stands still.
+# The default for moments of 16-bit parameters: with the second moment rounded to the nearest
+# bfloat16, even a float32 result would come from a moment that stands still.
 DEFAULT_STATE_DTYPES = {
     "fp32": torch.float32,
     "remainder16": torch.float32,
@@ -75,11 +75,11 @@ class Options(NamedTuple):
     ema_dtype: torch.dtype | str | None = None
 
     def checked(self, name: str) -> Options:
-        """As an optimizer keeps them.
+        """The options as an optimizer stores them.
 
         Raises:
             TypeError: one of another type.
-            ValueError: what is not an option.
+            ValueError: an unknown value.
         """
         if self.master not in MASTERS:
             raise ValueError(f"{name}: master must be one of {MASTERS}, got {self.master!r}")
@@ -136,7 +136,7 @@ def constructor(base: type[torch.optim.Optimizer]) -> Callable[..., None]:
 
 
 def state_dtype_of(name: str, state_dtype: torch.dtype | str | None) -> torch.dtype | str | None:
-    """The option as it is kept: a dtype where a string names one."""
+    """The stored option: a dtype if a string names one."""
     if not any(state_dtype == accepted for accepted in STATE_DTYPES):
         raise ValueError(
             f"{name}: state_dtype must be None, torch.float32, torch.bfloat16 or 'int8', "
@@ -146,10 +146,10 @@ def state_dtype_of(name: str, state_dtype: torch.dtype | str | None) -> torch.dt
 
 
 def decay_of(name: str, decay: object) -> float | None:
-    """What an average keeps of itself, as a float; None: there are no averages.
+    """The decay of averages as a float; None: there are no averages.
 
     Raises:
-        TypeError: no number.
+        TypeError: not a number.
         ValueError: one out of range.
     """
     if decay is None:
@@ -165,7 +165,7 @@ def decay_of(name: str, decay: object) -> float | None:
 
 
 def decay_at(name: str, decay: object, step: int) -> float:
-    """What averages keep of themselves in a step.
+    """The decay of averages in a step.
 
     Raises:
         TypeError: a function that returns no number.
@@ -181,7 +181,7 @@ def decay_at(name: str, decay: object, step: int) -> float:
 
 
 def ema_dtype_of(name: str, dtype: torch.dtype | str | None, decay: object) -> str | None:
-    """The option as it is kept: "param", or None for float32."""
+    """The stored option: "param", or None for float32."""
     if dtype not in (None, torch.float32, "float32", "param"):
         raise ValueError(f"{name}: ema_dtype must be None, torch.float32 or 'param', got {dtype!r}")
     if dtype is not None and decay is None:
