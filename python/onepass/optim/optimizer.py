@@ -169,7 +169,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
             return True  # the kernel decides: the host does not wait for it
         if self._found_inf is not None and float(self._found_inf) != 0.0:
             return False
-        # Parameters on "meta" are refused when the table is made.
+        # Parameters without values (fake, "meta") are refused when the table is made.
         return self._norm is None or is_fake(norm) or bool(norm.isfinite())
 
     def _call(

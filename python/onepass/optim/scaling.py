@@ -1,4 +1,4 @@
-"""Who divides scaled gradients by their scale: the step itself, or who clips them before it."""
+"""Unscaling of gradients: by the step itself, or by a trainer that clips them before it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 class StepUnscales:
     """``_step_supports_amp_scaling``: whether steps take scaled gradients and their scale.
 
-    `torch.amp.GradScaler.step` asks this and is told yes: it sets ``grad_scale``, and the step
-    divides in its one pass. Trainers that clip gradients ask it too (Lightning), and unscale before
-    only if told no; with yes they refuse to clip. They are told yes for ``fused=True`` alone, as of
-    torch's optimizers. torch's constructors then set an attribute of the instance, which hides this
-    one; so may a user.
+    `torch.amp.GradScaler.step` reads this and gets True: it sets ``grad_scale``, and the step
+    divides in its one pass. Trainers that clip gradients read it too (Lightning): they unscale
+    first only if it is False, and refuse to clip if it is True. They get True for ``fused=True``
+    alone, as with torch's optimizers. torch's constructors then set an attribute of the instance,
+    which hides this one; a user may do so too.
 
-    Accelerate puts a function of its own in the place of ``step`` while the scaler steps, and takes
-    a step for skipped, so that schedulers wait, if that was not called. The scaler is told no then,
-    and calls it for finite gradients alone.
+    Accelerate replaces ``step`` by its own function while the scaler steps, and counts the step as
+    skipped, so that schedulers wait, if that was not called. The scaler gets False then, and calls
+    it only for finite gradients.
 
-    Gradients that `fused_accumulate` takes are where no scaler finds them. The scaler is told yes
-    then by every optimizer: what it hands over is what the step can refuse.
+    A scaler does not find gradients that `fused_accumulate` takes. Then every optimizer answers
+    True: so the step receives the scale, and can refuse it.
     """
 
     def __init__(self, divides: bool = True):
-        self._divides = divides  # the step, given a scale
+        self._divides = divides  # the step divides, given a scale
 
     def __get__(self, optimizer: torch.optim.Optimizer | None, owner: type | None = None):
         if optimizer is None:

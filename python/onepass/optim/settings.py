@@ -1,4 +1,4 @@
-"""The settings of parameter groups that were loaded: what torch's constructors refuse."""
+"""Checks of loaded group settings, as in torch's constructors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def number(value: object) -> float | None:
 
 
 def check_settings(name: str, groups: Sequence[dict]) -> None:
-    """Raises where a step would go wrong.
+    """Raises for settings that a step cannot use.
 
     Raises:
-        TypeError: a setting that is no number, or no pair of them.
+        TypeError: a setting that is not a number, or not a pair of numbers.
         ValueError: one out of range.
     """
     for index, group in enumerate(groups):
@@ -58,7 +58,7 @@ def check_settings(name: str, groups: Sequence[dict]) -> None:
 
 
 def _two(name: str, what: str, values: object) -> list:
-    """Those of two settings that are not None."""
+    """The settings, of two, that are not None."""
     if not isinstance(values, tuple | list) or len(values) != 2:
         raise TypeError(f"{name}: {what} must be two numbers, got {values!r}")
     return [value for value in values if value is not None]

@@ -1,4 +1,4 @@
-"""Which states each parameter has, in which dtypes, and how they come into being."""
+"""The states of each parameter, their dtypes, and their construction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StateOptimizer(torch.optim.Optimizer):
 
     _algorithm: int  # of onepass._ops.optimizer.ALGORITHMS
     _is_linear = False  # in parameters and gradients, so that parts of a sum can be stepped
-    _counts_steps = False  # what a step does depends on their number, so a checkpoint must have it
+    _counts_steps = False  # steps depend on their number, so a checkpoint must have it
     _lr_is_in_updates = False  # and so no setting of the operator
     _has_second_moment = False  # which has no sign, and is rounded stochastically
 
@@ -42,14 +42,14 @@ class StateOptimizer(torch.optim.Optimizer):
     """0-dim tensor, the gradients' global norm in the last step, unscaled and before clipping;
     None without max_grad_norm."""
 
-    # ---- what a subclass says --------------------------------------------------------------------
+    # ---- overridden by subclasses ----------------------------------------------------------------
 
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
         """The states that a parameter of `group` has, in the order of csrc/ops/optimizer.h."""
         raise NotImplementedError
 
     def _shapes(self, param: Tensor) -> dict[str, tuple[int, ...]]:
-        """The states that a parameter has beside those, which the operator does not know."""
+        """Further states of a parameter, which the operator does not know."""
         return {}
 
     def _hyper(self, group: dict) -> _ops.Hyper:
@@ -78,7 +78,7 @@ class StateOptimizer(torch.optim.Optimizer):
     # ---- construction ----------------------------------------------------------------------------
 
     def _accept(self, options: Options, settings: dict) -> None:
-        """Keeps the options that torch does not have; before torch's constructor.
+        """Stores the options that torch does not have; called before torch's constructor.
 
         Raises:
             ValueError, RuntimeError: an option out of range, a setting that is not there.
@@ -96,7 +96,7 @@ class StateOptimizer(torch.optim.Optimizer):
         self._reset()
 
     def _reset(self) -> None:
-        """Forgets what is derived from the state."""
+        """Drops everything derived from the state."""
         self._places = Places()
         self._table: Table | None = None
         self._hidden_steps: dict[Tensor, Tensor] = {}
@@ -109,10 +109,10 @@ class StateOptimizer(torch.optim.Optimizer):
 
     def _complete_groups(self) -> None:
         """Puts the count of averages, and the key of the noise of stochastic rounding, into the
-        group dicts, where there are any.
+        group dicts, if needed.
 
-        Derived from `torch.initial_seed()`, so that it follows `manual_seed` and takes nothing from
-        the random stream of the user's model.
+        The key is derived from `torch.initial_seed()`, so it follows `manual_seed` and draws
+        nothing from the random stream of the user's model.
         """
         if self.ema_decay is not None:
             self.defaults[EMA_STEPS] = 0
@@ -128,8 +128,7 @@ class StateOptimizer(torch.optim.Optimizer):
             group.setdefault("seed", seed)
 
     def _warn_of_stalls(self, params: Sequence[Tensor], group: dict) -> None:
-        """Says of what is rounded to nearest that it is known to stand still; as Python's warnings
-        do, once."""
+        """Warns that states rounded to nearest are known to stall; once, by Python's rule."""
         narrow = {p.dtype for p in params if p.is_floating_point() and p.dtype.itemsize == 2}
         if self.master is not None or not narrow:
             return
@@ -146,14 +145,14 @@ class StateOptimizer(torch.optim.Optimizer):
         )
 
     def _rounds_second_moment_to_nearest(self, group: dict) -> bool:
-        """Of 16-bit parameters without a master."""
+        """Whether second moments of 16-bit parameters without a master are rounded to nearest."""
         return self._has_second_moment and self.state_dtype is None
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict) -> None:
-        """As torch's, with what the options ask of parameters."""
+        """As torch's, with the options' checks of parameters."""
         if not isinstance(param_group, dict):
-            return super().add_param_group(param_group)  # which says so
+            return super().add_param_group(param_group)  # which raises
         add, before, count = super().add_param_group, dict(param_group), len(self.param_groups)
 
         def work() -> None:
@@ -198,7 +197,7 @@ class StateOptimizer(torch.optim.Optimizer):
     # ---- states ----------------------------------------------------------------------------------
 
     def _moment_dtype(self, param: Tensor, group: dict) -> torch.dtype | str:
-        """Of a new moment."""
+        """The dtype of a new moment."""
         if param.dtype is torch.float64:
             return param.dtype
         if self.state_dtype is None:
@@ -228,15 +227,15 @@ class StateOptimizer(torch.optim.Optimizer):
         return expected
 
     def _ema_dtype(self, param: Tensor) -> torch.dtype:
-        """Of a new average."""
+        """The dtype of a new average."""
         narrow = param.dtype.itemsize == 2 and self.ema_dtype != "param"
         return torch.float32 if narrow else param.dtype
 
     def _complete_states(self, params: Sequence[Tensor], groups: Sequence[dict]) -> None:
-        """Makes what the states of these parameters lack, in as few buffers as possible."""
+        """Makes missing states of these parameters, in as few buffers as possible."""
         requests: list[Request] = []
         fresh: set[Tensor] = set()  # without a step of momentum
-        to_encode: list[tuple[dict, str, Tensor]] = []  # put there by someone in another dtype
+        to_encode: list[tuple[dict, str, Tensor]] = []  # put there from outside in another dtype
         for param, group in zip(params, groups, strict=True):
             expected = self._expected(param, group)
             entry = self.state[param] if expected else self.state.get(param, {})
@@ -271,7 +270,7 @@ class StateOptimizer(torch.optim.Optimizer):
             if request.key == "master":
                 masters.begin(request.param, self.state[request.param])
         for request in requests:
-            if request.key == EMA:  # averages begin with what is averaged
+            if request.key == EMA:  # averages begin with the parameter
                 entry = self.state[request.param]
                 local(entry[EMA]).copy_(masters.value(request.param, entry))
         for entry, key, value in to_encode:

@@ -1,4 +1,4 @@
-"""The tables that steps hand to the operator: where states lie, and the settings of all groups."""
+"""The tables that steps pass to the operator: the places of states, and all groups' settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LR = Hyper._fields.index("lr")
 
 
 class TableOptimizer(StateOptimizer):
-    """Makes the tables, and says whether they still hold."""
+    """Makes the tables, and checks whether they are current."""
 
     def _is_current(self, table: Table, numbers: Numbers, device: torch.device) -> bool:
         """Whether these are the settings and states that the table was made for."""
@@ -56,7 +56,7 @@ class TableOptimizer(StateOptimizer):
         )
 
     def _kinds(self) -> list[tuple[str, ...]]:
-        """What each group has for each element, but for masters."""
+        """The states of each group per element, without masters."""
         averages = () if self.ema_decay is None else (EMA,)
         return [(*self._moment_keys(group), *averages) for group in self.param_groups]
 
@@ -128,7 +128,7 @@ class TableOptimizer(StateOptimizer):
         return table
 
     def _check_entry(self, number: int, param: Tensor, entry: dict, keys: Sequence[str]) -> None:
-        """Every state must lie like its parameter; one that someone replaced may not."""
+        """Checks that every state has its parameter's memory order: a replaced one may not."""
         name, here = type(self).__name__, local(param)
         for key in (*keys, "master", "remainder"):
             value = entry.get(key)
@@ -144,7 +144,7 @@ class TableOptimizer(StateOptimizer):
                 entry[key] = made
 
     def _decay(self, group: dict) -> float:
-        """Of this step's averages; the first one is the parameter."""
+        """The decay of this step's averages; the first average is the parameter."""
         before = group.get(EMA_STEPS, 0)
         if before == 0:
             return 0.0
@@ -164,7 +164,7 @@ class TableOptimizer(StateOptimizer):
             rows = tuple([row._replace(ema_decay=self._decay(group)) for row, group in pairs])
         known, table, device_table = self._hyper_tables_held
         if rows != known or (device_table is None) != (device.type == "cpu"):
-            # Should an interrupt arrive from here on, the next step writes them anew.
+            # If an interrupt arrives from here on, the next step writes them again.
             self._hyper_tables_held = None, table, device_table
             table = torch.tensor(rows, dtype=torch.float64)
             device_table = on_device(table, device, device_table)
@@ -172,6 +172,6 @@ class TableOptimizer(StateOptimizer):
         if device_table is not None and not self._lr_is_in_updates:
             for number, group in enumerate(self.param_groups):
                 if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu":
-                    # Without a word to the host.
+                    # Without a copy to the host.
                     device_table[number, LR].copy_(group["lr"].squeeze())
         return table, device_table

@@ -1,7 +1,7 @@
-"""The frame of optimizers whose update of a parameter depends on all of it: norms, means, products.
+"""The frame of optimizers whose update depends on a whole parameter: norms, means, products.
 
-The update comes from torch's operations; what is done with it, and that a step is made whole or not
-at all, is the operator's and this file's. An optimizer is its formula (`FormulaOptimizer._update`).
+torch's operations compute the update. The operator applies it, and this file makes a step complete
+or undone. An optimizer is its formula (`FormulaOptimizer._update`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from onepass.optim.scaling import StepUnscales
 
 
 class UpdateOptimizer(FlatOptimizer):
-    """Base of the optimizers that hand updates to the operator instead of gradients."""
+    """Base of the optimizers that pass updates to the operator instead of gradients."""
 
     # The last part of a step: param - lr (update + weight_decay param).
     _algorithm = ALGORITHMS["SGD"]
-    # torch.amp.GradScaler unscales before the step, which it skips where there are infinities.
+    # torch.amp.GradScaler unscales before the step, and skips it if there are infinities.
     _step_supports_amp_scaling = StepUnscales(divides=False)
     _takes_codes = False  # moments in 8 bits
 
@@ -44,7 +44,7 @@ class UpdateOptimizer(FlatOptimizer):
     def _measure_norm(self, params, gradients, are_sharded: bool) -> bool:
         makes = super()._measure_norm(params, gradients, are_sharded)
         if makes and self._norm is not None and self._norm.device.type != "cpu":
-            return bool(self._norm.isfinite())  # states have no kernel that could decide it
+            return bool(self._norm.isfinite())  # no kernel could decide it for these states
         return makes
 
     def _updates(
@@ -54,10 +54,11 @@ class UpdateOptimizer(FlatOptimizer):
         groups: Sequence[dict],
         gradients: Sequence[Tensor],
     ) -> list[Tensor]:
-        """The updates, laid like the parameters; the attempt learns what else changes.
+        """The updates, in the parameters' memory order; further changes are recorded in the
+        attempt.
 
         Args:
-            params: DTensors where they are.
+            params: DTensors if they are sharded.
             gradients: this rank's parts.
         """
         raise NotImplementedError
@@ -81,7 +82,7 @@ class UpdateOptimizer(FlatOptimizer):
         groups: Sequence[dict],
         gradients: Sequence[Tensor],
     ) -> list[Tensor]:
-        """`_updates`, and gradients set to zeros after them where that is asked for."""
+        """`_updates`, and then gradients set to zeros if that is requested."""
         self._refuse_unlike(params, gradients)
         with torch.autocast(gradients[0].device.type, enabled=False):
             updates = self._updates(attempt, params, groups, gradients)
@@ -95,7 +96,7 @@ class UpdateOptimizer(FlatOptimizer):
 
     @staticmethod
     def _options_of_updates(options: dict) -> dict:
-        """Without what is about gradients."""
+        """The options without those about gradients."""
         theirs = ("max_norm", "norm", "zero_gradients")
         return {key: value for key, value in options.items() if key not in theirs}
 
@@ -111,7 +112,7 @@ class UpdateOptimizer(FlatOptimizer):
         refuse_freed(name, "params", params)
 
     def _factor(self) -> Factor:
-        """What gradients are multiplied by to clip them; None: they are within the limit."""
+        """The factor that clips gradients; None: they are within the limit."""
         if self._norm is None:
             return None
         factor = (self.max_grad_norm / (self._norm + 1e-6)).clamp(max=1.0)
@@ -121,7 +122,7 @@ class UpdateOptimizer(FlatOptimizer):
 
 
 class Values(NamedTuple):
-    """What a formula is given of one parameter, in the dtype of the arithmetic."""
+    """The inputs of a formula for one parameter, in the dtype of the arithmetic."""
 
     param: Tensor  # the float32 master, where there is one
     gradient: Tensor  # clipped; its sign turned to maximize
@@ -134,7 +135,7 @@ class Values(NamedTuple):
 class FormulaOptimizer(UpdateOptimizer):
     """Base of the optimizers that are a formula of one parameter's tensors.
 
-    A subclass says which states a parameter has (`_shapes`) and what an update is (`_update`). The
+    A subclass defines the states of a parameter (`_shapes`) and the update (`_update`). The
     states are float32, float64 beside float64 parameters, and written after the operator has run.
     """
 
@@ -145,8 +146,8 @@ class FormulaOptimizer(UpdateOptimizer):
         raise NotImplementedError
 
     def _update(self, values: Values) -> tuple[Tensor, dict[str, Tensor]]:
-        """(update, the states after the step): param - lr update - lr weight_decay param is made
-        with the lr and weight_decay of `_hyper`. Changes nothing that it is given."""
+        """(update, the states after the step): the operator computes param - lr update - lr
+        weight_decay param with the lr and weight_decay of `_hyper`. Does not change its inputs."""
         raise NotImplementedError
 
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
@@ -190,7 +191,7 @@ class FormulaOptimizer(UpdateOptimizer):
         updates, written = [], []
         for param, group, gradient in zip(params, groups, gradients, strict=True):
             entry, dtype = self.state[param], _arithmetic(param)
-            # Sums go by the order of elements in memory: let that be one.
+            # Sums depend on the order of elements in memory: make it always the same.
             gradient = gradient.to(dtype).contiguous()
             if factor is not None:
                 gradient = gradient * factor
@@ -216,7 +217,8 @@ def _arithmetic(param: Tensor) -> torch.dtype:
 
 
 def laid_as(param: Tensor, update: Tensor) -> Tensor:
-    """An update in its parameter's memory order, or in a row if that has gaps: itself or a copy."""
+    """An update in its parameter's memory order, or contiguous if that has gaps; itself or a
+    copy."""
     strides = strides_of(param)
     if update.stride() == strides:
         return update

@@ -1,10 +1,10 @@
-"""`onepass profile-swap`: each kind of swap alone, on one model: the time and memory it buys.
+"""`onepass profile-swap`: each kind of swap alone, on one model: the time and memory it saves.
 
 The steps are those of `onepass compare`, and so are the model, the text and ``--model``. One model
 takes turns: before each step, untimed, its modules get the classes of the next variant, so that all
-variants have the same weights at the same addresses. What is slower than stock alone is left out of
-one more variant, and that is timed against stock and the whole swap: what a kind costs alone need
-not be what leaving it out gains. See :mod:`onepass.profile_swap.measure`.
+variants have the same weights at the same addresses. Kinds that are slower than stock alone are
+left out of one more variant, which is timed against stock and the whole swap: the cost of a kind
+alone need not equal the gain of leaving it out. See :mod:`onepass.profile_swap.measure`.
 
 ``--json`` writes one object; keys are added in later versions, never changed:
 

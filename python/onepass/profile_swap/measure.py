@@ -1,9 +1,9 @@
-"""Steps of one model in turn: stock, all kinds swapped, each kind alone; and what to leave out.
+"""Steps of one model in turn: stock, all kinds swapped, each kind alone; and kinds to leave out.
 
 Rounds and ratios are those of `onepass.compare.measure`. There every variant is a model of its own;
 here the classes of one model's modules change from step to step, which takes no more memory than a
-single model however many kinds there are. The weights move on by every step, whichever variant made
-it: for the time that a step takes they need not be the same.
+single model however many kinds there are. The weights change in every step of any variant: equal
+weights are not needed for timing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NONE_OF_IT = "the model has nothing of this kind"
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the swaps that were tried; `kinds` is None for stock."""
+    """One of the measured swaps; `kinds` is None for stock."""
 
     kinds: tuple[str, ...] | None
     modules: int  # that changed
@@ -45,12 +45,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to swap; see `advise`."""
+    """The kinds to swap; see `advise`."""
 
     keep: tuple[str, ...]
     leave_out: tuple[str, ...]
     memory: tuple[str, ...]  # kept, slower than stock alone, and save memory
-    ratio: Interval | None = None  # of the swap of what is kept against that of all
+    ratio: Interval | None = None  # of the swap of kept kinds against that of all
 
     @property
     def proven(self) -> bool:
@@ -59,7 +59,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Profile:
-    """The variants at one dropout probability; None is what --model brings."""
+    """The variants at one dropout probability; None with --model."""
 
     dropout: float | None
     items_per_batch: int
@@ -134,7 +134,7 @@ def profile(workload, settings: Settings, advance: Callable[[], None]) -> Profil
     """Measures every kind alone on a workload.
 
     Raises:
-        BadInput: the swap takes nothing of the model.
+        BadInput: the swap takes no module of the model.
     """
     peaks = functools.partial(memory.peaks_of_steps, dropout=workload.dropout, settings=settings)
     torch.manual_seed(settings.seed)
@@ -170,7 +170,7 @@ def profile(workload, settings: Settings, advance: Callable[[], None]) -> Profil
 
 
 def _kinds(model: torch.nn.Module, settings: Settings) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Kinds of which something would be swapped, and the others with the reason."""
+    """Kinds for which a module would be swapped, and the others with the reason."""
     present, absent = [], {}
     for kind in settings.kinds or KINDS:
         report = onepass.swap(model, kinds=kind, dry_run=True)
@@ -183,9 +183,9 @@ def _kinds(model: torch.nn.Module, settings: Settings) -> tuple[tuple[str, ...],
 
 
 def advise(kinds: Sequence[str], timing: Timing, peak_bytes: dict[str, int]) -> Advice:
-    """What to leave out: the kinds that are slower than stock alone, by the whole interval.
+    """Leaves out the kinds that are slower than stock alone, by the whole interval.
 
-    One that lowers the peak by WORTH of stock's is kept all the same, and named.
+    A kind that lowers the peak by WORTH of stock's is kept anyway, and named.
     """
     slower = [k for k in kinds if verdict(timing.ratio(of_kinds((k,)), STOCK)) is False]
     least = (1 - WORTH) * peak_bytes[STOCK]

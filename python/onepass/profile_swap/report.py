@@ -25,7 +25,7 @@ _WORDS = {True: "pays", False: "slower", None: "no difference"}
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that a run of `onepass profile-swap` found out."""
+    """All results of a run of `onepass profile-swap`."""
 
     settings: Settings
     machine: dict
@@ -100,7 +100,7 @@ def _gains(profile: Profile) -> bool:
 
 
 def sentence(profile: Profile) -> str:
-    """What to leave out, and how sure that is."""
+    """The kinds to leave out, and how certain that is."""
     advice = profile.advice
     out = _listed(advice.leave_out)
     if not _gains(profile):
@@ -182,7 +182,7 @@ def _table(profile: Profile) -> Table:
 
 
 def footer(result: Result) -> list[str]:
-    """Where, with what and how; the last line repeats the run."""
+    """Machine, software and method; the last line repeats the run."""
     settings = result.settings
     lines = []
     if settings.quick:

@@ -81,7 +81,7 @@ def scaled(branch: Tensor, column_scale=None, row_scale=None) -> Tensor:
     """row_scale * column_scale * branch: LayerScale and DropPath.
 
     column_scale has the shape of the last dimensions, row_scale a factor for each index of the
-    first one. What has the factor 0 is 0, whatever the branch holds.
+    first one. Elements with factor 0 are 0, whatever the branch holds.
     """
     if column_scale is not None:
         branch = branch * column_scale

@@ -52,8 +52,8 @@ def statistics(
     softcap: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """What the operator keeps: of each row, (2, rows), its maximum and the factor of
-    exp(x - maximum) in its gradient, 0 where it is ignored; and the sum of the targets' weights."""
+    """The statistics that the operator keeps: for each row, (2, rows), its maximum and the factor
+    of exp(x - maximum) in its gradient, 0 if it is ignored; and the sum of the targets' weights."""
     x = _softcapped(input, softcap)
     ignored = target == ignore_index
     _, of_target = _of_target(x, target, weight, ignored)
@@ -108,7 +108,7 @@ def _softcapped(input: Tensor, softcap: float) -> Tensor:
 def _of_target(
     x: Tensor, target: Tensor, weight: Tensor | None, ignored: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Each row's class, 0 where it is ignored, and the weight of that."""
+    """Each row's class, 0 if it is ignored, and the weight of the class."""
     index = target.masked_fill(ignored, 0)
     return index, x.new_ones(target.shape) if weight is None else weight.to(x.dtype)[index]
 

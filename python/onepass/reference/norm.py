@@ -104,8 +104,8 @@ def gated_add(branch, residual, gate, normalized_shape, row_scale=None):
 
 
 def for_rows(scale, x, normalized_shape):
-    """A scale (batch, *normalized_shape) with x's dimensions; others have them, or are of all
-    rows."""
+    """A scale (batch, *normalized_shape), given x's dimensions; other scales have them already, or
+    belong to all rows."""
     if scale.dim() == x.dim() or tuple(scale.shape) == _shape(normalized_shape):
         return scale
     ones = (1,) * (x.dim() - scale.dim())

@@ -1,4 +1,4 @@
-"""The definition of rotary embedding, after norms of rows or without: what models compose too."""
+"""The definition of rotary embedding, with or without norms of rows, as models compose it."""
 
 from __future__ import annotations
 
