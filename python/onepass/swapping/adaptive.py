@@ -1,10 +1,10 @@
 """diffusers' adaptive norms: a norm without parameters, and scale and shift that a linear layer
 makes of a conditioning. Found by class and parts, proven with numbers.
 
-`FORMS` has the forward of each class once more, with one call in the place of
+`FORMS` repeats the forward of each class, with one call in place of
 ``self.norm(x) * (1 + scale[:, None]) + shift[:, None]``. The proof runs the class's own forward
 beside it, on the CPU with the module's norm and small linear layers, and compares outputs and
-gradients: of a version of diffusers whose forward is another one nothing is swapped. Nothing here
+gradients: if another version of diffusers has another forward, nothing is swapped. Nothing here
 imports diffusers.
 """
 
@@ -87,7 +87,7 @@ def _composed(norm: nn.Module, x, scale, shift):
 
 
 def _fused(norm: nn.Module, x, scale, shift):
-    """In one pass, where the composition's result has the dtype and shape of x."""
+    """In one pass, if the composition's result has the dtype and shape of x."""
     kind = kind_of(norm)
     if (
         kind is None
@@ -107,10 +107,10 @@ def _fused(norm: nn.Module, x, scale, shift):
 
 
 class AdaptiveForward(Swapped):
-    """Forward of an adaptive norm that was proven to be the form that its spec names.
+    """Forward of an adaptive norm that was proven to be the form in its spec.
 
     Conditionings go through the module's own parts, with their hooks and adapters. Its norm is
-    called as a module where it has hooks, and where the result would have another dtype.
+    called as a module if it has hooks, or if the result would have another dtype.
     """
 
     _onepass_spec: AdaptiveSpec
@@ -132,8 +132,8 @@ class Adaptive(NamedTuple):
 
 
 def kind_of(norm: nn.Module | None) -> NormKind | None:
-    """What a norm without parameters computes; None of one that has some, or hooks, or is of
-    another class."""
+    """The kind of a norm without parameters; None for one with parameters or hooks, or of another
+    class."""
     if norm is None or norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
         return None
     if any(parameter is not None for parameter in norm._parameters.values()):
@@ -147,7 +147,7 @@ def kind_of(norm: nn.Module | None) -> NormKind | None:
 
 
 class _None:
-    """In the place of a class that diffusers does not have."""
+    """A stand-in for a class that this diffusers does not have."""
 
     forward = None
 
@@ -161,7 +161,7 @@ def _is_torchs(norm: nn.Module) -> bool:
 
 
 def form_of(module: nn.Module) -> str | Because | None:
-    """The name of its form, or the reason why a class of diffusers has none; None of others."""
+    """The name of a module's form, or why a class of diffusers has none; None for other classes."""
     source = sys.modules.get(_SOURCE)
     if source is None:
         return None
@@ -175,7 +175,7 @@ def form_of(module: nn.Module) -> str | Because | None:
 
 
 def obstacle(module: nn.Module) -> Because | None:
-    """Why a module that has a form cannot be swapped; None if nothing does."""
+    """Why a module that has a form cannot be swapped; None if it can."""
     if getattr(module, "chunk_dim", 1) != 1:
         return Reason.ONE_MODULATION.because()
     norm = module._modules.get("norm")
@@ -198,7 +198,7 @@ _MOST_ERROR = 1e-5
 
 
 class _Given(nn.Module):
-    """In the place of an embedding: returns the same tensor for every input."""
+    """A stand-in for an embedding: returns the same tensor for every input."""
 
     def __init__(self, value: Tensor):
         super().__init__()
@@ -261,14 +261,14 @@ def _with(run, modulate: Modulate):
 
 
 def _exact(norm: nn.Module, x, scale, shift):
-    """In float64, of the rounded results of the other parts: their rounding is not tested."""
+    """In float64, from the rounded results of the other parts: their rounding is not tested."""
     x, scale, shift = x.double(), scale.double(), shift.double()
     kind = kind_of(norm)
     return reference.modulated(x, (scale.shape[-1],), scale, shift, norm.eps, kind=kind)
 
 
 def _results(module, form, dtype, seed, forward) -> list[Tensor]:
-    """Outputs of a forward on a twin with a small linear layer, and gradients of what goes in."""
+    """Outputs of a forward on a twin with a small linear layer, and gradients of its inputs."""
     random = torch.Generator().manual_seed(22 + seed)
 
     def normal(*shape: int) -> Tensor:
@@ -295,6 +295,6 @@ def _results(module, form, dtype, seed, forward) -> list[Tensor]:
         upstream = [normal(*y.shape).to(y.dtype) for y in outputs]
         leaves = [x, linear.bias]  # a bias has the gradient of one number of scale or shift
         return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
-    except Exception as error:  # anything may happen in foreign code; all of it is a reason
+    except Exception as error:  # foreign code may raise anything: each is a reason
         text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
         raise probe.Refused(f"fails on small layers: {text}") from None

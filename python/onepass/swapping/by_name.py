@@ -1,8 +1,8 @@
-"""Attention that modules take by a name in their config: what `swap` does by way of the package
-that keeps the names.
+"""Attention that modules take by a name in their config, swapped through the package that defines
+the names.
 
-That is transformers. Neither it nor its integration here is imported unless the model may come from
-it: nothing can be in a model that nobody imported.
+That package is transformers. Neither it nor its integration is imported unless the model may come
+from it: a model cannot hold classes of a package that was not imported.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def is_attached(module: nn.Module) -> bool:
 def plan_swap(
     model: nn.Module, wanted: Sequence[tuple[Found, bool]], kept: Sequence[Found]
 ) -> tuple[dict[int, str], list[Edit], set[int]]:
-    """(why a wanted module stays as it is, by id; the edits for the others; ids of those that the
-    user's word made the difference for).
+    """(why a wanted module stays as it is, by id; the edits for the others; ids of those that were
+    swapped only because the user vouched for them).
 
     Args:
         wanted: (module, whether the user vouches for it).
@@ -58,7 +58,7 @@ def plan_swap(
 
 def plan_unswap(model: nn.Module, found: list[Found]) -> tuple[list[Edit], list[Found]]:
     """The edits that undo a swap, and the modules that they change."""
-    models = sys.modules.get(_MODELS)  # who has not imported it has attached nothing
+    models = sys.modules.get(_MODELS)  # not imported: nothing is attached
     edits = [] if models is None else models.plan_unswap(model)
     configs = {id(edit.owner) for edit in edits}
     return edits, [item for item in found if edits and _is_served(item.module, configs)]

@@ -1,10 +1,10 @@
 """Whether a module's own forward calls `F.scaled_dot_product_attention`, `F.linear` or
 `F.cross_entropy`, by its code.
 
-Nothing is run. From the forward, whatever it names is looked up where Python would find it: in its
-globals, on the module and its class, in its closure and defaults. Functions found there are read
-the same way, a few calls deep, so that helpers, decorators, aliases and processor objects are seen
-through. Submodules are not: each of them is asked by itself.
+Nothing is run. Every name in the forward is looked up where Python would find it: in its globals,
+on the module and its class, in its closure and defaults. Functions found there are read the same
+way, a few calls deep, so that helpers, decorators, aliases and processor objects are followed.
+Submodules are not followed: each is examined separately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHECKPOINT_FUNCTIONS = (
     torch.utils.checkpoint.checkpoint,
     torch.utils.checkpoint.checkpoint_sequential,
 )
-# By kind, functions recognised by their value alone: submodules have these names too.
+# By kind, functions recognised by their value only, since submodules may have these names.
 _FUNCTIONS = {"linear": (F.linear,), "loss": (F.cross_entropy, nn.CrossEntropyLoss)}
 _FORWARDS = {"linear": nn.Linear.forward, "loss": nn.CrossEntropyLoss.forward}  # by super()
 _NAMES = {function.__name__ for functions in _FUNCTIONS.values() for function in functions}
@@ -58,7 +58,7 @@ class Calls(NamedTuple):
 
 
 def calls_of(module: nn.Module) -> Calls:
-    """The calls that the forward of this module reaches by itself, without its submodules."""
+    """The calls that the forward of this module reaches, without its submodules."""
     forward = inspect.getattr_static(type(module), "forward")
     found: set[str] = set()
     pending = [(function, module, _DEPTH) for function in _functions(forward)]
@@ -78,8 +78,8 @@ def calls_of(module: nn.Module) -> Calls:
 
 
 def _classified(function: types.FunctionType, name: str, values: list) -> set[str]:
-    """The field of `Calls` that a name in a function stands for: by what it is; failing that,
-    as an attribute of something that cannot be known here (F, or what a call returned), by itself.
+    """The field of `Calls` for a name in a function: by its value; or, as an attribute of an object
+    that is unknown here (F, or the result of a call), by the name.
     """
     values = [_undecorated(value) for value in values if value is not function]
     if any(value is F.scaled_dot_product_attention for value in values):
@@ -104,8 +104,8 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
 
 
 def _reads(function: types.FunctionType) -> set[str]:
-    """The kinds of `_FUNCTIONS` of which some expression in the code is one, whatever its modules
-    are called there."""
+    """The kinds of `_FUNCTIONS` that some expression in the code evaluates to, under any module
+    alias."""
     names, variables = _names(function.__code__), function.__globals__
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     local = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
@@ -120,7 +120,7 @@ def _reads(function: types.FunctionType) -> set[str]:
 def _values(code: types.CodeType, variables: dict, local: dict) -> Iterator[object]:
     """The objects that the code reads: globals, imports, and attributes of modules among these.
 
-    Instructions are read in their order: one that is not known here ends an expression.
+    Instructions are read in order; an unknown one ends an expression.
     """
     value = package = None
     for instruction in dis.get_instructions(code):
@@ -150,7 +150,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _named(function: types.FunctionType, owner) -> Iterator[tuple[str, list]]:
-    """Every name in a function's code, with what it may mean."""
+    """Every name in a function's code, with its possible values."""
     code = function.__code__
     variables = function.__globals__
     names = _names(code)
@@ -168,7 +168,7 @@ def _named(function: types.FunctionType, owner) -> Iterator[tuple[str, list]]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Globals and attributes that code uses, that of functions defined in it included."""
+    """Globals and attributes that code uses, including code of functions defined in it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -177,7 +177,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _attributes(owner, name: str, inherited: bool) -> list:
-    """The objects that `owner.name` may mean; of a base class overridden definitions too."""
+    """The possible values of `owner.name`, including overridden definitions of base classes."""
     attributes = getattr(owner, "__dict__", {})
     values = [attributes[name]] if name in attributes else []
     for cls in type(owner).__mro__:
@@ -189,7 +189,8 @@ def _attributes(owner, name: str, inherited: bool) -> list:
 
 
 def _callee(value, owner) -> tuple[object, object]:
-    """(what runs when value is called, whose attributes it sees), (None, None) for a module."""
+    """(function that runs when value is called, owner of its attributes); (None, None) for a
+    module."""
     value = _undecorated(value)
     if isinstance(value, (nn.Module, types.ModuleType, type)):
         return None, None
@@ -207,8 +208,8 @@ def _undecorated(value):
 
 
 def _functions(value) -> Iterator[types.FunctionType]:
-    """The function in a descriptor and those it wraps, but for those of torch, and of onepass that
-    call what they stand for."""
+    """The function in a descriptor and those it wraps, except torch's, and onepass's that call the
+    function that they replace."""
     value = _undecorated(value)
     if isinstance(value, property):
         value = value.fget

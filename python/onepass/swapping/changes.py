@@ -1,9 +1,9 @@
-"""Changes to a model, noted before the first of them is made.
+"""Changes to a model, recorded before the first of them is made.
 
-Ctrl-C raises between any two bytecodes. So a call lists all its edits, a journal notes what they
-will replace, and only then are they made; whatever ends the call before it returns, the journal
-sets back what it noted. That is one call into C for all edits, which no signal divides, and doing
-it again changes nothing.
+Ctrl-C raises between any two bytecodes. So a call lists all its edits, a journal records the old
+values, and only then are the edits made. If the call ends before it returns, the journal restores
+the old values. That is a single call into C for all edits, which no signal can divide, and it is
+idempotent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Edit(NamedTuple):
 
     def make(self) -> None:
         if self.name == "__class__":
-            self.owner.__class__ = self.value  # unlike `setting`, it asks the owner's __setattr__
+            self.owner.__class__ = self.value  # unlike `setting`, it calls the owner's __setattr__
         else:
             self.setting(self.value)()
 
@@ -61,7 +61,7 @@ class Journal:
         return [edit.owner for edit, _ in self._noted if edit.name == name]
 
     def undo(self) -> None:
-        """Sets back the edits that were made, but those that were replaced since."""
+        """Undoes the edits that were made, except those that were replaced since."""
         settings = [
             edit.setting(before)
             for edit, before in reversed(self._noted)
@@ -70,13 +70,13 @@ class Journal:
         collections.deque(map(operator.methodcaller("__call__"), settings), maxlen=0)
 
     def forget(self) -> None:
-        """The edits stay."""
+        """Keeps the edits."""
         self._noted = []
 
 
 @contextlib.contextmanager
 def in_force(edits: Sequence[Edit]) -> Iterator[None]:
-    """The edits are made for the block."""
+    """Makes the edits for the block."""
     journal = Journal()
     try:
         try:
@@ -85,4 +85,4 @@ def in_force(edits: Sequence[Edit]) -> Iterator[None]:
         finally:
             journal.undo()
     finally:
-        journal.undo()  # an interrupt may have kept the first call of it from beginning
+        journal.undo()  # an interrupt may have prevented the first call

@@ -2,7 +2,7 @@
 
 torch's own classes have importable counterparts here. Every other class gets a subclass made on
 demand, (forward of onepass, original class), which pickles as "the original, then swapped". All
-carry the original's `__name__`: other libraries choose modules by class name.
+have the original's `__name__`, because other libraries choose modules by class name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Swapped:
     __prepare_scriptable__ = refuse_script
 
     def __init_subclass__(cls, **_):
-        """Ends here: registering subclasses is not meant for a class of the same name."""
+        """Stops here, so that parents which register subclasses do not see this class."""
 
 
 class LayerNormForward(Swapped):
@@ -90,7 +90,7 @@ class LinearForward(Swapped):
 
 
 class Conv1DForward(Swapped):
-    """Of transformers' Conv1D, a linear layer whose weight lies transposed: GPT-2's."""
+    """For transformers' Conv1D, a linear layer with a transposed weight (GPT-2)."""
 
     _onepass_to = {"linear": "onepass.functional.linear"}
 
@@ -127,7 +127,8 @@ class ProvenForward(Swapped):
 
 
 class ForeignNormForward(ProvenForward):
-    """Forward of a norm that the probe accepted; whatever was not proven runs the original."""
+    """Forward of a norm that the probe accepted; combinations that were not proven run the
+    original."""
 
     _onepass_out_dtypes: dict[tuple[torch.dtype, torch.dtype], torch.dtype]
     _onepass_autocast_dtypes: dict[tuple, torch.dtype]
@@ -153,14 +154,14 @@ class ForeignNormForward(ProvenForward):
         )[0]
 
     def _onepass_is_small(self, input: Tensor) -> bool:
-        """Whether the original computes faster: those that subclass torch's layer norm call it."""
+        """Whether the original is faster: subclasses of torch's layer norm call it."""
         return issubclass(self._onepass_original, nn.LayerNorm) and small_calls.norm_is_small(input)
 
     def _onepass_under_autocast(self, input: Tensor, weight: Tensor) -> torch.dtype:
-        """The original's output dtype: what a device's autocast does to it only the device knows.
+        """The original's output dtype under a device's autocast, found by running it.
 
-        It is asked with a row of ones. Compiled graphs drop the question, since only its dtype is
-        used, and get no cache, whose filling would be a side effect.
+        It runs on a row of ones. Compiled graphs drop that call, since only its dtype is used, and
+        have no cache, since filling it would be a side effect.
         """
         device = input.device.type
         key = (device, torch.get_autocast_dtype(device), input.dtype, weight.dtype)
@@ -179,7 +180,7 @@ class GatedForward(ProvenForward):
     """Forward of a gated feed-forward block that was proven to be one.
 
     Its linear layers are called as modules, with their hooks and adapters; the module of the
-    activation, which holds nothing, is not.
+    activation, which has no state, is not called.
     """
 
     def _onepass_compute(self, input):
@@ -197,7 +198,7 @@ class GatedForward(ProvenForward):
 
 
 def _gated(gate: Tensor, up: Tensor | None, **options) -> Tensor:
-    """Modes that profile or count see a call of this name."""
+    """Named so that profiling and counting modes see a call of this name."""
     ours = onepass.functional.gated_activation
     if not torch.compiler.is_compiling() and has_torch_function((gate, up)):
         return handle_torch_function(ours, (gate, up), gate, up, **options)
@@ -226,7 +227,7 @@ class EncoderLayerForward(Swapped):
 
 
 class DecoderLayerForward(Swapped):
-    """Its parts make the difference: torch has no way past them, and the forward is torch's."""
+    """The forward is torch's, since torch always calls the parts, which are swapped."""
 
     _onepass_to = {"attention": "onepass.nn.TransformerDecoderLayer"}
 
@@ -234,16 +235,16 @@ class DecoderLayerForward(Swapped):
 class Calls(Swapped):
     """Runs the original's forward with its calls of torch's functions redirected.
 
-    `make_class` is told which calls, of `REDIRECTED`, and adds the forward: it has the original's
-    signature. Of "loss_function", the function that a model of transformers has for its loss, it
-    adds that property instead. Functions that rotate are named by their specs, and so is a head,
-    for which it adds a property of its name.
+    `make_class` gets the calls, of `REDIRECTED`, and adds the forward with the original's
+    signature. For "loss_function", the loss of a model of transformers, it adds that property
+    instead. Functions that rotate are given by their specs, and so is a head, for which it adds a
+    property with its name.
     """
 
     _onepass_spec: tuple[Call, ...]
 
 
-# The function that is called instead of torch's: those of a forward, by kind, and of "loss".
+# The functions that replace torch's in a forward, by kind, and in "loss".
 REDIRECTED = {
     "attention": "onepass.functional.scaled_dot_product_attention",
     "linear": "onepass.functional.linear",
@@ -266,7 +267,7 @@ def _name(call: Call) -> str:
 
 
 class _Redirection(TorchFunctionMode):
-    """In force, it redirects functions on this thread; torch's namespace stays as it is."""
+    """While active, it redirects functions on this thread; torch's namespace does not change."""
 
     def __init__(self, kinds: list[str]):
         super().__init__()
@@ -292,7 +293,7 @@ class _Redirection(TorchFunctionMode):
 
 
 def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
-    """Onepass's attention, or torch's where onepass does not compute it."""
+    """onepass's attention, or torch's for calls that onepass does not compute."""
     taken = (
         all(map(is_plain, (query, key, value)))
         and not is_a(attn_mask, "torch.nn.attention.bias", "CausalBias")  # a rule, not a mask
@@ -304,7 +305,7 @@ def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
 
 
 def _multiply(input, weight, bias=None) -> Tensor:
-    """Onepass's products, or torch's where these gain nothing; modes that profile or count see a
+    """onepass's products, or torch's if ours would not gain; profiling and counting modes see a
     call of this name."""
     arguments = (input, weight, bias)
     if not is_plain(input) or any(map(has_products, arguments)) or not linear_gains(*arguments):
@@ -325,8 +326,8 @@ def _cross_entropy(
     reduction="mean",
     label_smoothing=0.0,
 ) -> Tensor:
-    """Onepass's loss, or torch's where that gains nothing; modes that profile or count see a call
-    of this name."""
+    """onepass's loss, or torch's if ours would not gain; profiling and counting modes see a call of
+    this name."""
     named = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     arguments = (input, target, weight)
     is_usual = size_average is None and reduce is None and is_plain(input)
@@ -340,7 +341,7 @@ def _cross_entropy(
 
 
 def with_redirected_loss(function, *args, **named):
-    """function(*args, **named), its calls of F.cross_entropy being redirected."""
+    """function(*args, **named) with its calls of F.cross_entropy redirected."""
     with _Redirection(["loss"]):
         return function(*args, **named)
 
@@ -356,8 +357,8 @@ def attend_visibly(
     enable_gqa: bool = False,
     **terms,
 ) -> Tensor:
-    """Our attention, or torch's on a GPU that is left to it; modes that profile or count see a call
-    of this name, as of torch's."""
+    """Our attention, or torch's on a GPU that is left to torch; profiling and counting modes see a
+    call of this name, as of torch's."""
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if (
         query.is_cuda
@@ -477,17 +478,17 @@ def _rebuild(recipe: tuple, make, args: tuple):
     return module
 
 
-# Made classes by their originals. A class lives as long as something has it: neither a model that
-# is gone nor the user's class, which its swapped class refers to, is kept alive.
+# Made classes by their originals. A class lives as long as something refers to it: neither a
+# deleted model nor the user's class, to which its swapped class refers, is kept alive.
 _MADE: WeakKeyDictionary[type, WeakValueDictionary] = WeakKeyDictionary()
 
 
 def make_class(original: type, forward: type[Swapped], spec: Spec | None = None) -> type:
-    """The class of a swapped `original`: the same for the same arguments while anything has it.
+    """The class of a swapped `original`: the same for the same arguments while it is alive.
 
     Args:
-        spec: of a `ForeignNormForward` the norm, of an `AdaptiveForward` its form, of a
-            `GatedForward` the block; of `Calls`, which of `REDIRECTED` and which functions that
+        spec: for a `ForeignNormForward` the norm, for an `AdaptiveForward` its form, for a
+            `GatedForward` the block; for `Calls` the members of `REDIRECTED` and the functions that
             rotate, sorted by their text.
 
     Raises:
@@ -543,7 +544,7 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
 
 
 def is_swapped(cls: type) -> bool:
-    """Whether cls was made by `swap`; a subclass put on top of such a class was not."""
+    """Whether cls was made by `swap`; a subclass of such a class was not."""
     return "_onepass_original" in cls.__dict__
 
 
@@ -554,17 +555,17 @@ _ATTENTION_DEVICES = frozenset(
 
 
 def _is_for_attention(input: Tensor) -> bool:
-    """Whether attention may be given this tensor: distributed ones, and those on a device that has
-    no kernels in this build, run the original."""
+    """Whether attention takes this tensor: distributed tensors, and those on a device without
+    kernels in this build, run the original."""
     if isinstance(input, torch.fx.Proxy):
         return False
     return input.device.type in _ATTENTION_DEVICES and not hasattr(input, "device_mesh")
 
 
 def _elsewhere(module: nn.Module, original, input, *args, **named):
-    """Runs the original's forward; where torch.fx traces, later.
+    """Runs the original's forward; while torch.fx traces, records a call of the module instead.
 
-    A traced graph calls the swapped module as a whole, as it would call one of torch's own.
+    So a traced graph calls the swapped module as a whole, as it would call one of torch's own.
     """
     if not isinstance(input, torch.fx.Proxy):
         return original(module, input, *args, **named)

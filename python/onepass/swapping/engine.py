@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def _all_or_nothing(work: Callable[Concatenate[Journal, Given], Result]) -> Callable[Given, Result]:
-    """`work` with a journal of its own, which is undone if anything raises."""
+    """`work` with its own journal, which is undone if anything raises."""
 
     @functools.wraps(work)
     def call(*args: Given.args, **options: Given.kwargs) -> Result:
@@ -57,23 +57,22 @@ def swap(
 ) -> Report:
     """Makes a model run on onepass's operators, in place.
 
-    Modules change their class, and configs of transformers the name of the attention that they
-    hold, and nothing else: parameters, hooks, state_dict keys, tied and shared modules, training
-    flags stay the same objects. Swap before `torch.compile`, before
-    `fully_shard`, before or after `DistributedDataParallel`. A file that `torch.save` writes of the
-    whole model needs onepass to be loaded; a state_dict does not. Calling it again changes nothing
-    that is swapped already.
+    Modules change their class, and configs of transformers their attention's name; nothing else
+    changes: parameters, hooks, state_dict keys, tied and shared modules, training flags stay the
+    same objects. Swap before `torch.compile`, before `fully_shard`, before or after
+    `DistributedDataParallel`. A whole model saved by `torch.save` needs onepass to load; a
+    state_dict does not. Another call changes nothing that is already swapped.
 
-    Attention is torch's own modules; modules whose forward calls `F.scaled_dot_product_attention`,
-    as their code says, or diffusers' `dispatch_attention_fn`: the former is redirected while such a
+    Attention covers torch's own modules; modules whose code calls `F.scaled_dot_product_attention`
+    or diffusers' `dispatch_attention_fn` in the forward: the former is redirected while such a
     forward runs, in its thread, and nowhere else; and modules of transformers that take attention
     by the name in their config, which becomes "onepass" for all modules that share a config
-    (`onepass.integrations.transformers.attach` does that alone). Calls of `F.linear` are
-    redirected likewise, in modules that hold a weight and whose code makes them; and calls of
+    (`onepass.integrations.transformers.attach` does that alone). Calls of `F.linear` are redirected
+    likewise, in modules that hold a weight and whose code makes them; and calls of
     `F.cross_entropy`, in language models. The `loss_function` of transformers' models is ours too.
-    Gated feed-forward blocks are found by their parts and proven, as norms are; and so are the
-    functions with arguments cos and sin that rotate query and key: the forward that calls one gets
-    a copy that calls ours.
+    Gated feed-forward blocks are found by their parts and tested numerically, as norms are; and so
+    are functions with arguments cos and sin that rotate query and key: the forward that calls one
+    is replaced by a copy that calls ours.
 
     Args:
         model: any module; it may itself be a norm.
@@ -81,24 +80,24 @@ def swap(
             and "loss"; None: all.
             Linear layers (transformers' Conv1D, and modules that call F.linear) are swapped where
             torch is slow at their products: on a CPU in bfloat16 without AVX-512, in float16, and
-            in float32 if it is AMD's. The others keep their class, as a note says, or, where kinds
-            holds "linear", the list of what was skipped. The projections of nn.MultiheadAttention
-            go with attention.
+            in float32 if it is AMD's. The others keep their class, which a note says, or, if kinds
+            holds "linear", the list of skipped modules. The projections of nn.MultiheadAttention
+            belong to attention.
         include, exclude: globs on fully qualified names (`*.mlp.*`); exclude wins. A module shared
             under several names is included by any and excluded by any of them.
-        filter_fn: asked last, `filter_fn(module, name)`; False keeps the module as it is.
+        filter_fn: called last, `filter_fn(module, name)`; False keeps the module unchanged.
         force: globs on names of modules that you vouch for: norms that the probe refuses are
-            computed by the formula nearest to them; subclasses of torch's dropout and attention by
-            the forward of torch's class; models of transformers whose eager attention alone
-            transformers vouches for. The report names them; let its `verify` compare.
-        dry_run: report what would be done, change nothing.
+            computed by the nearest formula; subclasses of torch's dropout and attention by the
+            forward of torch's class; models for which transformers supports only eager attention by
+            ours. The report names them; let its `verify` compare.
+        dry_run: report the planned changes, change nothing.
         strict: raise if a candidate is refused, or if an explicitly passed kind matches no module.
             Linear layers that gain nothing count as matched.
-        probe: prove norms, feed-forward blocks and functions that rotate, which are of unknown
-            origin, numerically and swap those that pass. False skips all that are not forced.
+        probe: test norms, feed-forward blocks and rotating functions of other libraries
+            numerically and swap those that pass. False skips all that are not forced.
         lazy_logits: models of transformers compute the loss of a training step without their
             logits, by `onepass.functional.linear_cross_entropy`. `output.logits` is then a tensor
-            that computes itself when it is read; once the weights have changed (after
+            that is computed when it is read; once the weights have changed (after
             `optimizer.step()`), reading it raises. With kind "loss".
 
     Returns:
@@ -154,15 +153,15 @@ def swap(
 @_all_or_nothing
 def unswap(journal: Journal, model: nn.Module) -> list[str]:
     """Gives every swapped module of a model its original class back, and configs of transformers
-    the name of the attention that they held before `swap`.
+    their former attention's name.
 
     Returns:
         The fully qualified names of the modules that changed.
 
     Raises:
         TypeError: model is not a module.
-        RuntimeError: the model was sharded or parametrized after the swap: its modules have other
-            classes by now. If anything raises, the model is as it was.
+        RuntimeError: the model was sharded or parametrized after the swap: its modules now have
+            other classes. If anything raises, the model is as it was.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
@@ -187,9 +186,9 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def swapped(model: nn.Module, **options) -> Iterator[Report]:
-    """`with swapped(model) as report:` swaps for the block, and restores whatever ends it.
+    """`with swapped(model) as report:` swaps for the block, and restores the model at its end.
 
-    Takes `swap`'s options. Modules that were swapped before stay so.
+    Takes `swap`'s options. Modules that were swapped before stay swapped.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
@@ -206,14 +205,15 @@ def swapped(model: nn.Module, **options) -> Iterator[Report]:
             _check_end(journal, model)
             journal.undo()
     finally:
-        journal.undo()  # an interrupt may have kept the first call of it from beginning
+        journal.undo()  # an interrupt may have prevented the first call
 
 
 def begin(model: nn.Module, **options) -> tuple[Report, Callable[[], None]]:
-    """`swapped` for those who have no block: the report, and a call that restores.
+    """`swapped` without a block: returns the report, and a function that restores.
 
     Raises:
-        RuntimeError: by the call, as `unswap`: the modules have other classes by now, and stay so.
+        RuntimeError: from the function, as `unswap`: the modules now have other classes, and keep
+            them.
     """
     journal = Journal()
     try:
@@ -230,7 +230,7 @@ def begin(model: nn.Module, **options) -> tuple[Report, Callable[[], None]]:
 
 
 def _check_end(journal: Journal, model: nn.Module) -> None:
-    """Lets the edits stay, and raises, if their modules have other classes by now."""
+    """Raises, and keeps the edits, if their modules now have other classes."""
     modules = journal.owners("__class__")
     found = {id(item.module): item for item in walk(model)} if modules else {}
     try:

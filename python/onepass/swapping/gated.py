@@ -1,8 +1,8 @@
-"""Someone else's gated feed-forward blocks: found by their parts, proven with numbers.
+"""Gated feed-forward blocks of other libraries: found by their parts, proven with numbers.
 
 A block is `down(activation(gate(x)) * up(x))`, or `down` of the two halves of one projection. The
-proof runs the module's own forward, on the CPU in float64, with small linear layers in the place of
-its own, and compares it with every activation that onepass has: what computes, casts or drops
+proof runs the module's own forward, on the CPU in float64, with small linear layers in place of its
+own, and compares it with every activation that onepass has: a forward that computes, casts or drops
 anything else differs by far more than float64's rounding.
 """
 
@@ -21,12 +21,12 @@ from onepass.reference import gate as reference
 from onepass.swapping import probe
 from onepass.swapping.specs import GatedSpec
 
-_IN, _HIDDEN, _OUT = 5, 7, 6  # of the small layers: no two may be confused
+_IN, _HIDDEN, _OUT = 5, 7, 6  # of the small layers: all different, to tell them apart
 _MOST_ERROR = 1e-12  # relative to the largest number; float64 rounds at 1e-16
 
 
 class Parts(NamedTuple):
-    """The submodules of a module that may be a block."""
+    """The submodules of a module that may be a gated block."""
 
     linears: tuple[str, ...]
     activation: str | None  # None: forward calls a function
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
 
 def parts(module: nn.Module, argument: str | None) -> Parts | None:
-    """The parts of a module that is built like a gated block; None if it is not.
+    """The parts of a module with the structure of a gated block; None for others.
 
     Two linear layers, or three, of sizes that fit, and at most one module beside them, without
     parameters. Adapters around linear layers are linear layers.
@@ -59,7 +59,7 @@ def _is_linear(part: nn.Module | None) -> bool:
 
 
 def _roles(module: nn.Module, found: Parts) -> Iterator[tuple[str, str | None, str]]:
-    """(gate, up, down) of which the sizes fit; up is None for one projection of both halves."""
+    """(gate, up, down) with fitting sizes; up is None for one projection of both halves."""
     sizes = {
         name: (module._modules[name].in_features, module._modules[name].out_features)
         for name in found.linears
@@ -130,14 +130,14 @@ class _Trial:
         state = torch.get_rng_state()
         try:
             self.outputs = [type(module).forward(twin.train(on), x) for on in (True, False)]
-        except Exception as error:  # anything may happen in foreign code; all of it is a reason
+        except Exception as error:  # foreign code may raise anything: each is a reason
             text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
             raise probe.Refused(f"fails on small layers: {text}") from None
         if not torch.equal(torch.get_rng_state(), state):
             raise probe.Refused("draws random numbers")
 
     def specs(self) -> Iterator[GatedSpec]:
-        """The blocks that give these outputs."""
+        """The specs of blocks that give these outputs."""
         orders = (False, True) if self.up is None else (False,)
         for activation, gate_last in itertools.product(reference.ACTIVATIONS, orders):
             hidden = reference.gated_activation(self.gate, self.up, activation, gate_last)

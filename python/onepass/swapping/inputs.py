@@ -1,4 +1,4 @@
-"""Which tensors and devices the operators take."""
+"""The tensors and devices that the operators take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 from onepass._ops.differentiation import are_transforms_active
 
-_OF_KIND = {"dropout": "norm", "mlp": "gate"}  # families, where kinds have other names
+_OF_KIND = {"dropout": "norm", "mlp": "gate"}  # families whose kinds have other names
 
 
 def has_kernels(device: str, kind: str = "norm") -> bool:
@@ -23,9 +23,9 @@ def has_kernels(device: str, kind: str = "norm") -> bool:
 
 def is_plain(input: Tensor) -> bool:
     """Whether the operators take this tensor: nested and distributed ones run the original, and so
-    do forward-mode differentiation and transforms of torch.func that are compiled.
+    do forward-mode differentiation and compiled transforms of torch.func.
 
-    `nn.TransformerEncoder` is what hands out nested tensors, in eval with a padding mask.
+    `nn.TransformerEncoder` makes nested tensors in eval mode with a padding mask.
     """
     if forward_ad._current_level >= 0:
         return False

@@ -72,14 +72,15 @@ _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
 def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
-    """How a module relates to the given kinds, None if not at all: the first of `matches`."""
+    """The relation of a module to the given kinds, None if there is none: the first of
+    `matches`."""
     return next(iter(matches(module, kinds)), None)
 
 
 def matches(module: nn.Module, kinds: tuple[str, ...]) -> list[Match]:
-    """One of norm, attention and dropout at most; and rotary, linear and loss, as a forward may
-    call a function that rotates, F.linear and F.cross_entropy too."""
-    if isinstance(module, torch.jit.ScriptModule):  # its Python class says nothing
+    """At most one of norm, attention and dropout; and rotary, linear and loss, as a forward may
+    also call a rotating function, F.linear and F.cross_entropy."""
+    if isinstance(module, torch.jit.ScriptModule):  # its Python class does not show its code
         return []
     if isinstance(module, classes.Swapped):
         changed = [kind for kind in kinds if kind in module._onepass_to]
@@ -208,7 +209,7 @@ def _mlp(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | Non
 
 
 def is_called_mlp(module: nn.Module) -> bool:
-    """Whether its class has the name of a feed-forward block, gated or not."""
+    """Whether its class is named like a feed-forward block, gated or not."""
     return bool(_MLP_NAME.search(type(module).__name__))
 
 
@@ -234,7 +235,7 @@ def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
     elif not isinstance(module, nn.Linear):
         return _linear_calls(module, calls())
     elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return None  # attention of torch's reads its weight alone
+        return None  # torch's attention reads its weight directly
     else:
         original, forward = nn.Linear, classes.LinearForward
     if not isinstance(getattr(module, "weight", None), torch.Tensor):
@@ -246,7 +247,7 @@ def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
 
 
 def _linear_calls(module: nn.Module, reached: callsites.Calls) -> Match | None:
-    """Of a module that calls F.linear with weights of its own."""
+    """The match of a module that calls F.linear with its own weights."""
     weights = small_calls.linear_weights(module)
     if parametrize.is_parametrized(module):
         weights += small_calls.matrices(module.parametrizations.parameters())
@@ -279,8 +280,8 @@ def _loss(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
 
 
 def _as_fast(weights: list[torch.Tensor], small: bool = False) -> Because | None:
-    """Why torch's products with these are as fast, small ones too; None if those with one of them
-    are not."""
+    """Why torch's products with these weights are as fast, small ones too; None if those with one
+    of them are slower."""
     for weight in weights:
         device = weight.device.type
         torchs = f"products on {device}"
@@ -304,7 +305,7 @@ _RULES = {
 
 
 def _structure(module: nn.Module) -> Structure | Because:
-    """The names of a norm's parts, or the reason why this is not built like one."""
+    """The names of a norm's parts, or why this does not have a norm's structure."""
     buffers = [name for name, buffer in module._buffers.items() if buffer is not None]
     if buffers:
         return Reason.BUFFERS.because(", ".join(buffers))
@@ -366,7 +367,7 @@ def _holds_tensor(value) -> bool:
 
 
 def obstacle_to(module: nn.Module, kind: str) -> Because | None:
-    """Why a module of a known class cannot be swapped all the same; None if nothing does."""
+    """Why a module of a known class still cannot be swapped; None if it can."""
     cls = type(module)
     if "forward" in vars(module):
         return Reason.INSTANCE_FORWARD.because()

@@ -1,4 +1,4 @@
-"""The notes of a report: changes beyond speed, and things to look at."""
+"""The notes of a report: changes beyond speed, and things to check."""
 
 from __future__ import annotations
 

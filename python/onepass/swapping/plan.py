@@ -44,12 +44,12 @@ class Plan:
         found: every module of the model.
         classes: the classes to be set.
         named: the edits that give modules onepass's attention by name.
-        refused: entries of candidates that cannot be swapped, as under `strict`.
-        forced: names of modules that are swapped by the user's word alone.
-        unproven: (name of a module that is swapped, why a function that it calls stays).
-        as_fast: the reasons of linear layers that would gain nothing.
+        refused: entries of candidates that cannot be swapped, for `strict`.
+        forced: names of modules that are swapped only because the user vouched for them.
+        unproven: (name of a swapped module, why a function that it calls is not replaced).
+        as_fast: the reasons of linear layers that would not gain.
         list_as_fast: whether the report lists these as skipped.
-        lazy_logits: whether heads of models of transformers are to return lazy logits.
+        lazy_logits: whether heads of models of transformers shall return lazy logits.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Plan:
                 return
 
     def _is_replaced(self, module: nn.Module) -> bool:
-        """Whether it gets a forward that is not its own."""
+        """Whether it gets another forward."""
         change = self.classes[-1] if self.classes else None
         return (
             change is not None
@@ -136,7 +136,7 @@ class Plan:
             verdict = self._block(module, match.structure)
             if isinstance(
                 verdict, str
-            ):  # its parts are of sizes that fit, and it is something else
+            ):  # its parts have fitting sizes, but it is no block
                 if matchers.is_called_mlp(module):
                     self._unknown.append((item, match.kind, verdict))
                 return
@@ -149,7 +149,7 @@ class Plan:
             return
         as_fast = match.reason is not None and match.reason.kind is Reason.AS_FAST
         calls = match.named or match.kind in matchers.BESIDE or match.forward is classes.Calls
-        calls = calls and match.kind != "rotary"  # those of the modules in it stay as they are
+        calls = calls and match.kind != "rotary"  # calls of the modules in it stay unchanged
         if calls and not as_fast:
             self._kept[match.kind][id(module)] = item.names[0]
         if as_fast:
@@ -194,7 +194,7 @@ class Plan:
     def _target(
         self, item: Found, match: matchers.Match
     ) -> tuple[type[nn.Module] | None, Because | None]:
-        """(the class to swap to, None), or (None, the reason for refusing); fills the verdicts."""
+        """(the class to swap to, None), or (None, the reason for refusing); records verdicts."""
         module, forced = item.module, self._choice.forces(item)
         if item.wrapped:
             return None, item.wrapped[0]
@@ -239,8 +239,8 @@ class Plan:
             return None, Reason.NO_SUBCLASS.because(error)
 
     def _head(self, model: nn.Module) -> list[HeadSpec]:
-        """Of a model of transformers, if its logits can wait; a head that has to make them at once
-        is listed."""
+        """The head of a model of transformers, if its logits can be lazy; other heads are
+        listed."""
         from onepass.integrations.transformers import lazy_logits
 
         name = lazy_logits.head_name(model)
@@ -285,7 +285,7 @@ class Plan:
         return self._judged(key, Reason.ROTARY, lambda: rotary_proof.prove(called, sizes))
 
     def _judged(self, key: tuple, reason: Reason, prove: Callable[[], Verdict | str]):
-        """The verdict on a configuration, proven once; a text is why there is none."""
+        """The verdict on a configuration, proven once; a text is the reason of a refusal."""
         if key not in self._verdicts:
             found = prove()
             self._verdicts[key] = reason.told(found) if isinstance(found, str) else found
@@ -305,7 +305,8 @@ class Plan:
         self._wanted = [pair for pair in self._wanted if id(pair[0].module) not in reasons]
 
     def _leave_around_kept(self) -> None:
-        """Refuses to redirect calls where those of a module that must keep its own would be too."""
+        """Refuses to redirect calls if that would also redirect those of a module that must keep
+        its."""
         for kind, kept in self._kept.items():
             around = {}
             for change in self.classes[::-1]:  # children first
@@ -326,7 +327,7 @@ class Plan:
             ]
 
     def _list_unknown(self) -> None:
-        """Those that hold no other module of their kind which is listed."""
+        """Lists unknown modules, except those that hold a listed module of their kind."""
         for item, kind, reason in self._unknown:
             parts = (part for part in item.module.modules() if part is not item.module)
             if not any((id(part), kind) in self._listed for part in parts):
@@ -339,7 +340,7 @@ class Plan:
 
     def _skip(self, item: Found, reason: Because) -> dict[str, str]:
         entry = _refusal(item, reason)
-        if entry not in self.report.skipped[-1:]:  # one for both kinds of its calls
+        if entry not in self.report.skipped[-1:]:  # one entry for both kinds of its calls
             self.report.skipped.append(entry)
         return entry
 

@@ -1,12 +1,12 @@
-"""The numeric proof that someone else's norm is one that onepass computes.
+"""The numeric proof that a norm of another library is one that onepass computes.
 
 A twin of the module, with random weights, without hooks and on the CPU, is run next to the four
 formulas that the fused operator knows (RMS or layer norm, weight or 1 + weight), in 2-D, 3-D and
-4-D, on inputs of unit size, of the size of sqrt(eps) (which shows where eps stands) and large ones,
-output and all gradients. Two things are asked of every case:
+4-D, on inputs of unit size, of the size of sqrt(eps) (which shows the place of eps) and large ones,
+output and all gradients. Every case must satisfy two conditions:
 
-1. The original is the formula: its error against float64 is of the size that the same formula has
-   in plain PyTorch. Another formula is off by 1e-3 or more, another order of roundings by 1e-6.
+1. The original is the formula: its error against float64 is as large as that of the same formula in
+   plain PyTorch. Another formula is off by 1e-3 or more, another order of roundings by 1e-6.
 2. onepass is not worse: the rule of `onepass.numerics` with the original as the base.
 
 float32 and bfloat16 must pass. Other dtype combinations are tried as well, and those that pass join
@@ -43,7 +43,7 @@ _SLACK = {torch.float32: 8.0, torch.float64: 8.0, torch.bfloat16: 2.0, torch.flo
 
 
 # Leading sizes of the 2-D, 3-D and 4-D inputs; and how many numbers a gradient of the weight must
-# have, pooled over them and repeated draws, so that its largest error says something.
+# have, pooled over them and repeated draws, so that its largest error is meaningful.
 _ROWS = ((5,), (2, 3), (2, 1, 3))
 _POOLED = 512
 _MOST_REPEATS = 16
@@ -63,7 +63,7 @@ class Refused(Exception):
 
 def probe(module: nn.Module, structure: Structure, *, forced: bool = False) -> NormSpec | str:
     """The formula of `module`, or the reason why it is not swapped. If it is forced, the nearest
-    formula counts, and every combination of dtypes that both run.
+    formula, with every combination of dtypes that both run.
 
     The module is only read: its tensors, gradients and hooks, and torch's random state, stay as
     they are.
@@ -238,7 +238,7 @@ class _Probe:
             return self._gradients(forward, input, weight, bias, dy)
         except Refused:
             raise
-        except Exception as error:  # anything may happen in foreign code; all of it is a reason
+        except Exception as error:  # foreign code may raise anything: each is a reason
             text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
             dtypes = f"{_dtype_name(input.dtype)} input, {_dtype_name(weight.dtype)} weight"
             raise Refused(f"fails on a {input.dim()}-D {dtypes}: {text}") from None
@@ -266,7 +266,7 @@ class _Probe:
                 y = reference.rms_norm(
                     input, (self.cols,), weight, self.eps, weight_offset=self.weight_offset
                 )
-                return y if bias is None else y + bias  # known, to be refused by its name
+                return y if bias is None else y + bias  # a known form, refused by name
             return reference.layer_norm(
                 input, (self.cols,), weight + self.weight_offset, bias, self.eps
             )
@@ -295,7 +295,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """A deep copy without tensors and hooks (whose copies might drag a whole model along)."""
+    """A deep copy without tensors and hooks (hooks could copy a whole model)."""
     try:
         twin = type(module).__new__(type(module))
         nn.Module.__init__(twin)
@@ -309,7 +309,7 @@ def twin(module: nn.Module) -> nn.Module:
 
 
 def attributes(module: nn.Module) -> dict[str, tuple]:
-    """Fields of an instance other than tensors and torch's own; by value where they have one."""
+    """Fields of an instance other than tensors and torch's own; by value if they have one."""
     return {
         name: (type(value).__name__, repr(value) if _is_value(value) else str(id(value)))
         for name, value in vars(module).items()
@@ -329,7 +329,7 @@ def _is_value(value) -> bool:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Neither the caller's modes reach the probe, nor the probe's draws the caller."""
+    """Isolates the probe from the caller's modes, and the caller from the probe's random draws."""
     with (
         _one_thread(),
         torch.random.fork_rng(devices=[]),
@@ -343,7 +343,7 @@ def isolated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """The inputs are small, and on a busy machine every parallel region waits for its turn."""
+    """One thread: the inputs are small, and on a busy machine parallel regions wait."""
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -33,7 +33,7 @@ class Reason(enum.Enum):
     EXCLUDED = "excluded by {!r}"
     FILTERED = "filter_fn returned False"
 
-    # Its class, by its looks.
+    # Its class and structure.
     NO_HEAD = "its logits are made at once: it is a {}, not a torch.nn.Linear"
     HOOKS_OF_HEAD = "its logits are made at once: it has hooks"
     NOT_A_CHILD = "its logits are made at once: the layer that makes them is no child of the model"
@@ -86,7 +86,7 @@ class Reason(enum.Enum):
     NO_SUBCLASS = "its class cannot be subclassed: {}"
     HOLDS_KEPT = "holds {!r}, which keeps its {} as it is"
 
-    # In the words of the probe and of the integrations, which name figures and versions.
+    # Texts of the probe and of the integrations, which name figures and versions.
     OLD_DEVICE = "its device is too old"
     PROBE = "the probe refuses it"
     BLOCK = "the proof of its block fails"
@@ -99,5 +99,5 @@ class Reason(enum.Enum):
         return Because(self, self.value.format(*values))
 
     def told(self, text: object) -> Because:
-        """This reason, in the words of who found it."""
+        """This reason, with a text of the code that found it."""
         return Because(self, str(text))

@@ -37,7 +37,7 @@ class Report:
         swapped: dicts with name (fully qualified), from, to, kind.
         skipped: candidates that kept their class; dicts with name, type, reason.
         unknown: modules that look related and have no rule; dicts with name, type, reason.
-        notes: what the swap changes beyond speed, as sentences.
+        notes: changes beyond speed, as sentences.
         dry_run: True if nothing was changed.
 
     Examples:
@@ -67,8 +67,8 @@ class Report:
         }
 
     def summary(self) -> str:
-        """One line for a log: how many modules of each kind were swapped, and which candidates
-        were not, and why."""
+        """One line for a log: the number of swapped modules by kind, and the skipped candidates
+        with reasons."""
         kinds = collections.Counter(entry["kind"] for entry in self.swapped)
         swapped = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
         parts = [self._counts() + (f" ({swapped})" if swapped else "")]
@@ -86,15 +86,15 @@ class Report:
 
         Both runs are in eval mode (dropout off; by `train()` and `eval()`, as a loop would) with
         gradients enabled, from the same random state. The model's gradients, buffers, attributes,
-        training flags and torch's random state are as before afterwards, whatever ends the call;
-        its forward hooks do run. Rows of padding, by `attention_mask` in a batch of keywords, count
+        training flags and torch's random state are restored at the end, also after an error; its
+        forward hooks do run. Rows of padding, by `attention_mask` in a batch of keywords, count
         where the loss sees them.
 
         Args:
-            batch: the model's positional arguments; a single dict, or what a tokenizer returns, is
+            batch: the model's positional arguments; a single dict, or a tokenizer's result, is
                 passed as keywords.
-            loss_fn: takes the model's output and returns a scalar tensor; it and the gradients then
-                decide, where there are any, and what else the model returns is listed. Without it
+            loss_fn: takes the model's output and returns a scalar tensor; it and the gradients, if
+                there are any, then decide, and other outputs are only listed. Without it
                 the loss is the output's `loss`, or the scalar in it, or else a fixed random
                 projection of it, and outputs decide too.
 
@@ -102,8 +102,8 @@ class Report:
             Verification: prints as one line; `ok`, `worst` (name), `padding`, `to_dict()`.
 
         Raises:
-            RuntimeError: the model is on the meta device, or its classes changed meanwhile; the
-                report comes from a dry run, or is a copy.
+            RuntimeError: the model is on the meta device, or its classes have changed; the report
+                is of a dry run, or a copy.
         """
         from onepass.swapping.verify import verify
 
@@ -147,7 +147,7 @@ class Report:
         raise AttributeError(f"a swap report has no attribute {name!r}: {_HINT}")
 
     def __getstate__(self) -> dict:
-        """A copy of a report reads like it, and has no model to verify."""
+        """A copy of a report prints the same, but has no model to verify."""
         return {**vars(self), "_model": None, "_changes": [], "_named": []}
 
 
@@ -156,7 +156,7 @@ def _short(name: str) -> str:
 
 
 def listed(notes: list[str]) -> list[str]:
-    """The lines that print notes, no wider than the terminal; none without any."""
+    """The lines that print notes, no wider than the terminal; none if there are no notes."""
     if not notes:
         return []
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
@@ -171,7 +171,7 @@ def listed(notes: list[str]) -> list[str]:
 
 
 def rows(entries: list[dict[str, str]], columns: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Rows of a printed table: names that differ in their numbers alone share one."""
+    """Rows of a printed table: names that differ only in numbers share one."""
     groups: dict[tuple, list[str]] = {}
     for entry in entries:
         facts = tuple(
@@ -183,7 +183,7 @@ def rows(entries: list[dict[str, str]], columns: tuple[str, ...]) -> list[tuple[
 
 
 def grouped(names: list[str]) -> list[str]:
-    """Names that differ in their numbers alone, as one: "layers.*.norm" for all layers."""
+    """Names that differ only in numbers, as one: "layers.*.norm" for all layers."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_pattern(name), []).append(name)

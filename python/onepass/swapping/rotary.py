@@ -1,10 +1,10 @@
-"""Someone else's functions that rotate query and key: found where a forward calls them, and
+"""Functions of other libraries that rotate query and key: found where a forward calls them, and
 redirected.
 
 Models of transformers call a function of their own file, `apply_rotary_pos_emb(q, k, cos, sin)`.
 It is a global of a forward, so a swapped class gets a copy of the forward whose code reads that one
-global by another name, under which our function lies beside theirs. Nothing else sees that name:
-the module's own functions, other instances and other threads run what they ran before.
+global by another name, which is bound to our function in the same module. Nothing else uses that
+name: the module's own functions, other instances and other threads run as before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Called(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """Those of a module, and the sizes that heads may have."""
+    """The rotating functions of a module, and possible sizes of heads."""
 
     called: tuple[Called, ...]
     sizes: tuple[int, ...]
@@ -57,14 +57,14 @@ def functions(module: nn.Module) -> Functions:
 
 
 def is_decorated(module: nn.Module) -> bool:
-    """Whether the forward that calls such functions is where no copy of it can be put."""
+    """Whether the forward that calls such functions cannot be replaced by a copy."""
     *_, reached = _levels(inspect.getattr_static(type(module), "forward"))
     inner = inspect.unwrap(reached) if isinstance(reached, types.FunctionType) else reached
     return inner is not reached and isinstance(inner, types.FunctionType) and any(_called(inner))
 
 
 def others(module: nn.Module) -> list[str]:
-    """The functions that are called as if they rotated, by other arguments than cos and sin."""
+    """Functions that seem to rotate, but have other arguments than cos and sin."""
     *_, inner = _levels(inspect.getattr_static(type(module), "forward"))
     if not isinstance(inner, types.FunctionType):
         return []
@@ -74,7 +74,7 @@ def others(module: nn.Module) -> list[str]:
 
 
 def _levels(forward) -> Iterator:
-    """A forward, and the function inside it, while that is in a closure, as decorators have it."""
+    """A forward, and repeatedly the function in its closure, as with decorators."""
     yield forward
     while any(cell is not None for cell in _cells(forward)):
         forward = forward.__wrapped__
@@ -82,7 +82,7 @@ def _levels(forward) -> Iterator:
 
 
 def _cells(function) -> list[types.CellType | None]:
-    """Those of its closure that hold the function it wraps, None in the place of others."""
+    """The cells of its closure that hold the wrapped function, None in place of others."""
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(function, types.FunctionType) or not isinstance(inner, types.FunctionType):
         return []
@@ -101,7 +101,7 @@ def _called(forward: types.FunctionType) -> Iterator[Called]:
 
 
 def _parameters(value) -> tuple[inspect.Parameter, ...]:
-    """Those of a function that has cos and sin among them; else none.
+    """The parameters of a function that has cos and sin among them; else none.
 
     Where the package "kernels" is installed, functions of transformers are modules of its own.
     """
@@ -128,7 +128,7 @@ def _sizes(module: nn.Module) -> tuple[int, ...]:
 
 
 def tensors_of(called: Called) -> int | str:
-    """How many of its first parameters are rotated, or why that is not known."""
+    """The number of its first parameters that are rotated, or why it is unknown."""
     names = [parameter.name for parameter in called.parameters]
     count = min(names.index("cos"), names.index("sin"))
     rest = called.parameters[count + 2 :]
@@ -146,7 +146,7 @@ def tensors_of(called: Called) -> int | str:
 
 
 def redirected(forward: types.FunctionType, specs: list[RotarySpec]) -> types.FunctionType:
-    """A copy of a forward that calls ours for the functions that were proven."""
+    """A copy of a forward that calls ours in place of the proven functions."""
     cells = _cells(forward)
     closure = forward.__closure__
     if any(cells):
@@ -191,7 +191,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _reads_alone(code: types.CodeType, name: str) -> bool:
-    """Whether a name stands for a global that is read, and for nothing else."""
+    """Whether a name is only used to read a global."""
     used = all(
         instruction.opname == "LOAD_GLOBAL"
         for instruction in dis.get_instructions(code)
@@ -202,8 +202,8 @@ def _reads_alone(code: types.CodeType, name: str) -> bool:
 
 
 def rotating(function: Callable, spec: RotarySpec) -> Callable:
-    """`function` by our operator, in the calls that were proven and gain: all but small ones that
-    set columns apart (benchmarks/small_calls.py)."""
+    """`function` by our operator, for proven calls that gain: all except small ones that move
+    columns apart (benchmarks/small_calls.py)."""
     layouts = dict(spec.layouts)
     dtypes = {(input, table): output for input, table, output in spec.dtypes}
 
@@ -235,7 +235,7 @@ def rotating(function: Callable, spec: RotarySpec) -> Callable:
 
 
 def _fits(spec: RotarySpec, inputs: list[Tensor], cos: Tensor, sin: Tensor, first: bool) -> bool:
-    """Whether shapes, dtypes and devices are such as were proven and as the operator takes."""
+    """Whether shapes, dtypes and devices were proven and are taken by the operator."""
     query, width = inputs[0], cos.shape[-1]
     rotated, head_dim = width * 2 if spec.form.table == "pairs" else width, query.shape[-1]
     tokens = -3 if first else -2
@@ -261,7 +261,7 @@ def _fits(spec: RotarySpec, inputs: list[Tensor], cos: Tensor, sin: Tensor, firs
 def rotate(
     form: Form, inputs: list[Tensor], cos: Tensor, sin: Tensor, seq_first: bool
 ) -> list[Tensor]:
-    """One or two tensors, rotated; modes that profile or count see a call of our function."""
+    """One or two tensors, rotated; profiling and counting modes see a call of our function."""
     width = cos.shape[-1]
     if form.table == "half":
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]

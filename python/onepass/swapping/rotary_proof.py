@@ -1,11 +1,11 @@
-"""The numeric proof that someone else's function rotates as `rotary_embedding` does.
+"""The numeric proof that a function of another library rotates as `rotary_embedding` does.
 
-The function is called on the CPU in float64 with random numbers for query, key, cos and sin, every
-column of which differs: what pairs columns otherwise, reads another number of cos or sin, or drops
-something, is off by far more than rounding, even by that of float32, in which some compute. The
-calls that run show how it pairs columns, what cos and sin hold, whether columns beyond them stay,
-and where heads and tokens lie. Then two things are asked of every combination of dtypes, as of
-norms (`probe.py`), of results and gradients: the function is that formula, and onepass is not
+The function is called on the CPU in float64 with random numbers for query, key, cos and sin, all
+columns different: a function that pairs other columns, reads another number of cos or sin, or drops
+something is off by far more than rounding, even that of float32, in which some compute. The calls
+that succeed show how it pairs columns, what cos and sin hold, whether columns beyond them stay, and
+the dimensions of heads and tokens. Then every combination of dtypes must satisfy two conditions, as
+for norms (`probe.py`), in results and gradients: the function is that formula, and onepass is not
 worse.
 """
 
@@ -34,11 +34,11 @@ _FORMS = [
 ]
 _UNSQUEEZE = (1, 2)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Relative to the largest number. Some compute in float32 whatever comes, which rounds at 6e-8.
+# Relative to the largest number. Some always compute in float32, which rounds at 6e-8.
 _MOST_ERROR = 1e-6
-_BATCH, _TOKENS, _HEADS = 2, 5, (3, 4)  # no two may be confused
-_SIZE, _POOLED_TOKENS = 16, 65  # whose largest error says something
-# How much further than plain PyTorch they may be from float64: less than another formula would be.
+_BATCH, _TOKENS, _HEADS = 2, 5, (3, 4)  # all different, to tell them apart
+_SIZE, _POOLED_TOKENS = 16, 65  # enough for a meaningful largest error
+# Allowed error against float64, relative to plain PyTorch's: below that of any other formula.
 _SLACK = 8.0
 # Functions that autocast on some device gives another dtype.
 _CAST = {
@@ -113,7 +113,7 @@ class _Proof:
         )
 
     def _find(self, size: int) -> tuple[Form, list[_Layout]]:
-        """How it rotates, and in which layouts."""
+        """Finds its kind of rotation, and its layouts."""
         for form in _FORMS:
             # cos and sin are those of a row of the batch, or of all.
             found = [
@@ -143,8 +143,8 @@ class _Proof:
         dtype: torch.dtype = torch.float64,
         table_dtype: torch.dtype = torch.float64,
     ) -> _Draw:
-        """Tensors with head_dim columns, of which `size` are rotated by cos and sin of as many rows
-        of the batch."""
+        """Tensors with head_dim columns, of which `size` are rotated; cos and sin have that many
+        rows of the batch."""
 
         def normal(dtype: torch.dtype, *shape: int) -> Tensor:
             drawn = torch.randn(shape, generator=self.random, device="cpu", dtype=torch.float64)
@@ -241,12 +241,12 @@ class _Proof:
         return not names & _CAST
 
     def _theirs(self, layout: _Layout, draw: _Draw) -> list[Tensor]:
-        """Their results, and the gradients of the rotated tensors."""
+        """The function's results, and the gradients of the rotated tensors."""
         try:
             return _with_gradients(lambda inputs: self._call(layout, draw, inputs), draw.inputs)
         except Refused:
             raise
-        except Exception as error:  # anything may happen in foreign code; all of it is a reason
+        except Exception as error:  # foreign code may raise anything: each is a reason
             text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
             raise Refused(f"fails: {text}") from None
 

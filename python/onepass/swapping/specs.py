@@ -1,5 +1,5 @@
-"""The facts known of another library's module, by its code and by proof: plain values alone, which
-travel in the pickles of swapped modules."""
+"""Facts about another library's module, from its code and its proof: plain values only, which are
+part of the pickles of swapped modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onepass._ops.norm import NormKind
 
 
 class Structure(NamedTuple):
-    """A module that is built like a norm: the names that the probe needs."""
+    """A module with the structure of a norm: the names that the probe needs."""
 
     weight: str
     bias: str | None
@@ -30,7 +30,7 @@ class NormSpec(NamedTuple):
     argument: str  # name of forward's argument
     # (input dtype, weight dtype, output dtype) of each combination that was proven.
     dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
-    forced: bool = False  # by the user, who vouches for it: nothing was proven
+    forced: bool = False  # the user vouches for it: nothing was proven
 
     def __str__(self) -> str:
         text = "rms_norm" if self.kind == NormKind.RMS else "layer_norm"
@@ -69,7 +69,7 @@ class Form(NamedTuple):
     # What cos and sin hold: a number for each of the "columns", or for each of the "pairs", or
     # numbers for the columns of which the first "half" is read, as those of the pairs.
     table: str = "columns"
-    apart: bool = False  # pairs that were neighbours come out half the width apart: DeepSeek's
+    apart: bool = False  # neighbouring pairs end half the width apart: DeepSeek's
 
 
 class RotarySpec(NamedTuple):
@@ -89,7 +89,7 @@ class RotarySpec(NamedTuple):
 
 
 class HeadSpec(NamedTuple):
-    """The head of a language model whose logits wait until somebody reads them."""
+    """The head of a language model whose logits are computed when they are read."""
 
     name: str  # of the model's child
 

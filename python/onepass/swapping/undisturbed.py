@@ -1,4 +1,4 @@
-"""The state that running a model may change, noted before and put back after."""
+"""The state that running a model may change, recorded before and restored after."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class State:
         self._random_cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def around(self, function: Callable, *args):
-        """`function(*args)`; then everything is put back, whatever ends it.
+        """Runs `function(*args)`; then restores everything, also after an error.
 
-        Twice: an interrupt that comes while it is put back is followed by the other time.
+        Twice, so that after an interrupt during the first restore there is a second one.
         """
         try:
             try:
@@ -82,13 +82,13 @@ class State:
             self.restore()
 
     def restore(self) -> None:
-        """Puts everything back; may be called again, and after a call that was interrupted."""
+        """Restores everything; idempotent, also after an interrupted call."""
         torch.set_grad_enabled(self._grad)
         for kept in self._modules:
             kept.restore()
         for buffer, version, value in self._buffers:
             if buffer._version != version:
-                buffer.detach().copy_(value)  # no context, which an interrupt may leave half way
+                buffer.detach().copy_(value)  # no_grad could be left half way
         for config, implementation in self._configs:
             config._attn_implementation_internal = implementation
         torch.set_rng_state(self._random)

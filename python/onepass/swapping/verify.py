@@ -1,21 +1,21 @@
 """`Report.verify`: stock against swapped on the user's own batch.
 
 Both run in the model itself, whose classes are set back and forth; eval mode turns dropout off, and
-gradients are taken with `torch.autograd.grad`, so that no `.grad` is touched. What counts is how
-far each is from the truth: a copy of the stock model in float64, with norms that compute in float32
-whatever they are given replaced by their formula. Where such a copy cannot be had, stock with its
-parameters moved by one rounding shows how far rounding alone carries this model.
+gradients are taken with `torch.autograd.grad`, so that no `.grad` is touched. Each is compared with
+a copy of the stock model in float64, in which norms that always compute in float32 are replaced by
+their formula. If there can be no such copy, stock with its parameters moved by one rounding shows
+the effect of rounding alone on this model.
 
 Every tensor may be off by what `onepass.numerics` allows: twice stock's own error plus one ulp. One
-draw says little about a small tensor, so stock's error counts as no smaller than is usual in this
-model: the median over its tensors, the largest for tensors of fewer than 64 numbers. Where all
-gradients are multiples of one number (a contrastive loss, CTC) one draw says little about any of
+draw is not enough for a small tensor, so stock's error counts as at least the usual one in this
+model: the median over its tensors, the largest for tensors of fewer than 64 numbers. If all
+gradients are multiples of one number (a contrastive loss, CTC), one draw is not enough for any of
 them. So before tensors are called different, stock's error is drawn again with parameters that are
-one rounding away, and the largest counts; and for those that still exceed it, both are drawn
-together, and it is the medians that must keep the rule: a defect shows in every draw.
+one rounding away, and the largest counts. For tensors that still exceed it, both are drawn
+together, and the medians must keep the rule: a defect shows in every draw.
 
-Rows of padding, by the batch's attention mask, count where the loss sees them: stock's eager
-attention averages over everything there, others leave zeros.
+Rows of padding, by the batch's attention mask, count if the loss depends on them: stock's eager
+attention averages over everything there, others give zeros.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from onepass.swapping.changes import in_force
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.undisturbed import State
 
-_SMALL = 64  # numbers in a tensor below which one draw says little
-_NEGLIGIBLE = 1e-6  # a gradient this small beside the largest is rounding noise around zero
+_SMALL = 64  # numbers in a tensor below which one draw is not enough
+_NEGLIGIBLE = 1e-6  # relative to the largest: a gradient below it is rounding noise
 # Of stock's error. One draw called 14 of 48 CLIPs and wav2vec2s different, whose swap was right.
 _MOST_DRAWS = 6
-# Of both together, for tensors that exceed all of those; fewer once the medians are this far off.
+# Draws of both, for tensors that exceed all of those; fewer if the medians are this far off.
 _FEWEST_PAIRS, _MOST_PAIRS = 3, 11
 _HOPELESS = 4.0
 _MASKS = ("attention_mask", "decoder_attention_mask")  # keywords: (batch, seq), 0 is padding
@@ -57,20 +57,20 @@ class Deviation(NamedTuple):
     error: float  # swapped from the reference
     stock_error: float  # stock from the reference, in the draw that was furthest off
     allowed: float
-    decides: bool = True  # False for outputs where a loss_fn was given, which says what counts
+    decides: bool = True  # False for outputs if there is a loss_fn
 
 
 class Verification:
     """The result of `Report.verify`; prints as one line.
 
     Attributes:
-        ok: everything that decides is as close to the reference as the rule asks.
+        ok: all deciding tensors are as close to the reference as the rule requires.
         worst: name of the tensor that comes closest to its bound, or exceeds it by most.
         deviations: per tensor, those that decide first, the worst first.
         loss: (stock, swapped).
         judged: "float64", or "rounding" where stock could not run in float64.
         padding: names of outputs that differ in rows of padding, which neither the loss nor `ok`
-            looks at; if not ok, and the loss looks at such rows, and nothing else differs: "loss".
+            uses; if not ok, the loss uses such rows, and nothing else differs: "loss".
     """
 
     def __init__(
@@ -158,11 +158,11 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
 
 
 class _Pair:
-    """One model either way, and stock's copy in float64, if it can be had."""
+    """One model in both forms, and stock's copy in float64 if possible."""
 
     def __init__(self, model: nn.Module, batch: tuple, loss_fn: Callable | None, modules, named):
         self.model, self.batch, self.loss_fn, self.modules = model, batch, loss_fn, modules
-        self.named = named  # edits by which modules take onepass's attention by name
+        self.named = named  # edits that give modules onepass's attention by name
         self.double: nn.Module | None = None
 
     def verdict(self) -> Verification:
@@ -192,13 +192,13 @@ class _Pair:
             return _run(self.model, self.batch, self.loss_fn, moved, hide)
 
     def _exact(self, moved=None, hide: bool = False) -> _Run | None:
-        """Stock in float64, None where it does not run."""
+        """Stock in float64; None if it does not run."""
         if self.double is None:
             return None
         try:
             call = pytree.tree_map(_to_double, (self.batch, self.loss_fn, moved))
             run = _run(self.double, *call, hide)
-        except Exception:  # foreign code in a dtype that it was not written for
+        except Exception:  # foreign code may not support the dtype
             self.double = None
             return None
         computed = (value for name, value in run.tensors.items() if not _is_gradient(name))
@@ -208,7 +208,7 @@ class _Pair:
         return None
 
     def _drawn(self, draw: int, stock: _Run) -> tuple[_Run, _Run, dict[str, Tensor]]:
-        """(stock with moved parameters, what its error is taken from, those parameters)."""
+        """(stock with moved parameters, the reference of its error, those parameters)."""
         moved = _moved(self.model, draw)
         base = self._stock(moved)
         if self.double is None:
@@ -231,7 +231,7 @@ class _Pair:
         return deviations
 
     def _against_medians(self, deviations, stock, truth, swapped, unseen) -> list[Deviation]:
-        """Those that exceed it once more, by the medians of draws of both."""
+        """Tensors that exceed it again, by the medians of draws of both."""
         names = {deviation.name for deviation in deviations if _share(deviation) > 1.0}
         ours = {name: [error] for name, error in _distances(swapped, truth, unseen).items()}
         errors = {name: [] for name in ours}
@@ -260,7 +260,7 @@ class _Pair:
         return judged
 
     def _in_padding(self, deviations, truth, swapped, unseen) -> tuple[str, ...]:
-        """Outputs whose rows of padding are further off than the others may be."""
+        """Outputs whose rows of padding exceed the bound of other rows."""
         allowed = {deviation.name: deviation.allowed for deviation in deviations}
         return tuple(
             name
@@ -270,7 +270,7 @@ class _Pair:
         )
 
     def _differs_in_padding_alone(self, unseen) -> bool:
-        """Whether nothing would differ, had the loss not looked at rows of padding."""
+        """Whether nothing would differ if the loss ignored rows of padding."""
         if not unseen:
             return False
         stock, swapped = self._stock(hide=True), self._swapped(hide=True)
@@ -330,13 +330,13 @@ def _classes(modules, which: str) -> Iterator[None]:
 
 
 def _run(model, batch, loss_fn, moved: dict[str, Tensor] | None = None, hide=False) -> _Run:
-    """One forward and backward in eval mode, from the random state that holds, which stays so.
+    """One forward and backward in eval mode, from the present random state, which does not change.
 
-    With `moved` in the place of the model's parameters, if given. With `hide` no gradient comes
-    from the rows of padding in the outputs.
+    With `moved` in place of the model's parameters, if given. With `hide` rows of padding in the
+    outputs get no gradient.
     """
     devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
-    # As a loop would: some fill caches in eval mode, which the way to training empties.
+    # As a loop would: some models fill caches in eval mode and clear them in train mode.
     model.train()
     model.eval()
     with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad():
@@ -420,7 +420,7 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> _Run:
 
 
 def _padding(kwargs: dict, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By output: (batch, seq), True for rows of padding, where a mask of the batch has some."""
+    """By output: (batch, seq), True for rows of padding, if a mask of the batch has any."""
     masks = [kwargs[name] for name in _MASKS if isinstance(kwargs.get(name), Tensor)]
     padding = {}
     for name, output in outputs.items():
@@ -451,7 +451,7 @@ def _loss(output, leaves: list[Tensor]) -> Tensor | None:
 
 
 def _projection(leaves: dict[str, Tensor], padding: dict[str, Tensor]) -> Tensor:
-    """A fixed random projection of everything floating in the output, but rows of padding."""
+    """A fixed random projection of all floating tensors in the output, without rows of padding."""
     random = torch.Generator().manual_seed(20)
     terms = []
     for name, leaf in leaves.items():
@@ -463,7 +463,7 @@ def _projection(leaves: dict[str, Tensor], padding: dict[str, Tensor]) -> Tensor
 
 
 def _in_double(model: nn.Module, modules) -> nn.Module | None:
-    """A copy of the model, now stock, in float64; None where there is no room, or no copy."""
+    """A copy of the model, now stock, in float64; None if there is no memory or no copy."""
     if not _room_for_double(model):
         return None
     swapped = {id(module): cls for module, _, cls in modules}
@@ -494,7 +494,8 @@ def _formula(twin: nn.Module, spec) -> Callable[[Tensor], Tensor]:
 
 
 def _room_for_double(model: nn.Module) -> bool:
-    """Whether a copy, its gradients and activations fit: guessed as four times its float64 size."""
+    """Whether a copy, its gradients and activations fit: estimated as four times its float64
+    size."""
     needed = dict.fromkeys(("cpu", "cuda"), 0)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type not in needed:
@@ -525,8 +526,8 @@ def _moved(model, draw: int) -> dict[str, Tensor]:
 
 
 def _finite_alike(exact: dict[str, Tensor], stock: dict[str, Tensor]) -> bool:
-    """False where a model cannot be asked in float64: a mask of that dtype's minimum is infinite in
-    a softmax that computes in float32."""
+    """False if float64 is no reference for a model: a mask of float64's minimum is infinite in a
+    softmax that computes in float32."""
     return all(torch.equal(exact[name].isfinite(), stock[name].isfinite()) for name in stock)
 
 
@@ -536,7 +537,7 @@ def _distances(run: _Run, ref: _Run, unseen: dict[str, Tensor]) -> dict[str, flo
 
 
 def _deviations(ours, stock, swapped: _Run, exact, of_loss: bool) -> list[Deviation]:
-    """From distances by name; `of_loss` where the loss and its gradients alone decide."""
+    """Deviations from distances by name; `of_loss` if only the loss and its gradients decide."""
     largest = max((_largest(ref) for name, ref in exact.items() if _is_gradient(name)), default=0.0)
     sizes = {}
     for name, ref in exact.items():
@@ -545,7 +546,7 @@ def _deviations(ours, stock, swapped: _Run, exact, of_loss: bool) -> list[Deviat
             size = largest
         sizes[name] = size or 1.0
     stock = {name: stock[name] / size for name, size in sizes.items()}
-    # A value that is zero by construction says nothing of the usual size.
+    # A value that is zero by construction does not show the usual size.
     said = [stock[name] for name, ref in exact.items() if stock[name] or _largest(ref)] or [0.0]
     usual, most = statistics.median(said), max(said)
     deviations = []
@@ -573,7 +574,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _distance(tensor: Tensor, ref: Tensor) -> float:
-    """Largest difference; infinities and NaNs differ from all but themselves."""
+    """Largest difference; infinities and NaNs equal only themselves."""
     if not ref.numel():
         return 0.0
     tensor, ref = tensor.double(), ref.double()

@@ -1,4 +1,4 @@
-"""The modules of a model, by all their names, and which of them the options choose."""
+"""The modules of a model, by all their names, and the choice by the options."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onepass.swapping.reasons import Because, Reason
 
 
 class Found(NamedTuple):
-    """A module of the model, with every name it goes by."""
+    """A module of the model, with all its names."""
 
     module: nn.Module
     names: list[str]
-    wrapped: list[Because]  # why a module on the way to it, or itself, must not be touched
+    wrapped: list[Because]  # why it, or a module around it, must not be changed
 
 
 def walk(model: nn.Module) -> list[Found]:
@@ -43,8 +43,8 @@ def walk(model: nn.Module) -> list[Found]:
 def wrapper(module: nn.Module) -> Because | None:
     """Why this module and all below it must keep their classes; None if there is no reason.
 
-    The modules that define the wrappers are looked up among those imported already: they are
-    expensive to import, and a model cannot hold what nobody imported.
+    The Python modules that define the wrappers are looked up among the imported ones: they are
+    expensive to import, and a model cannot hold classes that were not imported.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
@@ -66,7 +66,7 @@ class Choice(NamedTuple):
     filter_fn: Callable[[nn.Module, str], bool] | None
 
     def refusal(self, item: Found) -> Because | None:
-        """Which option keeps this candidate as it is; None if none does."""
+        """The option that keeps this candidate unchanged; None if there is none."""
         if self.include is not None and not _any_matches(self.include, item.names):
             return Reason.NOT_INCLUDED.because()
         for pattern in self.exclude or ():
