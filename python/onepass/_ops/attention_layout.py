@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def is_bshd(query: Tensor) -> bool:
-    """Whether query is a transposed (batch, seq, heads, head_dim), as the output will be then."""
+    """Whether query is a transposed (batch, seq, heads, head_dim): then the output is one too."""
     if query.dim() != 4 or query.shape[1] == 1 or query.shape[2] == 1:
         return False
     _, head, row, _ = query.stride()

@@ -1,7 +1,7 @@
-"""The options of a call of attention on their way to a raw operator: its keywords, in a dict.
+"""The options of a call of attention, as a dict of a raw operator's keywords.
 
-Only those that are not the default: each costs dispatch time. `onepass.functional` makes them, the
-operators' own schemas say which there are.
+Only options that differ from the default: each costs dispatch time. `onepass.functional` makes the
+dict; the operators' schemas define the names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEFAULTS = {
 def score_options(
     query: Tensor, scale: float | None, window: tuple[int, int], **terms: float | Tensor | None
 ) -> Options:
-    """Those that every operator of the family has.
+    """The options of scores, which every operator of the family has.
 
     `scale` None is 1 / sqrt(head_dim); `window` is (window_left, window_right); `terms` are numbers
     and tensors by the operators' own names.
@@ -50,5 +50,5 @@ def score_options(
 
 
 def given(**tensors: Tensor | None) -> Options:
-    """Those of them that there are."""
+    """The options that are given."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -1,10 +1,10 @@
-"""The operators in torch's own, for exporters that take no others.
+"""The operators composed of torch's own, for exporters that take no others.
 
 `torch.onnx.export(dynamo=True)` looks for them in the table of torch's decompositions; compilers
-and `torch.export` have tables of their own, and keep the operators. Where the environment says CI,
-inductor refuses an operator that is in torch's table: ours leave it when a program is compiled,
-until the next one is exported. They are there from the start, because a program that another
-process exported is given to `torch.onnx.export` before anything runs.
+and `torch.export` have other tables, and keep the operators. If the environment has CI, inductor
+refuses an operator that is in torch's table: so ours are removed when a program is compiled, until
+the next export. They are there from the start, because a program from another process is given to
+`torch.onnx.export` before anything runs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def decomposes(op) -> Callable:
 
 
 def offer(op) -> None:
-    """Puts the formula of `op` into torch's table, or takes it out; fakes call it, which run
-    wherever a program is exported or compiled."""
+    """Puts the formula of `op` into torch's table, or removes it; called by fakes, which run
+    whenever a program is exported or compiled."""
     _list(op, torch.compiler.is_exporting())
 
 
 def _list(op, is_listed: bool) -> None:
-    # Shapes are the fake's business: with dynamic ones fake tensors would ask the formula, were it
-    # not in the table of meta functions too.
+    # The fake gives the shapes: with dynamic ones fake tensors would use the formula if it were not
+    # in the table of meta functions too.
     for table in (decomposition_table, meta_table):
         if is_listed:
             table[op] = FORMULAS[op]
@@ -46,7 +46,7 @@ def _list(op, is_listed: bool) -> None:
 
 
 def wide(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """16-bit tensors in float32: the operators compute in that, and round once."""
+    """16-bit tensors in float32: the operators compute in float32 and round once."""
     return tuple(
         t.float() if t is not None and t.dtype in (torch.bfloat16, torch.float16) else t
         for t in tensors

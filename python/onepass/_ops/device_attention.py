@@ -1,10 +1,10 @@
 """Attention on a GPU that a swapped model leaves to torch.
 
-From compute capability 9.0 on, torch hands dense 16-bit attention to cuDNN or FlashAttention, whose
-kernels use instructions of those devices (wgmma, TMA) that onepass's do not. Nobody has measured
-onepass's there yet; until a figure says otherwise swapped models, modules and attached models run
+From compute capability 9.0 on, torch gives dense 16-bit attention to cuDNN or FlashAttention, whose
+kernels use instructions of those devices (wgmma, TMA) that onepass's do not. onepass's have not
+been measured there. Until a figure says otherwise, swapped models, modules and attached models run
 torch's where torch has such a kernel. Dropout, masks, biases, windows, softcaps, sinks and float32
-have no such kernel and run onepass's, as do the functions of `onepass.functional` always.
+have no such kernel and run onepass's, as the functions of `onepass.functional` always do.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NOTE = (
 
 
 def is_torchs(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether attention without a mask, a dropout or other terms runs torch's here; the log says
-    so. Tensors are (batch, heads, seq, head_dim)."""
+    """Whether attention without mask, dropout or other terms runs torch's here; logged. Tensors are
+    (batch, heads, seq, head_dim)."""
     if not query.is_cuda:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
@@ -60,12 +60,12 @@ def leaves_some() -> bool:
 
 @constant_where_traced
 def _leaves(device: int | None) -> bool:
-    """Whether a device is one of those, and the switch does not say otherwise."""
+    """Whether a device is one of those, and the environment does not override it."""
     if os.environ.get("ONEPASS_CUDA_ATTENTION") == "always":
         return False
     return capability(device) >= TORCHS_FROM
 
 
 def capability(device: int | None) -> tuple[int, int]:
-    """The compute capability of a device, None being the current one."""
+    """The compute capability of a device; None is the current one."""
     return torch.cuda.get_device_capability(device)

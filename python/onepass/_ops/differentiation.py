@@ -1,4 +1,4 @@
-"""Whether a call has to go through autograd, and the short way there."""
+"""Whether a call must go through autograd, and a faster `apply`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from onepass._compiling import constant_where_traced
 def is_differentiated(*tensors: Tensor | None) -> bool:
     """True if some input requires a gradient, or inside forward-mode differentiation.
 
-    The raw ops know no tangents and would drop them without a word; the autograd.Functions have no
-    forward mode and say so.
+    The raw ops would silently drop tangents; the autograd.Functions have no forward mode and
+    raise.
     """
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
-        # Inside vmap a tensor does not know whether the wrapped one requires a gradient.
+        # Inside vmap a tensor does not show whether the wrapped one requires a gradient.
         if are_transforms_active():
             return True
     return forward_ad._current_level >= 0
 
 
 def are_transforms_active() -> bool:
-    """Whether a transform of torch.func is at work; a compiled one is so while it is traced."""
+    """Whether a transform of torch.func is active; a compiled one is active while it is traced."""
     if torch.compiler.is_compiling():
         return _as_traced()
     return torch._C._are_functorch_transforms_active()
@@ -40,15 +40,16 @@ def _as_traced() -> bool:
 
 
 def constant(number: float) -> float:
-    """A float that Dynamo made symbolic cannot enter a second autograd.Function."""
+    """Makes a float constant: a symbolic one of Dynamo's cannot enter a second
+    autograd.Function."""
     return float.fromhex(float(number).hex())
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable:
-    """`function.apply` for positional arguments, at half its price in plain eager mode.
+    """`function.apply` for positional arguments, in half the time in plain eager mode.
 
     torch's own binds the arguments to the signature of `forward` on every call, and unwraps tensors
-    that outlived a functorch transform. Under a compiler or a transform that is what runs here too.
+    that outlived a functorch transform. Under a compiler or a transform torch's own runs here too.
     """
     plain_apply = super(torch.autograd.Function, function).apply
 

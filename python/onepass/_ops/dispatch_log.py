@@ -1,4 +1,4 @@
-"""Which kernel ran and why: the plans that the ops followed, recorded where they were made.
+"""The kernels that ran, with reasons: the plans of the ops, recorded where they were made.
 
 `record()` collects them for `onepass.explain`. With ONEPASS_LOG=dispatch in the environment each
 distinct line is written once to the logger "onepass.dispatch" (stderr unless configured).
@@ -18,9 +18,9 @@ from onepass import _C
 logger = logging.getLogger("onepass.dispatch")
 _enabled = "dispatch" in os.environ.get("ONEPASS_LOG", "").split(",")
 _seen: set[str] = set()
-# Calls that were left to torch, which no operator of ours sees; None while nobody records.
+# Calls that were left to torch and reach no operator of ours; None while recording is off.
 _left: list[dict] | None = [] if _enabled else None
-_MOST = 4096  # the oldest go first if nobody takes them
+_MOST = 4096  # the oldest are dropped first
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def is_recording() -> bool:
 
 
 def leave(op: str, arguments: str, kernel: str, threads: int, reason: str) -> None:
-    """Records a call that torch's own kernel computes; without effect while nobody records."""
+    """Records a call that torch's own kernel computes; no effect while recording is off."""
     if _left is not None:
         _left.append(
             dict(
@@ -88,7 +88,7 @@ def line(call: dict) -> str:
 
 
 def logged(function: Callable) -> Callable:
-    """Writes the plans of a call to the log where that is on; elsewhere the function itself."""
+    """Wraps a function to log the plans of its calls; the function itself if logging is off."""
     if not _enabled:
         return function
 
@@ -107,7 +107,7 @@ def _flush() -> None:
 
 
 def say(text: str) -> None:
-    """Writes a line to the log where that is on, once."""
+    """Writes a line to the log once, if logging is on."""
     if _enabled and text not in _seen:
         _seen.add(text)
         logger.info(text)

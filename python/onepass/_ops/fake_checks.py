@@ -1,4 +1,4 @@
-"""The checks of csrc/ops for fakes: the very operators that check, on tensors without data."""
+"""The checks of csrc/ops for fakes: the operators that check, called on tensors without data."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def check(operator: Callable, *arguments, **options) -> None:
     """Calls an operator that only checks, for a fake that got these arguments.
 
-    Sizes that a compiler made symbolic are taken as what they are in this call, which adds no
-    guard: what eager would refuse is refused, and other sizes are checked when the compiled code
-    runs. A call with a size that only the run will tell (`item()`, `nonzero()`) is left to it.
-    Devices of fake tensors are not compared: all are looked at on "meta".
+    Symbolic sizes are used with their values in this call, without a guard: calls that eager would
+    refuse are refused, and other sizes are checked when the compiled code runs. Calls with
+    data-dependent sizes (`item()`, `nonzero()`) are checked only at run time. Devices of fake
+    tensors are not compared: all are checked as "meta".
 
     Raises:
-        RuntimeError: of the check.
+        RuntimeError: from the check.
     """
     if not all(map(_is_known, (*arguments, *options.values()))):
         return
-    # Neither a fake mode nor one that traces may see it.
+    # Fake and tracing modes must not see it.
     with torch._C._DisableTorchDispatch():
         operator(*map(_known, arguments), **{k: _known(v) for k, v in options.items()})
 

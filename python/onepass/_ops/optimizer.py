@@ -47,7 +47,7 @@ Hyper = collections.namedtuple(
 
 
 def left_to_torch(error: RuntimeError) -> None:
-    """Writes to the log, where that is on, why torch's own function takes these gradients."""
+    """Logs, if logging is on, why torch's own function takes these gradients."""
     say(f"clip_grad_norm_: torch's own function, since {str(error).strip().partition(chr(10))[0]}")
 
 
@@ -55,7 +55,7 @@ def left_to_torch(error: RuntimeError) -> None:
 def clip_grad_norm(
     gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
-    """The norm of all gradients together, which are scaled in place where it is above max_norm."""
+    """The norm of all gradients together, which are scaled in place if it is above max_norm."""
     return _clip_grad_norm(gradients, max_norm, norm_type, error_if_nonfinite)
 
 
@@ -66,19 +66,19 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
 
 
 class StepTable:
-    """Parameters and where their states lie, handed over once for many steps.
+    """Parameters and the places of their states, passed once for many steps.
 
     Args:
         params: without gaps between their elements.
-        states: the tensors that the states lie in.
+        states: the tensors that hold the states.
         layout: (parameters, columns) int64, see csrc/ops/optimizer.h.
     """
 
     def __init__(self, params: list[Tensor], states: list[Tensor], layout: Tensor):
         numbers: list[int] = []
-        state = states[0].new_empty(0)  # says on which device
-        # A table holds its tensors until it is released: so that is arranged before one is there,
-        # and neither call leaves a bytecode for an interrupt between its parts.
+        state = states[0].new_empty(0)  # for its device
+        # A table holds its tensors until it is released: so the release is arranged before the
+        # table is made, and no interrupt can come between the parts of either call.
         releases = map(functools.partial(_optimizer_table_release._op, state), numbers)
         release = weakref.finalize(self, collections.deque, releases, 0)
         release.atexit = False  # memory ends with the process
@@ -98,11 +98,11 @@ def optimizer_step(
     """One step of all parameters of a table; `hyper` is (groups, settings) float64.
 
     False if the table is stale, and nothing was done: parameters have another shape, dtype or
-    order of elements than in it, or other memory beside a master, or gradients lie in another order
+    memory order than in it, or other memory and a master, or gradients have another memory order
     than their parameters.
 
-    `ran` gets the same entry, also where an interrupt arrives meanwhile: there is no bytecode
-    between the two, hence `_op`, without the Python of OpOverload around it.
+    The result is also appended to `ran`, even if an interrupt arrives: there is no bytecode between
+    the two, hence `_op`, without OpOverload's Python around it.
     """
     step = functools.partial(_optimizer_step._op, algorithm, table.number, gradients, **options)
     ran.extend(map(step, (hyper,)))
@@ -111,8 +111,8 @@ def optimizer_step(
 
 @logged
 def optimizer_steps(ran: list[bool], calls: list[tuple], hyper: Tensor) -> bool:
-    """Several steps as one: `calls` are (algorithm, table, gradients, options). False if a table of
-    them is stale, which whoever has several of them must know before."""
+    """Several steps as one: `calls` are (algorithm, table, gradients, options). False if a table is
+    stale; with several calls the caller must check that before."""
     steps = [
         functools.partial(_optimizer_step._op, algorithm, table.number, gradients, hyper, **options)
         for algorithm, table, gradients, options in calls
@@ -154,7 +154,7 @@ def _(state, table):
 
 @torch.library.register_fake("onepass::optimizer_step")
 def _(algorithm, table, gradients, hyper, **options):
-    # Settings lie on the host also where gradients do not: but no table has "meta" parameters.
+    # Settings may be on the host when gradients are not; but no table has "meta" parameters.
     require_one_device("optimizer_step", gradients=gradients, hyper=hyper, **options)
     refuse_meta("optimizer_step", gradients=gradients)
     return True

@@ -1,11 +1,11 @@
-"""Whose matrix products are faster on this CPU, torch's or onepass's: a rule of the dtype, the
-CPU's vendor and what torch would call.
+"""Whether torch's or onepass's matrix products are faster on this CPU: a rule by the dtype, the
+CPU's vendor and the library that torch would call.
 
-torch hands float32 products to MKL, which takes its AVX2 kernels on any AMD CPU. It hands bfloat16
-ones to oneDNN where that has instructions for them, and likewise float16; elsewhere its own loops
-compute them, 8 to 500 times slower than float32 (`onepass bench linear`). And it hands float32 to
-oneDNN too where `torch.set_float32_matmul_precision("medium")` allows bfloat16 products. Of a few
-rows oneDNN packs the weight in each call: onepass's read it in place.
+torch gives float32 products to MKL, which uses its AVX2 kernels on any AMD CPU. It gives bfloat16
+products to oneDNN if that has instructions for them, and float16 likewise; otherwise its own loops
+compute them, 8 to 500 times slower than float32 (`onepass bench linear`). It also gives float32 to
+oneDNN if `torch.set_float32_matmul_precision("medium")` allows bfloat16 products. oneDNN packs the
+weight in each call, also for a few rows: onepass's products then read it in place.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from onepass._compiling import constant_where_traced
 from onepass._ops import dispatch_log, tracing
 
-# Products that onepass computes faster where oneDNN has instructions, which packs the weight in
-# each call: those of so many multiply-adds with a weight of so many elements, and without gradients
-# those of so many rows. In bfloat16 on one thread of a Zen 4 (benchmarks/small_calls.py, training /
-# inference): 256x256 with 1, 16, 64 rows 1.3 / 1.7, 1.2 / 1.4, 1.1 / 1.1 times as fast; 512x512
-# with 1, 8, 16 rows 0.8 / 1.5, 0.9 / 1.3, 0.8 / 1.1; 2048x2048 in inference with 1, 12, 16 rows
-# 1.4, 1.05, 0.9. Other dtypes and CPUs have not been measured.
+# Products that onepass computes faster although oneDNN has instructions, because oneDNN packs the
+# weight in each call: up to so many multiply-adds with a weight of so many elements, and without
+# gradients up to so many rows. In bfloat16 on one thread of a Zen 4 (benchmarks/small_calls.py,
+# training / inference): 256x256 with 1, 16, 64 rows 1.3 / 1.7, 1.2 / 1.4, 1.1 / 1.1 times as fast;
+# 512x512 with 1, 8, 16 rows 0.8 / 1.5, 0.9 / 1.3, 0.8 / 1.1; 2048x2048 in inference with 1, 12, 16
+# rows 1.4, 1.05, 0.9. Other dtypes and CPUs have not been measured.
 SMALL_PRODUCT = {torch.bfloat16: 1 << 21}
 SMALL_WEIGHT = 1 << 17
 FEW_ROWS = {torch.bfloat16: 12}
@@ -46,11 +46,11 @@ class Facts(NamedTuple):
 
 @functools.cache
 def facts() -> Facts:
-    """Of this machine and this torch."""
+    """The facts of this machine and this torch."""
     onednn = torch.backends.mkldnn.is_available()
     vendor, flags = _of_cpuinfo()
     with _disable_current_modes():  # torch.export would record the questions
-        # torch says yes of any AVX-512, where oneDNN imitates the instructions it lacks.
+        # torch reports support for any AVX-512, where oneDNN imitates missing instructions.
         supported = onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         bfloat16 = supported and (not flags or not flags.isdisjoint(_BFLOAT16))
         float16 = onednn and torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -63,9 +63,9 @@ def facts() -> Facts:
 
 
 def as_fast(dtype: torch.dtype, small: bool = False) -> str | None:
-    """Why torch's products of a dtype are as fast here as onepass's; None where they are slower.
+    """Why torch's products of a dtype are as fast here as onepass's; None if they are slower.
 
-    `small`: those that are.
+    `small`: for small products.
     """
     of = facts()
     if dtype is torch.float32:
@@ -84,8 +84,8 @@ def as_fast(dtype: torch.dtype, small: bool = False) -> str | None:
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
-    """That of products on the CPU with this input or weight: autocast's, where it is on and casts
-    this."""
+    """The dtype of products on the CPU with this input or weight: autocast's, if it is on and casts
+    this one."""
     if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled("cpu"):
         return tensor.dtype
     if tensor.dtype is torch.float64 or not tensor.is_floating_point():
@@ -94,9 +94,8 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 
 
 def is_small(rows: int, dtype: torch.dtype, weight: Tensor, training: bool) -> bool:
-    """Whether a product of this dtype is a SMALL_PRODUCT or one of FEW_ROWS: not where autocast
-    would cast the weight in each call, and not in a trace by torch.jit, which is used at other
-    sizes."""
+    """Whether a product of this dtype is a SMALL_PRODUCT or one of FEW_ROWS: not if autocast would
+    cast the weight in each call, and not in a trace by torch.jit, which is used at other sizes."""
     if dtype not in FEW_ROWS or weight.dtype is not dtype or tracing.is_tracing():
         return False
     if rows <= FEW_ROWS[dtype] and not training:
@@ -106,7 +105,8 @@ def is_small(rows: int, dtype: torch.dtype, weight: Tensor, training: bool) -> b
 
 
 def gains(input: Tensor, weight: Tensor) -> bool:
-    """Whether a call gains, by the dtype of its products and its size; the log says why not."""
+    """Whether a call gains, by the dtype of its products and its size; if not, the reason is
+    logged."""
     if input.is_cuda:
         leave(input.shape, input.dtype, "torch's products on CUDA")
         return False
@@ -119,7 +119,7 @@ def gains(input: Tensor, weight: Tensor) -> bool:
 
 
 def is_as_fast(dtype: torch.dtype, shape: Sequence[int], small: bool = False) -> bool:
-    """Whether torch's product is; the log says so of a call with an input of this shape."""
+    """Whether torch's product is as fast; logged with the input's shape."""
     reason = as_fast(dtype, small)
     if reason:
         leave(shape, dtype, f"torch is as fast here in {reason}")
@@ -127,7 +127,7 @@ def is_as_fast(dtype: torch.dtype, shape: Sequence[int], small: bool = False) ->
 
 
 def leave(shape: Sequence[int], dtype: torch.dtype, reason: str) -> None:
-    """Has the log say why torch computes a product of this input."""
+    """Logs why torch computes a product of this input."""
     if torch.compiler.is_compiling() or not dispatch_log.is_recording():
         return
     dispatch_log.leave(
@@ -149,14 +149,14 @@ def _float32_precision() -> str:
     return torch._C._get_fp32_precision_getter("mkldnn", "matmul")
 
 
-# Levels that oneDNN can be held to, those without instructions for 16-bit products first.
+# Levels to which oneDNN can be limited, those without instructions for 16-bit products first.
 _LEVELS = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 _BELOW = {"BF16": _LEVELS, "FP16": (*_LEVELS, "AVX512_CORE_BF16")}
 
 
 def _is_held_below(dtype: str) -> bool:
-    """Whether oneDNN was told to do without such instructions: what torch asks the processor does
-    not know of it."""
+    """Whether the environment forbids oneDNN such instructions, which torch's query of the
+    processor does not show."""
     told = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     return told.upper() in _BELOW[dtype]
 

@@ -1,8 +1,8 @@
 """Calls of swapped modules that are too small to gain: torch's own kernel computes them, as before.
 
-A call of ours takes longer than one of torch's, whose autograd is in C++; the kernel makes up for
-it from a size on. RMS norms gain at every size: torch has no kernel for them. The bounds are
-measured by benchmarks/small_calls.py.
+A call of ours has more overhead than one of torch's, whose autograd is in C++; from some size on
+the kernel makes up for it. RMS norms gain at every size: torch has no kernel for them. The bounds
+are measured by benchmarks/small_calls.py.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ LEAST_LINEAR = {
     torch.bfloat16: (1 << 16, 1 << 14),
     torch.float16: (1 << 16, 1 << 14),
 }
-# Likewise in float32, of 2 to 12 rows, whose weight is read in place; of a single row torch is as
-# fast while the weight lies in a cache.
+# Likewise in float32, for 2 to 12 rows, whose weight is read in place; with a single row torch is
+# as fast while the weight is in a cache.
 LEAST_IN_PLACE = 1 << 20
 ROWS_IN_PLACE = range(2, 13)
 # Rows in float32 where both have AVX2 alone: of 64x384x384 torch takes 0.88 of our time, of 512
@@ -65,7 +65,7 @@ LEAST_GATE = dict.fromkeys(_FLOATS, (1 << 18, 1 << 16))
 # Elements of query and key that are rotated, where pairs of neighbours come out half a head apart
 # (Zen 4, AVX-512): they are copied there first. Other rotations gain at every size.
 LEAST_ROTARY = dict.fromkeys(_FLOATS, (1 << 14, 1 << 15))
-# More do not raise a bound: memory's bandwidth is shared by then.
+# More threads do not raise a bound: by then they share the memory's bandwidth.
 MOST_THREADS = 8
 NORM_NOTE = (
     "layer norms on the CPU run torch's own kernel in calls of fewer elements than "
@@ -117,7 +117,7 @@ LINEAR_NOTE = (
 
 
 def norm_is_small(input: Tensor) -> bool:
-    """Whether torch's own layer norm takes less time on this input; the log says so."""
+    """Whether torch's own layer norm takes less time on this input; logged."""
     bound = _least(LEAST_NORM, input, torch.is_grad_enabled())
     if not bound or input.numel() >= bound:
         return False
@@ -129,14 +129,14 @@ def norm_is_small(input: Tensor) -> bool:
 
 
 def linear_is_small(input: Tensor, weight: Tensor) -> bool:
-    """Whether torch's own product takes less time; the log says so."""
+    """Whether torch's own product takes less time; logged."""
     if not input.is_cpu:
         return False
     if torch.compiler.is_compiling():
         return _is_small_as_compiled(input, weight)
     if torch._C._is_tracing():
         return False
-    # A call that is small takes a few microseconds, so this asks for little and calls little.
+    # A small call takes a few microseconds, so this code must be cheap.
     dtype, training = products.dtype_of(input), torch.is_grad_enabled()
     bounds, size, threads = LEAST_LINEAR.get(dtype), weight.numel(), _threads()
     if bounds is None or not size:
@@ -159,7 +159,7 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
 
 
 def _is_small_as_compiled(input: Tensor, weight: Tensor) -> bool:
-    """Where the graph is for a single row; all larger numbers of rows may share one."""
+    """Whether the graph is for a single row; all larger numbers of rows may share one graph."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # not without the compiler
 
     if not LEAST_LINEAR or not guard_or_false(input.shape[:-1].numel() == 1):
@@ -169,10 +169,10 @@ def _is_small_as_compiled(input: Tensor, weight: Tensor) -> bool:
 
 
 def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
-    """Whether a module that calls F.linear takes less time as it came; the log says so.
+    """Whether a module that calls F.linear takes less time unswapped; logged.
 
-    It is told by its largest weight and the rows of its largest input: (batch, tokens, width), or
-    numbers of tokens. As of attention, the answer does not depend on gradients in training.
+    Judged by its largest weight and the rows of its largest input: (batch, tokens, width), or token
+    ids. As for attention, the answer does not depend on gradients in training.
     """
     if torch.compiler.is_compiling() or tracing.is_tracing():
         return False
@@ -191,7 +191,7 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
                 rows, input = count, x
     if input is None:
         return False
-    if weight.dim() > 2:  # a stack of experts, of whom each row meets two
+    if weight.dim() > 2:  # a stack of experts, two for each row
         rows = rows * 2 // max(2, weight.numel() // size)
     dtype = products.dtype_of(weight)
     training = module.training or torch.is_grad_enabled()
@@ -208,7 +208,7 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
 
 
 def _are_few_rows(dtype: torch.dtype, rows: int) -> bool:
-    """Too many to read the weight in place, and too few for ours to be as fast as torch's."""
+    """Whether rows are too many to read the weight in place, and too few for ours to be as fast."""
     return dtype is torch.float32 and ROWS_IN_PLACE[-1] < rows < LEAST_ROWS
 
 
@@ -216,8 +216,8 @@ _HOLDERS = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:
-    """The weights that a module may hand to F.linear: its own matrices, stacked ones too, and
-    those of embeddings and lists of parameters that it holds."""
+    """The weights that a module may pass to F.linear: its own matrices, stacked ones too, and those
+    of embeddings and lists of parameters that it holds."""
     weights = matrices(module._parameters.values())
     for part in module._modules.values():
         if isinstance(part, _HOLDERS):
@@ -226,13 +226,13 @@ def linear_weights(module: nn.Module) -> list[Tensor]:
 
 
 def matrices(parameters: Iterable[Tensor | None]) -> list[Tensor]:
-    """Those that a product may be with, stacks of matrices among them."""
+    """Possible factors of a product, stacks of matrices included."""
     return [p for p in parameters if p is not None and p.dim() >= 2 and p.is_floating_point()]
 
 
 def gate_is_small(input: Tensor, project: nn.Module) -> bool:
-    """Whether torch's own functions take less time on what a linear layer makes of this input; the
-    log says so."""
+    """Whether torch's own functions take less time on a linear layer's output for this input;
+    logged."""
     bound = _least(LEAST_GATE, input, torch.is_grad_enabled())
     rows, cols = input.numel() // max(input.shape[-1], 1), project.out_features
     if not bound or rows * cols >= bound:
@@ -244,8 +244,8 @@ def gate_is_small(input: Tensor, project: nn.Module) -> bool:
 
 
 def rotary_is_small(inputs: list[Tensor], dtype: torch.dtype) -> bool:
-    """Whether a model's own function takes less time to rotate these in a dtype and set columns
-    apart; the log says so."""
+    """Whether a model's own function takes less time to rotate these in a dtype and move columns
+    apart; logged."""
     bound = _least(LEAST_ROTARY, inputs[0], torch.is_grad_enabled(), dtype)
     if not bound or sum(x.numel() for x in inputs) >= bound:
         return False
@@ -257,7 +257,7 @@ def rotary_is_small(inputs: list[Tensor], dtype: torch.dtype) -> bool:
 
 
 def loss_is_small(input: Tensor) -> bool:
-    """Whether torch's own cross entropy takes less time on these logits; the log says so."""
+    """Whether torch's own cross entropy takes less time on these logits; logged."""
     bound = _least(LEAST_LOSS, input, torch.is_grad_enabled())
     if not bound or input.numel() >= bound:
         return False
@@ -268,9 +268,9 @@ def loss_is_small(input: Tensor) -> bool:
 
 
 def loss_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
-    """Whether a module that calls F.cross_entropy takes less time as it came; the log says so.
+    """Whether a module that calls F.cross_entropy takes less time unswapped; logged.
 
-    It is told by its tokens, which are its largest integers, and its vocabulary.
+    Judged by its tokens, its largest integer input, and its vocabulary.
     """
     if torch.compiler.is_compiling() or tracing.is_tracing():
         return False
@@ -290,10 +290,11 @@ def loss_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
 
 
 def logits_are_few(input: Tensor, linear_weight: Tensor) -> bool:
-    """Whether whole logits take no more memory than `linear_cross_entropy`; the log says so.
+    """Whether whole logits take no more memory than `linear_cross_entropy`; logged.
 
-    Those of one chunk do not. The gradient of a 16-bit weight is summed up in float32, twice its
-    bytes, and then rounded, three times them; whole logits and their gradient are twice theirs.
+    So do logits of one chunk. The gradient of a 16-bit weight is summed in float32, twice the
+    weight's bytes, and then rounded, three times in all; whole logits and their gradient take twice
+    the logits' bytes.
     """
     words, width = linear_weight.shape
     rows = input.numel() // max(width, 1)
@@ -310,8 +311,8 @@ def logits_are_few(input: Tensor, linear_weight: Tensor) -> bool:
 
 
 def vocabulary(module: nn.Module) -> int:
-    """How many numbers a language model has logits of: the rows that an embedding and the largest
-    linear layer or weight for F.linear in it share; 0 if these are few."""
+    """The number of a language model's logits: the common number of rows of an embedding and of the
+    largest linear layer or weight for F.linear in it; 0 if these are few."""
     known = _VOCABULARIES.get(module)
     if known is None:
         embedded, computed = {0}, {0}
@@ -325,25 +326,25 @@ def vocabulary(module: nn.Module) -> int:
     return known
 
 
-_LEAST_VOCABULARY = 512  # fewer logits of a token are nothing beside the model
+_LEAST_VOCABULARY = 512  # fewer logits of a token cost nothing beside the model
 _VOCABULARIES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 @constant_where_traced
 def _is_fast_with_a_row(dtype: torch.dtype, training: bool, transposed: bool = False) -> bool:
-    """Whether torch's product of a single row takes less time, by a weight that lies transposed or
-    as torch's."""
+    """Whether torch's product of a single row takes less time, by a transposed weight or one as
+    torch's."""
     if dtype is torch.float32:
         return training or transposed
     return not (training or transposed or products.as_fast(dtype))
 
 
 def attention_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
-    """Whether a module that calls attention takes less time as it came, its first argument being
-    (batch, tokens, width); the log says so.
+    """Whether a module that calls attention takes less time unswapped; its first argument must be
+    (batch, tokens, width); logged.
 
-    The answer is the same where a checkpoint computes the module again: it does not depend on
-    gradients in training.
+    The answer is the same when a checkpoint recomputes the module: it does not depend on gradients
+    in training.
     """
     input = args[0] if args else None
     if not isinstance(input, Tensor) or input.dim() != 3:
@@ -361,9 +362,9 @@ def attention_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bo
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a number of the module, or of a part of it, says that it drops something.
+    """Whether an attribute of the module, or of a part of it, is a dropout probability above 0.
 
-    Attention with dropout gains at smaller sizes. A number that is not found costs time, not more.
+    Attention with dropout gains at smaller sizes. Missing such an attribute only costs time.
     """
     for part in (module, *module._modules.values()):
         for name, value in vars(part).items() if part is not None else ():
@@ -373,7 +374,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _least(bounds: dict, input: Tensor, training: bool, dtype: torch.dtype | None = None) -> int:
-    """The least size of a call that gains, by input's dtype or another; 0 where every call does, or
+    """The least size of a call that gains, by input's dtype or another; 0 if every call does, or if
     sizes may change."""
     if not input.is_cpu or torch.compiler.is_compiling() or tracing.is_tracing():
         return 0

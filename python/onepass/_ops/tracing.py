@@ -2,8 +2,8 @@
 
 An autograd.Function enters a trace as an object of Python, which cannot be saved and differs from
 one trace to the next, and into an exported program as the raw operator inside; a raw operator has
-no gradient. So each family has one operator more, written in Python, that goes either way when it
-is called: a traced module, or a program, trains, and loads wherever onepass is imported.
+no gradient. So each family has one operator more, written in Python, that takes the right path when
+it is called: a traced module, or a program, trains, and loads wherever onepass is imported.
 `run_decompositions` of a program leaves raw operators.
 """
 
@@ -19,12 +19,12 @@ _library = torch.library.Library("onepass", "FRAGMENT")
 
 
 def is_tracing() -> bool:
-    """As `torch.jit.is_tracing`, at a quarter of its price."""
+    """As `torch.jit.is_tracing`, in a quarter of the time."""
     return torch._C._is_tracing()
 
 
 def records() -> bool:
-    """Whether a call enters a trace or a program, as that of a family's operator in Python."""
+    """Whether a call is recorded in a trace or a program, by a family's operator in Python."""
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
     return is_tracing()
@@ -35,10 +35,10 @@ def operator(name: str, raw, function: Callable, *more: str) -> Callable:
     `more`.
 
     Raises:
-        RuntimeError: when called, if it is the TorchScript exporter to ONNX that traces.
+        RuntimeError: when called, if the TorchScript exporter to ONNX traces.
     """
     arguments, _, results = str(getattr(raw, "_schema", raw)).partition("(")[2].rpartition(") -> ")
-    # Imported once more in this process: the registration of the first import stays.
+    # If imported again in this process: the registration of the first import stays.
     if not torch._C._jit_get_schemas_for_operator(f"onepass::{name}"):
         _library.define(f"{name}({', '.join([arguments, *more])}) -> {results}")
         _library.impl(name, function, "CompositeImplicitAutograd")

@@ -134,9 +134,7 @@ class Plan:
         module = item.module
         if isinstance(match.structure, gated.Parts):
             verdict = self._block(module, match.structure)
-            if isinstance(
-                verdict, str
-            ):  # its parts have fitting sizes, but it is no block
+            if isinstance(verdict, str):  # its parts have fitting sizes, but it is no block
                 if matchers.is_called_mlp(module):
                     self._unknown.append((item, match.kind, verdict))
                 return
