@@ -1,12 +1,12 @@
 """`onepass compare`: the same model on the same text, stock and swapped.
 
-Three phases. Speed: whole training steps of both, interleaved, with what each part of a step takes
-and what it keeps in memory. Sameness: loss curves of both, against the band that stock runs alone
+Three phases. Speed: whole training steps of both, interleaved, with the time and the kept memory of
+each part of a step. Sameness: loss curves of both, against the band that stock runs alone
 span when nothing but rounding or the dropout seed differs. Both with torch's fused AdamW, its
 fastest. Optimizers: the AdamW step alone, by torch's default, torch's fused and onepass's, and
-training with the last. See :mod:`onepass.compare.attribution` for how a step is divided,
-:mod:`onepass.compare.optimizers` for how an optimizer is measured, :mod:`onepass.compare.model` for
-the GPT and for what ``--model`` takes.
+training with the last. See :mod:`onepass.compare.attribution` for the division of a
+step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
+:mod:`onepass.compare.model` for the GPT and for ``--model``.
 
 ``--json`` writes one object; keys are added in later versions, never changed:
 
@@ -64,8 +64,8 @@ TABLE_WIDTH = 120
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the comparison that args ask for; returns the exit code: 2 for bad input, 1 if a file
-    could not be written, else 0."""
+    """Runs the comparison of args; returns the exit code: 2 for bad input, 1 if a file could not be
+    written, else 0."""
     try:
         require_tools(args)
         settings = read_settings(args)
@@ -175,7 +175,7 @@ def _write(result, args: argparse.Namespace, files: dict[str, OutputFile]) -> in
     if args.json == STDOUT:
         print(as_json)
     else:
-        # A pipe has no width and a terminal may be narrow: lines rather wrap than get cut short.
+        # A pipe has no width and a terminal may be narrow: lines are wrapped and never cut.
         print_result(result, Console(width=max(Console().width, TABLE_WIDTH)))
     written = [write_or_say("compare", "--json", files.get("--json"), as_json.encode())]
     if "--plot" in files:

@@ -3,19 +3,19 @@
 Method: one step runs with a stamp of the clock at every boundary between parts, so that the parts
 and what lies between them sum to the step by construction.
 
-- Forward: a part is the outermost module or torch function of a known kind. Modules matter for
+- Forward: a part is the outermost module or torch function of a known kind. Modules are needed for
   norms that are composed of several operations and for swapped modules; functions (seen through a
   TorchFunctionMode) for everything that models call directly.
-- Backward: every node of the autograd graph carries the sequence number of the operation that made
-  it, hence belongs to the part that was open then. A hook before and one after each node stamp the
-  clock. What the engine does between nodes (summing gradients of the residual stream, for one) is
+- Backward: every node of the autograd graph has the sequence number of the operation that made it,
+  so it belongs to the part that was open then. A hook before and one after each node stamp the
+  clock. Work of the engine between nodes (such as summing gradients of the residual stream) is
   unattributed, as are residual adds, embeddings and Python itself in the forward.
-  What activation checkpointing recomputes counts for the part whose backward asks for it first.
+  Recomputation by activation checkpointing counts for the part whose backward triggers it.
 - On CUDA the stamps are events on the stream: the GPU's own time line, idle gaps included.
 
-nn.MultiheadAttention counts whole as attention, swapped or not: torch shows its projections to
-nobody. Convolutions and products with a parameter count as linear, products of two activations as
-attention.
+nn.MultiheadAttention counts whole as attention, swapped or not: torch does not expose its
+projections. Convolutions and products with a parameter count as linear, products of two activations
+as attention.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = (
 )  # fmt: skip
 PHASES = ("forward", "backward", "update")
 clock = time.perf_counter
-PAUSED = "paused"  # time that counts for nothing: what the watching itself takes
+PAUSED = "paused"  # time that counts for nothing: the overhead of watching
 
 _PRODUCTS = {
     "linear", "bilinear", "addmm", "mm", "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm",
@@ -173,7 +173,8 @@ class Timeline(TorchFunctionMode):
                 enter = lambda _module, _args, part=part: self._enter_module(part)  # noqa: E731
                 leave = lambda _module, _args, _output: self._leave_module()  # noqa: E731
                 handles.append(module.register_forward_pre_hook(enter, prepend=True))
-                # A checkpoint ends its second forward by an exception as soon as it has enough.
+                # A checkpoint ends its second forward by an exception as soon as it has all
+                # tensors.
                 handles.append(module.register_forward_hook(leave, always_call=True))
         self.__enter__()
         try:
@@ -186,10 +187,10 @@ class Timeline(TorchFunctionMode):
 
     def _enter_module(self, part: str) -> None:
         self.push(part)
-        # Inside a known module nothing is left to find out, and a mode costs a microsecond at every
-        # property of a tensor that Python reads: more of them in some modules than in others, so
-        # that the watching would tilt the outcome. Not in force where autograd's own threads
-        # recompute a checkpointed forward: modes belong to a thread.
+        # Inside a known module there is nothing more to find, and a mode costs a microsecond at
+        # every property of a tensor that Python reads. Some modules read more of them than others,
+        # so the watching would bias the outcome. Not active where autograd's own threads recompute
+        # a checkpointed forward: modes belong to a thread.
         if self._depth == 1 and _get_current_function_mode() is self:
             self.__exit__(None, None, None)
             self._listening = False
@@ -240,7 +241,7 @@ def median(steps: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, floa
 
 
 def scaled(spent: dict[str, dict[str, float]], step_ms: float) -> dict[str, dict[str, float]]:
-    """The same shares of a step that takes step_ms: what an unwatched step is measured to take."""
+    """The same shares, scaled to step_ms, the measured time of an unwatched step."""
     total = sum(sum(parts.values()) for parts in spent.values())
     factor = step_ms / total
     return {

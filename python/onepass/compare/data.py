@@ -1,4 +1,4 @@
-"""The text: bytes of real files, split once and for all into a training and a held-out part."""
+"""The text: bytes of real files, with a fixed split into a training and a held-out part."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _tensor(parts: list[bytes]) -> Tensor:
 class Batches:
     """Training batches by step number, from a generator of their own.
 
-    What a model draws from torch's generator (initial weights, dropout) moves no batch, so every
-    variant sees the same ones.
+    Draws of a model from torch's generator (initial weights, dropout) do not change batches, so
+    every variant gets the same ones.
     """
 
     def __init__(self, text: Text, block: int, batch: int, seed: int):
@@ -88,7 +88,8 @@ class Batches:
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
         """(tokens, targets) of a step, int64 (batch, block): the targets are the next bytes."""
-        # torch's CPU generator heeds the low 32 bits of a seed: an odd factor spreads seeds there.
+        # torch's CPU generator uses the low 32 bits of a seed: an odd factor spreads seeds over
+        # them.
         generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + step) % 2**32)
         last = self.text.train.numel() - self.block
         starts = torch.randint(last, (self.batch,), generator=generator)

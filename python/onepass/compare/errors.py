@@ -2,4 +2,4 @@
 
 
 class BadInput(Exception):
-    """Something that the user can put right: a file, a flag, a model function."""
+    """An error that the user can correct: a file, a flag, a model function."""

@@ -1,8 +1,8 @@
 """Steps of stock and swapped in a process that keeps the memory it has freed.
 
-Runs as ``python -m onepass.compare.kept JSON``: malloc is told for a whole process, and takes back
-only some of it, so that the other variants would have it too. The process makes a step when it is
-told to, in turn with the variants of the process that measures.
+Runs as ``python -m onepass.compare.kept JSON``: malloc is configured for a whole process, which can
+be undone only in part, so the other variants would be affected too. The process makes a step on
+request, in turn with the variants of the measuring process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from onepass.compare.workload import workload_of
 
 
 class Steps:
-    """The other process, from the side of the one that measures."""
+    """The other process, as seen by the measuring one."""
 
     def __init__(self, process: subprocess.Popen, errors):
         self._process, self._errors = process, errors
@@ -70,7 +70,7 @@ def main(task_text: str) -> None:
     from onepass.compare.measure import saved_bytes
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a model prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that a model's output is no answer
     task = json.loads(task_text)
     settings = Settings.from_dict(task["settings"], command="")
     onepass.keep_freed_memory()

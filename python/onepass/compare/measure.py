@@ -1,4 +1,4 @@
-"""The speed phase: interleaved steps of stock and swapped, where their time goes, what they keep.
+"""The speed phase: interleaved steps of stock and swapped, the time of their parts, kept memory.
 
 Every variant starts from the same weights and sees the same batches. A round runs one step of each
 variant, in an order that turns around from round to round; the ratio is taken within rounds, so
@@ -25,12 +25,12 @@ from onepass.compare.settings import Settings
 from onepass.compare.train import Trainer
 from onepass.compare.variants import COMPILED, STOCK, SWAPPED, names, trainer_of
 
-SECONDS = 35.0  # rounds go on this long when the asked-for number takes less
+SECONDS = 35.0  # rounds continue this long if the requested number takes less
 MAX_ROUNDS = 40
 WATCHED_SECONDS = 10.0
 WATCHED_STEPS = (2, 6)  # at least and at most, of each variant
-# A parameter whose gradient is rounding noise alone (a key's bias: softmax does not see it) is
-# measured against this share of the largest gradient of all.
+# A parameter whose gradient is only rounding noise (a key's bias, which softmax cancels) is
+# compared with this share of the largest gradient of all.
 NOISE_FLOOR = 1e-6
 
 
@@ -59,7 +59,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Speed:
-    """The variants at one dropout probability; None is what --model brings."""
+    """The variants at one dropout probability; None with --model."""
 
     dropout: float | None
     items_per_batch: int
@@ -140,7 +140,7 @@ def _parts(
 
 
 class Lazy(dict):
-    """Batches made once per round, by whichever variant comes first, and shared by the others."""
+    """Batches made once per round, by the variant that comes first, and shared by the others."""
 
     def __init__(self, make: Callable[[int], object]):
         super().__init__()
@@ -222,5 +222,5 @@ def worst_gradient(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -
             return name, float("inf")
         difference = (gradients[name].double() - expected.double()).abs().max().item()
         errors[name] = difference / max(largest[name], floor)
-    # A NaN compares as the largest: it must not hide behind a number.
+    # A NaN compares as the largest: no number may hide it.
     return max(errors.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])

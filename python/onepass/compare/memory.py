@@ -1,13 +1,13 @@
 """Peak memory of one training step, in a process of its own.
 
 Runs as ``python -m onepass.compare.memory JSON``. A peak is the high-water mark during the step
-minus the level before it, on CUDA that of torch's allocator. A process of its own, because freed
-memory stays with the process that freed it and would hide the next variant's need. Where it is to
-stay, the peak is that of a few steps: what such a process keeps.
+minus the level before it, on CUDA that of torch's allocator. A separate process, because freed
+memory stays in the process that freed it and would hide the next variant's need. With kept memory
+the peak is that of a few steps: the memory that such a process keeps.
 
 Elsewhere large blocks are mapped apart from glibc's heap (`_malloc.map_apart`). By default glibc
-comes to serve blocks of up to 32 MiB from its heap, whose holes are resident too: at the default
-sizes without dropout they add 13 to 55 MiB to stock and 46 to 58 to swapped, as they happen to lie.
+soon serves blocks of up to 32 MiB from its heap, whose holes are resident too: at the default sizes
+without dropout they add 13 to 55 MiB to stock and 46 to 58 to swapped, by chance.
 The tensors alive at once are 306 and 307 MiB there (torch's profiler), and these peaks 312 and 308.
 """
 
@@ -56,7 +56,7 @@ def main(task_text: str) -> None:
     task = json.loads(task_text)
     settings = Settings.from_dict(task["settings"], command="")
     text = None if settings.model else load_text(settings.text)
-    # A process that has looked at CUDA cannot go on there in a fork.
+    # After CUDA is initialized, a fork cannot use it.
     context = multiprocessing.get_context("spawn" if settings.device.type == "cuda" else "fork")
     peaks = {}
     for variant in task["variants"]:
@@ -109,9 +109,9 @@ def _cuda_peak(step) -> int:
 
 
 def _cpu_peak(step) -> int:
-    _malloc.trim()  # pages that were given back count again
+    _malloc.trim()  # returned pages count again
     try:
-        _CLEAR_REFS.write_text("5")  # the high-water mark starts anew from the present level
+        _CLEAR_REFS.write_text("5")  # resets the high-water mark to the present level
     except OSError:
         pass  # not allowed everywhere; then the mark may be older than the step, if that is higher
     before = _status_bytes("VmRSS")

@@ -2,8 +2,8 @@
 
 The GPT is pre-norm with learned positions, a GELU MLP of four times the width, and the output head
 tied to the token embedding. The LayerNorm layout has biases, as GPT-2; ``rmsnorm=True`` gives the
-Llama layout: nn.RMSNorm and no bias anywhere. Nothing in it knows onepass: `onepass.swap`
-has to find everything by itself, as in anybody's model.
+Llama layout: nn.RMSNorm and no bias anywhere. Nothing in it refers to onepass: `onepass.swap`
+must find everything itself, as in any model.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
-                # GPT-2: what is added to the residual stream starts smaller, by the number of adds.
+                # GPT-2: terms of the residual stream start smaller, by the number of adds.
                 adds = 2 * sizes.layers if name.endswith(("out.weight", "contract.weight")) else 1
                 nn.init.normal_(parameter, std=0.02 / adds**0.5)
 
@@ -122,9 +122,9 @@ class GPT(nn.Module):
     def reorder_features(self, generator: torch.Generator) -> None:
         """Renumbers the features of the residual stream and of every MLP, at random.
 
-        It stays the same function of the same training run, but every sum over the width, in norms
-        as in products, is taken in another order: stock against stock with nothing but rounding
-        between them.
+        It stays the same function with the same training run, but every sum over the width, in
+        norms and in products, has another order: stock against stock with only rounding between
+        them.
         """
         stream = torch.randperm(self.tokens.embedding_dim, generator=generator)
         for name, parameter in self.named_parameters():
@@ -184,7 +184,7 @@ def move(batch, device: torch.device):
 
 
 def cast(batch, dtype: torch.dtype | None):
-    """The batch with every floating-point tensor in it of dtype; None: as it is."""
+    """The batch with every floating-point tensor in it of dtype; None: unchanged."""
     if dtype is None:
         return batch
     return each_tensor(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
@@ -216,8 +216,8 @@ def load_user_model(spec: str, seed: int) -> tuple[nn.Module, Callable[[int], ob
     """Calls the function that ``package.module:function`` names.
 
     It takes no argument and returns (model, batch) or (model, batch_function); batch_function gets
-    the step's number and returns that step's batch: the same one each time it is asked, since
-    every variant is fed from it. The current directory is searched as well.
+    the step's number and returns that step's batch: the same one at each call, since every
+    variant gets it. The current directory is searched as well.
     """
     path, separator, name = spec.partition(":")
     if not (path and separator and name):

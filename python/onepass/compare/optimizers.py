@@ -1,15 +1,15 @@
 """The optimizer axis: one AdamW step by torch's default, torch's fused and onepass's.
 
 Speed: each optimizer has its own copy of the stock model's parameters, all share the gradients, and
-their steps are timed in turn, apart from the rest of a training step and without zero_grad: a
-difference shows that would drown in the noise of whole steps. A forward and backward runs untimed
-before each, so that caches are as a training step leaves them. Bytes are added up from the tensors
+their steps are timed in turn, without the rest of a training step and without zero_grad: in whole
+steps noise would hide the difference. A forward and backward runs untimed before each, so that
+caches are as in a training step. Bytes are added up from the tensors
 themselves.
 
 Sameness: the stock model is trained once more by each of onepass's optimizers, on the batches of
-the sameness phase. On parameters as they are its curve has to lie within the band that stock runs
+the sameness phase. With unchanged parameters its curve must lie within the band that stock runs
 span; bfloat16 parameters (``--master``) and smaller moments (``--state-dtype``) are other numerics,
-for which the distance is told and no judgement passed.
+for which only the distance is reported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Choice:
     """An AdamW, and the dtype of the parameters that it is given."""
 
     library: str  # of settings.OPTIMIZERS
-    dtype: torch.dtype | None = None  # what parameters are cast to; None: they stay as they are
+    dtype: torch.dtype | None = None  # dtype of the parameters; None: unchanged
     master: str | None = None
     state_dtype: str | None = None
 
@@ -56,17 +56,17 @@ class Choice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it should train as torch's does, but for rounding."""
+        """Whether it should train as torch's does, up to rounding."""
         return not (self.dtype or self.master or self.state_dtype)
 
     @property
     def is_trained(self) -> bool:
-        """Whether a loss curve is taken: of torch's own only where the parameters are others."""
+        """Whether a loss curve is taken: for torch's own only if parameters are cast."""
         return self.library == "onepass" or self.dtype is not None
 
     def __call__(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
         if self.library != "onepass":
-            # None, not False: what torch takes when nobody chooses.
+            # None, not False: torch's own default.
             fused = True if self.library == "fused" else None
             return torch.optim.AdamW(parameters, **ADAMW, fused=fused)
         options = {}
@@ -81,10 +81,10 @@ BASELINE = Choice("fused")
 
 
 def choose(settings: Settings, workload) -> tuple[list[Choice], dict[str, str]]:
-    """The optimizers of a run, and by name why one of the usual ones is left out.
+    """The optimizers of a run, and by name why a usual one is left out.
 
     Raises:
-        BadInput: one that was asked for by --master or --state-dtype cannot train the model.
+        BadInput: one requested by --master or --state-dtype cannot train the model.
     """
     model = workload.build()
     trained = trained_parameters(model)
@@ -144,7 +144,7 @@ class Outcome:
 
     @property
     def same(self) -> bool | None:
-        """Whether training is the same; None where it was not to be or nobody looked."""
+        """Whether training is the same; None if it need not be, or was not measured."""
         return self.training.same if self.training and self.choice.is_plain else None
 
 
@@ -245,7 +245,7 @@ def compare_optimizers(
 def _measure(
     choices: Sequence[Choice], workload, settings: Settings, advance: Callable[[], None]
 ) -> tuple[Timing, dict[str, tuple[int, int]], int]:
-    """Times; bytes of the states and of parameters with gradients; how many parameters."""
+    """Times; bytes of the states and of parameters with gradients; number of parameters."""
     trainer = Trainer(workload.build(), settings)
     batch = workload.small_batch()
     trainer.loss(batch).backward()
@@ -290,7 +290,7 @@ def _measure(
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of every tensor that the optimizer keeps for its parameters."""
+    """Bytes of all tensors that the optimizer keeps for its parameters."""
     entries = (value for state in optimizer.state.values() for value in state.values())
     return sum(value.nbytes for value in entries if isinstance(value, Tensor))
 

@@ -1,7 +1,7 @@
 """Rounds of whole training steps, timed as `onepass.bench.harness` times operators.
 
-A step is long and moves its model on, so it is neither repeated within a round nor warmed up here,
-and every variant gets the round's number, to take the same batch.
+A step is long and changes its model, so it is neither repeated within a round nor warmed up here,
+and every variant gets the round's number, to use the same batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def time_rounds(
 
     At least `rounds` rounds; more, up to max_rounds, while they have taken less than `seconds`.
     A step gets the round's number and returns when its work is done; one that another process makes
-    returns the seconds and page faults that it took there. What `before`, which gets the step's
-    name and the number, does ahead of each step is not timed.
+    returns the seconds and page faults that it took there. `before`, which gets the step's name and
+    the number, is called before each step and not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     faults = dict.fromkeys(steps, 0)

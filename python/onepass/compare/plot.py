@@ -1,5 +1,4 @@
-"""The picture: what training does, how every pair of steps went, where the time goes, and what
-the optimizers take."""
+"""The picture: loss curves, every pair of steps, the time of the parts, and the optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from onepass.compare.train import BAND_FACTOR, Sameness
 from onepass.compare.variants import baseline_of
 
 BAND = "#a9c4dd"
-# From what a swap cannot reach, in greys and blues, to what it is about, in warm colours.
+# From parts that a swap cannot reach, in greys and blues, to its own parts, in warm colours.
 PART_COLORS = {
     "linear": "#33658a",
     "attention": "#a4243b",
@@ -222,7 +221,7 @@ def _color_of(optimizer: str) -> str:
 
 
 def _saved_text(stock: dict[str, float], swapped: dict[str, float]) -> str:
-    """A line on what the swap saves or costs, and in which parts most."""
+    """A line on the time that the swap saves or costs, and in which parts most."""
     saved = {part: stock[part] - swapped[part] for part in PARTS}
     total = sum(saved.values())
     named = sorted(saved.items(), key=lambda item: -abs(item[1]))[:3]

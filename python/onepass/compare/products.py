@@ -1,4 +1,4 @@
-"""How fast a step's linear layers multiply, against what the machine can do."""
+"""How fast a step's linear layers multiply, against the machine's ceiling."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _LINEAR = (_aten.mm, _aten.addmm, _aten.convolution, _aten._convolution, _aten.c
 
 @dataclass(frozen=True)
 class Products:
-    """Those of a step's linear layers, forward and backward, which every variant computes."""
+    """The products of a step's linear layers, forward and backward, in every variant."""
 
     operations: int  # multiplications and additions
     ceiling: float | None  # of the CPU's own on as many threads, in GFLOP/s; None: not measured
 
     def rate(self, parts: dict[str, dict[str, float]] | None) -> float | None:
-        """GFLOP/s of a variant, by the milliseconds of its parts."""
+        """GFLOP/s of a variant, from the milliseconds of its parts."""
         milliseconds = by_part(parts)["linear"] if parts else 0.0
         return self.operations / milliseconds / 1e6 if milliseconds else None
 
 
 def products_of(counter: FlopCounterMode, model: nn.Module, settings: Settings) -> Products:
-    """Products of a step of the stock model while they were counted.
+    """Counts the products of a step of the stock model.
 
     nn.MultiheadAttention's projections count as attention, as their time does.
     """

@@ -31,7 +31,8 @@ class Progress:
         self._bars.stop()
 
     def phase(self, description: str, total: int | None = None) -> Callable[[], None]:
-        """Starts a bar of total units (None: unknown); returns what moves it on by one."""
+        """Starts a bar of total units (None: unknown); returns a function that advances it by
+        one."""
         for task in self._bars.tasks:
             self._bars.stop_task(task.id)
         task = self._bars.add_task(description, total=total)

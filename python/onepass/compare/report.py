@@ -23,7 +23,7 @@ WORTH_NAMING = 0.10  # share of the swapped step from which a part not accelerat
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that a run of `onepass compare` found out."""
+    """All results of a run of `onepass compare`."""
 
     settings: Settings
     machine: dict
@@ -116,7 +116,7 @@ def label(dropout: float | None) -> str:
 
 
 def not_accelerated(result: Result) -> dict[str, list[float]]:
-    """Parts that no swapped module belongs to: their share of the swapped step, per dropout."""
+    """Parts without a swapped module: their share of the swapped step, per dropout."""
     kinds = {entry["kind"] for entry in result.swap_report["swapped"]}
     shares: dict[str, list[float]] = {}
     for part in PARTS:
@@ -132,7 +132,7 @@ def not_accelerated(result: Result) -> dict[str, list[float]]:
 
 
 def verdict(result: Result) -> str:
-    """One sentence: how much faster or slower, whether training is the same, what is left."""
+    """One sentence: how much faster or slower, whether training is the same, remaining parts."""
     several = len(result.speeds) > 1
 
     def with_dropout(dropout: float | None) -> str:
@@ -161,7 +161,7 @@ def verdict(result: Result) -> str:
 
 
 def _times_faster(interval: Interval) -> tuple[str, str]:
-    """The figure with its interval, and what to say of one that is no gain."""
+    """The figure with its interval, and words if it is no gain."""
     digits = 3 if abs(interval.median - 1.0) < 0.02 else 2  # never "1.00x: slower"
     remark = ""
     if interval.high < 1.0:
@@ -186,7 +186,7 @@ def _optimizer_sentence(result: Result) -> str:
 
 
 def short(number: float) -> str:
-    """3e-6, 0.02: one digit, as small as it reads."""
+    """3e-6, 0.02: one digit, in the shorter notation."""
     mantissa, _, exponent = f"{number:.0e}".partition("e")
     if not exponent or -3 <= int(exponent) <= 0:
         return f"{number:.1g}"
@@ -310,7 +310,7 @@ def _part_ms(parts: dict[str, dict[str, float]], part: str) -> float:
 
 
 def number(ms: float) -> str:
-    """Three digits or so, whatever the size."""
+    """About three digits, for any size."""
     return f"{ms:.{0 if abs(ms) >= 99.95 else 1 if abs(ms) >= 9.995 else 2}f}"
 
 
@@ -386,7 +386,7 @@ def _mebibytes(count: int) -> str:
 
 
 def subject(settings: Settings, parameters: int, sameness: str, data: str) -> str:
-    """Which model was trained, by which optimizer, on what."""
+    """The trained model, the optimizer, and the data."""
     layout = "RMSNorm" if settings.rmsnorm else "LayerNorm"
     model = settings.model or f"GPT of {settings.speed}, {layout}, tied head"
     dtype = str(settings.dtype).removeprefix("torch.")
@@ -394,7 +394,7 @@ def subject(settings: Settings, parameters: int, sameness: str, data: str) -> st
 
 
 def footer(result: Result) -> list[str]:
-    """Where, with what and how; the last line repeats the run."""
+    """Machine, software and method; the last line repeats the run."""
     settings, machine = result.settings, result.machine
     lines = []
     if settings.quick:

@@ -31,11 +31,11 @@ STATE_DTYPES = ("float32", "bfloat16", "int8")
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what is measured; JSON-able but for the device and the dtype."""
+    """All choices of a measurement; JSON-able except the device and the dtype."""
 
     speed: Sizes
     sameness: Sizes
-    dropouts: tuple[float, ...]  # empty for --model: it has whatever dropout it has
+    dropouts: tuple[float, ...]  # empty for --model, whose dropout is not changed
     rmsnorm: bool
     text: tuple[str, ...]
     steps: int | None  # None: chosen by the time that a step of --model takes
@@ -43,8 +43,8 @@ class Settings:
     kinds: tuple[str, ...]  # what the swap takes; empty: its default
     compile: bool
     keep_memory: bool
-    optimizers: tuple[str, ...]  # of OPTIMIZERS, always with "fused": what the others are held to
-    masters: tuple[str, ...]  # of MASTERS; empty: only parameters as they are
+    optimizers: tuple[str, ...]  # of OPTIMIZERS, always with "fused", the baseline
+    masters: tuple[str, ...]  # of MASTERS; empty: only unchanged parameters
     state_dtypes: tuple[str, ...]  # of STATE_DTYPES; empty: only torch's
     model: str | None
     device: torch.device
@@ -106,8 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say what is trained, on what, and how often a step is timed; sets those
-    of `add_arguments` that are not among them to their defaults."""
+    """Adds the flags for the model, the data and the number of timed steps; sets other flags of
+    `add_arguments` to their defaults."""
     parser.set_defaults(
         steps=None, compile=False, keep_memory=False, optimizers=None, master=None,
         state_dtype=None, plot=None,
@@ -140,10 +140,10 @@ def read_settings(
     command: str = "compare",
     flags: Callable[[argparse.ArgumentParser], None] = add_arguments,
 ) -> Settings:
-    """Settings from parsed flags; raises BadInput with one line on what cannot be used.
+    """Settings from parsed flags; raises BadInput with one line on flags that cannot be used.
 
     Args:
-        command, flags: which command of onepass they belong to, and what adds them to its parser.
+        command, flags: the command of onepass, and the function that adds its flags to a parser.
     """
     default = QUICK_SPEED if args.quick else SPEED
     sizes = {name: getattr(args, name) for name in SIZE_FLAGS}
@@ -232,7 +232,7 @@ def _keep_memory(wanted: bool, device: torch.device) -> bool:
 
 
 def make_current(device: torch.device) -> None:
-    """Stamps of the clock, memory and synchronisation are then those of this CUDA device."""
+    """Makes it torch's current CUDA device, for clock stamps, memory and synchronisation."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 

@@ -1,4 +1,4 @@
-"""One training step, as everybody writes it, and the sameness phase made of many."""
+"""One ordinary training step, and the sameness phase, which consists of many."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from onepass.compare.settings import Settings
 
 STOCK_RUNS = 4  # span the stock-versus-stock band
 CURVE_POINTS = 20
-# The factor of the numerics rule: the swapped run is one more draw of what the stock runs are a few
-# draws of, and the next draw is often a little farther out than all before it.
+# The factor of the numerics rule: the swapped run is one more draw beside the stock runs, and a new
+# draw is often a little farther out than all earlier ones.
 BAND_FACTOR = 2.0
-USER_SECONDS = 60.0  # for the sameness phase of --model, whose steps cost what they cost
+USER_SECONDS = 60.0  # for the sameness phase of --model, whose steps may be long
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95)}
 
 
 def fused_adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """torch's fastest AdamW: what trains every variant of the model."""
+    """torch's fastest AdamW, which trains every variant of the model."""
     return torch.optim.AdamW(parameters, **ADAMW, fused=True)
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those that require a gradient; raises BadInput if none does."""
+    """Parameters that require a gradient; raises BadInput if none does."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise BadInput("--model must have a parameter that requires a gradient")
@@ -95,7 +95,7 @@ class Trainer:
 
 @dataclass
 class Sameness:
-    """Loss curves of one dropout probability: what stock spans, and where swapped lies."""
+    """Loss curves at one dropout probability: the band of stock, and swapped."""
 
     dropout: float | None
     stock_runs_differ_by: str
@@ -124,7 +124,7 @@ class Sameness:
 
     @property
     def same(self) -> bool:
-        """Whether the gap lies in the band; a loss that is no number never does."""
+        """Whether the gap lies in the band; NaN never does."""
         return self.gap <= BAND_FACTOR * self.stock_gap
 
     def to_dict(self) -> dict:
@@ -163,7 +163,7 @@ def train_curve(
         points: step numbers, ascending.
         seed: of dropout, beside the run's own.
         prepare: changes the stock model before it is trained.
-        dtype: what parameters and floating-point batches are cast to; None: they stay.
+        dtype: parameters and floating-point batches are cast to it; None: unchanged.
     """
     model = workload.build()
     prepare(model)
@@ -186,8 +186,8 @@ def compare_training(
 ) -> Sameness:
     """Trains stock STOCK_RUNS times and swapped once, on the same batches.
 
-    Without dropout the stock runs differ by the order of their sums alone, with dropout by its
-    seed: swapped draws other random numbers by design, so it can only be one more seed.
+    Without dropout the stock runs differ only in the order of their sums, with dropout in its seed:
+    swapped draws other random numbers by design, so it counts as one more seed.
 
     Args:
         further_runs: how many more runs of as many steps will follow; they share the time.

@@ -20,7 +20,7 @@ _ONLY = ": "
 
 
 def names(settings: Settings) -> list[str]:
-    """Those that this process trains; `kept_names` are trained in another one."""
+    """The variants that this process trains; `kept_names` are trained in another one."""
     found = [STOCK, SWAPPED]
     if settings.compile:
         found += [f"{COMPILED}{name}" for name in found]
@@ -34,17 +34,17 @@ def kept_names(settings: Settings) -> list[str]:
 
 
 def baseline_of(variant: str) -> str:
-    """The variant that differs from this one by the swap alone."""
+    """The variant that differs from this one only by the swap."""
     return variant.replace(SWAPPED, STOCK)
 
 
 def of_kinds(kinds: Sequence[str]) -> str:
-    """The variant in which nothing but these kinds is swapped."""
+    """The variant in which only these kinds are swapped."""
     return f"{SWAPPED}{_ONLY}{', '.join(kinds)}"
 
 
 def kinds_of(variant: str, settings: Settings) -> tuple[str, ...]:
-    """What the swap of a variant takes; empty: its default."""
+    """The kinds that a variant swaps; empty: the default."""
     named = variant.partition(_ONLY)[2]
     return tuple(named.split(", ")) if named else settings.kinds
 
@@ -52,7 +52,7 @@ def kinds_of(variant: str, settings: Settings) -> tuple[str, ...]:
 def trainer_of(
     variant: str, model: nn.Module, settings: Settings
 ) -> tuple[Trainer, onepass.Report | None]:
-    """Makes a stock model into the variant; returns the report where it is swapped."""
+    """Turns a stock model into the variant; returns the report if it is swapped."""
     report = None
     if SWAPPED in variant:
         report = onepass.swap(model, kinds=kinds_of(variant, settings) or None)
@@ -72,7 +72,7 @@ def medium_precision() -> Iterator[None]:
 
 
 def medium_has_effect() -> bool:
-    """Whether this torch computes other products with it on this CPU."""
+    """Whether medium precision changes this torch's products on this CPU."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(1024, 1024, generator=generator)[:128] for _ in range(2))
     product = left @ right.t()

@@ -21,7 +21,7 @@ HELD_OUT_ROWS = 4  # of one forward while measuring it: keeps the memory small
 
 
 def workload_of(settings: Settings, text: Text | None, dropout: float | None):
-    """That of the speed phase; --model has no text of ours."""
+    """The workload of the speed phase; --model has no text of ours."""
     if text is None:
         return UserWorkload(settings)
     return GptWorkload(settings, text, settings.speed, dropout)
@@ -67,7 +67,7 @@ class GptWorkload:
 class UserWorkload:
     """The model that --model names, on the batches that come with it."""
 
-    dropout = None  # whatever the model has
+    dropout = None  # the model's own
 
     def __init__(self, settings: Settings):
         self.settings, self.device = settings, settings.device
@@ -87,7 +87,7 @@ class UserWorkload:
 
     @torch.no_grad()
     def reorder(self, model: nn.Module, seed: int) -> None:
-        """Moves each weight by one rounding up, down or not: what another order of sums may do."""
+        """Moves each weight by one rounding up, down or not, as another order of sums may do."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             if parameter.is_floating_point():
