@@ -1,17 +1,17 @@
 """`onepass bench`: the operators against torch's fastest way and against the machine's ceilings.
 
-Results are checked before they are timed. Memory that is freed stays with the process, for all
-variants alike (see `machine.recycled_memory`): otherwise page faults of fresh outputs hide every
-kernel beyond the cache. Cases named `fresh` show that, under the allocator's defaults; those named
+Results are checked before they are timed. Freed memory stays in the process, for all variants
+alike (see `machine.recycled_memory`): otherwise page faults of fresh outputs hide every kernel
+beyond the cache. Cases named `fresh` show that, under the allocator's defaults; those named
 `cold` take inputs that are not in the cache, as inside a model. On CUDA every case is cold.
 
 ``--json`` writes one object: ``command``, ``device`` (cpu or cuda), ``machine`` (facts by name),
-``ceilings`` (GB/s and GFLOP/s), ``recycled_memory`` (whether the allocator obeyed; null on CUDA),
-``failed`` (what went wrong, by case), ``left_out`` (cases that --limit or Ctrl-C left out) and
+``ceilings`` (GB/s and GFLOP/s), ``recycled_memory`` (whether the allocator complied; null on CUDA),
+``failed`` (errors by case), ``left_out`` (cases that --limit or Ctrl-C left out) and
 ``rows``: ``name``, ``memory``, ``times`` by variant (ours, eager, compile, copy: median, p10, p90,
 fastest, calls per batch, page faults per call), ``rounds_at_each_place``, ``against_eager`` and
 ``against_compile`` (how many times faster, with the 95 % interval), ``against_others``,
-``unavailable`` (further variants that do not run here, and what they say), ``share_of_copy`` (or of
+``unavailable`` (further variants that do not run here, with their errors), ``share_of_copy`` (or of
 an update, a read, or arithmetic), ``gbps``, ``gflops`` (both null where they are no measure),
 ``right``, ``check``, ``error_share_of_bound`` and ``goal`` (from --goals; else nulls);
 ``other_load`` is the number of cores that others kept busy meanwhile (null on CUDA).
@@ -176,10 +176,10 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
                         limits=limits,
                         goal=goals.of(pending.name),
                     )
-                except KeyboardInterrupt:  # of the cases before, the figures are still wanted
+                except KeyboardInterrupt:  # the figures of earlier cases are still reported
                     interrupted = True
                     left_out.append(pending.name)
-                except Exception as error:  # and of the others
+                except Exception as error:  # and those of the others
                     traceback.print_exc()
                     text = str(error).strip().partition("\n")[0]
                     failed[pending.name] = f"{type(error).__name__}: {text}"

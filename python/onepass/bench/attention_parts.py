@@ -16,7 +16,7 @@ from onepass._ops.random import draw_seed
 from onepass.bench.case import Case, Operator
 from onepass.reference.attention import attention as reference
 
-# Of the longest: how long the sequences of a batch are, half in all.
+# Lengths of a batch's sequences, relative to the longest; half in all.
 FILL = (1, 1 / 8, 3 / 4, 1 / 4, 5 / 8, 3 / 8, 1 / 2, 3 / 8)
 OPERATIONS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # of the forward's
 P = 0.1  # of dropout
@@ -28,7 +28,8 @@ CHECKED_SCORES = 1 << 22  # float64 references of more would take longer than th
 
 
 def pairs(seq: int, causal: bool = False, window: int | None = None) -> int:
-    """Of a query and a key that it sees, among seq of each; window counts the query's own key."""
+    """Pairs of a query and a key that it sees, among seq of each; window counts the query's own
+    key."""
     if not causal:
         return seq * seq
     width = min(seq, window or seq)
@@ -36,13 +37,13 @@ def pairs(seq: int, causal: bool = False, window: int | None = None) -> int:
 
 
 def flops(batch_pairs: int, heads: int, head_dim: int, phase: str) -> int:
-    """Of a call; batch_pairs are the pairs of all sequences."""
+    """Operations of a call; batch_pairs are the pairs of all sequences."""
     return int(4 * batch_pairs * heads * head_dim * OPERATIONS[phase])
 
 
 # ---- operators -----------------------------------------------------------------------------------
 
-_RIGHT = {"causal": 0, "full": -1}  # keys that the reference lets a query see after its own
+_RIGHT = {"causal": 0, "full": -1}  # keys after its own that a query sees in the reference
 
 
 def dense(kind: str, **torch_options) -> Operator:
@@ -112,7 +113,7 @@ def case_of(
         batch_pairs = batch * pairs(seq, causal=kind.endswith("causal"))
     full = partial(tensors, dtype=dtype, grad=phase != "forward", device=device)
     if make is None and batch * heads * seq * seq > CHECKED_SCORES:
-        # Fewer heads; of the longest sequences, a part that is as long as such a head may be.
+        # Fewer heads; of the longest sequences, only a part that fits the limit.
         checked = partial(full, (1, 1, min(seq, math.isqrt(CHECKED_SCORES)), head_dim))
     return Case(
         name_of(kind, shape, dtype, phase),

@@ -1,7 +1,7 @@
 """One benchmark case: an operator on one input, ours and torch's, checked and then timed.
 
-A case is a name until it is measured: only then its tensors are made, so that cases do not share
-the cache with each other's inputs.
+The tensors of a case are made only when it is measured, so that cases do not share the cache with
+each other's inputs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ PLACES = 5
 MIN_ROUNDS = 4  # at each place
 SPACER_BYTES = 3 << 20
 COLD_BYTES = 256 << 20  # beyond the last cache of the machines and devices this is meant for
-# Of a cold case on the CPU: as many calls, one after the other, as a model has layers. The first
-# after another variant finds no code of Python's and torch's in the caches and takes up to 0.1 ms
-# longer; in batches of five calls that would be a tenth of the time.
+# Calls in a batch of a cold case on the CPU: as many as a model has layers. The first call after
+# another variant finds no code of Python and torch in the caches and takes up to 0.1 ms longer; in
+# batches of five calls that would be a tenth of the time.
 COLD_BATCH_SECONDS = 6e-3
 UPDATE_BYTES = 192 << 20  # of the update that is the ceiling where `moved` is given
 READ_BYTES = 192 << 20  # of the sum that is the ceiling where `reads` is given
@@ -51,10 +51,10 @@ class Operator:
         ours: by onepass.
         stock: by torch in its fastest eager way; torch.compile compiles this one.
         formula: the reference, which is also called with float64 tensors.
-        base: whose error ours is held against (`onepass.numerics`): torch's own function, or the
-            formula where torch draws other random numbers.
-        others: further variants by name, to be timed beside these; their results are not looked at.
-        optional: likewise, that not every torch and device has: what raises is left out.
+        base: the variant whose error bounds ours (`onepass.numerics`): torch's own function, or the
+            formula if torch draws other random numbers.
+        others: further variants by name, timed beside these; their results are not checked.
+        optional: likewise, but not every torch and device has them: those that raise are left out.
         compiled: names of optional ones that torch.compile makes.
     """
 
@@ -78,27 +78,27 @@ class Case:
         backward: whether a call includes torch.autograd.grad with respect to those.
         tensors: tensors of the first input's size that must cross memory, each read or written
             once; None for the overhead of a call, where memory is no limit.
-        fresh: outputs live in fresh memory as glibc's defaults have it, not in recycled memory.
+        fresh: outputs are in fresh memory, by glibc's defaults, not in recycled memory.
         cold: every call takes other tensors, COLD_BYTES of them in turn, so that none is in the
-            cache: as in a model, where other operators ran meanwhile.
+            cache: as in a model, where other operators run in between.
         backward_alone: a call is torch.autograd.grad alone, on graphs that are made beforehand and
             kept; needs `backward`.
         device: "cpu" or "cuda", where `make` puts the tensors.
-        moved: bytes that must cross memory, where tensors of the first input's size are no measure;
-            the ceiling is then an update in place instead of a copy.
+        moved: bytes that must cross memory, if a number of tensors of the first input's size does
+            not fit; the ceiling is then an update in place instead of a copy.
         reads: bytes that must be read and little else; the ceiling is then torch's sum of a tensor
             that is in no cache.
         compiles: whether torch.compile is to be tried on the stock variant.
-        make_checked: returns smaller tensors of the same kind, for the check of results, where that
+        make_checked: returns smaller tensors of the same kind for the check of results, if a check
             of the whole ones would take longer than the measurement.
         flops: useful operations of a call, a multiply-add being two, where arithmetic is the limit;
             the ceiling is then that of multiply-adds on all threads.
-        dots: that ceiling is of bfloat16 dot products, where the CPU has an instruction for them,
-            or of 16-bit matrices, where tensor cores have.
-        make_stock: returns the tensors that torch takes where it wants the same things in another
-            form, such as padded; ours and the check have those of `make`.
-        graphs: on CUDA a call is the replay of a CUDA graph, as where models are served: what the
-            host does for a call is left out.
+        dots: that ceiling is of bfloat16 dot products, if the CPU has an instruction for them, or
+            of 16-bit matrix products on tensor cores.
+        make_stock: returns torch's tensors if it takes the same data in another form, such as
+            padded; ours and the check use those of `make`.
+        graphs: on CUDA a call is the replay of a CUDA graph, as in serving: the host's work for a
+            call is left out.
     """
 
     name: str
@@ -152,8 +152,8 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """Of the speed of a copy of the first input, by bytes, which moves it twice; or of an
-        update in place, or a plain read; or of multiply-adds, by useful operations."""
+        """The share of the speed of a copy of the first input, by bytes, which moves it twice; or
+        of an update in place, or a plain read; or of multiply-adds, by useful operations."""
         if self.case.flops is not None:
             return self.gflops / self.arithmetic_gflops if self.arithmetic_gflops else None
         if self.case.moved is not None:
@@ -217,8 +217,8 @@ def measure(
 ) -> Row:
     """Checks the case's results, then times its variants in turn for about `seconds`.
 
-    The time is shared between several places in memory, of at least `rounds` rounds each; see
-    `harness`. A case with flops has a share of the ceiling only where `limits` tells that.
+    The time is divided among several places in memory, with at least `rounds` rounds each; see
+    `harness`. A case with flops has a share of the ceiling only if `limits` has that ceiling.
     """
     torch.manual_seed(SEED)
     check, margin = _check(case)
@@ -247,7 +247,7 @@ def measure(
     for place in range(places):
         if on_cpu:
             _malloc.trim()
-            # Takes the pages that were given back last, which the new tensors would get once more.
+            # Takes the last returned pages, which the new tensors would otherwise get again.
             held.append(torch.ones(SPACER_BYTES * place // 4))
         inputs = _inputs(case)
         of_stock = _stock_inputs(case) or inputs
@@ -336,7 +336,7 @@ def _inputs(case: Case) -> _Ring:
 
 
 def _stock_inputs(case: Case) -> _Ring | None:
-    """Those of the stock variant, where it has its own."""
+    """The inputs of the stock variant, if it has its own."""
     if case.make_stock is None:
         return None
     return _Ring([_with_upstream(case, case.make_stock(), case.operator.stock)])
@@ -364,7 +364,8 @@ def _with_upstream(case: Case, tensors: list[Tensor], function: Function) -> Inp
 
 
 def _graphs_kept(wanted: bool) -> contextlib.AbstractContextManager:
-    """Compiled inside, a backward writes into nothing that the next one on its graph needs."""
+    """Compiled inside, a backward does not overwrite tensors that the next one on its graph
+    needs."""
     if not wanted:
         return contextlib.nullcontext()
     from torch._functorch import config
@@ -373,7 +374,7 @@ def _graphs_kept(wanted: bool) -> contextlib.AbstractContextManager:
 
 
 def _call(case: Case, function: Function, inputs: _Ring) -> Callable[[], tuple[Tensor, ...]]:
-    """The function that is timed: without a backward the forward alone."""
+    """The timed function: without a backward the forward alone."""
     if case.graphs and case.device == "cuda":
         return _replayed(function, inputs)
     if not case.backward:
@@ -400,7 +401,7 @@ def _trained(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _replayed(function: Function, inputs: _Ring) -> Callable[[], None]:
-    """The function on each set of inputs, captured in a CUDA graph of its own."""
+    """The function on each set of inputs, each captured in its own CUDA graph."""
     graphs = {}
     for tensors, _ in inputs.sets:
         aside = torch.cuda.Stream()

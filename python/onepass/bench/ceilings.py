@@ -35,7 +35,8 @@ class Ceilings:
         return asdict(self)
 
     def arithmetic_gflops(self, dots: bool) -> float | None:
-        """Of multiply-adds; with `dots` of bfloat16 dot products, where the CPU has them."""
+        """The ceiling of multiply-adds; with `dots` of bfloat16 dot products, if the CPU has
+        them."""
         return (self.bf16_dot_gflops or self.fma_gflops) if dots else self.fma_gflops
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ class CudaCeilings:
         return asdict(self)
 
     def arithmetic_gflops(self, dots: bool) -> float | None:
-        """Of multiply-adds in float32; with `dots` of 16-bit products, on tensor cores."""
+        """The ceiling of float32 multiply-adds; with `dots` of 16-bit products, on tensor cores."""
         return self.matmul_16_gflops if dots else self.matmul_32_gflops
 
     def __str__(self) -> str:
@@ -82,7 +83,8 @@ class CudaCeilings:
 
 
 def ceilings(big_bytes: int = BIG_BYTES) -> Ceilings:
-    """Measures them all, in about a second; `big_bytes` is the size of each tensor of the copy."""
+    """Measures all ceilings, in about a second; `big_bytes` is the size of each tensor of the
+    copy."""
     threads = torch.get_num_threads()
     copy_gbps, update_gbps = _bandwidths(big_bytes, "cpu")
     return Ceilings(
@@ -96,7 +98,7 @@ def ceilings(big_bytes: int = BIG_BYTES) -> Ceilings:
 
 
 def arithmetic_gflops(threads: int, dots: bool) -> float | None:
-    """The CPU's multiply-adds; with `dots` its bfloat16 dot products, where it has them."""
+    """The CPU's multiply-adds; with `dots` its bfloat16 dot products, if it has them."""
     rate = _on_all_threads("bf16_dot_ceiling", threads) if dots else None
     return rate or _on_all_threads("fma_ceiling", threads)
 
@@ -104,8 +106,8 @@ def arithmetic_gflops(threads: int, dots: bool) -> float | None:
 def cuda_ceilings(
     big_bytes: int = CUDA_BIG_BYTES, size: int = CUDA_MATRIX, device: str = "cuda"
 ) -> CudaCeilings:
-    """Measures them on torch's current device; `big_bytes` is the size of each of two tensors,
-    `size` that of the matrices."""
+    """Measures the ceilings of torch's current device; `big_bytes` is the size of each of two
+    tensors, `size` that of the matrices."""
     bandwidths = _bandwidths(big_bytes, device)
     return CudaCeilings(big_bytes // 4 * 4, *bandwidths, *_matmuls(size, device))
 

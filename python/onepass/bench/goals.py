@@ -32,7 +32,7 @@ class Goal:
 
 
 class Goals:
-    """Goals by patterns of case names, as fnmatch has them; the first that matches is a case's."""
+    """Goals by patterns of case names, as in fnmatch; the first that matches applies."""
 
     def __init__(self, patterns: Mapping[str, Goal]):
         self.patterns = patterns
@@ -43,14 +43,14 @@ class Goals:
 
 
 def read_goals(path: str, device: str, level: str) -> Goals:
-    """Those of a device ("cpu" or "cuda"); on the CPU those of its level first.
+    """The goals of a device ("cpu" or "cuda"); on the CPU those of its level first.
 
     The file holds {"cpu": {pattern: {"eager": ..., "compile": ..., "share": ..., "others": {name:
     ...}}}, "cuda": ..., and "avx2", "avx512_bf16"}. A level without a section takes "avx2".
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not such a file.
+        ValueError: it has another form.
     """
     with open(path, encoding="utf-8") as file:
         sections = json.load(file)

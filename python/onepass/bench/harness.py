@@ -2,12 +2,12 @@
 
 On a shared machine the same code runs at a different speed a second later. So variants take turns
 in short batches, in an order that rotates from round to round; a ratio is taken within each round
-and its median reported, with a bootstrap interval. Whatever slows the machine down for a while then
-slows all variants.
+and its median reported, with a bootstrap interval. Then a temporary slowdown of the
+machine slows all variants.
 
-Nor does the same code run alike in every process: which physical pages a tensor got decides how its
-lines share the cache, and moves a kernel in the cache by half, for as long as the tensor lives. So
-a case is measured at several places (`pool`), and the interval covers the luck of the place.
+Speed also differs between processes: the physical pages of a tensor determine how its lines share
+the cache, which changes a kernel's time in the cache by half, as long as the tensor lives. So a
+case is measured at several places in memory (`pool`), and the interval includes their differences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "pool",
 ]
 
-BATCH_SECONDS = 1.5e-3  # long against the clock and the call around it, short against a neighbour
+BATCH_SECONDS = 1.5e-3  # long against the clock's call, short against disturbances
 MIN_ROUNDS = 15
 MAX_ROUNDS = 500
 WARM_UP_CALLS = 3
@@ -61,7 +61,7 @@ class CudaClock:
 
     def seconds(self, function: Callable[[], object], calls: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        function()  # keeps the device busy while the first of the timed calls is on its way
+        function()  # keeps the device busy until the first timed calls arrive
         start.record()
         for _ in range(calls):
             function()
@@ -97,8 +97,8 @@ def bootstrap_median(values: Sequence[float], groups: Sequence[int] = ()) -> Int
 
     Args:
         values: the sample.
-        groups: lengths of consecutive groups of values that have something in common: whole groups
-            are drawn, then values in each. Without, every value is on its own.
+        groups: lengths of consecutive groups of related values: whole groups are drawn, then values
+            in each. Without groups, all values are independent.
 
     Raises:
         ValueError: there are no values, or the groups do not add up to them.
@@ -193,7 +193,7 @@ def measure_pairs(
         functions: variants by name; every one is warmed up alike.
         rounds: at least this many batches of each.
         seconds: more rounds follow, up to max_rounds, while all of them took less than this.
-        clock: what times a batch, the host's by default.
+        clock: times a batch; the host's by default.
 
     Raises:
         ValueError: there are no functions, or rounds is not positive.
@@ -240,7 +240,7 @@ def pool(timings: Sequence[Timing]) -> Timing:
 
 
 def _order(names: list[str], number: int) -> list[str]:
-    """Rotated, and turned around every other time: each variant follows every other one."""
+    """Rotated, and reversed every other time, so that each variant follows every other one."""
     shift = number // 2 % len(names)
     rotated = names[shift:] + names[:shift]
     return rotated if number % 2 == 0 else rotated[::-1]

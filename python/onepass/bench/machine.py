@@ -1,4 +1,4 @@
-"""Facts that a figure depends on besides the code: the machine, the software, the allocator."""
+"""Facts beside the code on which a figure depends: the machine, the software, the allocator."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def page_faults() -> int:
 
 
 class OtherLoad:
-    """How many cores were busy with anything but this process (and its children) since it was made.
+    """How many cores other processes (not this one or its children) used since this was made.
 
-    On a busy machine threads wait for each other and every ratio becomes a lottery: a benchmark has
-    to say so. Time that a hypervisor took away counts as well.
+    On a busy machine threads wait for each other and ratios are unreliable: a benchmark must say
+    so. Time taken by a hypervisor counts as well.
     """
 
     def __init__(self):
         self._start = self._read()
 
     def cores(self) -> float | None:
-        """None where the system does not tell."""
+        """None if the system does not report it."""
         if self._start is None or (now := self._read()) is None:
             return None
         busy, own, wall = (end - start for end, start in zip(now, self._start, strict=True))
@@ -81,9 +81,9 @@ class OtherLoad:
 
 @contextlib.contextmanager
 def recycled_memory() -> Iterator[bool]:
-    """Inside, memory that is freed stays with the process; yields whether the allocator obeys.
+    """Inside, freed memory stays in the process; yields whether the allocator complies.
 
-    Else page faults of fresh outputs hide every kernel (`onepass._malloc`).
+    Otherwise page faults of fresh outputs hide every kernel (`onepass._malloc`).
     """
     try:
         yield _malloc.keep(None)
@@ -92,11 +92,11 @@ def recycled_memory() -> Iterator[bool]:
 
 
 def fill_holes(block_bytes: int) -> list[torch.Tensor]:
-    """Takes every free block of that size below the top of the heap; they are held by the result.
+    """Takes every free block of that size below the top of the heap; the result holds them.
 
-    From then on a large output comes from the top, and from the same address in every call. With
-    holes left, a loop's outputs wander between two or three of them, which can triple what it keeps
-    in the cache: by chance, for one variant and not for another.
+    Then a large output comes from the top, with the same address in every call. With holes left, a
+    loop's outputs alternate between two or three of them, which can triple its memory in the cache:
+    by chance, for one variant and not for another.
     """
     break_of = getattr(ctypes.CDLL(None), "sbrk", None)
     if break_of is None:

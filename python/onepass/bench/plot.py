@@ -1,5 +1,5 @@
-"""The picture of `onepass bench`: of each family, how many times faster every case is than torch's,
-and which share it reaches of the ceiling that binds it."""
+"""The picture of `onepass bench`: for each family, how many times faster every case is than
+torch's, and its share of the binding ceiling."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from onepass.bench.case import Case, Row
 from onepass.bench.ceilings import Ceilings, CudaCeilings
 
 WIDTH_OFF_TERMINAL = 260
-QUIET = 0.1  # cores; more makes threads wait for each other
+QUIET = 0.1  # cores; with more, threads wait for each other
 
 
 def progress(cases: Sequence[Case]) -> Iterator[Case]:

@@ -1,9 +1,9 @@
 """Cases of the decode family: attention of a few new queries against a KV cache.
 
-What binds is reading keys and values, so the ceiling is a plain read; on CUDA an update in place,
-which runs at the speed of a copy. No call finds its KV cache in the processor's: they take turns
-among 256 MiB of them, as the layers of a model do. On CUDA calls are replays of graphs, as where
-models are served: a call from Python takes longer than the device does.
+Reading keys and values binds, so the ceiling is a plain read; on CUDA an update in place, which
+runs at the speed of a copy. No call finds its KV cache in the processor's cache: calls cycle
+through 256 MiB of KV caches, as the layers of a model do. On CUDA calls are replays of graphs, as
+in serving: a call from Python takes longer than the device's work.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUICK = (2, 4, 2, 1, 96, 16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAGE_SIZE = 16
 
-# On CUDA: heads of 128 but where another number is the matter.
+# On CUDA: heads of 128, except where another number is the point.
 CUDA_LONG = (1, 32, 8, 1, 32768, 128)
 CUDA_SHAPES = (
     (1, 32, 32, 1, 32768, 128),
@@ -66,7 +66,7 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
 
 
 def _cuda_cases(quick: bool) -> Iterator[Case]:
-    """Where time runs out, the last are missing."""
+    """Sorted by importance: with a time limit the last are missing."""
     case = partial(_case, quick=quick, device="cuda")
     yield _overhead_case("cuda")
     for dtype in (torch.bfloat16, torch.float16):
@@ -152,7 +152,7 @@ def _stock(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple
 
 
 def _mask(shape: Shape) -> Tensor | None:
-    """Of the last rows of a causal square, where there are several."""
+    """The mask of the last rows of a causal square, if there are several."""
     seq_q, keys = shape[3], shape[4]
     if seq_q == 1:
         return None
@@ -164,7 +164,7 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, ...]:
 
 
 class _Held:
-    """A tensor that every call reads, copied once to a device where it is asked for."""
+    """A tensor that every call reads, copied once to a device when it is first used."""
 
     def __init__(self, tensor: Tensor):
         self._copies = {tensor.device: tensor}
@@ -195,8 +195,7 @@ def _read(shape: Shape, expanded: bool = False) -> Operator:
 
 
 def _read_on_cuda(shape: Shape) -> Operator:
-    """Besides torch's choice each back end it chooses among, and the heads repeated, which all of
-    them take."""
+    """Besides torch's choice each of its back ends, and repeated heads, which all of them take."""
     read = _read(shape, expanded=shape[1] != shape[2])
 
     def through(backend: SDPBackend) -> Callable[..., tuple[Tensor, ...]]:
@@ -211,7 +210,7 @@ def _read_on_cuda(shape: Shape) -> Operator:
 
 
 def _append(shape: Shape) -> Operator:
-    """A step: the new row goes after those in use, one less than there are."""
+    """A step: the new row goes after the rows in use, which leave one row free."""
     used = shape[4] - 1
     lengths = _Held(torch.full((shape[0],), used, dtype=torch.int32))
 
@@ -262,7 +261,7 @@ def _paged(shape: Shape, page_size: int = PAGE_SIZE) -> Operator:
 
 
 def _ragged(shape: Shape, lengths: Sequence[int]) -> Operator:
-    """Caches in use up to lengths of their own, which torch is told by a mask."""
+    """Caches in use up to different lengths, which torch gets as a mask."""
     of_sequences = torch.tensor(lengths, dtype=torch.int32)
     mask = _Held((torch.arange(shape[4]) < of_sequences[:, None])[:, None, None])
     used = _Held(of_sequences)
@@ -295,7 +294,7 @@ def _tensors(
 
 
 def _bytes(shape: Shape, dtype: torch.dtype, lengths: Sequence[int]) -> int:
-    """Of the keys and values in use."""
+    """Bytes of the keys and values in use."""
     return 2 * sum(lengths) * shape[2] * shape[5] * dtype.itemsize
 
 

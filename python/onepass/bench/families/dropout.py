@@ -24,13 +24,13 @@ QUICK = (64, 96)
 P = 0.1
 CUDA_SHAPE = (65536, 1024)  # as large as those of the norms, and for the same reasons
 CUDA_CHECKED = (512, 1024)
-# Of a scaled branch's rows; each has a factor, and one of them is dropped.
+# Samples of a scaled branch's rows; each has a factor, and one is dropped.
 SAMPLES = 8
 SCALED = "add_dropout, scaled"
 
 
 def _stock_scaled(x, residual, gamma, factors):
-    """As vision transformers write it."""
+    """The composition of vision transformers."""
     return (residual + x * gamma * factors.to(x.dtype)[:, None, None],)
 
 
@@ -100,7 +100,7 @@ def _case(name: str, shape: tuple, dtype: torch.dtype, phase: str, device: str) 
 
 
 def row_factors(samples: int, device: str) -> Tensor:
-    """DropPath's, of which one is 0."""
+    """DropPath's factors, one of them 0."""
     factors = torch.full((samples,), samples / (samples - 1), device=device)
     factors[samples // 2] = 0.0
     return factors

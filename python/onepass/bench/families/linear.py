@@ -3,7 +3,7 @@ of the input, and those of weight and bias in one call.
 
 Products are bound by arithmetic, so their ceiling is that of multiply-adds on all threads
 (bfloat16: of dot products, where the CPU has an instruction for them). With few rows it is the
-reading of the weight. "onednn" is what torch has of oneDNN on the same tensors, where it takes
+reading of the weight. "onednn" is torch's oneDNN product on the same tensors, if it takes
 them.
 """
 
@@ -32,7 +32,7 @@ QUICK = (24, 96, 80)
 OF_MANY_ROWS = ("forward", "forward+gelu", "dinput", "dweight+dbias")
 OF_FEW_ROWS = ("forward", "forward, weight transposed", "dinput")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SLOW_IN_TORCH = 1 << 28  # multiply-adds that a product of torch's own loops takes a second for
+SLOW_IN_TORCH = 1 << 28  # multiply-adds that take torch's own loops a second
 
 
 def _onednn(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -44,7 +44,7 @@ def _onednn_dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 
 def _onednn_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    # Of the two orders the faster one.
+    # The faster of the two orders.
     return torch.ops.mkldnn._linear_pointwise(x.t(), g.t(), None, "none", [], "").t(), g.sum(0)
 
 
@@ -125,7 +125,7 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
     for dtype in DTYPES:
         for shape in SHAPES:
             rows, in_features, out_features = shape
-            # Minutes of torch's time for a figure that a smaller product shows as well.
+            # Would take torch minutes, for a figure that a smaller product shows as well.
             slow = dtype is torch.float16 and rows * in_features * out_features > SLOW_IN_TORCH
             if not slow:
                 yield from (_case(shape, dtype, phase) for phase in OF_MANY_ROWS)

@@ -2,8 +2,8 @@
 
 Tensors that must cross memory: the forward reads the logits, the backward reads them and writes
 their gradient. The shape is that of a step of GPT-2: 2,048 tokens, 50,257 words. The loss of a
-layer of 768 features is bound by its products, so 512 tokens are enough; "whole logits" is what
-onepass has beside it: `functional.linear`, and `functional.cross_entropy` with its gradient in
+layer of 768 features is bound by its products, so 512 tokens are enough; "whole logits" is
+onepass's alternative: `functional.linear`, and `functional.cross_entropy` with its gradient in
 place.
 """
 

@@ -4,7 +4,7 @@ Tensors that must cross memory: a forward reads input and writes output; a backw
 upstream gradient and input, and writes the gradient. The residual add brings a read of residual and
 a write of residual_out forward, a read of its upstream gradient backward; input and residual share
 one gradient, or, with a gate, have one each, for which input is read again. Weights, scales and
-statistics are small beside that.
+statistics are small in comparison.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EPS = 1e-5
 # On CUDA every case is cold. A tensor of 2^26 elements is 128 MiB in bfloat16: more than the L2 of
 # any device, and reading and writing it takes 90 us at 3 TB/s, against some 5 us for a launch.
 CUDA_ELEMENTS = 1 << 26
-CUDA_COLUMNS = (1024, 4096, 8192, 2048, 16384)  # where time runs out, the last are missing
+CUDA_COLUMNS = (1024, 4096, 8192, 2048, 16384)  # with a time limit the last are missing
 CUDA_FLOAT32 = ("layer_norm", "rms_norm")
 CUDA_CHECKED_ELEMENTS = 1 << 19
 
@@ -53,7 +53,7 @@ def _stock_add_rms_norm(x, residual, weight):
 
 
 def _stock_scaled(x, residual, weight, bias, gamma, factors):
-    """As vision transformers write it."""
+    """The composition of vision transformers."""
     return _stock_add_layer_norm(
         x * gamma * factors.to(x.dtype)[:, None, None], residual, weight, bias
     )
@@ -68,7 +68,7 @@ def _scaled(module):
 
 
 def _stock_modulated(norm):
-    """As diffusion transformers write it."""
+    """The composition of diffusion transformers."""
 
     def stock(x, scale, shift, residual=None, gate=None):
         scale, shift = scale[:, None], shift[:, None]

@@ -4,7 +4,7 @@
 called as a training loop calls them: with parameters that have gradients.
 
 Eager is torch's fused step; for bfloat16 parameters with a float32 master, which torch does not
-have, it is what its users write: gradients copied to float32, the fused step on float32 copies of
+have, it is the usual code: gradients copied to float32, the fused step on float32 copies of
 the parameters, the copies rounded back. The bytes that must move are those of the table in
 csrc/cpu/optimizer/step.cpp's story: every operand read and written once.
 """
@@ -27,8 +27,8 @@ MANY_SMALL = (400, 768)
 LARGE = (8, 1 << 21)
 ONE_LARGE = (1, 1 << 24)
 QUICK = (5, 512)
-# On CUDA: a billion parameters, a quarter of that where several copies have to fit, and as many
-# small tensors as a model of a billion has, where the host's time is what a step takes.
+# On CUDA: a billion parameters, a quarter of that if several copies must fit, and as many small
+# tensors as a model of a billion has, where the host's time dominates a step.
 CUDA_HUGE = (64, 1 << 24)
 CUDA_LARGE = (16, 1 << 24)
 CUDA_SMALL = (300, 768)
@@ -43,8 +43,8 @@ _parameters: dict[int, list[Tensor]] = {}  # by the first gradient, so that none
 def _with(gradients: tuple[Tensor, ...]) -> list[Tensor]:
     """Parameters with these gradients.
 
-    Real ones: an operator that lets go of a gradient which belongs to no parameter asks for
-    Python's lock (torch 2.13), which a training loop never sees.
+    Real parameters: an operator that releases a gradient without a parameter takes Python's lock
+    (torch 2.13), which does not happen in a training loop.
     """
     held = _parameters.get(id(gradients[0]))
     if held is None or held[0].grad is not gradients[0]:
@@ -73,12 +73,12 @@ def _clipping(max_norm: float) -> Operator:
 
 
 class _Steps:
-    """A variant of the step: an optimizer on copies of the first half of the tensors it is called
-    with, whose gradients are the second half; kept as long as they are the same tensors, and there:
-    those of all cases together have no room on a device.
+    """A variant of the step: an optimizer on copies of the first half of its tensors, with the
+    second half as gradients. It is kept while the tensors are the same and alive, because those of
+    all cases together do not fit on a device.
 
-    Copies, since a parameter that another variant steps has changed from outside, and a master
-    would follow it in every step.
+    Copies, since parameters stepped by another variant have changed from outside, and a master
+    would be reseeded in every step.
     """
 
     def __init__(self, make: Callable[[list[Tensor]], Callable[[], object]]):
@@ -133,7 +133,7 @@ def _chain(params: list[Tensor]) -> Callable[[], object]:
 def _then_averaged(
     make: Callable[[list[Tensor]], torch.optim.Optimizer],
 ) -> Callable[[list[Tensor]], Callable[[], object]]:
-    """An optimizer's step, and float32 averages of its parameters in a pass of their own."""
+    """An optimizer's step, and float32 averages of its parameters in a separate pass."""
 
     def made(params: list[Tensor]) -> Callable[[], object]:
         optimizer = make(params)
@@ -233,7 +233,7 @@ def _steps(quick: bool, device: str) -> Iterator[Case]:
         ours(),
         stock(fused=True),
         28,
-        others={} if on_cuda else {"default": stock()},  # whose temporaries need as much again
+        others={} if on_cuda else {"default": stock()},  # its temporaries need as much again
     )
     yield case(
         f"adamw/float32/{small_name}",
@@ -335,8 +335,9 @@ def _formula_of_muon(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _muon_cases(quick: bool, device: str) -> Iterator[Case]:
-    """torch's products are always bfloat16; ours are here, as they are without ns_dtype, what the
-    device is quick with, and both by name beside. Arithmetic binds, so no bytes are counted."""
+    """torch's products are always bfloat16. Ours have the dtype that is fast on the device, the
+    default without ns_dtype; both dtypes are also timed by name. Arithmetic binds, so no bytes are
+    counted."""
     shapes = {"4x64x64": 4 * [(64, 64)]} if quick else MATRICES
     for name, matrices in shapes.items():
         yield Case(

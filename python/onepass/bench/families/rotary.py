@@ -1,5 +1,5 @@
-"""Cases of the rotary family against the composition that models have, `x * cos + rotate_half(x) *
-sin`, and after RMS norms of query and key, as Qwen3 has them: forward, and forward and backward in
+"""Cases of the rotary family against the usual composition, `x * cos + rotate_half(x) * sin`, and
+after RMS norms of query and key, as in Qwen3: forward, and forward and backward in
 one call, on CUDA the backward alone as well.
 
 Tensors that must cross memory: query and key are read and written once by the forward, and so are
@@ -23,7 +23,7 @@ QUICK = (1, 4, 16, 32)
 HEADS_PER_KEY = 4
 CUDA_SHAPE = (4, 32, 8192, 128)
 CUDA_CHECKED = (1, 32, 64, 128)
-LAYOUTS = ("heads", "tokens")  # which lie first in memory
+LAYOUTS = ("heads", "tokens")  # the first dimension in memory
 
 
 def _operator(interleaved: bool) -> Operator:
