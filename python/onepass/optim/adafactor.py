@@ -14,9 +14,9 @@ class Adafactor(FormulaOptimizer, torch.optim.Adafactor):
     __doc__ = f"""`torch.optim.Adafactor` with masters, averages and clipping inside the step.
 
     The second moment of a matrix is kept as the means of its rows and of its columns. The arguments
-    up to `maximize` are torch's. ``state_dict`` has torch's keys, and either loads the other's.
-    States are float32, also of 16-bit parameters, whose arithmetic is float32. The update is made
-    by torch's operations, so a step is not one pass; it is applied by the operator. DTensor
+    up to `maximize` are torch's. ``state_dict`` has torch's keys, and each loads the other's.
+    States and arithmetic are float32, also for 16-bit parameters. torch's operations compute the
+    update, so a step is not one pass; the operator applies it. DTensor
     parameters are refused.
 
     Shazeer, Stern: Adafactor: adaptive learning rates with sublinear memory cost, ICML 2018, in
@@ -24,10 +24,10 @@ class Adafactor(FormulaOptimizer, torch.optim.Adafactor):
 
     Args:
         params, lr, beta2_decay, d, weight_decay, maximize: as torch's.
-        eps: as torch's: what the gradients' root mean squares and the parameter's are at least.
-            None for the first: the parameter dtype's own, 2^-7 of bfloat16, so that smaller
-            gradients make smaller steps; with a master, "stochastic" too, float32's, 2^-23, as in a
-            float32 run.
+        eps: as torch's: lower bounds of the root mean square of the gradients and of that of the
+            parameter. None for the first: the eps of the parameter's dtype, 2^-7 for bfloat16, so
+            that smaller gradients make smaller steps; with a master ("stochastic" too) that of
+            float32, 2^-23, as in a float32 run.
         foreach: accepted; it chooses between torch's implementations.{OPTIONS_DOC}
     Raises:
         ValueError: a setting out of range, a `state_dtype` other than float32.

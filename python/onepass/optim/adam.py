@@ -38,15 +38,16 @@ class Adam(_Adam, torch.optim.Adam):
 
     The arguments up to `decoupled_weight_decay` are torch's. Parameters, gradients and states may
     differ in dtype (float32, bfloat16, float16; float64 throughout); the arithmetic is float32.
-    ``state_dict`` has torch's keys, and either loads the other's. Results are the same, bit for
-    bit, for any number of threads.
+    ``state_dict`` has torch's keys, and each loads the other's. Results are the same, bit for bit,
+    for any number of threads.
 
     Kingma, Ba: Adam: a method for stochastic optimization, ICLR 2015.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as torch's.
-        foreach, fused: accepted; they choose between torch's implementations. As of torch's, a
-            trainer that finds ``fused=True`` leaves unscaling to the step, and cannot clip.
+        foreach, fused: accepted; they choose between torch's implementations. As with torch's
+            optimizers, a trainer that finds ``fused=True`` leaves unscaling to the step, and cannot
+            clip.
         capturable: for parameters on CUDA: a step can be captured in a graph.
         differentiable: must be False.{OPTIONS_DOC}
     Examples:
@@ -66,15 +67,16 @@ class AdamW(_Adam, torch.optim.AdamW):
 
     The arguments up to `fused` are torch's. Parameters, gradients and states may differ in dtype
     (float32, bfloat16, float16; float64 throughout); the arithmetic is float32. ``state_dict`` has
-    torch's keys, and either loads the other's. Results are the same, bit for bit, for any number of
+    torch's keys, and each loads the other's. Results are the same, bit for bit, for any number of
     threads.
 
     Loshchilov, Hutter: Decoupled weight decay regularization, ICLR 2019.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as torch's.
-        foreach, fused: accepted; they choose between torch's implementations. As of torch's, a
-            trainer that finds ``fused=True`` leaves unscaling to the step, and cannot clip.
+        foreach, fused: accepted; they choose between torch's implementations. As with torch's
+            optimizers, a trainer that finds ``fused=True`` leaves unscaling to the step, and cannot
+            clip.
         capturable: for parameters on CUDA: a step can be captured in a graph.
         differentiable: must be False.{OPTIONS_DOC}
     Examples:

@@ -37,15 +37,15 @@ class _LAMB(torch.optim.Optimizer):
 
 
 class LAMB(FormulaOptimizer, _LAMB):
-    __doc__ = f"""LAMB: AdamW whose step is as long as each tensor, for large batches.
+    __doc__ = f"""LAMB: AdamW with the step of each tensor scaled by its norm, for large batches.
 
         update = (exp_avg / c1) / (sqrt(exp_avg_sq / c2) + eps) + weight_decay param
         param = param - lr |param| / |update| update
 
-    with exp_avg and exp_avg_sq as of Adam and c1, c2 its corrections of bias. The ratio of norms is
-    one where either norm is zero. States are float32, also of 16-bit parameters, whose arithmetic
-    is float32. The update is made by torch's operations, so a step is not one pass; it is applied
-    by the operator. DTensor parameters are refused.
+    where exp_avg, exp_avg_sq and the bias corrections c1, c2 are those of Adam. The ratio of norms
+    is one if either norm is zero. States and arithmetic are float32, also for 16-bit parameters.
+    torch's operations compute the update, so a step is not one pass; the operator applies it.
+    DTensor parameters are refused.
 
     You et al.: Large batch optimization for deep learning: training BERT in 76 minutes, ICLR 2020;
     the norms are not limited (their phi is the identity).
@@ -53,8 +53,8 @@ class LAMB(FormulaOptimizer, _LAMB):
     Args:
         params: as torch's optimizers take them.
         lr: learning rate; a number or a tensor of one element.
-        betas, eps: as of Adam.
-        weight_decay: part of the update, so that it counts in the ratio.
+        betas, eps: as in Adam.
+        weight_decay: part of the update, and so of the ratio of norms.
         maximize: as in AdamW.{OPTIONS_DOC}
     Raises:
         ValueError: a setting out of range, a `state_dtype` other than float32.

@@ -58,7 +58,7 @@ class Lion(FlatOptimizer, _Lion):
     Args:
         params: as torch's optimizers take them.
         lr: learning rate; a number or a tensor of one element.
-        betas: of the update, and of the moment.
+        betas: (beta1 of the update, beta2 of the moment).
         weight_decay: decoupled, as in AdamW.
         maximize, foreach, fused, differentiable: as in AdamW.{OPTIONS_DOC}
     Raises:

@@ -110,7 +110,7 @@ class Muon(UpdateOptimizer, torch.optim.Muon):
 
     The orthogonalized update has the singular vectors of the update, and singular values near one:
     `ns_steps` Newton-Schulz iterations, all parameters of one shape in the same batched products.
-    ``state_dict`` has torch's keys and two group settings more, and either loads the other's.
+    ``state_dict`` has torch's keys and two more group settings, and each loads the other's.
     Embeddings, heads, biases and norms belong to AdamW: `onepass.optim.MuonWithAdamW` is both.
 
     The products are nearly all of a step, so the momentum and the decay have no kernel of their
@@ -123,19 +123,19 @@ class Muon(UpdateOptimizer, torch.optim.Muon):
     is scalable for LLM training, 2025 ("match_rms_adamw").
 
     Args:
-        params: matrices, (rows, columns) each, or what `matrices` says.
+        params: matrices, (rows, columns) each, or parameters of the form that `matrices` gives.
         lr, weight_decay, momentum, nesterov: as torch's.
         ns_coefficients: (a, b, c) of an iteration X = a X + (b A + c A^2) X, where A = X X^T.
         eps: the smallest norm that an update is divided by.
         ns_steps: iterations, below 100.
         adjust_lr_fn: scale. "original" or None: sqrt(max(1, rows / columns)). "match_rms_adamw":
             0.2 sqrt(max(rows, columns)), with which AdamW's learning rate and weight decay fit.
-        ns_dtype: of the products; "float32", "bfloat16" or torch's names. None: bfloat16, as torch
-            always has it, on CUDA and on CPUs that have instructions for it; on other CPUs, where
-            bfloat16 products are far slower, float32; float64 for float64 parameters. So results
-            are the same to bfloat16's precision on two machines; "float32" says it for all, and
-            takes about twice as long where bfloat16 has instructions. Norms are float32.
-        matrices: what a parameter consists of, each part orthogonalized and scaled by itself.
+        ns_dtype: dtype of the products; "float32", "bfloat16" or torch's names. None: bfloat16, as
+            always in torch, on CUDA and on CPUs that have instructions for it; float32 on other
+            CPUs, where bfloat16 products are far slower; float64 for float64 parameters. So two
+            machines agree to the precision of bfloat16. "float32" is the same on all machines, and
+            takes about twice as long on those with bfloat16 instructions. Norms are float32.
+        matrices: the matrices in a parameter; each is orthogonalized and scaled by itself.
             None: one matrix. A number n: n matrices of rows / n each, such as 3 for query, key and
             value or the number of heads. A sequence: the rows of each, as of `torch.split`.
             "stacked": (..., rows, columns), such as experts. "flattened": (rows, ...), such as the

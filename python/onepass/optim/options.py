@@ -29,38 +29,42 @@ DEFAULT_STATE_DTYPES = {
 }
 
 OPTIONS_DOC = """
-        master: what 16-bit parameters keep of the float32 result. None: nothing, they are rounded
-            to nearest even. "fp32": a float32 copy (``state[p]["master"]``), of which the parameter
-            is the nearest 16-bit number, ties away from zero. "remainder16", for bfloat16: the 16
-            bits that this rounding leaves (``state[p]["remainder"]``), bitwise the same run in half
-            the memory. "stochastic": nothing, but the parameter is rounded up or down at random, so
-            that it is right on average. Without effect on float32 parameters. A parameter that is
-            changed from outside becomes its new master; writes through ``p.data`` alone are not
-            seen, see ``reseed_masters``.
-        state_dtype: of the moments. None: without a master the parameter's, rounded to nearest, as
-            in torch; of 16-bit parameters float32 with "fp32" or "remainder16", and bfloat16 as
-            below with "stochastic". torch.float32 or "float32". torch.bfloat16 or "bfloat16": with
-            the second moment rounded stochastically, since its changes of 1 - beta2, some 0.1 %,
-            are below half a unit in the last place (0.2-0.4 %) and would be rounded away for ever.
-            "int8": codes of 8 bits with a scale per 256 elements, the second moment rounded
-            stochastically likewise, but never to zero; tensors of less than 4,096 elements or not a
-            multiple of 256 stay float32; ``state_dict`` shows float32.
-        max_grad_norm: gradients are scaled to a global norm of at most this inside the step and
-            stay unwritten; ``grad_norm`` is the norm before. A step whose norm is not finite
-            changes no parameter and no state. ``float("inf")`` only checks.
-        zero_grads: sets gradients to zeros in the same pass, also where the step is not made.
-        ema_decay: keeps an average of each parameter, ``state[p]["ema"]``, moved in the same pass:
-            ema = ema_decay ema + (1 - ema_decay) param, where param is the step's result before it
-            is rounded. The first step of a group makes it the parameter, as
+        master: what is kept of the float32 result of a step for 16-bit parameters. None: nothing,
+            the parameter is rounded to nearest even. "fp32": a float32 copy
+            (``state[p]["master"]``); the parameter is the nearest 16-bit number, ties away from
+            zero. "remainder16", for bfloat16: the 16 bits that this rounding leaves
+            (``state[p]["remainder"]``): bitwise the same run in half the memory. "stochastic":
+            nothing, but the parameter is rounded up or down at random, so that its expected value
+            is exact. No effect on float32 parameters. If code outside the optimizer changes a
+            parameter, the new value becomes its master; writes through ``p.data`` alone are not
+            noticed, see ``reseed_masters``.
+        state_dtype: dtype of the moments. None: without a master the parameter's, rounded to
+            nearest, as in torch; for 16-bit parameters float32 with "fp32" or "remainder16", and
+            bfloat16 as below with "stochastic". torch.float32 or "float32". torch.bfloat16 or
+            "bfloat16": the second moment is rounded stochastically, because its changes of
+            1 - beta2, some 0.1 %, are below half a unit in the last place (0.2-0.4 %), and rounding
+            to nearest would lose all of them. "int8": 8-bit codes with one scale per 256 elements;
+            the second moment is rounded stochastically too, but never to zero; tensors with fewer
+            than 4,096 elements, or a number of elements that 256 does not divide, stay float32;
+            ``state_dict`` shows float32.
+        max_grad_norm: clips gradients inside the step: they are scaled to a global norm of at most
+            this value, and the stored gradients do not change. ``grad_norm`` is the norm before
+            clipping. A step whose norm is not finite changes no parameter and no state.
+            ``float("inf")`` only checks.
+        zero_grads: sets gradients to zero in the same pass, also if the step is skipped.
+        ema_decay: keeps an average of each parameter, ``state[p]["ema"]``, updated in the same
+            pass: ema = ema_decay ema + (1 - ema_decay) param, where param is the result of the step
+            before it is rounded. The first step of a group sets it to the parameter, as
             `torch.optim.swa_utils.AveragedModel` does. A number from 0 to 1, or a function of the
-            step's number that returns one; the first average is number 1
-            (``param_groups[i]["ema_steps"]`` counts them). On CUDA, where the host does not wait to
-            know it, a step that is not made counts as well: if the first is not, the average begins
-            with the parameter as it was. An optimizer with a lambda cannot be pickled. See
-            ``swap_ema``.
-        ema_dtype: of the averages. None, torch.float32 or "float32": float32, of float64 parameters
-            float64. "param": the parameter's; 16 bits are rounded stochastically, since what an
-            average changes by is mostly below half a unit in the last place.
+            step's number that returns one; the first average has number 1
+            (``param_groups[i]["ema_steps"]`` counts them). On CUDA the host does not wait to learn
+            whether a step is skipped, so skipped steps count as well: if the first one is skipped,
+            the average begins with the unchanged parameter. An optimizer with a lambda cannot be
+            pickled. See ``swap_ema``.
+        ema_dtype: dtype of the averages. None, torch.float32 or "float32": float32, and float64 for
+            float64 parameters. "param": the parameter's; 16-bit averages are rounded
+            stochastically, because most changes of an average are below half a unit in the last
+            place.
 """
 
 

@@ -14,7 +14,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 
     The arguments up to `fused` are torch's. Parameters, gradients and the momentum buffer may
     differ in dtype (float32, bfloat16, float16; float64 throughout); the arithmetic is float32.
-    ``state_dict`` has torch's keys, and either loads the other's. Results are the same, bit for
+    ``state_dict`` has torch's keys, and each loads the other's. Results are the same, bit for
     bit, for any number of threads.
 
     Sutskever, Martens, Dahl, Hinton: On the importance of initialization and momentum in deep
@@ -22,8 +22,9 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
-        foreach, fused: accepted; they choose between torch's implementations. As of torch's, a
-            trainer that finds ``fused=True`` leaves unscaling to the step, and cannot clip.
+        foreach, fused: accepted; they choose between torch's implementations. As with torch's
+            optimizers, a trainer that finds ``fused=True`` leaves unscaling to the step, and cannot
+            clip.
         differentiable: must be False.{OPTIONS_DOC}
     Examples:
         >>> model = torch.nn.Linear(64, 64)
