@@ -276,28 +276,42 @@ def imported():
     torch.distributed.destroy_process_group()
 
 
-def cases() -> list:
-    """Slow cases are modules, whose many parameters mostly go to torch's code, and variants of
-    calls that are tested anyway."""
-    found, seen = [], set()
+def groups() -> list:
+    """The quick and the slow calls of each module. One forked child runs a whole group, because
+    starting a child takes a fifth of a second.
+
+    Slow calls are modules, whose many parameters mostly go to torch's code, and variants of calls
+    that are tested anyway.
+    """
+    found, seen = {}, set()
     for call in CALLS.values():
         kind = call.name.split()[0].removesuffix("_check")
         is_slow = kind in seen or call.name.startswith(("nn.Transformer", "nn.Multihead"))
         seen.add(kind)
-        found.append(pytest.param(call, id=call.name, marks=pytest.mark.slow if is_slow else ()))
-    return found
+        found.setdefault((call.name.partition(".")[0], is_slow), []).append(call.name)
+    return [
+        pytest.param(
+            names,
+            id=f"{module}, variants" if is_slow else module,
+            marks=pytest.mark.slow if is_slow else (),
+        )
+        for (module, is_slow), names in found.items()
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("call", cases())
-def test_a_tensor_of_any_class_is_computed_as_by_torch_or_refused(call):
-    def run(case):
-        argument, _, name = case.partition(": ")
-        return judge(call, argument, KINDS[name])
-
-    names = [f"{argument}: {name}" for argument in call.tensors() for name in KINDS]
-    complaints = {name: text for name, text in isolated.each(run, names).items() if text}
-    assert not complaints, "\n".join(f"{name}: {text}" for name, text in complaints.items())
+@pytest.mark.parametrize("names", groups())
+def test_a_tensor_of_any_class_is_computed_as_by_torch_or_refused(names):
+    cases = {
+        f"{name}, {argument}: {kind}": (CALLS[name], argument, KINDS[kind])
+        for name in names
+        for argument in CALLS[name].tensors()
+        for kind in KINDS
+    }
+    complaints = isolated.each(lambda case: judge(*cases[case]), cases)
+    assert len(complaints) == len(cases)
+    wrong = [f"{case}: {text}" for case, text in complaints.items() if text]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=lambda call: call.name)
