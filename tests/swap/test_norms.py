@@ -13,6 +13,7 @@ from torch import nn
 import onepass
 from onepass import numerics
 from onepass.reference import norm as reference
+from onepass.swapping import plan
 from onepass.swapping import probe as probing
 from tests.swap import foreign_norms
 from tests.swap.same_model import assert_computes_the_same
@@ -161,20 +162,38 @@ def test_verdict_does_not_depend_on_the_width(cols):
 # ---------------------------------------------------------------- the probe itself
 
 
-def test_probe_runs_once_per_class_and_configuration(monkeypatch):
-    probed = []
+@pytest.fixture
+def probed(monkeypatch):
+    """The modules that were probed."""
+    found, original = [], probing.probe
 
-    def counted(module, *arguments, **options):
-        probed.append(module)
+    def noted(module, *arguments, **options):
+        found.append(module)
         return original(module, *arguments, **options)
 
-    original = probing.probe
-    monkeypatch.setattr(probing, "probe", counted)
+    monkeypatch.setattr(probing, "probe", noted)
+    return found
+
+
+def test_probe_runs_once_per_class_and_configuration(probed):
     cls = foreign_norms.RMS
     onepass.swap(
         nn.Sequential(*[cls(256) for _ in range(4)], cls(256, eps=1e-5), cls(512), cls(512))
     )
     assert len(probed) == 3
+
+
+def test_copies_of_a_model_share_verdicts_where_that_is_said(probed):
+    model = nn.Sequential(foreign_norms.RMS(256), foreign_norms.RMS(256, eps=1e-5))
+    for _ in range(2):
+        with plan.verdicts_shared():
+            reports = [onepass.swap(copy.deepcopy(model)) for _ in range(3)]
+        assert all(report.swapped == reports[0].swapped for report in reports)
+        assert len(reports[0].swapped) == len(probed) == 2
+        probed.clear()
+    for _ in range(2):
+        onepass.swap(copy.deepcopy(model))
+    assert len(probed) == 4
 
 
 def test_probe_needs_no_values_and_touches_nothing():

@@ -13,6 +13,7 @@ from onepass.estimate import optimizers, step
 from onepass.estimate.step import Options, Step, Update
 from onepass.estimate.subject import Subject
 from onepass.swapping.matchers import KINDS
+from onepass.swapping.plan import verdicts_shared
 
 STOCK, SWAPPED = "stock", "swapped"
 CHECKPOINTED = ", checkpointed"
@@ -110,6 +111,10 @@ class Surveyor:
         self._given = given if len(given) == 1 else set()
 
     def run(self) -> Survey:
+        with verdicts_shared():
+            return self._run()
+
+    def _run(self) -> Survey:
         settings = self.settings
         known = optimizers.names(self.subject.model(DTYPES[settings.dtype][0]))
         if settings.optimizer not in known:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -26,8 +28,22 @@ from onepass.swapping.specs import (
 from onepass.swapping.walk import Choice, Found, walk
 
 Verdict = NormSpec | AdaptiveSpec | GatedSpec | RotarySpec
+# By configuration: what was judged, which must live as long as its configuration means anything.
+Verdicts = dict[tuple, tuple[object, Verdict | Because]]
+_SHARED: contextvars.ContextVar[Verdicts | None] = contextvars.ContextVar("verdicts", default=None)
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
 _NOT_BY_FORCE = "; force does not change that"
+
+
+@contextlib.contextmanager
+def verdicts_shared() -> Iterator[None]:
+    """Plans made inside prove each configuration once. For copies of a model that are swapped again
+    and again: the modules that were judged stay alive until the end."""
+    token = _SHARED.set({})
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
 
 
 class ClassChange(NamedTuple):
@@ -73,7 +89,8 @@ class Plan:
         self.list_as_fast = list_as_fast
         self._kinds, self._choice, self._probe = kinds, choice, probe
         self.lazy_logits = lazy_logits
-        self._verdicts: dict[tuple, Verdict | Because] = {}
+        shared = _SHARED.get()
+        self._verdicts: Verdicts = {} if shared is None else shared
         # Names of modules whose calls stay, by id, for each kind that is redirected.
         self._kept: dict[str, dict[int, str]] = {kind: {} for kind in matchers.KINDS}
         self._wanted: list[tuple[Found, bool]] = []  # by name; whether forced
@@ -261,33 +278,36 @@ class Plan:
             return Reason.PROBE_OFF.because()
         key = (forced, *probing.configuration(module, structure))
         return self._judged(
-            key, Reason.PROBE, lambda: probing.probe(module, structure, forced=forced)
+            key, module, Reason.PROBE, lambda: probing.probe(module, structure, forced=forced)
         )
 
     def _adaptive(self, module: nn.Module, form: str) -> AdaptiveSpec | Because:
         if not self._probe:
             return Reason.PROBE_OFF.because()
         key = adaptive.configuration(module, form)
-        return self._judged(key, Reason.PROBE, lambda: adaptive.prove(module, form))
+        return self._judged(key, module, Reason.PROBE, lambda: adaptive.prove(module, form))
 
     def _block(self, module: nn.Module, parts: gated.Parts) -> GatedSpec | Because:
         if not self._probe:
             return Reason.PROBE_OFF.because()
         key = gated.configuration(module, parts)
-        return self._judged(key, Reason.BLOCK, lambda: gated.prove(module, parts))
+        return self._judged(key, module, Reason.BLOCK, lambda: gated.prove(module, parts))
 
     def _rotation(self, called: rotary.Called, sizes: tuple[int, ...]) -> RotarySpec | Because:
         if not self._probe:
             return Reason.PROBE_OFF.because()
         key = (called.name, id(called.function), sizes)
-        return self._judged(key, Reason.ROTARY, lambda: rotary_proof.prove(called, sizes))
+        return self._judged(key, called, Reason.ROTARY, lambda: rotary_proof.prove(called, sizes))
 
-    def _judged(self, key: tuple, reason: Reason, prove: Callable[[], Verdict | str]):
+    def _judged(
+        self, key: tuple, judged: object, reason: Reason, prove: Callable[[], Verdict | str]
+    ) -> Verdict | Because:
         """The verdict on a configuration, proven once; a text is the reason of a refusal."""
         if key not in self._verdicts:
             found = prove()
-            self._verdicts[key] = reason.told(found) if isinstance(found, str) else found
-        return self._verdicts[key]
+            verdict = reason.told(found) if isinstance(found, str) else found
+            self._verdicts[key] = judged, verdict
+        return self._verdicts[key][1]
 
     def _take_by_name(self, model: nn.Module) -> None:
         reasons, self.named, forced = by_name.plan_swap(model, self._wanted, self._unwanted)
