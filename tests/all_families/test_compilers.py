@@ -109,7 +109,12 @@ def test_a_package_runs_in_a_program_without_python(package, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+    "backend",
+    [
+        pytest.param("eager", marks=pytest.mark.slow),
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_autograd(backend):
     """The backward, compiled when it runs, drops the same elements as the forward."""

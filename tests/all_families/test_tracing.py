@@ -303,6 +303,7 @@ def test_exporter_to_onnx(everything, exported, gradients):
     torch.testing.assert_close(torch.from_numpy(got), y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_process_exports_a_saved_program_to_onnx(everything, tmp_path):
     """In a process where no fake has run, which would have registered the decompositions."""
     pytest.importorskip("onnxscript", reason="needs onnxscript")

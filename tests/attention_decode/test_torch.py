@@ -316,7 +316,7 @@ def uncopied() -> list:
     """Ways, and how they may be run, in which torch itself keeps caches where they are."""
     copied = {"eager": (), "inductor": (COPIED,), "inductor, dynamic": LOST}
     pairs = [(name, how) for how, names in copied.items() for name in ways() if name not in names]
-    return [pytest.param(*pair, marks=() if i % 3 == 0 else pytest.mark.slow)
+    return [pytest.param(*pair, marks=() if i % 6 == 0 else pytest.mark.slow)
             for i, pair in enumerate(pairs)]  # fmt: skip
 
 

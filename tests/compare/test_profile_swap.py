@@ -124,6 +124,7 @@ def test_a_failing_step_leaves_the_model_stock(monkeypatch):
     assert type(turns.trainer.model.norm) is nn.LayerNorm
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_each_kind_alone():
     """Dropout keeps none of its factors; peaks are of real processes."""
     variants = profiled(*MODEL, "--kinds", "norm", "dropout").variants

@@ -106,6 +106,7 @@ def on(size, body, *args):
 
 
 SIZES = [(2, 1), (2, 4), (1, 2), (2, 2), (4, 2), (4, 1)]
+SLOW_SIZES = [(2, 2), (4, 2)]
 PARTS = range(4)  # any two of master, dtype and sizes meet once
 
 
@@ -117,7 +118,10 @@ def part_of(master, state_dtype, sizes) -> int:
 @pytest.mark.parametrize(
     "part", [pytest.param(p, marks=[pytest.mark.slow] * (p > 0)) for p in PARTS]
 )
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(s, id=str(s), marks=[pytest.mark.slow] * (s in SLOW_SIZES)) for s in SIZES],
+)
 def test_a_checkpoint_of_some_processes_is_loaded_by_others(sizes, part, tmp_path):
     first, second = sizes
     chosen = {key: of for key, of in OPTIONS.items() if part_of(**of, sizes=sizes) == part}

@@ -103,8 +103,7 @@ EACH_ONCE = list(zip(NAMES, EXACT, strict=True))
             pytest.param((2,), *pair, marks=() if pair in EACH_ONCE else pytest.mark.slow)
             for pair in itertools.product(NAMES, EXACT)
         ],
-        ((4,), *EACH_ONCE[0]),
-        *[pytest.param((4,), *pair, marks=pytest.mark.slow) for pair in EACH_ONCE[1:]],
+        *[pytest.param((4,), *pair, marks=pytest.mark.slow) for pair in EACH_ONCE],
         ((2, 2), "AdamW", "clipped"),
         pytest.param((2, 2), "SGD", "remainder16", marks=pytest.mark.slow),
     ],

@@ -10,7 +10,9 @@ import torch
 import onepass
 from tests.optim.cases import (
     BF16,
+    NAMES,
     SHAPES,
+    TORCH_NAMES,
     everything,
     give_gradients,
     made,
@@ -29,6 +31,12 @@ FOLDERS = (
     os.path.join(os.path.dirname(torch.__file__), "optim", "optimizer.py"),
 )
 MOST = 60  # bytecodes at which a call is interrupted: all, if there are no more
+
+
+def quick_of(names):
+    """Of the others, whose code is the same but for the formula of a step, tests are slow."""
+    slow = [pytest.param(n, marks=() if n in ("AdamW", "SGD") else pytest.mark.slow) for n in names]
+    return pytest.mark.parametrize("name", slow)
 
 
 def plain(name):
@@ -88,7 +96,7 @@ def check(make, call, again, most=MOST, seed=0):
 @names
 @pytest.mark.parametrize("taken", [0, 2], ids=["first", "third"])
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 def test_step(kind, taken, name):
     met = check(
         lambda: stepped(kind, name, taken),
@@ -100,6 +108,7 @@ def test_step(kind, taken, name):
 
 @pytest.mark.parametrize("taken", [0, 2], ids=["first", "third"])
 @pytest.mark.parametrize("options", [{}, {"master": "fp32", "max_grad_norm": 0.1}], ids=str)
+@pytest.mark.grid
 def test_step_of_muon(options, taken):
     """Its momenta move after the operator, and its gradients are zeroed after those."""
 
@@ -180,7 +189,7 @@ def test_a_step_after_a_change_from_outside(name):
         assert everything(optimizer, False) in ends, f"bytecode {at}"
 
 
-@names
+@quick_of(NAMES)
 def test_load_state_dict(name):
     other = steps(made(name, SHAPES, BF16, seed=1, master="fp32"), 3)
     other.param_groups[0]["lr"] = 0.5
@@ -228,7 +237,7 @@ def go_on(optimizer):
     return everything(optimizer, False), optimizer.scheduler.get_last_lr()
 
 
-@torch_names
+@quick_of(TORCH_NAMES)
 def test_fuse(name):
     """The old optimizer is unchanged, and so is its scheduler. After an interrupt at the return,
     the same call returns the new optimizer."""

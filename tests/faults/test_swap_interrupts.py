@@ -28,7 +28,7 @@ modeling_llama = pytest.importorskip(
 )
 
 # Interrupts per call: among its last bytecodes, where all edits are made, and at some before.
-END, STRIDE, BEFORE = 800, 10, 10
+END, STRIDE, BEFORE = 800, 15, 10
 
 
 class Attention(nn.Module):
@@ -147,14 +147,16 @@ def interrupts_while_edits_are_made(
         yield state(whole) == before, bool(made)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (5, 10))]
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch, name, seed):
     seen = list(interrupts_while_edits_are_made(monkeypatch, name, seed))
     wrong = [number for number, (same, _) in enumerate(seen) if not same]
     assert not wrong, f"{name}: changed by interrupts {wrong} of {len(seen)}"
     edits = sum(made for _, made in seen)
-    assert 8 < edits < len(seen) - BEFORE / 2  # as edits are made and after, and before
+    assert 4 < edits < len(seen) - BEFORE / 2  # as edits are made and after, and before
 
 
 # swap itself, which runs several times as many instructions, is sampled above.

@@ -73,7 +73,7 @@ def test_opcheck(option, mask):
     torch.library.opcheck(torch.ops.onepass.linear_loss.default, arguments)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @SOME
 def test_compile_fullgraph_with_dynamic_shapes(option, backend):
     def call(x, w, b, target, weight):

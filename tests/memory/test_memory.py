@@ -124,6 +124,7 @@ def test_other_threads_keep_what_fits_their_heaps():
 
 
 @on_glibc
+@pytest.mark.slow
 def test_with_one_arena_other_threads_are_covered():
     shown(
         "in_threads",
@@ -136,6 +137,7 @@ def test_with_one_arena_other_threads_are_covered():
 
 
 @on_glibc
+@pytest.mark.slow
 def test_undone_the_environment_holds_again():
     variables = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
     shown("undone_twice", lambda started, after: started < FRESH and after < FRESH, **variables)
