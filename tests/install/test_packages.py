@@ -207,9 +207,15 @@ BUILDS = pytest.mark.skipif(
 
 @BUILDS
 def test_the_source_archive_holds_what_a_build_needs(tmp_path):
+    tree = tmp_path / "tree"  # of a tree with an environment, all files of which are looked at
+    left_out = (".git", ".venv", "build", "__pycache__", "_lib", "*.so")
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*left_out))
+    for made in (".venv/lib/other.so", "build/cp311/cpu.o", "python/onepass/_C.so"):
+        (tree / made).parent.mkdir(parents=True, exist_ok=True)
+        (tree / made).touch()
     code = f"import onepass_build; print(onepass_build.build_sdist({os.fspath(tmp_path)!r}))"
-    environment = {**os.environ, "PYTHONPATH": os.fspath(ROOT / "build_backend")}
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)
+    environment = {**os.environ, "PYTHONPATH": os.fspath(tree / "build_backend")}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tree, env=environment)
     (archive,) = tmp_path.glob("onepass-*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
