@@ -1,6 +1,6 @@
-// onepass._C: facts about the build and the machine, the plans of the calls that ran, and questions
-// about hundreds of Python objects in one call. Host side only: no tensor crosses pybind11 (among
-// those objects it is one like any other), and the op libraries know nothing of Python.
+// onepass._C: facts about the build and the machine, the plans of the calls that ran, and queries
+// of hundreds of Python objects in one call. Host side only: no tensor crosses pybind11 (these
+// queries treat a tensor like any other object), and the op libraries know nothing of Python.
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -126,8 +126,8 @@ py::tuple attributes(const py::list& objects, const py::str& name) {
   return py::make_tuple(std::move(values), missing);
 }
 
-// Whether lists and tuples hold the same objects as lists, each as the one in its place. Other
-// objects are not read: to read an iterator is to empty it.
+// Whether each list or tuple holds the same objects as the list in its place. Other objects are not
+// read, because reading an iterator would exhaust it.
 bool hold_same(const py::list& sequences, const py::list& lists) {
   if (sequences.size() != lists.size()) return false;
   for (size_t i = 0; i < lists.size(); ++i) {
@@ -143,8 +143,8 @@ bool hold_same(const py::list& sequences, const py::list& lists) {
   return true;
 }
 
-// next(object) for the keys and values of a dict, and where a value is a dict for those in it;
-// until one returns false, which is then returned. next must not run Python code.
+// Calls next(object) for the keys and values of a dict, and for those of values that are dicts,
+// until a call returns false, which is then the result. next must not run Python code.
 template <class Next>
 bool for_each_within(const py::dict& entries, Next&& next) {
   PyObject *of, *entry, *key, *value;

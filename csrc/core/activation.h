@@ -1,4 +1,4 @@
-// Activations: their numbers, which are those of the schemas and of Python, and their names.
+// Activations: their numbers, as in the schemas and in Python, and their names.
 #pragma once
 
 namespace onepass {
@@ -21,7 +21,7 @@ constexpr const char* name_of(Activation activation) {
   return kActivationNames[static_cast<int>(activation)];
 }
 
-// f<an activation that is not kNone>()
+// Calls f<activation>() with an activation other than kNone.
 template <class F>
 constexpr void visit_activation(Activation activation, F&& f) {
   switch (activation) {

@@ -8,24 +8,24 @@
 
 namespace onepass {
 
-// The facts a plan may use besides the arguments. Results never depend on them, only speed does.
+// The facts that a plan may use besides the arguments. They change speed, never results.
 struct Machine {
   int32_t threads;
 };
 
 struct Plan {
-  int64_t workspace_bytes;  // scratch that run() receives, 64-byte aligned, as it is
-  const char* kernel_name;  // the function a profiler shows
+  int64_t workspace_bytes;  // scratch for run(), 64-byte aligned, not initialised
+  const char* kernel_name;  // the function that a profiler shows
   int64_t rows_per_tile;    // rows that a kernel call takes together
-  int64_t splits;           // pieces that the work is cut into; of the shape alone where results
-                            // depend on them
-  const char* reason;       // why this path and no other
-  int64_t threads = 1;      // that take part at most; a part of the workspace is a thread's own
+  int64_t splits;           // pieces that the work is cut into; if results depend on them, they
+                            // follow from the shape alone
+  const char* reason;       // why the plan chose this path
+  int64_t threads = 1;      // at most; each has its own part of the workspace
   bool is_second = false;   // which of either_of()'s operators made it
   alignas(8) unsigned char layout[192] = {};  // the operator's own, see operator_of()
 };
 
-// body(begin, end, state) over [0, count) in pieces of at least grain.
+// body(begin, end, state) is called for pieces of [0, count) of at least `grain`.
 using ParallelBody = void (*)(int64_t begin, int64_t end, void* state);
 
 struct Context {
@@ -49,9 +49,9 @@ struct Operator {
   void (*run)(const Args& args, const Plan& plan, void* workspace, const Context& context);
 };
 
-// One whose plan decides more than a Plan says, such as tiles and where things lie in the
+// An operator whose plan decides more than a Plan holds, such as tiles and the layout of the
 // workspace: plan(args, machine, layout) fills a Layout, and run(args, plan, layout, workspace,
-// context) works by it, so that nothing is derived twice.
+// context) uses it, so that nothing is derived twice.
 template <class Args, class Layout, auto plan, auto run>
 Operator<Args> operator_of() {
   static_assert(std::is_trivially_copyable_v<Layout> && sizeof(Layout) <= sizeof(Plan::layout));
@@ -70,7 +70,7 @@ Operator<Args> operator_of() {
               }};
 }
 
-// Two ways to compute the same; the plan chooses: the first where is_first(args).
+// Two operators that compute the same; the plan chooses the first if is_first(args).
 template <class Args, bool (*is_first)(const Args&), Operator<Args> (*first)(),
           Operator<Args> (*second)()>
 Operator<Args> either_of() {

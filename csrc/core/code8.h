@@ -11,10 +11,10 @@
 // fit into a register. The last octave, c = 1, reaches linearly down to value(0) = 0. The largest
 // code is exactly 1: a block's largest magnitude survives encoding and decoding bit for bit.
 //
-// A second moment that is not zero never gets the code 0, however it is rounded: it stands under a
-// root in a denominator, and elements with gradients of a thousandth of their block's largest would
-// make steps a hundred times too long (tests/optim/test_precision.py). With code 1 theirs are too
-// short instead.
+// A second moment that is not zero never gets the code 0, however it is rounded. Its root is a
+// denominator: with code 0, elements whose gradients are a thousandth of their block's largest
+// would make steps a hundred times too long (tests/optim/test_precision.py). With code 1 their
+// steps are too short instead.
 #pragma once
 
 #include <bit>
@@ -60,8 +60,8 @@ ONEPASS_HOST_DEVICE constexpr CodeLine code_line(int octave) {
 inline constexpr float kCodeSlack = 0x1p-14f;
 inline constexpr float kNearestCode = 0.5f + kCodeSlack;
 
-// Stochastic rounding, right on average: 16 random bits * kCodeNoise + kCodeSlack. Its mean is one
-// half and it stays below one, so that a zero stays one.
+// For unbiased stochastic rounding: 16 random bits * kCodeNoise + kCodeSlack. The mean is one half
+// and the sum stays below one, so that zero stays zero.
 inline constexpr float kCodeNoise = (0.5f - kCodeSlack) / 32767.5f;
 
 // The code of 0 <= x <= 1. rounding: kNearestCode, or the sum above of random bits.

@@ -1,5 +1,5 @@
-// Random bits for stochastic rounding, keyed by (seed, step, tensor, element): nothing is drawn per
-// step and replicas of a parameter round alike.
+// Random bits for stochastic rounding, computed from (seed, step, tensor, element): no step draws
+// from a generator, and replicas of a parameter round alike.
 //
 // Philox gives each stretch of kNoiseStretch elements a start and an odd stride, 63 random bits; in
 // it, element i takes the finaliser of an integer hash (C. Wellons, hash-prospector, lowbias32) of

@@ -14,7 +14,7 @@ struct RowStride {
   int64_t stride[kRowDims];
 };
 
-// Where a row is among the rows' dimensions: divided out once for all tensors.
+// The index of a row in each of the rows' dimensions: divided once for all tensors.
 struct RowIndex {
   int64_t index[kRowDims];
 };

@@ -221,7 +221,7 @@ void AttentionChecks::longest(const char* name, int64_t bound, int64_t rows) con
           ", got ", bound);
 }
 
-// Only those that hold keys in use: later entries of the table belong to no sequence.
+// Checks only pages that hold keys in use: later entries of the table belong to no sequence.
 void AttentionChecks::pages(const Attention& args, int64_t batch, int64_t first,
                             int64_t last) const {
   if (args.page_size == 0) return;  // then there are no keys either

@@ -13,7 +13,7 @@ enum class AttentionLayout {
   kPaged,   // (pages, rows, heads, cols)
 };
 
-// Whose keys and values a call has.
+// Where the keys and values of a call are.
 enum class AttentionKeys {
   kOwn,       // as long as the call says
   kCaches,    // a cache for each sequence, or pages; seqused_k is how much of it is in use
@@ -31,9 +31,9 @@ class AttentionChecks {
   // The rules for the lengths and page numbers that `args` points to. They are read where that
   // costs nothing: on the CPU.
   void lengths(const Attention& args) const;
-  // Lowers seq_q and seq_k of packed sequences, upper bounds that a caller may set as high as he
-  // likes, to the longest sequence where lengths are read, else to all rows. But not
-  // below the size of a dbias, which has to be written whole.
+  // Lowers seq_q and seq_k of packed sequences, for which a caller may pass any upper bound: to the
+  // longest sequence if lengths are read, otherwise to the number of rows. Not below the size of a
+  // dbias, which must be written whole.
   void tighten(Attention& args, const Strided& dbias) const;
 
   // Sizes, numbers and dtypes, without pointers.

@@ -6,7 +6,7 @@
 
 namespace onepass {
 
-// A last dimension that is not dense is copied, all else is read in place.
+// A tensor whose last dimension is not dense is copied, any other is read in place.
 inline Strided rows_of(const Tensor& tensor, AttentionLayout layout, Copies& copies) {
   TensorInfo info = info_of(tensor);
   const void* data = tensor.const_data_ptr();

@@ -52,7 +52,7 @@ namespace onepass {
   OPERATOR(attention_decode, AttentionDecode)              \
   OPERATOR(rotary_forward, RotaryForward)                  \
   OPERATOR(rotary_backward, RotaryBackward)
-// Those that CUDA leaves to torch.
+// The operators for which CUDA uses torch.
 #define ONEPASS_CPU_OPERATORS(OPERATOR)   \
   OPERATOR(linear_product, LinearProduct) \
   OPERATOR(epilogue_backward, EpilogueBackward)

@@ -59,8 +59,8 @@ inline TensorInfo input_of(const char* op, const char* name, const Tensor& tenso
   return input_of(op, name, tensor.get());
 }
 
-// Of sizes that no tensor's own count of elements bounds together: those of expanded or of empty
-// tensors, or of several.
+// For sizes whose product no single tensor's number of elements bounds: those of expanded or empty
+// tensors, or of several tensors.
 inline int64_t product(const char* op, const char* name, int64_t a, int64_t b) {
   int64_t result;
   require(!__builtin_mul_overflow(a, b, &result), op, ": ", name,
@@ -144,8 +144,8 @@ class CheckedAgainst {
   DType first_dtype_;
 };
 
-// Of tensors in a list, where torch has chosen the kernel by one of them; on the CPU it would have
-// chosen another for any that is elsewhere.
+// For tensors in a list: torch chose the kernel by one of them, so another may be on another
+// device. On the CPU torch would have chosen another kernel for such a list.
 template <class AnyTensor>  // Tensor or AtenTensorHandle
 void require_device(const char* op, const char* name, const AnyTensor& tensor,
                     const Device& device) {

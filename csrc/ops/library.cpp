@@ -1,8 +1,8 @@
 // Registers the operators of this library with torch. The sources of ops/ are compiled once for
-// each back end: ONEPASS_NAMESPACE is where its operators are, ONEPASS_DISPATCH_KEY whose tensors
-// they take, and ONEPASS_DEFINES_SCHEMAS says that it is the first one there. (The CUDA library
-// adds kernels to schemas that the CPU library has defined.) ONEPASS_CUDA is about the back end
-// itself: the host may not read the memory of its tensors.
+// each back end. ONEPASS_NAMESPACE is the namespace of its operators, ONEPASS_DISPATCH_KEY the
+// dispatch key of its kernels, and ONEPASS_DEFINES_SCHEMAS is set if the library defines the
+// schemas. (The CUDA library adds kernels to schemas that the CPU library has defined.)
+// ONEPASS_CUDA is set for the CUDA back end: the host may not read the memory of its tensors.
 #include "ops/library.h"
 
 #include <string>

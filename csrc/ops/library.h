@@ -16,11 +16,11 @@ namespace onepass {
 struct OperatorEntry {
   const char* schema;  // "name(arguments) -> results"
   void (*boxed)(StableIValue*, uint64_t, uint64_t);
-  bool only_checks;  // one for every device, "meta" too
+  bool only_checks;  // registered for every device, also "meta"
 };
 
-// No memory for a list of ours, such as the gradients of a step: a MemoryError in Python. Tensors
-// that find none are told by allocate() with their bytes.
+// Thrown if there is no memory for a list of this library, such as the gradients of a step: a
+// MemoryError in Python. For tensors allocate() reports the bytes instead.
 class OutOfMemory : public std::bad_alloc {
  public:
   explicit OutOfMemory(const char* text) : text_(text) {}
@@ -32,7 +32,7 @@ class OutOfMemory : public std::bad_alloc {
 
 template <auto function>
 struct Boxed {
-  static std::string& no_memory() {  // made beforehand: there is no memory for it then
+  static std::string& no_memory() {  // made in advance: when it is needed, there is no memory
     static std::string text;
     return text;
   }

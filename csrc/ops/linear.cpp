@@ -1,5 +1,5 @@
-// A linear layer: schemas, checks, allocation. On CUDA there is none of ours: torch's products are
-// taken there.
+// A linear layer: schemas, checks, allocation. On CUDA there is no kernel here: torch's products
+// are used.
 #include "ops/linear.h"
 
 #include <optional>
@@ -43,8 +43,8 @@ namespace {
   FIELD(StaticInt, activation_kind, "") /* Activation */ \
   FIELD(OptionalScalarType, out_dtype, "")
 
-// The arguments of linear_backward besides doutput. A dtype asks for its gradient: input's takes
-// the weight, and weight's the input.
+// The arguments of linear_backward besides doutput. A gradient is computed if its dtype is given:
+// input's needs the weight, and weight's the input.
 #define ONEPASS_LINEAR_BACKWARD_OPTIONS(FIELD) \
   FIELD(OptionalTensor, input, "")             \
   FIELD(OptionalTensor, weight, "")            \
@@ -61,22 +61,22 @@ constexpr const char* kOp = "linear";
 constexpr const char* kBackward = "linear_backward";
 constexpr const char* kEpilogueBackward = "linear_epilogue_backward";
 
-// Whether a weight's gradient is laid out as (in_features, out_features), as the weight is:
-// autograd would copy another layout.
+// Whether a weight and so its gradient are laid out as (in_features, out_features): autograd would
+// copy a gradient of another layout.
 bool lies_transposed(const OptionalTensor& weight) {
   if (!weight) return false;
   const TensorInfo info = info_of(*weight);
   return info.strides[0] == 1 && info.strides[1] != 1;
 }
 
-// The left factor. Few rows are copied where they are not dense: the copy is small beside the
-// weight, which dense rows let a kernel read in place.
+// The left factor. A few rows that are not dense are copied: the copy is small beside the weight,
+// which a kernel can read in place if the rows are dense.
 Matrix left_of(const Tensor& tensor, int64_t rows) {
   constexpr int64_t kFewRows = 16;
   return Matrix(tensor, rows <= kFewRows);
 }
 
-// The product of all sizes but the last.
+// The product of all sizes except the last.
 int64_t rows_of(const char* op, const char* name, const TensorInfo& info) {
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < info.dims; ++d) rows = product(op, name, rows, info.sizes[d]);
@@ -256,7 +256,7 @@ struct CheckedBackward {
   TensorInfo doutput;
   DType doutput_dtype{};
   DType operand_dtypes[2]{};   // of input and weight, where they are given
-  DType gradient_dtypes[3]{};  // of dinput, dweight and dbias, where they are asked for
+  DType gradient_dtypes[3]{};  // of dinput, dweight and dbias, if they are wanted
   int64_t rows = 0;
   int64_t in_features = 0;  // 0 where neither input nor weight is given
   int64_t out_features = 0;
@@ -417,7 +417,7 @@ OperatorList linear_operators() {
           "linear_epilogue_backward" ONEPASS_EPILOGUE_BACKWARD_ARGUMENTS " -> Tensor"),
       entry<&Packed<&linear_epilogue_backward_check>::call>(
           "linear_epilogue_backward_check" ONEPASS_EPILOGUE_BACKWARD_ARGUMENTS " -> ()", true),
-      // (dinput, dweight, dbias): those that are asked for; the others have no elements.
+      // (dinput, dweight, dbias); those that are not wanted have no elements.
       entry<&Packed<&linear_backward>::call>("linear_backward" ONEPASS_LINEAR_BACKWARD_ARGUMENTS
                                              " -> (Tensor, Tensor, Tensor)"),
       entry<&Packed<&linear_backward_check>::call>(

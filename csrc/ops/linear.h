@@ -30,8 +30,8 @@ struct LinearEpilogue {
 
 // output[i][j] = bias[j] + sum over k of left[i][k] * right[k][j].
 struct LinearProduct {
-  // Element (i, k) of left lies left_row * i + left_step * k elements from the first, one of which
-  // strides is 1; likewise (k, j) of right.
+  // Element (i, k) of left lies left_row * i + left_step * k elements from the first, and one of
+  // the two strides is 1; likewise (k, j) of right.
   const void* left;
   const void* right;
   const void* bias;  // (cols,) contiguous, or null
@@ -51,8 +51,8 @@ struct LinearProduct {
   DType sums_dtype;
   LinearKind kind;
   LinearEpilogue epilogue{};  // of kForward
-  // output and left_sums hold sums already, in the dtype that sums are computed in: more is added.
-  // Of kWeight.
+  // For kWeight: output and left_sums already hold sums, in the dtype of sums, and the product is
+  // added to them.
   bool accumulate{};
 };
 

@@ -7,8 +7,8 @@
 
 namespace onepass {
 
-// A tensor as a matrix of rows as long as its last dimension, of which one stride is 1; copied
-// where that is not so, where rows lie at no one stride, and where dense_rows asks for it.
+// A tensor as a matrix whose columns are its last dimension and of which one stride is 1. It is
+// copied if no stride is 1, if its rows have no common stride, or if dense_rows demands it.
 class Matrix {
  public:
   explicit Matrix(const Tensor& tensor, bool dense_rows = false);

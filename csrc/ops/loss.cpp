@@ -15,7 +15,7 @@
 namespace onepass {
 namespace {
 
-// What both operators take beside input.
+// The arguments of both operators besides input.
 #define ONEPASS_LOSS_OPTIONS(FIELD)  \
   FIELD(Tensor, target, "")          \
   FIELD(OptionalTensor, weight, "")  \
@@ -110,7 +110,7 @@ DType check_forward(const LossForwardOptions& options, const CheckedLoss& call) 
       .dtype("out_dtype", static_cast<int32_t>(*options.out_dtype));
 }
 
-// Where that costs nothing; elsewhere the row's loss and gradient are NaN.
+// Checked where that costs nothing; elsewhere the row's loss and gradient are NaN.
 void require_targets(const char* op, const LossCall& args) {
   for (int64_t row = 0; row < args.rows; ++row) {
     const int64_t target = args.target[row * args.target_stride];
@@ -270,13 +270,14 @@ void loss_backward_inplace_check(const LossBackwardOptions& options, const Tenso
 
 // ---- of a linear layer's output -----------------------------------------------------------------
 //
-// logits = input linear_weight^T + linear_bias, rows of which are made in chunks, one memory for
-// all: of each the loss, then its gradient in place, and the products of that with linear_weight
-// (dinput) and with input (dlinear_weight, to which each chunk adds). So the logits are never whole
-// in memory. A chunk reads linear_weight twice, and reads and writes its gradient: with kChunkBytes
-// that is a tenth of the time of its products in float32 (`onepass bench loss`).
+// logits = input linear_weight^T + linear_bias. Their rows are computed in chunks, which share one
+// buffer: for each chunk the loss, then its gradient in place, and the products of the gradient
+// with linear_weight (dinput) and with input (dlinear_weight, to which each chunk adds). So the
+// logits are never in memory as a whole. A chunk reads linear_weight twice, and reads and writes
+// its gradient: with kChunkBytes that is a tenth of the time of its products in float32 (`onepass
+// bench loss`).
 
-#ifndef ONEPASS_CUDA  // there in Python, on torch's products
+#ifndef ONEPASS_CUDA  // on CUDA it is written in Python, with torch's products
 #define ONEPASS_LINEAR_LOSS_OPTIONS(FIELD) \
   FIELD(Tensor, linear_weight, "")         \
   FIELD(Tensor, target, "")                \
@@ -350,7 +351,7 @@ void linear_loss_check(const LinearLossOptions& options, const Tensor& input) {
   check_linear_loss(options, input);
 }
 
-// Of a column of a chunk of logits: 256 rows in float32, 512 in 16 bits.
+// Bytes per column of a chunk of logits: 256 rows in float32, 512 in 16 bits.
 constexpr int64_t kChunkBytes = 1024;
 
 // The state that the chunks of a call share.
@@ -563,7 +564,7 @@ OperatorList loss_operators() {
           "loss_backward_inplace_check" ONEPASS_LOSS_BACKWARD_ARGUMENTS("Tensor input") " -> ()",
           true),
 #ifndef ONEPASS_CUDA
-      // Losses and gradients in float32, float64 for float64; those not asked for have size 0.
+      // Losses and gradients in float32, float64 for float64; those not wanted have size 0.
       entry<&Packed<&linear_loss>::call>("linear_loss" ONEPASS_LINEAR_LOSS_ARGUMENTS
                                          " -> (Tensor loss, Tensor dinput, Tensor dlinear_weight, "
                                          "Tensor dlinear_bias)"),

@@ -70,7 +70,7 @@ struct LossSums {
   A weights;       // w_c, with label smoothing
 };
 
-// With label smoothing, sums below a maximum as those below a larger one.
+// With label smoothing: sums relative to a maximum become sums relative to a larger one.
 template <class A>
 ONEPASS_HOST_DEVICE A logits_below(const LossSums<A>& sums, A larger) {
   const bool is_same = sums.weights == A(0) || sums.maximum == larger;  // -Inf, where nothing is

@@ -1,5 +1,5 @@
-// Layer norm and RMS norm, alone or after a residual add: schemas, checks, allocation. The kernels
-// are the back end's; every one of them is reached through the checks here.
+// Layer norm and RMS norm, alone or after a residual add: schemas, checks, allocation. The back
+// ends have the kernels; all calls of them pass the checks here.
 #include "ops/norm.h"
 
 #include "ops/norm_checks.h"
@@ -306,7 +306,7 @@ void norm_backward_check(const NormBackwardOptions& options, const OptionalTenso
 OperatorList norm_operators() {
   OperatorList operators = {
       // x = residual + dropout(input), rounded to residual_dtype, or input itself without a
-      // residual; output = norm(x). Outputs that are not asked for have size 0.
+      // residual; output = norm(x). Outputs that are not wanted have size 0.
       entry<&Packed<&norm_forward>::call>("norm_forward(Tensor input" ONEPASS_SCHEMA(
           ONEPASS_NORM_OPTIONS) ") -> (Tensor output, Tensor residual_out, Tensor mean, Tensor "
                                 "rstd)"),

@@ -86,8 +86,8 @@ struct NormBackward {
 // rows of input, a group, share one of each, and a gate. weight_offset is 1.
 //   x = residual + row_scale * gate * dropout(input)
 //   output = (x - mean) * rstd * (scale + weight_offset) + shift
-// A norm after a residual add whose branch has a scale for each column is one of a single group,
-// whose scale, shift and gate are the norm's weight and bias and that scale.
+// A norm after a residual add whose branch has a scale for each column is a modulated norm with one
+// group: its scale, shift and gate are the norm's weight and bias and the scale of the columns.
 struct ModulatedNormForward : NormForward {  // weight: scale, bias: shift, (groups, cols) or null
   const void* gate;                          // (groups, cols) or null, which is 1
   const void* row_scale;  // (samples,) contiguous, in the accumulator's dtype, or null, which is 1

@@ -84,7 +84,7 @@ struct CheckedNormBackward {
 CheckedNormBackward check_backward(const char* op, const NormBackwardOptions& options,
                                    const OptionalTensor& doutput);
 
-// A gradient of some shape, or one of size 0, which `target` does not point to.
+// Allocates a gradient and points `target` to it; or one of size 0, and leaves `target` alone.
 Tensor gradient_of(bool wanted, const int64_t* sizes, int64_t dims, DType dtype, Device device,
                    void*& target);
 
@@ -97,7 +97,7 @@ struct NormBackwardRows {
   OptionalTensor rstd;
 };
 
-// `branch`: beside those of the call, or of no tensor.
+// `branch`: addressed as rows together with the call's tensors; may be no tensor.
 NormBackwardRows allocate(CheckedNormBackward& call, const NormBackwardOptions& options,
                           const OptionalTensor& doutput, RowTensor& branch);
 

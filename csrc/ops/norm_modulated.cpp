@@ -5,8 +5,8 @@
 namespace onepass {
 namespace {
 
-// The arguments of modulated_norm_forward besides its input. `shared`: scale, shift and gate are
-// those of all rows, a norm's weight and bias and the branch's column_scale.
+// The arguments of modulated_norm_forward besides its input. `shared`: all rows have the same
+// scale, shift and gate, namely a norm's weight and bias and the branch's column_scale.
 #define ONEPASS_MODULATED_NORM_OPTIONS(FIELD)        \
   FIELD(OptionalTensor, scale, "")                   \
   FIELD(OptionalTensor, shift, "")                   \

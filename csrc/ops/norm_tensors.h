@@ -17,7 +17,7 @@ inline RowTensor row_tensor(const char* op, const char* name, const OptionalTens
   return rows;
 }
 
-// scale, and shift and gate, which have its shape: rows of which a group of input's rows has one.
+// scale, shift and gate, all of one shape: each of their rows serves a group of input's rows.
 struct Scales {
   RowTensor scale;
   RowTensor shift;

@@ -19,7 +19,7 @@ class CheckedTensors {
     tensors_.reserve(tensors.size());
     first_piece_.reserve(tensors.size() + 1);
     int64_t pieces = 0;
-    // Of all: torch chose the kernel by the first, and has none for an empty list.
+    // Checks all tensors: torch chose the kernel by the first, and has none for an empty list.
     device_ = info_of(tensors[0]).device;
     for (const AtenTensorHandle tensor : tensors) {
       require_device(op, name, tensor, device_);
@@ -137,7 +137,7 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type,
 
 #else  // CUDA: the host waits for nothing
 
-// error_if_nonfinite is Python's to see to, which has to wait for the norm.
+// Python checks error_if_nonfinite, because that has to wait for the norm.
 Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type, bool) {
   const TensorList gradients(list);
   const CheckedTensors checked(kClip, "gradients", gradients);
@@ -165,9 +165,10 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type, 
 
 #endif
 
-// A step of all parameters of a table, unless `norm` is not finite or `found_inf` is not zero; then
-// nothing changes but gradients that are to be set to zeros. The gradients are divided by
-// grad_scale and scaled to max_norm on their way. False: the table is stale, and nothing was done.
+// A step of all parameters of a table. The gradients are divided by grad_scale and scaled to
+// max_norm as they are read. If `norm` is not finite or `found_inf` is not zero, nothing changes,
+// except that gradients are zeroed if the call wants that. Returns false if the table is stale;
+// then nothing was done.
 bool optimizer_step(const StepOptions& options, int64_t algorithm, int64_t table,
                     StableListHandle list, const Tensor& hyper) {
   constexpr const char* op = "optimizer_step";

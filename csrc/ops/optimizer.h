@@ -57,7 +57,8 @@ struct ScaleGradients {
 
 // ---- the step -----------------------------------------------------------------------------------
 
-// ALGORITHM(number, name): all there are. Python finds the numbers by these names in onepass._C.
+// All algorithms, as ALGORITHM(number, name). Python finds the numbers by these names in
+// onepass._C.
 #define ONEPASS_ALGORITHMS(ALGORITHM) \
   ALGORITHM(kAdam, "Adam")            \
   ALGORITHM(kSgd, "SGD")              \
@@ -72,7 +73,7 @@ inline constexpr const char* kAlgorithmNames[] = {ONEPASS_ALGORITHMS(ONEPASS_NAM
 #undef ONEPASS_NAME
 inline constexpr int64_t kAlgorithms = std::size(kAlgorithmNames);
 
-// f.operator()<Algorithm>() for the one that it is.
+// Calls f.operator()<Algorithm>() with the algorithm.
 template <class F>
 void visit_algorithm(Algorithm algorithm, F&& f) {
   switch (algorithm) {
@@ -90,7 +91,7 @@ enum class Master : int32_t {
   kNone,        // rounded to nearest even
   kFloat32,     // kept beside it; the parameter is the master rounded to nearest, ties away
   kRemainder,   // bfloat16 only: kept as the 16 bits that this rounding drops
-  kStochastic,  // rounded up or down at random, right on average
+  kStochastic,  // rounded up or down at random, without bias
 };
 
 enum class MomentType : int32_t {

@@ -39,7 +39,7 @@ StateSlice slice(const std::vector<StateBuffer>& buffers, const int64_t* place, 
   return {buffer.data + place[1] * buffer.element_size, buffer.scalar_type};
 }
 
-// Stochastic rounding is a matter of the step.
+// Stochastic rounding concerns the step alone, not the table.
 std::optional<MomentType> moment_type_of(const StateSlice& moment) {
   if (is_uint8(moment.scalar_type)) return MomentType::kInt8;
   const std::optional<DType> dtype = dtype_of(moment.scalar_type);
@@ -252,7 +252,7 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
   }
 }
 
-// The table knows where states lie, and no step may write where they lay once.
+// The table keeps the addresses of states, and no step may write to addresses that are stale.
 void CheckedStep::states_stayed() const {
   for (size_t i = 0; i < table_->states.size(); ++i) {
     const AtenTensorHandle state = table_->states[i].get();
@@ -290,7 +290,7 @@ bool CheckedStep::complete(StepTensor& tensor, size_t number, AtenTensorHandle g
   void* const data = param.mutable_data_ptr();
   if (data != tensor.param) {
     if (tensor.param && tensor.master) return false;  // it may be another parameter's master
-    table_->are_apart = false;  // as far as anybody knows, also if a later check fails
+    table_->are_apart = false;  // unknown from here on, also if a later check fails
     tensor.param = data;
   }
   tensor.gradient = mutable_data_of(gradient);

@@ -103,8 +103,8 @@ struct StepTable {
   Device device{};
 };
 
-// The number of a new table, and the end of one. Tables are numbered, not pointed to, so that a
-// wrong number is an error and nothing worse.
+// Makes a table and returns its number; releases a table. Tables have numbers, not pointers, so
+// that a wrong number is an error and nothing worse.
 int64_t optimizer_table(const std::vector<Tensor>& params, const std::vector<Tensor>& states,
                         const Tensor& layout);
 void optimizer_table_release(const Tensor& state, int64_t table);  // any state of it

@@ -1,4 +1,4 @@
-// Where the elements of tensors lie, for operators that write into them: whether two share any.
+// Whether elements of tensors share memory, for operators that write into their arguments.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace onepass {
 
-// A distance of bytes that is taken so many times: any number from `least` to `most`.
+// A distance in bytes that is taken any number of times from `least` to `most`.
 struct Steps {
   int64_t bytes;
   int64_t least;
@@ -36,9 +36,9 @@ class Reach {
     steps_[at] = {bytes, least, most};
   }
 
-  // Whether some sum is `distance`. Long steps first: where tensors are rows of dense columns, the
-  // rest allows two numbers of each kind at most. Other layouts are given up after kMostTries, with
-  // true.
+  // Whether some sum is `distance`. Long steps come first: if tensors are rows of dense columns,
+  // the rest allows at most two numbers of each kind. For other layouts the search ends after
+  // kMostTries and returns true.
   bool comes_to(int64_t distance) {
     tries_ = 0;
     return search(0, distance);
@@ -87,7 +87,7 @@ struct Place {
   }
 };
 
-// Whether two elements of one tensor lie in the same place, as those of an expanded one do.
+// Whether two elements of one tensor share memory, as in an expanded tensor.
 inline bool has_shared_elements(const TensorInfo& info) {
   for (int64_t d = 0; d < info.dims; ++d) {
     if (info.sizes[d] == 0) return false;
@@ -104,8 +104,8 @@ inline bool has_shared_elements(const TensorInfo& info) {
   return false;
 }
 
-// Whether two tensors have a byte in common, and not merely lie in the gaps of each other, as heads
-// of query and of key do in one projection of both.
+// Whether two tensors have a byte in common. Tensors that lie in the gaps of each other have none,
+// such as the heads of query and of key in one projection of both.
 inline bool share_memory(const Place& a, const Place& b) {
   // On the meta device tensors lie nowhere.
   if (!a.data || !b.data || a.is_empty() || b.is_empty()) return false;

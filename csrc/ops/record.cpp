@@ -7,7 +7,7 @@
 namespace onepass {
 namespace {
 
-constexpr size_t kMaxRecords = 4096;  // the oldest go first if nobody takes them
+constexpr size_t kMaxRecords = 4096;  // beyond it the oldest are dropped
 
 std::atomic<bool> on{false};
 std::mutex mutex;

@@ -1,4 +1,5 @@
-// Rotary embedding of query and key, with norms of their rows in front: schema, checks, allocation.
+// Rotary embedding of query and key, with optional norms of their rows before it: schema, checks,
+// allocation.
 #include "ops/rotary.h"
 
 #include <list>
@@ -123,7 +124,7 @@ void check_tables(const char* op, const Options& options, const CheckedAgainst& 
   args.rows = cos.sizes[cos.dims - 2];
 }
 
-// That of a single element means nothing, and could be one that is not aligned.
+// The stride of a dimension with one element means nothing, and need not be aligned.
 int64_t stride_of(const TensorInfo& info, int64_t d) {
   return info.sizes[d] > 1 ? info.strides[d] : 0;
 }
@@ -211,7 +212,7 @@ CheckedRotary<RotaryForward> check_forward(const RotaryOptions& options, const T
   return call;
 }
 
-// Rows that are rotated where they lie: no copy can stand in for them.
+// Rows that are rotated in place: they cannot be replaced by a copy.
 void check_place(const char* name, const TensorInfo& info) {
   const char* const op = kForwardNames.op;
   const Shape strides{info.strides, info.dims};
@@ -280,7 +281,7 @@ CheckedRotary<RotaryBackward> check_backward(const RotaryBackwardOptions& option
   return call;
 }
 
-// Where that costs nothing; elsewhere a kernel reads no row that is not there.
+// Checked where that costs nothing; elsewhere a kernel reads no row that does not exist.
 [[maybe_unused]] void require_positions(const char* op, const RotaryForward& args) {
   const int64_t sequences =
       args.positions_batch_stride ? args.batch : std::min<int64_t>(args.batch, 1);
@@ -293,7 +294,7 @@ CheckedRotary<RotaryBackward> check_backward(const RotaryBackwardOptions& option
   }
 }
 
-// A last dimension that is not dense is copied, all else is read in place.
+// A tensor whose last dimension is not dense is copied, any other is read in place.
 OptionalTensor with_dense_columns(const Tensor& tensor) {
   const TensorInfo info = info_of(tensor);
   const bool is_dense = info.sizes[info.dims - 1] <= 1 || info.strides[info.dims - 1] == 1;
@@ -329,10 +330,10 @@ Dispatch describe(const char* op, const RotaryForward& args) {
   return {.op = op, .arguments = text.str()};
 }
 
-// The tensors that a call reads, copied where they have to be.
+// The tensors that a call reads, copied where necessary.
 class Inputs {
  public:
-  // The last dimension that is not dense is copied, all else is read in place.
+  // A tensor whose last dimension is not dense is copied, any other is read in place.
   template <class Args, class Options>
   Inputs([[maybe_unused]] const char* op, const Options& options, Args& args) {
     args.cos = table_of(keep(with_dense_columns(options.cos)));

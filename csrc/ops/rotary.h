@@ -33,14 +33,14 @@ struct RotaryTable {
   int64_t row_stride;  // columns are dense
 };
 
-// Of a pair of columns (a, b) below rotary_dim, which `interleaved` says:
+// For a pair of columns (a, b) below rotary_dim, formed according to `interleaved`:
 //   output[a] = input[a] * cos[a] - input[b] * sin[a]
 //   output[b] = input[b] * cos[b] + input[a] * sin[b]
 // and transposed, which is the backward:
 //   output[a] = input[a] * cos[a] + input[b] * sin[b]
 //   output[b] = input[b] * cos[b] - input[a] * sin[a]
-// Columns from rotary_dim on are copied, and in place they stay. Where there is a weight, the row x
-// is normalised before it is rotated or copied:
+// Columns from rotary_dim on are copied; in place they do not change. With a weight, the row x is
+// normalised before it is rotated or copied:
 //   norm(x) = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps)
 struct RotaryForward {
   RotatedHeads query;
@@ -73,10 +73,9 @@ struct NormedHeads {
   void* dweight;  // (head_dim,) in the weight's dtype, or null if not wanted
 };
 
-// The backward where there is a weight. `input` is the gradient of the rotated rows, `output` that
-// of the rows, or null if not wanted, and `transposed` is set. With u = transposed(input), h = x *
-// rstd and g = u * (weight + weight_offset), where rstd is computed again from x, which is read
-// anyway:
+// The backward with a weight. `input` is the gradient of the rotated rows, `output` that of the
+// rows, or null if not wanted, and `transposed` is set. With u = transposed(input), h = x * rstd
+// and g = u * (weight + weight_offset); rstd is recomputed from x, which is read anyway:
 //   output = rstd * (g - h * mean(g * h)), dweight = sum over rows of u * h
 // A tensor without a weight beside one that has it is rotated alone.
 struct RotaryBackward : RotaryForward {
@@ -84,7 +83,7 @@ struct RotaryBackward : RotaryForward {
   NormedHeads key_norm;
 };
 
-// Columns that a row with a norm may have on CUDA, where a warp's registers hold it.
+// The most columns of a row with a norm on CUDA, where the row is kept in a warp's registers.
 inline constexpr int64_t kMostNormedColumns = 512;
 
 // The row of the tables that a token has, read by the host.

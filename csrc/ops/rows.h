@@ -20,12 +20,12 @@ struct RowTensor {
   const void* data() const { return tensor ? tensor->const_data_ptr() : nullptr; }
 };
 
-// Whether the last `row_dims` dimensions lie as one.
+// Whether the last `row_dims` dimensions are dense, like a single one.
 bool has_dense_rows(const TensorInfo& info, int64_t row_dims);
 
-// Merges the leading (all but `row_dims`) dimensions into row_size, most significant first, and
-// sets every stride. A tensor that cannot be addressed so is replaced by a contiguous copy: one
-// whose rows are not dense, or all that are not contiguous if more than kRowDims dimensions remain.
+// Merges the leading dimensions (all except the last `row_dims`) into row_size, most significant
+// first, and sets every stride. A tensor whose rows are not dense is replaced by a contiguous copy;
+// if more than kRowDims dimensions remain, so are all tensors that are not contiguous.
 void address_rows(std::initializer_list<RowTensor*> tensors, int64_t row_dims,
                   int64_t (&row_size)[kRowDims]);
 

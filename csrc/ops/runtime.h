@@ -27,8 +27,9 @@ const Backend& backend();  // of the library this is compiled into
 Machine machine();
 Context context(const Device& device);
 
-// Of the CUDA devices that kernels are made for, as 10 * major + minor: those with the tensor-core
-// instructions for bfloat16 and with copies from global to shared memory past the registers.
+// The oldest compute capability that kernels support, as 10 * major + minor: the first with
+// tensor-core instructions for bfloat16 and with copies from global to shared memory that bypass
+// registers.
 inline constexpr int32_t kOldestCapability = 80;
 int32_t capability_of(const Device& device);  // kOldestCapability on the CPU
 
@@ -44,8 +45,8 @@ class DeviceGuard {
   void* handle_ = nullptr;
 };
 
-// Recording is off unless `explain` or ONEPASS_LOG=dispatch turned it on; then each call leaves its
-// plan here for Python to print. Off, a call pays one relaxed load.
+// Recording is off unless `explain` or ONEPASS_LOG=dispatch turned it on; then each call stores its
+// plan here for Python to print. While it is off, it costs a call one relaxed load.
 bool recording();
 void record(Dispatch dispatch);
 void set_recording(bool on);

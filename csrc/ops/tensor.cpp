@@ -17,7 +17,7 @@ namespace {
 
 thread_local const char* operator_name = "onepass";
 
-// Of a dtype that no operator takes, which is said later: at least one.
+// At least one also for a dtype that no operator takes: that error is raised later.
 int64_t element_size_of(int32_t scalar_type) {
   switch (static_cast<ScalarType>(scalar_type)) {
     case ScalarType::Double:
@@ -35,8 +35,8 @@ int64_t element_size_of(int32_t scalar_type) {
   }
 }
 
-// In torch's words, which those who try again with less look for; the stable ABI has no type of its
-// own for it.
+// The error has torch's words, because callers that retry with less memory look for them; the
+// stable ABI has no exception type for it.
 [[noreturn]] void no_memory(const Device& device, const int64_t* sizes, const int64_t* strides,
                             int64_t dims, int32_t scalar_type) {
   int64_t elements = 1;

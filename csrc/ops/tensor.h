@@ -55,10 +55,10 @@ FlatInfo flat_info_of(AtenTensorHandle tensor);
 inline FlatInfo flat_info_of(const Tensor& tensor) { return flat_info_of(tensor.get()); }
 StorageBytes storage_bytes_of(AtenTensorHandle tensor, const FlatInfo& info);  // without gaps
 
-// Where an operator writes that is handed `Tensor(a!)`.
+// The data pointer of a `Tensor(a!)` argument, which an operator writes to.
 void* mutable_data_of(AtenTensorHandle tensor);
 
-// A number that differs for other shapes, strides and dtypes.
+// A hash of shape, strides and dtype.
 uint64_t layout_key_of(const Tensor& tensor);
 
 // The tensors of a `Tensor[]` argument, which TORCH_BOX passes as StableListHandle, until the
@@ -100,11 +100,11 @@ bool is_uint8(int32_t scalar_type);
 std::ostream& operator<<(std::ostream& text, const Device& device);
 
 #ifdef ONEPASS_EMULATE
-// Memory that arguments of kernels may point to: a tensor's, a new one's that holds nothing yet, or
-// the host's own lists of tensors. An element of it has so many bytes.
+// Memory that arguments of kernels may point to: a tensor's, that of a new tensor without values
+// yet, or lists of tensors on the host. An element has this many bytes.
 enum class Memory { kTensor, kNew, kList };
 void tell_of_memory(Memory what, const void* begin, int64_t bytes, int64_t element = 1);
-// Bytes between the members of a struct hold whatever lay there before: half an address, at times.
+// The padding of a struct holds whatever was in that memory before, for example half an address.
 template <class T>
 void clear_padding([[maybe_unused]] T& object) {
 #if __has_builtin(__builtin_clear_padding)
@@ -116,15 +116,15 @@ void tell_of_list(const std::vector<Item>& list) {
   for (const Item& item : list) clear_padding(const_cast<Item&>(item));
   tell_of_memory(Memory::kList, list.data(), static_cast<int64_t>(list.size() * sizeof(Item)));
 }
-// The strides that a new tensor gets there: those that were asked for, or longer ones.
+// The strides that a new tensor gets there: those given, or longer ones.
 std::vector<int64_t> emulated_strides(const int64_t* sizes, const int64_t* strides, int64_t dims);
 #else
-// Only the emulated runtime wants to know.
+// Only the emulated runtime uses it.
 template <class Item>
 void tell_of_list(const std::vector<Item>&) {}
 #endif
 
-// The operator that this thread runs: who it was that memory failed. Checks set it first of all.
+// The operator that this thread runs, for the error if memory runs out. Checks set it first.
 void set_operator(const char* op);
 
 Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device);
