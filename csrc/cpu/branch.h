@@ -9,7 +9,7 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// Of one row. A row whose factor is 0 is not read.
+// The scales of one row. A row whose factor is 0 is not read.
 template <class A>
 struct BranchScale {
   const A* columns;        // (cols,)
@@ -17,7 +17,7 @@ struct BranchScale {
   const Dropout* dropout;  // null without
 };
 
-// The factor of a row, of those that `sample_rows` rows share each.
+// The factor of a row; each factor serves `sample_rows` rows.
 template <class A>
 A row_scale_of(const void* row_scale, int64_t sample_rows, int64_t row) {
   return row_scale ? static_cast<const A*>(row_scale)[row / sample_rows] : A(1);
@@ -106,7 +106,7 @@ void branch_backward_kernel(const A* dx, const BranchScale<A>& scale, KeepTile& 
       }
     });
   };
-  // Both are of one dtype where there are both.
+  // If both exist, they have the same dtype.
   visit_numbers<A>(branch_ ? branch_dtype : dinput_dtype, [&]<class T>() {
     if (!branch_) {
       if (dinput_) each.template operator()<T, true, false>();

@@ -46,7 +46,7 @@ void dropout_forward_kernel(const DropoutForward& args, const Dropout& dropout, 
   }
 }
 
-// Without dropout only the add is left.
+// Without dropout only the add remains.
 template <class T, class R>
 void add_kernel(const DropoutForward& args, const Dropout&, int64_t begin, int64_t end) {
   using A = Accumulator<T>;
@@ -170,7 +170,7 @@ void run_branch_forward(const BranchForward& args, const Plan& plan, void* works
   }
 }
 
-// Rows [first, last): their dinput, and in `total` the sum for dcolumn_scale, by way of `run`.
+// Computes dinput of rows [first, last), and in `total` the sum for dcolumn_scale, through `run`.
 template <class A>
 void branch_chunk(const BranchBackward& args, const A* columns, const Dropout& dropout,
                   int64_t first, int64_t last, A* total, A* run) {

@@ -2,8 +2,8 @@
 // activation again from gate instead of keeping it.
 //
 // Bytes per element: gate + up + output; backward doutput + gate + up + dgate + dup. Done when it
-// runs at the speed of a copy of as many bytes. Tensors of one dtype are taken as they lie; of
-// several, a tile of each is widened in L1 first.
+// runs at the speed of a copy of as many bytes. Tensors of one dtype are read directly; of several
+// dtypes, a tile of each is widened into L1 first.
 #include "core/visit.h"
 #include "cpu/activation.h"
 #include "cpu/kernels.h"
@@ -18,8 +18,8 @@ namespace {
 // Elements of a row that a kernel call takes: three of them in float32 fit into L1.
 constexpr int64_t kTile = 2048;
 
-// Takes the place of kBytes where an activation is computed: silu of float32 in L1 takes 0.25 ns at
-// AVX-512.
+// The rate of work instead of kBytes where an activation is computed: silu of float32 in L1 takes
+// 0.25 ns with AVX-512.
 constexpr int64_t kActivationBytes = 16;
 
 // scalar: output[i] = activation(gate[i]) * up[i]; output may be gate
@@ -88,7 +88,7 @@ Plan plan_tiles(const Args& args, const char* kernel_name, int64_t element_bytes
           .threads = threads_for(bytes / kActivationBytes, tiles, machine)};
 }
 
-// body(the row's place, the row, its first column, how many) for every tile.
+// Calls body(the row's place, the row, first column, number of columns) for every tile.
 template <class Args, class Body>
 void for_each_tile(const Args& args, const Plan& plan, const Context& context, Body&& body) {
   const int64_t tiles_per_row = ceil_div(args.cols, kTile);

@@ -1,4 +1,4 @@
-// The kernels of attention on CPU, and which of them a call gets.
+// The kernels of attention on CPU, and which calls each of them serves.
 #pragma once
 
 #include "ops/attention.h"

@@ -1,4 +1,4 @@
-// Which kernel a call of attention takes.
+// Chooses the kernel for a call of attention.
 #include "cpu/attention/attention.h"
 #include "cpu/kernels.h"
 

@@ -1,5 +1,5 @@
-// The two ends of a backward: delta of every query, before any block of keys can begin, and the
-// sums that remain when all blocks are done.
+// The first and the last step of a backward: delta of every query, before any block of keys can
+// begin, and the sums that remain when all blocks are done.
 #pragma once
 
 #include "cpu/attention/backward_shape.h"
@@ -8,9 +8,9 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// The scalar products of `count` pairs of rows, a pair per lane, added up as the products that dP
-// is made of, by the same instruction in the same order (multiply_in_chains): where a row has all
-// its weight on one key, output is that value and dP - delta is exactly 0.
+// The scalar products of `count` pairs of rows, a pair per lane, summed like the products of dP, by
+// the same instruction in the same order (multiply_in_chains). So if a row has all its weight on
+// one key, the output is that key's value and dP - delta is exactly 0.
 template <class M, class Left, class Right>
 Vec<float> row_dots(Left&& left, Right&& right, int64_t count, int64_t value_dim) {
   constexpr int n = kLanes<float>;

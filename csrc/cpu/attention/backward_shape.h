@@ -1,4 +1,4 @@
-// How a backward is cut up, and where its sums and its scratch lie.
+// How a backward is divided into pieces, and where its sums and its scratch lie.
 #pragma once
 
 #include "cpu/attention/scores.h"
@@ -12,7 +12,7 @@ inline constexpr int64_t kPieces = 16;  // that a call should have at least, if 
 inline constexpr int64_t kMaxSplits = 8;    // copies of dquery in float32
 inline constexpr int64_t kRowsAtOnce = 64;  // of the last region
 
-// How a call is cut up: of the shape alone.
+// How a call is divided; it depends on the shape alone.
 struct BackwardShape {
   int64_t keys;           // of a block, a multiple of the lanes
   int64_t blocks;         // of the longest sequence
@@ -46,7 +46,7 @@ inline BackwardShape backward_shape_of(const AttentionBackward& args) {
 // The memory that all pieces of work share.
 struct BackwardSums {
   int32_t* batches;  // (batch,) in the order in which they are taken
-  float* delta;      // (batch, heads, seq_q) or (heads, total_q), as the LSE lies
+  float* delta;      // (batch, heads, seq_q) or (heads, total_q), laid out like the LSE
   float* dquery;     // (splits, heads, total_q, query_columns)
   float* dbias;      // (dbias_numel,) if wide_bias
   double* dslopes;   // (splits, batch, heads)
@@ -66,7 +66,7 @@ inline BackwardSums backward_sums_of(const AttentionBackward& args, const Backwa
   return s;
 }
 
-// Sums of dquery of a query of a sequence.
+// The sums of dquery for a query of a sequence.
 inline float* dquery_sums(const AttentionBackward& args, const BackwardShape& shape,
                           const BackwardSums& sums, const Sequence& sequence, int64_t split,
                           int64_t batch, int64_t head, int64_t query) {
@@ -74,7 +74,7 @@ inline float* dquery_sums(const AttentionBackward& args, const BackwardShape& sh
   return sums.dquery + ((split * args.heads + head) * args.total_q + row) * shape.query_columns;
 }
 
-// Of a thread.
+// The scratch of a thread.
 template <class M>
 struct BackwardScratch {
   using E = typename M::Element;
@@ -87,7 +87,7 @@ struct BackwardScratch {
   E* doutput_cells;
   float* scores;   // (kTileQueries, keys), then P
   float* dscores;  // (kTileQueries, keys) dP, then dS
-  E* p_cells;      // (kTileQueries / kPerCell, keys) cells, if those are not the numbers themselves
+  E* p_cells;      // (kTileQueries / kPerCell, keys) cells, unless a cell is a float
   E* ds_cells;
   E* ds_rows;     // (kTileQueries, keys)
   float* dkey;    // (keys, query_columns)
@@ -119,7 +119,7 @@ BackwardScratch<M> backward_scratch_of(const AttentionBackward& args, const Back
   return s;
 }
 
-// Queries and keys of a head that meet: queries q0 + [first, last), `keys` keys from k0 on.
+// A tile of scores of a head: queries q0 + [first, last), `keys` keys from k0 on.
 struct BackwardTile {
   int64_t batch;
   int64_t head;

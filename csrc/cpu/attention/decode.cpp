@@ -1,17 +1,19 @@
-// Attention of a few queries against a KV cache. Reading the keys and values binds, so each is read
-// once, by one thread, for all query heads that share it:
+// Attention of a few queries against a KV cache. The limit is the time to read keys and values, so
+// each is read once, by one thread, for all query heads that share it:
 //
 // A piece of work is a chunk of one kv head's keys. It first writes the new rows that fall into it,
-// then S = scale Q K^T, P = exp(S - max) and P V as they lie in the cache, and leaves (max, sum,
-// P V) per query row. Whoever finishes the last chunk of a kv head joins them, in the order of the
-// keys: one parallel region, no waiting, and no bit depends on the threads or their order.
+// then computes S = scale Q K^T, P = exp(S - max) and P V from rows in the cache, and stores the
+// state (max, sum, P V) of each query row. The thread that finishes the last chunk of a kv head
+// joins the states, in the order of the keys: one parallel region, no waiting, and no bit depends
+// on the threads or their order.
 //
-// Many queries are bound by arithmetic instead, and the chunks' states would outgrow the cache:
-// there a piece is a block of query rows that goes through the chunks itself, after a region that
-// writes the new rows.
+// With many queries the limit is arithmetic, and the chunks' states would outgrow the cache. Then a
+// piece is a block of query rows that goes through all chunks, after a region that writes the new
+// rows.
 //
-// Chunks are counted from the sequence's first key and are as long as its own length says, so that
-// a sequence comes out the same in any batch, after any padding, in any pages.
+// Chunks are counted from the sequence's first key, and their length depends on the sequence's
+// length alone, so that a sequence has the same result in any batch, after any padding, in any
+// pages.
 #include <atomic>
 #include <cmath>
 
@@ -26,23 +28,23 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-// The fewer chunks, the less there is between reads; as many as there are, with kv heads and batch,
-// as many threads can take part. Timed with two.
+// Fewer chunks interrupt reading less; but only as many threads can take part as there are chunks,
+// times kv heads and batch. Timed with two threads.
 constexpr int64_t kLeastChunk = 256;
 constexpr int64_t kMostChunk = kScoreStride;
-constexpr int64_t kChunks = 16;   // that a sequence is cut into, between those limits
+constexpr int64_t kChunks = 16;   // per sequence, within those limits
 constexpr int64_t kSumKeys = 32;  // values that are summed in one chain
 // The distance at which rows are prefetched. Twice that of a plain pass over memory: between scores
 // and sums no row is read at all.
 constexpr int64_t kAheadBytes = 2 * kPrefetchBytes;
-constexpr int64_t kMostAhead = 64;  // in rows
-constexpr int64_t kRowBlock = 64;   // query rows that have their scores at a time
-constexpr int64_t kMostRows = 128;  // of a kv head whose chunks are pieces; beyond, blocks of rows
-constexpr int64_t kPageBytes = 4096;  // of memory; larger pages are found as well
+constexpr int64_t kMostAhead = 64;    // in rows
+constexpr int64_t kRowBlock = 64;     // query rows whose scores are computed at a time
+constexpr int64_t kMostRows = 128;    // of a kv head if its chunks are pieces; else blocks of rows
+constexpr int64_t kPageBytes = 4096;  // of memory; this finds larger pages as well
 
 // The chunks of a sequence that its queries see, at least one.
 struct Chunks {
-  int64_t keys;   // of each but the last
+  int64_t keys;   // of each except the last
   int64_t first;  // number of the first one
   int64_t count;
 };
@@ -106,13 +108,13 @@ State take_state(const Shape& shape, int64_t rows, Arena& arena) {
           arena.take<float>(rows * shape.value_columns), shape.value_columns};
 }
 
-// Row 0 of `count` states whose rows lie `apart`, those of earlier keys first, becomes row 0 of the
-// first.
+// Joins row 0 of `count` states, whose rows lie `apart`, into row 0 of the first; those of earlier
+// keys come first.
 void join(const State& to, int64_t count, int64_t apart) {
   if (count == 1) return;
   float maximum = *to.maximum;
   for (int64_t i = 1; i < count; ++i) maximum = std::max(maximum, to.maximum[i * apart]);
-  // Without any key there is nothing to subtract: exp(-inf - 0) is 0 as well.
+  // A row without keys has no maximum to subtract: exp(-inf - 0) is 0 as well.
   const float low = maximum == kMinusInfinity<float> ? 0.0f : maximum;
   float sum = 0.0f;
   float* scales = to.maximum;  // in the maxima's places
@@ -132,13 +134,13 @@ void join(const State& to, int64_t count, int64_t apart) {
   *to.sum = sum;
 }
 
-// The memory that threads share where chunks are the pieces.
+// The memory that threads share if chunks are the pieces.
 struct Partials {
   int64_t* first_piece;        // (batch + 1,) of each sequence, and the end
   std::atomic<int32_t>* left;  // (batch, kv_heads) pieces that are not done
   State states;                // (pieces, rows)
 
-  // Whose piece it is: the last sequence that begins at or before it.
+  // The sequence of a piece: the last one that begins at or before it.
   int64_t batch_of(int64_t piece, int64_t batch) const {
     return std::upper_bound(first_piece, first_piece + batch, piece) - first_piece - 1;
   }
@@ -196,7 +198,7 @@ class Decode {
     const int64_t chunk = within % chunks.count;
     const int64_t begin = keys_.first + (chunks.first + chunk) * chunks.keys;
     const int64_t end = std::min(begin + chunks.keys, keys_.last);
-    // New rows that no chunk covers are the outer ones' business.
+    // The first and the last chunk also write the new rows that no chunk covers.
     write_new(chunk == 0 ? keys_.old : std::max(keys_.old, begin),
               chunk == chunks.count - 1 ? keys_.last : std::min(keys_.last, end));
     const State state = p_.states.from(index * shape_.rows);
@@ -301,10 +303,12 @@ class Decode {
     }
   }
 
-  // Query rows [first, last) and the keys of [begin, end) that any of them sees. False: none.
+  // Attention of query rows [first, last) to the keys of [begin, end) that any of them sees.
+  // Returns false if there are none.
   bool attend(int64_t begin, int64_t end, int64_t first, int64_t last, const State& state) {
     std::fill_n(state.output, (last - first) * state.columns, 0.0f);
-    // Rows of one head see more and more; those of several heads begin anew.
+    // Later rows of a head see later keys, so its first and last row bound the range. Rows of
+    // several heads may be any queries.
     const bool one_head = first / args_.seq_q == (last - 1) / args_.seq_q;
     const int64_t first_query = one_head ? first % args_.seq_q : 0;
     const int64_t last_query = one_head ? (last - 1) % args_.seq_q : args_.seq_q - 1;
@@ -319,7 +323,7 @@ class Decode {
     const KeyRows<T> keys = rows_in(args_.key);
     keys.list(begin, count, s_.rows);
     rows_in(args_.value).list(begin, count, s_.rows + count);
-    // Prefetched next: the next chunk's keys, since threads take runs of chunks.
+    // After these the next chunk's keys are prefetched, because threads take runs of chunks.
     const int64_t after = std::clamp<int64_t>(keys_.last - end, 0, ahead_);
     keys.list(end, after, s_.rows + 2 * count);
     std::fill_n(s_.rows + 2 * count + after, ahead_ - after, s_.rows[2 * count - 1]);
@@ -342,10 +346,10 @@ class Decode {
     return true;
   }
 
-  // Looks up the pages that rows are in, several at a time. A load or a prefetch from a page that
-  // is new to the processor holds up all after it until the page is found: a plain pass over
-  // memory has the next page's loads under way by then, the arithmetic between the loads here is
-  // too long. Always inline: g++ takes a function that only prefetches for one without effect.
+  // Touches the pages of memory that rows are in, several at a time. A load or a prefetch from a
+  // page that is not in the TLB delays all later ones until the page is found. A plain pass over
+  // memory has the next page's loads in flight by then; here the arithmetic between loads is too
+  // long. Always inline: g++ treats a function that only prefetches as one without effect.
   ONEPASS_INLINE void prefetch_pages(const Strided& tensor, const T* const* rows,
                                      int64_t count) const {
     const int64_t row_bytes = std::abs(tensor.row_stride) * int64_t{sizeof(T)};
@@ -380,7 +384,7 @@ class Decode {
     *state.sum = sum_of_lanes<float>(sum);
   }
 
-  // Scaled scores become those of the softmax: -inf where the row does not see the key.
+  // Adds the terms to scaled scores; -inf where the row does not see the key.
   void change(int64_t row, int64_t begin, float* scores, int64_t count, int64_t whole) {
     const int64_t query = row % args_.seq_q;
     if (changes_scores(args_)) {
@@ -394,11 +398,11 @@ class Decode {
     std::fill(scores + to, scores + count, kMinusInfinity<float>);
   }
 
-  // Not inline: g++ makes a loop for each combination of terms.
+  // Not inline, because g++ makes a loop for each combination of terms.
   [[gnu::noinline]] void add_terms(int64_t row, int64_t first, float* scores, int64_t whole) const {
     constexpr int n = kLanes<float>;
     const ScoreTerms<Vec<float>> terms(args_, batch_, head_of(row));
-    Vec<float> ahead;  // of the query's position
+    Vec<float> ahead;  // relative to the query's position
     for (int i = 0; i < n; ++i) ahead[i] = static_cast<float>(i);
     ahead += static_cast<float>(first);
     for (int64_t j = 0; j < whole; j += n, ahead += static_cast<float>(n)) {
@@ -486,7 +490,7 @@ void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, cons
   Arena arena(workspace);
   const Partials partials = partials_of(args, shape, arena);
   if (shape.blocks == 0) count_chunks(args, partials);
-  // Of a Decode<T> with scratch of its own.
+  // Calls f with a Decode<T> that has its own scratch.
   const auto decoding = [&](auto&& body) {
     return [&](int64_t piece, int64_t slot) {
       Arena own(shape.slots.of(workspace, slot));

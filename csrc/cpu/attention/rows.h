@@ -1,6 +1,6 @@
-// Products of a few rows with many rows that stay where they are: each is read once, through a
-// pointer of its own, and converted in registers. Decoding consists of these: the many are keys and
-// values in a cache, the few are the queries that share them.
+// Products of a few rows with many rows that are not packed: each of these is read once, through
+// its own pointer, and converted in registers. Decoding consists of such products: the many rows
+// are keys and values in a cache, the few are the queries that share them.
 #pragma once
 
 #include "cpu/pack.h"
@@ -8,7 +8,7 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// body.template operator()<kRows>(row) for rows in blocks of kMost, and for the rest.
+// Calls body.template operator()<kRows>(row) for rows in blocks of kMost, and for the rest.
 template <int kMost, class Body>
 ONEPASS_INLINE void for_each_row_block(int64_t rows, Body&& body) {
   static_assert(kMost <= 6);
@@ -31,7 +31,7 @@ ONEPASS_INLINE void for_each_row_block(int64_t rows, Body&& body) {
   }
 }
 
-// Between rows of scores and weights; known beforehand, it costs no registers.
+// Stride of rows of scores and weights; as a constant it takes no register.
 inline constexpr int64_t kScoreStride = 512;
 
 // ---- scores: lanes along the head's dimensions --------------------------------------------------
@@ -65,12 +65,12 @@ ONEPASS_INLINE typename M::Cells partial_cells(const T* row, int64_t count) {
 
 // scalar: scores[r][j] = scale * sum over d of queries[r][d] * keys[j][d]
 // queries: rows `query_stride` apart with zeros from `size` up to a whole vector.
-// kFirst: the keys come from memory, the lines of `next` are prefetched along the way, and all is
-// read in the order in which it lies: keys side by side would keep the hardware from prefetching.
-// Only where arithmetic takes as long as reading, since elements are converted, do two of them
-// share the loads of a query: on AVX2 that took a tenth off bfloat16 and added as much to float32
-// (the grouped cases of `onepass bench decode`, in a loop over 200 MB of caches). Later rows find
-// the keys in L1, and load them once for all rows.
+// kFirst: the keys come from memory, and the lines of `next` are prefetched meanwhile. They are
+// read one after the other, in the order of addresses, because reading several side by side stops
+// the hardware's prefetchers. Only if elements are converted, so that arithmetic takes as long as
+// reading, do two keys share the loads of a query: on AVX2 that took a tenth off bfloat16 and added
+// as much to float32 (the grouped cases of `onepass bench decode`, in a loop over 200 MB of
+// caches). Later rows find the keys in L1, and load them once for all rows.
 template <class M, int kRows, int kKeys, bool kFirst, class T>
 ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query_stride,
                                const T* const* keys, const T* const* next, int64_t size,
@@ -93,7 +93,7 @@ ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        // The query as the second factor, which instructions take from memory if they are alone.
+        // The query is the second factor, which an instruction can take from memory.
         typename M::Cells query = M::load_cells(queries + r * query_stride + d);
         if constexpr (kAbreast > 1) keep_in_register(query);
 #pragma GCC unroll 8
@@ -233,7 +233,7 @@ ONEPASS_INLINE Prefetch<T> add_tile(const float* weights, const T* const* values
   return prefetch;
 }
 
-// All rows of weights with `count` values; likewise. Output rows have room for whole vectors.
+// The same for all rows of weights with `count` values. Output rows have room for whole vectors.
 template <class T>
 [[gnu::noinline]] void add_rows(const float* weights, int64_t rows, const T* const* values,
                                 const T* const* next, int64_t count, int64_t size, float* output,

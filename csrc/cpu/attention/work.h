@@ -1,4 +1,4 @@
-// Attention's pieces of work, and where rows lie.
+// The order and the cost of attention's pieces of work, and the addresses of rows.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// order: (batch,) the batches, those with the most scores first where lengths differ: the piece
-// taken last should be short.
+// order: (batch,) the batches. If lengths differ, those with the most scores come first, because
+// the last piece should be short.
 inline void order_by_work(const Attention& args, int32_t* order) {
   for (int64_t b = 0; b < args.batch; ++b) order[b] = static_cast<int32_t>(b);
   if (!args.cu_seq_q && !args.cu_seq_k && !args.seqused_k) return;
@@ -28,8 +28,8 @@ inline void order_by_work(const Attention& args, int32_t* order) {
   });
 }
 
-// Nanoseconds of a pass over the scores of a call, if every query sees as many keys as there can
-// be: `products` multiply-adds per score, and its softmax.
+// Nanoseconds of a pass over the scores of a call, with `products` multiply-adds per score and its
+// softmax, if every query sees as many keys as its window allows.
 inline int64_t score_nanoseconds(const Attention& args, int64_t products) {
   constexpr int64_t kSoftmax = 16;  // in multiply-adds
   const int64_t seen =
@@ -38,12 +38,12 @@ inline int64_t score_nanoseconds(const Attention& args, int64_t products) {
                                : args.seq_k);
   const double scores = static_cast<double>(args.heads) * static_cast<double>(args.total_q) *
                         static_cast<double>(seen);
-  const double most = 1e15;  // no need to tell longer ones apart
+  const double most = 1e15;  // longer times need no distinction
   return static_cast<int64_t>(
       std::min(scores * static_cast<double>(products + kSoftmax) / kMultiplyAdds, most));
 }
 
-// For plans: how fast a multiplier is with elements of a dtype.
+// For the reason of a plan: the multiplier of a dtype.
 template <class T>
 constexpr const char* multiplier_text() {
   return MultiplierOf<T>::kPerCell == 2 ? "bfloat16 dot products"
@@ -51,7 +51,7 @@ constexpr const char* multiplier_text() {
                                         : "float32 multiply-adds, converted while packing";
 }
 
-// The rounding error of a + b (Knuth's two-sum). Of infinities and NaN: 0.
+// The rounding error of a + b (Knuth's two-sum); 0 for infinities and NaN.
 template <class A>
 A lost_in_sum(A a, A b) {
   const A sum = a + b;
@@ -107,7 +107,7 @@ class KeyRows {
       for (; i < last; ++i, at += rows_.stride()) list[i] = at;
     }
   }
-  // Between neighbouring rows; 0 where that is not one number.
+  // The stride between neighbouring rows; 0 if it is not constant.
   int64_t stride() const { return pages_ == nullptr ? rows_.stride() : 0; }
 
  private:

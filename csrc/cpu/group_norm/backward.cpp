@@ -39,7 +39,7 @@ std::array<A, 2> run_gradients(const void* doutput_, const void* x_, int64_t cou
   });
 }
 
-// Of each channel, in `total`, two rows of it; `kept` (pixels, channels).
+// The same sums for each channel, in two rows of `total`; `kept` (pixels, channels).
 template <class A, class D, class X, bool kSilu>
 void pixel_gradients(const void* doutput_, int64_t doutput_stride, const void* x_, int64_t x_stride,
                      int64_t pixels, int64_t channels, const Channels<A>& of, A* total, A* run,
@@ -135,7 +135,7 @@ struct BackwardKernels {
   decltype(&pixel_gradients<A, A, A, true>) pixel_gradients;
   decltype(&run_dinput<A, A, A, true>) run_dinput;
   decltype(&pixel_dinput<A, A, A, true>) pixel_dinput;
-  // From dz instead of doutput.
+  // This one reads dz instead of doutput.
   decltype(run_dinput) run_dinput_of_kept;
   decltype(pixel_dinput) pixel_dinput_of_kept;
 

@@ -1,5 +1,5 @@
-// How both directions of group norm cut a call into units and parts, where they keep things, and
-// whose numbers a channel needs.
+// How both directions of group norm divide a call into units and parts, their workspace, and the
+// numbers that a channel needs.
 //
 // With channels first a unit of work is a group, a run of memory; with channels last it is a
 // sample, whose pixels are rows of channels. A unit is cut into parts by the shape alone, each part
@@ -27,11 +27,11 @@ inline constexpr int64_t kMaxParts = 64;
 // Pixels that share each load of a channel's numbers.
 inline constexpr int kPixelsPerBlock = 4;
 
-// Most of a unit's dz, in accumulators, that the backward keeps between its sweeps: with x and
+// The largest dz of a unit, in accumulators, that the backward keeps between its sweeps: with x and
 // doutput it must fit into L2.
 inline constexpr int64_t kMostKept = int64_t{384} << 10;
 
-// Takes the place of kBytes where silu is computed, as in gated activations.
+// The rate of work instead of kBytes where silu is computed, as in gated activations.
 inline constexpr int64_t kActivationBytes = 16;
 
 inline const char* at(const void* base, DType dtype, int64_t element) {
@@ -53,7 +53,7 @@ struct PartRange {
   int64_t end;
 };
 
-// How a call is cut. The backward sums each channel on its own, so its parts end with channels.
+// How a call is divided. The backward sums each channel on its own, so its parts end with channels.
 struct Cut {
   int64_t units;
   int64_t parts;             // of a unit
@@ -83,8 +83,8 @@ inline Cut cut_of(const GroupNorm& args, bool backward) {
   return {args.batch * args.groups, channels * parts, parts};
 }
 
-// sum(unit, part, slot) for all parts, finish(unit, slot) for units whose parts are summed, then
-// apply(unit, part, slot), where a slot is a thread's own. by_units: a thread takes whole units.
+// Calls sum(unit, part, slot) for all parts, finish(unit, slot) for units whose parts are summed,
+// then apply(unit, part, slot); each thread has its own slot. by_units: a thread takes whole units.
 template <class Sum, class Finish, class Apply>
 void for_each_unit(const Context& context, int64_t threads, const Cut& cut, bool by_units,
                    Sum&& sum, Finish&& finish, Apply&& apply) {
@@ -129,7 +129,7 @@ struct Channels {  // (channels,) each
   const A* mean_gh;
 };
 
-// body(pixel, std::integral_constant pixels) over [0, count), kPixelsPerBlock at a time.
+// Calls body(pixel, std::integral_constant pixels) over [0, count), kPixelsPerBlock at a time.
 template <class Body>
 ONEPASS_INLINE void for_each_pixel_block(int64_t count, Body&& body) {
   int64_t pixel = 0;
@@ -151,7 +151,7 @@ inline constexpr int64_t kScratchRows = 6;
 // Bytes that the forward keeps of a part and, with channels last, of a group.
 inline constexpr int64_t kMomentsBytes = 32;
 
-// Where things lie in the workspace, in bytes.
+// Offsets in the workspace, in bytes.
 struct Layout {
   Cut cut;
   int64_t row;         // accumulators of a row of channels, padded
@@ -162,10 +162,10 @@ struct Layout {
   int64_t parts;       // Moments or accumulators of each part
   Slots slots;         // of each thread: kScratchRows rows, and a unit's dz
   bool by_units;       // a thread takes a unit through both sweeps, else parts of any
-  bool keeps;          // dz between the sweeps: in dinput where that has accumulators, else there
+  bool keeps;          // keeps dz between the sweeps: in dinput if it has accumulators, else here
 };
 
-// element_bytes: of traffic; keeps: dz between sweeps, if it fits into L2.
+// element_bytes: traffic per element; keeps: whether dz may be kept between sweeps, if it fits L2.
 inline Plan plan_of(const GroupNorm& args, const Machine& machine, Layout& layout, bool backward,
                     int64_t element_bytes, bool keeps) {
   const int64_t size = accumulator_size_of(args);
@@ -232,19 +232,19 @@ class Call {
     return {static_cast<A*>(layout_.slots.of(workspace_, slot)), layout_.row};
   }
 
-  // Element of a tensor where a part of a unit begins.
+  // Offset of a tensor's element where a part of a unit begins.
   int64_t begin_of(int64_t unit, const PartRange& part, const ImageStride& stride) const {
     if (args_.channels_last) return unit * stride.batch + part.begin * stride.pixel;
     return unit / args_.groups * stride.batch + unit % args_.groups * per_group() * args_.pixels +
            part.begin;
   }
-  // In a dense tensor.
+  // The same in a dense tensor.
   int64_t begin_of(int64_t unit, const PartRange& part) const {
     return begin_of(unit, part,
                     {args_.channels * args_.pixels, args_.channels_last ? args_.channels : 1});
   }
 
-  // body(channel, first element of the part, elements) for the channels of a part of a group.
+  // Calls body(channel, first element of the part, elements) for the channels of a part of a group.
   template <class Body>
   void for_each_channel(int64_t unit, const PartRange& part, Body&& body) const {
     const int64_t first = unit % args_.groups * per_group();
@@ -256,7 +256,7 @@ class Call {
     }
   }
 
-  // A number of each group of a sample, as a row of channels.
+  // Spreads a number per group of a sample over a row of channels.
   const A* spread(const A* of_groups, int64_t sample, A* row) const {
     const A* from = of_groups + sample * args_.groups;
     for (int64_t group = 0; group < args_.groups; ++group) {

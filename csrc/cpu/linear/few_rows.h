@@ -1,15 +1,15 @@
-// The product of a few rows with a right matrix that is read once: to pack panels of it costs more
-// than to multiply with them. It is read in blocks, each of which is prefetched while the block
-// before it is computed; the left rows and the sums stay in L1 and L2. Done when it runs at the
-// speed of a read. The sums are those of linear_kernel, added in the same order.
+// The product of a few rows with a right matrix that is read once: packing panels of it would cost
+// more than multiplying with them. It is read in blocks, each of which is prefetched while the
+// block before it is computed; the left rows and the sums stay in L1 and L2. Done when it runs at
+// the speed of a read. The sums are those of linear_kernel, added in the same order.
 //
-// Where the matrix lies along k, as a weight does in the forward, a block is some columns, which
-// are transposed a line of each at a time, into cells that are multiplied out of L1 at once. Where
-// it lies along the columns, as in the gradient of the input or a weight that is transposed, a
-// block is a chain of k, and cells are loaded as they lie.
+// If the matrix is dense along k, as a weight is in the forward, a block is some columns. They are
+// transposed, one cache line of each at a time, into cells in L1, which are multiplied at once. If
+// it is dense along the columns, as in the gradient of the input or for a transposed weight, a
+// block is a chain of k, and cells are loaded directly.
 //
-// Cells that stay in the registers they were transposed in are slower: a line of 16 rows needs half
-// of the registers, and a load and a store are free beside the shuffles.
+// Keeping the transposed cells in registers is slower: a line of 16 rows needs half of the
+// registers, and a load and a store are free beside the shuffles.
 #pragma once
 
 #include "cpu/pack.h"
@@ -17,7 +17,7 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// Beyond, packing is a small part of the multiply-adds. 768x3072, one thread of a Zen 4,
+// With more rows, packing is cheap next to the multiply-adds. 768x3072, one thread of a Zen 4,
 // microseconds here and (one row more) packed: float32 16 rows 1162 and 1494, AVX2 8 rows 722 and
 // 1000; bfloat16 dot products 16 rows 547 and 804.
 inline constexpr int kMostFusedRows = kVectorRegisters == 32 ? 16 : 12;
@@ -27,11 +27,11 @@ inline constexpr int kMostFusedRows = kVectorRegisters == 32 ? 16 : 12;
 template <int kRows>
 inline constexpr int kFusedVectors = kVectorRegisters == 16 && kRows <= 5 ? 2 : 1;
 
-// Of a row of the weight, in a block: two blocks stay in L2.
+// Bytes of a weight's row in a block: two blocks stay in L2.
 inline constexpr int64_t kBlockBytes = 8192;
 inline constexpr int64_t kLineBytes = 64;
 
-// Along the columns: vectors whose sums fill the registers, and columns of a block.
+// For a matrix dense along the columns: vectors whose sums fill the registers, columns of a block.
 template <int kRows>
 inline constexpr int kAcrossVectors =
     std::clamp((kVectorRegisters - 2) / (kRows + 1), 1, kVectorRegisters == 32 ? 6 : 4);
@@ -41,7 +41,7 @@ inline constexpr int64_t kAcrossColumns = 512 / M::kPerCell;
 // Kernels are made for 1 row and for even numbers of them; the last row of the others is zeros.
 constexpr int64_t padded_few_rows(int64_t rows) { return rows == 1 ? 1 : (rows + 1) / 2 * 2; }
 
-// f<padded_few_rows(rows)>().
+// Calls f<padded_few_rows(rows)>().
 template <int kRows = kMostFusedRows, class F>
 void visit_few_rows(int64_t rows, const F& f) {
   constexpr int kFewer = kRows > 2 ? kRows - 2 : kRows - 1;
@@ -108,8 +108,8 @@ class Line {
   alignas(64) char bytes_[n * kLineBytes];
 };
 
-// Asks for memory in the order of addresses, some lines at a time: the rows of a block are too many
-// streams for the hardware's prefetchers, and in the order in which they are read these help less.
+// Prefetches memory in the order of addresses, some lines at a time: the rows of a block are too
+// many streams for the hardware's prefetchers. Prefetching in the order of reads helps less.
 class LinesAhead {
  public:
   LinesAhead() = default;
@@ -152,7 +152,7 @@ struct FewRows {
   bool add;       // to the output's own values
   int64_t rows;
 
-  // The sums of a chain join those of the chains before, in vector `v` of columns.
+  // Adds the sums of a chain to those of earlier chains, in vector `v` of columns.
   template <int kRows, int kVectors, class Count>
   ONEPASS_INLINE void put(const typename M::Sum (&sum)[kRows][kVectors], int v, Count count) const {
     const Vec<A> first = bias ? load<A>(bias + v * M::kLanes, count) : Vec<A>{};

@@ -1,4 +1,4 @@
-// Panels of the right matrix and strips of the left one, which tiles read.
+// Packs panels of the right matrix and strips of the left one, which tiles read.
 #pragma once
 
 #include "cpu/pack.h"
@@ -11,7 +11,7 @@ inline namespace ONEPASS_ISA {
 // 12 + 2 + 1 of 16.
 inline constexpr int kStripRows = kVectorRegisters == 32 ? 12 : 6;
 inline constexpr int kPanelVectors = 2;
-// A sum of a bias gradient takes so many cells before it joins the others.
+// Cells in a partial sum of a bias gradient.
 inline constexpr int64_t kRun = 16;
 
 template <class M>
@@ -22,8 +22,8 @@ template <class M>
 inline constexpr int64_t kStrip =
     (kStripRows + M::kLanes - 1) / M::kLanes * M::kLanes;  // rows, padded
 
-// Prefetches a rectangle of memory while tiles are computed, a few lines at a time: the operand
-// that is packed next lies in too many short rows for the hardware's prefetchers.
+// Prefetches a rectangle of memory while tiles are computed, a few lines at a time: the operand to
+// be packed next has too many short rows for the hardware's prefetchers.
 class Ahead {
  public:
   Ahead(const void* first, int64_t rows, int64_t row_bytes, int64_t stride_bytes)
@@ -71,7 +71,7 @@ void pack_left(const LinearProduct& args, int64_t row, int64_t rows, int64_t k, 
   }
 }
 
-// With a few prefetched lines for every square that is transposed.
+// Prefetches a few lines per square that it transposes.
 template <class M, class T>
 void pack_right(const LinearProduct& args, int64_t col, int64_t cols, int64_t k, int64_t count,
                 typename M::Element* panel, Ahead& ahead, int64_t lines) {

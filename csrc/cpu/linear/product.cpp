@@ -2,16 +2,16 @@
 //
 //   scalar: output[i][j] = bias[j] + sum over k of left[i][k] * right[k][j]
 //
-// The output is cut into pieces of rows x columns, which threads take one at a time. Of a piece,
-// kCells cells of k are packed at a time: the right matrix as panels of kPanel columns, which stay
-// in L2 for all rows, and then the left one as strips of kStripRows rows, each of which stays in L1
-// for all panels. Packing converts, and puts the operands of a tile next to each other: its cost is
-// 1 / rows and 1 / columns of the products. Few rows are not worth it: few_rows.h.
+// The output is divided into pieces of rows x columns, which threads take one at a time. For a
+// piece kCells cells of k are packed at a time: the right matrix as panels of kPanel columns, which
+// stay in L2 for all rows, and then the left one as strips of kStripRows rows, each of which stays
+// in L1 for all panels. Packing converts, and puts the operands of a tile next to each other; it
+// costs 1 / rows and 1 / columns of the products. For few rows it does not pay: few_rows.h.
 //
-// A sum runs over kChain cells in a register; these chains are added one after the other. Neither
-// depends on where pieces are cut, so that a row of the output is the same bits whatever rows it
-// is computed with, and on however many threads. Done when the tiles run at the speed of the
-// multiply-adds, or at that of memory where there are few rows.
+// A sum runs over a chain of kChain cells in a register; the chains are added one after the other.
+// Neither depends on the pieces, so that a row of the output is the same bits with any other rows
+// and on any number of threads. Done when the tiles run at the speed of the multiply-adds, or with
+// few rows at that of memory.
 #include "core/visit.h"
 #include "cpu/activation.h"
 #include "cpu/kernels.h"
@@ -26,24 +26,24 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-// Of additions. Torch sums a product of a matrix and a vector lane by lane: a chain of 96 is
-// further from float64 than the numerics rule allows there.
+// Additions in a chain. torch sums a product of a matrix and a vector lane by lane: there a chain
+// of 96 is further from float64 than the numerics rule allows.
 constexpr int64_t kChain = 64;
 // Cells of k that are packed at a time: some chains, after each of which the sums of a tile go to
 // L1 and come back.
 constexpr int64_t kCells = 3 * kChain;
-// At most so much of the output is a piece.
+// The largest piece of the output.
 constexpr int64_t kMostRows = 960;
 constexpr int64_t kMostCols = 512;
-// A left matrix of at most so many rows and bytes is packed once for all columns.
+// A left matrix of at most this many rows and bytes is packed once for all columns.
 constexpr int64_t kFewRows = 2 * kStripRows;
 constexpr int64_t kMostLeftBytes = 1 << 20;
 
-// Where the sums of a piece are while they are not complete.
+// Where the incomplete sums of a piece are kept.
 enum class Sums {
   kOutput,         // in the output, of the same type
   kPreactivation,  // in the preactivation, likewise
-  kScratch,        // in a scratch of their own
+  kScratch,        // in scratch
 };
 
 struct Layout {
@@ -69,7 +69,7 @@ struct Scratch {
   typename M::Number* tile;
 };
 
-// At least one: there may be left_sums alone to compute.
+// At least one, because left_sums may be all there is to compute.
 template <class M>
 int64_t panels_of(const LinearProduct& args) {
   return std::max<int64_t>(ceil_div(args.cols, kPanel<M>), 1);
@@ -113,10 +113,10 @@ Scratch<M> scratch_of(const LinearProduct& args, const Layout& layout, Arena& ar
   return scratch;
 }
 
-// Where the sums of a strip and a panel come from and go.
+// Where the sums of a strip and a panel are read and stored.
 template <class A>
 struct Sink {
-  const A* from;  // sums so far; or null, where they begin with the bias
+  const A* from;  // sums so far; or null, if they begin with the bias
   int64_t from_row;
   A* to;
   int64_t to_row;
@@ -267,7 +267,7 @@ class Linear {
       const int64_t count = std::min(kElements, args_.depth - k);
       const int64_t cells = ceil_div(count, M::kPerCell);
       const bool is_last = k + count == args_.depth;
-      // With few rows packing is most of the work, else the tiles are.
+      // With few rows packing is most of the work, otherwise the tiles.
       Ahead right_ahead = right_at(is_last ? nullptr : args_.right, col, cols, k + count);
       const int64_t panels_here = std::max<int64_t>(ceil_div(cols, kPanel<M>), 1);
       const int64_t squares = panels_here * std::max<int64_t>(ceil_div(count, kSquare<M>), 1);
@@ -436,7 +436,7 @@ class Linear {
   const Scratch<M> scratch_;
 };
 
-// f<M>() with the multiplier of a call.
+// Calls f<M>() with the multiplier of a call.
 template <class F>
 decltype(auto) visit_multiplier(const LinearProduct& args, F&& f) {
   if (args.output_dtype == DType::kFloat64) return f.template operator()<Fma64>();
@@ -448,8 +448,8 @@ decltype(auto) visit_multiplier(const LinearProduct& args, F&& f) {
   return f.template operator()<Fma>();
 }
 
-// The right matrix is read once: threads share it in pieces, so that one that is held up leaves
-// pieces to the others.
+// The right matrix is read once. Threads take it in pieces, so that others can take over the pieces
+// of a thread that is delayed.
 constexpr int64_t kPieceBytes = 1 << 20;
 constexpr int64_t kMostPieces = 4;  // of a thread
 
