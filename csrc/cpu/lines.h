@@ -1,4 +1,4 @@
-// Lines of numbers in L1, read from and rounded into tensors of any dtype.
+// Lines of numbers in L1: read from tensors of any dtype, and rounded to them.
 #pragma once
 
 #include "core/visit.h"
@@ -7,7 +7,7 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// f<T>() with the type of a dtype that is computed in numbers A: float64 in double alone.
+// Calls f<T>() with the type of a dtype that is computed in A; float64 is computed in double only.
 template <class A, class F>
 ONEPASS_INLINE decltype(auto) visit_numbers(DType dtype, F&& f) {
   if constexpr (sizeof(A) == 8) {

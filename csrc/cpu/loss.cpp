@@ -1,11 +1,10 @@
 // Cross entropy: the loss of rows of logits, and its gradient.
 //
-// A thread has whole rows. The forward takes a row tile by tile: the tile's maximum, which brings
-// it into L1, then the exponentials of its logits, above a maximum that only grows; meanwhile the
-// next tile is prefetched. The backward computes the exponentials again.
-// Bytes per element: input; backward input + dinput. Both are bound by the exponential where the
-// logits have 16 bits, and by memory in float32: done when they run at the speed of a read, and of
-// a copy.
+// A thread has whole rows. The forward reads a row tile by tile: first the tile's maximum, which
+// brings it into L1, then the exponentials of its logits relative to the largest so far; meanwhile
+// the next tile is prefetched. The backward recomputes the exponentials.
+// Bytes per element: input; backward input + dinput. With 16-bit logits both are limited by the
+// exponential, in float32 by memory: done when they run at the speed of a read and of a copy.
 #include <algorithm>
 
 #include "core/visit.h"
@@ -22,7 +21,7 @@ namespace {
 // Elements of a row that the forward has in L1 at a time.
 constexpr int64_t kTile = 2048;
 
-// Takes the place of kBytes where exponentials are computed.
+// The rate of work instead of kBytes where exponentials are computed.
 constexpr int64_t kExponentialBytes = 4;
 
 template <class A>
@@ -40,7 +39,7 @@ ONEPASS_INLINE Vec<double> hyperbolic_tangent(Vec<double> x) {
   return x;
 }
 
-// A logit as the loss takes it, and its derivative by the stored logit.
+// A logit after the softcap, and its derivative with respect to the stored logit.
 template <class A, bool kSoftcap>
 class Logit {
  public:
@@ -107,7 +106,7 @@ LossSums<double> sums_of(const LossForward& args, const T* row) {
       sums.logits = logits_below<double>(sums, largest);
       sums.maximum = largest;
     }
-    // Where there is nothing but -Inf yet, it adds 0.
+    // While all logits so far are -Inf, this adds 0.
     const A above = sums.maximum == kLowest<double> ? A(0) : static_cast<A>(sums.maximum);
     const Vec<A> maximum = broadcast<A>(above);
     const auto of_tile = sum_columns<A, kSmooths ? 3 : 1>(
@@ -167,8 +166,8 @@ void loss_forward_kernel(const LossForward& args, int64_t begin, int64_t end, Ro
   }
 }
 
-// The largest of a row's gradient, in float64: digits are lost where it cancels.
-// `above`: its logit, softcapped as the maximum is, over that.
+// The gradient of the target's logit, the largest of a row, in float64 because the difference
+// cancels. `above`: the softcapped logit minus the maximum.
 double gradient_of_target(const LossBackward& args, const LossScales<double>& scales, double x,
                           double above, double weight) {
   double slope = 1;
@@ -199,7 +198,7 @@ void loss_backward_kernel(const LossBackward& args, int64_t begin, int64_t end) 
     if (args.total_weight) gradient /= *static_cast<const A*>(args.total_weight);
     const LossScales<double> scales = loss_scales<double>(
         args, gradient, static_cast<const A*>(args.factor)[i], weight_of<A>(args, target));
-    // Before its logit is written over.
+    // Computed before its logit is overwritten.
     const A above = logit_at<A, kSoftcap>(row, target, static_cast<A>(args.softcap)) -
                     static_cast<const A*>(args.maximum)[i];
     const A at_target = static_cast<A>(gradient_of_target(
@@ -221,7 +220,7 @@ void loss_backward_kernel(const LossBackward& args, int64_t begin, int64_t end) 
   }
 }
 
-// Adds the rows up, always in the same order.
+// Sums over the rows, always in the same order.
 template <class A>
 void reduce(const LossForward& args, const RowLoss* losses) {
   const auto put = [&](double loss, int64_t place) {
@@ -252,7 +251,7 @@ Plan plan_rows(const LossCall& args, const char* kernel_name, int64_t tensors,
           .threads = threads_for(bytes / kExponentialBytes, args.rows, machine)};
 }
 
-// run<T, kSoftcap, kSmooths>()
+// Calls run<T, kSoftcap, kSmooths>().
 template <class Run>
 void visit_loss(const LossCall& args, Run&& run) {
   visit_dtype(args.dtype, [&]<class T>() {

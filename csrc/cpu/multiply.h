@@ -2,10 +2,10 @@
 //
 //   scalar: c[row][col] = sum over k of a[row][k] * b[k][col]
 //
-// The columns lie in vector lanes, so b and c are dense along them, while the elements of a are
-// broadcast one at a time and may lie anywhere: along a row or along a column of something else. A
-// tile of kTileRows x kTileVectors sums stays in registers over the whole of k, so that each step
-// loads kTileVectors vectors and kTileRows broadcasts for their product of multiply-adds.
+// The columns are vector lanes, so b and c are dense along them. The elements of a are broadcast
+// one at a time and may lie anywhere: along a row or a column of another matrix. A tile of
+// kTileRows x kTileVectors sums stays in registers over all of k, so that each step loads
+// kTileVectors vectors and kTileRows broadcasts for kTileRows x kTileVectors multiply-adds.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct Fma {
   using Sum = Vec<float>;
   static constexpr int kLanes = cpu::kLanes<float>;
   static constexpr int kPerCell = 1;  // elements of k that a cell of a or b holds
-  // Of additions, where a product runs over a head's dimensions: torch's products sum lane by lane,
+  // Additions in a chain of a product over a head's dimensions: torch's products sum lane by lane,
   // and one long chain would be further from float64 than they are.
   static constexpr int64_t kChain = 32;
   using Cells = Vec<float>;
@@ -173,18 +173,18 @@ ONEPASS_INLINE void multiply_rows(const Product<M>& p, int64_t rows) {
   }
 }
 
-// The part of a product that a strip of rows needs; steps beyond those there are do no harm.
+// The part of a product that a strip of rows needs; it may name more steps than exist.
 struct Part {
   int64_t first_step;
   int64_t last_step;
-  int64_t first_vector;  // column groups that lie wholly outside of these are left out
+  int64_t first_vector;  // column groups wholly outside these vectors are skipped
   int64_t last_vector;
 };
 
 inline constexpr int64_t kAllSteps = std::numeric_limits<int64_t>::max();
 
-// rows x vectors of c. part(row, row + count) says which steps a strip of rows sums over: where a
-// diagonal crosses the tile, strips need only a part.
+// Computes rows x vectors of c. part(row, row + count) gives the steps that a strip of rows sums
+// over: if a diagonal crosses the tile, strips need only a part.
 template <class M, class PartOf>
 ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vectors,
                              PartOf&& part) {
@@ -193,7 +193,7 @@ ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vect
     const int64_t left = vectors - vector;
     const int64_t width = left >= kTileVectors ? kTileVectors : left;
     for (int64_t strip = 0; strip < strips; ++strip) {
-      // Strips of almost equal height: of 64 rows, 9 are of 6 and 2 of 5, and none is of 4.
+      // Strips of almost equal height: 64 rows are 9 strips of 6 and 2 of 5, none of 4.
       const int64_t row = strip * rows / strips;
       const int64_t count = (strip + 1) * rows / strips - row;
       const Part taken = part(row, row + count);
@@ -230,7 +230,7 @@ ONEPASS_INLINE void multiply(const Product<M>& whole, int64_t rows, int64_t vect
            [&](int64_t, int64_t) { return Part{0, whole.steps, 0, vectors}; });
 }
 
-// rows x vectors of c = factor * a b, `size` elements of k in chains of M::kChain.
+// Computes rows x vectors of c = factor * a b, over `size` elements of k in chains of M::kChain.
 template <class M, class PartOf>
 ONEPASS_INLINE void multiply_in_chains(Product<M> p, int64_t size, int64_t rows, int64_t vectors,
                                        PartOf&& part) {

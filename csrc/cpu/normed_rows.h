@@ -15,10 +15,10 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// Rows taken together share each load of weight and bias (and, in the backward, of the weight
-// gradients). That wins where a row and those do not stay in L1 together, up to rows of which four
-// no longer stay in L2. Shorter rows are taken one at a time: each tensor is then one stream, which
-// the hardware reads ahead. (Four at a time, with lines prefetched in software, lost there: layer
+// Rows computed together share each load of weight and bias (and, in the backward, of the weight
+// gradients). That is faster if a row and these do not fit into L1 together, and four rows still
+// fit into L2. Shorter rows are computed one at a time: each tensor is then one stream, which the
+// hardware prefetches. (Four at a time, with lines prefetched in software, lost there: layer
 // norm of 2048x384 in float32, not in cache, was half as fast on Zen 4.)
 inline constexpr int kRowsPerBlock = 4;
 inline constexpr int64_t kL1Bytes = int64_t{32} << 10;
@@ -61,13 +61,13 @@ ONEPASS_INLINE A rms_rstd(const X* x, int64_t cols, double eps) {
   return rstd_of<A>(squares, cols, eps);
 }
 
-// Whether source + offset is there already, as accumulators.
+// Whether source + offset is already in memory, as accumulators.
 inline bool is_wide(const void* source, DType dtype, double offset, int64_t accumulator_size) {
   return source && offset == 0.0 && size_of(dtype) == accumulator_size;
 }
 
-// source + offset as (cols,) accumulators: source itself where it already is that, else a copy in
-// `buffer`, made once per call. A missing source is `missing` everywhere.
+// source + offset as (cols,) accumulators: source itself if it is that already, otherwise a copy in
+// `buffer`, made once per call. Without a source all elements are `missing`.
 template <class A>
 const A* widened(const void* source, DType dtype, double offset, double missing, int64_t cols,
                  A* buffer) {
@@ -92,7 +92,7 @@ inline void prefetch_row(const void* row, int64_t bytes) {
   for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch(static_cast<const char*>(row) + j);
 }
 
-// As above, of the row of a group.
+// The same for the row of a group.
 template <class A>
 const A* widened_row(const void* source, DType dtype, double offset, double missing,
                      const RowIndex& group, const RowStride& stride, int64_t cols, A* buffer) {

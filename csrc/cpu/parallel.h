@@ -1,10 +1,10 @@
-// When and how work is spread over threads. torch's pool is reached through the Context alone.
+// When and how work is spread over threads. torch's pool is used through the Context alone.
 //
-// A parallel region is worth entering where each of its threads has enough to do. With both threads
-// awake it costs 2 us; where the other has gone to sleep, or another process has its core, all wait
-// for it, 30 us to many milliseconds. So plans count their work in nanoseconds, by the rates below,
-// and take no more threads than have kLeastNanoseconds each. Where work is cut decides no sum: that
-// goes by the shape alone.
+// A parallel region pays if each of its threads has enough work. With two threads awake it costs
+// 2 us; if the other thread sleeps, or another process has its core, all wait for it, 30 us to many
+// milliseconds. So plans estimate their work in nanoseconds, by the rates below, and take only as
+// many threads as have kLeastNanoseconds each. The division among threads changes no sum: sums
+// depend on the shape alone.
 #pragma once
 
 #include <algorithm>
@@ -21,20 +21,20 @@ inline namespace ONEPASS_ISA {
 // 256 KiB on.
 inline constexpr int64_t kLeastNanoseconds = 4000;
 
-// The work of a thread in a nanosecond, about: AVX2, in cache. At a slower level, or from memory,
-// threads are woken for pieces that take longer, which does no harm.
+// The approximate work of a thread in a nanosecond, with AVX2 and in cache. At a slower level, or
+// from memory, pieces take longer than estimated, which does no harm.
 inline constexpr int64_t kBytes = 32;             // of traffic: norms, adds, steps, gradients
 inline constexpr int64_t kRandomBytes = 8;        // of traffic beside a random number per element
 inline constexpr int64_t kMultiplyAdds = 16;      // in tiles of attention
 inline constexpr int64_t kPlainMultiplyAdds = 1;  // score by score
 
-// Threads that take part in so many nanoseconds of work, cut into so many pieces; at least one.
+// The number of threads for this many nanoseconds of work in this many pieces; at least one.
 inline int64_t threads_for(int64_t nanoseconds, int64_t pieces, const Machine& machine) {
   const int64_t most = std::min<int64_t>(pieces, machine.threads);
   return std::clamp<int64_t>(nanoseconds / kLeastNanoseconds, 1, std::max<int64_t>(most, 1));
 }
 
-// body(begin, end) over [0, count), in as many equal parts as the plan has threads.
+// Calls body(begin, end) over [0, count), in as many equal parts as the plan has threads.
 template <class F>
 void for_each_piece(const Context& context, int64_t threads, int64_t count, F&& body) {
   if (threads <= 1) {

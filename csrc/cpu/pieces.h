@@ -1,4 +1,4 @@
-// Work that threads take one piece at a time, each with scratch of its own.
+// Work that threads take one piece at a time, each thread with its own scratch.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// Where the scratch of each thread lies in a workspace: one after the other, to its end.
+// The scratch of each thread in a workspace: one after the other, to its end.
 struct Slots {
   int64_t begin;
   int64_t bytes;  // of one
@@ -44,8 +44,8 @@ struct Slots {
   }
 };
 
-// body(piece, slot) for every piece in [0, count): threads take the next one as they come, so that
-// long pieces belong in front. Slots, below `slots`, are never shared by two threads at a time.
+// Calls body(piece, slot) for every piece in [0, count). A free thread takes the next piece, so
+// long pieces should come first. Slots are below `slots`; two threads never share one at a time.
 template <class Body>
 void for_each_piece_in_order(const Context& context, int64_t slots, int64_t count, Body&& body) {
   std::atomic<int64_t> next{0};
@@ -57,10 +57,10 @@ void for_each_piece_in_order(const Context& context, int64_t slots, int64_t coun
   });
 }
 
-// Likewise, but threads take runs of neighbouring pieces, each half a thread's share of the rest
-// (guided self-scheduling, Polychronopoulos and Kuck 1987) and at most `most(its first piece)`
-// long: for pieces that follow each other in memory, where a thread that goes on with the next one
-// has prefetched it already.
+// The same, but threads take runs of neighbouring pieces. A run is half a thread's share of the
+// remaining pieces (guided self-scheduling, Polychronopoulos and Kuck 1987), and at most
+// `most(its first piece)` long. For pieces that follow each other in memory, so that a thread has
+// already prefetched its next piece.
 template <class Most, class Body>
 void for_each_run_of_pieces(const Context& context, int64_t slots, int64_t count, Most&& most,
                             Body&& body) {

@@ -7,11 +7,12 @@
 // row is input * own + partner * other. Traffic: one read and one write of query and key, one read
 // of cos and sin. Done when it runs at the speed of a copy of query and key.
 //
-// With an RMS norm in front a row is read for its sum of squares first, and is in L1 when it is
-// rotated. The backward rotates the gradient of a row into a line, then computes a norm's backward
-// of that line; rstd comes from x, which it reads anyway, so that nothing is saved but x.
-// Traffic of the backward: one read of gradient and x, one write. Its threads take chunks of blocks
-// whose number the shape decides; sums for the weights go by runs and chunks as those of a norm.
+// With an RMS norm before the rotation, a row is read for its sum of squares first, and is in L1
+// when it is rotated. The backward rotates the gradient of a row into a line, then computes a
+// norm's backward of that line; rstd is recomputed from x, which it reads anyway, so that only x is
+// saved. Traffic of the backward: one read of gradient and x, one write. Its threads take chunks of
+// blocks, whose number depends on the shape alone; the weights' gradients are summed by runs and
+// chunks, as in a norm.
 #include <algorithm>
 
 #include "cpu/kernels.h"
@@ -25,7 +26,7 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-// Of the lines of a block, which stay in cache while all heads pass.
+// Bytes of the lines of a block, which stay in cache while all heads are rotated.
 constexpr int64_t kBlockBytes = 32 << 10;
 
 template <class A>
@@ -85,7 +86,7 @@ void fill(const RotaryForward& args, int64_t batch, int64_t begin, int64_t end, 
   }
 }
 
-// A row as it is; `ahead` is the one that is prefetched meanwhile.
+// A row without a norm; `ahead` is the row that is prefetched meanwhile.
 template <class A, class T>
 struct PlainRow {
   static constexpr bool kPlain = true;
@@ -98,7 +99,7 @@ struct PlainRow {
   }
 };
 
-// After its norm: x * rstd * weight.
+// A row after its norm: x * rstd * weight.
 template <class A, class T>
 struct NormedRow {
   static constexpr bool kPlain = false;
@@ -147,15 +148,15 @@ ONEPASS_INLINE void rotate_row(const RotaryForward& args, const Row& row, const 
 
 bool has_tokens_outside(const HeadStride& stride) { return stride.token > stride.head; }
 
-// Elements to the row that is prefetched while one of a head is read.
+// Distance in elements to the row that is prefetched while a row of a head is read.
 template <class T>
 int64_t distance_ahead(const HeadStride& stride, int64_t head, int64_t heads) {
   if (has_tokens_outside(stride)) return kPrefetchBytes / sizeof(T);
   return head + 1 < heads ? stride.head : 0;
 }
 
-// All heads of one tensor at the tokens [begin, end), in the order in which they lie in memory;
-// `weight`, (head_dim,), if kNormed.
+// Rotates all heads of one tensor at the tokens [begin, end), in the order of memory; `weight`,
+// (head_dim,), if kNormed.
 template <class A, class T, bool kInterleaved, bool kNormed>
 void rotate_heads(const RotaryForward& args, const RotatedHeads& heads, const A* weight,
                   int64_t batch, int64_t begin, int64_t end, Lines<A> lines) {
@@ -190,7 +191,7 @@ void rotate_heads(const RotaryForward& args, const RotatedHeads& heads, const A*
   }
 }
 
-// Of one thread's backward.
+// The scratch of a thread in the backward.
 template <class A>
 struct Scratch {
   Lines<A> lines;
@@ -271,8 +272,8 @@ Blocks blocks_of(const RotaryForward& args) {
   return {tokens, ceil_div(args.tokens, tokens)};
 }
 
-// body(batch, first token, last) of the blocks [begin, end) of all sequences, which the lines have
-// been filled for.
+// Fills the lines of blocks [begin, end) of all sequences, and calls body(batch, first token, last)
+// for each block.
 template <class A, class Body>
 void for_each_block(const RotaryForward& args, const Blocks& blocks, int64_t begin, int64_t end,
                     Lines<A> lines, Body&& body) {
@@ -397,7 +398,7 @@ Plan plan_backward(const RotaryBackward& args, const Machine& machine, BackwardL
           .threads = threads};
 }
 
-// The blocks [begin, end), whose sums for the weights become those in `totals`, (2, sum_size).
+// The backward of blocks [begin, end); `totals`, (2, sum_size), get the sums for the weights.
 template <class T, bool kInterleaved>
 void rotary_backward_kernel(const RotaryBackward& args, const Weights<Accumulator<T>>& weights,
                             const Blocks& blocks, int64_t begin, int64_t end,

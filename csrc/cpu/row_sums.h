@@ -25,9 +25,9 @@ inline int64_t chunks_of(int64_t rows, int64_t cols) {
   return static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(most)));
 }
 
-// body(begin, end) over [first, last), a run of run_rows rows at a time, whose sums it adds to
-// those in `run`, (size,). They are added to `total`, where run does not lie there itself. A size
-// is a multiple of a vector, and the numbers beyond a row's columns are zero.
+// Calls body(begin, end) over [first, last) for a run of run_rows rows at a time; it adds their
+// sums to `run`, (size,). `run` is then added to `total`, unless it is the same memory. The size is
+// a multiple of a vector, and the numbers after a row's columns are zero.
 template <class A, class Body>
 void for_each_run(int64_t first, int64_t last, int64_t run_rows, A* total, A* run, int64_t size,
                   Body&& body) {

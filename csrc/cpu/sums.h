@@ -10,9 +10,9 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
 // kSums sums over the columns [0, cols). accumulate(sum, column, count) adds one vector to each of
-// sum[0..kSums). Four chains hide the latency of the additions; runs of 64 vectors are summed on
-// their own first, so that the error grows with the square root of some tens of additions and not
-// of a whole row's. The order depends on cols alone.
+// sum[0..kSums). Four chains hide the latency of the additions. Runs of 64 vectors are summed
+// separately first, so that the error grows with the square root of some tens of additions, not of
+// those of a whole row. The order depends on cols alone.
 template <class A, int kSums, class Accumulate>
 ONEPASS_INLINE std::array<A, kSums> sum_columns(int64_t cols, Accumulate&& accumulate) {
   constexpr int64_t kStep = 4 * kLanes<A>;

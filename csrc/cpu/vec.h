@@ -123,8 +123,8 @@ ONEPASS_INLINE Vec<float> clamp(Vec<float> x, Vec<float> lower, Vec<float> upper
 #endif
 }
 
-// Keeps a value in a register: g++ would rather load it again for every use, and in products of
-// tiles the loads bind.
+// Keeps a value in a register: otherwise g++ loads it again for every use, and loads limit the
+// products of tiles.
 template <class V>
 ONEPASS_INLINE void keep_in_register(V& value) {
 #if defined(__AVX512F__)
@@ -136,13 +136,13 @@ ONEPASS_INLINE void keep_in_register(V& value) {
 #endif
 }
 
-// Keeps a value in memory: g++ would rather carry all of it in registers, and spill them.
+// Keeps a value in memory: otherwise g++ keeps all of it in registers, and spills them.
 template <class V>
 ONEPASS_INLINE void keep_in_memory(V& value) {
   asm("" : "+m"(value));
 }
 
-// Keeps an address as one number: g++ would rather carry a register for every constant offset.
+// Keeps an address as one number: otherwise g++ uses a register for every constant offset.
 template <class T>
 ONEPASS_INLINE const T* as_one_address(const T* address) {
   asm("" : "+r"(address));
@@ -455,7 +455,7 @@ ONEPASS_INLINE void store(T* p, Vec<A> v) {
   }
 }
 
-// Asks for the cache line kPrefetchBytes ahead of p, which need not exist.
+// Prefetches the cache line kPrefetchBytes after p, which need not exist.
 template <class T>
 ONEPASS_INLINE void prefetch_ahead(const T* p) {
   __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes);
@@ -509,7 +509,7 @@ ONEPASS_INLINE void store_partial(T* p, Vec<A> v, int64_t count) {
 #endif
 }
 
-// Lanes beyond `count` as zero: for sums over a tail whose filler is not zero any more.
+// Sets lanes from `count` on to zero: for sums over a tail whose padding is no longer zero.
 template <class A, class Count>
 ONEPASS_INLINE Vec<A> keep_lanes(Vec<A> v, Count count) {
   if constexpr (Count::kWhole) {
@@ -523,8 +523,8 @@ ONEPASS_INLINE Vec<A> keep_lanes(Vec<A> v, Count count) {
   }
 }
 
-// body(column, count) over [begin, end), a full vector at a time: count is a compile-time kLanes
-// for whole vectors (std::integral_constant-like) and a run-time value for the tail.
+// Calls body(column, count) over [begin, end) for a vector at a time: count is a compile-time
+// kLanes for whole vectors (std::integral_constant-like) and a run-time value for the tail.
 template <class A>
 struct WholeVector {
   static constexpr bool kWhole = true;

@@ -6,14 +6,14 @@
 // Two sweeps over a block of rows: the first sums g and g * h, the second, over rows that are still
 // in L1, writes dx and adds to dweight and dbias, whose loads and stores the block's rows share.
 //
-// Rows are cut into chunks whose number depends on the shape alone. A chunk adds runs of 64 rows,
-// and then the runs, into float32 partials of its own, and the partials are added in a fixed tree
-// at the end: the same bits for any number of threads, and an error that grows slowly with the
+// Rows are divided into chunks whose number depends on the shape alone. A chunk sums runs of 64
+// rows, and then the runs, into its own float32 partials. At the end the partials are added in a
+// fixed tree: the same bits for any number of threads, and an error that grows slowly with the
 // rows. Bytes per element: doutput + x + dx (+ dresidual_out). Done when it runs at the speed of
 // memory for those bytes.
 //
-// A modulated norm has a weight for each group of rows, and sums of its own for each: its chunks
-// are parts of a group. The sum of a single chunk is the gradient.
+// A modulated norm has a weight, and so a sum, for each group of rows: its chunks are parts of a
+// group. If a group is a single chunk, its sum is the gradient.
 #include "cpu/branch.h"
 #include "cpu/kernels.h"
 #include "cpu/lines.h"
@@ -27,8 +27,8 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-// Of a modulated norm, most of whose groups are one chunk: nothing after a run makes its error
-// small.
+// Rows in a run of a modulated norm. Most of its groups are one chunk, so that no later summation
+// reduces the error of a run.
 constexpr int64_t kModulatedRunRows = 32;
 
 int64_t accumulator_size_of(const NormBackward& args) {
@@ -79,13 +79,13 @@ BackwardKernels<A> kernels_of(const NormBackward& args) {
     });
   };
   if (args.kind != NormKind::kRms) return with.template operator()<false, true>();
-  // An RMS norm has a bias where it is modulated.
+  // An RMS norm has a bias if it is modulated.
   return args.dbias ? with.template operator()<true, true>()
                     : with.template operator()<true, false>();
 }
 
-// dx goes straight to its one output if that has x's dtype and no dropout stands before it;
-// otherwise a tile of columns at a time through L1, as accumulators.
+// dx is written directly if it has one output of x's dtype and no dropout; otherwise it goes
+// through L1 as accumulators, a tile of columns at a time.
 bool is_direct(const NormBackward& args) {
   if (args.dinput && args.dresidual) return false;
   if (args.dinput) return !args.seed && args.dinput_dtype == args.x_dtype;
@@ -115,7 +115,7 @@ void emit(const A* dx, void* output, DType dtype, int64_t count, const Dropout* 
   });
 }
 
-// One call's way of doing rows.
+// Computes the rows of a call.
 template <class A>
 class Runner {
  public:
@@ -133,8 +133,8 @@ class Runner {
   int64_t sum_size() const { return padded_bytes(args_.cols, sizeof(A)) / sizeof(A); }
   int64_t sums_size() const { return (scaled_ && scaled_->gate ? 3 : 2) * sum_size(); }
 
-  // Rows [first, last): their dx, and in `total` the sums for dweight, dbias and, with a gate,
-  // dgate. A chunk of one run adds straight into its total, a longer one by way of `run`.
+  // Computes dx of rows [first, last), and in `total` the sums for dweight, dbias and, with a gate,
+  // dgate. A chunk of one run adds directly to its total, a longer one through `run`.
   void run_chunk(int64_t first_row, int64_t last_row, const A* weight, const A* gate, A* total,
                  A* run) const {
     const int64_t size = sums_size();
@@ -173,7 +173,8 @@ class Runner {
       if (scaled_) {
         scale[r] = {gate, row_scale_of<A>(scaled_->row_scale, scaled_->sample_rows, row + r),
                     args_.seed ? &dropout_ : nullptr};
-        // Not read before the sums are there, and a row ends before the hardware sees a pattern.
+        // It is not read until the sums are complete, and a row is too short for the hardware's
+        // prefetchers.
         branch[r] = row_offset(index, scaled_->branch_stride);
         if (scaled_->branch && scale[r].row != A(0)) {
           prefetch_row(at(scaled_->branch, branch[r] * size_of(args_.dinput_dtype)),
@@ -229,7 +230,7 @@ class Runner {
   const NormBackward& args_;
   int64_t run_rows_;
   const ModulatedNormBackward* scaled_;  // null where nothing scales the branch
-  // With a gate a row is read and written in six tensors: of four rows at a time L1 loses some
+  // With a gate a row is read or written in six tensors, and four rows at a time do not stay in L1
   // (2048x1024 in bfloat16 took a third longer).
   int block_rows_;
   bool direct_;
@@ -269,7 +270,7 @@ void run(const NormBackward& args, const Plan& plan, void* workspace, const Cont
                  reduce);
 }
 
-// Where a modulated norm keeps things in the workspace.
+// The workspace of a modulated norm.
 struct ModulatedLayout {
   int64_t row_bytes;  // of cols accumulators
   int64_t sums;       // over rows: dscale, dshift and, with a gate, dgate

@@ -7,8 +7,8 @@
 // (+ residual + residual_out). Done when it runs at the speed of a copy of that size.
 //
 // A modulated norm has a weight and a bias, 1 + scale and shift, for each group of rows: a thread
-// widens them when it comes to a group, and its rows go the same way. So do those of a norm whose
-// branch is scaled, all of one group.
+// widens them at the beginning of a group, and computes the rows in the same way. A norm whose
+// branch is scaled is treated as one group.
 #include <cmath>
 
 #include "cpu/branch.h"

@@ -1,7 +1,7 @@
 // The operands of AdamW with the usual betas, converted between memory and registers: in bfloat16,
-// where what passes through tiles costs twice as many instructions, and with 18 bytes per parameter
-// those bind, not the memory (`onepass bench optimizer`); and moments in 8 bits. Other algorithms
-// and dtypes take the tiles.
+// where tiles would cost twice as many instructions (with 18 bytes per parameter the limit is
+// instructions, not memory; `onepass bench optimizer`), and with moments in 8 bits. Other
+// algorithms and dtypes use tiles.
 #pragma once
 
 #include "cpu/optimizer/tiles.h"
@@ -166,8 +166,8 @@ int64_t adam_pairs(const FusedOperands<kMaster, false, kMomentType> on, int64_t 
   return i;
 }
 
-// AdamW with the usual betas and moments in 8 bits, on a block of them: decoded in registers, and
-// left in float32 until the block's largest is known.
+// AdamW with the usual betas on a block of moments in 8 bits: they are decoded in registers, and
+// kept in float32 until the block's largest is known.
 struct CodedOperands : Operands<float> {
   const uint8_t* codes[2];
   Vec<float> scales[2];
@@ -185,8 +185,8 @@ struct CodedOperands : Operands<float> {
   }
 };
 
-// body.operator()<kMaster, kWideGradient, kMomentType>() if the tensor is one of the fused kinds;
-// false if it is not.
+// Calls body.operator()<kMaster, kWideGradient, kMomentType>() if the tensor is one of the fused
+// kinds; returns false if it is not.
 template <class Body>
 bool visit_fused(const StepTensor& t, Body&& body) {
   if (t.param_dtype != DType::kBFloat16) return false;

@@ -51,7 +51,7 @@ double wide_sum(const T* g, int64_t count, double order) {
   return sum;
 }
 
-// The sum of |g|^order, order 1 or 2. Where float32 overflows, once more in float64.
+// The sum of |g|^order, order 1 or 2. If float32 overflows, it is computed again in float64.
 template <class T>
 double sum_of_powers(const T* g, int64_t count, double order) {
   using A = Accumulator<T>;

@@ -1,9 +1,9 @@
 // One step of an optimizer for all parameters of a model.
 //
-// A tile's worth of a parameter, its gradient and its states is brought into L1 as float32, updated
-// there and put back, so every byte crosses the memory bus once each way whatever the dtypes:
-// AdamW in float32 moves 28 bytes per parameter, with bfloat16 parameters, gradients and states and
-// a 16-bit remainder 18. Done when it runs at the speed of memory (`onepass bench optimizer`).
+// A tile of a parameter, its gradient and its states is loaded into L1 as float32, updated there
+// and stored, so that every byte crosses the memory bus once each way for all dtypes: AdamW in
+// float32 moves 28 bytes per parameter; with bfloat16 parameters, gradients and states and a 16-bit
+// remainder 18. Done when it runs at the speed of memory (`onepass bench optimizer`).
 #include "core/visit.h"
 #include "cpu/optimizer/fused.h"
 #include "cpu/optimizer/pieces.h"
@@ -177,13 +177,13 @@ Noise noise_of(const OptimizerStep& args, const StepTensor& t, int64_t first) {
                     first / kNoiseStretch);
 }
 
-// AdamW as most of the world has it: what fused.h is written for.
+// Whether it is AdamW with its usual settings, for which fused.h is written.
 bool is_usual_adam(const OptimizerStep& args, const StepScalars& scalars) {
   return args.algorithm == Algorithm::kAdam && !scalars.amsgrad && scalars.gradient_decay == 0.0 &&
          is_near(scalars);
 }
 
-// Whether it was one of the kinds that need no tiles.
+// Returns whether the tensor is of a kind that needs no tiles, and was updated.
 bool step_fused_piece(const OptimizerStep& args, const StepTensor& t, int64_t first,
                       int64_t count) {
   const StepScalars& scalars = args.scalars[t.scalars];
@@ -257,8 +257,8 @@ void step_piece(const OptimizerStep& args, const StepTensor& t, int64_t first, i
       t.master_kind == Master::kStochastic || has_narrow_average(t) ||
       (t.moments[kSecondMoment] && t.moment_type == MomentType::kBFloat16Stochastic);
   const Noise noise = fills_noise || codes ? noise_of(args, t, first) : Noise{};
-  // Where nothing passes through tiles, there is no need to stop at their ends: a float32 step is
-  // 7 % faster for it (8 x 2M, AVX-512).
+  // If no operand goes through tiles, the loop need not stop at their ends: that makes a float32
+  // step 7 % faster (8 x 2M, AVX-512).
   const int64_t tile = is_in_place(t) ? kPieceElements : kTile;
   for (int64_t done = 0; done < count; done += tile) {
     const int64_t at = first + done;

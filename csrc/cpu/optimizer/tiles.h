@@ -1,5 +1,5 @@
-// How a block of a parameter, its gradient and its states gets into float32 and back. What is
-// float32 in memory is worked on in place; everything else passes through a tile in L1, so that the
+// Converts a block of a parameter, its gradient and its states to float32 and back. Operands that
+// are float32 in memory are updated in place; all others go through a tile in L1, so that the
 // arithmetic of a step (update.h) is written once for all dtypes.
 #pragma once
 
@@ -124,12 +124,12 @@ ONEPASS_INLINE void store_rounded(T* to, Vec<float> v, WordBits bits, Count lane
   store_half_bits(&to->bits, round_by(v, bits, T{}), lanes);
 }
 
-// What rounds to nearest, ties to even. store<float> does too, but flushes subnormals to zero on
-// some levels, and a parameter would stop there.
+// Rounds to nearest, ties to even. store<float> does too, but flushes subnormals to zero on some
+// levels, and a small parameter would stay at zero.
 ONEPASS_INLINE WordBits ties_to_even(Vec<float> v) { return 0x7fffu + (((WordBits)v >> 16) & 1u); }
 
-// The parameter is rounded to nearest, ties away; the remainder is what that leaves, negative where
-// it went up.
+// The parameter is rounded to nearest, ties away; the remainder is the difference, negative if the
+// parameter was rounded up.
 template <class Count>
 ONEPASS_INLINE void store_split(Vec<float> v, BFloat16* param, uint16_t* remainder, Count lanes) {
   store_rounded(param, v, TiesAway{}(0), lanes);
@@ -254,7 +254,7 @@ struct MomentCodes {
   }
 };
 
-// The values of a vector of codes but for the scale.
+// The values of a vector of codes, without the scale.
 template <bool kSigned>
 ONEPASS_INLINE Vec<float> decode_bytes(const MomentCodes& tables, const uint8_t* codes) {
   const WordBits code = load_bytes<kSigned>(codes);
@@ -291,7 +291,7 @@ class Largest {
   SignedWords bits_{};
 };
 
-// How a code is rounded; asked for once per vector, in order.
+// The rounding of codes; called once per vector, in order.
 struct NearestCode {
   ONEPASS_INLINE Vec<float> next() { return broadcast<float>(kNearestCode); }
 };
@@ -314,8 +314,8 @@ class StochasticCode {
   uint32_t step_;
 };
 
-// The codes of one block, whose largest magnitude is the scale. Where that is a NaN or an infinity,
-// nothing of the block stays finite.
+// The codes of one block, whose scale is its largest magnitude. If that is NaN or infinity, no
+// element of the block stays finite.
 template <bool kSigned, class Rounding>
 ONEPASS_INLINE void encode_block(const MomentCodes& tables, const float* from, uint8_t* codes,
                                  float scale, Rounding& rounding) {

@@ -11,8 +11,8 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// Where a loop below finds a block's operands and leaves its results: everything in A, in memory or
-// in tiles. fused.h has others, which convert on the way.
+// The operands and results of a loop below for a block, all in A, in memory or in tiles. fused.h
+// has other operands, which convert while they load and store.
 template <class A>
 struct Operands {
   A* param;  // (count,) each
@@ -41,8 +41,8 @@ struct Operands {
   }
 };
 
-// average + weight (value - average), from whichever end is nearer, so that weights of 0 and 1 are
-// exact.
+// average + weight (value - average), computed from the nearer of the two, so that weights of 0 and
+// 1 are exact.
 template <class A>
 struct Average {
   Vec<A> coefficient;
