@@ -1,5 +1,5 @@
 // The interface of a back end to every operator family: a plan made from the arguments alone, and a
-// run that follows it. Back ends never allocate: ops/ allocates the memory that the plan asks for.
+// run that follows it. Back ends never allocate: ops/ allocates the memory that the plan needs.
 #pragma once
 
 #include <cstdint>

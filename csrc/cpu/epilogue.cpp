@@ -1,8 +1,8 @@
 // The gradient of a linear layer's epilogue: doutput through dropout and the activation.
 //
-// A pass of its own is the cheaper way: while doutput is packed, the derivative would be computed
-// again in each piece of 512 columns of both products, some 30 cycles of gelu beside the 512
-// multiply-adds, or 256 dot products, of a vector.
+// A separate pass is cheaper. Computed while doutput is packed, the derivative would be computed
+// again for each piece of 512 columns of both products: some 30 cycles of gelu per vector, next to
+// its 512 multiply-adds or 256 dot products.
 #include "cpu/activation.h"
 #include "cpu/kernels.h"
 #include "cpu/lines.h"

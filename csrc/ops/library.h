@@ -56,7 +56,7 @@ OperatorEntry entry(const char* schema, bool only_checks = false) {
 
 using OperatorList = std::vector<OperatorEntry>;
 
-// Every family has a list of its own.
+// The list of each family.
 #define ONEPASS_DECLARE_FAMILY(name) OperatorList name##_operators();
 ONEPASS_FAMILIES(ONEPASS_DECLARE_FAMILY)
 

@@ -1,7 +1,7 @@
 // Layer norm and RMS norm, forward: y = (x - mean) * rstd * weight + bias per row.
 //
 // Two passes over a row: statistics, then scaling, which finds the row in L1. With a residual,
-// x = residual + dropout(input) is rounded to residual_out's dtype first, in a pass of its own, and
+// x = residual + dropout(input) is rounded to residual_out's dtype first, in a separate pass, and
 // the norm is that of the rounded x, which the backward will read. (Summing in the pass for
 // the statistics lost in bfloat16 and won nothing in float32.) Bytes per element: input + output
 // (+ residual + residual_out). Done when it runs at the speed of a copy of that size.

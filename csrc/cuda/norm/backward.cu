@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 
-  // If each warp has a row of its own, the sums of the block's warps are added in order.
+  // If each warp has a separate row, the sums of the block's warps are added in order.
   const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
   uint32_t threads = blockDim.x;
   forget(threads);  // else sm_120 keeps rows_per_block through the loop, on the stack

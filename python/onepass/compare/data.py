@@ -77,7 +77,7 @@ def _tensor(parts: list[bytes]) -> Tensor:
 
 
 class Batches:
-    """Training batches by step number, from a generator of their own.
+    """Training batches by step number, from a separate generator.
 
     Draws of a model from torch's generator (initial weights, dropout) do not change batches, so
     every variant gets the same ones.

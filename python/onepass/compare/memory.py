@@ -1,4 +1,4 @@
-"""Peak memory of one training step, in a process of its own.
+"""Peak memory of one training step, in a separate process.
 
 Runs as ``python -m onepass.compare.memory JSON``. A peak is the high-water mark during the step
 minus the level before it, on CUDA that of torch's allocator. A separate process, because freed

@@ -79,14 +79,14 @@ class CheckpointOptimizer(StateOptimizer):
             ValueError: other parameter groups, a state of another shape, numbers out of range.
             TypeError: settings that are no numbers, states that are no tensors.
             KeyError: states without the number of steps, where that matters.
-            Nothing has changed then, nor where a hook raises.
+            Nothing has changed then, and nothing if a hook raises.
         """
         load, hooks = super().load_state_dict, self._optimizer_load_state_dict_pre_hooks
         before, done = dict(self.__dict__), []
 
         def work() -> None:
-            # Behind an opaque wrapper torch's own cast to the parameter's dtype passes tensors by.
-            # The last hook: the user's see tensors.
+            # The wrapper hides tensors from torch's own cast to the parameter's dtype. This hook is
+            # the last one, so that the user's hooks see tensors.
             hooks[wrap] = wrap
             load(state_dict)
             done.append(True)

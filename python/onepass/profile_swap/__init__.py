@@ -22,7 +22,7 @@ alone need not equal the gain of leaving it out. See :mod:`onepass.profile_swap.
 - ``absent``: by kind, why nothing of it was swapped
 - ``advice``: ``{leave_out, keep, where_memory_is_short, ratio_to_all, sentence, call}``:
   where_memory_is_short lists kinds that cost time and save memory; ratio_to_all is how many times
-  faster the swap of ``keep`` was than that of all kinds, in rounds of their own, null where nothing
+  faster the swap of ``keep`` was than that of all kinds, in separate rounds, null where nothing
   was left out; call is the line of Python to use, null where no swap pays
 """
 

@@ -1,6 +1,6 @@
 """Steps of one model in turn: stock, all kinds swapped, each kind alone; and kinds to leave out.
 
-Rounds and ratios are those of `onepass.compare.measure`. There every variant is a model of its own;
+Rounds and ratios are those of `onepass.compare.measure`. There every variant is a separate model;
 here the classes of one model's modules change from step to step, which takes no more memory than a
 single model however many kinds there are. The weights change in every step of any variant: equal
 weights are not needed for timing.

@@ -103,7 +103,7 @@ def _called(forward: types.FunctionType) -> Iterator[Called]:
 def _parameters(value) -> tuple[inspect.Parameter, ...]:
     """The parameters of a function that has cos and sin among them; else none.
 
-    Where the package "kernels" is installed, functions of transformers are modules of its own.
+    If the package "kernels" is installed, it replaces functions of transformers by its modules.
     """
     if isinstance(value, types.FunctionType):
         function = inspect.unwrap(value)

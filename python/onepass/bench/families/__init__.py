@@ -1,2 +1,2 @@
-"""The cases of a family in a module of its own, with `cases(quick, device)`; the name of the module
-is what `onepass bench` calls the family, and the first part of its cases' names."""
+"""One module per family, with its `cases(quick, device)`. The module's name is the name of the
+family in `onepass bench`, and the first part of its cases' names."""
