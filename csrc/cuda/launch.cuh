@@ -32,10 +32,10 @@ inline constexpr size_t kMaxParameterBytes = 32764;
 // Ordered with the kernels on the stream; part of a graph that captures it.
 inline void zero(void* memory, size_t bytes, void* /*stream*/) { std::memset(memory, 0, bytes); }
 
-// What a block of the current device may have.
+// Bytes of shared memory that a block of the current device may use.
 inline size_t max_shared_bytes() { return emulator::max_shared_bytes(); }
 
-// Of the current device.
+// Facts of the current device.
 inline size_t l2_bytes() { return emulator::l2_bytes(); }
 inline int64_t multiprocessors() { return emulator::multiprocessors(); }
 
@@ -95,12 +95,12 @@ inline int attribute_of_device(cudaDeviceAttr attribute) {
   return value;
 }
 
-// What a block of the current device may have.
+// Bytes of shared memory that a block of the current device may use.
 inline size_t max_shared_bytes() {
   return static_cast<size_t>(attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
-// Of the current device.
+// Facts of the current device.
 inline size_t l2_bytes() {
   return static_cast<size_t>(attribute_of_device(cudaDevAttrL2CacheSize));
 }

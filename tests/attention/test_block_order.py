@@ -105,7 +105,7 @@ def test_how_many_take_turns(found):
 # ---- a model of a device -------------------------------------------------------------------------
 
 QUERIES, KEYS = 128, 64  # of the tile of head_dim 128
-START = 3  # what a block costs beside its tiles of keys, in those
+START = 3  # cost of starting a block, in units of a tile of keys
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 

@@ -133,7 +133,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 step(128)
-# What was resident once and is no longer would hide what comes.
+# A past peak above the present size would hide growth: ballast fills the difference.
 ballast = torch.ones(max(0, int(peak() - resident())) * 2**18)
 before = peak()
 step(4096)

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention means what torch's function means, with a few arguments more."""
+"""scaled_dot_product_attention agrees with torch's function, and has a few more arguments."""
 
 from __future__ import annotations
 

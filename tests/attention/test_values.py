@@ -37,12 +37,12 @@ CAUSAL = dict(window_right=0, bottom_right=True)
 kinds = each("kind", cpu=DTYPES, cuda=KINDS)
 half_and_float = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 
-# Around one, one vector, one tile (64, 96 or 128 rows) and several, and what no tile divides.
+# Around one, one vector, one tile (64, 96 or 128 rows) and several, and some that no tile divides.
 LENGTHS = [(n, n) for n in (1, 7, 113, 128, 129, 203, 385)]
 LENGTHS += [(128, 96), (127, 95), (129, 97), (127, 63), (129, 65), (64, 128), (64, 192), (192, 64)]
 LENGTHS += [(1, 385), (385, 1), (385, 5), (7, 300), (300, 7), (150, 230)]
-# One element, one vector of each level, what no vector divides, the common ones, the longest; on
-# CUDA each bucket of tiles filled and not, and what there are no tiles for.
+# One element, one vector of each level, dimensions that no vector divides, the common ones, the
+# longest; on CUDA each bucket of tiles, filled and not, and dimensions without tiles.
 HEAD_DIMS = (1, 8, 40, 59, 64, 72, 96, 111, 128, 160, 192, 256, 264, 512)
 
 

@@ -120,7 +120,7 @@ class Case:
                 t[name] = normal(self.batch, self.kv_heads, self.new_rows, dim)
         if self.alibi is not None:
             size = (self.batch, self.heads) if self.alibi == "b" else (self.heads,)
-            # Exact in 16 bits, so that rounding is no part of what stock PyTorch may err by.
+            # Exact in 16 bits, so that stock PyTorch's error contains no rounding of it.
             t["alibi_slopes"] = (torch.rand(size, generator=generator) / 16).bfloat16().float()
         if self.sinks is not None:
             t["sinks"] = normal(self.heads, dtype=BF16).to(self.sinks)
@@ -286,7 +286,7 @@ def definition(case: Case, t: dict[str, Tensor], dtype: torch.dtype) -> dict[str
 def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
     """The formula in the input's dtype, the output by torch's own function where it has one.
 
-    The lse, which is float32, by the formula in float32 of what was rotated and appended.
+    The lse, which is float32, by the formula in float32 of the rotated and appended rows.
     """
     results = definition(case, t, case.dtype)
     after = {name: x for name, x in t.items() if name not in ("key", "value", *ROTARY)}

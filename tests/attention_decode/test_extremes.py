@@ -282,7 +282,7 @@ def test_not_finite_new_rows(dtype):
 @everywhere
 @dtypes
 def test_what_another_call_left_in_memory_is_not_read(dtype):
-    """A workspace holds what another call left there."""
+    """A workspace holds values of another call."""
     case = Case(dtype, 40, seq_q=3, lengths=(700, 5, 0), window_right=0, new_rows=1)
     t = case.tensors()
     clean = ours(case, t)

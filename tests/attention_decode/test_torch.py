@@ -123,7 +123,7 @@ def test_tensors_without_data_are_checked(mode):
 
 @pytest.mark.parametrize("new_rows", [-1, 2])
 def test_the_ops_that_only_check(new_rows):
-    """They raise what the op would, and write nothing."""
+    """They raise the operator's errors, and write nothing."""
     case = Case(F32, 8, lengths=(5, 3), new_rows=new_rows)
     t = case.tensors()
     named = case.options() | keywords(t)
@@ -257,7 +257,7 @@ def layers(query, keys, values, key, value, used):
 
 
 def ways() -> dict:
-    """How a program may hold its caches: (the step, what it takes beside query, key, value)."""
+    """How a program may hold its caches: (the step, its arguments besides query, key, value)."""
     one = lambda: torch.zeros(2, 2, 4096, 8)  # noqa: E731
     kv = lambda: torch.zeros(2, 2, 2, 4096, 8)  # noqa: E731
     return {
@@ -280,7 +280,7 @@ CACHES = 2 * 2 * 2 * 4096 * 8 * 4  # bytes
 
 
 def run_both(step, held, how: str):
-    """A compiled step and its arguments, after one call that gave what eager does."""
+    """A compiled step and its arguments, after one call with eager mode's results."""
     backend, _, dynamic = how.partition(", ")
     run = step
     if backend != "eager":

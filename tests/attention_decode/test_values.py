@@ -295,7 +295,7 @@ def test_replay_position_by_position(rotary, page_size, dtype):
         found = replay(steps)
         numerics.assert_close(found["output"], ref[0], stock, "output")
         numerics.assert_close(found["lse"], ref[1], single[1], "lse")
-        if not rotary:  # what is cached is what was given
+        if not rotary:  # the cache holds the given rows
             dense = torch.ops.onepass.attention_forward(q, k, v, **options)
             numerics.assert_close(found["output"], ref[0], dense[0], "ours, dense")
 

@@ -321,7 +321,7 @@ def test_cold_cases_never_take_the_same_tensors_twice_running(monkeypatch):
     for cold in (False, True):
         case = cases.Case("x", operator, make, True, None, cold=cold)
         inputs = cases._inputs(case)
-        drawn.clear()  # of what making them called
+        drawn.clear()  # calls made while the inputs were built
         functions = [cases._call(case, function, inputs) for function in (operator.ours,) * 2]
         for _ in range(10):
             for function in functions:

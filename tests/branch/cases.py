@@ -139,7 +139,7 @@ def make(
 
 
 def results(function, case: Case, *, double: bool = False, wrt=INPUTS) -> dict[str, Tensor]:
-    """Outputs, the sum and what is normalised, and the gradients of the inputs named in `wrt`."""
+    """The outputs, and the gradients of the inputs named in `wrt`."""
     leaves = {n: t.double() if double else t.detach() for n, t in case.tensors.items()}
     leaves = {name: leaf.requires_grad_(name in wrt) for name, leaf in leaves.items()}
     outputs = function(**leaves)

@@ -52,7 +52,7 @@ def test_with_dropout(executor, dtype, scale, form):
 @forms
 @dtypes
 def test_long_rows(executor, dtype, form):
-    """On CUDA beyond what a norm holds in registers, and several tiles of columns."""
+    """On CUDA longer than the rows that a norm keeps in registers, and several tiles of columns."""
     for cols in (LONG[dtype], LONG[dtype] + 3):
         check(make(form, (3, 2, cols), dtype, p=0.25))
 

@@ -1,4 +1,4 @@
-"""The optimizers on a CUDA device: bitwise what the CPU computes, without waiting for the host."""
+"""The optimizers on a CUDA device: bitwise the CPU's results, without waiting for the host."""
 
 from __future__ import annotations
 

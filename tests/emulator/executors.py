@@ -49,8 +49,8 @@ SETTINGS = dict(
     shift=0,  # bytes that tensors begin beyond where they lie
     misaligned=-1,  # the one that does, in the order of an argument struct; -1: all of them
     far=0,  # the dimension, from 1, of arguments of four that 32 bits do not reach; 0: none
-    far_new=0,  # likewise of what operators make
-    plain=0,  # 1: attention's plain kernels take what its tiles do as well
+    far_new=0,  # the same for tensors that operators allocate
+    plain=0,  # 1: attention's plain kernels also run calls that fit its tiles
     run=1,  # 0: calls are planned alone
 )
 

@@ -16,7 +16,7 @@ from onepass.integrations import flash_attn
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 PROBABILITIES = "window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
 PROBABILITIES += "return_attn_probs=False"
-# What its users pass by position.
+# The arguments that its users pass by position.
 SIGNATURES = {
     "flash_attn_func": f"q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, {PROBABILITIES}",
     "flash_attn_kvpacked_func": "q, kv, dropout_p=0.0, softmax_scale=None, causal=False, "

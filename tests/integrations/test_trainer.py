@@ -350,7 +350,7 @@ def test_recomputed_layers_keep_attention(kept, tmp_path):
     ids=["float32", "autocast", "fp32", "remainder16", "stochastic"],
 )
 def test_a_run_resumed_is_the_run_uninterrupted(dtype, options, more, tmp_path):
-    """Bit for bit, with dropout, the states of the optimizer and what the log says included."""
+    """Bit for bit, with dropout, including the optimizer's states and the log."""
     args = {**dict(save_strategy="steps", save_steps=SAVED), **more}
     args["save_steps"] = min(SAVED, args.get("max_steps", STEPS) // 2)
     runs = []

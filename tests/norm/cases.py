@@ -241,7 +241,7 @@ def mixes(residual: bool):
 
 
 def raw_forward(input: Tensor, **arguments):
-    """The op itself; what is not given is left out, the row is the last dimension."""
+    """The op itself; missing tensors are left out, the row is the last dimension."""
     defaults = dict.fromkeys(("residual", "weight", "bias", "seed", "out_dtype", "residual_dtype"))
     defaults |= dict(normalized_shape=list(input.shape[-1:]), kind=0, eps=0.0)
     defaults |= dict(weight_offset=0.0, dropout_p=0.0, save_statistics=False)

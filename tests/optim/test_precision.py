@@ -77,7 +77,7 @@ def test_remainder16_is_bitwise_fp32(maximize, state_dtype, name):
 @pytest.mark.isa
 @pytest.mark.parametrize("master", ["fp32", "remainder16"])
 def test_ties_go_away_from_zero(master):
-    """1 and 1 + 2^-7 are neighbours in bfloat16; to even, what is in the middle would go to 1."""
+    """1 and 1 + 2^-7 are neighbours in bfloat16; with ties to even the middle would become 1."""
     sign = torch.tensor([1.0, -1.0] * 20)
     p = sign.bfloat16().requires_grad_()
     optimizer = onepass.optim.SGD([p], lr=1.0, master=master)

@@ -39,7 +39,7 @@ class Recipe:
 
     name: str
     command: tuple
-    sources: tuple[Path, ...] = ()  # digested with what they include; other words as they stand
+    sources: tuple[Path, ...] = ()  # hashed with their includes; other words are hashed as text
     suffix: str = ""
 
     def file(self) -> Path:

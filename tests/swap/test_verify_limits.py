@@ -106,7 +106,7 @@ def test_an_unlucky_draw_of_the_swapped_model_is_no_difference(monkeypatch):
 @pytest.mark.parametrize("judged", ["float64", "rounding"])
 @pytest.mark.parametrize("model, times", [(Model, 3), (Bottleneck, 20)])
 def test_a_small_defect_shows_in_every_draw(monkeypatch, model, times, judged):
-    """Planted above what the rule allows: one draw of Bottleneck's rounding may be that far off."""
+    """The planted error is above the rule's bound, which one draw of Bottleneck may reach."""
     if judged == "rounding":
         monkeypatch.setattr(verify, "_room_for_double", lambda model: False)
     for seed in range(4):

@@ -20,8 +20,8 @@ def vjp(
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views of what has a history to go on into; elsewhere leaves, which every formula may ask
-        # gradients of.
+        # Views of tensors that have a history, to continue it; otherwise leaves, so that each
+        # formula can take gradients with respect to them.
         leaves = [
             None
             if t is None

@@ -40,7 +40,7 @@ class Settings:
     text: tuple[str, ...]
     steps: int | None  # None: chosen by the time that a step of --model takes
     pairs: int
-    kinds: tuple[str, ...]  # what the swap takes; empty: its default
+    kinds: tuple[str, ...]  # that the swap includes; empty: its default
     compile: bool
     keep_memory: bool
     optimizers: tuple[str, ...]  # of OPTIMIZERS, always with "fused", the baseline

@@ -118,7 +118,7 @@ class FusedAccumulate:
         self._full: set[Tensor] = set()  # whose sums hold something
         self._numbers: dict[Tensor, int] = {}  # in the optimizer, as of the last step
         self._stepped: tuple[Tensor, Tensor] | None = None  # (parameter, gradient) in a hook
-        # Of this round's averages, by the group's id: (ema_decay, steps before, what it gives).
+        # This round's averages, by the group's id: (ema_decay, steps before, the decay's value).
         self.decays: dict[int, tuple] = {}
         self._square = 0.0  # of the norm of this backward's gradients so far
         self.running_norm: float | None = None
@@ -161,7 +161,7 @@ class FusedAccumulate:
         self, params: list[Tensor], gradients: list[Tensor | None]
     ) -> list[Tensor | None]:
         """The gradients to step with: sums if there are any."""
-        if self._steps:  # what came later has no hook
+        if self._steps:  # parameters added later have no hook
             pairs = zip(params, gradients, strict=True)
             return [None if p in self._hooked else g for p, g in pairs]
         return [

@@ -26,8 +26,8 @@ from onepass.compare.variants import STOCK, SWAPPED, kinds_of, of_kinds
 from onepass.swapping.engine import begin
 from onepass.swapping.matchers import KINDS
 
-SECONDS = 60.0  # rounds go on this long when the asked-for number takes less
-PROOF_SECONDS = 30.0  # and those of what is left out
+SECONDS = 60.0  # rounds go on this long if the requested number takes less
+PROOF_SECONDS = 30.0  # the same for proofs of the kinds that are left out
 MAX_ROUNDS = 40
 WORTH = 0.01  # share of stock's peak from which memory counts as saved
 NONE_OF_IT = "the model has nothing of this kind"

@@ -28,7 +28,7 @@ from onepass.swapping.specs import (
 from onepass.swapping.walk import Choice, Found, walk
 
 Verdict = NormSpec | AdaptiveSpec | GatedSpec | RotarySpec
-# By configuration: what was judged, which must live as long as its configuration means anything.
+# By configuration: the judged object, kept alive as long as the configuration refers to it.
 Verdicts = dict[tuple, tuple[object, Verdict | Because]]
 _SHARED: contextvars.ContextVar[Verdicts | None] = contextvars.ContextVar("verdicts", default=None)
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"

@@ -25,7 +25,7 @@ class Because(str):
 class Reason(enum.Enum):
     """Texts, with places for their details."""
 
-    # Options, and what wraps a model.
+    # Options, and wrappers of a model.
     SHARDED = "is sharded (FSDP); swap before sharding"
     IN_COMPILED = "is inside a compiled module; swap before torch.compile"
     COMPILED = "is compiled by module.compile(); swap before that"

@@ -66,7 +66,7 @@ class Form(NamedTuple):
     """How a function rotates."""
 
     interleaved: bool = False
-    # What cos and sin hold: a number for each of the "columns", or for each of the "pairs", or
+    # The contents of cos and sin: a number for each of the "columns", or each of the "pairs", or
     # numbers for the columns of which the first "half" is read, as those of the pairs.
     table: str = "columns"
     apart: bool = False  # neighbouring pairs end half the width apart: DeepSeek's

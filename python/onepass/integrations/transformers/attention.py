@@ -26,7 +26,7 @@ _DROP_QUERIES = ("gemma4",)
 # These models use the mask as a term added to the scores, so it cannot be boolean.
 _ADD_MASKS = ("deepseek_v4",)
 
-# One mask serves all layers of a forward. On those made here: (version, what _interval found then).
+# One mask serves all layers of a forward. On masks made here: (version, result of _interval).
 # Masks made elsewhere are not cached: memory shared with numpy changes without a version.
 _FILLED = "_onepass_filled"
 
