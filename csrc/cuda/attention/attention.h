@@ -1,4 +1,4 @@
-// The kernels of attention on CUDA, and which of them a call gets.
+// The kernels of attention on CUDA, and which calls each of them serves.
 #pragma once
 
 #include "ops/attention.h"
@@ -6,7 +6,7 @@
 
 namespace onepass::cuda {
 
-// Head dimensions that the tiles of 16-bit rows are made for.
+// The largest head dimension for which the 16-bit tile kernels are instantiated.
 inline constexpr int64_t kMaxTiledDim = 256;
 
 inline bool is_tiled(const Attention& args) {
@@ -18,8 +18,8 @@ inline bool is_tiled(const Attention& args) {
 Operator<AttentionForward> tiled_attention_forward();
 Operator<AttentionBackward> tiled_attention_backward();
 
-// All else, float32 and float64 and head dimensions up to kMaxHeadDim: multiply-adds, or for
-// float32 products of TF32 where they are allowed.
+// All other calls: float32, float64, and head dimensions up to kMaxHeadDim. Multiply-adds, or TF32
+// products for float32 where torch allows them.
 Operator<AttentionForward> plain_attention_forward();
 Operator<AttentionBackward> plain_attention_backward();
 

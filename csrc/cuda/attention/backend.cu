@@ -1,11 +1,11 @@
-// Which kernels a call of attention takes.
+// Chooses the kernels for a call of attention.
 #include "cuda/attention/attention.h"
 #include "cuda/backend.h"
 
 namespace onepass::cuda {
 namespace {
 
-// Tiles of 16-bit rows where they fit; all else is the plain kernels.
+// The 16-bit tile kernels where they fit; otherwise the plain kernels.
 template <class Args>
 bool takes_tiles(const Args& args) {
   return is_tiled(args);

@@ -1,13 +1,14 @@
-// The gradient of a bias on tensor cores: dbias = dS, summed over what is broadcast.
+// The gradient of a bias on tensor cores: dbias = dS, summed over the dimensions that the bias
+// broadcasts.
 //
-// One block per tile of dbias. It computes the scores of the tile once more, two products, for all
-// batches, heads and queries that share the tile, in order, and adds them up in registers: no
-// atomics, nothing of the size of the scores in memory, the same bits always. Where queries share
-// a row of bias there are few tiles; there blocks have parts of the queries, and a last kernel adds
-// up what they leave.
+// One block per tile of dbias. It recomputes dS of the tile (two products) for all batches, heads
+// and queries that share the tile, in order, and sums in registers: no atomics, no buffer as large
+// as the scores, the same bits in every run. If all queries share one row of the bias, there are
+// few tiles. Then each block takes a part of the queries, and a last kernel sums their partial
+// results.
 //
-// Bytes: Q, K, V and dO of every tile, dbias once. Two blocks share a multiprocessor, which hide
-// each other's loads.
+// Bytes: Q, K, V and dO for every tile, dbias once. Two blocks share a multiprocessor and hide each
+// other's loads.
 #include "cuda/attention/backward_bias.h"
 #include "cuda/attention/backward_scores.cuh"
 #include "cuda/attention/backward_terms.cuh"
@@ -16,15 +17,15 @@
 namespace onepass::cuda {
 namespace {
 
-// ---- how dbias is cut up ------------------------------------------------------------------------
+// ---- how dbias is divided into blocks -----------------------------------------------------------
 
 struct BiasWork {
   BackwardEnds ends;
   ScoreNumbers<float> numbers;
-  float* partials;  // (parts, dbias_numel), or null where a block has all that it adds up
+  float* partials;  // (parts, dbias_numel); null if each element is summed by one block
   int64_t batches;  // of dbias: 1 where they are summed
   int64_t heads;
-  int64_t parts;  // of the queries: tiles, or sums that are left to the last kernel
+  int64_t parts;  // of the queries: tiles, or the partial sums that the last kernel adds
   int64_t query_tiles;
   int64_t key_tiles;
 
@@ -38,7 +39,8 @@ struct BiasWork {
         key_tiles((args.seq_k + tile_shift(args) + tile.keys - 1) / tile.keys) {
     parts = query_tiles;
     if (args.dbias.row_stride != 0) return;
-    // As many blocks as keep a device busy, of the shape alone; at most kMaxParts copies of dbias.
+    // Enough blocks to keep a device busy. The number depends on the shape alone; there are at most
+    // kMaxParts copies of dbias.
     constexpr int64_t kFewBlocks = 256, kMaxParts = 16;
     const int64_t tiles = batches * heads * key_tiles;
     parts = tiles > 0 ? (kFewBlocks + tiles - 1) / tiles : 1;
@@ -63,9 +65,9 @@ __device__ __forceinline__ void store_bias(const AttentionBackward& args, const 
 
 // ---- the kernels --------------------------------------------------------------------------------
 
-// A block's tile of dbias, and which of the scores are summed to it: those of `heads` heads for
-// each of the batches, and of `tiles` tiles of queries. In shared memory, as registers are short
-// and divisions long.
+// A block's tile of dbias, and the scores that are summed into it: those of `heads` heads of each
+// batch, and of `tiles` tiles of queries. In shared memory, because registers are scarce and
+// divisions slow.
 struct BiasBlock {
   Dropout dropout;
   int first_key;
@@ -100,7 +102,7 @@ struct BiasBlock {
   }
 };
 
-// Queries of a head whose dS a block adds to its sums; likewise.
+// One tile of queries of a head, whose dS the block adds to its sums. Also in shared memory.
 struct BiasTurn {
   Sequence sequence;
   int batch;
@@ -126,7 +128,8 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
   if (thread_index() == 0) *block = BiasBlock(args, work, kTile);
   __syncthreads();
 
-  // Of the warp, from the thread's index read anew: nothing of it is kept in registers.
+  // The first key and the first query of the warp. Each use reads the thread's index again, so that
+  // no register is held for it.
   const auto top = [] { return thread_index() / kLanes % kGroups * 16; };
   const auto left = [] { return thread_index() / kLanes / kGroups * (kQueries / kParts); };
 
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
     const int last = next.first + kQueries < queries ? next.first + kQueries : queries;
     const SeenKeys seen = seen_keys(args, next.sequence, next.first, last);
     if (seen.first >= block->first_key + kKeys || seen.last <= block->first_key) continue;
-    __syncthreads();  // the last turn's tiles have been used
+    __syncthreads();  // all threads are done with the tiles of the last iteration
     const auto load_keys = [&](const RowTile& target, const Strided& tensor, int64_t cols) {
       const auto kv_head = next.head / static_cast<int>(args.heads / args.kv_heads);
       const auto from = rows_of<const T>(tensor, next.batch, kv_head, next.sequence.first_k, cols);
@@ -217,7 +220,7 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
       }
       return;
     }
-    // Four lanes have the queries of a key, and with them a second warp where two share keys.
+    // The queries of a key are spread over four lanes, and over two warps if these share keys.
     float of_key[2] = {};
     ONEPASS_UNROLL
     for (int j = 0; j < 4 * kStrips * kTiles; ++j) of_key[j % 4 / 2] += sum[j / 4][j % 4];
@@ -227,7 +230,7 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
       of_key[r] += __shfl_xor_sync(kAllLanes, of_key[r], 2);
     }
     if constexpr (kParts > 1) {
-      __syncthreads();  // the numbers of queries have been used
+      __syncthreads();  // all threads are done with the numbers of the queries
       float* const other = numbers.data + top() + lane_index() / 4;
       if (left() > 0 && t == 0) other[0] = of_key[0], other[8] = of_key[1];
       __syncthreads();

@@ -1,9 +1,9 @@
-// dQ: its sums in the workspace, what blocks add to them, and the last kernel, which scales and
-// rounds them.
+// dQ: its float32 sums in the workspace, how blocks add to them, and the last kernel, which scales
+// and rounds them.
 //
-// Sums are float32, in units of 8 rows by a slab of columns, as C fragments have them: a lane has
-// four values in each half of a unit. Every sequence begins with a unit of its own, so that a
-// unit's rows are those of a fragment; per head they are rows / 8 + sequences at most.
+// The sums are stored in units of 8 rows by one slab of columns, in the order of C fragments: a
+// lane has four values in each half of a unit. Every sequence begins a new unit, so that the rows
+// of a unit are those of a fragment; a head has at most rows / 8 + sequences units.
 #pragma once
 
 #include "cuda/attention/backward_work.cuh"
@@ -19,13 +19,14 @@ ONEPASS_HOST_DEVICE inline int64_t units_of_rows(int64_t rows) {
   return (rows + kUnitRows - 1) / kUnitRows;
 }
 
-// In rows, of all sequences.
+// Units per slab in a head, for all sequences.
 ONEPASS_HOST_DEVICE inline int64_t units_of_head(const Attention& args) {
   return args.cu_seq_q ? args.total_q / kUnitRows + args.batch
                        : args.batch * units_of_rows(args.seq_q);
 }
 
-// Packed: from first_q / 8 + b to where sequence b + 1 begins there is a unit for each 8 rows.
+// The first unit of a sequence. In a packed batch sequence b begins at unit first_q / 8 + b, which
+// leaves at least one unit for every 8 of its rows.
 __device__ __forceinline__ int64_t first_unit(const Attention& args, const Sequence& sequence,
                                               int64_t batch, int64_t head) {
   const int64_t of_batch =
@@ -33,15 +34,15 @@ __device__ __forceinline__ int64_t first_unit(const Attention& args, const Seque
   return head * units_of_head(args) + of_batch;
 }
 
-// Where a lane's values lie in half a unit: four neighbours where those are added at once, else
-// lanes are neighbours.
+// Where the four values of a lane lie in half a unit: next to each other if one instruction adds
+// four; otherwise with a stride of kLanes, so that neighbouring lanes use neighbouring addresses.
 __device__ __forceinline__ int first_in_half() {
   const int lane = thread_index() % kLanes;
   return adds_four() ? lane * 4 : lane;
 }
 __device__ __forceinline__ int step_in_half() { return adds_four() ? 1 : kLanes; }
 
-// first: of the lane's values.
+// Adds four values of a lane; first: the address of its first one.
 __device__ __forceinline__ void add_to_half(float* first, const float (&value)[4]) {
   if (adds_four()) {
     add_global_4(first, value);
@@ -51,7 +52,7 @@ __device__ __forceinline__ void add_to_half(float* first, const float (&value)[4
   }
 }
 
-// What they have come to.
+// Reads the lane's four sums.
 __device__ __forceinline__ void load_half(const float* first, float (&value)[4]) {
   struct alignas(16) Four {
     float of[4];
@@ -66,10 +67,10 @@ __device__ __forceinline__ void load_half(const float* first, float (&value)[4])
   }
 }
 
-// Rows and columns of dQ that a warp has of a turn.
+// Rows of dQ that a warp computes in an iteration.
 inline constexpr int kQueryRows = 32;
 
-// Where the sums of a turn's first row begin.
+// The sums of the first row of a turn (a tile of queries).
 __device__ __forceinline__ float* sums_of_turn(const Attention& args, const BackwardWork& work,
                                                const BlockConstants& block, const Turn& turn) {
   if (!work.dquery) return nullptr;
@@ -77,8 +78,8 @@ __device__ __forceinline__ float* sums_of_turn(const Attention& args, const Back
   return work.dquery + (unit + turn.first / kUnitRows) * work.head_slabs * kUnit;
 }
 
-// Adds 32 rows of dS K, from row `top` of the turn on, columns of a slab. sums: of the turn, which
-// has `rows` more rows.
+// Adds kQueryRows rows of dS K to one slab of columns, beginning at row `top` of the turn. sums: of
+// the turn; rows: of the sequence, from the turn's first row on.
 __device__ __forceinline__ void add_query_gradient(const float (&sum)[2][4][4], float* sums,
                                                    int slabs, int rows, int top, int slab) {
   float* values = sums + (top / kUnitRows * slabs + slab) * kUnit + first_in_half();
@@ -99,7 +100,7 @@ inline constexpr int kDqueryThreads = 128;
 
 // scalar: dquery[i][d] = scale * sums[i][d]
 //
-// A warp has the rows of a unit.
+// One warp per unit of rows.
 template <class T>
 __global__ void __launch_bounds__(kDqueryThreads)
     attention_dquery_kernel(const AttentionBackward args, const float* sums, const float scale) {

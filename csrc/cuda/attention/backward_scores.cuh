@@ -1,11 +1,12 @@
-// The scores of attention's backward on tensor cores, and their gradients: what the kernel of dQ,
-// dK, dV and that of dbias share.
+// The scores of attention's backward on tensor cores and their gradients, shared by the kernel of
+// dQ, dK, dV and that of dbias.
 //
 //   P = exp(score - lse),   dS = P * (drop(dP) - delta),   dP = dO V^T
 //
-// Scores are computed transposed, S^T = K Q^T: element e of a lane's C fragment n is that of key
-// g + 8 (e / 2) of the warp's 16 and of query 8 n + 2 t + e % 2. So narrowed fragments of P^T and
-// dS^T are A fragments of P^T dO and dS^T Q as they lie.
+// Scores are computed transposed, S^T = K Q^T: element e of a lane's C fragment n belongs to key
+// g + 8 (e / 2) of the warp's 16 keys and to query 8 n + 2 t + e % 2, with g = lane / 4 and
+// t = lane % 4. So the fragments of P^T and dS^T, rounded to 16 bits, are the A fragments of P^T dO
+// and dS^T Q without any exchange.
 #pragma once
 
 #include "cuda/attention/backward_ends.cuh"
@@ -17,10 +18,10 @@ namespace onepass::cuda {
 // ---- products -----------------------------------------------------------------------------------
 
 // sum (16 x 8 kTiles) += left (16 x columns) right^T, by slabs of columns; factor(a, k) gives
-// columns k .. k + 15 of the left one, rows of `right` begin at `first`.
+// columns k .. k + 15 of the left factor, and the rows of `right` begin at `first`.
 //
-// There is a first slab always. kBegins: sums of zeros begin with its products, without a branch,
-// which takes a register that not all kernels have.
+// There is at least one slab. kBegins: the sums are zero before, and the first slab is computed
+// without a branch; that takes one more register, which not every kernel has.
 template <class T, bool kBegins = false, int kTiles, int kCols, class Factor>
 __device__ __forceinline__ void add_scores(float (&sum)[kTiles][4], const Tile<T, kCols>& right,
                                            const FragmentLanes<kCols>& lanes, int first, int slabs,
@@ -42,18 +43,18 @@ __device__ __forceinline__ void add_scores(float (&sum)[kTiles][4], const Tile<T
   }
 }
 
-// ---- what the scores of a query depend on -------------------------------------------------------
+// ---- the numbers of a query that its scores depend on -------------------------------------------
 
-// kTerms: in natural units, so that a bias of finfo.min works.
+// With terms the lse is kept in natural units, so that a bias of finfo.min works.
 struct QueryNumbers {
-  float lse;    // inf of a row that saw no key; without terms: -log2(e) (lse + rest)
-  float rest;   // what rounding took from the lse
+  float lse;    // inf if the row saw no key; without terms: -log2(e) (lse + rest)
+  float rest;   // the part of the lse that rounding lost
   float delta;  // sum(doutput * output) - dlse
-  int first;    // keys that it sees before any mask, counted in the tile: first .. last - 1
+  int first;    // keys of the tile that the query sees before any mask: first .. last - 1
   int last;
 };
 
-// Of a tile's queries in shared memory.
+// The numbers of a tile's queries, in shared memory.
 template <int kQueries>
 struct QueryTile {
   static_assert(sizeof(QueryNumbers) == kQueryNumbers * sizeof(float));
@@ -70,7 +71,7 @@ struct QueryTile {
   struct alignas(8) Two {
     float of[2];
   };
-  // Of two neighbours, the first of which is even.
+  // The numbers of queries i and i + 1; i is even.
   __device__ __forceinline__ Two lse(int i) const { return two(i); }
   __device__ __forceinline__ Two rest(int i) const { return two(kQueries + i); }
   __device__ __forceinline__ Two delta(int i) const { return two(2 * kQueries + i); }
@@ -101,7 +102,7 @@ struct QueryTile {
   }
 };
 
-// Statistics of a query row, prefetched one tile ahead: nothing is computed from them yet.
+// The loaded statistics of a query row, prefetched one tile ahead; query_numbers() uses them.
 struct RowStatistics {
   float lse;
   float rest;
@@ -125,7 +126,7 @@ __device__ __forceinline__ QueryNumbers query_numbers(const AttentionBackward& a
                                                       const Sequence& sequence,
                                                       const RowStatistics& statistics, int query,
                                                       int first_key, int tile_keys) {
-  // With its lse turned around, a row that saw no key has no probabilities: exp(-inf) is 0.
+  // A row that saw no key gets inf for -inf, so that its probabilities are exp(-inf) = 0.
   const float lse = statistics.lse == -INFINITY ? INFINITY : statistics.lse;
   QueryNumbers numbers{lse, statistics.rest, statistics.delta, 0, 0};
   if constexpr (!kTerms) numbers.lse = -multiply_add(lse, kLog2e, statistics.rest * kLog2e);
@@ -142,24 +143,24 @@ __device__ __forceinline__ QueryNumbers query_numbers(const AttentionBackward& a
 
 // ---- terms of scores ----------------------------------------------------------------------------
 
-// The scores that a warp has at a time: of 16 keys and as many queries as its fragments have.
+// The scores that a warp computes at a time: those of 16 keys and the queries of its fragments.
 template <int kQueries>
 struct Strip {
   QueryTile<kQueries> queries;
   int lane;
-  int query;        // the first, in its tile
+  int query;        // the first one, counted in its tile
   int key;          // likewise
-  int first_query;  // in the sequence
+  int first_query;  // the same, counted in the sequence
   int first_key;
 
-  // Of element j % 4 of a lane's fragment j / 4.
+  // The query and the key of element j % 4 of a lane's fragment j / 4.
   __device__ __forceinline__ int query_of(int j) const {
     return first_query + j / 4 * 8 + lane % 4 * 2 + j % 2;
   }
   __device__ __forceinline__ int key_of(int j) const {
     return first_key + lane / 4 + j % 4 / 2 * 8;
   }
-  // In its tile, of the two queries of fragment n.
+  // The first of the lane's two queries in fragment n, counted in the tile.
   __device__ __forceinline__ int queries_of(int n) const { return query + 8 * n + lane % 4 * 2; }
   __device__ __forceinline__ uint32_t sees(int n) const {
     return queries.sees(queries_of(n), key + lane / 4);
@@ -172,12 +173,12 @@ struct Strip {
   }
 };
 
-// scalar: as draw() of fragments.cuh, and bit 4 n + e is element e of a lane's fragment n here too.
+// scalar: as draw() of fragments.cuh; bit 4 n + e is element e of a lane's fragment n here too
 //
-// A Philox call has a query and 8 keys, which are eight lanes here, those of equal t. Each of the
-// eight makes one of the calls of two fragments; the bits that it has of all lanes' scores and
-// those that it needs of its own are a square, turned over in three exchanges for all fragments at
-// once.
+// A Philox call draws for one query and 8 keys. Here these 8 scores are in the eight lanes of equal
+// t. Each of the eight makes one of the calls of two fragments. It then has bits of all eight
+// lanes' scores and needs the bits of its own scores: an 8 x 8 bit matrix, transposed by three
+// exchanges for all fragments at once.
 template <int kTiles, int kQueries>
 __device__ __forceinline__ uint32_t draw_transposed(const Dropout& dropout, const Attention& args,
                                                     uint32_t random_head,
@@ -208,9 +209,9 @@ __device__ __forceinline__ uint32_t draw_transposed(const Dropout& dropout, cons
 
 // ---- P and dS -----------------------------------------------------------------------------------
 
-// scalar: p = exp2(p * unit - lse * log2(e)), ds = p * (ds - delta), of scores that are products
+// scalar: p = exp2(p * unit - lse * log2(e)), ds = p * (ds - delta), for scores without terms
 //
-// p: of S^T, ds: of dP^T. whole: no score is masked.
+// p: the products S^T, ds: dP^T. whole: no score is masked.
 template <int kTiles, int kQueries>
 __device__ __forceinline__ void plain_gradients(float (&p)[kTiles][4], float (&ds)[kTiles][4],
                                                 const Strip<kQueries>& at, float unit, bool whole) {
@@ -234,9 +235,9 @@ __device__ __forceinline__ void plain_gradients(float (&p)[kTiles][4], float (&d
   }
 }
 
-// scalar: p = score of p, but for what memory adds
+// scalar: p = score of p, without bias and mask
 //
-// derivative: of the score by scale * p, where the call has one.
+// derivative: of the score with respect to scale * p, written if the call has one.
 template <int kTiles, int kQueries>
 __device__ __forceinline__ void add_terms(float (&p)[kTiles][4], float (&derivative)[kTiles][4],
                                           const Attention& args, const ScoreNumbers<float>& numbers,
@@ -265,9 +266,9 @@ __device__ __forceinline__ void term_probabilities(float (&p)[kTiles][4], uint32
   }
 }
 
-// scalar: ds = p * (drop(ds) - delta);  p = drop(p), but for what it is scaled by
+// scalar: ds = p * (drop(ds) - delta);  p = drop(p), without dropout's scale
 //
-// keep_scale: of what dropout keeps.
+// keep_scale: dropout's scale of the elements that it keeps.
 template <int kTiles, int kQueries>
 __device__ __forceinline__ void term_gradients(float (&p)[kTiles][4], float (&ds)[kTiles][4],
                                                uint32_t counts, uint32_t kept, float keep_scale,
@@ -285,7 +286,7 @@ __device__ __forceinline__ void term_gradients(float (&p)[kTiles][4], float (&ds
   }
 }
 
-// sum: of a head, see add_head_gradient() of one score.
+// sum: of a head; see add_head_gradient(), which adds one score.
 template <int kTiles, int kQueries>
 __device__ __forceinline__ void add_head_gradients(float& sum, const float (&ds)[kTiles][4],
                                                    const AttentionBackward& args,
@@ -298,7 +299,7 @@ __device__ __forceinline__ void add_head_gradients(float& sum, const float (&ds)
   }
 }
 
-// scalar: ds *= derivative, from the gradient of the score to that of scale * product
+// scalar: ds *= derivative: the gradient of the score becomes that of scale * product
 template <int kTiles>
 __device__ __forceinline__ void apply_derivatives(float (&ds)[kTiles][4],
                                                   const float (&derivative)[kTiles][4],
@@ -307,7 +308,7 @@ __device__ __forceinline__ void apply_derivatives(float (&ds)[kTiles][4],
   if (!numbers.has_derivative()) return;
   ONEPASS_UNROLL
   for (int j = 0; j < 4 * kTiles; ++j) {
-    // A score that does not count may be anything, and so may its derivative.
+    // A score that does not count may have any value, and so may its derivative.
     if (counts >> j & 1) ds[j / 4][j % 4] *= derivative[j / 4][j % 4];
   }
 }

@@ -1,27 +1,27 @@
-// What memory adds to the scores of attention's backward: bias and mask.
+// Bias and mask in attention's backward.
 //
-// Rows of both are of keys, and a lane's scores (backward_scores.cuh) are of neighbouring queries.
-// So lanes read a row's neighbours, two elements of a bias or 16 bytes of a mask at a time, and
-// hand them on to the lanes that have their scores: a bias by movmatrix, a mask as bits. They are
-// loaded before the product that hides their latency, and converted after it; but a mask is
-// waited for where a kernel has no registers for it meanwhile.
+// In memory the elements of a row are neighbouring keys, but a lane's scores (backward_scores.cuh)
+// are those of neighbouring queries. So each lane reads neighbours of a row, two elements of a bias
+// or 16 bytes of a mask at a time, and passes them to the lanes that have their scores: a bias by
+// movmatrix, a mask as bits. They are loaded before the product that hides their latency and
+// converted after it; a mask that would need too many registers meanwhile is waited for.
 //
-// In registers, not by way of shared memory: there is no room for a tile of bias beside those of
-// 128 columns in 99 KiB, nor for one of float32 in 163 KiB, and dbias has none at all.
+// They go through registers, not through shared memory: a tile of bias does not fit beside tiles of
+// 128 columns in 99 KiB, nor one of float32 in 163 KiB, and the kernel of dbias has no room at all.
 #pragma once
 
 #include "cuda/attention/backward_scores.cuh"
 
 namespace onepass::cuda {
 
-// Bias and mask of a strip: 16 keys of a warp and 8 kTiles queries.
+// Bias and mask of a strip: the 16 keys of a warp and 8 kTiles queries.
 template <int kTiles>
 class StripTerms {
   static constexpr int kRows = 8 * kTiles, kKeys = 16;
-  static_assert(kRows <= kLanes);  // of which each has a row
+  static_assert(kRows <= kLanes);  // a lane per row
 
  public:
-  // Of a warp, all lanes: asks for what memory has of scores that are seen before any mask.
+  // Starts loading bias and mask of the scores that are seen before any mask; called by all lanes.
   template <int kQueries>
   __device__ __forceinline__ StripTerms(const Attention& args, const HeadTerms& terms,
                                         const Strip<kQueries>& at) {
@@ -61,8 +61,7 @@ class StripTerms {
     return seen_ & allowed;
   }
 
-  // scalar: p += bias; also where a score does not count, which may become a NaN and is not looked
-  // at
+  // scalar: p += bias; also for scores that do not count: these may become NaN and are never used
   __device__ __forceinline__ void add_bias(float (&p)[kTiles][4], const Attention& args) const {
     if (!args.bias.data) return;
     visit_dtype_up_to_float32(args.bias_dtype, [&]<class B>() {
@@ -84,16 +83,16 @@ class StripTerms {
   }
 
  private:
-  // How bias_ has it, the same for all lanes.
+  // The elements of bias_; the same for all lanes.
   enum class BiasForm {
     kOneRow,    // [r]: of key g + 8 r, for all queries
     kPairs,     // [2 n + r]: of query 8 n + g and keys 8 r + 2 t and the next, 16 bits each
     kElements,  // [4 n + e]: of element e of fragment n
   };
 
-  // Whole rows where 4 bytes divide them: a lane has the 16 keys of one query. Else a warp reads
-  // two rows at a time, byte by byte, and waits for them: as ballots they are 4 registers, as
-  // bytes on their way 16.
+  // If rows are aligned to 4 bytes, a lane loads the 16 keys of one query. Otherwise the warp reads
+  // two rows at a time, byte by byte, and waits for them: as ballots they take 4 registers, as
+  // loads in flight 16.
   template <int kQueries>
   __device__ __forceinline__ void load_mask(const Attention& args, const HeadTerms& terms,
                                             const Strip<kQueries>& at, uint32_t rows,
@@ -168,7 +167,7 @@ class StripTerms {
       form_ = BiasForm::kElements;
       ONEPASS_UNROLL
       for (int j = 0; j < 4 * kTiles; ++j) {
-        // Outside of the condition, which is then one of a load alone.
+        // Computed outside the condition, so that the condition covers the load alone.
         const Bits* const element =
             first + (j / 4 * 8 + 2 * t + j % 2) * stride + g + j % 4 / 2 * 8;
         if (seen_ >> j & 1) bias_[j] = load_global(element);
@@ -176,13 +175,13 @@ class StripTerms {
     }
   }
 
-  // Bit i: whether byte i is not 0. The product moves the four bits next to one another.
+  // Bit i: whether byte i is not 0. The multiplication brings the four bits together.
   static __device__ __forceinline__ uint32_t nonzero_bytes(uint32_t word) {
     const uint32_t high = ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word;
     return (high >> 7 & 0x01010101u) * 0x01020408u >> 24;
   }
-  // Bits 0, 16, 8 and 24 (of two queries in halves of a word: the lane's key and the one 8 further)
-  // as bits 0 to 3.
+  // Bits 0, 16, 8 and 24 as bits 0 to 3. Each half of the word is a query; in it these bits are the
+  // lane's key and the key 8 further.
   static __device__ __forceinline__ uint32_t own_bits(uint32_t of_two) {
     return (of_two & 0x01010101u) * 0x01040208u >> 24;
   }
@@ -195,7 +194,7 @@ class StripTerms {
     }
   }
 
-  uint32_t seen_ = 0;  // before any mask, as counts() has it
+  uint32_t seen_ = 0;  // before any mask, in the layout of counts()
   uint32_t bias_[4 * kTiles] = {};
   // Bytes of keys 4 i .. of query `lane`; or words of ballots, see counts().
   uint32_t mask_[4] = {};

@@ -1,5 +1,5 @@
-// What a block of attention's backward has to do: its tile of keys, the tiles of queries that see
-// it, one turn each, and when it may add to the dQ of one.
+// The work of a block of attention's backward: its tile of keys, the tiles of queries that see it
+// (one turn each), and the time when the block may add to the dQ of a turn.
 #pragma once
 
 #include "cuda/attention/backward_ends.cuh"
@@ -9,14 +9,14 @@
 
 namespace onepass::cuda {
 
-// Of a call, beside its arguments.
+// The numbers of a call that its arguments do not contain.
 struct BackwardWork {
   BackwardEnds ends;
   ScoreNumbers<float> numbers;
-  BlockOrder order;  // of pairs' tiles of keys, each of which has the queries of all heads
+  BlockOrder order;  // of the pairs' tiles of keys; a block takes the queries of all heads
   float* dquery;     // sums, see backward_query.cuh; null if not wanted
-  uint32_t* ticket;  // of the next block; null: blocks add to dQ in any order
-  uint32_t* turns;   // (batch, heads, query_tiles) how many tiles of keys have been added
+  uint32_t* ticket;  // number of the next block; null: blocks add to dQ in any order
+  uint32_t* turns;   // (batch, heads, query_tiles) number of tiles of keys already added
   int64_t query_tiles;
   int head_slabs;
   int value_slabs;
@@ -29,19 +29,19 @@ struct Turn {
   int first;
 };
 
-// What one thread of a block works out of a turn for all of them, in 64-bit arithmetic.
+// Facts of a turn, which one thread computes in 64-bit arithmetic for the whole block.
 struct TurnFacts {
   Turn turn;
-  int queries;        // of the sequence, from the first on
+  int queries;        // of the sequence, from the turn's first on
   bool is_whole;      // see BlockConstants; without terms
-  float* sums;        // of dQ, of the first row
+  float* sums;        // of dQ, at the first row
   const void* query;  // the first row
   const void* doutput;
   int query_piece;  // see Rows
   int doutput_piece;
 };
 
-// What every thread of a block would hold, kept in shared memory because registers are short.
+// Constants of a block, in shared memory because registers are scarce.
 struct BlockConstants {
   Sequence sequence;
   Dropout dropout;
@@ -49,13 +49,13 @@ struct BlockConstants {
   int kv_head;
   int group_size;  // heads that share the keys
   int tile;
-  int shift;      // of the first tile, in front of the first key
-  int first_key;  // of this one
+  int shift;      // by which the first tile begins before the first key
+  int first_key;  // of the block's tile
   int keys;       // of the sequence
   int queries;
   int seen_first;  // keys that any query sees: seen_first .. seen_last - 1
   int seen_last;
-  int begin;  // queries that see any of the tile's keys; from a multiple of a tile of queries on
+  int begin;  // queries that see any of the tile's keys, rounded down to a whole tile of queries
   int end;
   int turns;
 
@@ -64,8 +64,8 @@ struct BlockConstants {
       : dropout(dropout_of(args)),
         group_size(static_cast<int>(args.heads / args.kv_heads)),
         shift(terms ? tile_shift(args) : 0) {
-    // The first keys are seen by the most queries under a diagonal. By tickets, a block has started
-    // before all those that wait for it.
+    // Under a diagonal the first keys are seen by the most queries, so their tiles come first. With
+    // tickets a block never waits for one that has not started.
     const BlockPlace place =
         work.order.place(work.ticket ? atomic_add_acq_rel(work.ticket, 1) : blockIdx.x);
     tile = place.turn;
@@ -111,8 +111,8 @@ struct BlockConstants {
   }
 };
 
-// When a block may add to the dQ of a turn: when all tiles of keys before its own have, of those
-// that the queries see. For all threads of the block.
+// The order in which blocks add to the dQ of a turn: a block waits until all earlier tiles of keys
+// that these queries see have been added. All threads of the block call it.
 class QueryOrder {
  public:
   __device__ __forceinline__ QueryOrder(const AttentionBackward& args, const BackwardWork& work,
@@ -138,8 +138,8 @@ class QueryOrder {
   }
 
  private:
-  uint32_t* added_ = nullptr;  // tiles of keys that have been added
-  uint32_t before_ = 0;        // those in front of this one
+  uint32_t* added_ = nullptr;  // number of tiles of keys already added
+  uint32_t before_ = 0;        // number of tiles of keys that come before this one
 };
 
 }  // namespace onepass::cuda

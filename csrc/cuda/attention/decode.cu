@@ -2,30 +2,30 @@
 //
 //   output = softmax(terms(scale * query key^T)) value,   lse = log(sum(exp(score)))
 //
-// What binds is reading keys and values. So all query heads that share a kv head, times a few
-// queries, are one tile of 16 rows (fewer where rows are very long) that reads each key and value
-// once; and a sequence is cut into chunks, so that one of them alone keeps a whole device busy:
+// The limit is the time to read keys and values. So all query heads that share a kv head, times a
+// few queries, form one tile of 16 rows (fewer if rows are very long) that reads each key and value
+// once; and a sequence is divided into chunks, so that a single sequence keeps a whole device busy:
 // Dao, Haziza, Massa, Sizov, Flash-Decoding, 2023. decode.h says how, and why nothing but a
 // sequence's own length can change its result by a bit.
 //
-//   attention_decode_append_kernel   rotates the new keys and writes the new rows, where there are
-//                                    many or a kv head has several tiles. Else the block that reads
-//                                    a chunk, which nobody else does, writes its new rows itself.
-//   attention_decode_kernel          a block takes chunks of a tile; its warps take 16 keys in turn
-//                                    (8 as multiply-adds), each with a running softmax of its own,
-//                                    and put their states together at the chunk's end.
-//   attention_decode_join_kernel     joins the states of chunks or runs, where blocks left several.
-//                                    A launch rather than work for a tile's last block: tickets to
-//                                    know that one by would have to be zeroed by a launch as well,
-//                                    and it would read alone what here many blocks read.
+//   attention_decode_append_kernel   rotates the new keys and writes the new rows, if there are
+//                                    many or a kv head has several tiles. Otherwise each chunk is
+//                                    read by a single block, which writes the chunk's new rows.
+//   attention_decode_kernel          a block takes chunks of a tile; its warps take turns of 16
+//                                    keys (8 with multiply-adds), each with its own running
+//                                    softmax, and join their states at the end of the chunk.
+//   attention_decode_join_kernel     joins the states of chunks or runs, if there are several. A
+//                                    launch, and not work for the last block of a tile: finding the
+//                                    last block takes tickets, which a launch would have to zero
+//                                    too, and one block would read all that many blocks read here.
 //
 // Bytes: K and V once per tile, Q once per block, the output once; and states (decode.h), which are
 // read soon after they are written and stay in the L2. By its data sheet an H100 reads 3.35 TB/s
-// with 132 multiprocessors, 25 bytes in each nanosecond for each of them: if a byte is a
-// microsecond under way, 25 KB must be, all the time. A block has queues of 64 KB, all of which are
-// under way but for what its four warps use at the moment (DecodeBlock::go_through), and two or
+// with 132 multiprocessors, 25 bytes per nanosecond each. With a latency of a microsecond, 25 KB
+// must be in flight per multiprocessor all the time. A block has queues of 64 KB, all of which are
+// in flight except the part that its four warps are using (DecodeBlock::go_through), and two or
 // three blocks fit a multiprocessor. For 16 keys of 128 columns (8 KB, 330 ns at that speed) a warp
-// issues 32 products of tensor cores and some hundreds of other instructions. Done when it reads as
+// issues 32 tensor core products and some hundreds of other instructions. Done when it reads as
 // fast as a copy does; no device has timed it yet.
 #include "core/visit.h"
 #include "cuda/attention/attention.h"
@@ -41,7 +41,7 @@ namespace {
 
 // ---- a block ------------------------------------------------------------------------------------
 
-// How a row's values of the warps, of the run and of the runs before become one.
+// The factors with which a row's values of the warps, of the run and of earlier runs are added.
 template <int kWarps>
 struct RowScales {
   float of_warp[kWarps];
@@ -50,7 +50,7 @@ struct RowScales {
   float normalise;
 };
 
-// What the threads of a block all know. In shared memory: registers are for sums.
+// Facts that all threads of a block use. In shared memory, because registers are needed for sums.
 template <class T>
 struct BlockFacts {
   RowTile tile;
@@ -68,13 +68,13 @@ struct BlockFacts {
         values(args, args.value, tile.batch, tile.kv_head, args.value_dim) {}
 };
 
-// Of a chunk, and of a piece.
+// Where a chunk lies in its run and its piece.
 struct ChunkAt {
   bool opens_run;
   bool closes_run;
   bool in_first_run;
   bool is_last;
-  bool is_all;  // and the piece is all there is
+  bool is_all;  // the piece is the only one
 };
 
 template <class Tile>
@@ -123,7 +123,7 @@ class DecodeBlock {
       const auto first = static_cast<int>(facts_->pieces.first(p));
       const auto last = static_cast<int>(facts_->pieces.last(p));
       for (int chunk = first; chunk < last; ++chunk) {
-        if (has_queries) __syncthreads();  // what the last chunk left is overwritten
+        if (has_queries) __syncthreads();  // before the results of the last chunk are overwritten
         attend(chunk, has_queries);
         has_queries = true;
         constexpr int kRun = kRunChunks;
@@ -150,7 +150,7 @@ class DecodeBlock {
     if (args_.new_rows > 0 && shape_.writes_own) write_new(chunk);
     WarpState<Tile> state;
     go_through(state, chunk, has_queries);
-    __syncthreads();  // the values go where the queues were
+    __syncthreads();  // the values reuse the memory of the queues
     const int warp = warp_index();
     state.put(warp_states_ + warp * Tile::kRows,
               reinterpret_cast<Values*>(queue_) + warp * Tile::kRows * kRowValues,
@@ -158,8 +158,8 @@ class DecodeBlock {
     __syncthreads();
   }
 
-  // Of the new rows those in a chunk; the first and the last chunk also write those that lie
-  // outside of all chunks.
+  // Writes the new rows of a chunk. The first and the last chunk also write the new rows that lie
+  // outside all chunks.
   __device__ __forceinline__ void write_new(int chunk) {
     const Chunks& chunks = facts_->pieces.chunks;
     const CachedKeys& all = facts_->all;
@@ -171,7 +171,8 @@ class DecodeBlock {
     __syncthreads();
   }
 
-  // The keys of a chunk that any row sees: each warp takes kKeys in turn.
+  // Goes through the keys of a chunk that any row sees; each warp takes every kWarps-th group of
+  // kKeys keys.
   __device__ __forceinline__ void go_through(WarpState<Tile>& state, int chunk, bool has_queries) {
     constexpr int kStages = cuda::kStages<Tile>, kPieces = Tile::kPieces;
     const RowTile& tile = facts_->tile;
@@ -186,7 +187,7 @@ class DecodeBlock {
     const auto queue = [&](int turn, int which) {
       return own + (turn % kStages * 2 + which) * kPieces * kLanes;
     };
-    // Relative to what a warp's turn begins with.
+    // The seen keys, counted from `key`.
     const auto there = [&](int key) { return KeysThere{seen.first - key, seen.last - key}; };
     const auto key_of = [&](int turn) { return turn * kTurn + warp_index() * Tile::kKeys; };
     const int first_turn = seen.first / kTurn;
@@ -194,7 +195,7 @@ class DecodeBlock {
     const auto load_keys = [&](int turn) {
       const int key = key_of(turn);
       if (turn < last_turn) {
-        const CacheRows<const T> rows = facts_->keys;  // read once
+        const CacheRows<const T> rows = facts_->keys;  // one read of shared memory
         Tile::load_keys(queue(turn, 0), rows, first_key + key, there(key));
       }
       cp_async_commit();
@@ -219,7 +220,7 @@ class DecodeBlock {
     const OwnRows<Tile> rows(args_, shape_, tile, all, first_key, count);
     ONEPASS_ROLL
     for (int turn = first_turn; turn < last_turn; ++turn) {
-      // After each group that is waited for, 2 kStages - 1 newer ones have been committed.
+      // The group that is waited for is older than the last 2 kStages - 1.
       cp_async_wait<2 * kStages - 1>();
       float score[Tile::kOwnRows][Tile::kOwnScores], shrink[Tile::kOwnRows];
       Tile::multiply(score, queries_, queue(turn, 0), static_cast<int>(args_.head_dim), tile.rows);
@@ -255,10 +256,10 @@ class DecodeBlock {
     }
   }
 
-  // ---- its end, by rows -------------------------------------------------------------------------
+  // ---- the end of a chunk, by rows --------------------------------------------------------------
 
-  // A thread per row: the states of the warps become the chunk's, which joins the run's, which
-  // joins that of all runs; and what their values are to be multiplied by.
+  // One thread per row: joins the states of the warps into the chunk's, that into the run's, and
+  // that into the state of all runs. Keeps the factors of their values for finish_values().
   __device__ __forceinline__ void finish_statistics(const ChunkAt& at, int piece) {
     const auto row = static_cast<int>(threadIdx.x);
     if (row >= facts_->tile.rows) return;
@@ -301,8 +302,8 @@ class DecodeBlock {
     scales_[row] = scales;
   }
 
-  // The same of the values, four columns at a time. What a thread reads back of earlier chunks it
-  // has written itself.
+  // Joins the values in the same way, four columns at a time. A thread reads back only values of
+  // earlier chunks that it wrote itself.
   __device__ __forceinline__ void finish_values(const ChunkAt& at, int piece) {
     const auto cols = static_cast<int>(shape_.value_cols / 4);
     for (int i = static_cast<int>(threadIdx.x); i < facts_->tile.rows * cols; i += kThreads) {
@@ -311,7 +312,7 @@ class DecodeBlock {
       Values values{};
       ONEPASS_UNROLL
       for (int w = 0; w < Tile::kWarps; ++w) {
-        const Values of_warp =  // by one load: its elements, one by one, share banks
+        const Values of_warp =  // in one load: loads of single elements would conflict in banks
             reinterpret_cast<const Values*>(queue_)[(w * Tile::kRows + row) * kRowValues + col];
         ONEPASS_UNROLL
         for (int e = 0; e < 4; ++e) {
@@ -340,7 +341,7 @@ class DecodeBlock {
   const DecodeShape& shape_;
   const StoredStates& stored_;
   Words* queue_;   // (kWarps, stages, key or value, pieces, lanes); then the warps' values
-  void* queries_;  // (kRows, kDims) as the tile has them
+  void* queries_;  // (kRows, kDims) in the layout of the tile
   Facts* facts_;
   State* warp_states_;  // (kWarps, kRows)
   Scales* scales_;      // (kRows,)
@@ -349,9 +350,9 @@ class DecodeBlock {
   Values* run_values_;  // (kRows, kDims)
 };
 
-// With numbers that the host has converted, instances have up to 1.2 % fewer instructions. At 256
-// columns ptxas then takes 248 registers in place of 242 for sm_90 (tests/install/nvcc.py): the
-// same allocation, because registers are allocated by eights.
+// Because the host converts `numbers`, instances have up to 1.2 % fewer instructions. At 256
+// columns ptxas then uses 248 registers instead of 242 for sm_90 (tests/install/nvcc.py): the same
+// allocation, because registers are allocated in eights.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kWarps* kLanes, Tile::kBlocks)
     attention_decode_kernel(const AttentionDecode __grid_constant__ args,
@@ -361,7 +362,7 @@ __global__ void __launch_bounds__(Tile::kWarps* kLanes, Tile::kBlocks)
   DecodeBlock<Tile>(args, numbers, shape, stored).run();
 }
 
-// ---- what comes before and after ---------------------------------------------------------------
+// ---- the kernels before and after ---------------------------------------------------------------
 
 constexpr int kAppendThreads = 256;
 constexpr int64_t kAppendRows = 16;
@@ -380,14 +381,15 @@ __global__ void __launch_bounds__(kAppendThreads)
 }
 
 constexpr int kJoinWarps = 8;
-constexpr int kJoinAhead = 8;  // states whose values a lane reads before it needs the first
+constexpr int kJoinAhead = 8;  // states whose values a lane loads before it uses the first
 static_assert(kRunChunks <= kLanes && kMostRuns <= kLanes);
 
 int64_t join_bytes(const DecodeShape& shape) {
   return kMostRuns * (shape.value_cols * 4 + static_cast<int64_t>(sizeof(State))) + 16;
 }
 
-// A block per query row: a warp joins the states of a run's pieces, then all those of the runs.
+// A block per query row: a warp joins the states of a run's pieces, then all warps those of the
+// runs.
 __global__ void __launch_bounds__(kJoinWarps* kLanes)
     attention_decode_join_kernel(const AttentionDecode __grid_constant__ args,
                                  const DecodeShape __grid_constant__ shape,
@@ -403,7 +405,7 @@ __global__ void __launch_bounds__(kJoinWarps* kLanes)
   State* const run_states = shared.take<State>(kMostRuns);
   Values* const run_values = shared.take<Values>(kMostRuns * cols);
 
-  // The pieces of a run: its chunks, or itself.
+  // The pieces of a run are its chunks, or the run itself.
   const Pieces of_runs = {pieces.chunks, kRunChunks};
   const auto runs = static_cast<int>(of_runs.count());
   for (int run = warp_index(); run < runs; run += kJoinWarps) {
@@ -435,7 +437,7 @@ __global__ void __launch_bounds__(kJoinWarps* kLanes)
     }
   }
   __syncthreads();
-  if (warp_index() * kLanes >= cols) return;  // whole warps
+  if (warp_index() * kLanes >= cols) return;  // only whole warps leave
   State own;
   if (lane_index() < runs) own = run_states[lane_index()];
   const WarpJoin join(own, runs);
@@ -456,7 +458,7 @@ __global__ void __launch_bounds__(kJoinWarps* kLanes)
 
 // ---- plan and run -------------------------------------------------------------------------------
 
-// f<Tile>() of the call.
+// Calls f<Tile>() with the tile of the call.
 template <class F>
 decltype(auto) visit_tile(const AttentionDecode& args, F&& f) {
   const int64_t dims = std::max(args.head_dim, args.value_dim);

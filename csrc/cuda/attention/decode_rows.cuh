@@ -1,5 +1,4 @@
-// Rows of a KV cache, wherever they lie; new ones on their way there; and rotation, of these and of
-// queries.
+// Reads and writes rows of a KV cache, contiguous or in pages, and rotates new keys and queries.
 #pragma once
 
 #include "cuda/attention/decode.h"
@@ -10,8 +9,8 @@
 
 namespace onepass::cuda {
 
-// Lengths on a device are not checked beforehand: those that do not fit the cache must not lead
-// beyond it, nor beyond a workspace that is made for it.
+// Lengths on a device are not checked by the host. They are clamped here, so that no access leaves
+// the cache or the workspace, whose size follows from it.
 __device__ __forceinline__ CachedKeys keys_within_cache(const AttentionDecode& args,
                                                         int64_t batch) {
   CachedKeys keys = cached_keys(args, batch);
@@ -30,7 +29,7 @@ struct CacheRows {
   int64_t page_stride;
   int page_size;
   int cols;
-  bool aligned;  // each row begins at a multiple of 16 bytes and ends at one
+  bool aligned;  // each row begins and ends at a multiple of 16 bytes
 
   __device__ __forceinline__ CacheRows(const AttentionDecode& args, const Strided& cache,
                                        int64_t batch, int64_t kv_head, int64_t columns)
@@ -61,7 +60,7 @@ struct CacheRows {
   __device__ __forceinline__ T* row(int i) const { return base + offset(i); }
 };
 
-// Element d of a row that is rotated at a position: see ops/attention_decode.h.
+// Element d of a row rotated for a position: see ops/attention_decode.h.
 template <class T>
 __device__ __forceinline__ T rotated(const AttentionDecode& args, const T* row, int64_t position,
                                      int d) {
@@ -70,7 +69,7 @@ __device__ __forceinline__ T rotated(const AttentionDecode& args, const T* row, 
   const int pairs = dims / 2, apart = args.rotary_interleaved ? 1 : pairs;
   const int pair = args.rotary_interleaved ? d / 2 : d < pairs ? d : d - pairs;
   const int first = args.rotary_interleaved ? 2 * pair : pair;
-  const auto of_pair = [&](const void* table) {  // of float32 or of T
+  const auto of_pair = [&](const void* table) {  // float32 or T
     const int64_t at = position * pairs + pair;
     if (args.rotary_dtype == DType::kFloat32)
       return load_global(static_cast<const float*>(table) + at);
@@ -81,12 +80,12 @@ __device__ __forceinline__ T rotated(const AttentionDecode& args, const T* row, 
   return onepass::narrow<T>(d == first ? x1 * c - x2 * s : x1 * s + x2 * c);
 }
 
-// Writes the new rows that become rows [begin, end) of the cache, with all threads of the block.
+// Writes the new rows that become rows [begin, end) of the cache; called by all threads.
 template <class T>
 __device__ __forceinline__ void write_new_rows(const AttentionDecode& args, const CachedKeys& keys,
                                                int64_t batch, int64_t kv_head, int64_t begin,
                                                int64_t end) {
-  constexpr int kRows = 16, kAhead = 4;  // elements that a thread reads before it writes the first
+  constexpr int kRows = 16, kAhead = 4;  // a thread reads kAhead elements before it writes one
   const CacheRows<T> key(args, args.key, batch, kv_head, args.head_dim);
   const CacheRows<T> value(args, args.value, batch, kv_head, args.value_dim);
   const auto new_row = [&](const Strided& rows, int64_t row) {

@@ -1,6 +1,6 @@
-// What query rows make of some of their keys, and how that is joined. Kernels that decode and those
-// that join what these have left compute it here, both in the same order: so no bit depends on who
-// does it.
+// The state of query rows after some of their keys, and how states are joined. The decoding kernel
+// and the joining kernel both use this code, in the same order, so that the result does not depend,
+// not by a bit, on which of them joins.
 #pragma once
 
 #include "cuda/attention/decode.h"
@@ -10,25 +10,25 @@
 
 namespace onepass::cuda {
 
-// Of a row: the largest score, and the sum of exp(score - maximum). Beside it go the values,
-// weighted by the same exponentials.
+// The state of a row: its largest score, and the sum of exp(score - maximum). The sums of the
+// values, weighted by the same exponentials, are kept beside it.
 struct alignas(8) State {
   float maximum = -INFINITY;
   float sum = 0.0f;
 };
 
-// What the values of the former and of the latter are multiplied by when they are joined.
+// The factors of the former and the latter values when they are joined.
 struct Joined {
   float former;
   float latter;
 };
 
-// Without any key there is nothing to subtract: exp(-inf - 0) is 0 as well.
+// The number that is subtracted from scores: 0 for a row without keys, where exp(-inf - 0) is 0.
 __device__ __forceinline__ float subtrahend(float maximum) {
   return maximum == -INFINITY ? 0.0f : maximum;
 }
 
-// `state`, of the keys before, becomes that of both.
+// Joins `latter` to `state`, which is of earlier keys.
 __device__ __forceinline__ Joined join(State& state, const State& latter) {
   const float maximum = fmaxf(state.maximum, latter.maximum);
   const float low = subtrahend(maximum);
@@ -51,11 +51,12 @@ __device__ __forceinline__ Values join(const Joined& by, const Values& former,
   return both;
 }
 
-// The states of a warp's first `count` lanes, joined in their order as join() would: the largest
-// score so far is exact in any order, and with it all exponentials are independent of one another.
+// Joins the states of a warp's first `count` lanes in their order, with the results of join(). The
+// largest score so far is exact in any order, so a prefix maximum comes first; then all lanes
+// compute their exponentials at once.
 struct WarpJoin {
-  State state;  // of all
-  Joined own;   // of the lane's and those before it
+  State state;  // of all lanes
+  Joined own;   // joins the lane's state to those before it
 
   __device__ __forceinline__ WarpJoin(const State& latter, int count) {
     float maximum = latter.maximum;  // of this lane and those before
@@ -74,7 +75,7 @@ struct WarpJoin {
     }
   }
 
-  // `values`, of states 0 .. i - 1, become those of 0 .. i.
+  // Joins `latter`, the values of state i, to `values`, those of states 0 .. i - 1.
   __device__ __forceinline__ Values add(const Values& values, const Values& latter, int i) const {
     const Joined by = of(i);
     return i == 0 ? latter : join(by, values, latter);
@@ -89,10 +90,10 @@ struct WarpJoin {
   }
 };
 
-// Of all keys: the sink joins as one without a value.
+// The result of a row after all its keys. A sink joins like a key whose value is zero.
 struct Finished {
   float lse;
-  float normalise;  // what the values are multiplied by
+  float normalise;  // factor of the values
 };
 
 __device__ __forceinline__ Finished finish(const AttentionDecode& args, int64_t head,
@@ -110,8 +111,9 @@ __device__ __forceinline__ Finished finish(const AttentionDecode& args, int64_t 
 
 // ---- where rows are -----------------------------------------------------------------------------
 
-// A tile of query rows of one kv head: row `query * group + head`, so that a tile has all heads of
-// few queries, which see about the same keys. Tiles, as blocks, and rows are fewer than 2^31.
+// A tile of query rows of one kv head. Rows are numbered `query * group + head`, so that a tile has
+// all heads of a few queries, which see about the same keys. There are fewer than 2^31 rows, and
+// fewer than 2^31 tiles, because a tile is a block.
 struct RowTile {
   int64_t batch;
   int64_t kv_head;

@@ -1,10 +1,10 @@
-// The products of a warp that decodes: its query rows with kKeys keys, and weights with as many
-// values. On tensor cores (TensorTile) and as multiply-adds (PlainTile).
+// The products of a decoding warp: its query rows times kKeys keys, and weights times as many
+// values. On tensor cores (TensorTile) and with multiply-adds (PlainTile).
 //
-// Either way a lane needs the same 16-byte pieces of each key's row again and again, and these come
-// from global memory in whole sectors. So a lane copies what it alone will read: shared memory is a
-// queue of its own after the registers, and between copies and products there is no barrier, not
-// even of the warp.
+// In both, a lane needs the same 16-byte columns of every key's row, and these are read from global
+// memory in whole sectors. So each lane copies exactly the pieces that it alone reads later: shared
+// memory is a private queue of the lane, and there is no barrier between copies and products, not
+// even one of the warp.
 #pragma once
 
 #include <cmath>
@@ -16,11 +16,11 @@
 
 namespace onepass::cuda {
 
-// Of K and V on the way, for a block.
+// Bytes of K and V in flight, per block.
 inline constexpr int kQueueBytes = 64 * 1024;
-inline constexpr int kLanePieces = kLanes * 16;  // bytes of one piece of each lane of a warp
+inline constexpr int kLanePieces = kLanes * 16;  // bytes: one piece for each lane of a warp
 
-// A piece of a row that is not aligned.
+// Loads a piece of an unaligned row, element by element.
 template <class T>
 __device__ __forceinline__ Words gather_piece(const T* row, int col, int cols) {
   Words words{};
@@ -37,9 +37,9 @@ __device__ __forceinline__ Words gather_piece(const T* row, int col, int cols) {
   return words;
 }
 
-// Starts copying a lane's pieces of a row, kPieces of them from column `col` on and kStep columns
-// apart, to every kQueueStep-th of the lane's places; zero and not read unless `has`, and where the
-// row ends. Pieces that no lane has are left out.
+// Starts to copy a lane's pieces of a row: kPieces pieces from column `col` on, kStep columns
+// apart, to every kQueueStep-th place of the lane. Pieces after the end of the row, and all pieces
+// unless `has`, are zero and not read. Pieces that no lane has are skipped.
 template <int kPieces, int kStep, int kQueueStep, class T>
 __device__ __forceinline__ void load_pieces(Words* queue, const CacheRows<const T>& rows,
                                             const T* row, int col, bool has) {
@@ -60,14 +60,15 @@ __device__ __forceinline__ void load_pieces(Words* queue, const CacheRows<const 
   }
 }
 
-// Keys [first, last) of those that a warp takes together are there.
+// Of the keys that a warp takes together, those that exist: [first, last).
 struct KeysThere {
   int first;
   int last;
   __device__ __forceinline__ bool has(int key) const { return first <= key && key < last; }
 };
 
-// The rows of the keys that a warp takes together. Where they are in pages, one lane looks up each.
+// The rows of the keys that a warp takes together. If they are in pages, each is looked up by one
+// lane.
 template <int kKeys, class T>
 class TurnRows {
  public:
@@ -78,7 +79,7 @@ class TurnRows {
     if (rows.pages && key < kKeys && there.has(key)) own_offset_ = rows.offset(first + key);
   }
 
-  // load_pieces() of a key's row; all lanes of the warp at the same time.
+  // load_pieces() for a key's row; called by all lanes of the warp together.
   template <int kPieces, int kStep, int kQueueStep>
   __device__ __forceinline__ void load(Words* queue, int key, int col) const {
     int64_t offset = (first_ + key) * rows_.stride;
@@ -97,11 +98,11 @@ class TurnRows {
 
 // 16 query rows, bfloat16 or float16.
 //
-// The fragments of mma.m16n8k16, with g = lane / 4 and t = lane % 4: in a product any column of the
-// one may be called the k-th, if it is that row of the other. So the k of scores are dealt out such
-// that a lane's two fragments of 32 columns are the 16 bytes from column 8 t of the row of key g,
-// and the columns of V such that its eight are those from 8 g, of keys 2 t and 2 t + 1 (and 8
-// further). No lane moves anything to another: pairs of keys are put together by halves of words.
+// Fragments of mma.m16n8k16, with g = lane / 4 and t = lane % 4. The order of the k of a product is
+// free if both factors use the same one. For scores it is chosen so that a lane's two fragments of
+// 32 columns are the 16 bytes from column 8 t of the row of key g. The columns of V are ordered so
+// that a lane's eight are those from 8 g, of keys 2 t and 2 t + 1 (and 8 further). So no lane
+// passes anything to another: two keys are combined from halves of words.
 template <class T, int kDims_>
 struct TensorTile {
   using Element = T;
@@ -109,16 +110,16 @@ struct TensorTile {
   static constexpr int kRows = 16;
   static constexpr int kKeys = 16;
   static constexpr int kWarps = 4;
-  static constexpr int kOwnRows = 2;          // that a lane has scores of
-  static constexpr int kOwnScores = 4;        // of each
-  static constexpr int kSharing = 4;          // lanes that have the others of the same rows,
-  static constexpr int kApart = 1;            // so far from one another
+  static constexpr int kOwnRows = 2;          // rows of which a lane has scores
+  static constexpr int kOwnScores = 4;        // scores per such row
+  static constexpr int kSharing = 4;          // lanes that share the scores of a row,
+  static constexpr int kApart = 1;            // and their distance in lanes
   static constexpr int kSlices = kDims / 32;  // of K
   static constexpr int kGroups = kDims / 64;  // of columns of V
-  static constexpr int kPieces = kKeys * kDims / 8 / kLanes;  // of a lane, of K or of V
+  static constexpr int kPieces = kKeys * kDims / 8 / kLanes;  // per lane, of K or of V
   static constexpr int kQueryBytes = kRows * kDims * 2;
-  static constexpr int kWeightFloats = 0;               // of a warp, in shared memory
-  static constexpr int kBlocks = kDims <= 128 ? 3 : 2;  // for a multiprocessor, by registers
+  static constexpr int kWeightFloats = 0;               // per warp, in shared memory
+  static constexpr int kBlocks = kDims <= 128 ? 3 : 2;  // per multiprocessor, limited by registers
   static constexpr bool kExact = false;
 
   float sum[kGroups][8][4] = {};
@@ -128,7 +129,7 @@ struct TensorTile {
     return j / 2 * 8 + lane_index() % 4 * 2 + j % 2;
   }
 
-  // Eight columns of a query. They lie as fragments do: (slice, row / 8, lane), 16 bytes each.
+  // Stores eight columns of a query in fragment order: (slice, row / 8, lane), 16 bytes each.
   static __device__ __forceinline__ void put_query(void* queries, int row, int col,
                                                    const T (&elements)[kPack]) {
     const int lane = row % 8 * 4 + col % 32 / 8;
@@ -217,13 +218,13 @@ struct TensorTile {
     }
   }
 
-  // The sums to rows of kDims columns.
+  // Stores the sums as rows of kDims columns.
   __device__ __forceinline__ void put(Values* rows, int count, int value_dim) const {
     ONEPASS_UNROLL
     for (int n = 0; n < kGroups; ++n) {
       if (64 * n >= value_dim) continue;
       ONEPASS_UNROLL
-      for (int i = 0; i < 8; ++i) {  // four columns each: from 8 of one C column, twice
+      for (int i = 0; i < 8; ++i) {  // four columns each
         const int half = i / 4, c = i / 2 % 2, first = i % 2 * 4;
         if (own_row(half) >= count) continue;
         const int col = 64 * n + lane_index() % 4 * 16 + 8 * c + first;
@@ -236,13 +237,13 @@ struct TensorTile {
   }
 };
 
-// float32, and 16 bits where rows are too long for the sums of 16 of them: as many query rows as 64
-// registers hold.
+// float32, and 16-bit rows too long for the sums of 16 query rows: as many query rows as fit 64
+// registers.
 //
-// A lane has kElements columns in a row of each 32 kElements: of the sums of products for eight
-// keys and four query rows, which the lanes then add up by halves, so that each ends with one score
-// (31 exchanges for 32 sums, not five for each); and of the sums of values, whose weights come back
-// through shared memory.
+// A lane has kElements neighbouring columns of every 32 kElements. For eight keys and four query
+// rows it has partial sums of 32 scores; the lanes add these by halves, so that each ends with one
+// score (31 exchanges for 32 sums, instead of five for each). The sums of values are split over the
+// lanes in the same way, and their weights come back through shared memory.
 template <class T, int kDims_>
 struct PlainTile {
   using Element = T;
@@ -259,7 +260,7 @@ struct PlainTile {
   static constexpr int kSlices = kDims / kSlice;
   static constexpr int kPieces = kKeys * kSlices;
   static constexpr int kQueryBytes = kRows * kDims * 4;
-  static constexpr int kGroupFloats = kLanes + 4;  // weights of four rows, and what shrinks them
+  static constexpr int kGroupFloats = kLanes + 4;  // weights of four rows, and their shrink factors
   static constexpr int kWeightFloats = kOwnRows * kGroupFloats;
   static constexpr int kBlocks = 2;
   static constexpr bool kExact = true;
@@ -277,7 +278,7 @@ struct PlainTile {
     }
   }
 
-  // Queries are widened: (row, slice, four elements of a lane's, lane).
+  // Where widened queries lie: (row, slice, four elements of a lane, lane).
   static __device__ __forceinline__ int query_index(int row, int slice, int quarter, int lane) {
     return ((row * kSlices + slice) * (kElements / 4) + quarter) * kLanes + lane;
   }
@@ -347,8 +348,8 @@ struct PlainTile {
     }
   }
 
-  // The sum over all lanes of part[lane]: of the first kHalf with the others, then of the halves of
-  // what is left.
+  // The sum of part[lane] over all lanes. Lanes kHalf apart exchange halves of their parts and add
+  // them; then the same with half as many.
   template <int kHalf = kLanes / 2>
   static __device__ __forceinline__ float sum_of_lanes(float (&part)[kLanes]) {
     const bool upper = lane_index() & kHalf;
@@ -400,7 +401,7 @@ struct PlainTile {
         }
       }
     }
-    __syncwarp();  // the weights are overwritten in the next turn
+    __syncwarp();  // before the next iteration overwrites the weights
   }
 
   __device__ __forceinline__ void put(Values* rows, int count, int value_dim) const {
@@ -421,7 +422,7 @@ struct PlainTile {
   }
 };
 
-// Turns of a warp whose keys and values fit the queue.
+// Iterations of a warp whose keys and values fit the queue.
 template <class Tile>
 inline constexpr int kStages = kQueueBytes / (2 * Tile::kWarps * Tile::kPieces * kLanePieces);
 

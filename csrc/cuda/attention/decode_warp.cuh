@@ -1,5 +1,5 @@
-// A warp that decodes: the scores of its query rows with the keys of a turn, and the softmax that
-// runs along with them.
+// The work of a decoding warp: the scores of its query rows with the keys of an iteration, and
+// their running softmax.
 #pragma once
 
 #include "cuda/attention/decode_states.cuh"
@@ -7,12 +7,13 @@
 
 namespace onepass::cuda {
 
-// A key's number within a chunk of `count`, or that of the chunk's end beyond which it lies.
+// A key's number within a chunk of `count` keys, clamped to the chunk.
 __device__ __forceinline__ int keys_within(int64_t key, int count) {
   return key < 0 ? 0 : key > count ? count : static_cast<int>(key);
 }
 
-// What a lane's rows see of a chunk, and by which terms; keys are counted from the chunk's first.
+// The keys of a chunk that each row of a lane sees, and the row's terms; keys are counted from the
+// chunk's first.
 template <class Tile>
 struct OwnRows {
   KeysThere keys[Tile::kOwnRows];
@@ -54,7 +55,7 @@ __device__ __forceinline__ void add_terms(float (&score)[Tile::kOwnRows][Tile::k
                                           const AttentionDecode& args,
                                           const ScoreNumbers<float>& numbers,
                                           const OwnRows<Tile>& rows, int first_key) {
-  constexpr int kScores = Tile::kOwnScores;  // of a row
+  constexpr int kScores = Tile::kOwnScores;  // per row
   const auto for_each = [&](auto&& body) {
     ONEPASS_UNROLL
     for (int e = 0; e < Tile::kOwnRows * kScores; ++e) body(score[e / kScores][e % kScores], e);
@@ -76,8 +77,8 @@ struct WarpState {
   Tile tile;  // with the sums of values
   State own[Tile::kOwnRows];
 
-  // scalar: weight = exp(score - maximum) of each score, the largest of the row so far; what was
-  //         summed with an older maximum shrinks by exp(older - maximum)
+  // scalar: weight = exp(score - maximum), with the largest score of the row so far; sums made with
+  //         an older maximum are multiplied by exp(older - maximum)
   __device__ __forceinline__ void weigh(float (&score)[Tile::kOwnRows][Tile::kOwnScores],
                                         float (&shrink)[Tile::kOwnRows]) {
     ONEPASS_UNROLL
@@ -101,7 +102,8 @@ struct WarpState {
     }
   }
 
-  // (kRows,) of the warp: sums, so far of a lane's own scores, become those of the row.
+  // Stores the warp's states (kRows,) and values. Each lane has summed its own scores; here these
+  // sums are added up per row.
   __device__ __forceinline__ void put(State* states, Values* values, int rows, int value_dim) {
     ONEPASS_UNROLL
     for (int i = 0; i < Tile::kOwnRows; ++i) {

@@ -1,20 +1,20 @@
-// In which order the blocks of attention's tiles come: arithmetic that launches and kernels share.
+// The order of the blocks of attention's tiles: arithmetic that launches and kernels share.
 //
-// A device starts blocks by their numbers, one wherever another has ended, so that the last ones
-// should be short. Under a diagonal some tiles of a head have far more to do than others: those
-// come first, and several heads take turns, because of heads one after the other the last one
-// begins with long tiles when all others are done. A model of a device
+// A device starts blocks in the order of their numbers, each as soon as another one ends, so the
+// last blocks should be short. Under a diagonal some tiles of a head have far more work than
+// others. These come first, and several heads take turns: if heads came one after the other, the
+// last head would begin its long tiles when all other heads are done. A model of a device
 // (tests/attention/test_block_order.py) is busy for 87 to 95 % of the time with heads one after
 // the other, and for 97 % and more in turns.
 //
-// Not all heads: the tiles of a head find in the L2 cache what they share. As many take turns as
-// have room in half of it (an A100's and an H100's is two halves, which keep copies of their own),
-// and no fewer than have blocks at the same time in any case; up to the next power of two, because
-// that is what numbers of heads mostly are, and a smaller group is left over where they are not
-// divided.
+// Not all heads take turns, because the tiles of a head share data in the L2 cache. The group has
+// as many heads as fit half of the cache (that of an A100 or H100 has two halves, with separate
+// copies), and at least as many as run at the same time anyway, rounded up to a power of two:
+// numbers of heads mostly are powers of two, and if the group does not divide their number, a
+// smaller group is left over.
 //
-// No kernel is persistent: with a counter of tiles it would come by them in just this order, and
-// what starting a block costs is covered where a multiprocessor has another one.
+// No kernel is persistent: a persistent kernel with a counter of tiles would take them in this same
+// order, and the cost of starting a block is hidden while its multiprocessor runs another one.
 #pragma once
 
 #include <algorithm>
@@ -29,17 +29,17 @@ namespace onepass::cuda {
 struct BlockPlace {
   int batch;
   int kv_head;
-  int head;  // of query, where those that share a kv head have blocks of their own
-  int turn;  // 0: the tile of a head that has the most to do
+  int head;  // query head, if the query heads of a kv head have separate blocks
+  int turn;  // 0: the tile of a head with the most work
 };
 
-// Of pairs of (batch, kv head).
+// The order of the blocks of all pairs (batch, kv head).
 struct BlockOrder {
   unsigned pairs;
   unsigned kv_heads;
-  unsigned heads;  // of a pair that have blocks of their own
+  unsigned heads;  // heads of a pair that have separate blocks
   unsigned tiles;  // of a head
-  unsigned group;  // pairs that take turns; the first ones may be fewer
+  unsigned group;  // pairs that take turns; the first group may be smaller
 
   ONEPASS_HOST_DEVICE BlockPlace place(unsigned block) const {
     const unsigned of_group = group * heads * tiles;
@@ -55,13 +55,13 @@ struct BlockOrder {
   }
 };
 
-// What of a device an order depends on.
+// The properties of a device that the order depends on.
 struct BlockRoom {
   size_t l2_bytes;
   int64_t multiprocessors;
 };
 
-// Of blocks that share `pair_bytes` of their pair, two on a multiprocessor.
+// The order of blocks that share `pair_bytes` per pair; two blocks fit a multiprocessor.
 inline BlockOrder order_of_blocks(int64_t batch, int64_t kv_heads, int64_t heads, int64_t tiles,
                                   int64_t pair_bytes, const BlockRoom& room) {
   const int64_t pairs = batch * kv_heads;

@@ -1,15 +1,14 @@
-// What the plain kernels of attention are made of, for any dtype and head dimension: how rows come
-// to shared memory in slabs, and what is known of a tile of scores. Products of slabs, and who has
-// which score, are those of a Kind: plain_products.cuh.
+// The parts of the plain kernels of attention, for any dtype and head dimension: loads of rows into
+// slabs in shared memory, and tiles of scores. A Kind defines the products of slabs and which
+// thread has which score: plain_products.cuh.
 //
-// A is what is added up in, float or double; every element is widened to it on its way to shared
-// memory.
+// A is the type of sums, float or double; every element is widened to it when it is loaded.
 //
-// Why float32 is on tensor cores only where torch allows TF32: with factors split into two of TF32,
-// three products miss the numerics rule (at head_dim 8; and a weight of 1 does not return V as it
-// was). Four hold it. By peaks that is 2 times the multiply-adds of the A100 and a quarter of those
-// of compute capability 8.6, 8.9 and 12.0, and the backward then wants the forward's scores bit for
-// bit.
+// Why float32 uses tensor cores only where torch allows TF32: with each factor split into two TF32
+// numbers, three products miss the numerics rule (at head_dim 8; and a weight of 1 does not return
+// V exactly). Four products hold it. By peak rates that is 2 times the multiply-adds of the A100
+// but a quarter of those of compute capability 8.6, 8.9 and 12.0, and the backward would then need
+// the forward's scores bit for bit.
 #pragma once
 
 #include "cuda/attention/plain_products.cuh"
@@ -24,7 +23,7 @@ inline constexpr int kTileElements = kQueries<typename Kind::Accumulator> * Kind
 template <class Kind>
 using NumbersOf = ScoreNumbers<typename Kind::Accumulator>;
 
-inline constexpr size_t kSharedOfAll = 99 * 1024;  // bytes that a block may have anywhere
+inline constexpr size_t kSharedOfAll = 99 * 1024;  // bytes that a block may use on every device
 
 constexpr int ceil_div(int64_t value, int64_t by) {
   return static_cast<int>((value + by - 1) / by);
@@ -34,7 +33,7 @@ inline bool is_tf32(const Attention& args) {
   return args.dtype == DType::kFloat32 && args.allow_tf32;
 }
 
-// f<Kind>() of the products that a call takes.
+// Calls f<Kind>() with the kind of products of the call.
 template <class F>
 void visit_kind(const Attention& args, F&& f) {
   if (is_tf32(args)) {
@@ -53,7 +52,7 @@ inline const char* reason_of(const Attention& args) {
                                          : "a head dimension beyond the tiles of tensor cores";
 }
 
-// The first `count` of 64.
+// The lowest `count` of 64 bits.
 __device__ __forceinline__ uint64_t first_bits(int64_t count) {
   return count <= 0 ? 0 : count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
 }
@@ -68,8 +67,8 @@ struct Rows {
   const void* data;
   DType dtype;
   int cols;
-  int64_t first;         // element that row 0 begins with, of page 0 if there are any
-  int64_t stride;        // of rows
+  int64_t first;         // element with which row 0 begins; with pages: in a page
+  int64_t stride;        // from row to row
   const int32_t* pages;  // null: not paged
   int64_t page_stride;
   int page_size;
@@ -106,7 +105,7 @@ __device__ __forceinline__ Rows key_rows_of(const Attention& args, const Strided
   return rows;
 }
 
-// Rounds once, to nearest even, where A is not the dtype already.
+// Rounds once, to nearest even, unless A is the dtype already.
 template <class A>
 __device__ __forceinline__ void store_as(void* base, DType dtype, int64_t i, A value) {
   if (dtype == DType::kFloat64) {
@@ -123,8 +122,8 @@ __device__ __forceinline__ bool is_aligned(const A* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// 16 bytes of a slab; zero from element `count` on. Complete after the thread's next cp_async_wait
-// and a barrier.
+// Loads 16 bytes of a slab; elements from `count` on are zero. The data is there after the thread's
+// next cp_async_wait and a barrier.
 template <class A>
 __device__ __forceinline__ void load_chunk(A* target, const Rows& rows, int64_t offset, int count) {
   const A* const source = static_cast<const A*>(rows.data) + offset;  // if it has A's dtype
@@ -138,7 +137,8 @@ __device__ __forceinline__ void load_chunk(A* target, const Rows& rows, int64_t 
   }
 }
 
-// kRows x kWidth elements from (row, col) on; rows without a bit in `has` are zero and not read.
+// Loads kRows x kWidth elements from (row, col) on; rows without a bit in `has` are zero and not
+// read.
 template <int kRows, int kWidth, int kThreads, class A>
 __device__ __forceinline__ void load_slab(A* slab, const Rows& rows, int row, int col,
                                           uint64_t has) {
@@ -154,7 +154,7 @@ __device__ __forceinline__ void load_slab(A* slab, const Rows& rows, int row, in
   }
 }
 
-// Columns col .. col + 3 of a row, those that there are.
+// Stores columns col .. col + 3 of a row, those before `cols`.
 template <class A>
 __device__ __forceinline__ void store_columns(const Strided& tensor, DType dtype, int64_t offset,
                                               int col, int64_t cols, const A (&value)[4]) {
@@ -178,7 +178,8 @@ __device__ __forceinline__ void store_columns(const Strided& tensor, DType dtype
   }
 }
 
-// factor * sums of a thread to its columns of a row of results; `first` is the group's.
+// Stores factor * sums to a thread's columns of a row of results; `first` is the group's first
+// column.
 template <class Results, class A>
 __device__ __forceinline__ void store_row(const Strided& tensor, DType dtype, int64_t offset,
                                           int first, int64_t cols, const A (&sums)[Results::kCols],
@@ -192,7 +193,7 @@ __device__ __forceinline__ void store_row(const Strided& tensor, DType dtype, in
   }
 }
 
-// What rounding took from a + b (Knuth's two-sum). Of infinities and NaN: 0.
+// The rounding error of sum = a + b (Knuth's two-sum); 0 for infinities and NaN.
 template <class A>
 __device__ __forceinline__ A lost_in_sum(A a, A b, A sum) {
   const A taken = sum - a;
@@ -200,9 +201,10 @@ __device__ __forceinline__ A lost_in_sum(A a, A b, A sum) {
   return lost == lost ? lost : A(0);
 }
 
-// ---- slabs on their way -------------------------------------------------------------------------
+// ---- slabs in flight ----------------------------------------------------------------------------
 
-// Two stages of kSlabs slabs: while one is used the other is filled, also across products.
+// Two stages of kSlabs slabs: while one is used the other is filled, also from one product to the
+// next.
 template <class A, int kSlabs>
 class Ring {
  public:
@@ -211,20 +213,20 @@ class Ring {
   __device__ __forceinline__ explicit Ring(SharedMemory& shared)
       : stages_(shared.take<A>(kElements)) {}
 
-  // load(stage) starts filling the first.
+  // load(stage) starts to fill the first stage.
   template <class Load>
   __device__ __forceinline__ void begin(Load&& load) {
     load(stage());
     cp_async_commit();
   }
 
-  // use(stage, i) for slabs i of a product, the first of which is on its way; load(stage, i) starts
-  // filling a stage for another, next(stage) for what comes after the product.
+  // Calls use(stage, i) for each slab i of a product; slab 0 is in flight already. load(stage, i)
+  // starts to fill a stage with slab i, next(stage) with the first slab after the product.
   template <class Load, class Use, class Next>
   __device__ __forceinline__ void run(int count, Load&& load, Use&& use, Next&& next) {
     for (int i = 0; i < count; ++i) {
       cp_async_wait<0>();
-      __syncthreads();  // all of the stage is there, and nobody uses the other one any more
+      __syncthreads();  // the whole stage is there, and no thread still uses the other one
       A* const full = stage();
       odd_ = !odd_;
       if (i + 1 < count) {
@@ -254,7 +256,7 @@ struct Score {
   A derivative;  // of value by scale * product
 };
 
-// Scores of a query row of one (batch, head); beyond the sequence it has none.
+// Scores of a query row of one (batch, head); a row beyond the sequence has none.
 template <class A>
 class RowScores {
  public:
@@ -275,7 +277,7 @@ class RowScores {
     return {head_, static_cast<A>(distance < 0 ? -distance : distance)};
   }
 
-  // Of a key that the row sees, from its product with the query.
+  // The score of a key that the row sees, from its product with the query.
   __device__ __forceinline__ Score<A> score(A product, int64_t key) const {
     Score<A> score = {product, A(1)};
     apply_terms<ExactTerms>(
@@ -288,38 +290,36 @@ class RowScores {
  private:
   const Attention& args_;
   const ScoreNumbers<A>& numbers_;
-  int64_t position_;  // of the row, counted as keys are
+  int64_t position_;  // of the row, in the numbering of keys
   int64_t bias_ = 0;
   HeadNumbers head_{};
 };
 
 // ---- tiles of scores ----------------------------------------------------------------------------
 
-// What every thread of a block would hold of a tile, kept in shared memory because registers are
-// short.
+// Facts of a tile that every thread of a block uses, in shared memory because registers are scarce.
 struct TileState {
-  int first_out;  // column of the results that the block's begin with
+  int first_out;  // the block's first column of the results
   Dropout dropout;
   Sequence sequence;
   int batch;
   int head;
   int kv_head;
   int first_query;
-  int rows;  // queries that there are; 0 or less beyond the sequence
+  int rows;  // queries that exist; 0 or less beyond the sequence
   SeenKeys seen;
   int first_key;
-  uint64_t keys;  // those that any of the queries sees, a bit each
+  uint64_t keys;  // a bit per key: whether any of the queries sees it
   bool whole;     // each query of the tile sees each key
 };
 
-// Scores of kQueries queries and kKeys keys of a (batch, head): a block comes by one tile after the
-// other.
+// Scores of kQueries queries and kKeys keys of a (batch, head). A block goes from tile to tile.
 template <class Kind, int kThreads>
 class Tile {
  public:
   using A = typename Kind::Accumulator;
   using Own = typename Kind::template Scores<kThreads>;
-  static constexpr int kRows = Own::kRows;  // of a thread
+  static constexpr int kRows = Own::kRows;  // per thread
   static constexpr int kCols = Own::kCols;
   static constexpr int kWarps = kThreads / kLanes;
   static constexpr int kSharedWords = 4 * kQueries<A> + 2 * kWarps;
@@ -340,9 +340,9 @@ class Tile {
     }
   }
 
-  // Goes to queries first_query .. of a (batch, head).
+  // Moves to queries first_query .. of a (batch, head).
   __device__ __forceinline__ void go_to(int batch, int head, int first_query) {
-    __syncthreads();  // where it was has been read
+    __syncthreads();  // all threads are done with the old place
     if (threadIdx.x == 0) {
       if (state_->batch != batch) {
         state_->sequence = sequence_of(args_, batch);
@@ -365,7 +365,7 @@ class Tile {
     __syncthreads();
   }
 
-  // Where the first tile of keys begins that its queries see any of, and where the last one ends.
+  // The keys that any query of the tile sees: where their first tile begins, and where they end.
   __device__ __forceinline__ int first_seen() const {
     return has_keys() ? static_cast<int>(state_->seen.first / kKeys * kKeys) : 0;
   }
@@ -373,8 +373,8 @@ class Tile {
     return has_keys() ? static_cast<int>(state_->seen.last) : 0;
   }
 
-  // Goes to keys first_key .. unless none of the queries sees any of them: then it is nowhere.
-  // Every thread must be through with what it asked of the last ones.
+  // Moves to keys first_key .. and returns true. Returns false if no query sees any of them; scores
+  // must not be read then. Every thread must be done with the facts of the last keys.
   __device__ __forceinline__ bool enter(int first_key) {
     const SeenKeys& seen = state_->seen;
     uint64_t keys = first_bits(seen.last - first_key) & ~first_bits(seen.first - first_key);
@@ -395,7 +395,7 @@ class Tile {
 
   __device__ __forceinline__ const TileState* operator->() const { return state_; }
 
-  // Where the thread's row r and key c are in the tile.
+  // Position in the tile of the thread's row r and key c.
   static __device__ __forceinline__ int row(int r) { return Own::row(r); }
   static __device__ __forceinline__ int col(int c) { return Own::col(c); }
 
@@ -411,7 +411,7 @@ class Tile {
     }
   }
 
-  // The queries that there are, a bit each.
+  // A bit per query that exists.
   __device__ __forceinline__ uint64_t queries() const { return first_bits(state_->rows); }
   __device__ __forceinline__ int query(int r) const { return state_->first_query + row(r); }
   __device__ __forceinline__ int key(int c) const { return state_->first_key + col(c); }
@@ -420,7 +420,7 @@ class Tile {
     return {args_, numbers_, state_->sequence, state_->batch, state_->head, query(r)};
   }
 
-  // Of the thread's row r and key c, from the product of the two; -inf where it is not seen.
+  // The score of the thread's row r and key c, from their product; -inf if the key is not seen.
   __device__ __forceinline__ Score<A> score(const RowScores<A>& of_row, int r, int c,
                                             A product) const {
     if (!sees(r, c)) return {-static_cast<A>(INFINITY), A(0)};
@@ -428,9 +428,8 @@ class Tile {
                                  : Score<A>{product * numbers_.scale, A(1)};
   }
 
-  // Products to scores. Where there is more to them, row by row by way of the thread's elements of
-  // `scratch`, kTileElements: code for all of them at once would not fit where instructions are
-  // kept.
+  // Turns products into scores. With terms it goes row by row through the thread's elements of
+  // `scratch` (kTileElements): code unrolled for all of them would not fit the instruction cache.
   __device__ __forceinline__ void to_scores(A (&score)[kRows][kCols], A* scratch) const {
     if (!changes_scores(args_)) {
       ONEPASS_UNROLL
@@ -468,7 +467,7 @@ class Tile {
     return state_->whole || bit(allowed_, r, c);
   }
 
-  // Two words of kKeys bits for a row.
+  // Reads a bit; each row has two words, a bit per key.
   static __device__ __forceinline__ bool bit(const uint32_t* words, int r, int c) {
     return words[2 * row(r) + Own::half(c)] >> Own::in_half(c) & 1;
   }
@@ -477,7 +476,7 @@ class Tile {
     return state_->seen.first < state_->seen.last;
   }
 
-  // Writes which keys each row sees. Of `keys` those are left that a mask leaves.
+  // Writes which keys each row sees. Clears the bits of `keys` that a mask hides from all rows.
   __device__ __forceinline__ void look(int first_key, uint64_t& keys) {
     const int warp = static_cast<int>(threadIdx.x) / kLanes;
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -506,10 +505,10 @@ class Tile {
     ONEPASS_ROLL
     for (int w = 0; w < kWarps; ++w) low |= any_[2 * w], high |= any_[2 * w + 1];
     keys = static_cast<uint64_t>(high) << 32 | low;
-    __syncthreads();  // the next tile may be looked at at once
+    __syncthreads();  // the next call may overwrite any_ at once
   }
 
-  // Writes which keys dropout keeps for each row. A thread makes the calls of half a row.
+  // Writes which keys dropout keeps for each row. A thread makes the Philox calls of half a row.
   __device__ __forceinline__ void draw(int first_key) {
     const uint32_t sequence = random_head(args_, state_->batch, state_->head);
     ONEPASS_ROLL
@@ -537,7 +536,7 @@ class Tile {
   TileState* state_;
   uint32_t* allowed_;
   uint32_t* kept_;
-  uint32_t* any_;  // (warps, 2) keys that the rows of a warp see
+  uint32_t* any_;  // (warps, 2) bits of keys that any row of a warp sees
 };
 
 }  // namespace onepass::cuda::plain

@@ -4,12 +4,12 @@
 //   S = Q K^T;  P = exp(score(S) - lse);  dP = drop(dO V^T);  dS = P (dP - delta) score'(S)
 //   dV = drop(P)^T dO;  dK = scale dS^T Q;  dQ = scale dS K;  dbias = P (dP - delta), summed
 //
-// Every gradient has a kernel of its own, whose block owns a tile of it and comes by all tiles of
-// scores that it is summed over, in order: sums stay in registers, nothing is added up between
-// blocks, and results are the same bits in any order of blocks. S and dP are made by each of them
-// anew: seven products instead of five, and two more for dbias. All rows come in slabs, kDepth
-// columns or rows at a time. A block has kOutCols columns of its gradient; wider heads are other
-// blocks' work. Done when products are what it waits for.
+// Each gradient has its own kernel (dK and dV share one). A block owns a tile of the gradient and
+// goes through all tiles of scores that it is summed over, in order: sums stay in registers, blocks
+// add nothing to each other, and results are the same bits in any order of blocks. Each kernel
+// recomputes S and dP: seven products instead of five, and two more for dbias. All rows are loaded
+// in slabs of kDepth columns or rows. A block has kOutCols columns of its gradient; wider heads
+// take several blocks. Done when products are what it waits for.
 #include <algorithm>
 
 #include "cuda/attention/attention.h"
@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// What the probability of a score passes on.
+// The gradients that are computed from the probability of a score.
 template <class A>
 struct Gradient {
   A dropped;   // drop(P)
@@ -32,7 +32,7 @@ struct Gradient {
   A dproduct;  // of scale * query key^T
 };
 
-// A block that comes by tiles of scores, and makes S and dP of each.
+// A block that goes through tiles of scores and computes S and dP of each.
 template <class Kind>
 struct Backward {
   using A = typename Kind::Accumulator;
@@ -49,7 +49,7 @@ struct Backward {
     return (Ring<A, 2>::kElements + tiles * kTileElements<Kind>)*sizeof(A) + Scores::kSharedBytes;
   }
 
-  // Of the tile's (batch, head).
+  // Rows of the tile's (batch, head).
   __device__ __forceinline__ Rows of_queries(const Strided& tensor, int64_t cols) const {
     return rows_of(args, tensor, cols, tile->batch, tile->head, tile->sequence.first_q);
   }
@@ -57,7 +57,7 @@ struct Backward {
     return rows_of(args, tensor, cols, tile->batch, tile->kv_head, tile->sequence.first_k);
   }
 
-  // Slab i of the tile's queries and keys: columns for S or dP.
+  // Loads slab i of the tile's queries and keys: columns for S or dP.
   __device__ __forceinline__ void load_dots(A* stage, int i, const Rows& queries,
                                             const Rows& keys) const {
     load_slab<kKeys, kDepth<A>, kThreads>(stage, keys, tile->first_key, i * kDepth<A>, tile->keys);
@@ -72,7 +72,7 @@ struct Backward {
               of_keys(args.value, args.value_dim));
   }
 
-  // Sums of products of rows, all `cols` of them; the first slab is on its way.
+  // sum += products of rows, over all `cols` columns; the first slab is in flight already.
   template <class Load, class Next>
   __device__ __forceinline__ void dots(A (&sum)[kRows][kScoreCols], int64_t cols, Load&& load,
                                        Next&& next) {
@@ -86,8 +86,8 @@ struct Backward {
         next);
   }
 
-  // body(r, c, gradient, place) for the tile's scores, place() a ScorePlace. load_s(stage, 0) has
-  // been called; next(stage) starts what comes after the two products.
+  // Calls body(r, c, gradient, place) for the tile's scores; place() returns a ScorePlace.
+  // load_s(stage, 0) must have been called; next(stage) starts the loads after the two products.
   template <class Next, class Body>
   __device__ __forceinline__ void gradients(const BackwardEnds& ends, Next&& next, Body&& body) {
     A s[kRows][kScoreCols] = {}, dp[kRows][kScoreCols] = {};
@@ -114,7 +114,8 @@ struct Backward {
         if (score.value != -static_cast<A>(INFINITY)) {
           const A keep = tile.keeps(r, c) ? keep_scale : A(0);
           A probability = lse.probability(score.value);
-          // That of scores which are not the forward's has no bound where they are large.
+          // TF32 scores may differ from the forward's. The probability of a large score would then
+          // have no bound.
           if (args.allow_tf32 && probability > A(1)) probability = A(1);
           gradient.dropped = probability * keep;
           gradient.ds = probability * (dp[r][c] * keep - delta);
@@ -134,7 +135,7 @@ static_assert(Backward<MultiplyAdds<float>>::shared_bytes(2) <= kSharedOfAll);
 static_assert(Backward<Tf32>::shared_bytes(2) <= kSharedOfAll);
 
 // scalar: dquery[i] = scale * sum over keys j of dproduct[i][j] * key[j]
-//         and what HeadNumbers gain, see add_head_gradient()
+//         and the gradient of HeadNumbers, see add_head_gradient()
 //
 // One block per tile of queries of a (batch, head), and kOutCols columns of dquery.
 template <class Kind>
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
     }
   }
   if (!head_gradient(args) || tile->first_out != 0) return;
-  __syncthreads();  // ds has been read
+  __syncthreads();  // all threads are done with ds
   store_partial(
       head_sum, static_cast<A*>(ends.head_sums),
       (tile->batch * args.heads + tile->head) * ends.head_parts + tile->first_query / kQueries<A>,
@@ -222,8 +223,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
 // scalar: dvalue[j] = sum over queries i of drop(P)[i][j] * doutput[i]
 //         dkey[j] = scale * sum over i of dproduct[i][j] * query[i]
 //
-// One block per tile of keys of a (batch, kv_head), and kOutCols columns of both; over all heads
-// that read it.
+// One block per tile of keys of a (batch, kv_head) and kOutCols columns of both gradients; it sums
+// over all heads that read the tile.
 template <class Kind>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_backward_plain_kernel(const AttentionBackward __grid_constant__ args,
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   A* const p = shared.take<A>(kTileElements<Kind>);
   A* const ds = shared.take<A>(kTileElements<Kind>);
 
-  // The first keys are seen most before a diagonal.
+  // Under a diagonal the first keys are seen by the most queries.
   const auto [batch, kv_head, head, turn] = order.place(blockIdx.x / outs);
   const int first_key = turn * kKeys;
   const int group = static_cast<int>(args.heads / args.kv_heads);
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     while (step < steps && !enter()) ++step;
     if (step < steps) block.load_s(stage, 0);
   };
-  // Of a group of columns that only one of the gradients has, the other's are zero.
+  // If only one of the gradients has a group of columns, the other's sums of that group are zero.
   A dkey[kGroups<A>][Results::kRows][Results::kCols] = {};
   A dvalue[kGroups<A>][Results::kRows][Results::kCols] = {};
   const auto add_queries = [&]<int kGroup>(auto&& next) {
@@ -337,11 +338,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   store(args.dkey, args.head_dim, numbers.scale, dkey);
 }
 
-// scalar: dbias[b][h][i][j] = sum over what is broadcast of ds[i][j]
+// scalar: dbias[b][h][i][j] = sum of ds[i][j] over the dimensions that the bias broadcasts
 //
-// One block per tile of dbias, and per tile of keys where all queries share a row. Multiply-adds
-// also where TF32 is allowed, which saves an instance: of P = exp(S - lse) only the lse then has
-// TF32's rounding.
+// One block per tile of dbias, or per tile of keys if all queries share a row. It uses
+// multiply-adds even where TF32 is allowed, which saves an instance; in P = exp(S - lse) then only
+// the lse has TF32's rounding.
 template <class A>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_dbias_plain_kernel(const AttentionBackward __grid_constant__ args,
@@ -355,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& tile = block.tile;
   A* const of_rows = shared.take<A>(kThreadRows * kKeys);
 
-  // A size of dbias, and how many of the call one of its elements stands for.
+  // The size of a dimension of dbias, and how many of the call's share one of its elements.
   struct Size {
     __device__ Size(int64_t stride, int64_t count)
         : own(stride == 0 ? 1 : count), each(stride == 0 ? count : 1) {}
@@ -422,7 +423,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // ---- plan and run -------------------------------------------------------------------------------
 
-// Blocks of each kernel; 0: nothing is asked of it.
+// Number of blocks of each kernel; 0: the kernel is not needed.
 struct Blocks {
   int64_t query_tiles;
   int64_t dquery;
@@ -453,8 +454,8 @@ Blocks blocks_of(const AttentionBackward& args) {
   return blocks;
 }
 
-// Of tiles of each head or, where heads share keys, of them together. Blocks of a pair share its
-// K, V, Q and dO.
+// The order of the tiles of each head; of each kv head if one block serves its query heads. Blocks
+// of a pair share its K, V, Q and dO.
 BlockOrder order_of(const AttentionBackward& args, int64_t heads, int64_t tiles) {
   const int64_t rows = args.seq_k + args.heads / args.kv_heads * args.seq_q;
   const int64_t bytes = rows * (args.head_dim + args.value_dim) * size_of(args.dtype);

@@ -1,15 +1,15 @@
 // Attention forward of float32 and float64, and of head dimensions beyond those of the 16-bit
 // tiles.
 //
-//   scalar: with m the largest score of the row so far, p = exp(score - m), summed in l; what was
-//           summed with an older m is shrunk by exp(older - m)
+//   scalar: with m the largest score of the row so far, p = exp(score - m), summed in l; sums made
+//           with an older m are multiplied by exp(older - m)
 //
-// One block per tile of queries of a (batch, head) and kOutCols columns of the output. Tiles of
-// keys come by once: their scores are made in registers (kDepth columns of Q and K at a time), P
-// stays there (Tf32) or goes through shared memory (MultiplyAdds), the output stays in registers. Q
-// stays in shared memory up to kResidentSlabs, and is read again for every tile of keys beyond. Per
-// block Q, O and the keys and values that it sees cross the bus once. Done when products are what
-// it waits for.
+// One block per tile of queries of a (batch, head) and kOutCols columns of the output. It goes
+// through the tiles of keys once: their scores are computed in registers (kDepth columns of Q and K
+// at a time), P stays there (Tf32) or goes through shared memory (MultiplyAdds), and the output
+// stays in registers. Q stays in shared memory if it has at most kResidentSlabs slabs; otherwise it
+// is read again for every tile of keys. Bytes per block: O and the keys and values that it sees
+// once, and Q once if it is resident. Done when products are what it waits for.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/order.h"
 #include "cuda/attention/plain.cuh"
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
   Ring<A, 1> ring(shared);
   A* const queries = shared.take<A>((resident ? resident : 2) * kSlabElements<A>);
 
-  // The last queries have the most to do under a diagonal.
+  // Under a diagonal the last queries have the most work.
   const auto [batch, kv_head, head, turn] = order.place(blockIdx.x / outs);
   const int first_query = (static_cast<int>(order.tiles) - 1 - turn) * kQueries<A>;
   tile.go_to(batch, head, first_query);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
     if (first_key < tile.last_seen()) load_scores(stage, 0);
   };
 
-  // What a row is normalised by; kept after its P while other tiles come by.
+  // The largest score and the sum of a row, kept in shared memory next to its P.
   struct Normalizer {
     A largest;
     A total;
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
         ONEPASS_UNROLL
         for (int c = 0; c < Results::kCols; ++c) out[g][r][c] *= shrink;
       }
-      __syncwarp();  // the older one has been read
+      __syncwarp();  // all lanes have read the older one
       if (Own::row_lane() == 0) *normalizer(r) = {largest, multiply_add(older.total, shrink, sum)};
     }
 
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(typename Kind::Accumulator) =
     }
   }
 
-  __syncthreads();  // normalizers are there, also where there was no tile
+  __syncthreads();  // the normalizers are written, also if there was no tile
   ONEPASS_UNROLL
   for (int r = 0; r < kRows; ++r) {
     const int query = tile.query(r);

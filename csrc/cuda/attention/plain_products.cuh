@@ -1,17 +1,18 @@
-// Products of slabs of rows in shared memory, their sums in registers, and who has which of those.
+// Products of slabs of rows in shared memory, with sums in registers, and which thread has which
+// sum.
 //
-// There are kinds of them, which a kernel is made for: MultiplyAdds<A>, whose factors and sums are
-// A, float or double; and Tf32 of plain_tf32.cuh. A tile is kQueries x kKeys scores. A kind has
+// A kernel is instantiated for a kind of product: MultiplyAdds<A>, whose factors and sums are A,
+// float or double, or Tf32 of plain_tf32.cuh. A tile is kQueries x kKeys scores. A kind has
 //
-//   Accumulator: what it adds up in, and every element is widened to
-//   Scores<kThreads>: of those of a tile, elements (row(r), col(c)) are the thread's r, c; the key
-//     is in_half(c) of half(c), which have 32 each
-//   QueryResults<kThreads>: likewise of a group of results whose rows are a tile's queries; col(c)
-//     .. col(c + 3) are neighbours for every fourth c
-//   KeyResults<kThreads>: likewise of those whose rows are a tile's keys
-//   kFactorStride: how far apart rows of scores lie that are the left factor of rows of keys
-//   kTransposedStride: likewise, of rows of queries
-//   kScoresAreFactors: whether the scores that a thread has are the next product's as they are
+//   Accumulator: the type of sums, to which every element is widened
+//   Scores<kThreads>: the thread's score (r, c) is element (row(r), col(c)) of the tile; among the
+//     tile's two halves of 32 keys the key is number in_half(c) of half(c)
+//   QueryResults<kThreads>: the same for a group of results whose rows are the tile's queries;
+//     col(c) .. col(c + 3) are neighbours for every fourth c
+//   KeyResults<kThreads>: the same for results whose rows are the tile's keys
+//   kFactorStride: stride of the rows of scores when they are the left factor of rows of keys
+//   kTransposedStride: the same when they are the left factor of rows of queries
+//   kScoresAreFactors: whether a thread's scores are its factors of the next product, in registers
 #pragma once
 
 #include "cuda/ptx.cuh"
@@ -20,31 +21,31 @@ namespace onepass::cuda::plain {
 
 // ---- sizes --------------------------------------------------------------------------------------
 //
-// 64 x 64 scores keep 128 threads busy with 8 x 4 each, where 12 accesses of 16 bytes to shared
-// memory serve 128 multiply-adds. Whatever has the width of a head comes in slabs of 128 bytes per
-// row, and 512 bytes per row of results stay in registers: a block that has more columns than
-// those leaves the others to blocks of their own, which compute the scores anew. So neither shared
-// memory nor registers grow with the head dimension.
+// 64 x 64 scores give each of 128 threads 8 x 4, where 12 accesses of 16 bytes to shared memory
+// serve 128 multiply-adds. Rows as wide as a head are loaded in slabs of 128 bytes per row, and
+// 512 bytes per row of results stay in registers. Columns beyond these are computed by other
+// blocks, which compute the scores again. So neither shared memory nor registers grow with the head
+// dimension.
 
 inline constexpr int kKeys = 64;  // of a tile
 inline constexpr int kColumnThreads = 16;
-inline constexpr int kCols = 64;  // of results that a product adds to at once
+inline constexpr int kCols = 64;  // of the results of one product
 static_assert(kKeys == 4 * kColumnThreads && kCols == 4 * kColumnThreads);
 
 template <class A>
 inline constexpr int kQueries = 256 / sizeof(A);  // of a tile
 template <class A>
-inline constexpr int kDepth = 128 / sizeof(A);  // of a slab, where its products are added up
+inline constexpr int kDepth = 128 / sizeof(A);  // of a slab: the products that are added up
 template <class A>
-inline constexpr int kOutCols = 512 / sizeof(A);  // of results that a block has
+inline constexpr int kOutCols = 512 / sizeof(A);  // of the results of a block
 template <class A>
 inline constexpr int kGroups = kOutCols<A> / kCols;
 static_assert(kGroups<float> == 2 && kGroups<double> == 1);
 template <class A>
 inline constexpr int kChunk = 16 / sizeof(A);
 
-// Rows in shared memory lie an odd number of 16 bytes apart, so that eight rows have the same
-// columns in different banks.
+// The stride of rows in shared memory is an odd multiple of 16 bytes, so that the same columns of
+// eight rows are in different banks.
 template <class A, int kWidth>
 inline constexpr int kStride = kWidth + kChunk<A>;
 template <class A>
@@ -65,8 +66,8 @@ __device__ __forceinline__ Four<A> four(const A* address) {
 // ---- multiply-adds ------------------------------------------------------------------------------
 
 // The score of (query r, key c) of a tile belongs to thread (r % rows of threads, c % 16), so that
-// 16 neighbouring lanes have a row. Every product adds to its sums slab by slab: chains of kDepth
-// additions, which lose fewer bits than one long one.
+// 16 neighbouring lanes share a row. Products are summed slab by slab: chains of kDepth additions
+// lose fewer bits than one long chain.
 template <class A>
 struct MultiplyAdds {
   using Accumulator = A;
@@ -79,8 +80,8 @@ struct MultiplyAdds {
 
   template <int kThreads>
   struct Scores {
-    static constexpr int kRowLanes = kColumnThreads;          // lanes that have a row
-    static constexpr int kThreadRows = kThreads / kRowLanes;  // rows that no two of a thread are of
+    static constexpr int kRowLanes = kColumnThreads;          // lanes that share a row
+    static constexpr int kThreadRows = kThreads / kRowLanes;  // distance of a thread's rows
     static constexpr int kRows = kQueries<A> / kThreadRows;
     static constexpr int kCols = kKeys / kRowLanes;
 
@@ -113,7 +114,7 @@ struct MultiplyAdds {
 
   // scalar: sum[query][key] += sum over d < depth of left[query][d] * right[key][d]
   //
-  // depth: at most kDepth; what rows have beyond, up to a multiple of 4, is zero.
+  // depth: at most kDepth. From `depth` up to a multiple of 4 the elements of rows are zero.
   template <int kThreads, int kRows>
   static __device__ __forceinline__ void add_dots(A (&sum)[kRows][4], const A* left, const A* right,
                                                   int depth) {
@@ -142,7 +143,7 @@ struct MultiplyAdds {
 
   // scalar: sum[query][col] += sum over kDepth keys of weight[query][key] * row[key][col]
   //
-  // weights: of a tile; its keys kDepth part .. are those of the rows.
+  // weights: of a tile; `rows` has its keys from kDepth part on.
   template <int kThreads, int kRows>
   static __device__ __forceinline__ void add_rows(A (&sum)[kRows][4], const A* weights, int part,
                                                   const A* rows) {

@@ -1,11 +1,11 @@
-// Products of slabs on tensor cores, in TF32: of 24 bits a factor keeps 11, rounded to nearest, and
-// sums are float. Of those a warp has 16 rows and 64 columns, or with twice as many warps 32; a
-// lane's 16 bytes of the right factor serve two mma.
+// Products of slabs on tensor cores, in TF32: a factor keeps 11 of its 24 bits, rounded to nearest,
+// and sums are float. A warp has 16 rows and 64 columns of the sums, or 32 columns with twice as
+// many warps; a lane's 16 bytes of the right factor serve two mma.
 //
-// Fragments are those of mma.m16n8k8 (cuda/ptx.cuh); g is lane / 4 and t is lane % 4. In which
-// order an mma takes its eight k is free, as long as both factors have the same: here places t and
-// t + 4 are two neighbours, because then the scores that a lane has of an mma are the factors that
-// it wants for the next one, and rows come in 16 bytes at a time.
+// Fragments are those of mma.m16n8k8 (cuda/ptx.cuh); g is lane / 4 and t is lane % 4. The order of
+// the eight k of an mma is free if both factors use the same one. Here k = t and k = t + 4 are
+// neighbours in memory: so the scores that a lane gets from one mma are the factors that it needs
+// for the next one, and rows can be loaded 16 bytes at a time.
 #pragma once
 
 #include <bit>
@@ -15,9 +15,9 @@
 
 namespace onepass::cuda::plain {
 
-// What an mma, which drops the lower 13 bits, takes for x to nearest, ties away from zero. Of x
-// that would become an infinity, and of infinities and NaN, it keeps the upper bits: those of a NaN
-// that arithmetic makes are one.
+// Bits of which an mma, which drops the lower 13, makes x rounded to nearest, ties away from zero.
+// Numbers that would round to infinity, infinities and NaN are passed as they are: they are
+// truncated, and the upper bits of a NaN made by arithmetic are still a NaN.
 __device__ __forceinline__ uint32_t to_tf32(float x) {
   constexpr float kRoundsToInfinity = 0x1.ffep127f;
   const uint32_t bits = std::bit_cast<uint32_t>(x);
@@ -26,9 +26,9 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
 
 struct Tf32 {
   using Accumulator = float;
-  // A quarter of a warp reads pairs of scores of four rows.
+  // A quarter of a warp reads pairs of scores from four rows at once.
   static constexpr int kFactorStride = kStride<float, kKeys> + 4;
-  // All of it reads single scores of eight columns.
+  // A whole warp reads single scores from eight columns at once.
   static constexpr int kTransposedStride = kStride<float, kKeys>;
   static constexpr bool kScoresAreFactors = true;
 
@@ -36,7 +36,7 @@ struct Tf32 {
   struct Lane {
     static constexpr int kWarps = kThreads / kLanes;
     static constexpr int kWidth = 64 * 4 / kWarps;  // columns of a warp
-    static constexpr int kTiles = kWidth / 8;       // of an mma's columns
+    static constexpr int kTiles = kWidth / 8;       // of eight columns, those of an mma
     static_assert(kWarps == 4 || kWarps == 8);
 
     static __device__ __forceinline__ int g() { return thread_index() % kLanes / 4; }
@@ -65,7 +65,8 @@ struct Tf32 {
     }
   };
 
-  // Column n of tile i of each four is column 4 n + i, so that a lane's are eight neighbours.
+  // Column n of tile i, of each four tiles, is column 4 n + i, so that a lane's eight columns are
+  // neighbours.
   template <int kThreads>
   struct QueryResults {
     using Own = Lane<kThreads>;
@@ -83,8 +84,8 @@ struct Tf32 {
 
   // scalar: sum[query][key] += sum over kDepth columns d of left[query][d] * right[key][d]
   //
-  // A lane has columns 8 t .. 8 t + 7 of its rows, whose chunks are two apart: those of two rows in
-  // shared memory, which lie an odd number of chunks apart, fill all banks.
+  // A lane reads columns 8 t .. 8 t + 7 of its rows, so neighbouring lanes are two chunks of 16
+  // bytes apart. Rows are an odd number of chunks apart, so that two rows together use all banks.
   template <int kThreads, int kScores>
   static __device__ __forceinline__ void add_dots(float (&sum)[2][kScores], const float* left,
                                                   const float* right, int /*depth*/) {
@@ -109,7 +110,7 @@ struct Tf32 {
 
   // scalar: sum[query][col] += sum over kDepth keys of weight[query][key] * row[key][col]
   //
-  // weights: of a tile; its keys kDepth part .. are those of the rows.
+  // weights: of a tile; `rows` has its keys from kDepth part on.
   template <int kThreads, int kSums>
   static __device__ __forceinline__ void add_rows(float (&sum)[2][kSums], const float* weights,
                                                   int part, const float* rows) {
@@ -128,8 +129,8 @@ struct Tf32 {
     });
   }
 
-  // The same of weights that are the thread's scores. They are selected: with a computed index they
-  // would leave the registers.
+  // The same with the thread's scores as weights. They are chosen by selections: a computed index
+  // would move them out of registers.
   template <int kThreads, int kSums>
   static __device__ __forceinline__ void add_rows(float (&sum)[2][kSums],
                                                   const float (&weights)[2][kKeys / 4], int part,
@@ -163,10 +164,10 @@ struct Tf32 {
   }
 
  private:
-  static constexpr int kPairs = kDepth<float> / 16;  // of mma that a slab of rows is for
+  static constexpr int kPairs = kDepth<float> / 16;  // pairs of mma per slab of rows
 
-  // sum[r][cols[0]], sum[r][cols[1]] += a lane's elements of an mma's product, which are of row
-  // g + 8 r; b: its two elements of the right factor.
+  // sum[r][cols[0]], sum[r][cols[1]] += a lane's elements of an mma's product, in row g + 8 r.
+  // first, second: the lane's two elements of the right factor.
   template <int kSums>
   static __device__ __forceinline__ void add_product(float (&sum)[2][kSums], const int (&cols)[2],
                                                      const uint32_t (&a)[4], float first,
@@ -181,10 +182,10 @@ struct Tf32 {
 
   // scalar: sum[row][col] += sum over kDepth k of weight[row][k] * rows[k][col]
   //
-  // load(weights, pair, step) loads those of a lane for k = 8 (2 pair + step) + 2 t and + 1: row
-  // g's and row g + 8's of the first, then of the second. Of both k the lane reads chunk g of rows
-  // in shared memory, which lie an odd number of chunks apart: 2 t + g is different in each quarter
-  // of a warp.
+  // load(weights, pair, step) loads a lane's four weights for k = 8 (2 pair + step) + 2 t and k +
+  // 1: rows g and g + 8 of the first k, then of the second. For each k the lane reads chunk g of a
+  // row in shared memory. Rows are an odd number of chunks apart, so that in a quarter of a warp 2
+  // t + g, and with it the bank, differs from lane to lane.
   template <int kThreads, int kSums, class Load>
   static __device__ __forceinline__ void add_weighted_rows(float (&sum)[2][kSums],
                                                            const float* rows, Load&& load) {

@@ -1,14 +1,14 @@
-// What stands between a product of query and key and a probability, for every kernel of attention:
-// the terms of a score, their derivatives, and which scores dropout keeps.
+// From the product of query and key to the probability, for every kernel of attention: the terms of
+// a score, their derivatives, and which scores dropout keeps.
 //
 //   scalar: s = scale * product; s = softcap * tanh(s / softcap); s -= slope * |position - key|;
 //           s += bias[query][key]; -inf unless mask, window and diagonal allow it
 //
-// Each term is defined here once, with its derivative. A kernel says where its scores are: it
-// iterates over those of a thread, gives their positions, and loads bias and mask. Those loads have
-// no common form: the forward reads 8 neighbouring keys of a row in one access in place of 8
-// (TermRows), the backward has transposed scores and exchanges pairs by movmatrix (StripTerms), and
-// the plain kernels read any dtype, an element at a time (RowScores).
+// Each term is defined here once, with its derivative. A kernel iterates over the scores of a
+// thread, gives their positions, and loads bias and mask. These loads have no common form: the
+// forward reads 8 neighbouring keys of a row in one access instead of 8 (TermRows), the backward
+// has transposed scores and exchanges pairs by movmatrix (StripTerms), and the plain kernels read
+// any dtype, one element at a time (RowScores).
 #pragma once
 
 #include <cmath>
@@ -37,17 +37,17 @@ __device__ __forceinline__ A load_as(const void* base, DType dtype, int64_t i) {
 
 // ---- terms --------------------------------------------------------------------------------------
 
-// Whether there is more to the score of a key that is seen than scale * product.
+// Whether the score of a seen key is more than scale * product.
 ONEPASS_HOST_DEVICE inline bool changes_scores(const Attention& args) {
   return args.softcap != 0.0 || args.alibi_slopes || args.bias.data;
 }
 
-// The numbers of a call's terms, in the type of its scores. The host converts them: a device has
-// few units for doubles, and would convert those of the arguments again for every tile.
+// The numbers of a call's terms, in the type of its scores. The host converts them, because a
+// device has few units for doubles and would convert the arguments again for every tile.
 template <class A>
 struct ScoreNumbers {
   A scale;
-  A unit;     // scale * log2(e): a factor of exponents, where instances leave scores products
+  A unit;     // scale * log2(e): a factor of exponents, in instances without terms
   A softcap;  // 0: none
   A inverse_softcap;
 
@@ -72,14 +72,15 @@ __device__ __forceinline__ HeadNumbers load_head_numbers(const Attention& args, 
   return {load_global(args.alibi_slopes + batch * args.alibi_batch_stride + head)};
 }
 
-// What the terms of a score depend on, beside the product and the call.
+// The inputs of the terms of a score, besides the product and the call.
 template <class A>
 struct ScorePlace {
   HeadNumbers head;
   A distance;  // |position - key|
 };
 
-// tanh, exact to a few 1e-7 of it: by exp2, and by its series where that would leave few digits.
+// tanh with a relative error of a few 1e-7: by exp2, and by its series near 0, where exp2 would
+// leave few digits.
 __device__ __forceinline__ float tanh_approximate(float x) {
   const float square = x * x;
   float series = multiply_add(square, -17.0f / 315.0f, 2.0f / 15.0f);
@@ -90,8 +91,8 @@ __device__ __forceinline__ float tanh_approximate(float x) {
   return square < 0.04f ? series : whole;
 }
 
-// The arithmetic of terms. kExact: by functions of the standard library; else by approximations,
-// where products have 16-bit factors. kFused: a * b + c is rounded once.
+// The arithmetic of terms. kExact: functions of the standard library; otherwise approximations, for
+// products with 16-bit factors. kFused: a * b + c is rounded once.
 template <bool kExact, bool kFused>
 struct TermMath {
   template <class A>
@@ -115,8 +116,8 @@ struct TermMath {
 using ExactTerms = TermMath<true, false>;
 using FastTerms = TermMath<false, true>;
 
-// Turns products into scores, all but bias and masks. Term by term, so that each asks once for all
-// scores of a thread whether the call has it.
+// Turns products into scores, except for bias and masks. It goes term by term, so that the check
+// whether the call has a term is made once for all scores of a thread.
 //
 // for_each(body): calls body(score, i, derivative) for each score i of the thread. derivative is
 // that of the score by scale * product: written if has_derivative(), and may be left out.
@@ -163,8 +164,9 @@ __device__ __forceinline__ Dropout dropout_of(const Attention& args) {
   return make_dropout(drawn, args.dropout_p);
 }
 
-// The scores whose fates one Philox call has: of a query, and keys 8 call .. 8 call + 7 of the
-// whole attention (key + key_offset). Sixteen bits each, key % 8 of them; kept from the threshold.
+// The number of scores that one Philox call draws for: those of a query and keys 8 call ..
+// 8 call + 7 of the whole attention (key + key_offset). Each gets the sixteen bits number key % 8,
+// and is kept if they are at least the threshold.
 inline constexpr int kCallKeys = 8;
 
 __device__ __forceinline__ std::array<uint32_t, 4> dropout_words(const Dropout& dropout,
