@@ -71,12 +71,19 @@ def once_per_tile(case: Case, rows: int) -> tuple[int, int]:
 
 # ---- every instance, in every build --------------------------------------------------------------
 
-# By dtype and bucket, without and with terms of scores; rows that no 16 bytes divide among them.
+# By dtype and bucket, without and with terms of scores; rows that no 16 bytes divide among them,
+# and rows as long as the bucket, keys of which may be in pages.
 INSTANCES = [
     Case(dtype, head_dim, batch=1, heads=2, kv_heads=1, seq_q=70, seq_k=110, **CAUSAL, **terms)
     for dtype in TILED
     for terms in ({}, dict(bias="q", dropout_p=0.3, alibi="", sinks=F32))
     for head_dim in (61, 72, 160)
+]
+INSTANCES += [
+    replace(INSTANCES[0], dtype=dtype, head_dim=head_dim, **storage)
+    for dtype in TILED
+    for head_dim in (64, 128, 256)
+    for storage in ({}, dict(storage="paged", lengths=((70, 110),), page_size=7))
 ]
 INSTANCES += [
     Case(dtype, 40, batch=1, heads=2, kv_heads=1, seq_q=40, seq_k=70, bias="q", sinks=dtype,
@@ -92,6 +99,9 @@ INSTANCES += [Case(BF16, 40, batch=1, heads=1, seq_q=150, seq_k=40, bias="")]
 BRANCHES = {
     "packed": dict(storage="packed used", lengths=SEQUENCES, sinks=F32, dlse=True),
     "paged": dict(storage="paged", lengths=((9, 40), (70, 130), (1, 0)), page_size=7),
+    "unaligned pages": dict(
+        head_dim=37, value_dim=50, storage="paged", lengths=((9, 40), (70, 130)), page_size=7
+    ),
     "used": dict(storage="used", lengths=((1, 5), (70, 90), (0, 3)), mask="b", window_left=20),
     # Whose first tile begins before the rows of the mask.
     "masks": dict(

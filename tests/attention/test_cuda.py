@@ -208,9 +208,11 @@ def test_each_instance(cuda, build):
             check(case)
         cuda.set(shared=99 * 1024, capability=86)
         for case in INSTANCES:
-            if case.dtype in TILED and case.head_dim == 72 and case.bias is None:
+            if case.dtype in TILED and case.head_dim in (72, 128) and case.bias is None:
                 check(case)
-    left_out = {name for name in all_instances() - cuda.instances if "::attention_" in name}
+    attention = {name for name in all_instances() if "::attention_" in name}
+    assert len(attention) < 75  # compilation takes minutes as it is
+    left_out = attention - cuda.instances
     assert not {name for name in left_out if "_decode" not in name}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.attention.cases import (
     BF16,
@@ -55,6 +57,49 @@ def test_any_number_of_heads_in_turns(cuda, dtype):
     for share in (0, 2):
         cuda.set(multiprocessors=1, l2=2 * share * 2 * t["key"][0].nbytes)
         assert_same(forward(case, t), expected)
+
+
+def instance_of(cuda, case: Case, t: dict) -> tuple[str, dict]:
+    """The kind of the instance that a call took, and what came out."""
+    outputs = forward(case, t)
+    (launch,) = cuda.done[-1]["launched"]
+    return re.search(r"ForwardKind::k(\w+)", launch.kernel)[1], outputs
+
+
+@pytest.mark.parametrize("shared", [99, 227])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", TILED, ids=str)
+@pytest.mark.grid
+def test_where_rows_lie_changes_no_bit(cuda, dtype, head_dim, shared):
+    """Not whether keys are in pages, nor how rows are aligned, though instances differ."""
+    case = Case(dtype, head_dim, heads=2, kv_heads=1, storage="packed",
+                lengths=((150, 230), (33, 40)), window_left=100, **CAUSAL)  # fmt: skip
+    paged = replace(case, storage="paged", page_size=7)  # the same, drawn alike
+    cuda.set(shared=shared * 1024)
+    is_whole, is_narrow = head_dim in (64, 128), head_dim in (96, 128) and shared == 99
+    aligned = {case: "Whole" if is_whole else "Part"}
+    aligned[paged] = "Paged" if is_whole and not is_narrow else "Part"
+    expected = forward(case, case.tensors())
+    for shift in (0, 8, 4, 2):
+        cuda.set(shift=shift)
+        for stored, kind in aligned.items():
+            found_kind, found = instance_of(cuda, stored, stored.tensors())
+            assert found_kind == ("Part" if shift else kind)
+            assert_same(found, expected)
+
+
+@half_and_float
+def test_rows_do_not_depend_on_large_scores_of_others(dtype):
+    """Scores so large that a row subtracts its maximum first are a matter of that row."""
+    case = Case(dtype, 64, batch=1, heads=1, seq_q=70, seq_k=130)
+    t = case.tensors()
+    expected = forward(case, t)
+    t["query"][:, :, 37] *= 300
+    found = forward(case, t)
+    others = [i for i in range(case.seq_q) if i != 37]
+    for name in ("output", "lse"):
+        assert torch.equal(found[name][:, :, others], expected[name][:, :, others]), name
+    assert not torch.equal(found["lse"][:, :, 37], expected["lse"][:, :, 37])
 
 
 # ---- traffic and resources -----------------------------------------------------------------------
@@ -144,12 +189,17 @@ def test_tiles_of_fewer_keys_where_shared_memory_is_short(cuda, shared, dtype):
     """So that two blocks fit; the bytes that are read and written stay the same."""
     cuda.set(shared=shared * 1024)
     window = dict(window_left=40, window_right=20)
-    for head_dim, value_dim, options in ((72, 128, {}), (128, 72, CAUSAL), (96, 96, window)):
+    sizes = ((72, 128, {}), (128, 72, CAUSAL), (96, 96, window), (128, 128, CAUSAL))
+    for head_dim, value_dim, options in sizes:
         for lengths in ((150, 230), (129, 33), (1, 65), (130, 31)):
             case = Case(dtype, head_dim, value_dim, batch=1, heads=2, kv_heads=1, seq_q=lengths[0],
                         seq_k=lengths[1], **options)  # fmt: skip
             check(case)
             call = cuda.of("attention_forward")[-1]
             (launch,) = call["launched"]
-            assert launch.shared == 128 * (128 + 2 * (32 if shared == 99 else 64)) * 2
+            keys = 32 if shared == 99 else 64
+            facts = 160  # what all threads of a block know
+            is_listed = head_dim != 128 or value_dim != 128  # addresses, but for whole rows
+            listed = 3 * 8 * keys if is_listed else 0
+            assert launch.shared == 128 * (128 + 2 * keys) * 2 + facts + listed
             assert call["read"] == sum(once_per_tile(case, 128))

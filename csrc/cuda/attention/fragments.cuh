@@ -1,5 +1,5 @@
-// Scores as tensor cores leave them: in C fragments, of which a lane has two rows and in each n8
-// tile two neighbouring keys. What scores.cuh says of one score, said of all that a lane has.
+// Scores in the C fragments of tensor cores: a lane has two rows, and two neighbouring keys of each
+// n8 tile. Applies the functions of scores.cuh to all scores of a lane.
 #pragma once
 
 #include "cuda/attention/scores.cuh"
@@ -34,14 +34,13 @@ __device__ __forceinline__ int key_of(int first_key, int n, int e) {
   return first_key + 8 * n + lane_index() % 4 * 2 + e % 2;
 }
 
-// Whether a call takes the instances with terms: there is more to a score than the product, scaled
-// by a positive factor, or keys are in pages.
+// Whether a call needs the instances with terms: a score is more than the product times a positive
+// factor. It decides the tile, so it may depend on options alone, not on where rows lie.
 inline bool has_terms(const Attention& args) {
-  return changes_scores(args) || args.mask.data || args.seed || args.block_table ||
-         !(args.scale > 0.0);
+  return changes_scores(args) || args.mask.data || args.seed || !(args.scale > 0.0);
 }
 
-// What the terms of a head's scores depend on, beside the call.
+// The values of a head that the terms of its scores use, beside the call's.
 struct HeadTerms {
   int64_t batch;
   int64_t head;
@@ -73,8 +72,8 @@ struct TermRows {
     return row[i % 4 / 2] + key_of(first_key, i / 4, i % 4);
   }
 
-  // Whether a tile's keys all have elements, which for both rows begin at a multiple of the bytes
-  // of 8 (16 at most); not the same for all lanes.
+  // Whether all of a tile's keys have elements, and in both rows they begin at a multiple of the
+  // bytes of 8 (16 at most). Decided for the warp: lanes may differ.
   __device__ __forceinline__ bool has_whole_groups(const Attention& args, int first_key,
                                                    int tiles) const {
     constexpr uintptr_t kBytes = sizeof(B) == 1 ? 8 : 16;
@@ -85,8 +84,8 @@ struct TermRows {
   }
 
   // body(n, r, left, right) for the lane's keys of tile n in row r. Each lane of a quad reads the 8
-  // keys of one tile in four at once, and the quad hands out the pairs: one access in place of
-  // eight, of which the next had to wait for the last.
+  // keys of one tile in four at once, and the quad exchanges the pairs: one access in place of
+  // eight dependent ones.
   template <int kTiles, class Body>
   __device__ __forceinline__ void for_each_pair(const LaneRow (&rows)[2], int first_key,
                                                 Body&& body) const {
@@ -159,8 +158,7 @@ __device__ __forceinline__ void add_terms(float (&score)[kTiles][4], const Atten
     return row.first <= key && key < row.last;
   };
   apply_terms<FastTerms>(args, numbers, for_each, [&](int i) -> ScorePlace<float> {
-    // Of the row's position over the lane's first key: exact up to 2^24 keys, and rounded as
-    // float32 has it beyond.
+    // From the distance to the lane's first key: exact up to 2^24 keys, rounded to float32 beyond.
     const auto ahead =
         static_cast<float>(rows[i % 4 / 2].query + terms.alignment - key_of(first_key, 0, 0));
     return {terms.numbers, fabsf(ahead - static_cast<float>(8 * (i / 4) + i % 2))};
@@ -199,8 +197,8 @@ __device__ __forceinline__ void add_terms(float (&score)[kTiles][4], const Atten
   }
 }
 
-// Bit 2 n + i: no row of the warp sees the lane's key i of tile n, for the mask's sake: its score
-// is -inf. In a product the row of such a key must not be a NaN, which not even 0 makes harmless.
+// Bit 2 n + i: no row of the warp sees the lane's key i of tile n, so its scores are all -inf. The
+// value of such a key may be NaN, which times a probability of 0 would be NaN.
 template <int kTiles>
 __device__ __forceinline__ uint32_t unseen_keys(const float (&score)[kTiles][4]) {
   static_assert(2 * kTiles <= 32);
@@ -217,8 +215,8 @@ __device__ __forceinline__ uint32_t unseen_keys(const float (&score)[kTiles][4])
   return unseen;
 }
 
-// Zeros the rows of B fragments (keys 16 step .. 16 step + 15 are their k) that unseen_keys()
-// names.
+// Zeroes the rows of B fragments (their k are keys 16 step .. 16 step + 15) that unseen_keys()
+// reports.
 __device__ __forceinline__ void drop_unseen(uint32_t (&b)[4], uint32_t unseen, int step) {
   ONEPASS_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -230,9 +228,9 @@ __device__ __forceinline__ void drop_unseen(uint32_t (&b)[4], uint32_t unseen, i
 // scalar: keeps(i, j) = 16 bits number j % 8 of philox(seed; query i, j / 8, random head)
 //                       >= threshold, with j counted from the whole sequence's first key
 //
-// Bit 4 n + e is element e of a lane's fragment n. A call has a row of an n8 tile, and its word t
-// is the two keys of lane t of a quad: with four tiles a lane makes the call of one, and four
-// shuffles hand out the words. `first_key` is a multiple of 8 of the whole sequence.
+// Bit 4 n + e is element e of a lane's fragment n. One Philox call serves a row of an n8 tile; its
+// word t is for the two keys of lane t of a quad. For four tiles each lane of the quad makes one
+// call, and four shuffles exchange the words. `first_key` is a multiple of 8 of the whole sequence.
 template <int kTiles>
 __device__ __forceinline__ uint32_t draw(const Dropout& dropout, const Attention& args,
                                          uint32_t random_head, int first_query, int64_t first_key) {
@@ -254,8 +252,8 @@ __device__ __forceinline__ uint32_t draw(const Dropout& dropout, const Attention
   return kept;
 }
 
-// How far before a call's first key its first tile begins, so that tiles begin where Philox calls
-// do.
+// The keys by which the first tile begins before the first key, so that tiles begin where Philox
+// calls do.
 ONEPASS_HOST_DEVICE inline int tile_shift(const Attention& args) {
   return args.seed ? static_cast<int>(args.key_offset % kCallKeys) : 0;
 }

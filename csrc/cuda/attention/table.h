@@ -1,10 +1,10 @@
-// The tiles of the tensor-core kernels, in one place.
+// The tile sizes of the tensor-core kernels.
 //
-// A bucket is the head dimension that a kernel is compiled for; smaller ones use the same kernel
-// and leave out slabs of 32 columns. Warps share a tile by rows alone, so that a row's maximum and
-// sum stay in four lanes. Nothing here has been timed on a device yet: sizes follow what
-// flash-attention found on the A100, within the shared memory of each architecture and without
-// spilling registers (tests/install/test_cuda_binary.py).
+// A bucket is the head dimension that a kernel is compiled for; smaller head dimensions use the
+// same kernel and skip slabs of 32 columns. Warps divide a tile by rows alone, so that a row's
+// maximum and sum stay in four lanes. Nothing here has been timed on a device yet: sizes follow
+// flash-attention's on the A100, within the shared memory of each architecture and without spilled
+// registers (tests/install/test_cuda_binary.py).
 #pragma once
 
 #include <cstddef>
@@ -45,9 +45,20 @@ void visit_bucket(const Attention& args, F&& f) {
   });
 }
 
+// Instances of the forward; a call takes the first one that can serve it.
+enum class ForwardKind {
+  kWhole,  // rows as long as the bucket, in pieces of 16 bytes
+  kPaged,  // the same, with keys in pages
+  kPart,   // rows of any length, in pieces of any size, with keys in pages or not
+  kTerms,  // as kPart, and there is more to a score than the product of query and key
+};
+
 // Forward. With 32 rows a warp reads each fragment of K and V once for two products; at 256 columns
-// the sums alone are 128 registers for 16 rows. Terms of scores want registers for their addresses.
+// the sums alone are 128 registers for 16 rows. Terms of scores need registers for their addresses.
 // `narrow`: see is_narrow().
+//
+// Nothing else may enter here: the sizes decide the order of additions, and with it the bits of a
+// result, which must not depend on strides, alignment or pages.
 constexpr AttentionTile forward_tile(int bucket, bool terms, bool narrow) {
   if (bucket == 64 && !terms) return {.queries = 128, .keys = 96, .warps = 4};
   if (bucket == 128 && (terms || narrow)) return {.queries = 128, .keys = 32, .warps = 4};
@@ -55,30 +66,44 @@ constexpr AttentionTile forward_tile(int bucket, bool terms, bool narrow) {
   return {.queries = 64, .keys = 64, .warps = 4};
 }
 
-// Q, then K, then V; the output takes the place of Q.
-constexpr int forward_shared_bytes(int bucket, const AttentionTile& tile) {
-  return (tile.queries + 2 * tile.keys) * bucket * 2;
+// Q, K and V (the output overwrites Q), BlockFacts, and the listed addresses, if any: of the rows
+// of one tile of keys and of two tiles of values.
+constexpr int kForwardSmallBytes = 160;
+
+constexpr int forward_shared_bytes(int bucket, const AttentionTile& tile, bool listed) {
+  return (tile.queries + 2 * tile.keys) * bucket * 2 + kForwardSmallBytes +
+         (listed ? 3 * tile.keys * static_cast<int>(sizeof(void*)) : 0);
 }
 
-// Whether two blocks of so many bytes each are on a multiprocessor at a time, one of which
-// multiplies while the other has its softmax. Each takes 1 KiB more than it asks for, and all but
-// that is what a single block may have (`shared`).
+// Whether two blocks of so many bytes fit on a multiprocessor, so that one multiplies during the
+// softmax of the other. Each block takes 1 KiB more than it asks for; `shared` is the most that a
+// single block may ask for.
 constexpr bool two_fit(size_t bytes, size_t shared) { return 2 * (bytes + 1024) <= shared + 1024; }
 
-// Whether a call takes the narrow tile: where two of the other would not fit. That is at 128
-// columns without terms in the 100 KiB of compute capability 8.6, 8.9 and 12.0. The A100 (164 KiB)
-// and the H100 (228 KiB) have room for two, and there 64 keys read Q half as often. At 256 columns
-// only the H100 has: two would fit 164 KiB with 32 keys and 100 KiB with 16, which are not made.
+// Whether a call takes the narrow tile: where two blocks with the other would not fit. That is at
+// 128 columns without terms, in the 100 KiB of compute capability 8.6, 8.9 and 12.0. The A100 (164
+// KiB) and the H100 (228 KiB) have room for two, and there 64 keys read Q half as often. At 256
+// columns only the H100 has room: two would fit 164 KiB with 32 keys and 100 KiB with 16 keys, and
+// there are no such instances.
 //
-// With the number of keys the order of sums changes, so that the last bits of a result may differ
-// from one kind of device to another. On any one they depend on nothing but the row.
+// The number of keys changes the order of additions, so the last bits of a result may differ from
+// one kind of device to another. On one device they depend on the row alone.
 constexpr bool has_narrow_tile(int bucket, bool terms) { return bucket == 128 && !terms; }
 
+// Whether there is an instance of a kind; without one, kPart serves. At 256 columns shared memory
+// bounds the products, and a few more instructions do not matter. Narrow tiles have none for pages,
+// which keeps attention below 75 instances.
+constexpr bool has_instance(int bucket, ForwardKind kind, bool narrow) {
+  if (kind == ForwardKind::kWhole) return bucket <= 128;
+  if (kind == ForwardKind::kPaged) return bucket <= 128 && !narrow;
+  return true;
+}
+
 constexpr bool is_narrow(int bucket, bool terms, size_t shared) {
-  const int bytes = forward_shared_bytes(bucket, forward_tile(bucket, terms, false));
+  const int bytes = forward_shared_bytes(bucket, forward_tile(bucket, terms, false), true);
   return has_narrow_tile(bucket, terms) && !two_fit(static_cast<size_t>(bytes), shared);
 }
-static_assert(two_fit(forward_shared_bytes(128, forward_tile(128, false, true)), 99 * 1024));
+static_assert(two_fit(forward_shared_bytes(128, forward_tile(128, false, true), true), 99 * 1024));
 static_assert(is_narrow(128, false, 99 * 1024) && !is_narrow(128, false, 163 * 1024));
 
 // ---- backward -----------------------------------------------------------------------------------

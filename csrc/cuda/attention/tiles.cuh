@@ -1,8 +1,8 @@
-// Tiles of 16-bit rows in shared memory, how they come there, and their products on tensor cores.
+// Tiles of 16-bit rows in shared memory: how they are loaded, and their products on tensor cores.
 //
 // Fragments are those of mma.m16n8k16 (cuda/ptx.cuh); g is lane / 4 and t is lane % 4. The C
-// fragments of a tile's columns 16 k .. 16 k + 15 are, narrowed, the A fragment of the next product
-// as they lie.
+// fragments of a tile's columns 16 k .. 16 k + 15, narrowed, are the A fragment of the next
+// product: no lane needs another lane's elements.
 #pragma once
 
 #include "cuda/ptx.cuh"
@@ -11,8 +11,8 @@
 
 namespace onepass::cuda {
 
-// Columns that products take or leave together: what a row has beyond its length, up to a multiple
-// of this, is zero in shared memory; what is beyond that is never looked at.
+// Products include or skip so many columns at once. In shared memory a row is padded with zeros to
+// a multiple of this; columns beyond that are never read.
 inline constexpr int kSlab = 32;
 
 inline constexpr int kChunk = 8;  // elements of 16 bytes
@@ -24,8 +24,8 @@ ONEPASS_HOST_DEVICE inline int slabs_of(int64_t cols) {
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kLanes); }
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x / kLanes); }
 
-// The same number, opaque to the compiler: what follows from it is recomputed where it is needed
-// instead of kept in registers through a loop.
+// The same number, opaque to the compiler: values derived from it are recomputed where they are
+// used, not kept in registers through a loop.
 __device__ __forceinline__ int opaque(int number) {
   auto bits = static_cast<uint32_t>(number);
   forget(bits);
@@ -40,7 +40,7 @@ struct Rows {
   T* base;
   int64_t stride;
   int cols;
-  int piece;  // bytes: the most of 16, 8, 4 and 2 that divide where each row begins and ends
+  int piece;  // bytes: the largest of 16, 8, 4 and 2 that divides each row's address and length
 
   __device__ __forceinline__ T* row(int64_t i) const { return base + i * stride; }
 };
@@ -51,7 +51,7 @@ __device__ __forceinline__ int common_piece(uint64_t a, uint64_t b, uint64_t c =
   return static_cast<int>(bits & (0u - bits));
 }
 
-// Of a dense or packed tensor, `first` rows in.
+// The rows of a dense or packed tensor from row `first` on.
 template <class T>
 __device__ __forceinline__ Rows<T> rows_of(const Strided& tensor, int64_t batch, int64_t head,
                                            int64_t first, int64_t cols) {
@@ -63,25 +63,29 @@ __device__ __forceinline__ Rows<T> rows_of(const Strided& tensor, int64_t batch,
   return {base, tensor.row_stride, static_cast<int>(cols), piece};
 }
 
-// Those of a sequence whose keys are in pages: row i of the sequence.
+// Rows whose addresses are in shared memory: row `first` begins at address[0].
 template <class T>
-struct PagedRows {
-  Rows<T> page0;  // of page 0
-  int64_t page_stride;
-  const int32_t* table;  // of the sequence
-  int page_size;
+struct ListedRows {
+  T* const* address;
+  int first;
+  int cols;
+  int piece;  // as in Rows
 
-  __device__ __forceinline__ T* row(int i) const {
-    const int page = i / page_size;
-    return page0.row(i - page * page_size) +
-           static_cast<int64_t>(load_global(table + page)) * page_stride;
-  }
+  __device__ __forceinline__ T* row(int i) const { return address[i - first]; }
 };
+
+// Whether all rows of a tensor begin and end at multiples of 16 bytes.
+inline bool has_whole_pieces(const Strided& rows, DType dtype, int64_t cols) {
+  const int64_t elements = 16 / size_of(dtype);
+  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.batch_stride % elements == 0 &&
+         rows.head_stride % elements == 0 && rows.row_stride % elements == 0 &&
+         cols % elements == 0;
+}
 
 // ---- tiles --------------------------------------------------------------------------------------
 
-// Rows of kCols elements in shared memory, without gaps: the chunks of a row are exchanged by its
-// number, so that eight rows have the same chunk in different banks.
+// Rows of kCols elements in shared memory, without gaps. The chunks of a row are permuted by the
+// row's number (XOR swizzle), so that the same chunk of eight rows lies in different banks.
 template <class T, int kCols>
 struct Tile {
   static_assert(kCols % 64 == 0 && sizeof(T) == 2);
@@ -95,13 +99,13 @@ struct Tile {
   __device__ __forceinline__ T* chunk(int row, int chunk) const {
     return data + row * kCols + (chunk ^ row % 8) * kChunk;
   }
-  // Of the pair of elements that begins at an even column.
+  // The pair of elements that begins at an even column.
   __device__ __forceinline__ uint32_t* pair(int row, int col) const {
     return reinterpret_cast<uint32_t*>(chunk(row, col / kChunk) + col % kChunk);
   }
 };
 
-// A chunk of `cols` elements from column `col` of a row, zero where they end.
+// The chunk at column `col` of a row of `cols` elements; zero beyond its end.
 template <class T>
 __device__ __forceinline__ Words gather_chunk(const T* row, int col, int cols) {
   Words words{};
@@ -113,9 +117,9 @@ __device__ __forceinline__ Words gather_chunk(const T* row, int col, int cols) {
   return words;
 }
 
-// Starts copying the chunk of a row at (row, col) of a tile, in pieces of so many bytes; what is
-// beyond the row is zero and not read, nor is any of it unless `has`. Two bytes cannot be copied
-// asynchronously: those are read and written here.
+// Starts copying a chunk of a row to (row, col) of a tile, in pieces of so many bytes. Elements
+// beyond the row's end, and all of them unless `has`, are zero and are not read. Pieces of two
+// bytes cannot be copied asynchronously: they are read and written here.
 template <class T, int kCols>
 __device__ __forceinline__ void load_chunk(const Tile<T, kCols>& tile, int row, int col,
                                            const T* from, int cols, int piece, bool has) {
@@ -140,21 +144,26 @@ __device__ __forceinline__ void load_chunk(const Tile<T, kCols>& tile, int row, 
 
 // Starts copying rows first .. first + kRows - 1 with kThreads threads; those outside [begin, end)
 // are zero and not read. Complete after the thread's next cp_async_wait and a barrier.
-template <int kRows, int kThreads, class T, int kCols>
+//
+// kWhole: rows are as long as the tile's, in pieces of 16 bytes. Otherwise this is decided here, by
+// branches that cost a loop registers and instructions even where they are not taken.
+template <int kRows, int kThreads, bool kWhole = false, class T, int kCols>
 __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows<const T>& rows,
                                           int first, int begin, int end) {
   constexpr int kChunks = Tile<T, kCols>::kChunks, kStep = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0 && kRows % kStep == 0 && (kStep & (kStep - 1)) == 0);
   const int col = static_cast<int>(threadIdx.x % kChunks) * kChunk;
-  if (col / kSlab * kSlab >= rows.cols) return;
+  if (!kWhole && col / kSlab * kSlab >= rows.cols) return;
   const int top = static_cast<int>(threadIdx.x / kChunks);
-  // From row to row by one addition: products with the stride would each be kept in registers.
+  // Advanced by one addition per row: the compiler would keep each product with the stride in a
+  // register.
   const T* from = rows.row(first + top);
-  if (rows.piece == 16) {
-    // Likewise where a chunk goes: `top` and a multiple of kStep have no bit in common.
+  if (kWhole || rows.piece == 16) {
+    // The swizzle is split: `top` and a multiple of kStep have no bit in common.
     T* const to = tile.data + top * kCols;
     const int own = (col / kChunk ^ top % 8) * kChunk;
-    const int skipped = begin - first - top, there = col < rows.cols ? end - first - top : 0;
+    const int skipped = begin - first - top;
+    const int there = kWhole || col < rows.cols ? end - first - top : 0;
     ONEPASS_UNROLL
     for (int row = 0; row < kRows; row += kStep) {
       cp_async_16(to + row * kCols + (own ^ row % 8 * kChunk), from + col,
@@ -171,26 +180,45 @@ __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile, const Rows
   }
 }
 
-// The same of rows in pages.
-template <int kRows, int kThreads, class T, int kCols>
+// The same for listed rows. Rows outside [begin, end) need valid addresses too.
+template <int kRows, int kThreads, bool kWhole = false, class T, int kCols>
 __device__ __forceinline__ void load_tile(const Tile<T, kCols>& tile,
-                                          const PagedRows<const T>& rows, int first, int begin,
+                                          const ListedRows<const T>& rows, int first, int begin,
                                           int end) {
   constexpr int kChunks = Tile<T, kCols>::kChunks, kStep = kThreads / kChunks;
-  const int cols = rows.page0.cols;
   const int col = static_cast<int>(threadIdx.x % kChunks) * kChunk;
-  if (col / kSlab * kSlab >= cols) return;
+  if (!kWhole && col / kSlab * kSlab >= rows.cols) return;
   const int top = static_cast<int>(threadIdx.x / kChunks);
-  const int piece = common_piece(static_cast<uint64_t>(rows.page0.piece),
-                                 static_cast<uint64_t>(rows.page_stride) * sizeof(T));
-  ONEPASS_ROLL
-  for (int row = top; row < top + kRows; row += kStep) {
-    const bool has = begin <= first + row && first + row < end && col < cols;
-    load_chunk(tile, row, col, has ? rows.row(first + row) : rows.page0.base, cols, piece, has);
+  if (kWhole || rows.piece == 16) {
+    T* const to = tile.data + top * kCols;
+    const int own = (col / kChunk ^ top % 8) * kChunk;
+    const int skipped = begin - first - top;
+    const int there = kWhole || col < rows.cols ? end - first - top : 0;
+    // A few addresses are read before their copies: the compiler moves no read across a copy.
+    constexpr int kAtOnce = kRows / kStep % 4 == 0 ? 4 : 2;
+    static_assert(kRows / kStep % kAtOnce == 0);
+    ONEPASS_UNROLL
+    for (int group = 0; group < kRows; group += kAtOnce * kStep) {
+      const T* from[kAtOnce];
+      ONEPASS_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) from[i] = rows.row(first + top + group + i * kStep) + col;
+      ONEPASS_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = group + i * kStep;
+        cp_async_16(to + row * kCols + (own ^ row % 8 * kChunk), from[i],
+                    skipped <= row && row < there);
+      }
+    }
+  } else {
+    ONEPASS_ROLL
+    for (int row = top; row < top + kRows; row += kStep) {
+      const bool has = begin <= first + row && first + row < end && col < rows.cols;
+      load_chunk(tile, row, col, rows.row(first + row), rows.cols, rows.piece, has);
+    }
   }
 }
 
-// A chunk to column `col` of row i.
+// Stores a chunk at column `col` of row i.
 template <class T>
 __device__ __forceinline__ void store_chunk(const Rows<T>& rows, int64_t i, int col,
                                             const Words& words) {
@@ -206,8 +234,8 @@ __device__ __forceinline__ void store_chunk(const Rows<T>& rows, int64_t i, int 
   }
 }
 
-// Rows top .. top + kRows - 1 of a tile, that this warp has written, to rows first + top .. of
-// global memory, those of [0, end).
+// Stores rows top .. top + kRows - 1 of a tile, which this warp has written, to rows first + top ..
+// of global memory, as far as they are in [0, end).
 template <int kRows, class T, int kCols>
 __device__ __forceinline__ void store_tile(const Tile<T, kCols>& tile, const Rows<T>& rows, int top,
                                            int first, int end) {
@@ -222,9 +250,8 @@ __device__ __forceinline__ void store_tile(const Tile<T, kCols>& tile, const Row
 
 // ---- fragments ----------------------------------------------------------------------------------
 
-// Where a lane's row of the next ldmatrix lies from a fragment's first element, with the exchange
-// of chunks: two offsets are all there is to it, for columns at multiples of 16 are one
-// exclusive-or. In bytes.
+// Offsets in bytes from a fragment's first element to the row that a lane addresses for ldmatrix,
+// with the swizzle. Two offsets are enough: a column at a multiple of 16 is one XOR.
 template <int kCols>
 struct FragmentLanes {
   uint32_t straight;  // matrices 0 1 2 3 are rows 0-7, 8-15, then those again, 8 columns on
@@ -238,14 +265,21 @@ struct FragmentLanes {
     straight = bytes(8 * second + within, fourth ^ within);
     crossed = bytes(8 * fourth + within, second ^ within);
   }
-  // In front of a loop's turn: else a compiler keeps the address of every fragment in a register.
-  __device__ __forceinline__ void refresh() {
-    forget(straight);
-    forget(crossed);
+  // For fragments whose rows are counted from `row`, a multiple of 8.
+  __device__ __forceinline__ FragmentLanes from_row(int row) const {
+    FragmentLanes lanes = *this;
+    lanes.straight += static_cast<uint32_t>(row * kCols * 2);
+    return lanes;
+  }
+  // At the top of a loop, so that the compiler does not keep the address of every fragment in a
+  // register. `nothing` is 0 and read from memory: ptxas sees through an empty asm.
+  __device__ __forceinline__ void refresh(uint32_t nothing) {
+    straight ^= nothing;
+    crossed ^= nothing;
   }
 };
 
-// The lane's row of a fragment that begins at column `col` of the rows from `rows` on.
+// The address of the lane's row of a fragment that begins at column `col` of `rows`.
 __device__ __forceinline__ const void* fragment_row(const void* rows, uint32_t lane, int col) {
   return static_cast<const char*>(rows) + (lane ^ static_cast<uint32_t>(2 * col));
 }
@@ -290,12 +324,12 @@ __device__ __forceinline__ void as_a(uint32_t (&a)[4], const float (&c)[kTiles][
   a[3] = narrow_pair<T>(c[2 * step + 1][2], c[2 * step + 1][3]);
 }
 
-// An A fragment, or two C fragments narrowed to one, to where load_a<false> finds it again.
+// Stores an A fragment, or two C fragments narrowed to one, where load_a<false> reads it.
 template <class T, int kCols>
 __device__ __forceinline__ void put_a(const Tile<T, kCols>& tile, const uint32_t (&a)[4], int row,
                                       int col) {
   const auto lane = static_cast<uint32_t>(thread_index() % kLanes), g = lane / 4;
-  const uint32_t own = g * (kCols + kChunk) + lane % 4 * 2;  // row g, column 2 t, exchanged
+  const uint32_t own = g * (kCols + kChunk) + lane % 4 * 2;  // row g, column 2 t, swizzled
   ONEPASS_UNROLL
   for (int i = 0; i < 4; ++i) {
     T* const rows = tile.data + (row + i % 2 * 8) * kCols;
