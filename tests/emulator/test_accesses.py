@@ -244,7 +244,7 @@ LOOPS = {
         **best("attention_dbias_sums_kernel", "attention_sums_kernel"),
         "attention_backward_kernel": reads(1.24),
         "attention_dbias_kernel": reads(1.14, writes=1.97),
-        "attention_delta_kernel": reads(1.93),
+        "attention_delta_kernel": reads(1.96),
     }),
     # A thread writes its scores an element at a time, two rows of a warp to the same banks; they
     # are read eight times as often, without conflicts.

@@ -40,7 +40,7 @@ COMPILED = [(source, arch) for source in SOURCES for arch in ARCHITECTURES]
 COMPILED += [(source, arch) for source in ATTENTION for arch in ATTENTION_ARCHITECTURES]
 # They have no register to spare. `make test` compiles the quick ones for one architecture.
 QUICK = ("attention/backward.cu", "attention/plain_forward.cu")
-FULL = (*QUICK, "attention/forward.cu")
+FULL = (*QUICK, "attention/forward.cu", "attention/backward_ends.cu")
 COMPILED += [(source, arch) for source in FULL for arch in ("sm_100", "sm_120")]
 # Those of the built library are looked at there.
 BUILT = re.findall(r"\d+(?!\d|-virtual)", _C.build_info()["cuda_archs"])

@@ -1,6 +1,7 @@
-// The two ends of attention's backward: see backward_ends.cuh. Both read what they need once;
-// doutput and output are the most of it.
+// The first and last kernel of attention's backward: see backward_ends.cuh. Both read their inputs
+// once; doutput and output are the largest.
 #include "cuda/attention/backward_ends.cuh"
+#include "cuda/attention/tiles.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vec.cuh"
 
@@ -8,19 +9,25 @@ namespace onepass::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowLanes = 8;  // that share a row
-constexpr int kRowsAtOnce = kThreads / kRowLanes;
-constexpr int kBlockRows = 4 * kRowsAtOnce;
+constexpr int kMostRowLanes = 8;  // lanes that share a row
+constexpr int kLeastRowLanes = 2;
+constexpr int kBlockRows = kThreads / kLeastRowLanes;
+
+// One lane for each chain of a row, rounded up to a power of two, so that few lanes are idle.
+template <class A>
+int row_lanes(int64_t cols) {
+  int lanes = kLeastRowLanes;
+  while (lanes < kMostRowLanes && lanes * kDeltaChain<A> < cols) lanes *= 2;
+  return lanes;
+}
 
 bool has_aligned_rows(const Strided& rows, DType dtype, int64_t cols) {
-  const int64_t elements = 16 / size_of(dtype);
-  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.batch_stride % elements == 0 &&
-         rows.head_stride % elements == 0 && rows.row_stride % elements == 0 && cols % kPack == 0;
+  return has_whole_pieces(rows, dtype, cols) && cols % kPack == 0;
 }
 
 int64_t row_parts(const Attention& args) { return (args.seq_q + kBlockRows - 1) / kBlockRows; }
 
-// A chain of a row.
+// The columns of a chain.
 template <bool kAligned_>
 struct ChainColumns {
   static constexpr bool kAligned = kAligned_;
@@ -35,7 +42,7 @@ struct ChainColumns {
   }
 };
 
-// The part of the product of two rows that begins at column `first`.
+// The chain of the product of two rows that begins at column `first`.
 template <class Types, bool kAligned>
 __device__ __forceinline__ typename Types::A chain_of(const AttentionBackward& args,
                                                       int64_t doutput, int64_t output, int first) {
@@ -53,11 +60,11 @@ __device__ __forceinline__ typename Types::A chain_of(const AttentionBackward& a
   return chain;
 }
 
-// One block per kBlockRows rows of a (batch, head).
+// One block per kBlockRows rows of a (batch, head). row_lanes: a power of two.
 template <class Types>
 __global__ void __launch_bounds__(kThreads)
     attention_delta_kernel(const AttentionBackward args, const BackwardEnds ends,
-                           const bool aligned) {
+                           const bool aligned, const int row_lanes) {
   using A = typename Types::A;
   SharedMemory shared;
   double* scratch = shared.take<double>(kReduceScratch<1>);
@@ -66,18 +73,18 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t head = blockIdx.x / ends.sink_parts % args.heads;
   const Sequence sequence = sequence_of(args, batch);
   const A sink = ends.dsinks ? load_as<A>(args.sinks, args.sinks_dtype, head) : A(0);
-  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;  // of a row
+  const int lane = static_cast<int>(threadIdx.x) & (row_lanes - 1);  // of a row
+  const int row = static_cast<int>(threadIdx.x) / row_lanes, rows_at_once = kThreads / row_lanes;
   const int first_lane = static_cast<int>(threadIdx.x) % kLanes - lane;
-  double dsink = 0.0;  // of numbers that may cancel, and there are few additions
-  for (int turn = 0; turn < kBlockRows / kRowsAtOnce; ++turn) {
-    const int64_t query =
-        part * kBlockRows + turn * kRowsAtOnce + static_cast<int>(threadIdx.x) / kRowLanes;
+  double dsink = 0.0;  // the addends may cancel, and there are few
+  for (int first = row; first < kBlockRows; first += rows_at_once) {
+    const int64_t query = part * kBlockRows + first;
     const auto offset = [&](const Strided& rows) {
       return batch * rows.batch_stride + head * rows.head_stride +
              (sequence.first_q + query) * rows.row_stride;
     };
     A sum = 0;
-    for (int col = 0; col < args.value_dim; col += kRowLanes * kDeltaChain<A>) {
+    for (int col = 0; col < args.value_dim; col += row_lanes * kDeltaChain<A>) {
       A chain = 0;
       if (query < sequence.queries) {
         visit_bool(aligned, [&]<bool kAligned>() {
@@ -85,20 +92,28 @@ __global__ void __launch_bounds__(kThreads)
                                             col + lane * kDeltaChain<A>);
         });
       }
-      ONEPASS_UNROLL
-      for (int i = 0; i < kRowLanes; ++i) sum += __shfl_sync(kAllLanes, chain, first_lane + i);
+      ONEPASS_ROLL
+      for (int i = 0; i < row_lanes; i += kLeastRowLanes) {
+        A next[kLeastRowLanes];
+        ONEPASS_UNROLL
+        for (int j = 0; j < kLeastRowLanes; ++j) {
+          next[j] = __shfl_sync(kAllLanes, chain, first_lane + i + j);
+        }
+        ONEPASS_UNROLL
+        for (int j = 0; j < kLeastRowLanes; ++j) sum += next[j];
+      }
     }
     if (query >= sequence.queries || lane != 0) continue;
-    const int64_t row = lse_row(args, sequence, batch, head, query);
-    if (args.dlse) sum -= load_global(static_cast<const A*>(args.dlse) + row);
-    store_global(static_cast<A*>(ends.delta) + row, sum);
-    if (ends.dsinks) dsink += load_lse<A>(args, row).probability(sink) * sum;
+    const int64_t at = lse_row(args, sequence, batch, head, query);
+    if (args.dlse) sum -= load_global(static_cast<const A*>(args.dlse) + at);
+    store_global(static_cast<A*>(ends.delta) + at, sum);
+    if (ends.dsinks) dsink += load_lse<A>(args, at).probability(sink) * sum;
   }
   if (ends.dsinks) store_partial(dsink, ends.dsinks, blockIdx.x, scratch);
 }
 
-// One block per sum: of a (batch, head), or of a head over all batches. In double, which costs
-// nothing here.
+// One block per sum: over a (batch, head), or over a head of all batches. In double: the sums are
+// few.
 template <class A>
 __global__ void __launch_bounds__(kThreads)
     attention_sums_kernel(const A* partials, const int64_t parts, const int64_t heads,
@@ -123,7 +138,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// summed: over batches as well.
+// summed: over the batches too.
 template <class A>
 void add_up(const AttentionBackward& args, const void* partials, int64_t parts, bool summed,
             void* sums, DType dtype, void* stream) {
@@ -174,7 +189,8 @@ void begin_backward(const AttentionBackward& args, const BackwardEnds& ends, voi
     launch<attention_delta_kernel<Types>>({.blocks = args.batch * args.heads * ends.sink_parts,
                                            .threads = kThreads,
                                            .shared_bytes = kReduceScratch<1> * sizeof(double)},
-                                          stream, args, ends, aligned);
+                                          stream, args, ends, aligned,
+                                          row_lanes<typename Types::A>(args.value_dim));
   });
 }
 
