@@ -3,25 +3,27 @@
 //   S = Q K^T;  P = exp(terms(scale S) - lse);  dP = dO V^T;  dS = P (drop(dP) - delta)
 //   dV = drop(P)^T dO;   dK = scale dS^T Q;   dQ = scale dS K
 //
-// One block per tile of keys of a head of keys: K and V are read once, and the queries of all heads
-// that share them pass by in tiles, the next one on its way while one is used. dK and dV stay in
-// registers over all of them and are written once, also those of a group of heads: there is no
-// copy of them per head. dQ gathers what all tiles of keys add to it in float32, in the workspace,
-// which a last kernel scales and rounds. Nothing has the size of the scores.
+// One block per tile of keys of a key head: K and V are read once. The block iterates over the
+// tiles of queries of all heads that share them; the next tile is loaded while one is used. dK and
+// dV stay in registers for all of them and are written once, also for a group of heads: there is no
+// copy per head. dQ is added up over the tiles of keys in float32, in the workspace; a last kernel
+// scales and rounds it. The scores are never stored.
 //
-// Scores are computed transposed (backward_scores.cuh): P^T and dS^T are factors of dV and dK as
-// they leave the tensor cores, and only dQ wants dS from other warps, through shared memory.
-// Per tile a warp multiplies
-//   S^T, dP^T   its 16 keys by all queries (a half of them where two warps share 16 keys)
-//   dV, dK      its 16 keys by all columns (every other slab of 32)
+// Scores are computed transposed (backward_scores.cuh). Up to 128 columns P^T and dS^T are factors
+// of dV and dK in the registers where they were computed; only dQ needs dS of other warps, through
+// shared memory. Per tile of queries a warp multiplies
+//   S^T, dP^T   16 keys by all queries; at 256 columns by half of them
+//   dV, dK      16 keys by all columns; at 256 columns 32 keys by two slabs of 32 columns, with P
+//               and dS from shared memory: that reads a third less than 16 keys by four slabs
 //   dQ          32 queries by 32 columns, over all keys of the block
 //
-// dQ is added by red.global in whatever order blocks come; deterministic: in that of the tiles of
-// keys, for which blocks wait for one another. They take their work by tickets, so that whoever is
-// waited for has begun, and neighbouring tickets are of different heads, which do not wait.
+// dQ is added by red.global in any order of the blocks; deterministic: in the order of the tiles of
+// keys, for which blocks wait for one another. They take their work by tickets, so that a block
+// waits only for blocks that have begun, and neighbouring tickets are of different heads, which do
+// not wait for each other.
 //
 // Bytes: Q, dO once for every tile of keys that is seen, dQ likewise (float32, in the L2); K, V,
-// dK, dV once. Done when the tensor cores are busy: five products for one exponential per score.
+// dK, dV once. The bound is the tensor cores: five products for one exponential per score.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/backward_bias.h"
 #include "cuda/attention/backward_query.cuh"
@@ -34,7 +36,7 @@ namespace {
 
 // ---- pieces of the kernel -----------------------------------------------------------------------
 
-// Columns kFirst .. of a tile to a narrower one.
+// Copies columns kFirst .. of a tile to a narrower one.
 template <int kFirst, int kRows, int kThreads, class T, int kTo, int kFrom>
 __device__ __forceinline__ void move_columns(const Tile<T, kTo>& to, const Tile<T, kFrom>& from) {
   constexpr int kChunks = Tile<T, kTo>::kChunks;
@@ -46,8 +48,8 @@ __device__ __forceinline__ void move_columns(const Tile<T, kTo>& to, const Tile<
   }
 }
 
-// Which of a step's keys no query of the tile sees, as drop_unseen() has it. words: what lanes of
-// the warps that have those keys saw of their rows g and g + 8.
+// Which of a step's keys no query of the tile sees, as drop_unseen() takes it. words: for rows g
+// and g + 8 of the warps that have those keys, which lanes saw a query.
 template <int kParts>
 __device__ __forceinline__ uint32_t unseen_of_step(const uint32_t* words, int step, int groups) {
   const int first = lane_index() % 4 * 8;  // bits of four lanes for key 2 t, then for 2 t + 1
@@ -62,25 +64,28 @@ __device__ __forceinline__ uint32_t unseen_of_step(const uint32_t* words, int st
   return unseen;
 }
 
-// sum (16 x own columns) += left (16 x 16 kSteps) right (rows from `first` on). Own are the slabs
-// part, part + kParts and so on.
-template <int kParts, class T, int kTiles, int kSteps, int kCols>
-__device__ __forceinline__ void add_gradient(float (&sum)[kTiles][4],
-                                             const uint32_t (&left)[kSteps][4],
+// sum (16 kRowTiles x own columns) += left (16 kRowTiles x 16 kSteps) right (rows from `first` on).
+// A warp's own slabs are part, part + kParts and so on.
+template <int kParts, class T, int kRowTiles, int kTiles, int kSteps, int kCols>
+__device__ __forceinline__ void add_gradient(float (&sum)[kRowTiles][kTiles][4],
+                                             const uint32_t (&left)[kRowTiles][kSteps][4],
                                              const Tile<T, kCols>& right,
                                              const FragmentLanes<kCols>& lanes, int first,
                                              int slabs, int part) {
   ONEPASS_UNROLL
   for (int i = 0; i < kTiles / 4; ++i) {
     const int slab = i * kParts + part;
-    if (slab > 0 && slab >= slabs) continue;  // there is a first one always
+    if (slab > 0 && slab >= slabs) continue;  // there is always a first one
     ONEPASS_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       ONEPASS_UNROLL
       for (int n = 4 * i; n < 4 * i + 4; n += 2) {
         uint32_t b[4];
         load_b<false>(b, right, lanes, first + 16 * step, slab * kSlab + 8 * (n % 4));
-        add_product<T>(sum[n], sum[n + 1], left[step], b);
+        ONEPASS_UNROLL
+        for (int m = 0; m < kRowTiles; ++m) {
+          add_product<T>(sum[m][n], sum[m][n + 1], left[m][step], b);
+        }
       }
     }
   }
@@ -97,7 +102,10 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   constexpr int kGroups = kKeys / 16, kParts = kTile.warps / kGroups;
   constexpr int kStrip = backward_strip(kBucket, kTerms), kStrips = kQueries / kParts / kStrip;
   constexpr int kTiles = kStrip / 8, kSteps = kStrip / 16;
-  constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kParts * kSlab / 8;
+  // Of dK and dV a warp has 16 kRowTiles keys, and one of kOwnParts shares of the slabs.
+  constexpr int kRowTiles = kParts == 1 ? 1 : 2, kOwnParts = kParts * kRowTiles;
+  constexpr int kOwnGroups = kTile.warps / kOwnParts;
+  constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kOwnParts * kSlab / 8;
   constexpr int kKept = backward_kept_columns(kBucket);
   constexpr int kFacts = 4;  // turns: this one, the next, the one after; up to a power of two
   constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS, after P
@@ -130,13 +138,13 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   if (threadIdx.x == 0) *block = BlockConstants(args, work, kTile, kTerms);
   __syncthreads();
 
-  // ---- what comes from memory
+  // ---- loads
   const auto load_keys = [&](const auto& target, const Strided& tensor, int64_t cols) {
     const auto from =
         rows_of<const T>(tensor, block->batch, block->kv_head, block->sequence.first_k, cols);
     load_tile<kKeys, kThreads>(target, from, block->first_key, block->seen_first, block->seen_last);
   };
-  // Of no turn is the address kept in a register.
+  // The address is computed each time, not kept in a register.
   const auto facts_of = [&](int turn_index) -> TurnFacts& {
     return facts[opaque(turn_index) & (kFacts - 1)];
   };
@@ -166,7 +174,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
              query_numbers<kTerms>(args, block->sequence, statistics,
                                    facts_of(turn_index).turn.first + i, block->first_key, kKeys));
   };
-  // By a thread of a warp that has no numbers to put.
+  // By a thread of a warp that stores no numbers.
   const auto put_facts = [&](int turn_index, const Turn& turn) {
     if (thread_index() != kThreads - kLanes || turn_index >= block->turns) return;
     const auto first = [&](const Strided& tensor, int64_t cols) {
@@ -186,24 +194,27 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
                             .doutput_piece = doutput.piece};
   };
 
-  // Of the warp, from the thread's index read anew: nothing of it is kept in registers.
+  // Of the warp, from the thread's index each time: nothing is kept in registers. Keys and queries
+  // of scores, then keys and columns of dK and dV.
   const auto top_key = [] { return thread_index() / kLanes % kGroups * 16; };
   const auto part = [] { return kParts == 1 ? 0 : thread_index() / kLanes / kGroups; };
+  const auto own_key = [] { return thread_index() / kLanes % kOwnGroups * (16 * kRowTiles); };
+  const auto own_part = [] { return kParts == 1 ? 0 : thread_index() / kLanes / kOwnGroups; };
 
-  float dkey[kOwnTiles][4] = {}, dvalue[kOwnTiles][4] = {};
+  float dkey[kRowTiles][kOwnTiles][4] = {}, dvalue[kRowTiles][kOwnTiles][4] = {};
   uint32_t value_a[kKept == 0 ? 1 : kKept / 16][4] = {};
-  float head_sum = 0.0f;  // of add_head_gradient(), of the head so far, the lane's share
+  float head_sum = 0.0f;  // of add_head_gradient(): the head so far, the lane's share
 
   if (block->turns > 0) {
     put_facts(0, block->first_turn());
     put_facts(1, block->after(block->first_turn(), kTile));
-    // What registers keep of V passes through the place of the last tiles of queries.
+    // The part of V that registers keep is loaded through the memory of the last tiles of queries.
     const RowTile passing = query_tile(work.stages - 1);
     const bool has_place = kKept == 0 || work.stages > 1;
     load_keys(key, args.key, args.head_dim);
     if constexpr (kKept == 0) load_keys(value, args.value, args.value_dim);
     if constexpr (kKept > 0) load_keys(passing, args.value, args.value_dim);
-    __syncthreads();  // the facts are there
+    __syncthreads();  // the facts are stored
     if (has_place) load_query(0, 0), load_doutput(0, 0);
     cp_async_commit();
     put_numbers(0, load_statistics(facts_of(0).turn));
@@ -228,7 +239,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     const auto now = [&]() -> const TurnFacts& { return facts_of(i); };
     const bool is_last = i + 1 == block->turns;
     cp_async_wait<0>();
-    __syncthreads();  // this turn's queries have come, the last one's have been used
+    __syncthreads();  // this turn's queries are loaded, the last turn's are used
     if (!is_last && work.stages > 1) {
       load_query(i + 1, 1 - stage()), load_doutput(i + 1, 1 - stage());
     }
@@ -236,7 +247,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
     // ---- S, dP, and dV where P stays in the warp
     uint32_t seen_by_any = 0;  // bit r: key g + 8 r of the warp
-    uint32_t ds_a[kStrips * kSteps][4];
+    uint32_t ds_a[1][kStrips * kSteps][4];
     ONEPASS_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
       const int left = part() * (kQueries / kParts) + strip * kStrip;
@@ -274,7 +285,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         }
         const StripTerms<kTiles> from_memory(args, terms(), place());
         const auto settled = [&] { return from_memory.counts(args, thread_index() % kLanes); };
-        // At 128 columns there are no registers for a mask on its way beside a bias on its way.
+        // At 128 columns there are no registers to load a mask and a bias at the same time.
         constexpr bool kMaskWaits = kBucket == 128;
         uint32_t counts = kMaskWaits ? settled() : 0;
         multiply_keys();
@@ -294,25 +305,28 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         multiply_values();
         plain_gradients(p, ds, place(), work.numbers.unit, now().is_whole);
       }
-      uint32_t p_a[kSteps][4];
+      uint32_t p_a[1][kSteps][4];
       ONEPASS_UNROLL
       for (int step = 0; step < kSteps; ++step) {
-        as_a<T>(p_a[step], p, step);
-        as_a<T>(ds_a[strip * kSteps + step], ds, step);
-        if constexpr (kParts > 1) put_a(scores, p_a[step], top_key(), left + 16 * step);
+        as_a<T>(p_a[0][step], p, step);
+        as_a<T>(ds_a[0][strip * kSteps + step], ds, step);
+        if constexpr (kParts > 1) put_a(scores, p_a[0][step], top_key(), left + 16 * step);
       }
-      if (kParts == 1 && args.dvalue.data) {
-        add_gradient<1>(dvalue, p_a, doutput_tile(stage()), lanes, left, work.value_slabs, 0);
+      if constexpr (kParts == 1) {
+        if (args.dvalue.data) {
+          add_gradient<1>(dvalue, p_a, doutput_tile(stage()), lanes, left, work.value_slabs, 0);
+        }
       }
     }
 
     // ---- dK, and dV where two warps have the same keys
     RowStatistics statistics{};
     if (!is_last) statistics = load_statistics(facts_of(i + 1).turn);
-    if (shares_place) __syncthreads();  // dO has been used
+    if (shares_place) __syncthreads();  // dO is used
     ONEPASS_UNROLL
     for (int step = 0; step < kStrips * kSteps; ++step) {
-      put_a(scores, ds_a[step], top_key(), kGradients + part() * (kQueries / kParts) + 16 * step);
+      put_a(scores, ds_a[0][step], top_key(),
+            kGradients + part() * (kQueries / kParts) + 16 * step);
     }
     if (kTerms && args.mask.data) {
       ONEPASS_UNROLL
@@ -322,26 +336,31 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       }
     }
     const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
-    if (kParts == 1 && args.dkey.data) {
-      add_gradient<1>(dkey, ds_a, query_tile(stage()), lanes, 0, work.head_slabs, 0);
+    if constexpr (kParts == 1) {
+      if (args.dkey.data) {
+        add_gradient<1>(dkey, ds_a, query_tile(stage()), lanes, 0, work.head_slabs, 0);
+      }
     }
-    __syncthreads();  // dS of all keys is there
+    __syncthreads();  // dS of all keys is stored
     const FragmentLanes<backward_score_columns(kBucket)> score_lanes(thread_index() % kLanes);
     if constexpr (kParts > 1) {
-      uint32_t a[kQueries / 16][4];
+      uint32_t a[kRowTiles][kQueries / 16][4];
       const auto load_own = [&](int col) {
         ONEPASS_UNROLL
-        for (int step = 0; step < kQueries / 16; ++step) {
-          load_a<false>(a[step], scores, score_lanes, top_key(), col + 16 * step);
+        for (int i = 0; i < kRowTiles * kQueries / 16; ++i) {
+          const int m = i % kRowTiles, step = i / kRowTiles;
+          load_a<false>(a[m][step], scores, score_lanes, own_key() + 16 * m, col + 16 * step);
         }
       };
       if (args.dvalue.data) {
         load_own(0);
-        add_gradient<kParts>(dvalue, a, doutput_tile(stage()), lanes, 0, work.value_slabs, part());
+        add_gradient<kOwnParts>(dvalue, a, doutput_tile(stage()), lanes, 0, work.value_slabs,
+                                own_part());
       }
       if (args.dkey.data) {
         load_own(kGradients);
-        add_gradient<kParts>(dkey, a, query_tile(stage()), lanes, 0, work.head_slabs, part());
+        add_gradient<kOwnParts>(dkey, a, query_tile(stage()), lanes, 0, work.head_slabs,
+                                own_part());
       }
     } else if (!is_last && work.stages == 1) {
       load_query(i + 1, 0);
@@ -392,7 +411,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     put_numbers(i + 1, statistics);
     put_facts(i + 2, block->after(facts_of(i + 1).turn, kTile));
     if (work.stages == 1 && (kParts > 1 || shares_place)) {
-      __syncthreads();  // what lies in the place of the next queries has been used
+      __syncthreads();  // the memory of the next queries is no longer used
       if (kParts > 1) load_query(i + 1, 0);
       load_doutput(i + 1, 0);
       cp_async_commit();
@@ -405,18 +424,19 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
                  0.0f);
   }
   if (block->first_key >= block->keys) return;
-  // Both leave through the place of K, of which a warp stores an eighth.
-  const auto store = [&](const Strided& tensor, const float (&sum)[kOwnTiles][4], int64_t cols,
-                         float factor) {
+  // Both are stored through the memory of K, a warp an eighth of the rows.
+  const auto store = [&](const Strided& tensor, const float (&sum)[kRowTiles][kOwnTiles][4],
+                         int64_t cols, float factor) {
     if (!tensor.data) return;
     __syncthreads();
     ONEPASS_UNROLL
-    for (int n = 0; n < kOwnTiles; ++n) {
-      const int col = (n / 4 * kParts + part()) * kSlab + n % 4 * 8 + lane_index() % 4 * 2;
+    for (int i = 0; i < kRowTiles * kOwnTiles; ++i) {
+      const int m = i / kOwnTiles, n = i % kOwnTiles;
+      const int col = (n / 4 * kOwnParts + own_part()) * kSlab + n % 4 * 8 + lane_index() % 4 * 2;
       ONEPASS_UNROLL
       for (int r = 0; r < 2; ++r) {
-        *key.pair(top_key() + lane_index() / 4 + 8 * r, col) =
-            narrow_pair<T>(sum[n][2 * r] * factor, sum[n][2 * r + 1] * factor);
+        *key.pair(own_key() + 16 * m + lane_index() / 4 + 8 * r, col) =
+            narrow_pair<T>(sum[m][n][2 * r] * factor, sum[m][n][2 * r + 1] * factor);
       }
     }
     __syncthreads();

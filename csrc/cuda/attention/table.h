@@ -108,42 +108,45 @@ static_assert(is_narrow(128, false, 99 * 1024) && !is_narrow(128, false, 163 * 1
 
 // ---- backward -----------------------------------------------------------------------------------
 
-// Eight warps. A warp has 16 keys: their scores, transposed, leave the tensor cores as the factors
-// that dK and dV want, so that P never leaves its registers and dS goes to shared memory once, for
-// dQ. At 256 columns two warps share 16 keys: each has the scores of half of the queries and every
-// other slab of dK and dV.
+// Eight warps. A warp has the scores of 16 keys, transposed: the tensor cores leave them as factors
+// of dK and dV, so that P stays in registers and dS goes to shared memory once, for dQ. At 256
+// columns two warps share 16 keys, with the scores of half of the queries each. There P goes to
+// shared memory too, and a warp has dK and dV of 32 keys and two slabs.
 //
-// 128 keys keep down what grows with the number of their tiles: the additions to dQ and the reads
-// of Q and dO. Their sums are 128 registers of each thread at 128 columns; 256 columns leave room
-// for 64 keys. Queries then follow from what is left: of registers for scores, and of the 99 KiB of
-// shared memory that compute capability 8.6, 8.9 and 12.0 have. There one tile of queries is in
-// shared memory, elsewhere (163 KiB and more) the next one comes in beside it: the same additions
-// in the same order, so results do not depend on it.
+// Many keys (128) mean few tiles of keys, and with them few additions to dQ and reads of Q and dO.
+// Their sums are 128 registers of each thread at 128 columns; 256 columns leave room for 64 keys.
+// The number of queries follows from the registers left for scores, and from the 99 KiB of shared
+// memory of compute capability 8.6, 8.9 and 12.0. There one tile of queries is in shared memory;
+// elsewhere (163 KiB and more) the next one is loaded beside it: the same additions in the same
+// order, so results do not depend on it.
+//
+// 32 keys by half of the queries at 128 columns too would need 144 reads of fragments in place of
+// 176, but 16 KiB more for P: 99 KiB have no room for it, 163 KiB have.
 constexpr AttentionTile backward_tile(int bucket) {
   if (bucket == 64) return {.queries = 128, .keys = 128, .warps = 8};
   if (bucket == 128) return {.queries = 64, .keys = 128, .warps = 8};
   return {.queries = 32, .keys = 64, .warps = 8};
 }
 
-// Queries whose scores a warp computes at a time: S and dP of 64 are 64 registers. What is added to
-// scores wants registers too.
+// Queries whose scores a warp computes at a time: S and dP of 64 are 64 registers. Terms of scores
+// need registers too.
 constexpr int backward_strip(int bucket, bool terms) {
   return bucket == 256 ? 16 : terms ? 32 : 64;
 }
 
-// Columns of V that are factors in registers all along; the others stay in shared memory.
+// Columns of V that stay in registers as factors; the others stay in shared memory.
 constexpr int backward_kept_columns(int bucket) { return bucket == 64 ? 64 : bucket - 128; }
 
-// dS takes the place of dO, which is used up by then, where nothing else fits.
+// Whether dS overwrites dO, which is no longer needed by then: where nothing else fits.
 constexpr bool backward_shares_place(int bucket, int stages) {
   return bucket == 128 && stages == 1;
 }
 
-// Of a row of dS, transposed; at 256 columns P has the other half.
+// Columns of a row of dS, transposed; at 256 columns P has half of them.
 constexpr int backward_score_columns(int bucket) { return bucket == 64 ? 128 : 64; }
 
 constexpr int kQueryNumbers = 5;  // QueryNumbers of backward_scores.cuh
-constexpr int kSmallBytes = 512;  // BlockConstants, TurnFacts, and scratch that warps share
+constexpr int kSmallBytes = 512;  // BlockConstants, TurnFacts, scratch of all warps
 
 // K and V; Q and dO; dS; numbers of the queries of two tiles.
 constexpr size_t backward_shared_bytes(int bucket, int stages) {
@@ -155,8 +158,8 @@ constexpr size_t backward_shared_bytes(int bucket, int stages) {
   return elements * size_t{2} + 2 * kQueryNumbers * tile.queries * sizeof(float) + kSmallBytes;
 }
 
-// dbias: two blocks share a multiprocessor, with 128 registers for each thread, so that few queries
-// are taken at a time.
+// dbias: two blocks share a multiprocessor, with 128 registers for each thread, so strips of few
+// queries.
 constexpr int kBiasStrip = 16;
 
 constexpr AttentionTile bias_tile(int bucket) {
