@@ -1,22 +1,27 @@
-// How decoding on CUDA is cut into pieces: arithmetic that plans and kernels share.
+// How decoding on CUDA is divided among blocks: arithmetic that plans and kernels share.
 //
-// A sequence's keys are cut into chunks, counted from its first key, and what each query row makes
-// of a chunk is a state: maximum, sum, weighted values. States are joined in the order of the keys,
-// kRunChunks of them to a run and the runs to the result. Where chunks begin, and so every bit of
-// the result, depends on the sequence's own length and on the window alone: not on the batch, not
-// on pages or padding, not on which block does what.
+// A sequence's keys are divided into chunks, counted from its first key. A query row and a chunk
+// give a state: maximum, sum, weighted values. States are joined in the order of the keys: those of
+// kRunChunks chunks to a run, and the runs to the result. Where chunks begin, and so every bit of
+// the result, depends on the sequence's own length and the window alone: not on the batch, on pages
+// or padding, or on the assignment of work to blocks.
 //
-// That may depend on everything. A plan cannot read lengths, which lie on the device, so grid and
-// workspace are sized by what a cache has room for; blocks beyond a sequence's end leave at once.
-//   - Few tiles of query rows: blocks take chunks, and leave a state for each. There are at most
+// The assignment may depend on everything. A plan cannot read lengths, which are on the device, so
+// grid and workspace are sized by the capacity of the cache; blocks beyond a sequence's end exit.
+//   - Few tiles of query rows: a block takes a chunk and stores its state. There are at most
 //     kMostChunks, however long the sequence, so that one kv head of a batch of one still keeps
-//     that many blocks busy; and the states of 16 rows are at most an eighth of what is read.
-//   - More: blocks take runs. The states are a sixteenth of that, and a sequence that is longer
+//     that many blocks busy; the states of 16 rows are at most an eighth of the bytes read.
+//   - More: a block takes a run. The states are a sixteenth of that, and a sequence that is longer
 //     than the others of its batch is still spread over several blocks.
-//   - More than fill any device: a block takes a whole sequence, and leaves no state.
+//   - More than fill any device: a block takes a whole sequence and stores no state.
+// The grid does not depend on the number of multiprocessors. A block with several chunks would
+// drain its queues between them (the values of its warps reuse their memory), as successive blocks
+// do; and 1,024 chunks of 32k keys on 8 heads are three for some of 396 places (132 times three
+// blocks) either way. It would pay if a block loaded its next chunk while it finishes one.
+//
 // So the workspace has at most kFewTiles * (kMostChunks + 2) or kManyTiles * kMostRuns tiles of
 // states, however many sequences, queries and keys there are; or, where whole sequences have
-// several runs, one tile for each of the output's.
+// several runs, one tile for each tile of the output.
 #pragma once
 
 #include <algorithm>
@@ -26,29 +31,29 @@
 namespace onepass::cuda {
 
 inline constexpr int64_t kLeastChunkKeys = 128;
-inline constexpr int64_t kChunkUnit = 64;  // that the warps of a block go through in one turn
+inline constexpr int64_t kChunkUnit = 64;  // keys of the warps of a block in one iteration
 inline constexpr int64_t kMostChunks = 128;
 inline constexpr int64_t kRunChunks = 16;
-inline constexpr int64_t kFewTiles = 128;    // below, chunks are what blocks take
-inline constexpr int64_t kManyTiles = 1024;  // from here on, whole sequences
+inline constexpr int64_t kFewTiles = 128;    // below, a block takes a chunk
+inline constexpr int64_t kManyTiles = 1024;  // from here on, a whole sequence
 inline constexpr int64_t kLeastSplits = 8;
 inline constexpr int64_t kWholeSequence = int64_t{1} << 40;  // chunks of a piece
-// New rows that blocks write on their way: where a kv head has one tile, and so each chunk one
-// reader. More are worth a launch of their own.
+// The most new rows that decoding blocks append themselves: where a kv head has one tile, and so
+// each chunk one reader. More are worth a launch of their own.
 inline constexpr int64_t kMostOwnRows = 16;
 
 ONEPASS_HOST_DEVICE constexpr int64_t ceil_div(int64_t value, int64_t by) {
   return (value + by - 1) / by;
 }
 
-// Keys of a chunk where a query sees at most `keys` at once: as few as give at most kMostChunks, in
-// whole units.
+// Keys of a chunk where a query sees at most `keys` at once: the least that gives at most
+// kMostChunks chunks, in whole units.
 ONEPASS_HOST_DEVICE constexpr int64_t chunk_keys(int64_t keys) {
   const int64_t least = ceil_div(ceil_div(keys, kMostChunks), kChunkUnit) * kChunkUnit;
   return least > kLeastChunkKeys ? least : kLeastChunkKeys;
 }
 
-// The chunks that some query rows of a sequence see; one that nobody sees, where there are none.
+// The chunks that some query rows of a sequence see; where there are none, one that no row sees.
 struct Chunks {
   int64_t keys;   // of each
   int64_t first;  // numbers, counted from the sequence's first key
