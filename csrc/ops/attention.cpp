@@ -29,14 +29,14 @@ void attach_lengths(const AttentionChecks& checks, const Options& options, Atten
 }
 
 // The arguments that both directions have; each adds its own.
-Attention attach(const AttentionChecks& checks, const Tensor& query, const Tensor& key,
-                 const Tensor& value, const Options& options, Copies& copies) {
+Attention attach(const char* op, const AttentionChecks& checks, const Tensor& query,
+                 const Tensor& key, const Tensor& value, const Options& options, Copies& copies) {
   Attention args = checks.args();
   attach_lengths(checks, options, args, copies);
   args.query = rows_of(query, checks.query_layout(), copies);
   args.key = rows_of(key, checks.key_layout(), copies);
   args.value = rows_of(value, checks.key_layout(), copies);
-  attach_score_options(options, args, copies);
+  attach_score_options(op, options, args, copies);
   return args;
 }
 
@@ -76,7 +76,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Options& options, con
   const AttentionChecks checks(op, query, key, value, options);
   Copies copies;
   AttentionForward args{};
-  static_cast<Attention&>(args) = attach(checks, query, key, value, options, copies);
+  static_cast<Attention&>(args) = attach(op, checks, query, key, value, options, copies);
   const TensorInfo& shape = checks.query();
   int64_t sizes[4];
   std::copy(shape.sizes, shape.sizes + shape.dims, sizes);
@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> attention_backward(
 
   Copies copies;
   AttentionBackward args{};
-  static_cast<Attention&>(args) = attach(checks, query, key, value, options, copies);
+  static_cast<Attention&>(args) = attach(kBackward, checks, query, key, value, options, copies);
   Tensor dquery = empty_gradient(grad_mask & kWantQuery, query, options.out_bshd);
   Tensor dkey = empty_gradient(grad_mask & kWantKey, key, options.out_bshd);
   Tensor dvalue = empty_gradient(grad_mask & kWantValue, value, options.out_bshd);

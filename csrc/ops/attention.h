@@ -29,6 +29,12 @@ inline constexpr int64_t kMaxHeadDim = 512;
 // A window without a limit; far enough from overflow that positions may be added to it.
 inline constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
 
+// What a block of a dense call lets through, where there are blocks; the last ones of queries and
+// of keys may be cut short. The mask is (1, tiles, block_q, block_k) then.
+inline constexpr int32_t kNoKeys = 0;
+inline constexpr int32_t kAllKeys = 1;
+inline constexpr int32_t kFirstTile = 2;  // what the first tile says; the next number is the next
+
 // (batch, heads, rows, cols) with a dense last dimension; strides in elements, 0 where broadcast.
 // Null data: not given, or not wanted.
 struct Strided {
@@ -45,6 +51,9 @@ struct Attention {
   Strided value;               // (batch, kv_heads, seq_k, value_dim) or packed or paged
   Strided bias;                // (batch, heads, seq_q, seq_k) or null; packed: of positions
   Strided mask;                // likewise, a byte each, 0: not allowed; or null
+  Strided blocks;              // (batch, heads, query_blocks, key_blocks) int32 or null
+  int64_t block_q;             // queries of a block
+  int64_t block_k;             // keys of a block
   const float* alibi_slopes;   // (batch, heads) or null
   int64_t alibi_batch_stride;  // 0 or heads
   const void* sinks;           // (heads,) contiguous or null
@@ -181,7 +190,24 @@ ONEPASS_HOST_DEVICE inline KeyRange seeing_queries(const Attention& args, const 
   return {begin > 0 ? begin : 0, end < sequence.queries ? end : sequence.queries};
 }
 
-// The row of a boolean mask that a query goes by, indexed by key.
+// Whether there is a mask of either kind.
+ONEPASS_HOST_DEVICE inline bool is_masked(const Attention& args) {
+  return args.mask.data || args.blocks.data;
+}
+
+// The blocks of keys for a query, of a call that has them.
+inline const int32_t* block_row(const Attention& args, int64_t batch, int64_t head, int64_t query) {
+  return static_cast<const int32_t*>(args.blocks.data) + batch * args.blocks.batch_stride +
+         head * args.blocks.head_stride + query / args.block_q * args.blocks.row_stride;
+}
+
+// The row of a block's tile that a query goes by, indexed by the key within the block.
+inline const uint8_t* tile_row(const Attention& args, int32_t block, int64_t query) {
+  return static_cast<const uint8_t*>(args.mask.data) +
+         (block - kFirstTile) * args.mask.head_stride + query % args.block_q * args.mask.row_stride;
+}
+
+// The row of a boolean mask that a query goes by, indexed by key; of a call without blocks.
 ONEPASS_HOST_DEVICE inline const uint8_t* mask_row(const Attention& args, int64_t batch,
                                                    int64_t head, int64_t query) {
   return static_cast<const uint8_t*>(args.mask.data) + batch * args.mask.batch_stride +

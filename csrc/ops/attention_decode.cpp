@@ -83,7 +83,7 @@ class DecodeCall {
       return rows_of(inside ? Tensor(copies_.back()) : tensor, AttentionLayout::kDense, copies_);
     };
     args_.query = outside(query);
-    attach_score_options(attention_, args_, copies_);
+    attach_score_options(op_, attention_, args_, copies_);
     if (append != nullptr) {
       args_.new_key = outside(append->key);
       args_.new_value = outside(append->value);

@@ -6,6 +6,7 @@
 
 #include "ops/attention_memory.h"
 #include "ops/check.h"
+#include "ops/runtime.h"
 
 namespace onepass {
 namespace {
@@ -18,6 +19,48 @@ void check_broadcast(const char* op, const char* name, const CheckedAgainst& che
   require(fits, op, ": ", name, " must have shape ", Shape{full, 4},
           " or 1 in place of all sizes but the last, got ", shape_of(info));
   checked.device(name, info);
+}
+
+int64_t blocks_of(int64_t rows, int64_t block) { return rows / block + (rows % block != 0); }
+
+// A block mask: of each block what it lets through, and the tiles of those that need one.
+void check_blocks(const char* op, const CheckedAgainst& checked, const AttentionOptions& options,
+                  const TensorInfo& tiles, Attention& args) {
+  const TensorInfo blocks = input_of(op, "block_mask", *options.block_mask);
+  require(kHostReadsTensors, op,
+          ": block_mask must not be given on CUDA, where torch's flex_attention takes a BlockMask, "
+          "got one");
+  require(!options.cu_seq_q, op, ": block_mask must not be given with cu_seq_q, got one");
+  require(tiles.dims == 3 && tiles.sizes[1] > 0 && tiles.sizes[2] > 0, op,
+          ": mask must have shape (tiles, rows, cols) with block_mask, got ", shape_of(tiles));
+  args.block_q = tiles.sizes[1];
+  args.block_k = tiles.sizes[2];
+  const int64_t full[] = {args.batch, args.heads, blocks_of(args.seq_q, args.block_q),
+                          blocks_of(args.seq_k, args.block_k)};
+  bool fits = blocks.dims == 4 && std::equal(full + 2, full + 4, blocks.sizes + 2);
+  for (int64_t d = 0; fits && d < 2; ++d) fits = blocks.sizes[d] == full[d] || blocks.sizes[d] == 1;
+  require(fits, op, ": block_mask must have shape ", Shape{full, 4},
+          " or 1 in place of the first two sizes, got ", shape_of(blocks));
+  require(is_int32(blocks.scalar_type), op, ": block_mask must have dtype int32, got ",
+          TypeName{blocks.scalar_type});
+  checked.device("block_mask", blocks);
+}
+
+void attach_blocks(const char* op, const Tensor& block_mask, const Tensor& tiles, Attention& args,
+                   Copies& copies) {
+  const TensorInfo shape = info_of(block_mask);
+  const int32_t* blocks = elements_of<int32_t>(block_mask, copies);
+  const int64_t count = flat_info_of(block_mask).numel;
+  const int64_t last = kFirstTile + info_of(tiles).sizes[0] - 1;
+  for (int64_t i = 0; i < count; ++i) {
+    require(blocks[i] >= 0 && blocks[i] <= last, op, ": block_mask must hold numbers from 0 to ",
+            last, ", got ", blocks[i]);
+  }
+  const int64_t of_head = shape.sizes[2] * shape.sizes[3];
+  args.blocks = {const_cast<int32_t*>(blocks), shape.sizes[0] == 1 ? 0 : shape.sizes[1] * of_head,
+                 shape.sizes[1] == 1 ? 0 : of_head, shape.sizes[3]};
+  args.mask = {const_cast<void*>(elements_of<void>(tiles, copies)), 0, args.block_q * args.block_k,
+               args.block_k};
 }
 
 // An option that has a gradient, and where that goes.
@@ -55,9 +98,16 @@ void check_score_options(const char* op, const CheckedAgainst& checked,
   }
   if (options.mask) {
     const TensorInfo mask = input_of(op, "mask", *options.mask);
-    check_broadcast(op, "mask", checked, args, mask);
+    if (options.block_mask) {
+      check_blocks(op, checked, options, mask, args);
+      checked.device("mask", mask);
+    } else {
+      check_broadcast(op, "mask", checked, args, mask);
+    }
     require(is_bool(mask.scalar_type), op, ": mask must have dtype bool, got ",
             TypeName{mask.scalar_type});
+  } else {
+    require(!options.block_mask, op, ": mask must be given with block_mask, got none");
   }
   if (options.alibi_slopes) {
     const TensorInfo slopes = input_of(op, "alibi_slopes", *options.alibi_slopes);
@@ -103,9 +153,14 @@ void check_score_options(const char* op, const CheckedAgainst& checked,
   args.allow_tf32 = options.allow_tf32;
 }
 
-void attach_score_options(const AttentionOptions& options, Attention& args, Copies& copies) {
+void attach_score_options(const char* op, const AttentionOptions& options, Attention& args,
+                          Copies& copies) {
   if (options.bias) args.bias = rows_of(*options.bias, AttentionLayout::kDense, copies);
-  if (options.mask) args.mask = rows_of(*options.mask, AttentionLayout::kDense, copies);
+  if (options.block_mask) {
+    attach_blocks(op, *options.block_mask, *options.mask, args, copies);
+  } else if (options.mask) {
+    args.mask = rows_of(*options.mask, AttentionLayout::kDense, copies);
+  }
   args.alibi_slopes = elements_of<float>(options.alibi_slopes, copies);
   args.sinks = elements_of<void>(options.sinks, copies);
   args.seed = static_cast<const int64_t*>(data_of(options.seed));
@@ -154,7 +209,11 @@ void describe_terms(std::ostream& text, const Attention& args) {
     if (args.window_right != kNoLimit) text << ", " << args.window_right << " ahead";
   }
   if (args.bias.data) text << ", bias " << name_of(args.bias_dtype);
-  if (args.mask.data) text << ", mask";
+  if (args.blocks.data) {
+    text << ", mask of blocks of " << args.block_q << " x " << args.block_k;
+  } else if (args.mask.data) {
+    text << ", mask";
+  }
   if (args.alibi_slopes) text << ", ALiBi";
   if (args.sinks) text << ", sinks";
   if (args.softcap != 0.0) text << ", softcap " << args.softcap;

@@ -36,7 +36,8 @@ namespace onepass {
   FIELD(int64_t, key_offset, "=0")                                                       \
   FIELD(double, dropout_p, "=0.0")                                                       \
   FIELD(bool, bottom_right, "=False")                                                    \
-  FIELD(bool, allow_tf32, "=False") /* float32 on CUDA may keep 10 bits of its factors */
+  FIELD(bool, allow_tf32, "=False")          /* float32 on CUDA may keep 10 bits */      \
+  FIELD(OptionalTensor, block_mask, "=None") /* (batch, heads, query_blocks, key_blocks) */
 
 #define ONEPASS_DECODE_OPTIONS(FIELD)                                                   \
   FIELD(OptionalTensor, cache_seqlens, "=None")   /* (batch,) int32 */                  \
@@ -63,8 +64,9 @@ using Copies = std::vector<Tensor>;
 // that are known without reading a tensor.
 void check_score_options(const char* op, const CheckedAgainst& checked,
                          const AttentionOptions& options, Attention& args);
-// The options' tensors, for `args`.
-void attach_score_options(const AttentionOptions& options, Attention& args, Copies& copies);
+// The options' tensors, for `args`. Throws unless a block mask has numbers of blocks alone.
+void attach_score_options(const char* op, const AttentionOptions& options, Attention& args,
+                          Copies& copies);
 
 // Bits of grad_mask: those of query, key and value, and after them those of the options that have
 // gradients, in the order of dterms.

@@ -28,7 +28,7 @@ NAN = float("nan")
 # Bits of attention_backward's grad_mask, and the names of its gradients, in their order.
 GRADIENTS = dict(query=1, key=2, value=4, bias=8, sinks=16, alibi_slopes=32)
 OPTIONAL = ("bias", "mask", "cu_seq_q", "cu_seq_k", "seqused_k", "block_table")
-OPTIONAL += ("alibi_slopes", "sinks", "seed")
+OPTIONAL += ("alibi_slopes", "sinks", "seed", "block_mask")
 
 
 def within_window(case, distance: Tensor) -> Tensor:

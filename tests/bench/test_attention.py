@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -50,6 +51,10 @@ def seen_by_queries(kind: str, batch: int, seq: int) -> torch.Tensor:
         return square.tril()
     if kind == "padding-mask":
         square[::2, :, seq - seq // 4 :] = False
+    if kind == "documents":
+        for begin, end in itertools.pairwise([0, *attention._ends(seq)]):
+            square[:, begin:end, :begin] = square[:, begin:end, end:] = False
+        return square.tril()
     if kind == "packed":
         for sequence, share in zip(square, attention_parts.FILL, strict=True):
             sequence[int(seq * share) :] = False

@@ -192,7 +192,7 @@ def test_a_variant_that_raises_is_left_out_and_named(monkeypatch, capsys):
 def test_flex_attention_computes_the_same(causal):
     q, k, v = (torch.randn(1, 2, 256, 64) for _ in range(3))
     with torch.no_grad():
-        (found,) = attention_cuda._Flex(causal)(q, k, v)
+        (found,) = attention_cuda.flex_of(causal)(q, k, v)
     expected, _ = reference(q, k, v, window_right=0 if causal else -1)
     torch.testing.assert_close(found, expected)
 

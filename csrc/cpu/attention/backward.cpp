@@ -169,14 +169,15 @@ class Backward {
   KeySet keys_to_sum(int64_t batch, int64_t kv_head, int64_t k0, int64_t count, Key&& key) const {
     const SeenKeys range = seen_keys(args_, sequence_, 0, sequence_.queries);
     const KeySet near = key_interval(range.first - k0, std::min(range.last - k0, count));
-    if (args_.mask.data == nullptr) return near;
+    if (!is_masked(args_)) return near;
     const KeySet doubtful = not_finite(near, args_.head_dim, key);
     if (doubtful.empty()) return near;
     const int64_t group = args_.heads / args_.kv_heads;
     KeySet seen{};
     for (int64_t g = 0; g < group; ++g) {
       seen = seen | read_mask(args_, sequence_, batch, kv_head * group + g, 0, sequence_.queries,
-                              k0, count, [](int64_t, const KeySet&) {});
+                              k0, count, [](int64_t, const KeySet&) {})
+                        .seen;
     }
     return near.without(doubtful.without(seen));
   }

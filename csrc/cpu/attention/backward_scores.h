@@ -28,11 +28,12 @@ class ScoreGradients {
 
   // Whether the mask, if there is one, lets anything through.
   bool read_mask(const BackwardTile& t) {
-    if (args_.mask.data == nullptr) return true;
+    if (!is_masked(args_)) return true;
     const auto keep = [&](int64_t row, const KeySet& keys) { mask_[t.first + row] = keys; };
-    return !cpu::read_mask(args_, sequence_, t.batch, t.head, t.q0 + t.first, t.last - t.first,
-                           t.k0, t.keys, keep)
-                .empty();
+    const MaskedKeys keys = cpu::read_mask(args_, sequence_, t.batch, t.head, t.q0 + t.first,
+                                           t.last - t.first, t.k0, t.keys, keep);
+    forbids_ = keys.forbids;
+    return !keys.seen.empty();
   }
 
   // scores: S to drop(P); dscores: dP to dS, of the scaled product. Where products go over cells,
@@ -44,7 +45,7 @@ class ScoreGradients {
     const bool whole =
         seen.all_first <= t.k0 && seen.all_last >= t.k0 + t.keys && t.keys % M::kPerCell == 0;
     if (dbias_) std::fill_n(dbias_row_, t.keys, 0.0f);
-    whole && !changes_ ? sweep<false>(t) : sweep<true>(t);
+    whole && !changes_ && !forbids_ ? sweep<false>(t) : sweep<true>(t);
     if (dbias_ && args_.dbias.row_stride == 0) {
       float* dbias = dbias_at(t, 0);
       for (int64_t key = 0; key < t.keys; ++key) dbias[key] += dbias_row_[key];
@@ -129,7 +130,7 @@ class ScoreGradients {
       of.first = static_cast<int32_t>(std::clamp<int64_t>(range.first - t.k0, 0, t.keys));
       of.last = static_cast<int32_t>(std::clamp<int64_t>(range.last - t.k0, 0, t.keys));
       of.position = static_cast<float>(query + sequence_.alignment - t.k0);
-      of.mask = args_.mask.data ? &mask_[row] : nullptr;
+      of.mask = forbids_ ? &mask_[row] : nullptr;
       if (dropout_) of.drawn = draw_row(t, query, slot);
     }
     return of;
@@ -207,7 +208,8 @@ class ScoreGradients {
   Sequence sequence_{};
   int64_t split_ = 0;
   float* dbias_ = nullptr;
-  bool changes_ = false;  // something besides the scale and the diagonal
+  bool changes_ = false;  // something besides the scale, the diagonal and a mask
+  bool forbids_ = false;  // whether the mask takes a key of the tile from a query
   float dbias_row_[kTileKeys];
   KeySet mask_[kTileQueries];
   uint16_t drawn_[2][kTileKeys + 2 * kElementsPerDraw];

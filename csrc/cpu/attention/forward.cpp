@@ -87,7 +87,7 @@ Scratch<M> scratch_of(const AttentionForward& args, const Shape& shape, Arena& a
   s.values = arena.take<typename M::Element>(kTileKeys * value_columns<M>(args));
   s.scores = arena.take<float>(kTileKeys * kGroup);
   s.bias = arena.take<float>(args.bias.data ? kTileKeys * kGroup : 0);
-  s.mask = arena.take<uint32_t>(args.mask.data ? kTileWords * kGroup : 0);
+  s.mask = arena.take<uint32_t>(is_masked(args) ? kTileWords * kGroup : 0);
   s.output = arena.take<float>(groups * args.value_dim * kGroup);
   s.maximum = arena.take<float>(groups * kGroup);
   s.sum = arena.take<float>(groups * kGroup);
@@ -286,13 +286,17 @@ class Forward {
   KeySet seen_by(const Group& group, int64_t k0) {
     const SeenKeys seen = seen_keys(args_, sequence_, group.query, group.query + group.count);
     const KeySet near = key_interval(seen.first - k0, seen.last - k0);
-    if (args_.mask.data == nullptr || near.empty()) return near;
-    return mask_panel<kGroup>(args_, sequence_, group.batch, group.head, group.query, group.count,
-                              k0, std::min(kTileKeys, sequence_.keys - k0), s_.mask);
+    forbids_ = false;
+    if (!is_masked(args_) || near.empty()) return near;
+    const MaskedKeys keys =
+        mask_panel<kGroup>(args_, sequence_, group.batch, group.head, group.query, group.count, k0,
+                           std::min(kTileKeys, sequence_.keys - k0), s_.mask);
+    forbids_ = keys.forbids;
+    return keys.seen;
   }
 
   void attend(const Group& group, const Tile<M>& tile, int64_t k0, int64_t end) {
-    const bool changed = changes_scores(args_);
+    const bool changed = changes_scores(args_) || forbids_;
     const SeenKeys seen = seen_keys(args_, sequence_, group.query, group.query + group.count);
     const int64_t first = std::max(seen.first - k0, int64_t{0});
     const int64_t last = std::min(seen.last - k0, end);
@@ -440,7 +444,7 @@ class Forward {
         SignedWords seen = queries.see(j);
         if constexpr (kKind == kGeneral) {
           score = terms(score, queries.ahead_of(j), [&] { return cpu::load<float>(s_.bias + at); });
-          if (args_.mask.data) {
+          if (forbids_) {
             seen &= QueriesInLanes::masked(s_.mask + j / 32 * kGroup + lane + v * n, j);
           }
         }
@@ -480,7 +484,8 @@ class Forward {
   const Scratch<M>& s_;
   const ScoreDropout dropout_;
   Sequence sequence_{};
-  int64_t state_ = 0;  // index of the current group within the piece
+  int64_t state_ = 0;     // index of the current group within the piece
+  bool forbids_ = false;  // whether the mask takes a key of the tile from the group
 };
 
 Plan plan_forward(const AttentionForward& args, const Machine& machine, Shape& shape) {

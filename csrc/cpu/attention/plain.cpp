@@ -73,8 +73,15 @@ struct Head {
 
   bool sees(int64_t i, int64_t j) const {
     const KeyRange range = keys_of(args, sequence, i);
-    return j >= range.first && j < range.last &&
-           (!args.mask.data || mask_row(args, batch, head, i)[j]);
+    return j >= range.first && j < range.last && (!is_masked(args) || allows(i, j));
+  }
+
+  // By a mask.
+  bool allows(int64_t i, int64_t j) const {
+    if (!args.blocks.data) return mask_row(args, batch, head, i)[j];
+    const int32_t block = block_row(args, batch, head, i)[j / args.block_k];
+    if (block < kFirstTile) return block == kAllKeys;
+    return tile_row(args, block, i)[j % args.block_k];
   }
 
   // body(j) for every key that query i sees.

@@ -53,7 +53,7 @@ struct ScoreNumber<double> {
 
 // Whether anything happens to a scaled score that a query sees.
 inline bool changes_scores(const Attention& args) {
-  return args.softcap != 0 || args.alibi_slopes || args.bias.data || args.mask.data;
+  return args.softcap != 0 || args.alibi_slopes || args.bias.data;
 }
 
 // The derivatives of a score by the terms in ScoreTerms.
@@ -182,6 +182,15 @@ struct KeySet {
   KeySet without(const KeySet& other) const {
     return with(other, [](uint64_t a, uint64_t b) { return a & ~b; });
   }
+  // Key j becomes key j + keys, below the number of a tile's.
+  KeySet later_by(int64_t keys) const {
+    KeySet result{};
+    for (int w = static_cast<int>(keys / 64), from = 0; w < kWords; ++w, ++from) {
+      result.words[w] = words[from] << (keys % 64);
+      if (from > 0 && keys % 64 != 0) result.words[w] |= words[from - 1] >> (64 - keys % 64);
+    }
+    return result;
+  }
 };
 
 // Those of [first, last).
@@ -196,34 +205,82 @@ inline KeySet key_interval(int64_t first, int64_t last) {
   return keys;
 }
 
-// Those of the `count` at mask_row that the mask allows. Unrolled, so that the words stay in
+// Those of the first `count` of a mask's row that it allows. Unrolled, so that the words stay in
 // registers: written in parts and read as a whole, they would have to wait for memory.
-inline KeySet allowed_keys(const uint8_t* mask_row, int64_t count) {
+inline KeySet allowed_keys(const uint8_t* row, int64_t count) {
   KeySet keys;
 #pragma GCC unroll 2
   for (int w = 0; w < KeySet::kWords; ++w) {
     const auto bits = [&](int64_t first) -> uint64_t {
-      return first < count ? bits_of_bytes(mask_row + first, count - first) : 0;
+      return first < count ? bits_of_bytes(row + first, count - first) : 0;
     };
     keys.words[w] = bits(64 * w) | bits(64 * w + 32) << 32;
   }
   return keys;
 }
 
-// Of the `count` keys from `key` on, those that any of `queries` queries from `query` on sees, by
-// the mask and by position. each(i, keys) takes those that the mask allows query i of them.
-template <class Each>
-KeySet read_mask(const Attention& args, const Sequence& sequence, int64_t batch, int64_t head,
-                 int64_t query, int64_t queries, int64_t key, int64_t count, Each&& each) {
-  const SeenKeys all = seen_keys(args, sequence, query, query + queries);
-  const bool whole = all.all_first <= key && all.all_last >= key + count;
-  const bool one_row = args.mask.row_stride == 0;
-  KeySet allowed{}, seen{};
-  for (int64_t i = 0; i < queries; ++i) {
-    if (i == 0 || !one_row) {
-      allowed = allowed_keys(mask_row(args, batch, head, query + i) + key, count);
+// Of the `count` keys from `key` on, those that the mask allows a query.
+inline KeySet allowed_keys(const Attention& args, int64_t batch, int64_t head, int64_t query,
+                           int64_t key, int64_t count) {
+  if (!args.blocks.data) return allowed_keys(mask_row(args, batch, head, query) + key, count);
+  const int32_t* blocks = block_row(args, batch, head, query);
+  KeySet keys{};
+  for (int64_t done = 0; done < count;) {
+    const int32_t block = blocks[(key + done) / args.block_k];
+    const int64_t within = (key + done) % args.block_k;
+    const int64_t end = std::min(done + args.block_k - within, count);
+    if (block == kAllKeys) {
+      keys = keys | key_interval(done, end);
+    } else if (block != kNoKeys) {
+      keys = keys | allowed_keys(tile_row(args, block, query) + within, end - done).later_by(done);
     }
+    done = end;
+  }
+  return keys;
+}
+
+// What all blocks of these queries and keys let through, kNoKeys or kAllKeys; kFirstTile where
+// they differ, where one has a tile, and of a mask without blocks.
+inline int32_t common_block(const Attention& args, int64_t batch, int64_t head, int64_t query,
+                            int64_t queries, int64_t key, int64_t count) {
+  if (!args.blocks.data) return kFirstTile;
+  const int64_t first = key / args.block_k;
+  const int64_t last = (key + count - 1) / args.block_k;
+  const int64_t last_row = (query + queries - 1) / args.block_q;
+  const int32_t common = block_row(args, batch, head, query)[first];
+  for (int64_t row = query / args.block_q; row <= last_row; ++row) {
+    const int32_t* blocks = block_row(args, batch, head, row * args.block_q);
+    for (int64_t block = first; block <= last; ++block) {
+      if (blocks[block] != common || common >= kFirstTile) return kFirstTile;
+    }
+  }
+  return common;
+}
+
+// What a mask makes of some queries and keys.
+struct MaskedKeys {
+  KeySet seen;   // keys that any of the queries sees, by the mask and by position
+  bool forbids;  // whether the mask takes a key from a query
+};
+
+// Of `queries` queries from `query` on and the `count` keys from `key` on. each(i, keys) takes
+// those that the mask allows query i of them; where it forbids none or all, it need not be called.
+template <class Each>
+MaskedKeys read_mask(const Attention& args, const Sequence& sequence, int64_t batch, int64_t head,
+                     int64_t query, int64_t queries, int64_t key, int64_t count, Each&& each) {
+  const int32_t common = common_block(args, batch, head, query, queries, key, count);
+  if (common == kNoKeys) return {{}, true};
+  const SeenKeys all = seen_keys(args, sequence, query, query + queries);
+  const KeySet near = key_interval(all.first - key, all.last - key);
+  const KeySet every = key_interval(0, count);
+  if (common == kAllKeys) return {near & every, false};
+  const bool whole = all.all_first <= key && all.all_last >= key + count;
+  const bool one_row = !args.blocks.data && args.mask.row_stride == 0;
+  KeySet allowed{}, seen{}, forbidden{};
+  for (int64_t i = 0; i < queries; ++i) {
+    if (i == 0 || !one_row) allowed = allowed_keys(args, batch, head, query + i, key, count);
     each(i, allowed);
+    forbidden = forbidden | every.without(allowed);
     if (whole || one_row) {
       seen = seen | allowed;
     } else {
@@ -231,22 +288,22 @@ KeySet read_mask(const Attention& args, const Sequence& sequence, int64_t batch,
       seen = seen | (allowed & key_interval(range.first - key, range.last - key));
     }
   }
-  return seen & key_interval(all.first - key, all.last - key);
+  return {seen & near, !forbidden.empty()};
 }
 
 // The same; panel: (kTileWords, kQueries) the keys that the mask allows each query, key j as bit
-// j % 32 of word j / 32.
+// j % 32 of word j / 32. Written where it forbids some.
 template <int kQueries>
-KeySet mask_panel(const Attention& args, const Sequence& sequence, int64_t batch, int64_t head,
-                  int64_t query, int64_t queries, int64_t key, int64_t count, uint32_t* panel) {
+MaskedKeys mask_panel(const Attention& args, const Sequence& sequence, int64_t batch, int64_t head,
+                      int64_t query, int64_t queries, int64_t key, int64_t count, uint32_t* panel) {
   const auto write = [&](int64_t lane, const KeySet& keys) {
     for (int64_t w = 0; w < kTileWords; ++w) {
       panel[w * kQueries + lane] = keys.from<uint32_t>(32 * w);
     }
   };
-  const KeySet seen = read_mask(args, sequence, batch, head, query, queries, key, count, write);
+  const MaskedKeys keys = read_mask(args, sequence, batch, head, query, queries, key, count, write);
   for (int64_t lane = queries; lane < kQueries; ++lane) write(lane, {});
-  return seen;
+  return keys;
 }
 
 // ---- keys that no query sees --------------------------------------------------------------------

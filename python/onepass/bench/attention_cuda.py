@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -71,11 +71,11 @@ def _through(backend: SDPBackend, **options):
     return call
 
 
-class _Flex:
-    """torch's flex_attention, compiled at the first call."""
+class Flex:
+    """torch's flex_attention, compiled at the first call; blocks(query) is its BlockMask."""
 
-    def __init__(self, causal: bool):
-        self._causal = causal
+    def __init__(self, blocks: Callable[[Tensor], object]):
+        self._blocks = blocks
         self._compiled = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -85,8 +85,7 @@ class _Flex:
             # Compiled functions of one source share a cache of few entries; a full one means eager.
             torch._dynamo.reset()
             self._compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        mask = _causal_blocks(q.shape[2], q.device) if self._causal else None
-        return (self._compiled(q, k, v, block_mask=mask),)
+        return (self._compiled(q, k, v, block_mask=self._blocks(q)),)
 
 
 @functools.lru_cache(maxsize=1)
@@ -96,11 +95,15 @@ def _causal_blocks(seq: int, device: torch.device):
     return create_block_mask(lambda b, h, q, k: q >= k, None, None, seq, seq, device=str(device))
 
 
+def flex_of(causal: bool) -> Flex:
+    return Flex(lambda q: _causal_blocks(q.shape[2], q.device) if causal else None)
+
+
 def _standard(kind: str, with_flex: bool) -> Operator:
     plain, causal = dense(kind), kind == "causal"
     optional = {name: _through(of, is_causal=causal) for name, of in BACKENDS.items()}
     if with_flex:
-        optional["flex"] = _Flex(causal)
+        optional["flex"] = flex_of(causal)
     return Operator(
         plain.ours,
         plain.stock,

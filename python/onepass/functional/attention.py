@@ -8,6 +8,7 @@ from torch import Tensor
 from onepass._arguments import check_arguments
 from onepass._ops.attention import attention
 from onepass._ops.attention_options import given, score_options
+from onepass._ops.block_mask import blocks_and_tiles
 
 
 def scaled_dot_product_attention(
@@ -27,6 +28,7 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    block_mask: object = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``dropout(softmax(score)) @ value``, as `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -65,6 +67,11 @@ def scaled_dot_product_attention(
         deterministic: gradients that repeat bit for bit; on a CPU they always do. On CUDA this, or
             `torch.use_deterministic_algorithms(True)`, sums query's gradient in a fixed order.
         return_lse: also return the logarithm of the softmax' denominator.
+        block_mask: a `torch.nn.attention.flex_attention.BlockMask` of these seq_q and seq_k, its
+            batch and heads query's or 1. Its blocks are taken as they are listed: those in neither
+            list are skipped, `mask_mod` is asked of those that are not full, once for each
+            BlockMask. A `score_mod` has no counterpart here: softcap, alibi_slopes, a float
+            attn_mask and all else combine with a block_mask. On a CPU alone.
 
     Returns:
         Tensor of shape (..., heads, seq_q, value_dim) in query's dtype (under autocast: in
@@ -75,7 +82,7 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: a shape, dtype, device or number does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
-        ValueError: causal_alignment or window_size is malformed.
+        ValueError: causal_alignment or window_size is malformed; block_mask is of other lengths.
 
     Examples:
         >>> query = torch.randn(2, 8, 128, 64)  # (batch, heads, tokens, head_dim)
@@ -118,6 +125,13 @@ def scaled_dot_product_attention(
             options["bias"] = bias
         if mask is not None:
             options["mask"] = mask
+        if block_mask is not None:
+            if mask is not None:
+                raise RuntimeError(
+                    f"{op}: attn_mask must be a float mask with block_mask, got a boolean one"
+                )
+            lengths = query.shape[2], key.shape[2]
+            options["block_mask"], options["mask"] = blocks_and_tiles(op, block_mask, lengths)
         if dropout_p != 0.0:
             options["dropout_p"] = dropout_p
         if causal_alignment == "bottom_right":

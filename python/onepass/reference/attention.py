@@ -19,6 +19,7 @@ def attention(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    block_mask: Tensor | None = None,
     cu_seq_q: Tensor | None = None,
     cu_seq_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -34,8 +35,13 @@ def attention(
         key, value: (batch, kv_heads, seq_k, dim), or (total_k, kv_heads, dim) with `cu_seq_k`, or
             (pages, page_size, kv_heads, dim) with `block_table`.
         bias, mask: 4-D, of positions within the sequences; each dimension may be 1.
+        block_mask: (batch, heads, query_blocks, key_blocks), the first two may be 1: 0 for a block
+            without keys, 1 for one with all, 2 + i for one that is masked by mask[i]. `mask` is
+            (tiles, rows, cols) then.
         options: those of `_attention`.
     """
+    if block_mask is not None:
+        mask = dense_mask(block_mask, mask)[:, :, : query.shape[2], : key.shape[2]]
     if cu_seq_q is None and (seqused_k is None or len(query) == 0):
         whole_q, whole_k = max_q or query.shape[2], max_k or key.shape[2]
         return _attention(query, key, value, bias, mask, whole_k - whole_q, **options)
@@ -71,6 +77,13 @@ def attention(
     if not packed:
         return torch.stack(outputs), torch.stack(lses)
     return torch.cat(outputs, 1).transpose(0, 1), torch.cat(lses, 1)
+
+
+def dense_mask(block_mask: Tensor, tiles: Tensor) -> Tensor:
+    """(batch, heads, rows, cols) of whole blocks."""
+    none, all_ = (tiles.new_full((1, *tiles.shape[1:]), allows) for allows in (False, True))
+    blocks = torch.cat([none, all_, tiles])[block_mask.long()]
+    return blocks.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
 
 
 def _attention(

@@ -14,6 +14,7 @@ beforehand: of boolean ones it makes those in every call.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -49,6 +50,7 @@ CAUSAL = (
 FULL = ((1, 8, 512, 64), (1, 4, 2048, 64), (1, 4, 2048, 128))
 DROPOUT = (1, 8, 1024, 64)
 WINDOWED = (1, 2, 8192, 64)
+STREAM = (1, 4, 4096, 64)  # of documents
 ENCODER = (2, 8, 512, 64)  # bias, padding mask, grouped queries, nn.MultiheadAttention
 PACKED = (8, 8, 512, 64)
 QUICK = (1, 2, 48, 16)
@@ -116,6 +118,43 @@ def _padded(lengths: Sequence[int], seq: int) -> Operator:
     )
 
 
+def _ends(seq: int) -> list[int]:
+    """Of the documents in a stream of seq tokens, of as many lengths."""
+    return (torch.tensor(FILL).cumsum(0) * seq / sum(FILL)).int().tolist()
+
+
+@functools.lru_cache(maxsize=2)
+def _documents(seq: int):
+    """(BlockMask, mask, bias): causal within each document of a stream."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    of = torch.bucketize(torch.arange(seq), torch.tensor(_ends(seq)), right=True)
+
+    def mask_mod(b, h, q, k):
+        return (of[q] == of[k]) & (q >= k)
+
+    mask = (of[:, None] == of).tril()
+    return create_block_mask(mask_mod, None, None, seq, seq, "cpu"), mask, _as_bias(mask)
+
+
+def _of_documents(with_flex: bool) -> Operator:
+    attend = functional.scaled_dot_product_attention
+
+    def stock(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return (F.scaled_dot_product_attention(q, k, v, _documents(q.shape[2])[2]),)
+
+    flex = attention_cuda.Flex(lambda q: _documents(q.shape[2])[0])
+    return Operator(
+        lambda q, k, v: (attend(q, k, v, block_mask=_documents(q.shape[2])[0]),),
+        stock,
+        lambda q, k, v: (reference(q, k, v, mask=_documents(q.shape[2])[1])[0],),
+        base=stock,
+        others={"whole mask": lambda q, k, v: (attend(q, k, v, _documents(q.shape[2])[1]),)},
+        optional={"flex": flex} if with_flex else {},
+        compiled=frozenset({"flex"}),
+    )
+
+
 def _packed(lengths: Sequence[int], seq: int) -> Operator:
     """The same batch without its padding; torch's stays padded."""
     cu_seq = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -180,6 +219,7 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
     yield from _dropout_cases(quick)
     yield from _window_cases(quick)
     yield from _mask_cases(quick)
+    yield from _document_cases(quick)
     yield from _packed_cases(quick)
     yield from _module_cases(quick)
     yield from overhead_cases(torch.float32, "cpu")
@@ -232,6 +272,24 @@ def _mask_cases(quick: bool) -> Iterator[Case]:
             phase,
             batch_pairs=seq * sum(lengths),
         )
+
+
+def _document_cases(quick: bool) -> Iterator[Case]:
+    """A BlockMask of a stream of documents."""
+    batch, heads, seq, head_dim = shape = QUICK if quick else STREAM
+    ends = [0, *_ends(seq)]
+    lengths = [end - begin for begin, end in itertools.pairwise(ends)]
+    for dtype in (torch.float32, torch.bfloat16):
+        for phase in PHASES:
+            yield case_of(
+                "documents",
+                # torch's has no backward on a CPU.
+                _of_documents(with_flex=phase == "forward" and not quick),
+                shape,
+                phase,
+                dtype=dtype,
+                batch_pairs=batch * sum(pairs(length, True) for length in lengths),
+            )
 
 
 def _packed_cases(quick: bool) -> Iterator[Case]:
