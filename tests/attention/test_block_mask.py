@@ -409,6 +409,12 @@ def test_messages_of_the_operators(right, change, message):
         torch.ops.onepass.attention_backward(**right | upstream | change)
 
 
+def test_refused_on_cuda(cuda):
+    message = "block_mask must not be given on CUDA, where torch's flex_attention takes a BlockMask"
+    with pytest.raises(RuntimeError, match=f"^attention: {message}, got one$"):
+        torch.ops.onepass.attention_forward(**RIGHT)
+
+
 def test_messages_of_the_function():
     block_mask = create_block_mask(causal, None, None, 40, 40, "cpu")
     with pytest.raises(

@@ -116,15 +116,19 @@ def _attention():
         lengths = {"seqused_k": ints(6, 7), "seed": torch.tensor([3, 4])}
         return _dense() | _terms() | lengths
 
+    def raw_blocks():
+        tiles = randn(3, 3, 4, seed=8) > -1
+        return _dense() | {"mask": tiles, "block_mask": ints([[[0, 2], [4, 1]]])}
+
     for name in ("attention_forward", "attention_forward_check"):
         op, long = getattr(RAW, name), {"max_q": 3, "max_k": 6}
         yield Call(f"ops.{name}", raw_dense, raw(op, dropout_p=0.2), optional=everything)
         yield Call(f"ops.{name} packed", _packed, raw(op, **long), optional=everything)
         yield Call(f"ops.{name} paged", _paged, raw(op, **long), optional=everything)
+        yield Call(f"ops.{name} of blocks", raw_blocks, raw(op))
 
-    def backward_tensors():
-        own = raw_dense()
-        results = RAW.attention_forward(**own, scale=0.3, dropout_p=0.2)
+    def backward_tensors(own, **options):
+        results = RAW.attention_forward(**own, scale=0.3, **options)
         own |= dict(zip(("output", "lse", "lse_rest"), results, strict=True))
         upstream = {"doutput": randn(*own["query"].shape), "dlse": randn(*own["lse"].shape)}
         return upstream | own
@@ -137,17 +141,22 @@ def _attention():
 
         return run
 
-    def packed_backward_tensors():
-        own = _packed()
-        results = RAW.attention_forward(**own, scale=0.3, max_q=3, max_k=6)
-        own |= dict(zip(("output", "lse", "lse_rest"), results, strict=True))
-        return {"doutput": randn(*own["query"].shape), "dlse": randn(*own["lse"].shape)} | own
+    def dense_saved():
+        return backward_tensors(raw_dense(), dropout_p=0.2)
 
-    optional = ("doutput", "dlse", "lse_rest", *everything)
+    def packed_saved():
+        return backward_tensors(_packed(), max_q=3, max_k=6)
+
+    def blocks_saved():
+        return backward_tensors(raw_blocks())
+
+    upstream = ("doutput", "dlse", "lse_rest")
+    optional = (*upstream, *everything)
     for name in ("attention_backward", "attention_backward_check"):
-        op, packed = getattr(RAW, name), packed_backward_tensors
-        yield Call(f"ops.{name}", backward_tensors, backward(op, dropout_p=0.2), optional=optional)
-        yield Call(f"ops.{name} packed", packed, backward(op, **long), optional=optional)
+        op = getattr(RAW, name)
+        yield Call(f"ops.{name}", dense_saved, backward(op, dropout_p=0.2), optional=optional)
+        yield Call(f"ops.{name} packed", packed_saved, backward(op, **long), optional=optional)
+        yield Call(f"ops.{name} of blocks", blocks_saved, backward(op), optional=upstream)
 
     def merge_tensors():
         parts, rows = (2, BATCH, HEADS, ROWS), {}
