@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from onepass import functional, numerics, reference
-from onepass._ops.block_mask import blocks_and_tiles
+from onepass.functional._block_mask import blocks_and_tiles
 from tests.attention.cases import (
     BF16,
     DTYPES,
@@ -410,8 +410,11 @@ def test_messages_of_the_operators(right, change, message):
 
 
 def test_refused_on_cuda(cuda):
-    message = "block_mask must not be given on CUDA, where torch's flex_attention takes a BlockMask"
-    with pytest.raises(RuntimeError, match=f"^attention: {message}, got one$"):
+    message = (
+        "block_mask must not be given on CUDA, where torch's flex_attention takes a BlockMask, "
+        "got one"
+    )
+    with pytest.raises(RuntimeError, match=f"^attention: {message}$"):
         torch.ops.onepass.attention_forward(**RIGHT)
 
 

@@ -211,6 +211,13 @@ def attention() -> tuple[Callable, dict]:
     return OPS.attention_forward, dense()
 
 
+def block_attention() -> tuple[Callable, dict]:
+    arguments = {n: t for n, t in dense().items() if n in ("query", "key", "value", "scale")}
+    tiles = torch.ones(2, 2, 2, dtype=torch.bool)
+    blocks = int32(0, 2, 3, 1).view(1, 1, 2, 2)
+    return OPS.attention_forward, arguments | dict(mask=tiles, block_mask=blocks)
+
+
 def packed_attention() -> tuple[Callable, dict]:
     q = torch.randn(6, 4, 8)
     return OPS.attention_forward, dict(
@@ -238,6 +245,10 @@ def backward_of(arguments: dict, grad_mask: int) -> tuple[Callable, dict]:
 
 def attention_backward() -> tuple[Callable, dict]:
     return backward_of(dense(), 63)
+
+
+def block_backward() -> tuple[Callable, dict]:
+    return backward_of(block_attention()[1], 7)
 
 
 def packed_backward() -> tuple[Callable, dict]:
@@ -330,8 +341,9 @@ CALLS = [
     loss_forward, loss_backward, loss_backward_inplace, linear_loss,
     linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,
-    attention, packed_attention, paged_attention,
-    attention_backward, packed_backward, decode, paged_decode, append, paged_append, gradient_norm,
+    attention, block_attention, packed_attention, paged_attention,
+    attention_backward, block_backward, packed_backward,
+    decode, paged_decode, append, paged_append, gradient_norm,
     clip_grad_norm, optimizer_table, optimizer_step,
 ]  # fmt: skip
 
