@@ -14,6 +14,7 @@ from onepass._ops.attention_options import Options
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, constant, is_differentiated
 from onepass._ops.dispatch_log import logged
+from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
 from onepass.reference.attention import attention as reference
 
@@ -44,6 +45,7 @@ _OF_BACK_ENDS = ("out_bshd", "allow_tf32")
 
 
 @logged
+@placed
 @puts_back
 def attention(
     query: Tensor, key: Tensor, value: Tensor, options: Options, deterministic: bool = False

@@ -12,6 +12,7 @@ from onepass._ops import fake_checks
 from onepass._ops.attention_layout import empty_rows
 from onepass._ops.attention_options import Options
 from onepass._ops.dispatch_log import logged
+from onepass._ops.placement import placed
 
 _decode = torch.ops.onepass.attention_decode.default
 _decode_check = torch.ops.onepass.attention_decode_check.default
@@ -25,6 +26,7 @@ run_each(_append_check)
 
 
 @logged
+@placed
 def attention_decode(
     query: Tensor,
     k_cache: Tensor,

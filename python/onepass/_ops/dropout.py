@@ -11,6 +11,7 @@ from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
+from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import dropout as reference
 
@@ -30,6 +31,7 @@ _INPUT, _COLUMN_SCALE = 1, 2
 
 
 @logged
+@placed
 @puts_back
 def dropout(input: Tensor, p: float, out_dtype: torch.dtype | None = None) -> Tensor:
     """dropout(input), p > 0, in out_dtype or input's."""
@@ -38,6 +40,7 @@ def dropout(input: Tensor, p: float, out_dtype: torch.dtype | None = None) -> Te
 
 
 @logged
+@placed
 @puts_back
 def add_dropout(input: Tensor, residual: Tensor, p: float) -> Tensor:
     """residual + dropout(input); p = 0 draws nothing."""
@@ -116,6 +119,7 @@ def _(input, residual, seed, p, out_dtype):
 
 
 @logged
+@placed
 @puts_back
 def add_scaled(
     input: Tensor,

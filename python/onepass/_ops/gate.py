@@ -12,6 +12,7 @@ from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
+from onepass._ops.placement import placed
 from onepass.reference import gate as reference
 
 _forward = torch.ops.onepass.gate_forward.default
@@ -27,6 +28,7 @@ KINDS = {name: number for number, name in enumerate(_NAMES, 1)}  # of csrc/core/
 
 
 @logged
+@placed
 def gated_activation(gate: Tensor, up: Tensor | None, kind: int, gate_last: bool) -> Tensor:
     """activation(gate) * up; without up, gate has both."""
     if tracing.records():

@@ -10,6 +10,7 @@ from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, constant, is_differentiated
 from onepass._ops.dispatch_log import logged
+from onepass._ops.placement import placed
 from onepass.reference import group_norm as reference
 
 _forward = torch.ops.onepass.group_norm_forward.default
@@ -43,6 +44,7 @@ def has_channels_last(input: Tensor) -> bool:
 
 
 @logged
+@placed
 def group_norm(
     input: Tensor,
     num_groups: int,

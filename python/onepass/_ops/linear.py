@@ -14,6 +14,7 @@ from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.dropout import differentiable_dropout
+from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import linear as reference
 
@@ -61,6 +62,7 @@ _SLOPES = {
 
 
 @logged
+@placed
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """input weight^T + bias in input's dtype."""
     if tracing.records():
@@ -69,6 +71,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @logged
+@placed
 @puts_back
 def linear_epilogue(
     input: Tensor,

@@ -25,6 +25,7 @@ from onepass._ops.differentiation import (
     is_differentiated,
 )
 from onepass._ops.dispatch_log import logged
+from onepass._ops.placement import placed
 from onepass.reference import loss as reference
 
 _op = torch.ops.onepass.linear_loss.default
@@ -40,6 +41,7 @@ _FLOAT16_LARGEST = torch.finfo(torch.float16).max
 
 
 @logged
+@placed
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,

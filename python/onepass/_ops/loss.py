@@ -17,6 +17,7 @@ from onepass._ops.differentiation import (
     is_differentiated,
 )
 from onepass._ops.dispatch_log import logged
+from onepass._ops.placement import placed
 from onepass.reference import loss as reference
 
 _forward = torch.ops.onepass.loss_forward.default
@@ -35,6 +36,7 @@ REDUCTIONS = {name: number for number, name in enumerate(reference.REDUCTIONS)}
 
 
 @logged
+@placed
 def cross_entropy(
     input: Tensor,
     target: Tensor,

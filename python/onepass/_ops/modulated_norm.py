@@ -14,6 +14,7 @@ from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, constant, is_differentiated
 from onepass._ops.dispatch_log import logged
 from onepass._ops.norm import NormKind, norm_options, statistics
+from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import norm as reference
 from onepass.reference.dropout import dropout as reference_dropout
@@ -35,6 +36,7 @@ _DEFAULTS = (None, None, 1.0, 0.0, None, False)
 
 
 @logged
+@placed
 def modulated_norm(
     input: Tensor,
     scale: Tensor | None,
@@ -54,6 +56,7 @@ def modulated_norm(
 
 
 @logged
+@placed
 @puts_back
 def scaled_add_norm(
     input: Tensor,

@@ -13,6 +13,7 @@ from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import applied, constant, is_differentiated
 from onepass._ops.dispatch_log import logged
+from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import norm as reference
 from onepass.reference.dropout import dropout as reference_dropout
@@ -75,6 +76,7 @@ def norm_options(
 
 
 @logged
+@placed
 @puts_back
 def norm(
     input: Tensor,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -15,7 +16,8 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 _CPU = torch.device("cpu")
-# before: the generator's state before the seed of a call that is not done, or None.
+# before: the generator's state before the seed of a call that is not done, or None; adjust: what is
+# done to a seed, or None.
 _drawn = threading.local()
 
 
@@ -25,9 +27,24 @@ def draw_seed(device: torch.device) -> Tensor:
     An aten op draws it, so `manual_seed`, activation checkpointing's restored random state, CUDA
     graphs and `torch.compile` all work as for torch's own dropout.
     """
-    if not torch.compiler.is_compiling() and device == _CPU and not _are_modes_active():
+    compiling = torch.compiler.is_compiling()
+    if not compiling and device == _CPU and not _are_modes_active():
         _drawn.before = torch.default_generator.get_state()
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    seed = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    if not compiling and (adjust := getattr(_drawn, "adjust", None)) is not None:
+        return adjust(seed)
+    return seed
+
+
+@contextlib.contextmanager
+def adjusted(adjust: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Seeds that this thread draws in the block are what `adjust` makes of them."""
+    before = getattr(_drawn, "adjust", None)
+    _drawn.adjust = adjust
+    try:
+        yield
+    finally:
+        _drawn.adjust = before
 
 
 def puts_back(function: Callable[Given, Result]) -> Callable[Given, Result]:

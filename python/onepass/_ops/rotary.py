@@ -20,6 +20,7 @@ from onepass._ops.differentiation import (
 )
 from onepass._ops.dispatch_log import logged
 from onepass._ops.norm import default_eps
+from onepass._ops.placement import placed
 from onepass.reference import rotary as reference
 
 _forward = torch.ops.onepass.rotary_forward.default
@@ -39,6 +40,7 @@ _QUERY, _KEY, _QUERY_WEIGHT, _KEY_WEIGHT = 1, 2, 4, 8
 
 
 @logged
+@placed
 def rotary(
     query: Tensor,
     key: Tensor | None,
@@ -64,6 +66,7 @@ def rotary(
 
 
 @logged
+@placed
 def rotary_inplace(
     query: Tensor,
     key: Tensor | None,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass._arguments import check_arguments
+from onepass._imported import is_dtensor
 from onepass._ops import dropout as _dropout
 
 
@@ -149,6 +150,10 @@ def drop_path_scale(
         dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
         samples = input.shape[0] if input.dim() > 1 else 1
         scale = _dropout.row_scale(samples, drop_prob, dtype, input.device, scale_by_keep)
+        if is_dtensor(input):
+            from onepass.distributed.tensors import same_on_all
+
+            scale = same_on_all(scale, input)
         return scale if input.dim() > 1 else scale.reshape(())
     except Exception:
         check_arguments(drop_path_scale, locals())

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onepass import _C
 from onepass._arguments import check_arguments
-from onepass._imported import is_a, is_fake
+from onepass._imported import is_a, is_dtensor, is_fake
 from onepass._ops import dropout as _dropout
 from onepass._ops import linear as _linear
 from onepass._ops import products
@@ -37,8 +37,8 @@ def linear(
     once: a row of the output is the same bits whatever rows it is computed with, and on however
     many threads. What comes after the products is computed while they are in the cache; training
     keeps the input and, with an activation, what it is applied to. On CUDA the products are
-    torch's, and so are those of tensor subclasses (DTensor, quantised weights); there the rest is
-    computed by passes of its own.
+    torch's, and so are those of tensor subclasses (quantised weights); there the rest is done by
+    passes of its own.
 
     Args:
         input: (..., in_features); float32, bfloat16, float16 or float64. A last dimension that is
@@ -126,6 +126,10 @@ def _composed(
 
 def _has_products(tensor: Tensor | None) -> bool:
     """Whether it is of a class that may compute products in a way of its own."""
-    return type(tensor) not in _PLAIN and not (
+    if type(tensor) in _PLAIN:
+        return False
+    if is_dtensor(tensor):  # each process computes with a part of it
+        return _has_products(tensor._local_tensor)
+    return not (
         is_fake(tensor) or is_a(tensor, "torch._subclasses.functional_tensor", "FunctionalTensor")
     )

@@ -1,0 +1,35 @@
+"""Where an operator of a family meets a DTensor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from onepass._imported import is_dtensor
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def placed(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Of a family's entry: a call whose first argument is a DTensor runs on each process's part, by
+    the rule of the entry's name in `onepass.distributed.rules`.
+
+    Looking at the argument's type takes 0.1 us; DTensors are what only that module knows.
+    """
+
+    @functools.wraps(function)
+    def call(first: Tensor, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if type(first) not in _PLAIN and is_dtensor(first):
+            from onepass.distributed.tensors import run
+
+            return run(function, first, *args, **kwargs)
+        return function(first, *args, **kwargs)
+
+    return call

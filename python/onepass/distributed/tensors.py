@@ -1,0 +1,309 @@
+"""Operators on DTensors: each process computes its part, and nothing is gathered that need not be.
+
+A rule (`onepass.distributed.rules`) names the dimensions of a call's tensors. Along each dimension
+of the mesh either one name is split, on all tensors that have it, or nothing is. What moves the
+fewest bytes is chosen; where the tensors lie right, nothing moves.
+
+torch's own registration (`register_sharding`) was not enough: it never moves a tensor that an
+operator takes by keyword, knows no list among results, and the backward of dropout has to have the
+very placement of its forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from onepass._ops.random import adjusted
+
+Names = tuple[str | None, ...]  # of a tensor's dimensions; None: never split
+Choice = tuple[str, ...]  # names that are split together; none: the whole on each process
+
+
+@dataclass
+class Layout:
+    """How one call may be split.
+
+    Attributes:
+        inputs: the names of each tensor's dimensions, by argument; of one that is not in it, none.
+        outputs: those of each result.
+        choices: which names may be split.
+        even: of a name, a number that the processes must divide: whole groups of it.
+        summed: names that results are sums over; each process has a part of the sum.
+        written: tensors that are changed in place, and so cannot be moved.
+        localize: turns the other arguments into those of a part, in place.
+        compute: what runs in place of the entry.
+        finish: what is made of the results, DTensors, for the caller.
+    """
+
+    inputs: Mapping[str, Names]
+    outputs: Sequence[Names]
+    choices: Sequence[Choice]
+    even: Mapping[str, int] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
+    localize: Callable[[dict, Parts], None] | None = None
+    compute: Callable | None = None
+    finish: Callable | None = None
+
+
+@dataclass
+class Parts:
+    """What this process has of the names that are split."""
+
+    sizes: dict[str, int]  # of the whole
+    counts: dict[str, int] = field(default_factory=dict)  # how many parts there are
+    begins: dict[str, int] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    def split(self, name: str, count: int, index: int) -> None:
+        """One mesh dimension more, of `count` processes, of which this one is `index`."""
+        length = self.lengths.get(name, self.sizes[name])
+        begin = min(index * -(-length // count), length)
+        end = min(begin + -(-length // count), length)
+        self.counts[name] = self.count(name) * count
+        self.begins[name] = self.begin(name) + begin
+        self.lengths[name] = end - begin
+
+    def count(self, name: str) -> int:
+        return self.counts.get(name, 1)
+
+    def begin(self, name: str) -> int:
+        return self.begins.get(name, 0)
+
+
+def run(function: Callable, *args, **kwargs):
+    """The call of a family's entry, some of whose tensors are DTensors, the first among them.
+
+    Others are the same on all processes. Results are DTensors.
+
+    Raises:
+        RuntimeError: tensors are on different meshes, one that requires a gradient is no DTensor,
+            or one that would be written would have to be moved.
+    """
+    from onepass.distributed.rules import RULES
+
+    op = function.__name__
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if "options" in given:
+        given["options"] = dict(given["options"])
+    layout = RULES[op](given)
+    tensors = _tensors(given)
+    mesh = _mesh(op, tensors)
+    parts = Parts(_sizes(op, layout, tensors))
+    chosen = _chosen(op, layout, tensors, mesh, parts)
+    for name, tensor in tensors.items():
+        names = layout.inputs.get(name, ())
+        _assign(given, name, _local(tensor, names, mesh, chosen))
+    if layout.localize is not None and any(chosen):
+        layout.localize(given, parts)
+    with adjusted(functools.partial(_of_part, mesh, chosen)):
+        results = (layout.compute or function)(*bound.args, **bound.kwargs)
+    wrapped = [
+        result if result is None else _wrapped(result, names, mesh, chosen, layout.summed, parts)
+        for result, names in zip(_listed(results), layout.outputs, strict=True)
+    ]
+    if layout.finish is not None:
+        return layout.finish(*wrapped)
+    return tuple(wrapped) if isinstance(results, tuple) else wrapped[0] if wrapped else None
+
+
+def same_on_all(drawn: Tensor, like: DTensor) -> DTensor:
+    """What the first process of like's mesh has drawn, whole on each."""
+    mesh = like.device_mesh
+    return distribute_tensor(drawn, mesh, [Replicate()] * mesh.ndim)
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def _listed(results) -> Sequence[Tensor | None]:
+    if results is None:
+        return ()
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _tensors(given: Mapping[str, object]) -> dict[str, Tensor]:
+    """By name, those among an entry's options too."""
+    everything = {**given, **given.get("options", {})}
+    return {name: value for name, value in everything.items() if isinstance(value, Tensor)}
+
+
+def _assign(given: dict, name: str, tensor: Tensor) -> None:
+    (given if name in given else given["options"])[name] = tensor
+
+
+def _mesh(op: str, tensors: Mapping[str, Tensor]) -> DeviceMesh:
+    mesh = next(t.device_mesh for t in tensors.values() if isinstance(t, DTensor))
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh != mesh:
+                raise RuntimeError(
+                    f"{op}: {name} must be on the mesh {mesh}, got {tensor.device_mesh}"
+                )
+        elif tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{op}: {name} must be a DTensor beside others to get a gradient, got a "
+                f"{type(tensor).__name__}"
+            )
+    return mesh
+
+
+def _sizes(op: str, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Of each name; all tensors that have it agree, which no part could tell."""
+    sizes: dict[str, int] = {}
+    for name, names in layout.inputs.items():
+        if name not in tensors:
+            continue
+        for dim, (label, size) in enumerate(zip(names, tensors[name].shape, strict=False)):
+            if label is not None and sizes.setdefault(label, size) != size:
+                raise RuntimeError(
+                    f"{op}: {name} must have size {sizes[label]} in dimension {dim}, got {size}"
+                )
+    return sizes
+
+
+# ---- the choice ----------------------------------------------------------------------------------
+
+
+def _chosen(
+    op: str, layout: Layout, tensors: Mapping[str, Tensor], mesh: DeviceMesh, parts: Parts
+) -> list[Choice]:
+    """For each dimension of the mesh; `parts` are made by it."""
+    chosen = []
+    for mesh_dim in range(mesh.ndim):
+        count = mesh.size(mesh_dim)
+        open_choices = [
+            choice
+            for choice in ((), *layout.choices)
+            if all(_fits(name, layout, parts, count) for name in choice)
+        ]
+        costs = [_cost(layout, tensors, mesh, mesh_dim, choice) for choice in open_choices]
+        least = min(costs)
+        if least == math.inf:
+            names = " and ".join(sorted(layout.written))
+            raise RuntimeError(
+                f"{op}: {names} must be placed alike, by whole heads or sequences, to be written, "
+                f"got {', '.join(_placements(tensors[n], mesh) for n in sorted(layout.written))}"
+            )
+        choice = open_choices[costs.index(least)]
+        for name in choice:
+            parts.split(name, count, mesh.get_local_rank(mesh_dim))
+        chosen.append(choice)
+    return chosen
+
+
+def _placements(tensor: Tensor, mesh: DeviceMesh) -> str:
+    return str(tensor.placements if isinstance(tensor, DTensor) else (Replicate(),) * mesh.ndim)
+
+
+def _fits(name: str, layout: Layout, parts: Parts, count: int) -> bool:
+    if name not in parts.sizes:
+        return False
+    return layout.even.get(name, 0) % (parts.count(name) * count) == 0
+
+
+def _cost(
+    layout: Layout, tensors: Mapping[str, Tensor], mesh: DeviceMesh, mesh_dim: int, choice: Choice
+) -> float:
+    """Bytes that a process receives, for its choice along one dimension of the mesh."""
+    cost, count = 0.0, mesh.size(mesh_dim)
+    for name, tensor in tensors.items():
+        whole = tensor.numel() * tensor.element_size() * (count - 1) / count
+        now = tensor.placements[mesh_dim] if isinstance(tensor, DTensor) else Replicate()
+        then = _placement(layout.inputs.get(name, ()), choice)
+        if now == then:
+            continue
+        if name in layout.written:
+            return math.inf
+        if now.is_replicate():  # its gradient is gathered
+            cost += whole / 2 if tensor.requires_grad else 1e-3
+        elif now.is_partial():
+            cost += whole if then.is_shard() else 2 * whole
+        else:  # torch exchanges shards on a CPU by a gather
+            exchanged = mesh.device_type != "cpu" and then.is_shard()
+            cost += whole / count if exchanged else whole
+    return cost
+
+
+def _placement(names: Names, choice: Choice) -> Placement:
+    for dim, name in enumerate(names):
+        if name in choice:
+            return Shard(dim)
+    return Replicate()
+
+
+# ---- to parts and back ---------------------------------------------------------------------------
+
+
+def _local(tensor: Tensor, names: Names, mesh: DeviceMesh, chosen: list[Choice]) -> Tensor:
+    """This process's part; its gradient is a part of a sum where others compute with it too."""
+    wanted = [_placement(names, choice) for choice in chosen]
+    if not isinstance(tensor, DTensor):
+        if all(placement.is_replicate() for placement in wanted):
+            return tensor
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if list(tensor.placements) != wanted:
+        tensor = tensor.redistribute(mesh, wanted)
+    gradients = [
+        Partial() if choice and placement.is_replicate() else placement
+        for choice, placement in zip(chosen, wanted, strict=True)
+    ]
+    local = tensor.to_local(grad_placements=gradients)
+    return local.wait() if hasattr(local, "wait") else local  # of a collective on its way
+
+
+def _wrapped(
+    result: Tensor,
+    names: Names,
+    mesh: DeviceMesh,
+    chosen: list[Choice],
+    summed: frozenset[str],
+    parts: Parts,
+) -> DTensor:
+    placements = []
+    for choice in chosen:
+        placement = _placement(names, choice)
+        if placement.is_replicate() and not summed.isdisjoint(choice):
+            placement = Partial()
+        placements.append(placement)
+    shape = torch.Size(
+        size if name is None else parts.sizes.get(name, size)
+        for name, size in zip(names, result.shape, strict=True)
+    )
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (result.stride(dim), -dim)):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return DTensor.from_local(
+        result, mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
+    )
+
+
+def _of_part(mesh: DeviceMesh, chosen: list[Choice], seed: Tensor) -> Tensor:
+    """One seed for all that compute the same, and a stream of its own for each part."""
+    part = 0
+    for mesh_dim, choice in enumerate(chosen):
+        if choice:
+            part = part * mesh.size(mesh_dim) + mesh.get_local_rank(mesh_dim)
+        elif mesh.size(mesh_dim) > 1:
+            dist.broadcast(seed, group=mesh.get_group(mesh_dim), group_src=0)
+    return seed + torch.tensor([0, part], device=seed.device) if part else seed
