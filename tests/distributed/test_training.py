@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onepass
 from onepass import numerics
+from onepass._ops import small_calls
+from onepass._ops.dispatch_log import record
 from tests.distributed.dtensors import mesh_of, whole
 from tests.distributed.ranks import distributed, run
 from tests.optim.cases import FLAGS, TORCH_NAMES, ours, stock
@@ -104,10 +108,18 @@ def in_one_process(name, steps):
     return trained(model, stock(name)(model.parameters(), **FLAGS[name]), steps)
 
 
-def body_of_sequences(name, steps):
+def body_of_sequences(name, steps, swapped=False):
     results = []
     for cls in (ours(name), stock(name)):
-        model = in_sequence_parallel(network())
+        model = network()
+        if swapped and cls is ours(name):
+            assert onepass.swap(model).swapped
+        model = in_sequence_parallel(model)
+        if swapped and cls is ours(name):
+            with mock.patch.dict(small_calls.LEAST_NORM, clear=True), record() as calls:
+                model(torch.zeros(2, LENGTH, dtype=torch.int64))
+            ran = [(call["op"], "torch" in call["level"]) for call in calls]
+            assert ran.count(("layer_norm", False)) == 3
         optimizer = cls(model.parameters(), **FLAGS[name])
         results.append(trained(model, optimizer, steps))
         kinds = {p.grad.placements for p in model.norm.parameters()}
@@ -121,6 +133,12 @@ def body_of_sequences(name, steps):
 @pytest.mark.grid
 def test_sequence_parallel_training(name, size, steps):
     run(size, body_of_sequences, name, steps)
+
+
+@STEPS
+def test_sequence_parallel_training_of_a_swapped_model(steps):
+    """Its norms get DTensors, of which each process computes its part."""
+    run(2, body_of_sequences, "AdamW", steps, True)
 
 
 def body_of_shards(name, swapped, steps):

@@ -407,19 +407,22 @@ def test_sharded_models_are_refused(group):
 
 
 @needs_gloo
-def test_distributed_tensors_run_the_stock_forward(group):
+def test_distributed_tensors_run_our_forward(group, monkeypatch):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     mesh = init_device_mesh("cpu", (1,))
+    monkeypatch.setattr(onepass._ops.small_calls, "LEAST_NORM", {})
     norm = nn.LayerNorm(16)
     onepass.swap(norm)
     x = torch.randn(4, 16)
     expected = norm(x)
     for name, parameter in list(norm.named_parameters()):
         setattr(norm, name, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()])))
-    y = norm(distribute_tensor(x, mesh, [Replicate()]))
-    torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+    with onepass._ops.dispatch_log.record() as calls:
+        y = norm(distribute_tensor(x, mesh, [Replicate()]))
+    assert torch.equal(y.full_tensor(), expected)
+    assert [(c["op"], "torch" in c["level"]) for c in calls] == [("layer_norm", False)]
     (entry,) = onepass.swap(nn.Sequential(nn.LayerNorm(4), distributed(mesh))).skipped
     assert entry["reason"] == "its weight is a DTensor"
 

@@ -29,7 +29,7 @@ from onepass.functional._internal import (
 from onepass.functional.linear import _has_products as has_products
 from onepass.reference import gate as reference
 from onepass.swapping import rotary
-from onepass.swapping.inputs import has_kernels, is_plain
+from onepass.swapping.inputs import has_kernels, is_local, is_plain
 from onepass.swapping.specs import (
     AdaptiveSpec,
     Call,
@@ -104,7 +104,7 @@ class CrossEntropyLossForward(Swapped):
     _onepass_to = {"loss": "onepass.nn.CrossEntropyLoss"}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if is_plain(input) and cross_entropy_gains(input, target, self.weight):
+        if is_local(input) and cross_entropy_gains(input, target, self.weight):
             return onepass.nn.CrossEntropyLoss.forward(self, input, target)
         return _elsewhere(self, torch.nn.CrossEntropyLoss.forward, input, target)
 
@@ -295,7 +295,7 @@ class _Redirection(TorchFunctionMode):
 def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
     """onepass's attention, or torch's for calls that onepass does not compute."""
     taken = (
-        all(map(is_plain, (query, key, value)))
+        all(map(is_local, (query, key, value)))
         and not is_a(attn_mask, "torch.nn.attention.bias", "CausalBias")  # a rule, not a mask
         and _is_for_attention(query)
         and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
@@ -330,7 +330,7 @@ def _cross_entropy(
     this name."""
     named = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     arguments = (input, target, weight)
-    is_usual = size_average is None and reduce is None and is_plain(input)
+    is_usual = size_average is None and reduce is None and is_local(input)
     if not (is_usual and cross_entropy_gains(*arguments)):
         named |= dict(size_average=size_average, reduce=reduce)
         return F.cross_entropy(*arguments, **named)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from onepass._imported import is_dtensor
 from onepass._ops.differentiation import are_transforms_active
 
 _OF_KIND = {"dropout": "norm", "mlp": "gate"}  # families whose kinds have other names
@@ -22,8 +23,8 @@ def has_kernels(device: str, kind: str = "norm") -> bool:
 
 
 def is_plain(input: Tensor) -> bool:
-    """Whether the operators take this tensor: nested and distributed ones run the original, and so
-    do forward-mode differentiation and compiled transforms of torch.func.
+    """Whether the operators take this tensor: nested ones run the original, and so do forward-mode
+    differentiation and transforms of torch.func that are compiled.
 
     `nn.TransformerEncoder` makes nested tensors in eval mode with a padding mask.
     """
@@ -35,4 +36,10 @@ def is_plain(input: Tensor) -> bool:
         return not input.is_nested
     if not isinstance(input, Tensor):  # of torch.fx, or an input that the original refuses
         return False
-    return not (input.is_nested or hasattr(input, "device_mesh"))
+    return not input.is_nested
+
+
+def is_local(input: Tensor) -> bool:
+    """The same of functions that torch computes on DTensors in ways of its own: by ring attention
+    in `context_parallel`, over a vocabulary in parts in `loss_parallel`."""
+    return is_plain(input) and not is_dtensor(input)

@@ -1,0 +1,479 @@
+"""Every operator on DTensors: the values and gradients of whole tensors, and nothing gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from onepass import functional, numerics
+from tests.distributed.dtensors import mesh_of, whole
+from tests.distributed.ranks import RankError, distributed, run
+
+pytestmark = distributed
+
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+BEGINS = torch.tensor([0, 3, 8], dtype=torch.int32)
+TARGET = torch.tensor([3, 0, -100, 7, 5, 5, 2, -100])
+ROW_SCALE = torch.tensor([0.0, 2.0, 1.0, 2.0])
+CLASSES = torch.linspace(0.5, 2.0, 8)
+
+
+@dataclass
+class Case:
+    """A call, and placements of its tensors of which each makes one member."""
+
+    shapes: dict[str, tuple[int, ...]]
+    call: Callable
+    places: Sequence[dict]
+    collectives: dict[str, int] = field(default_factory=dict)  # others are not allowed
+
+
+def attention(**options):
+    def call(q, k, v, **tensors):
+        if "alibi_slopes" in tensors:
+            tensors["alibi_slopes"] = tensors["alibi_slopes"].float()
+        return functional.scaled_dot_product_attention(
+            q, k, v, enable_gqa=True, return_lse=True, **options, **tensors
+        )
+
+    return call
+
+
+def angles(x, tokens):
+    return torch.outer(torch.arange(float(tokens)), torch.tensor([1.0, 0.3])).to(x.dtype)
+
+
+def rotated(q, k, **tensors):
+    table = angles(q, q.shape[2])
+    norms = {} if not tensors else {**tensors, "eps": 1e-6}
+    return functional.rotary_embedding(q, k, table.cos(), table.sin(), rotary_dim=4, **norms)
+
+
+def every(place, *names):
+    return dict.fromkeys(names, place)
+
+
+X = {"x": (4, 6, 8)}
+ROW = {"w": (8,), "b": (8,)}
+QKV = {"q": (2, 4, 6, 8), "k": (2, 4, 8, 8), "v": (2, 4, 8, 8)}
+GROUPED = {**QKV, "k": (2, 2, 8, 8), "v": (2, 2, 8, 8)}
+BY_HEADS_OR_BATCH = [every(S0, *QKV), every(S1, *QKV)]
+
+CASES = {
+    "layer_norm": Case(
+        X | ROW,
+        lambda x, w, b: functional.layer_norm(x, 8, w, b),
+        [{"x": S0}, {"x": S1}, {}],
+    ),
+    "rms_norm of shards of unequal sizes": Case(
+        {"x": (5, 3, 8), "w": (8,)},
+        lambda x, w: functional.rms_norm(x, 8, w, 1e-6, weight_offset=1.0),
+        [{"x": S0}, {"x": S1}],
+    ),
+    "a norm of one row, which one process has": Case(
+        {"x": (1, 8), "y": (1, 8)},
+        lambda x, y: functional.add_layer_norm(x, y, 8),
+        [{}],
+    ),
+    "add_layer_norm": Case(
+        X | {"y": (4, 6, 8)} | ROW,
+        lambda x, y, w, b: functional.add_layer_norm(x, y, 8, w, b),
+        [every(S0, "x", "y"), every(S1, "x", "y")],
+    ),
+    "add_rms_norm of a scaled branch": Case(
+        X | {"y": (4, 6, 8)} | ROW,
+        lambda x, y, w, b: functional.add_rms_norm(
+            x, y, 8, w, 1e-6, column_scale=b, row_scale=ROW_SCALE.to(x.dtype)
+        ),
+        [every(S0, "x", "y"), every(S1, "x", "y")],
+    ),
+    "add_rms_norm without a residual": Case(
+        X | ROW,
+        lambda x, w, b: functional.add_rms_norm(x, None, 8, w, 1e-6, column_scale=b),
+        [{"x": S0}, {"x": S1}],
+    ),
+    "modulated_layer_norm": Case(
+        X | {"scale": (4, 8), "shift": (4, 8)},
+        lambda x, scale, shift: functional.modulated_layer_norm(x, 8, scale, shift),
+        [every(S0, "x", "scale", "shift"), {"x": S1}],
+    ),
+    "modulated_rms_norm of a gated sum": Case(
+        X | {"y": (4, 6, 8), "scale": (4, 1, 8), "gate": (4, 1, 8)},
+        lambda x, y, scale, gate: functional.modulated_rms_norm(
+            x, 8, scale, residual=y, gate=gate, eps=1e-6
+        ),
+        [every(S0, "x", "y", "scale", "gate"), every(S1, "x", "y")],
+    ),
+    "modulated_layer_norm by rows": Case(
+        X | {"scale": (4, 6, 8)},
+        lambda x, scale: functional.modulated_layer_norm(x, 8, scale),
+        [every(S0, "x", "scale"), every(S1, "x", "scale")],
+    ),
+    "group_norm": Case(
+        {"x": (4, 8, 3, 3)} | ROW,
+        lambda x, w, b: functional.group_norm(x, 4, w, b, activation="silu"),
+        [{"x": S0}, {"x": S1, "w": S0, "b": S0}],
+    ),
+    "add_dropout that drops nothing": Case(
+        X | {"y": (4, 6, 8)},
+        lambda x, y: functional.add_dropout(x, y, 0.0),
+        [every(place, "x", "y") for place in (S0, S1, S2)],
+    ),
+    "add_dropout of a scaled branch": Case(
+        X | {"y": (4, 6, 8), "w": (8,)},
+        lambda x, y, w: functional.add_dropout(x, y, 0.0, column_scale=w),
+        [every(S0, "x", "y"), {"x": S2, "y": S2, "w": S0}],
+    ),
+    "silu_mul": Case(
+        X | {"y": (4, 6, 8)},
+        lambda x, y: functional.silu_mul(x, y),
+        [every(place, "x", "y") for place in (S0, S1, S2)],
+    ),
+    "gelu_mul of both halves in one": Case(
+        X, lambda x: functional.gelu_mul(x), [{"x": S0}, {"x": S1}]
+    ),
+    "linear": Case(
+        X | {"w": (10, 8), "b": (10,)},
+        lambda x, w, b: functional.linear(x, w, b),
+        [{"x": S0}, {"x": S1}, {"w": S0, "b": S0}, {"x": S2, "w": S1}],
+    ),
+    "linear without a bias": Case(
+        X | {"w": (10, 8)},
+        lambda x, w: functional.linear(x, w),
+        [{"x": S0}, {"w": S0}, {"x": S2, "w": S1}],
+    ),
+    "linear with its epilogue": Case(
+        X | {"w": (10, 8), "b": (10,), "y": (4, 6, 10)},
+        lambda x, w, b, y: functional.linear(x, w, b, activation="gelu", residual=y),
+        [every(S0, "x", "y"), every(S1, "x", "y"), {"w": S0, "b": S0, "y": S2}],
+    ),
+    "rotary_embedding": Case(
+        {"q": (2, 4, 6, 8), "k": (2, 2, 6, 8)},
+        rotated,
+        [every(place, "q", "k") for place in (S0, S1, S2)],
+    ),
+    "rotary_embedding after norms": Case(
+        {"q": (2, 4, 6, 8), "k": (2, 2, 6, 8), "query_weight": (8,), "key_weight": (8,)},
+        rotated,
+        [every(place, "q", "k") for place in (S0, S1, S2)],
+    ),
+    "rotary_embedding by positions": Case(
+        {"q": (2, 4, 6, 8), "k": (2, 4, 6, 8)},
+        lambda q, k: functional.rotary_embedding(
+            q,
+            k,
+            angles(q, 9).cos(),
+            angles(q, 9).sin(),
+            rotary_dim=4,
+            positions=torch.tensor([[8, 0, 3, 3, 1, 2], [0, 1, 2, 3, 4, 5]]),
+        ),
+        [every(place, "q", "k") for place in (S0, S1, S2)],
+    ),
+    "attention": Case(QKV, attention(), [*BY_HEADS_OR_BATCH, {"q": S2}]),
+    "causal attention at the bottom right": Case(
+        QKV,
+        attention(is_causal=True, causal_alignment="bottom_right", window_size=(3, -1)),
+        [*BY_HEADS_OR_BATCH, {"q": S2}],
+    ),
+    "grouped attention": Case(
+        GROUPED, attention(is_causal=True, softcap=5.0), [*BY_HEADS_OR_BATCH, {"q": S2}]
+    ),
+    "attention to one head": Case(
+        {**QKV, "k": (2, 1, 8, 8), "v": (2, 1, 8, 8)},
+        attention(is_causal=True),
+        [every(S0, *QKV), {"q": S1}, {"q": S2}],
+    ),
+    "attention with terms of its scores": Case(
+        QKV | {"attn_mask": (2, 1, 6, 8), "alibi_slopes": (4,), "sinks": (4,)},
+        attention(is_causal=True),
+        [
+            every(S0, *QKV, "attn_mask"),
+            {**every(S1, *QKV), "alibi_slopes": S0, "sinks": S0},
+            {"q": S2, "attn_mask": S2},
+        ],
+    ),
+    "varlen_attention": Case(
+        {"q": (8, 4, 8), "k": (8, 2, 8), "v": (8, 2, 8)},
+        lambda q, k, v: functional.varlen_attention(
+            q, k, v, BEGINS, BEGINS, 5, 5, is_causal=True, enable_gqa=True, return_lse=True
+        ),
+        [every(S1, "q", "k", "v")],
+    ),
+    "merge_attention_states": Case(
+        {"x": (2, 4, 6, 8), "y": (2, 4, 6, 8), "lse": (2, 4, 6), "m": (2, 4, 6)},
+        lambda x, y, lse, m: functional.merge_attention_states([x, y], [lse, m]),
+        [every(place, "x", "y", "lse", "m") for place in (S0, S1, S2)],
+    ),
+    "cross_entropy of each row": Case(
+        {"x": (8, 8)},
+        lambda x: functional.cross_entropy(x, TARGET, reduction="none", label_smoothing=0.1),
+        [{"x": S0}],
+    ),
+    "cross_entropy": Case(
+        {"x": (8, 8)},
+        lambda x: functional.cross_entropy(x, TARGET, CLASSES.to(x.dtype), z_loss=0.1),
+        [{"x": S0}],
+        {"all_reduce": 1},
+    ),
+    "cross_entropy, summed": Case(
+        {"x": (8, 8)},
+        lambda x: functional.cross_entropy(x, TARGET, reduction="sum", inplace_backward=True),
+        [{"x": S0}],
+        {"all_reduce": 1},
+    ),
+    "linear_cross_entropy": Case(
+        {"x": (8, 6), "w": (8, 6), "b": (8,)},
+        lambda x, w, b: functional.linear_cross_entropy(x, w, TARGET, linear_bias=b, softcap=4.0),
+        [{"x": S0}],
+        {"all_reduce": 1},
+    ),
+    "linear_cross_entropy of each row": Case(
+        {"x": (8, 6), "w": (8, 6)},
+        lambda x, w: functional.linear_cross_entropy(x, w, TARGET, reduction="none"),
+        [{"x": S0}],
+    ),
+}
+
+
+def drawn(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in case.shapes.items()
+    }
+
+
+def listed(results) -> list[torch.Tensor]:
+    results = results if isinstance(results, tuple) else (results,)
+    return [result for result in results if result is not None]
+
+
+def upstream(outputs) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs]
+
+
+def of_whole(case: Case, dtype: torch.dtype) -> tuple[list, list]:
+    tensors = {name: t.requires_grad_() for name, t in drawn(case, dtype).items()}
+    outputs = listed(case.call(**tensors))
+    gradients = torch.autograd.grad(outputs, list(tensors.values()), upstream(outputs))
+    return [o.detach() for o in outputs], list(gradients)
+
+
+def body(name: str, mesh_shape: tuple[int, ...] = (2,), places=None, collectives=None):
+    case, mesh = CASES[name], mesh_of(mesh_shape)
+    ref, base = (of_whole(case, dtype) for dtype in (torch.float64, torch.float32))
+    for place in places or case.places:
+        where = f"{name} {place}"
+        placements = {
+            tensor: [place.get(tensor, R)] if places is None else place.get(tensor, [R, R])
+            for tensor in case.shapes
+        }
+        given = {
+            tensor: distribute_tensor(
+                value, mesh, placements[tensor], src_data_rank=None
+            ).requires_grad_()
+            for tensor, value in drawn(case, torch.float32).items()
+        }
+        with CommDebugMode() as counted:
+            outputs = listed(case.call(**given))
+            gradients = [
+                distribute_tensor(
+                    gradient,
+                    mesh,
+                    [R if p.is_partial() else p for p in output.placements],
+                    src_data_rank=None,
+                )
+                for gradient, output in zip(upstream(outputs), outputs, strict=True)
+            ]
+            found = torch.autograd.grad(outputs, list(given.values()), gradients)
+        counts = {op.__name__: n for op, n in counted.get_comm_counts().items()}
+        assert counts == (case.collectives if collectives is None else collectives), (where, counts)
+        for tensor, gradient in zip(given, found, strict=True):
+            for was, at in zip(given[tensor].placements, gradient.placements, strict=True):
+                assert at == was or (was.is_replicate() and at.is_partial()), where
+        assert all(isinstance(o, DTensor) for o in outputs), where
+        for mine, stock in zip(outputs, base[0], strict=True):
+            assert mine.stride() == stock.stride(), where
+        for mine, right, stock in zip((*outputs, *found), sum(ref, []), sum(base, []), strict=True):
+            numerics.assert_close(whole(mine), right, stock, case=where)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_are_those_of_the_whole(name):
+    run(2, body, name)
+
+
+ON_FOUR = {
+    "layer_norm": [{"x": [S0, S1]}, {"x": [S1, S1]}],
+    "linear": [
+        {"x": [S0, R], "w": [R, S0], "b": [R, S0]},
+        {"x": [S0, S2], "w": [R, S1]},
+        {"w": [S0, S0], "b": [S0, S0]},
+    ],
+    "grouped attention": [{**every([S0, S1], *QKV)}, {**every([S0, R], "k", "v"), "q": [S0, S2]}],
+    "group_norm": [{"x": [S0, S1], "w": [R, S0], "b": [R, S0]}],
+}
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_meshes_of_two_dimensions(name):
+    run(4, body, name, (2, 2), ON_FOUR[name], {})
+
+
+def body_of_moves():
+    """Tensors that do not lie right are moved, as few bytes as can be."""
+    mesh = mesh_of((2,))
+    x = torch.randn(4, 6, 8)
+
+    def spread(value, place):
+        return distribute_tensor(value, mesh, [place], src_data_rank=None)
+
+    def counts(call):
+        with CommDebugMode() as counted:
+            result = call()
+        return result, {op.__name__: n for op, n in counted.get_comm_counts().items()}
+
+    y, moved = counts(lambda: functional.rms_norm(spread(x, S2), 8))
+    assert moved == {"all_gather_into_tensor": 1}
+    numerics.assert_close(y.full_tensor(), torch.rms_norm(x.double(), [8]), torch.rms_norm(x, [8]))
+    part = DTensor.from_local(x / 2, mesh, [Partial()], run_check=False)
+    y, moved = counts(lambda: functional.rms_norm(part, 8))
+    assert moved == {"reduce_scatter_tensor": 1} and y.placements[0].is_shard()
+    # Query in shards of tokens beside key in shards of tokens: key and value are gathered.
+    q, k, v = (spread(torch.randn(2, 3, 4, 8), S2) for _ in range(3))
+    y, moved = counts(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert moved == {"all_gather_into_tensor": 2} and y.placements == (S2,)
+    # A small target is gathered rather than logits cut up.
+    logits = spread(torch.randn(8, 8), R).requires_grad_()
+    _, moved = counts(lambda: functional.cross_entropy(logits, spread(TARGET, S0)).backward())
+    assert moved == {"all_gather_into_tensor": 1}
+
+
+def test_what_lies_elsewhere_is_moved():
+    run(2, body_of_moves)
+
+
+def body_of_streams():
+    """Parts have streams of their own, replicas one, whatever their generators."""
+    mesh, rank = mesh_of((2,)), torch.distributed.get_rank()
+    ones = torch.ones(64, 64)
+    for seeds in ((7, 7), (7, 8)):
+        for place in (S0, S1, R):
+            torch.manual_seed(seeds[rank])
+            x = distribute_tensor(ones, mesh, [place], src_data_rank=None).requires_grad_()
+            with CommDebugMode() as counted:
+                y = functional.dropout(x, 0.25)
+            y.sum().backward()
+            mine = y.to_local()
+            assert torch.equal(mine, x.grad.to_local())
+            assert 0.6 < float((mine != 0).float().mean()) < 0.9
+            others = [torch.empty_like(mine) for _ in range(2)]
+            torch.distributed.all_gather(others, mine.detach().contiguous())
+            assert torch.equal(*others) == (place == R)
+            counts = {op.__name__: n for op, n in counted.get_comm_counts().items()}
+            assert counts == ({"broadcast_": 1} if place == R else {})
+    q = distribute_tensor(torch.randn(2, 2, 16, 8), mesh, [S1], src_data_rank=None)
+    value = torch.ones(2, 2, 16, 8)
+    value = distribute_tensor(value, mesh, [S1], src_data_rank=None).requires_grad_()
+    y = functional.scaled_dot_product_attention(q, q, value, dropout_p=0.5)
+    (again,) = torch.autograd.grad((y * y.detach()).sum(), value)
+    # Linear in value: y = P value, so y . y = value . P^T y.
+    torch.testing.assert_close((again * value).to_local().sum(), (y * y).to_local().sum())
+    torch.manual_seed(rank)
+    scale = functional.drop_path_scale(x, 0.5)
+    branch = distribute_tensor(ones, mesh, [S1], src_data_rank=None)
+    y = functional.add_dropout(branch, branch, 0.0, row_scale=scale).full_tensor()
+    assert bool((y == y[:, :1]).all())
+
+
+def test_streams_of_dropout():
+    run(2, body_of_streams)
+
+
+def body_of_caches():
+    mesh = mesh_of((2,))
+    for place, paged in ((S0, False), (S1, False), (S2, True)):
+        caches = [torch.randn(2, 4, 8, 8).transpose(1, 2 if paged else 1) for _ in range(2)]
+        caches = [cache.contiguous() for cache in caches]
+        q, k, v = torch.randn(2, 8, 1, 8), *(torch.randn(2, 4, 1, 8) for _ in range(2))
+        options = {"cache_seqlens": torch.tensor([3, 5], dtype=torch.int32), "is_causal": True}
+        if paged:
+            options["block_table"] = torch.tensor([[0], [1]], dtype=torch.int32)
+        new_place = S1 if paged else place
+        mine = [distribute_tensor(c.clone(), mesh, [place], src_data_rank=None) for c in caches]
+        new = [distribute_tensor(t, mesh, [new_place], src_data_rank=None) for t in (q, k, v)]
+        given = (new[0], *mine, *new[1:])
+        with torch.no_grad(), CommDebugMode() as counted:
+            y = functional.attention_with_kv_cache(*given, **options)
+            again = functional.attention_with_kv_cache(new[0], *mine, **options)
+        with torch.no_grad():
+            expected = functional.attention_with_kv_cache(q, *caches, k, v, **options)
+        assert not counted.get_total_counts() and again.shape == y.shape
+        assert torch.equal(y.full_tensor(), expected)
+        for cache, right in zip(mine, caches, strict=True):
+            assert torch.equal(cache.full_tensor(), right)
+    # A cache that would have to be moved to be written.
+    q, k, v = (distribute_tensor(t, mesh, [S0]) for t in (q, k, v))
+    moved = [distribute_tensor(torch.zeros(2, 4, 8, 8), mesh, [S2]) for _ in range(2)]
+    with torch.no_grad():
+        functional.attention_with_kv_cache(q, *moved, k, v, cache_seqlens=0)
+
+
+def test_caches_are_written_where_they_lie():
+    with pytest.raises(RankError, match="must be placed alike, by whole heads or sequences, to be"):
+        run(2, body_of_caches)
+
+
+def body_of_inplace():
+    mesh = mesh_of((2,))
+    q = torch.randn(2, 4, 6, 8)
+    table = angles(q, 6)
+    for needs in (False, True):
+        leaf = distribute_tensor(q.clone(), mesh, [S1]).requires_grad_(needs)
+        x = leaf * 1.0
+        rotated, _ = functional.rotary_embedding(
+            x, None, table.cos(), table.sin(), rotary_dim=4, inplace=True
+        )
+        assert rotated is x
+        expected, _ = functional.rotary_embedding(q, None, table.cos(), table.sin(), rotary_dim=4)
+        assert torch.equal(x.full_tensor(), expected)
+    x.sin().sum().backward()
+    whole_leaf = q.clone().requires_grad_()
+    y, _ = functional.rotary_embedding(whole_leaf, None, table.cos(), table.sin(), rotary_dim=4)
+    y.sin().sum().backward()
+    torch.testing.assert_close(leaf.grad.full_tensor(), whole_leaf.grad)
+
+
+def test_rotary_embedding_in_place():
+    run(2, body_of_inplace)
+
+
+def body_of_mixed():
+    mesh = mesh_of((2,))
+    x = distribute_tensor(torch.randn(4, 8), mesh, [S0])
+    functional.layer_norm(x, 8, torch.ones(8))
+    functional.layer_norm(x, 8, torch.ones(8, requires_grad=True))
+
+
+def body_of_sizes():
+    mesh = mesh_of((2,))
+    x = distribute_tensor(torch.randn(4, 8), mesh, [S0])
+    functional.add_layer_norm(x, distribute_tensor(torch.randn(6, 8), mesh, [S0]), 8)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (body_of_mixed, "norm: weight must be a DTensor beside others to get a gradient, got a"),
+        (body_of_sizes, "norm: residual must have size 4 in dimension 0, got 6"),
+    ],
+)
+def test_refusals(body, message):
+    with pytest.raises(RankError, match=message):
+        run(2, body)
