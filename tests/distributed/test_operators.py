@@ -180,6 +180,16 @@ CASES = {
         attention(is_causal=True, causal_alignment="bottom_right", window_size=(3, -1)),
         [*BY_HEADS_OR_BATCH, {"q": S2}],
     ),
+    "causal attention of more queries than keys": Case(
+        {**QKV, "q": (2, 4, 12, 8)},
+        attention(is_causal=True, causal_alignment="bottom_right"),
+        [{"q": S2}],
+    ),
+    "attention of a part of a sequence": Case(
+        QKV,
+        attention(is_causal=True, query_offset=4, key_offset=2),
+        [every(S0, *QKV), {"q": S2}],
+    ),
     "grouped attention": Case(
         GROUPED, attention(is_causal=True, softcap=5.0), [*BY_HEADS_OR_BATCH, {"q": S2}]
     ),

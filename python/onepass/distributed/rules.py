@@ -201,7 +201,9 @@ def _attention(given: Given) -> Layout:
             options, at = given["options"], parts.begin("queries")
             if options.pop("bottom_right", False):
                 at += key.shape[2] - query.shape[2]
-            options["query_offset"] = options.get("query_offset", 0) + at
+            at += options.get("query_offset", 0) - options.get("key_offset", 0)
+            # Only the difference counts, and neither may be negative.
+            options["query_offset"], options["key_offset"] = max(at, 0), max(-at, 0)
 
     by_heads = _heads(heads, kv_heads)
     choices = [by_heads] if packed else [("batch",), by_heads]

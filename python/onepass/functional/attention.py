@@ -29,6 +29,8 @@ def scaled_dot_product_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     block_mask: object = None,
+    query_offset: int = 0,
+    key_offset: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``dropout(softmax(score)) @ value``, as `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -72,6 +74,10 @@ def scaled_dot_product_attention(
             list are skipped, `mask_mod` is asked of those that are not full, once for each
             BlockMask. A `score_mod` has no counterpart here: softcap, alibi_slopes, a float
             attn_mask and all else combine with a block_mask. On a CPU alone.
+        query_offset, key_offset: the positions of the first query and the first key, where these
+            are parts of longer sequences: query i is at query_offset + i (plus what "bottom_right"
+            adds), key j at key_offset + j. The causal mask, windows, ALiBi and dropout go by
+            positions, so that parts see and drop what the whole does. Not negative, below 2^40.
 
     Returns:
         Tensor of shape (..., heads, seq_q, value_dim) in query's dtype (under autocast: in
@@ -136,6 +142,10 @@ def scaled_dot_product_attention(
             options["dropout_p"] = dropout_p
         if causal_alignment == "bottom_right":
             options["bottom_right"] = True
+        if query_offset != 0:
+            options["query_offset"] = query_offset
+        if key_offset != 0:
+            options["key_offset"] = key_offset
         output, lse = attention(query, key, value, options, deterministic)
         if dims != 4:
             rows = (*lead, *output.shape[1:3])[1 - dims :]
