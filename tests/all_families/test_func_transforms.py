@@ -170,20 +170,3 @@ def test_dropout_under_vmap():
     assert torch.equal(dx, y)
     y = vmap(lambda x: functional.dropout(x, 0.5), randomness="same")(x)
     assert torch.equal(y[0], y[1])
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layer_norm",
-        "linear",
-        "attention",
-        "rotary_embedding",
-        "group_norm",
-        "cross_entropy",
-        "linear_cross_entropy",
-    ],
-)
-def test_forward_mode_says_that_there_is_none(name):
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jacfwd(FUNCTIONS[name][0])(torch.randn(1, 1, 2, 8))

@@ -11,8 +11,13 @@ from onepass._mapping import run_each
 from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.attention_layout import empty_rows
 from onepass._ops.attention_options import Options
-from onepass._ops.decomposition import decomposes, offer, wide
-from onepass._ops.differentiation import applied, constant, is_differentiated
+from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
+from onepass._ops.differentiation import (
+    applied,
+    constant,
+    is_differentiated,
+    is_differentiated_again,
+)
 from onepass._ops.dispatch_log import logged
 from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
@@ -78,6 +83,11 @@ def attention(
     return output, lse
 
 
+def _by_formula(query, key, value, *others):
+    *tensors, (options, _) = others
+    return FORMULAS[_forward](query, key, value, **_given(tensors), **dict(options))
+
+
 class _Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -85,6 +95,10 @@ class _Attention(torch.autograd.Function):
     def forward(query, key, value, *others):
         *tensors, (options, _) = others
         return _forward(query, key, value, **_given(tensors), **dict(options))
+
+    @staticmethod
+    def formula(query, key, value, *others):
+        return _by_formula(query, key, value, *others)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -101,7 +115,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(needs)
         output, lse, lse_rest, *tensors = ctx.saved_tensors
         constants = (ctx.options, mask, ctx.deterministic)
-        if torch.is_grad_enabled():  # create_graph=True
+        if is_differentiated_again():  # create_graph=True
             gradients = _apply_backward(doutput, dlse, output, lse, lse_rest, *tensors, constants)
         else:
             gradients = _gradients(doutput, dlse, output, lse, lse_rest, *tensors, constants)
@@ -279,14 +293,13 @@ def _(*tensors, grad_mask, **options):
     )
 
 
-@decomposes(_forward)
-def _(query, key, value, *, seed=None, **given):
-    lengths = ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table")
-    if seed is not None or any(given.get(name) is not None for name in lengths):
-        return NotImplemented
+@decomposes(_forward, unless=("seed", "cu_seq_q", "cu_seq_k", "seqused_k", "block_table"))
+def _(query, key, value, **given):
     options = {name: option for name, option in given.items() if name not in _OF_BACK_ENDS}
     for name in DIFFERENTIABLE:
         if name in options:
             (options[name],) = wide(options[name])
+    if query.dtype is torch.float64 and "alibi_slopes" in options:  # which are float32
+        options["alibi_slopes"] = options["alibi_slopes"].double()
     output, lse = reference(*wide(query, key, value), **options)
     return output.to(query.dtype), lse, torch.zeros_like(lse)

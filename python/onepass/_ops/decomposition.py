@@ -1,4 +1,4 @@
-"""The operators composed of torch's own, for exporters that take no others.
+"""The operators in torch's own, for forward-mode differentiation and exporters that take no others.
 
 `torch.onnx.export(dynamo=True)` looks for them in the table of torch's decompositions; compilers
 and `torch.export` have other tables, and keep the operators. If the environment has CI, inductor
@@ -9,6 +9,7 @@ the next export. They are there from the start, because a program from another p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -16,13 +17,28 @@ from torch import Tensor
 from torch._decomp import decomposition_table, meta_table
 
 FORMULAS: dict[torch._ops.OpOverload, Callable] = {}
+_EXPORTED: dict[torch._ops.OpOverload, Callable] = {}
 
 
-def decomposes(op) -> Callable:
-    """Decorates a function that computes `op` in torch's operators; NotImplemented keeps the op."""
+def decomposes(op, *, unless: tuple[str, ...] = ()) -> Callable:
+    """Decorates a function that computes `op` in torch's operators; NotImplemented keeps the op.
+
+    Exporters keep it too where one of the arguments `unless` is given, or is not 0.
+    """
+    places = [argument.name for argument in op._schema.arguments]
 
     def register(formula: Callable) -> Callable:
+        @functools.wraps(formula)
+        def exported(*args, **kwargs):
+            given = dict(zip(places, args, strict=False)) | kwargs
+            for name in unless:
+                value = given.get(name)
+                if isinstance(value, Tensor) or value:
+                    return NotImplemented
+            return formula(*args, **kwargs)
+
         FORMULAS[op] = formula
+        _EXPORTED[op] = exported
         _list(op, True)
         return formula
 
@@ -40,7 +56,7 @@ def _list(op, is_listed: bool) -> None:
     # in the table of meta functions too.
     for table in (decomposition_table, meta_table):
         if is_listed:
-            table[op] = FORMULAS[op]
+            table[op] = _EXPORTED[op]
         else:
             table.pop(op, None)
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onepass._compiling import constant_where_traced
+from onepass._ops import dispatch_log
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
     """True if some input requires a gradient, or inside forward-mode differentiation.
 
-    The raw ops would silently drop tangents; the autograd.Functions have no forward mode and
-    raise.
+    The raw ops know no tangents and would drop them without a word; `applied` has a formula there.
     """
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -25,6 +25,12 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
         if are_transforms_active():
             return True
     return forward_ad._current_level >= 0
+
+
+def is_differentiated_again() -> bool:
+    """Of a backward: whether what it computes is differentiated, by create_graph=True or in forward
+    mode."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
 def are_transforms_active() -> bool:
@@ -48,14 +54,36 @@ def constant(number: float) -> float:
 def applied(function: type[torch.autograd.Function]) -> Callable:
     """`function.apply` for positional arguments, in half the time in plain eager mode.
 
+    In forward-mode differentiation `function.formula` runs in its place: the definition in torch's
+    operators, which have all derivatives of all orders. A function without one says that it has no
+    forward mode.
+
     torch's own binds the arguments to the signature of `forward` on every call, and unwraps tensors
     that outlived a functorch transform. Under a compiler or a transform torch's own runs here too.
     """
     plain_apply = super(torch.autograd.Function, function).apply
 
+    formula = getattr(function, "formula", None)
+
     def apply(*arguments):
+        if forward_ad._current_level >= 0 and formula is not None:
+            _tell(function)
+            results = formula(*arguments)
+            if results is not NotImplemented:
+                return results
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return function.apply(*arguments)
         return plain_apply(*arguments)
 
     return apply
+
+
+def _tell(function: type[torch.autograd.Function]) -> None:
+    if not torch.compiler.is_compiling() and dispatch_log.is_recording():
+        dispatch_log.leave(
+            op=function.__name__.lstrip("_"),
+            arguments="forward-mode differentiation",
+            kernel="the definition in torch's operators",
+            threads=torch.get_num_threads(),
+            reason="kernels know no tangents",
+        )

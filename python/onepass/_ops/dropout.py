@@ -8,8 +8,8 @@ from torch import Tensor
 from onepass._arguments import refuse_gradient
 from onepass._mapping import run_each
 from onepass._ops import double_backward, fake_checks, tracing
-from onepass._ops.decomposition import decomposes, offer, wide
-from onepass._ops.differentiation import applied, is_differentiated
+from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
+from onepass._ops.differentiation import applied, is_differentiated, is_differentiated_again
 from onepass._ops.dispatch_log import logged
 from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
@@ -75,6 +75,10 @@ class _Dropout(torch.autograd.Function):
         return _forward(input, residual, seed, p, out_dtype)
 
     @staticmethod
+    def formula(input, residual, seed, p, out_dtype):
+        return FORMULAS[_forward](input, residual, seed, p, out_dtype)
+
+    @staticmethod
     def setup_context(ctx, inputs, output):
         input, _, seed, ctx.p, _ = inputs
         ctx.input_dtype = input.dtype
@@ -87,7 +91,7 @@ class _Dropout(torch.autograd.Function):
             dinput = None
         elif seed is None:  # p = 0
             dinput = doutput.to(ctx.input_dtype)
-        elif torch.is_grad_enabled():  # create_graph=True
+        elif is_differentiated_again():  # create_graph=True
             dinput = differentiable_dropout(doutput, None, seed, ctx.p, ctx.input_dtype)
         else:
             dinput = _forward(doutput, None, seed, ctx.p, ctx.input_dtype)
@@ -108,11 +112,13 @@ def _(input, residual, seed, p, out_dtype):
     return input.new_empty(input.shape, dtype=out_dtype or stream.dtype)
 
 
-@decomposes(_forward)
+@decomposes(_forward, unless=("seed",))
 def _(input, residual, seed, p, out_dtype):
+    stream = input if residual is None else residual
+    branch = input
     if seed is not None:
-        return NotImplemented
-    return (residual + input).to(out_dtype or residual.dtype)
+        branch = reference.dropout(*wide(input), p, seed)
+    return (branch if residual is None else residual + branch).to(out_dtype or stream.dtype)
 
 
 # ---- scaled branches -----------------------------------------------------------------------------
@@ -160,6 +166,10 @@ class _Branch(torch.autograd.Function):
         return _branch_forward(input, residual, column_scale, row_scale, seed, p, out_dtype)
 
     @staticmethod
+    def formula(*arguments):
+        return FORMULAS[_branch_forward](*arguments)
+
+    @staticmethod
     def setup_context(ctx, inputs, output):
         input, _, column_scale, row_scale, seed, ctx.p, _ = inputs
         branch = input if ctx.needs_input_grad[2] else None
@@ -173,7 +183,7 @@ class _Branch(torch.autograd.Function):
         if needs_input or needs_scale:
             mask = (_INPUT if needs_input else 0) | (_COLUMN_SCALE if needs_scale else 0)
             arguments = (doutput, *ctx.saved_tensors, ctx.p, ctx.input_dtype, mask)
-            compute = _apply_branch_backward if torch.is_grad_enabled() else _branch_backward
+            compute = _apply_branch_backward if is_differentiated_again() else _branch_backward
             dinput, dcolumn_scale = compute(*arguments)
         return (
             dinput if needs_input else None,
@@ -243,11 +253,11 @@ def _(doutput, branch, column_scale, row_scale, seed, p, input_dtype, grad_mask)
     return dinput, column_scale.new_empty(shape)
 
 
-@decomposes(_branch_forward)
+@decomposes(_branch_forward, unless=("seed",))
 def _(input, residual, column_scale, row_scale, seed, p, out_dtype):
-    if seed is not None:
-        return NotImplemented
     stream = input if residual is None else residual
     branch, above, column_scale = wide(input, residual, column_scale)
+    if seed is not None:
+        branch = reference.dropout(branch, p, seed)
     branch = reference.scaled(branch, column_scale, row_scale)
     return (branch if above is None else above + branch).to(out_dtype or stream.dtype)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from onepass._mapping import run_each
 from onepass._ops import double_backward, fake_checks, tracing
-from onepass._ops.decomposition import decomposes, offer, wide
-from onepass._ops.differentiation import applied, is_differentiated
+from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
+from onepass._ops.differentiation import applied, is_differentiated, is_differentiated_again
 from onepass._ops.dispatch_log import logged
 from onepass._ops.placement import placed
 from onepass.reference import gate as reference
@@ -49,6 +49,10 @@ class _Gate(torch.autograd.Function):
         return _forward(gate, up, kind, gate_last)
 
     @staticmethod
+    def formula(gate, up, kind, gate_last):
+        return FORMULAS[_forward](gate, up, kind, gate_last)
+
+    @staticmethod
     def setup_context(ctx, inputs, output):
         gate, up, ctx.kind, ctx.gate_last = inputs
         ctx.save_for_backward(gate, up)
@@ -56,7 +60,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, doutput):
         # create_graph=True goes the first way.
-        compute = _apply_backward if torch.is_grad_enabled() else _backward
+        compute = _apply_backward if is_differentiated_again() else _backward
         wants_gate, wants_up = ctx.needs_input_grad[:2]
         grad_mask = wants_gate + 2 * wants_up
         dgate, dup = compute(doutput, *ctx.saved_tensors, ctx.kind, ctx.gate_last, grad_mask)

@@ -7,8 +7,13 @@ from torch import Tensor
 
 from onepass._mapping import run_each
 from onepass._ops import double_backward, fake_checks, tracing
-from onepass._ops.decomposition import decomposes, offer, wide
-from onepass._ops.differentiation import applied, constant, is_differentiated
+from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
+from onepass._ops.differentiation import (
+    applied,
+    constant,
+    is_differentiated,
+    is_differentiated_again,
+)
 from onepass._ops.dispatch_log import logged
 from onepass._ops.placement import placed
 from onepass.reference import group_norm as reference
@@ -75,6 +80,10 @@ class _GroupNorm(torch.autograd.Function):
         return _forward(input, weight, bias, *constants, True)
 
     @staticmethod
+    def formula(input, weight, bias, constants):
+        return FORMULAS[_forward](input, weight, bias, *constants, False)
+
+    @staticmethod
     def setup_context(ctx, inputs, outputs):
         input, weight, bias, ctx.constants = inputs
         _, mean, rstd = outputs
@@ -90,7 +99,7 @@ class _GroupNorm(torch.autograd.Function):
         num_groups, eps, kind, channels_last, _ = ctx.constants
         mask = sum(bit for bit, need in zip((_INPUT, _WEIGHT, _BIAS), needs, strict=False) if need)
         arguments = (doutput, *ctx.saved_tensors, num_groups, kind, channels_last, mask)
-        if torch.is_grad_enabled():  # create_graph=True
+        if is_differentiated_again():  # create_graph=True
             gradients = _apply_backward(eps, *arguments)
         else:
             gradients = _backward(*arguments)

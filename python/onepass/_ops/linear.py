@@ -10,13 +10,14 @@ from torch import Tensor
 
 from onepass._mapping import run_as_rows, run_each
 from onepass._ops import double_backward, fake_checks, tracing
-from onepass._ops.decomposition import decomposes, offer, wide
-from onepass._ops.differentiation import applied, is_differentiated
+from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
+from onepass._ops.differentiation import applied, is_differentiated, is_differentiated_again
 from onepass._ops.dispatch_log import logged
 from onepass._ops.dropout import differentiable_dropout
 from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import linear as reference
+from onepass.reference.dropout import dropout as reference_dropout
 
 _forward = torch.ops.onepass.linear_forward.default
 _forward_check = torch.ops.onepass.linear_forward_check.default
@@ -110,6 +111,10 @@ class _Linear(torch.autograd.Function):
         return _forward(input, weight, bias, out_dtype)
 
     @staticmethod
+    def formula(input, weight, bias, out_dtype):
+        return FORMULAS[_forward](input, weight, bias, out_dtype)
+
+    @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*_operands(ctx, *inputs[:3]))
 
@@ -129,7 +134,7 @@ def _operands(ctx, input, weight, bias):
 def _gradients(ctx, doutput, input, weight):
     """Those of input, weight and bias, or None."""
     # create_graph=True goes the second way.
-    compute = _apply_backward if torch.is_grad_enabled() else _backward
+    compute = _apply_backward if is_differentiated_again() else _backward
     gradients = compute(doutput, input, weight, *ctx.dtypes)
     wanted = zip(gradients, ctx.dtypes, strict=True)
     return [None if dtype is None else gradient for gradient, dtype in wanted]
@@ -143,6 +148,10 @@ class _Epilogue(torch.autograd.Function):
     @staticmethod
     def forward(input, weight, bias, residual, seed, dropout_p, activation, save):
         return _epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
+
+    @staticmethod
+    def formula(*arguments):
+        return FORMULAS[_epilogue](*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -178,7 +187,7 @@ def _before_epilogue(ctx, doutput, preactivation, seed):
     p, activation, dtype = ctx.dropout_p, ctx.activation, ctx.input_dtype
     if seed is None and preactivation is None:
         return doutput.to(dtype)
-    if not torch.is_grad_enabled():
+    if not is_differentiated_again():
         return _epilogue_backward(doutput, preactivation, seed, p, activation, dtype)
     # create_graph=True: by operators that can be differentiated.
     doutput, preactivation = wide(doutput, preactivation)
@@ -273,13 +282,13 @@ def _(input, weight, bias, out_dtype):
     return reference.linear(*wide(input, weight, bias)).to(out_dtype or input.dtype)
 
 
-@decomposes(_epilogue)
+@decomposes(_epilogue, unless=("seed",))
 def _(input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation):
-    if seed is not None:
-        return NotImplemented
     preactivation = output = reference.linear(*wide(input, weight, bias))
     if activation_kind != Activation.NONE:
         output = reference.ACTIVATIONS[Activation(activation_kind).name.lower()](output)
+    if seed is not None:
+        output = reference_dropout(output, dropout_p, seed)
     if residual is not None:
         output = residual + output
     kept = preactivation.to(input.dtype) if save_preactivation else input.new_empty((0,))

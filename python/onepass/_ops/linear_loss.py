@@ -23,6 +23,7 @@ from onepass._ops.differentiation import (
     are_transforms_active,
     constant,
     is_differentiated,
+    is_differentiated_again,
 )
 from onepass._ops.dispatch_log import logged
 from onepass._ops.placement import placed
@@ -171,12 +172,27 @@ def _float16_scale(input, linear_weight, weight, softcap, z_loss) -> float | Ten
     return room * largest.clamp(min=1.0).log2().ceil().neg().exp2()
 
 
+def _by_formula(input, linear_weight, linear_bias, target, weight, options, mask):
+    """(loss,)"""
+    *of_loss, reduction, cast, cast_weight, out_dtype = options
+    operands = _cast(input, linear_weight, linear_bias, cast, cast_weight)
+    dtype = out_dtype or operands[0].dtype
+    input, linear_weight, linear_bias = wide(*operands)
+    of_loss = (weight, *of_loss, reference.REDUCTIONS[reduction])
+    loss = reference.linear_cross_entropy(input, linear_weight, target, linear_bias, *of_loss)
+    return (loss.to(dtype),)
+
+
 class _LinearLoss(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(input, linear_weight, linear_bias, target, weight, options, mask):
         return _forward(input, linear_weight, linear_bias, target, weight, options, mask)
+
+    @staticmethod
+    def formula(*arguments):
+        return _by_formula(*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -192,7 +208,7 @@ class _LinearLoss(torch.autograd.Function):
         if dloss is None:
             return (None,) * 7
         saved = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
+        if is_differentiated_again():  # create_graph=True
             gradients = _apply_backward(dloss, *saved, ctx.options, ctx.mask)
         else:
             gradients = _gradients(dloss, *saved, ctx.options, ctx.mask, _are_last_read())

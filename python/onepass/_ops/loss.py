@@ -9,12 +9,13 @@ from onepass._arguments import refuse_gradient, refuse_second_derivative
 from onepass._mapping import refuse_mapped, run_each
 from onepass._negative import refuse_where_written
 from onepass._ops import double_backward, fake_checks, tracing
-from onepass._ops.decomposition import decomposes, offer, wide
+from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import (
     applied,
     are_transforms_active,
     constant,
     is_differentiated,
+    is_differentiated_again,
 )
 from onepass._ops.dispatch_log import logged
 from onepass._ops.placement import placed
@@ -81,6 +82,10 @@ class _Loss(torch.autograd.Function):
         return _forward(input, target, weight, *options)
 
     @staticmethod
+    def formula(input, target, weight, options, inplace):
+        return FORMULAS[_forward](input, target, weight, *options)
+
+    @staticmethod
     def setup_context(ctx, inputs, outputs):
         input, target, weight, ctx.options, ctx.inplace = inputs
         _, statistics, total_weight = outputs
@@ -97,7 +102,7 @@ class _Loss(torch.autograd.Function):
         input, target, weight, statistics, total_weight = ctx.saved_tensors
         *options, z_loss, _ = ctx.options
         arguments = (input, target, weight, *options, dloss, statistics, total_weight)
-        if torch.is_grad_enabled():  # create_graph=True
+        if is_differentiated_again():  # create_graph=True
             if ctx.inplace:
                 refuse_second_derivative("cross_entropy", "inplace_backward")
             dinput = _apply_backward(z_loss, *arguments)

@@ -10,8 +10,13 @@ from torch import Tensor
 from onepass._arguments import refuse_gradient
 from onepass._mapping import run_each
 from onepass._ops import double_backward, fake_checks, tracing
-from onepass._ops.decomposition import decomposes, offer, wide
-from onepass._ops.differentiation import applied, constant, is_differentiated
+from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
+from onepass._ops.differentiation import (
+    applied,
+    constant,
+    is_differentiated,
+    is_differentiated_again,
+)
 from onepass._ops.dispatch_log import logged
 from onepass._ops.norm import NormKind, norm_options, statistics
 from onepass._ops.placement import placed
@@ -113,6 +118,14 @@ class _ModulatedNorm(torch.autograd.Function):
         return _forward(*_arguments(tensors, constants, True, options))
 
     @staticmethod
+    def formula(input, scale, shift, residual, gate, row_scale, seed, constants, options):
+        return FORMULAS[_forward](
+            *_arguments(
+                (input, scale, shift, residual, gate, row_scale, seed), constants, False, options
+            )
+        )
+
+    @staticmethod
     def setup_context(ctx, inputs, outputs):
         input, scale, shift, residual, gate, row_scale, seed, ctx.constants, ctx.options = inputs
         _, residual_out, mean, rstd = outputs
@@ -160,7 +173,7 @@ class _ModulatedNorm(torch.autograd.Function):
         arguments = (doutput, dresidual_out, x, scale, shift, branch, gate, mean, rstd)
         arguments += (normalized_shape, kind, ctx.input_dtype, ctx.residual_dtype, mask)
         arguments += (row_scale, seed, weight_offset, dropout_p, is_shared)
-        if torch.is_grad_enabled():  # create_graph=True
+        if is_differentiated_again():  # create_graph=True
             gradients = _apply_backward(eps, *arguments)
         else:
             gradients = _backward(*arguments)
@@ -318,7 +331,7 @@ def _(
     )
 
 
-@decomposes(_forward)
+@decomposes(_forward, unless=("seed",))
 def _(
     input,
     scale,
@@ -337,11 +350,11 @@ def _(
     residual_dtype=None,
     shared=False,
 ):
-    if seed is not None:
-        return NotImplemented
     x, residual_out = input, input.new_empty(0)
     if residual is not None:
         branch, above, gate = wide(input, residual, gate)
+        if seed is not None:
+            branch = reference_dropout(branch, dropout_p, seed)
         residual_out = x = reference.gated_add(branch, above, gate, normalized_shape, row_scale).to(
             residual_dtype or residual.dtype
         )

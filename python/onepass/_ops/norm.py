@@ -10,8 +10,13 @@ from torch import Tensor
 
 from onepass._mapping import run_each
 from onepass._ops import double_backward, fake_checks, tracing
-from onepass._ops.decomposition import decomposes, offer, wide
-from onepass._ops.differentiation import applied, constant, is_differentiated
+from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
+from onepass._ops.differentiation import (
+    applied,
+    constant,
+    is_differentiated,
+    is_differentiated_again,
+)
 from onepass._ops.dispatch_log import logged
 from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
@@ -122,6 +127,10 @@ class _Norm(torch.autograd.Function):
         return _forward(input, residual, weight, bias, seed, *constants, True)
 
     @staticmethod
+    def formula(input, residual, weight, bias, seed, constants):
+        return FORMULAS[_forward](input, residual, weight, bias, seed, *constants, False)
+
+    @staticmethod
     def setup_context(ctx, inputs, outputs):
         input, residual, weight, bias, seed, ctx.constants = inputs
         _, residual_out, mean, rstd = outputs
@@ -154,7 +163,7 @@ class _Norm(torch.autograd.Function):
         )
         arguments = (doutput, dresidual_out, x, weight, bias, seed, mean, rstd, normalized_shape)
         arguments += (kind, weight_offset, dropout_p, ctx.input_dtype, ctx.residual_dtype, mask)
-        if torch.is_grad_enabled():  # create_graph=True
+        if is_differentiated_again():  # create_graph=True
             gradients = _apply_norm_backward(eps, *arguments)
         else:
             gradients = _backward(*arguments)
@@ -297,7 +306,7 @@ def _(
     )
 
 
-@decomposes(_forward)
+@decomposes(_forward, unless=("seed",))
 def _(
     input,
     residual,
@@ -313,11 +322,10 @@ def _(
     residual_dtype,
     save_statistics,
 ):
-    if seed is not None:
-        return NotImplemented
     residual_out = input.new_empty(0)
     if residual is not None:
-        residual_out = (residual + input).to(residual_dtype or residual.dtype)
+        branch = _dropped(*wide(input), dropout_p, seed) if dropout_p else input
+        residual_out = (residual + branch).to(residual_dtype or residual.dtype)
     x, weight, bias = wide(input if residual is None else residual_out, weight, bias)
     mean = rstd = x.new_empty(0)
     if kind == NormKind.RMS:

@@ -11,12 +11,13 @@ from onepass._mapping import refuse_mapped, run_each
 from onepass._negative import refuse_where_written
 from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.attention_layout import empty_rows, is_bshd
-from onepass._ops.decomposition import decomposes, offer, wide
+from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import (
     applied,
     are_transforms_active,
     constant,
     is_differentiated,
+    is_differentiated_again,
 )
 from onepass._ops.dispatch_log import logged
 from onepass._ops.norm import default_eps
@@ -187,6 +188,10 @@ class _Rotary(torch.autograd.Function):
         return _forward(query, key, cos, sin, *options)
 
     @staticmethod
+    def formula(query, key, cos, sin, *options):
+        return FORMULAS[_forward](query, key, cos, sin, *options)
+
+    @staticmethod
     def setup_context(ctx, inputs, outputs):
         _, _, cos, sin, positions, *ctx.options = inputs
         for name, needed in zip(("cos", "sin"), ctx.needs_input_grad[2:4], strict=True):
@@ -210,7 +215,7 @@ class _Rotary(torch.autograd.Function):
         if given:
             first, second = (*given, (None, False))[:2]
             # create_graph=True
-            compute = _differentiable if torch.is_grad_enabled() else _forward
+            compute = _differentiable if is_differentiated_again() else _forward
             options = (rotary_dim, interleaved, not transposed, first[1], second[1])
             found = iter(compute(first[0], second[0], cos, sin, positions, *options))
             gradients = [
@@ -237,10 +242,17 @@ class _RotaryInplace(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         # create_graph=True
-        compute = _differentiable if torch.is_grad_enabled() else _forward
+        compute = _differentiable if is_differentiated_again() else _forward
         options = (*ctx.options, True, is_bshd(dx), False)
         cos, sin, positions = ctx.saved_tensors
         return compute(dx, None, cos, sin, positions, *options)[0], *(None,) * 5
+
+
+def _by_formula(query, key, query_weight, key_weight, cos, sin, positions, constants):
+    rotary_dim, interleaved, *orders, eps, weight_offset = constants
+    options = (positions, rotary_dim, interleaved, False, *orders)
+    norms = (query_weight, key_weight, eps, weight_offset)
+    return FORMULAS[_forward](query, key, cos, sin, *options, *norms)
 
 
 class _NormedRotary(torch.autograd.Function):
@@ -255,6 +267,10 @@ class _NormedRotary(torch.autograd.Function):
         return _forward(
             query, key, cos, sin, *options, query_weight, key_weight, eps, weight_offset
         )
+
+    @staticmethod
+    def formula(query, key, query_weight, key_weight, cos, sin, positions, constants):
+        return _by_formula(query, key, query_weight, key_weight, cos, sin, positions, constants)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -299,7 +315,7 @@ class _NormedRotary(torch.autograd.Function):
         arguments = (first[1], second[1], first[2], second[2], *tables, rotary_dim, interleaved)
         arguments += (first[4], second[4], first[3], second[3], eps, weight_offset, mask)
         # create_graph=True
-        compute = _differentiable_backward if torch.is_grad_enabled() else _backward
+        compute = _differentiable_backward if is_differentiated_again() else _backward
         found = compute(*arguments)
         for place, (number, *_) in enumerate(given):
             gradients[number] = found[place] if needs[number] else None

@@ -49,7 +49,7 @@ def keep_scale(
     Args:
         seed: int64[2]: seed, offset.
     """
-    first, second = (int(value) for value in seed)
+    first, second = seed.to(device)
     block = torch.arange((numel + 7) // 8, device=device)
     zero = torch.zeros_like(block)
     words = philox4x32(

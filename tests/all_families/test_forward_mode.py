@@ -1,0 +1,187 @@
+"""Forward-mode differentiation of every operator: tangents of the definition, of any order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from onepass import functional, numerics
+from onepass._ops import dispatch_log
+from tests.all_families.test_func_transforms import FUNCTIONS
+from tests.support.calls import CALLS
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+NAMES = [name for name, call in CALLS.items() if call.differentiable]
+
+
+def test_every_function_is_here():
+    """But for those without a gradient."""
+    without = {"attention_with_kv_cache", "drop_path_scale"}
+    found = {name.split(" ")[0].removeprefix("functional.") for name in NAMES}
+    assert set(functional.__all__) - found == without
+
+
+def is_exact(call):
+    return "rotary" not in call.name  # whose tables are float32 there
+
+
+def tensors_of(call):
+    """float64 where the call takes it, and which of them are differentiated."""
+    given = call.tensors()
+    for name, tensor in given.items():
+        if tensor.is_floating_point() and name != "alibi_slopes" and is_exact(call):
+            given[name] = tensor.double()
+    wanted = [n for n, t in given.items() if t.is_floating_point() and n not in call.constant]
+    return given, wanted
+
+
+def drawn(like, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tangents_are_those_of_our_backward(name):
+    """<u, J v> is <J' u, v>: J v by the definition, J' u by the kernels."""
+    call = CALLS[name]
+    given, wanted = tensors_of(call)
+    tangents = {n: drawn(given[n], number) for number, n in enumerate(wanted)}
+
+    def run(**tensors):
+        torch.manual_seed(3)
+        return [r for r in call.run(**{**given, **tensors}) if r.is_floating_point()]
+
+    with forward_ad.dual_level():
+        dual = {n: forward_ad.make_dual(given[n], tangents[n]) for n in wanted}
+        results = [forward_ad.unpack_dual(result) for result in run(**dual)]
+    leaves = {n: given[n].clone().requires_grad_() for n in wanted}
+    outputs = run(**leaves)
+    upstream = [drawn(output, 10 + number) for number, output in enumerate(outputs)]
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True)
+    forward = sum(
+        float((u.double() * r.tangent.double()).sum())
+        for u, r in zip(upstream, results, strict=True)
+        if r.tangent is not None
+    )
+    backward = sum(
+        float((g.double() * tangents[n].double()).sum())
+        for n, g in zip(leaves, gradients, strict=True)
+        if g is not None
+    )
+    size = sum(float((u * r.primal).abs().sum()) for u, r in zip(upstream, results, strict=True))
+    # Gradients of slopes are float32.
+    exact = is_exact(call)
+    relative = 1e-10 if exact and "alibi_slopes" not in wanted else 1e-5
+    assert abs(forward - backward) <= relative * max(abs(forward), size), (forward, backward)
+    assert any(r.tangent is not None and bool(r.tangent.any()) for r in results)
+    for result, output in zip(results, outputs, strict=True):
+        bound = 1e-10 if exact else 1e-5
+        torch.testing.assert_close(result.primal, output.detach(), rtol=bound, atol=bound)
+
+
+def both(transform, functions, x):
+    """Ours is as exact as torch's function is, transformed likewise."""
+    ours, stock = functions
+    with sdpa_kernel(SDPBackend.MATH):  # of torch's the one that has forward mode
+        base, ref = (transform(stock)(given).detach() for given in (x, x.double()))
+    numerics.assert_close(transform(ours)(x).detach(), ref, base)
+
+
+@pytest.fixture(params=FUNCTIONS)
+def functions(request):
+    return FUNCTIONS[request.param]
+
+
+X = (1, 1, 2, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_jvp(functions, dtype):
+    x = torch.randn(2, 2, 4, 8).to(dtype)
+    both(lambda f: lambda x: jvp(f, (x,), (x.cos(),))[1], functions, x)
+
+
+def test_jacfwd(functions):
+    both(jacfwd, functions, torch.randn(X))
+
+
+def test_hessian(functions):
+    both(lambda f: hessian(lambda x: f(x).sin().sum()), functions, torch.randn(X))
+
+
+def test_forward_over_reverse(functions):
+    """A product of the Hessian with a vector."""
+    both(
+        lambda f: lambda x: jvp(grad(lambda x: f(x).sin().sum()), (x,), (x.cos(),))[1],
+        functions,
+        torch.randn(2, 2, 4, 8),
+    )
+
+
+def test_reverse_over_forward(functions):
+    both(
+        lambda f: jacrev(lambda x: jvp(f, (x,), (x.cos(),))[1].sum((0, 1))),
+        functions,
+        torch.randn(X),
+    )
+
+
+def test_under_vmap(functions):
+    both(
+        lambda f: vmap(lambda x: jvp(f, (x,), (x.cos(),))[1]), functions, torch.randn(3, 2, 2, 4, 8)
+    )
+
+
+def test_dropout_under_vmap():
+    x = torch.ones(4, 64)
+
+    def tangent(x):
+        return jvp(lambda x: functional.dropout(x, 0.5), (x,), (x,))[1]
+
+    y = vmap(tangent, randomness="different")(x)
+    assert sorted(set(y.flatten().tolist())) == [0.0, 2.0] and not torch.equal(y[0], y[1])
+    y = vmap(tangent, randomness="same")(x)
+    assert torch.equal(y[0], y[1])
+
+
+def test_rotary_embedding_in_place():
+    query = torch.randn(1, 2, 4, 8, dtype=torch.float64)
+    table = torch.randn(4, 8, dtype=torch.float64)
+
+    def rotated(query, inplace):
+        query = query * 1.0
+        return functional.rotary_embedding(query, None, table, table.sin(), inplace=inplace)[0]
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, query.sin())
+        found, expected = (forward_ad.unpack_dual(rotated(dual, i)) for i in (True, False))
+    torch.testing.assert_close(found.tangent, expected.tangent)
+
+
+def test_a_cache_has_no_tangents():
+    query = torch.randn(1, 2, 1, 8)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="query must have no tangent"):
+        functional.attention_with_kv_cache(forward_ad.make_dual(query, query), query, query)
+
+
+def test_the_log_says_so():
+    x = torch.randn(2, 8)
+    with dispatch_log.record() as calls:
+        jvp(lambda x: functional.layer_norm(x, 8), (x,), (x,))
+    (call,) = calls
+    assert call["kernel"] == "the definition in torch's operators"
+    assert call["reason"] == "kernels know no tangents"
+
+
+def test_a_backward_outside_has_no_tangents_to_lose():
+    """The forward ran before; a tangent of the upstream gradient alone is refused, not dropped."""
+    x = torch.randn(2, 8, requires_grad=True)
+    y = functional.layer_norm(x, 8)
+    with forward_ad.dual_level():
+        upstream = forward_ad.make_dual(torch.ones(2, 8), torch.randn(2, 8))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            torch.autograd.grad(y, x, upstream)
