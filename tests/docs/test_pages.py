@@ -25,8 +25,11 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 README = ROOT / "README.md"
 OF_THE_CODE = [page for page in PAGES if page.stem in ("design", "recipes", "distributed")]
-MODULES = {"pytorch-lightning": "pytorch_lightning"}  # whose names differ from their packages'
-# (name, object) of every public name.
+MODULES = {  # of packages that have another name
+    "pytorch-lightning": "pytorch_lightning",
+    "sentence-transformers": "sentence_transformers",
+}
+# (name, object) of what the package offers.
 PUBLIC = [
     (f"{module.__name__}.{name}", getattr(module, name))
     for module in (onepass, distributed, functional, nn, optim)
@@ -141,6 +144,7 @@ RECIPES = {
         "",
         # a measurement; norms in front of a rotation; a stock model, below
         {"csrc/cpu/parallel.h", "python/onepass/reference/rotary.py"}
+        | {"python/onepass/integrations/torchtitan.py"}
         | {f"python/onepass/integrations/transformers/{n}.py" for n in ("__init__", "kernels")}
         | {
             f"python/onepass/compare/{name}.py"
