@@ -25,11 +25,11 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 README = ROOT / "README.md"
 OF_THE_CODE = [page for page in PAGES if page.stem in ("design", "recipes", "distributed")]
-MODULES = {  # of packages that have another name
+MODULES = {  # whose names differ from their packages'
     "pytorch-lightning": "pytorch_lightning",
     "sentence-transformers": "sentence_transformers",
 }
-# (name, object) of what the package offers.
+# (name, object) of every public name.
 PUBLIC = [
     (f"{module.__name__}.{name}", getattr(module, name))
     for module in (onepass, distributed, functional, nn, optim)

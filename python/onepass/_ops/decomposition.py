@@ -1,4 +1,4 @@
-"""The operators in torch's own, for forward-mode differentiation and exporters that take no others.
+"""The operators composed of torch's own, for forward mode and exporters that take no others.
 
 `torch.onnx.export(dynamo=True)` looks for them in the table of torch's decompositions; compilers
 and `torch.export` have other tables, and keep the operators. If the environment has CI, inductor

@@ -15,7 +15,7 @@ from onepass._ops import dispatch_log
 def is_differentiated(*tensors: Tensor | None) -> bool:
     """True if some input requires a gradient, or inside forward-mode differentiation.
 
-    The raw ops know no tangents and would drop them without a word; `applied` has a formula there.
+    The raw ops would silently drop tangents; `applied` runs a formula there.
     """
     if torch.is_grad_enabled():
         for tensor in tensors:

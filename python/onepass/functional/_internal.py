@@ -61,7 +61,7 @@ def linear_where_it_gains(
 def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `linear` takes less time than `F.linear`: by dtype, CPU and size.
 
-    Not under torch.func, where torch maps a product by one product and ours goes by a loop, nor in
+    Not under torch.func, where torch maps a product to one product and ours to a loop, nor in
     forward mode, where ours is torch's too.
     """
     return (

@@ -24,7 +24,7 @@ def has_kernels(device: str, kind: str = "norm") -> bool:
 
 def is_plain(input: Tensor) -> bool:
     """Whether the operators take this tensor: nested ones run the original, and so do forward-mode
-    differentiation and transforms of torch.func that are compiled.
+    differentiation and compiled transforms of torch.func.
 
     `nn.TransformerEncoder` makes nested tensors in eval mode with a padding mask.
     """
