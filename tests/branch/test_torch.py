@@ -216,16 +216,6 @@ def test_vmap(scale, form):
     torch.testing.assert_close([g.flatten(0, 1) for g in found], list(expected))
 
 
-def test_forward_mode_is_refused():
-    x, c = torch.randn(2, 3, 4), torch.randn(4)
-    for call in (
-        lambda x: functional.add_dropout(x, x, 0.0, column_scale=c),
-        lambda x: functional.add_layer_norm(x, x, 4, column_scale=c)[0],
-    ):
-        with pytest.raises(RuntimeError, match="forward"):
-            torch.func.jvp(call, (x,), (x,))
-
-
 @forms
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_dtypes_under_autocast_are_those_without_scales(dtype, form):

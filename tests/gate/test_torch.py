@@ -148,12 +148,6 @@ def test_vmap(form):
     torch.testing.assert_close(outside(*case.factors), expected)
 
 
-def test_forward_mode_is_refused():
-    x = torch.randn(3, 4)
-    with pytest.raises(RuntimeError, match="forward"):
-        torch.func.jvp(functional.silu_mul, (x, x), (x, x))
-
-
 @pytest.mark.parametrize("dtype, up", [(F32, F32), (BF16, BF16), (F16, F16), (BF16, F32)], ids=str)
 @pytest.mark.parametrize("cast", [BF16, F16], ids=str)
 def test_dtypes_under_autocast_are_torchs(dtype, up, cast):

@@ -167,12 +167,6 @@ def test_vmap(last):
         torch.testing.assert_close([g[i] for g in found], list(expected))
 
 
-def test_jvp_is_refused():
-    x = torch.randn(2, 4, 3)
-    with pytest.raises(NotImplementedError, match="jvp|forward"):
-        torch.func.jvp(lambda x: functional.group_norm(x, 2), (x,), (x,))
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_autocast_leaves_dtypes_as_torch_does(dtype):
     x, w = torch.randn(2, 8, 3).to(dtype), torch.ones(8)

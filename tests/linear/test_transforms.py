@@ -88,15 +88,6 @@ def test_functional_call():
     torch.testing.assert_close(gradients, expected)
 
 
-def test_forward_mode_is_refused():
-    """As by any autograd.Function without a jvp: the tangent is not lost."""
-    x, w = torch.randn(4, 8), torch.randn(5, 8)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            functional.linear(dual, w)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant):
     module, x = onepass.nn.Linear(20, 20), torch.randn(9, 20)

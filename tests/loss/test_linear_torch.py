@@ -166,12 +166,6 @@ def test_vmap(option):
     torch.testing.assert_close(outside(x), expected)
 
 
-def test_forward_mode_is_refused():
-    case = make(3, 4, 6)
-    with pytest.raises(RuntimeError, match="forward"):
-        torch.func.jvp(lambda x: case.ours(x, case.linear_weight), (case.input,), (case.input,))
-
-
 @dtypes
 @pytest.mark.parametrize("cast", [BF16, F16], ids=str)
 @pytest.mark.parametrize("option", ["smoothed", "none"])

@@ -174,12 +174,6 @@ def test_vmap(option):
     torch.testing.assert_close(outside(x), expected)
 
 
-def test_forward_mode_is_refused():
-    case = make(3, 4)
-    with pytest.raises(RuntimeError, match="forward"):
-        torch.func.jvp(lambda x: case.ours(x, None), (case.input,), (case.input,))
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
 @pytest.mark.parametrize("cast", [BF16, F16], ids=str)
 def test_dtypes_under_autocast_are_torchs(dtype, cast):

@@ -183,16 +183,6 @@ def test_vmap(form):
     torch.testing.assert_close([g.flatten(0, 1) for g in found], list(expected))
 
 
-def test_forward_mode_is_refused():
-    x, scale = torch.randn(2, 3, 4), torch.randn(2, 4)
-
-    def call(x, scale):
-        return functional.modulated_layer_norm(x, 4, scale)
-
-    with pytest.raises(RuntimeError, match="forward"):
-        torch.func.jvp(call, (x, scale), (x, scale))
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("scale", [F32, BF16], ids=str)
 def test_dtypes_under_autocast_are_the_norms(dtype, scale):

@@ -299,10 +299,3 @@ def test_tensors_without_data(mode):
         cos, positions = torch.ones(9, 8), torch.full((5,), 99)
         outputs = functional.rotary_embedding(query, key, cos, cos, positions=positions)
         assert [x.stride() for x in outputs] == [query.stride(), key.stride()]
-
-
-def test_forward_mode_says_that_there_is_none():
-    tensors = Case().tensors()
-    query = tensors.pop("query")
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jacfwd(lambda q: functional.rotary_embedding(q, **tensors)[0])(query)
