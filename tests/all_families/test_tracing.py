@@ -12,7 +12,7 @@ from torch import nn
 
 import onepass
 from onepass import numerics
-from onepass._ops.decomposition import FORMULAS
+from onepass._ops.decomposition import EXPORTED
 from tests.support import fresh
 from tests.swap.foreign_attention import Plain
 from tests.swap.foreign_norms import OnePlusRMS
@@ -441,7 +441,7 @@ def test_decompositions(dtype):
     ]
     for case, tensors in cases:
         op, args, kwargs = case(*(t.to(dtype) for t in tensors))
-        ours, decomposed = op(*args, **kwargs), FORMULAS[op](*args, **kwargs)
+        ours, decomposed = op(*args, **kwargs), EXPORTED[op](*args, **kwargs)
         op, args, kwargs = case(*(t.to(dtype).double() for t in tensors))
         exact = op(*args, **kwargs)
         if isinstance(ours, torch.Tensor):
@@ -457,15 +457,15 @@ def test_decompositions(dtype):
 def test_no_decomposition_of_what_draws_or_has_lengths():
     ops = torch.ops.onepass
     x, seed = torch.randn(2, 4), torch.tensor([1, 2])
-    formula = FORMULAS[ops.dropout_forward.default]
+    formula = EXPORTED[ops.dropout_forward.default]
     assert formula(x, None, seed, 0.5, None) is NotImplemented
-    formula = FORMULAS[ops.rotary_forward.default]
+    formula = EXPORTED[ops.rotary_forward.default]
     turned = (x[None, None], None, x, x, None, 4, False, True, False, False)  # transposed
     assert formula(*turned) is NotImplemented
-    formula = FORMULAS[ops.norm_forward.default]
+    formula = EXPORTED[ops.norm_forward.default]
     constants = ([4], False, 1e-5, 0.0, 0.5, None, None, False)
     assert formula(x, x, None, None, seed, *constants) is NotImplemented
-    formula = FORMULAS[ops.attention_forward.default]
+    formula = EXPORTED[ops.attention_forward.default]
     query, cu_seq = torch.randn(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
     assert formula(query, query, query, cu_seq_q=cu_seq, scale=1.0) is NotImplemented
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table, meta_table
 
 FORMULAS: dict[torch._ops.OpOverload, Callable] = {}
-_EXPORTED: dict[torch._ops.OpOverload, Callable] = {}
+EXPORTED: dict[torch._ops.OpOverload, Callable] = {}
 
 
 def decomposes(op, *, unless: tuple[str, ...] = ()) -> Callable:
@@ -38,7 +38,7 @@ def decomposes(op, *, unless: tuple[str, ...] = ()) -> Callable:
             return formula(*args, **kwargs)
 
         FORMULAS[op] = formula
-        _EXPORTED[op] = exported
+        EXPORTED[op] = exported
         _list(op, True)
         return formula
 
@@ -56,7 +56,7 @@ def _list(op, is_listed: bool) -> None:
     # in the table of meta functions too.
     for table in (decomposition_table, meta_table):
         if is_listed:
-            table[op] = _EXPORTED[op]
+            table[op] = EXPORTED[op]
         else:
             table.pop(op, None)
 
