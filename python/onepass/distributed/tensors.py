@@ -234,8 +234,9 @@ def _cost(
             continue
         if name in layout.written:
             return math.inf
+        cost += 1e-3  # of two that move no bytes, the one that leaves tensors where they are
         if now.is_replicate():  # its gradient is gathered
-            cost += whole / 2 if tensor.requires_grad else 1e-3
+            cost += whole / 2 if tensor.requires_grad else 0.0
         elif now.is_partial():
             cost += whole if then.is_shard() else 2 * whole
         else:  # torch exchanges shards on a CPU by a gather
