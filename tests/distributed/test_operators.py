@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.attention.flex_attention import create_block_mask
 
 from onepass import functional, numerics
 from tests.distributed.dtensors import mesh_of, whole
@@ -42,6 +43,14 @@ def attention(**options):
         )
 
     return call
+
+
+def of_blocks(q, k, v):
+    """Other blocks in each sequence."""
+    block_mask = create_block_mask(
+        lambda b, h, i, j: i + 3 * b >= j, 2, None, 6, 8, device="cpu", BLOCK_SIZE=(2, 4)
+    )
+    return functional.scaled_dot_product_attention(q, k, v, block_mask=block_mask, return_lse=True)
 
 
 def angles(x, tokens):
@@ -207,6 +216,7 @@ CASES = {
             {"q": S2, "attn_mask": S2},
         ],
     ),
+    "attention with a block mask": Case(QKV, of_blocks, BY_HEADS_OR_BATCH),
     "varlen_attention": Case(
         {"q": (8, 4, 8), "k": (8, 2, 8), "v": (8, 2, 8)},
         lambda q, k, v: functional.varlen_attention(

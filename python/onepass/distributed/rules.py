@@ -180,7 +180,12 @@ def _attention(given: Given) -> Layout:
     packed = query.dim() == 3
     batch, rows = (None, None) if packed else ("batch", "queries")
     of_scores = ("batch" if not packed else None, "heads", rows, None)
-    inputs = {name: _over(options[name], of_scores) for name in ("bias", "mask") if name in options}
+    blocks = "block_mask" in options  # whose tiles, the mask, every process has
+    masks = ("bias",) if blocks else ("bias", "mask")
+    inputs = {name: _over(options[name], of_scores) for name in masks if name in options}
+    if blocks:
+        inputs["block_mask"] = _over(options["block_mask"], (batch, "heads", None, None))
+        inputs["mask"] = (None, None, None)
     if "alibi_slopes" in options:
         inputs["alibi_slopes"] = (batch, "heads")[-options["alibi_slopes"].dim() :]
     inputs["sinks"] = ("heads",)
@@ -207,7 +212,7 @@ def _attention(given: Given) -> Layout:
 
     by_heads = _heads(heads, kv_heads)
     choices = [by_heads] if packed else [("batch",), by_heads]
-    if not packed and "seqused_k" not in options:
+    if not (packed or blocks or "seqused_k" in options):
         choices.append(("queries",))
     outputs = (of_query, of_lse)
     return Layout(inputs, outputs, choices, even=_even(heads, kv_heads), localize=localize)
