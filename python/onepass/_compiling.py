@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -17,6 +18,24 @@ def constant_where_traced(function: Callable[Given, Result]) -> Callable[Given, 
     """`torch.compiler.assume_constant_result`, which imports the compiler to set this mark."""
     function._dynamo_marked_constant = True
     return function
+
+
+def outside_of_graphs(reason: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """`torch.compiler.disable(reason=reason)`, which imports the compiler to decorate."""
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        @functools.wraps(function)
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            if "torch._dynamo" in sys.modules:  # else nothing compiles
+                return torch.compiler.disable(function)(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        call._torchdynamo_disable = True
+        call._torchdynamo_disable_msg = reason
+        call._torchdynamo_disable_recursive = True
+        return call
+
+    return decorate
 
 
 def require_fixed_offsets(op: str, **tensors: Tensor) -> None:

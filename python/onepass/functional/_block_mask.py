@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onepass._compiling import outside_of_graphs
 from onepass._imported import is_a, is_fake
 from onepass._ops.differentiation import are_transforms_active
 
@@ -46,8 +47,8 @@ def blocks_and_tiles(op: str, block_mask, lengths: tuple[int, int]) -> tuple[Ten
     return _computed(op, block_mask, of)
 
 
-@torch.compiler.disable(
-    reason="a BlockMask has to have been used once outside of a compiled graph: its mask_mod is "
+@outside_of_graphs(
+    "a BlockMask has to have been used once outside of a compiled graph: its mask_mod is "
     "asked which keys each query sees"
 )
 def _computed(op: str, block_mask, of: tuple) -> tuple[Tensor, Tensor]:
