@@ -92,7 +92,7 @@ def test_a_package_runs_in_a_program_without_python(package, tmp_path):
     (program,) = compiled.made([compiled.Recipe("aoti_program", command, (PROGRAM,))])
     given, taken = tmp_path / "input", tmp_path / "output"
     given.write_bytes(data(33).numpy().tobytes())
-    library = Path(_library.__file__).parent / "_lib" / "libonepass_cpu.so"
+    library = _library.library_directory() / "libonepass_cpu.so"
     done = subprocess.run(
         [program, library, file, given, taken, "33"], capture_output=True, text=True
     )
