@@ -35,7 +35,7 @@ from tests.attention.cases import (
     definition,
     ours,
 )
-from tests.support import fresh
+from tests.support import peaks
 
 attend = functional.scaled_dot_product_attention
 
@@ -319,8 +319,8 @@ def test_slices():
 
 # ---- memory --------------------------------------------------------------------------------------
 
-MEASURE = """
-import resource, sys, torch
+STEP = """
+import torch
 from torch.nn.attention.flex_attention import BlockMask
 from onepass.functional import scaled_dot_product_attention as attend
 torch.set_num_threads(2)
@@ -340,26 +340,13 @@ def step(seq):
     )
     tensors = [torch.randn(1, 1, seq, 16, requires_grad=True) for _ in range(3)]
     attend(*tensors, block_mask=mask).sum().backward()
-
-def resident():
-    pages = int(open("/proc/self/statm").read().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-step(1024)
-ballast = torch.ones(max(0, int(peak() - resident())) * 2**18)
-before = peak()
-step(int(sys.argv[1]))
-print(peak() - before)
 """
 
 
 def test_no_square_in_memory():
     """At 16,384 rows it would be 256 MiB of bytes; the tiles of the band are 6, the tensors of a
     step 10, and the backward's sums of the query another 8."""
-    assert float(fresh.run(MEASURE, "16384", check=True).stdout) < 48
+    assert peaks.growth(STEP, small=1024, large=16_384) < 48
 
 
 # ---- what is refused -----------------------------------------------------------------------------

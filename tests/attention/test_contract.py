@@ -25,7 +25,7 @@ from tests.attention.cases import (
 )
 from tests.attention.cuda_cases import KINDS, of_kind
 from tests.emulator.executors import each
-from tests.support import fresh
+from tests.support import peaks
 
 # ---- bitwise promises ---------------------------------------------------------------------------
 
@@ -114,8 +114,8 @@ def test_deterministic_changes_nothing_here():
 
 # ---- memory -------------------------------------------------------------------------------------
 
-MEASURE = """
-import resource, sys, torch
+STEP = """
+import sys, torch
 from onepass.functional import scaled_dot_product_attention as attend
 torch.set_num_threads(2)
 choices = eval(sys.argv[1])
@@ -124,20 +124,6 @@ def step(seq):
     for options in choices:
         tensors = [torch.randn(1, 1, seq, 16, requires_grad=True) for _ in range(3)]
         attend(*tensors, **options).sum().backward()
-
-def resident():
-    pages = int(open("/proc/self/statm").read().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-step(128)
-# A past peak above the present size would hide growth: ballast fills the difference.
-ballast = torch.ones(max(0, int(peak() - resident())) * 2**18)
-before = peak()
-step(4096)
-print(peak() - before)
 """
 
 
@@ -145,7 +131,7 @@ def test_no_square_in_memory():
     """At 4,096 rows it would be 64 MiB of float32, or 16 MiB of bytes."""
     choices = "{}, dict(dropout_p=0.1), "
     choices += "dict(is_causal=True, softcap=2.0, alibi_slopes=torch.ones(1))"
-    assert float(fresh.run(MEASURE, choices, check=True).stdout) < 12
+    assert peaks.growth(STEP, choices, small=128, large=4096) < 12
 
 
 def test_saved_for_backward():

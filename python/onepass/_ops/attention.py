@@ -83,11 +83,6 @@ def attention(
     return output, lse
 
 
-def _by_formula(query, key, value, *others):
-    *tensors, (options, _) = others
-    return FORMULAS[_forward](query, key, value, **_given(tensors), **dict(options))
-
-
 class _Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -98,7 +93,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def formula(query, key, value, *others):
-        return _by_formula(query, key, value, *others)
+        *tensors, (options, _) = others
+        return FORMULAS[_forward](query, key, value, **_given(tensors), **dict(options))
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):

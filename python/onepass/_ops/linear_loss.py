@@ -172,17 +172,6 @@ def _float16_scale(input, linear_weight, weight, softcap, z_loss) -> float | Ten
     return room * largest.clamp(min=1.0).log2().ceil().neg().exp2()
 
 
-def _by_formula(input, linear_weight, linear_bias, target, weight, options, mask):
-    """(loss,)"""
-    *of_loss, reduction, cast, cast_weight, out_dtype = options
-    operands = _cast(input, linear_weight, linear_bias, cast, cast_weight)
-    dtype = out_dtype or operands[0].dtype
-    input, linear_weight, linear_bias = wide(*operands)
-    of_loss = (weight, *of_loss, reference.REDUCTIONS[reduction])
-    loss = reference.linear_cross_entropy(input, linear_weight, target, linear_bias, *of_loss)
-    return (loss.to(dtype),)
-
-
 class _LinearLoss(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -191,8 +180,14 @@ class _LinearLoss(torch.autograd.Function):
         return _forward(input, linear_weight, linear_bias, target, weight, options, mask)
 
     @staticmethod
-    def formula(*arguments):
-        return _by_formula(*arguments)
+    def formula(input, linear_weight, linear_bias, target, weight, options, mask):
+        *of_loss, reduction, cast, cast_weight, out_dtype = options
+        operands = _cast(input, linear_weight, linear_bias, cast, cast_weight)
+        dtype = out_dtype or operands[0].dtype
+        input, linear_weight, linear_bias = wide(*operands)
+        of_loss = (weight, *of_loss, reference.REDUCTIONS[reduction])
+        loss = reference.linear_cross_entropy(input, linear_weight, target, linear_bias, *of_loss)
+        return (loss.to(dtype),)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):

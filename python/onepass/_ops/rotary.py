@@ -248,11 +248,11 @@ class _RotaryInplace(torch.autograd.Function):
         return compute(dx, None, cos, sin, positions, *options)[0], *(None,) * 5
 
 
-def _by_formula(query, key, query_weight, key_weight, cos, sin, positions, constants):
+def _normed_arguments(query, key, query_weight, key_weight, cos, sin, positions, constants):
+    """Those of the operator."""
     rotary_dim, interleaved, *orders, eps, weight_offset = constants
     options = (positions, rotary_dim, interleaved, False, *orders)
-    norms = (query_weight, key_weight, eps, weight_offset)
-    return FORMULAS[_forward](query, key, cos, sin, *options, *norms)
+    return query, key, cos, sin, *options, query_weight, key_weight, eps, weight_offset
 
 
 class _NormedRotary(torch.autograd.Function):
@@ -262,15 +262,13 @@ class _NormedRotary(torch.autograd.Function):
 
     @staticmethod
     def forward(query, key, query_weight, key_weight, cos, sin, positions, constants):
-        rotary_dim, interleaved, *orders, eps, weight_offset = constants
-        options = (positions, rotary_dim, interleaved, False, *orders)
         return _forward(
-            query, key, cos, sin, *options, query_weight, key_weight, eps, weight_offset
+            *_normed_arguments(query, key, query_weight, key_weight, cos, sin, positions, constants)
         )
 
     @staticmethod
-    def formula(query, key, query_weight, key_weight, cos, sin, positions, constants):
-        return _by_formula(query, key, query_weight, key_weight, cos, sin, positions, constants)
+    def formula(*arguments):
+        return FORMULAS[_forward](*_normed_arguments(*arguments))
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
