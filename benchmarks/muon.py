@@ -2,7 +2,7 @@
 how long a step of Muon takes, against torch's.
 
     python benchmarks/muon.py [--steps 300] [--seeds 1] [--rates 1e-3 2e-3] [--optimizers muon]
-    python benchmarks/muon.py --speed [--dtypes bfloat16 float32]
+    python benchmarks/muon.py --speed [--dtypes bfloat16 float32] [--matrices "one of 768x768"]
 
 Prints the loss on text that was held out and the share of the time that the optimizer took. Losses
 hardly depend on the machine; times do, and want a quiet one.
@@ -30,6 +30,7 @@ GPT2_LAYERS = 2 * [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
 MATRICES = {
     "200 of 64x64": 200 * [(64, 64)],
     "48 of 128x128": 48 * [(128, 128)],
+    "one of 768x768": [(768, 768)],
     "two layers of GPT-2 small": GPT2_LAYERS,
 }
 
@@ -76,10 +77,11 @@ def steps_of(shapes: list[tuple[int, int]], dtype: str) -> Iterator[tuple[str, o
         yield name, cls(params, **({"ns_dtype": dtype} if name == "onepass" else {})).step
 
 
-def show_speed(dtypes: list[str]) -> None:
+def show_speed(dtypes: list[str], matrices: list[str]) -> None:
     for dtype in dtypes:
-        for what, shapes in MATRICES.items():
-            timing = measure_pairs(dict(steps_of(shapes, dtype)), rounds=7, seconds=2.0)
+        for what in matrices:
+            steps = dict(steps_of(MATRICES[what], dtype))
+            timing = measure_pairs(steps, rounds=7, seconds=2.0)
             print(f"{what}, {dtype}: {timing.ratio('onepass', 'torch')} times as fast", flush=True)
     print(" | ".join(f"{name} {value}" for name, value in machine_facts().items()))
 
@@ -93,9 +95,10 @@ def main() -> None:
     add("--rates", nargs="+", type=float, default=RATES)
     add("--speed", action="store_true", help="times steps, and trains nothing")
     add("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
+    add("--matrices", nargs="+", choices=MATRICES, default=list(MATRICES))
     args = parser.parse_args()
     if args.speed:
-        show_speed(args.dtypes)
+        show_speed(args.dtypes, args.matrices)
         return
     for name in args.optimizers:
         for lr in args.rates:

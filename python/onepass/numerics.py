@@ -41,6 +41,10 @@ EXCEPTIONS = {
         "kept; autograd of the formula keeps the sum as it was, so that gradients of a row with "
         "one key cancel exactly"
     ),
+    "log-sum-exp of 16 bits on CUDA": (
+        "it is float32, but a tensor core cuts off its sums of 16 columns, which the formula in "
+        "float32 does not: it is held to the formula with such sums"
+    ),
     "attention in TF32": (
         "where torch may take TF32 for matrix products on CUDA, float32 is held to the formula "
         "whose products are of TF32; torch's own fused function may take more exact ones"

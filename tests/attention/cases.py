@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass import numerics
 from onepass.reference import attention as reference_module
+from tests.emulator import executors
 
 reference, weigh = reference_module.attention, reference_module._weigh
 
@@ -350,6 +352,29 @@ class Tf32Products(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
+class TensorCoreSums(TorchDispatchMode):
+    """Matrix products in float32 that are summed as a tensor core sums those of 16-bit factors:
+    16 columns at a time, each sum cut off to float32 (tests/cuda_emulator/device.h)."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function not in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
+            return function(*arguments, **(keywords or {}))
+        left, right = (factor.double() for factor in arguments)
+        total = left.new_zeros(*left.shape[:-1], right.shape[-1])
+        for a, b in zip(left.split(16, -1), right.split(16, -2), strict=True):
+            total = total + a @ b
+            nearest = total.to(F32)
+            beyond = nearest.double().abs() > total.abs()
+            total = nearest.where(~beyond, nearest.nextafter(torch.zeros(()))).double()
+        return total.to(F32)
+
+
+def lse_in_float32(definition: Callable[[], dict[str, Tensor]]) -> Tensor:
+    """The lse of the definition in float32, its sums by the hardware that runs the operators."""
+    with TensorCoreSums() if executors.are_cuda() else nullcontext():
+        return definition()["lse"]
+
+
 def from_saved(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
     """The definition in the input's dtype, its backward with the saved output."""
     with mock.patch.object(reference_module, "_weigh", WeighFromSaved.apply):
@@ -398,7 +423,8 @@ def stock(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
 def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
     """torch's own function where it has one, else the formula in the input's dtype.
 
-    The lse, which is float32 for all but float64, by the formula in float32.
+    The lse, which is float32 for all but float64, by the formula in float32; where operators run
+    on CUDA, its products of 16-bit factors are summed as tensor cores do.
     """
     if case.tf32:
         with Tf32Products():
@@ -409,7 +435,11 @@ def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
     formula = from_saved(case, t) if wanted - torchs.keys() else {}
     if case.dtype not in (F32, F64) or not formula:
         with torch.no_grad():
-            formula["lse"] = definition(case, t, F64 if case.dtype is F64 else F32)["lse"]
+            formula["lse"] = (
+                definition(case, t, F64)["lse"]
+                if case.dtype is F64
+                else lse_in_float32(lambda: definition(case, t, F32))
+            )
     return formula | torchs
 
 

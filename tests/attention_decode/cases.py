@@ -286,7 +286,7 @@ def definition(case: Case, t: dict[str, Tensor], dtype: torch.dtype) -> dict[str
 def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
     """The formula in the input's dtype, the output by torch's own function where it has one.
 
-    The lse, which is float32, by the formula in float32 of the rotated and appended rows.
+    The lse, which is float32, as in attention's cases, of the rotated and appended rows.
     """
     results = definition(case, t, case.dtype)
     after = {name: x for name, x in t.items() if name not in ("key", "value", *ROTARY)}
@@ -299,7 +299,7 @@ def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
         if "rotary_cos" in t and case.batch:
             after["query"] = rotated_query(case, t)
     if case.dtype is not F32:
-        results["lse"] = definition(case, after, F32)["lse"]
+        results["lse"] = attention_cases.lse_in_float32(lambda: definition(case, after, F32))
     return results | stock(case, after)
 
 

@@ -22,6 +22,7 @@ import json
 import os
 import pkgutil
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -313,10 +314,19 @@ def _places() -> list[tuple[object, str, object]]:
 def _replaced(by: Callable) -> Iterator[None]:
     """Inside, operators are replaced by the results of `by`, unless it returns None."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "_operators_are_replaced", True)
         for place, name, op in _places():
             if (other := by(op)) is not None:
                 patch.setattr(place, name, other)
         yield
+
+
+_operators_are_replaced = False
+
+
+def are_cuda() -> bool:
+    """Whether operators run on CUDA now, emulated or on a device."""
+    return _operators_are_replaced
 
 
 # ---- fixtures ------------------------------------------------------------------------------------
