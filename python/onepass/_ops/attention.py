@@ -37,7 +37,7 @@ DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")
 # Bits of its grad_mask, in the order of its results and of the formulas below.
 BITS = tuple(1 << i for i in range(3 + len(DIFFERENTIABLE)))
 _QUERY, _KEY, _VALUE, *_OF_TERMS = BITS
-# Its tensors beside query, key and value: first those that have gradients, in that order.
+# Tensor arguments of attention_backward after query, key and value: first those with gradients.
 _TENSORS = DIFFERENTIABLE + tuple(
     argument.name
     for argument in _backward._schema.arguments
@@ -45,7 +45,7 @@ _TENSORS = DIFFERENTIABLE + tuple(
     and "Tensor" in str(argument.type)
     and argument.name not in (*DIFFERENTIABLE, "block_table")
 )
-# Options that are no part of the definition.
+# Options that the definition does not have.
 _OF_BACK_ENDS = ("out_bshd", "allow_tf32")
 
 
@@ -55,8 +55,8 @@ _OF_BACK_ENDS = ("out_bshd", "allow_tf32")
 def attention(
     query: Tensor, key: Tensor, value: Tensor, options: Options, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(output, lse) of the raw op. `options` are its keywords but for the seed, which is drawn;
-    they are the call's own, and change.
+    """(output, lse) of the raw op. `options` are its keywords without the seed, which is drawn
+    here; the dict belongs to this call, which changes it.
     """
     if _takes_tf32(query):
         options["allow_tf32"] = True
@@ -77,7 +77,7 @@ def attention(
         if torch.compiler.is_compiling():
             tensors = _distinct(tensors)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        # One argument for all of them: autograd looks at each one it gets.
+        # Options in one tuple: autograd inspects every argument.
         return _apply_attention(*tensors, (tuple(options.items()), deterministic))[:2]
     output, lse, _ = _forward(query, key, value, **options)
     return output, lse
@@ -198,32 +198,32 @@ _traced = tracing.operator("attention", _forward, _in_trace, "bool deterministic
 
 
 def _takes_tf32(query: Tensor) -> bool:
-    """Whether a call may: its backward then does, whatever torch allows by that time."""
+    """Whether a call uses TF32. Its backward then does too, whatever torch allows by that time."""
     return query.is_cuda and query.dtype is torch.float32 and _tf32_is_allowed()
 
 
 def _tf32_is_allowed() -> bool:
-    """Whether torch would take TF32 for a float32 matrix product on CUDA: by `allow_tf32`,
-    `set_float32_matmul_precision` or any `fp32_precision`, all of which this one knows of."""
+    """Whether torch would use TF32 for a float32 matrix product on CUDA. The attribute also follows
+    `allow_tf32`, `set_float32_matmul_precision` and the more general `fp32_precision`s."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# The mark of torch.compiler.assume_constant_result, which would import the compiler.
+# As by torch.compiler.assume_constant_result, which would import the compiler.
 _tf32_is_allowed._dynamo_marked_constant = True
 
 
 def _taken(options: Options) -> list[Tensor | None]:
-    """The tensors, in the order of `_TENSORS`; without them options are constants."""
+    """Removes the tensors from options and returns them in the order of `_TENSORS`."""
     return [options.pop(name, None) for name in _TENSORS]
 
 
 def _given(tensors: Iterable[Tensor | None]) -> Options:
-    """Back to keywords."""
+    """Tensors in the order of `_TENSORS` as keywords again."""
     return {n: tensor for n, tensor in zip(_TENSORS, tensors, strict=True) if tensor is not None}
 
 
 def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Dynamo hands no tensor to an autograd.Function twice: later ones become views."""
+    """Dynamo passes no tensor to an autograd.Function twice: repeated ones become views."""
     distinct: list[Tensor | None] = []
     for tensor in tensors:
         if tensor is not None and any(tensor is other for other in distinct):
@@ -233,8 +233,8 @@ def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 def _unpage(key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """(key, value) packed, with room for max_k keys in each sequence; in options `cu_seq_k` takes
-    the place of `block_table`."""
+    """(key, value) packed, with room for max_k keys in each sequence; in options `cu_seq_k`
+    replaces `block_table`."""
     block_table, seqused_k = options.pop("block_table"), options["seqused_k"]
     batch, max_pages = block_table.shape
     page_size = key.shape[1]

@@ -35,15 +35,15 @@ def attention_decode(
     value: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """(output, lse) of the raw ops, whose keywords are `options`: of the one that appends if there
-    is a key, which is then written into the caches.
+    """(output, lse) of a raw op with the keywords `options`. With a key it is the op that appends:
+    key and value are written into the caches.
     """
     if key is None:
         return _decode(query, k_cache, v_cache, **options)
     results = _append(query, k_cache, v_cache, key, value, **options)
-    if not torch.compiler.is_compiling():  # which does it by itself
+    if not torch.compiler.is_compiling():  # a compiler does it by itself
         for cache in (k_cache, v_cache):
-            if not cache.is_inference():  # those have no version
+            if not cache.is_inference():  # inference tensors have no version
                 torch.autograd.graph.increment_version(cache)
     return results
 

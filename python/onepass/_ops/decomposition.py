@@ -21,9 +21,10 @@ EXPORTED: dict[torch._ops.OpOverload, Callable] = {}
 
 
 def decomposes(op, *, unless: tuple[str, ...] = ()) -> Callable:
-    """Decorates a function that computes `op` in torch's operators; NotImplemented keeps the op.
+    """Decorates a function that computes `op` in torch's operators.
 
-    Exporters keep it too where one of the arguments `unless` is given, or is not 0.
+    Exporters keep the op if the function returns NotImplemented, or if one of the arguments in
+    `unless` is a tensor or a number other than 0.
     """
     places = [argument.name for argument in op._schema.arguments]
 

@@ -18,7 +18,7 @@ from onepass._compiling import constant_where_traced
 from onepass._ops import dispatch_log
 
 TORCHS_FROM = (9, 0)
-# The dtypes that torch's fused kernels take.
+# Head dimensions that torch's fused kernels take.
 _MOST_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 NOTE = (
@@ -54,13 +54,13 @@ def is_torchs(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def leaves_some() -> bool:
-    """Whether torch's current GPU is such a device."""
+    """Whether some attention is left to torch on the current GPU."""
     return torch.cuda.is_available() and _leaves(None)
 
 
 @constant_where_traced
 def _leaves(device: int | None) -> bool:
-    """Whether a device is one of those, and the environment does not override it."""
+    """Whether a device is at least `TORCHS_FROM`, and the environment does not override it."""
     if os.environ.get("ONEPASS_CUDA_ATTENTION") == "always":
         return False
     return capability(device) >= TORCHS_FROM

@@ -28,8 +28,8 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 def is_differentiated_again() -> bool:
-    """Of a backward: whether what it computes is differentiated, by create_graph=True or in forward
-    mode."""
+    """Asked in a backward: whether its results are differentiated, by create_graph=True or in
+    forward mode."""
     return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
@@ -54,12 +54,11 @@ def constant(number: float) -> float:
 def applied(function: type[torch.autograd.Function]) -> Callable:
     """`function.apply` for positional arguments, in half the time in plain eager mode.
 
-    In forward-mode differentiation `function.formula` runs in its place: the definition in torch's
-    operators, which have all derivatives of all orders. A function without one says that it has no
-    forward mode.
+    torch's own `apply` binds the arguments to the signature of `forward` on every call, and unwraps
+    tensors that outlived a functorch transform. Under a compiler or a transform it runs here too.
 
-    torch's own binds the arguments to the signature of `forward` on every call, and unwraps tensors
-    that outlived a functorch transform. Under a compiler or a transform torch's own runs here too.
+    In forward-mode differentiation `function.formula` runs instead: the definition in torch's
+    operators, which have all derivatives of all orders. A function without one raises there.
     """
     plain_apply = super(torch.autograd.Function, function).apply
 

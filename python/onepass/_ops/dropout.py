@@ -66,7 +66,7 @@ def _compute(input, residual, seed, p, out_dtype):
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout is linear in its input: its backward is dropout with the same seed, and so on."""
+    """Dropout is linear in its input: every derivative is dropout with the same seed."""
 
     generate_vmap_rule = True
 
@@ -137,7 +137,7 @@ def add_scaled(
 ) -> Tensor:
     """residual + row_scale * column_scale * dropout(input); p = 0 draws nothing.
 
-    `out_dtype` is the result's dtype, by default residual's, or input's where there is none.
+    `out_dtype` is the result's dtype, by default residual's, or input's without a residual.
     """
     if row_scale is not None and row_scale.requires_grad:
         refuse_gradient("add_dropout", "row_scale")
@@ -147,7 +147,7 @@ def add_scaled(
 
 
 def row_scale(samples: int, p: float, dtype: torch.dtype, device, scale_by_keep: bool) -> Tensor:
-    """(samples,) 0 with probability p, else 1, divided by the chance of it if `scale_by_keep`."""
+    """(samples,) 0 with probability p, else 1; divided by 1's probability if `scale_by_keep`."""
     drawn = dropout(torch.ones(samples, dtype=dtype, device=device), p)
     return drawn if scale_by_keep else (drawn != 0).to(dtype)
 

@@ -39,7 +39,7 @@ def _is_known(value) -> bool:
 
 def _known(value):
     if isinstance(value, Tensor):
-        if type(value) in (Tensor, Parameter):  # on "meta", or wrongly beside one that is
+        if type(value) in (Tensor, Parameter):  # on "meta"; the check refuses other devices
             return value
         shape, strides = _known(value.shape), _known(value.stride())
         return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")

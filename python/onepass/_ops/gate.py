@@ -30,7 +30,7 @@ KINDS = {name: number for number, name in enumerate(_NAMES, 1)}  # of csrc/core/
 @logged
 @placed
 def gated_activation(gate: Tensor, up: Tensor | None, kind: int, gate_last: bool) -> Tensor:
-    """activation(gate) * up; without up, gate has both."""
+    """activation(gate) * up; without up, gate holds both."""
     if tracing.records():
         return _traced(gate, up, kind, gate_last)
     return _compute(gate, up, kind, gate_last)
@@ -59,7 +59,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, doutput):
-        # create_graph=True goes the first way.
+        # The first with create_graph=True.
         compute = _apply_backward if is_differentiated_again() else _backward
         wants_gate, wants_up = ctx.needs_input_grad[:2]
         grad_mask = wants_gate + 2 * wants_up

@@ -34,7 +34,7 @@ _INPUT, _WEIGHT, _BIAS = 1, 2, 4
 
 
 def has_channels_last(input: Tensor) -> bool:
-    """Whether torch would call the memory's order one of channels last: that of the output then."""
+    """Whether torch counts input's memory order as channels last; the output then has it too."""
     if input.dim() not in (4, 5) or input.is_contiguous():
         return False
     sizes, strides = input.shape, input.stride()

@@ -32,8 +32,8 @@ _epilogue_backward_check = torch.ops.onepass.linear_epilogue_backward_check.defa
 for _check in (_forward_check, _backward_check, _epilogue_check, _epilogue_backward_check):
     run_each(_check)
 run_as_rows(_forward, 0)
-run_as_rows(_backward, 0, 1, unless=(4, 5))  # dtypes of gradients that are sums over rows
-run_as_rows(_epilogue, 0, 3, unless=(4,))  # the seed: of its own rows a sample drops the same
+run_as_rows(_backward, 0, 1, unless=(4, 5))  # gradients of weight and bias: sums over rows
+run_as_rows(_epilogue, 0, 3, unless=(4,))  # with a seed: dropout counts rows within a sample
 run_as_rows(_epilogue_backward, 0, 1, unless=(2,))
 
 
@@ -52,8 +52,8 @@ def _silu_backward(doutput: Tensor, preactivation: Tensor) -> Tensor:
     return doutput * gate * (1 + preactivation * (1 - gate))
 
 
-# (doutput, preactivation) -> dpreactivation, which torch differentiates in turn: its own of silu it
-# does not.
+# (doutput, preactivation) -> dpreactivation, in operators that torch can differentiate; torch's own
+# backward of silu is not one.
 _SLOPES = {
     Activation.RELU: functools.partial(torch.ops.aten.threshold_backward, threshold=0),
     Activation.SILU: _silu_backward,
@@ -124,7 +124,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _operands(ctx, input, weight, bias):
-    """(input, weight), as far as gradients need them: a frozen layer does not keep the others."""
+    """(input, weight); None where no gradient needs it: a frozen layer does not keep its input."""
     needs = ctx.needs_input_grad
     given = (input, weight, bias)
     ctx.dtypes = [t.dtype if need else None for t, need in zip(given, needs, strict=False)]
@@ -132,8 +132,8 @@ def _operands(ctx, input, weight, bias):
 
 
 def _gradients(ctx, doutput, input, weight):
-    """Those of input, weight and bias, or None."""
-    # create_graph=True goes the second way.
+    """Gradients of input, weight and bias; None where not wanted."""
+    # The first with create_graph=True.
     compute = _apply_backward if is_differentiated_again() else _backward
     gradients = compute(doutput, input, weight, *ctx.dtypes)
     wanted = zip(gradients, ctx.dtypes, strict=True)
@@ -141,7 +141,7 @@ def _gradients(ctx, doutput, input, weight):
 
 
 class _Epilogue(torch.autograd.Function):
-    """(output, preactivation); the second only so that a second derivative finds its way back."""
+    """(output, preactivation). The second is an output so that second derivatives reach it."""
 
     generate_vmap_rule = True
 
@@ -173,7 +173,7 @@ class _Epilogue(torch.autograd.Function):
             dsums = None
             if doutput is not None:
                 dsums = _before_epilogue(ctx, doutput, preactivation, seed)
-            # A compiled graph has no second derivative, and zeros in its place.
+            # A compiled graph has no second derivative, and passes zeros here.
             if dpreactivation is not None and not torch.compiler.is_compiling():
                 dsums = dpreactivation if dsums is None else dsums + dpreactivation
             if dsums is not None:

@@ -1,8 +1,8 @@
-"""The loss of a linear layer's output, whose logits are never whole in memory: fakes, autograd.
+"""The loss of a linear layer's output, without all logits in memory at once: fakes, autograd.
 
-The gradients for an upstream gradient of 1 are made with the loss, in the accumulator's dtype, and
-scaled in the backward. With reduction "none" the upstream gradient of each row has to be known: the
-backward computes the logits again. Second derivatives are those of the formula, which has all
+Gradients for an upstream gradient of 1 are computed with the loss, in the accumulator's dtype, and
+scaled in the backward. With reduction "none" each row's upstream gradient must be known: the
+backward recomputes the logits. Second derivatives are those of the formula, which holds all
 logits at once.
 """
 
@@ -35,8 +35,8 @@ run_each(_check)
 
 _NONE, _MEAN = loss.REDUCTIONS["none"], loss.REDUCTIONS["mean"]
 
-# The largest factor of gradients in float16 until the upstream gradient is known: the probabilities
-# of 50,000 words are subnormal there. A power of two, so it is exact.
+# The largest factor on float16 gradients until the upstream gradient is known: without it the
+# probabilities of 50,000 words are subnormal. A power of two, so it is exact.
 _FLOAT16_SCALE = 1024.0
 _FLOAT16_LARGEST = torch.finfo(torch.float16).max
 
@@ -60,8 +60,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The loss of input linear_weight^T + linear_bias.
 
-    cast, cast_weight: the dtypes in which autocast has input, and linear_weight with linear_bias;
-    their gradients are not rounded to them. out_dtype: of the loss; None: of input.
+    cast, cast_weight: the dtypes to which autocast casts input, and linear_weight with linear_bias;
+    gradients are not rounded to them. out_dtype: the loss's; None: input's.
     """
     (weight,) = wide(weight)
     if torch.compiler.is_compiling():
@@ -89,7 +89,8 @@ def _compute(input, linear_weight, target, linear_bias, weight, *options):
 
 
 def _forward(input, linear_weight, linear_bias, target, weight, options, mask):
-    """(loss, gradients of the three for an upstream gradient of 1, their unit)."""
+    """(loss, gradients of the three operands for an upstream gradient of 1, the factor that float16
+    gradients are scaled by; empty otherwise)."""
     *of_loss, reduction, cast, cast_weight, out_dtype = options
     input, linear_weight, linear_bias = _cast(input, linear_weight, linear_bias, cast, cast_weight)
     dtype = input.dtype
@@ -132,15 +133,15 @@ def _cast(input, linear_weight, linear_bias, cast, cast_weight):
 
 
 def _sum_in_order(numbers: Tensor) -> Tensor:
-    """In float64, on the CPU one after the other: torch's sum of many goes by threads."""
+    """The sum in float64, on the CPU in order: torch's sum depends on the number of threads."""
     numbers = numbers.reshape(-1).double()
     return numbers.cumsum(0)[-1:].sum() if numbers.device.type == "cpu" else numbers.sum()
 
 
 def _total_weight(input, target, linear_weight, weight, ignore_index) -> Tensor:
-    """Of the rows that count. The operator refuses targets that are no class."""
+    """Of the rows that are not ignored. The operator refuses targets that are no class."""
     if target.device != input.device:
-        return input.new_ones((), dtype=torch.float64)  # refused too
+        return input.new_ones((), dtype=torch.float64)  # the operator refuses this too
     counted = target != ignore_index
     if not _are_weights(input, linear_weight, weight) or target.dtype is not torch.int64:
         return counted.sum().double()
@@ -149,7 +150,7 @@ def _total_weight(input, target, linear_weight, weight, ignore_index) -> Tensor:
 
 
 def _are_weights(input, linear_weight, weight) -> bool:
-    """Of classes. The operator refuses those of another shape or device."""
+    """Whether weight fits the classes. The operator refuses another shape or device."""
     return (
         weight is not None
         and linear_weight.dim() == 2
@@ -160,8 +161,8 @@ def _are_weights(input, linear_weight, weight) -> bool:
 
 
 def _float16_scale(input, linear_weight, weight, softcap, z_loss) -> float | Tensor:
-    """With which no gradient of a logit leaves float16: a row's are at most its weight times
-    1 + 2 |z_loss lse|, and lse is at most the largest logit and the logarithm of the classes."""
+    """A factor with which no gradient of a logit overflows float16. A row's gradients are at most
+    its weight times 1 + 2 |z_loss lse|; lse is at most the largest logit + log(classes)."""
     largest_lse = min(softcap or _FLOAT16_LARGEST, _FLOAT16_LARGEST) + 20
     room = _FLOAT16_LARGEST / (2 + 4 * abs(z_loss) * largest_lse)
     room = min(_FLOAT16_SCALE, 2.0 ** math.floor(math.log2(room)))
@@ -212,8 +213,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _are_last_read() -> bool:
-    """Whether the gradients that were made with the loss may be written over: in eager backwards
-    without retain_graph=True."""
+    """Whether the gradients computed with the loss may be overwritten: in an eager backward without
+    retain_graph=True."""
     if torch.compiler.is_compiling() or are_transforms_active():
         return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()
@@ -234,8 +235,7 @@ def _gradients(
     mask,
     inplace,
 ):
-    """Those of input, linear_weight and linear_bias, in their dtypes; without elements where they
-    are not asked for."""
+    """Gradients of input, linear_weight and linear_bias in their dtypes; empty if not wanted."""
     operands = (input, linear_weight, linear_bias)
     *of_loss, reduction, cast, cast_weight, _ = options
     if reduction == _NONE:
@@ -328,7 +328,7 @@ def _(input, linear_weight, target, linear_bias, weight, *options):
 
 # ---- on CUDA, where products are torch's -------------------------------------------------------
 
-# Of a chunk of logits there.
+# Bytes of a chunk of logits on CUDA.
 CHUNK_BYTES = 1 << 28
 _FEWEST_ROWS = 256
 
@@ -346,7 +346,7 @@ def on_torchs_products(
     dloss,
     gradient_mask,
 ):
-    """`onepass::linear_loss` by products of torch's and the loss family's kernels."""
+    """`onepass::linear_loss` composed of torch's products and the loss family's kernels."""
     tensors = (input, linear_weight, target, linear_bias, weight)
     options = (ignore_index, label_smoothing, softcap, z_loss)
     _check(*tensors, *options, dloss, gradient_mask)
@@ -385,7 +385,7 @@ def on_torchs_products(
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Not rounded to float16, which sums of many rows leave while they have their factor."""
+    """left @ right in dtype, not rounded to float16: scaled sums of many rows would overflow it."""
     if left.dtype is dtype:
         return left @ right
     if left.is_cuda:
@@ -393,7 +393,7 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.to(dtype) @ right.to(dtype)  # torch has out_dtype on CUDA alone
 
 
-# Imported once more in this process: the registration of the first import stays.
+# If imported again in this process: the registration of the first import stays.
 if not torch._C._dispatch_has_kernel_for_dispatch_key("onepass::linear_loss", "CUDA"):
     _library = torch.library.Library("onepass", "FRAGMENT")
     _library.impl("linear_loss", on_torchs_products, "CUDA")

@@ -50,10 +50,10 @@ def cross_entropy(
     inplace: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The loss; under autocast of 16-bit logits in float32, as torch's is.
+    """The loss; in float32 for 16-bit logits under autocast, as torch's.
 
     inplace: the backward of an eager call writes the gradient over the logits.
-    out_dtype: of the loss; None: as said.
+    out_dtype: the loss's; None: as above.
     """
     (weight,) = wide(weight)
     if torch.compiler.is_compiling():
@@ -108,7 +108,7 @@ class _Loss(torch.autograd.Function):
             dinput = _apply_backward(z_loss, *arguments)
         elif ctx.inplace:
             _backward_inplace(*arguments)
-            # Other saved views of the logits, this call's too, no longer count as them.
+            # Autograd then refuses saved views of the logits, this call's too.
             torch.autograd.graph.increment_version(input)
             dinput = input.detach()
         else:

@@ -1,6 +1,6 @@
 """The norm family's modulated ops: fakes, autograd. One differentiable entry, `modulated_norm`.
 
-A norm after a residual add whose branch is scaled goes the same way, as one of a single group."""
+A norm after a residual add with a scaled branch uses the same ops, with a single group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ for _check in (_forward_check, _backward_check):
 # Bits of modulated_norm_backward's grad_mask.
 _INPUT, _RESIDUAL, _SCALE, _SHIFT, _GATE = _BITS = 1, 2, 4, 8, 16
 
-# Of the forward, from row_scale on.
+# Defaults of the forward's last arguments, from row_scale on.
 _DEFAULTS = (None, None, 1.0, 0.0, None, False)
 
 
@@ -91,7 +91,7 @@ def scaled_add_norm(
 
 
 def _run(tensors, normalized_shape, kind, eps, options=_DEFAULTS[2:]):
-    """Tensors as the operator has them; `options` are its last ones."""
+    """`tensors` are in the operator's order; `options` are its last arguments."""
     normalized_shape, eps, out_dtype = norm_options(tensors[0], normalized_shape, kind, eps)
     if torch.compiler.is_compiling():
         options = (constant(options[0]), *options[1:])
@@ -105,7 +105,7 @@ def _run(tensors, normalized_shape, kind, eps, options=_DEFAULTS[2:]):
 
 
 def _arguments(tensors, constants, save_statistics, options):
-    """In the operator's order."""
+    """The arguments in the operator's order."""
     return (*tensors[:5], *constants, save_statistics, *tensors[5:], *options)
 
 
@@ -197,7 +197,7 @@ class _ModulatedNormBackward(torch.autograd.Function):
     def setup_context(ctx, inputs, outputs):
         ctx.set_materialize_grads(False)
         ctx.eps, *tensors = inputs[:8]
-        # Without the statistics, which are x's.
+        # Without the statistics: the formula computes them from x.
         ctx.save_for_backward(*tensors, *inputs[15:17])
         ctx.constants = inputs[10:12]
         ctx.mask = inputs[14]
@@ -245,7 +245,7 @@ _apply_backward = applied(_ModulatedNormBackward)
 
 
 def _in_trace(*arguments):
-    # A program leaves out default arguments, from the end on.
+    # An exported program omits trailing default arguments.
     row_scale, seed, *options = (*arguments[10:], *_DEFAULTS[len(arguments) - 10 :])
     tensors, constants = (*arguments[:5], row_scale, seed), arguments[5:9]
     if is_differentiated(*tensors[:5]):

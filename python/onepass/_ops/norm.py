@@ -48,13 +48,13 @@ _DEFAULT_EPS_FLOAT64 = torch.finfo(torch.float64).eps
 
 
 def default_eps(input: Tensor) -> float:
-    """That of rms_norm where none is given."""
+    """The eps of rms_norm if none is given."""
     return _DEFAULT_EPS_FLOAT64 if input.dtype is torch.float64 else _DEFAULT_EPS
 
 
 def autocast_dtype(input: Tensor, kind: NormKind) -> torch.dtype:
-    """The output's under CUDA's autocast: the one that torch gives."""
-    # Dynamo looks behind a cache, and warns of each.
+    """The output's dtype under CUDA's autocast: the one that torch gives."""
+    # Dynamo traces what a cache wraps, and warns of each.
     of = _cuda_autocast_dtype if torch.compiler.is_compiling() else _known_autocast_dtype
     return of(input.dtype, kind)
 
@@ -110,7 +110,7 @@ def norm(
     if tracing.records():
         output, residual_out, _, _ = _traced(input, residual, weight, bias, seed, *constants, False)
     elif is_differentiated(input, residual, weight, bias):
-        # One argument for all of them: autograd looks at each one it gets.
+        # Constants in one tuple: autograd inspects every argument.
         output, residual_out, _, _ = _apply_norm(input, residual, weight, bias, seed, constants)
     else:
         output, residual_out, _, _ = _forward(
@@ -347,7 +347,7 @@ def statistics(x: Tensor, normalized_shape, kind: NormKind, eps: float) -> tuple
 
 
 def _cuda_autocast_dtype(dtype: torch.dtype, kind: NormKind) -> torch.dtype:
-    """The dtype that torch's own norm returns under CUDA autocast, asked of torch itself."""
+    """The dtype that torch's own norm returns under CUDA autocast, found by calling it."""
     norms = {
         NormKind.LAYER: torch.nn.functional.layer_norm,
         NormKind.RMS: torch.nn.functional.rms_norm,

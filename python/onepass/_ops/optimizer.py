@@ -24,7 +24,7 @@ _optimizer_step = torch.ops.onepass.optimizer_step.default
 
 for _op in (_clip_grad_norm, _optimizer_table):
     refuse_where_written(_op)
-refuse_where_written(_optimizer_step, answer=False)  # as for gradients in another order
+refuse_where_written(_optimizer_step, answer=False)  # as for gradients in another memory order
 for _op in (
     _clip_grad_norm,
     _gradient_norm,
@@ -97,9 +97,9 @@ def optimizer_step(
 ) -> bool:
     """One step of all parameters of a table; `hyper` is (groups, settings) float64.
 
-    False if the table is stale, and nothing was done: parameters have another shape, dtype or
-    memory order than in it, or other memory and a master, or gradients have another memory order
-    than their parameters.
+    False if the table is stale; then nothing was done. It is stale if a parameter has another
+    shape, dtype or memory order than in the table, if one with a master has other memory, or if a
+    gradient has another memory order than its parameter.
 
     The result is also appended to `ran`, even if an interrupt arrives: there is no bytecode between
     the two, hence `_op`, without OpOverload's Python around it.
@@ -143,7 +143,7 @@ def _(params, states, layout):
     refuse_meta("optimizer_table", params=params, states=states)
     try:
         return torch.library.get_ctx().new_dynamic_size()
-    except DynamicOutputShapeException:  # no compiler, which would call the operator later
+    except DynamicOutputShapeException:  # without a compiler, nothing calls the operator later
         refuse_fakes("optimizer_table", "params")
 
 

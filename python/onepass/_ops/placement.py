@@ -1,4 +1,4 @@
-"""Where an operator of a family meets a DTensor."""
+"""Calls of a family's entry with a DTensor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def placed(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Of a family's entry: a call whose first argument is a DTensor runs on each process's part, by
-    the rule of the entry's name in `onepass.distributed.rules`, which is imported then.
+    """Wraps a family's entry: a call whose first argument is a DTensor runs on each process's part,
+    by the rule of the entry's name in `onepass.distributed.rules`, which is imported then.
     """
 
     @functools.wraps(function)

@@ -16,8 +16,8 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 _CPU = torch.device("cpu")
-# before: the generator's state before the seed of a call that is not done, or None; adjust: what is
-# done to a seed, or None.
+# before: the generator's state before the seed of a call that has not returned, or None; adjust: a
+# function applied to each seed, or None.
 _drawn = threading.local()
 
 
@@ -38,7 +38,7 @@ def draw_seed(device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def adjusted(adjust: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Seeds that this thread draws in the block are what `adjust` makes of them."""
+    """Applies `adjust` to each seed that this thread draws in the block."""
     before = getattr(_drawn, "adjust", None)
     _drawn.adjust = adjust
     try:
@@ -48,9 +48,9 @@ def adjusted(adjust: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def puts_back(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Of a function that draws a seed: a call that is refused leaves the CPU's generator as it was.
+    """Wraps a function that draws a seed: a refused call leaves the CPU's generator unchanged.
 
-    Keeping the state takes 0.7 us; asking the operator's check before would take 2 to 6.
+    Saving the state takes 0.7 us; running the operator's check first would take 2 to 6.
     """
 
     @functools.wraps(function)

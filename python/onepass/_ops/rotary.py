@@ -55,8 +55,8 @@ def rotary(
     eps: float | None = None,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """query and key, (batch, heads, tokens, head_dim), rotated, each in its order in memory; with a
-    weight after the RMS norm of its rows."""
+    """query and key, (batch, heads, tokens, head_dim), rotated, each in its own memory order. One
+    with a weight is rotated after the RMS norm of its rows."""
     norms = _settled_norms(query, query_weight, key_weight, eps, weight_offset)
     rotary_dim = _settled_dim(cos, rotary_dim)
     orders = is_bshd(query), key is not None and is_bshd(key)
@@ -81,7 +81,7 @@ def rotary_inplace(
     eps: float | None = None,
     weight_offset: float = 0.0,
 ) -> None:
-    """The same, of which query and key are the results."""
+    """The same in place: query and key become the results."""
     weights = (query_weight, key_weight)
     norms = _settled_norms(query, *weights, eps, weight_offset)
     tables = (cos, sin, positions, _settled_dim(cos, rotary_dim), interleaved)
@@ -91,10 +91,10 @@ def rotary_inplace(
             refuse_inplace("rotary_embedding", "inside a transform of torch.func")
         has_norms = query_weight is not None or key_weight is not None
         if has_norms and torch.is_grad_enabled():
-            # The backward of a norm reads the rows that came in.
+            # The backward of a norm reads the original rows.
             refuse_inplace("rotary_embedding", "with a weight where a gradient is required")
     if tracing.records() or (differentiated and not _is_eager()):
-        # Modes that record calls see torch's own assignment.
+        # Modes that record calls then see torch's own copy_.
         rotated = rotary(query, key, *tables, *norms)
         for x, output in zip((query, key), rotated, strict=True):
             if x is not None:
@@ -102,10 +102,10 @@ def rotary_inplace(
         return
     if not differentiated:
         _inplace(query, key, *tables, *norms)
-        if not torch.compiler.is_compiling():  # which does it by itself
+        if not torch.compiler.is_compiling():  # a compiler does it by itself
             _count_change(query, key)
         return
-    # Everything that can fail comes before anything is written.
+    # Everything that can fail runs before anything is written.
     _inplace_check(query, key, *tables, *norms)
     wanted = [x is not None and x.requires_grad for x in (query, key)]
     for name, table in (("cos", cos), ("sin", sin)):
@@ -130,7 +130,7 @@ def _settled_dim(cos: Tensor, rotary_dim: int | None) -> int:
 
 
 def _settled_norms(query, query_weight, key_weight, eps, weight_offset) -> tuple:
-    """The last options of the operators; none where all are the defaults."""
+    """The last options of the operators; empty if all are defaults."""
     has_norms = query_weight is not None or key_weight is not None
     if not has_norms and eps is None and weight_offset == 0.0:
         return ()
@@ -148,7 +148,7 @@ def _is_eager() -> bool:
 
 def _count_change(*tensors: Tensor | None) -> None:
     for x in tensors:
-        if x is not None and not x.is_inference():  # those have no version
+        if x is not None and not x.is_inference():  # inference tensors have no version
             torch.autograd.graph.increment_version(x)
 
 
@@ -163,7 +163,7 @@ def _compute(
     transposed,
     query_bshd,
     key_bshd,
-    query_weight=None,  # torch leaves out default arguments
+    query_weight=None,  # torch omits default arguments
     key_weight=None,
     eps=None,
     weight_offset=0.0,
@@ -179,7 +179,7 @@ def _compute(
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation is linear: its backward is the transposed one of the gradients, and so on."""
+    """A rotation is linear: its backward is the transposed rotation, differentiated likewise."""
 
     generate_vmap_rule = True
 
@@ -205,7 +205,7 @@ class _Rotary(torch.autograd.Function):
         cos, sin, positions = ctx.saved_tensors
         rotary_dim, interleaved, transposed, *orders = ctx.options
         needed = ctx.needs_input_grad[:2]
-        # Those that there are, the first of them in the place of the query.
+        # Gradients that are given and wanted; the first takes the place of the query.
         given = [
             (gradient, order)
             for gradient, order, need in zip((dquery, dkey), orders, needed, strict=True)
@@ -226,8 +226,8 @@ class _Rotary(torch.autograd.Function):
 
 
 class _RotaryInplace(torch.autograd.Function):
-    """Tells autograd of rows that were rotated in place: each tensor alone, because torch lets a
-    function that modifies a view have no second result."""
+    """Tells autograd of rows that were rotated in place: one tensor at a time, because torch allows
+    a function that modifies a view only one result."""
 
     @staticmethod
     def forward(x, cos, sin, positions, rotary_dim, interleaved):
@@ -249,14 +249,14 @@ class _RotaryInplace(torch.autograd.Function):
 
 
 def _normed_arguments(query, key, query_weight, key_weight, cos, sin, positions, constants):
-    """Those of the operator."""
+    """The arguments in the operator's order."""
     rotary_dim, interleaved, *orders, eps, weight_offset = constants
     options = (positions, rotary_dim, interleaved, False, *orders)
     return query, key, cos, sin, *options, query_weight, key_weight, eps, weight_offset
 
 
 class _NormedRotary(torch.autograd.Function):
-    """With a norm in front of one of them, or of both."""
+    """A rotation of query and key after the norm of one, or of both."""
 
     generate_vmap_rule = True
 
@@ -292,7 +292,7 @@ class _NormedRotary(torch.autograd.Function):
         query, key, query_weight, key_weight, *tables = ctx.saved_tensors
         rotary_dim, interleaved, query_bshd, key_bshd, eps, weight_offset = ctx.constants
         needs = ctx.needs_input_grad
-        # Those that there are, the first of them in the place of the query.
+        # Gradients that are given and wanted; the first takes the place of the query.
         given = [
             (number, gradient, x, weight, order)
             for number, gradient, x, weight, order in (
@@ -343,7 +343,7 @@ class _NormedRotaryBackward(torch.autograd.Function):
 
         def formula(dquery_out, dkey_out, query, key, *weights):
             gradients = [d for d in (dquery_out, dkey_out) if d is not None]
-            # Without a norm the rows do not matter, and were not kept.
+            # Without a norm the rows are not needed, and were not saved.
             rows = [
                 torch.zeros_like(d, requires_grad=True) if x is None else x
                 for d, x in zip((dquery_out, dkey_out), (query, key), strict=True)

@@ -41,8 +41,8 @@ LEAST_LINEAR = {
     torch.bfloat16: (1 << 16, 1 << 14),
     torch.float16: (1 << 16, 1 << 14),
 }
-# Likewise in float32, for 2 to 12 rows, whose weight is read in place; with a single row torch is
-# as fast while the weight is in a cache.
+# The same for 2 to 12 rows in float32, where the weight is read in place; with a single row torch
+# is as fast while the weight is in a cache.
 LEAST_IN_PLACE = 1 << 20
 ROWS_IN_PLACE = range(2, 13)
 # Rows in float32 where both have AVX2 alone: of 64x384x384 torch takes 0.88 of our time, of 512
@@ -58,12 +58,13 @@ LEAST_LINEAR_CALLS = {
 # Logits of a loss (Zen 4, AVX-512): of a call, and of a module that calls F.cross_entropy.
 LEAST_LOSS = dict.fromkeys(_FLOATS, (1 << 16, 1 << 15))
 LEAST_LOSS_CALLS = 1 << 20
-# Bytes of a word in a chunk of `linear_cross_entropy` on the CPU: kChunkBytes of csrc/ops/loss.cpp.
+# Bytes per class of a chunk of logits in `linear_cross_entropy` on the CPU: kChunkBytes of
+# csrc/ops/loss.cpp.
 CHUNK_OF_WORD = 1 << 10
 # Elements of a gated activation (Zen 4, AVX-512).
 LEAST_GATE = dict.fromkeys(_FLOATS, (1 << 18, 1 << 16))
-# Elements of query and key that are rotated, where pairs of neighbours come out half a head apart
-# (Zen 4, AVX-512): they are copied there first. Other rotations gain at every size.
+# Elements of query and key whose neighbouring columns are rotated and then stored half a head apart
+# (Zen 4, AVX-512): they are moved first. Other rotations gain at every size.
 LEAST_ROTARY = dict.fromkeys(_FLOATS, (1 << 14, 1 << 15))
 # More threads do not raise a bound: by then they share the memory's bandwidth.
 MOST_THREADS = 8
@@ -332,8 +333,8 @@ _VOCABULARIES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 @constant_where_traced
 def _is_fast_with_a_row(dtype: torch.dtype, training: bool, transposed: bool = False) -> bool:
-    """Whether torch's product of a single row takes less time, by a transposed weight or one as
-    torch's."""
+    """Whether torch's product of a single row takes less time, with a transposed weight or one in
+    torch's order."""
     if dtype is torch.float32:
         return training or transposed
     return not (training or transposed or products.as_fast(dtype))
@@ -374,8 +375,8 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _least(bounds: dict, input: Tensor, training: bool, dtype: torch.dtype | None = None) -> int:
-    """The least size of a call that gains, by input's dtype or another; 0 if every call does, or if
-    sizes may change."""
+    """The least size of a call that gains in `dtype`, by default input's; 0 if every call does, or
+    if sizes may change."""
     if not input.is_cpu or torch.compiler.is_compiling() or tracing.is_tracing():
         return 0
     bound = bounds.get(dtype or input.dtype, (0, 0))[not training]

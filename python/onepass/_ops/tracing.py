@@ -1,10 +1,10 @@
 """The operators that `torch.jit.trace` and `torch.export` record.
 
-An autograd.Function enters a trace as an object of Python, which cannot be saved and differs from
-one trace to the next, and into an exported program as the raw operator inside; a raw operator has
-no gradient. So each family has one operator more, written in Python, that takes the right path when
-it is called: a traced module, or a program, trains, and loads wherever onepass is imported.
-`run_decompositions` of a program leaves raw operators.
+An autograd.Function enters a trace as a Python object, which cannot be saved and differs from one
+trace to the next. It enters an exported program as its raw operator, which has no gradient. So each
+family has one more operator, written in Python, that chooses the path when it is called: a traced
+module, or a program, trains, and loads wherever onepass is imported. After `run_decompositions` a
+program holds raw operators.
 """
 
 from __future__ import annotations

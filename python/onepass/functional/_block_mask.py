@@ -12,7 +12,7 @@ from onepass._ops.differentiation import are_transforms_active
 
 # What csrc/ops/attention.h calls kAllKeys and kFirstTile; kNoKeys is 0.
 _ALL, _FIRST_TILE = 1, 2
-_AT_ONCE = 1 << 20  # queries times keys that mask_mod is asked of
+_AT_ONCE = 1 << 20  # queries times keys in a call of mask_mod
 
 
 def blocks_and_tiles(op: str, block_mask, lengths: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -20,8 +20,8 @@ def blocks_and_tiles(op: str, block_mask, lengths: tuple[int, int]) -> tuple[Ten
     of these queries and keys; computed once for each BlockMask, which keeps them.
 
     Raises:
-        TypeError: it is no BlockMask.
-        ValueError: it is of other lengths.
+        TypeError: block_mask is no BlockMask.
+        ValueError: it has other lengths.
     """
     if not is_a(block_mask, "torch.nn.attention.flex_attention", "BlockMask"):
         raise TypeError(
@@ -33,7 +33,7 @@ def blocks_and_tiles(op: str, block_mask, lengths: tuple[int, int]) -> tuple[Ten
             f"{op}: block_mask must be of {lengths[0]} queries and {lengths[1]} keys, "
             f"got one of {block_mask.seq_lengths[0]} and {block_mask.seq_lengths[1]}"
         )
-    # What they are computed from: a BlockMask's attributes may be set anew.
+    # The inputs of the computation: a BlockMask's attributes may be reassigned.
     of = (
         block_mask.mask_mod,
         block_mask.kv_num_blocks,
@@ -52,12 +52,12 @@ def blocks_and_tiles(op: str, block_mask, lengths: tuple[int, int]) -> tuple[Ten
     "asked which keys each query sees"
 )
 def _computed(op: str, block_mask, of: tuple) -> tuple[Tensor, Tensor]:
-    # Kept for calls that save tensors for a backward, whatever this one is.
+    # The result is kept, and a later call may save it for a backward.
     with torch.inference_mode(False), torch.no_grad():
         if is_fake(block_mask.kv_indices) or block_mask.kv_indices.is_meta:
             return _without_values(block_mask)  # shapes are all there is
         found = _blocks_and_tiles(op, block_mask)
-    if not are_transforms_active():  # mask_mod may have closed over a tensor of one
+    if not are_transforms_active():  # mask_mod may hold a tensor of a transform
         block_mask._onepass_blocks = of, found
     return found
 
@@ -86,7 +86,7 @@ def _blocks_and_tiles(op: str, block_mask) -> tuple[Tensor, Tensor]:
 
 
 def _block(block_mask) -> tuple[int, int]:
-    """Of queries and keys: one that is longer than the sequence ends with it."""
+    """(queries, keys) of a block, at most the lengths of the sequences."""
     rows, cols = (
         max(min(block, length), 1)
         for block, length in zip(block_mask.BLOCK_SIZE, block_mask.seq_lengths, strict=True)
@@ -98,7 +98,7 @@ def _listed(op: str, block_mask, num_blocks: Tensor, indices: Tensor) -> Tensor:
     """(batch, heads, query_blocks, key_blocks) whether a block is in this list."""
     blocks = -(-block_mask.seq_lengths[1] // _block(block_mask)[1])
     is_index = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-    # The others may hold anything.
+    # Other entries may hold anything.
     indices = torch.where(is_index, indices, blocks).long()
     if ((indices < 0) | (indices >= blocks) & is_index).any():
         raise RuntimeError(
@@ -111,9 +111,9 @@ def _listed(op: str, block_mask, num_blocks: Tensor, indices: Tensor) -> Tensor:
 
 
 def _tiles_at(op: str, block_mask, at: Tensor) -> Tensor:
-    """(tiles, rows, cols) what mask_mod says of the blocks `at`, (tiles, 4)."""
+    """(tiles, rows, cols) values of mask_mod in the blocks `at`, (tiles, 4)."""
     batch, head, *firsts = at.unbind(1)
-    # A block may reach beyond the end, where there may be nothing to ask about.
+    # A block may extend beyond the end, where mask_mod may have no data.
     query, key = (
         (first[:, None] * size + torch.arange(size, device=at.device)).clamp(max=length - 1)
         for first, size, length in zip(

@@ -1,4 +1,4 @@
-"""Attention of dense and packed sequences, with torch's signatures and a few arguments more."""
+"""Attention of dense and packed sequences, with torch's signatures and a few more arguments."""
 
 from __future__ import annotations
 
@@ -37,28 +37,29 @@ def scaled_dot_product_attention(
     ``score = softcap(scale * query @ key^T) - slope * |position - j| + attn_mask`` where the mask,
     the window and the diagonal allow it, computed a block at a time and never stored (Dao, Fu,
     Ermon, Rudra, Re: FlashAttention, NeurIPS 2022): memory grows with the length of the sequences,
-    not with its square. A query without a key has output 0. Masked keys take no time where whole
-    blocks of them are. A key that no query sees may hold anything, NaN too; of one that some see,
-    NaN and Inf may reach others, as in torch.
+    not with its square. A query without a key has output 0. Blocks whose keys are all masked take
+    no time. A key that no query sees may hold anything, NaN too. If some queries see a key, its NaN
+    and Inf may reach others, as in torch.
 
     Args:
         query: shape (..., heads, seq_q, head_dim), or (seq_q, head_dim); float32, bfloat16, float16
             or float64. Any strides: a dense last dimension is read in place, other layouts are
-            copied once. float32 on CUDA is multiplied in TF32 where torch may do so with a matrix
-            product (`torch.backends.cuda.matmul.fp32_precision`), else to its own accuracy.
+            copied once. float32 on CUDA is multiplied in TF32 if torch's matrix products may be
+            (`torch.backends.cuda.matmul.fp32_precision`), else to float32's accuracy.
         key: shape (..., heads, seq_k, head_dim), dtype of query.
         value: shape (..., heads, seq_k, value_dim), dtype of query. The leading dimensions of all
             three broadcast; head_dim and value_dim are at most 512.
         attn_mask: broadcasts to (..., heads, seq_q, seq_k): boolean, True where a query may attend
-            to a key; or float, added to the scores. Its gradient is summed over what is broadcast.
-            Messages of errors call it mask or bias.
+            to a key; or float, added to the scores. Its gradient is summed over broadcast
+            dimensions. Error messages call it mask or bias.
         dropout_p: probability of dropping a weight; applies whenever it is above 0, as torch's
             does. No mask is stored, the backward regenerates it. It is quantised to 1/65536.
         is_causal: a query attends to no key after its position. With attn_mask both apply.
         scale: of the scores; None is 1 / sqrt(head_dim).
-        enable_gqa: key and value may have fewer heads than query, whose number theirs divides;
+        enable_gqa: key and value may have fewer heads than query, a divisor of query's number;
             query's head i reads head i // (heads // kv_heads).
-        causal_alignment: the position of query i: "top_left" i, "bottom_right" i + seq_k - seq_q.
+        causal_alignment: "top_left" puts query i at position i, "bottom_right" at
+            i + seq_k - seq_q.
         window_size: (left, right): a query sees keys from position - left to position + right;
             -1 is no limit.
         softcap: c > 0 turns a scaled score s into c * tanh(s / c).
@@ -68,16 +69,16 @@ def scaled_dot_product_attention(
             softmax but has no value. Has a gradient.
         deterministic: gradients that repeat bit for bit; on a CPU they always do. On CUDA this, or
             `torch.use_deterministic_algorithms(True)`, sums query's gradient in a fixed order.
-        return_lse: also return the logarithm of the softmax' denominator.
-        block_mask: a `torch.nn.attention.flex_attention.BlockMask` of these seq_q and seq_k, its
-            batch and heads query's or 1. Its blocks are taken as they are listed: those in neither
-            list are skipped, `mask_mod` is asked of those that are not full, once for each
-            BlockMask. A `score_mod` has no counterpart here: softcap, alibi_slopes, a float
-            attn_mask and all else combine with a block_mask. On a CPU alone.
-        query_offset, key_offset: the positions of the first query and the first key, where these
-            are parts of longer sequences: query i is at query_offset + i (plus what "bottom_right"
-            adds), key j at key_offset + j. The causal mask, windows, ALiBi and dropout go by
-            positions, so that parts see and drop what the whole does. Not negative, below 2^40.
+        return_lse: also return the logarithm of the softmax's denominator.
+        block_mask: a `torch.nn.attention.flex_attention.BlockMask` of seq_q queries and seq_k keys,
+            its batch and heads query's or 1. Blocks in neither of its lists are skipped; `mask_mod`
+            is evaluated on those that are not full, once for each BlockMask. It combines with all
+            other options except a boolean attn_mask. There is no `score_mod`: softcap,
+            alibi_slopes and a float attn_mask change scores. CPU only.
+        query_offset, key_offset: the positions of the first query and the first key, if these are
+            parts of longer sequences: query i is at query_offset + i (plus what "bottom_right"
+            adds), key j at key_offset + j. The causal mask, windows, ALiBi and dropout use
+            positions, so parts see and drop the same as the whole. Not negative, below 2^40.
 
     Returns:
         Tensor of shape (..., heads, seq_q, value_dim) in query's dtype (under autocast: in
@@ -88,7 +89,7 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: a shape, dtype, device or number does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
-        ValueError: causal_alignment or window_size is malformed; block_mask is of other lengths.
+        ValueError: causal_alignment or window_size is malformed; block_mask has other lengths.
 
     Examples:
         >>> query = torch.randn(2, 8, 128, 64)  # (batch, heads, tokens, head_dim)
@@ -193,22 +194,22 @@ def varlen_attention(
             block_table.
         value: shape (total_k, kv_heads, value_dim), or paged like key.
         cu_seq_q, cu_seq_k: shape (batch + 1,), int32: where each sequence begins; the last element
-            is the total. cu_seq_k is not looked at with block_table.
+            is the total. With block_table cu_seq_k is not read.
         max_q, max_k: at least the length of the longest sequence.
-        return_aux: a `torch.nn.attention.varlen.AuxRequest`; one with `lse` asks for what
-            return_lse asks for.
+        return_aux: a `torch.nn.attention.varlen.AuxRequest`; one with `lse` has the effect of
+            return_lse.
         return_lse: also return the log-sum-exp.
         window_size: (left, right), -1 is no limit; (-1, 0) is causal.
         is_causal: the same as 0 on the right of window_size.
-        enable_gqa: key and value may have fewer heads than query, whose number theirs divides.
-        seqused_k: shape (batch,), int32: how many keys of each sequence there are; the others are
-            not looked at.
+        enable_gqa: key and value may have fewer heads than query, a divisor of query's number.
+        seqused_k: shape (batch,), int32: the number of keys of each sequence; later ones are not
+            read.
         block_table: shape (batch, max_pages), int32: the pages that hold a sequence's keys, in
             order; needs seqused_k. With gradients, the pages are first gathered.
-        num_splits: ignored, torch's name: how keys are cut never depends on what else is in the
-            batch, and neither do results.
-        attn_mask: boolean or float, broadcasts to (batch, heads, max_q, max_k), of positions within
-            the sequences.
+        num_splits: torch's argument, ignored: neither the splits of a sequence's keys nor its
+            result depends on the rest of the batch.
+        attn_mask: boolean or float, broadcasts to (batch, heads, max_q, max_k), indexed by
+            positions within the sequences.
         scale, dropout_p, softcap, alibi_slopes, sinks, deterministic: as in
             `scaled_dot_product_attention`.
 
@@ -218,8 +219,8 @@ def varlen_attention(
 
     Raises:
         RuntimeError: a shape, dtype, device, length or page number does not fit; the message names
-            the argument. On CUDA the values of lengths and page numbers are not looked at, which
-            would wait for the device: max_q, max_k and the rows in memory must hold them.
+            the argument. On CUDA the values of lengths and page numbers are not checked, which
+            would wait for the device: they must fit max_q, max_k and the rows in memory.
         ValueError: key's heads are not query's and enable_gqa is not set; window_size is
             malformed.
         TypeError: an argument is of a wrong type.
@@ -279,22 +280,22 @@ def _window(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In autocast's dtype where that is on, as it does to torch's own function."""
+    """Casts to autocast's dtype if it is on, as autocast does for torch's own function."""
     if not _is_autocast(tensors[0]):
         return tensors
     return _cast(torch.get_autocast_dtype(tensors[0].device.type), *tensors)
 
 
 def _is_autocast(tensor: Tensor) -> bool:
-    # Not by the device's type: in a model, where other operators have used the caches meanwhile,
-    # making its name takes longer than all else here.
+    # Not by device.type: in a model, where other operators have evicted the caches, making that
+    # string takes longer than all else here.
     if tensor.is_cpu:
         return torch.is_autocast_enabled("cpu")
     return tensor.is_cuda and torch.is_autocast_enabled("cuda")
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Those of them that autocast would cast, in dtype; the others as they are."""
+    """Casts the tensors that autocast would cast to dtype; returns the others unchanged."""
     return tuple(
         t if t is None or t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype)
         for t in tensors
@@ -304,11 +305,11 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, .
 def _batched(
     op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """All three as (batch, heads, seq, dim), and the sizes that batch is made of."""
+    """All three as (batch, heads, seq, dim), and the leading sizes that batch combines."""
     if query.dim() == key.dim() == value.dim() == 4:
         of_query, of_key, of_value = query.shape, key.shape, value.shape
         if of_query[0] == of_key[0] == of_value[0] and of_key[1] == of_value[1]:
-            # The operator shares one head of key, or with enable_gqa any number, by itself.
+            # The operator itself shares one head of key, or with enable_gqa several.
             if enable_gqa or of_key[1] == of_query[1] or of_key[1] == 1:
                 return query, key, value, (of_query[0],)
     for name, tensor in (("query", query), ("key", key), ("value", value)):

@@ -1,4 +1,4 @@
-"""Attention against a KV cache, and the merge of attentions to parts of the keys."""
+"""Attention to a KV cache, and the merge of attentions to parts of the keys."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def attention_with_kv_cache(
     num_splits: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a few new queries to the keys and values that earlier steps left in caches.
+    """Attention of a few new queries to the keys and values that earlier steps stored in caches.
 
-    With `key` and `value` they are first written into the caches, in place, after the rows in use:
+    `key` and `value`, if given, are first written into the caches, in place, after the rows in use:
     one call is a decoding step of a layer. Every key and value is read once, for all the query
     heads that share it, in chunks that are merged in order (Dao, Haziza, Massa, Sizov:
-    Flash-Decoding for long-context inference, 2023). A sequence's result depends, bit for bit, on
-    nothing else in the batch, nor on how its cache is stored::
+    Flash-Decoding for long-context inference, 2023). Not a bit of a sequence's result depends on
+    the rest of the batch, or on how its cache is stored::
 
         k_cache, v_cache = (torch.zeros(batch, kv_heads, max_seq, head_dim) for _ in range(2))
         used = torch.zeros(batch, dtype=torch.int32)
@@ -63,10 +63,10 @@ def attention_with_kv_cache(
 
     Args:
         query: shape (batch, heads, seq_q, head_dim); float32, bfloat16 or float16. Head i reads
-            head i // (heads // kv_heads) of the caches. Made for 1 to 16 rows, right for any number
-            (keys are read once for 64 rows of the heads that share them; a long prompt is faster
-            through `scaled_dot_product_attention`).
-        k_cache: shape (caches, kv_heads, max_seq, head_dim), caches being batch unless
+            head i // (heads // kv_heads) of the caches. Made for 1 to 16 rows, correct for any
+            number (keys are read once per 64 rows of the heads that share them; a long prompt is
+            faster through `scaled_dot_product_attention`).
+        k_cache: shape (caches, kv_heads, max_seq, head_dim), where caches is batch unless
             cache_batch_idx is given; with block_table (pages, page_size, kv_heads, head_dim).
             query's dtype. Any strides with a dense last dimension; others are copied, and cannot
             be written. `torch.compile` does not copy caches that are written, unless both are
@@ -78,29 +78,30 @@ def attention_with_kv_cache(
         value: shape (batch, kv_heads, new_rows, value_dim); comes together with key.
         cache_seqlens: shape (batch,), int32: rows of each cache in use before this call; or one
             number for all. None is the whole cache, where nothing is written. Not changed.
-        block_table: shape (batch, max_pages), int32: the row j of sequence b is the row
-            j % page_size of page block_table[b, j // page_size]. Entries after the last row in
-            use, and before what a window or cache_leftpad leaves, are not looked at. Sequences may
-            share pages, but no row may be written at one place and read at another.
-        cache_batch_idx: shape (batch,), int32: which cache is whose; not with block_table.
-        cache_leftpad: shape (batch,), int32: so many rows at the beginning of a cache are no keys.
-            Positions count them.
-        rotary_cos, rotary_sin: shape (positions, rotary_dim / 2), query's dtype or float32: what
-            key and query are rotated by, in their first rotary_dim dimensions (Su, Lu, Pan,
-            Murtadha, Wen, Liu: RoFormer, 2021). A new key is rotated at its row in the cache before
-            it is written; query row i at cache_seqlens[b] + i where there is a window or is_causal,
-            else at cache_seqlens[b], as flash-attention does it (not its position in a window, if
-            key has another number of rows). Only with key: keys in the caches are rotated already.
+        block_table: shape (batch, max_pages), int32: row j of sequence b is row j % page_size of
+            page block_table[b, j // page_size]. Entries after the last row in use, or before the
+            first that a window or cache_leftpad leaves, are not read. Sequences may share pages,
+            but a row that one of them writes must not be read at another place.
+        cache_batch_idx: shape (batch,), int32: the cache of each sequence; not with block_table.
+        cache_leftpad: shape (batch,), int32: the number of rows at the beginning of each cache that
+            are not keys. Positions count them.
+        rotary_cos, rotary_sin: shape (positions, rotary_dim / 2), query's dtype or float32: cosines
+            and sines of the rotation of key and query in their first rotary_dim dimensions (Su, Lu,
+            Pan, Murtadha, Wen, Liu: RoFormer, 2021). A new key is rotated by its row in the cache
+            before it is written. Query row i is rotated by cache_seqlens[b] + i with a window or
+            is_causal, else by cache_seqlens[b], as in flash-attention; where key has another number
+            of rows than query, that is not its position in a window. Only with key: keys in the
+            caches are already rotated.
         rotary_interleaved: pairs are dimensions (2i, 2i + 1); else (i, i + rotary_dim / 2).
         scale: of the scores; None is 1 / sqrt(head_dim).
         is_causal: a query attends to no key after its position: the same as 0 on the right of
-            window_size. Makes no difference to a single query.
+            window_size. No effect on a single query.
         window_size: (left, right): a query sees keys from position - left to position + right;
             -1 is no limit. Keys that no query of a sequence sees are not read.
         softcap, alibi_slopes, sinks: as in `scaled_dot_product_attention`, without gradients.
-        num_splits: ignored, flash-attn's name: how keys are cut depends on a sequence's length,
-            head_dim and dtype alone, and so results do not depend on what else is in the batch.
-        return_lse: also return the logarithm of the softmax' denominator: what
+        num_splits: flash-attn's argument, ignored: the splits of the keys depend on a sequence's
+            length, head_dim and dtype alone, so no result depends on the rest of the batch.
+        return_lse: also return the logarithm of the softmax's denominator, which
             `merge_attention_states` needs.
 
     Returns:
@@ -113,10 +114,11 @@ def attention_with_kv_cache(
     Raises:
         RuntimeError: a shape, dtype, device, length, page number or position does not fit; a cache
             that is to be written has no dense last dimension or is expanded; two sequences would
-            write the same rows, or one be read at another place. The message names the argument,
-            and nothing has been written. Or a gradient would be recorded: there are none, decode
-            under `torch.no_grad()`. On CUDA lengths, cache and page numbers are not looked at,
-            which would wait for the device; positions beyond rotary_cos, too, are the caller's.
+            write the same rows, or a written row would be read at another place. The message names
+            the argument, and nothing has been written. Or a gradient would be recorded: there are
+            none, decode under `torch.no_grad()`. On CUDA the values of lengths, cache and page
+            numbers, and positions beyond rotary_cos, are not checked, which would wait for the
+            device.
         TypeError: an argument is of a wrong type.
         ValueError: only one of key and value, or rotary_cos or rotary_sin without them;
             window_size is malformed.
@@ -205,16 +207,16 @@ def merge_attention_states(
     """The attention to all keys, from attentions of the same queries to parts of them.
 
     ``lse = logsumexp(lses)`` and ``output = sum(exp(lses[i] - lse) * outputs[i])`` (Milakov,
-    Gimelshein: Online normalizer calculation for softmax, 2018), which is exact: chunked prefill, a
-    prefix that sequences share, keys on several machines. The parts are disjoint; a sink belongs
-    to one of them alone. Computed in float32 (float64 for float64) in the order of the parts,
-    rounded once; differentiable, and one kernel under `torch.compile`.
+    Gimelshein: Online normalizer calculation for softmax, 2018), which is exact. For chunked
+    prefill, a prefix that sequences share, keys on several machines. The parts must be disjoint,
+    and a sink in one of them alone. Computed in float32 (float64 for float64) in the order of the
+    parts, rounded once; differentiable, and one kernel under `torch.compile`.
 
     Args:
         outputs: the parts' outputs, each of shape (..., dim), such as (batch, heads, seq_q, dim); a
             sequence of tensors or one with the parts in its first dimension.
-        lses: their log-sum-exps, natural logarithm, each of shape (...): what `return_lse` gives. A
-            part that has no key for a query has -inf there, and its output is not looked at.
+        lses: their log-sum-exps, natural logarithm, each of shape (...), as from `return_lse`. A
+            part that has no key for a query has -inf there, and its output is not used.
 
     Returns:
         A pair: Tensor of shape (..., dim) in outputs' dtype, and its log-sum-exp, (...), in float32

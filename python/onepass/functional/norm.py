@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm, alone or fused with the residual add (and dropout) in front of them."""
+"""Layer norm and RMS norm, alone or fused with the residual add (and dropout) before them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def add_layer_norm(
     Args:
         input: the branch, shape (*, *normalized_shape).
         residual: the stream, input's shape; may be wider (float32 beside bfloat16 activations).
-            None, as in front of a first block: residual_out is dropout(input) then, in
+            None, as before a first block: then residual_out is the sum without it, in
             residual_dtype or input's dtype.
         normalized_shape, weight, bias, eps: as in `layer_norm`.
         dropout_p: probability of dropping an element of input; no mask is stored, the backward
@@ -248,7 +248,7 @@ def modulated_layer_norm(
         shift: scale's shape, of any of these dtypes; None is 0.
         eps: added to the variance.
         residual: the stream that input is added to, input's shape; may be wider.
-        gate: what multiplies input in front of the add, scale's shape; None is 1.
+        gate: multiplies input before the add, scale's shape; None is 1.
 
     Returns:
         Tensor of input's shape and dtype (under autocast: of the dtype that torch's layer_norm
@@ -333,7 +333,7 @@ def _add_norm(
     stream_dtype = residual_dtype or input.dtype
     if is_scaled:
         row = input
-        if column_scale is not None and column_scale.dim() > 1:  # of several dimensions
+        if column_scale is not None and column_scale.dim() > 1:  # add_scaled takes one dimension
             row, column_scale = input.flatten(-column_scale.dim()), column_scale.flatten()
         stream = add_scaled(row, None, dropout_p, column_scale, row_scale, stream_dtype)
         stream = stream.reshape(input.shape)
@@ -341,7 +341,7 @@ def _add_norm(
         stream = dropout(input, dropout_p, stream_dtype)
     else:
         stream = input.to(stream_dtype)
-    # Under CUDA's autocast the norm chooses, as it does with a residual.
+    # Under CUDA's autocast the norm chooses the dtype, as with a residual.
     chosen = None if input.is_cuda and torch.is_autocast_enabled("cuda") else input.dtype
     y, _ = norm(stream, None, weight, bias, normalized_shape, out_dtype=chosen, **options)
     return y, stream
