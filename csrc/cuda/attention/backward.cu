@@ -9,21 +9,21 @@
 // copy per head. dQ is added up over the tiles of keys in float32, in the workspace; a last kernel
 // scales and rounds it. The scores are never stored.
 //
-// Scores are computed transposed (backward_scores.cuh). Up to 128 columns P^T and dS^T are factors
-// of dV and dK in the registers where they were computed; only dQ needs dS of other warps, through
-// shared memory. Per tile of queries a warp multiplies
+// Scores are computed transposed (backward_scores.cuh). Up to 128 columns P^T and dS^T are used as
+// factors of dV and dK in the registers where they were computed; only dQ needs dS of other warps,
+// through shared memory. Per tile of queries a warp multiplies
 //   S^T, dP^T   16 keys by all queries; at 256 columns by half of them
 //   dV, dK      16 keys by all columns; at 256 columns 32 keys by two slabs of 32 columns, with P
 //               and dS from shared memory: that reads a third less than 16 keys by four slabs
 //   dQ          32 queries by 32 columns, over all keys of the block
 //
-// dQ is added by red.global in any order of the blocks; deterministic: in the order of the tiles of
-// keys, for which blocks wait for one another. They take their work by tickets, so that a block
-// waits only for blocks that have begun, and neighbouring tickets are of different heads, which do
-// not wait for each other.
+// dQ is added by red.global, in any order of the blocks. If deterministic, blocks wait for one
+// another to add in the order of the tiles of keys. They take their work by tickets, so that a
+// block waits only for blocks that have begun; neighbouring tickets are of different heads, which
+// do not wait for each other.
 //
-// Bytes: Q, dO once for every tile of keys that is seen, dQ likewise (float32, in the L2); K, V,
-// dK, dV once. The bound is the tensor cores: five products for one exponential per score.
+// Bytes: Q, dO and dQ (float32, in the L2) once for every tile of keys that they see; K, V, dK, dV
+// once. The bound is the tensor cores: five products for one exponential per score.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/backward_bias.h"
 #include "cuda/attention/backward_query.cuh"
@@ -102,15 +102,15 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   constexpr int kGroups = kKeys / 16, kParts = kTile.warps / kGroups;
   constexpr int kStrip = backward_strip(kBucket, kTerms), kStrips = kQueries / kParts / kStrip;
   constexpr int kTiles = kStrip / 8, kSteps = kStrip / 16;
-  // Of dK and dV a warp has 16 kRowTiles keys, and one of kOwnParts shares of the slabs.
+  // A warp has dK and dV of 16 kRowTiles keys and one of kOwnParts shares of the slabs.
   constexpr int kRowTiles = kParts == 1 ? 1 : 2, kOwnParts = kParts * kRowTiles;
   constexpr int kOwnGroups = kTile.warps / kOwnParts;
   constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kOwnParts * kSlab / 8;
   constexpr int kKept = backward_kept_columns(kBucket);
-  constexpr int kFacts = 4;  // turns: this one, the next, the one after; up to a power of two
+  constexpr int kFacts = 4;  // this turn, the next, the one after; rounded up to a power of two
   constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS, after P
   using RowTile = Tile<T, kBucket>;
-  using ValueTile = Tile<T, 128>;  // of the columns of V that no registers keep
+  using ValueTile = Tile<T, 128>;  // the columns of V that are not kept in registers
   using ScoreTile = Tile<T, backward_score_columns(kBucket)>;
   static_assert(kQueries / kQueryRows * kSlabs == kTile.warps && kThreads > kQueries);
   SharedMemory shared;
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
              query_numbers<kTerms>(args, block->sequence, statistics,
                                    facts_of(turn_index).turn.first + i, block->first_key, kKeys));
   };
-  // By a thread of a warp that stores no numbers.
+  // Done by a thread of a warp that stores no numbers.
   const auto put_facts = [&](int turn_index, const Turn& turn) {
     if (thread_index() != kThreads - kLanes || turn_index >= block->turns) return;
     const auto first = [&](const Strided& tensor, int64_t cols) {
@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
                             .doutput_piece = doutput.piece};
   };
 
-  // Of the warp, from the thread's index each time: nothing is kept in registers. Keys and queries
-  // of scores, then keys and columns of dK and dV.
+  // The warp's place, computed from the thread's index each time, not kept in registers: its keys
+  // and queries of scores, then its keys and columns of dK and dV.
   const auto top_key = [] { return thread_index() / kLanes % kGroups * 16; };
   const auto part = [] { return kParts == 1 ? 0 : thread_index() / kLanes / kGroups; };
   const auto own_key = [] { return thread_index() / kLanes % kOwnGroups * (16 * kRowTiles); };
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
   float dkey[kRowTiles][kOwnTiles][4] = {}, dvalue[kRowTiles][kOwnTiles][4] = {};
   uint32_t value_a[kKept == 0 ? 1 : kKept / 16][4] = {};
-  float head_sum = 0.0f;  // of add_head_gradient(): the head so far, the lane's share
+  float head_sum = 0.0f;  // add_head_gradients(): the lane's share of the head so far
 
   if (block->turns > 0) {
     put_facts(0, block->first_turn());
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     const auto now = [&]() -> const TurnFacts& { return facts_of(i); };
     const bool is_last = i + 1 == block->turns;
     cp_async_wait<0>();
-    __syncthreads();  // this turn's queries are loaded, the last turn's are used
+    __syncthreads();  // this turn's queries are loaded, the previous turn's no longer needed
     if (!is_last && work.stages > 1) {
       load_query(i + 1, 1 - stage()), load_doutput(i + 1, 1 - stage());
     }
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     // ---- dK, and dV where two warps have the same keys
     RowStatistics statistics{};
     if (!is_last) statistics = load_statistics(facts_of(i + 1).turn);
-    if (shares_place) __syncthreads();  // dO is used
+    if (shares_place) __syncthreads();  // dO is no longer needed
     ONEPASS_UNROLL
     for (int step = 0; step < kStrips * kSteps; ++step) {
       put_a(scores, ds_a[0][step], top_key(),
@@ -424,7 +424,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
                  0.0f);
   }
   if (block->first_key >= block->keys) return;
-  // Both are stored through the memory of K, a warp an eighth of the rows.
+  // Both are stored through the memory of K; each warp stores an eighth of the rows.
   const auto store = [&](const Strided& tensor, const float (&sum)[kRowTiles][kOwnTiles][4],
                          int64_t cols, float factor) {
     if (!tensor.data) return;
@@ -450,8 +450,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
 // ---- plan and run -------------------------------------------------------------------------------
 
-// How a call is cut up, and what the workspace has: the sums of dQ and the counters of blocks,
-// which begin at zero; the ends; what dbias needs. Linear in the rows of query:
+// How a call is divided, and its workspace: the sums of dQ and the counters of blocks, which begin
+// at zero; the ends; the part of dbias. Linear in the rows of query:
 //   4 heads (total_q + up to 7 of each sequence) 32 ceil(head_dim / 32)       if dquery is wanted
 // + 4 (1 + batch heads query tiles)                                           if deterministic
 // + ends_bytes() + dbias_bytes()
@@ -489,8 +489,8 @@ Plan plan_backward(const AttentionBackward& args, const Machine&, BackwardShape&
   return plan;
 }
 
-// Blocks of a pair share its Q, dO and dQ. Where they wait for their turns at those, all pairs take
-// turns: two blocks of different pairs never wait for one another.
+// Blocks of a pair share its Q, dO and dQ. If they wait for one another to add to dQ, the order
+// goes through all pairs in turn: blocks of different pairs never wait for one another.
 BlockOrder order_of(const AttentionBackward& args, const BackwardShape& shape) {
   const int64_t row_bytes = (args.head_dim + args.value_dim) * size_of(args.dtype) +
                             (shape.sums > 0 ? args.head_dim * 4 : 0);

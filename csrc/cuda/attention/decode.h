@@ -16,8 +16,9 @@
 //   - More than fill any device: a block takes a whole sequence and stores no state.
 // The grid does not depend on the number of multiprocessors. A block with several chunks would
 // drain its queues between them (the values of its warps reuse their memory), as successive blocks
-// do; and 1,024 chunks of 32k keys on 8 heads are three for some of 396 places (132 times three
-// blocks) either way. It would pay if a block loaded its next chunk while it finishes one.
+// do. And 1,024 chunks (32k keys, 8 heads) on 396 places (132 multiprocessors times three blocks)
+// are up to three per place either way. It would pay if a block loaded its next chunk while it
+// finishes one.
 //
 // So the workspace has at most kFewTiles * (kMostChunks + 2) or kManyTiles * kMostRuns tiles of
 // states, however many sequences, queries and keys there are; or, where whole sequences have
@@ -76,7 +77,7 @@ ONEPASS_HOST_DEVICE inline Chunks chunks_of(const AttentionDecode& args, const C
   return {size, first / size, ceil_div(last, size)};
 }
 
-// Chunks in pieces of so many, aligned to multiples of it: piece i is [first(i), last(i)).
+// Chunks in pieces of equal size, aligned to multiples of it: piece i is [first(i), last(i)).
 struct Pieces {
   Chunks chunks;
   int64_t per_piece;
@@ -102,11 +103,11 @@ inline int64_t most_chunks(const AttentionDecode& args, int64_t queries) {
   return std::max<int64_t>(std::min({room, touched, kMostChunks + 2}), 1);
 }
 
-// The most runs that so many neighbouring chunks can touch.
+// The most runs that `chunks` neighbouring chunks can touch.
 constexpr int64_t most_runs(int64_t chunks) { return (chunks - 1) / kRunChunks + 2; }
 inline constexpr int64_t kMostRuns = most_runs(kMostChunks + 2);
 
-// What is the same for all blocks of a call.
+// The numbers that are the same for all blocks of a call.
 struct DecodeShape {
   int64_t group;       // query heads of a kv head
   int64_t rows;        // of a kv head: query * group + head

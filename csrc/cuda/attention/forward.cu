@@ -133,7 +133,7 @@ struct PagePlace {
   int row;
 };
 
-// Facts that all threads of a block share: in shared memory, because registers are short.
+// Facts that all threads of a block share: in shared memory, because registers are scarce.
 template <class T>
 struct BlockFacts {
   Rows<const T> key;  // of page 0 where there are pages
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(
     const int32_t* const pages = args.block_table + block->batch * args.block_table_stride;
     return PagePlace{load_global(pages + i / size), i % size};
   };
-  // Listed while the values of the tile before are still being loaded, so there are two lists.
+  // Listed while the values of the previous tile are still being loaded, so there are two lists.
   const auto value_rows_of = [&](int tile) {
     return value_rows + (kListed ? (tile & 1) * kKeys : 0);
   };
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(
       if (args.sinks) {
         const float sink = load_as<float>(args.sinks, args.sinks_dtype, block->head);
         const float with_sink = fmaxf(max, sink);
-        if (sink != -INFINITY) {  // -inf is no sink, also for a row without keys
+        if (sink != -INFINITY) {  // a sink of -inf counts as none, also for a row without keys
           shrink = max == -INFINITY ? 0.0f : exp2_approximate((max - with_sink) * kLog2e);
           total = total * shrink + exp2_approximate((sink - with_sink) * kLog2e);
           max = with_sink;

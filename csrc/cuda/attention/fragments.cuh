@@ -84,8 +84,8 @@ struct TermRows {
   }
 
   // body(n, r, left, right) for the lane's keys of tile n in row r. Each lane of a quad reads the 8
-  // keys of one tile in four at once, and the quad exchanges the pairs: one access in place of
-  // eight dependent ones.
+  // keys of one tile in four at once, and the quad exchanges the pairs: one access instead of eight
+  // dependent ones.
   template <int kTiles, class Body>
   __device__ __forceinline__ void for_each_pair(const LaneRow (&rows)[2], int first_key,
                                                 Body&& body) const {

@@ -9,7 +9,7 @@
 // add nothing to each other, and results are the same bits in any order of blocks. Each kernel
 // recomputes S and dP: seven products instead of five, and two more for dbias. All rows are loaded
 // in slabs of kDepth columns or rows. A block has kOutCols columns of its gradient; wider heads
-// take several blocks. Done when products are what it waits for.
+// take several blocks. Done when products bound its time.
 #include <algorithm>
 
 #include "cuda/attention/attention.h"

@@ -9,7 +9,7 @@
 // at a time), P stays there (Tf32) or goes through shared memory (MultiplyAdds), and the output
 // stays in registers. Q stays in shared memory if it has at most kResidentSlabs slabs; otherwise it
 // is read again for every tile of keys. Bytes per block: O and the keys and values that it sees
-// once, and Q once if it is resident. Done when products are what it waits for.
+// once, and Q once if it is resident. Done when products bound its time.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/order.h"
 #include "cuda/attention/plain.cuh"

@@ -57,8 +57,8 @@ enum class ForwardKind {
 // the sums alone are 128 registers for 16 rows. Terms of scores need registers for their addresses.
 // `narrow`: see is_narrow().
 //
-// Nothing else may enter here: the sizes decide the order of additions, and with it the bits of a
-// result, which must not depend on strides, alignment or pages.
+// The sizes may depend on nothing else: they decide the order of additions, and with it the bits of
+// a result, which must not depend on strides, alignment or pages.
 constexpr AttentionTile forward_tile(int bucket, bool terms, bool narrow) {
   if (bucket == 64 && !terms) return {.queries = 128, .keys = 96, .warps = 4};
   if (bucket == 128 && (terms || narrow)) return {.queries = 128, .keys = 32, .warps = 4};
@@ -80,11 +80,11 @@ constexpr int forward_shared_bytes(int bucket, const AttentionTile& tile, bool l
 // single block may ask for.
 constexpr bool two_fit(size_t bytes, size_t shared) { return 2 * (bytes + 1024) <= shared + 1024; }
 
-// Whether a call takes the narrow tile: where two blocks with the other would not fit. That is at
-// 128 columns without terms, in the 100 KiB of compute capability 8.6, 8.9 and 12.0. The A100 (164
-// KiB) and the H100 (228 KiB) have room for two, and there 64 keys read Q half as often. At 256
-// columns only the H100 has room: two would fit 164 KiB with 32 keys and 100 KiB with 16 keys, and
-// there are no such instances.
+// Whether a call takes the narrow tile: if two blocks with the other would not fit. So it is at 128
+// columns without terms in the 100 KiB of compute capability 8.6, 8.9 and 12.0. The A100 (164 KiB)
+// and the H100 (228 KiB) have room for two, and there 64 keys read Q half as often. At 256 columns
+// only the H100 has room: two would fit 164 KiB with 32 keys and 100 KiB with 16 keys, but there
+// are no such instances.
 //
 // The number of keys changes the order of additions, so the last bits of a result may differ from
 // one kind of device to another. On one device they depend on the row alone.
@@ -120,8 +120,8 @@ static_assert(is_narrow(128, false, 99 * 1024) && !is_narrow(128, false, 163 * 1
 // elsewhere (163 KiB and more) the next one is loaded beside it: the same additions in the same
 // order, so results do not depend on it.
 //
-// 32 keys by half of the queries at 128 columns too would need 144 reads of fragments in place of
-// 176, but 16 KiB more for P: 99 KiB have no room for it, 163 KiB have.
+// At 128 columns too, 32 keys by half of the queries would need 144 reads of fragments instead of
+// 176, but 16 KiB more for P: 99 KiB has no room for it, 163 KiB has.
 constexpr AttentionTile backward_tile(int bucket) {
   if (bucket == 64) return {.queries = 128, .keys = 128, .warps = 8};
   if (bucket == 128) return {.queries = 64, .keys = 128, .warps = 8};
@@ -137,7 +137,7 @@ constexpr int backward_strip(int bucket, bool terms) {
 // Columns of V that stay in registers as factors; the others stay in shared memory.
 constexpr int backward_kept_columns(int bucket) { return bucket == 64 ? 64 : bucket - 128; }
 
-// Whether dS overwrites dO, which is no longer needed by then: where nothing else fits.
+// Whether dS overwrites dO, which is no longer needed by then: only where both do not fit.
 constexpr bool backward_shares_place(int bucket, int stages) {
   return bucket == 128 && stages == 1;
 }

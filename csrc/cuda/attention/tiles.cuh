@@ -11,8 +11,8 @@
 
 namespace onepass::cuda {
 
-// Products include or skip so many columns at once. In shared memory a row is padded with zeros to
-// a multiple of this; columns beyond that are never read.
+// Products include or skip this many columns at once. In shared memory a row is padded with zeros
+// to a multiple of this; columns beyond that are never read.
 inline constexpr int kSlab = 32;
 
 inline constexpr int kChunk = 8;  // elements of 16 bytes
@@ -254,8 +254,8 @@ __device__ __forceinline__ void store_tile(const Tile<T, kCols>& tile, const Row
 // with the swizzle. Two offsets are enough: a column at a multiple of 16 is one XOR.
 template <int kCols>
 struct FragmentLanes {
-  uint32_t straight;  // matrices 0 1 2 3 are rows 0-7, 8-15, then those again, 8 columns on
-  uint32_t crossed;   // rows 0-7, those again 8 columns on, then rows 8-15
+  uint32_t straight;  // matrices 0 1 2 3: rows 0-7, 8-15, then the same 8 columns further
+  uint32_t crossed;   // rows 0-7, the same 8 columns further, then both for rows 8-15
 
   __device__ __forceinline__ explicit FragmentLanes(int lane = lane_index()) {
     const int within = lane % 8, second = lane / 8 % 2, fourth = lane / 16;
