@@ -1,9 +1,9 @@
-"""Draws the pictures of the README from what is measured under benchmarks/results.
+"""Draws the pictures of the README from the measurements under benchmarks/results.
 
     python benchmarks/figures.py            (make figures)
 
 `docs/images/compare.svg`: a training step of the GPT of `onepass compare`, stock and swapped, by
-the parts of the model, from what `onepass compare --json FILE` wrote.
+the parts of the model, from a file of `onepass compare --json FILE`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COMPARE = ROOT / "benchmarks" / "results" / "epyc-zen4-2cores" / "compare.json"
-# Parts of a step as `compare` names them, by what the picture calls them.
+# The parts of a step: the picture's names, and those of `compare`.
 PARTS = {
     "linear layers": ("linear",),
     "attention": ("attention",),
@@ -47,7 +47,7 @@ def bars(measured: Mapping) -> list[tuple[str, list[float]]]:
                 sum(phase.get(part, 0.0) for phase in phases for part in names)
                 for names in PARTS.values()
             ]
-            # The parts are timed in steps of their own, which hooks make longer.
+            # The parts are timed in separate steps, which hooks make longer.
             scale = step / sum(parts)
             result.append((f"{drops}, {name}", [scale * part for part in parts]))
     return result
@@ -56,7 +56,7 @@ def bars(measured: Mapping) -> list[tuple[str, list[float]]]:
 def draw_compare(measured: Mapping, path: Path) -> None:
     import matplotlib
 
-    # The same file from the same figures, with text that can be searched.
+    # The same figures give the same file, whose text can be searched.
     style = {"svg.hashsalt": "onepass", "svg.fonttype": "none", "font.size": 11}
     with matplotlib.rc_context(style):
         figure = compare_figure(measured)

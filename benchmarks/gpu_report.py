@@ -1,9 +1,9 @@
-"""`make gpu-report`: one command that turns a machine with a CUDA device into figures.
+"""`make gpu-report`: one command that tests and measures onepass on a machine with a CUDA device.
 
-Builds onepass for the device that torch sees, in the Python that runs this and without changing it,
-then runs the device tests, the benchmarks, a comparison of a whole model and compute-sanitizer.
+Builds onepass for the device that torch sees, for the Python that runs this and without changing
+it, then runs the device tests, the benchmarks, a comparison of a whole model and compute-sanitizer.
 Writes bench-*.json, compare-*.json, report.json, report.log and table.md to
-benchmarks/results/<device>/. A step that fails does not keep the others from running.
+benchmarks/results/<device>/. If a step fails, the others still run.
 
 Exit codes: 0, 1 if a step failed, 2 if there is nothing to run on: no torch with CUDA, no device,
 no nvcc, a missing package.
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu-report"
 WRITTEN = ("report.json", "table.md")
 SITE = WORK / "site"  # where onepass is installed, for the steps alone
-# One process each: where a kernel has accessed memory that is not its own, no other runs any more.
+# One process each: after an illegal access by a kernel no other kernel runs in that process.
 TESTS = {
     "device tests": (
         "tests/device/test_first_call.py",
@@ -82,8 +82,8 @@ TESTS = {
         "tests/attention_decode/test_pages.py",
     ),
 }
-# What a step measures, and the seconds that it may take. Of attention's standard shapes, that is
-# the first part; `onepass bench attention --device cuda` by itself measures all.
+# The families that a step measures, and the seconds that it may take: enough for the first part of
+# attention's standard shapes; `onepass bench attention --device cuda` by itself measures all.
 BENCHMARKS = {"decode": (("decode",), 75), "attention": (("attention",), 150)}
 BENCHMARKS |= {
     "norm": (("norm", "dropout", "gate", "group_norm", "loss"), 180),
@@ -92,8 +92,8 @@ BENCHMARKS |= {
 BENCHMARKS |= {"optimizer": (("optimizer",), 60)}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")
-BUDGET = 570.0  # of ten minutes; a step in hand at their end is still to be ended and reported
-HANGS = 90  # seconds of one test after which pytest shows where it is
+BUDGET = 570.0  # seconds; the rest of ten minutes is for ending and reporting the last step
+HANGS = 90  # seconds of one test after which pytest prints its stack
 GRACE = 15.0  # seconds between asking a step to end and ending it
 TAIL = 30  # lines of a failed step that are shown
 
@@ -123,7 +123,7 @@ print(json.dumps(facts))
 
 
 class Obstacle(Exception):
-    """Why there is nothing to run on, in one line."""
+    """The reason why nothing can run, in one line."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Outcome:
     """How a step ended.
 
     Attributes:
-        result: "ok", "failed", "skipped" (its tool is not here) or "left out" (no time for it).
-        detail: what was found, or why.
+        result: "ok", "failed", "skipped" (its tool is missing) or "left out" (no time for it).
+        detail: the findings, or the reason.
     """
 
     result: str
@@ -148,13 +148,13 @@ class Step:
     """One command.
 
     Attributes:
-        least: seconds below which it is not begun.
+        least: with fewer seconds left it is not begun.
         limit: seconds that it may take at most.
-        command: gives its words, for the seconds that it has.
-        judge: gives its outcome, from the exit code and what it printed.
-        environment: what it needs beside the environment of all steps.
-        folder: where it runs. Those that write figures run beside them: a command that is written
-            into a result then names no folder of this machine.
+        command: gives its arguments, for the seconds that it has.
+        judge: gives its outcome, from the exit code and the output.
+        environment: variables added to the environment of all steps.
+        folder: where it runs. Steps that write figures run in the folder of the results: the
+            command in a result then contains no path of this machine.
         skip: why it cannot run here; empty if it can.
     """
 
@@ -168,7 +168,7 @@ class Step:
     skip: str = ""
 
 
-# ---- what is here --------------------------------------------------------------------------------
+# ---- the machine ---------------------------------------------------------------------------------
 
 
 def facts_of_device(python: str = sys.executable) -> dict:
@@ -185,7 +185,7 @@ def facts_of_device(python: str = sys.executable) -> dict:
 
 
 def find_tool(name: str, environment: Mapping[str, str]) -> str:
-    """A program of the CUDA toolkit: on PATH, in CUDA_HOME or in its usual place; else empty."""
+    """The path of a program of the CUDA toolkit, from PATH, CUDA_HOME or the usual place, or ""."""
     homes = [environment.get("CUDA_HOME"), environment.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [environment.get("PATH", "")]
     folders += [os.path.join(home, sub) for home in homes if home for sub in ("bin", name)]
@@ -195,8 +195,8 @@ def find_tool(name: str, environment: Mapping[str, str]) -> str:
 def missing_packages(names: Sequence[str] = PACKAGES) -> list[str]:
     """Distributions that this Python does not have.
 
-    Asked by name of the distribution: to look for the module `pip` makes setuptools leave distutils
-    alone, and inductor then fails in this process.
+    Looked up by the name of the distribution: a search for the module `pip` makes setuptools leave
+    distutils alone, and inductor then fails in this process.
     """
     missing = []
     for name in names:
@@ -220,7 +220,7 @@ def find_all(environment: Mapping[str, str]) -> tuple[dict, dict[str, str]]:
 
 
 def commit() -> str:
-    """The commit of this checkout, "unknown" where it is a copy without git."""
+    """The commit of this checkout, "unknown" for a copy without git."""
     try:
         git = ["git", "-C", str(ROOT)]
         run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
@@ -232,7 +232,7 @@ def commit() -> str:
 
 
 def slug(device: str) -> str:
-    """The device's name as a folder's."""
+    """A folder's name for the device."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
@@ -242,7 +242,7 @@ def slug(device: str) -> str:
 def plan(
     facts: Mapping, tools: Mapping[str, str], folder: Path, python: str = sys.executable
 ) -> list[Step]:
-    """All steps, those with the figures before those that may take long."""
+    """All steps; those that give figures come before those that may take long."""
     onepass = [python, "-m", "onepass"]
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     pytest += ["-o", f"faulthandler_timeout={HANGS}"]
@@ -283,7 +283,7 @@ def bench(name: str, onepass: Sequence[str], folder: Path) -> Step:
     file = f"bench-{name}.json"
 
     def command(seconds: float) -> list[str]:
-        # Its own imports and the case in hand at the limit take time as well.
+        # Its imports, and the case that runs when the limit is reached, take time as well.
         within = f"{max(seconds - 45, seconds / 3):.0f}"
         words = [*onepass, "bench", *families, "--device", "cuda", "--seconds", "0.3"]
         return [*words, "--limit", within, "--json", file]
@@ -306,7 +306,7 @@ def sanitizer(
 ) -> Step:
     words = [program, "--tool", tool, "--error-exitcode", "9"]
     if tool == "memcheck":
-        words += ["--report-api-errors", "no"]  # torch probes its device by calls that may fail
+        words += ["--report-api-errors", "no"]  # torch probes the device with calls that may fail
     words += [*pytest, *files, "-k", "small_for_sanitizers"]
     return Step(
         f"{tool}, {of}",
@@ -334,7 +334,7 @@ def build_command(facts: Mapping, python: str) -> list[str]:
 
 
 def judge_build(code: int, python: str) -> Outcome:
-    """Another onepass in this Python, an editable one, may come before the one just built."""
+    """Fails if another onepass in this Python, an editable one, comes before the one just built."""
     if code:
         return by_exit_code(code, "")
     find = "import importlib.util as u; print(u.find_spec('onepass').origin)"
@@ -352,7 +352,7 @@ def judge_doctor(code: int, log: str) -> Outcome:
 
 
 def judge_tests(code: int, log: str, results: Path) -> Outcome:
-    """From the JUnit file; tests that were all skipped have shown nothing."""
+    """From the JUnit file; a step whose tests were all skipped failed."""
     try:
         cases = list(ElementTree.parse(results).iter("testcase"))
     except (OSError, ElementTree.ParseError):
@@ -403,13 +403,13 @@ def read_json(file: Path) -> dict | None:
         return None
 
 
-# ---- running them --------------------------------------------------------------------------------
+# ---- running the steps ---------------------------------------------------------------------------
 
 
 def environment_of_steps() -> dict[str, str]:
-    """The caller's, with what was built first on the path; the tests need no pytest plugin, and
-    one of the caller's may change their order or their seeds. Swapped models run onepass's
-    attention: what it would give is what the report is for."""
+    """The caller's, with the new build first on the path. pytest loads no plugins: the tests need
+    none, and one may change their order or seeds. Swapped models run onepass's attention, which the
+    report is to measure."""
     paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -427,9 +427,9 @@ def execute(
 ) -> list[dict]:
     """Runs the steps one by one within `budget` seconds; returns a record of each.
 
-    A step gets what is left, at most its limit; all output goes to the file `log`. When the first,
-    the build, fails, there is nothing to run the others on. `keep` gets the records so far after
-    each step: whoever ends this process before the last one has those.
+    A step gets the time that is left, at most its limit; all output goes to the file `log`. If the
+    first step, the build, fails, no other runs. `keep` gets the records so far after each step, so
+    that they survive if this process is ended early.
     """
     end = time.monotonic() + budget
     records, built = [], True
@@ -447,7 +447,7 @@ def execute(
             code, text = run(step, seconds, log)
             if code is not None:
                 outcome = step.judge(code, text)
-            else:  # by its own fault only if it had all the time that it may take
+            else:  # its own fault only if it had its full limit
                 result = "failed" if seconds >= step.limit else "left out"
                 outcome = Outcome(result, f"did not end within {seconds:.0f} s")
         taken = time.monotonic() - start
@@ -463,7 +463,7 @@ def execute(
 
 
 def run(step: Step, seconds: float, log: Path) -> tuple[int | None, str]:
-    """(exit code, or None if it did not end in time; what it printed, which the log gets too)."""
+    """(exit code, or None if it did not end in time; its output, which goes to the log too)."""
     words = [str(word) for word in step.command(seconds)]
     with open(log, "a+", encoding="utf-8", errors="replace") as file:
         file.write(f"\n$ {' '.join(words)}\n")
@@ -478,7 +478,7 @@ def run(step: Step, seconds: float, log: Path) -> tuple[int | None, str]:
                 cwd=step.folder,
                 env=environment_of_steps() | step.environment,
                 start_new_session=True,
-                # Ignored where the report runs in the background of a shell; see _end.
+                # It is ignored if the report runs in a shell's background; _end sends it.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         except OSError as error:
@@ -494,9 +494,9 @@ def run(step: Step, seconds: float, log: Path) -> tuple[int | None, str]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a step that still runs, and the processes that it started and left behind.
+    """Ends a step that still runs, and the processes that it left behind.
 
-    First as by Ctrl-C, at which pytest and `onepass bench` tell what they have found so far.
+    First as by Ctrl-C: pytest and `onepass bench` then print what they have found so far.
     """
     gone = contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired)
     for ending in (signal.SIGINT, signal.SIGTERM):
@@ -544,7 +544,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     build, *others = plan(machine, tools, folder)
     chosen = [step for step in others if any(fnmatchcase(step.name, of) for of in args.only or "*")]
     figures = folder.glob("*.json")
-    if args.only:  # what the others have written stays in the table
+    if args.only:  # results of other steps stay in the table
         figures = [folder / f"{slug(step.name)}.json" for step in chosen]
     for stale in [*figures, folder / "report.log", *WORK.glob("*.xml")]:
         stale.unlink(missing_ok=True)
@@ -559,7 +559,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def output_files():
-    """onepass's own module, which needs nothing of what is built here."""
+    """onepass's own module, which needs no build."""
     path = ROOT / "python" / "onepass" / "_output_file.py"
     spec = importlib.util.spec_from_file_location("output_file", path)
     module = importlib.util.module_from_spec(spec)
@@ -570,7 +570,7 @@ def output_files():
 def write(
     folder: Path, machine: dict, budget: float, start: float, steps: list[dict]
 ) -> tuple[str, bool]:
-    """report.json and table.md, of these records and of what their steps have written.
+    """Writes report.json and table.md, from these records and from the files of their steps.
 
     Returns the table, and whether both could be written; if not, stderr says why.
     """
@@ -592,5 +592,5 @@ def write(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its step ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its step too
     raise SystemExit(main())

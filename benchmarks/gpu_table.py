@@ -1,4 +1,4 @@
-"""The table of `make gpu-report`, from what its steps have written."""
+"""The table of `make gpu-report`, from the files of its steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def markdown(report: Mapping, measured: Sequence[Mapping], compared: Sequence[Ma
 
 
 def _figures(result: Mapping) -> list[str]:
-    """Of one file of `onepass bench`."""
+    """The lines for one file of `onepass bench`."""
     families = dict.fromkeys(
         ("norm", "dropout", "gate", "group_norm", "loss", "rotary"), _norm_rows
     )
@@ -72,7 +72,7 @@ def _norm_rows(rows: Sequence[Mapping]) -> list[str]:
 
 
 def _attention_rows(rows: Sequence[Mapping]) -> list[str]:
-    """Forward / backward; of the variants what a case has, in their order."""
+    """Forward / backward, with the variants that each case has, in their order."""
     phases, lines = (
         PHASES[:2],
         [
@@ -102,7 +102,7 @@ def _decode_rows(rows: Sequence[Mapping]) -> list[str]:
 
 
 def _optimizer_rows(rows: Sequence[Mapping]) -> list[str]:
-    """Many small tensors have no share: what a step costs there is not the memory's."""
+    """Many small tensors get no share: memory does not bound their steps."""
     return _single_rows("Optimizer step", rows)
 
 
@@ -127,7 +127,7 @@ def _single_rows(title: str, rows: Sequence[Mapping]) -> list[str]:
 
 
 def _by_case(rows: Sequence[Mapping]) -> dict[str, dict[str, Mapping]]:
-    """Rows by what they have in common, then by phase."""
+    """Rows by case, then by phase."""
     groups: dict[str, dict[str, Mapping]] = {}
     for row in rows:
         _, operator, dtype, shape, phase = row["name"].split("/")
@@ -149,7 +149,7 @@ def _size(row: Mapping) -> str:
 
 
 def _share(row: Mapping) -> float | None:
-    """Of the ceiling that binds the case, whichever that is; None where a call's overhead does."""
+    """The share of the ceiling that binds the case; None where a call's overhead binds it."""
     return next((value for name, value in row.items() if name.startswith("share_of_")), None)
 
 
@@ -164,7 +164,7 @@ def _ratio(interval: Mapping | None) -> str:
 
 
 def _goal(row: Mapping) -> Mapping:
-    """That of the first pattern that its name matches, or none."""
+    """The goal whose pattern is the first to match the row's name; empty if none does."""
     return next((goal for p, goal in GOALS.items() if fnmatch.fnmatchcase(row["name"], p)), {})
 
 

@@ -1,11 +1,10 @@
-"""A training step of a layer of GPT-2 small, with its 50257 words: the peak of its memory as the
-model is, swapped, and swapped with lazy_logits=True; and how many times less a step of the last
-takes than one of the second.
+"""A training step of a layer of GPT-2 small, with its 50257 words: the peak of memory stock,
+swapped, and swapped with lazy_logits=True; and how many times faster the last is than the second.
 
     python benchmarks/lazy_logits.py [--pairs 9] [--threads 2]
 
-Times want a quiet machine; each model of a pair steps in turn. Peaks are above what a process of
-their own held before the step, and the gradients of the weights are part of them.
+Times need a quiet machine; the models of a pair step in turn. Each peak is measured in a process of
+its own, above the memory held before the step; it includes the gradients of the weights.
 """
 
 from __future__ import annotations

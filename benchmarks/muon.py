@@ -1,11 +1,11 @@
-"""AdamW against Muon with AdamW: the loss of `compare`'s GPT, small, at several learning rates; and
-how long a step of Muon takes, against torch's.
+"""AdamW against Muon with AdamW: the loss of `compare`'s small GPT at several learning rates; and
+the time of a step of Muon against torch's.
 
     python benchmarks/muon.py [--steps 300] [--seeds 1] [--rates 1e-3 2e-3] [--optimizers muon]
     python benchmarks/muon.py --speed [--dtypes bfloat16 float32] [--matrices "one of 768x768"]
 
-Prints the loss on text that was held out and the share of the time that the optimizer took. Losses
-hardly depend on the machine; times do, and want a quiet one.
+Prints the loss on held-out text and the optimizer's share of the time. Losses hardly depend on the
+machine; times do, and need a quiet one.
 """
 
 from __future__ import annotations

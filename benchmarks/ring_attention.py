@@ -69,14 +69,14 @@ def show(options: argparse.Namespace, ranks: list[Connection]) -> None:
 
 
 def together(ranks: list[Connection], call: tuple) -> float:
-    """Seconds of the slowest process, which begin together."""
+    """Seconds of the slowest process; all begin together."""
     for rank in ranks:
         rank.send(call)
     return max(rank.recv() for rank in ranks)
 
 
 def step(attend, tokens: int, dtype: str, backward: bool):
-    """A call of attention on tensors of its own."""
+    """A call of attention on new tensors."""
     shape = (1, HEADS, tokens, HEAD_DIM)
     tensors = [torch.randn(shape).to(getattr(torch, dtype)) for _ in range(4)]
     *tensors, upstream = tensors

@@ -1,12 +1,12 @@
-"""From which size on a swapped layer norm, linear layer, module of attention or of F.linear, or
-function that rotates query and key, takes less time than stock's.
+"""The size from which a swapped module or function takes less time than stock's: layer norms,
+linear layers, modules that call attention or F.linear, functions that rotate query and key.
 
     python benchmarks/small_calls.py [--dtypes float32 bfloat16] [--only attention linear norm
         rotary]
 
 On one thread. The tables give how many times faster ours is, in training (forward and backward) and
-in inference, by processor time in ABBA turns, medians: noise of other processes counts little. The
-bounds of onepass._ops.small_calls are read off them.
+in inference: medians of processor time in ABBA turns, on which other processes have little effect.
+The bounds of onepass._ops.small_calls are read off the tables.
 """
 
 from __future__ import annotations

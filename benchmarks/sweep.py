@@ -1,4 +1,4 @@
-"""Swaps some hundreds of architectures, each tiny and in a process of its own, and judges each.
+"""Swaps hundreds of architectures, each tiny and in a process of its own, and judges each.
 
     python benchmarks/sweep.py                       # all; continues a run that was interrupted
     python benchmarks/sweep.py --only 'bert*' --again
@@ -6,8 +6,8 @@
 
 For each: `swap`, `report.verify` with and without padding, in train and eval mode, a training step,
 `swap` again, copies, `unswap` (outputs, state_dict and classes as before), times. timm and
-diffusers are looked for where Python finds them and left out where it does not; neither is asked
-for its dependencies: `pip install --no-deps timm diffusers` does.
+diffusers are left out if they are not installed; they are used without their dependencies:
+`pip install --no-deps timm diffusers` suffices.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ def run(connection, family: str, name: str, dtype: str, memory_gb: float) -> Non
     limit = int(memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     torch.set_num_threads(1)
-    # Models as small as these would be left to torch's own kernels.
+    # Models of this size would be left to torch's own kernels.
     small_calls.LEAST_NORM.clear()
     small_calls.LEAST_ATTENTION.clear()
     small_calls.LEAST_LINEAR.clear()
-    # And their linear layers to torch's products, on another CPU than this.
+    # So would their linear layers, on CPUs where torch's products are as fast.
     slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
     products.facts = lambda: slow
     transformers.logging.set_verbosity_error()
@@ -151,7 +151,7 @@ class _Check:
             raise AssertionError("outputs after unswap differ from stock's")
 
     def _step(self) -> tuple[float, float]:
-        """A training step's loss and the norm of all gradients, dropout off where settings can."""
+        """A training step's loss and the norm of all gradients, dropout off if settings allow."""
         model = self.model.train()
         probabilities = [(m, m.p) for m in model.modules() if isinstance(m, nn.Dropout)]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -181,7 +181,7 @@ class _Check:
         return sum(leaf.float().square().mean() for leaf in sweep_models.outputs(result))
 
     def _training(self, stock: tuple[float, float]) -> None:
-        """Coarse: verify has judged what eval mode computes, here a branch of training shows."""
+        """A coarse check of branches that only training takes: verify has judged eval mode."""
         exact = next(self.model.parameters()).dtype == torch.float32
         slack = 1e-3 if exact else _BF16_LOSS
         found = self._step()

@@ -1,8 +1,8 @@
 """Architectures for the sweep: of transformers, timm and diffusers, tiny, with random weights.
 
-A config of transformers starts from its class's defaults, whose sizes are replaced by small ones by
-the names that sizes go by; SETTINGS holds what a model wants beside. A batch is made from the names
-of forward's arguments. Nothing is downloaded.
+A config of transformers starts from its class's defaults; the settings that are sizes, known by
+their names, become small. SETTINGS holds further settings that a model needs. A batch is made from
+the names of forward's arguments. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 SEQ, ROWS, VOCAB, WIDTH, IMAGE = 12, 2, 64, 32, 32
 
-# Names that sizes go by in configs, and what they are here.
+# Sizes: their names in configs, and their values here.
 _SIZES = (
     (
         VOCAB,
@@ -109,7 +109,7 @@ def transformers_names() -> list[str]:
 
 
 def _small(config, settings: dict) -> dict:
-    """Settings that make a config of this class small, of nested ones too."""
+    """Settings that make a config of this class small, nested configs included."""
     small = {}
     nested = getattr(type(config), "sub_configs", {})
     for name, value in config.to_dict().items():
@@ -157,8 +157,8 @@ def build_transformers(name: str) -> nn.Module:
 
 
 def batches(model: nn.Module) -> dict[str, dict]:
-    """Inputs by the names of forward's arguments: "plain", and "right" and "left" padded where a
-    mask is taken. Of text and images, text alone where that runs."""
+    """Inputs by the names of forward's arguments: "plain", and padded "right" and "left" if forward
+    takes a mask. For models of text and images, text alone if that runs."""
     last = None
     for with_images in (True, False):
         batch = _batch(model, with_images)
@@ -219,7 +219,7 @@ def _batch(model: nn.Module, with_images: bool) -> dict[str, Tensor]:
 
 # --- timm ---
 
-# Of each architecture the smallest model, at the smallest image it takes.
+# The smallest model of each architecture, at the smallest image it takes.
 TIMM = """
 beit_base_patch16_224 beitv2_base_patch16_224 cait_xxs24_224 caformer_s18 coat_tiny
 coatnet_0_rw_224 convformer_s18 convit_tiny convmixer_768_32 convnext_atto convnextv2_atto
@@ -274,10 +274,8 @@ def build_timm(name: str) -> nn.Module:
 
 
 def _stub_torchvision() -> None:
-    """timm imports names from torchvision, which comes with a torch of its own; models run without.
-
-    Any name of any module of it is an empty class.
-    """
+    """Replaces torchvision, which brings a torch of its own: timm imports names from it, but models
+    run without. Each name in each of its modules is an empty class."""
     if "torchvision" in sys.modules:
         return
 
@@ -468,7 +466,7 @@ FAMILIES = {
 
 
 def build(family: str, name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, dict | tuple]]:
-    """(a model whose weights are far from where training starts, its batches by name)."""
+    """(a model whose weights are far from an initialisation's, its batches by name)."""
     if family == "transformers":
         size = 0
         with contextlib.suppress(Exception), torch.device("meta"):
@@ -511,7 +509,7 @@ def _is_floating(leaf) -> bool:
 
 
 def _randomise(model: nn.Module) -> None:
-    """Weights of attention far from uniform, and biases that count."""
+    """Sets weights so that attention is far from uniform, and biases that matter."""
     with torch.no_grad():
         for parameter in model.parameters():
             random = torch.randn(parameter.shape)
@@ -523,7 +521,7 @@ def _randomise(model: nn.Module) -> None:
 
 
 def _moderate(model: nn.Module, batch: dict | tuple) -> bool:
-    """Whether outputs are of a size whose gradients can be computed: FastViT's of 1e12 cannot."""
+    """Whether outputs are small enough for gradients: FastViT's, of 1e12, are not."""
     with torch.no_grad():
         found = outputs(call(model, batch))
     return all(bool((tensor.abs() < 1e6).all()) for tensor in found if tensor.numel())

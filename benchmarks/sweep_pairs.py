@@ -3,10 +3,10 @@
     python benchmarks/sweep_pairs.py                     # on a quiet machine, some minutes
     python benchmarks/sweep_pairs.py --only bert --rounds 4
 
-Models are of a moderate size, without dropout unless the name says so, and keep their weights: a
-step is forward and backward. Both variants are one model, whose classes (and attention, where
-transformers takes it by name) are set back and forth; they take turns ABBA, and a ratio is taken
-within each turn. The table gives the median of the ratios with its 95 % interval.
+Models are of moderate size, without dropout unless the name says so, and keep their weights: a step
+is forward and backward. Both variants are one model, whose classes (and attention, if transformers
+takes it by name) are exchanged between steps. Their order is ABBA, and each turn gives a ratio. The
+table gives the median of the ratios with its 95 % interval.
 """
 
 from __future__ import annotations

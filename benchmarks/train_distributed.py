@@ -2,10 +2,10 @@
 
     python benchmarks/train_distributed.py [--ways ddp fsdp context] [--processes 1 2 4]
 
-The processes share the machine's cores and a batch, so that the work is the same for any number of
-them. Steps of stock and swapped take turns in the same processes; times are those of the slowest
-process: the median and the best, and the median of the turns' ratios with its 95 % interval. The
-first turn warms up.
+The processes share the machine's cores and a batch, so the work is the same for any number of them.
+Steps of stock and swapped take turns in the same processes. Times are those of the slowest process:
+the median and the best, and the median of the turns' ratios with its 95 % interval. The first turn
+warms up.
 """
 
 from __future__ import annotations

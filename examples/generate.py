@@ -1,14 +1,14 @@
 """A byte GPT writes text with a KV cache: by torch alone and by onepass, the same text, how fast?
 
 It trains the small GPT of `onepass compare` for a minute on the sources of Python's standard
-library, then continues prompts greedily, twice: with torch's modules and attention, and with a copy
-that `onepass.swap` took over and `attention_with_kv_cache`. `WAYS` and the two functions before it
-are the whole difference. Speed is measured with that GPT and with compare's large one, as it was
-initialised: its caches are worth reading, its text is not.
+library, then continues prompts greedily, twice: with torch's modules and attention, and with a
+swapped copy and `attention_with_kv_cache`. `WAYS` and the two functions before it are the whole
+difference. Speed is measured with that GPT and with compare's large one, which is not trained: only
+its time matters, not its text.
 
-In float32 both must write the same bytes. In bfloat16 the likeliest byte may be another one by
-rounding alone: there the logits that each way gives to one text are held to float64's, by the rule
-of `onepass.numerics`.
+In float32 both must write the same bytes. In bfloat16 rounding alone may change the likeliest byte:
+there both ways compute the logits of one text, and these are compared with float64's by the rule of
+`onepass.numerics`.
 
     pip install 'onepass[tools]'
     python examples/generate.py
@@ -113,7 +113,7 @@ WAYS = {"stock": stock_way, "onepass": onepass_way}
 
 
 class Writer:
-    """Continues prompts greedily, in one of the ways, with caches of its own."""
+    """Continues prompts greedily, in one of the ways, with its own caches."""
 
     def __init__(self, model: GPT, sizes: Sizes, batch: int, attention: Callable[..., Tensor]):
         self.model, self.heads, self.attention = model, sizes.heads, attention
@@ -128,7 +128,7 @@ class Writer:
     def decode(self, token: Tensor, used: int, count: int) -> Tensor:
         """The `count` bytes (batch, count) after token (batch, 1), before which `used` are cached.
 
-        May be called again: it caches after the first `used`.
+        May be called again: it writes the caches after the first `used`.
         """
         written = []
         for position in range(used, used + count):
@@ -153,8 +153,8 @@ class Writer:
 
     @torch.inference_mode()
     def _logits(self, tokens: Tensor, used: int) -> Tensor:
-        """Of the byte after tokens (batch, seq), which follow `used` cached ones, (batch, 1, 256):
-        the GPT's forward, without dropout."""
+        """The logits (batch, 1, 256) of the byte after tokens (batch, seq), which follow `used`
+        cached ones: the GPT's forward, without dropout."""
         model, (batch, seq) = self.model, tokens.shape
         x = model.tokens(tokens) + model.positions(torch.arange(used, used + seq))
         for block, (k_cache, v_cache) in zip(model.blocks, self.caches, strict=True):
@@ -166,7 +166,7 @@ class Writer:
         return model.head(model.norm(x[:, -1:]))
 
 
-# ---- what both ways write, and how fast ---------------------------------------------------------
+# ---- the text of both ways, and their speed -----------------------------------------------------
 
 
 class Comparison:
@@ -182,7 +182,7 @@ class Comparison:
         return Writer(model, self.sizes, self.batch, attention)
 
     def difference(self) -> str:
-        """What tells the two ways apart; empty if they do the same."""
+        """How the two ways differ; empty if they do not."""
         if self.model.tokens.weight.dtype is torch.float32:
             places = (self.written["stock"] != self.written["onepass"]).nonzero()
             if not len(places):
@@ -251,7 +251,8 @@ def new_table() -> Table:
 
 
 def train(workload: GptWorkload, settings: Settings, seconds: float, most_steps: float) -> GPT:
-    """The workload's GPT, of plain torch modules, trained for so long with onepass's."""
+    """The workload's GPT, of plain torch modules, trained with onepass's for `seconds`, at most
+    `most_steps`."""
     model = workload.build()
     with onepass.swapped(model), Progress() as progress:
         trainer = Trainer(model, settings)
@@ -325,7 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
         for comparison in comparisons:
             progress.phase(f"Timing the {comparison.name} GPT")
             found[comparison.name] = comparison.measure(table, **effort)
-    # A pipe has no width and a terminal may be narrow: lines rather wrap than get cut short.
+    # A pipe has no width and a terminal may be narrow: lines wrap and are not cut short.
     console = Console(width=max(Console().width, TABLE_WIDTH))
     console.print(table)
     print(
@@ -368,7 +369,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def read_prompt(args: argparse.Namespace, sizes: Sizes, text: Text) -> Tensor:
-    """What the trained GPT continues, (batch, seq): --prompt in each row, or held-out text."""
+    """The prompts of the trained GPT, (batch, seq): --prompt in each row, or held-out text."""
     if args.prompt is None:
         return held_out_prompt(args, sizes, text)
     prompt, room = args.prompt.encode(), room_for_prompt(args, sizes)

@@ -3,16 +3,17 @@
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel fsdp --checkpoint gpt
     torchrun --nproc-per-node 1 examples/train_distributed.py --parallel ddp --checkpoint gpt
 
-The second command goes on where the first ended, on another number of processes and in another way:
-a checkpoint of torch.distributed.checkpoint knows neither. --batch is that of all processes
-together, so the run is the same one, up to rounding and to what dropout draws. On several machines
-the same command runs on each, HOST being one of them:
+The second command continues where the first ended, with another number of processes and another
+kind of parallelism: torch.distributed.checkpoint depends on neither. --batch counts all processes
+together, so the run is the same, up to rounding and dropout's random numbers. On several machines
+the same command runs on each; HOST is one of them:
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         examples/train_distributed.py --parallel fsdp --checkpoint /shared/gpt
 
-`WAYS` is all that differs: "ddp" has the whole model on each process and a part of the batch,
-"fsdp" a part of the model and of the batch, "context" the whole model and a part of each sequence.
+`WAYS` is the only difference. With "ddp" each process has the whole model and a part of the batch,
+with "fsdp" a part of the model and of the batch, with "context" the whole model and a part of each
+sequence.
 Processes with a GPU each use nccl (not tried yet), others gloo.
 """
 
@@ -44,13 +45,13 @@ from onepass.distributed import ring_attention, shard_sequence
 
 SIZES = {"layers": 6, "heads": 6, "width": 384, "block": 1024, "batch": 4}
 QUICK_SIZES = {"layers": 2, "heads": 2, "width": 32, "block": 64, "batch": 4}
-WARM_UP = 2  # steps that count for no speed
+WARM_UP = 2  # steps whose speed does not count
 
 
 # ---- the three ways -----------------------------------------------------------------------------
 #
-# Each makes the swapped model one that trains on this process's part, and says which part of a
-# batch that is: (tokens, targets), both (batch, block), to arguments of the model.
+# Each has two functions. One makes the swapped model parallel; the other turns a batch, (tokens,
+# targets), both (batch, block), into the model's arguments for this process.
 
 
 def data_parallel(model: GPT, device: torch.device) -> nn.Module:
@@ -69,7 +70,7 @@ def rows_of_batch(tokens: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
 
 
 class RingSelfAttention(SelfAttention):
-    """compare's attention, of sequences that lie on all processes."""
+    """compare's attention for sequences that are divided among all processes."""
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq of this process, width)
         batch, seq, width = x.shape
@@ -81,7 +82,7 @@ class RingSelfAttention(SelfAttention):
 
 
 def on_a_ring(model: GPT) -> None:
-    """Before the swap, which takes the rest of the model."""
+    """Called before the swap, which takes the rest of the model."""
     for block in model.blocks:
         block.attention.__class__ = RingSelfAttention
 
@@ -92,7 +93,7 @@ def part_of_sequences(tokens: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Of the processes' parts. DDP would do it during the backward, in the way of the ring."""
+    """Averages over processes. DDP would do it during the backward, where it delays the ring."""
     gradients = [parameter.grad for parameter in model.parameters()]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
@@ -110,10 +111,7 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
 
 
 def build(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Callable[[], None]]:
-    """The model, parallel, its optimizer, and what takes a step with it once there are gradients.
-
-    Every process makes the same weights.
-    """
+    """The parallel model and its optimizer. Every process makes the same weights."""
     torch.manual_seed(args.seed)
     model = GPT(sizes_of(args), args.dropout).to(device)
     if args.parallel == "context":
@@ -123,7 +121,7 @@ def build(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Ca
     model = WAYS[args.parallel][0](model, device)
     if args.stock:
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    else:  # which clips within its step
+    else:  # it clips within its step
         clip = args.clip or None
         optimizer = onepass.optim.AdamW(model.parameters(), lr=args.lr, max_grad_norm=clip)
     return model, optimizer
@@ -151,7 +149,7 @@ def train_step(
 
 
 def train(args: argparse.Namespace, device: torch.device) -> dict:
-    """Trains from the newest checkpoint on, or from scratch; the figures of this process's run."""
+    """Trains from the newest checkpoint, or from scratch; returns the figures of this process."""
     rank, size = dist.get_rank(), dist.get_world_size()
     check(args, size)
     text = load_text(args.text)
@@ -164,7 +162,7 @@ def train(args: argparse.Namespace, device: torch.device) -> dict:
     )
     losses, seconds, kept = [], [], []
     for step in range(first, args.steps):
-        # Dropout is drawn anew for every step and process, and alike in a run that goes on.
+        # Dropout differs for every step and process, and repeats in a run that is continued.
         torch.manual_seed((args.seed * 0x9E3779B1 + step * 0x10001 + rank) % 2**63)
         batch = [tensor.to(device) for tensor in batches(step)]
         start = time.perf_counter()
@@ -193,7 +191,7 @@ def train(args: argparse.Namespace, device: torch.device) -> dict:
 
 
 def mean_of_processes(losses: list[Tensor]) -> list[float]:
-    """Each process has as many tokens, so the mean of the means is that of all tokens."""
+    """Processes have equally many tokens, so the mean of their means is that of all tokens."""
     found = torch.stack(losses).double()
     dist.all_reduce(found)
     return (found / dist.get_world_size()).tolist()
@@ -216,7 +214,7 @@ def save(
 
 
 def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Steps that the newest whole checkpoint has; it is loaded."""
+    """Loads the newest complete checkpoint; returns its number of steps, 0 without one."""
     found = sorted(Path(args.checkpoint).glob("step-*/sizes.json")) if args.checkpoint else []
     if not found:
         return 0
@@ -232,7 +230,7 @@ def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opti
 
 
 def saved_settings(args: argparse.Namespace) -> dict:
-    """What a run that goes on must have in common; parallelism and processes may be others."""
+    """The settings that a continued run must share; parallelism and processes may change."""
     return {name: getattr(args, name) for name in (*SIZES, "seed")}
 
 
@@ -278,7 +276,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 
 def check(args: argparse.Namespace, size: int) -> None:
-    """Raises BadInput with one line on what cannot be trained."""
+    """Raises BadInput, one line, if this cannot be trained."""
     sizes_of(args)
     for name in ("steps", "save_every", "log_every", "threads"):
         value = getattr(args, name)
@@ -298,7 +296,7 @@ def process_group(args: argparse.Namespace) -> Iterator[torch.device]:
     device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if cuda:
         torch.cuda.set_device(device)
-    else:  # torchrun says one thread for each process, whatever the cores
+    else:  # torchrun sets one thread per process, whatever the number of cores
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(args.threads or max(1, cores))
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -319,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     with process_group(args) as device:
         try:
             found = train(args, device)
-        except BadInput as error:  # of every process
+        except BadInput as error:  # raised in every process
             if dist.get_rank() == 0:
                 print(f"train_distributed: {error}", file=sys.stderr)
             return 2
