@@ -110,7 +110,9 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-def build(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Callable[[], None]]:
+def build(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The parallel model and its optimizer. Every process makes the same weights."""
     torch.manual_seed(args.seed)
     model = GPT(sizes_of(args), args.dropout).to(device)
