@@ -1,5 +1,6 @@
-"""The size from which a swapped module or function takes less time than stock's: layer norms,
-linear layers, modules that call attention or F.linear, functions that rotate query and key.
+"""Finds the size from which a swapped module or function takes less time than stock's.
+
+For layer norms, linear layers, modules that call attention or F.linear, and rotations.
 
     python benchmarks/small_calls.py [--dtypes float32 bfloat16] [--only attention linear norm
         rotary]

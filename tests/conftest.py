@@ -64,8 +64,8 @@ def few_draws(nothing_left_behind, monkeypatch):
 def nothing_older():
     """Garbage collections look only at objects that this file's tests have made.
 
-    Ten thousand tests, torch's compiler and transformers take up to a second each time, and some
-    tests make dozens of collections.
+    To go through those of ten thousand tests, torch's compiler and transformers takes up to a
+    second, and some tests make dozens of collections.
     """
     gc.collect()
     gc.freeze()

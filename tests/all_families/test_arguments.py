@@ -397,7 +397,7 @@ def test_what_is_no_model_and_no_optimizer(bad):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion"])
 def test_settings_of_optimizers(name):
-    """torch's own settings raise what torch's constructors do."""
+    """For torch's own settings they raise as torch's constructors do."""
     make, params = getattr(onepass.optim, name), [torch.zeros(4, requires_grad=True)]
     for bad in ({"max_grad_norm": "x"}, {"zero_grads": "x"}, {"zero_grads": 1}):
         with pytest.raises(TypeError, match=rf"^{name}: {next(iter(bad))} must be .*, got "):

@@ -87,7 +87,7 @@ def test_tangents_are_those_of_our_backward(name):
 
 
 def both(transform, functions, x):
-    """Ours is as exact as torch's function is, transformed likewise."""
+    """Ours is as exact as torch's function under the same transform."""
     ours, stock = functions
     with sdpa_kernel(SDPBackend.MATH):  # of torch's the one that has forward mode
         base, ref = (transform(stock)(given).detach() for given in (x, x.double()))

@@ -259,7 +259,7 @@ def forward(case: Case, t: dict[str, Tensor], **changes) -> dict[str, Tensor]:
 def backward(
     case: Case, t: dict[str, Tensor], outputs: dict[str, Tensor], wanted=GRADIENTS, **changes
 ) -> dict[str, Tensor]:
-    """The raw op; what is not wanted has size 0."""
+    """The raw op; gradients that are not wanted have size 0."""
     wanted = [name for name in wanted if name in t]
     arguments = case.options() | case.permissions() | keywords(t) | changes
     *of_inputs, of_terms = torch.ops.onepass.attention_backward(
@@ -382,11 +382,11 @@ def from_saved(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stock(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What torch's own fused function gives of a case: all but the gradients of bias and slopes,
+    """The results of torch's own fused function: all but the gradients of bias and slopes,
     the output alone, or nothing.
 
-    It is fused for masks without gradient and for one head dim: zeros pad the smaller. What torch
-    does elsewhere is no measure of 16-bit results, it keeps the whole square in float32.
+    It is fused for masks without gradient and for one head dim: zeros pad the smaller. Elsewhere
+    torch is no base for 16-bit results: it keeps the whole square in float32.
     """
     if case.storage != "dense" or case.softcap or case.sinks or case.dropout_p:
         return {}
@@ -459,7 +459,7 @@ def draws(case: Case) -> int:
     return max(few, min(many, 200_000 // scores))
 
 
-# What a result may take of the rule's bounds by the fewest draws. Most take half.
+# The share of the rule's bound that a result may take by the fewest draws. Most take half.
 CLEARLY = 0.75
 
 
@@ -486,7 +486,7 @@ def pool(case: Case) -> tuple[Case, ...]:
 def compute(
     case: Case, change: Callable[[dict], dict] = lambda t: {}
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """(ours, the definition in float64, what that is measured by) of one draw, whose tensors
+    """(ours, the definition in float64, the base of the rule) of one draw, whose tensors
     `change` has changed."""
     t = case.tensors()
     t |= change(t)
@@ -508,9 +508,8 @@ def check_changed(case: Case, change: Callable[[dict], dict]) -> None:
 def check(case: Case, compute=compute) -> None:
     """Every output and gradient by the numerics rule.
 
-    The largest of few errors is a question of chance, in ours and in what it is measured by. Of
-    several hundred cases some fail by it: those are judged by more draws, where what is wrong in
-    each stays wrong.
+    The largest of few errors is a matter of chance, in ours and in the base. Some of several
+    hundred cases fail by it: they are judged by more draws, in which a real error remains.
     """
     results = []
     for count, share in stages(case):

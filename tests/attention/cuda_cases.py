@@ -1,10 +1,10 @@
-"""What the tests of attention's CUDA kernels share: small cases, and which kernels there are.
+"""Shared by the tests of attention's CUDA kernels: small cases, and the list of kernels.
 
 The shapes are chosen by the tiles of csrc/cuda/attention/table.h, which have up to 128 queries and
 96 keys: 150 queries on 230 keys are two tiles of queries and at least three of keys, the last of
-each cut off; under a diagonal some of them have masked and unmasked scores, some only the one or
-the other. Each bucket of head dims (64, 128, 256) has dims that fill it, that leave out slabs of
-columns, and that no 16 bytes divide.
+each cut off. Under a diagonal some have masked and unmasked scores, some only one kind. Each
+bucket of head dims (64, 128, 256) has dims that fill it, that leave out slabs of columns, and whose
+rows are no multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def judge_one_draw_first(monkeypatch) -> None:
 
 
 def once_per_tile(case: Case, rows: int) -> tuple[int, int]:
-    """(bytes of Q, bytes of K and V) that a forward reads: each query once, and the keys and values
-    that any of a tile of so many queries sees once for the tile. Without sequences of their own.
+    """(bytes of Q, bytes of K and V) that a forward of one sequence reads: each query once, and for
+    each tile of so many queries the keys and values that any of them sees.
     """
     head_dim, value_dim = case.head_dim, case.value_dim or case.head_dim
     queries = keys = 0

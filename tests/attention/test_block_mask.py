@@ -51,7 +51,7 @@ def window(b, h, q, k):
 
 
 def documents(b, h, q, k):
-    """Of the lengths 90, 100 and so on, elsewhere in another batch; each attends to itself."""
+    """Documents of 90, 100, ... tokens, or others in the second batch; each attends to itself."""
     ends = torch.tensor([[0, 90, 190, 250, 400], [0, 10, 20, 300, 301]])
     of = ends[b]
     return torch.bucketize(q, of, right=True) == torch.bucketize(k, of, right=True)
@@ -168,7 +168,7 @@ def test_the_reference_takes_blocks(name):
     "name", sorted(MASKS.keys() - {"few_rows", "random"})
 )  # which have rows without keys
 def test_the_same_as_flex_attention(name, dtype):
-    """Both by the rule; torch's is what ours is measured by."""
+    """Both by the numerics rule; torch's is the base."""
     case = Case(dtype, 32, heads=4, kv_heads=2, **LENGTHS, factor=1.0)
     t, block_mask = case.tensors(), made(name, case)
     tensors = [t[n] for n in ("query", "key", "value")]
@@ -212,7 +212,7 @@ def test_bitwise_equal_for_any_number_of_threads():
 
 
 def listed(indices: list[list[int]], full: list[list[int]] | None = None, **more) -> BlockMask:
-    """One whose lists of blocks these are; what they do not list is nonsense, as torch allows."""
+    """A BlockMask with these lists of blocks; unlisted entries are nonsense, as torch allows."""
 
     def lists(rows):
         most = max(map(len, rows)) + 1
@@ -349,7 +349,7 @@ def test_no_square_in_memory():
     assert peaks.growth(STEP, small=1024, large=16_384) < 48
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 X = torch.randn(2, 4, 40, 8)
 BLOCKS = torch.zeros(1, 1, 2, 2, dtype=torch.int32)

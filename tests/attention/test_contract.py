@@ -309,7 +309,7 @@ def test_messages(number):
     ],
 )  # fmt: skip
 def test_where_lengths_are_not_read_no_row_is_left_out(changes, message):
-    """As on CUDA; the meta device asks the same checks."""
+    """On CUDA; here on the meta device, which runs the same checks."""
     arguments = {
         name: v.to("meta") if isinstance(v, torch.Tensor) else v
         for name, v in (PACKED | changes).items()

@@ -56,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("one_draw_first")
 @pytest.mark.parametrize("head_dim", [16, 72, 160])
 @pytest.mark.grid
 def test_rows_of_bias_and_mask_that_no_16_bytes_divide(head_dim, dtype):
-    """Of a mask those that 16 bytes divide, 4, 2 or one; of a bias in pairs or one by one."""
+    """Rows of a mask aligned to 16, 4, 2 or 1 bytes; of a bias, read in pairs or one by one."""
     for seq_k in (144, 148, 146, 145):
         case = Case(dtype, head_dim, batch=1, heads=1, seq_q=70, seq_k=seq_k, bias="q", mask="q",
                     window_left=100, window_right=60)  # fmt: skip

@@ -87,7 +87,7 @@ def test_deterministic_is_bitwise_repeatable(cuda, name):
 
 @shared("long", "tf32")
 def test_any_order_is_right(cuda, name):
-    """By the numerics rule, also where sums are atomic; what is no such sum is repeatable."""
+    """By the numerics rule, also for atomic sums; all other results are repeatable."""
     cuda.set(seed=7, resident=3)
     check(SHARED[name])
     # Rounded to 16 bits a few elements of dQ differ, in some orders none.
@@ -175,7 +175,7 @@ def counted(cuda, case: Case, **changes) -> dict:
 
 
 def keys_of_tile(case: Case, call: dict) -> int:
-    """As many as give the blocks that the plan has: one for each tile of each key head."""
+    """Computed from the blocks of the plan: one for each tile of each key head."""
     tiles = call["splits"] // (case.batch * (case.kv_heads or case.heads))
     return next(keys for keys in (32, 64, 128) if -(-case.seq_k // keys) == tiles)
 
@@ -257,8 +257,8 @@ def test_plain_kernels_write_results_alone(cuda, name):
 @half_and_float
 @pytest.mark.parametrize("bias", [None, "", "bh", "q", "bhq"])
 def test_memory_is_linear_in_the_length(cuda, bias, dtype):
-    """Beside what is wanted: a dbias may have the size of the scores, its workspace not. Where rows
-    are summed, a longer sequence has more parts, up to 16 copies of a dbias of one row."""
+    """The workspace's: a dbias may have the size of the scores, its workspace may not. If rows are
+    summed, a longer sequence has more parts, up to 16 copies of a dbias of one row."""
     cuda.set(run=0)
     copies = 0 if bias is None or "q" in bias else 16 * 4 * 600 * 2 ** len(bias)
     case = Case(dtype, 8, batch=2, heads=2, bias=bias, alibi="b", sinks=F32)

@@ -144,8 +144,8 @@ TERMS = [
 @pytest.mark.parametrize("terms, size", TERMS, ids=str)
 @pytest.mark.parametrize("name", ["64", "128, window", "256"])
 def test_terms_of_scores_are_read_once(cuda, name, terms, size):
-    """Those of scores that count, in groups of 8 keys where 16 bytes divide them; numbers of a
-    head, and the seed, by each thread for itself."""
+    """Terms of scores that count, in groups of 8 keys if aligned to 16 bytes; every thread reads
+    the numbers of a head and the seed itself."""
     case = replace(ONE_PASS[name], dtype=BF16, **terms)
     call = counted(cuda, case)
     least = sum(once_per_tile(case, call["rows_per_tile"]))

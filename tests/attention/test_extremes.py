@@ -206,7 +206,7 @@ def test_rows_of_the_smallest_number_average_as_in_torch(case, whole):
 @smallest_cases
 @pytest.mark.parametrize("whole", [False, True], ids=["some rows", "all rows"])
 def test_gradients_of_rows_of_the_smallest_number(case, whole):
-    """Of the average that the forward computes, as in torch's unfused function."""
+    """Gradients of the average that the forward computes, as in torch's unfused function."""
     t = case.tensors()
     t |= smallest_numbers(case, t, whole)
     found, ref, stocks = ours(case, t), definition(case, t, F64), definition(case, t, case.dtype)

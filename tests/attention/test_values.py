@@ -115,7 +115,7 @@ def test_many_queries_of_one_key(dtype):
 @pytest.mark.parametrize("seq_k", [2, 3])
 @pytest.mark.parametrize("seq_q", [70, 385])
 def test_many_queries_of_few_keys(seq_q, seq_k, dtype):
-    """The first queries of a tile see fewer keys than the others, or none. Likewise not float32."""
+    """The first queries of a tile see fewer keys than the others, or none. Not in float32."""
     for bottom_right in (False, True):
         for left, right in ((-1, 0), (-1, 1), (1, 0), (0, 0)):
             check(

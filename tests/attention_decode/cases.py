@@ -42,8 +42,9 @@ ROTARY = ("rotary_cos", "rotary_sin")
 class Case:
     """One step of sequences that have `lengths` keys in their caches.
 
-    What is drawn depends on sizes alone: storing the same keys in another way (`page_size`, `pads`,
-    `scattered`, `room`) gives the same query, keys and values. Rows that are not keys are NaN.
+    The random numbers depend on sizes alone: storing the same keys in another way (`page_size`,
+    `pads`, `scattered`, `room`) gives the same query, keys and values. Rows that are not keys are
+    NaN.
     """
 
     dtype: torch.dtype = F32

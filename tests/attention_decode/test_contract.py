@@ -227,7 +227,7 @@ def test_what_is_appended_does_not_depend_on_threads_or_batch():
 @everywhere
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_inputs_may_lie_in_a_cache_that_is_written(name):
-    """As when rows move on by one: inputs have their values from before the call."""
+    """For example when rows move by one: inputs have their values from before the call."""
     case = Case(F32, 16, lengths=(20, 20), new_rows=5, seq_q=5, kv_heads=4, window_right=0)
     t = case.tensors()
     for cache in ("k_cache", "v_cache"):

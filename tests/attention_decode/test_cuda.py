@@ -110,8 +110,8 @@ def test_any_order_of_blocks_and_threads(cuda, name):
 @pytest.mark.parametrize("far", [1, 2, 3])
 @pytest.mark.grid(2)
 def test_offsets_beyond_32_bits(cuda, far, page_size, dtype):
-    """Of sequences, heads and rows, or of pages, rows and heads; the memory between them is never
-    touched."""
+    """Offsets of sequences, heads and rows, or of pages, rows and heads; the memory between them is
+    never touched."""
     reserved(2**31 + 2**20, dtype)
     case = Case(dtype, 64, lengths=(20, 30), new_rows=2, seq_q=2, page_size=page_size)
     expected = ours(case)

@@ -151,7 +151,7 @@ def test_rows_without_keys(dtype):
     lses = torch.randn(3, 2, 7, dtype=F64 if dtype is F64 else F32)
     lses[1, 0, 2] = lses[0, 1, 3] = lses[2, 1, 3] = -INF
     lses[:, :, 5] = -INF
-    outputs[lses == -INF] = NAN  # not looked at
+    outputs[lses == -INF] = NAN  # must not be used
     outputs.requires_grad_(), lses.requires_grad_()
     output, lse = merge(outputs, lses)
     assert output.isfinite().all() and not output[:, 5].any()

@@ -17,7 +17,7 @@ NEW = torch.randn(2, 2, 2, 8)
 POOL = torch.randn(5, 4, 2, 8)
 COS = torch.ones(10, 4)
 USED = int32([7, 3])
-TABLE = int32([[0, 1, 4], [2, 3, 9]])  # of which 9 is not looked at
+TABLE = int32([[0, 1, 4], [2, 3, 9]])  # 9 is after the last row in use
 
 READ = dict(query=Q, k_cache=K, v_cache=K, cache_seqlens=USED, scale=1.0)
 PAGED = READ | dict(k_cache=POOL, v_cache=POOL, block_table=TABLE)

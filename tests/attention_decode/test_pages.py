@@ -95,7 +95,7 @@ def test_a_page_that_sequences_share_behind_their_last_row():
 
 @everywhere
 def test_a_page_that_a_window_has_left_behind_may_be_another_sequences():
-    """As where pages are used again; read, its rows would depend on who comes first."""
+    """Pages are reused; if its rows were read, results would depend on the order of writes."""
     case = Case(F32, 16, lengths=(24, 3), page_size=8, new_rows=1, window_left=4)
     t = case.tensors()
     expected = ours(case, t)
@@ -268,7 +268,7 @@ def test_caches_that_are_only_read_may_have_any_layout(layout, name):
 @dtypes
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_caches_whose_strides_no_16_bytes_divide(page_size, dtype):
-    """Of rows, or of sequences or pages alone; where they begin, 16 bytes do."""
+    """Strides of rows, or of sequences or pages alone; the first row is aligned to 16 bytes."""
     case = Case(dtype, 64, lengths=(40, 150), page_size=page_size, new_rows=1, kv_heads=1, heads=2)
     t = case.tensors()
     expected = ours(case, t)

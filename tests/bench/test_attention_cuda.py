@@ -114,7 +114,7 @@ def test_decoding_counts_the_bytes_of_keys_and_values():
 
 
 def test_replays_are_of_every_set_in_turn(monkeypatch):
-    """What a call would do is captured once for each set of inputs, after a call that is not."""
+    """A call is captured once for each set of inputs, after a call that is not captured."""
     done, captures = [], []
 
     class Graph:

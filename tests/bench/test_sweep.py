@@ -10,7 +10,7 @@ import sys
 import pytest
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow  # processes that import torch and transformers anew
+pytestmark = pytest.mark.slow  # processes that import torch and transformers
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "sweep.py"
 
 

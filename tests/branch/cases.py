@@ -85,7 +85,7 @@ class Case:
         return self._norm(reference.norm, h, weight, bias), h
 
     def torchs(self, input, residual=None, weight=None, bias=None, column_scale=None):
-        """As models write it, with torch's norm."""
+        """The composition that models use, with torch's norm."""
         branch = self._branch(input, column_scale)
         h = branch if residual is None else residual + branch
         h = h.to((input if residual is None else residual).dtype)

@@ -114,7 +114,7 @@ def of_attention(**fields) -> Callable:
 
 
 def of_bias(dtype) -> Callable:
-    """Of each query, and one for all of them, whose gradients are added up in parts."""
+    """A bias for each query, and one for all queries, whose gradient is added up in parts."""
     sizes = dict(dtype=dtype, head_dim=64, batch=2, sinks=F32)
     runs = [of_attention(bias=bias, **sizes) for bias in ("q", "h")]
     return lambda: [run() for run in runs]
@@ -137,7 +137,7 @@ MORE_SUMS = 1.33
 
 
 def reads(ratio: float, writes: float = 1.0) -> tuple[float, float, float, float]:
-    """Of global memory; nothing shares banks."""
+    """Reads of global memory; there are no bank conflicts."""
     return (1.0, 1.0, ratio, writes)
 
 

@@ -1,4 +1,4 @@
-"""The fuzzer's cases; fuzz.py says what is right, and how one of them is run again."""
+"""The fuzzer's cases; fuzz.py says which results are right, and how to run one case again."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MOST = 60  # bytecodes at which a call is interrupted: all, if there are no more
 
 
 def quick_of(names):
-    """Of the others, whose code is the same but for the formula of a step, tests are slow."""
+    """AdamW and SGD; the others, which differ only in the formula of a step, are slow tests."""
     slow = [pytest.param(n, marks=() if n in ("AdamW", "SGD") else pytest.mark.slow) for n in names]
     return pytest.mark.parametrize("name", slow)
 

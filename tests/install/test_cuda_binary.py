@@ -1,5 +1,4 @@
-"""What the compiled CUDA kernels need of a device: registers without spills, and tensor cores in
-the loops that are about them."""
+"""The compiled CUDA kernels: no registers are spilled, and loops of products use tensor cores."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ TENSOR_CORES = f"{ON_TENSOR_CORES}|{ON_TF32}"
 def check(name: str, binary: Path) -> set[str]:
     """The names of the kernels, none of which waits for memory where it should not.
 
-    What has been right once is not disassembled again, which takes 20 seconds of a library.
+    A library that has passed is not disassembled again, which takes 20 seconds.
     """
     files = (binary, Path(__file__), Path(nvcc.__file__))
     return set(compiled.found(name, files, lambda: "\n".join(_checked(binary))).split())

@@ -137,7 +137,7 @@ def test_a_state_that_is_loaded_continues_bitwise(dtype, precision, options, acc
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_a_step_that_overflows_is_one_that_was_skipped(clips, accelerator):
-    """As with torch's optimizers, so that schedulers wait."""
+    """As with torch's optimizers: schedulers then wait."""
     made = accelerator()
     runs = []
     for cls in (onepass.optim.AdamW, torch.optim.AdamW):

@@ -118,7 +118,7 @@ def check(*cases: Case, wrt=NAMES) -> None:
 
 
 def backward(doutput: Tensor, input=None, weight=None, **dtypes) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator itself; a gradient is asked for by its tensor's dtype."""
+    """The operator itself; a gradient is computed if its tensor's dtype is given."""
     wanted = (dtypes.get(f"{name}_dtype") for name in NAMES)
     return RAW.linear_backward(doutput, input, weight, *wanted)
 

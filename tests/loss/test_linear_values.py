@@ -104,7 +104,7 @@ def test_small_probabilities_in_float16():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("factor, z_loss", [(300.0, 0.0), (1.0, 0.5), (0.0, 1e-4)])
 def test_large_gradients_in_float16(factor, z_loss, reduction):
-    """Of weights of classes and of z_loss, which leave float16 less room for a factor."""
+    """Class weights and z_loss leave float16 less room for a factor."""
     case = make(64, 16, 50, F16, reduction=reduction, weighted=True, z_loss=z_loss)
     case.weight *= factor
     if not factor:

@@ -1,7 +1,7 @@
 """`onepass.keep_freed_memory`: page faults, resident memory, its effects and its limits.
 
-In separate processes (loops.py), one of which must show the claim: whether blocks go back depends
-on what the loader put after the heap, and on earlier allocations.
+In separate processes (loops.py), at least one of which must show the claim: whether blocks are
+returned depends on the memory that the loader put after the heap, and on earlier allocations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import onepass
 from onepass import _malloc
 from tests.memory.loops import COUNTED
 
-FRESH = COUNTED * 32  # page faults of so many blocks, at least
+FRESH = COUNTED * 32  # page faults of COUNTED blocks, at least
 TRIES = 5
 TOGETHER = (
     "public", "bench", "backward", "undone", "undone_small", "below_the_limit", "beyond_the_limit",

@@ -73,7 +73,7 @@ class Case:
         return *self._call(reference.norm, h, **tensors), h
 
     def torchs(self, input, scale, shift=None, residual=None, gate=None):
-        """As models write it, with torch's norm."""
+        """The composition that models use, with torch's norm."""
         x, each = input, lambda t: reference.norm.for_rows(t, input, self.shape)
         if residual is not None:
             x = input if gate is None else each(gate) * input

@@ -301,7 +301,7 @@ def test_dtypes_of_moments_that_nobody_asked_for(master, dtype, name):
 @names
 @pytest.mark.parametrize("master", ["fp32", "remainder16"])
 def test_narrow_moments_of_a_checkpoint_get_the_wider_default(master, name):
-    """As in checkpoints from before float32 was the default."""
+    """Checkpoints from before float32 was the default hold such moments."""
     before = steps(made(name, SHAPES, BF16, master=master, state_dtype=BF16), 2).state_dict()
     resumed = made(name, SHAPES, BF16, master=master)
     resumed.load_state_dict(before)

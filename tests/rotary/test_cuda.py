@@ -191,7 +191,7 @@ def test_addresses_with_norms(cuda):
     cuda.set(shift=4, misaligned=-1)
     check(case)
     assert not goes_by_packs(cuda) and not goes_by_packs(cuda, name="rotary_backward")
-    # query, its result, its weight; key and its two; cos, sin; what is left decides nothing here.
+    # query, its result, its weight; key and its two; cos, sin; the rest does not matter here.
     for tensor in range(8):
         cuda.set(shift=4, misaligned=tensor)
         check(case)

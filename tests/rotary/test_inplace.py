@@ -252,7 +252,7 @@ def _leaves(case: Case) -> tuple[dict, dict]:
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 @pytest.mark.parametrize("as_views", [False, True])
 def test_gradients(as_views, dtype):
-    """As in the call that makes new tensors, for results of operators and views of them."""
+    """The same as of the call that returns new tensors, for operator results and their views."""
     case = Case(dtype, interleaved=True, rotary_dim=20)
 
     def gradients(inplace: bool) -> list[torch.Tensor]:

@@ -2,8 +2,8 @@
 children, and of processes that report theirs (tests/distributed/ranks.py).
 
 A table at the end of each run names the files that take the most, with --durations=0 all of them.
-`make test` is what people run while they work: a file that takes more than its budget there is
-named, and one that takes OVER times as much fails the run. CPU time grows on a busy machine, but
+People run `make test` while they work: there a file that takes more than its budget is named, and
+one that takes OVER times as much fails the run. CPU time grows on a busy machine, but
 not sixfold: budgets are about twice what was measured.
 """
 

@@ -1,4 +1,5 @@
-"""Exhaustive grids: in `make test` every value of every parameter, in `make test-all` all of them.
+"""Exhaustive grids: `make test` takes every value of every parameter, `make test-all` all
+combinations.
 
 A test marked `grid` runs in `make test` with the cases on a diagonal of its parameters, one marked
 `grid(2)` with those on two; the others are slow. Where two values together decide something, add
@@ -59,7 +60,7 @@ def _grid(item: pytest.Item) -> tuple | None:
 
 
 def _indices(cases: Sequence[pytest.Item]) -> list[dict[str, int]]:
-    """Of each case: the numbers of its values, by the names of a `parametrize`."""
+    """The numbers of each case's values, by the names of a `parametrize`."""
     seen: dict[str, dict[tuple, int]] = defaultdict(dict)
     found: list[dict[str, int]] = [{} for _ in cases]
     for case, indices in zip(cases, found, strict=True):

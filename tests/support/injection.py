@@ -65,7 +65,7 @@ def run_interrupted(
 
 
 def every_instruction(call: Callable[[], Any], folders: tuple[str, ...] = (PACKAGE,)) -> list[int]:
-    """The numbers of all bytecodes that differ: where one runs often, its first and last time."""
+    """The number of every bytecode; for one that runs often, its first and last run."""
     trace = _Trace(folders, None)
     before = sys.gettrace()
     sys.settrace(trace)
@@ -86,8 +86,8 @@ def interruptions(
 ) -> Iterator[tuple[int, Any]]:
     """(n, subject) for each n: `subject = make()` after `call(subject)` was interrupted at n.
 
-    All n where the call has at most `most` bytecodes, else the first and last quarter of `most` and
-    as many others, drawn anew for each seed. The caller compares the subject with one that was
+    All n if the call has at most `most` bytecodes, else the first and last quarter of `most` and as
+    many others, drawn for each seed. The caller compares the subject with one that was
     never touched; an n whose interrupt `call` swallowed fails here.
     """
     subject = make()

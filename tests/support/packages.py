@@ -1,4 +1,4 @@
-"""For processes that import a package from a folder, whatever is installed."""
+"""Code for processes that import a package from a folder, whatever is installed."""
 
 # An editable install is found before packages on the path.
 FIND_BY_PATH = """

@@ -1,4 +1,4 @@
-"""By how much a process's peak of resident memory grows in a step."""
+"""The growth of a process's peak of resident memory in a step."""
 
 from __future__ import annotations
 

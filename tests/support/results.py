@@ -16,7 +16,7 @@ def assert_close(draws: Sequence[tuple[Results, Results, Results]], text: str) -
     """Each result of the draws, pooled, by the numerics rule.
 
     Args:
-        draws: (ours, in float64, torch's), which ours have the dtypes and shapes of.
+        draws: (ours, in float64, torch's); ours must have torch's dtypes and shapes.
     """
     for name, found in draws[0][0].items():
         torchs = draws[0][2][name]

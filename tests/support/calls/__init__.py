@@ -1,7 +1,7 @@
 """One small call of every public function, module, optimizer and raw operator, by name.
 
 `tensors()` are its tensor arguments, the same at every call; `run(**tensors)` takes any of them and
-returns a flat list of tensors; `stock`, where torch has the function, returns what torch does.
+returns a flat list of tensors; `stock`, where torch has the function, returns torch's.
 """
 
 from tests.support.calls import attention, classes, layers, loss, rotary
