@@ -1,5 +1,5 @@
-// What accesses of warps cost (accesses.h), and the functions that code calls which was compiled
-// for the thread sanitizer. Linked in its place, and into the other builds for nothing.
+// The costs of the accesses of warps (accesses.h), and the functions that code compiled for the
+// thread sanitizer calls. Linked instead of it; in the other builds nothing calls them.
 #include "accesses.h"
 
 #include <algorithm>
@@ -101,7 +101,7 @@ Cost sectors(const WarpAccess& access) {
 
 void WarpAccesses::add(Access access, int lane, uintptr_t address, size_t bytes,
                        Callers::Site site) {
-  // What no instruction has the width for is several.
+  // An access wider than any instruction counts as several.
   size_t at_once = kMostAtOnce;
   while (bytes % at_once != 0) at_once /= 2;
   for (size_t done = 0; done < bytes; done += at_once) {

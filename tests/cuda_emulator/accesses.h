@@ -2,15 +2,16 @@
 // global memory. The kernels are compiled with -fsanitize=thread, so that each access of theirs is
 // a call, and are linked with functions of ours (accesses.cpp) in the place of the sanitizer's.
 //
-// Lanes run one after the other, so what a warp does at once is put together later: accesses belong
-// together that the lanes make at the same place of the code, under the same callers, for the same
-// time since all lanes of the warp last met (at a barrier, a shuffle, an mma, a ldmatrix). A lane
-// that skips a turn of a loop in which nobody meets is matched with others' turns from there on;
-// so shapes without odd ends are counted exactly.
+// Lanes run one after the other, so the accesses that a warp makes at once are put together later.
+// Accesses of lanes belong together if they have the same place in the code, the same callers, and
+// the same count since all lanes of the warp last met (at a barrier, a shuffle, an mma, a
+// ldmatrix). If a lane skips an iteration of a loop without a meeting, its later iterations are
+// matched with the wrong ones of other lanes; so only shapes without odd ends are counted exactly.
 //
-// Seen is every access to shared memory by plain C++, by ldmatrix and by cp.async (which writes as
-// it is issued), and what goes through the functions of ptx.cuh to global memory. Not seen: what
-// load_acquire polls, locals that a device would spill, arguments, and how far caches help.
+// It sees every access to shared memory by plain C++, by ldmatrix and by cp.async (which writes
+// when it is issued), and accesses to global memory by the functions of ptx.cuh. It does not see
+// the polling of load_acquire, locals that a device would spill, arguments, and the effect of
+// caches.
 #pragma once
 
 #include <array>
@@ -25,22 +26,22 @@
 
 namespace emulator {
 
-// What warps were served with, and the least that it could have been.
+// The wavefronts or sectors that accesses took, and the least that they could have taken.
 struct Cost {
   uint64_t taken = 0;
   uint64_t least = 0;
 };
-// Of one kernel, where accesses are seen: of shared memory in wavefronts, of
-// global memory in sectors of 32 bytes.
+// The accesses of one kernel: to shared memory in wavefronts, to global memory in sectors of 32
+// bytes.
 struct Accesses {
-  Cost shared_reads, shared_writes;  // the first of cp.async among the latter
+  Cost shared_reads, shared_writes;  // cp.async counts as a write
   Cost global_reads, global_writes;
 };
 
 // The address of an instruction, and of the calls that led to it, innermost first.
 using Code = std::array<uintptr_t, 4>;
 
-// By kernel, of all launches.
+// The accesses of all launches, by kernel.
 const std::map<std::string, Accesses>& accesses();
 
 enum class Access { kSharedRead, kSharedWrite, kGlobalRead, kGlobalWrite };
@@ -58,10 +59,10 @@ struct WarpAccess {
 // Accesses of 8 bytes are served by half warps, of 16 bytes by quarters (as the rows of each matrix
 // of ldmatrix are); each takes one wavefront at least.
 Cost wavefronts(const WarpAccess& access);
-// Of 32 bytes, that are touched; and how many the bytes would fill.
+// The sectors of 32 bytes that are touched, and the number that the bytes would fill.
 Cost sectors(const WarpAccess& access);
 
-// Of a thread: the calls that it is in.
+// The calls that a thread is in.
 class Callers {
  public:
   struct Site {
@@ -94,7 +95,7 @@ class Callers {
   std::vector<Call> calls_;
 };
 
-// Of a warp, since its lanes last met.
+// The accesses of a warp since its lanes last met.
 class WarpAccesses {
  public:
   void add(Access access, int lane, uintptr_t address, size_t bytes, Callers::Site site);
@@ -102,18 +103,18 @@ class WarpAccesses {
 
  private:
   struct AtSite {
-    int turns[kWarpSize] = {};  // of each lane so far
+    int turns[kWarpSize] = {};  // accesses of each lane so far
     std::vector<WarpAccess> of_turn;
   };
   std::unordered_map<uint64_t, AtSite> sites_;
 };
 
-Callers* callers();  // of the thread that runs; null where none does
+Callers* callers();  // of the running thread; null if none runs
 void see_access(const void* address, size_t bytes, bool writes, const void* code);
 
-// Of all launches, lines of "kernel", its name and four pairs: wavefronts and the least of them, of
-// reads and of writes, then sectors; and for each place that takes more than the least, "site", the
-// kernel's name, the addresses of its code and four pairs.
+// Prints, for all launches, lines of "kernel", its name and four pairs: wavefronts and their least
+// number, of reads and of writes, then the same for sectors; and for each place that takes more
+// than the least, "site", the kernel's name, the addresses of its code and four pairs.
 void print_accesses();
 
 }  // namespace emulator

@@ -1,4 +1,4 @@
-// How emulator.cpp, which alone includes this, goes from one stack to another.
+// Switches from one stack to another; included by emulator.cpp alone.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,8 @@
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #else
-// Leaves what a function must preserve on its stack, and that in *from; goes on upon `to`.
+// Saves the registers that a function must preserve on its stack, and the stack in *from; continues
+// on `to`.
 extern "C" void emulator_switch(void** from, void* to);
 asm(R"(
   .text
@@ -33,8 +34,8 @@ emulator_switch:
 namespace emulator {
 namespace {
 
-// Where a fiber goes on. swapcontext() would do, but it calls the system for a mask of signals each
-// time, which is half of what a kernel that multiplies matrices takes.
+// The place where a fiber continues. swapcontext() would do, but it makes a system call for the
+// signal mask each time: half of the time of a kernel that multiplies matrices.
 #if defined(__x86_64__)
 
 struct Context {

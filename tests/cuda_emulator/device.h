@@ -1,6 +1,6 @@
 // The emulator's side of csrc/cuda/ptx.cuh: the same functions, with the fragment layouts of the
-// PTX ISA. These are compiled with the sanitizers, because what a kernel reads and writes through
-// them counts as the calling thread's own access.
+// PTX ISA. They are compiled with the sanitizers, because a kernel's reads and writes through them
+// are accesses of the calling thread.
 #pragma once
 
 #include <algorithm>
@@ -20,14 +20,14 @@ namespace onepass::cuda {
 
 namespace detail {
 
-// An access of several bytes begins at a multiple of them.
+// An access of several bytes must begin at a multiple of their number.
 template <class T>
 void check_alignment(const T* address, const char* what) {
   if (reinterpret_cast<uintptr_t>(address) % alignof(T) != 0)
     emulator::fail_misaligned(what, sizeof(T));
 }
 
-// What was read of global memory is no guard band.
+// Bytes read from global memory must not be a guard band's.
 template <class T>
 void check_inside(const T* address, const T& value, const char* what) {
   const auto* const bytes = reinterpret_cast<const unsigned char*>(&value);
@@ -57,7 +57,7 @@ struct AddedFragments : Fragments {
 
 namespace detail {
 
-// To float32, towards zero.
+// Rounds to float32, towards zero.
 inline float truncated(double sum) {
   const auto nearest = static_cast<float>(sum);
   const bool beyond = std::fabs(static_cast<double>(nearest)) > std::fabs(sum);
@@ -65,7 +65,7 @@ inline float truncated(double sum) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(nearest) - 1);
 }
 
-// Of eight columns.
+// Vectors of eight columns.
 using Floats = float __attribute__((vector_size(32)));
 using Doubles = double __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(32)));
@@ -82,7 +82,7 @@ struct Right {
   Ints exponent[16];
 };
 
-// Of factors; a zero has none. `most` becomes the largest if that is more.
+// The exponents of factors; a zero has none. `most` becomes the maximum of itself and the largest.
 inline void find_exponents(const Floats& factors, Ints& exponents, Ints& most) {
   constexpr int kNone = -1000;
   exponents = (reinterpret_cast<Ints>(factors) >> 23 & 0xff) - 127;
@@ -90,20 +90,20 @@ inline void find_exponents(const Floats& factors, Ints& exponents, Ints& most) {
   exponents = factors == Floats{} ? kNone - Ints{} : exponents;
 }
 
-// d + a[k] * b[k], products one after the other, to nearest.
+// d += sum of a[k] * b[k], in order, rounded to nearest.
 inline void add_rounded(Floats& d, const Left& a, const Right& b) {
   Floats sum{};
   for (int k = 0; k < 16; ++k) sum += a.value[k] * b.value[k];
   d += sum;
 }
 
-// Of kDepth products from `first`, as tensor cores add them up: products are exact, their exponent
-// is the sum of those of their factors; every addend is cut off, towards zero, kExtra bits below
-// the last that float32 has beside the largest exponent; what is left is added up exactly, and cut
-// off to float32. That is what M. Fasi, N. Higham, M. Mikaitis and S. Pranesh found (Numerical
-// behavior of NVIDIA tensor cores, 2021): eight products at once and one bit on the A100. For the
-// H100 later work has sixteen and two. Beside nothing above 2 ** kLeast the cut is where it is
-// there. `holds` loses the columns whose sums may overflow or are no numbers: theirs are not right.
+// Adds kDepth products from `first` as tensor cores do. Products are exact, and their exponent is
+// the sum of their factors' exponents. Every addend is truncated, towards zero, kExtra bits below
+// the last bit that float32 has at the largest exponent (or at kLeast, if that is larger). The rest
+// is added exactly and truncated to float32. So found M. Fasi, N. Higham, M. Mikaitis and S.
+// Pranesh (Numerical behavior of NVIDIA tensor cores, 2021): eight products at once and one extra
+// bit on the A100. For the H100 later work has sixteen and two. `holds` is cleared for columns
+// whose sums may overflow or are not finite: their results are not valid.
 constexpr int kLeast = -100, kMost = 126;
 template <int kDepth, int kExtra>
 void add_truncated(Floats& d, const Left& a, const Right& b, int first, Ints& holds) {
@@ -119,9 +119,9 @@ void add_truncated(Floats& d, const Left& a, const Right& b, int first, Ints& ho
   const auto scale = reinterpret_cast<Floats>((127 - unit) << 23);
   const Ints of_d = __builtin_convertvector(d * scale, Ints);  // towards zero, as below
   Doubles sum = __builtin_convertvector(of_d, Doubles);
-  constexpr int kChain = 8;  // that 32 bits have room for: a product is less than 2 ** 27 units
+  constexpr int kChain = 8;  // products that fit 32 bits: each is less than 2 ** 27 units
   for (int begin = first; begin < first + kDepth; begin += kChain) {
-    Unsigned units{};  // which go around where there is no number
+    Unsigned units{};  // they wrap around where a sum is not finite
     for (int k = begin; k < begin + kChain; ++k) {
       const Ints of_product = __builtin_convertvector(a.value[k] * b.value[k] * scale, Ints);
       units += reinterpret_cast<Unsigned>(of_product);
@@ -208,7 +208,7 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 }
 
 // Register r of a holds row g (+ 8 for odd r), column t (+ 4 for r >= 2); register r of b row t (+
-// 4 for r = 1), column g; d[r] as above. Of each lane its sums of columns 0 to 3 and 4 to 7.
+// 4 for r = 1), column g; d[r] as above. Each lane gets its sums over k = 0 to 3 and 4 to 7.
 inline void multiply_16x8x8_tf32(emulator::Exchange& all) {
   using Row = double __attribute__((vector_size(64)));
   double a[16][8];
@@ -242,8 +242,8 @@ inline void multiply_16x8x8_tf32(emulator::Exchange& all) {
   }
 }
 
-// Tensor cores add exact products, and drop what float32 has no bits for; the A100 four at a time.
-// Doubles hold those exactly enough.
+// Tensor cores add exact products and truncate to float32; the A100 four at a time. Doubles are
+// exact enough for these sums.
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   const Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
   const emulator::Exchange all(detail::kAllLanes, "mma.m16n8k8", &mine, sizeof(mine),
@@ -257,7 +257,7 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32
 
 namespace detail {
 
-// An instruction of its own, each of them: lanes that meet have the same.
+// Each is a separate instruction: lanes that meet must run the same one.
 template <int kMatrices, bool kTranspose>
 constexpr const char* ldmatrix_name() {
   if (kMatrices == 1) return kTranspose ? "ldmatrix.x1.trans" : "ldmatrix.x1";
@@ -308,14 +308,14 @@ inline uint32_t movmatrix_transposed(uint32_t pair) {
 
 namespace detail {
 
-// Of a copy, with its alignment, which the sanitizer of undefined behaviour looks at.
+// The bytes of a copy, with its alignment, which the undefined-behaviour sanitizer checks.
 template <int kBytes>
 struct alignas(kBytes) CopiedBytes {
   unsigned char byte[kBytes];
 };
 
-// The target is poison from here to the wait that the data arrives with. Hardware reads the source
-// at any time between the two; here it is read at both, and must not have changed.
+// The target is poison from here to the wait that completes the copy. Hardware reads the source at
+// any time between; here it is read at both ends, and must not have changed.
 template <int kBytes>
 void begin_copy(void* shared, const void* global, bool valid) {
   using Bytes = CopiedBytes<kBytes>;
@@ -434,7 +434,7 @@ inline void add_global_4(float* address, const float (&value)[4]) {
   for (int i = 0; i < 4; ++i) detail::add_atomically(address + i, value[i]);
 }
 
-// A hint, which moves nothing that a kernel could see.
+// A hint without an effect that a kernel could see.
 inline void prefetch_to_l2(const void*) {}
 
 inline void spin() { emulator::spin(); }
@@ -473,15 +473,15 @@ inline float flushed(float x) {
   return std::fabs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
 }
 
-// Of the neighbours of a result those that an approximation may come to as well: whatever it is on
-// a device, the same of the same operand. 0 .. choices - 1.
+// Chooses a neighbour of a result, which an approximation may return instead: always the same one
+// for the same operand. 0 .. choices - 1.
 inline uint32_t choice(float operand, uint32_t choices) {
   return (std::bit_cast<uint32_t>(operand) * 0x9e3779b1u >> 27) % choices;
 }
 
 }  // namespace detail
 
-// Within 2 units in the last place; 1 of 0.
+// Within 2 units in the last place; 1 for x = 0.
 inline float exp2_approximate(float x) {
   x = detail::flushed(x);
   const float power = detail::flushed(std::exp2(x));

@@ -1,6 +1,6 @@
-// The emulator's scheduler. This file is compiled without the thread sanitizer, so that what the
-// fibers tell it does not count as communication between them; the functions below say where the
-// sanitizers must hear of something.
+// The emulator's scheduler. This file is compiled without the thread sanitizer, so that calls of
+// the scheduler do not count as communication between fibers; the functions below tell the
+// sanitizers what they must know.
 #include "emulator.h"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ constexpr bool kSeesAccesses = false;
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kGapBytes = 64;
 constexpr int kMaxPieces = 64;
-constexpr size_t kMaxFibers = 1024;  // to the thread sanitizer each is most of a megabyte
+constexpr size_t kMaxFibers = 1024;  // each costs the thread sanitizer almost a megabyte
 constexpr int kMaxIdleRounds = 100000;
 
 #if defined(EMULATOR_THREAD)
@@ -52,7 +52,7 @@ void acquire(void*) {}
 void release(void*) {}
 #endif
 
-// What runs on a stack of its own, and what the sanitizers know it by.
+// Code that runs on a separate stack, and the sanitizers' handles for it.
 struct Fiber {
   Context context;
   const void* stack = nullptr;
@@ -61,19 +61,19 @@ struct Fiber {
   void* fiber = nullptr;
 };
 
-// Stacks end at different places of a page: what all lanes have on theirs would else be in the same
+// Stacks end at different places of a page: otherwise the data of all lanes would be in the same
 // few sets of the cache.
 constexpr size_t kEnds = 64;
 constexpr size_t kBetweenEnds = 17 * 64;
 
 struct Stack {
   std::unique_ptr<char[]> memory{new char[kStackBytes]};
-  size_t bytes;           // of which these are used
+  size_t bytes;           // the part that is used
   void* fiber = nullptr;  // the thread sanitizer's
 };
 
-// Lanes that meet: one per mask that a warp uses. Everything that a next meeting of the same lanes
-// could overwrite exists twice, used in turn; two meetings ahead nobody can be.
+// Lanes that meet: one per mask that a warp uses. Everything that the next meeting of the same
+// lanes could overwrite exists twice and is used in turn; no lane can be two meetings ahead.
 struct Meeting {
   unsigned mask;
   const char* what = nullptr;
@@ -83,12 +83,12 @@ struct Meeting {
   char tags[2];
 };
 
-// The vector never grows beyond its reserve: memory that a fiber frees is its own to the sanitizer.
+// Reserved, so that no fiber reallocates: to the sanitizer, memory that a fiber frees is its own.
 constexpr size_t kMaxMasks = 64;
 
 struct Warp {
   std::vector<std::unique_ptr<Meeting>> meetings;
-  unsigned lanes = 0;  // of the mask of all
+  unsigned lanes = 0;  // the mask of all its lanes
   WarpAccesses accesses;
   Warp() { meetings.reserve(kMaxMasks); }
 };
@@ -104,7 +104,7 @@ struct Thread : Fiber {
   int warp = 0;
   State state = State::kReady;
   Meeting* meeting = nullptr;
-  uint64_t waits_beyond = 0;  // generation of the barrier or meeting
+  uint64_t waits_beyond = 0;  // the generation of the barrier or meeting that must have passed
   std::vector<std::vector<Copy>> copies;
   Callers callers;
   bool counts = true;
@@ -125,15 +125,15 @@ struct Block {
 
 struct Machine {  // the one device
   Fiber host;
-  Fiber* left = nullptr;       // the one that ran before
-  std::vector<Thread*> round;  // those that run in turn before the host does
-  size_t turn = 0;             // of the next one
+  Fiber* left = nullptr;       // the fiber that ran before
+  std::vector<Thread*> round;  // threads that run in turn before the host does
+  size_t turn = 0;             // the next one's index
   bool only_spinning = true;   // in this round
   const std::function<void()>* kernel = nullptr;
   std::vector<std::unique_ptr<Stack>> stacks;
   std::deque<Stack*> free_stacks;
-  size_t rested = 0;                          // of those, in front: not used in this launch
-  std::vector<std::unique_ptr<Block>> ended;  // of this launch: freed memory would be used again
+  size_t rested = 0;                          // the first of these: not used in this launch
+  std::vector<std::unique_ptr<Block>> ended;  // kept: freed memory would be reused in this launch
   std::mt19937_64 random{0};
   Counters counters;
   std::vector<std::string> kernels;
@@ -149,7 +149,7 @@ Machine& machine() {
 
 Thread* running = nullptr;
 
-// What the sanitizers are told on the new stack.
+// Tells the sanitizers, on the new stack, that it is used.
 void arrive(Fiber& fiber) {
 #if defined(EMULATOR_ADDRESS)
   Fiber& left = *machine().left;
@@ -170,9 +170,8 @@ void change(Fiber& from, Fiber& to, [[maybe_unused]] bool for_good = false) {
   arrive(from);
 }
 
-// The next of the round, or the host after the last of them. Threads hand over to one another:
-// lanes of a warp mostly stand at the same place, which the processor then returns to as it
-// expects.
+// The next of the round, or the host after the last one. Threads switch to one another directly:
+// lanes of a warp mostly wait at the same place, so that the processor predicts the return.
 Fiber& next_of_round() {
   Machine& m = machine();
   if (m.failure || m.turn == m.round.size()) return m.host;
@@ -183,7 +182,7 @@ Fiber& next_of_round() {
   return next;
 }
 
-// Lanes have met: what they did before belongs together, and nothing after it does.
+// Called when lanes have met: their accesses before it belong together.
 void end_accesses(Warp& warp) {
   if (!kSeesAccesses) return;
   warp.accesses.end(machine().launched.back().kernel);
@@ -219,7 +218,7 @@ void run_thread() {
     for (const auto& group : thread.copies) {
       if (!group.empty()) fail("a thread ends with a cp.async in flight");
     }
-  } catch (...) {  // for launch() to throw: from here nothing can be thrown any further
+  } catch (...) {  // launch() throws it: no exception can leave this stack
     m.failure = std::current_exception();
   }
   release(&m.end_tag);
@@ -238,8 +237,8 @@ std::string name_of(const Thread& thread) {
 Stack* take_stack() {
   Machine& m = machine();
 #if defined(EMULATOR_THREAD)
-  // The blocks of a launch that one fiber runs are in order to the sanitizer, which then misses
-  // their races. So none runs a second one before there are many, and then long after the first.
+  // To the sanitizer, blocks of a launch that one fiber runs are ordered, and it would miss their
+  // races. So a fiber runs a second block only if there are many fibers, and long after the first.
   const bool from_before = m.rested > 0 || m.stacks.size() >= kMaxFibers;
   if (m.rested > 0) --m.rested;
 #else
@@ -290,7 +289,7 @@ std::unique_ptr<Block> make_block(const Launch& launch, dim3 index) {
     thread.stack = stack;
     thread.stack_bytes = thread.memory->bytes;
 #if defined(EMULATOR_ADDRESS)
-    __asan_unpoison_memory_region(stack, kStackBytes);  // of what the last fiber had on it
+    __asan_unpoison_memory_region(stack, kStackBytes);  // the last fiber has left poison
 #endif
     prepare(thread.context, stack, thread.stack_bytes, run_thread);
   }
@@ -323,7 +322,7 @@ bool can_run(const Thread& thread) {
   }
 }
 
-// Those that can run, of all warps of a block or of one.
+// Adds the threads that can run, of all warps of a block or of one.
 void add_ready(std::vector<Thread*>& ready, Block& block, int first = 0, int count = 1024) {
   const int end = std::min(static_cast<int>(block.threads.size()), first + count);
   for (int i = first; i < end; ++i) {
@@ -331,7 +330,7 @@ void add_ready(std::vector<Thread*>& ready, Block& block, int first = 0, int cou
   }
 }
 
-// Everybody waits and nobody can go on.
+// All threads wait, and none can continue.
 [[noreturn]] void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
   for (const auto& block : blocks) {
     for (const Thread& thread : block->threads) {
@@ -408,7 +407,7 @@ Uncounted::~Uncounted() { running->counts = true; }
 
 std::vector<std::vector<Copy>>& copies_in_flight() {
   auto& groups = running->copies;
-  if (groups.empty()) groups.emplace_back();  // most threads never have any
+  if (groups.empty()) groups.emplace_back();  // made here because most threads never need one
   return groups;
 }
 
@@ -428,7 +427,7 @@ void block_barrier() {
   acquire(tag);
 }
 
-// No memcpy, which the sanitizers would intercept.
+// Not memcpy, which the sanitizers would intercept.
 static void copy(void* to, const void* from, size_t bytes) {
   using Word = uint64_t __attribute__((may_alias, aligned(1)));
   if (bytes % sizeof(Word) == 0) {
@@ -530,7 +529,7 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   m.kernel = &kernel;
 #if defined(EMULATOR_THREAD)
   m.host.fiber = __tsan_get_current_fiber();
-  m.rested = m.free_stacks.size();  // their work has ended before this launch begins
+  m.rested = m.free_stacks.size();  // their blocks are of earlier launches
 #endif
   std::vector<dim3> order;
   for (unsigned z = 0; z < launch.grid.z; ++z) {
@@ -543,14 +542,14 @@ void launch(const Launch& launch, const std::function<void()>& kernel) {
   const auto together =
       static_cast<size_t>(std::max<int64_t>(launch.resident, settings().at("resident")));
   struct Blocks : std::vector<std::unique_ptr<Block>> {
-    ~Blocks() {  // there are some where a check has failed
+    ~Blocks() {  // some are left if a check has failed
       for (auto& block : *this) end_block(std::move(block));
     }
   } blocks;
-  // In about every second block warps go one by one, each as far as it can: what a missing barrier
-  // lets one do that is far ahead of the others shows. Blocks that wait for one another need turns.
+  // In about every second block warps run one by one, each as far as it can: without a barrier, one
+  // gets far ahead, and the fault shows. Blocks that wait for one another must take turns.
   bool one_by_one = false;
-  int ahead = 0;  // the warp that does
+  int ahead = 0;  // the warp that runs
   size_t next = 0;
   int idle_rounds = 0;
   while (next < order.size() || !blocks.empty()) {

@@ -1,11 +1,12 @@
-// A CUDA device on the CPU, for proving kernels right where there is no GPU: what the shipping .cu
-// files see instead of the CUDA toolkit when they are compiled with ONEPASS_EMULATE.
+// A CUDA device on the CPU, to test kernels where there is no GPU: it replaces the CUDA toolkit for
+// the shipping .cu files when they are compiled with ONEPASS_EMULATE.
 //
 // A CUDA thread is a fiber, and all fibers run in turn on one OS thread, in an order drawn from a
-// seed. A barrier or a warp collective yields until everybody it waits for has arrived. Built four
-// times: plain (which counts bytes of global memory), with the address and undefined-behaviour
-// sanitizers, with the thread sanitizer, for which every CUDA thread is a thread of its own, and
-// with what that one calls at each access counting bank conflicts and sectors (accesses.h).
+// seed. A barrier or a warp collective yields until all threads that it waits for have arrived.
+// Built four times: plain (which counts bytes of global memory); with the address and
+// undefined-behaviour sanitizers; with the thread sanitizer, for which every CUDA thread is a
+// separate thread; and with that sanitizer's calls at each access replaced by functions that count
+// bank conflicts and sectors (accesses.h).
 //
 // Ordering follows the PTX memory model, so that real races stay visible to the thread sanitizer:
 // only __syncthreads, __syncwarp and acquire/release atomics order memory. Shuffles, ballots, mma
@@ -26,7 +27,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__ &  // behind the type: no copy for each thread here either
+#define __grid_constant__ &  // it follows the type: no copy for each thread here either
 #define __restrict__ __restrict
 
 struct dim3 {
@@ -36,11 +37,11 @@ struct dim3 {
 namespace emulator {
 
 inline constexpr int kWarpSize = 32;
-// What may be set, by the environment of a program or here, which comes first: seed, of the order
-// of blocks and threads; resident, the blocks that run at the same time at least; shared, the bytes
-// of a block; l2, in bytes; multiprocessors; capability, 86 for 8.6; truncates, how many products
-// of 16-bit matrices tensor cores add up at once, cutting off: 16 (an H100), 8 (an A100), 0 for
-// sums that are rounded. What is not set is that of an H100.
+// Settings, from here or else from the environment of a program: seed, of the order of blocks and
+// threads; resident, the least number of blocks that run at the same time; shared, the bytes of a
+// block; l2, in bytes; multiprocessors; capability, 86 for 8.6; truncates, the number of products
+// of 16-bit matrices that tensor cores add at once and truncate: 16 (an H100), 8 (an A100), 0 for
+// rounded sums. Defaults are those of an H100.
 std::map<std::string, int64_t>& settings();
 size_t max_shared_bytes();
 size_t l2_bytes();
@@ -63,18 +64,19 @@ inline const Self& self() { return *detail::running; }
 [[noreturn]] void fail(const std::string& what);
 [[noreturn]] void fail_misaligned(const char* what, size_t bytes);
 
-// Guard bands, first byte to end, which are poison: what has read poison is looked up here.
+// Guard bands, first byte to end. They are filled with poison; addresses from which poison was read
+// are looked up here.
 std::map<uintptr_t, uintptr_t>& guard_bands();
-void check_beside(const void* address, size_t bytes, const char* what);  // fails if it is in one
+void check_beside(const void* address, size_t bytes, const char* what);  // fails if inside a band
 
 void block_barrier();
 void warp_barrier(unsigned mask, const char* what);
-// What lanes hand one another, `bytes` (at most kMaxDeposit) each: all lanes in the mask make one,
-// and use it up before they meet again.
+// An exchange between the lanes of a mask, which deposit `bytes` each (at most kMaxDeposit): each
+// lane makes one, and reads it before they meet again.
 inline constexpr size_t kMaxDeposit = 64;
 class Exchange {
  public:
-  // Called by the lane that comes last: for what is worked out once for all of them.
+  // Called by the lane that arrives last, to compute something once for all lanes.
   using Finish = void (*)(Exchange& all);
 
   Exchange(unsigned mask, const char* what, const void* mine, size_t bytes,
@@ -97,7 +99,7 @@ class Exchange {
     std::memcpy(to, from, bytes);
 #endif
   }
-  static void copy_unseen(void* to, const void* from, size_t bytes);  // by the sanitizers
+  static void copy_unseen(void* to, const void* from, size_t bytes);  // sanitizers do not see it
 
   unsigned char (*deposits_)[kMaxDeposit];
 };
@@ -112,13 +114,13 @@ struct Counters {
   uint64_t global_read = 0;     // bytes
   uint64_t global_written = 0;  // bytes
   uint64_t launches = 0;
-  uint64_t shared = 0;  // bytes of a block, the most of all launches
+  uint64_t shared = 0;  // bytes of a block, the maximum of all launches
 };
 const Counters& counters();
-void forget_counted();  // and what was launched
+void forget_counted();  // and the launches
 void count_read(const void* address, size_t bytes);
 void count_written(const void* address, size_t bytes);
-// While there is one, what the thread writes to shared memory is nothing that its kernel does.
+// While one exists, the thread's writes to shared memory do not count as its kernel's.
 class Uncounted {
  public:
   Uncounted();
@@ -144,11 +146,11 @@ struct Launch {
 };
 void launch(const Launch& launch, const std::function<void()>& kernel);
 
-// Every kernel that the program could launch, and those that it did, in order.
+// Every kernel that the program could launch, and the launches, in order.
 std::vector<std::string>& kernels();
 const std::vector<Launch>& launched();
 
-// The instance's name. Using it lists the kernel, also if the line that does is never reached.
+// The instance's name. A use of it lists the kernel, even if that line is never reached.
 template <auto kKernel>
 class KernelName {
  public:
@@ -161,7 +163,7 @@ class KernelName {
   static inline const bool kListed = (kernels().push_back(get()), true);
 };
 
-// From here on blocks and threads run in the order that the seed says.
+// From here on blocks and threads run in the order of the seed.
 void reseed();
 
 // Lane `source`'s value for each lane; a source outside the mask is an error.

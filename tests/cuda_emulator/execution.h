@@ -10,11 +10,11 @@
 
 namespace onepass {
 
-// What no type of arguments is needed for.
+// The part that does not depend on the type of the arguments.
 class EmulatedRun {
  public:
   EmulatedRun(const void* args, size_t bytes);
-  // plan(args) says what the plan would be; run(workspace) runs.
+  // plan(args) returns the plan; run(workspace) runs the operator.
   void run(const void* op, const Plan& plan, const std::function<Plan(const void*)>& planned,
            const std::function<void(void*)>& run);
   void* args() const { return image_.args(); }

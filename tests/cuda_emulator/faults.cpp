@@ -1,6 +1,6 @@
-// Kernels with one planted fault each, beside the same kernel without it: what the emulator must
-// catch, and what it must be silent on. `faults NAME` runs the faulty one, `faults NAME right` the
-// right one; the process ends with 0 if the results are right and no sanitizer spoke.
+// Kernels with one planted fault each, which the emulator must find, beside the same kernel without
+// it, which must pass silently. `faults NAME` runs the faulty one, `faults NAME right` the right
+// one; the process ends with 0 if the results are right and no sanitizer reported anything.
 #include "faults.h"
 
 #include <cmath>
@@ -82,7 +82,7 @@ void misaligned(const float* input, float* output) {
   }
 }
 
-// Four neighbours are added to at once, from a multiple of 16 bytes on.
+// Adds to four neighbours at once, which must begin at a multiple of 16 bytes.
 template <bool kFault>
 void misaligned_addition(const float* input, float* output) {
   store_global(output + thread(), load_global(input + thread()));
@@ -122,7 +122,7 @@ void barrier_that_some_never_reach(const float* input, float* output) {
   store_global(output + thread(), load_global(input + thread()));
 }
 
-// Half of a warp loads matrices as they lie, half of it their transposes.
+// Half of a warp loads matrices, the other half their transposes.
 template <bool kFault>
 void another_ldmatrix(const float* input, float* output) {
   SharedMemory shared;
@@ -141,7 +141,7 @@ void another_ldmatrix(const float* input, float* output) {
 
 // ---- approximations -----------------------------------------------------------------------------
 
-// Approximations that are taken for the right results, which they are close to.
+// Approximations that are used as if they were exact.
 template <bool kFault>
 bool agree(float approximation, float right, float error) {
   return kFault ? approximation == right : std::fabs(approximation - right) <= right * error;
@@ -161,14 +161,14 @@ void exact_reciprocals(const float* input, float* output) {
   store_global(output + thread(), is_right ? x : -1.0f);
 }
 
-// A power that is below the least normal number: nothing is left of it.
+// A power below the least normal number: it becomes 0.
 template <bool kFault>
 void flushed_power(const float* input, float* output) {
   const float x = load_global(input + thread()), power = kFault ? -130.0f : -120.0f;
   store_global(output + thread(), exp2_approximate(power) > 0.0f ? x : -1.0f);
 }
 
-// ---- shared memory that holds nothing yet -------------------------------------------------------
+// ---- shared memory that is not written yet ------------------------------------------------------
 
 template <bool kFault>
 void uninitialised(const float* input, float* output) {
@@ -240,7 +240,7 @@ void overwrite_in_flight(const float* input, float* output) {
   store_global(output + thread(), values[thread()] / 2.0f);
 }
 
-// The next tile is asked for while others still read this one.
+// The copy of the next tile begins while other threads still read this one.
 template <bool kFault>
 void copy_into_what_is_read(const float* input, float* output) {
   SharedMemory shared;
@@ -260,7 +260,7 @@ void copy_into_what_is_read(const float* input, float* output) {
   store_global(output + thread(), (value + values[(thread() + 1) % kThreads]) / 2.0f);
 }
 
-// A copy into a buffer whose last copy has not arrived: which of them comes last is not said.
+// A copy into a buffer whose last copy has not arrived: their order is not defined.
 template <bool kFault>
 void copy_twice_in_flight(const float* input, float* output) {
   SharedMemory shared;
@@ -293,7 +293,7 @@ void overwrite_the_source_in_flight(const float* input, float* output) {
   store_global(output + thread(), values[thread()]);
 }
 
-// A copy is issued of what others have yet to write, and is waited for when they have.
+// A copy is issued of data that other threads have not written yet, and is waited for after that.
 template <bool kFault>
 void copy_before_the_source_is_written(const float* input, float* output) {
   SharedMemory shared;

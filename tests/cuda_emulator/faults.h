@@ -1,4 +1,4 @@
-// What programs of planted faults share: a kernel with one fault each, beside the same kernel
+// Shared by the programs of planted faults: a kernel with one fault each, beside the same kernel
 // without it.
 #pragma once
 
@@ -17,7 +17,7 @@ using namespace onepass::cuda;
 
 constexpr int kThreads = 64;
 
-// Exact allocations: the address sanitizer's red zones lie right behind them.
+// Exact allocations: the address sanitizer's red zones follow them directly.
 struct Free {
   void operator()(float* values) const { std::free(values); }
 };

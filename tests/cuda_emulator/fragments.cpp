@@ -1,7 +1,7 @@
-// The fragment layouts of mma, ldmatrix and movmatrix, held against the PTX ISA's own words
+// The fragment layouts of mma, ldmatrix and movmatrix, compared with the text of the PTX ISA
 // (sections "Matrix Fragments for mma.m16n8k16", "... mma.m16n8k8", "ldmatrix" and "movmatrix"):
-// where each element of a matrix lies is written down here as that text has it, element by element,
-// and the product must be right. Ends with 0 if everything is, else it names what is wrong.
+// the place of each element of a matrix is written down here as in that text, element by element,
+// and the product must be right. Ends with 0 if everything is, else it names the error.
 #include <cstdio>
 #include <memory>
 
@@ -102,7 +102,7 @@ void multiply_k8(Result* result) {
   }
 }
 
-// What float32 has no bits for is dropped, not rounded.
+// Bits beyond float32's precision are dropped, not rounded.
 void add_truncated(int* wrong) {
   const uint32_t one = std::bit_cast<uint32_t>(1.0f);
   const uint32_t a[4] = {one, one, one, one}, b[2] = {one, one};
@@ -125,7 +125,7 @@ struct Sum {
   int units;
 };
 
-// Half of the exponent in either factor: a float16 has few.
+// Each factor gets half of the exponent: float16 has few exponents.
 template <class T>
 void add_16_bits(int* wrong, Sum sum) {
   const int lane = static_cast<int>(threadIdx.x), in_group = lane % 4;
@@ -144,7 +144,7 @@ void add_16_bits(int* wrong, Sum sum) {
       b[i / 2] |= other << (i % 2 * 16);
     }
     float d[4] = {sign, sign, sign, sign};
-    if (lane == 0) d[0] = INFINITY;  // beside which others stay what they are
+    if (lane == 0) d[0] = INFINITY;  // other elements are not affected
     mma_m16n8k16<T>(d, a, b);
     if (lane == 0 && std::isinf(d[0])) d[0] = d[1];
     const float expected = sign * (1.0f + static_cast<float>(sum.units) * 0x1p-23f);
@@ -154,8 +154,7 @@ void add_16_bits(int* wrong, Sum sum) {
   }
 }
 
-// What lies below the last bits that an addend keeps is dropped of each, and of the sum what
-// float32 has no bits for.
+// Each addend loses the bits below the last that it keeps, and the sum those that float32 has not.
 template <class T>
 bool drops(int64_t at_once, std::initializer_list<Sum> sums) {
   emulator::settings().at("truncates") = at_once;

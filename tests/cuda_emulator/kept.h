@@ -1,4 +1,4 @@
-// What the file of a call says before its image: the operator, and what its run depends on. The
+// The head of a call's file, before the image: the operator, and the settings of its run. The
 // tests' library writes such files, replay.cpp reads them.
 #pragma once
 
@@ -16,8 +16,8 @@ extern "C" onepass::Backend onepass_cuda_kernels();
 
 namespace emulator {
 
-// The CUDA back end's table; with `plain`, attention's plain kernels take what its tiles do as
-// well.
+// The CUDA back end's table; with `plain`, attention's plain kernels also run calls that fit its
+// tiles.
 inline const onepass::Backend& cuda_backend(bool plain) {
   static const onepass::Backend shipped = onepass_cuda_kernels();
   static const onepass::Backend without_tiles = [] {

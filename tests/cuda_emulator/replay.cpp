@@ -1,6 +1,6 @@
 // Runs calls of operators again that the tests' library wrote to files: `replay FILE...`. This
-// program lives under a sanitizer, as that library cannot inside Python. What a call comes to must
-// be, to the bit, what it came to there.
+// program is built with a sanitizer, which that library cannot be inside Python. The results must
+// be the same bits as there.
 #include <cstdio>
 #include <exception>
 #include <fstream>
@@ -13,7 +13,7 @@
 
 namespace onepass::cuda {
 
-// Of what the program is linked without.
+// Definitions of functions that the program is linked without.
 struct Absent {
   template <class Args>
   operator Operator<Args>() const {
@@ -39,7 +39,7 @@ namespace {
 
 using namespace onepass;
 
-// An operator of whatever arguments: a reference is handed over as an address.
+// An operator of any arguments: a reference is passed as an address.
 struct AnyOperator {
   Plan (*plan)(const void* args, const Machine& machine);
   void (*run)(const void* args, const Plan& plan, void* workspace, const Context& context);

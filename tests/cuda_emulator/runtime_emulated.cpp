@@ -12,7 +12,8 @@
 namespace onepass {
 namespace {
 
-// What a call may point to. Memory of earlier calls may be gone: it is forgotten as a call begins.
+// The memory that a call may point to. Memory of earlier calls may be freed: each call begins with
+// none.
 class Memories {
  public:
   void add(emulator::KnownMemory memory) {
@@ -38,22 +39,22 @@ class Memories {
   void forget() { by_begin_.clear(); }
 
  private:
-  std::map<uintptr_t, emulator::KnownMemory> by_begin_;  // apart from one another
+  std::map<uintptr_t, emulator::KnownMemory> by_begin_;  // without overlaps
 };
 
 struct State {
   Memories memories;
-  int64_t shift = 0;        // bytes that tensors begin beyond where they would
-  int64_t misaligned = -1;  // the one that does, in the order of the struct's addresses; -1: all
-  // The dimension, from 1, of tensors of four that 32 bits do not reach all of; 0: none.
-  int64_t far = 0;      // of those that an operator is handed
-  int64_t far_new = 0;  // of those that it makes
-  bool plain = false;   // attention's plain kernels take what its tiles do as well
-  bool runs = true;     // what is planned
-  std::string folder;   // for files of calls; empty: there are none
+  int64_t shift = 0;        // bytes by which tensors are moved
+  int64_t misaligned = -1;  // the tensor that is, in the order of the struct's addresses; -1: all
+  // The dimension, from 1, of tensors of four dimensions whose offsets exceed 32 bits; 0: none.
+  int64_t far = 0;      // for arguments of an operator
+  int64_t far_new = 0;  // for tensors that it makes
+  bool plain = false;   // attention's plain kernels also run calls that fit its tiles
+  bool runs = true;     // planned calls are run
+  std::string folder;   // for files of calls; empty: none are written
   int64_t files = 0;
-  std::ostringstream calls;  // as JSON, each behind a comma
-  std::string text;          // what was handed out last
+  std::ostringstream calls;  // as JSON, each after a comma
+  std::string text;          // the last text that was returned
 };
 
 State& state() {
@@ -95,7 +96,7 @@ void tell_of_memory(Memory what, const void* data, int64_t bytes, int64_t elemen
 
 namespace {
 
-// Of four dimensions. Rows stay as they are; beyond them the far dimension is the outermost.
+// Strides for four dimensions. Rows stay as they are; the far dimension becomes the outermost.
 void spread(const int64_t* sizes, int64_t* strides, int64_t far) {
   constexpr int64_t kFar = (int64_t{1} << 31) + 64;  // elements, of which rows are multiples of 8
   --far;
@@ -162,7 +163,7 @@ DeviceGuard::~DeviceGuard() = default;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// A setting of the emulator, or one of those of the state.
+// A setting of the emulator or of the state.
 EXPORT void emulated_set(const char* name, int64_t value) {
   onepass::State& state = onepass::state();
   const std::string_view which = name;
@@ -183,7 +184,7 @@ EXPORT void emulated_set(const char* name, int64_t value) {
   }
 }
 
-// Makes the strides of a tensor of four dimensions those that an operator shall be handed.
+// The strides with which an operator gets a tensor of four dimensions.
 EXPORT void emulated_spread(const int64_t* sizes, int64_t* strides) {
   onepass::spread(sizes, strides, onepass::state().far);
 }
@@ -206,7 +207,7 @@ EXPORT const char* emulated_calls() {
   return state.text.c_str();
 }
 
-// The names of all kernels that there are, a line each.
+// The names of all kernels, one per line.
 EXPORT const char* emulated_kernels() {
   std::string& text = onepass::state().text;
   text.clear();

@@ -1,4 +1,4 @@
-// What may be set of the emulated device and of how it runs.
+// The settings of the emulated device and of its runs.
 #include <cctype>
 #include <cstdlib>
 
